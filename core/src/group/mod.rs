@@ -1,0 +1,1490 @@
+//! A domain group: the NICs of one device, and what is posted on them next.
+//!
+//! Sans-IO. The platform submits requests, asks [`DomainGroup::poll_work`] what to post on a NIC,
+//! posts it, and reports each completion; it passes the time, and asks [`DomainGroup::poll_event`]
+//! what became of transfers and peers. The group opens no device and reads no clock.
+//!
+//! ```text
+//!            submit                 poll_work              handle_completion
+//!  request ─────────▶ lanes of NIC ───────────▶ in flight ──────────────────▶ Ended { Done }
+//!                        │   ▲  credit handed over  │
+//!         no credit left ▼   │                      │ cancel, deadline, peer or NIC lost
+//!                   waiting line of peer            ▼
+//!                                      draining ──▶ Ended { NeverStarted | Quiesced }
+//!                                         └ past the drain deadline: Event::Abort
+//! ```
+//!
+//! # Invariants
+//!
+//! 1. A transfer ends exactly once, and only when none of its pieces is in flight: only then may its
+//!    buffers be reused. A deadline alone ends nothing; it stops the posting and starts the drain.
+//! 2. On a NIC at most `queue_depth` pieces are in flight, to a peer over one NIC at most
+//!    `peer_depth`; of both, bulk transfers hold at most all but `latency_reserve`.
+//! 3. A transfer that waits for one peer's credits stands in that peer's line, not in anybody's way.
+//!    While it does there is no credit for its lane: one that returns is handed to the first in line.
+//! 4. What does not fit is refused and given back; nothing is dropped.
+//! 5. Nothing is posted of a stopped transfer, to a peer that is not up, or on a lost NIC.
+//!
+//! The tests enumerate small groups against 1 to 5; `verification/` explores this very type, which
+//! is `Clone + Eq + Hash` when its storage is.
+
+mod list;
+mod slot;
+#[cfg(test)]
+mod tests;
+
+pub use slot::{PeerSlot, Storage, Token, TransferSlot};
+
+use core::fmt;
+use core::marker::PhantomData;
+use core::time::Duration;
+
+use crate::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
+use crate::imm::{Imm, WRITE_UNITS};
+use crate::nic::NicState;
+use crate::peer::{self, DownReason, LivenessConfig, Peer, PeerState};
+use crate::plan::{
+    Checked, Next, PageList, Piece, Plan, PlanError, PlanLimits, Request, SingleWrite, TargetList,
+    Whole,
+};
+use crate::region::MrDesc;
+use list::{List, NIL, Place};
+use slot::{
+    Active, Credits, Depth, Drain, Lane, NicLinks, PeerEntry, PeerNic, PeerView, Queues, SlotState,
+};
+
+/// How long a drain deadline is at least when it is set anew: an end to waiting, not a busy loop.
+const MIN_FORCE_INTERVAL: Duration = Duration::from_millis(1);
+
+/// What a piece costs of a turn at least, whatever its size.
+const MIN_TURN_COST_BYTES: u64 = 256;
+
+/// One piece of work, as a provider posts it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct WorkRequest {
+    /// To be given back with the completion.
+    pub token: Token,
+    /// NIC to post on.
+    pub nic: NicIndex,
+    /// NIC of the peer that it goes to.
+    pub remote_nic: NicIndex,
+    /// The peer.
+    pub peer: PeerId,
+    /// Address of the first byte here.
+    pub src: u64,
+    /// Key of the source region on `nic`.
+    pub src_key: u64,
+    /// Address of the first byte there.
+    pub dst: u64,
+    /// Key of the destination region on `remote_nic`.
+    pub dst_key: u64,
+    /// Bytes; zero for a bare immediate.
+    pub len: u64,
+    /// Immediate to deliver once the bytes are visible.
+    pub imm: Option<Imm>,
+}
+
+/// Why a posted piece failed.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum WorkError {
+    /// The connection was aborted while the piece was in flight.
+    Flushed,
+    /// The peer went away.
+    PeerGone,
+    /// The peer's region is not what the descriptor says, or was withdrawn.
+    RemoteAccess,
+    /// The source region is not registered with this NIC.
+    LocalAccess,
+    /// The device or the kernel said so: an `errno`, or the provider's own number.
+    Device(i32),
+}
+
+impl fmt::Display for WorkError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Flushed => f.write_str("the connection was aborted with the piece in flight"),
+            Self::PeerGone => f.write_str("the peer went away"),
+            Self::RemoteAccess => f.write_str("the peer refused access: its region was withdrawn or is not what the descriptor says"),
+            Self::LocalAccess => f.write_str("the source region is not registered with this nic"),
+            Self::Device(code) => write!(f, "the device reported error {code}"),
+        }
+    }
+}
+
+/// Why a transfer did not complete.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum TransferError {
+    /// The caller cancelled it.
+    Cancelled,
+    /// Its deadline passed.
+    DeadlineExceeded {
+        /// Pieces that were in flight then.
+        outstanding: u32,
+        /// The peer, if there is only one.
+        peer: Option<PeerId>,
+    },
+    /// A peer it goes to is gone.
+    PeerDown {
+        /// Which.
+        peer: PeerId,
+        /// Why.
+        reason: DownReason,
+    },
+    /// A piece failed.
+    Piece {
+        /// The peer it went to.
+        peer: PeerId,
+        /// The NIC it was posted on.
+        nic: NicIndex,
+        /// Why.
+        error: WorkError,
+    },
+    /// No healthy NIC is left to post the rest on.
+    NoNic,
+    /// A list of pages or targets yields other entries than when it was checked.
+    ListChanged,
+}
+
+impl fmt::Display for TransferError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Cancelled => f.write_str("cancelled"),
+            Self::DeadlineExceeded { outstanding, peer: Some(peer) } => {
+                write!(f, "deadline exceeded with {outstanding} pieces in flight to {peer}")
+            }
+            Self::DeadlineExceeded { outstanding, peer: None } => {
+                write!(f, "deadline exceeded with {outstanding} pieces in flight")
+            }
+            Self::PeerDown { peer, reason } => write!(f, "{peer} is down: {reason}"),
+            Self::Piece { peer, nic, error } => write!(f, "write to {peer} on nic {nic}: {error}"),
+            Self::NoNic => f.write_str("no healthy nic is left"),
+            Self::ListChanged => f.write_str("a list changed while a transfer referred to it"),
+        }
+    }
+}
+
+impl core::error::Error for TransferError {}
+
+/// How a transfer ended. In every case its buffers are the caller's again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "only `Done` means that the bytes arrived"]
+pub enum End {
+    /// Everything was written and, where asked for, announced.
+    Done,
+    /// Nothing of it was ever posted.
+    NeverStarted {
+        /// Why.
+        error: TransferError,
+    },
+    /// Some of it may have been written; nothing more will be.
+    Quiesced {
+        /// Why.
+        error: TransferError,
+    },
+}
+
+/// Why a request was not taken. Nothing was posted.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum SubmitError {
+    /// All slots are taken: poll events until a transfer has ended, then submit again.
+    Full {
+        /// Slots there are.
+        capacity: usize,
+    },
+    /// There is no such peer, or no longer.
+    NoSuchPeer {
+        /// As named by the request.
+        peer: PeerId,
+    },
+    /// The peer is going away.
+    PeerDown {
+        /// Which.
+        peer: PeerId,
+        /// Why.
+        reason: DownReason,
+    },
+    /// A descriptor belongs to another engine than the peer it is used with.
+    WrongOwner {
+        /// The peer.
+        peer: PeerId,
+        /// The engine that the peer is.
+        expected: EngineId,
+        /// The engine whose memory the descriptor describes.
+        found: EngineId,
+    },
+    /// The request cannot be planned.
+    Plan(PlanError),
+}
+
+impl fmt::Display for SubmitError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Full { capacity } => write!(f, "all {capacity} transfer slots are in use"),
+            Self::NoSuchPeer { peer } => write!(f, "there is no {peer}"),
+            Self::PeerDown { peer, reason } => write!(f, "{peer} is down: {reason}"),
+            Self::WrongOwner { peer, expected, found } => {
+                write!(
+                    f,
+                    "{peer} is engine {expected}, but the descriptor belongs to engine {found}"
+                )
+            }
+            Self::Plan(error) => write!(f, "{error}"),
+        }
+    }
+}
+
+impl core::error::Error for SubmitError {}
+
+/// A request that was not taken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rejected<P, T> {
+    /// Why.
+    pub error: SubmitError,
+    /// The request, if it may be submitted again later: with [`SubmitError::Full`].
+    pub request: Option<Checked<P, T>>,
+}
+
+/// What the caller of a transfer may choose.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Options {
+    /// When to give up; [`Time::NEVER`] for never.
+    pub deadline: Time,
+    /// Given back with the end.
+    pub user: u64,
+}
+
+/// One NIC of the group.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct NicConfig {
+    /// Speed and health.
+    pub state: NicState,
+    /// Pieces that may be in flight on it.
+    pub queue_depth: u16,
+}
+
+/// How a group schedules.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct GroupConfig {
+    /// How transfers are cut.
+    pub limits: PlanLimits,
+    /// Pieces that may be in flight to one peer over one NIC.
+    pub peer_depth: u16,
+    /// Single writes up to this size go by the latency lane, as immediates and barriers do.
+    pub latency_bytes: u64,
+    /// Credits of each NIC, and of each peer, that bulk transfers leave alone.
+    pub latency_reserve: u16,
+    /// Bytes that a bulk transfer posts on a NIC before it is the next one's turn.
+    pub turn_bytes: u64,
+    /// How long a stopped transfer's pieces may take to complete before they are forced.
+    pub drain: Duration,
+    /// When a peer counts as gone.
+    pub liveness: LivenessConfig,
+}
+
+/// Why a group cannot be made.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum ConfigError {
+    /// There must be 1 to [`MAX_NICS`] NICs.
+    NicCount {
+        /// How many were given.
+        found: usize,
+    },
+    /// Storage for transfers or peers is empty, or has more slots than an index can name.
+    Capacity {
+        /// How many slots were lent.
+        found: usize,
+    },
+    /// `latency_reserve` leaves bulk transfers no credit.
+    ReserveTooLarge {
+        /// Credits kept back.
+        reserve: u16,
+        /// The smallest of the depths it is taken from.
+        depth: u16,
+    },
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NicCount { found } => {
+                write!(f, "{found} nics given, 1 to {MAX_NICS} are possible")
+            }
+            Self::Capacity { found } => write!(f, "{found} slots lent, 1 to {} are possible", NIL),
+            Self::ReserveTooLarge { reserve, depth } => {
+                write!(f, "a latency reserve of {reserve} leaves nothing of a depth of {depth}")
+            }
+        }
+    }
+}
+
+impl core::error::Error for ConfigError {}
+
+/// What a peer says of itself when it connects.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Answer<'a> {
+    /// Its NICs.
+    pub nics: &'a [NicState],
+    /// Where zero-byte immediates to it point.
+    pub control: MrDesc,
+    /// How often it wants to hear from us.
+    pub heartbeat: Duration,
+}
+
+/// All peer slots are taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PeersFull {
+    /// Slots there are.
+    pub capacity: usize,
+}
+
+impl fmt::Display for PeersFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "all {} peer slots are in use", self.capacity)
+    }
+}
+
+impl core::error::Error for PeersFull {}
+
+/// What has become of something, or is to be done about it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Event {
+    /// A transfer is over; its slot is free again.
+    Ended {
+        /// Which.
+        id: TransferId,
+        /// From [`Options::user`].
+        user: u64,
+        /// How.
+        end: End,
+    },
+    /// Force every piece in flight to this peer to a completion, be it a failure.
+    Abort {
+        /// Which.
+        peer: PeerId,
+    },
+    /// Send the peer something: it has not heard of us for a while.
+    Heartbeat {
+        /// Which.
+        peer: PeerId,
+    },
+    /// Drop the connection: report what is in flight as failed, and forget the peer.
+    Disconnect {
+        /// Which.
+        peer: PeerId,
+    },
+    /// The peer's state changed. After [`PeerState::Down`] the identifier names nobody.
+    Peer {
+        /// Which.
+        peer: PeerId,
+        /// Its state now.
+        state: PeerState,
+    },
+}
+
+/// One NIC's queues and credits.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Nic {
+    config: NicConfig,
+    credits: Credits,
+    lanes: Queues,
+    /// What is left of the first bulk transfer's turn.
+    turn_left: u64,
+}
+
+impl Nic {
+    const ABSENT: Self = Self {
+        config: NicConfig { state: NicState { speed: 0, healthy: false }, queue_depth: 0 },
+        credits: Credits::NONE_USED,
+        lanes: Queues::EMPTY,
+        turn_left: 0,
+    };
+
+    fn usable(&self) -> bool {
+        self.config.state.healthy && self.config.state.speed > 0
+    }
+}
+
+/// The scheduler of one device's NICs. See the [module](self).
+///
+/// `TS` and `PS` are the storage for transfers and peers, `P` and `T` the lists that requests carry.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct DomainGroup<P, T, TS, PS> {
+    config: GroupConfig,
+    nics: [Nic; MAX_NICS],
+    nic_count: NicIndex,
+    transfers: TS,
+    peers: PS,
+    free: List,
+    ended: List,
+    dirty: u16,
+    /// Advances with each transfer, so that small ones spread over the NICs.
+    turn: u32,
+    /// No transfer and no peer wants attention before this instant.
+    next_timeout: Time,
+    active: usize,
+    /// Writes up to this size are one piece on every route.
+    express_bytes: u64,
+    lists: PhantomData<(P, T)>,
+}
+
+impl<P, T, TS, PS> DomainGroup<P, T, TS, PS>
+where
+    P: PageList,
+    T: TargetList,
+    TS: Storage<TransferSlot<P, T>>,
+    PS: Storage<PeerSlot>,
+{
+    /// A group of `nics`, with room for as many transfers and peers as there are slots lent.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`]: what was given cannot work together.
+    pub fn new(
+        config: GroupConfig,
+        nics: &[NicConfig],
+        mut transfers: TS,
+        mut peers: PS,
+    ) -> Result<Self, ConfigError> {
+        let nic_count = NicIndex::try_from(nics.len()).unwrap_or(NicIndex::MAX);
+        if nics.is_empty() || nics.len() > MAX_NICS {
+            return Err(ConfigError::NicCount { found: nics.len() });
+        }
+        for found in [transfers.as_ref().len(), peers.as_ref().len()] {
+            if found == 0 || found > usize::from(NIL) {
+                return Err(ConfigError::Capacity { found });
+            }
+        }
+        let depths = nics.iter().map(|nic| nic.queue_depth);
+        let depth = depths.min().unwrap_or(0).min(config.peer_depth);
+        if config.latency_reserve >= depth {
+            return Err(ConfigError::ReserveTooLarge { reserve: config.latency_reserve, depth });
+        }
+        let mut all = [Nic::ABSENT; MAX_NICS];
+        for (nic, own) in all.iter_mut().zip(nics) {
+            nic.config = *own;
+            nic.turn_left = config.turn_bytes;
+        }
+        let mut free = List::EMPTY;
+        transfers.as_mut().fill_with(TransferSlot::new);
+        peers.as_mut().fill_with(PeerSlot::new);
+        for index in 0..transfers.as_ref().len() {
+            let slots = transfers.as_mut();
+            free.push_back(&mut NicLinks { slots, nic: 0 }, index_of(index));
+        }
+        Ok(Self {
+            config,
+            nics: all,
+            nic_count,
+            transfers,
+            peers,
+            free,
+            ended: List::EMPTY,
+            dirty: NIL,
+            turn: 0,
+            next_timeout: Time::NEVER,
+            active: 0,
+            express_bytes: config
+                .limits
+                .max_message_bytes
+                .get()
+                .min(config.limits.rule.min_piece_bytes.get()),
+            lists: PhantomData,
+        })
+    }
+
+    // ---- peers ----
+
+    /// A peer that the platform starts connecting to. Transfers to it may be submitted at once.
+    ///
+    /// `nics` are the peer's, as its address lists them.
+    ///
+    /// # Errors
+    ///
+    /// [`PeersFull`].
+    pub fn add_peer(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        nics: &[NicState],
+    ) -> Result<PeerId, PeersFull> {
+        let machine = Peer::new(self.config.liveness, now);
+        self.insert_peer(now, engine, nics, None, machine)
+    }
+
+    /// A peer that has connected to us, and is up.
+    ///
+    /// # Errors
+    ///
+    /// [`PeersFull`].
+    pub fn accept_peer(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        answer: &Answer<'_>,
+    ) -> Result<PeerId, PeersFull> {
+        let machine = Peer::accepted(self.config.liveness, answer.heartbeat, now);
+        self.insert_peer(now, engine, answer.nics, Some(answer.control), machine)
+    }
+
+    fn insert_peer(
+        &mut self,
+        now: Time,
+        engine: EngineId,
+        nics: &[NicState],
+        control: Option<MrDesc>,
+        machine: Peer,
+    ) -> Result<PeerId, PeersFull> {
+        let own = self.nic_states();
+        let slots = self.peers.as_mut();
+        let capacity = slots.len();
+        let vacant = slots.iter_mut().enumerate().find(|(_, slot)| slot.entry.is_none());
+        let Some((index, slot)) = vacant else {
+            return Err(PeersFull { capacity });
+        };
+        let timeout = machine.next_timeout();
+        let entry = slot.entry.insert(PeerEntry {
+            engine,
+            machine,
+            nics: [NicState { speed: 0, healthy: false }; MAX_NICS],
+            nic_count: 0,
+            routes: None,
+            control,
+            over: [PeerNic::IDLE; MAX_NICS],
+            last_progress: now,
+            abort_wanted: false,
+            sent: false,
+            stopped: false,
+        });
+        entry.set_nics(nics, &own);
+        let id = PeerId { index: index_of(index), generation: slot.generation };
+        self.next_timeout = self.next_timeout.min(timeout);
+        self.mark_dirty(id.index);
+        Ok(id)
+    }
+
+    /// The peer answered: transfers that waited for it go. Ignored unless it is connecting.
+    pub fn handle_connected(&mut self, now: Time, peer: PeerId, answer: &Answer<'_>) {
+        let own = self.nic_states();
+        let Some(entry) = self.peer_entry(peer) else {
+            return;
+        };
+        if entry.machine.state() != PeerState::Connecting {
+            return;
+        }
+        entry.control = Some(answer.control);
+        entry.set_nics(answer.nics, &own);
+        entry.machine.handle_connected(answer.heartbeat, now);
+        self.after_peer_step(now, peer);
+        for nic in 0..usize::from(self.nic_count) {
+            self.grant(peer.index, nic);
+        }
+    }
+
+    /// The connection is gone. Pieces in flight must be reported as failed, before or after this.
+    pub fn handle_disconnected(&mut self, now: Time, peer: PeerId, reason: DownReason) {
+        let Some(entry) = self.peer_entry(peer) else {
+            return;
+        };
+        entry.stopped = true;
+        entry.machine.handle_disconnected(reason);
+        self.after_peer_step(now, peer);
+    }
+
+    /// Nothing more is wanted of this peer: its transfers stop, its connection is dropped.
+    pub fn remove_peer(&mut self, now: Time, peer: PeerId, reason: DownReason) {
+        let Some(entry) = self.peer_entry(peer) else {
+            return;
+        };
+        entry.machine.close(reason);
+        self.after_peer_step(now, peer);
+    }
+
+    /// Something arrived from the peer.
+    pub fn handle_heard(&mut self, now: Time, peer: PeerId) {
+        let Some(entry) = self.peer_entry(peer) else {
+            return;
+        };
+        let before = entry.machine.state();
+        entry.machine.handle_heard(now);
+        if before != entry.machine.state() {
+            self.after_peer_step(now, peer);
+        }
+    }
+
+    /// The state of a peer; `None` once it is down, all of that was polled, and nothing is in flight.
+    #[must_use]
+    pub fn peer_state(&self, peer: PeerId) -> Option<PeerState> {
+        self.view().entry(peer).map(|entry| entry.machine.state())
+    }
+
+    /// The peers there are.
+    pub fn peers(&self) -> impl Iterator<Item = (PeerId, EngineId, PeerState)> {
+        self.peers.as_ref().iter().enumerate().filter_map(|(index, slot)| {
+            let entry = slot.entry.as_ref()?;
+            let id = PeerId { index: index_of(index), generation: slot.generation };
+            Some((id, entry.engine, entry.machine.state()))
+        })
+    }
+
+    /// Pieces in flight to `peer` over `nic`.
+    #[must_use]
+    pub fn in_flight(&self, peer: PeerId, nic: NicIndex) -> u16 {
+        let view = self.view();
+        let entry = view.entry(peer);
+        entry.and_then(|entry| entry.over.get(usize::from(nic))).map_or(0, |over| over.in_flight)
+    }
+
+    // ---- transfers ----
+
+    /// Takes a request. It is posted as [`DomainGroup::poll_work`] is asked, and ends with an
+    /// [`Event::Ended`].
+    ///
+    /// O(1) for single writes and pages, O(targets) for scatters and barriers.
+    ///
+    /// # Errors
+    ///
+    /// [`Rejected`] says why, and gives the request back if only room was lacking.
+    #[expect(clippy::result_large_err, reason = "a refused request is given back, without a heap")]
+    pub fn submit(
+        &mut self,
+        request: Checked<P, T>,
+        options: Options,
+    ) -> Result<TransferId, Rejected<P, T>> {
+        let reject = |error| Rejected { error, request: None };
+        self.check_peers(request.request()).map_err(reject)?;
+        let Some(index) = self.free.first() else {
+            let error = SubmitError::Full { capacity: self.transfers.as_ref().len() };
+            return Err(Rejected { error, request: Some(request) });
+        };
+        let lane = self.lane_of(&request);
+        self.turn = self.turn.wrapping_add(1);
+        let view = PeerView(self.peers.as_ref());
+        let unplanned = |error| reject(SubmitError::Plan(error));
+        let limits = &self.config.limits;
+        let whole = Whole::new(request.request(), limits, &view, self.turn).map_err(unplanned)?;
+        let id = match whole {
+            Some(whole) => self.begin(index, Plan::of(whole), lane, options),
+            None => {
+                let plan = Plan::long(request, *limits, &view, self.turn).map_err(unplanned)?;
+                self.begin(index, plan, lane, options)
+            }
+        };
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let idle = slot.and_then(TransferSlot::active).is_some_and(|it| it.plan.nic_mask() == 0);
+        if idle {
+            self.settle(index);
+        } else {
+            self.enqueue(index);
+        }
+        Ok(id)
+    }
+
+    /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
+    ///
+    /// `None`, and nothing changes, unless nothing at all stands in the way: the write is a single piece
+    /// and in bounds, its peer is up, a slot and credits are free, and nobody waits for them. Submit it then:
+    /// that says what is wrong, or waits. O(1), a fraction of what submitting and polling cost.
+    #[inline]
+    pub fn express(&mut self, write: &SingleWrite, options: Options) -> Option<WorkRequest> {
+        let (peer, len) = (write.peer, write.len);
+        if len == 0 || len > self.express_bytes {
+            return None;
+        }
+        let small = len <= self.config.latency_bytes;
+        let lane = if small { Lane::Latency } else { Lane::Bulk };
+        let src = write.src.range(write.src_offset, len).ok()?;
+        let dst = write.dst.range(write.dst_offset, len).ok()?;
+        let peer_depth = self.peer_depth();
+        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
+        let entry = slot.entry.as_mut().filter(|_| slot.generation == peer.generation)?;
+        if !entry.is_usable() || entry.engine != write.dst.owner {
+            return None;
+        }
+        let turn = self.turn.wrapping_add(1);
+        let routes = entry.routes.as_ref()?;
+        let route = routes.get(routes.at_turn(turn))?;
+        let (nic, at) = (route.local, usize::from(route.local));
+        let (src_key, dst_key) = (write.src.keys.get(nic)?, write.dst.keys.get(route.remote)?);
+        let over = entry.over.get_mut(at)?;
+        let state = self.nics.get_mut(at).filter(|nic| nic.usable())?;
+        let depth = Depth { all: state.config.queue_depth, reserve: self.config.latency_reserve };
+        let first = small && state.lanes.is_empty_lane(lane) && state.credits.prefers(lane);
+        let clear = (first || state.lanes.is_empty())
+            && state.credits.left(lane, depth)
+            && over.waiting.is_empty()
+            && over.credits.left(lane, peer_depth);
+        let imm = match write.imm {
+            Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
+            None => None,
+        };
+        let index = self.free.first().filter(|_| clear)?;
+        self.turn = turn;
+        entry.sent = true;
+        over.in_flight = over.in_flight.saturating_add(1);
+        over.credits.take(lane);
+        state.credits.take(lane);
+        let id = self.begin(index, Plan::taken(peer), lane, options);
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        if let Some(active) = slot.and_then(TransferSlot::active) {
+            active.outstanding = 1;
+            active.started = true;
+        }
+        let piece = Piece { peer, remote_nic: route.remote, src, src_key, dst, dst_key, len, imm };
+        Some(work_of(id, nic, &piece))
+    }
+
+    /// Notes that a piece to this peer goes out on this NIC.
+    fn charge(&mut self, peer: PeerId, nic: usize) -> Option<&mut PeerNic> {
+        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
+        let entry = slot.entry.as_mut()?;
+        entry.sent = true;
+        let over = entry.over.get_mut(nic)?;
+        over.in_flight = over.in_flight.saturating_add(1);
+        Some(over)
+    }
+
+    /// Puts a plan into a free slot. Inlined, so that the plan is built in place.
+    #[inline(always)]
+    fn begin(&mut self, index: u16, plan: Plan<P, T>, lane: Lane, options: Options) -> TransferId {
+        let slots = self.transfers.as_mut();
+        self.free.remove(&mut NicLinks { slots, nic: 0 }, index);
+        let slots = self.transfers.as_mut();
+        let Some(slot) = slots.get_mut(usize::from(index)) else {
+            // `index` came from the list of free slots.
+            return TransferId { index, generation: 0 };
+        };
+        slot.state = SlotState::Active(Active {
+            plan,
+            user: options.user,
+            lane,
+            place: [Place::Nowhere; MAX_NICS],
+            outstanding: 0,
+            started: false,
+            stop: None,
+            failed: false,
+            deadline: options.deadline,
+            drain: Drain::No,
+        });
+        let id = TransferId { index, generation: slot.generation };
+        self.active += 1;
+        self.next_timeout = self.next_timeout.min(options.deadline);
+        id
+    }
+
+    /// Stops a transfer: no more of it is posted. It ends when what is in flight has drained.
+    ///
+    /// Returns `false` if there is no such transfer any more.
+    pub fn cancel(&mut self, now: Time, id: TransferId) -> bool {
+        let known = self.is_active(id);
+        if known {
+            self.stop(now, id.index, TransferError::Cancelled);
+        }
+        known
+    }
+
+    /// Whether `nic` has something that might be posted now. Cheap: for idle loops.
+    #[must_use]
+    pub fn has_work(&self, nic: NicIndex) -> bool {
+        let nic = self.nics.get(usize::from(nic));
+        nic.is_some_and(|nic| nic.usable() && !nic.lanes.is_empty())
+    }
+
+    /// Transfers that have not ended, or whose end has not been polled.
+    #[must_use]
+    pub const fn active(&self) -> usize {
+        self.active
+    }
+
+    /// The next piece to post on `nic`; `None` if there is none, or no credit for it.
+    ///
+    /// The piece counts as in flight from here on: it must be posted, and its completion reported,
+    /// be it as failed. O(1), but that each transfer found to have no credit with its peer, or nothing
+    /// left for this NIC, is put aside first; that happens to it once for each credit it is handed.
+    pub fn poll_work(&mut self, nic: NicIndex) -> Option<WorkRequest> {
+        let state = self.nics.get(usize::from(nic)).filter(|nic| nic.usable())?;
+        let (order, lanes) = (state.credits.order(), state.lanes);
+        for lane in order {
+            if !lanes.is_empty_lane(lane) {
+                let work = self.poll_lane(nic, lane);
+                if work.is_some() {
+                    return work;
+                }
+            }
+        }
+        None
+    }
+
+    #[inline]
+    fn poll_lane(&mut self, nic: NicIndex, lane: Lane) -> Option<WorkRequest> {
+        let at = usize::from(nic);
+        let reserve = self.config.latency_reserve;
+        let peer_depth = self.peer_depth();
+        loop {
+            let state = self.nics.get_mut(at)?;
+            let depth = Depth { all: state.config.queue_depth, reserve };
+            let index = state.lanes.first(lane)?;
+            if !state.credits.left(lane, depth) {
+                return None;
+            }
+            let slot = self.transfers.as_mut().get_mut(usize::from(index))?;
+            let id = TransferId { index, generation: slot.generation };
+            let active = slot.active()?;
+            let place = active.place.get_mut(at)?;
+            let view = PeerView(self.peers.as_ref());
+            let granted_to = match *place {
+                Place::Granted(peer) => Some(peer),
+                _ => None,
+            };
+            let admit = |peer: PeerId| {
+                let over = view.over(peer, at);
+                granted_to == Some(peer.index) && over.is_some()
+                    || over.is_some_and(|over| over.credits.left(lane, peer_depth))
+            };
+            let piece = match active.plan.next_if(nic, &view, admit) {
+                Next::Piece(piece) => piece,
+                Next::Nothing => {
+                    let rest = active.plan.has_work(nic);
+                    self.withdraw(index, at);
+                    if rest {
+                        self.stop(Time::ZERO, index, TransferError::ListChanged);
+                    }
+                    continue;
+                }
+                Next::Refused(peer) => {
+                    self.withdraw(index, at);
+                    self.enter_queue(index, at, Place::Blocked(peer.index));
+                    continue;
+                }
+                Next::Impossible(peer) => {
+                    let error = TransferError::Piece { peer, nic, error: WorkError::RemoteAccess };
+                    self.stop(Time::ZERO, index, error);
+                    continue;
+                }
+            };
+            let peer = piece.peer;
+            let granted = granted_to == Some(peer.index);
+            // A grant of another peer's is kept until its piece comes up.
+            if granted {
+                *place = Place::Lane;
+            }
+            active.outstanding = active.outstanding.saturating_add(1);
+            active.started = true;
+            state.credits.take(lane);
+            let left = active.plan.has_work(nic);
+            let over = self.charge(peer, at).filter(|_| !granted);
+            if let Some(over) = over {
+                over.credits.take(lane);
+            }
+            if left {
+                self.take_turn(at, lane, index, piece.len);
+            } else {
+                // Its turn ends with it.
+                if let Some(state) = self.nics.get_mut(at) {
+                    state.turn_left = self.config.turn_bytes;
+                }
+                self.withdraw(index, at);
+            }
+            return Some(work_of(id, nic, &piece));
+        }
+    }
+
+    /// Lets the next transfer of the lane have its turn when this one's is used up.
+    fn take_turn(&mut self, nic: usize, lane: Lane, index: u16, len: u64) {
+        let turn_bytes = self.config.turn_bytes;
+        let Some(state) = self.nics.get_mut(nic) else {
+            return;
+        };
+        if lane == Lane::Bulk {
+            let left = state.turn_left.saturating_sub(len.max(MIN_TURN_COST_BYTES));
+            state.turn_left = if left == 0 { turn_bytes } else { left };
+            if left != 0 {
+                return;
+            }
+        }
+        let queue = state.lanes.of(lane);
+        if !queue.is_single() {
+            let slots = self.transfers.as_mut();
+            let mut links = NicLinks { slots, nic };
+            queue.remove(&mut links, index);
+            queue.push_back(&mut links, index);
+        }
+    }
+
+    /// A posted piece completed, or failed. Returns `false` for a token that names nothing in flight,
+    /// which is a provider's fault; nothing changes then.
+    pub fn handle_completion(
+        &mut self,
+        now: Time,
+        nic: NicIndex,
+        token: Token,
+        outcome: Result<(), WorkError>,
+    ) -> bool {
+        let id = token.transfer();
+        let at = usize::from(nic);
+        let slot = self.transfers.as_mut().get_mut(usize::from(id.index));
+        let active =
+            slot.filter(|slot| slot.generation == id.generation).and_then(TransferSlot::active);
+        let Some(active) = active.filter(|active| active.outstanding > 0) else {
+            return false;
+        };
+        let peer_index = token.peer_index();
+        let peer_slot = self.peers.as_mut().get_mut(usize::from(peer_index));
+        let Some(peer_slot) = peer_slot else {
+            return false;
+        };
+        let peer = PeerId { index: peer_index, generation: peer_slot.generation };
+        let Some(entry) = peer_slot.entry.as_mut() else {
+            return false;
+        };
+        let over = entry.over.get_mut(at).filter(|over| over.in_flight > 0);
+        let Some(over) = over else {
+            return false;
+        };
+        over.in_flight -= 1;
+        over.credits.give_back(active.lane);
+        let waited_for = !over.waiting.is_empty();
+        entry.last_progress = now;
+        let gone = entry.stopped && entry.quiet();
+        active.outstanding -= 1;
+        let drained = active.outstanding == 0;
+        if let Some(state) = self.nics.get_mut(at) {
+            state.credits.give_back(active.lane);
+        }
+        if let Err(error) = outcome {
+            active.failed = true;
+            self.stop(now, id.index, TransferError::Piece { peer, nic, error });
+        } else if drained {
+            self.settle(id.index);
+        }
+        if waited_for {
+            self.grant(peer_index, at);
+        }
+        if gone {
+            self.mark_dirty(peer_index);
+        }
+        true
+    }
+
+    // ---- time ----
+
+    /// When [`DomainGroup::handle_timeout`] wants to be called next; [`Time::NEVER`] if never.
+    #[must_use]
+    pub const fn poll_timeout(&self) -> Time {
+        self.next_timeout
+    }
+
+    /// Time has passed. O(1) before [`DomainGroup::poll_timeout`]; O(transfers + peers) after.
+    pub fn handle_timeout(&mut self, now: Time) {
+        if now < self.next_timeout {
+            return;
+        }
+        self.next_timeout = Time::NEVER;
+        for index in 0..self.peers.as_ref().len() {
+            self.peer_timeout(now, index_of(index));
+        }
+        for index in 0..self.transfers.as_ref().len() {
+            self.transfer_timeout(now, index_of(index));
+        }
+    }
+
+    fn peer_timeout(&mut self, now: Time, index: u16) {
+        let Some(slot) = self.peers.as_mut().get_mut(usize::from(index)) else {
+            return;
+        };
+        let peer = PeerId { index, generation: slot.generation };
+        let Some(entry) = slot.entry.as_mut() else {
+            return;
+        };
+        if entry.is_down() {
+            return;
+        }
+        if core::mem::take(&mut entry.sent) {
+            entry.machine.handle_sent(now);
+        }
+        entry.machine.handle_timeout(now);
+        self.after_peer_step(now, peer);
+        if let Some(entry) = self.peer_entry(peer) {
+            let next = entry.machine.next_timeout();
+            self.next_timeout = self.next_timeout.min(next);
+        }
+    }
+
+    fn transfer_timeout(&mut self, now: Time, index: u16) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        if active.next_timeout() <= now {
+            let outstanding = active.outstanding;
+            match active.drain {
+                Drain::No => {
+                    let peer = active.plan.sole_peer();
+                    self.stop(now, index, TransferError::DeadlineExceeded { outstanding, peer });
+                }
+                Drain::Waiting { since, .. } => self.force(now, index, Some(since)),
+                Drain::Forced { .. } => self.force(now, index, None),
+            }
+        }
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        if let Some(active) = slot.and_then(TransferSlot::active) {
+            self.next_timeout = self.next_timeout.min(active.next_timeout());
+        }
+    }
+
+    // ---- NICs ----
+
+    /// A NIC was lost, or is back. What was not posted yet on a lost one moves to the others; what is
+    /// in flight on it must be reported as completed or failed.
+    pub fn set_nic_health(&mut self, now: Time, nic: NicIndex, healthy: bool) {
+        let Some(state) = self.nics.get_mut(usize::from(nic)) else {
+            return;
+        };
+        if nic >= self.nic_count || state.config.state.healthy == healthy {
+            return;
+        }
+        state.config.state.healthy = healthy;
+        let own = self.nic_states();
+        for slot in self.peers.as_mut() {
+            if let Some(entry) = slot.entry.as_mut() {
+                entry.set_routes(&own);
+            }
+        }
+        if !healthy {
+            for index in 0..self.transfers.as_ref().len() {
+                self.evacuate(now, index_of(index), nic);
+            }
+        }
+    }
+
+    /// Moves what is not posted yet of a transfer from a lost NIC to the next healthy one, with what
+    /// may still follow there. Stops the transfer if that cannot be, unless nothing is left to post.
+    fn evacuate(&mut self, now: Time, index: u16, lost: NicIndex) {
+        self.withdraw(index, usize::from(lost));
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        if active.stop.is_some() {
+            return;
+        }
+        let mut others = (1..self.nic_count).map(|step| (lost + step) % self.nic_count);
+        let usable = |nic: NicIndex| self.nics.get(usize::from(nic)).is_some_and(Nic::usable);
+        let left = active.plan.nic_mask() & (1 << lost) != 0;
+        if others.any(|nic| usable(nic) && active.plan.reroute(lost, nic)) {
+            self.enqueue(index);
+        } else if left {
+            self.stop(now, index, TransferError::NoNic);
+        }
+    }
+
+    // ---- events ----
+
+    /// What happened, or is to be done, next; `None` when all has been told.
+    pub fn poll_event(&mut self) -> Option<Event> {
+        if let Some(event) = self.poll_peer_event() {
+            return Some(event);
+        }
+        let index = self.ended.first()?;
+        let slots = self.transfers.as_mut();
+        self.ended.remove(&mut NicLinks { slots, nic: 0 }, index);
+        let slot = self.transfers.as_mut().get_mut(usize::from(index))?;
+        let SlotState::Ended { user, end } = slot.state else {
+            return None;
+        };
+        let id = TransferId { index, generation: slot.generation };
+        slot.state = SlotState::Free;
+        slot.generation = slot.generation.wrapping_add(1);
+        self.active = self.active.saturating_sub(1);
+        let slots = self.transfers.as_mut();
+        self.free.push_back(&mut NicLinks { slots, nic: 0 }, index);
+        Some(Event::Ended { id, user, end })
+    }
+
+    fn poll_peer_event(&mut self) -> Option<Event> {
+        while self.dirty != NIL {
+            let index = self.dirty;
+            let slot = self.peers.as_mut().get_mut(usize::from(index))?;
+            let peer = PeerId { index, generation: slot.generation };
+            let event = slot.entry.as_mut().and_then(|entry| next_peer_event(peer, entry));
+            if event.is_some() {
+                return event;
+            }
+            let gone = slot.entry.as_ref().is_some_and(|entry| entry.stopped && entry.quiet());
+            let down = slot.entry.as_ref().is_some_and(PeerEntry::is_down);
+            if gone && down {
+                slot.entry = None;
+                slot.generation = slot.generation.wrapping_add(1);
+            }
+            let next = slot.next_dirty;
+            slot.next_dirty = NIL;
+            self.dirty = if next == index { NIL } else { next };
+        }
+        None
+    }
+
+    // ---- inside ----
+
+    fn view(&self) -> PeerView<'_> {
+        PeerView(self.peers.as_ref())
+    }
+
+    fn peer_entry(&mut self, peer: PeerId) -> Option<&mut PeerEntry> {
+        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
+        if slot.generation != peer.generation {
+            return None;
+        }
+        slot.entry.as_mut()
+    }
+
+    /// Our NICs; those that there are not are unusable.
+    fn nic_states(&self) -> [NicState; MAX_NICS] {
+        self.nics.map(|nic| nic.config.state)
+    }
+
+    const fn peer_depth(&self) -> Depth {
+        Depth { all: self.config.peer_depth, reserve: self.config.latency_reserve }
+    }
+
+    fn is_active(&mut self, id: TransferId) -> bool {
+        let slot = self.transfers.as_mut().get_mut(usize::from(id.index));
+        slot.is_some_and(|slot| slot.generation == id.generation && slot.active().is_some())
+    }
+
+    fn lane_of(&self, request: &Checked<P, T>) -> Lane {
+        match request.request() {
+            Request::Imm(_) | Request::Control(_) | Request::Barrier(_) => Lane::Latency,
+            Request::Single(write) if write.len <= self.config.latency_bytes => Lane::Latency,
+            _ => Lane::Bulk,
+        }
+    }
+
+    /// Every peer of the request is there, and its descriptors are that peer's.
+    fn check_peers(&self, request: &Request<P, T>) -> Result<(), SubmitError> {
+        let view = self.view();
+        each_peer(request, |peer, desc| {
+            let entry = view.entry(peer).ok_or(SubmitError::NoSuchPeer { peer })?;
+            if let PeerState::Down(reason) = entry.machine.state() {
+                return Err(SubmitError::PeerDown { peer, reason });
+            }
+            match desc {
+                Some(desc) if desc.owner != entry.engine => {
+                    Err(SubmitError::WrongOwner { peer, expected: entry.engine, found: desc.owner })
+                }
+                _ => Ok(()),
+            }
+        })
+    }
+
+    fn mark_dirty(&mut self, index: u16) {
+        let head = self.dirty;
+        let Some(slot) = self.peers.as_mut().get_mut(usize::from(index)) else {
+            return;
+        };
+        if slot.next_dirty == NIL {
+            slot.next_dirty = if head == NIL { index } else { head };
+            self.dirty = index;
+        }
+    }
+
+    /// After the peer's machine moved: tell what there is to tell, and stop what cannot go on.
+    fn after_peer_step(&mut self, now: Time, peer: PeerId) {
+        self.mark_dirty(peer.index);
+        let Some(entry) = self.peer_entry(peer) else {
+            return;
+        };
+        let timeout = entry.machine.next_timeout();
+        let state = entry.machine.state();
+        self.next_timeout = self.next_timeout.min(timeout);
+        let PeerState::Down(reason) = state else {
+            return;
+        };
+        for index in 0..self.transfers.as_ref().len() {
+            let index = index_of(index);
+            let slot = self.transfers.as_mut().get_mut(usize::from(index));
+            let Some(active) = slot.and_then(TransferSlot::active) else {
+                continue;
+            };
+            if active.stop.is_none() && active.plan.goes_to(peer) {
+                self.stop(now, index, TransferError::PeerDown { peer, reason });
+            }
+        }
+    }
+
+    /// Stops the posting of a transfer, and ends it if nothing is in flight. The first reason stays.
+    ///
+    /// A `now` in the past makes the next call of [`DomainGroup::handle_timeout`] look after the drain.
+    fn stop(&mut self, now: Time, index: u16, error: TransferError) {
+        let until = now.after(self.config.drain);
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        if active.stop.is_none() {
+            active.stop = Some(error);
+            active.drain = Drain::Waiting { since: now, until };
+            self.next_timeout = self.next_timeout.min(until);
+            self.withdraw_all(index);
+        }
+        self.settle(index);
+    }
+
+    /// The drain took too long: abort the peers that made no progress since it began, or, if that
+    /// did not do, every peer of the transfer that has anything in flight.
+    fn force(&mut self, now: Time, index: u16, since: Option<Time>) {
+        let until = now.after(self.config.drain.max(MIN_FORCE_INTERVAL));
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        active.drain = Drain::Forced { until };
+        for peer_index in 0..self.peers.as_ref().len() {
+            self.force_peer(index, index_of(peer_index), since);
+        }
+    }
+
+    /// Wants the peer aborted if the transfer goes to it and it is stuck.
+    fn force_peer(&mut self, index: u16, peer_index: u16, since: Option<Time>) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        let Some(slot) = self.peers.as_mut().get_mut(usize::from(peer_index)) else {
+            return;
+        };
+        let peer = PeerId { index: peer_index, generation: slot.generation };
+        let Some(entry) = slot.entry.as_mut() else {
+            return;
+        };
+        let stuck = since.is_none_or(|since| entry.last_progress <= since);
+        if stuck && !entry.quiet() && active.plan.goes_to(peer) {
+            entry.abort_wanted = true;
+            self.mark_dirty(peer_index);
+        }
+    }
+
+    /// Ends a transfer that has nothing in flight and nothing to post.
+    fn settle(&mut self, index: u16) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        if active.outstanding > 0 {
+            return;
+        }
+        let posted_all = active.plan.nic_mask() == 0;
+        let end = match active.stop {
+            None if !posted_all => return,
+            None if active.plan.drained() => return self.enqueue(index),
+            None => End::Done,
+            // Withdrawn too late: everything had been written and announced.
+            Some(error)
+                if is_withdrawal(error)
+                    && !active.failed
+                    && posted_all
+                    && !active.plan.drained() =>
+            {
+                End::Done
+            }
+            Some(error) if active.started => End::Quiesced { error },
+            Some(error) => End::NeverStarted { error },
+        };
+        let user = active.user;
+        self.withdraw_all(index);
+        if let Some(slot) = self.transfers.as_mut().get_mut(usize::from(index)) {
+            slot.state = SlotState::Ended { user, end };
+        }
+        let slots = self.transfers.as_mut();
+        self.ended.push_back(&mut NicLinks { slots, nic: 0 }, index);
+    }
+
+    /// Puts a transfer into its lane on every NIC that it has work for.
+    fn enqueue(&mut self, index: u16) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        let mut nics = active.plan.nic_mask();
+        for (nic, place) in active.place.iter().enumerate() {
+            if *place != Place::Nowhere {
+                nics &= !(1 << nic);
+            }
+        }
+        while nics != 0 {
+            let nic = nics.trailing_zeros() as usize;
+            nics &= nics - 1;
+            if !self.nics.get(nic).is_some_and(Nic::usable) {
+                // What it still has to say it cannot: the NIC was lost, and none could take over.
+                return self.stop(Time::ZERO, index, TransferError::NoNic);
+            }
+            self.enter_queue(index, nic, Place::Lane);
+        }
+    }
+
+    fn enter_queue(&mut self, index: u16, nic: usize, place: Place) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        let queue = match place {
+            Place::Nowhere => None,
+            Place::Lane | Place::Granted(_) => self.nics.get_mut(nic).map(|state| &mut state.lanes),
+            Place::Blocked(peer) => {
+                peer_nic(self.peers.as_mut(), peer, nic).map(|over| &mut over.waiting)
+            }
+        };
+        let lane = active.lane;
+        if let (Some(queue), Some(current)) = (queue, active.place.get_mut(nic)) {
+            *current = place;
+            let slots = self.transfers.as_mut();
+            queue.of(lane).push_back(&mut NicLinks { slots, nic }, index);
+        }
+    }
+
+    /// Takes a transfer out of the queue that it stands in on this NIC, with the place it had there.
+    fn leave_queue(&mut self, index: u16, nic: usize) -> Place {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return Place::Nowhere;
+        };
+        let lane = active.lane;
+        let Some(current) = active.place.get_mut(nic) else {
+            return Place::Nowhere;
+        };
+        let place = core::mem::replace(current, Place::Nowhere);
+        let slots = self.transfers.as_mut();
+        let mut links = NicLinks { slots, nic };
+        match place {
+            Place::Nowhere => {}
+            Place::Lane | Place::Granted(_) => {
+                if let Some(state) = self.nics.get_mut(nic) {
+                    if lane == Lane::Bulk && state.lanes.first(lane) == Some(index) {
+                        state.turn_left = self.config.turn_bytes;
+                    }
+                    state.lanes.of(lane).remove(&mut links, index);
+                }
+            }
+            Place::Blocked(peer) => {
+                if let Some(over) = peer_nic(self.peers.as_mut(), peer, nic) {
+                    over.waiting.of(lane).remove(&mut links, index);
+                }
+            }
+        }
+        place
+    }
+
+    /// Takes a transfer out of its queue on this NIC; a credit it was granted goes to the next in line.
+    fn withdraw(&mut self, index: u16, nic: usize) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let lane = slot.and_then(TransferSlot::active).map(|active| active.lane);
+        let place = self.leave_queue(index, nic);
+        if let (Place::Granted(peer), Some(lane)) = (place, lane) {
+            if let Some(over) = peer_nic(self.peers.as_mut(), peer, nic) {
+                over.credits.give_back(lane);
+            }
+            self.grant(peer, nic);
+        }
+    }
+
+    fn withdraw_all(&mut self, index: u16) {
+        for nic in 0..usize::from(self.nic_count) {
+            self.withdraw(index, nic);
+        }
+    }
+
+    /// Hands the credits of this peer on this NIC that nobody uses to those that wait for them. The
+    /// latency lane comes first, but that it leaves one in [`slot::LATENCY_BURST`] to the other.
+    fn grant(&mut self, peer: u16, nic: usize) {
+        let depth = self.peer_depth();
+        loop {
+            let slot = self.peers.as_mut().get_mut(usize::from(peer));
+            let entry = slot.and_then(|slot| slot.entry.as_mut());
+            let Some(over) =
+                entry.filter(|entry| entry.is_usable()).and_then(|entry| entry.over.get_mut(nic))
+            else {
+                return;
+            };
+            let first = over.credits.order().into_iter().find_map(|lane| {
+                let index = over.waiting.first(lane)?;
+                over.credits.left(lane, depth).then_some((index, lane))
+            });
+            let Some((index, lane)) = first else {
+                return;
+            };
+            over.credits.take(lane);
+            self.leave_queue(index, nic);
+            self.enter_queue(index, nic, Place::Granted(peer));
+        }
+    }
+}
+
+fn peer_nic(peers: &mut [PeerSlot], peer: u16, nic: usize) -> Option<&mut PeerNic> {
+    let entry = peers.get_mut(usize::from(peer))?.entry.as_mut()?;
+    entry.over.get_mut(nic)
+}
+
+/// The next thing to tell of a peer.
+fn next_peer_event(peer: PeerId, entry: &mut PeerEntry) -> Option<Event> {
+    if core::mem::take(&mut entry.abort_wanted) && !entry.quiet() {
+        return Some(Event::Abort { peer });
+    }
+    match entry.machine.poll_action()? {
+        peer::Action::SendHeartbeat => Some(Event::Heartbeat { peer }),
+        peer::Action::Report(state) => Some(Event::Peer { peer, state }),
+        peer::Action::Disconnect => {
+            entry.stopped = true;
+            Some(Event::Disconnect { peer })
+        }
+    }
+}
+
+/// Whether the error only withdraws what is not posted, and says nothing of what is.
+const fn is_withdrawal(error: TransferError) -> bool {
+    matches!(error, TransferError::Cancelled | TransferError::DeadlineExceeded { .. })
+}
+
+/// Calls `f` for each peer of a request, with the descriptor used there, until it fails.
+fn each_peer<P, T: TargetList, E>(
+    request: &Request<P, T>,
+    mut f: impl FnMut(PeerId, Option<&MrDesc>) -> Result<(), E>,
+) -> Result<(), E> {
+    match request {
+        Request::Single(write) => f(write.peer, Some(&write.dst)),
+        Request::Paged(write) => f(write.peer, Some(&write.dst)),
+        Request::Imm(write) => f(write.peer, None),
+        Request::Control(write) => f(write.peer, None),
+        Request::Scatter(write) => {
+            let mut targets = (0..write.targets.len()).filter_map(|i| write.targets.get(i));
+            targets.try_for_each(|target| f(target.peer, Some(&target.dst)))
+        }
+        Request::Barrier(barrier) => {
+            let mut targets = (0..barrier.targets.len()).filter_map(|i| barrier.targets.get(i));
+            targets.try_for_each(|target| f(target.peer, None))
+        }
+    }
+}
+
+/// A piece as it is posted.
+#[inline]
+fn work_of(id: TransferId, nic: NicIndex, piece: &Piece) -> WorkRequest {
+    WorkRequest {
+        token: Token::new(id, piece.peer),
+        nic,
+        remote_nic: piece.remote_nic,
+        peer: piece.peer,
+        src: piece.src,
+        src_key: piece.src_key,
+        dst: piece.dst,
+        dst_key: piece.dst_key,
+        len: piece.len,
+        imm: piece.imm,
+    }
+}
+
+/// An index into storage whose length was checked to fit.
+fn index_of(index: usize) -> u16 {
+    u16::try_from(index).unwrap_or(NIL)
+}

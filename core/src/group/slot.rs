@@ -1,0 +1,383 @@
+//! What a domain group keeps of each transfer and each peer, in storage that the caller lends.
+
+use super::list::{Link, Links, List, NIL, Place};
+use super::{End, TransferError};
+use crate::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
+use crate::nic::{NicState, Routes};
+use crate::peer::{Peer, PeerState};
+use crate::plan::{PeerTable, Plan};
+use crate::region::MrDesc;
+
+/// Storage lent to a group: a boxed slice, an array or a mutable slice will do.
+///
+/// The length must not change while the group has it.
+pub trait Storage<T>: AsRef<[T]> + AsMut<[T]> {}
+impl<T, S: AsRef<[T]> + AsMut<[T]>> Storage<T> for S {}
+
+/// Room for one transfer.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct TransferSlot<P, T> {
+    pub(super) generation: u32,
+    pub(super) links: [Link; MAX_NICS],
+    pub(super) state: SlotState<P, T>,
+}
+
+impl<P, T> TransferSlot<P, T> {
+    /// An empty slot.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { generation: 0, links: [Link::LOOSE; MAX_NICS], state: SlotState::Free }
+    }
+
+    pub(super) fn active(&mut self) -> Option<&mut Active<P, T>> {
+        match &mut self.state {
+            SlotState::Active(active) => Some(active),
+            _ => None,
+        }
+    }
+}
+
+impl<P, T> Default for TransferSlot<P, T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+#[expect(clippy::large_enum_variant, reason = "slots are preallocated; boxing needs a heap")]
+pub(super) enum SlotState<P, T> {
+    /// In the list of free slots.
+    Free,
+    /// Being planned, posted or drained.
+    Active(Active<P, T>),
+    /// Over; its end waits to be polled.
+    Ended { user: u64, end: End },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Active<P, T> {
+    pub(super) plan: Plan<P, T>,
+    pub(super) user: u64,
+    pub(super) lane: Lane,
+    /// Queue the transfer stands in, for each NIC.
+    pub(super) place: [Place; MAX_NICS],
+    /// Pieces posted whose completion is not known.
+    pub(super) outstanding: u32,
+    /// Whether anything was ever posted.
+    pub(super) started: bool,
+    /// Why no more is posted, if so: the first reason.
+    pub(super) stop: Option<TransferError>,
+    /// A piece failed: not everything was written, whatever `stop` says.
+    pub(super) failed: bool,
+    pub(super) deadline: Time,
+    pub(super) drain: Drain,
+}
+
+impl<P, T> Active<P, T> {
+    /// The next instant at which this transfer wants attention.
+    pub(super) fn next_timeout(&self) -> Time {
+        match self.drain {
+            Drain::No => self.deadline,
+            Drain::Waiting { until, .. } | Drain::Forced { until } => until,
+        }
+    }
+}
+
+/// How far a stopped transfer's draining has come.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Drain {
+    /// Not stopped.
+    No,
+    /// Pieces in flight are given until `until` to complete by themselves.
+    Waiting { since: Time, until: Time },
+    /// Peers without progress were aborted; at `until` every peer of the transfer is.
+    Forced { until: Time },
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) enum Lane {
+    /// Small writes and immediates.
+    Latency,
+    /// Everything else, in turns.
+    Bulk,
+}
+
+/// After so many credits taken by the latency lane in a row, a waiting bulk transfer gets one.
+pub(super) const LATENCY_BURST: u8 = 16;
+
+/// How many credits there are, and how many of them bulk transfers leave alone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Depth {
+    pub(super) all: u16,
+    pub(super) reserve: u16,
+}
+
+/// Credits in use, of a NIC or of a peer on a NIC.
+///
+/// The reserve limits what bulk transfers hold, not what is left when they ask: so they cannot crowd
+/// out small writes, and a flood of small writes cannot shut them out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Credits {
+    pub(super) used: u16,
+    /// Those of `used` that bulk transfers hold.
+    pub(super) bulk: u16,
+    /// Taken by the latency lane since the bulk lane took one.
+    latency_run: u8,
+}
+
+impl Credits {
+    pub(super) const NONE_USED: Self = Self { used: 0, bulk: 0, latency_run: 0 };
+
+    /// Whether a transfer of this lane may take one.
+    pub(super) const fn left(&self, lane: Lane, depth: Depth) -> bool {
+        let quota = match lane {
+            Lane::Latency => true,
+            Lane::Bulk => self.bulk < depth.all.saturating_sub(depth.reserve),
+        };
+        quota && self.used < depth.all
+    }
+
+    pub(super) const fn take(&mut self, lane: Lane) {
+        self.used = self.used.saturating_add(1);
+        match lane {
+            Lane::Latency => self.latency_run = self.latency_run.saturating_add(1),
+            Lane::Bulk => {
+                self.bulk = self.bulk.saturating_add(1);
+                self.latency_run = 0;
+            }
+        }
+    }
+
+    pub(super) const fn give_back(&mut self, lane: Lane) {
+        self.used = self.used.saturating_sub(1);
+        if matches!(lane, Lane::Bulk) {
+            self.bulk = self.bulk.saturating_sub(1);
+        }
+    }
+
+    /// Whether `lane` is served first now.
+    pub(super) const fn prefers(&self, lane: Lane) -> bool {
+        matches!(
+            (self.order(), lane),
+            ([Lane::Latency, _], Lane::Latency) | ([Lane::Bulk, _], Lane::Bulk)
+        )
+    }
+
+    /// The lanes in the order in which they are served now.
+    pub(super) const fn order(&self) -> [Lane; 2] {
+        if self.latency_run >= LATENCY_BURST {
+            [Lane::Bulk, Lane::Latency]
+        } else {
+            [Lane::Latency, Lane::Bulk]
+        }
+    }
+}
+
+/// A queue for each lane.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Queues {
+    latency: List,
+    bulk: List,
+}
+
+impl Queues {
+    pub(super) const EMPTY: Self = Self { latency: List::EMPTY, bulk: List::EMPTY };
+
+    pub(super) const fn is_empty_lane(&self, lane: Lane) -> bool {
+        match lane {
+            Lane::Latency => self.latency.is_empty(),
+            Lane::Bulk => self.bulk.is_empty(),
+        }
+    }
+
+    pub(super) const fn of(&mut self, lane: Lane) -> &mut List {
+        match lane {
+            Lane::Latency => &mut self.latency,
+            Lane::Bulk => &mut self.bulk,
+        }
+    }
+
+    pub(super) fn first(&self, lane: Lane) -> Option<u16> {
+        match lane {
+            Lane::Latency => self.latency.first(),
+            Lane::Bulk => self.bulk.first(),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.latency.is_empty() && self.bulk.is_empty()
+    }
+}
+
+/// What there is of one peer on one NIC.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct PeerNic {
+    /// Pieces posted whose completion is not known.
+    pub(super) in_flight: u16,
+    /// Those in flight, and those granted to transfers that have not posted yet.
+    pub(super) credits: Credits,
+    /// Transfers that wait for a credit.
+    pub(super) waiting: Queues,
+}
+
+impl PeerNic {
+    pub(super) const IDLE: Self =
+        Self { in_flight: 0, credits: Credits::NONE_USED, waiting: Queues::EMPTY };
+}
+
+/// Room for one peer.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct PeerSlot {
+    pub(super) generation: u32,
+    pub(super) entry: Option<PeerEntry>,
+    /// Next slot with something to report; the slot's own index if it is the last one.
+    pub(super) next_dirty: u16,
+}
+
+impl PeerSlot {
+    /// An empty slot.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { generation: 0, entry: None, next_dirty: NIL }
+    }
+}
+
+impl Default for PeerSlot {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct PeerEntry {
+    pub(super) engine: EngineId,
+    pub(super) machine: Peer,
+    pub(super) nics: [NicState; MAX_NICS],
+    pub(super) nic_count: NicIndex,
+    pub(super) routes: Option<Routes>,
+    /// Where zero-byte immediates point; known once connected.
+    pub(super) control: Option<MrDesc>,
+    /// For each NIC of ours.
+    pub(super) over: [PeerNic; MAX_NICS],
+    /// When a piece to this peer last completed.
+    pub(super) last_progress: Time,
+    pub(super) abort_wanted: bool,
+    /// Something was posted to it since the last timeout.
+    pub(super) sent: bool,
+    /// The platform holds no connection to it any more, or was told to drop it.
+    pub(super) stopped: bool,
+}
+
+impl PeerEntry {
+    /// The peer's NICs are `nics`, ours are `own`.
+    pub(super) fn set_nics(&mut self, nics: &[NicState], own: &[NicState]) {
+        for (state, nic) in self.nics.iter_mut().zip(nics) {
+            *state = *nic;
+        }
+        self.nic_count = NicIndex::try_from(nics.len().min(MAX_NICS)).unwrap_or(0);
+        self.set_routes(own);
+    }
+
+    /// Our NICs are `own` now.
+    pub(super) fn set_routes(&mut self, own: &[NicState]) {
+        let nics = self.nics.get(..usize::from(self.nic_count)).unwrap_or(&[]);
+        self.routes = Routes::new(own, nics);
+    }
+
+    /// Whether pieces may be posted to it.
+    pub(super) fn is_usable(&self) -> bool {
+        matches!(self.machine.state(), PeerState::Up | PeerState::Suspect)
+    }
+
+    pub(super) fn is_down(&self) -> bool {
+        matches!(self.machine.state(), PeerState::Down(_))
+    }
+
+    /// Whether no piece to it is in flight.
+    pub(super) fn quiet(&self) -> bool {
+        self.over.iter().all(|over| over.in_flight == 0)
+    }
+}
+
+/// The peers of a group, seen by a plan.
+pub(super) struct PeerView<'a>(pub(super) &'a [PeerSlot]);
+
+impl PeerView<'_> {
+    pub(super) fn entry(&self, peer: PeerId) -> Option<&PeerEntry> {
+        let slot = self.0.get(usize::from(peer.index))?;
+        slot.entry.as_ref().filter(|_| slot.generation == peer.generation)
+    }
+}
+
+impl PeerView<'_> {
+    /// The credits of a peer that pieces may be posted to.
+    #[inline]
+    pub(super) fn over(&self, peer: PeerId, nic: usize) -> Option<&PeerNic> {
+        self.entry(peer).filter(|entry| entry.is_usable())?.over.get(nic)
+    }
+}
+
+impl PeerTable for PeerView<'_> {
+    fn routes(&self, peer: PeerId) -> Option<Routes> {
+        self.entry(peer)?.routes
+    }
+
+    fn control(&self, peer: PeerId) -> Option<MrDesc> {
+        self.entry(peer)?.control
+    }
+}
+
+/// The links of one NIC's queues.
+pub(super) struct NicLinks<'a, P, T> {
+    pub(super) slots: &'a mut [TransferSlot<P, T>],
+    pub(super) nic: usize,
+}
+
+impl<P, T> Links for NicLinks<'_, P, T> {
+    fn get(&self, index: u16) -> Link {
+        let slot = self.slots.get(usize::from(index));
+        slot.and_then(|slot| slot.links.get(self.nic)).copied().unwrap_or(Link::LOOSE)
+    }
+
+    fn set(&mut self, index: u16, link: Link) {
+        let slot = self.slots.get_mut(usize::from(index));
+        if let Some(place) = slot.and_then(|slot| slot.links.get_mut(self.nic)) {
+            *place = link;
+        }
+    }
+}
+
+/// What the platform gives back with a completion: transfer, its tenant, and the peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Token(u64);
+
+impl Token {
+    pub(super) fn new(id: TransferId, peer: PeerId) -> Self {
+        let slots = u64::from(id.index) << 48 | u64::from(peer.index) << 32;
+        Self(slots | u64::from(id.generation))
+    }
+
+    /// The token as a device carries it (`wr_id`, operation context).
+    #[must_use]
+    pub const fn bits(self) -> u64 {
+        self.0
+    }
+
+    /// A token that a device gave back. Any value is accepted here and checked on use.
+    #[must_use]
+    pub const fn from_bits(bits: u64) -> Self {
+        Self(bits)
+    }
+
+    /// The transfer that the piece is of.
+    #[must_use]
+    #[expect(clippy::cast_possible_truncation, reason = "the fields are cut out of the word")]
+    pub const fn transfer(self) -> TransferId {
+        TransferId { index: (self.0 >> 48) as u16, generation: self.0 as u32 }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "the field is cut out of the word")]
+    pub(super) const fn peer_index(self) -> u16 {
+        (self.0 >> 32) as u16
+    }
+}

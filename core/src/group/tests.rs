@@ -1,0 +1,1436 @@
+//! A group against a provider and an oracle that know nothing of its queues.
+//!
+//! [`World`] posts, completes, cancels and cuts in any order. After each step it holds the group to the
+//! invariants of the module: it paints the bytes that arrived, counts what is in flight, and knows of
+//! each transfer whether anything of it may still be posted.
+
+use std::collections::{HashMap, HashSet};
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::vec;
+use std::vec::Vec;
+
+use core::num::NonZeroU64;
+
+use proptest::prelude::*;
+
+use super::list::NIL;
+use super::slot::LATENCY_BURST;
+use super::*;
+use crate::imm::{ImmTag, WRITE_UNITS};
+use crate::nic::SplitRule;
+use crate::plan::{Barrier, ImmWrite, PagedWrite, Pages, ScatterWrite, SingleWrite, Target};
+use crate::region::{Keys, LocalMr, Rights};
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Numbers(Vec<u64>);
+
+impl PageList for Numbers {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn get(&self, i: usize) -> Option<u64> {
+        self.0.get(i).copied()
+    }
+    fn max(&self) -> Option<u64> {
+        self.0.iter().max().copied()
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Targets(Vec<Target>);
+
+impl TargetList for Targets {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn get(&self, i: usize) -> Option<Target> {
+        self.0.get(i).copied()
+    }
+}
+
+type Slot = TransferSlot<Numbers, Targets>;
+type Group = DomainGroup<Numbers, Targets, Vec<Slot>, Vec<PeerSlot>>;
+type Asked = Request<Numbers, Targets>;
+
+const SRC: u64 = 0x1000;
+const DST: u64 = 0x10_0000;
+const CONTROL: u64 = 0x9000;
+const SRC_KEY: u64 = 100;
+const DST_KEY: u64 = 200;
+const DRAIN: Duration = Duration::from_nanos(10);
+const DUE: Time = Time::from_nanos(5);
+const NEVER: LivenessConfig = LivenessConfig {
+    heartbeat: Duration::MAX,
+    suspect_after: Duration::MAX,
+    down_after: Duration::MAX,
+    connect_deadline: Duration::MAX,
+};
+
+fn keys(first: u64) -> Keys {
+    Keys::new(&core::array::from_fn::<u64, MAX_NICS, _>(|nic| first + nic as u64)).unwrap()
+}
+
+fn source() -> LocalMr {
+    LocalMr { base: SRC, len: 1 << 40, generation: 0, keys: keys(SRC_KEY) }
+}
+
+fn region(owner: EngineId, base: u64) -> MrDesc {
+    MrDesc {
+        owner,
+        base,
+        len: 1 << 40,
+        generation: 0,
+        rights: Rights::REMOTE_WRITE,
+        keys: keys(DST_KEY),
+    }
+}
+
+fn tag() -> ImmTag {
+    ImmTag::new(3, 1).unwrap()
+}
+
+/// What a world is made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Setup {
+    nics: u8,
+    peer_nics: u8,
+    peers: u16,
+    /// The first so many peers have not answered yet.
+    connecting: u16,
+    slots: usize,
+    queue_depth: u16,
+    peer_depth: u16,
+    reserve: u16,
+    max_message: u64,
+}
+
+const SMALL: Setup = Setup {
+    nics: 2,
+    peer_nics: 2,
+    peers: 2,
+    connecting: 0,
+    slots: 2,
+    queue_depth: 2,
+    peer_depth: 2,
+    reserve: 1,
+    max_message: 2,
+};
+
+/// What is submitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Kind {
+    /// Two bytes by the latency lane.
+    Tiny,
+    /// Six bytes, several pieces.
+    Split,
+    /// So many that the immediate trails.
+    Long,
+    /// Three shuffled pages.
+    Pages,
+    /// Two bytes to each peer there is.
+    Scatter,
+    Barrier,
+    Imm,
+    /// No pages.
+    Empty,
+}
+
+const KINDS: [Kind; 8] = [
+    Kind::Tiny,
+    Kind::Split,
+    Kind::Long,
+    Kind::Pages,
+    Kind::Scatter,
+    Kind::Barrier,
+    Kind::Imm,
+    Kind::Empty,
+];
+
+/// One step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Do {
+    Submit(Kind, u16),
+    /// With a deadline that the next tick reaches.
+    SubmitDue(Kind, u16),
+    /// Submitted and posted in one, if nothing stands in the way.
+    Express(Kind, u16),
+    Post(u8),
+    /// The n-th piece in flight completes.
+    Complete(usize),
+    Fail(usize),
+    /// The n-th transfer.
+    Cancel(usize),
+    /// Time moves to the next timeout.
+    Tick,
+    Connect(u16),
+    Lose(u16),
+    Remove(u16),
+    /// A peer that is gone connects to us again.
+    Rejoin(u16),
+    NicDown(u8),
+    NicUp(u8),
+}
+
+/// A transfer as the oracle knows it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Sent {
+    id: TransferId,
+    kind: Kind,
+    deadline: Time,
+    /// Peer, source address, destination address, length of each write.
+    writes: Vec<(PeerId, u64, u64, u64)>,
+    /// How often each byte of each write arrived.
+    painted: Vec<Vec<u8>>,
+    /// Units to come, for each peer.
+    units: Vec<(PeerId, u32)>,
+    started: bool,
+    /// Nothing more of it may be posted.
+    stopped: bool,
+    failed: bool,
+}
+
+impl Sent {
+    #[expect(clippy::type_complexity, reason = "a pair of plain lists, as `outcome` gives it")]
+    fn new(
+        id: TransferId,
+        kind: Kind,
+        deadline: Time,
+        (writes, units): (Vec<(PeerId, u64, u64, u64)>, Vec<(PeerId, u32)>),
+    ) -> Self {
+        let painted = writes.iter().map(|write| vec![0; index(write.3)]).collect();
+        let (started, stopped, failed) = (false, false, false);
+        Self { id, kind, deadline, painted, writes, units, started, stopped, failed }
+    }
+
+    fn all_painted(&self) -> bool {
+        self.painted.iter().flatten().all(|&times| times == 1)
+    }
+
+    fn complete(&self) -> bool {
+        self.all_painted() && self.units.iter().all(|&(_, units)| units == 0) && !self.failed
+    }
+
+    fn goes_to(&self, peer: PeerId) -> bool {
+        self.units.iter().any(|&(other, _)| other == peer)
+    }
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct World {
+    setup: Setup,
+    group: Group,
+    now: Time,
+    peers: Vec<Option<PeerId>>,
+    nics_up: Vec<bool>,
+    sent: Vec<Sent>,
+    posted: Vec<WorkRequest>,
+    /// So many of the next aborts have no effect.
+    deaf: u8,
+}
+
+const GOOD_NIC: NicState = NicState { speed: 100, healthy: true };
+
+fn config(setup: Setup) -> GroupConfig {
+    GroupConfig {
+        limits: PlanLimits {
+            max_message_bytes: NonZeroU64::new(setup.max_message).unwrap(),
+            rule: SplitRule {
+                min_piece_bytes: NonZeroU64::new(2).unwrap(),
+                granule_bytes: NonZeroU64::MIN,
+            },
+        },
+        peer_depth: setup.peer_depth,
+        latency_bytes: 2,
+        latency_reserve: setup.reserve,
+        turn_bytes: 2 * MIN_TURN_COST_BYTES,
+        drain: DRAIN,
+        liveness: NEVER,
+    }
+}
+
+fn engine(peer: u16) -> EngineId {
+    EngineId(u64::from(peer) + 1)
+}
+
+impl World {
+    fn new(setup: Setup) -> Self {
+        Self::with(setup, config(setup))
+    }
+
+    fn with(setup: Setup, config: GroupConfig) -> Self {
+        let nic = NicConfig { state: GOOD_NIC, queue_depth: setup.queue_depth };
+        let nics = vec![nic; usize::from(setup.nics)];
+        let slots = vec![Slot::new(); setup.slots];
+        let peers = vec![PeerSlot::new(); usize::from(setup.peers)];
+        let mut world = Self {
+            setup,
+            group: Group::new(config, &nics, slots, peers).unwrap(),
+            now: Time::ZERO,
+            peers: vec![None; usize::from(setup.peers)],
+            nics_up: vec![true; usize::from(setup.nics)],
+            sent: Vec::new(),
+            posted: Vec::new(),
+            deaf: 0,
+        };
+        for peer in 0..setup.peers {
+            if peer < setup.connecting {
+                let nics = world.nics();
+                let id = world.group.add_peer(Time::ZERO, engine(peer), &nics);
+                world.peers[usize::from(peer)] = Some(id.unwrap());
+            } else {
+                world.rejoin(peer);
+            }
+        }
+        world.events();
+        world.check();
+        world
+    }
+
+    fn nics(&self) -> Vec<NicState> {
+        vec![GOOD_NIC; usize::from(self.setup.peer_nics)]
+    }
+
+    fn rejoin(&mut self, peer: u16) -> bool {
+        let nics = self.nics();
+        let answer = answer(peer, &nics);
+        let id = self.group.accept_peer(self.now, engine(peer), &answer);
+        // Full while the old tenant still has something in flight.
+        self.peers[usize::from(peer)] = id.ok();
+        id.is_ok()
+    }
+
+    fn live(&self, peer: u16) -> Option<PeerId> {
+        self.peers.get(usize::from(peer)).copied().flatten()
+    }
+
+    fn everybody(&self) -> Vec<(PeerId, EngineId)> {
+        let live = |peer| Some((self.live(peer)?, engine(peer)));
+        (0..self.setup.peers).filter_map(live).collect()
+    }
+
+    fn request(&self, kind: Kind, peer: u16) -> Option<Asked> {
+        let id = self.live(peer)?;
+        let dst = region(engine(peer), DST);
+        let target = |peer, owner, len| Target {
+            peer,
+            dst: region(owner, DST),
+            src_offset: 8 * u64::from(owner.0 == 2),
+            dst_offset: 1,
+            len,
+        };
+        let single = |len| {
+            Request::Single(SingleWrite {
+                peer: id,
+                src: source(),
+                src_offset: 3,
+                dst,
+                dst_offset: 5,
+                len,
+                imm: Some(tag()),
+            })
+        };
+        let pages =
+            |indices: &[u64]| Pages { indices: Numbers(indices.to_vec()), stride: 2, offset: 0 };
+        let paged = |from: &[u64], to: &[u64]| {
+            Request::Paged(PagedWrite {
+                peer: id,
+                page_bytes: 2,
+                src: source(),
+                src_pages: pages(from),
+                dst,
+                dst_pages: pages(to),
+                imm: Some(tag()),
+            })
+        };
+        let everybody = |len| {
+            let targets = self.everybody().into_iter();
+            Targets(targets.map(|(peer, owner)| target(peer, owner, len)).collect())
+        };
+        Some(match kind {
+            Kind::Tiny => single(2),
+            Kind::Split => single(6),
+            Kind::Long => single(17 * self.setup.max_message + 1),
+            Kind::Pages => paged(&[2, 0, 1], &[0, 3, 7]),
+            Kind::Empty => paged(&[], &[]),
+            Kind::Scatter => Request::Scatter(ScatterWrite {
+                src: source(),
+                targets: everybody(2),
+                imm: Some(tag()),
+            }),
+            Kind::Barrier => Request::Barrier(Barrier { targets: everybody(0), imm: tag() }),
+            Kind::Imm => immediate(id),
+        })
+    }
+
+    /// Does one step, if it makes sense now; then everything is checked.
+    fn apply(&mut self, step: Do) -> bool {
+        let done = self.step(step);
+        if done {
+            self.events();
+            self.check();
+        }
+        done
+    }
+
+    fn step(&mut self, step: Do) -> bool {
+        match step {
+            Do::Submit(kind, peer) => self.submit(kind, peer, Time::NEVER),
+            Do::SubmitDue(kind, peer) => self.submit(kind, peer, DUE),
+            Do::Express(kind, peer) => self.express(kind, peer),
+            Do::Post(nic) => self.post(nic),
+            Do::Complete(n) => n < self.posted.len() && self.complete(n, Ok(())),
+            Do::Fail(n) => n < self.posted.len() && self.complete(n, Err(WorkError::RemoteAccess)),
+            Do::Cancel(n) => {
+                let Some(sent) = self.sent.get_mut(n).filter(|sent| !sent.stopped) else {
+                    return false;
+                };
+                sent.stopped = true;
+                assert!(self.group.cancel(self.now, sent.id));
+                true
+            }
+            Do::Tick => {
+                let next = self.group.poll_timeout();
+                if next == Time::NEVER {
+                    return false;
+                }
+                self.now = self.now.max(next);
+                for sent in &mut self.sent {
+                    sent.stopped |= sent.deadline <= self.now;
+                }
+                self.group.handle_timeout(self.now);
+                true
+            }
+            Do::Connect(peer) => self.connect(peer),
+            Do::Lose(peer) | Do::Remove(peer) => {
+                let Some(id) = self.live(peer) else {
+                    return false;
+                };
+                self.gone(id);
+                if matches!(step, Do::Lose(_)) {
+                    let reason = DownReason::Disconnected;
+                    self.group.handle_disconnected(self.now, id, reason);
+                } else {
+                    self.group.remove_peer(self.now, id, DownReason::Removed);
+                }
+                true
+            }
+            Do::Rejoin(peer) => {
+                usize::from(peer) < self.peers.len()
+                    && self.live(peer).is_none()
+                    && self.rejoin(peer)
+            }
+            Do::NicDown(nic) => self.set_nic(nic, false),
+            Do::NicUp(nic) => self.set_nic(nic, true),
+        }
+    }
+
+    fn submit(&mut self, kind: Kind, peer: u16, deadline: Time) -> bool {
+        let Some(request) = self.request(kind, peer) else {
+            return false;
+        };
+        let (writes, units) = outcome(&request);
+        let checked = request.check().unwrap();
+        let options = Options { deadline, user: kind as u64 };
+        let full = self.sent.len() == self.setup.slots;
+        match self.group.submit(checked.clone(), options) {
+            Ok(id) => {
+                assert!(!full);
+                self.sent.push(Sent::new(id, kind, deadline, (writes, units)));
+                true
+            }
+            Err(rejected) => {
+                let none_up = self.nics_up.iter().all(|up| !up);
+                match rejected.error {
+                    SubmitError::Full { capacity } => {
+                        assert!(full && capacity == self.setup.slots);
+                        assert_eq!(rejected.request, Some(checked));
+                    }
+                    SubmitError::Plan(PlanError::NoRoute { .. }) => assert!(none_up),
+                    error => panic!("{error}"),
+                }
+                false
+            }
+        }
+    }
+
+    fn express(&mut self, kind: Kind, peer: u16) -> bool {
+        let Some(Request::Single(write)) = self.request(kind, peer) else {
+            return false;
+        };
+        let before = self.group.clone();
+        let options = Options { deadline: Time::NEVER, user: kind as u64 };
+        let Some(work) = self.group.express(&write, options) else {
+            assert_eq!(self.group, before, "refused, and yet something changed");
+            return false;
+        };
+        let request = Request::Single(write);
+        let id = work.token.transfer();
+        self.sent.push(Sent::new(id, kind, Time::NEVER, outcome(&request)));
+        assert!(self.sent.len() <= self.setup.slots);
+        self.note_posted(work);
+        true
+    }
+
+    fn post(&mut self, nic: u8) -> bool {
+        let Some(work) = self.group.poll_work(nic) else {
+            return false;
+        };
+        assert_eq!(work.nic, nic);
+        self.note_posted(work);
+        true
+    }
+
+    fn note_posted(&mut self, work: WorkRequest) {
+        let nic = work.nic;
+        assert!(self.nics_up[usize::from(nic)], "posted on a lost NIC");
+        assert!(work.remote_nic < self.setup.peer_nics);
+        let up =
+            matches!(self.group.peer_state(work.peer), Some(PeerState::Up | PeerState::Suspect));
+        assert!(up && self.peers.contains(&Some(work.peer)), "posted to a peer that is not up");
+        let sent = find(&mut self.sent, work.token);
+        assert!(!sent.stopped, "posted after stop");
+        sent.started = true;
+        if work.len > 0 {
+            assert_eq!(work.src_key, SRC_KEY + u64::from(nic));
+            assert!(work.len <= self.setup.max_message);
+        } else if !sent.writes.is_empty() {
+            assert!(sent.all_painted(), "announced before all was written");
+        }
+        assert_eq!(work.dst_key, DST_KEY + u64::from(work.remote_nic));
+        self.posted.push(work);
+    }
+
+    fn complete(&mut self, n: usize, outcome: Result<(), WorkError>) -> bool {
+        let work = self.posted.remove(n);
+        let sent = find(&mut self.sent, work.token);
+        if outcome.is_ok() {
+            arrive(sent, &work);
+        } else {
+            (sent.stopped, sent.failed) = (true, true);
+        }
+        let (now, nic, token) = (self.now, work.nic, work.token);
+        assert!(self.group.handle_completion(now, nic, token, outcome));
+        true
+    }
+
+    fn fail_all(&mut self, peer: PeerId, error: WorkError) {
+        while let Some(n) = self.posted.iter().position(|work| work.peer == peer) {
+            self.complete(n, Err(error));
+        }
+    }
+
+    fn connect(&mut self, peer: u16) -> bool {
+        let Some(id) = self.live(peer) else {
+            return false;
+        };
+        if self.group.peer_state(id) != Some(PeerState::Connecting) {
+            return false;
+        }
+        let nics = self.nics();
+        self.group.handle_connected(self.now, id, &answer(peer, &nics));
+        true
+    }
+
+    fn gone(&mut self, peer: PeerId) {
+        for known in &mut self.peers {
+            known.take_if(|known| *known == peer);
+        }
+        let affected = self.sent.iter_mut().filter(|sent| sent.goes_to(peer));
+        affected.for_each(|sent| sent.stopped = true);
+    }
+
+    fn set_nic(&mut self, nic: u8, up: bool) -> bool {
+        match self.nics_up.get_mut(usize::from(nic)) {
+            Some(known) if *known != up => *known = up,
+            _ => return false,
+        }
+        self.group.set_nic_health(self.now, nic, up);
+        true
+    }
+
+    fn events(&mut self) {
+        while let Some(event) = self.group.poll_event() {
+            match event {
+                Event::Ended { id, user, end } => {
+                    let at = self.sent.iter().position(|sent| sent.id == id);
+                    let sent = self.sent.remove(at.expect("ended twice, or never submitted"));
+                    assert_eq!(user, sent.kind as u64);
+                    let in_flight = |work: &WorkRequest| work.token.transfer() == id;
+                    assert!(!self.posted.iter().any(in_flight), "ended in flight");
+                    match end {
+                        End::Done => assert!(sent.complete(), "{sent:?}"),
+                        End::NeverStarted { .. } => assert!(!sent.started),
+                        End::Quiesced { .. } => assert!(sent.started),
+                    }
+                }
+                Event::Abort { .. } if self.deaf > 0 => self.deaf -= 1,
+                Event::Abort { peer } => self.fail_all(peer, WorkError::Flushed),
+                Event::Disconnect { peer } => self.fail_all(peer, WorkError::PeerGone),
+                Event::Peer { peer, state } => {
+                    if matches!(state, PeerState::Down(_)) {
+                        self.gone(peer);
+                    }
+                }
+                Event::Heartbeat { .. } => {}
+            }
+        }
+    }
+
+    /// The invariants of the module, on its inside, against what the provider has in flight.
+    fn check(&mut self) {
+        assert_eq!(self.group.active(), self.sent.len());
+        let (depth, peer_depth) = (self.setup.queue_depth, self.setup.peer_depth);
+        let quota = |depth: u16| depth - self.setup.reserve;
+        let group = &mut self.group;
+        let lanes = group.transfers.iter_mut().map(|slot| slot.active().map(|active| active.lane));
+        let lanes: Vec<Option<Lane>> = lanes.collect();
+        let bulk = |index: u16| lanes[usize::from(index)] == Some(Lane::Bulk);
+        for nic in 0..usize::from(self.setup.nics) {
+            let here = self.posted.iter().filter(|work| usize::from(work.nic) == nic);
+            let here: Vec<_> = here.collect();
+            let count = |f: &dyn Fn(&WorkRequest) -> bool| {
+                u16::try_from(here.iter().filter(|work| f(work)).count()).unwrap()
+            };
+            let credits = group.nics[nic].credits;
+            assert_eq!(credits.used, count(&|_| true));
+            assert_eq!(credits.bulk, count(&|work| bulk(work.token.transfer().index)));
+            assert!(credits.used <= depth && credits.bulk <= quota(depth));
+
+            let mut queues = vec![(None, group.nics[nic].lanes)];
+            for peer in 0..group.peers.len() {
+                let Some(entry) = &group.peers[peer].entry else {
+                    continue;
+                };
+                let index = index_of(peer);
+                let over = entry.over[nic];
+                queues.push((Some(index), over.waiting));
+                let to_it = |work: &WorkRequest| work.peer.index == index;
+                assert_eq!(over.in_flight, count(&to_it));
+                let granted = group.transfers.iter().enumerate().filter(|(_, slot)| {
+                    matches!(&slot.state, SlotState::Active(active)
+                        if active.place[nic] == Place::Granted(index))
+                });
+                let granted: Vec<u16> = granted.map(|(index, _)| index_of(index)).collect();
+                let granted_bulk = granted.iter().filter(|&&index| bulk(index)).count();
+                let bulk_here = count(&|work| to_it(work) && bulk(work.token.transfer().index));
+                assert_eq!(over.credits.used, over.in_flight + index_of(granted.len()));
+                assert_eq!(over.credits.bulk, bulk_here + index_of(granted_bulk));
+                assert!(over.credits.used <= peer_depth);
+                assert!(over.credits.bulk <= quota(peer_depth));
+                for lane in [Lane::Latency, Lane::Bulk] {
+                    let left = over.credits.left(lane, group.peer_depth());
+                    let waits = over.waiting.first(lane).is_some();
+                    assert!(!(waits && left && entry.is_usable()), "a lost wake-up");
+                }
+            }
+            let mut queued = vec![None; group.transfers.len()];
+            for (peer, mut queues) in queues {
+                for lane in [Lane::Latency, Lane::Bulk] {
+                    let slots = &mut group.transfers[..];
+                    for index in queues.of(lane).contents(&NicLinks { slots, nic }) {
+                        let index = usize::from(index);
+                        assert_eq!(lanes[index], Some(lane));
+                        assert_eq!(queued[index].replace(peer), None, "in two queues");
+                    }
+                }
+            }
+            for (index, queued) in queued.into_iter().enumerate() {
+                let Some(active) = group.transfers[index].active() else {
+                    assert_eq!(queued, None);
+                    continue;
+                };
+                match active.place[nic] {
+                    Place::Nowhere => assert_eq!(queued, None),
+                    Place::Lane | Place::Granted(_) => assert_eq!(queued, Some(None)),
+                    Place::Blocked(peer) => assert_eq!(queued, Some(Some(peer))),
+                }
+                let to_post = active.plan.nic_mask() & (1 << nic) != 0;
+                if active.stop.is_some() {
+                    assert_eq!(queued, None, "stopped, but in a queue");
+                } else if to_post {
+                    assert!(queued.is_some(), "forgotten");
+                    assert!(self.nics_up[nic], "waits for a lost NIC");
+                }
+            }
+        }
+        for sent in &self.sent {
+            let slot = &mut group.transfers[usize::from(sent.id.index)];
+            let active = slot.active().expect("its end was not told");
+            let in_flight = self.posted.iter().filter(|work| work.token.transfer() == sent.id);
+            assert_eq!(active.outstanding as usize, in_flight.count());
+            assert_eq!(
+                active.stop.is_some(),
+                sent.stopped || active.stop == Some(TransferError::NoNic)
+            );
+            let idle = active.stop.is_some() || active.plan.nic_mask() == 0;
+            assert!(active.outstanding > 0 || !idle, "over, but not ended");
+            let due = active.next_timeout();
+            assert!(group.next_timeout <= due, "a deadline is not watched");
+        }
+    }
+
+    /// Every connection comes up, every piece completes: then every transfer ends, with no timeout.
+    fn finish(mut self) -> Self {
+        for peer in 0..self.setup.peers {
+            self.apply(Do::Connect(peer));
+        }
+        while !self.sent.is_empty() {
+            let mut moved = false;
+            for nic in 0..self.setup.nics {
+                while self.apply(Do::Post(nic)) {
+                    moved = true;
+                }
+            }
+            while self.apply(Do::Complete(0)) {
+                moved = true;
+            }
+            assert!(moved, "stuck: {:?}", self.sent);
+        }
+        for nic in 0..self.setup.nics {
+            assert!(!self.group.has_work(nic));
+        }
+        self
+    }
+}
+
+fn answer(peer: u16, nics: &[NicState]) -> Answer<'_> {
+    Answer { nics, control: region(engine(peer), CONTROL), heartbeat: Duration::MAX }
+}
+
+fn immediate(peer: PeerId) -> Asked {
+    Request::Imm(ImmWrite { peer, imm: tag(), writes: 2 })
+}
+
+fn index(offset: u64) -> usize {
+    usize::try_from(offset).unwrap()
+}
+
+fn find(sent: &mut [Sent], token: Token) -> &mut Sent {
+    let id = token.transfer();
+    sent.iter_mut().find(|sent| sent.id == id).expect("no such transfer")
+}
+
+/// What a request does, by its definition: writes, and units for each peer.
+#[expect(clippy::type_complexity, reason = "a pair of plain lists")]
+fn outcome(request: &Asked) -> (Vec<(PeerId, u64, u64, u64)>, Vec<(PeerId, u32)>) {
+    let units = |writes: usize| u32::try_from(writes).unwrap() * u32::from(WRITE_UNITS);
+    match request {
+        Request::Single(write) => (
+            vec![(write.peer, SRC + write.src_offset, DST + write.dst_offset, write.len)],
+            vec![(write.peer, units(1))],
+        ),
+        Request::Paged(write) => {
+            let pages = write.src_pages.indices.0.iter().zip(&write.dst_pages.indices.0);
+            let writes = pages.map(|(from, to)| {
+                let (from, to) =
+                    (SRC + write.src_pages.stride * from, DST + write.dst_pages.stride * to);
+                (write.peer, from, to, write.page_bytes)
+            });
+            (writes.collect(), vec![(write.peer, units(write.src_pages.indices.0.len()))])
+        }
+        Request::Scatter(write) => {
+            let targets = &write.targets.0;
+            let one = |target: &Target| {
+                (target.peer, SRC + target.src_offset, DST + target.dst_offset, target.len)
+            };
+            (
+                targets.iter().map(one).collect(),
+                targets.iter().map(|target| (target.peer, units(1))).collect(),
+            )
+        }
+        Request::Barrier(barrier) => {
+            let peers = barrier.targets.0.iter().map(|target| (target.peer, units(1)));
+            (Vec::new(), peers.collect())
+        }
+        Request::Control(write) => (Vec::new(), vec![(write.peer, u32::from(write.imm.units()))]),
+        Request::Imm(write) => (Vec::new(), vec![(write.peer, units(usize::from(write.writes)))]),
+    }
+}
+
+fn arrive(sent: &mut Sent, work: &WorkRequest) {
+    if let Some(imm) = work.imm {
+        assert_eq!(imm.tag(), tag());
+        let units = sent.units.iter_mut().find(|(peer, _)| *peer == work.peer).unwrap();
+        units.1 = units.1.checked_sub(u32::from(imm.units())).expect("announced too much");
+    }
+    // Pages may have merged: byte by byte.
+    for byte in 0..work.len {
+        let (src, dst) = (work.src + byte, work.dst + byte);
+        let write = sent.writes.iter().position(|&(peer, from, to, len)| {
+            peer == work.peer && (to..to + len).contains(&dst) && src.wrapping_sub(from) == dst - to
+        });
+        let write = write.expect("wrote where it should not");
+        let times = &mut sent.painted[write][index(dst - sent.writes[write].2)];
+        *times += 1;
+        assert_eq!(*times, 1, "written twice");
+    }
+}
+
+/// Walks every program over `menu` of up to `length` steps, each state once for the steps it has left,
+/// and has all of it end from each of them. Returns how many states there are.
+fn explore(setup: Setup, menu: &[Do], length: usize) -> usize {
+    fn walk(world: &World, menu: &[Do], left: usize, seen: &mut HashMap<[u64; 2], usize>) {
+        for &step in menu {
+            let mut next = world.clone();
+            if !next.apply(step) {
+                continue;
+            }
+            let best = seen.insert(digest(&next), left);
+            match best {
+                Some(best) if best >= left => {
+                    seen.insert(digest(&next), best);
+                    continue;
+                }
+                None => drop(next.clone().finish()),
+                Some(_) => {}
+            }
+            if left > 1 {
+                walk(&next, menu, left - 1, seen);
+            }
+        }
+    }
+    let mut seen = HashMap::new();
+    walk(&World::new(setup), menu, length, &mut seen);
+    seen.len()
+}
+
+fn digest(world: &World) -> [u64; 2] {
+    [1_u8, 2].map(|salt| {
+        let mut hasher = DefaultHasher::new();
+        salt.hash(&mut hasher);
+        world.hash(&mut hasher);
+        hasher.finish()
+    })
+}
+
+/// Cancel, failure, deadline and lost NICs at any point of a write cut over two NICs.
+#[test]
+fn every_short_program_of_ends() {
+    let menu = [
+        Do::Submit(Kind::Split, 0),
+        Do::SubmitDue(Kind::Tiny, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Fail(0),
+        Do::Cancel(0),
+        Do::Tick,
+        Do::NicDown(0),
+        Do::NicDown(1),
+        Do::NicUp(0),
+    ];
+    let states = explore(SMALL, &menu, 7);
+    assert!(states > 9_900, "only {states} states");
+}
+
+/// Peers that connect, leave and return, under transfers to one and to all of them.
+#[test]
+fn every_short_program_of_peers() {
+    let setup = Setup { nics: 1, connecting: 1, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Scatter, 1),
+        Do::Submit(Kind::Pages, 0),
+        Do::Submit(Kind::Imm, 1),
+        Do::Post(0),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Cancel(0),
+        Do::Connect(0),
+        Do::Lose(0),
+        Do::Remove(1),
+        Do::Rejoin(0),
+        Do::Rejoin(1),
+        Do::Tick,
+    ];
+    let states = explore(setup, &menu, 8);
+    assert!(states > 14_000, "only {states} states");
+}
+
+/// Three transfers for one credit.
+#[test]
+fn every_short_program_of_credits() {
+    let setup = Setup { nics: 1, peers: 1, slots: 3, queue_depth: 3, peer_depth: 2, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Tiny, 0),
+        Do::Submit(Kind::Split, 0),
+        Do::Express(Kind::Tiny, 0),
+        Do::Post(0),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Cancel(0),
+        Do::Cancel(1),
+        Do::Cancel(2),
+        Do::NicDown(0),
+    ];
+    let states = explore(setup, &menu, 10);
+    assert!(states > 9_500, "only {states} states");
+}
+
+/// All states of one NIC, one peer and two slots, for up to three transfers: finitely many, and from
+/// each of them everything ends.
+#[test]
+fn every_state_of_the_smallest_group_leads_to_the_end() {
+    let setup = Setup { nics: 1, peers: 1, connecting: 1, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Tiny, 0),
+        Do::Express(Kind::Tiny, 0),
+        Do::SubmitDue(Kind::Split, 0),
+        Do::Post(0),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Fail(0),
+        Do::Cancel(0),
+        Do::Cancel(1),
+        Do::Tick,
+        Do::Connect(0),
+        Do::Lose(0),
+        Do::NicDown(0),
+    ];
+    let submitted = |world: &World| {
+        let tenants = world.group.transfers.iter().map(|slot| slot.generation);
+        tenants.sum::<u32>() as usize + world.group.active()
+    };
+    let mut seen: HashSet<Group> = HashSet::new();
+    let mut frontier = vec![World::new(setup)];
+    while let Some(world) = frontier.pop() {
+        for step in menu {
+            let mut next = world.clone();
+            let full = submitted(&world) == 3;
+            let submits = matches!(step, Do::Submit(..) | Do::SubmitDue(..) | Do::Express(..));
+            if full && submits || !next.apply(step) {
+                continue;
+            }
+            if seen.insert(next.group.clone()) {
+                assert_eq!(next.clone().finish().group.active(), 0);
+                frontier.push(next);
+            }
+        }
+    }
+    assert!(seen.len() > 30_500, "only {} states", seen.len());
+}
+
+fn any_setup() -> impl Strategy<Value = Setup> {
+    let counts = (1..=4_u8, 1..=4_u8, 1..=3_u16, 0..=1_u16, 1..=8_usize);
+    let depths = (0..=2_u16, 1..=4_u16, 1..=4_u16, 1..=5_u64);
+    (counts, depths).prop_map(|((nics, peer_nics, peers, connecting, slots), depths)| {
+        let (reserve, queue, peer, max_message) = depths;
+        Setup {
+            nics,
+            peer_nics,
+            peers,
+            connecting: connecting.min(peers),
+            slots,
+            queue_depth: reserve + queue,
+            peer_depth: reserve + peer,
+            reserve,
+            max_message,
+        }
+    })
+}
+
+fn any_step() -> impl Strategy<Value = Do> {
+    let kind = (0..KINDS.len()).prop_map(|kind| KINDS[kind]);
+    prop_oneof![
+        6 => (kind.clone(), 0..3_u16).prop_map(|(kind, peer)| Do::Submit(kind, peer)),
+        1 => (kind.clone(), 0..3_u16).prop_map(|(kind, peer)| Do::SubmitDue(kind, peer)),
+        4 => (kind, 0..3_u16).prop_map(|(kind, peer)| Do::Express(kind, peer)),
+        16 => (0..4_u8).prop_map(Do::Post),
+        12 => (0..8_usize).prop_map(Do::Complete),
+        1 => (0..8_usize).prop_map(Do::Fail),
+        1 => (0..8_usize).prop_map(Do::Cancel),
+        1 => Just(Do::Tick),
+        1 => (0..3_u16).prop_map(Do::Connect),
+        1 => (0..3_u16).prop_map(Do::Lose),
+        1 => (0..3_u16).prop_map(Do::Remove),
+        1 => (0..3_u16).prop_map(Do::Rejoin),
+        1 => (0..4_u8).prop_map(Do::NicDown),
+        2 => (0..4_u8).prop_map(Do::NicUp),
+    ]
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(96))]
+    /// Long programs over groups of all shapes.
+    #[test]
+    fn long_programs(setup in any_setup(), steps in prop::collection::vec(any_step(), 0..300)) {
+        let mut world = World::new(setup);
+        for step in steps {
+            world.apply(step);
+        }
+        world.finish();
+    }
+}
+
+// ---- the rules one by one ----
+
+#[test]
+fn a_trailing_immediate_leaves_a_lost_nic() {
+    let setup = Setup { queue_depth: 64, peer_depth: 64, ..SMALL };
+    let mut world = World::new(setup);
+    assert!(world.apply(Do::Submit(Kind::Long, 0)));
+    for nic in [0, 1] {
+        while world.apply(Do::Post(nic)) {}
+    }
+    assert!(world.posted.len() > 16);
+    assert!(world.posted.iter().all(|work| work.imm.is_none()));
+    for lost in [0, 1] {
+        let mut world = world.clone();
+        world.apply(Do::NicDown(lost));
+        while world.apply(Do::Complete(0)) {}
+        assert!(!world.apply(Do::Post(lost)));
+        assert!(world.apply(Do::Post(1 - lost)));
+        assert_eq!(world.posted[0].imm, tag().with_units(WRITE_UNITS));
+        world.finish();
+    }
+    // With no NIC left, what was not announced is not done.
+    world.apply(Do::NicDown(0));
+    world.apply(Do::NicDown(1));
+    while world.apply(Do::Complete(0)) {}
+    assert_eq!(world.group.active(), 0);
+}
+
+fn end_of(group: &mut Group) -> Option<End> {
+    core::iter::from_fn(|| group.poll_event()).find_map(|event| match event {
+        Event::Ended { end, .. } => Some(end),
+        _ => None,
+    })
+}
+
+#[test]
+fn the_first_reason_is_told() {
+    let mut world = World::new(SMALL);
+    world.apply(Do::Submit(Kind::Split, 0));
+    world.apply(Do::Post(0));
+    world.apply(Do::Cancel(0));
+    let work = world.posted[0];
+    let completed = |error| {
+        let mut group = world.group.clone();
+        assert!(group.handle_completion(world.now, work.nic, work.token, error));
+        end_of(&mut group)
+    };
+    let error = TransferError::Cancelled;
+    assert_eq!(completed(Ok(())), Some(End::Quiesced { error }));
+    assert_eq!(completed(Err(WorkError::Flushed)), Some(End::Quiesced { error }));
+}
+
+#[test]
+fn a_withdrawal_that_comes_too_late_changes_nothing() {
+    for kind in [Kind::Tiny, Kind::Imm, Kind::Split] {
+        let mut world = World::new(SMALL);
+        world.apply(Do::Submit(kind, 0));
+        for nic in [0, 1] {
+            while world.apply(Do::Post(nic)) {}
+        }
+        let unposted = world.group.transfers[0].active().unwrap().plan.nic_mask() != 0;
+        assert_eq!(unposted, kind == Kind::Split);
+        world.apply(Do::Cancel(0));
+        while world.posted.len() > 1 {
+            world.apply(Do::Complete(0));
+        }
+        let last = world.posted[0];
+        let complete = |outcome| {
+            let mut group = world.group.clone();
+            assert!(group.handle_completion(world.now, last.nic, last.token, outcome));
+            end_of(&mut group)
+        };
+        let error = TransferError::Cancelled;
+        let end = if unposted { End::Quiesced { error } } else { End::Done };
+        assert_eq!(complete(Ok(())), Some(end));
+        assert_eq!(complete(Err(WorkError::Flushed)), Some(End::Quiesced { error }));
+    }
+}
+
+#[test]
+fn an_abort_without_effect_is_repeated() {
+    let mut world = World::new(SMALL);
+    world.deaf = 3;
+    world.apply(Do::Submit(Kind::Tiny, 0));
+    world.apply(Do::Post(0));
+    world.apply(Do::Post(1));
+    world.apply(Do::Cancel(0));
+    let mut ticks = 0;
+    while world.group.active() > 0 {
+        let before = world.now;
+        assert!(world.apply(Do::Tick), "nothing will ever end it");
+        assert!(world.now > before, "time stands still");
+        ticks += 1;
+    }
+    assert_eq!((ticks, world.deaf), (4, 0));
+}
+
+#[test]
+fn what_others_complete_delays_an_abort_once() {
+    let setup = Setup { queue_depth: 8, peer_depth: 8, ..SMALL };
+    let mut world = World::new(setup);
+    world.deaf = 1;
+    for _ in 0..2 {
+        world.apply(Do::Submit(Kind::Tiny, 0));
+        while world.apply(Do::Post(0)) || world.apply(Do::Post(1)) {}
+    }
+    world.now = Time::from_nanos(3);
+    world.apply(Do::Cancel(0));
+    world.now = Time::from_nanos(7);
+    world.apply(Do::Complete(1));
+    world.apply(Do::Tick);
+    assert_eq!((world.now, world.deaf), (Time::from_nanos(13), 1), "the peer is at work");
+    world.apply(Do::Tick);
+    assert_eq!(world.deaf, 0, "but not at this");
+}
+
+#[test]
+fn an_answer_that_comes_too_late_is_ignored() {
+    let setup = Setup { connecting: 1, ..SMALL };
+    let mut world = World::new(setup);
+    let id = world.live(0).unwrap();
+    world.group.remove_peer(world.now, id, DownReason::Removed);
+    let before = world.group.clone();
+    let nics = world.nics();
+    world.group.handle_connected(world.now, id, &answer(0, &nics));
+    assert_eq!(world.group, before);
+    assert_eq!(world.group.peer_state(id), Some(PeerState::Down(DownReason::Removed)));
+}
+
+#[test]
+fn what_names_nothing_in_flight_changes_nothing() {
+    let mut world = World::new(SMALL);
+    world.apply(Do::Submit(Kind::Split, 0));
+    world.apply(Do::Post(0));
+    let work = world.posted[0];
+    let bits = work.token.bits();
+    let tokens = [0, u64::MAX, bits ^ 1, bits ^ 1 << 32, bits ^ 1 << 48].map(Token::from_bits);
+    let others = tokens.into_iter().filter(|token| *token != work.token);
+    let mut cases: Vec<(NicIndex, Token)> = others.map(|token| (work.nic, token)).collect();
+    cases.extend((0..=NicIndex::MAX).filter(|nic| *nic != work.nic).map(|nic| (nic, work.token)));
+    let before = world.group.clone();
+    for (nic, token) in cases {
+        assert!(!world.group.handle_completion(world.now, nic, token, Ok(())));
+        assert_eq!(world.group, before);
+    }
+    assert_eq!(world.group.poll_work(2), None);
+    assert_eq!(world.group.poll_work(NicIndex::MAX), None);
+}
+
+#[test]
+fn a_request_for_nobody_is_refused() {
+    let mut world = World::new(SMALL);
+    let request = |world: &World| world.request(Kind::Tiny, 0).unwrap().check().unwrap();
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    let kept = request(&world);
+    let peer = world.live(0).unwrap();
+    let refused = |world: &mut World, request| {
+        let rejected = world.group.submit(request, options).unwrap_err();
+        assert_eq!(rejected.request, None);
+        rejected.error
+    };
+
+    let Request::Single(mut write) = kept.request().clone() else { unreachable!() };
+    write.dst.owner = EngineId(99);
+    let wrong = SubmitError::WrongOwner { peer, expected: engine(0), found: EngineId(99) };
+    assert_eq!(refused(&mut world, Request::Single(write).check().unwrap()), wrong);
+
+    world.group.remove_peer(world.now, peer, DownReason::Removed);
+    let down = SubmitError::PeerDown { peer, reason: DownReason::Removed };
+    assert_eq!(refused(&mut world, kept.clone()), down);
+    world.events();
+    assert_eq!(refused(&mut world, kept.clone()), SubmitError::NoSuchPeer { peer });
+    assert!(world.apply(Do::Rejoin(0)));
+    assert_ne!(world.live(0), Some(peer));
+    assert_eq!(refused(&mut world, kept), SubmitError::NoSuchPeer { peer });
+}
+
+#[test]
+fn a_silent_peer_is_asked_then_lost() {
+    let liveness = LivenessConfig {
+        heartbeat: Duration::from_millis(2),
+        suspect_after: Duration::from_millis(5),
+        down_after: Duration::from_millis(9),
+        connect_deadline: Duration::from_millis(20),
+    };
+    let config = GroupConfig { liveness, ..config(SMALL) };
+    let mut world = World::with(Setup { peers: 1, ..SMALL }, config);
+    let peer = world.live(0).unwrap();
+    world.apply(Do::Submit(Kind::Split, 0));
+    world.apply(Do::Post(0));
+    let mut told = Vec::new();
+    while world.group.peer_state(peer).is_some_and(|state| !matches!(state, PeerState::Down(_))) {
+        world.now = world.group.poll_timeout();
+        world.group.handle_timeout(world.now);
+        while let Some(event) = world.group.poll_event() {
+            told.push((world.now.as_nanos() / 1_000_000, event));
+        }
+    }
+    let down = PeerState::Down(DownReason::Silent { for_ms: 9 });
+    let beat = Event::Heartbeat { peer };
+    // At 2 ms the piece posted was sign enough.
+    assert_eq!(
+        told,
+        [
+            (4, beat),
+            (5, Event::Peer { peer, state: PeerState::Suspect }),
+            (6, beat),
+            (8, beat),
+            (9, Event::Disconnect { peer }),
+            (9, Event::Peer { peer, state: down }),
+        ]
+    );
+    world.gone(peer);
+    world.fail_all(peer, WorkError::PeerGone);
+    let error = TransferError::PeerDown { peer, reason: DownReason::Silent { for_ms: 9 } };
+    assert_eq!(end_of(&mut world.group), Some(End::Quiesced { error }));
+    assert_eq!(world.group.peer_state(peer), None);
+}
+
+/// A list that forgets its pages once it was checked.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Fickle(std::rc::Rc<core::cell::Cell<bool>>);
+
+impl PageList for Fickle {
+    fn len(&self) -> usize {
+        2
+    }
+    fn get(&self, i: usize) -> Option<u64> {
+        (i < 2 && !self.0.get()).then_some(0)
+    }
+    fn max(&self) -> Option<u64> {
+        Some(0)
+    }
+}
+
+#[test]
+fn a_list_that_changes_ends_its_transfer() {
+    let nic = NicConfig { state: GOOD_NIC, queue_depth: 4 };
+    let mut group = DomainGroup::<Fickle, Targets, _, _>::new(
+        config(Setup { peer_depth: 4, ..SMALL }),
+        &[nic],
+        [const { TransferSlot::new() }; 1],
+        [const { PeerSlot::new() }; 1],
+    )
+    .unwrap();
+    let peer = group.accept_peer(Time::ZERO, engine(0), &answer(0, &[GOOD_NIC])).unwrap();
+    let forgotten = Fickle(std::rc::Rc::new(core::cell::Cell::new(false)));
+    let pages = || Pages { indices: forgotten.clone(), stride: 2, offset: 0 };
+    let write = PagedWrite {
+        peer,
+        page_bytes: 2,
+        src: source(),
+        src_pages: pages(),
+        dst: region(engine(0), DST),
+        dst_pages: pages(),
+        imm: None,
+    };
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    group.submit(Request::Paged(write).check().unwrap(), options).unwrap();
+    let posted = group.poll_work(0).unwrap();
+    forgotten.0.set(true);
+    assert_eq!(group.poll_work(0), None);
+    assert!(group.handle_completion(Time::ZERO, 0, posted.token, Ok(())));
+    let error = TransferError::ListChanged;
+    let ended = |event| matches!(event, Event::Ended { end, .. } if end == End::Quiesced { error });
+    assert!(core::iter::from_fn(|| group.poll_event()).any(ended));
+}
+
+#[test]
+fn a_group_that_cannot_work_is_not_made() {
+    let nic = NicConfig { state: GOOD_NIC, queue_depth: 2 };
+    let new = |nics: &[NicConfig], slots: usize, peers: usize, setup| {
+        let (slots, peers) = (vec![Slot::new(); slots], vec![PeerSlot::new(); peers]);
+        DomainGroup::new(config(setup), nics, slots, peers).err()
+    };
+    let reserve = |reserve, peer_depth| Setup { reserve, peer_depth, ..SMALL };
+    assert_eq!(new(&[nic], 1, 1, SMALL), None);
+    assert_eq!(new(&[nic; 8], 1, 1, SMALL), None);
+    assert_eq!(new(&[], 1, 1, SMALL), Some(ConfigError::NicCount { found: 0 }));
+    assert_eq!(new(&[nic; 9], 1, 1, SMALL), Some(ConfigError::NicCount { found: 9 }));
+    assert_eq!(new(&[nic], 0, 1, SMALL), Some(ConfigError::Capacity { found: 0 }));
+    assert_eq!(new(&[nic], 1, 0, SMALL), Some(ConfigError::Capacity { found: 0 }));
+    let most = usize::from(NIL);
+    assert_eq!(new(&[nic], 1, most, SMALL), None);
+    assert_eq!(new(&[nic], 1, most + 1, SMALL), Some(ConfigError::Capacity { found: most + 1 }));
+    let too_large = |reserve, depth| Some(ConfigError::ReserveTooLarge { reserve, depth });
+    assert_eq!(new(&[nic], 1, 1, reserve(2, 9)), too_large(2, 2));
+    assert_eq!(new(&[nic], 1, 1, reserve(1, 1)), too_large(1, 1));
+    assert_eq!(new(&[nic], 1, 1, reserve(0, 0)), too_large(0, 0));
+}
+
+// ---- who goes next ----
+
+/// One NIC for two peers, with room for many transfers.
+fn busy(slots: usize, queue_depth: u16, peer_depth: u16) -> World {
+    World::new(Setup {
+        nics: 1,
+        peer_nics: 1,
+        slots,
+        queue_depth,
+        peer_depth,
+        max_message: 1 << 20,
+        ..SMALL
+    })
+}
+
+/// `count` pages of `page_bytes` that do not merge.
+fn pages(world: &mut World, peer: u16, count: u64, page_bytes: u64) -> TransferId {
+    let pages = || Pages {
+        indices: Numbers((0..count).map(|page| page * 7919 % count).collect()),
+        stride: page_bytes + 64,
+        offset: 0,
+    };
+    let request = Request::Paged(PagedWrite {
+        peer: world.live(peer).unwrap(),
+        page_bytes,
+        src: source(),
+        src_pages: pages(),
+        dst: region(engine(peer), DST),
+        dst_pages: pages(),
+        imm: None,
+    });
+    submit(world, request)
+}
+
+fn submit(world: &mut World, request: Asked) -> TransferId {
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    world.group.submit(request.check().unwrap(), options).unwrap()
+}
+
+fn tiny(world: &mut World, peer: u16) -> TransferId {
+    let request = world.request(Kind::Tiny, peer).unwrap();
+    submit(world, request)
+}
+
+fn completed(world: &mut World, work: &WorkRequest) {
+    assert!(world.group.handle_completion(world.now, 0, work.token, Ok(())));
+    while world.group.poll_event().is_some() {}
+}
+
+/// However many pages are queued, a small write is the next to go, and finds a credit.
+#[test]
+fn pages_do_not_delay_a_small_write() {
+    let mut world = busy(8, 16, 16);
+    pages(&mut world, 0, 40_000, 4096);
+    let mut flight = std::collections::VecDeque::new();
+    let mut posted = 0;
+    loop {
+        flight.extend(core::iter::from_fn(|| world.group.poll_work(0)));
+        if posted == 0 {
+            assert_eq!(flight.len(), 15, "bulk leaves the reserve alone");
+        }
+        if posted % 100 == 0 {
+            let id = tiny(&mut world, 0);
+            let next = world.group.poll_work(0).expect("held up by pages");
+            assert_eq!(next.token.transfer(), id);
+            completed(&mut world, &next);
+        }
+        let Some(work) = flight.pop_front() else {
+            break;
+        };
+        completed(&mut world, &work);
+        posted += 1;
+    }
+    assert_eq!((posted, world.group.active()), (40_000, 0));
+}
+
+/// Two transfers of unlike pages stay within a turn, and a piece, of each other.
+#[test]
+fn transfers_take_turns_by_bytes() {
+    let setup = Setup {
+        nics: 1,
+        peer_nics: 1,
+        queue_depth: 4,
+        peer_depth: 4,
+        max_message: 1 << 20,
+        ..SMALL
+    };
+    let turn_bytes = 256 << 10;
+    let mut world = World::with(setup, GroupConfig { turn_bytes, ..config(setup) });
+    let first = pages(&mut world, 0, 64, 64 << 10);
+    pages(&mut world, 1, 1024, 4 << 10);
+    let (mut a, mut b) = (0_u64, 0_u64);
+    while let Some(work) = world.group.poll_work(0) {
+        *(if work.token.transfer() == first { &mut a } else { &mut b }) += work.len;
+        assert!(a.abs_diff(b) <= turn_bytes + (64 << 10), "{a} against {b}");
+        completed(&mut world, &work);
+    }
+    assert_eq!((a, b), (4 << 20, 4 << 20));
+}
+
+/// Where each transfer stands on NIC 0.
+fn places(world: &mut World) -> Vec<Option<Place>> {
+    let slots = world.group.transfers.iter_mut();
+    slots.map(|slot| slot.active().map(|active| active.place[0])).collect()
+}
+
+/// A thousand transfers that wait for one peer cost another's nothing, and wait their turn at the
+/// price of one step for each credit.
+#[test]
+fn a_slow_peer_holds_up_only_its_own() {
+    let mut world = busy(1_001, 64, 4);
+    for _ in 0..1_000 {
+        pages(&mut world, 0, 2, 4096);
+    }
+    let mut slow: Vec<WorkRequest> = core::iter::from_fn(|| world.group.poll_work(0)).collect();
+    assert_eq!(slow.len(), 3, "the quota of bulk");
+    assert!(!world.group.has_work(0), "whoever waits for the peer is not in the way");
+    for _ in 0..1_000 {
+        let id = tiny(&mut world, 1);
+        let next = world.group.poll_work(0).expect("held up by another peer's");
+        assert_eq!(next.token.transfer(), id);
+        completed(&mut world, &next);
+    }
+    let mut served = HashSet::new();
+    for _ in 0..1_000 {
+        let before = places(&mut world);
+        let work = slow.remove(0);
+        completed(&mut world, &work);
+        slow.push(world.group.poll_work(0).expect("a credit came back"));
+        assert_eq!(world.group.poll_work(0), None);
+        served.insert(slow[slow.len() - 1].token.transfer().index);
+        let after = places(&mut world);
+        let moved = before.iter().zip(&after).filter(|(before, after)| before != after);
+        assert!(moved.count() <= 3, "one returns, one leaves");
+    }
+    assert!(served.len() > 990, "in turn: {}", served.len());
+}
+
+/// Small writes without end, to the very peer: bulk still gets its share, with and without competition
+/// from bulk to another peer, whichever credits run out first.
+#[test]
+fn a_flood_of_small_writes_does_not_starve_bulk() {
+    for (queue_depth, peer_depth) in [(4, 64), (64, 4), (4, 4)] {
+        for competition in [false, true] {
+            let mut world = busy(64, queue_depth, peer_depth);
+            let starved = pages(&mut world, 0, 500, 4096);
+            if competition {
+                pages(&mut world, 1, 40_000, 4096);
+            }
+            let mut flight = std::collections::VecDeque::new();
+            let (mut bulk, mut small) = (0, 0);
+            while bulk < 500 {
+                while world.group.active() < 60 {
+                    tiny(&mut world, 0);
+                }
+                flight.extend(core::iter::from_fn(|| world.group.poll_work(0)));
+                let work: WorkRequest = flight.pop_front().unwrap();
+                bulk += usize::from(work.token.transfer() == starved);
+                small += usize::from(work.len == 2);
+                let share = (bulk + 1) * (2 * usize::from(LATENCY_BURST) + 2) + 64;
+                assert!(small <= share, "{bulk} of bulk, {small} small ones");
+                completed(&mut world, &work);
+            }
+        }
+    }
+}
+
+/// Bulk never holds the credits kept for small writes, even when small writes come first.
+#[test]
+fn bulk_does_not_creep_into_the_reserve() {
+    let mut world = busy(64, 8, 64);
+    pages(&mut world, 0, 40_000, 4096);
+    for _ in 0..1_000 {
+        let id = tiny(&mut world, 1);
+        // Pages never complete, small writes at once.
+        let posted: Vec<WorkRequest> = core::iter::from_fn(|| world.group.poll_work(0)).collect();
+        let small = posted.iter().find(|work| work.token.transfer() == id);
+        completed(&mut world, small.expect("no credit left"));
+    }
+    assert_eq!(world.group.nics[0].credits.bulk, 7);
+}

@@ -1,0 +1,45 @@
+//! The core of immwire: decides what to write, where, over which NIC, and when it has all arrived.
+//!
+//! Pure functions and sans-IO state machines. No allocation, no clock, no device, no thread: time,
+//! sizes, addresses and storage come in as arguments, and what is to be done comes out as values.
+//! A platform (Linux: the crate `immwire`) posts the work and reports what became of it.
+//!
+//! | module | decides |
+//! |---|---|
+//! | [`imm`] | what an immediate means, and when a count is reached |
+//! | [`nic`] | which NIC carries which bytes |
+//! | [`plan`] | which work requests a transfer is made of |
+//! | [`group`] | which of them is posted next, and how a transfer ends |
+//! | [`peer`] | whether a peer is there |
+//! | [`mailbox`] | where a two-sided message lands, built on writes |
+//! | [`wire`] | what bytes mean that come from outside |
+//! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
+//! | [`hazard`] | how memory is taken back from a peer that maps it |
+//! | [`wake`] | how a waiter sleeps without missing its wake-up |
+//! | [`region`], [`id`] | the vocabulary of the rest |
+//!
+//! # Invariants
+//!
+//! - `unsafe` is denied but in [`ring`], whose cells are shared between threads.
+//! - Nothing here panics on a value that a peer or a caller supplied; a panic would be a bug.
+//! - Atomics are named in `sync` alone, so that loom models run this very text.
+#![no_std]
+#![deny(unsafe_code)]
+
+#[cfg(test)]
+extern crate std;
+
+pub mod group;
+pub mod hazard;
+pub mod id;
+pub mod imm;
+pub mod lane;
+pub mod mailbox;
+pub mod nic;
+pub mod peer;
+pub mod plan;
+pub mod region;
+pub mod ring;
+mod sync;
+pub mod wake;
+pub mod wire;

@@ -1,0 +1,316 @@
+//! Is a peer there? A step machine fed with what was heard and what the time is.
+//!
+//! ```text
+//!   Connecting ── connected ──▶ Up ◀── heard ── Suspect
+//!       │                       │ └── silence ──▶ │
+//!       └── deadline, refusal ─▶ Down ◀───────────┘   (also by loss, removal, a broken protocol)
+//! ```
+//!
+//! Knows no clock, socket or address: instants come in as arguments, and what is to be done is polled.
+//! The side that was called runs the same machine, from [`Peer::accepted`].
+//!
+//! # Invariants
+//!
+//! 1. `Down` is final: a peer that returns is another [`crate::id::PeerId`], with a machine of its own.
+//! 2. `Down` is reported exactly once, and nothing is asked for after that report.
+//! 3. A peer is suspected, or lost by silence, only if nothing was heard for the time configured.
+//! 4. Calling `handle_timeout` late, or less often, ends in the same machine as calling it on time.
+//! 5. Unless it is `Down`, or the configuration says "never", a timeout lies ahead: all waits end.
+//!
+//! The tests below walk every sequence of events over a few instants against a plain record of them.
+
+use core::fmt;
+use core::time::Duration;
+
+use crate::id::{EngineId, Time};
+use crate::wire::Refusal;
+
+/// The shortest heartbeat interval: a shorter one is taken for this.
+pub const MIN_HEARTBEAT: Duration = Duration::from_millis(1);
+
+/// How long to wait for what. `Duration::MAX` means for ever.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LivenessConfig {
+    /// When nothing was sent for so long, a heartbeat is; at least [`MIN_HEARTBEAT`].
+    pub heartbeat: Duration,
+    /// When nothing was heard for so long, the peer is suspected.
+    pub suspect_after: Duration,
+    /// When nothing was heard for so long, the peer is lost.
+    pub down_after: Duration,
+    /// A connection that was started ends in so long, one way or the other.
+    pub connect_deadline: Duration,
+}
+
+impl Default for LivenessConfig {
+    /// A heartbeat every 500 ms, suspicion after 2 s, loss after 10 s, 10 s to connect.
+    fn default() -> Self {
+        Self {
+            heartbeat: Duration::from_millis(500),
+            suspect_after: Duration::from_secs(2),
+            down_after: Duration::from_secs(10),
+            connect_deadline: Duration::from_secs(10),
+        }
+    }
+}
+
+/// Where a peer stands.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum PeerState {
+    /// It was called and has not answered yet.
+    Connecting,
+    /// It is there.
+    Up,
+    /// It has been silent for longer than it should.
+    Suspect,
+    /// It is gone, for good.
+    Down(DownReason),
+}
+
+impl fmt::Display for PeerState {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Connecting => f.write_str("connecting"),
+            Self::Up => f.write_str("up"),
+            Self::Suspect => f.write_str("suspect"),
+            Self::Down(reason) => write!(f, "down: {reason}"),
+        }
+    }
+}
+
+/// Why a peer is gone.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum DownReason {
+    /// It did not answer before the deadline.
+    NeverAnswered,
+    /// It, or we, did not want the connection.
+    Refused(Refusal),
+    /// Nothing was heard of it.
+    Silent {
+        /// For how many milliseconds that was allowed.
+        for_ms: u64,
+    },
+    /// The connection was lost.
+    Disconnected,
+    /// We removed it.
+    Removed,
+    /// It broke the protocol.
+    Protocol,
+    /// It called again: the same engine is a new peer.
+    Replaced,
+}
+
+impl fmt::Display for DownReason {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NeverAnswered => f.write_str("never answered"),
+            Self::Refused(refusal) => write!(f, "connection refused: {refusal}"),
+            Self::Silent { for_ms } => write!(f, "silent for {for_ms} ms"),
+            Self::Disconnected => f.write_str("connection lost"),
+            Self::Removed => f.write_str("removed"),
+            Self::Protocol => f.write_str("broke the protocol"),
+            Self::Replaced => f.write_str("replaced by a new connection of the same engine"),
+        }
+    }
+}
+
+/// What the machine asks its caller to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Action {
+    /// Cut the connection: nothing may be written to the peer any more.
+    Disconnect,
+    /// Tell whoever wants to know; the state differs from the one reported last.
+    Report(PeerState),
+    /// Send [`crate::mailbox::Control::Heartbeat`], then call [`Peer::handle_sent`].
+    SendHeartbeat,
+}
+
+/// One peer's liveness.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Peer {
+    config: LivenessConfig,
+    state: PeerState,
+    /// What the caller was told last; `Connecting` is told by calling.
+    reported: PeerState,
+    /// When the peer was heard last; when it was called, while connecting.
+    heard: Time,
+    /// When something was sent last; later heartbeats due at whole intervals from there.
+    sent: Time,
+    heartbeat: bool,
+    disconnect: bool,
+}
+
+impl Peer {
+    /// A peer that we call at `now`.
+    #[must_use]
+    pub fn new(config: LivenessConfig, now: Time) -> Self {
+        let heartbeat = config.heartbeat.max(MIN_HEARTBEAT);
+        Self {
+            config: LivenessConfig { heartbeat, ..config },
+            state: PeerState::Connecting,
+            reported: PeerState::Connecting,
+            heard: now,
+            sent: now,
+            heartbeat: false,
+            disconnect: false,
+        }
+    }
+
+    /// A peer that called us, and whom we answered at `now`: it is up.
+    ///
+    /// `asked` is how often it asks to hear from us ([`crate::wire::Hello::heartbeat_ms`]).
+    #[must_use]
+    pub fn accepted(config: LivenessConfig, asked: Duration, now: Time) -> Self {
+        let mut peer = Self::new(config, now);
+        peer.handle_connected(asked, now);
+        peer
+    }
+
+    /// Where the peer stands.
+    #[must_use]
+    pub const fn state(&self) -> PeerState {
+        self.state
+    }
+
+    /// The peer answered, and asks to hear from us every `asked`: the shorter interval counts.
+    ///
+    /// Changes nothing unless connecting.
+    pub fn handle_connected(&mut self, asked: Duration, now: Time) {
+        if self.state == PeerState::Connecting {
+            self.state = PeerState::Up;
+            self.config.heartbeat = self.config.heartbeat.min(asked).max(MIN_HEARTBEAT);
+            (self.heard, self.sent) = (self.heard.max(now), self.sent.max(now));
+        }
+    }
+
+    /// Anything came from the peer. A few instructions; call it once for each batch.
+    ///
+    /// Call it before `handle_timeout`: what came while this engine slept is a sign of life.
+    pub fn handle_heard(&mut self, now: Time) {
+        match self.state {
+            PeerState::Up => {}
+            PeerState::Suspect => self.state = PeerState::Up,
+            PeerState::Connecting | PeerState::Down(_) => return,
+        }
+        self.heard = self.heard.max(now);
+    }
+
+    /// Anything was sent to the peer: the next heartbeat is an interval away.
+    pub fn handle_sent(&mut self, now: Time) {
+        if !matches!(self.state, PeerState::Down(_)) {
+            self.sent = self.sent.max(now);
+            self.heartbeat = false;
+        }
+    }
+
+    /// The connection is gone, or never came to be.
+    pub fn handle_disconnected(&mut self, reason: DownReason) {
+        self.go_down(reason, false);
+    }
+
+    /// We end the connection: the caller is asked to cut it.
+    pub fn close(&mut self, reason: DownReason) {
+        self.go_down(reason, true);
+    }
+
+    /// It is `now`; does what has fallen due.
+    pub fn handle_timeout(&mut self, now: Time) {
+        match self.state {
+            PeerState::Connecting => {
+                if due(self.heard.after(self.config.connect_deadline), now) {
+                    self.go_down(DownReason::NeverAnswered, true);
+                }
+            }
+            PeerState::Up | PeerState::Suspect => {
+                if due(self.heard.after(self.config.down_after), now) {
+                    let for_ms = self.config.down_after.as_millis().try_into().unwrap_or(u64::MAX);
+                    self.go_down(DownReason::Silent { for_ms }, true);
+                    return;
+                }
+                if due(self.heard.after(self.config.suspect_after), now) {
+                    self.state = PeerState::Suspect;
+                }
+                self.beat(now);
+            }
+            PeerState::Down(_) => {}
+        }
+    }
+
+    /// When `handle_timeout` has something to do at the earliest; [`Time::NEVER`] if nothing.
+    #[must_use]
+    pub fn next_timeout(&self) -> Time {
+        let heartbeat = self.sent.after(self.config.heartbeat);
+        match self.state {
+            PeerState::Connecting => self.heard.after(self.config.connect_deadline),
+            PeerState::Up => {
+                let silence = self.config.suspect_after.min(self.config.down_after);
+                heartbeat.min(self.heard.after(silence))
+            }
+            PeerState::Suspect => heartbeat.min(self.heard.after(self.config.down_after)),
+            PeerState::Down(_) => Time::NEVER,
+        }
+    }
+
+    /// The next thing to do, if any; each is returned once.
+    pub fn poll_action(&mut self) -> Option<Action> {
+        if core::mem::take(&mut self.disconnect) {
+            return Some(Action::Disconnect);
+        }
+        if self.reported != self.state {
+            self.reported = self.state;
+            return Some(Action::Report(self.state));
+        }
+        core::mem::take(&mut self.heartbeat).then_some(Action::SendHeartbeat)
+    }
+
+    /// Asks for a heartbeat if an interval has passed, and moves to the last whole interval.
+    fn beat(&mut self, now: Time) {
+        let interval = self.config.heartbeat.as_nanos().max(1);
+        let late = now.since(self.sent).as_nanos();
+        if late >= interval {
+            let whole = u64::try_from(late - late % interval).unwrap_or(u64::MAX);
+            self.sent = self.sent.after(Duration::from_nanos(whole));
+            self.heartbeat = true;
+        }
+    }
+
+    fn go_down(&mut self, reason: DownReason, disconnect: bool) {
+        if !matches!(self.state, PeerState::Down(_)) {
+            self.state = PeerState::Down(reason);
+            self.heartbeat = false;
+            self.disconnect = disconnect;
+            // No instant matters any more: machines with the same future compare equal.
+            (self.heard, self.sent) = (Time::ZERO, Time::ZERO);
+        }
+    }
+}
+
+fn due(deadline: Time, now: Time) -> bool {
+    deadline != Time::NEVER && deadline <= now
+}
+
+/// Which of two connections is kept, when both sides called each other at once.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Crossing {
+    /// The one that we started; the other is answered with [`Refusal::Crossed`].
+    KeepMine,
+    /// The one that the peer started.
+    KeepTheirs,
+    /// Neither: an engine called itself ([`Refusal::Myself`]).
+    Myself,
+}
+
+/// Decides which connection is kept: the one that the engine with the smaller identity started.
+///
+/// Both sides decide alike without a word.
+#[must_use]
+pub fn resolve_crossing(mine: EngineId, theirs: EngineId) -> Crossing {
+    match mine.cmp(&theirs) {
+        core::cmp::Ordering::Less => Crossing::KeepMine,
+        core::cmp::Ordering::Greater => Crossing::KeepTheirs,
+        core::cmp::Ordering::Equal => Crossing::Myself,
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,373 @@
+use std::vec::Vec;
+
+use proptest::prelude::*;
+
+use super::*;
+
+const fn ms(n: u64) -> Duration {
+    Duration::from_millis(n)
+}
+
+fn at(n: u64) -> Time {
+    Time::ZERO.after(ms(n))
+}
+
+/// In milliseconds.
+#[derive(Clone, Copy)]
+struct Limits {
+    heartbeat: u64,
+    asked: u64,
+    suspect: u64,
+    down: u64,
+    connect: u64,
+}
+
+const FOREVER: u64 = u64::MAX;
+
+impl Limits {
+    fn config(self) -> LivenessConfig {
+        let limit = |n| if n == FOREVER { Duration::MAX } else { ms(n) };
+        LivenessConfig {
+            heartbeat: ms(self.heartbeat),
+            suspect_after: limit(self.suspect),
+            down_after: limit(self.down),
+            connect_deadline: limit(self.connect),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Event {
+    Connected,
+    Heard,
+    Sent,
+    Timeout,
+    Disconnected,
+    Close,
+}
+
+const EVENTS: [Event; 6] = [
+    Event::Connected,
+    Event::Heard,
+    Event::Sent,
+    Event::Timeout,
+    Event::Disconnected,
+    Event::Close,
+];
+
+fn apply(peer: &mut Peer, limits: Limits, event: Event, now: u64) {
+    match event {
+        Event::Connected => peer.handle_connected(ms(limits.asked), at(now)),
+        Event::Heard => peer.handle_heard(at(now)),
+        Event::Sent => peer.handle_sent(at(now)),
+        Event::Timeout => peer.handle_timeout(at(now)),
+        Event::Disconnected => peer.handle_disconnected(DownReason::Disconnected),
+        Event::Close => peer.close(DownReason::Removed),
+    }
+}
+
+/// What follows from the record of events, each with its instant; nothing happened after a loss.
+fn state_by_record(limits: Limits, record: &[(Event, u64)]) -> PeerState {
+    let connected = record.iter().position(|(event, _)| *event == Event::Connected);
+    let mut suspect = false;
+    for (index, (event, now)) in record.iter().enumerate() {
+        let answered = connected.filter(|first| *first < index);
+        // The last sign of life before this event.
+        let signs = answered.map(|first| &record[first..index]);
+        let last = signs.and_then(|signs| {
+            let heard = signs.iter().rev().find(|(event, _)| *event == Event::Heard);
+            heard.or(signs.first()).map(|(_, when)| *when) // The first is the answer itself.
+        });
+        match (event, last) {
+            (Event::Disconnected, _) => return PeerState::Down(DownReason::Disconnected),
+            (Event::Close, _) => return PeerState::Down(DownReason::Removed),
+            (Event::Timeout, None) if *now >= limits.connect => {
+                return PeerState::Down(DownReason::NeverAnswered);
+            }
+            (Event::Timeout, Some(last)) if now - last >= limits.down => {
+                return PeerState::Down(DownReason::Silent { for_ms: limits.down });
+            }
+            (Event::Timeout, Some(last)) if now - last >= limits.suspect => suspect = true,
+            (Event::Heard, Some(_)) => suspect = false,
+            _ => {}
+        }
+    }
+    match (connected, suspect) {
+        (None, _) => PeerState::Connecting,
+        (Some(_), false) => PeerState::Up,
+        (Some(_), true) => PeerState::Suspect,
+    }
+}
+
+/// Whether the last event of the record asks for a heartbeat: a whole interval has passed since the
+/// last sending that no earlier time-out has seen.
+fn heartbeat_by_record(limits: Limits, record: &[(Event, u64)]) -> bool {
+    let Some(((Event::Timeout, now), before)) = record.split_last() else {
+        return false;
+    };
+    let Some(connected) = before.iter().position(|(event, _)| *event == Event::Connected) else {
+        return false;
+    };
+    let sent = before.iter().rposition(|(event, _)| *event == Event::Sent);
+    let from = sent.map_or(connected, |sent| sent.max(connected));
+    let interval = limits.heartbeat.min(limits.asked).max(1);
+    let start = before[from].1;
+    let whole = |now: u64| (now - start) / interval;
+    let seen = before[from..].iter().filter(|(event, _)| *event == Event::Timeout);
+    whole(*now) > seen.map(|(_, when)| whole(*when)).max().unwrap_or(0)
+}
+
+struct Walk {
+    limits: Limits,
+    depth: usize,
+    record: Vec<(Event, u64)>,
+    nodes: u64,
+    lost: u64,
+    suspected: u64,
+}
+
+impl Walk {
+    fn run(limits: Limits, depth: usize) -> Self {
+        let mut walk = Self { limits, depth, record: Vec::new(), nodes: 0, lost: 0, suspected: 0 };
+        walk.visit(Peer::new(limits.config(), at(0)), 0);
+        walk
+    }
+
+    /// `peer` is what the record led to at `now`, with every action polled.
+    fn visit(&mut self, peer: Peer, now: u64) {
+        self.nodes += 1;
+        self.check_timeouts(peer, now);
+        if matches!(peer.state(), PeerState::Down(_)) {
+            self.lost += 1;
+            return Self::check_final(peer, self.limits, now);
+        }
+        if self.record.len() == self.depth {
+            return;
+        }
+        for wait in [0, 1, 3] {
+            for event in EVENTS {
+                let (mut next, then) = (peer, now + wait);
+                apply(&mut next, self.limits, event, then);
+                self.record.push((event, then));
+                self.check_step(peer.state(), &mut next, event);
+                self.visit(next, then);
+                self.record.pop();
+            }
+        }
+    }
+
+    fn check_step(&mut self, before: PeerState, peer: &mut Peer, event: Event) {
+        let record = &self.record;
+        let state = state_by_record(self.limits, record);
+        assert_eq!(peer.state(), state, "{record:?}");
+        let down = matches!(state, PeerState::Down(_));
+        let mut expected = Vec::new();
+        if down && event != Event::Disconnected {
+            expected.push(Action::Disconnect);
+        }
+        if before != state {
+            expected.push(Action::Report(state));
+        }
+        if !down && heartbeat_by_record(self.limits, record) {
+            expected.push(Action::SendHeartbeat);
+        }
+        let actions: Vec<Action> = core::iter::from_fn(|| peer.poll_action()).take(9).collect();
+        assert_eq!(actions, expected, "{record:?}");
+        if before == PeerState::Up && state == PeerState::Suspect {
+            self.suspected += 1;
+        }
+    }
+
+    /// The time announced is the first that changes anything, and it lies ahead after each time-out;
+    /// being late changes nothing.
+    fn check_timeouts(&self, peer: Peer, now: u64) {
+        let after = |times: &[u64]| {
+            let mut peer = peer;
+            times.iter().for_each(|time| peer.handle_timeout(at(*time)));
+            peer
+        };
+        let next = peer.next_timeout();
+        for time in now..now + 8 {
+            let then = after(&[time]);
+            assert_eq!(then != peer, at(time) >= next, "{:?} {time} {next:?}", self.record);
+            assert!(then.next_timeout() > at(time), "{:?} {time}", self.record);
+            for early in now..time {
+                assert_eq!(after(&[early, time]), then, "{:?} {early} {time}", self.record);
+            }
+        }
+        let endless = matches!(peer.state(), PeerState::Down(_))
+            || (peer.state() == PeerState::Connecting && self.limits.connect == FOREVER);
+        assert_eq!(next == Time::NEVER, endless, "{:?}", self.record);
+    }
+
+    /// No event changes a lost peer in anything; so nothing ever will.
+    fn check_final(peer: Peer, limits: Limits, now: u64) {
+        for event in EVENTS {
+            let mut next = peer;
+            apply(&mut next, limits, event, now + 9);
+            assert_eq!(next, peer, "{event:?}");
+            assert_eq!(next.poll_action(), None);
+        }
+    }
+}
+
+#[test]
+fn every_sequence_of_events_agrees_with_its_record() {
+    let limits = Limits { heartbeat: 2, asked: 9, suspect: 2, down: 4, connect: 3 };
+    let walk = Walk::run(limits, 5);
+    assert!(walk.nodes > 100_000 && walk.lost > 10_000 && walk.suspected > 1_000);
+}
+
+#[test]
+fn other_limits_agree_too() {
+    let limits = Limits { heartbeat: 9, asked: 2, suspect: 2, down: 4, connect: 3 };
+    let cases = [
+        limits,
+        Limits { suspect: FOREVER, ..limits },
+        Limits { down: FOREVER, ..limits },
+        Limits { down: FOREVER, suspect: FOREVER, ..limits },
+        Limits { connect: FOREVER, ..limits },
+        Limits { suspect: 5, ..limits }, // Lost before it is suspected.
+        Limits { heartbeat: 0, asked: 0, ..limits }, // Taken for one millisecond.
+    ];
+    for limits in cases {
+        let walk = Walk::run(limits, 3);
+        assert!(walk.nodes > 1_000);
+        assert_eq!(walk.suspected > 0, limits.suspect < limits.down && limits.suspect <= 3);
+    }
+}
+
+/// The path on which a peer comes, is suspected, recovers and is lost.
+#[test]
+fn the_whole_life_is_reported_in_order() {
+    let config = Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3 }.config();
+    let mut peer = Peer::new(config, at(0));
+    let mut reports = Vec::new();
+    let mut step = |f: &dyn Fn(&mut Peer)| {
+        f(&mut peer);
+        while let Some(action) = peer.poll_action() {
+            reports.push(action);
+        }
+    };
+    step(&|peer| peer.handle_connected(ms(9), at(1)));
+    step(&|peer| peer.handle_timeout(at(3)));
+    step(&|peer| peer.handle_heard(at(4)));
+    step(&|peer| peer.handle_timeout(at(6)));
+    step(&|peer| peer.handle_timeout(at(8)));
+    step(&|peer| peer.handle_heard(at(9)));
+    let lost = PeerState::Down(DownReason::Silent { for_ms: 4 });
+    let states = [PeerState::Up, PeerState::Suspect, PeerState::Up, PeerState::Suspect];
+    let mut expected: Vec<_> = states.map(Action::Report).into();
+    expected.extend([Action::Disconnect, Action::Report(lost)]);
+    assert_eq!(reports, expected);
+}
+
+/// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
+#[test]
+fn what_came_during_our_own_sleep_is_a_sign_of_life() {
+    let config = Limits { heartbeat: 1, asked: 1, suspect: 2, down: 4, connect: 3 }.config();
+    let mut peer = Peer::accepted(config, ms(1), at(0));
+    assert_eq!(peer.poll_action(), Some(Action::Report(PeerState::Up)));
+    peer.handle_heard(at(100));
+    peer.handle_timeout(at(100));
+    assert_eq!(peer.state(), PeerState::Up);
+    assert_eq!(peer.poll_action(), Some(Action::SendHeartbeat));
+}
+
+/// "For ever" is not reached, not even at the end of the clock.
+#[test]
+fn what_never_ends_never_does() {
+    let config = LivenessConfig {
+        heartbeat: Duration::MAX,
+        suspect_after: Duration::MAX,
+        down_after: Duration::MAX,
+        connect_deadline: Duration::MAX,
+    };
+    let peers = [Peer::new(config, at(1)), Peer::accepted(config, Duration::MAX, at(1))];
+    for mut peer in peers {
+        let before = peer;
+        assert_eq!(peer.next_timeout(), Time::NEVER);
+        peer.handle_timeout(Time::NEVER);
+        assert_eq!(peer, before);
+    }
+}
+
+/// What happened between two polls is told as its outcome.
+#[test]
+fn reports_not_fetched_are_merged() {
+    let config = Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3 }.config();
+    let mut peer = Peer::accepted(config, ms(9), at(0));
+    peer.close(DownReason::Protocol);
+    peer.close(DownReason::Removed);
+    assert_eq!(peer.poll_action(), Some(Action::Disconnect));
+    let lost = PeerState::Down(DownReason::Protocol);
+    assert_eq!(peer.poll_action(), Some(Action::Report(lost)));
+    assert_eq!(peer.poll_action(), None);
+}
+
+#[test]
+fn both_sides_keep_the_same_connection() {
+    let ids = [0, 1, 2, 1 << 63, u64::MAX].map(EngineId);
+    for mine in ids {
+        for theirs in ids {
+            let both = (resolve_crossing(mine, theirs), resolve_crossing(theirs, mine));
+            let same = matches!(
+                both,
+                (Crossing::KeepMine, Crossing::KeepTheirs)
+                    | (Crossing::KeepTheirs, Crossing::KeepMine)
+            );
+            assert!(if mine == theirs { both.0 == Crossing::Myself } else { same });
+        }
+    }
+}
+
+#[test]
+fn states_say_why() {
+    use std::string::ToString;
+    let state = PeerState::Down(DownReason::Refused(Refusal::Busy));
+    assert_eq!(state.to_string(), "down: connection refused: no room for another peer");
+    let state = PeerState::Down(DownReason::Silent { for_ms: 4000 });
+    assert_eq!(state.to_string(), "down: silent for 4000 ms");
+}
+
+fn any_duration() -> impl Strategy<Value = Duration> {
+    prop_oneof![
+        any::<u64>().prop_map(Duration::from_nanos),
+        (0..5_u64).prop_map(Duration::from_nanos),
+        any::<u64>().prop_map(Duration::from_secs),
+        Just(Duration::MAX),
+    ]
+}
+
+proptest! {
+    /// At the ends of the clock, and when it goes backwards, the machine still moves on.
+    #[test]
+    fn any_times_are_harmless(
+        durations in prop::array::uniform5(any_duration()),
+        times in prop::collection::vec((0..6_usize, prop_oneof![any::<u64>(), 0..9_u64]), 1..12),
+    ) {
+        let [heartbeat, suspect_after, down_after, connect_deadline, asked] = durations;
+        let config = LivenessConfig { heartbeat, suspect_after, down_after, connect_deadline };
+        let mut peer = Peer::new(config, Time::from_nanos(times[0].1));
+        let mut lost = 0;
+        for (event, nanos) in times {
+            let now = Time::from_nanos(nanos);
+            match EVENTS[event] {
+                Event::Connected => peer.handle_connected(asked, now),
+                Event::Heard => peer.handle_heard(now),
+                Event::Sent => peer.handle_sent(now),
+                Event::Timeout => {
+                    peer.handle_timeout(now);
+                    let next = peer.next_timeout();
+                    prop_assert!(next > now || next == Time::NEVER, "{peer:?} {now:?}");
+                }
+                Event::Disconnected => peer.handle_disconnected(DownReason::Disconnected),
+                Event::Close => peer.close(DownReason::Replaced),
+            }
+            while let Some(action) = peer.poll_action() {
+                lost += u32::from(matches!(action, Action::Report(PeerState::Down(_))));
+            }
+        }
+        prop_assert_eq!(lost, u32::from(matches!(peer.state(), PeerState::Down(_))));
+    }
+}

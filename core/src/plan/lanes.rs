@@ -1,0 +1,679 @@
+//! The plan of a request of many pieces: a cursor for each route.
+//!
+//! A plan is a set of *lanes*, one for each route. A lane belongs to one local NIC at a time, so NICs
+//! advance at their own pace and a lost NIC's lanes move to another. What a lane carries is a function
+//! of the request, the lane's number and what was frozen when the plan was made: never of the peer
+//! table, which may change while the plan runs.
+//!
+//! # Invariants
+//!
+//! A lane in `active` stands on a piece that can be yielded.
+
+use core::num::{NonZeroU32, NonZeroU64};
+use core::ops::Range;
+
+use super::{
+    Barrier, Checked, MAX_ITEMS, Next, PageList, PagedWrite, PeerTable, Piece, PlanError,
+    PlanLimits, Request, ScatterWrite, SingleWrite, TargetList, bit, check_keys, is_small, merged,
+    remote_of,
+};
+use crate::id::{MAX_NICS, NicIndex, PeerId};
+use crate::imm::{Imm, ImmTag, MAX_MERGED, WRITE_UNITS};
+use crate::nic::{Routes, Split, align_down};
+use crate::region::{LocalMr, MrDesc};
+
+// A normalised turn plus an item's number does not wrap: where items go depends on the sum modulo the
+// number of routes.
+static_assertions::const_assert!(MAX_ITEMS as usize + MAX_NICS <= u32::MAX as usize);
+
+/// The requests that may be of many pieces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Long<P, T> {
+    Single(SingleWrite),
+    Paged(PagedWrite<P>),
+    Scatter(ScatterWrite<T>),
+    Barrier(Barrier<T>),
+}
+
+/// How lanes walk through the request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Walk {
+    /// Each lane has a run of whole pages, `at..end`, and merges neighbours.
+    Pages,
+    /// Each lane has its range `at..end` of every item (the single write, one page, one target).
+    Items,
+    /// Each lane has `at..end` writes to announce by immediates without bytes.
+    Notes,
+}
+
+/// Where one route is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+struct Lane {
+    /// Next page, byte of the item, or write to announce.
+    at: u64,
+    /// One past the last.
+    end: u64,
+    /// The item in hand.
+    item: u32,
+    /// Number of the next piece among those of the item, if they carry immediates.
+    piece: u8,
+    /// Pieces of the item; 0 if they carry no immediates.
+    pieces: u8,
+}
+
+/// A checked request on its way: yields the work requests for each NIC, lazily and in constant space.
+///
+/// ```text
+///   data ── nic_mask() == 0, all completed, drained() == true ──▶ trailing immediates
+///     └──── drained() == false: that was all ◀── drained() ────────────┘
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(super) struct Lanes<P, T> {
+    request: Long<P, T>,
+    limits: PlanLimits,
+    /// Frozen when the plan was made: it decides what each lane carries.
+    routes: Routes,
+    lanes: [Lane; MAX_NICS],
+    /// Lanes of each local NIC, a bit each.
+    on_nic: [u8; MAX_NICS],
+    /// Lanes that have a piece to yield.
+    active: u8,
+    /// Lanes that have had their turn in this round.
+    served: u8,
+    walk: Walk,
+    trailing: bool,
+    /// The route that item 0 starts at.
+    turn: u32,
+    items: u32,
+    /// Items from one that a lane looks at to the next.
+    stride: u32,
+    /// The most pages that one piece may carry.
+    merge: u64,
+    /// Items that were cut into too many pieces to carry immediates.
+    owed: u32,
+}
+
+impl<P: PageList, T: TargetList> Lanes<P, T> {
+    /// Plans `request`; item `i` starts at route `turn + i`, so a caller that counts `turn` up spreads
+    /// small transfers over the NICs. O(targets) for a scatter or barrier, else constant.
+    ///
+    /// # Errors
+    ///
+    /// [`PlanError`]: a peer cannot be reached, or a region lacks the key of a NIC. Nothing was posted.
+    pub(super) fn new(
+        request: Checked<P, T>,
+        limits: PlanLimits,
+        table: &impl PeerTable,
+        turn: u32,
+    ) -> Result<Option<Self>, PlanError> {
+        let Checked { request, longest, items, .. } = request;
+        let request = match request {
+            Request::Single(write) => Long::Single(write),
+            Request::Paged(write) => Long::Paged(write),
+            Request::Scatter(write) => Long::Scatter(write),
+            Request::Barrier(barrier) => Long::Barrier(barrier),
+            Request::Imm(_) | Request::Control(_) => return Ok(None),
+        };
+        let routes = frozen_routes(&request, table)?;
+        let turn = turn % NonZeroU32::from(routes.count());
+        let lane_count = u32::from(routes.count().get());
+        let small = is_small(longest, limits.rule);
+        let fits = longest <= limits.max_message_bytes.get();
+        let walk = match &request {
+            Long::Paged(_) if longest == 0 => Walk::Notes,
+            Long::Paged(_) if fits && (small || items >= lane_count) => Walk::Pages,
+            _ => Walk::Items,
+        };
+        let merge = match walk {
+            Walk::Pages => limits.max_message_bytes.get().checked_div(longest),
+            Walk::Items | Walk::Notes => None,
+        };
+        let mut on_nic = [0; MAX_NICS];
+        for (r, route) in routes.as_slice().iter().enumerate() {
+            if let Some(lanes) = on_nic.get_mut(usize::from(route.local)) {
+                *lanes |= bit(r);
+            }
+        }
+        let mut plan = Self {
+            request,
+            limits,
+            routes,
+            lanes: [Lane::default(); MAX_NICS],
+            on_nic,
+            active: 0,
+            served: 0,
+            walk,
+            trailing: false,
+            turn,
+            items,
+            stride: if small { lane_count } else { 1 },
+            merge: merge.map_or(1, |most| most.min(MAX_MERGED.into())),
+            owed: 0,
+        };
+        match walk {
+            Walk::Pages => plan.start_pages(),
+            Walk::Items => plan.start_items(),
+            Walk::Notes if plan.tag().is_some() => plan.start_notes(items),
+            Walk::Notes => {}
+        }
+        Ok(Some(plan))
+    }
+
+    /// The one peer it goes to; `None` if there may be several.
+    pub(super) const fn sole_peer(&self) -> Option<PeerId> {
+        match &self.request {
+            Long::Single(write) => Some(write.peer),
+            Long::Paged(write) => Some(write.peer),
+            Long::Scatter(_) | Long::Barrier(_) => None,
+        }
+    }
+
+    /// Whether any of it goes to `peer`. O(targets).
+    pub(super) fn goes_to(&self, peer: PeerId) -> bool {
+        let among = |targets: &T| (0..targets.len()).any(|i| targets.peer(i) == Some(peer));
+        match &self.request {
+            Long::Single(write) => write.peer == peer,
+            Long::Paged(write) => write.peer == peer,
+            Long::Scatter(write) => among(&write.targets),
+            Long::Barrier(barrier) => among(&barrier.targets),
+        }
+    }
+
+    /// Local NICs that still have work in this phase, a bit each.
+    pub(super) fn nic_mask(&self) -> u8 {
+        let nics = self.on_nic.iter().enumerate();
+        let with_work = nics.filter(|(_, lanes)| **lanes & self.active != 0);
+        with_work.fold(0, |mask, (nic, _)| mask | bit(nic))
+    }
+
+    /// Whether `nic` has (more) work in this phase.
+    #[inline]
+    pub(super) fn has_work(&self, nic: NicIndex) -> bool {
+        self.on_nic.get(usize::from(nic)).is_some_and(|lanes| lanes & self.active != 0)
+    }
+
+    /// Whom the next piece on `nic` goes to; `None` if this NIC has nothing (more) in this phase.
+    pub(super) fn peek(&mut self, nic: NicIndex) -> Option<PeerId> {
+        let r = self.lane_of(nic)?;
+        self.peer_of(self.lanes.get(r)?)
+    }
+
+    /// See [`super::Plan::next_if`].
+    #[inline]
+    pub(super) fn next_if(
+        &mut self,
+        nic: NicIndex,
+        table: &impl PeerTable,
+        admit: impl FnOnce(PeerId) -> bool,
+    ) -> Next {
+        let Some(r) = self.lane_of(nic) else { return Next::Nothing };
+        let Some(mut lane) = self.lanes.get(r).copied() else { return Next::Nothing };
+        let Some(peer) = self.peer_of(&lane) else { return Next::Nothing };
+        if !admit(peer) {
+            return Next::Refused(peer);
+        }
+        let piece = match self.walk {
+            Walk::Pages => self.page_piece(nic, r, &mut lane),
+            Walk::Items => self.item_piece(nic, r, &mut lane, table),
+            Walk::Notes => self.note_piece(r, &mut lane),
+        };
+        let Some(piece) = piece else {
+            return match &self.request {
+                // The peer is not connected yet.
+                Long::Barrier(_) => Next::Impossible(peer),
+                // A list has changed since it was checked.
+                _ => Next::Nothing,
+            };
+        };
+        self.served |= bit(r);
+        if let Some(slot) = self.lanes.get_mut(r) {
+            *slot = lane;
+        }
+        if lane.at >= lane.end {
+            if self.walk == Walk::Items {
+                self.settle(r, lane.item.saturating_add(self.stride), None);
+            } else {
+                self.active &= !bit(r);
+            }
+        }
+        Next::Piece(piece)
+    }
+
+    #[inline]
+    fn peer_of(&self, lane: &Lane) -> Option<PeerId> {
+        match &self.request {
+            Long::Single(write) => Some(write.peer),
+            Long::Paged(write) => Some(write.peer),
+            Long::Scatter(write) => write.targets.peer(usize::try_from(lane.item).ok()?),
+            Long::Barrier(barrier) => barrier.targets.peer(usize::try_from(lane.item).ok()?),
+        }
+    }
+
+    /// Moves all that was not yielded yet from local NIC `from` to `to`.
+    ///
+    /// `false`, and nothing moves, if `to` is no NIC or the source region is not registered with it.
+    pub(super) fn reroute(&mut self, from: NicIndex, to: NicIndex) -> bool {
+        let registered = match &self.request {
+            Long::Single(write) => write.src.keys.get(to).is_some(),
+            Long::Paged(write) => write.src.keys.get(to).is_some(),
+            Long::Scatter(write) => write.src.keys.get(to).is_some(),
+            Long::Barrier(_) => true,
+        };
+        if !registered || usize::from(to) >= MAX_NICS {
+            return false;
+        }
+        let moved = self.on_nic.get_mut(usize::from(from)).map_or(0, core::mem::take);
+        if let Some(lanes) = self.on_nic.get_mut(usize::from(to)) {
+            *lanes |= moved;
+        }
+        true
+    }
+
+    /// To be called when [`Self::nic_mask`] is 0 and every piece yielded so far has completed.
+    ///
+    /// `true`: trailing immediates have become available. `false`: that was all (or there still is work,
+    /// and nothing changes).
+    pub(super) fn drained(&mut self) -> bool {
+        if self.active != 0 || self.trailing || self.owed == 0 {
+            return false;
+        }
+        self.trailing = true;
+        if matches!(self.request, Long::Paged(_)) {
+            self.walk = Walk::Notes;
+            self.start_notes(self.owed);
+        } else {
+            self.start_items();
+        }
+        true
+    }
+
+    /// The lane that is next on `nic`: those of one NIC take turns.
+    #[inline]
+    fn lane_of(&mut self, nic: NicIndex) -> Option<usize> {
+        let lanes = *self.on_nic.get(usize::from(nic))?;
+        let ready = lanes & self.active;
+        if ready & !self.served == 0 {
+            self.served &= !lanes;
+        }
+        let lane = (ready & !self.served).trailing_zeros();
+        usize::try_from(lane).ok().filter(|lane| *lane < MAX_NICS)
+    }
+
+    const fn tag(&self) -> Option<ImmTag> {
+        match &self.request {
+            Long::Single(write) => write.imm,
+            Long::Paged(write) => write.imm,
+            Long::Scatter(write) => write.imm,
+            Long::Barrier(barrier) => Some(barrier.imm),
+        }
+    }
+
+    fn start_pages(&mut self) {
+        let split = Split::count(u64::from(self.items), &self.routes, self.turn);
+        for (r, lane) in self.lanes.iter_mut().enumerate() {
+            let run = split.range(r);
+            *lane = Lane { at: run.start, end: run.end, ..Lane::default() };
+            self.active |= if run.is_empty() { 0 } else { bit(r) };
+        }
+    }
+
+    /// Deals `writes` out as immediates for up to [`MAX_MERGED`] each.
+    fn start_notes(&mut self, writes: u32) {
+        let (writes, merged) = (u64::from(writes), u64::from(MAX_MERGED));
+        let split = Split::count(writes.div_ceil(merged), &self.routes, self.turn);
+        for (r, lane) in self.lanes.iter_mut().enumerate() {
+            let run = split.range(r);
+            let (at, end) = (run.start.saturating_mul(merged), run.end.saturating_mul(merged));
+            *lane = Lane { at, end: end.min(writes), ..Lane::default() };
+            self.active |= if run.is_empty() { 0 } else { bit(r) };
+        }
+    }
+
+    fn start_items(&mut self) {
+        let lanes = NonZeroU32::from(self.routes.count());
+        if self.stride == 1 {
+            // All lanes share the first item: it is cut once.
+            let cut = self.cut(0);
+            for r in 0..lanes.get() {
+                self.settle(r as usize, 0, cut.as_ref());
+            }
+            return;
+        }
+        for r in 0..lanes.get().min(self.items) {
+            // All items are small: a lane looks at none but those whose turn is its own.
+            let own = (self.turn + r) % lanes;
+            self.settle(own as usize, r, None);
+        }
+    }
+
+    /// Puts lane `r` on the first item from `item` on of which it carries something.
+    ///
+    /// `first` is how `item` is cut, if that is known already.
+    fn settle(&mut self, r: usize, mut item: u32, mut first: Option<&Cut>) {
+        self.active &= !bit(r);
+        while item < self.items {
+            let carried = match first.take() {
+                Some(cut) => self.carried(r, item, cut),
+                None => self.cut(item).and_then(|cut| self.carried(r, item, &cut)),
+            };
+            if let Some(lane) = carried {
+                if let Some(slot) = self.lanes.get_mut(r) {
+                    *slot = lane;
+                    self.active |= bit(r);
+                }
+                return;
+            }
+            item = item.saturating_add(self.stride);
+        }
+    }
+
+    /// How an item is cut over the lanes.
+    fn cut(&self, item: u32) -> Option<Cut> {
+        let (len, dst) = self.extent(item)?;
+        let turn = self.turn.wrapping_add(item);
+        let rule = self.limits.rule;
+        let split = || Split::bytes(len, dst, &self.routes, rule, turn);
+        Some(Cut {
+            len,
+            whole: self.routes.at_turn(turn),
+            split: (!is_small(len, rule)).then(split),
+            cutter: Cutter::new(dst, &self.limits),
+        })
+    }
+
+    /// What lane `r` carries of item `item`, in this phase.
+    fn carried(&mut self, r: usize, item: u32, cut: &Cut) -> Option<Lane> {
+        let note = Lane { item, pieces: 1, ..Lane::default() };
+        let announced = self.tag().is_some();
+        if cut.len == 0 {
+            return (r == cut.whole && announced && !self.trailing).then_some(note);
+        }
+        let (before, pieces) = cut.pieces(r);
+        let plain = !announced || pieces > u64::from(WRITE_UNITS);
+        if self.trailing {
+            return (r == cut.whole && plain).then_some(note);
+        }
+        let range = cut.range(r);
+        if range.is_empty() {
+            return None;
+        }
+        let lane = Lane { at: range.start, end: range.end, item, ..Lane::default() };
+        if plain {
+            // The lane of the item's first piece notes what is owed, and no other does.
+            let owed = announced && before == 0;
+            self.owed = self.owed.saturating_add(owed.into());
+            return Some(lane);
+        }
+        // At most WRITE_UNITS pieces: both fit.
+        let (piece, pieces) = (u8::try_from(before).ok()?, u8::try_from(pieces).ok()?);
+        Some(Lane { piece, pieces, ..lane })
+    }
+
+    /// Length and destination of an item.
+    fn extent(&self, item: u32) -> Option<(u64, u64)> {
+        match &self.request {
+            Long::Single(write) => Some((write.len, write.dst.base.wrapping_add(write.dst_offset))),
+            Long::Paged(write) => Some((write.page_bytes, write.page(u64::from(item))?.1)),
+            Long::Scatter(write) => {
+                let target = write.targets.get(usize::try_from(item).ok()?)?;
+                Some((target.len, target.dst.base.wrapping_add(target.dst_offset)))
+            }
+            Long::Barrier(_) => Some((0, 0)),
+        }
+    }
+
+    #[inline]
+    fn page_piece(&self, nic: NicIndex, r: usize, lane: &mut Lane) -> Option<Piece> {
+        let Long::Paged(write) = &self.request else {
+            return None;
+        };
+        let (src, dst) = write.page(lane.at)?;
+        let room = self.merge.min(lane.end.saturating_sub(lane.at));
+        let (mut pages, mut len) = (1, write.page_bytes);
+        while pages < room {
+            let following = (src.wrapping_add(len), dst.wrapping_add(len));
+            if write.page(lane.at.wrapping_add(pages)) != Some(following) {
+                break;
+            }
+            pages = pages.wrapping_add(1);
+            len = len.wrapping_add(write.page_bytes); // At most the largest message.
+        }
+        let remote = self.routes.get(r)?.remote;
+        lane.at = lane.at.wrapping_add(pages);
+        Some(Piece {
+            peer: write.peer,
+            remote_nic: remote,
+            src,
+            src_key: write.src.keys.get(nic)?,
+            dst,
+            dst_key: write.dst.keys.get(remote)?,
+            len,
+            imm: merged(write.imm, pages),
+        })
+    }
+
+    fn note_piece(&self, r: usize, lane: &mut Lane) -> Option<Piece> {
+        let Long::Paged(write) = &self.request else {
+            return None;
+        };
+        let writes = u64::from(MAX_MERGED).min(lane.end.saturating_sub(lane.at));
+        let remote = self.routes.get(r)?.remote;
+        let piece = note(write.peer, remote, &write.dst, merged(write.imm, writes))?;
+        lane.at = lane.at.wrapping_add(writes);
+        Some(piece)
+    }
+
+    fn item_piece(
+        &self,
+        nic: NicIndex,
+        r: usize,
+        lane: &mut Lane,
+        table: &impl PeerTable,
+    ) -> Option<Piece> {
+        let index = usize::try_from(lane.item).ok()?;
+        match &self.request {
+            Long::Single(write) => {
+                let remote = self.routes.get(r)?.remote;
+                let src = write.src.base.wrapping_add(write.src_offset);
+                let dst = write.dst.base.wrapping_add(write.dst_offset);
+                self.part(nic, lane, &write.src, src, (write.peer, remote, &write.dst, dst))
+            }
+            Long::Paged(write) => {
+                let remote = self.routes.get(r)?.remote;
+                let (src, dst) = write.page(u64::from(lane.item))?;
+                self.part(nic, lane, &write.src, src, (write.peer, remote, &write.dst, dst))
+            }
+            Long::Scatter(write) => {
+                let target = write.targets.get(index)?;
+                let routes = table.routes(target.peer).unwrap_or(self.routes);
+                let remote = remote_of(&routes, r, nic, &target.dst);
+                let src = write.src.base.wrapping_add(target.src_offset);
+                let dst = target.dst.base.wrapping_add(target.dst_offset);
+                self.part(nic, lane, &write.src, src, (target.peer, remote, &target.dst, dst))
+            }
+            Long::Barrier(barrier) => {
+                let peer = barrier.targets.peer(index)?;
+                self.control_note(nic, r, peer, table)
+            }
+        }
+    }
+
+    /// The next piece of an item whose bytes start at `src_base` and go to `to`.
+    fn part(
+        &self,
+        nic: NicIndex,
+        lane: &mut Lane,
+        src: &LocalMr,
+        src_base: u64,
+        to: (PeerId, NicIndex, &MrDesc, u64),
+    ) -> Option<Piece> {
+        let (peer, remote_nic, dst, dst_base) = to;
+        if lane.at == lane.end {
+            return note(peer, remote_nic, dst, merged(self.tag(), 1));
+        }
+        let cutter = Cutter::new(dst_base, &self.limits);
+        let (at, end) = (lane.at, cutter.cut(lane.at, lane.end));
+        let units = share(lane.piece, lane.pieces);
+        let piece = Piece {
+            peer,
+            remote_nic,
+            src: src_base.wrapping_add(at),
+            src_key: src.keys.get(nic)?,
+            dst: dst_base.wrapping_add(at),
+            dst_key: dst.keys.get(remote_nic)?,
+            len: end.saturating_sub(at),
+            imm: units.and_then(|units| self.tag()?.with_units(units)),
+        };
+        lane.at = end;
+        lane.piece = lane.piece.wrapping_add(1);
+        Some(piece)
+    }
+
+    fn control_note(
+        &self,
+        nic: NicIndex,
+        r: usize,
+        peer: PeerId,
+        table: &impl PeerTable,
+    ) -> Option<Piece> {
+        let control = table.control(peer)?;
+        let routes = table.routes(peer).unwrap_or(self.routes);
+        let remote = remote_of(&routes, r, nic, &control);
+        note(peer, remote, &control, merged(self.tag(), 1))
+    }
+}
+
+/// The routes that decide what each lane carries: those to the peer, or to the one of several peers that
+/// has the most.
+fn frozen_routes<P: PageList, T: TargetList>(
+    request: &Long<P, T>,
+    table: &impl PeerTable,
+) -> Result<Routes, PlanError> {
+    let single = |peer| table.routes(peer).ok_or(PlanError::NoRoute { peer });
+    let mut widest: Option<Routes> = None;
+    let mut widen = |routes: Routes| {
+        if widest.is_none_or(|widest| widest.count() < routes.count()) {
+            widest = Some(routes);
+        }
+    };
+    match request {
+        Long::Single(write) => {
+            let routes = single(write.peer)?;
+            check_keys(&routes, &write.src, &write.dst, write.peer)?;
+            return Ok(routes);
+        }
+        Long::Paged(write) => {
+            let routes = single(write.peer)?;
+            check_keys(&routes, &write.src, &write.dst, write.peer)?;
+            return Ok(routes);
+        }
+        Long::Scatter(write) => {
+            for target in (0..write.targets.len()).filter_map(|i| write.targets.get(i)) {
+                let routes = single(target.peer)?;
+                check_keys(&routes, &write.src, &target.dst, target.peer)?;
+                widen(routes);
+            }
+        }
+        Long::Barrier(barrier) => {
+            for peer in (0..barrier.targets.len()).filter_map(|i| barrier.targets.peer(i)) {
+                widen(single(peer)?);
+            }
+        }
+    }
+    // Without targets there is nothing to carry, on any route.
+    Ok(widest.unwrap_or(Routes::one()))
+}
+
+/// The units of piece `piece` of `pieces`, which add up to [`WRITE_UNITS`]; `None` for 0 pieces.
+fn share(piece: u8, pieces: u8) -> Option<u16> {
+    let edge = |piece: u16| WRITE_UNITS.checked_mul(piece)?.checked_div(u16::from(pieces));
+    let piece = u16::from(piece);
+    edge(piece.checked_add(1)?)?.checked_sub(edge(piece)?)
+}
+
+/// A write without bytes, to the start of `dst`.
+fn note(peer: PeerId, remote_nic: NicIndex, dst: &MrDesc, imm: Option<Imm>) -> Option<Piece> {
+    let dst_key = dst.keys.get(remote_nic)?;
+    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst: dst.base, dst_key, len: 0, imm })
+}
+
+/// How one item is cut over the lanes.
+struct Cut {
+    len: u64,
+    /// The route that carries it if it is not split.
+    whole: usize,
+    /// `None` if it is not split.
+    split: Option<Split>,
+    cutter: Cutter,
+}
+
+impl Cut {
+    /// What route `route` carries.
+    fn range(&self, route: usize) -> Range<u64> {
+        match &self.split {
+            Some(split) => split.range(route),
+            None if route == self.whole => 0..self.len,
+            None => 0..0,
+        }
+    }
+
+    /// Pieces on the routes before `route`, and on all of them.
+    fn pieces(&self, route: usize) -> (u64, u64) {
+        let Some(split) = &self.split else {
+            return (0, self.cutter.pieces(0, self.len));
+        };
+        let (mut before, mut all) = (0_u64, 0_u64);
+        for other in 0..MAX_NICS {
+            let range = split.range(other);
+            let pieces = self.cutter.pieces(range.start, range.end);
+            before = before.saturating_add(if other < route { pieces } else { 0 });
+            all = all.saturating_add(pieces);
+        }
+        (before, all)
+    }
+}
+
+/// Cuts a range of an item at the largest message, on granules of the destination where they fit.
+struct Cutter {
+    /// Address of the item's first byte.
+    dst: u64,
+    max: NonZeroU64,
+    granule: NonZeroU64,
+}
+
+impl Cutter {
+    const fn new(dst: u64, limits: &PlanLimits) -> Self {
+        Self { dst, max: limits.max_message_bytes, granule: limits.rule.granule_bytes }
+    }
+
+    /// Where the piece ends that starts at `at`; past `at`, for `at < end`.
+    fn cut(&self, at: u64, end: u64) -> u64 {
+        let Some(limit) = at.checked_add(self.max.get()).filter(|limit| *limit < end) else {
+            return end;
+        };
+        if self.max < self.granule {
+            return limit;
+        }
+        align_down(self.dst, limit, self.granule)
+    }
+
+    /// How many pieces `at..end` makes.
+    fn pieces(&self, at: u64, end: u64) -> u64 {
+        if at >= end {
+            return 0;
+        }
+        let first = self.cut(at, end);
+        if first == end {
+            return 1;
+        }
+        // From the first cut on, every start lies on a granule, and every piece but the last is equal.
+        let step = if self.max < self.granule {
+            self.max.get()
+        } else {
+            align_down(0, self.max.get(), self.granule)
+        };
+        let rest = end.saturating_sub(first);
+        let beyond = rest.saturating_sub(self.max.get());
+        beyond.div_ceil(step.max(1)).saturating_add(2)
+    }
+}
