@@ -1,0 +1,194 @@
+//! The thread that runs callbacks, so that a slow one never stops progress.
+//!
+//! The engine hands a job over without waiting: the queue has room for one job of every transfer and
+//! counter there can be, and for the messages that may be under way to posted receives. In polled mode
+//! there is no thread, and the caller's `poll` runs them.
+//!
+//! # Invariants
+//!
+//! Every job that is pushed is run, once: by the runner, or, after [`Callbacks::end`], by whoever
+//! pushes. The tests below check it.
+
+use std::collections::VecDeque;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicBool, Ordering, fence};
+use std::sync::{Mutex, OnceLock};
+use std::thread::Thread;
+
+use immwire_core::ring::{Cell, Ring};
+use immwire_core::wake::Doorbell;
+
+use crate::region::lock;
+
+/// A callback with its argument.
+pub(crate) type Job = Box<dyn FnOnce() + Send>;
+
+/// Jobs on their way to whoever runs them.
+pub(crate) struct Callbacks {
+    jobs: Ring<Job, Box<[Cell<Job>]>>,
+    /// What found the queue full: callers may ask for counts that are there at once without end.
+    late: Mutex<VecDeque<Job>>,
+    any_late: AtomicBool,
+    bell: Doorbell,
+    runner: OnceLock<Thread>,
+    /// The engine has ended: nobody runs jobs but who pushes them.
+    ended: AtomicBool,
+}
+
+impl Callbacks {
+    /// A queue with room for `capacity` jobs.
+    pub(crate) fn new(capacity: usize) -> Option<Self> {
+        let cells: Box<[Cell<Job>]> =
+            (0..capacity.next_power_of_two().max(2)).map(|_| Cell::new()).collect();
+        // SAFETY: a boxed slice's `as_ref` is the same memory wherever the box is moved, and the ring
+        // owns the box.
+        let jobs = unsafe { Ring::from_storage(cells) }.ok()?;
+        Some(Self {
+            jobs,
+            late: Mutex::default(),
+            any_late: AtomicBool::new(false),
+            bell: Doorbell::new(),
+            runner: OnceLock::new(),
+            ended: AtomicBool::new(false),
+        })
+    }
+
+    /// Hands a job over; after the engine's end, runs it.
+    pub(crate) fn push(&self, job: Job) {
+        self.queue(job);
+        self.ring();
+    }
+
+    /// The first half of [`Callbacks::push`]: runs nothing, so that a lock may be held.
+    pub(crate) fn queue(&self, job: Job) {
+        if let Err(job) = self.jobs.try_push(job) {
+            lock(&self.late).push_back(job);
+            self.any_late.store(true, Ordering::Release);
+        }
+    }
+
+    /// The second half: has what was queued run.
+    pub(crate) fn ring(&self) {
+        if self.bell.ring()
+            && let Some(runner) = self.runner.get()
+        {
+            runner.unpark();
+        }
+        // With the fence in `ring`, between the push and this look, and the one in `end`: either we see
+        // the end, or whoever runs jobs after it sees ours.
+        if self.ended.load(Ordering::Acquire) {
+            self.run_pending();
+        }
+    }
+
+    fn pop(&self) -> Option<Job> {
+        self.jobs.try_pop().or_else(|| {
+            if !self.any_late.load(Ordering::Acquire) {
+                return None;
+            }
+            let mut late = lock(&self.late);
+            let job = late.pop_front();
+            self.any_late.store(!late.is_empty(), Ordering::Release);
+            job
+        })
+    }
+
+    fn is_empty(&self) -> bool {
+        self.jobs.is_empty() && !self.any_late.load(Ordering::Acquire)
+    }
+
+    /// Whether jobs wait for a caller's `poll`: there is no thread that runs them.
+    pub(crate) fn wait_for_poll(&self) -> bool {
+        self.runner.get().is_none() && !self.is_empty()
+    }
+
+    /// Runs what is there. Returns whether there was anything.
+    pub(crate) fn run_pending(&self) -> bool {
+        let mut any = false;
+        while let Some(job) = self.pop() {
+            any = true;
+            if catch_unwind(AssertUnwindSafe(job)).is_err() {
+                tracing::error!("a callback panicked");
+            }
+        }
+        any
+    }
+
+    /// Runs jobs on this thread until [`Callbacks::end`], and nothing is left.
+    pub(crate) fn serve(&self) {
+        let _ = self.runner.set(std::thread::current());
+        loop {
+            self.run_pending();
+            self.bell.prepare_sleep();
+            if !self.is_empty() {
+                self.bell.awake();
+                continue;
+            }
+            if self.ended.load(Ordering::Acquire) {
+                // What was pushed before the end, and seen by nobody until now.
+                self.run_pending();
+                return;
+            }
+            std::thread::park();
+            self.bell.awake();
+        }
+    }
+
+    /// The engine has ended, and has pushed its last job.
+    pub(crate) fn end(&self) {
+        self.ended.store(true, Ordering::Release);
+        fence(Ordering::SeqCst);
+        if let Some(runner) = self.runner.get() {
+            runner.unpark();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::Arc;
+    use std::sync::atomic::AtomicU32;
+
+    fn push_counting(callbacks: &Callbacks, ran: &Arc<AtomicU32>) {
+        let ran = Arc::clone(ran);
+        callbacks.push(Box::new(move || {
+            ran.fetch_add(1, Ordering::Relaxed);
+        }));
+    }
+
+    #[test]
+    fn what_does_not_fit_is_run_all_the_same() {
+        let (callbacks, ran) = (Callbacks::new(4).unwrap(), Arc::new(AtomicU32::new(0)));
+        for pushed in 1..=100 {
+            (0..pushed).for_each(|_| push_counting(&callbacks, &ran));
+            assert!(callbacks.wait_for_poll());
+            assert!(callbacks.run_pending());
+            assert!(!callbacks.run_pending() && !callbacks.wait_for_poll());
+            assert_eq!(ran.swap(0, Ordering::Relaxed), pushed);
+        }
+    }
+
+    /// Pushed before, while and after the runner ends: each job is run once, and soon.
+    #[test]
+    fn nothing_is_lost_at_the_end() {
+        for round in 0..200 {
+            let callbacks = Arc::new(Callbacks::new(4).unwrap());
+            let ran = Arc::new(AtomicU32::new(0));
+            let runner = std::thread::spawn({
+                let callbacks = Arc::clone(&callbacks);
+                move || callbacks.serve()
+            });
+            let pusher = std::thread::spawn({
+                let (callbacks, ran) = (Arc::clone(&callbacks), Arc::clone(&ran));
+                move || (0..20).for_each(|_| push_counting(&callbacks, &ran))
+            });
+            (0..round % 20).for_each(|_| push_counting(&callbacks, &ran));
+            callbacks.end();
+            (0..5).for_each(|_| push_counting(&callbacks, &ran));
+            pusher.join().unwrap();
+            runner.join().unwrap();
+            assert_eq!(ran.load(Ordering::Relaxed), 25 + round % 20);
+        }
+    }
+}

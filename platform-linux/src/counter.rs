@@ -1,0 +1,341 @@
+//! Counters of immediates: how a receiver learns that everything has arrived.
+//!
+//! A counter is a slot of the engine's table with a generation. Its [`ImmTag`] is what peers put into
+//! their writes; the tag of a dropped counter is refused, so that a late write of an old round is
+//! never counted in a new one.
+
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use immwire_core::id::PeerId;
+use immwire_core::imm::{Armed, Disarmed, ImmTag, WRITE_UNITS};
+use immwire_core::wake::Ticket;
+
+use crate::error::{CountError, PeerShare};
+use crate::region::lock;
+use crate::shared::Shared;
+use crate::wait::Waiter;
+
+/// The target was reached.
+pub(crate) const CODE_REACHED: u8 = 0;
+/// The engine was stopped.
+pub(crate) const CODE_STOPPED: u8 = 1;
+
+/// A counter of this engine's. Dropping it retires its tag.
+pub struct ImmCounter {
+    shared: Arc<Shared>,
+    tag: ImmTag,
+    /// Units by peer slot that belong to earlier waits, or to earlier counters of the slot.
+    baseline: Mutex<Box<[u64]>>,
+}
+
+impl fmt::Debug for ImmCounter {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let available = self.available();
+        f.debug_struct("ImmCounter").field("tag", &self.tag).field("available", &available).finish()
+    }
+}
+
+/// What a wait expects of one peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Expected {
+    /// The peer.
+    pub peer: PeerId,
+    /// Its writes and pages.
+    pub writes: u64,
+}
+
+impl ImmCounter {
+    pub(crate) fn new(shared: Arc<Shared>, tag: ImmTag) -> Self {
+        let mut baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
+        // The row exists: the tag is of a slot of this table, and the length was just taken from it.
+        let _ = shared.tallies.snapshot(tag.slot(), &mut baseline);
+        Self { shared, tag, baseline: Mutex::new(baseline) }
+    }
+
+    /// What peers put into their writes to count here. 20 bits: `tag().bits()` travels in a message.
+    #[must_use]
+    pub const fn tag(&self) -> ImmTag {
+        self.tag
+    }
+
+    /// Whole writes that have arrived and were not consumed.
+    #[must_use]
+    pub fn available(&self) -> u64 {
+        self.shared.counters.available(self.tag).unwrap_or(0) / u64::from(WRITE_UNITS)
+    }
+
+    /// Consumes `writes` if so many have arrived; returns whether. Two atomic operations at most.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError::Busy`] while a wait is under way.
+    pub fn try_take(&self, writes: u64) -> Result<bool, CountError> {
+        Ok(self.shared.counters.consume(self.tag, writes)?)
+    }
+
+    /// Waits until `writes` have arrived, and consumes them. Early ones count.
+    ///
+    /// With a polled engine somebody else must poll meanwhile; see `Driver::wait_count`.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError`]: with [`CountError::Timeout`], nothing was consumed.
+    pub fn wait(&self, writes: u64, timeout: Duration) -> Result<(), CountError> {
+        self.wait_shares(writes, &[], timeout)
+    }
+
+    /// As [`ImmCounter::wait`], for what each peer is to send: a time-out then names who is late.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError`].
+    pub fn wait_from(&self, expected: &[Expected], timeout: Duration) -> Result<(), CountError> {
+        let writes = expected.iter().map(|share| share.writes).fold(0, u64::saturating_add);
+        self.wait_shares(writes, expected, timeout)?;
+        let mut baseline = lock(&self.baseline);
+        for share in expected {
+            if let Some(units) = baseline.get_mut(usize::from(share.peer.index)) {
+                *units = units.saturating_add(share.writes.saturating_mul(WRITE_UNITS.into()));
+            }
+        }
+        Ok(())
+    }
+
+    fn wait_shares(
+        &self,
+        writes: u64,
+        expected: &[Expected],
+        timeout: Duration,
+    ) -> Result<(), CountError> {
+        let Some(ticket) = self.arm(writes)? else { return Ok(()) };
+        let cell = self.shared.wait_cell(self.tag);
+        let code = cell.and_then(|cell| cell.wait(ticket, timeout));
+        match code {
+            Some(code) => self.settle(ticket, code, writes),
+            None => self.give_up(ticket, writes, expected, timeout),
+        }
+    }
+
+    /// Calls `call` when `writes` have arrived and were consumed, on the engine's callback thread (in
+    /// polled mode, by whoever polls); at the latest when the engine stops, with the error.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError::Busy`]: a wait is under way; `call` is dropped.
+    pub fn on_count(
+        self: &Arc<Self>,
+        writes: u64,
+        call: impl FnOnce(Result<(), CountError>) + Send + 'static,
+    ) -> Result<(), CountError> {
+        let Some(ticket) = self.arm(writes)? else {
+            self.shared.callbacks.push(Box::new(move || call(Ok(()))));
+            return Ok(());
+        };
+        let counter = Arc::clone(self);
+        let job = Box::new(move || {
+            let code = counter.shared.wait_cell(counter.tag).and_then(|cell| cell.poll(ticket));
+            call(counter.settle(ticket, code.unwrap_or(CODE_STOPPED), writes));
+        });
+        let cell = self.shared.wait_cell(self.tag).ok_or(CountError::EngineStopped)?;
+        if let Err((Waiter::Callback(job), _)) = cell.leave(ticket, Waiter::Callback(job)) {
+            self.shared.callbacks.push(job);
+        }
+        Ok(())
+    }
+
+    /// A future of the same: resolves when `writes` have arrived and were consumed. Dropping it gives
+    /// back what had arrived.
+    pub const fn reached(&self, writes: u64) -> Reached<'_> {
+        Reached { counter: self, writes, state: State::Idle }
+    }
+
+    /// Arms the counter; `None` if enough was there, and is consumed.
+    pub(crate) fn arm(&self, writes: u64) -> Result<Option<Ticket>, CountError> {
+        if self.shared.counters.consume(self.tag, writes)? {
+            return Ok(None);
+        }
+        if self.shared.is_stopped() {
+            return Err(CountError::EngineStopped);
+        }
+        let cell = self.shared.wait_cell(self.tag).ok_or(CountError::EngineStopped)?;
+        // Pending before armed: whoever fires finds the ticket.
+        let ticket = cell.completion.begin().ok_or(CountError::Busy)?;
+        match self.shared.counters.arm(self.tag, writes) {
+            Ok(Armed::Waiting { .. }) => {
+                self.shared.complete_if_stopped(cell, ticket);
+                Ok(Some(ticket))
+            }
+            Ok(Armed::Ready) => {
+                let _ = cell.completion.reset(ticket);
+                Ok(None)
+            }
+            Err(error) => {
+                let _ = cell.completion.reset(ticket);
+                Err(error.into())
+            }
+        }
+    }
+
+    /// After completion: empties the cell, and says what the code means.
+    pub(crate) fn settle(&self, ticket: Ticket, code: u8, writes: u64) -> Result<(), CountError> {
+        if code != CODE_REACHED {
+            // Nobody counts any more: the counter is left as a time-out would leave it.
+            let _ = self.shared.counters.disarm(self.tag, writes);
+        }
+        if let Some(cell) = self.shared.wait_cell(self.tag) {
+            let _ = cell.completion.reset(ticket);
+        }
+        if code == CODE_REACHED { Ok(()) } else { Err(CountError::EngineStopped) }
+    }
+
+    /// The time is up: disarms, or finds that the target was reached after all.
+    pub(crate) fn give_up(
+        &self,
+        ticket: Ticket,
+        writes: u64,
+        expected: &[Expected],
+        after: Duration,
+    ) -> Result<(), CountError> {
+        let Some(missing_units) = self.disarm(ticket, writes)? else { return Ok(()) };
+        let missing = missing_units.div_ceil(WRITE_UNITS.into());
+        Err(CountError::Timeout { target: writes, missing, after, peers: self.shares(expected) })
+    }
+
+    /// Consumes `writes` if they are there; otherwise says who is late, as a wait that had timed out.
+    pub(crate) fn late(&self, writes: u64, after: Duration) -> Result<(), CountError> {
+        match self.arm(writes)? {
+            None => Ok(()),
+            Some(ticket) => self.give_up(ticket, writes, &[], after),
+        }
+    }
+
+    /// `None`: too late, it was reached.
+    fn disarm(&self, ticket: Ticket, writes: u64) -> Result<Option<u64>, CountError> {
+        let Some(cell) = self.shared.wait_cell(self.tag) else { return Ok(Some(0)) };
+        match self.shared.counters.disarm(self.tag, writes)? {
+            Disarmed::Withdrawn { missing_units } => {
+                cell.forget();
+                let _ = cell.completion.reset(ticket);
+                Ok(Some(missing_units))
+            }
+            Disarmed::AlreadyFired => {
+                // Whoever fired is about to complete the ticket. Not to wait for that would let it
+                // complete the next one.
+                while cell.poll(ticket).is_none() && !self.shared.is_stopped() {
+                    std::thread::yield_now();
+                }
+                cell.forget();
+                let _ = cell.completion.reset(ticket);
+                Ok(None)
+            }
+        }
+    }
+
+    /// Who had sent what: the peers expected, or, if none were named, all who ever sent.
+    fn shares(&self, expected: &[Expected]) -> Vec<PeerShare> {
+        let baseline = lock(&self.baseline);
+        let arrived = |peer: PeerId| {
+            let units = self.shared.tallies.units(self.tag.slot(), peer.index).unwrap_or(0);
+            let before = baseline.get(usize::from(peer.index)).copied().unwrap_or(0);
+            units.saturating_sub(before) / u64::from(WRITE_UNITS)
+        };
+        if expected.is_empty() {
+            let peers = self.shared.peers.known();
+            let shares = peers.into_iter().map(|peer| (peer, arrived(peer)));
+            return shares
+                .map(|(peer, arrived)| PeerShare { peer, arrived, expected: None })
+                .collect();
+        }
+        let share = |share: &Expected| PeerShare {
+            peer: share.peer,
+            arrived: arrived(share.peer),
+            expected: Some(share.writes),
+        };
+        expected.iter().map(share).collect()
+    }
+}
+
+impl Drop for ImmCounter {
+    fn drop(&mut self) {
+        self.shared.retire_counter(self.tag);
+    }
+}
+
+enum State {
+    Idle,
+    Waiting(Ticket),
+    Over,
+}
+
+/// Resolves when a count is reached. Made by [`ImmCounter::reached`].
+#[must_use = "futures do nothing unless polled"]
+pub struct Reached<'a> {
+    counter: &'a ImmCounter,
+    writes: u64,
+    state: State,
+}
+
+impl Future for Reached<'_> {
+    type Output = Result<(), CountError>;
+
+    fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
+        let ticket = match self.state {
+            State::Waiting(ticket) => ticket,
+            State::Over => return Poll::Ready(Ok(())),
+            State::Idle => match self.counter.arm(self.writes) {
+                Ok(Some(ticket)) => {
+                    self.state = State::Waiting(ticket);
+                    ticket
+                }
+                other => {
+                    self.state = State::Over;
+                    return Poll::Ready(other.map(|_| ()));
+                }
+            },
+        };
+        let Some(cell) = self.counter.shared.wait_cell(self.counter.tag) else {
+            return Poll::Ready(Err(CountError::EngineStopped));
+        };
+        let code = match cell.leave(ticket, Waiter::Waker(context.waker().clone())) {
+            Ok(()) => cell.poll(ticket),
+            Err((_, code)) => Some(code),
+        };
+        let Some(code) = code else { return Poll::Pending };
+        self.state = State::Over;
+        Poll::Ready(self.counter.settle(ticket, code, self.writes))
+    }
+}
+
+impl Drop for Reached<'_> {
+    fn drop(&mut self) {
+        if let State::Waiting(ticket) = self.state
+            && let Ok(None) = self.counter.disarm(ticket, self.writes)
+        {
+            // Reached unseen: what was consumed is given back below.
+            self.counter.shared.restore(self.counter.tag, self.writes);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::TransferEngine;
+
+    /// As if the end had come between `arm`'s look at it and the tenancy's begin.
+    #[test]
+    fn a_wait_that_the_end_has_overlooked_is_ended_by_its_own_thread() {
+        let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+        let counter = engine.counter().unwrap();
+        let cell = counter.shared.wait_cell(counter.tag).unwrap();
+        drop(driver);
+        let ticket = cell.completion.begin().unwrap();
+        counter.shared.complete_if_stopped(cell, ticket);
+        assert_eq!(cell.poll(ticket), Some(CODE_STOPPED));
+    }
+}

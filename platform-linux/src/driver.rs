@@ -1,0 +1,774 @@
+//! What an engine does, step by step: takes commands, polls and feeds its provider, tells the ends.
+//!
+//! [`Drive::poll`] is one step and never waits. The engine's thread repeats it and sleeps in between
+//! when nothing is left to do; a caller-polled engine is stepped by its caller. What to post, when a
+//! transfer ends and whether a peer is there is decided by the core's `DomainGroup`; this file passes
+//! things between it, the provider and the callers.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use immwire_core::group::{
+    self, Answer, DomainGroup, Event, Options, PeerSlot, Token, TransferSlot, WorkError,
+    WorkRequest,
+};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
+use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
+use immwire_core::mailbox::{self, Geometry};
+use immwire_core::nic::NicState;
+use immwire_core::peer::{Crossing, DownReason, PeerState, resolve_crossing};
+use immwire_core::plan::{self, ControlWrite, Request as PlanRequest};
+use immwire_core::wake::Ticket;
+use immwire_core::wire::{Hello, NetAddr, Refusal};
+
+use crate::error::{AddPeerError, End, TransferError};
+use crate::message::{Link, Outgoing, Undelivered};
+use crate::provider::{ConnectError, Provider, Sink};
+use crate::region::{Region, Registry, lock};
+use crate::request::{Checked, PageIndices, Request, Targets};
+use crate::shared::{Command, Control, Shared, bump, refused};
+
+/// Commands taken in one step.
+const COMMANDS_PER_STEP: usize = 64;
+/// Pieces handed to the provider at once.
+const BATCH: usize = 32;
+/// Bytes handed to the provider at once, on one NIC, before other NICs and commands have a turn.
+const BATCH_BYTES: u64 = 1 << 20;
+/// Steps without anything to do between two looks at the clock.
+const STEPS_PER_CLOCK: u32 = 16;
+/// Transfers of the engine's own at a time: credits, heartbeats. No more, since callers have the rest.
+pub(crate) const OWN_TRANSFERS: u16 = 64;
+/// How often dropped regions are tried again.
+const SWEEP_EVERY: Duration = Duration::from_millis(10);
+
+/// How long an engine sleeps at most while some peer has no room for what it is to be sent.
+const PARKED_NAP: Duration = Duration::from_millis(1);
+
+/// What the engine's own transfers carry as [`Options::user`].
+const OWN: u64 = u64::MAX;
+
+pub(crate) type Group =
+    DomainGroup<PageIndices, Targets, Box<[TransferSlot<PageIndices, Targets>]>, Box<[PeerSlot]>>;
+
+/// The caller's side of a transfer that the group works on.
+#[derive(Default)]
+struct Hook {
+    /// A message to this peer: it must not be lost, since later ones wait for it.
+    message: Option<PeerId>,
+    ticket: Option<Ticket>,
+    id: Option<TransferId>,
+    /// Keeps the source registered.
+    hold: Option<Region>,
+}
+
+/// An engine with its provider.
+pub(crate) struct Engine<P: Provider> {
+    provider: P,
+    state: State,
+    staged: [Vec<WorkRequest>; MAX_NICS],
+    /// Pieces whose peer has no room for them now: they do not stand in the way of other peers'.
+    parked: [Vec<WorkRequest>; MAX_NICS],
+    steps: u32,
+    next_sweep: Time,
+}
+
+/// Everything but the provider, which reports here while it is borrowed.
+pub(crate) struct State {
+    pub(crate) group: Group,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) registry: Arc<Registry>,
+    tally: TallyWriter<Arc<[Tally]>>,
+    /// By cell.
+    hooks: Box<[Hook]>,
+    /// By peer slot.
+    pub(crate) links: Box<[Option<Link>]>,
+    /// Peers whose mailbox has messages that nobody took, or credits that could not be sent.
+    pub(crate) unfinished: Vec<u16>,
+    /// Transfers of the engine's own under way.
+    pub(crate) own: u16,
+    /// Messages that wait for a slot in their peer's mailbox.
+    pub(crate) waiting_messages: usize,
+    address: NetAddr,
+    geometry: Geometry,
+    heartbeat_ms: u32,
+    pub(crate) now: Time,
+}
+
+/// What an engine needs to know besides its provider.
+pub(crate) struct Setup {
+    pub(crate) group: Group,
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) registry: Arc<Registry>,
+    pub(crate) tally: TallyWriter<Arc<[Tally]>>,
+    pub(crate) peers: u16,
+    pub(crate) geometry: Geometry,
+    pub(crate) heartbeat: Duration,
+}
+
+/// A transfer that a caller asks for.
+pub(crate) struct Submission {
+    pub(crate) cell: u16,
+    pub(crate) ticket: Ticket,
+    pub(crate) request: Checked,
+    pub(crate) deadline: Time,
+    /// Keeps the source registered until the end.
+    pub(crate) hold: Option<Region>,
+}
+
+/// One step at a time, whatever the provider.
+pub(crate) trait Drive: Send {
+    /// The first half of a step: what the provider has to report. Returns whether there was anything.
+    fn arrivals(&mut self) -> bool;
+    /// The second half: what callers, the clock and the group want. Returns whether there was anything.
+    fn progress(&mut self) -> bool;
+    /// One step. Returns whether anything was done.
+    fn poll(&mut self) -> bool {
+        self.arrivals() | self.progress()
+    }
+    /// Sleeps until there may be something to do; at most `limit`.
+    fn sleep(&mut self, limit: Duration);
+    /// Takes a request, and posts it as far as that goes.
+    fn submit(&mut self, submission: Submission);
+    /// Posts a small write at once if nothing stands in its way; `false`, and nothing was done, if
+    /// something does.
+    fn express(
+        &mut self,
+        write: &plan::SingleWrite,
+        cell: u16,
+        ticket: Ticket,
+        src: &Region,
+    ) -> bool;
+    /// Starts to connect to a peer.
+    fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError>;
+    /// Ends every transfer and every connection, within about twice the drain time.
+    fn shut_down(&mut self, drain: Duration);
+}
+
+impl<P: Provider> Engine<P> {
+    pub(crate) fn new(provider: P, setup: Setup) -> Self {
+        let cells = setup.shared.cells.len();
+        let state = State {
+            group: setup.group,
+            registry: setup.registry,
+            tally: setup.tally,
+            hooks: (0..cells).map(|_| Hook::default()).collect(),
+            links: (0..setup.peers).map(|_| None).collect(),
+            unfinished: Vec::with_capacity(usize::from(setup.peers)),
+            own: 0,
+            waiting_messages: 0,
+            address: provider.address(),
+            geometry: setup.geometry,
+            heartbeat_ms: u32::try_from(setup.heartbeat.as_millis()).unwrap_or(u32::MAX),
+            now: setup.shared.clock.now(),
+            shared: setup.shared,
+        };
+        let nics = provider.nics().iter();
+        let depths: Vec<_> = nics.map(|nic| usize::from(nic.limits.queue_depth)).collect();
+        // No more pieces than that are in flight, so queueing them allocates nothing.
+        let queue = |nic| Vec::with_capacity(depths.get(nic).copied().unwrap_or(0));
+        let (staged, parked) = (std::array::from_fn(queue), std::array::from_fn(queue));
+        Self { provider, state, staged, parked, steps: 0, next_sweep: Time::ZERO }
+    }
+
+    /// Posts what the group wants posted on one NIC.
+    fn pump(&mut self, nic: NicIndex) -> bool {
+        let unparked = self.unpark(nic);
+        let at = usize::from(nic);
+        let (Some(staged), Some(parked)) = (self.staged.get_mut(at), self.parked.get_mut(at))
+        else {
+            return false;
+        };
+        if staged.is_empty() && !self.state.group.has_work(nic) {
+            return unparked;
+        }
+        let mut bytes = staged.iter().map(|work| work.len).sum::<u64>();
+        while staged.len() < BATCH && bytes < BATCH_BYTES {
+            let Some(work) = self.state.group.poll_work(nic) else { break };
+            bytes = bytes.saturating_add(work.len);
+            staged.push(work);
+        }
+        let Some(first) = staged.first().map(|work| work.peer) else { return unparked };
+        let posted = self.provider.post(nic, staged, &mut self.state).min(staged.len());
+        bump(&self.state.shared.stats.posted, posted as u64);
+        if posted == 0 {
+            // There is no room at this peer. The others' turn comes next.
+            parked.extend(staged.extract_if(.., |work| work.peer == first));
+        } else {
+            staged.drain(..posted);
+        }
+        true
+    }
+
+    /// Tries again what was parked, one peer's pieces in each step.
+    fn unpark(&mut self, nic: NicIndex) -> bool {
+        let Some(parked) = self.parked.get_mut(usize::from(nic)) else { return false };
+        let Some(first) = parked.first().map(|work| work.peer) else { return false };
+        let posted = self.provider.post(nic, parked, &mut self.state).min(parked.len());
+        bump(&self.state.shared.stats.posted, posted as u64);
+        if posted == 0 {
+            let turn = parked.iter().take_while(|work| work.peer == first).count();
+            parked.rotate_left(turn);
+        } else {
+            parked.drain(..posted);
+        }
+        posted > 0
+    }
+
+    fn commands(&mut self) -> bool {
+        let mut any = false;
+        for _ in 0..COMMANDS_PER_STEP {
+            let Some(command) = self.state.shared.commands.try_pop() else { break };
+            any = true;
+            // What was asked before this was submitted is done before it: who pushed the command had set
+            // the flag earlier, and popping it has made that visible.
+            if self.state.shared.control_waits.load(Ordering::Relaxed) {
+                self.control();
+            }
+            match command {
+                Command::Submit(submission) => self.take(submission),
+                command => self.state.command(command),
+            }
+        }
+        if self.state.shared.control_waits.load(Ordering::Relaxed) {
+            any = true;
+            self.control();
+        }
+        any
+    }
+
+    /// Submits to the group, and posts a piece that goes at once.
+    fn take(&mut self, submission: Submission) {
+        let Submission { cell, ticket, request, deadline, hold } = submission;
+        let options = Options { deadline, user: u64::from(cell) };
+        if let PlanRequest::Single(write) = request.request()
+            && let Some(work) = self.state.group.express(write, options)
+        {
+            self.state.hook(cell, ticket, work.token.transfer(), hold);
+            return self.post_now(work);
+        }
+        match self.state.group.submit(request, options) {
+            Ok(id) => self.state.hook(cell, ticket, id, hold),
+            Err(rejected) => self.state.shared.finish(cell, ticket, refused(rejected.error)),
+        }
+    }
+
+    /// Posts one piece, or parks it: behind others, or where its peer has no room.
+    #[inline]
+    fn post_now(&mut self, work: WorkRequest) {
+        let at = usize::from(work.nic);
+        let first = self.staged.get(at).is_some_and(Vec::is_empty);
+        let work = std::slice::from_ref(&work);
+        let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
+        if first && self.provider.post(nic, work, &mut self.state) > 0 {
+            bump(&self.state.shared.stats.posted, 1);
+        } else if let Some(parked) = self.parked.get_mut(at) {
+            parked.extend_from_slice(work);
+        }
+    }
+
+    fn control(&mut self) {
+        self.state.shared.control_waits.store(false, Ordering::Relaxed);
+        loop {
+            let control = lock(&self.state.shared.control).pop_front();
+            match control {
+                None => return,
+                Some(Control::AddPeer { address, reply }) => {
+                    let added = self.connect(&address);
+                    // Whoever asked may have given up.
+                    let _ = reply.try_send(added);
+                }
+                Some(Control::RemovePeer { peer }) => {
+                    let now = self.state.now;
+                    self.state.group.remove_peer(now, peer, DownReason::Removed);
+                }
+                Some(Control::SetNicHealth { nic, healthy }) => {
+                    let now = self.state.now;
+                    self.state.group.set_nic_health(now, nic, healthy);
+                }
+            }
+        }
+    }
+
+    fn connect(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
+        self.state.refresh();
+        let engine = address.engine();
+        if engine == self.state.address.engine() {
+            return Err(ConnectError::Myself.into());
+        }
+        if let Some(peer) = self.state.live_peer(engine) {
+            return Ok(peer);
+        }
+        let nics = nic_states(address);
+        let peer = self.state.group.add_peer(self.state.now, engine, &nics)?;
+        let hello = match self.state.open_link(peer) {
+            Ok(hello) => hello,
+            Err(error) => {
+                self.state.forget_peer(peer, DownReason::Removed);
+                return Err(error.into());
+            }
+        };
+        self.state.shared.peers.set(peer, PeerState::Connecting);
+        if let Err(error) = self.provider.connect(peer, address, &hello) {
+            self.state.forget_peer(peer, DownReason::NeverAnswered);
+            // Whoever asked finds the peer down, not connecting.
+            self.events();
+            return Err(error.into());
+        }
+        Ok(peer)
+    }
+
+    /// Tells what the group has to tell. Returns whether there was anything.
+    fn events(&mut self) -> bool {
+        let mut any = false;
+        while let Some(event) = self.state.group.poll_event() {
+            any = true;
+            match event {
+                Event::Ended { user, end, .. } => self.state.ended(user, end),
+                Event::Abort { peer } => {
+                    self.flush_unposted(peer, WorkError::Flushed);
+                    self.provider.abort(peer, &mut self.state);
+                }
+                Event::Disconnect { peer } => self.drop_peer(peer),
+                Event::Heartbeat { peer } => self.state.heartbeat(peer),
+                Event::Peer { peer, state } => self.state.peer_changed(peer, state),
+            }
+        }
+        any
+    }
+
+    /// Drops the connection; what was staged for it fails with what was posted.
+    fn drop_peer(&mut self, peer: PeerId) {
+        self.flush_unposted(peer, WorkError::PeerGone);
+        self.provider.disconnect(peer, &mut self.state);
+    }
+
+    /// Ends what the provider has not taken of the peer's pieces; nothing of them was written.
+    fn flush_unposted(&mut self, peer: PeerId, error: WorkError) {
+        for queue in self.staged.iter_mut().chain(&mut self.parked) {
+            for work in queue.extract_if(.., |work| work.peer == peer) {
+                self.state.work_done(work.nic, work.token, Err(error));
+            }
+        }
+    }
+}
+
+impl<P: Provider> Drive for Engine<P> {
+    fn arrivals(&mut self) -> bool {
+        self.provider.poll(self.state.now, &mut self.state)
+    }
+
+    fn progress(&mut self) -> bool {
+        if self.steps == 0 {
+            self.steps = STEPS_PER_CLOCK;
+            self.state.refresh();
+            let now = self.state.now;
+            if now >= self.state.group.poll_timeout() {
+                self.state.group.handle_timeout(now);
+            }
+            if now >= self.next_sweep {
+                self.next_sweep = now.after(SWEEP_EVERY);
+                self.state.registry.sweep();
+            }
+            self.state.finish_messages();
+        }
+        self.steps -= 1;
+        let mut busy = self.commands();
+        for nic in 0..self.provider.nics().len() {
+            busy |= self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
+        }
+        busy | self.events()
+    }
+
+    fn sleep(&mut self, limit: Duration) {
+        let shared = Arc::clone(&self.state.shared);
+        self.steps = 0;
+        shared.bell.prepare_sleep();
+        let nothing = shared.commands.is_empty()
+            && !shared.control_waits.load(Ordering::Relaxed)
+            && !shared.stopping.load(Ordering::Relaxed)
+            // Callbacks that a caller's `poll` is to run, and messages that somebody made room for.
+            && !shared.callbacks.wait_for_poll()
+            && !self.state.can_deliver()
+            && self.staged.iter().all(Vec::is_empty);
+        if nothing && self.provider.arm() {
+            self.state.refresh();
+            // Nobody says when a peer that parks pieces has room again.
+            let parked = self.parked.iter().any(|parked| !parked.is_empty());
+            let limit = if parked { limit.min(PARKED_NAP) } else { limit };
+            let due = self.state.group.poll_timeout().min(self.state.message_timeout());
+            let timeout = due.since(self.state.now).min(limit);
+            bump(&shared.stats.sleeps, 1);
+            wait_readable(&self.provider, &shared, timeout);
+        }
+        self.provider.disarm();
+        shared.bell.awake();
+    }
+
+    fn submit(&mut self, submission: Submission) {
+        self.take(submission);
+        for nic in 0..self.provider.nics().len() {
+            self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
+        }
+        self.events();
+    }
+
+    fn express(
+        &mut self,
+        write: &plan::SingleWrite,
+        cell: u16,
+        ticket: Ticket,
+        src: &Region,
+    ) -> bool {
+        let options = Options { deadline: Time::NEVER, user: u64::from(cell) };
+        let Some(work) = self.state.group.express(write, options) else { return false };
+        let id = work.token.transfer();
+        // The bookkeeping comes after the write, while that is on its way.
+        self.post_now(work);
+        self.state.hook(cell, ticket, id, Some(src.clone()));
+        self.events();
+        true
+    }
+
+    fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
+        self.connect(address)
+    }
+
+    fn shut_down(&mut self, drain: Duration) {
+        self.state.shared.stopping.store(true, Ordering::Relaxed);
+        self.state.refresh();
+        let start = self.state.now;
+        self.state.stop_transfers();
+        // Drain, then force, then give the aborts a chance to be reported.
+        let patience = start.after(drain.saturating_mul(3));
+        while self.state.group.active() > 0 && self.state.now < patience {
+            self.steps = 0;
+            if !self.poll() {
+                std::thread::yield_now();
+            }
+            self.state.stop_transfers();
+        }
+        let peers: Vec<PeerId> = self.state.group.peers().map(|(peer, ..)| peer).collect();
+        for peer in peers {
+            let now = self.state.now;
+            self.state.group.remove_peer(now, peer, DownReason::Removed);
+        }
+        self.events();
+        // A peer that was writing when its session ended stops at its next look, unless it does not run.
+        let left = self.state.registry.withdraw_all(drain);
+        if left > 0 {
+            tracing::warn!(left, "peers were still writing to regions when the engine stopped");
+        }
+        self.state.abandon();
+        self.state.shared.stop();
+    }
+}
+
+/// Waits until the provider or a caller has something; at most `timeout`.
+fn wait_readable<P: Provider>(provider: &P, shared: &Shared, timeout: Duration) {
+    use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let mut fds = [
+        PollFd::from_borrowed_fd(provider.fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(shared.wake_fd(), PollFlags::IN),
+    ];
+    let seconds = i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX);
+    let timeout = Timespec { tv_sec: seconds, tv_nsec: i64::from(timeout.subsec_nanos()) };
+    // An interruption is a reason to look, like any other.
+    let _ = poll(&mut fds, Some(&timeout));
+    if !fds[1].revents().is_empty() {
+        let _ = rustix::io::read(shared.wake_fd(), &mut [0; 8]);
+    }
+}
+
+impl State {
+    /// Looks at the clock.
+    pub(crate) fn refresh(&mut self) {
+        self.now = self.shared.clock.now();
+    }
+
+    fn command(&mut self, command: Command) {
+        match command {
+            // Taken by the engine, which can post.
+            Command::Submit(submission) => {
+                let error = TransferError::EngineStopped;
+                let end = End::NeverStarted { error };
+                self.shared.finish(submission.cell, submission.ticket, end);
+            }
+            Command::Cancel { cell, ticket } => {
+                let hook = self.hooks.get(usize::from(cell));
+                match hook.filter(|hook| hook.ticket == Some(ticket)) {
+                    None => self.cancel_message(cell, ticket),
+                    // A message that has its slot is sent.
+                    Some(Hook { message: Some(_), .. }) => {}
+                    Some(hook) => {
+                        let id = hook.id;
+                        self.refresh();
+                        id.map(|id| self.group.cancel(self.now, id));
+                    }
+                }
+            }
+            Command::Send { cell, ticket, peer, bytes, deadline } => {
+                self.send_message(peer, Outgoing { cell, ticket, bytes, deadline });
+            }
+        }
+    }
+
+    /// Remembers whose a transfer is.
+    pub(crate) fn hook(&mut self, cell: u16, ticket: Ticket, id: TransferId, hold: Option<Region>) {
+        if let Some(hook) = self.hooks.get_mut(usize::from(cell)) {
+            *hook = Hook { message: None, ticket: Some(ticket), id: Some(id), hold };
+        }
+    }
+
+    /// As [`State::hook`], for a message.
+    pub(crate) fn hook_message(&mut self, cell: u16, ticket: Ticket, id: TransferId, peer: PeerId) {
+        if let Some(hook) = self.hooks.get_mut(usize::from(cell)) {
+            *hook = Hook { message: Some(peer), ticket: Some(ticket), id: Some(id), hold: None };
+        }
+    }
+
+    fn ended(&mut self, user: u64, end: group::End) {
+        // The engine's own: a credit or a heartbeat that was lost went to a peer that is down.
+        let Ok(cell) = u16::try_from(user) else {
+            self.own = self.own.saturating_sub(1);
+            return;
+        };
+        let Some(hook) = self.hooks.get_mut(usize::from(cell)) else { return };
+        let Hook { ticket, hold, message, .. } = std::mem::take(hook);
+        drop(hold);
+        if let (Some(peer), false) = (message, matches!(end, group::End::Done)) {
+            self.group.remove_peer(self.now, peer, DownReason::Disconnected);
+        }
+        if let Some(ticket) = ticket {
+            self.shared.finish(cell, ticket, end.into());
+        }
+    }
+
+    /// Submits a transfer of the engine's own; `false` if there is no room for it now.
+    pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm) -> bool {
+        if self.own >= OWN_TRANSFERS {
+            return false;
+        }
+        let request: Request = PlanRequest::Control(ControlWrite {
+            peer,
+            src: None,
+            src_offset: 0,
+            dst_offset: 0,
+            len: 0,
+            imm,
+        });
+        let Ok(request) = request.check() else { return true };
+        let options = Options { deadline: Time::NEVER, user: OWN };
+        match self.group.submit(request, options) {
+            Ok(_) => {
+                self.own += 1;
+                true
+            }
+            // With any other error the peer is gone, and with it the need.
+            Err(rejected) => !matches!(rejected.error, group::SubmitError::Full { .. }),
+        }
+    }
+
+    fn heartbeat(&mut self, peer: PeerId) {
+        let imm = Imm::from_bits(mailbox::Control::Heartbeat.encode());
+        // Without room there is traffic enough; if none of it is the peer's, the next beat comes.
+        self.submit_own(peer, imm);
+    }
+
+    fn peer_changed(&mut self, peer: PeerId, state: PeerState) {
+        tracing::debug!(%peer, %state, "peer changed");
+        self.shared.peers.set(peer, state);
+        if let PeerState::Down(_) = state {
+            self.close_link(peer);
+        }
+    }
+
+    fn forget_peer(&mut self, peer: PeerId, reason: DownReason) {
+        self.group.handle_disconnected(self.now, peer, reason);
+    }
+
+    /// The peer that is, or is becoming, this engine.
+    fn live_peer(&self, engine: EngineId) -> Option<PeerId> {
+        let mut peers = self.group.peers();
+        let live = peers
+            .find(|(_, other, state)| *other == engine && !matches!(state, PeerState::Down(_)));
+        live.map(|(peer, ..)| peer)
+    }
+
+    /// Makes the memory that a peer needs, and what to say to it.
+    fn open_link(&mut self, peer: PeerId) -> Result<Hello, crate::provider::RegisterError> {
+        let link = Link::new(&self.registry, peer, self.geometry)?;
+        let hello = Hello {
+            address: self.address.clone(),
+            mailbox: link.mailbox(),
+            geometry: self.geometry,
+            heartbeat_ms: self.heartbeat_ms,
+        };
+        if let Some(slot) = self.links.get_mut(usize::from(peer.index)) {
+            *slot = Some(link);
+        }
+        Ok(hello)
+    }
+
+    fn answer(&mut self, peer: PeerId, hello: &Hello) {
+        let nics = nic_states(&hello.address);
+        let answer = Answer {
+            nics: &nics,
+            control: hello.mailbox,
+            heartbeat: Duration::from_millis(u64::from(hello.heartbeat_ms)),
+        };
+        self.group.handle_connected(self.now, peer, &answer);
+        if let Some(Some(link)) = self.links.get_mut(usize::from(peer.index)) {
+            link.connected(hello.geometry);
+        }
+        self.shared.peers.set(peer, PeerState::Up);
+        self.retry_messages(peer);
+    }
+
+    fn stop_transfers(&mut self) {
+        while let Some(command) = self.shared.commands.try_pop() {
+            match command {
+                Command::Submit(Submission { cell, ticket, .. })
+                | Command::Send { cell, ticket, .. } => {
+                    let error = TransferError::EngineStopped;
+                    self.shared.finish(cell, ticket, End::NeverStarted { error });
+                }
+                Command::Cancel { .. } => {}
+            }
+        }
+        let now = self.now;
+        for at in 0..self.hooks.len() {
+            let hook = self.hooks.get(at).filter(|hook| hook.message.is_none());
+            if let Some(id) = hook.and_then(|hook| hook.id) {
+                self.group.cancel(now, id);
+            }
+        }
+        self.drop_messages();
+    }
+
+    /// After the last step: whatever is left ends now. The provider is dropped next, and with it
+    /// everything that could still have been written.
+    fn abandon(&mut self) {
+        let error = TransferError::EngineStopped;
+        for at in 0..self.hooks.len() {
+            let Some(hook) = self.hooks.get_mut(at) else { continue };
+            let Hook { ticket, .. } = std::mem::take(hook);
+            if let (Some(ticket), Ok(cell)) = (ticket, u16::try_from(at)) {
+                self.shared.finish(cell, ticket, End::Quiesced { error });
+            }
+        }
+    }
+}
+
+/// A peer's NICs as the core sees them.
+fn nic_states(address: &NetAddr) -> heapless::Vec<NicState, MAX_NICS> {
+    let states = address.nics().iter();
+    states.map(|nic| NicState { speed: nic.speed_gbps, healthy: true }).collect()
+}
+
+impl Sink for State {
+    fn work_done(&mut self, nic: NicIndex, token: Token, outcome: Result<(), WorkError>) {
+        let stats = &self.shared.stats;
+        bump(if outcome.is_ok() { &stats.completed } else { &stats.failed }, 1);
+        if !self.group.handle_completion(self.now, nic, token, outcome) {
+            tracing::error!(nic, ?token, "the provider completed a piece that was not in flight");
+        }
+    }
+
+    fn immediate(&mut self, _nic: NicIndex, peer: PeerId, imm: u32) {
+        self.group.handle_heard(self.now, peer);
+        match mailbox::Control::decode(imm) {
+            None => {
+                let imm = Imm::from_bits(imm);
+                bump(&self.shared.stats.immediates, 1);
+                self.tally.record(imm, peer.index);
+                match self.shared.count(imm) {
+                    Added::Counted | Added::Fired => {}
+                    Added::Stale | Added::NoSuchSlot | Added::Overflow => {
+                        bump(&self.shared.stats.refused_immediates, 1);
+                    }
+                }
+            }
+            Some(Ok(control)) => self.control_immediate(peer, control),
+            Some(Err(_)) => self.group.remove_peer(self.now, peer, DownReason::Protocol),
+        }
+    }
+
+    fn incoming(&mut self, hello: &Hello) -> Result<(PeerId, Hello), Refusal> {
+        self.refresh();
+        if self.shared.stopping.load(Ordering::Relaxed) {
+            return Err(Refusal::ShuttingDown);
+        }
+        let engine = hello.engine();
+        let mine = self.address.engine();
+        if engine == mine {
+            return Err(Refusal::Myself);
+        }
+        if let Some(peer) = self.live_peer(engine) {
+            if self.group.peer_state(peer) == Some(PeerState::Connecting) {
+                return self.crossed(peer, hello, resolve_crossing(mine, engine));
+            }
+            // It would not call while its connection stands: it has lost it before we have.
+            self.group.remove_peer(self.now, peer, DownReason::Replaced);
+        }
+        let nics = nic_states(&hello.address);
+        let peer = self.group.add_peer(self.now, engine, &nics).map_err(|_| Refusal::Busy)?;
+        let Ok(reply) = self.open_link(peer) else {
+            self.forget_peer(peer, DownReason::Removed);
+            return Err(Refusal::Busy);
+        };
+        self.answer(peer, hello);
+        Ok((peer, reply))
+    }
+
+    fn connected(&mut self, peer: PeerId, hello: &Hello) {
+        self.refresh();
+        self.answer(peer, hello);
+    }
+
+    fn disconnected(&mut self, peer: PeerId, reason: DownReason) {
+        self.refresh();
+        self.group.handle_disconnected(self.now, peer, reason);
+    }
+}
+
+impl State {
+    /// Both sides called each other: one connection is kept, the same on both sides.
+    fn crossed(
+        &mut self,
+        peer: PeerId,
+        hello: &Hello,
+        crossing: Crossing,
+    ) -> Result<(PeerId, Hello), Refusal> {
+        match crossing {
+            Crossing::KeepMine => Err(Refusal::Crossed),
+            Crossing::Myself => Err(Refusal::Myself),
+            Crossing::KeepTheirs => {
+                let Some(Some(link)) = self.links.get(usize::from(peer.index)) else {
+                    return Err(Refusal::Busy);
+                };
+                let reply = Hello {
+                    address: self.address.clone(),
+                    mailbox: link.mailbox(),
+                    geometry: self.geometry,
+                    heartbeat_ms: self.heartbeat_ms,
+                };
+                self.answer(peer, hello);
+                Ok((peer, reply))
+            }
+        }
+    }
+}
+
+impl State {
+    /// Deals with messages that waited for room, and with credits that could not be sent.
+    fn finish_messages(&mut self) {
+        self.expire_messages();
+        for _ in 0..self.unfinished.len() {
+            let Some(index) = self.unfinished.pop() else { return };
+            if self.deliver(index) == Undelivered::Some {
+                self.unfinished.insert(0, index);
+            }
+        }
+    }
+}

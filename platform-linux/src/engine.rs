@@ -1,0 +1,993 @@
+//! The engine as callers hold it: [`TransferEngine`], its [`Builder`], and the polled [`Driver`].
+
+use std::fmt;
+use std::num::NonZeroU64;
+use std::ptr::NonNull;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use immwire_core::group::{DomainGroup, GroupConfig, NicConfig, PeerSlot, TransferSlot};
+use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
+use immwire_core::imm::{ImmTag, Tally, tallies};
+use immwire_core::mailbox::{Geometry, USER_COUNTERS};
+use immwire_core::nic::{NicState, SplitRule};
+use immwire_core::peer::{LivenessConfig, PeerState};
+use immwire_core::plan::{self, PlanLimits};
+use immwire_core::region::Rights;
+use immwire_core::wake::Ticket;
+use immwire_core::wire::NetAddr;
+
+use crate::counter::ImmCounter;
+use crate::driver::{Drive, Engine, OWN_TRANSFERS, Setup, Submission};
+use crate::error::{
+    AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
+    WaitTimeout,
+};
+use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
+use crate::region::{Region, Registry, lock};
+use crate::request::{PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets};
+use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
+use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
+use crate::transfer::Transfer;
+
+/// A polled engine that waits looks for arrivals so often for each full step.
+const LOOKS_PER_STEP: u32 = 4;
+/// How long a caller waits for the engine's thread to answer.
+const ANSWER: Duration = Duration::from_secs(10);
+
+/// What an engine's thread does when there is nothing to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct IdlePolicy {
+    /// It looks again at once, for so long.
+    pub spin: Duration,
+    /// Then it lets others run between looks, for so long.
+    pub yielding: Duration,
+    /// Then it sleeps until something happens; otherwise it keeps yielding.
+    pub block: bool,
+}
+
+impl Default for IdlePolicy {
+    /// 50 microseconds of each, then sleep: an idle engine costs next to nothing.
+    fn default() -> Self {
+        Self { spin: Duration::from_micros(50), yielding: Duration::from_micros(50), block: true }
+    }
+}
+
+impl IdlePolicy {
+    /// Never sleeps nor yields: the lowest latency, for a core of its own.
+    #[must_use]
+    pub const fn busy() -> Self {
+        Self { spin: Duration::MAX, yielding: Duration::ZERO, block: false }
+    }
+}
+
+/// What an engine is made of. Every choice has a default.
+#[derive(Debug, Clone)]
+pub struct Builder {
+    nics: u8,
+    transfers: u16,
+    peers: u16,
+    counters: u16,
+    group_key: Option<GroupKey>,
+    idle: IdlePolicy,
+    cpu: Option<usize>,
+    drain: Duration,
+    liveness: LivenessConfig,
+    mailbox_slots: u8,
+    mailbox_slot_bytes: u32,
+    latency_bytes: u64,
+    foreign_path: ForeignPath,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        Self {
+            nics: 1,
+            transfers: 1024,
+            peers: 256,
+            counters: 1024,
+            group_key: None,
+            idle: IdlePolicy::default(),
+            cpu: None,
+            drain: Duration::from_secs(1),
+            // The socket of the shared-memory provider tells of a peer's death at once; silence alone
+            // may be a caller that computes, or a debugger.
+            liveness: LivenessConfig { down_after: Duration::MAX, ..LivenessConfig::default() },
+            mailbox_slots: 8,
+            mailbox_slot_bytes: 64 << 10,
+            latency_bytes: 8 << 10,
+            foreign_path: ForeignPath::default(),
+        }
+    }
+}
+
+impl Builder {
+    /// NICs of the group: 1 to 8. Shared memory makes as many endpoints. Default 1.
+    #[must_use]
+    pub const fn nics(mut self, nics: u8) -> Self {
+        self.nics = nics;
+        self
+    }
+
+    /// Transfers that may be under way at a time: 1 to 60,000. Default 1024.
+    #[must_use]
+    pub const fn transfers(mut self, transfers: u16) -> Self {
+        self.transfers = transfers;
+        self
+    }
+
+    /// Peers at a time: 1 to 60,000. Default 256.
+    #[must_use]
+    pub const fn peers(mut self, peers: u16) -> Self {
+        self.peers = peers;
+        self
+    }
+
+    /// Counters: 1 to 16,381. Default 1024. They take memory only as they are used.
+    #[must_use]
+    pub const fn counters(mut self, counters: u16) -> Self {
+        self.counters = counters;
+        self
+    }
+
+    /// The secret that every engine of the group must prove to have. Without one, only processes of
+    /// the same user are let in.
+    #[must_use]
+    pub fn group_key(mut self, key: GroupKey) -> Self {
+        self.group_key = Some(key);
+        self
+    }
+
+    /// What the engine's thread does when idle.
+    #[must_use]
+    pub const fn idle(mut self, idle: IdlePolicy) -> Self {
+        self.idle = idle;
+        self
+    }
+
+    /// The CPU that the engine's thread is pinned to. Default: none.
+    #[must_use]
+    pub const fn pin_cpu(mut self, cpu: usize) -> Self {
+        self.cpu = Some(cpu);
+        self
+    }
+
+    /// How long a stopped transfer's pieces may take to complete before they are forced. Default 1 s.
+    #[must_use]
+    pub const fn drain(mut self, drain: Duration) -> Self {
+        self.drain = drain;
+        self
+    }
+
+    /// When a silent peer is suspected and counts as gone. Default: suspected after 2 s, never gone by
+    /// silence alone.
+    #[must_use]
+    pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
+        self.liveness = liveness;
+        self
+    }
+
+    /// How messages from each peer are kept: 1 to 64 slots, each of a multiple of 64 bytes. Default 8
+    /// of 64 KiB; memory is taken as it is used.
+    #[must_use]
+    pub const fn mailbox(mut self, slots: u8, slot_bytes: u32) -> Self {
+        self.mailbox_slots = slots;
+        self.mailbox_slot_bytes = slot_bytes;
+        self
+    }
+
+    /// Single writes up to this size overtake bulk transfers. Default 8 KiB.
+    #[must_use]
+    pub const fn latency_bytes(mut self, bytes: u64) -> Self {
+        self.latency_bytes = bytes;
+        self
+    }
+
+    /// Which way bytes take to memory that was registered, not allocated. Default: the fastest that
+    /// the kernel allows.
+    #[must_use]
+    pub const fn foreign_path(mut self, path: ForeignPath) -> Self {
+        self.foreign_path = path;
+        self
+    }
+
+    /// An engine with a thread of its own.
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError`].
+    pub fn build(self) -> Result<TransferEngine, BuildError> {
+        let (idle, cpu, drain) = (self.idle, self.cpu, self.drain);
+        let parts = self.parts()?;
+        let inner = Arc::new(parts.inner);
+        let mut engine = parts.drive;
+        let shared = Arc::clone(&inner.shared);
+        let serve = Arc::clone(&inner.shared);
+        let callbacks = spawn("immwire-callbacks", move || {
+            serve.callbacks.serve();
+        })?;
+        let progress = spawn("immwire-engine", move || {
+            if let Some(cpu) = cpu {
+                pin(cpu);
+            }
+            run(&mut *engine, &shared, idle);
+            engine.shut_down(drain);
+        })?;
+        // The engine's own comes first: see `Inner::drop`.
+        *lock(&inner.threads) = vec![progress, callbacks];
+        Ok(TransferEngine { inner, deadline: None })
+    }
+
+    /// An engine without a thread: somebody polls its [`Driver`].
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError`].
+    pub fn build_polled(self) -> Result<(TransferEngine, Driver), BuildError> {
+        let drain = self.drain;
+        let parts = self.parts()?;
+        let inner = Arc::new(parts.inner);
+        let shared = Arc::clone(&inner.shared);
+        let driver = Driver { engine: parts.drive, shared, drain, spare: None };
+        Ok((TransferEngine { inner, deadline: None }, driver))
+    }
+
+    fn check(&self) -> Result<(), BuildError> {
+        let limits = [
+            ("nics", usize::from(self.nics), MAX_NICS, "1 to 8"),
+            ("transfers", usize::from(self.transfers), 60_000, "1 to 60000"),
+            ("peers", usize::from(self.peers), 60_000, "1 to 60000"),
+            ("counters", usize::from(self.counters), usize::from(USER_COUNTERS), "1 to 16381"),
+        ];
+        for (what, found, max, allowed) in limits {
+            if found == 0 || found > max {
+                return Err(BuildError::Config { what, found, allowed });
+            }
+        }
+        Ok(())
+    }
+
+    fn parts(self) -> Result<Parts, BuildError> {
+        self.check()?;
+        let mut id = [0; 8];
+        rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
+            .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
+        let config = ShmConfig {
+            nics: self.nics,
+            group_key: self.group_key.clone(),
+            foreign: self.foreign_path,
+            ..ShmConfig::new(EngineId(u64::from_ne_bytes(id)))
+        };
+        let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
+        self.assemble(provider)
+    }
+
+    /// Puts an engine together around a provider.
+    fn assemble<P: Provider>(self, provider: P) -> Result<Parts, BuildError> {
+        let nics: Vec<NicInfo> = provider.nics().to_vec();
+        let limits = common_limits(&nics);
+        let geometry = Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes);
+        let geometry = geometry.map_err(|_| BuildError::Config {
+            what: "mailbox slot bytes",
+            found: self.mailbox_slot_bytes as usize,
+            allowed: "a multiple of 64, in 1 to 64 slots",
+        })?;
+        let row = usize::from(self.peers);
+        let table: Arc<[Tally]> =
+            (0..usize::from(self.counters) * row).map(|_| Tally::new()).collect();
+        let (writer, reader) = tallies(table, self.peers).map_err(|_| BuildError::Config {
+            what: "peers",
+            found: row,
+            allowed: "1 to 60000",
+        })?;
+        let wake_fd = rustix::event::eventfd(
+            0,
+            rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
+        );
+        let wake_fd =
+            wake_fd.map_err(|errno| BuildError::Os { call: "eventfd", source: errno.into() })?;
+        let sizes = Sizes { transfers: self.transfers, counters: self.counters };
+        let shared = Shared::new(&sizes, reader, wake_fd).ok_or(BuildError::Config {
+            what: "transfers",
+            found: usize::from(self.transfers),
+            allowed: "1 to 60000",
+        })?;
+        let shared = Arc::new(shared);
+        let memory = Arc::clone(provider.memory());
+        let registry = Registry::new(memory);
+        let group = self.group(&nics, limits).map_err(BuildError::Group)?;
+        let address = provider.address();
+        let setup = Setup {
+            group,
+            shared: Arc::clone(&shared),
+            registry: Arc::clone(&registry),
+            tally: writer,
+            peers: self.peers,
+            geometry,
+            heartbeat: self.liveness.heartbeat,
+        };
+        let drive: Box<dyn Drive> = Box::new(Engine::new(provider, setup));
+        let max_message = geometry.max_message_bytes() as usize;
+        let inner =
+            Inner { shared, registry, address, nics, max_message, threads: Mutex::default() };
+        Ok(Parts { inner, drive })
+    }
+
+    fn group(
+        &self,
+        nics: &[NicInfo],
+        limits: NicLimits,
+    ) -> Result<crate::driver::Group, immwire_core::group::ConfigError> {
+        let at_least_one = |bytes: u64| NonZeroU64::new(bytes).unwrap_or(NonZeroU64::MIN);
+        let depth = limits.queue_depth;
+        let config = GroupConfig {
+            limits: PlanLimits {
+                max_message_bytes: at_least_one(limits.max_message_bytes),
+                rule: SplitRule {
+                    min_piece_bytes: at_least_one(limits.min_piece_bytes),
+                    granule_bytes: at_least_one(64),
+                },
+            },
+            // A peer that does not take what it is sent leaves the NIC to others.
+            peer_depth: (depth / 4).max(1),
+            latency_bytes: self.latency_bytes,
+            latency_reserve: (depth / 8).min(16),
+            turn_bytes: 256 << 10,
+            drain: self.drain,
+            liveness: self.liveness,
+        };
+        let nics: Vec<NicConfig> = nics
+            .iter()
+            .map(|nic| NicConfig {
+                state: NicState { speed: nic.speed_gbps, healthy: true },
+                queue_depth: nic.limits.queue_depth,
+            })
+            .collect();
+        let slots = usize::from(self.transfers) + usize::from(OWN_TRANSFERS);
+        let transfers = (0..slots).map(|_| TransferSlot::new()).collect();
+        let peers = (0..self.peers).map(|_| PeerSlot::new()).collect();
+        DomainGroup::new(config, &nics, transfers, peers)
+    }
+}
+
+struct Parts {
+    inner: Inner,
+    drive: Box<dyn Drive>,
+}
+
+/// What all NICs of a group can do: a piece may move from one to another.
+fn common_limits(nics: &[NicInfo]) -> NicLimits {
+    let widest = NicLimits {
+        max_message_bytes: u64::MAX,
+        min_piece_bytes: 1,
+        queue_depth: u16::MAX,
+        inline_bytes: u32::MAX,
+        max_sge: u32::MAX,
+    };
+    nics.iter().fold(widest, |all, nic| NicLimits {
+        max_message_bytes: all.max_message_bytes.min(nic.limits.max_message_bytes),
+        min_piece_bytes: all.min_piece_bytes.max(nic.limits.min_piece_bytes),
+        queue_depth: all.queue_depth.min(nic.limits.queue_depth),
+        inline_bytes: all.inline_bytes.min(nic.limits.inline_bytes),
+        max_sge: all.max_sge.min(nic.limits.max_sge),
+    })
+}
+
+fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, BuildError> {
+    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+    thread.map_err(|source| BuildError::Os { call: "starting a thread", source })
+}
+
+/// Pins the calling thread. A CPU that does not exist is reported and ignored.
+fn pin(cpu: usize) {
+    let mut set = rustix::thread::CpuSet::new();
+    set.set(cpu);
+    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
+        tracing::warn!(cpu, %error, "the engine's thread could not be pinned");
+    }
+}
+
+/// Steps until told to stop, idling as configured.
+fn run(engine: &mut dyn Drive, shared: &Shared, idle: IdlePolicy) {
+    let limit = Duration::from_secs(1);
+    let mut idle_since: Option<Instant> = None;
+    let mut looks = 0_u32;
+    while !shared.stopping.load(Ordering::Relaxed) {
+        if engine.poll() {
+            idle_since = None;
+            continue;
+        }
+        std::hint::spin_loop();
+        looks = looks.wrapping_add(1);
+        if !looks.is_multiple_of(16) {
+            continue;
+        }
+        let idle_for = idle_since.get_or_insert_with(Instant::now).elapsed();
+        if idle_for < idle.spin {
+            continue;
+        }
+        if idle.block && idle_for >= idle.spin.saturating_add(idle.yielding) {
+            engine.sleep(limit);
+            idle_since = None;
+        } else {
+            std::thread::yield_now();
+        }
+    }
+}
+
+struct Inner {
+    shared: Arc<Shared>,
+    registry: Arc<Registry>,
+    address: NetAddr,
+    nics: Vec<NicInfo>,
+    max_message: usize,
+    threads: Mutex<Vec<JoinHandle<()>>>,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        self.shared.stopping.store(true, Ordering::Relaxed);
+        self.shared.ring_bell();
+        let me = std::thread::current().id();
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        // A waker may drop the last handle on the engine's own thread, which the other one waits for:
+        // both end by themselves, right after.
+        if threads.first().is_some_and(|engine| engine.thread().id() == me) {
+            return;
+        }
+        for thread in threads {
+            // A callback may drop the last handle: its thread ends by itself, right after.
+            if thread.thread().id() != me && thread.join().is_err() {
+                tracing::error!("a thread of the engine panicked");
+            }
+        }
+    }
+}
+
+/// Moves memory to peers by one-sided writes, and counts what arrives. A handle; cloning it is cheap.
+///
+/// When the last handle goes, transfers under way are stopped and drained, peers are left, and the
+/// engine's threads are joined. Handles of transfers, counters and regions may live longer.
+#[derive(Clone)]
+pub struct TransferEngine {
+    inner: Arc<Inner>,
+    /// Given to each transfer submitted through this handle.
+    deadline: Option<Duration>,
+}
+
+impl fmt::Debug for TransferEngine {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TransferEngine")
+            .field("address", &format_args!("{}", self.inner.address))
+            .field("nics", &self.inner.nics.len())
+            .finish_non_exhaustive()
+    }
+}
+
+/// What an engine has done so far.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Stats {
+    /// Pieces handed to NICs.
+    pub posted: u64,
+    /// Pieces that completed.
+    pub completed: u64,
+    /// Pieces that failed.
+    pub failed: u64,
+    /// Immediates that arrived for counters.
+    pub immediates: u64,
+    /// Immediates that were not counted: of a stale tag, or of no counter.
+    pub refused_immediates: u64,
+    /// Of those, the ones of a stale tag.
+    pub stale_immediates: u64,
+    /// Times that the engine went to sleep.
+    pub sleeps: u64,
+}
+
+impl TransferEngine {
+    /// Choices to be made.
+    #[must_use]
+    pub fn builder() -> Builder {
+        Builder::default()
+    }
+
+    /// A handle to the same engine that gives each transfer a deadline: one that has not completed by
+    /// then is stopped and drained.
+    #[must_use]
+    pub fn with_deadline(&self, deadline: Duration) -> Self {
+        Self { inner: Arc::clone(&self.inner), deadline: Some(deadline) }
+    }
+
+    /// What peers need to reach this engine; as text it survives copying and pasting.
+    #[must_use]
+    pub fn address(&self) -> &NetAddr {
+        &self.inner.address
+    }
+
+    /// The NICs of the group.
+    #[must_use]
+    pub fn nics(&self) -> &[NicInfo] {
+        &self.inner.nics
+    }
+
+    /// What was done so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        let (shared, stats) = (&self.inner.shared, &self.inner.shared.stats);
+        Stats {
+            posted: stats.posted.load(Ordering::Relaxed),
+            completed: stats.completed.load(Ordering::Relaxed),
+            failed: stats.failed.load(Ordering::Relaxed),
+            immediates: stats.immediates.load(Ordering::Relaxed),
+            refused_immediates: stats.refused_immediates.load(Ordering::Relaxed),
+            stale_immediates: shared.counters.stale(),
+            sleeps: stats.sleeps.load(Ordering::Relaxed),
+        }
+    }
+
+    // ---- memory ----
+
+    /// Zeroed memory that peers on this host can map: the fastest to write to.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    pub fn alloc(&self, bytes: usize) -> Result<Region, RegisterError> {
+        self.inner.registry.alloc(bytes)
+    }
+
+    /// Registers memory of the caller's. A range inside one that is registered costs a look-up.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `ptr` are mapped, and no reference to them is used while peers may write. They
+    /// stay so until [`Region::close`] of the last handle has returned `Ok`, or the engine has stopped.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    pub unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Region, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.inner.registry.register(ptr, len, rights) }
+    }
+
+    // ---- peers ----
+
+    /// Starts to connect to a peer. Transfers to it may be submitted at once. The same engine added
+    /// twice is the same peer.
+    ///
+    /// # Errors
+    ///
+    /// [`AddPeerError`].
+    pub fn add_peer(&self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
+        let (reply, answer) = std::sync::mpsc::sync_channel(1);
+        let address = Box::new(address.clone());
+        self.inner.shared.ask(Control::AddPeer { address, reply });
+        answer.recv_timeout(ANSWER).unwrap_or(Err(AddPeerError::NoAnswer))
+    }
+
+    /// Waits until the peer is up.
+    ///
+    /// # Errors
+    ///
+    /// [`PeerError`].
+    pub fn wait_peer(&self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
+        let up = |state| match state {
+            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
+            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
+            Some(PeerState::Connecting) => None,
+            None => Some(Err(PeerError::Unknown { peer })),
+        };
+        let waited = self.inner.shared.peers.wait(peer, timeout, up);
+        waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
+    }
+
+    /// Waits until the peer is down; returns whether it is.
+    #[must_use]
+    pub fn wait_peer_down(&self, peer: PeerId, timeout: Duration) -> bool {
+        let down = |state| match state {
+            Some(PeerState::Down(_)) | None => Some(()),
+            Some(_) => None,
+        };
+        self.inner.shared.peers.wait(peer, timeout, down).is_some()
+    }
+
+    /// Where a peer stands; `None` if it is not, or no longer, known.
+    #[must_use]
+    pub fn peer_state(&self, peer: PeerId) -> Option<PeerState> {
+        self.inner.shared.peers.get(peer)
+    }
+
+    /// The peers that are connecting or up, whoever called.
+    #[must_use]
+    pub fn peers(&self) -> Vec<PeerId> {
+        self.inner.shared.peers.known()
+    }
+
+    /// Leaves a peer: transfers to it are stopped, and end.
+    pub fn remove_peer(&self, peer: PeerId) {
+        self.inner.shared.ask(Control::RemovePeer { peer });
+    }
+
+    /// Peers that barriers go to.
+    #[must_use]
+    pub fn add_peer_group(&self, peers: &[PeerId]) -> PeerGroup {
+        PeerGroup(peers.into())
+    }
+
+    /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
+    pub fn set_nic_health(&self, nic: u8, healthy: bool) {
+        self.inner.shared.ask(Control::SetNicHealth { nic, healthy });
+    }
+
+    // ---- counters ----
+
+    /// A counter that is free.
+    ///
+    /// # Errors
+    ///
+    /// [`CounterTaken::AllTaken`].
+    pub fn counter(&self) -> Result<ImmCounter, CounterTaken> {
+        let shared = &self.inner.shared;
+        let taken = CounterTaken::AllTaken { capacity: shared.counters.slots() };
+        let tag = shared.take_counter(None).map_err(|_| taken)?;
+        Ok(ImmCounter::new(Arc::clone(shared), tag))
+    }
+
+    /// The counter of a slot that both sides agreed on beforehand.
+    ///
+    /// # Errors
+    ///
+    /// [`CounterTaken`].
+    pub fn counter_at(&self, slot: u16) -> Result<ImmCounter, CounterTaken> {
+        let shared = &self.inner.shared;
+        let capacity = shared.counters.slots();
+        if slot >= capacity {
+            return Err(CounterTaken::NoSuchCounter { slot, capacity });
+        }
+        let tag = shared.take_counter(Some(slot)).map_err(|_| CounterTaken::InUse { slot })?;
+        Ok(ImmCounter::new(Arc::clone(shared), tag))
+    }
+
+    /// Calls `call` when `writes` immediates have arrived at `counter` and were consumed.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError::Busy`]: a wait on it is under way.
+    pub fn expect_imm_count(
+        &self,
+        counter: &Arc<ImmCounter>,
+        writes: u64,
+        call: impl FnOnce(Result<(), CountError>) + Send + 'static,
+    ) -> Result<(), CountError> {
+        counter.on_count(writes, call)
+    }
+
+    // ---- transfers ----
+
+    /// Writes one contiguous range.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_single_write(&self, write: &SingleWrite<'_>) -> Result<Transfer, SubmitError> {
+        self.submit(plan::Request::Single(single(write)), Some(write.src))
+    }
+
+    /// Writes pages, each to a place of its own. Every range is checked first: O(pages).
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_paged_writes(&self, write: &PagedWrite<'_>) -> Result<Transfer, SubmitError> {
+        let pages = |pages: &Pages| plan::Pages {
+            indices: pages.indices.clone(),
+            stride: pages.stride,
+            offset: pages.offset,
+        };
+        let request = plan::Request::Paged(plan::PagedWrite {
+            peer: write.peer,
+            page_bytes: write.page_bytes,
+            src: write.src.local(),
+            src_pages: pages(&write.src_pages),
+            dst: *write.dst,
+            dst_pages: pages(&write.dst_pages),
+            imm: write.imm,
+        });
+        self.submit(request, Some(write.src))
+    }
+
+    /// Writes parts of one region, each to a peer of its own.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_scatter(&self, write: &ScatterWrite<'_>) -> Result<Transfer, SubmitError> {
+        let request = plan::Request::Scatter(plan::ScatterWrite {
+            src: write.src.local(),
+            targets: Targets::Writes(Arc::clone(&write.targets)),
+            imm: write.imm,
+        });
+        self.submit(request, Some(write.src))
+    }
+
+    /// Tells every peer of the group that this engine has come here: one write each for the counter
+    /// `imm`. To wait for the others, wait for as many on the own counter of the same tag.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_barrier(&self, group: &PeerGroup, imm: ImmTag) -> Result<Transfer, SubmitError> {
+        let targets = Targets::Peers(Arc::clone(&group.0));
+        self.submit(plan::Request::Barrier(plan::Barrier { targets, imm }), None)
+    }
+
+    /// Tells a peer that `writes` (1 to 255) have been done, without bytes.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_imm(
+        &self,
+        peer: PeerId,
+        imm: ImmTag,
+        writes: u16,
+    ) -> Result<Transfer, SubmitError> {
+        self.submit(plan::Request::Imm(plan::ImmWrite { peer, imm, writes }), None)
+    }
+
+    /// Sends a message: bytes that the peer takes with [`TransferEngine::recv`]. Messages of one peer
+    /// arrive in order. Done means that it lies in the peer's mailbox.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`].
+    pub fn submit_send(&self, peer: PeerId, bytes: &[u8]) -> Result<Transfer, SubmitError> {
+        let (len, max) = (bytes.len(), self.inner.max_message);
+        if len > max {
+            return Err(SubmitError::MessageTooLarge { len, max });
+        }
+        let shared = &self.inner.shared;
+        let (cell, ticket) = shared.take_cell()?;
+        let deadline = shared.clock.deadline(self.deadline);
+        shared.send(Command::Send { cell, ticket, peer, bytes: bytes.into(), deadline });
+        Ok(Transfer::new(Arc::clone(shared), cell, ticket))
+    }
+
+    /// Posts receives: each of the next `count` messages is given to `call`, on the callback thread (in
+    /// polled mode, by whoever polls).
+    pub fn submit_recvs(&self, count: usize, call: impl Fn(Message) + Send + Sync + 'static) {
+        let call: OnMessage = Arc::new(call);
+        self.inner.shared.post_recvs(count, call);
+    }
+
+    /// Waits for a message, whoever sends it.
+    ///
+    /// # Errors
+    ///
+    /// [`RecvError`].
+    pub fn recv(&self, timeout: Duration) -> Result<Message, RecvError> {
+        self.inner.shared.recv(timeout)
+    }
+
+    /// Waits until another transfer can be submitted; returns whether it can.
+    #[must_use]
+    pub fn wait_capacity(&self, timeout: Duration) -> bool {
+        self.inner.shared.wait_capacity(timeout)
+    }
+
+    fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
+        let request = request.check()?;
+        let shared = &self.inner.shared;
+        let (cell, ticket) = shared.take_cell()?;
+        let deadline = shared.clock.deadline(self.deadline);
+        let hold = src.cloned();
+        shared.send(Command::Submit(Submission { cell, ticket, request, deadline, hold }));
+        Ok(Transfer::new(Arc::clone(shared), cell, ticket))
+    }
+}
+
+/// A single write in the core's terms.
+#[inline]
+fn single(write: &SingleWrite<'_>) -> plan::SingleWrite {
+    plan::SingleWrite {
+        peer: write.peer,
+        src: write.src.local(),
+        src_offset: write.src_offset,
+        dst: *write.dst,
+        dst_offset: write.dst_offset,
+        len: write.len,
+        imm: write.imm,
+    }
+}
+
+/// The polled engine's motor: nothing moves unless [`Driver::poll`] is called. Dropping it stops the
+/// engine.
+pub struct Driver {
+    engine: Box<dyn Drive>,
+    shared: Arc<Shared>,
+    drain: Duration,
+    /// Taken beforehand, for the next small write.
+    spare: Option<(u16, Ticket)>,
+}
+
+impl fmt::Debug for Driver {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Driver").finish_non_exhaustive()
+    }
+}
+
+impl Driver {
+    /// One step: takes what was submitted, posts, reports what arrived, runs callbacks. Never waits.
+    /// Returns whether anything was done.
+    pub fn poll(&mut self) -> bool {
+        let busy = self.engine.poll();
+        busy | self.shared.callbacks.run_pending()
+    }
+
+    /// As [`TransferEngine::submit_single_write`], from the thread that polls: the write is posted before
+    /// this returns, if nothing stands before it.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_single_write(
+        &mut self,
+        write: &SingleWrite<'_>,
+    ) -> Result<Transfer, SubmitError> {
+        let request = single(write);
+        let (cell, ticket) = self.take_cell()?;
+        if self.engine.express(&request, cell, ticket, write.src) {
+            // For the next one; without one now, it will be asked for then.
+            self.spare = self.shared.take_cell().ok();
+            return Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket));
+        }
+        self.spare = Some((cell, ticket));
+        self.submit(plan::Request::Single(request), Some(write.src))
+    }
+
+    fn take_cell(&mut self) -> Result<(u16, Ticket), SubmitError> {
+        self.spare.take().map_or_else(|| self.shared.take_cell(), Ok)
+    }
+
+    /// As [`TransferEngine::submit_imm`], from the thread that polls.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    pub fn submit_imm(
+        &mut self,
+        peer: PeerId,
+        imm: ImmTag,
+        writes: u16,
+    ) -> Result<Transfer, SubmitError> {
+        self.submit(plan::Request::Imm(plan::ImmWrite { peer, imm, writes }), None)
+    }
+
+    fn submit(&mut self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
+        let request = request.check()?;
+        let (cell, ticket) = self.take_cell()?;
+        let hold = src.cloned();
+        let deadline = Time::NEVER;
+        self.engine.submit(Submission { cell, ticket, request, deadline, hold });
+        Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket))
+    }
+
+    /// As [`TransferEngine::add_peer`], from the thread that polls.
+    ///
+    /// # Errors
+    ///
+    /// [`AddPeerError`].
+    pub fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
+        self.engine.add_peer(address)
+    }
+
+    /// Polls until `done` returns something, or `timeout` has passed.
+    pub fn run_until<R>(
+        &mut self,
+        timeout: Duration,
+        mut done: impl FnMut() -> Option<R>,
+    ) -> Option<R> {
+        let start = Instant::now();
+        loop {
+            for look in 0..64 {
+                // What arrives is looked at more often than what is to be done.
+                let arrived = self.engine.arrivals();
+                if let Some(result) = done() {
+                    return Some(result);
+                }
+                if arrived || look % LOOKS_PER_STEP == 0 {
+                    self.engine.progress();
+                    self.shared.callbacks.run_pending();
+                    if let Some(result) = done() {
+                        return Some(result);
+                    }
+                }
+                // Lets the other thread of this core, which may be the peer's, have it.
+                std::hint::spin_loop();
+            }
+            if start.elapsed() >= timeout {
+                return None;
+            }
+        }
+    }
+
+    /// Polls until the transfer has ended.
+    ///
+    /// # Errors
+    ///
+    /// [`WaitTimeout`]: it is still under way, and its memory in use.
+    pub fn wait(&mut self, transfer: &Transfer, timeout: Duration) -> Result<End, WaitTimeout> {
+        let ended = self.run_until(timeout, || transfer.poll_end());
+        ended.ok_or(WaitTimeout { after: timeout })
+    }
+
+    /// Polls until `writes` have arrived at `counter`, and consumes them.
+    ///
+    /// # Errors
+    ///
+    /// [`CountError`].
+    pub fn wait_count(
+        &mut self,
+        counter: &ImmCounter,
+        writes: u64,
+        timeout: Duration,
+    ) -> Result<(), CountError> {
+        let taken = self.run_until(timeout, || match counter.try_take(writes) {
+            Ok(false) => None,
+            Ok(true) => Some(Ok(())),
+            Err(error) => Some(Err(error)),
+        });
+        // Not reached: asking once more, with no time left, says who is missing.
+        taken.unwrap_or_else(|| counter.late(writes, timeout))
+    }
+
+    /// Polls until the peer is up.
+    ///
+    /// # Errors
+    ///
+    /// [`PeerError`].
+    pub fn wait_peer(&mut self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
+        let shared = Arc::clone(&self.shared);
+        let state = || match shared.peers.get(peer) {
+            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
+            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
+            Some(PeerState::Connecting) => None,
+            None => Some(Err(PeerError::Unknown { peer })),
+        };
+        let waited = self.run_until(timeout, state);
+        waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
+    }
+
+    /// Polls until a message is there.
+    ///
+    /// # Errors
+    ///
+    /// [`RecvError`].
+    pub fn recv(&mut self, timeout: Duration) -> Result<Message, RecvError> {
+        let shared = Arc::clone(&self.shared);
+        let message = self.run_until(timeout, || shared.inbox.try_take());
+        message.ok_or(RecvError::Timeout { after: timeout })
+    }
+
+    /// Sleeps until there may be something to poll; at most `limit`.
+    pub fn sleep(&mut self, limit: Duration) {
+        self.engine.sleep(limit);
+    }
+}
+
+impl Drop for Driver {
+    fn drop(&mut self) {
+        if let Some((cell, ticket)) = self.spare.take() {
+            self.shared.put_back(cell, ticket);
+        }
+        self.engine.shut_down(self.drain);
+        self.shared.callbacks.run_pending();
+    }
+}

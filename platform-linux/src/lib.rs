@@ -1,0 +1,82 @@
+//! Transfer engine for LLM systems: one-sided writes with immediate, and counters that say when all
+//! of them have arrived.
+//!
+//! A write goes from memory here to memory of a peer without the peer's doing; the immediate that
+//! comes with it counts at one of the peer's counters. No order is assumed between writes, so the
+//! same program is right on every transport. See `ARCHITECTURE.md` for the contract.
+//!
+//! ```
+//! use std::time::Duration;
+//! use immwire::{SingleWrite, TransferEngine};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let (sender, receiver) = (TransferEngine::builder().build()?, TransferEngine::builder().build()?);
+//! let second = Duration::from_secs(1);
+//!
+//! // The receiver offers memory, and a counter; descriptor, tag and address travel as bytes.
+//! let (there, counter) = (receiver.alloc(4096)?, receiver.counter()?);
+//!
+//! let here = sender.alloc(4096)?;
+//! here.write(0, b"hello")?;
+//! let peer = sender.add_peer(receiver.address())?;
+//! let transfer = sender.submit_single_write(&SingleWrite {
+//!     peer, src: &here, src_offset: 0, dst: &there.desc(), dst_offset: 8, len: 5,
+//!     imm: Some(counter.tag()),
+//! })?;
+//!
+//! counter.wait(1, second)?;
+//! let mut bytes = [0; 5];
+//! there.read(8, &mut bytes)?;
+//! assert_eq!(&bytes, b"hello");
+//! transfer.wait(second)?.ok()?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | module | what |
+//! |---|---|
+//! | [`provider`] | what a transport must do |
+//! | [`shm`] | the transport for processes of one host |
+//!
+//! # Invariants
+//!
+//! - Whatever can be decided without a device is decided by [`immwire_core`].
+//! - Every wait has a deadline; every thread is joined when the last [`TransferEngine`] is dropped.
+//! - From submission to completion a write allocates nothing and takes no lock.
+
+mod callback;
+mod clock;
+mod counter;
+mod driver;
+mod engine;
+mod error;
+mod message;
+pub mod provider;
+mod region;
+mod request;
+mod shared;
+pub mod shm;
+#[cfg(test)]
+mod tests;
+mod transfer;
+mod wait;
+
+pub use immwire_core as core;
+pub use immwire_core::id::{EngineId, PeerId};
+pub use immwire_core::imm::ImmTag;
+pub use immwire_core::peer::{DownReason, LivenessConfig, PeerState};
+pub use immwire_core::plan::Target;
+pub use immwire_core::region::{MrDesc, Rights};
+pub use immwire_core::wire::NetAddr;
+
+pub use counter::{Expected, ImmCounter, Reached};
+pub use engine::{Builder, Driver, IdlePolicy, Stats, TransferEngine};
+pub use error::{
+    AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
+    SubmitError, TransferError, WaitTimeout,
+};
+pub use provider::RegisterError;
+pub use region::{CloseError, Region};
+pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, SingleWrite};
+pub use shared::Message;
+pub use transfer::Transfer;

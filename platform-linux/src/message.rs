@@ -1,0 +1,361 @@
+//! Two-sided messages over one-sided writes: the memory they need, and their way through it.
+//!
+//! Which slot a message takes and when it is its turn is decided by the core's `mailbox`. Messages are
+//! for control: they are copied, and allocate. They wait for their peer without a limit but the
+//! transfers there can be, and none is dropped.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+
+use immwire_core::group::{self as core_group, Options};
+use immwire_core::id::{PeerId, Time};
+use immwire_core::imm::Imm;
+use immwire_core::mailbox::{
+    Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, SendError, SlotIndex,
+};
+use immwire_core::peer::DownReason;
+use immwire_core::plan::{ControlWrite, Request as PlanRequest};
+use immwire_core::region::MrDesc;
+use immwire_core::wake::Ticket;
+
+use crate::driver::{OWN_TRANSFERS, State};
+use crate::error::{End, TransferError};
+use crate::provider::RegisterError;
+use crate::region::{Region, Registry};
+use crate::request::Request;
+use crate::shared::{Message, refused};
+
+/// A message on its way into a mailbox.
+pub(crate) struct Outgoing {
+    pub(crate) cell: u16,
+    pub(crate) ticket: Ticket,
+    pub(crate) bytes: Box<[u8]>,
+    /// Until when it may wait for room. Once it has a slot it is sent, since later ones follow it.
+    pub(crate) deadline: Time,
+}
+
+/// What an engine keeps for the messages of one peer.
+pub(crate) struct Link {
+    peer: PeerId,
+    /// The peer writes here.
+    mailbox: Region,
+    inbox: Inbox,
+    /// Our messages lie here until they are written. As large as the peer's mailbox.
+    staging: Option<Region>,
+    outbox: Option<Outbox>,
+    waiting: VecDeque<Outgoing>,
+    /// Slots to be given back to the peer, a bit for each.
+    credits: u64,
+    registry: Arc<Registry>,
+}
+
+/// Whether something is left to deliver.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Undelivered {
+    None,
+    Some,
+}
+
+impl Link {
+    pub(crate) fn new(
+        registry: &Arc<Registry>,
+        peer: PeerId,
+        geometry: Geometry,
+    ) -> Result<Self, RegisterError> {
+        let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
+        Ok(Self {
+            peer,
+            mailbox: registry.alloc(bytes)?,
+            inbox: Inbox::new(geometry),
+            staging: None,
+            outbox: None,
+            waiting: VecDeque::new(),
+            credits: 0,
+            registry: Arc::clone(registry),
+        })
+    }
+
+    /// What the peer may write to.
+    pub(crate) fn mailbox(&self) -> MrDesc {
+        self.mailbox.desc()
+    }
+
+    /// The peer has told how its mailbox is divided.
+    pub(crate) fn connected(&mut self, geometry: Geometry) {
+        let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
+        self.outbox = Some(Outbox::new(geometry));
+        // Without memory messages cannot be sent, and say so; everything else works.
+        self.staging = self.registry.alloc(bytes).ok();
+    }
+
+    /// Reserves a slot and lays the message out for it; gives back where it starts.
+    fn stage(
+        outbox: &mut Option<Outbox>,
+        staging: Option<&Region>,
+        bytes: &[u8],
+    ) -> Result<(SlotIndex, u64, u64), SendError> {
+        let Some(outbox) = outbox else { return Err(SendError::Full) };
+        // The peer is there, and the memory was not to be had: waiting would be in vain.
+        let Some(staging) = staging else { return Err(SendError::Closed) };
+        let len = bytes.len() as u64;
+        let reserved = outbox.reserve(len)?;
+        let header = MessageHeader {
+            len: u32::try_from(bytes.len()).unwrap_or(u32::MAX),
+            kind: 0,
+            sequence: reserved.sequence,
+        };
+        let body = reserved.offset.saturating_add(HEADER_BYTES as u64);
+        let staged = staging.write(reserved.offset, &header.to_bytes());
+        if staged.and_then(|()| staging.write(body, bytes)).is_err() {
+            // The staging memory is as large as the mailbox, so the slot lies inside; were it not,
+            // the message would be refused rather than lost.
+            let max = outbox.max_message_bytes();
+            let _ = outbox.withdraw(reserved);
+            return Err(SendError::TooLarge { len, max });
+        }
+        Ok((reserved.slot, reserved.offset, HEADER_BYTES as u64 + len))
+    }
+
+    /// Copies a message out of the mailbox.
+    fn take(&self, delivery: &Delivery) -> Option<Vec<u8>> {
+        let mut bytes = vec![0; usize::try_from(delivery.len).ok()?];
+        self.mailbox.read(delivery.offset, &mut bytes).ok()?;
+        Some(bytes)
+    }
+}
+
+impl State {
+    fn link(&mut self, peer: PeerId) -> Option<&mut Link> {
+        let link = self.links.get_mut(usize::from(peer.index))?.as_mut()?;
+        (link.peer == peer).then_some(link)
+    }
+
+    /// Sends a message, or keeps it until there is room for it.
+    pub(crate) fn send_message(&mut self, peer: PeerId, outgoing: Outgoing) {
+        let Some(link) = self.link(peer) else {
+            let error = TransferError::Message(SendError::Closed);
+            let end = End::NeverStarted { error };
+            return self.shared.finish(outgoing.cell, outgoing.ticket, end);
+        };
+        link.waiting.push_back(outgoing);
+        self.waiting_messages += 1;
+        self.retry_messages(peer);
+    }
+
+    /// Whether a message could be handed over, or a credit sent, for which there had been no room.
+    pub(crate) fn can_deliver(&self) -> bool {
+        let links = self.unfinished.iter().filter_map(|&at| self.links.get(usize::from(at)));
+        let mut links = links.flatten();
+        let room = self.own < OWN_TRANSFERS;
+        links.any(|link| {
+            (room && link.credits != 0)
+                || (link.inbox.has_delivery() && self.shared.inbox.has_room())
+        })
+    }
+
+    /// When the first of the messages that wait for room has waited too long.
+    pub(crate) fn message_timeout(&self) -> Time {
+        if self.waiting_messages == 0 {
+            return Time::NEVER;
+        }
+        let waiting = self.links.iter().flatten().flat_map(|link| &link.waiting);
+        waiting.map(|waiting| waiting.deadline).min().unwrap_or(Time::NEVER)
+    }
+
+    /// Takes back the messages that have waited for room until their deadline.
+    pub(crate) fn expire_messages(&mut self) {
+        if self.waiting_messages == 0 {
+            return;
+        }
+        let now = self.now;
+        for link in self.links.iter_mut().flatten() {
+            while let Some(at) = link.waiting.iter().position(|waiting| waiting.deadline <= now) {
+                let Some(late) = link.waiting.remove(at) else { break };
+                self.waiting_messages = self.waiting_messages.saturating_sub(1);
+                let error = core_group::TransferError::DeadlineExceeded {
+                    outstanding: 0,
+                    peer: Some(link.peer),
+                };
+                let end = End::NeverStarted { error: TransferError::Stopped(error) };
+                self.shared.finish(late.cell, late.ticket, end);
+            }
+        }
+    }
+
+    /// Sends what waits, in order, as far as there is room.
+    pub(crate) fn retry_messages(&mut self, peer: PeerId) {
+        while let Some(link) = self.link(peer) {
+            let Some(outgoing) = link.waiting.front() else { return };
+            let staged = Link::stage(&mut link.outbox, link.staging.as_ref(), &outgoing.bytes);
+            if staged == Err(SendError::Full) {
+                return;
+            }
+            let Some(outgoing) = link.waiting.pop_front() else { return };
+            let staging = link.staging.as_ref().map(Region::local);
+            self.waiting_messages = self.waiting_messages.saturating_sub(1);
+            match staged {
+                Err(error) => {
+                    let error = TransferError::Message(error);
+                    let end = End::NeverStarted { error };
+                    self.shared.finish(outgoing.cell, outgoing.ticket, end);
+                }
+                Ok((slot, offset, len)) => {
+                    let write = ControlWrite {
+                        peer,
+                        src: staging,
+                        src_offset: offset,
+                        dst_offset: offset,
+                        len,
+                        imm: Imm::from_bits(Control::Message(slot).encode()),
+                    };
+                    self.post_message(outgoing.cell, outgoing.ticket, write);
+                }
+            }
+        }
+    }
+
+    fn post_message(&mut self, cell: u16, ticket: Ticket, write: ControlWrite) {
+        let request: Request = PlanRequest::Control(write);
+        let options = Options { deadline: Time::NEVER, user: u64::from(cell) };
+        match request.check() {
+            Ok(request) => match self.group.submit(request, options) {
+                Ok(id) => self.hook_message(cell, ticket, id, write.peer),
+                Err(rejected) => self.shared.finish(cell, ticket, refused(rejected.error)),
+            },
+            Err(error) => {
+                tracing::error!(%error, "a message does not fit its own staging memory");
+                let error = TransferError::Message(SendError::Closed);
+                self.shared.finish(cell, ticket, End::NeverStarted { error });
+            }
+        }
+    }
+
+    /// A message that waits is taken back; one that was posted ends as every transfer does.
+    pub(crate) fn cancel_message(&mut self, cell: u16, ticket: Ticket) {
+        for link in self.links.iter_mut().flatten() {
+            let ours = |waiting: &Outgoing| waiting.cell == cell && waiting.ticket == ticket;
+            if let Some(at) = link.waiting.iter().position(ours) {
+                link.waiting.remove(at);
+                self.waiting_messages = self.waiting_messages.saturating_sub(1);
+                let cancelled = core_group::TransferError::Cancelled;
+                let error = TransferError::Stopped(cancelled);
+                return self.shared.finish(cell, ticket, End::NeverStarted { error });
+            }
+        }
+    }
+
+    /// An immediate of the engine's own protocol.
+    pub(crate) fn control_immediate(&mut self, peer: PeerId, control: Control) {
+        let fault = match control {
+            Control::Heartbeat => return,
+            Control::Credit(slot) => {
+                let Some(link) = self.link(peer) else { return };
+                let released = link.outbox.as_mut().map(|outbox| outbox.release(slot));
+                if let Some(Ok(())) = released {
+                    return self.retry_messages(peer);
+                }
+                "a credit for a slot that was free"
+            }
+            Control::Message(slot) => {
+                let Some(link) = self.link(peer) else { return };
+                let mut header = [0; HEADER_BYTES];
+                let offset = link.inbox.geometry().offset(slot);
+                let read = offset.map(|offset| link.mailbox.read(offset, &mut header));
+                match read.map(|_| link.inbox.handle_message(slot, &header)) {
+                    Some(Ok(())) => {
+                        if self.deliver(peer.index) == Undelivered::Some
+                            && !self.unfinished.contains(&peer.index)
+                        {
+                            self.unfinished.push(peer.index);
+                        }
+                        return;
+                    }
+                    Some(Err(error)) => {
+                        tracing::warn!(%peer, %error, "dropped");
+                        "a message that breaks the rules"
+                    }
+                    None => "a message in a slot that does not exist",
+                }
+            }
+        };
+        tracing::warn!(%peer, fault, "the peer broke the protocol and is dropped");
+        self.group.remove_peer(self.now, peer, DownReason::Protocol);
+    }
+
+    /// Hands over what has arrived from the peer in this slot, and gives its slots back.
+    pub(crate) fn deliver(&mut self, index: u16) -> Undelivered {
+        let Some(Some(link)) = self.links.get_mut(usize::from(index)) else {
+            return Undelivered::None;
+        };
+        let peer = link.peer;
+        while self.shared.inbox.has_room() {
+            let Some(delivery) = link.inbox.poll_delivery() else { break };
+            if let Some(bytes) = link.take(&delivery) {
+                let message = Message { from: peer, bytes };
+                self.shared.deliver(message);
+            }
+            if let Ok(Control::Credit(slot)) = link.inbox.handle_consumed(delivery.slot) {
+                link.credits |= 1_u64.checked_shl(u32::from(slot)).unwrap_or(0);
+            }
+        }
+        let full = link.inbox.has_delivery();
+        let credits = std::mem::take(&mut link.credits);
+        let left = self.give_credits(peer, credits);
+        if let Some(link) = self.link(peer) {
+            link.credits = left;
+        }
+        if full || left != 0 { Undelivered::Some } else { Undelivered::None }
+    }
+
+    /// Sends credits; returns those that there was no room for.
+    fn give_credits(&mut self, peer: PeerId, mut credits: u64) -> u64 {
+        while credits != 0 {
+            let slot = SlotIndex::try_from(credits.trailing_zeros()).unwrap_or(0);
+            let imm = Imm::from_bits(Control::Credit(slot).encode());
+            if !self.submit_own(peer, imm) {
+                break;
+            }
+            credits &= credits - 1;
+        }
+        credits
+    }
+
+    /// The peer is gone, and with it what waits for it.
+    pub(crate) fn close_link(&mut self, peer: PeerId) {
+        if self.link(peer).is_none() {
+            return;
+        }
+        let Some(link) = self.links.get_mut(usize::from(peer.index)).and_then(Option::take) else {
+            return;
+        };
+        self.waiting_messages = self.waiting_messages.saturating_sub(link.waiting.len());
+        for outgoing in link.waiting {
+            let error = TransferError::Message(SendError::Closed);
+            let end = End::NeverStarted { error };
+            self.shared.finish(outgoing.cell, outgoing.ticket, end);
+        }
+    }
+
+    /// The engine stops: messages that wait are not sent any more.
+    pub(crate) fn drop_messages(&mut self) {
+        self.waiting_messages = 0;
+        for link in self.links.iter_mut().flatten() {
+            for outgoing in link.waiting.drain(..) {
+                let end = End::NeverStarted { error: TransferError::EngineStopped };
+                self.shared.finish(outgoing.cell, outgoing.ticket, end);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn without_staging_memory_a_message_does_not_wait() {
+        let mut connected = Some(Outbox::new(Geometry::new(2, 128).unwrap()));
+        assert_eq!(Link::stage(&mut None, None, b"1"), Err(SendError::Full));
+        assert_eq!(Link::stage(&mut connected, None, b"1"), Err(SendError::Closed));
+    }
+}

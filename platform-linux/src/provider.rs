@@ -1,0 +1,247 @@
+//! What a transport must do to carry an engine: post, poll, register, connect, abort.
+//!
+//! The engine is generic over a [`Provider`], so that the data path is dispatched statically. A
+//! provider decides nothing about plans, counts, credits or the life of a peer: the core does. It
+//! moves the bytes of a [`WorkRequest`], reports what became of it, and tells what arrived.
+//!
+//! # Contract
+//!
+//! 1. *Exactly once, in any order.* Each accepted piece is reported exactly once by
+//!    [`Sink::work_done`]; its immediate, if it has one, is reported exactly once at the peer.
+//! 2. *Visibility.* When [`Sink::immediate`] is called, the bytes of that write are visible to the
+//!    calling thread, and so to everybody who synchronises with it.
+//! 3. *Reuse.* When [`Sink::work_done`] is called, with success or not, nothing reads the source and
+//!    nothing writes the destination on behalf of that piece any more.
+//! 4. *No blocking.* `post`, `poll` and `arm` do not wait for a peer.
+//!
+//! Every provider runs the suite in `tests/conformance`.
+
+use std::os::fd::BorrowedFd;
+use std::ptr::NonNull;
+use std::sync::Arc;
+use std::time::Duration;
+
+use immwire_core::group::{Token, WorkError, WorkRequest};
+use immwire_core::id::{NicIndex, PeerId, Time};
+use immwire_core::peer::DownReason;
+use immwire_core::region::{LocalMr, MrDesc, Rights};
+use immwire_core::wire::{Hello, NetAddr, Refusal};
+
+/// A NIC as its provider knows it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct NicInfo {
+    /// For people: `shm0`, `mlx5_2`.
+    pub name: String,
+    /// Gigabits per second; relative speeds decide how work is shared out.
+    pub speed_gbps: u32,
+    /// What it can do.
+    pub limits: NicLimits,
+}
+
+/// What one NIC can do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NicLimits {
+    /// The largest piece it takes, in bytes.
+    pub max_message_bytes: u64,
+    /// The smallest piece worth a NIC of its own, in bytes.
+    pub min_piece_bytes: u64,
+    /// Pieces in flight.
+    pub queue_depth: u16,
+    /// Bytes that travel inside the work request.
+    pub inline_bytes: u32,
+    /// Source ranges that one piece may gather.
+    pub max_sge: u32,
+}
+
+/// A transport. Owned and called by one thread: the engine's, or the caller's in polled mode.
+pub trait Provider: Send + 'static {
+    /// The registrar, shared with all threads of the application.
+    type Memory: Memory;
+
+    /// The NICs, in index order; there are 1 to 8, and they do not change.
+    fn nics(&self) -> &[NicInfo];
+
+    /// The registrar.
+    fn memory(&self) -> &Arc<Self::Memory>;
+
+    /// What peers need to reach this engine.
+    fn address(&self) -> NetAddr;
+
+    /// Posts a prefix of `work`, in order, on `nic`; returns how many pieces were accepted. They may
+    /// complete at once or at a later poll.
+    fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize;
+
+    /// Reports what has happened since the last call; a bounded amount. Returns whether there was
+    /// anything.
+    fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool;
+
+    /// Starts to connect. The outcome is [`Sink::connected`] or [`Sink::disconnected`].
+    ///
+    /// # Errors
+    ///
+    /// [`ConnectError`]: the address cannot be reached from here; nothing was started.
+    fn connect(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+        hello: &Hello,
+    ) -> Result<(), ConnectError>;
+
+    /// Drops the connection. What is in flight to the peer is reported as failed first; afterwards
+    /// nothing is written to it and nothing of it is reported.
+    fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
+
+    /// Forces every piece in flight to the peer to a reported end. The connection may be lost by it.
+    fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
+
+    /// Becomes readable when there is something to poll, after [`Provider::arm`] returned `true`.
+    fn fd(&self) -> BorrowedFd<'_>;
+
+    /// Asks for `fd` to be signalled. `false`: there is something to poll right now.
+    fn arm(&mut self) -> bool;
+
+    /// Withdraws [`Provider::arm`]; called on waking.
+    fn disarm(&mut self);
+}
+
+/// Where a provider reports to.
+pub trait Sink {
+    /// A piece ended.
+    fn work_done(&mut self, nic: NicIndex, token: Token, outcome: Result<(), WorkError>);
+
+    /// An immediate of `peer`'s arrived, and the bytes that it announces are visible.
+    fn immediate(&mut self, nic: NicIndex, peer: PeerId, imm: u32);
+
+    /// An engine wants to connect. Returns the peer it becomes, and our answer.
+    ///
+    /// # Errors
+    ///
+    /// The reason to be sent back.
+    fn incoming(&mut self, hello: &Hello) -> Result<(PeerId, Hello), Refusal>;
+
+    /// A connection that was started is up.
+    fn connected(&mut self, peer: PeerId, hello: &Hello);
+
+    /// A connection was lost, or never came to be. What was in flight has been reported.
+    fn disconnected(&mut self, peer: PeerId, reason: DownReason);
+}
+
+/// Registration of memory, from any thread and off the data path.
+pub trait Memory: Send + Sync + 'static {
+    /// Memory that peers on this host can map, zeroed.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError>;
+
+    /// Registers the caller's memory.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `ptr` are mapped, and stay so until [`Memory::revoke`] has returned `Ok`.
+    /// Peers write there at any time, if the rights say so.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError>;
+
+    /// Withdraws a region from peers. `Ok`: no peer writes to it any more, nor ever will.
+    ///
+    /// # Errors
+    ///
+    /// [`RevokeError`]: a peer was still writing after `patience`; it may be tried again.
+    fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError>;
+
+    /// Forgets a region that was withdrawn, and unmaps it if [`Memory::alloc`] made it.
+    fn release(&self, region: Registered);
+}
+
+/// A registered range.
+#[derive(Debug)]
+pub struct Registered {
+    /// First byte.
+    pub ptr: NonNull<u8>,
+    /// Bytes.
+    pub len: usize,
+    /// For us, as a source.
+    pub local: LocalMr,
+    /// For peers, as a destination.
+    pub desc: MrDesc,
+    /// The provider's own name for it.
+    pub id: u32,
+}
+
+// SAFETY: the pointer is an address that this type never follows; whoever does (`Region`) states
+// its own contract.
+unsafe impl Send for Registered {}
+// SAFETY: as above; all fields are read only.
+unsafe impl Sync for Registered {}
+
+/// Why memory could not be registered.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum RegisterError {
+    /// A region has at least one byte.
+    #[error("a region of zero bytes cannot be registered")]
+    Empty,
+    /// All entries of the region table are taken.
+    #[error("all {capacity} regions are in use: drop some, or register larger ranges")]
+    TableFull {
+        /// Entries there are.
+        capacity: usize,
+    },
+    /// The kernel said no.
+    #[error("{call} of {bytes} bytes: {source}")]
+    Os {
+        /// The system call.
+        call: &'static str,
+        /// Bytes asked for.
+        bytes: usize,
+        /// Why.
+        source: std::io::Error,
+    },
+}
+
+/// Why a region could not be withdrawn yet.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("{peer} is still writing to the region; the memory must stay valid")]
+pub struct RevokeError {
+    /// Who.
+    pub peer: PeerId,
+}
+
+/// Why a connection could not be started.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum ConnectError {
+    /// The address names another transport.
+    #[error("the address is for {found}, this engine uses {expected}")]
+    OtherProvider {
+        /// Transport of the address.
+        found: String,
+        /// Ours.
+        expected: &'static str,
+    },
+    /// The address is this engine's own.
+    #[error("an engine cannot connect to itself")]
+    Myself,
+    /// Nobody listens there: the process is gone, runs elsewhere, or in another network namespace.
+    #[error("nobody listens at the address: is the peer running, on this host? ({source})")]
+    Unreachable {
+        /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// The address is well formed, but not one that this provider made.
+    #[error("the address is damaged: {what}")]
+    Malformed {
+        /// What is wrong with it.
+        what: &'static str,
+    },
+}

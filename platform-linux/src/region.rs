@@ -1,0 +1,419 @@
+//! Memory that an engine reads from and that peers may write to.
+//!
+//! A [`Region`] is a handle to a registration, or to a part of one. The registration goes when the
+//! last handle goes; a transfer under way holds one. Registering a range that lies inside a live
+//! registration costs a look-up and yields another handle to it.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::{Duration, Instant};
+
+use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
+
+use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+
+/// Locks, whatever happened to an earlier holder: what these locks guard is whole at every step.
+pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// A range of registered memory. Cloning it is cheap.
+#[derive(Clone)]
+pub struct Region {
+    registration: Arc<Registration>,
+    offset: u64,
+    len: u64,
+}
+
+impl fmt::Debug for Region {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Region").field("ptr", &self.as_ptr()).field("len", &self.len).finish()
+    }
+}
+
+impl Region {
+    /// Bytes.
+    #[must_use]
+    pub const fn len(&self) -> u64 {
+        self.len
+    }
+
+    /// A region has at least one byte.
+    #[must_use]
+    pub const fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    /// The first byte. Peers may write there at any time: follow it with that in mind.
+    #[must_use]
+    pub fn as_ptr(&self) -> *mut u8 {
+        let base = self.registration.registered.ptr.as_ptr();
+        base.wrapping_add(usize::try_from(self.offset).unwrap_or(usize::MAX))
+    }
+
+    /// What a peer needs to write here.
+    #[must_use]
+    pub fn desc(&self) -> MrDesc {
+        let whole = self.registration.registered.desc;
+        MrDesc { base: whole.base.saturating_add(self.offset), len: self.len, ..whole }
+    }
+
+    /// As a source, in the core's terms.
+    pub(crate) fn local(&self) -> LocalMr {
+        let whole = self.registration.registered.local;
+        LocalMr { base: whole.base.saturating_add(self.offset), len: self.len, ..whole }
+    }
+
+    /// Part of this region, with a descriptor of its own. Peers still may write to the whole.
+    ///
+    /// # Errors
+    ///
+    /// [`RegionError::OutOfBounds`].
+    pub fn slice(&self, offset: u64, len: u64) -> Result<Self, RegionError> {
+        self.local().range(offset, len)?;
+        Ok(Self {
+            registration: Arc::clone(&self.registration),
+            offset: self.offset.saturating_add(offset),
+            len,
+        })
+    }
+
+    /// Copies bytes out. What a peer is writing at the same time comes torn.
+    ///
+    /// # Errors
+    ///
+    /// [`RegionError::OutOfBounds`]; nothing was copied.
+    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), RegionError> {
+        let from = self.at(offset, bytes.len())?;
+        // SAFETY: for `copy_nonoverlapping`:
+        // - `from` is valid for `bytes.len()` bytes: `at` checked the range against the registration,
+        //   which stays mapped while `self` lives (`alloc` maps it, `register`'s caller promised);
+        // - `bytes` is an exclusive slice of ours, which no registered memory may overlap, since its
+        //   registrant promised to hold no such reference while peers may write;
+        // - another process may be writing the source: no reference is formed to it, and bytes have no
+        //   invalid values, so the worst is a torn copy, as documented.
+        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        Ok(())
+    }
+
+    /// Copies bytes in.
+    ///
+    /// # Errors
+    ///
+    /// [`RegionError::OutOfBounds`]; nothing was copied.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+        let to = self.at(offset, bytes.len())?;
+        // SAFETY: as in `read`, with the roles exchanged; registered memory may be written, by `alloc`
+        // or by the promise of `register`'s caller.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        Ok(())
+    }
+
+    /// Withdraws the region from peers, and forgets it: afterwards nobody writes there any more.
+    ///
+    /// Dropping does the same later, in the background, and cannot say when.
+    ///
+    /// # Errors
+    ///
+    /// [`CloseError`] gives the region back: other handles or transfers use it, or a peer was still
+    /// writing after `patience`. The memory must stay valid.
+    pub fn close(self, patience: Duration) -> Result<(), CloseError> {
+        let registration = match Arc::try_unwrap(self.registration) {
+            Ok(registration) => registration,
+            Err(registration) => {
+                let region = Self { registration, ..self };
+                return Err(CloseError::InUse { region });
+            }
+        };
+        match registration.memory.revoke(&registration.registered, patience) {
+            // Dropping it revokes once more, at no cost, and releases it.
+            Ok(()) => Ok(()),
+            Err(error) => {
+                let registration = Arc::new(registration);
+                if let Some(registry) = registration.registry.upgrade() {
+                    registry.remember(&registration);
+                }
+                let region = Self { registration, ..self };
+                Err(CloseError::StillWriting { region, error })
+            }
+        }
+    }
+
+    fn at(&self, offset: u64, len: usize) -> Result<*mut u8, RegionError> {
+        let len = u64::try_from(len).unwrap_or(u64::MAX);
+        self.local().range(offset, len)?;
+        Ok(self.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX)))
+    }
+}
+
+/// Why a region could not be closed.
+#[derive(Debug, thiserror::Error)]
+pub enum CloseError {
+    /// Another handle exists, or a transfer under way holds one.
+    #[error("the region is in use by another handle or by a transfer under way")]
+    InUse {
+        /// The region, for another try.
+        region: Region,
+    },
+    /// A peer was writing.
+    #[error("{error}")]
+    StillWriting {
+        /// The region, for another try.
+        region: Region,
+        /// Who.
+        error: RevokeError,
+    },
+}
+
+struct Registration {
+    /// Taken only by `drop`.
+    registered: std::mem::ManuallyDrop<Registered>,
+    memory: Arc<dyn Memory>,
+    registry: Weak<Registry>,
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: `drop` runs once, and nothing uses the field after it.
+        let registered = unsafe { std::mem::ManuallyDrop::take(&mut self.registered) };
+        match self.memory.revoke(&registered, Duration::ZERO) {
+            Ok(()) => self.memory.release(registered),
+            Err(error) => {
+                tracing::debug!(%error, "a dropped region is withdrawn later");
+                if let Some(registry) = self.registry.upgrade() {
+                    lock(&registry.lingering).push(registered);
+                }
+            }
+        }
+    }
+}
+
+/// The registrations of one engine, off the data path.
+pub(crate) struct Registry {
+    memory: Arc<dyn Memory>,
+    /// By first byte, then by the provider's name: several may start at the same byte.
+    ranges: Mutex<BTreeMap<(u64, u32), Weak<Registration>>>,
+    /// Dropped while a peer was still writing.
+    lingering: Mutex<Vec<Registered>>,
+}
+
+impl fmt::Debug for Registry {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Registry").finish_non_exhaustive()
+    }
+}
+
+impl Registry {
+    pub(crate) fn new(memory: Arc<dyn Memory>) -> Arc<Self> {
+        Arc::new(Self { memory, ranges: Mutex::default(), lingering: Mutex::default() })
+    }
+
+    pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
+        let registered = self.memory.alloc(bytes)?;
+        let registration = self.adopt(registered);
+        self.remember(&registration);
+        Ok(Region::whole(registration))
+    }
+
+    /// # Safety
+    ///
+    /// As [`Memory::register`].
+    pub(crate) unsafe fn register(
+        self: &Arc<Self>,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Region, RegisterError> {
+        let base = ptr.addr().get() as u64;
+        let part = |registration: &Weak<Registration>| {
+            let whole = Region::whole(registration.upgrade()?);
+            let offset = base.saturating_sub(whole.desc().base);
+            let fits = whole.desc().rights == rights && len > 0;
+            fits.then(|| whole.slice(offset, len as u64).ok()).flatten()
+        };
+        let ranges = lock(&self.ranges);
+        // Not only the nearest: a small region may lie before the range inside the large one around it.
+        if let Some(part) = ranges.range(..=(base, u32::MAX)).rev().find_map(|(_, at)| part(at)) {
+            return Ok(part);
+        }
+        drop(ranges);
+        // SAFETY: our caller's promise.
+        let registered = unsafe { self.memory.register(ptr, len, rights) }?;
+        let registration = self.adopt(registered);
+        self.remember(&registration);
+        Ok(Region::whole(registration))
+    }
+
+    fn remember(&self, registration: &Arc<Registration>) {
+        let mut ranges = lock(&self.ranges);
+        ranges.retain(|_, registration| registration.strong_count() > 0);
+        let Registered { desc, id, .. } = &*registration.registered;
+        ranges.insert((desc.base, *id), Arc::downgrade(registration));
+    }
+
+    fn adopt(self: &Arc<Self>, registered: Registered) -> Arc<Registration> {
+        Arc::new(Registration {
+            registered: std::mem::ManuallyDrop::new(registered),
+            memory: Arc::clone(&self.memory),
+            registry: Arc::downgrade(self),
+        })
+    }
+
+    /// Withdraws everything from peers, at the engine's end; returns how many regions are still being
+    /// written to after `patience`, all told.
+    pub(crate) fn withdraw_all(&self, patience: Duration) -> usize {
+        let ranges = std::mem::take(&mut *lock(&self.ranges));
+        let deadline = Instant::now().checked_add(patience);
+        let live = ranges.into_values().filter_map(|registration| registration.upgrade());
+        let revoke = |registered: &Registered| {
+            let left = deadline.map_or(patience, |at| at.saturating_duration_since(Instant::now()));
+            self.memory.revoke(registered, left)
+        };
+        let mut written_to = live.filter(|live| revoke(&live.registered).is_err()).count();
+        // Those that were dropped are their owners' to free once the engine has stopped.
+        let lingering = std::mem::take(&mut *lock(&self.lingering));
+        for registered in lingering {
+            match revoke(&registered) {
+                Ok(()) => self.memory.release(registered),
+                Err(_) => {
+                    written_to += 1;
+                    lock(&self.lingering).push(registered);
+                }
+            }
+        }
+        written_to
+    }
+
+    /// Tries again to withdraw what was dropped too early. Cheap when there is nothing.
+    pub(crate) fn sweep(&self) {
+        let Ok(mut lingering) = self.lingering.try_lock() else { return };
+        for registered in std::mem::take(&mut *lingering) {
+            match self.memory.revoke(&registered, Duration::ZERO) {
+                Ok(()) => self.memory.release(registered),
+                Err(_) => lingering.push(registered),
+            }
+        }
+    }
+}
+
+impl Region {
+    fn whole(registration: Arc<Registration>) -> Self {
+        let len = registration.registered.desc.len;
+        Self { registration, offset: 0, len }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use immwire_core::id::{EngineId, PeerId};
+    use immwire_core::region::Keys;
+
+    /// Registers anything, and is told who is still being written to.
+    #[derive(Default)]
+    struct Fake {
+        next: Mutex<u32>,
+        written_to: Mutex<Vec<u32>>,
+        revoked: Mutex<Vec<u32>>,
+        released: Mutex<Vec<u32>>,
+    }
+
+    impl Memory for Fake {
+        fn alloc(&self, _bytes: usize) -> Result<Registered, RegisterError> {
+            Err(RegisterError::Empty)
+        }
+
+        unsafe fn register(
+            &self,
+            ptr: NonNull<u8>,
+            len: usize,
+            rights: Rights,
+        ) -> Result<Registered, RegisterError> {
+            let mut next = lock(&self.next);
+            *next += 1;
+            let (generation, keys) = (*next, Keys::new(&[0]).unwrap());
+            let (base, bytes) = (ptr.addr().get() as u64, len as u64);
+            let owner = EngineId(1);
+            let desc = MrDesc { owner, base, len: bytes, generation, rights, keys };
+            let local = LocalMr { base, len: bytes, generation, keys };
+            Ok(Registered { ptr, len, local, desc, id: generation })
+        }
+
+        fn revoke(&self, region: &Registered, _patience: Duration) -> Result<(), RevokeError> {
+            if lock(&self.written_to).contains(&region.id) {
+                return Err(RevokeError { peer: PeerId { index: 0, generation: 0 } });
+            }
+            lock(&self.revoked).push(region.id);
+            Ok(())
+        }
+
+        fn release(&self, region: Registered) {
+            lock(&self.released).push(region.id);
+        }
+    }
+
+    fn registry() -> (Arc<Fake>, Arc<Registry>) {
+        let fake = Arc::new(Fake::default());
+        let registry = Registry::new(Arc::<Fake>::clone(&fake));
+        (fake, registry)
+    }
+
+    /// Nothing follows the address.
+    fn register(registry: &Arc<Registry>, base: usize, len: usize) -> Region {
+        let ptr = NonNull::without_provenance(base.try_into().unwrap());
+        // SAFETY: the fake registrar hands the range to no peer, and the tests do not follow it.
+        unsafe { registry.register(ptr, len, Rights::REMOTE_WRITE) }.unwrap()
+    }
+
+    #[test]
+    fn a_range_inside_any_registered_one_is_found() {
+        // Registered in this order: nested, from one byte, overlapping. All stay alive.
+        let first = [(1000, 100), (1010, 10), (1010, 200), (1050, 5), (1000, 30)];
+        for base in 1000..1220 {
+            for len in [1, 5, 6, 30, 31, 100, 200] {
+                let (fake, registry) = registry();
+                let live: Vec<Region> =
+                    first.iter().map(|&(base, len)| register(&registry, base, len)).collect();
+                let before = *lock(&fake.next);
+                let inside = first.iter().any(|&(b, l)| base >= b && base + len <= b + l);
+                let region = register(&registry, base, len);
+                assert_eq!((region.desc().base, region.len()), (base as u64, len as u64));
+                assert_eq!(*lock(&fake.next) == before, inside, "{base} {len}");
+                drop(live);
+            }
+        }
+    }
+
+    #[test]
+    fn the_engines_end_withdraws_every_registration() {
+        let (fake, registry) = registry();
+        // From one byte; dropped while written to; closed in vain.
+        let (small, large) = (register(&registry, 4096, 10), register(&registry, 4096, 20));
+        let (dropped, closed) = (register(&registry, 8192, 10), register(&registry, 12288, 10));
+        lock(&fake.written_to).extend([3, 4]);
+        drop(dropped);
+        let Err(CloseError::StillWriting { region, .. }) = closed.close(Duration::ZERO) else {
+            panic!("closed while written to")
+        };
+        assert_eq!(registry.withdraw_all(Duration::ZERO), 2);
+        lock(&fake.written_to).clear();
+        registry.sweep();
+        let mut revoked = std::mem::take(&mut *lock(&fake.revoked));
+        revoked.sort_unstable();
+        assert_eq!(revoked, [1, 2, 3]);
+        assert_eq!(*lock(&fake.released), [3]);
+        drop((small, large, region));
+    }
+
+    #[test]
+    fn the_engines_end_releases_what_was_dropped_too_early() {
+        let (fake, registry) = registry();
+        lock(&fake.written_to).push(1);
+        drop(register(&registry, 4096, 10));
+        lock(&fake.written_to).clear();
+        assert_eq!(registry.withdraw_all(Duration::ZERO), 0);
+        assert_eq!(*lock(&fake.released), [1]);
+    }
+}

@@ -1,0 +1,134 @@
+//! The two ways in which bytes get to where a write goes: a plain copy, and one that the kernel makes.
+//!
+//! Neither checks whether it may: bounds, grants and lifetimes are the callers' to argue.
+
+use rustix::io::Errno;
+
+use super::socket::last_errno;
+
+/// Copies `len` bytes from `src` to `dst`.
+///
+/// Another process may access the same bytes at the same time: its program may break the rule that a
+/// buffer under transfer is left alone, as it may with a NIC. The bytes are then a mixture of both, as
+/// they are with a NIC, and nothing else happens: the copy is `memcpy` on memory that no Rust reference
+/// covers, its result is not looked at, and what orders it are the atomics of lanes and hazard words.
+///
+/// # Safety
+///
+/// - `src..src + len` may be read, and `dst..dst + len` written, until the call returns.
+/// - The two do not overlap, as addresses. (Two mappings of one file may; the bytes are then whichever
+///   order the copy took, which is the caller's program's fault.)
+pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+    #[cfg(target_arch = "x86_64")]
+    if len >= STREAM_BYTES {
+        // SAFETY: our caller's promise.
+        return unsafe { stream(src, dst, len) };
+    }
+    // SAFETY: our caller's promise; bytes have no alignment.
+    unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
+}
+
+/// Copies of so many bytes go past the caches. What is that long is seldom touched again before it
+/// would have left them, and its lines need not be fetched first: a third more bytes move in a second.
+#[cfg(target_arch = "x86_64")]
+const STREAM_BYTES: usize = 256 << 10;
+
+/// As [`copy`], past the caches.
+///
+/// # Safety
+///
+/// As for [`copy`].
+#[cfg(target_arch = "x86_64")]
+unsafe fn stream(src: *const u8, dst: *mut u8, len: usize) {
+    use std::arch::x86_64::{
+        __m128i, _MM_HINT_T0, _mm_loadu_si128, _mm_prefetch, _mm_sfence, _mm_stream_si128,
+    };
+    const LINE: usize = 64;
+    const PART: usize = size_of::<__m128i>();
+    /// How far ahead the source is asked for.
+    const AHEAD: usize = 16 * LINE;
+    let before = dst.align_offset(LINE).min(len);
+    let lines = (len - before) / LINE;
+    let after = before + lines * LINE;
+    // SAFETY: for the plain copies, the loads and the stores:
+    // - all offsets are below `len`, so the ranges are those that our caller promised;
+    // - `dst + before` lies on a line, as the streaming stores need; loads need no alignment;
+    // - SSE2 is part of x86-64;
+    // - a prefetch may name any address.
+    // The fence makes the streaming stores visible before any store that follows, such as the one
+    // that announces the bytes: they are not ordered by themselves.
+    unsafe {
+        std::ptr::copy_nonoverlapping(src, dst, before);
+        for line in 0..lines {
+            let (from, to) = (src.add(before + line * LINE), dst.add(before + line * LINE));
+            _mm_prefetch::<_MM_HINT_T0>(from.wrapping_add(AHEAD).cast());
+            for part in 0..LINE / PART {
+                let bytes = _mm_loadu_si128(from.add(part * PART).cast());
+                _mm_stream_si128(to.add(part * PART).cast(), bytes);
+            }
+        }
+        _mm_sfence();
+        std::ptr::copy_nonoverlapping(src.add(after), dst.add(after), len - after);
+    }
+}
+
+/// Copies `len` bytes from `src` in this process to `dst` in process `pid`.
+///
+/// `FAULT` if part of either range is not mapped, or `dst` not writable; a prefix may have been written.
+/// `PERM` if the kernel does not allow it, `SRCH` if there is no such process.
+///
+/// The pid is a number, and a process that died may have left it to another. Callers make sure just
+/// before that the peer is alive; numbers are dealt out in turn, so that one would have to be freed and
+/// all others used up in between.
+pub(super) fn write_process(
+    pid: i32,
+    mut src: u64,
+    mut dst: u64,
+    mut len: usize,
+) -> Result<(), Errno> {
+    while len > 0 {
+        let from = libc::iovec { iov_base: src as *mut libc::c_void, iov_len: len };
+        let to = libc::iovec { iov_base: dst as *mut libc::c_void, iov_len: len };
+        // SAFETY: the kernel checks both ranges itself and answers EFAULT; nothing of this process
+        // is written. Both vectors are locals with one element.
+        let done = unsafe { libc::process_vm_writev(pid, &raw const from, 1, &raw const to, 1, 0) };
+        match usize::try_from(done) {
+            // No progress and no error would repeat for ever.
+            Ok(0) => return Err(Errno::FAULT),
+            Ok(done) => {
+                let step = done as u64;
+                (src, dst) = (src.wrapping_add(step), dst.wrapping_add(step));
+                len = len.saturating_sub(done);
+            }
+            Err(_) if last_errno() == Errno::INTR => {}
+            Err(_) => return Err(last_errno()),
+        }
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn me() -> i32 {
+        i32::try_from(std::process::id()).unwrap()
+    }
+
+    #[test]
+    fn the_kernel_copies_all_of_it() {
+        let from: Vec<u8> = (0..100_000_u32).map(|i| (i % 251) as u8).collect();
+        let to = vec![0_u8; from.len()];
+        write_process(me(), from.as_ptr() as u64, to.as_ptr() as u64, from.len()).unwrap();
+        assert!(std::hint::black_box(&to) == &from);
+    }
+
+    #[test]
+    fn memory_or_a_process_that_is_not_there_is_an_error() {
+        let word = 7_u64;
+        let src = (&raw const word) as u64;
+        assert_eq!(write_process(me(), src, 8, 8), Err(Errno::FAULT));
+        assert_eq!(write_process(me(), 8, src, 8), Err(Errno::FAULT));
+        assert_eq!(write_process(i32::MAX, src, src, 8), Err(Errno::SRCH));
+    }
+}

@@ -1,0 +1,483 @@
+//! The regions of one engine, and the taking back of what peers were allowed to do with them.
+//!
+//! A region is a slot in a table; its key is the slot's number below and its tenancy above, so that a
+//! key of an earlier tenant opens nothing. Peers are told of a region when they ask for its key: that
+//! is when the grant is written into their session's segment.
+//!
+//! # Invariants
+//!
+//! - Grants are given under the table's lock, to regions that are not withdrawn; withdrawing marks the
+//!   region under the same lock and then clears its grant in every session. So when the lock is given
+//!   up no grant is left, and none is given any more.
+//! - [`ShmMemory::revoke`] returns `Ok` when, after that, each session was seen once with nobody writing
+//!   under the key (`immwire_core::hazard`), or with its peer gone. A peer is gone when the kernel has
+//!   closed its end of the socket. It does so only after each of the process's threads has left user
+//!   mode for good, and a system call that a thread was in has ended; a peer that shuts its end down
+//!   itself does so on the thread that writes, between two writes. A child that a peer forked may hold
+//!   the socket open, which delays us and harms nothing.
+//! - A session that we closed stays listed until its peer has stopped writing.
+//! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
+//!   records.
+
+use std::num::NonZeroU32;
+use std::os::fd::OwnedFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+use immwire_core::hazard::{self, NO_KEY};
+use immwire_core::id::{EngineId, MAX_NICS, PeerId};
+use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
+use rustix::io::Errno;
+
+use super::copy::copy;
+use super::handshake::Message;
+use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
+use super::socket;
+use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+
+/// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
+fn key_of(id: u32, generation: NonZeroU32) -> u64 {
+    u64::from(generation.get()) << 32 | u64::from(id)
+}
+
+/// The slot that `key` names; whether it has that tenant is to be checked.
+pub(super) fn id_of(key: u64) -> u32 {
+    #[expect(clippy::cast_possible_truncation, reason = "the slot is the lower half")]
+    let id = key as u32;
+    id
+}
+
+/// One session, as far as the taking back of grants is concerned.
+#[derive(Debug)]
+pub(super) struct Link {
+    pub(super) peer: PeerId,
+    pub(super) segment: Segment,
+    pub(super) socket: OwnedFd,
+    /// We have ended the session. What the peer may be in the middle of is still awaited.
+    closed: AtomicBool,
+}
+
+impl Link {
+    pub(super) fn new(peer: PeerId, segment: Segment, socket: OwnedFd) -> Self {
+        Self { peer, segment, socket, closed: AtomicBool::new(false) }
+    }
+
+    /// Tells the peer that there is something in the segment, if it sleeps. Costs a fence if not.
+    pub(super) fn ring(&self) {
+        if self.segment.outbound().doorbell().ring() {
+            self.kick();
+        }
+    }
+
+    fn kick(&self) {
+        let mut bytes = [0; socket::MESSAGE_MAX];
+        // If the socket is full, the peer has messages to wake up for; if it is gone, nobody sleeps.
+        if let Some(message) = Message::Kick.encode(&mut bytes).and_then(|len| bytes.get(..len)) {
+            let _ = socket::send(&self.socket, message, None);
+        }
+    }
+
+    fn withdraw(&self, id: u32) {
+        let inn = self.segment.inbound();
+        if let Some(grant) = inn.grant(id).filter(|grant| grant.load(Ordering::Relaxed) != NO_KEY) {
+            hazard::withdraw(grant);
+            // Tells the peer to give the mapping back. Release: whoever sees the count sees the grant.
+            inn.withdrawals().fetch_add(1, Ordering::Release);
+            self.ring();
+        }
+    }
+
+    /// Whether, after the grant of `key` was withdrawn, the peer will not write under it any more.
+    fn is_quiet(&self, key: u64) -> bool {
+        hazard::quiet(self.segment.inbound().active(), key) || socket::is_gone(&self.socket)
+    }
+
+    /// Whether nothing can be written any more, all grants of a closed session being withdrawn.
+    fn is_over(&self) -> bool {
+        let active = self.segment.inbound().active().load(Ordering::Acquire);
+        self.closed.load(Ordering::Relaxed) && (active == NO_KEY || socket::is_gone(&self.socket))
+    }
+}
+
+#[derive(Debug)]
+enum Backing {
+    /// Peers map the file.
+    File { file: Arc<OwnedFd>, _mapping: Mapping },
+    /// Memory of this process alone.
+    Process,
+}
+
+#[derive(Debug)]
+struct Region {
+    base: NonNull<u8>,
+    len: usize,
+    rights: Rights,
+    backing: Backing,
+    withdrawn: bool,
+}
+
+// SAFETY: `base` is an address; it is followed in `ShmMemory::deliver` only, under the table's lock.
+unsafe impl Send for Region {}
+
+impl Region {
+    fn base(&self) -> u64 {
+        self.base.as_ptr() as u64
+    }
+}
+
+#[derive(Debug)]
+struct Slot {
+    generation: NonZeroU32,
+    region: Option<Region>,
+}
+
+#[derive(Debug, Default)]
+struct Table {
+    slots: Vec<Slot>,
+    free: Vec<u32>,
+}
+
+impl Table {
+    /// The region of `key`, if it is the slot's present tenant.
+    fn get_mut(&mut self, key: u64) -> Option<&mut Region> {
+        let id = id_of(key);
+        let slot = self.slots.get_mut(usize::try_from(id).ok()?)?;
+        if key_of(id, slot.generation) == key { slot.region.as_mut() } else { None }
+    }
+
+    /// The region of `key`, if peers may write to it now.
+    fn writable(&mut self, key: u64) -> Option<&mut Region> {
+        self.get_mut(key).filter(|region| region.rights.remote_write() && !region.withdrawn)
+    }
+
+    fn insert(&mut self, region: Region) -> Result<(u32, NonZeroU32), RegisterError> {
+        if let Some(id) = self.free.pop() {
+            let slot = usize::try_from(id).ok().and_then(|at| self.slots.get_mut(at));
+            if let Some(slot) = slot {
+                slot.region = Some(region);
+                return Ok((id, slot.generation));
+            }
+        }
+        let full = RegisterError::TableFull { capacity: REGIONS_MAX };
+        if self.slots.len() >= REGIONS_MAX {
+            return Err(full);
+        }
+        let id = u32::try_from(self.slots.len()).map_err(|_| full)?;
+        let generation = NonZeroU32::MIN;
+        self.slots.push(Slot { generation, region: Some(region) });
+        Ok((id, generation))
+    }
+
+    fn remove(&mut self, id: u32) -> Option<Region> {
+        let slot = self.slots.get_mut(usize::try_from(id).ok()?)?;
+        let region = slot.region.take()?;
+        // A slot whose generations are used up is not used again.
+        if let Some(next) = slot.generation.checked_add(1) {
+            slot.generation = next;
+            self.free.push(id);
+        }
+        Some(region)
+    }
+}
+
+/// What a peer gets that asks for a region.
+#[derive(Debug)]
+pub(super) enum Granted {
+    File { file: Arc<OwnedFd>, base: u64, len: u64 },
+    Process { base: u64, len: u64 },
+    Refused,
+}
+
+/// The regions of one engine.
+#[derive(Debug)]
+pub struct ShmMemory {
+    engine: EngineId,
+    nics: usize,
+    table: Mutex<Table>,
+    links: Mutex<Vec<Arc<Link>>>,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What the locks guard is consistent between any two statements: a panic elsewhere is no reason
+    // to stop serving.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl ShmMemory {
+    pub(super) fn new(engine: EngineId, nics: u8) -> Self {
+        let (table, links) = (Mutex::default(), Mutex::default());
+        Self { engine, nics: usize::from(nics).min(MAX_NICS), table, links }
+    }
+
+    /// Lists a session, before its peer is granted anything.
+    pub(super) fn attach(&self, link: Arc<Link>) {
+        let mut links = lock(&self.links);
+        links.retain(|link| !link.is_over());
+        links.push(link);
+    }
+
+    /// Ends a session: withdraws all that its peer was granted, and lets go of it when that is safe.
+    pub(super) fn detach(&self, link: &Arc<Link>) {
+        let slots = lock(&self.table).slots.len();
+        for id in (0..slots).filter_map(|id| u32::try_from(id).ok()) {
+            link.withdraw(id);
+        }
+        link.closed.store(true, Ordering::Relaxed);
+        lock(&self.links).retain(|link| !link.is_over());
+    }
+
+    /// Allows the peer of `link` to write to the region of `key`, and says how, or refuses.
+    pub(super) fn grant(&self, link: &Link, key: u64) -> Granted {
+        let mut table = lock(&self.table);
+        let (Some(region), Some(grant)) =
+            (table.writable(key), link.segment.inbound().grant(id_of(key)))
+        else {
+            return Granted::Refused;
+        };
+        hazard::grant(grant, key);
+        let (base, len) = (region.base(), region.len as u64);
+        match &region.backing {
+            Backing::File { file, .. } => Granted::File { file: Arc::clone(file), base, len },
+            Backing::Process => Granted::Process { base, len },
+        }
+    }
+
+    /// Copies `parts`, one after the other, to address `dst` in the region of `key`; returns whether the
+    /// region is there, is writable for peers, and has room for all of it there. If not, nothing is
+    /// written.
+    ///
+    /// The parts lie in the segment of a session, where the peer may write at any time.
+    pub(super) fn deliver(&self, key: u64, dst: u64, parts: [(*mut u8, usize); 2]) -> bool {
+        let mut table = lock(&self.table);
+        let Some(region) = table.writable(key) else {
+            return false;
+        };
+        let len: usize = parts.iter().map(|part| part.1).sum();
+        let offset = dst.checked_sub(region.base()).and_then(|offset| usize::try_from(offset).ok());
+        let Some(mut offset) =
+            offset.filter(|offset| offset.checked_add(len).is_some_and(|end| end <= region.len))
+        else {
+            return false;
+        };
+        for (src, bytes) in parts {
+            // SAFETY: the source is a run of the bounce ring, mapped while the session lives; the
+            // destination was just checked to lie in the region, which stays valid until it is
+            // withdrawn (`Memory::register`), and that takes the lock that we hold.
+            unsafe { copy(src, region.base.as_ptr().add(offset), bytes) };
+            offset += bytes;
+        }
+        true
+    }
+
+    fn insert(&self, region: Region) -> Result<Registered, RegisterError> {
+        let (ptr, len, rights, base) = (region.base, region.len, region.rights, region.base());
+        let (id, generation) = lock(&self.table).insert(region)?;
+        let keys = [key_of(id, generation); MAX_NICS];
+        // PROOF: an engine has 1 to MAX_NICS NICs; `ShmProvider::new` checks it.
+        let keys = keys.get(..self.nics).and_then(Keys::new);
+        let Some(keys) = keys else {
+            return Err(RegisterError::TableFull { capacity: REGIONS_MAX });
+        };
+        let (generation, owner) = (generation.get(), self.engine);
+        let local = LocalMr { base, len: len as u64, generation, keys };
+        let desc = MrDesc { owner, base, len: len as u64, generation, rights, keys };
+        Ok(Registered { ptr, len, local, desc, id })
+    }
+}
+
+impl Memory for ShmMemory {
+    fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        if bytes == 0 {
+            return Err(RegisterError::Empty);
+        }
+        let failed =
+            |call| move |errno: Errno| RegisterError::Os { call, bytes, source: errno.into() };
+        let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
+        let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
+        let base = mapping.base();
+        let backing = Backing::File { file: Arc::new(file), _mapping: mapping };
+        let rights = Rights::REMOTE_WRITE;
+        self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
+    }
+
+    unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        if len == 0 {
+            return Err(RegisterError::Empty);
+        }
+        let backing = Backing::Process;
+        self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
+    }
+
+    fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
+        let deadline = Instant::now().checked_add(patience);
+        let Some(key) = region.desc.keys.get(0) else {
+            return Ok(());
+        };
+        let mut links = {
+            let mut table = lock(&self.table);
+            let Some(found) = table.get_mut(key) else {
+                return Ok(());
+            };
+            found.withdrawn = true;
+            let links = lock(&self.links).clone();
+            links.iter().for_each(|link| link.withdraw(region.id));
+            links
+        };
+        // Each session needs to be seen quiet once only.
+        for round in 0_u32.. {
+            links.retain(|link| !link.is_quiet(key));
+            let Some(link) = links.first() else { break };
+            if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return Err(RevokeError { peer: link.peer });
+            }
+            if round < 100 {
+                std::thread::yield_now();
+            } else {
+                std::thread::sleep(Duration::from_micros(50));
+            }
+        }
+        Ok(())
+    }
+
+    fn release(&self, region: Registered) {
+        // Unmapped outside the lock: it takes long for much memory.
+        let gone = lock(&self.table).remove(region.id);
+        drop(gone);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::shm::segment::Geometry;
+
+    const GEOMETRY: Geometry = Geometry { initiator_nics: 1, acceptor_nics: 1 };
+    const PEER: PeerId = PeerId { index: 3, generation: 4 };
+
+    fn link() -> (Arc<Link>, Segment, OwnedFd) {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType};
+        let kind = SocketType::SEQPACKET;
+        let (ours, theirs) =
+            rustix::net::socketpair(AddressFamily::UNIX, kind, SocketFlags::CLOEXEC, None).unwrap();
+        let (segment, file) = Segment::create(GEOMETRY).unwrap();
+        let peers = Segment::open(GEOMETRY, &file).unwrap();
+        (Arc::new(Link::new(PEER, segment, ours)), peers, theirs)
+    }
+
+    fn memory() -> ShmMemory {
+        ShmMemory::new(EngineId(1), 2)
+    }
+
+    #[test]
+    fn a_region_is_zeroed_described_and_found_until_it_is_withdrawn() {
+        let memory = memory();
+        let (link, peers, _socket) = link();
+        memory.attach(Arc::clone(&link));
+        let region = memory.alloc(5000).unwrap();
+        assert_eq!((region.len, region.desc.len, region.desc.keys.nics()), (5000, 5000, 2));
+        assert_eq!(region.desc.base, region.ptr.as_ptr() as u64);
+        let key = region.desc.keys.get(1).unwrap();
+        let granted = memory.grant(&link, key);
+        assert!(matches!(granted, Granted::File { len: 5000, .. }));
+        let grant = peers.outbound().grant(id_of(key)).unwrap();
+        assert!(hazard::may_continue(grant, key));
+        memory.revoke(&region, Duration::ZERO).unwrap();
+        assert!(!hazard::may_continue(grant, key));
+        assert_eq!(peers.outbound().withdrawals().load(Ordering::Relaxed), 1);
+        assert!(matches!(memory.grant(&link, key), Granted::Refused));
+        memory.release(region);
+        let again = memory.alloc(1).unwrap();
+        assert_eq!((again.id, again.desc.generation), (id_of(key), 2));
+        assert!(matches!(memory.grant(&link, key), Granted::Refused));
+    }
+
+    #[test]
+    fn a_peer_in_mid_write_is_named_until_it_stops_or_dies() {
+        for dies in [false, true] {
+            let memory = memory();
+            let (link, peers, socket) = link();
+            memory.attach(Arc::clone(&link));
+            let region = memory.alloc(1).unwrap();
+            let key = region.desc.keys.get(0).unwrap();
+            assert!(matches!(memory.grant(&link, key), Granted::File { .. }));
+            let out = peers.outbound();
+            assert!(hazard::enter(out.active(), out.grant(id_of(key)).unwrap(), key));
+            // Ending the session must not make us forget that it is writing.
+            memory.detach(&link);
+            let refused = memory.revoke(&region, Duration::from_millis(5));
+            assert_eq!(refused, Err(RevokeError { peer: PEER }));
+            if dies {
+                drop(socket);
+            } else {
+                hazard::leave(out.active());
+            }
+            memory.revoke(&region, Duration::ZERO).unwrap();
+            memory.detach(&link);
+            assert!(lock(&memory.links).is_empty());
+        }
+    }
+
+    #[test]
+    fn delivery_stays_inside_the_region() {
+        let memory = memory();
+        let mut bytes = [0_u8; 4];
+        let ptr = NonNull::new(bytes.as_mut_ptr()).unwrap();
+        for rights in [Rights::REMOTE_WRITE, Rights::LOCAL] {
+            // SAFETY: `bytes` outlives the registration, and is looked at by raw pointer meanwhile.
+            let region = unsafe { memory.register(ptr, 4, rights) }.unwrap();
+            let (base, key) = (region.desc.base, region.desc.keys.get(0).unwrap());
+            let source = [1_u8, 2, 3, 4, 5, 6];
+            let from = source.as_ptr().cast_mut();
+            for offset in -2..7_i64 {
+                for first in 0..3 {
+                    for second in 0..3_usize {
+                        let dst = base.wrapping_add_signed(offset);
+                        let len = i64::try_from(first + second).unwrap();
+                        let fits = offset >= 0 && offset + len <= 4;
+                        let parts = [(from, first), (from.wrapping_add(first), second)];
+                        // SAFETY: reset and read below, through the pointer that was registered.
+                        unsafe { ptr.cast::<[u8; 4]>().write([0; 4]) };
+                        let done = memory.deliver(key, dst, parts);
+                        assert_eq!(done, fits && rights.remote_write());
+                        // SAFETY: as above.
+                        let got = unsafe { ptr.cast::<[u8; 4]>().read() };
+                        let mut want = [0; 4];
+                        if done {
+                            let at = usize::try_from(offset).unwrap();
+                            want[at..at + first + second]
+                                .copy_from_slice(&source[..first + second]);
+                        }
+                        assert_eq!(got, want, "{offset} {first} {second}");
+                    }
+                }
+            }
+            assert!(!memory.deliver(key, u64::MAX, [(from, 2), (from, 0)]));
+            assert!(!memory.deliver(key ^ 1 << 40, base, [(from, 1), (from, 0)]));
+            memory.revoke(&region, Duration::ZERO).unwrap();
+            assert!(!memory.deliver(key, base, [(from, 1), (from, 0)]));
+            memory.release(region);
+        }
+    }
+
+    #[test]
+    fn nothing_and_too_many_are_refused() {
+        let memory = memory();
+        assert!(matches!(memory.alloc(0), Err(RegisterError::Empty)));
+        assert!(matches!(memory.alloc(usize::MAX), Err(RegisterError::Os { .. })));
+        let mut byte = 0_u8;
+        let ptr = NonNull::from(&mut byte);
+        // SAFETY: `byte` outlives all registrations.
+        let register = || unsafe { memory.register(ptr, 1, Rights::LOCAL) };
+        let all: Vec<_> = (0..REGIONS_MAX).map(|_| register().unwrap()).collect();
+        assert!(matches!(register(), Err(RegisterError::TableFull { .. })));
+        all.into_iter().for_each(|region| memory.release(region));
+        assert_eq!(register().unwrap().desc.generation, 2);
+    }
+}

@@ -1,0 +1,750 @@
+//! One connection: the data path to one peer, and what the peer sends back.
+//!
+//! A piece ends in one of four ways, tried in this order: bytes copied straight into the peer's mapped
+//! region; copied there by the kernel; put into the bounce ring for the peer to copy; refused. A piece
+//! to a region that was never written before waits until the peer has answered what kind it is.
+//!
+//! # Invariants
+//!
+//! - A piece with an immediate starts only when its lane has room, so that what was written can be
+//!   announced at once, and a piece that was not accepted has written nothing.
+//! - Bytes are written to a peer's region between `hazard::enter` and `hazard::leave` for its key only.
+//!   `held` is the key entered; [`Session::settle`] leaves, and is called before control goes back to
+//!   the engine.
+//! - Every piece that was accepted is reported once: by [`Session::submit`], or from one of `waiting`
+//!   and the bounce writer's jobs, by [`Session::poll`] or [`Session::flush`].
+//! - What the peer says is checked where it is used: positions by `lane` and `bounce`, a region's
+//!   file by its seals and size, addresses against the region's bounds. A lie costs the liar its session
+//!   or its own bytes.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use immwire_core::group::{WorkError, WorkRequest};
+use immwire_core::hazard::{self, NO_KEY};
+use immwire_core::id::{NicIndex, PeerId};
+use immwire_core::lane::{Consumer, LaneError, Producer};
+use immwire_core::peer::DownReason;
+use rustix::io::Errno;
+
+use super::ForeignPath;
+use super::bounce;
+use super::copy::{copy, write_process};
+use super::handshake::{Answer, Message};
+use super::memory::{Granted, Link, ShmMemory, id_of};
+use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
+use super::socket::{self, MESSAGE_MAX};
+use crate::provider::Sink;
+
+/// Pieces that may wait for a peer to answer what a region is.
+const WAITING_MAX: usize = 2048;
+/// Questions about regions that may be under way: few enough that the answers fit the socket.
+const ASKED_MAX: usize = 16;
+/// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
+/// next line holds any is a question to another core's cache, and what was taken should not wait for it.
+const LINE_ENTRIES: u64 = 8;
+/// Bounced records taken in one poll.
+const RECORD_BATCH: usize = 4;
+/// Waiting pieces tried in one poll.
+const RETRY_BATCH: usize = 16;
+/// A piece of this size or more is announced to a sleeping peer before the next one is copied.
+const RING_EARLY_BYTES: u64 = 16 << 10;
+
+/// The session cannot go on: the peer broke the protocol.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Broken;
+
+impl From<LaneError> for Broken {
+    fn from(_: LaneError) -> Self {
+        Self
+    }
+}
+
+impl From<bounce::Corrupt> for Broken {
+    fn from(_: bounce::Corrupt) -> Self {
+        Self
+    }
+}
+
+/// A lane to the peer.
+#[derive(Debug, Clone)]
+struct LaneOut {
+    producer: Producer,
+    /// Entries there is room for at least; the peer's credit is looked at only when it is zero.
+    room: u32,
+}
+
+/// A lane from the peer, and the NIC of ours that it leads to.
+#[derive(Debug, Clone)]
+struct LaneIn {
+    consumer: Consumer,
+    nic: NicIndex,
+}
+
+/// What is known of one of the peer's regions.
+#[derive(Debug)]
+enum Target {
+    Unknown,
+    Asked { key: u64 },
+    Mapped { key: u64, mapping: Mapping, base: u64, len: u64 },
+    Process { key: u64, base: u64, len: u64 },
+    Refused { key: u64 },
+}
+
+impl Target {
+    fn key(&self) -> u64 {
+        match self {
+            Self::Unknown => NO_KEY,
+            Self::Asked { key }
+            | Self::Refused { key }
+            | Self::Mapped { key, .. }
+            | Self::Process { key, .. } => *key,
+        }
+    }
+}
+
+/// Whether the kernel copies to the peer's memory for us.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ByKernel {
+    /// A word was written to the peer to try; it has not said yet whether it arrived.
+    Trying,
+    Yes,
+    No,
+}
+
+/// What became of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Step {
+    /// It has ended, and is to be reported.
+    Ended(Result<(), WorkError>),
+    /// It was taken over, and will be reported by a later poll.
+    UnderWay,
+    /// It has to wait for an answer of the peer's; nothing was done.
+    NotYet,
+    /// There is no room; nothing was done.
+    NoRoom,
+}
+
+/// Where the bytes of a piece go.
+enum Place {
+    Here(*mut u8),
+    Process,
+    Bounce,
+}
+
+/// A live connection.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) link: Arc<Link>,
+    pub(super) serial: u64,
+    our_nics: u8,
+    their_nics: u8,
+    lanes_out: Vec<LaneOut>,
+    lanes_in: Vec<LaneIn>,
+    lanes_used: u64,
+    /// Lanes that turned a piece away since they last had room.
+    lanes_full: u64,
+    targets: Vec<Target>,
+    asked: usize,
+    /// The peer's count of withdrawn grants that `targets` was last compared with.
+    withdrawals: u64,
+    waiting: VecDeque<WorkRequest>,
+    /// Whether something happened that waiting pieces may have waited for, and how many are untried.
+    retry: usize,
+    bounce_out: bounce::Writer,
+    bounce_in: bounce::Reader,
+    /// Nothing more is posted, and the session ends for this reason when the bounce ring is quiet.
+    pub(super) closing: Option<DownReason>,
+    held: u64,
+    /// Something was made visible that the peer has not been rung for.
+    unrung: bool,
+    pid: i32,
+    foreign: ForeignPath,
+    by_kernel: ByKernel,
+    /// Where the peer tries to write to us.
+    probe: Arc<AtomicU64>,
+}
+
+/// What a session starts from.
+pub(super) struct Start {
+    pub(super) link: Arc<Link>,
+    pub(super) serial: u64,
+    pub(super) our_nics: u8,
+    pub(super) their_nics: u8,
+    pub(super) pid: i32,
+    pub(super) foreign: ForeignPath,
+    pub(super) probe: Arc<AtomicU64>,
+    pub(super) their_probe_address: u64,
+}
+
+impl Session {
+    /// A session whose handshake is over. Tries whether the kernel copies to the peer.
+    pub(super) fn new(start: Start) -> Result<Self, Broken> {
+        let lanes = start.link.segment.lanes();
+        let entries = u32::try_from(LANE_ENTRIES).map_err(|_| Broken)?;
+        bounce::Writer::open(start.link.segment.outbound());
+        let mut session = Self {
+            link: start.link,
+            serial: start.serial,
+            our_nics: start.our_nics,
+            their_nics: start.their_nics,
+            lanes_out: vec![LaneOut { producer: Producer::new(entries)?, room: 0 }; lanes],
+            // Lane by lane, our NIC turns fastest: see `step`, which is the peer's side of it.
+            lanes_in: (0..start.our_nics)
+                .cycle()
+                .take(lanes)
+                .map(|nic| Ok(LaneIn { consumer: Consumer::new(entries)?, nic }))
+                .collect::<Result<_, Broken>>()?,
+            lanes_used: 0,
+            lanes_full: 0,
+            targets: Vec::new(),
+            asked: 0,
+            withdrawals: 0,
+            waiting: VecDeque::new(),
+            retry: 0,
+            bounce_out: bounce::Writer::default(),
+            bounce_in: bounce::Reader::default(),
+            closing: None,
+            held: NO_KEY,
+            unrung: false,
+            pid: start.pid,
+            foreign: start.foreign,
+            by_kernel: ByKernel::No,
+            probe: start.probe,
+        };
+        session.try_kernel(start.their_probe_address);
+        Ok(session)
+    }
+
+    pub(super) fn peer(&self) -> PeerId {
+        self.link.peer
+    }
+
+    /// Writes a random word to the peer and asks whether it arrived: the pid may mean another process
+    /// there than here, and an error would come too late.
+    fn try_kernel(&mut self, address: u64) {
+        if self.foreign == ForeignPath::BounceOnly || self.pid <= 0 {
+            return;
+        }
+        let mut nonce = [0; 8];
+        if rustix::rand::getrandom(&mut nonce, rustix::rand::GetRandomFlags::empty()).is_err() {
+            return;
+        }
+        let written = write_process(self.pid, nonce.as_ptr() as u64, address, nonce.len());
+        let nonce = u64::from_ne_bytes(nonce);
+        if written.is_ok() && self.send(&Message::Probe { nonce }, None).is_ok() {
+            self.by_kernel = ByKernel::Trying;
+        }
+    }
+
+    fn send(&self, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Errno> {
+        let mut bytes = [0; MESSAGE_MAX];
+        let len = message.encode(&mut bytes).ok_or(Errno::MSGSIZE)?;
+        let bytes = bytes.get(..len).ok_or(Errno::MSGSIZE)?;
+        socket::send(&self.link.socket, bytes, file.map(AsFd::as_fd))
+    }
+
+    // ---- out ----
+
+    /// Takes a piece, or not ([`Step::NoRoom`]).
+    pub(super) fn submit(&mut self, work: &WorkRequest) -> Step {
+        if self.closing.is_some() {
+            return Step::Ended(Err(WorkError::PeerGone));
+        }
+        match self.step(work) {
+            Step::NotYet if self.waiting.len() < WAITING_MAX => {
+                self.waiting.push_back(*work);
+                Step::UnderWay
+            }
+            Step::NotYet => Step::NoRoom,
+            step => step,
+        }
+    }
+
+    fn step(&mut self, work: &WorkRequest) -> Step {
+        if work.nic >= self.our_nics || work.remote_nic >= self.their_nics {
+            return Step::Ended(Err(WorkError::LocalAccess));
+        }
+        let lane =
+            usize::from(work.nic) * usize::from(self.their_nics) + usize::from(work.remote_nic);
+        if work.imm.is_some() {
+            match self.has_room(lane) {
+                Ok(true) => {}
+                Ok(false) => return Step::NoRoom,
+                Err(Broken) => return self.broken(),
+            }
+        }
+        if work.len > 0 {
+            let place = match self.place(work) {
+                Ok(place) => place,
+                Err(step) => return step,
+            };
+            let step = self.move_bytes(work, place);
+            if step != Step::Ended(Ok(())) {
+                return step;
+            }
+        }
+        if let Some(imm) = work.imm {
+            let out = self.link.segment.outbound();
+            let bit = 1_u64 << lane;
+            let Some(to) = self.lanes_out.get_mut(lane) else {
+                return self.broken();
+            };
+            if to.producer.push(out.lane(lane), out.credit(lane), imm.bits()).is_err() {
+                return self.broken();
+            }
+            to.room = to.room.saturating_sub(1);
+            if self.lanes_used & bit == 0 {
+                self.lanes_used |= bit;
+                // Release: whoever looks into the lane because of it sees the entry.
+                out.lanes_used().store(self.lanes_used, Ordering::Release);
+            }
+            self.unrung = true;
+            if work.len >= RING_EARLY_BYTES {
+                self.ring();
+            }
+        }
+        Step::Ended(Ok(()))
+    }
+
+    fn has_room(&mut self, lane: usize) -> Result<bool, Broken> {
+        let out = self.lanes_out.get_mut(lane).ok_or(Broken)?;
+        if out.room == 0 {
+            out.room = out.producer.room(self.link.segment.outbound().credit(lane))?;
+        }
+        let room = out.room > 0;
+        let bit = 1 << lane;
+        self.lanes_full = if room { self.lanes_full & !bit } else { self.lanes_full | bit };
+        Ok(room)
+    }
+
+    /// The peer broke the protocol: ends the piece, and the session at the next poll.
+    fn broken(&mut self) -> Step {
+        self.close(DownReason::Protocol);
+        Step::Ended(Err(WorkError::PeerGone))
+    }
+
+    /// Where the bytes of a piece go; else what is to be done with the piece instead.
+    fn place(&mut self, work: &WorkRequest) -> Result<Place, Step> {
+        const REFUSED: Step = Step::Ended(Err(WorkError::RemoteAccess));
+        let key = work.dst_key;
+        let id = usize::try_from(id_of(key)).unwrap_or(usize::MAX);
+        let target = self.targets.get(id).unwrap_or(&Target::Unknown);
+        let have = target.key();
+        // The keys of a slot only grow: if the peer has shown us a later one, this one's tenant is gone.
+        let stale = have > key && matches!(target, Target::Mapped { .. } | Target::Process { .. });
+        if stale || id >= REGIONS_MAX || key == NO_KEY {
+            return Err(REFUSED);
+        }
+        match target {
+            // Whatever is asked about this slot is answered first.
+            Target::Asked { .. } => Err(Step::NotYet),
+            _ if have != key => {
+                self.ask(id, key);
+                Err(Step::NotYet)
+            }
+            Target::Mapped { mapping, base, len, .. } => {
+                let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
+                Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset)))
+            }
+            Target::Process { base, len, .. } => {
+                offset_in(work, *base, *len).ok_or(REFUSED)?;
+                match (self.by_kernel, self.foreign) {
+                    (ByKernel::Trying, _) => Err(Step::NotYet),
+                    (ByKernel::Yes, _) => Ok(Place::Process),
+                    (ByKernel::No, ForeignPath::KernelOnly) => {
+                        let code = Errno::PERM.raw_os_error();
+                        Err(Step::Ended(Err(WorkError::Device(code))))
+                    }
+                    (ByKernel::No, _) => Ok(Place::Bounce),
+                }
+            }
+            Target::Refused { .. } | Target::Unknown => Err(REFUSED),
+        }
+    }
+
+    /// Asks the peer about `key`, unless too much was asked already; the piece's next try asks again.
+    fn ask(&mut self, id: usize, key: u64) {
+        if self.targets.len() <= id {
+            self.targets.resize_with(id + 1, || Target::Unknown);
+        }
+        if self.asked >= ASKED_MAX || self.send(&Message::MapRequest { key }, None).is_err() {
+            return;
+        }
+        if let Some(target) = self.targets.get_mut(id) {
+            self.asked += 1;
+            *target = Target::Asked { key };
+        }
+    }
+
+    fn move_bytes(&mut self, work: &WorkRequest, place: Place) -> Step {
+        let Ok(len) = usize::try_from(work.len) else {
+            return Step::Ended(Err(WorkError::LocalAccess));
+        };
+        if let Place::Bounce = place {
+            if !self.bounce_out.has_room() {
+                return Step::NoRoom;
+            }
+            self.bounce_out.start(*work);
+            self.unrung |= self.bounce_out.pump(self.link.segment.outbound());
+            return Step::UnderWay;
+        }
+        if !self.hold(work.dst_key) {
+            self.forget(work.dst_key);
+            return Step::Ended(Err(WorkError::RemoteAccess));
+        }
+        match place {
+            Place::Here(dst) => {
+                // SAFETY:
+                // - the source may be read: the engine posts ranges of regions that stay registered,
+                //   and so mapped, until the piece is reported (`Provider::post`);
+                // - the destination lies inside the mapping: `offset_in` checked it, and the file
+                //   behind it cannot shrink; `targets` keeps it mapped;
+                // - no overlap: the mapping is one of our own making, and no region is in it.
+                unsafe { copy(work.src as *const u8, dst, len) };
+                Step::Ended(Ok(()))
+            }
+            Place::Process => self.move_by_kernel(work, len),
+            Place::Bounce => Step::Ended(Err(WorkError::LocalAccess)),
+        }
+    }
+
+    fn move_by_kernel(&mut self, work: &WorkRequest, len: usize) -> Step {
+        // The pid is the peer's as long as the peer lives.
+        if socket::is_gone(&self.link.socket) {
+            return Step::Ended(Err(WorkError::PeerGone));
+        }
+        match write_process(self.pid, work.src, work.dst, len) {
+            Ok(()) => Step::Ended(Ok(())),
+            Err(Errno::PERM) => {
+                // Allowed before, and not now: the peer has changed its credentials, or a policy.
+                self.by_kernel = ByKernel::No;
+                Step::NotYet
+            }
+            Err(Errno::FAULT) => Step::Ended(Err(WorkError::RemoteAccess)),
+            Err(Errno::SRCH) => Step::Ended(Err(WorkError::PeerGone)),
+            Err(errno) => Step::Ended(Err(WorkError::Device(errno.raw_os_error()))),
+        }
+    }
+
+    /// Enters under `key`, if that has not been done; returns whether writing is allowed.
+    fn hold(&mut self, key: u64) -> bool {
+        let out = self.link.segment.outbound();
+        let Some(grant) = out.grant(id_of(key)) else {
+            return false;
+        };
+        if self.held == key {
+            return hazard::may_continue(grant, key);
+        }
+        let granted = hazard::enter(out.active(), grant, key);
+        self.held = if granted { key } else { NO_KEY };
+        granted
+    }
+
+    /// Lets go of a region that the peer has withdrawn.
+    fn forget(&mut self, key: u64) {
+        self.leave();
+        if let Some(target) =
+            usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id))
+        {
+            *target = Target::Refused { key };
+        }
+    }
+
+    fn leave(&mut self) {
+        if self.held != NO_KEY {
+            hazard::leave(self.link.segment.outbound().active());
+            self.held = NO_KEY;
+        }
+    }
+
+    fn ring(&mut self) {
+        self.unrung = false;
+        self.link.ring();
+    }
+
+    /// Ends a run of pieces: nothing is being written any more, and a sleeping peer is woken.
+    pub(super) fn settle(&mut self) {
+        self.leave();
+        if self.unrung {
+            self.ring();
+        }
+    }
+
+    // ---- in ----
+
+    /// Takes what the peer sent, and goes on with what waits. Returns whether there was anything.
+    ///
+    /// Idle, it costs three loads and one for each lane in use.
+    pub(super) fn poll<S: Sink>(
+        &mut self,
+        memory: &ShmMemory,
+        sink: &mut S,
+    ) -> Result<bool, Broken> {
+        let mut any = self.take_immediates(sink)?;
+        let inn = self.link.segment.inbound();
+        if self.bounce_in.has_news(inn) {
+            any |= self.take_records(memory, sink)?;
+        }
+        if !self.bounce_out.is_idle() {
+            any |= self.reap(sink)?;
+        }
+        if self.retry > 0 {
+            any |= self.retry_waiting(sink);
+        }
+        self.settle();
+        if self.closing.is_some() && self.bounce_is_quiet() { Err(Broken) } else { Ok(any) }
+    }
+
+    /// Whether nothing that was put into the bounce ring can be delivered any more, or there is nothing.
+    pub(super) fn bounce_is_quiet(&self) -> bool {
+        self.bounce_out.is_idle() || bounce::Writer::is_quiet(self.link.segment.outbound())
+    }
+
+    /// Delivers immediates, of each lane those in the line that is read; returns whether there were any.
+    pub(super) fn take_immediates<S: Sink>(&mut self, sink: &mut S) -> Result<bool, Broken> {
+        let inn = self.link.segment.inbound();
+        // Acquire: pairs with the store that announced the lane.
+        let mut used = inn.lanes_used().load(Ordering::Acquire);
+        let mut any = false;
+        let mut freed = false;
+        while used != 0 {
+            let lane = used.trailing_zeros();
+            used &= used - 1;
+            let lane = usize::try_from(lane).map_err(|_| Broken)?;
+            // A bit of a lane that does not exist is a lie.
+            let LaneIn { consumer, nic } = self.lanes_in.get_mut(lane).ok_or(Broken)?;
+            let published = consumer.published();
+            while let Some(imm) = consumer.pop(inn.lane(lane), inn.credit(lane))? {
+                sink.immediate(*nic, self.link.peer, imm);
+                any = true;
+                if consumer.position().is_multiple_of(LINE_ENTRIES) {
+                    break;
+                }
+            }
+            freed |= consumer.published() != published;
+        }
+        self.unrung |= freed;
+        Ok(any)
+    }
+
+    fn take_records<S: Sink>(&mut self, memory: &ShmMemory, sink: &mut S) -> Result<bool, Broken> {
+        let inn = self.link.segment.inbound();
+        let mut any = false;
+        for _ in 0..RECORD_BATCH {
+            let Some(taken) = self.bounce_in.take(inn, memory, self.our_nics)? else {
+                break;
+            };
+            if let Some((nic, imm)) = taken.imm {
+                sink.immediate(nic, self.link.peer, imm);
+            }
+            any = true;
+        }
+        self.unrung |= any;
+        Ok(any)
+    }
+
+    fn reap<S: Sink>(&mut self, sink: &mut S) -> Result<bool, Broken> {
+        let out = self.link.segment.outbound();
+        let any =
+            self.bounce_out.reap(out, |work, end| sink.work_done(work.nic, work.token, end))?;
+        if any && self.closing.is_none() {
+            self.unrung |= self.bounce_out.pump(out);
+        }
+        Ok(any)
+    }
+
+    fn retry_waiting<S: Sink>(&mut self, sink: &mut S) -> bool {
+        let mut any = false;
+        for _ in 0..RETRY_BATCH.min(self.retry) {
+            self.retry -= 1;
+            let Some(work) = self.waiting.pop_front() else {
+                break;
+            };
+            match self.step(&work) {
+                Step::Ended(end) => sink.work_done(work.nic, work.token, end),
+                Step::UnderWay => {}
+                Step::NotYet | Step::NoRoom => {
+                    self.waiting.push_back(work);
+                    continue;
+                }
+            }
+            any = true;
+        }
+        any
+    }
+
+    /// Tries the waiting pieces again at the next poll.
+    pub(super) fn wake_waiting(&mut self) {
+        self.retry = self.waiting.len();
+    }
+
+    /// Whether the peer owes an answer, or pieces wait for other reasons.
+    pub(super) fn is_expecting(&self) -> bool {
+        self.asked > 0 || !self.waiting.is_empty() || self.by_kernel == ByKernel::Trying
+    }
+
+    /// Unmaps what the peer has withdrawn since the last call. A load, if that is nothing.
+    pub(super) fn sweep(&mut self) {
+        let out = self.link.segment.outbound();
+        let withdrawals = out.withdrawals().load(Ordering::Acquire);
+        if withdrawals == self.withdrawals {
+            return;
+        }
+        self.withdrawals = withdrawals;
+        for target in &mut self.targets {
+            if let Target::Mapped { key, .. } | Target::Process { key, .. } = target {
+                let key = *key;
+                let granted =
+                    out.grant(id_of(key)).is_some_and(|word| hazard::may_continue(word, key));
+                if !granted {
+                    *target = Target::Refused { key };
+                }
+            }
+        }
+    }
+
+    /// Acts on a message of the peer's.
+    pub(super) fn handle(
+        &mut self,
+        message: Message<'_>,
+        file: Option<OwnedFd>,
+        memory: &ShmMemory,
+    ) -> Result<(), Broken> {
+        match message {
+            Message::Kick => {}
+            Message::Probe { nonce } => {
+                let arrived = self.probe.load(Ordering::Acquire) == nonce;
+                self.reply(&Message::Probed { arrived }, None)?;
+            }
+            Message::Probed { arrived } => {
+                if self.by_kernel == ByKernel::Trying {
+                    self.by_kernel = if arrived { ByKernel::Yes } else { ByKernel::No };
+                    self.wake_waiting();
+                }
+            }
+            Message::MapRequest { key } => self.answer(key, memory)?,
+            Message::MapReply { key, answer } => self.learn(key, answer, file)?,
+            _ => return Err(Broken),
+        }
+        Ok(())
+    }
+
+    fn answer(&mut self, key: u64, memory: &ShmMemory) -> Result<(), Broken> {
+        let (answer, file) = match memory.grant(&self.link, key) {
+            Granted::File { file, base, len } => (Answer::File { base, len }, Some(file)),
+            Granted::Process { base, len } => (Answer::Process { base, len }, None),
+            Granted::Refused => (Answer::Refused, None),
+        };
+        self.reply(&Message::MapReply { key, answer }, file.as_deref())
+    }
+
+    fn reply(&self, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Broken> {
+        match self.send(message, file) {
+            // A peer keeps to a number of questions whose answers fit the socket.
+            Err(Errno::AGAIN) => Err(Broken),
+            // If it is gone, the socket says so when it is read.
+            Ok(()) | Err(_) => Ok(()),
+        }
+    }
+
+    fn learn(&mut self, key: u64, answer: Answer, file: Option<OwnedFd>) -> Result<(), Broken> {
+        let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id));
+        let target = target.ok_or(Broken)?;
+        if !matches!(target, Target::Asked { key: asked } if *asked == key) {
+            return Err(Broken);
+        }
+        *target = match answer {
+            Answer::File { base, len } => map(key, base, len, file),
+            Answer::Process { base, len } => Target::Process { key, base, len },
+            Answer::Refused => Target::Refused { key },
+        };
+        self.asked = self.asked.saturating_sub(1);
+        self.wake_waiting();
+        Ok(())
+    }
+
+    // ---- sleep and end ----
+
+    /// Announces that the engine is about to sleep; returns whether there is nothing to do.
+    pub(super) fn prepare_sleep(&mut self) -> bool {
+        let inn = self.link.segment.inbound();
+        inn.doorbell().prepare_sleep();
+        let out = self.link.segment.outbound();
+        let bounced = self.bounce_in.has_news(inn) || self.bounce_out.has_news(out);
+        // Pieces that wait for no answer are tried again in time: nobody would wake us for them.
+        let stuck =
+            !self.waiting.is_empty() && self.asked == 0 && self.by_kernel != ByKernel::Trying;
+        let withdrawn = out.withdrawals().load(Ordering::Relaxed) != self.withdrawals;
+        let ending = self.closing.is_some();
+        let busy = bounced || stuck || withdrawn || ending || self.retry > 0;
+        !(busy || self.has_immediates() || self.has_found_room())
+    }
+
+    fn has_immediates(&self) -> bool {
+        let inn = self.link.segment.inbound();
+        let used = inn.lanes_used().load(Ordering::Acquire);
+        let nowhere = AtomicU64::new(0);
+        self.lanes_in.iter().enumerate().any(|(lane, from)| {
+            // A copy looks, so that nothing is taken. An error is something to do, too.
+            let look = || from.consumer.clone().pop(inn.lane(lane), &nowhere) != Ok(None);
+            used >> lane & 1 == 1 && look()
+        })
+    }
+
+    fn has_found_room(&mut self) -> bool {
+        let full = self.lanes_full;
+        (0..self.lanes_out.len())
+            .any(|lane| full >> lane & 1 == 1 && self.has_room(lane) != Ok(false))
+    }
+
+    pub(super) fn awake(&self) {
+        self.link.segment.inbound().doorbell().awake();
+    }
+
+    /// Calls back what lies in the bounce ring, and posts nothing more. The session is lost by it.
+    pub(super) fn close(&mut self, reason: DownReason) {
+        self.settle();
+        self.closing.get_or_insert(reason);
+        bounce::Writer::close(self.link.segment.outbound());
+    }
+
+    /// Whether anything lies in the bounce ring.
+    pub(super) fn is_bouncing(&self) -> bool {
+        !self.bounce_out.is_idle()
+    }
+
+    /// Ends the pieces that wait; nothing of them has been written.
+    pub(super) fn flush_waiting<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
+        for work in self.waiting.drain(..) {
+            sink.work_done(work.nic, work.token, Err(error));
+        }
+        self.retry = 0;
+    }
+
+    /// Ends all pieces. The bounce ring must be quiet, or the peer gone.
+    pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
+        self.flush_waiting(error, sink);
+        self.bounce_out.flush(error, |work, end| sink.work_done(work.nic, work.token, end));
+    }
+}
+
+/// How far into the region the piece starts, if it lies inside.
+fn offset_in(work: &WorkRequest, base: u64, len: u64) -> Option<usize> {
+    let offset = work.dst.checked_sub(base)?;
+    let end = offset.checked_add(work.len)?;
+    if end <= len { usize::try_from(offset).ok() } else { None }
+}
+
+/// Maps a region whose file the peer has sent.
+fn map(key: u64, base: u64, len: u64, file: Option<OwnedFd>) -> Target {
+    let mapped = file
+        .filter(|file| is_sealed(file, len))
+        .and_then(|file| Mapping::new(file, usize::try_from(len).ok()?).ok());
+    match mapped {
+        Some(mapping) => Target::Mapped { key, mapping, base, len },
+        None => Target::Refused { key },
+    }
+}

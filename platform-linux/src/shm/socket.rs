@@ -1,0 +1,246 @@
+//! The socket of a session: whole messages, at most one file with each, nothing that blocks.
+//!
+//! An engine listens on a socket in the abstract namespace, named after 128 random bits: there is no
+//! file to clean up or to protect. Who may call is decided by the handshake; that a process can
+//! reach the name at all says nothing.
+//!
+//! # Invariants
+//!
+//! - Every socket is non-blocking and closed on exec; no call here waits or raises a signal.
+//! - Received files are closed on exec, and closed at once if they are more than one.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+
+use rustix::event::{PollFd, PollFlags};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
+    SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+};
+
+/// The name of an engine's listening socket: these bits, in hexadecimal.
+pub(super) type ListenerId = [u8; 16];
+
+/// The longest message either side sends.
+pub(super) const MESSAGE_MAX: usize = 4096;
+
+const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+/// Calls that wait to be accepted; further ones are told to try again.
+const BACKLOG: i32 = 128;
+
+fn name(id: &ListenerId) -> Result<SocketAddrUnix, Errno> {
+    SocketAddrUnix::new_abstract_name(
+        format!("immwire-{:032x}", u128::from_be_bytes(*id)).as_bytes(),
+    )
+}
+
+fn socket() -> Result<OwnedFd, Errno> {
+    rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None)
+}
+
+/// Opens the socket on which others reach `id`.
+pub(super) fn listen(id: &ListenerId) -> Result<OwnedFd, Errno> {
+    let listener = socket()?;
+    rustix::net::bind(&listener, &name(id)?)?;
+    rustix::net::listen(&listener, BACKLOG)?;
+    Ok(listener)
+}
+
+/// Calls `id`. `AGAIN`: its backlog is full, try later. `CONNREFUSED`: nobody listens there.
+pub(super) fn call(id: &ListenerId) -> Result<OwnedFd, Errno> {
+    let socket = socket()?;
+    rustix::net::connect(&socket, &name(id)?)?;
+    Ok(socket)
+}
+
+/// Takes one caller; `AGAIN` if there is none.
+pub(super) fn accept(listener: &OwnedFd) -> Result<OwnedFd, Errno> {
+    rustix::net::accept_with(listener, FLAGS)
+}
+
+/// Who made the other end of a connection, as the kernel noted it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Credentials {
+    /// Zero if the process cannot be seen from this pid namespace.
+    pub(super) pid: i32,
+    pub(super) uid: u32,
+}
+
+/// Returns who made the other end.
+pub(super) fn credentials(socket: &OwnedFd) -> Result<Credentials, Errno> {
+    let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
+    let mut len: libc::socklen_t = 12;
+    const { assert!(size_of::<libc::ucred>() == 12) };
+    // SAFETY: `found` is a local of exactly `len` bytes, for which any bits are a value. (rustix is
+    // not used: it gives the pid a type that cannot be zero, which the kernel does not promise.)
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            libc::SO_PEERCRED,
+            (&raw mut found).cast(),
+            &raw mut len,
+        )
+    };
+    if status == 0 { Ok(Credentials { pid: found.pid, uid: found.uid }) } else { Err(last_errno()) }
+}
+
+/// The errno of the libc call that just failed.
+pub(super) fn last_errno() -> Errno {
+    let error = std::io::Error::last_os_error();
+    Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))
+}
+
+/// Sends one message, with a file if given. `AGAIN`: the peer does not read; anything else: it is gone.
+pub(super) fn send(
+    socket: impl AsFd,
+    bytes: &[u8],
+    file: Option<BorrowedFd<'_>>,
+) -> Result<(), Errno> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = SendAncillaryBuffer::new(&mut space);
+    let files = file.as_slice();
+    if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+        return Err(Errno::NOBUFS);
+    }
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    // A message is sent whole or not at all.
+    rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
+}
+
+/// A message that arrived.
+#[derive(Debug)]
+pub(super) struct Received {
+    /// Bytes of it, at the front of the caller's buffer.
+    pub(super) len: usize,
+    /// The file that came with it.
+    pub(super) file: Option<OwnedFd>,
+}
+
+/// Why there is no message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NoMessage {
+    /// None has arrived.
+    Yet,
+    /// The peer has closed its end, or died.
+    Gone,
+    /// It was longer than any message, or carried too many files. They have been closed.
+    Malformed,
+}
+
+/// Takes one message. An empty one cannot be told from the end, and is taken for it.
+pub(super) fn receive(
+    socket: impl AsFd,
+    buffer: &mut [u8; MESSAGE_MAX],
+) -> Result<Received, NoMessage> {
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
+    let got =
+        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
+            Ok(got) => got,
+            Err(Errno::AGAIN | Errno::INTR) => return Err(NoMessage::Yet),
+            Err(_) => return Err(NoMessage::Gone),
+        };
+    let mut files = control.drain().filter_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(files) => Some(files),
+        _ => None,
+    });
+    let mut files = files.by_ref().flatten();
+    let (file, surplus) = (files.next(), files.count());
+    if got.bytes == 0 {
+        return Err(NoMessage::Gone);
+    }
+    if surplus > 0 || got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+        return Err(NoMessage::Malformed);
+    }
+    Ok(Received { len: got.bytes, file })
+}
+
+/// Whether the other end has been closed, or its process is dead. Does not read.
+pub(super) fn is_gone(socket: &OwnedFd) -> bool {
+    let gone = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
+    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    let [fd] = match rustix::event::poll(&mut fds, Some(&now)) {
+        Ok(_) => fds,
+        Err(_) => return false,
+    };
+    fd.revents().intersects(gone)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn pair() -> (OwnedFd, OwnedFd) {
+        let kind = SocketType::SEQPACKET;
+        rustix::net::socketpair(AddressFamily::UNIX, kind, FLAGS, None).unwrap()
+    }
+
+    #[test]
+    fn a_message_arrives_whole_with_its_file() {
+        let (a, b) = pair();
+        let mut buffer = [0; MESSAGE_MAX];
+        assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Yet));
+        send(&a, b"one", Some(a.as_fd())).unwrap();
+        send(&a, b"second", None).unwrap();
+        let got = receive(&b, &mut buffer).unwrap();
+        assert_eq!(&buffer[..got.len], b"one");
+        let flags = rustix::io::fcntl_getfd(got.file.unwrap()).unwrap();
+        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        let got = receive(&b, &mut buffer).unwrap();
+        assert_eq!((&buffer[..got.len], got.file.is_none()), (&b"second"[..], true));
+        assert!(!is_gone(&b));
+        drop(a);
+        assert!(is_gone(&b));
+        assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Gone));
+        assert!(send(&b, b"x", None).is_err());
+    }
+
+    #[test]
+    fn what_is_too_long_or_has_too_many_files_is_malformed() {
+        let (a, b) = pair();
+        let mut buffer = [0; MESSAGE_MAX];
+        send(&a, &[7; MESSAGE_MAX + 1], None).unwrap();
+        assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Malformed));
+        send(&a, &[7; MESSAGE_MAX], None).unwrap();
+        assert_eq!(receive(&b, &mut buffer).unwrap().len, MESSAGE_MAX);
+        for count in [2_usize, 3, 9] {
+            let files = vec![a.as_fd(); count];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(9))];
+            let mut control = SendAncillaryBuffer::new(&mut space);
+            assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
+            let bytes = [IoSlice::new(b"x")];
+            rustix::net::sendmsg(&a, &bytes, &mut control, SendFlags::NOSIGNAL).unwrap();
+            assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Malformed), "{count}");
+        }
+    }
+
+    #[test]
+    fn a_full_socket_says_so_instead_of_blocking() {
+        let (a, _b) = pair();
+        let full = (0..100_000).find_map(|_| send(&a, &[0; 1024], None).err());
+        assert_eq!(full, Some(Errno::AGAIN));
+    }
+
+    #[test]
+    fn callers_and_listeners_see_each_other_s_credentials() {
+        let mut id = ListenerId::default();
+        rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty()).unwrap();
+        assert_eq!(call(&id).err(), Some(Errno::CONNREFUSED));
+        let listener = listen(&id).unwrap();
+        assert_eq!(accept(&listener).err(), Some(Errno::AGAIN));
+        let caller = call(&id).unwrap();
+        let callee = accept(&listener).unwrap();
+        let me = Credentials {
+            pid: i32::try_from(std::process::id()).unwrap(),
+            uid: rustix::process::getuid().as_raw(),
+        };
+        assert_eq!(credentials(&caller).unwrap(), me);
+        assert_eq!(credentials(&callee).unwrap(), me);
+        assert!(listen(&id).is_err());
+    }
+}

@@ -1,0 +1,902 @@
+//! Providers in pairs, in one process: handshakes, writes by each path, taking back, death, sleep.
+
+use std::collections::BTreeMap;
+use std::os::fd::AsRawFd;
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicBool, AtomicU8, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use immwire_core::group::Token;
+use immwire_core::imm::{Imm, ImmTag};
+use immwire_core::peer::{Crossing, resolve_crossing};
+use immwire_core::region::Rights;
+use rustix::event::{PollFd, PollFlags};
+
+use super::*;
+use crate::provider::{Memory, Registered};
+
+/// Keeps tests that count the files of the process from running beside others.
+static FILES: Mutex<()> = Mutex::new(());
+
+fn alone() -> MutexGuard<'static, ()> {
+    FILES.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// What a provider reported.
+struct Record {
+    hello: Hello,
+    refuse: Option<Refusal>,
+    peers: BTreeMap<EngineId, PeerId>,
+    calling: BTreeMap<EngineId, PeerId>,
+    next: u16,
+    done: Vec<(u64, Result<(), WorkError>)>,
+    immediates: Vec<(NicIndex, PeerId, u32)>,
+    connected: Vec<PeerId>,
+    lost: Vec<(PeerId, DownReason)>,
+}
+
+impl Record {
+    fn new_peer(&mut self) -> PeerId {
+        self.next += 1;
+        PeerId { index: self.next, generation: 1 }
+    }
+}
+
+impl Sink for Record {
+    fn work_done(&mut self, _: NicIndex, token: Token, outcome: Result<(), WorkError>) {
+        self.done.push((token.bits(), outcome));
+    }
+
+    fn immediate(&mut self, nic: NicIndex, peer: PeerId, imm: u32) {
+        self.immediates.push((nic, peer, imm));
+    }
+
+    fn incoming(&mut self, hello: &Hello) -> Result<(PeerId, Hello), Refusal> {
+        if let Some(refusal) = self.refuse {
+            return Err(refusal);
+        }
+        let engine = hello.engine();
+        let peer = match self.calling.get(&engine) {
+            Some(&peer) => match resolve_crossing(self.hello.engine(), engine) {
+                Crossing::KeepTheirs => peer,
+                _ => return Err(Refusal::Crossed),
+            },
+            None => self.new_peer(),
+        };
+        self.peers.insert(engine, peer);
+        Ok((peer, self.hello.clone()))
+    }
+
+    fn connected(&mut self, peer: PeerId, hello: &Hello) {
+        self.calling.remove(&hello.engine());
+        self.peers.insert(hello.engine(), peer);
+        self.connected.push(peer);
+    }
+
+    fn disconnected(&mut self, peer: PeerId, reason: DownReason) {
+        self.lost.push((peer, reason));
+    }
+}
+
+struct Node {
+    provider: ShmProvider,
+    record: Record,
+    mailbox: Registered,
+    clock: Instant,
+}
+
+impl Node {
+    fn with(config: ShmConfig) -> Self {
+        let provider = ShmProvider::new(config).unwrap();
+        let geometry = immwire_core::mailbox::Geometry::new(2, 128).unwrap();
+        let bytes = usize::try_from(geometry.bytes()).unwrap();
+        let mailbox = provider.memory().alloc(bytes).unwrap();
+        let hello = Hello {
+            address: provider.address(),
+            mailbox: mailbox.desc,
+            geometry,
+            heartbeat_ms: 100,
+        };
+        let record = Record {
+            hello,
+            refuse: None,
+            peers: BTreeMap::new(),
+            calling: BTreeMap::new(),
+            next: 0,
+            done: vec![],
+            immediates: vec![],
+            connected: vec![],
+            lost: vec![],
+        };
+        Self { provider, record, mailbox, clock: Instant::now() }
+    }
+
+    fn new(engine: u64) -> Self {
+        Self::with(ShmConfig::new(EngineId(engine)))
+    }
+
+    fn now(&self) -> Time {
+        Time::ZERO.after(self.clock.elapsed())
+    }
+
+    fn poll(&mut self) -> bool {
+        let now = self.now();
+        self.provider.poll(now, &mut self.record)
+    }
+
+    fn call(&mut self, other: &Self) -> PeerId {
+        let peer = self.record.new_peer();
+        let address = other.provider.address();
+        self.record.calling.insert(address.engine(), peer);
+        let hello = self.record.hello.clone();
+        self.provider.connect(peer, &address, &hello).unwrap();
+        peer
+    }
+
+    fn peer(&self, other: &Self) -> PeerId {
+        self.record.peers[&other.record.hello.engine()]
+    }
+
+    fn post(&mut self, work: &[WorkRequest]) -> usize {
+        let nic = work.first().map_or(0, |work| work.nic);
+        self.provider.post(nic, work, &mut self.record)
+    }
+}
+
+/// Polls both until `done`; fails the test after a few seconds.
+fn run(a: &mut Node, b: &mut Node, mut done: impl FnMut(&mut Node, &mut Node) -> bool) {
+    let start = Instant::now();
+    while !done(a, b) {
+        a.poll();
+        b.poll();
+        assert!(
+            start.elapsed() < Duration::from_secs(5),
+            "{:?} {:?}",
+            a.provider.slots,
+            b.provider.slots
+        );
+    }
+}
+
+fn join(mut a: Node, mut b: Node) -> (Node, Node) {
+    let peer = a.call(&b);
+    run(&mut a, &mut b, |a, b| !a.record.connected.is_empty() && !b.record.connected.is_empty());
+    assert_eq!(a.record.connected, [peer]);
+    (a, b)
+}
+
+fn pair() -> (Node, Node) {
+    join(Node::new(1), Node::new(2))
+}
+
+fn pair_by(foreign: ForeignPath) -> (Node, Node) {
+    let config = |engine| ShmConfig { foreign, ..ShmConfig::new(EngineId(engine)) };
+    join(Node::with(config(1)), Node::with(config(2)))
+}
+
+/// A source, written before and left alone after.
+fn source(node: &Node, bytes: usize, seed: u8) -> Registered {
+    let region = node.provider.memory().alloc(bytes).unwrap();
+    for at in 0..bytes {
+        // SAFETY: inside the region; nobody else has its address yet.
+        unsafe { region.ptr.as_ptr().add(at).write(pattern(at, seed)) };
+    }
+    region
+}
+
+fn pattern(at: usize, seed: u8) -> u8 {
+    u8::try_from(at % 251).unwrap() ^ seed
+}
+
+fn bytes(region: &Registered) -> Vec<u8> {
+    // SAFETY: reads bytes of the region one by one; who writes to it has been heard of.
+    (0..region.len).map(|at| unsafe { region.ptr.as_ptr().add(at).read_volatile() }).collect()
+}
+
+fn imm(units: u16) -> Imm {
+    ImmTag::new(5, 3).unwrap().with_units(units).unwrap()
+}
+
+fn write(token: u64, peer: PeerId, src: &Registered, dst: &Registered) -> WorkRequest {
+    WorkRequest {
+        token: Token::from_bits(token),
+        nic: 0,
+        remote_nic: 0,
+        peer,
+        src: src.local.base,
+        src_key: 0,
+        dst: dst.desc.base,
+        dst_key: dst.desc.keys.get(0).unwrap(),
+        len: (src.len.min(dst.len)) as u64,
+        imm: Some(imm(16)),
+    }
+}
+
+/// Memory of this process that no file stands behind.
+struct Foreign {
+    memory: Box<[AtomicU8]>,
+    region: Registered,
+}
+
+fn foreign(node: &Node, len: usize) -> Foreign {
+    let memory: Box<[AtomicU8]> = (0..len).map(|_| AtomicU8::new(0)).collect();
+    let ptr = NonNull::new(memory.as_ptr().cast_mut().cast()).unwrap();
+    // SAFETY: `memory` lives beside the region, and is accessed as atomics only.
+    let region =
+        unsafe { node.provider.memory().register(ptr, len, Rights::REMOTE_WRITE) }.unwrap();
+    Foreign { memory, region }
+}
+
+impl Foreign {
+    fn bytes(&self) -> Vec<u8> {
+        self.memory.iter().map(|byte| byte.load(Ordering::Relaxed)).collect()
+    }
+}
+
+// ---- handshake ----
+
+#[test]
+fn both_sides_learn_of_each_other() {
+    let _alone = alone();
+    let (a, b) = pair();
+    assert_eq!(b.record.connected, [b.peer(&a)]);
+    assert_eq!(b.provider.stats(), ShmStats { accepted: 1, refused: 0, dropped: 0 });
+}
+
+#[test]
+fn a_refusal_reaches_the_caller() {
+    let _alone = alone();
+    for refusal in [Refusal::Busy, Refusal::ShuttingDown, Refusal::Crossed] {
+        let (mut a, mut b) = (Node::new(1), Node::new(2));
+        b.record.refuse = Some(refusal);
+        let peer = a.call(&b);
+        run(&mut a, &mut b, |a, b| b.provider.stats.refused == 1 && a.provider.handshakes == 0);
+        // The side that keeps the other call says nothing: that one is under way.
+        let told = if refusal == Refusal::Crossed {
+            vec![]
+        } else {
+            vec![(peer, DownReason::Refused(refusal))]
+        };
+        assert_eq!(a.record.lost, told);
+        assert!(b.record.connected.is_empty());
+    }
+}
+
+#[test]
+fn calls_that_cross_end_in_one_session() {
+    let _alone = alone();
+    for (first, second) in [(1, 2), (2, 1)] {
+        let (mut a, mut b) = (Node::new(first), Node::new(second));
+        let (to_b, to_a) = (a.call(&b), b.call(&a));
+        run(&mut a, &mut b, |a, b| {
+            a.provider.handshakes + b.provider.handshakes == 0 && !a.provider.up.is_empty()
+        });
+        assert_eq!(
+            (a.record.connected.clone(), b.record.connected.clone()),
+            (vec![to_b], vec![to_a])
+        );
+        assert!(a.record.lost.is_empty() && b.record.lost.is_empty());
+        let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+        a.post(&[write(1, to_b, &src, &dst)]);
+        run(&mut a, &mut b, |_, b| b.record.immediates == [(0, to_a, imm(16).bits())]);
+    }
+}
+
+#[test]
+fn a_group_key_is_asked_of_everybody() {
+    let _alone = alone();
+    let key = |secret: &[u8]| Some(GroupKey::derive(secret));
+    for (ours, theirs, good) in [
+        (key(b"x"), key(b"x"), true),
+        (key(b"x"), key(b"y"), false),
+        (key(b"x"), None, false),
+        (None, key(b"x"), false),
+    ] {
+        let node = |engine, group_key| {
+            Node::with(ShmConfig { group_key, ..ShmConfig::new(EngineId(engine)) })
+        };
+        let (mut a, mut b) = (node(1, ours), node(2, theirs));
+        let peer = a.call(&b);
+        run(&mut a, &mut b, |a, _| a.record.connected.len() + a.record.lost.len() > 0);
+        if good {
+            assert_eq!(a.record.connected, [peer]);
+        } else {
+            let why = DownReason::Refused(Refusal::Unauthorised);
+            assert_eq!(a.record.lost, [(peer, why)]);
+            run(&mut a, &mut b, |_, b| b.provider.up.is_empty() && b.provider.handshakes == 0);
+        }
+    }
+}
+
+#[test]
+fn an_address_that_cannot_be_is_an_error_at_once() {
+    let _alone = alone();
+    let mut a = Node::new(1);
+    let hello = a.record.hello.clone();
+    let peer = PeerId { index: 0, generation: 0 };
+    let nic = |bytes: &[u8]| NicAddr {
+        speed_gbps: 1,
+        address: heapless::Vec::from_slice(bytes).unwrap(),
+    };
+    let mut connect = |kind, nics: &[NicAddr]| {
+        let address = NetAddr::new(kind, EngineId(9), nics).unwrap();
+        a.provider.connect(peer, &address, &hello).unwrap_err()
+    };
+    use ProviderKind::{Shm, Verbs};
+    assert!(matches!(connect(Verbs, &[nic(&[0; 16])]), ConnectError::OtherProvider { .. }));
+    assert!(matches!(connect(Shm, &[nic(&[0; 15])]), ConnectError::Malformed { .. }));
+    let two = [nic(&[0; 16]), nic(&[1; 16])];
+    assert!(matches!(connect(Shm, &two), ConnectError::Malformed { .. }));
+    assert!(matches!(connect(Shm, &[nic(&[0; 16])]), ConnectError::Unreachable { .. }));
+    let own = a.provider.address();
+    let to_self = a.provider.connect(peer, &own, &hello);
+    assert!(matches!(to_self, Err(ConnectError::Myself)));
+}
+
+// ---- hostile callers ----
+
+#[test]
+fn garbage_on_the_listening_socket_is_dropped_and_others_are_served() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let mut state = 0x2545_f491_4f6c_dd1d_u64;
+    let mut random = move || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    for round in 0..200 {
+        let socket = socket::call(&b.provider.id).unwrap();
+        let mut bytes = [0; MESSAGE_MAX];
+        let len = match round % 3 {
+            0 => usize::from(random().to_le_bytes()[0]) + 1,
+            1 => {
+                Message::Call { nonce: [0; 32], target: b.provider.id }.encode(&mut bytes).unwrap()
+            }
+            _ => Message::MapRequest { key: random() }.encode(&mut bytes).unwrap(),
+        };
+        match round % 3 {
+            0 => bytes[..len].iter_mut().for_each(|byte| *byte = random().to_le_bytes()[0]),
+            1 => bytes[usize::from(random().to_le_bytes()[0]) % 8] ^= 1,
+            _ => {}
+        }
+        socket::send(&socket, &bytes[..len], Some(socket.as_fd())).unwrap();
+        let before = b.provider.stats();
+        run(&mut a, &mut b, |_, b| {
+            let now = b.provider.stats();
+            now.refused + now.dropped > before.refused + before.dropped
+        });
+        assert_eq!(b.provider.handshakes, 0);
+    }
+    assert_eq!(b.provider.up.len(), 1);
+    join(Node::new(3), b);
+}
+
+#[test]
+fn whoever_does_not_finish_is_dropped_in_time_and_the_number_is_bounded() {
+    let _alone = alone();
+    let mut b = Node::new(2);
+    let mut callers = Vec::new();
+    let far = |n: u64| Time::from_nanos(n * 1_000_000_000);
+    for _ in 0..STRANGERS_MAX + 5 {
+        callers.push(socket::call(&b.provider.id).unwrap());
+        b.provider.look(far(1), &mut b.record);
+    }
+    assert_eq!((b.provider.handshakes, b.provider.stats.refused), (STRANGERS_MAX, 5));
+    // The one who has gone half the way is no better.
+    tell(&callers[0], &Message::Call { nonce: [0; 32], target: b.provider.id }, None).unwrap();
+    b.provider.look(far(2), &mut b.record);
+    assert_eq!(b.provider.handshakes, STRANGERS_MAX);
+    b.provider.look(far(3), &mut b.record);
+    assert_eq!((b.provider.handshakes, b.provider.stats.dropped), (0, STRANGERS_MAX as u64));
+}
+
+#[test]
+fn another_version_is_told_ours() {
+    let _alone = alone();
+    let mut b = Node::new(2);
+    let socket = socket::call(&b.provider.id).unwrap();
+    let mut bytes = [0; MESSAGE_MAX];
+    let len = Message::Call { nonce: [0; 32], target: b.provider.id }.encode(&mut bytes).unwrap();
+    bytes[4..6].copy_from_slice(&9_u16.to_le_bytes());
+    socket::send(&socket, &bytes[..len], None).unwrap();
+    b.provider.look(Time::ZERO, &mut b.record);
+    b.provider.look(Time::ZERO, &mut b.record);
+    let got = socket::receive(&socket, &mut bytes).unwrap();
+    let version = Refusal::Version { ours: PROTOCOL_VERSION, theirs: 9 };
+    assert_eq!(Message::decode(&bytes[..got.len]), Ok(Message::Refuse(version)));
+}
+
+#[test]
+fn a_segment_that_is_not_sealed_or_not_of_the_size_is_refused() {
+    let _alone = alone();
+    let geometry = Geometry { initiator_nics: 1, acceptor_nics: 1 };
+    let short = segment::sealed_file("x", geometry.bytes() - 1).unwrap();
+    let flags = rustix::fs::MemfdFlags::ALLOW_SEALING | rustix::fs::MemfdFlags::CLOEXEC;
+    let open = rustix::fs::memfd_create("y", flags).unwrap();
+    rustix::fs::ftruncate(&open, geometry.bytes() as u64).unwrap();
+    for file in [short, open] {
+        let (a, mut b) = (Node::new(1), Node::new(2));
+        let socket = socket::call(&b.provider.id).unwrap();
+        let call = Message::Call { nonce: [0; 32], target: b.provider.id };
+        tell(&socket, &call, None).unwrap();
+        let mut hello = [0; Hello::ENCODED_MAX];
+        let len = a.record.hello.encode(&mut hello).unwrap();
+        let claim = Claim { probe_address: 0, geometry, hello: &hello[..len] };
+        tell(&socket, &Message::Prove { proof: [0; 32], claim }, Some(&file)).unwrap();
+        for _ in 0..4 {
+            b.provider.look(Time::ZERO, &mut b.record);
+        }
+        assert!(b.record.connected.is_empty());
+        assert_eq!((b.provider.handshakes, b.provider.stats.refused), (0, 1));
+    }
+}
+
+#[test]
+fn a_peer_that_scribbles_into_the_segment_loses_its_session_only() {
+    let _alone = alone();
+    type Scribble = fn(&Segment);
+    let scribbles: [(&str, Scribble); 6] = [
+        ("a lane that is not there", |s| {
+            s.outbound().lanes_used().store(u64::MAX, Ordering::SeqCst)
+        }),
+        ("a lap that cannot be", |s| {
+            s.outbound().lane(0)[0].store(77, Ordering::SeqCst);
+            s.outbound().lanes_used().store(1, Ordering::SeqCst);
+        }),
+        ("a bounce head too far on", |s| {
+            s.outbound().bounce_head().store(1 << 40, Ordering::SeqCst);
+        }),
+        ("a record longer than the ring", |s| {
+            s.outbound().bounce()[2].store(u64::from(u32::MAX), Ordering::SeqCst);
+            s.outbound().bounce_head().store(128, Ordering::SeqCst);
+        }),
+        ("a record for a NIC that is not there", |s| {
+            s.outbound().bounce()[2].store(9 << 40, Ordering::SeqCst);
+            s.outbound().bounce_head().store(64, Ordering::SeqCst);
+        }),
+        ("a credit ahead of the lane", |s| s.inbound().credit(0).store(5, Ordering::SeqCst)),
+    ];
+    for (what, scribble) in scribbles {
+        let (mut a, mut b) = pair();
+        let (to_a, to_b) = (b.peer(&a), a.peer(&b));
+        scribble(&a.provider.session(to_b).unwrap().link.segment);
+        // The credit is looked at by whoever posts.
+        let (src, dst) = (source(&b, 8, 0), a.provider.memory().alloc(8).unwrap());
+        b.post(&[write(1, to_a, &src, &dst)]);
+        run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
+        assert_eq!(b.record.lost, [(to_a, DownReason::Protocol)], "{what}");
+        assert_eq!(b.record.done.len(), 1, "{what}");
+        run(&mut a, &mut b, |a, _| a.record.lost == [(to_b, DownReason::Disconnected)]);
+        join(Node::new(3), b);
+    }
+}
+
+// ---- writes ----
+
+#[test]
+fn a_write_of_any_size_arrives_by_every_path() {
+    let _alone = alone();
+    for path in [ForeignPath::Auto, ForeignPath::KernelOnly, ForeignPath::BounceOnly] {
+        let (mut a, mut b) = pair_by(path);
+        let peer = a.peer(&b);
+        for (token, len) in (0_u64..).zip([1, 63, 64, 65, 4096, 65_536, 65_537, 200_000, 1 << 20]) {
+            for mapped in [true, false] {
+                a.record.done.clear();
+                b.record.immediates.clear();
+                let src = source(&a, len, token.to_le_bytes()[0]);
+                let room = len + 128;
+                let far = foreign(&b, room);
+                let near = b.provider.memory().alloc(room).unwrap();
+                let dst = if mapped { &near } else { &far.region };
+                let mut work = write(token, peer, &src, dst);
+                work.dst += 64;
+                assert_eq!(a.post(&[work]), 1);
+                run(&mut a, &mut b, |a, b| {
+                    a.record.done.len() == 1 && b.record.immediates.len() == 1
+                });
+                assert_eq!(a.record.done, [(token, Ok(()))]);
+                let got = if mapped { bytes(&near) } else { far.bytes() };
+                let want: Vec<u8> = (0..room)
+                    .map(|at| {
+                        if (64..64 + len).contains(&at) {
+                            pattern(at - 64, token.to_le_bytes()[0])
+                        } else {
+                            0
+                        }
+                    })
+                    .collect();
+                assert!(got == want, "{path:?} {len} {mapped}");
+                for (node, region) in [(&a, src), (&b, near), (&b, far.region)] {
+                    node.provider.memory().revoke(&region, Duration::from_secs(1)).unwrap();
+                    node.provider.memory().release(region);
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn bare_immediates_and_silent_writes_are_told_apart() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let (src, dst) = (source(&a, 8, 1), b.provider.memory().alloc(8).unwrap());
+    let silent = WorkRequest { imm: None, ..write(1, peer, &src, &dst) };
+    // The key of a bare immediate is not looked at.
+    let bare = WorkRequest { len: 0, dst_key: 0, ..write(2, peer, &src, &dst) };
+    a.post(&[silent, bare]);
+    run(&mut a, &mut b, |a, _| a.record.done.len() == 2);
+    run(&mut a, &mut b, |_, b| b.record.immediates.len() == 1);
+    assert_eq!(bytes(&dst), bytes(&src));
+}
+
+#[test]
+fn every_pair_of_nics_has_a_way_whatever_their_numbers() {
+    let _alone = alone();
+    for (ours, theirs) in [(1, 4), (4, 1), (3, 2), (8, 8)] {
+        let node =
+            |engine, nics| Node::with(ShmConfig { nics, ..ShmConfig::new(EngineId(engine)) });
+        let (mut a, mut b) = join(node(1, ours), node(2, theirs));
+        for turn in 0..2 {
+            let (peer, back) = (a.peer(&b), b.peer(&a));
+            let (src, dst) = (source(&a, 8, 1), b.provider.memory().alloc(8).unwrap());
+            let (from, to) = if turn == 0 { (ours, theirs) } else { (theirs, ours) };
+            let mut want = Vec::new();
+            for nic in 0..from {
+                for remote_nic in 0..to {
+                    let tag = imm(u16::from(nic) * 8 + u16::from(remote_nic) + 1);
+                    let work = WorkRequest {
+                        nic,
+                        remote_nic,
+                        imm: Some(tag),
+                        ..write(1, peer, &src, &dst)
+                    };
+                    assert_eq!(a.post(&[work]), 1);
+                    want.push((remote_nic, back, tag.bits()));
+                }
+            }
+            run(&mut a, &mut b, |_, b| b.record.immediates.len() >= want.len());
+            b.record.immediates.sort_unstable();
+            want.sort_unstable();
+            assert_eq!(b.record.immediates, want);
+            let beyond = WorkRequest { remote_nic: to, ..write(7, peer, &src, &dst) };
+            a.post(&[beyond]);
+            assert_eq!(a.record.done.last(), Some(&(7, Err(WorkError::LocalAccess))));
+            std::mem::swap(&mut a, &mut b);
+        }
+    }
+}
+
+#[test]
+fn what_does_not_fit_is_left_to_the_caller_and_goes_later() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let (src, dst) = (source(&a, 8, 1), b.provider.memory().alloc(8).unwrap());
+    let work = |token| WorkRequest { len: 0, ..write(token, peer, &src, &dst) };
+    let total = 5000_u64;
+    let (mut next, mut turned_away) = (0, false);
+    while next < total {
+        let batch: Vec<_> = (next..total.min(next + 100)).map(work).collect();
+        let accepted = a.post(&batch) as u64;
+        next += accepted;
+        if accepted < batch.len() as u64 {
+            turned_away = true;
+            assert_eq!(a.record.done.len() as u64, next);
+            // Asleep it would be woken; awake it is not idle once the other side has read.
+            b.poll();
+            run(&mut a, &mut b, |a, _| !a.provider.arm());
+        }
+    }
+    assert!(turned_away);
+    run(&mut a, &mut b, |_, b| b.record.immediates.len() as u64 == total);
+}
+
+#[test]
+fn writes_out_of_bounds_or_under_a_wrong_key_are_refused_and_write_nothing() {
+    let _alone = alone();
+    for path in [ForeignPath::KernelOnly, ForeignPath::BounceOnly] {
+        let (mut a, mut b) = pair_by(path);
+        let peer = a.peer(&b);
+        let src = source(&a, 64, 1);
+        let far = foreign(&b, 64);
+        let near = b.provider.memory().alloc(64).unwrap();
+        // SAFETY: `far` lives on; peers are not to write to it.
+        let local = unsafe { b.provider.memory().register(far.region.ptr, 64, Rights::LOCAL) };
+        let local = local.unwrap();
+        for dst in [&near, &far.region] {
+            let good = write(1, peer, &src, dst);
+            for bad in [
+                WorkRequest { dst: good.dst + 1, ..good },
+                WorkRequest { dst: good.dst - 1, ..good },
+                WorkRequest { dst: u64::MAX, ..good },
+                WorkRequest { dst_key: good.dst_key + (1 << 32), ..good },
+                WorkRequest { dst_key: 0, ..good },
+                WorkRequest { dst_key: u64::MAX, ..good },
+                WorkRequest { dst_key: local.desc.keys.get(0).unwrap(), ..good },
+            ] {
+                a.record.done.clear();
+                assert_eq!(a.post(&[bad]), 1);
+                run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+                assert_eq!(a.record.done, [(1, Err(WorkError::RemoteAccess))], "{bad:?}");
+            }
+            assert!(bytes(&near).iter().chain(&far.bytes()).all(|byte| *byte == 0));
+        }
+        assert!(b.record.immediates.is_empty());
+        for fine in [&near, &far.region] {
+            a.post(&[write(2, peer, &src, fine)]);
+        }
+        run(&mut a, &mut b, |_, b| b.record.immediates.len() == 2);
+    }
+}
+
+#[test]
+fn many_new_regions_at_once_are_all_asked_for() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let src = source(&a, 8, 3);
+    let regions: Vec<_> = (0..100).map(|_| b.provider.memory().alloc(8).unwrap()).collect();
+    let work: Vec<_> =
+        (0..).zip(&regions).map(|(token, dst)| write(token, peer, &src, dst)).collect();
+    assert_eq!(a.post(&work), 100);
+    run(&mut a, &mut b, |a, b| a.record.done.len() == 100 && b.record.immediates.len() == 100);
+    assert!(regions.iter().all(|region| bytes(region) == bytes(&src)));
+}
+
+// ---- taking back ----
+
+#[test]
+fn after_a_region_is_taken_back_nothing_writes_to_it() {
+    let _alone = alone();
+    for (path, mapped) in [
+        (ForeignPath::Auto, true),
+        (ForeignPath::KernelOnly, false),
+        (ForeignPath::BounceOnly, false),
+    ] {
+        let (mut a, mut b) = pair_by(path);
+        let peer = a.peer(&b);
+        let len = 256 << 10;
+        let src = source(&a, len, 0xff);
+        let memory = Arc::clone(b.provider.memory());
+        for _ in 0..20 {
+            let near = memory.alloc(len).unwrap();
+            let far = foreign(&b, len);
+            let dst = if mapped { &near } else { &far.region };
+            let base = write(0, peer, &src, dst);
+            let stop = AtomicBool::new(false);
+            a.record.done.clear();
+            std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        a.post(&[base; 2]);
+                        a.poll();
+                        b.poll();
+                    }
+                });
+                std::thread::sleep(Duration::from_millis(3));
+                memory.revoke(dst, Duration::from_secs(2)).unwrap();
+                // The canary: whatever was written is overwritten, and stays so.
+                for at in 0..len {
+                    // SAFETY: inside the region.
+                    unsafe { dst.ptr.as_ptr().add(at).write_volatile(0x55) };
+                }
+                std::thread::sleep(Duration::from_millis(3));
+                assert!(bytes(dst).iter().all(|byte| *byte == 0x55), "{path:?}");
+                stop.store(true, Ordering::Relaxed);
+            });
+            // However the writer was scheduled: from now on it is refused.
+            a.record.done.clear();
+            a.post(&[WorkRequest { token: Token::from_bits(9), ..base }]);
+            run(&mut a, &mut b, |a, _| a.record.done.contains(&(9, Err(WorkError::RemoteAccess))));
+            memory.release(near);
+            memory.release(far.region);
+        }
+    }
+}
+
+#[test]
+fn a_mapping_of_a_region_taken_back_is_given_up_by_its_peer() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let maps = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().filter(|line| line.contains("immwire-region")).count()
+    };
+    let (src, before) = (source(&a, 8, 1), maps());
+    for round in 0..50 {
+        let dst = b.provider.memory().alloc(8).unwrap();
+        a.post(&[write(round, peer, &src, &dst)]);
+        run(&mut a, &mut b, |_, b| b.record.immediates.len() as u64 == round + 1);
+        b.provider.memory().revoke(&dst, Duration::ZERO).unwrap();
+        b.provider.memory().release(dst);
+    }
+    run(&mut a, &mut b, |_, _| maps() == before);
+    assert!(a.record.done.iter().all(|done| done.1.is_ok()));
+}
+
+// ---- ends ----
+
+#[test]
+fn a_peer_that_goes_is_reported_after_what_it_sent_and_others_are_served() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let (to_b, to_a) = (a.peer(&b), b.peer(&a));
+    let c = Node::new(3);
+    let (mut c, b2) = join(c, b);
+    b = b2;
+    let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+    let other = b.provider.memory().alloc(64).unwrap();
+    a.post(&[write(1, to_b, &src, &dst)]);
+    run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+    b.record.immediates.clear();
+    // Forty are sent and not looked at; `b` waits for an answer that will not come.
+    a.post(&[write(2, to_b, &src, &dst); 40]);
+    let back = source(&b, 64, 1);
+    b.post(&[WorkRequest { dst_key: 77 << 32, ..write(9, to_a, &back, &src) }]);
+    drop(a);
+    run(&mut c, &mut b, |_, b| !b.record.lost.is_empty());
+    assert_eq!(b.record.immediates.len(), 40);
+    assert_eq!(b.record.lost, [(to_a, DownReason::Disconnected)]);
+    assert_eq!(b.record.done, [(9, Err(WorkError::PeerGone))]);
+    b.post(&[write(10, to_a, &back, &src)]);
+    assert_eq!(b.record.done.last(), Some(&(10, Err(WorkError::PeerGone))));
+    let (src, peer) = (source(&c, 64, 1), c.peer(&b));
+    c.post(&[write(3, peer, &src, &other)]);
+    run(&mut c, &mut b, |_, b| b.record.immediates.len() == 41);
+}
+
+#[test]
+fn abort_and_disconnect_end_every_piece_once() {
+    let _alone = alone();
+    for by_abort in [true, false] {
+        let (mut a, mut b) = pair_by(ForeignPath::BounceOnly);
+        let peer = a.peer(&b);
+        let src = source(&a, 1 << 20, 1);
+        let far = foreign(&b, 1 << 20);
+        // The first write makes the region known.
+        a.post(&[WorkRequest { len: 1, ..write(0, peer, &src, &far.region) }]);
+        run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+        a.record.done.clear();
+        // More than the ring holds, and one that waits for an answer.
+        let mut work: Vec<_> = (1..6).map(|n| write(n, peer, &src, &far.region)).collect();
+        work.push(WorkRequest { dst_key: 77 << 32 | 99, ..write(6, peer, &src, &far.region) });
+        for piece in work {
+            assert_eq!(a.post(&[piece]), 1);
+        }
+        if by_abort {
+            a.provider.abort(peer, &mut a.record);
+            assert_eq!(a.record.done, [(6, Err(WorkError::Flushed))]);
+            a.poll();
+            assert_eq!(a.record.lost, [(peer, DownReason::Disconnected)]);
+        } else {
+            a.provider.disconnect(peer, &mut a.record);
+            assert!(a.record.lost.is_empty());
+        }
+        a.record.done.sort_unstable_by_key(|done| done.0);
+        let want: Vec<_> = (1..7).map(|n| (n, Err(WorkError::Flushed))).collect();
+        assert_eq!(a.record.done, want);
+        b.record.immediates.clear();
+        let before = far.bytes();
+        run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
+        assert!(b.record.immediates.is_empty());
+        assert!(far.bytes() == before);
+        assert_eq!(a.record.done.len(), 6);
+    }
+}
+
+#[test]
+fn an_abort_with_nothing_in_the_ring_keeps_the_session() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+    a.post(&[write(1, peer, &src, &dst)]);
+    a.provider.abort(peer, &mut a.record);
+    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed))]);
+    a.post(&[write(2, peer, &src, &dst)]);
+    run(&mut a, &mut b, |_, b| b.record.immediates.len() == 1);
+    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed)), (2, Ok(()))]);
+}
+
+#[test]
+fn nothing_of_the_process_is_left_when_all_is_dropped() {
+    let _alone = alone();
+    let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let maps = || {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        maps.lines().filter(|line| line.contains("memfd:immwire")).count()
+    };
+    let before = (files(), maps());
+    for _ in 0..5 {
+        let (mut a, mut b) = pair();
+        let peer = a.peer(&b);
+        let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+        a.post(&[write(1, peer, &src, &dst)]);
+        run(&mut a, &mut b, |_, b| b.record.immediates.len() == 1);
+        let _half_open = socket::call(&b.provider.id).unwrap();
+        a.poll();
+        b.provider.look(Time::ZERO, &mut b.record);
+        assert!(files() > before.0 && maps() > before.1);
+        let _ = b.mailbox.len;
+    }
+    assert_eq!((files(), maps()), before);
+}
+
+// ---- sleep ----
+
+fn is_readable(node: &Node, patience_ms: i64) -> bool {
+    let fd = node.provider.fd();
+    assert!(fd.as_raw_fd() >= 0);
+    let mut fds = [PollFd::new(&fd, PollFlags::IN)];
+    let wait = rustix::event::Timespec {
+        tv_sec: patience_ms / 1000,
+        tv_nsec: patience_ms % 1000 * 1_000_000,
+    };
+    rustix::event::poll(&mut fds, Some(&wait)).unwrap() == 1
+}
+
+fn settle_down(a: &mut Node, b: &mut Node) {
+    // The first answers to probes are in.
+    run(a, b, |a, b| !a.provider.expecting && !b.provider.expecting);
+    for _ in 0..2 * LOOK_EVERY {
+        a.poll();
+        b.poll();
+    }
+}
+
+#[test]
+fn a_sleeper_is_woken_by_each_thing_that_can_happen() {
+    let _alone = alone();
+    for path in [ForeignPath::Auto, ForeignPath::BounceOnly] {
+        let (mut a, mut b) = pair_by(path);
+        let peer = a.peer(&b);
+        let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+        let far = foreign(&b, 64);
+        for region in [&dst, &far.region] {
+            // Twice: the first asks for the region by a message.
+            for _ in 0..2 {
+                settle_down(&mut a, &mut b);
+                b.record.immediates.clear();
+                assert!(b.provider.arm());
+                assert!(!is_readable(&b, 0));
+                a.post(&[write(1, peer, &src, region)]);
+                let mut rounds = 0;
+                loop {
+                    assert!(is_readable(&b, 1000));
+                    b.provider.disarm();
+                    // Awake until it finds nothing to do.
+                    while b.poll() || !b.provider.arm() {}
+                    if !b.record.immediates.is_empty() {
+                        break;
+                    }
+                    (0..LOOK_EVERY).for_each(|_| _ = a.poll());
+                    rounds += 1;
+                    assert!(rounds < 5);
+                }
+            }
+        }
+        settle_down(&mut a, &mut b);
+        assert!(b.provider.arm());
+        // Before the kick there is the work: whoever arms later sees it.
+        a.post(&[write(1, peer, &src, &dst)]);
+        b.provider.disarm();
+        assert!(!b.provider.arm());
+        settle_down(&mut a, &mut b);
+        assert!(b.provider.arm());
+        drop(a);
+        assert!(is_readable(&b, 1000));
+    }
+}
+
+#[test]
+fn an_idle_pair_sends_nothing() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    settle_down(&mut a, &mut b);
+    assert!(a.provider.arm() && b.provider.arm());
+    assert!(!is_readable(&a, 20) && !is_readable(&b, 0));
+}

@@ -1,0 +1,165 @@
+//! Promises to callers at the edges of an engine's life, which the conformance suite cannot time.
+
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, mpsc};
+use std::task::{Context, Poll, Wake, Waker};
+use std::time::{Duration, Instant};
+
+use crate::{AddPeerError, CountError, Driver, End, NetAddr, PeerId, TransferEngine};
+
+const LONG: Duration = Duration::from_secs(10);
+
+/// An engine with a thread, and a peer of it that is called and does not answer.
+fn with_silent_peer() -> (TransferEngine, PeerId, (TransferEngine, Driver)) {
+    let engine = TransferEngine::builder().build().unwrap();
+    let silent = TransferEngine::builder().build_polled().unwrap();
+    let peer = engine.add_peer(silent.0.address()).unwrap();
+    (engine, peer, silent)
+}
+
+/// Two engines with threads, the first of which knows the second.
+fn pair() -> (TransferEngine, TransferEngine, PeerId) {
+    let (a, b) =
+        (TransferEngine::builder().build().unwrap(), TransferEngine::builder().build().unwrap());
+    let peer = a.add_peer(b.address()).unwrap();
+    a.wait_peer(peer, LONG).unwrap();
+    (a, b, peer)
+}
+
+fn address_of_nobody() -> NetAddr {
+    TransferEngine::builder().build().unwrap().address().clone()
+}
+
+#[test]
+fn callbacks_of_a_stopped_engine_are_called() {
+    for polled in [false, true] {
+        let (sender, calls) = mpsc::channel();
+        let (engine, driver) = if polled {
+            let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+            (engine, Some(driver))
+        } else {
+            (TransferEngine::builder().build().unwrap(), None)
+        };
+        let (silent, _motor) = TransferEngine::builder().build_polled().unwrap();
+        let peer = match driver {
+            None => engine.add_peer(silent.address()).unwrap(),
+            // Unknown: refused in the end, which is as good.
+            Some(_) => PeerId { index: 3, generation: 0 },
+        };
+        let (early, late) = (engine.submit_send(peer, b"1"), engine.submit_send(peer, b"2"));
+        let counter = Arc::new(engine.counter().unwrap());
+        let tell = sender.clone();
+        early.unwrap().on_done(move |end| tell.send(format!("{:?}", end.ok().is_ok())).unwrap());
+        let tell = sender.clone();
+        counter.on_count(1, move |got| tell.send(format!("{got:?}")).unwrap()).unwrap();
+        drop((driver, engine));
+        let said: Vec<String> = (0..2).map(|_| calls.recv_timeout(LONG).unwrap()).collect();
+        assert!(said.contains(&"false".into()) && said.contains(&"Err(EngineStopped)".into()));
+        late.unwrap().on_done(move |end| sender.send(format!("{:?}", end.ok().is_ok())).unwrap());
+        assert_eq!(calls.try_recv().as_deref(), Ok("false"), "before `on_done` returned");
+    }
+}
+
+/// A wait that begins while the engine ends: it is told, and does not sit out its time.
+#[test]
+fn a_count_that_is_awaited_while_the_engine_stops_ends() {
+    for round in 0..60 {
+        let engine = TransferEngine::builder().build().unwrap();
+        let counters: Vec<_> = (0..50).map(|_| engine.counter().unwrap()).collect();
+        let waiting = std::thread::spawn(move || {
+            let start = Instant::now();
+            for counter in counters {
+                assert!(counter.wait(1, LONG).is_err());
+                assert!(start.elapsed() < LONG / 2, "it slept through the end");
+            }
+        });
+        std::thread::sleep(Duration::from_micros(round * 7));
+        drop(engine);
+        waiting.join().unwrap();
+    }
+}
+
+#[test]
+fn a_stopped_engine_answers_at_once() {
+    let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+    drop(driver);
+    let start = Instant::now();
+    assert!(matches!(engine.add_peer(&address_of_nobody()), Err(AddPeerError::NoAnswer)));
+    assert!(start.elapsed() < Duration::from_secs(5));
+}
+
+/// A waker that holds the last handle of the engine that wakes it.
+struct LastHandle(Mutex<Option<TransferEngine>>);
+
+impl Wake for LastHandle {
+    fn wake(self: Arc<Self>) {
+        drop(self.0.lock().unwrap().take());
+    }
+}
+
+#[test]
+fn a_waker_may_drop_the_last_handle() {
+    let (engine, peer, silent) = with_silent_peer();
+    let counter = engine.counter().unwrap();
+    let mut transfer = pin!(engine.submit_send(peer, b"never").unwrap());
+    let waker = Waker::from(Arc::new(LastHandle(Mutex::new(Some(engine.clone())))));
+    assert!(transfer.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+    transfer.cancel();
+    drop(engine);
+    // The end comes; the engine's thread, having dropped the engine, goes on to end.
+    assert_eq!(counter.wait(1, LONG), Err(CountError::EngineStopped));
+    let polled = transfer.as_mut().poll(&mut Context::from_waker(&waker));
+    assert!(matches!(polled, Poll::Ready(End::NeverStarted { .. })), "{polled:?}");
+    drop(silent);
+}
+
+/// More messages than there is room for callbacks, and one callback that is slow: all come, in order.
+#[test]
+fn a_slow_callback_loses_no_message() {
+    const MESSAGES: u32 = 4000;
+    let (a, b, peer) = pair();
+    let (go, wait) = mpsc::channel::<()>();
+    let (got, calls) = mpsc::channel();
+    let wait = Mutex::new(Some(wait));
+    // As many as can be: that is no reason to make a list of them.
+    b.submit_recvs(usize::MAX, move |message| {
+        if let Some(wait) = wait.lock().unwrap().take() {
+            wait.recv().unwrap();
+        }
+        got.send(u32::from_le_bytes(message.bytes.try_into().unwrap())).unwrap();
+    });
+    let send = |i: u32| a.submit_send(peer, &i.to_le_bytes()).unwrap();
+    let mut sent = 0;
+    let mut unsent = None;
+    // Until the senders wait: nothing ends any more.
+    while sent < MESSAGES {
+        let transfer = send(sent);
+        sent += 1;
+        if transfer.wait(Duration::from_millis(300)).is_err() {
+            unsent = Some(transfer);
+            break;
+        }
+    }
+    assert!(unsent.is_some() && sent < 1000, "{sent} were taken while the callback slept");
+    go.send(()).unwrap();
+    for i in sent..MESSAGES {
+        assert_eq!(send(i).wait(LONG).unwrap(), End::Done);
+    }
+    for i in 0..MESSAGES {
+        assert_eq!(calls.recv_timeout(LONG).unwrap(), i);
+    }
+}
+
+/// A message that waits for its peer ends by its deadline, though nothing else happens.
+#[test]
+fn a_waiting_message_wakes_its_engine_in_time() {
+    let (engine, peer, _silent) = with_silent_peer();
+    std::thread::sleep(Duration::from_millis(20));
+    let start = Instant::now();
+    let transfer =
+        engine.with_deadline(Duration::from_millis(100)).submit_send(peer, b"1").unwrap();
+    assert!(matches!(transfer.wait(LONG).unwrap(), End::NeverStarted { .. }));
+    let took = start.elapsed();
+    assert!(took >= Duration::from_millis(100) && took < Duration::from_millis(400), "{took:?}");
+}
