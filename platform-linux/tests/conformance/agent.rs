@@ -1,0 +1,822 @@
+//! The other side of a test: an engine that does what it is asked, in another process or thread.
+//!
+//! The other process is this binary started again with [`ROLE`] in its environment. Asks and answers
+//! are lines of JSON on its standard input and output. It ends when its input does, so that none
+//! outlives the test, and after [`LIFE`] whatever happens.
+
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::thread::JoinHandle;
+use std::time::{Duration, Instant};
+
+use immwire::core::wire::Wire;
+use immwire::{ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, SingleWrite, SubmitError};
+use rustix::process::{Pid, Signal, kill_process};
+use serde::{Deserialize, Serialize};
+
+use crate::host::{Host, Memory, Motor, Own, PATIENCE, Pattern, Setup, first_other, poison};
+
+/// Set in the environment of the other process.
+pub const ROLE: &str = "IMMWIRE_CONFORMANCE_AGENT";
+/// No agent lives longer.
+const LIFE: Duration = Duration::from_secs(170);
+
+/// What an agent can be asked.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub enum Ask {
+    Build(Setup),
+    /// Drops the engine and all that belongs to it.
+    Drop,
+    /// Threads and open files of the process.
+    Census,
+    /// Microseconds of processor time that the process has used.
+    Cpu,
+    Peer {
+        address: String,
+    },
+    /// As [`Ask::Peer`], but answers with the error, if any.
+    TryPeer {
+        address: String,
+    },
+    /// The peers, once there are so many and they are up.
+    Peers {
+        count: usize,
+    },
+    Down {
+        peer: (u16, u32),
+        ms: u64,
+    },
+    Memory {
+        bytes: u64,
+        own: Own,
+    },
+    Close {
+        region: usize,
+        ms: u64,
+    },
+    Fill {
+        region: usize,
+        offset: u64,
+        len: u64,
+        pattern: Pattern,
+        at: u64,
+    },
+    Poison {
+        region: usize,
+        offset: u64,
+        len: u64,
+        byte: u8,
+    },
+    Mismatch {
+        region: usize,
+        offset: u64,
+        len: u64,
+        pattern: Pattern,
+        at: u64,
+    },
+    /// The first page of 4 KiB, `i` say, that is not page `pages[i]` of the pattern.
+    MismatchedPage {
+        region: usize,
+        pages: Vec<u32>,
+        pattern: Pattern,
+    },
+    FirstOther {
+        region: usize,
+        offset: u64,
+        len: u64,
+        byte: u8,
+    },
+    /// The first byte of the region that is `byte`.
+    Find {
+        region: usize,
+        byte: u8,
+    },
+    /// The first page of the region that the kernel has given no memory to.
+    FirstHole {
+        region: usize,
+    },
+    Counter {
+        slot: Option<u16>,
+    },
+    DropCounter {
+        counter: usize,
+    },
+    Count {
+        counter: usize,
+        writes: u64,
+        ms: u64,
+    },
+    Available {
+        counter: usize,
+    },
+    Write(Write1),
+    /// Goes on writing in the background, until something fails or [`Ask::Stop`].
+    Flood(Write1),
+    /// Ends the flood; answers how many writes it did.
+    Stop,
+    Imm {
+        peer: (u16, u32),
+        tag: u32,
+        writes: u16,
+    },
+    Barrier {
+        peers: Vec<(u16, u32)>,
+        tag: u32,
+    },
+    Send {
+        peer: (u16, u32),
+        bytes: Vec<u8>,
+    },
+    Recv {
+        ms: u64,
+    },
+    /// Builds two engines, starts to write from one to the other, and drops everything; answers how the
+    /// write ended.
+    LoadAndDrop(Setup),
+    /// Writes random words over everything that the process shares with its peers' sessions.
+    Scribble {
+        seed: u64,
+        ms: u64,
+    },
+}
+
+/// A write of an agent's.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct Write1 {
+    pub peer: (u16, u32),
+    pub src: usize,
+    pub src_offset: u64,
+    pub dst: Vec<u8>,
+    pub dst_offset: u64,
+    pub len: u64,
+    pub tag: Option<u32>,
+}
+
+/// What an agent answers.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Say {
+    Fine,
+    Address(String),
+    Peer((u16, u32)),
+    Peers(Vec<(u16, u32)>),
+    Region {
+        at: usize,
+        desc: Vec<u8>,
+    },
+    Counter {
+        at: usize,
+        tag: u32,
+    },
+    Number(u64),
+    Census {
+        threads: u64,
+        files: u64,
+    },
+    Place(Option<u64>),
+    Text(String),
+    Message {
+        from: (u16, u32),
+        bytes: Vec<u8>,
+    },
+    /// It could not be done.
+    Failed(String),
+}
+
+pub const fn plain(peer: PeerId) -> (u16, u32) {
+    (peer.index, peer.generation)
+}
+
+pub const fn peer_of((index, generation): (u16, u32)) -> PeerId {
+    PeerId { index, generation }
+}
+
+pub fn encode(desc: &MrDesc) -> Vec<u8> {
+    let mut bytes = [0; MrDesc::ENCODED_MAX];
+    let len = desc.encode(&mut bytes).expect("fits");
+    bytes[..len].to_vec()
+}
+
+// ---- the agent ----
+
+/// If this process is an agent, is one, and returns `true` in the end.
+pub fn serve_if_asked() -> bool {
+    if std::env::var_os(ROLE).is_none() {
+        return false;
+    }
+    std::thread::spawn(|| {
+        std::thread::sleep(LIFE);
+        eprintln!("agent {} has lived too long", std::process::id());
+        std::process::exit(3);
+    });
+    let (asks, inbox) = channel();
+    std::thread::spawn(move || {
+        for line in std::io::stdin().lock().lines() {
+            let Ok(line) = line else { break };
+            let ask = serde_json::from_str(&line).expect("an ask");
+            if asks.send(ask).is_err() {
+                return;
+            }
+        }
+        // The test is over, or dead.
+        std::process::exit(0);
+    });
+    serve(&inbox, |say| {
+        let mut out = std::io::stdout().lock();
+        let line = serde_json::to_string(&say).expect("a line");
+        let written = writeln!(out, "{line}").and_then(|()| out.flush());
+        written.is_ok()
+    });
+    true
+}
+
+fn serve(inbox: &Receiver<Ask>, mut say: impl FnMut(Say) -> bool) {
+    let mut agent = State::default();
+    loop {
+        let polled = agent.host.as_ref().is_some_and(Host::is_polled);
+        let ask = if polled {
+            inbox.try_recv()
+        } else {
+            inbox.recv().map_err(|_| TryRecvError::Disconnected)
+        };
+        match ask {
+            Ok(ask) => {
+                let doing = std::panic::AssertUnwindSafe(|| agent.act(ask));
+                let done = std::panic::catch_unwind(doing).unwrap_or_else(|panic| {
+                    let text = panic.downcast_ref::<String>().cloned();
+                    let text =
+                        text.or_else(|| panic.downcast_ref::<&str>().map(|s| (*s).to_owned()));
+                    Say::Failed(text.unwrap_or_default())
+                });
+                if !say(done) {
+                    return;
+                }
+            }
+            Err(TryRecvError::Empty) => agent.host.iter().for_each(Host::step),
+            Err(TryRecvError::Disconnected) => return,
+        }
+    }
+}
+
+#[derive(Default)]
+struct State {
+    flood: Option<Flood>,
+    regions: Vec<Option<Memory>>,
+    counters: Vec<Option<ImmCounter>>,
+    host: Option<Host>,
+}
+
+impl State {
+    fn host(&self) -> &Host {
+        self.host.as_ref().expect("an engine")
+    }
+
+    fn region(&self, at: usize) -> &Memory {
+        self.regions[at].as_ref().expect("a region")
+    }
+
+    fn counter(&self, at: usize) -> &ImmCounter {
+        self.counters[at].as_ref().expect("a counter")
+    }
+
+    #[expect(clippy::too_many_lines, reason = "a list")]
+    fn act(&mut self, ask: Ask) -> Say {
+        match ask {
+            Ask::Build(setup) => {
+                let host = Host::new(&setup);
+                let address = host.engine.address().to_string();
+                self.host = Some(host);
+                Say::Address(address)
+            }
+            Ask::Drop => {
+                *self = Self::default();
+                Say::Fine
+            }
+            Ask::Census => census(),
+            Ask::Cpu => Say::Number(cpu_micros()),
+            Ask::Peer { address } => Say::Peer(plain(self.host().peer(&parse(&address)))),
+            Ask::TryPeer { address } => match self.host().try_peer(&parse(&address)) {
+                Ok(peer) => Say::Peer(plain(peer)),
+                Err(error) => Say::Text(error),
+            },
+            Ask::Peers { count } => {
+                let host = self.host();
+                let up = host.until(PATIENCE, || {
+                    let peers = host.engine.peers();
+                    let up = |peer: &PeerId| host.engine.peer_state(*peer) == Some(PeerState::Up);
+                    (peers.len() >= count && peers.iter().all(up)).then_some(peers)
+                });
+                let up = up.unwrap_or_else(|| panic!("only {:?} came", host.engine.peers()));
+                Say::Peers(up.into_iter().map(plain).collect())
+            }
+            Ask::Down { peer, ms } => {
+                let limit = Duration::from_millis(ms);
+                Say::Text(format!("{:?}", self.host().peer_down(peer_of(peer), limit)))
+            }
+            Ask::Memory { bytes, own } => {
+                let memory = self.host().memory(bytes, own);
+                let desc = encode(&memory.desc());
+                self.regions.push(Some(memory));
+                Say::Region { at: self.regions.len() - 1, desc }
+            }
+            Ask::Close { region, ms } => {
+                let memory = self.regions[region].take().expect("a region");
+                match memory.region.close(Duration::from_millis(ms)) {
+                    Ok(()) => Say::Fine,
+                    Err(error) => Say::Text(error.to_string()),
+                }
+            }
+            Ask::Fill { region, offset, len, pattern, at } => {
+                pattern.fill(self.region(region), offset, len, at);
+                Say::Fine
+            }
+            Ask::Poison { region, offset, len, byte } => {
+                poison(self.region(region), offset, len, byte);
+                Say::Fine
+            }
+            Ask::Mismatch { region, offset, len, pattern, at } => {
+                Say::Place(pattern.mismatch(self.region(region), offset, len, at))
+            }
+            Ask::MismatchedPage { region, pages, pattern } => {
+                let region = self.region(region);
+                let right = |(to, &from): (u64, &u32)| {
+                    pattern.mismatch(region, to * 4096, 4096, u64::from(from) * 4096).is_none()
+                };
+                let wrong = (0..).zip(&pages).position(|page| !right(page));
+                Say::Place(wrong.map(|page| page as u64))
+            }
+            Ask::FirstOther { region, offset, len, byte } => {
+                Say::Place(first_other(self.region(region), offset, len, byte))
+            }
+            Ask::Find { region, byte } => Say::Place(find(self.region(region), byte)),
+            Ask::FirstHole { region } => Say::Place(first_hole(self.region(region))),
+            Ask::Counter { slot } => {
+                let engine = &self.host().engine;
+                let counter = match slot {
+                    Some(slot) => engine.counter_at(slot),
+                    None => engine.counter(),
+                };
+                let counter = counter.expect("a counter");
+                let tag = counter.tag().bits();
+                self.counters.push(Some(counter));
+                Say::Counter { at: self.counters.len() - 1, tag }
+            }
+            Ask::DropCounter { counter } => {
+                self.counters[counter] = None;
+                Say::Fine
+            }
+            Ask::Count { counter, writes, ms } => {
+                let limit = Duration::from_millis(ms);
+                match self.host().count(self.counter(counter), writes, limit) {
+                    Ok(()) => Say::Fine,
+                    Err(error) => Say::Text(error.to_string()),
+                }
+            }
+            Ask::Available { counter } => Say::Number(self.counter(counter).available()),
+            Ask::Write(write) => {
+                let host = self.host();
+                let write = Prepared::new(&write);
+                match write.submit(host, self.region(write.src)) {
+                    Ok(transfer) => Say::Text(format!("{:?}", host.end(&transfer))),
+                    Err(error) => Say::Text(format!("{error:?}")),
+                }
+            }
+            Ask::Flood(write) => {
+                let region = self.region(write.src).region.clone();
+                self.flood = Some(Flood::start(self.host(), Prepared::new(&write), region));
+                Say::Fine
+            }
+            Ask::Stop => {
+                let flood = self.flood.take().expect("a flood");
+                flood.stop.store(true, Ordering::Relaxed);
+                let host = self.host();
+                host.until(PATIENCE, || flood.thread.is_finished().then_some(()));
+                assert!(flood.thread.is_finished(), "the flood does not stop");
+                Say::Number(flood.done.load(Ordering::Relaxed))
+            }
+            Ask::Imm { peer, tag, writes } => {
+                let host = self.host();
+                let tag = ImmTag::from_bits(tag).expect("a tag");
+                let transfer = host.engine.submit_imm(peer_of(peer), tag, writes).expect("submit");
+                Say::Text(format!("{:?}", host.end(&transfer)))
+            }
+            Ask::Barrier { peers, tag } => {
+                let host = self.host();
+                let peers: Vec<PeerId> = peers.into_iter().map(peer_of).collect();
+                let group = host.engine.add_peer_group(&peers);
+                let tag = ImmTag::from_bits(tag).expect("a tag");
+                let transfer = host.engine.submit_barrier(&group, tag).expect("submit");
+                Say::Text(format!("{:?}", host.end(&transfer)))
+            }
+            Ask::Send { peer, bytes } => {
+                let host = self.host();
+                let transfer = host.engine.submit_send(peer_of(peer), &bytes).expect("submit");
+                Say::Text(format!("{:?}", host.end(&transfer)))
+            }
+            Ask::Recv { ms } => match self.host().recv(Duration::from_millis(ms)) {
+                Ok(message) => Say::Message { from: plain(message.from), bytes: message.bytes },
+                Err(error) => Say::Text(error.to_string()),
+            },
+            Ask::LoadAndDrop(setup) => load_and_drop(&setup),
+            Ask::Scribble { seed, ms } => scribble(seed, Duration::from_millis(ms)),
+        }
+    }
+}
+
+fn find(region: &immwire::Region, byte: u8) -> Option<u64> {
+    let mut bytes = vec![0; usize::try_from(region.len()).expect("64-bit")];
+    region.read(0, &mut bytes).expect("inside");
+    bytes.iter().position(|&found| found == byte).map(|at| at as u64)
+}
+
+fn first_hole(region: &immwire::Region) -> Option<u64> {
+    let len = usize::try_from(region.len()).expect("64-bit");
+    let mut resident = vec![0_u8; len.div_ceil(4096)];
+    // SAFETY: the range is mapped while the region lives, and there is a byte for each of its pages.
+    let status = unsafe { libc::mincore(region.as_ptr().cast(), len, resident.as_mut_ptr()) };
+    assert_eq!(status, 0, "mincore");
+    resident.iter().position(|page| page & 1 == 0).map(|page| page as u64)
+}
+
+fn parse(address: &str) -> NetAddr {
+    address.parse().expect("an address")
+}
+
+/// A write with everything decoded.
+struct Prepared {
+    peer: PeerId,
+    src: usize,
+    src_offset: u64,
+    dst: MrDesc,
+    dst_offset: u64,
+    len: u64,
+    imm: Option<ImmTag>,
+}
+
+impl Prepared {
+    fn new(write: &Write1) -> Self {
+        Self {
+            peer: peer_of(write.peer),
+            src: write.src,
+            src_offset: write.src_offset,
+            dst: MrDesc::decode(&write.dst).expect("a descriptor"),
+            dst_offset: write.dst_offset,
+            len: write.len,
+            imm: write.tag.map(|tag| ImmTag::from_bits(tag).expect("a tag")),
+        }
+    }
+
+    fn submit(&self, host: &Host, src: &Memory) -> Result<immwire::Transfer, SubmitError> {
+        self.submit_on(&host.engine, &src.region)
+    }
+
+    fn submit_on(
+        &self,
+        engine: &immwire::TransferEngine,
+        src: &immwire::Region,
+    ) -> Result<immwire::Transfer, SubmitError> {
+        engine.submit_single_write(&SingleWrite {
+            peer: self.peer,
+            src,
+            src_offset: self.src_offset,
+            dst: &self.dst,
+            dst_offset: self.dst_offset,
+            len: self.len,
+            imm: self.imm,
+        })
+    }
+}
+
+/// Writes without end, several at a time.
+struct Flood {
+    stop: Arc<AtomicBool>,
+    done: Arc<AtomicU64>,
+    thread: JoinHandle<()>,
+}
+
+impl Flood {
+    fn start(host: &Host, write: Prepared, src: immwire::Region) -> Self {
+        let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
+        let engine = host.engine.clone();
+        let (stopping, counted) = (Arc::clone(&stop), Arc::clone(&done));
+        let thread = std::thread::spawn(move || {
+            let mut window = std::collections::VecDeque::new();
+            let mut failed = false;
+            while !failed && !stopping.load(Ordering::Relaxed) {
+                if window.len() < 4 {
+                    match write.submit_on(&engine, &src) {
+                        Ok(transfer) => window.push_back(transfer),
+                        Err(_) => failed = true,
+                    }
+                    continue;
+                }
+                // PROOF: four are in the window.
+                let Some(oldest) = window.front() else { continue };
+                if let Ok(end) = oldest.wait(Duration::from_millis(1)) {
+                    failed = end != immwire::End::Done;
+                    counted.fetch_add(u64::from(!failed), Ordering::Relaxed);
+                    window.pop_front();
+                }
+            }
+        });
+        Self { stop, done, thread }
+    }
+}
+
+impl Drop for Flood {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+    }
+}
+
+/// Threads and open files of this process.
+fn census() -> Say {
+    let count = |path| std::fs::read_dir(path).expect("procfs").count() as u64;
+    // The listing itself is an open file.
+    Say::Census { threads: count("/proc/self/task"), files: count("/proc/self/fd") - 1 }
+}
+
+fn cpu_micros() -> u64 {
+    let mut usage = std::mem::MaybeUninit::<libc::rusage>::uninit();
+    // SAFETY: `usage` is writable and of the right size; the call fills it when it returns 0.
+    let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
+    assert_eq!(status, 0);
+    // SAFETY: filled, as just checked.
+    let usage = unsafe { usage.assume_init() };
+    let micros = |time: libc::timeval| {
+        u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000
+            + u64::try_from(time.tv_usec).unwrap_or(0)
+    };
+    micros(usage.ru_utime) + micros(usage.ru_stime)
+}
+
+fn load_and_drop(setup: &Setup) -> Say {
+    let (from, to) =
+        (Host::new(setup), Host::new(&Setup { motor: Motor::Thread, ..setup.clone() }));
+    let peer = from.peer(to.engine.address());
+    let size = 64 << 20;
+    let (src, dst) = (from.memory(size, Own::Engine), to.memory(size, Own::Engine));
+    let write = |len| {
+        let (src_offset, dst_offset, imm) = (0, 0, None);
+        let (src, dst) = (&src.region, &dst.desc());
+        let write = SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm };
+        from.engine.submit_single_write(&write).expect("submit")
+    };
+    from.done(&write(1));
+    let transfers: Vec<_> = (0..20).map(|_| write(size)).collect();
+    drop(to);
+    drop(from);
+    let last = transfers.last().and_then(immwire::Transfer::poll_end);
+    last.map_or(Say::Failed("not ended".into()), |end| match end {
+        immwire::End::Done => Say::Text("Done".into()),
+        other => Say::Text(format!("{other:?}")),
+    })
+}
+
+/// A peer gone mad: random words into every mapping of a session, for a while.
+fn scribble(seed: u64, time: Duration) -> Say {
+    let maps = std::fs::read_to_string("/proc/self/maps").expect("procfs");
+    let ranges: Vec<(usize, usize)> = maps
+        .lines()
+        .filter(|line| line.contains("memfd:immwire-session"))
+        .filter_map(|line| {
+            let (from, to) = line.split_whitespace().next()?.split_once('-')?;
+            let number = |text| usize::from_str_radix(text, 16).ok();
+            Some((number(from)?, number(to)?))
+        })
+        .collect();
+    let (start, mut state, mut words) = (Instant::now(), seed | 1, 0_u64);
+    let mut random = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        state
+    };
+    while start.elapsed() < time {
+        for &(from, to) in &ranges {
+            for _ in 0..64 {
+                // The first pages hold the words that control everything.
+                let span = if random() % 4 == 0 { to - from } else { (to - from).min(64 << 10) };
+                let at = from + usize::try_from(random()).unwrap_or(0) % (span / 8) * 8;
+                let value = match random() % 4 {
+                    0 => 0,
+                    1 => u64::MAX,
+                    2 => random() % 4096,
+                    _ => random(),
+                };
+                let word = std::ptr::with_exposed_provenance::<AtomicU64>(at);
+                // SAFETY: an aligned word of a mapping that was listed as writable; the session that
+                // owns it lives as long as the engine, which is not dropped meanwhile.
+                unsafe { &*word }.store(value, Ordering::Relaxed);
+                words += 1;
+            }
+        }
+    }
+    Say::Number(if ranges.is_empty() { 0 } else { words })
+}
+
+// ---- whoever asks ----
+
+enum Line {
+    Process { child: Child, stdin: Option<ChildStdin> },
+    Thread { asks: Option<Sender<Ask>>, thread: Option<JoinHandle<()>> },
+}
+
+/// An agent, as the test sees it. Ends with it.
+pub struct Agent {
+    name: String,
+    line: Line,
+    says: Receiver<Say>,
+}
+
+impl Agent {
+    /// In another process, without an engine yet.
+    pub fn process(name: &str) -> Self {
+        let mut child = Command::new(std::env::current_exe().expect("a path"))
+            .env(ROLE, name)
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("started");
+        let (stdin, stdout) = (child.stdin.take(), child.stdout.take().expect("piped"));
+        let (answers, says) = channel();
+        std::thread::spawn(move || {
+            for line in BufReader::new(stdout).lines() {
+                let Ok(line) = line else { return };
+                let say = serde_json::from_str(&line).unwrap_or(Say::Failed(line));
+                if answers.send(say).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { name: name.to_owned(), line: Line::Process { child, stdin }, says }
+    }
+
+    /// In this process, without an engine yet.
+    pub fn thread(name: &str) -> Self {
+        let ((asks, inbox), (answers, says)) = (channel(), channel());
+        let body = move || serve(&inbox, |say| answers.send(say).is_ok());
+        let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
+        let line = Line::Thread { asks: Some(asks), thread: Some(thread.expect("started")) };
+        Self { name: name.to_owned(), line, says }
+    }
+
+    /// Asks, and goes on.
+    pub fn post(&mut self, ask: Ask) {
+        let gone = match &mut self.line {
+            Line::Process { stdin, .. } => {
+                let line = serde_json::to_string(&ask).expect("a line");
+                let stdin = stdin.as_mut().expect("alive");
+                writeln!(stdin, "{line}").and_then(|()| stdin.flush()).is_err()
+            }
+            Line::Thread { asks, .. } => asks.as_ref().expect("alive").send(ask).is_err(),
+        };
+        assert!(!gone, "agent {} is gone", self.name);
+    }
+
+    /// The answer, while `me` moves.
+    pub fn answer(&mut self, me: Option<&Host>) -> Say {
+        let limit = PATIENCE + PATIENCE;
+        let say = match me.filter(|me| me.is_polled()) {
+            None => self.says.recv_timeout(limit).map_err(|error| match error {
+                RecvTimeoutError::Timeout => TryRecvError::Empty,
+                RecvTimeoutError::Disconnected => TryRecvError::Disconnected,
+            }),
+            Some(me) => {
+                let got = me.until(limit, || match self.says.try_recv() {
+                    Err(TryRecvError::Empty) => None,
+                    other => Some(other),
+                });
+                got.unwrap_or(Err(TryRecvError::Empty))
+            }
+        };
+        match say {
+            Ok(Say::Failed(why)) => panic!("agent {}: {why}", self.name),
+            Ok(say) => say,
+            Err(TryRecvError::Empty) => panic!("agent {} does not answer", self.name),
+            Err(TryRecvError::Disconnected) => panic!("agent {} is gone", self.name),
+        }
+    }
+
+    /// The answer, or `None` if the agent has died.
+    pub fn answer_if_alive(&mut self, me: &Host) -> Option<Say> {
+        let say = me.until(PATIENCE, || match self.says.try_recv() {
+            Err(TryRecvError::Empty) => None,
+            other => Some(other.ok()),
+        });
+        say.unwrap_or_else(|| panic!("agent {} does not answer", self.name))
+    }
+
+    pub fn ask(&mut self, me: &Host, ask: Ask) -> Say {
+        self.post(ask);
+        self.answer(Some(me))
+    }
+
+    /// Asks for something that is answered by [`Say::Fine`].
+    pub fn tell(&mut self, me: &Host, ask: Ask) {
+        let asked = format!("{ask:.200?}");
+        assert_eq!(self.ask(me, ask), Say::Fine, "agent {}: {asked}", self.name);
+    }
+
+    pub fn build(&mut self, setup: &Setup) -> NetAddr {
+        self.post(Ask::Build(setup.clone()));
+        match self.answer(None) {
+            Say::Address(address) => parse(&address),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Sends a signal to the process, and waits for its death if it is a deadly one.
+    pub fn signal(&mut self, signal: Signal) {
+        let Line::Process { child, .. } = &mut self.line else { panic!("not a process") };
+        let pid = Pid::from_raw(i32::try_from(child.id()).expect("a pid")).expect("a pid");
+        kill_process(pid, signal).expect("signalled");
+        if signal == Signal::KILL {
+            child.wait().expect("reaped");
+        }
+    }
+
+    pub fn memory(&mut self, me: &Host, bytes: u64, own: Own) -> (usize, MrDesc) {
+        match self.ask(me, Ask::Memory { bytes, own }) {
+            Say::Region { at, desc } => (at, MrDesc::decode(&desc).expect("a descriptor")),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn counter(&mut self, me: &Host) -> (usize, ImmTag) {
+        self.counter_of(me, None)
+    }
+
+    pub fn counter_of(&mut self, me: &Host, slot: Option<u16>) -> (usize, ImmTag) {
+        match self.ask(me, Ask::Counter { slot }) {
+            Say::Counter { at, tag } => (at, ImmTag::from_bits(tag).expect("a tag")),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits at the agent's counter for writes that come.
+    pub fn count(&mut self, me: &Host, counter: usize, writes: u64) {
+        let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+        self.tell(me, Ask::Count { counter, writes, ms });
+    }
+
+    pub fn peer(&mut self, me: &Host, address: &NetAddr) -> PeerId {
+        match self.ask(me, Ask::Peer { address: address.to_string() }) {
+            Say::Peer(peer) => peer_of(peer),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn number(&mut self, me: &Host, ask: Ask) -> u64 {
+        match self.ask(me, ask) {
+            Say::Number(number) => number,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    pub fn place(&mut self, me: &Host, ask: Ask) -> Option<u64> {
+        match self.ask(me, ask) {
+            Say::Place(place) => place,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Checks that the agent's memory has `len` bytes of the pattern at `offset`.
+    pub fn check(&mut self, me: &Host, region: usize, offset: u64, len: u64, pattern: Pattern) {
+        let wrong = self.place(me, Ask::Mismatch { region, offset, len, pattern, at: 0 });
+        assert_eq!(wrong, None, "byte of the {len} at {offset} that is wrong ({pattern:x?})");
+    }
+
+    /// Checks that the agent's memory has nothing but `byte` there.
+    pub fn check_only(&mut self, me: &Host, region: usize, offset: u64, len: u64, byte: u8) {
+        let other = self.place(me, Ask::FirstOther { region, offset, len, byte });
+        assert_eq!(other, None, "byte of the {len} at {offset} that is not {byte:#x}");
+    }
+}
+
+impl Drop for Agent {
+    fn drop(&mut self) {
+        match &mut self.line {
+            Line::Process { child, stdin } => {
+                drop(stdin.take());
+                let start = Instant::now();
+                while child.try_wait().is_ok_and(|status| status.is_none()) {
+                    if start.elapsed() > Duration::from_secs(2) {
+                        let _ = child.kill();
+                        let _ = child.wait();
+                        return;
+                    }
+                    std::thread::sleep(Duration::from_micros(200));
+                }
+            }
+            Line::Thread { asks, thread } => {
+                drop(asks.take());
+                if let Some(thread) = thread.take().filter(|_| !std::thread::panicking()) {
+                    let _ = thread.join();
+                }
+            }
+        }
+    }
+}

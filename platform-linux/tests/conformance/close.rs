@@ -1,0 +1,78 @@
+//! Taking memory back while peers write to it.
+
+use std::time::Duration;
+
+use immwire::CloseError;
+
+use crate::agent::{Ask, Say};
+use crate::ends::{flood, still};
+use crate::host::{Foreign, Own, PATIENCE, Setup};
+use crate::{Case, Spread, Test};
+
+pub const TESTS: &[Test] = &[
+    ("close_under_writes", Spread::Threads, close_under_writes),
+    ("close_under_writes_polled", Spread::ProcessesBothMotors, close_under_writes),
+    ("drop_under_writes", Spread::Places, drop_under_writes),
+];
+
+const WAYS: [(Foreign, Own); 3] =
+    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
+
+/// A peer writes without end; once the region is closed, it does not, and its writes fail.
+fn close_under_writes(case: &Case) {
+    for (foreign, own) in WAYS {
+        let me = case.me();
+        let mut other = case.bare_agent("flooding");
+        let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });
+        let peer = me.peer(&address);
+        for round in 0..5 {
+            // A region of its own for each round; in the space of the last one, if that is ours.
+            let mine = me.memory(1 << 20, own);
+            flood(&me, &mut other, &mine);
+            let start = std::time::Instant::now();
+            let ptr = mine.as_ptr();
+            mine.region
+                .close(Duration::from_secs(5))
+                .unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
+            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+            if own == Own::Test {
+                // The same bytes, as nobody but us knows them now.
+                let ptr = std::ptr::NonNull::new(ptr).expect("mapped");
+                // SAFETY: mapped by `Lent`, which is never unmapped; no reference is made.
+                let again = unsafe { me.engine.register(ptr, 1 << 20, immwire::Rights::LOCAL) };
+                still(&me, &again.expect("register"));
+            }
+            let writes = other.number(&me, Ask::Stop);
+            eprintln!("    {foreign:?} {round}: {writes} writes");
+            assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
+        }
+    }
+}
+
+/// Dropping does the same, later; nothing breaks, and a new region is not hit.
+fn drop_under_writes(case: &Case) {
+    for (foreign, own) in WAYS {
+        let me = case.me();
+        let mut other = case.bare_agent("flooding");
+        let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });
+        let peer = me.peer(&address);
+        for _ in 0..10 {
+            let mine = me.memory(1 << 20, own);
+            flood(&me, &mut other, &mine);
+            let other_handle = mine.region.clone();
+            let mine = match mine.region.close(Duration::from_millis(1)) {
+                Err(CloseError::InUse { region }) => region,
+                other => panic!("{other:?}"),
+            };
+            drop((mine, other_handle));
+            let next = me.memory(1 << 20, own);
+            still(&me, &next);
+            assert!(matches!(other.ask(&me, Ask::Stop), Say::Number(_)));
+        }
+        assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
+        let (counter, tag) = other.counter(&me);
+        let transfer = me.engine.submit_imm(peer, tag, 1).expect("submit");
+        assert_eq!(me.end_within(&transfer, PATIENCE), Some(immwire::End::Done));
+        other.count(&me, counter, 1);
+    }
+}

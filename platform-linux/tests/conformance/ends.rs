@@ -1,0 +1,270 @@
+//! After the end of a transfer its memory is the caller's: the source may be overwritten, and the
+//! destination is not written any more.
+//!
+//! Each test fills the source with [`OLD`] and the destination with [`EMPTY`], starts a transfer long
+//! enough to be caught on its way, and ends it in one of the ways there are. From then on nothing of
+//! what the source is overwritten with ([`NEW`]) may come through, and what the destination is
+//! overwritten with ([`CANARY`]) stays.
+
+use std::time::{Duration, Instant};
+
+use immwire::{
+    End, MrDesc, PagedWrite, Pages, PeerId, Region, SubmitError, Transfer, TransferEngine,
+    TransferError,
+};
+use rustix::process::Signal;
+
+use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Setup, first_other, poison};
+use crate::operations::only_peer;
+use crate::{Case, Place, Spread, Test, faults, foreign};
+
+pub const TESTS: &[Test] = &[
+    ("done_and_quiet", Spread::Places, |case| every_way(case, after_done)),
+    ("cancelled_and_quiet", Spread::Places, |case| every_way(case, after_cancel)),
+    ("cancelled_and_quiet_polled", Spread::ProcessesBothMotors, |case| {
+        every_way(case, after_cancel);
+    }),
+    ("late_and_quiet", Spread::Places, |case| every_way(case, after_deadline)),
+    ("peer_removed_and_quiet", Spread::Places, |case| every_way(case, after_remove)),
+    ("stopped_and_quiet", Spread::Places, |case| every_way(case, after_shutdown)),
+    ("stopped_and_quiet_polled", Spread::ProcessesBothMotors, |case| {
+        every_way(case, after_shutdown);
+    }),
+    ("never_started_and_quiet", Spread::Places, |case| every_way(case, never_started)),
+    ("killed_and_quiet", Spread::Processes, |case| every_way(case, after_kill)),
+    ("receiver_stopped_and_quiet", Spread::Places, |case| every_way(case, receiver_stopped)),
+];
+
+const OLD: u8 = 0x11;
+const EMPTY: u8 = 0xcc;
+const NEW: u8 = 0xee;
+const CANARY: u8 = 0xdd;
+/// Bytes of both regions.
+const SIZE: u64 = 1 << 20;
+const PAGE: u64 = 4096;
+/// How long something that must not happen is waited for.
+const WATCH: Duration = Duration::from_millis(25);
+
+/// A way to the memory of a peer.
+type Way = (Foreign, Own);
+
+const WAYS: [Way; 3] =
+    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
+
+fn every_way(case: &Case, test: fn(&Case, Way)) {
+    for way in WAYS {
+        eprintln!("    {way:?}");
+        test(case, way);
+    }
+}
+
+/// Two sides, and memory on each, filled.
+struct Scene {
+    me: Host,
+    other: Agent,
+    peer: PeerId,
+    src: Memory,
+    there: usize,
+    desc: MrDesc,
+}
+
+impl Scene {
+    fn new(case: &Case, (way, own): Way) -> Self {
+        let (me, mut other, peer) = foreign::pair(case, way);
+        let src = me.memory(SIZE, Own::Engine);
+        let (there, desc) = other.memory(&me, SIZE, own);
+        poison(&src, 0, SIZE, OLD);
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
+        Self { me, other, peer, src, there, desc }
+    }
+
+    /// A transfer that takes a while: each page of the region many times.
+    fn long(&self, engine: &TransferEngine) -> Result<Transfer, SubmitError> {
+        let pages = u32::try_from(SIZE / PAGE).expect("small");
+        let from: Vec<u32> = (0..100_000).map(|i| i * 7 % pages).collect();
+        let to: Vec<u32> = (0..100_000).map(|i| i * 11 % pages).collect();
+        let pages = |list: Vec<u32>| Pages { indices: list.into(), stride: PAGE, offset: 0 };
+        engine.submit_paged_writes(&PagedWrite {
+            peer: self.peer,
+            page_bytes: PAGE,
+            src: &self.src,
+            src_pages: pages(from),
+            dst: &self.desc,
+            dst_pages: pages(to),
+            imm: None,
+        })
+    }
+
+    /// Waits until some of it has been written.
+    fn under_way(&self) {
+        let before = self.me.engine.stats().completed;
+        let moved = || (self.me.engine.stats().completed > before + 64).then_some(());
+        assert!(self.me.until(PATIENCE, moved).is_some(), "{:?}", self.me.engine.stats());
+    }
+
+    /// The transfer has ended: nothing of the source comes through any more.
+    fn check(self) {
+        let Self { me, mut other, src, there, .. } = self;
+        poison(&src, 0, SIZE, NEW);
+        check(&me, &mut other, there);
+    }
+}
+
+/// Nothing new is in the agent's region, and nothing is written to it any more.
+fn check(me: &Host, other: &mut Agent, there: usize) {
+    me.linger(WATCH);
+    let leaked = other.place(me, Ask::Find { region: there, byte: NEW });
+    assert_eq!(leaked, None, "was written from memory that had been released");
+    other.tell(me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: CANARY });
+    me.linger(WATCH);
+    other.check_only(me, there, 0, SIZE, CANARY);
+}
+
+fn is_stopped(end: End, why: impl Fn(&immwire::core::group::TransferError) -> bool) -> bool {
+    match end {
+        End::Quiesced { error: TransferError::Stopped(error) }
+        | End::NeverStarted { error: TransferError::Stopped(error) } => why(&error),
+        _ => false,
+    }
+}
+
+fn after_done(case: &Case, way: Way) {
+    let mut scene = Scene::new(case, way);
+    let transfer = scene.long(&scene.me.engine).expect("submit");
+    scene.me.done(&transfer);
+    scene.other.check_only(&scene.me, scene.there, 0, SIZE, OLD);
+    scene.check();
+}
+
+fn after_cancel(case: &Case, way: Way) {
+    use immwire::core::group::TransferError::Cancelled;
+    let scene = Scene::new(case, way);
+    let transfer = scene.long(&scene.me.engine).expect("submit");
+    scene.under_way();
+    transfer.cancel();
+    let asked = Instant::now();
+    let end = scene.me.end(&transfer);
+    assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
+    assert!(matches!(end, End::Quiesced { .. }), "{end:?}: not caught on its way");
+    assert!(is_stopped(end, |error| *error == Cancelled), "{end:?}");
+    scene.check();
+}
+
+fn after_deadline(case: &Case, way: Way) {
+    use immwire::core::group::TransferError::DeadlineExceeded;
+    let scene = Scene::new(case, way);
+    let hurried = scene.me.engine.with_deadline(Duration::from_millis(3));
+    // Ten of them cannot be done by then.
+    let submit = |_| scene.long(&hurried).expect("submit");
+    let transfers: Vec<_> = (0..10).map(submit).collect();
+    let ends: Vec<_> = transfers.iter().map(|transfer| scene.me.end(transfer)).collect();
+    let peer = scene.peer;
+    let late = |end: &&End| {
+        is_stopped(
+            **end,
+            |error| matches!(error, DeadlineExceeded { peer: Some(p), .. } if *p == peer),
+        )
+    };
+    assert!(ends.iter().any(|end| late(&end)), "{ends:?}");
+    assert!(ends.iter().all(|end| *end == End::Done || late(&end)), "{ends:?}");
+    scene.check();
+}
+
+fn after_remove(case: &Case, way: Way) {
+    let scene = Scene::new(case, way);
+    let transfers = [(); 3].map(|()| scene.long(&scene.me.engine).expect("submit"));
+    scene.under_way();
+    scene.me.engine.remove_peer(scene.peer);
+    let gone = scene.peer;
+    for transfer in &transfers {
+        let end = scene.me.end(transfer);
+        let named = faults::names(end, gone);
+        assert!(named, "{end:?}");
+    }
+    scene.check();
+}
+
+fn after_shutdown(case: &Case, way: Way) {
+    let scene = Scene::new(case, way);
+    let transfers = [(); 3].map(|()| scene.long(&scene.me.engine).expect("submit"));
+    scene.under_way();
+    let Scene { me, mut other, src, there, .. } = scene;
+    drop(me);
+    for transfer in &transfers {
+        let end = transfer.poll_end().expect("ended with its engine");
+        assert_ne!(end, End::Done, "not caught on its way");
+    }
+    poison(&src, 0, SIZE, NEW);
+    check(&case.me(), &mut other, there);
+}
+
+fn never_started(case: &Case, way: Way) {
+    let scene = Scene::new(case, way);
+    let nobody = PeerId { index: 200, generation: 3 };
+    let lost = Scene { peer: nobody, ..scene };
+    let transfer = lost.long(&lost.me.engine).expect("submit");
+    let end = lost.me.end(&transfer);
+    assert!(matches!(end, End::NeverStarted { .. }), "{end:?}");
+    let Scene { me, mut other, src, there, .. } = lost;
+    poison(&src, 0, SIZE, NEW);
+    other.check_only(&me, there, 0, SIZE, EMPTY);
+    check(&me, &mut other, there);
+}
+
+/// The other side floods our memory and is killed: when it is down, our memory is ours.
+fn after_kill(case: &Case, (way, own): Way) {
+    assert_eq!(case.place, Place::TwoProcesses);
+    let me = case.me();
+    let mut other = case.bare_agent("killed");
+    let address = other.build(&Setup { foreign: way, ..case.setup(case.nics.1) });
+    let peer = me.peer(&address);
+    let mine = me.memory(SIZE, own);
+    flood(&me, &mut other, &mine);
+    other.signal(Signal::KILL);
+    let state = me.peer_down(peer, Duration::from_secs(2));
+    assert!(matches!(state, Some(immwire::PeerState::Down(_))), "{state:?}");
+    still(&me, &mine);
+    mine.region.close(Duration::from_secs(1)).expect("nobody writes");
+}
+
+/// Our engine stops while the other side floods our memory: when it has stopped, our memory is ours.
+fn receiver_stopped(case: &Case, (way, own): Way) {
+    for _ in 0..4 {
+        let me = case.me();
+        let mut other = case.bare_agent("flooding");
+        let address = other.build(&Setup { foreign: way, ..case.setup(case.nics.1) });
+        me.peer(&address);
+        let mine = me.memory(SIZE, own);
+        flood(&me, &mut other, &mine);
+        drop(me);
+        let region: Region = mine.region.clone();
+        poison(&region, 0, SIZE, CANARY);
+        std::thread::sleep(WATCH);
+        assert_eq!(
+            first_other(&region, 0, SIZE, CANARY),
+            None,
+            "written after the engine had stopped"
+        );
+    }
+}
+
+/// Lets the other side write all over the region for ever, and waits until it does.
+pub fn flood(me: &Host, other: &mut Agent, mine: &Region) {
+    let back = only_peer(me, other);
+    let (src, _) = other.memory(me, SIZE, Own::Engine);
+    other.tell(me, Ask::Poison { region: src, offset: 0, len: SIZE, byte: OLD });
+    poison(mine, SIZE - 1, 1, EMPTY);
+    let (dst, peer) = (encode(&mine.desc()), plain(back));
+    let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: SIZE, tag: None };
+    other.tell(me, Ask::Flood(write));
+    let came = || first_other(mine, SIZE - 1, 1, OLD).is_none().then_some(());
+    assert!(me.until(PATIENCE, came).is_some(), "the flood does not come");
+}
+
+/// Nobody writes to the region.
+pub fn still(me: &Host, mine: &Region) {
+    poison(mine, 0, SIZE, CANARY);
+    me.linger(WATCH);
+    assert_eq!(first_other(mine, 0, SIZE, CANARY), None, "written by somebody who is gone");
+}

@@ -1,0 +1,327 @@
+//! Peers that die, stop or fall silent, and NICs that fail: whoever is left gets a typed error in time,
+//! and serves the others.
+
+use std::time::{Duration, Instant};
+
+use immwire::core::group::TransferError as Stopped;
+use immwire::{
+    CountError, DownReason, End, Expected, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer,
+    TransferError,
+};
+use rustix::process::Signal;
+
+use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Pattern, Setup};
+use crate::operations::{only_peer, write};
+use crate::{Case, Spread, Test, foreign};
+
+pub const TESTS: &[Test] = &[
+    ("receiver_killed", Spread::ProcessesBothMotors, receiver_killed),
+    ("sender_killed", Spread::ProcessesBothMotors, sender_killed),
+    ("peer_stopped", Spread::ProcessesBothMotors, peer_stopped),
+    ("peer_stopped_in_the_bounce_ring", Spread::ProcessesBothMotors, peer_stopped_bouncing),
+    ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
+    ("nics_fail_and_return", Spread::Places, nics_fail_and_return),
+    ("no_nic_left", Spread::Places, no_nic_left),
+];
+
+/// How soon a survivor must know.
+const SOON: Duration = Duration::from_secs(2);
+
+/// A third engine, and proof that it is served.
+struct Third {
+    agent: Agent,
+    peer: PeerId,
+    there: usize,
+    desc: MrDesc,
+    src: Memory,
+    rounds: u64,
+}
+
+impl Third {
+    fn new(case: &Case, me: &Host) -> Self {
+        let (mut agent, address) = case.agent("third");
+        let peer = me.peer(&address);
+        let src = me.memory(300_000, Own::Engine);
+        let (there, desc) = agent.memory(me, 300_000, Own::Engine);
+        Self { agent, peer, there, desc, src, rounds: 0 }
+    }
+
+    /// Bytes, counts, and the way back.
+    fn is_served(&mut self, me: &Host) {
+        self.rounds += 1;
+        let pattern = Pattern(self.rounds);
+        pattern.fill(&self.src, 0, 300_000, 0);
+        let (counter, tag) = self.agent.counter(me);
+        let start = Instant::now();
+        let transfer = write(me, self.peer, &self.src, &self.desc, (0, 0, 300_000), Some(tag));
+        me.done(&transfer);
+        assert!(start.elapsed() < SOON, "the third engine waited {:?}", start.elapsed());
+        self.agent.count(me, counter, 1);
+        self.agent.check(me, self.there, 0, 300_000, pattern);
+        let back = only_peer(me, &mut self.agent);
+        let mine = me.engine.counter().expect("a counter");
+        let write = Write1 {
+            peer: plain(back),
+            src: self.there,
+            src_offset: 0,
+            dst: encode(&self.src.desc()),
+            dst_offset: 0,
+            len: 300_000,
+            tag: Some(mine.tag().bits()),
+        };
+        self.agent.post(Ask::Write(write));
+        me.count(&mine, 1, PATIENCE).expect("the way back");
+        self.agent.answer(Some(me));
+    }
+}
+
+/// A transfer that takes a while: `pages` of 4 KiB out of a region of 1 MiB, none next to the last.
+fn pages(
+    me: &Host,
+    peer: PeerId,
+    src: &Memory,
+    desc: &MrDesc,
+    pages: u32,
+    imm: Option<immwire::ImmTag>,
+    limit: Option<Duration>,
+) -> Transfer {
+    let list = |by: u32| Pages {
+        indices: (0..pages).map(|i| i * by % 256).collect::<Vec<_>>().into(),
+        stride: 4096,
+        offset: 0,
+    };
+    let engine = limit.map_or_else(|| me.engine.clone(), |limit| me.engine.with_deadline(limit));
+    let (src_pages, dst_pages) = (list(7), list(11));
+    let write = PagedWrite { peer, page_bytes: 4096, src, src_pages, dst: desc, dst_pages, imm };
+    engine.submit_paged_writes(&write).expect("submit")
+}
+
+/// Whether the end is an error that names the peer.
+pub fn names(end: End, gone: PeerId) -> bool {
+    match end {
+        End::Done => false,
+        End::NeverStarted { error } | End::Quiesced { error } => match error {
+            TransferError::Stopped(
+                Stopped::PeerDown { peer, .. }
+                | Stopped::Piece { peer, .. }
+                | Stopped::DeadlineExceeded { peer: Some(peer), .. },
+            ) => peer == gone,
+            TransferError::Refused(
+                immwire::core::group::SubmitError::NoSuchPeer { peer }
+                | immwire::core::group::SubmitError::PeerDown { peer, .. },
+            ) => peer == gone,
+            _ => false,
+        },
+    }
+}
+
+const WAYS: [(Foreign, Own); 3] =
+    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
+
+fn receiver_killed(case: &Case) {
+    for (way, own) in WAYS {
+        let (me, mut other, peer) = foreign::pair(case, way);
+        let mut third = Third::new(case, &me);
+        third.is_served(&me);
+        let src = me.memory(1 << 20, Own::Engine);
+        let (_, desc) = other.memory(&me, 1 << 20, own);
+        let (_, tag) = other.counter(&me);
+        let transfers: Vec<_> =
+            (0..5).map(|_| pages(&me, peer, &src, &desc, 100_000, Some(tag), None)).collect();
+        me.until(PATIENCE, || (me.engine.stats().completed > 2000).then_some(()));
+        other.signal(Signal::KILL);
+        let killed = Instant::now();
+        for transfer in &transfers {
+            let end = me.end_within(transfer, SOON).expect("ends soon");
+            assert!(names(end, peer), "{way:?} {end:?}");
+        }
+        assert!(killed.elapsed() < SOON, "{way:?}: took {:?}", killed.elapsed());
+        let state = me.peer_down(peer, SOON);
+        assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+        // What comes later is told the same.
+        let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+        assert!(names(end, peer), "{way:?} {end:?}");
+        third.is_served(&me);
+    }
+}
+
+fn sender_killed(case: &Case) {
+    for (way, own) in WAYS {
+        let me = case.me();
+        let mut other = case.bare_agent("killed");
+        let address = other.build(&Setup { foreign: way, ..case.setup(case.nics.1) });
+        let peer = me.peer(&address);
+        let mut third = Third::new(case, &me);
+        let mine = me.memory(1 << 20, own);
+        let counter = me.engine.counter().expect("a counter");
+        let back = only_peer(&me, &mut other);
+        let (src, _) = other.memory(&me, 1 << 20, Own::Engine);
+        other.tell(
+            &me,
+            Ask::Flood(Write1 {
+                peer: plain(back),
+                src,
+                src_offset: 0,
+                dst: encode(&mine.desc()),
+                dst_offset: 0,
+                len: 1 << 20,
+                tag: Some(counter.tag().bits()),
+            }),
+        );
+        me.count(&counter, 5, PATIENCE).expect("the flood comes");
+        other.signal(Signal::KILL);
+        let state = me.peer_down(peer, SOON);
+        assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+        // Whoever waits for more is told of whom, in time.
+        let start = Instant::now();
+        let expected = [Expected { peer, writes: 1_000_000 }];
+        let late = counter.wait_from(&expected, Duration::from_millis(50)).expect_err("dead");
+        assert!(start.elapsed() < SOON);
+        let CountError::Timeout { peers, .. } = &late else { panic!("{late:?}") };
+        assert!(peers.iter().any(|share| share.peer == peer && share.arrived >= 5), "{late:?}");
+        third.is_served(&me);
+        mine.region.close(SOON).expect("nobody writes");
+    }
+}
+
+/// A peer that does not run: writes to its memory go on for as long as there is room to announce them,
+/// waits end in time, others are served, and when it runs again nothing is lost.
+fn peer_stopped(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let mut third = Third::new(case, &me);
+    let src = me.memory(1 << 20, Own::Engine);
+    let (there, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    // It knows the region, so that what follows needs no answer.
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+    other.signal(Signal::STOP);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, 1 << 20, 0);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
+    // More announcements than there is room for.
+    let limit = Duration::from_millis(200);
+    let start = Instant::now();
+    let transfer = pages(&me, peer, &src, &desc, 5000, Some(tag), Some(limit));
+    third.is_served(&me);
+    let end = me.end(&transfer);
+    assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert!(names(end, peer), "{end:?}");
+    third.is_served(&me);
+    let mine = me.engine.counter().expect("a counter");
+    let waited = Instant::now();
+    let late = mine.wait_from(&[Expected { peer, writes: 1 }], Duration::from_millis(50));
+    assert!(matches!(late, Err(CountError::Timeout { .. })), "{late:?}");
+    assert!(waited.elapsed() < SOON);
+    other.signal(Signal::CONT);
+    other.count(&me, counter, 1);
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    pattern.fill(&src, 0, 1 << 20, 0);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
+    other.check(&me, there, 0, 1 << 20, pattern);
+}
+
+/// The same, where the peer would have to copy: the transfer is forced to an end, and the connection
+/// with it. The peer returns when it runs again.
+fn peer_stopped_bouncing(case: &Case) {
+    let setup = Setup { foreign: Foreign::Bounce, drain_ms: 200, ..case.setup(1) };
+    let me = Host::new(&setup);
+    let (mut other, address) = case.agent("stopped");
+    let peer = me.peer(&address);
+    let mut third = Third::new(case, &me);
+    let src = me.memory(1 << 20, Own::Engine);
+    let (there, desc) = other.memory(&me, 1 << 20, Own::Test);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+    other.signal(Signal::STOP);
+    let start = Instant::now();
+    let limit = Duration::from_millis(200);
+    let transfer = pages(&me, peer, &src, &desc, 5000, None, Some(limit));
+    third.is_served(&me);
+    let end = me.end(&transfer);
+    assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
+    assert!(names(end, peer), "{end:?}");
+    third.is_served(&me);
+    other.signal(Signal::CONT);
+    // What it had not copied by then never comes.
+    me.linger(Duration::from_millis(20));
+    other.tell(&me, Ask::Poison { region: there, offset: 0, len: 1 << 20, byte: 0x99 });
+    me.linger(Duration::from_millis(50));
+    other.check_only(&me, there, 0, 1 << 20, 0x99);
+    let again = me.peer(&address);
+    me.done(&write(&me, again, &src, &desc, (0, 0, 1 << 20), None));
+    third.is_served(&me);
+}
+
+fn silent_peer(case: &Case) {
+    let me = Host::new(&Setup { silent_ms: Some(800), ..case.setup(1) });
+    let mut other = case.bare_agent("silent");
+    let address = other.build(&Setup { silent_ms: Some(800), ..case.setup(1) });
+    let peer = me.peer(&address);
+    let src = me.memory(4096, Own::Engine);
+    let (_, desc) = other.memory(&me, 4096, Own::Engine);
+    // As long as both live, idle or not, nobody is suspected of anything.
+    if !me.is_polled() {
+        me.linger(Duration::from_millis(1600));
+        assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    }
+    other.signal(Signal::STOP);
+    let state = me.peer_down(peer, SOON);
+    assert!(matches!(state, Some(PeerState::Down(DownReason::Silent { .. }))), "{state:?}");
+    let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+    assert!(names(end, peer), "{end:?}");
+    other.signal(Signal::CONT);
+    let again = me.peer(&address);
+    assert_ne!(again, peer);
+    me.done(&write(&me, again, &src, &desc, (0, 0, 8), None));
+}
+
+/// NICs are taken out of use and put back while much is under way: all of it arrives, once.
+fn nics_fail_and_return(case: &Case) {
+    let me = Host::new(&case.setup(4));
+    let (mut other, address) = case.agent("other");
+    let peer = me.peer(&address);
+    let size = 4 << 20;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, size, 0);
+    let mut random = case.random();
+    let (mut under_way, mut submitted) = (std::collections::VecDeque::new(), 0);
+    for round in 0..300 {
+        let healthy = random.below(2) == 0;
+        // The last one always stays.
+        me.engine.set_nic_health(u8::try_from(random.below(3)).expect("small"), healthy);
+        let (transfer, writes) = if round % 3 == 0 {
+            (pages(&me, peer, &src, &desc, 1000, Some(tag), None), 1000)
+        } else {
+            (write(&me, peer, &src, &desc, (0, 0, size), Some(tag)), 1)
+        };
+        submitted += writes;
+        under_way.push_back(transfer);
+        if under_way.len() > 20 {
+            me.done(&under_way.pop_front().expect("20"));
+        }
+    }
+    under_way.iter().for_each(|transfer| me.done(transfer));
+    other.count(&me, counter, submitted);
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+    other.tell(&me, Ask::Poison { region: there, offset: 0, len: size, byte: 0 });
+    me.done(&write(&me, peer, &src, &desc, (0, 0, size), None));
+    other.check(&me, there, 0, size, pattern);
+}
+
+fn no_nic_left(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(1 << 20, Own::Engine);
+    let (_, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    for nic in 0..case.nics.0 {
+        me.engine.set_nic_health(nic, false);
+    }
+    let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+    let route = immwire::core::plan::PlanError::NoRoute { peer };
+    let error = TransferError::Refused(immwire::core::group::SubmitError::Plan(route));
+    assert_eq!(end, End::NeverStarted { error });
+    me.engine.set_nic_health(0, true);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
+}

@@ -1,0 +1,331 @@
+//! An engine under test, whichever way it is driven, and memory with a pattern in it.
+
+use std::cell::RefCell;
+use std::ptr::NonNull;
+use std::time::{Duration, Instant};
+
+use immwire::{
+    Builder, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr, PeerId,
+    PeerState, RecvError, Region, Rights, Transfer, TransferEngine,
+};
+use serde::{Deserialize, Serialize};
+
+use crate::Provider;
+
+/// No single step of a test takes longer on a loaded machine, unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(20);
+
+/// Who makes an engine move.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Motor {
+    /// A thread of its own.
+    Thread,
+    /// Its caller.
+    Polled,
+}
+
+/// How memory that was registered, not allocated, is to be written.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Foreign {
+    Auto,
+    Kernel,
+    Bounce,
+}
+
+/// What an engine under test is built from. Travels to the second process.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Setup {
+    pub provider: String,
+    pub motor: Motor,
+    pub nics: u8,
+    pub transfers: u16,
+    pub drain_ms: u64,
+    /// When a silent peer counts as gone; never, by default.
+    pub silent_ms: Option<u64>,
+    pub key: Option<String>,
+    pub foreign: Foreign,
+}
+
+/// An engine with its motor.
+pub struct Host {
+    pub engine: TransferEngine,
+    driver: Option<RefCell<Driver>>,
+}
+
+impl Host {
+    pub fn new(setup: &Setup) -> Self {
+        let provider = Provider::named(&setup.provider);
+        let builder: Builder = (provider.builder)(setup);
+        let builder = builder
+            .nics(setup.nics)
+            .transfers(setup.transfers)
+            .drain(Duration::from_millis(setup.drain_ms));
+        let builder = match setup.silent_ms.map(Duration::from_millis) {
+            None => builder,
+            Some(limit) => builder.liveness(LivenessConfig {
+                heartbeat: limit / 8,
+                suspect_after: limit / 2,
+                down_after: limit,
+                ..LivenessConfig::default()
+            }),
+        };
+        match setup.motor {
+            Motor::Thread => Self { engine: builder.build().expect("build"), driver: None },
+            Motor::Polled => {
+                let (engine, driver) = builder.build_polled().expect("build_polled");
+                Self { engine, driver: Some(RefCell::new(driver)) }
+            }
+        }
+    }
+
+    /// Whether somebody has to call [`Host::step`].
+    pub fn is_polled(&self) -> bool {
+        self.driver.is_some()
+    }
+
+    /// One step of a polled engine.
+    pub fn step(&self) {
+        if let Some(driver) = &self.driver {
+            driver.borrow_mut().poll();
+        }
+    }
+
+    /// Waits, while the engine moves, until `done` says something.
+    pub fn until<R>(&self, limit: Duration, mut done: impl FnMut() -> Option<R>) -> Option<R> {
+        let start = Instant::now();
+        loop {
+            if let Some(result) = done() {
+                return Some(result);
+            }
+            if start.elapsed() >= limit {
+                return None;
+            }
+            match &self.driver {
+                Some(driver) => {
+                    for _ in 0..64 {
+                        driver.borrow_mut().poll();
+                    }
+                }
+                None => std::thread::sleep(Duration::from_micros(100)),
+            }
+        }
+    }
+
+    /// Lets the engine move for a while, in which something must not happen.
+    pub fn linger(&self, time: Duration) {
+        self.until(time, || None::<()>);
+    }
+
+    /// Connects, and waits until the peer is up.
+    pub fn peer(&self, address: &NetAddr) -> PeerId {
+        self.try_peer(address).unwrap_or_else(|error| panic!("{address}: {error}"))
+    }
+
+    /// Connects, and waits until the peer is up or not wanted.
+    pub fn try_peer(&self, address: &NetAddr) -> Result<PeerId, String> {
+        let peer = match &self.driver {
+            None => self.engine.add_peer(address),
+            Some(driver) => driver.borrow_mut().add_peer(address),
+        };
+        let peer = peer.map_err(|error| error.to_string())?;
+        let up = match &self.driver {
+            None => self.engine.wait_peer(peer, PATIENCE),
+            Some(driver) => driver.borrow_mut().wait_peer(peer, PATIENCE),
+        };
+        up.map(|()| peer).map_err(|error| error.to_string())
+    }
+
+    /// Waits until the peer is down; returns how it stands after at most `limit`.
+    pub fn peer_down(&self, peer: PeerId, limit: Duration) -> Option<PeerState> {
+        self.until(limit, || match self.engine.peer_state(peer) {
+            down @ Some(PeerState::Down(_)) => Some(down),
+            _ => None,
+        })
+        .unwrap_or_else(|| self.engine.peer_state(peer))
+    }
+
+    /// The end of a transfer, which comes.
+    pub fn end(&self, transfer: &Transfer) -> End {
+        let end = self.end_within(transfer, PATIENCE);
+        end.unwrap_or_else(|| panic!("{transfer:?} has not ended within {PATIENCE:?}"))
+    }
+
+    /// The end of a transfer, if it comes in time.
+    pub fn end_within(&self, transfer: &Transfer, limit: Duration) -> Option<End> {
+        match &self.driver {
+            None => transfer.wait(limit).ok(),
+            Some(driver) => driver.borrow_mut().wait(transfer, limit).ok(),
+        }
+    }
+
+    /// Waits for a transfer that succeeds.
+    pub fn done(&self, transfer: &Transfer) {
+        assert_eq!(self.end(transfer), End::Done);
+    }
+
+    /// Waits for a count.
+    pub fn count(
+        &self,
+        counter: &ImmCounter,
+        writes: u64,
+        limit: Duration,
+    ) -> Result<(), CountError> {
+        match &self.driver {
+            None => counter.wait(writes, limit),
+            Some(driver) => driver.borrow_mut().wait_count(counter, writes, limit),
+        }
+    }
+
+    /// Waits for a message.
+    pub fn recv(&self, limit: Duration) -> Result<Message, RecvError> {
+        match &self.driver {
+            None => self.engine.recv(limit),
+            Some(driver) => driver.borrow_mut().recv(limit),
+        }
+    }
+
+    /// Memory of the engine's, or memory of ours that it registers.
+    pub fn memory(&self, bytes: u64, own: Own) -> Memory {
+        let bytes = usize::try_from(bytes).expect("64-bit");
+        match own {
+            Own::Engine => Memory { region: self.engine.alloc(bytes).expect("alloc"), lent: None },
+            Own::Test => {
+                let lent = Lent::new(bytes);
+                // SAFETY: `Memory` drops the region first, and unmaps once it is closed, or the process
+                // ends; no reference to the bytes is ever made.
+                let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
+                Memory { region: region.expect("register"), lent: Some(lent) }
+            }
+        }
+    }
+}
+
+/// Whose memory it is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Own {
+    /// `TransferEngine::alloc`: peers on this host map it.
+    Engine,
+    /// `TransferEngine::register`: a private mapping of the test's.
+    Test,
+}
+
+/// A region, and what it lies in.
+pub struct Memory {
+    pub region: Region,
+    /// Never unmapped: a peer may write until the region is closed, which a test may well not do.
+    #[expect(dead_code, reason = "says who owns the bytes")]
+    lent: Option<Lent>,
+}
+
+impl std::ops::Deref for Memory {
+    type Target = Region;
+
+    fn deref(&self) -> &Region {
+        &self.region
+    }
+}
+
+/// A private anonymous mapping that takes memory as it is touched.
+pub struct Lent {
+    pub ptr: NonNull<u8>,
+}
+
+impl Lent {
+    pub fn new(bytes: usize) -> Self {
+        use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        // SAFETY: the kernel chooses an address where nothing lies.
+        let ptr = unsafe {
+            mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags)
+        };
+        Self { ptr: NonNull::new(ptr.expect("mmap").cast()).expect("an address") }
+    }
+}
+
+/// Bytes that are told apart by where they belong: byte `i` of pattern `seed`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Pattern(pub u64);
+
+const CHUNK: usize = 16 << 10;
+
+impl Pattern {
+    const fn word(self, at: u64) -> u64 {
+        let mut z = self.0.wrapping_add(at.wrapping_mul(0x9e37_79b9_7f4a_7c15));
+        z = (z ^ z >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ z >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ z >> 31
+    }
+
+    /// Calls `each` with the bytes of `at..at + len`, piece by piece; stops when it says so.
+    fn pieces(self, at: u64, len: u64, mut each: impl FnMut(u64, &[u8]) -> bool) {
+        let mut bytes = [0; CHUNK + 8];
+        let mut done = 0;
+        while done < len {
+            let first = (at + done) / 8;
+            let skip = usize::try_from((at + done) % 8).expect("small");
+            let take = (len - done).min(CHUNK as u64);
+            let take = usize::try_from(take).expect("small");
+            let words = (skip + take).div_ceil(8);
+            for (word, chunk) in (first..).zip(bytes.chunks_exact_mut(8).take(words)) {
+                chunk.copy_from_slice(&self.word(word).to_le_bytes());
+            }
+            if !each(done, &bytes[skip..skip + take]) {
+                return;
+            }
+            done += take as u64;
+        }
+    }
+
+    /// Writes bytes `at..at + len` of the pattern to `offset` of the region.
+    pub fn fill(self, region: &Region, offset: u64, len: u64, at: u64) {
+        self.pieces(at, len, |done, bytes| {
+            region.write(offset + done, bytes).expect("inside");
+            true
+        });
+    }
+
+    /// Returns how far behind `offset` the region first differs from bytes `at..at + len`.
+    pub fn mismatch(self, region: &Region, offset: u64, len: u64, at: u64) -> Option<u64> {
+        let mut found = [0; CHUNK];
+        let mut wrong = None;
+        self.pieces(at, len, |done, bytes| {
+            let found = &mut found[..bytes.len()];
+            region.read(offset + done, found).expect("inside");
+            if found != bytes {
+                let first = found.iter().zip(bytes).position(|(a, b)| a != b).expect("differs");
+                wrong = Some(done + first as u64);
+            }
+            wrong.is_none()
+        });
+        wrong
+    }
+}
+
+/// Fills part of a region with one byte.
+pub fn poison(region: &Region, offset: u64, len: u64, byte: u8) {
+    let bytes = [byte; CHUNK];
+    let mut done = 0;
+    while done < len {
+        let take = (len - done).min(CHUNK as u64);
+        region
+            .write(offset + done, &bytes[..usize::try_from(take).expect("small")])
+            .expect("inside");
+        done += take;
+    }
+}
+
+/// Returns how far behind `offset` the first byte lies that is not `byte`.
+pub fn first_other(region: &Region, offset: u64, len: u64, byte: u8) -> Option<u64> {
+    let mut found = [0; CHUNK];
+    let mut done = 0;
+    while done < len {
+        let take = (len - done).min(CHUNK as u64);
+        let found = &mut found[..usize::try_from(take).expect("small")];
+        region.read(offset + done, found).expect("inside");
+        if let Some(at) = found.iter().position(|&other| other != byte) {
+            return Some(done + at as u64);
+        }
+        done += take;
+    }
+    None
+}

@@ -1,0 +1,377 @@
+//! Beginnings and ends of engines: nothing is left behind, whatever was going on.
+
+use std::time::{Duration, Instant};
+
+use immwire::{DownReason, End, PeerState, SubmitError, TransferError};
+
+use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
+use crate::host::{Foreign, Host, Own, PATIENCE, Setup};
+use crate::operations::{only_peer, write};
+use crate::{Case, Spread, Test};
+
+pub const TESTS: &[Test] = &[
+    ("sender_stops_under_load", Spread::ProcessesBothMotors, |case| stop_under_load(case, true)),
+    ("receiver_stops_under_load", Spread::ProcessesBothMotors, |case| stop_under_load(case, false)),
+    ("both_stop_in_one_process", Spread::ProcessesBothMotors, both_stop),
+    ("returning_peer", Spread::Places, returning_peer),
+    ("full_and_capacity", Spread::Places, full_and_capacity),
+    ("waits_end_with_the_engine", Spread::Once, waits_end_with_the_engine),
+    ("handles_outlive_the_engine", Spread::Once, handles_outlive_the_engine),
+    ("idle_costs_nothing", Spread::Once, idle_costs_nothing),
+    ("nobody_oversleeps", Spread::Threads, nobody_oversleeps),
+    ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
+];
+
+fn census(me: &Host, agent: &mut Agent) -> (u64, u64) {
+    match agent.ask(me, Ask::Census) {
+        Say::Census { threads, files } => (threads, files),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// Waits until the agent's threads and files are as many as before.
+fn back_to(me: &Host, agent: &mut Agent, before: (u64, u64)) {
+    // A thread that was joined may be listed for a moment more; that of a flood ends by itself.
+    let start = Instant::now();
+    let mut now = census(me, agent);
+    while now != before && start.elapsed() < Duration::from_secs(2) {
+        me.linger(Duration::from_millis(2));
+        now = census(me, agent);
+    }
+    assert_eq!(now, before, "threads and files, after and before");
+}
+
+/// One agent floods another, and one of them stops. Neither leaves anything behind, nor waits long.
+fn stop_under_load(case: &Case, sender_stops: bool) {
+    let me = case.me();
+    for (foreign, own) in
+        [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)]
+    {
+        let (mut sender, mut receiver) = (case.bare_agent("sender"), case.bare_agent("receiver"));
+        let before = (census(&me, &mut sender), census(&me, &mut receiver));
+        for round in 0..3 {
+            let setup = Setup { foreign, ..case.setup(if round == 2 { 4 } else { 1 }) };
+            sender.build(&setup);
+            let address = receiver.build(&setup);
+            let peer = sender.peer(&me, &address);
+            // Places of the agent's own lists; those of earlier rounds are gone.
+            let (src, _) = sender.memory(&me, 1 << 20, Own::Engine);
+            let (_, desc) = receiver.memory(&me, 1 << 20, own);
+            let (counter, tag) = receiver.counter(&me);
+            sender.tell(
+                &me,
+                Ask::Flood(Write1 {
+                    peer: plain(peer),
+                    src,
+                    src_offset: 0,
+                    dst: encode(&desc),
+                    dst_offset: 0,
+                    len: 1 << 20,
+                    tag: Some(tag.bits()),
+                }),
+            );
+            receiver.count(&me, counter, 10);
+            let start = Instant::now();
+            let (first, second) = if sender_stops {
+                (&mut sender, &mut receiver)
+            } else {
+                (&mut receiver, &mut sender)
+            };
+            first.tell(&me, Ask::Drop);
+            assert!(start.elapsed() < Duration::from_secs(4), "took {:?}", start.elapsed());
+            let known = if sender_stops { None } else { Some(peer) };
+            if let Some(peer) = known {
+                let down = second.ask(&me, Ask::Down { peer: plain(peer), ms: 2000 });
+                assert_eq!(down, Say::Text("Some(Down(Disconnected))".into()), "{foreign:?}");
+            }
+            second.tell(&me, Ask::Drop);
+            assert!(start.elapsed() < Duration::from_secs(6), "took {:?}", start.elapsed());
+        }
+        back_to(&me, &mut sender, before.0);
+        back_to(&me, &mut receiver, before.1);
+    }
+}
+
+/// Both engines in one process, of which nothing is left afterwards.
+fn both_stop(case: &Case) {
+    let me = case.me();
+    // The agent's process hosts one engine, and the flood comes from a thread agent in it.
+    let mut agent = case.bare_agent("both");
+    let before = census(&me, &mut agent);
+    for round in 0..5 {
+        let setup = case.setup(if round % 2 == 0 { 1 } else { 4 });
+        match agent.ask(&me, Ask::LoadAndDrop(setup)) {
+            Say::Text(end) => assert_ne!(end, "Done", "round {round}: not caught on its way"),
+            other => panic!("{other:?}"),
+        }
+        back_to(&me, &mut agent, before);
+    }
+}
+
+/// A peer that went and came back is another peer; its old name stays refused.
+fn returning_peer(case: &Case) {
+    let me = case.me();
+    let mut other = case.bare_agent("returning");
+    let src = me.memory(4096, Own::Engine);
+    let mut old = Vec::new();
+    let mut last = None;
+    for round in 0..6 {
+        let address = other.build(&case.setup(case.nics.1));
+        let peer = me.peer(&address);
+        let (there, desc) = other.memory(&me, 4096, Own::Engine);
+        let pattern = case.pattern(round);
+        pattern.fill(&src, 0, 4096, 0);
+        assert!(!old.contains(&peer), "{peer} again");
+        for &gone in &old {
+            let end = me.end(&write(&me, gone, &src, &desc, (0, 0, 64), None));
+            assert!(
+                matches!(end, End::NeverStarted { error: TransferError::Refused(_) }),
+                "{end:?}"
+            );
+        }
+        // What described the memory of the last engine does not describe that of the new one.
+        if let Some(stale) = last.replace(desc) {
+            let end = me.end(&write(&me, peer, &src, &stale, (0, 0, 64), None));
+            assert!(
+                matches!(end, End::NeverStarted { error: TransferError::Refused(_) }),
+                "{end:?}"
+            );
+        }
+        me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
+        other.check(&me, there, 0, 4096, pattern);
+        // It leaves, or we leave it, or it calls us again without having left.
+        match round % 3 {
+            0 => other.tell(&me, Ask::Drop),
+            1 => me.engine.remove_peer(peer),
+            _ => {
+                me.engine.remove_peer(peer);
+                let state = me.peer_down(peer, PATIENCE);
+                assert_eq!(state, Some(PeerState::Down(DownReason::Removed)));
+                // The same engine calls, once it knows that it was left: a new peer.
+                let Say::Peers(mut names) = other.ask(&me, Ask::Peers { count: 0 }) else {
+                    panic!("names")
+                };
+                if let Some(peer) = names.pop() {
+                    other.ask(&me, Ask::Down { peer, ms: 2000 });
+                }
+                let back = other.peer(&me, me.engine.address());
+                let tag = me.engine.counter().expect("a counter");
+                let ask = Ask::Imm { peer: plain(back), tag: tag.tag().bits(), writes: 1 };
+                assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
+                me.count(&tag, 1, PATIENCE).expect("one");
+                let now = me.engine.peers();
+                assert!(now.len() == 1 && now[0] != peer, "{now:?}");
+                old.push(now[0]);
+                me.engine.remove_peer(now[0]);
+            }
+        }
+        let state = me.peer_down(peer, PATIENCE);
+        assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+        old.push(peer);
+        other.tell(&me, Ask::Drop);
+        let none = me.until(PATIENCE, || me.engine.peers().is_empty().then_some(()));
+        assert!(none.is_some(), "{:?}", me.engine.peers());
+    }
+}
+
+/// Full is an answer, and one can wait for the opposite.
+fn full_and_capacity(case: &Case) {
+    let me = Host::new(&Setup { transfers: 4, ..case.setup(case.nics.0) });
+    let (mut other, address) = case.agent("other");
+    let peer = me.peer(&address);
+    let size = 8 << 20;
+    let src = me.memory(size, Own::Engine);
+    let (_, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let (mut under_way, mut full) = (Vec::new(), 0);
+    let single = immwire::SingleWrite {
+        peer,
+        src: &src,
+        src_offset: 0,
+        dst: &desc,
+        dst_offset: 0,
+        len: size,
+        imm: Some(tag),
+    };
+    for _ in 0..100 {
+        let transfer = loop {
+            match me.engine.submit_single_write(&single) {
+                Ok(transfer) => break transfer,
+                Err(SubmitError::Full { capacity: 4 }) => full += 1,
+                Err(error) => panic!("{error}"),
+            }
+            // Handles of what has ended keep their places.
+            under_way.retain(|transfer: &immwire::Transfer| transfer.poll_end().is_none());
+            assert!(me.engine.wait_capacity(PATIENCE));
+        };
+        under_way.push(transfer);
+        if under_way.len() == 4 {
+            assert!(me.engine.submit_imm(peer, tag, 1).is_err());
+            me.done(&under_way.remove(0));
+        }
+    }
+    under_way.iter().for_each(|transfer| me.done(transfer));
+    let kept = under_way.len();
+    drop(under_way);
+    other.count(&me, counter, 100);
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+    eprintln!("    full {full} times, {kept} at the end");
+    // Dropped handles do not hold a place, and what they stood for goes on.
+    for _ in 0..40 {
+        while let Err(SubmitError::Full { .. }) = me.engine.submit_imm(peer, tag, 1).map(drop) {
+            assert!(me.engine.wait_capacity(PATIENCE));
+        }
+    }
+    other.count(&me, counter, 40);
+    // While all are taken, waiting ends when its time is up.
+    let held: Vec<_> =
+        std::iter::from_fn(|| me.engine.submit_imm(peer, tag, 1).ok()).take(4).collect();
+    assert_eq!(held.len(), 4);
+    let start = Instant::now();
+    assert!(!me.engine.wait_capacity(Duration::from_millis(30)));
+    assert!(start.elapsed() >= Duration::from_millis(30) && start.elapsed() < PATIENCE);
+}
+
+fn waits_end_with_the_engine(case: &Case) {
+    let (me, _other, peer) = case.pair();
+    let counter = me.engine.counter().expect("a counter");
+    let waiting = std::thread::spawn(move || (counter.wait(1, PATIENCE), counter));
+    let receiver = me.engine.clone();
+    let called = std::sync::Arc::new(std::sync::Mutex::new(None));
+    let keep = std::sync::Arc::clone(&called);
+    let watched = std::sync::Arc::new(me.engine.counter().expect("a counter"));
+    let call = move |result| *keep.lock().unwrap() = Some(result);
+    me.engine.expect_imm_count(&watched, 1, call).expect("armed");
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    drop(receiver);
+    me.linger(Duration::from_millis(5));
+    let start = Instant::now();
+    drop(me);
+    let (result, counter) = waiting.join().expect("no panic");
+    assert_eq!(result, Err(immwire::CountError::EngineStopped));
+    assert_eq!(*called.lock().unwrap(), Some(Err(immwire::CountError::EngineStopped)));
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
+    assert_eq!(counter.wait(1, PATIENCE), Err(immwire::CountError::EngineStopped));
+}
+
+/// Handles of all kinds are used and dropped after their engine.
+fn handles_outlive_the_engine(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(4096, Own::Engine);
+    let (_, desc) = other.memory(&me, 4096, Own::Engine);
+    let counter = me.engine.counter().expect("a counter");
+    let transfers: Vec<_> =
+        (0..200).map(|_| write(&me, peer, &src, &desc, (0, 0, 4096), None)).collect();
+    drop(me);
+    for transfer in &transfers {
+        transfer.cancel();
+        assert!(transfer.poll_end().is_some(), "{transfer:?}");
+        assert!(transfer.wait(Duration::ZERO).is_ok());
+    }
+    assert!(counter.try_take(1).is_ok_and(|taken| !taken));
+    crate::host::poison(&src, 0, 4096, 1);
+    assert_eq!(crate::host::first_other(&src, 0, 4096, 1), None);
+    src.region.close(Duration::from_secs(1)).expect("nobody writes");
+}
+
+/// Four engines, all connected, with nothing to do: less than one per cent of a core each.
+fn idle_costs_nothing(case: &Case) {
+    let me = case.me();
+    let mut agents: Vec<_> = (0..4).map(|n| case.agent(&format!("idle {n}"))).collect();
+    let addresses: Vec<_> = agents.iter().map(|(_, address)| address.clone()).collect();
+    for n in 1..4 {
+        for address in &addresses[..n] {
+            agents[n].0.peer(&me, address);
+        }
+    }
+    // What was started by connecting has settled.
+    me.linger(Duration::from_millis(300));
+    let cpu = |agent: &mut Agent| agent.number(&me, Ask::Cpu);
+    let (start, before) =
+        (Instant::now(), agents.iter_mut().map(|(agent, _)| cpu(agent)).collect::<Vec<_>>());
+    std::thread::sleep(Duration::from_secs(2));
+    for ((agent, _), before) in agents.iter_mut().zip(before) {
+        let used = cpu(agent) - before;
+        let wall = u64::try_from(start.elapsed().as_micros()).expect("small");
+        eprintln!("    {used} us of {wall}");
+        assert!(used * 100 < wall, "an idle engine used {used} us of {wall}");
+    }
+}
+
+/// Engines that sleep are woken by whatever there is to do. A lost wake-up is made good after a second, and
+/// so would be seen by no other test.
+fn nobody_oversleeps(case: &Case) {
+    let late = Duration::from_millis(600);
+    for foreign in [Foreign::Auto, Foreign::Bounce] {
+        let me = Host::new(&Setup { foreign, ..case.setup(case.nics.0) });
+        let (mut other, address) = case.agent("sleepy");
+        let peer = me.peer(&address);
+        let own = if foreign == Foreign::Bounce { Own::Test } else { Own::Engine };
+        let src = me.memory(1 << 20, Own::Engine);
+        let (counter, tag) = other.counter(&me);
+        let back = only_peer(&me, &mut other);
+        let (there, _) = other.memory(&me, 4096, Own::Engine);
+        let mine = me.engine.counter().expect("a counter");
+        let mut random = case.random();
+        for round in 0..40 {
+            // Around the time at which they fall asleep.
+            let nap = Duration::from_micros(50 + random.below(300));
+            std::thread::sleep(nap);
+            let start = Instant::now();
+            match round % 4 {
+                0 => me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit")),
+                1 => {
+                    // A region that it is asked about first.
+                    let (_, desc) = other.memory(&me, 1 << 20, own);
+                    std::thread::sleep(nap);
+                    me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
+                }
+                2 => {
+                    me.done(&me.engine.submit_send(peer, &[1]).expect("submit"));
+                    let got = other.ask(&me, Ask::Recv { ms: 20_000 });
+                    assert!(matches!(got, Say::Message { .. }), "{got:?}");
+                    me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+                }
+                _ => {
+                    let dst = encode(&src.desc());
+                    let write = Write1 {
+                        peer: plain(back),
+                        src: there,
+                        src_offset: 0,
+                        dst,
+                        dst_offset: 0,
+                        len: 8,
+                        tag: Some(mine.tag().bits()),
+                    };
+                    assert_eq!(other.ask(&me, Ask::Write(write)), Say::Text("Done".into()));
+                    me.count(&mine, 1, PATIENCE).expect("written to us");
+                    me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+                }
+            }
+            other.count(&me, counter, 1);
+            let took = start.elapsed();
+            assert!(took < late, "{foreign:?}, round {round}: took {took:?}");
+        }
+    }
+}
+
+fn addresses_that_lead_nowhere(case: &Case) {
+    let me = case.me();
+    let mut other = case.bare_agent("gone");
+    let address = other.build(&case.setup(1));
+    other.tell(&me, Ask::Drop);
+    let start = Instant::now();
+    let error = me.try_peer(&address).expect_err("nobody is there");
+    assert!(error.contains("nobody listens"), "{error}");
+    let own = me.engine.address().clone();
+    let error = me.try_peer(&own).expect_err("myself");
+    assert!(error.contains("itself"), "{error}");
+    assert!(start.elapsed() < Duration::from_secs(2));
+    assert!(me.engine.peers().is_empty());
+    // Twice the same engine is the same peer.
+    let address = other.build(&case.setup(1));
+    let peer = me.peer(&address);
+    assert_eq!(me.peer(&address), peer);
+    assert_eq!(me.engine.peers(), [peer]);
+    let _ = only_peer(&me, &mut other);
+}

@@ -1,0 +1,195 @@
+//! Sizes at which something could be cut wrong: around pieces, pages and 4 GiB; and many pages.
+
+use immwire::{MrDesc, PagedWrite, Pages, Rights};
+
+use crate::agent::Ask;
+use crate::host::{Lent, Own, PATIENCE, poison};
+use crate::operations::write;
+use crate::{Case, Spread, Test};
+
+pub const TESTS: &[Test] = &[
+    ("large_writes", Spread::Threads, large_writes),
+    ("tails", Spread::Threads, tails),
+    ("islands_beyond_four_gigabytes", Spread::Places, islands_beyond_four_gigabytes),
+    ("forty_thousand_pages", Spread::Places, forty_thousand_pages),
+    ("five_gigabytes", Spread::Once, five_gigabytes),
+];
+
+const MIB: u64 = 1 << 20;
+const GIB: u64 = 1 << 30;
+
+fn large_writes(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let size = 17 * MIB;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, size, 0);
+    for len in [MIB - 1, MIB, MIB + 1, 5 * MIB + 12_345, 16 * MIB] {
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: size, byte: 0xa5 });
+        let (from, to) = (len % 61, len % 67 + 1);
+        let transfer = write(&me, peer, &src, &desc, (from, to, len), Some(tag));
+        other.count(&me, counter, 1);
+        let ask = Ask::Mismatch { region: there, offset: to, len, pattern, at: from };
+        assert_eq!(other.place(&me, ask), None, "first wrong byte of {len}");
+        other.check_only(&me, there, 0, to, 0xa5);
+        other.check_only(&me, there, to + len, size - to - len, 0xa5);
+        me.done(&transfer);
+    }
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+}
+
+/// Lengths around those at which a write is cut over NICs, to the byte.
+fn tails(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let size = 2 * MIB;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    for (n, base) in
+        [64_i64 << 10, 128 << 10, 256 << 10, 3 * (64 << 10), 1 << 20].into_iter().enumerate()
+    {
+        for (m, off) in [-65_i64, -64, -1, 0, 1, 63, 65].into_iter().enumerate() {
+            let len = u64::try_from(base + off).expect("positive");
+            let pattern = case.pattern((10 * n + m) as u64);
+            pattern.fill(&src, 0, len, 0);
+            other.tell(&me, Ask::Poison { region: there, offset: 0, len: len + 130, byte: 0x5a });
+            let transfer = write(&me, peer, &src, &desc, (0, 65, len), Some(tag));
+            other.count(&me, counter, 1);
+            other.check(&me, there, 65, len, pattern);
+            other.check_only(&me, there, 0, 65, 0x5a);
+            other.check_only(&me, there, 65 + len, 65, 0x5a);
+            me.done(&transfer);
+        }
+    }
+}
+
+/// Regions of 5 GiB that are nearly all holes: offsets that do not fit 32 bits.
+fn islands_beyond_four_gigabytes(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let size = 5 * GIB + 4096;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let len = 2 * MIB + 3;
+    for (n, (from, to)) in [
+        (0, 4 * GIB - MIB),
+        (4 * GIB - MIB - 1, 4 * GIB + 4 * MIB),
+        (4 * GIB + 4 * MIB, size - len),
+        (size - len, 7),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let pattern = case.pattern(n as u64);
+        pattern.fill(&src, from, len, 0);
+        let transfer = write(&me, peer, &src, &desc, (from, to, len), Some(tag));
+        other.count(&me, counter, 1);
+        me.done(&transfer);
+        other.check(&me, there, to, len, pattern);
+        // What a 32-bit offset would have hit.
+        if to > 4 * GIB {
+            other.check_only(&me, there, to % (4 * GIB) + 3 * MIB, 4096, 0);
+        }
+    }
+    // Pages beyond 4 GiB, by their numbers.
+    let first = u32::try_from(4 * GIB / 4096).expect("fits");
+    let (from, to) = ([0, first + 9, first], [first + 1000, 3, first + 3000]);
+    let pattern = case.pattern(9);
+    for &page in &from {
+        pattern.fill(&src, u64::from(page) * 4096, 4096, u64::from(page) * 4096);
+    }
+    let pages = |list: &[u32]| Pages { indices: list.into(), stride: 4096, offset: 0 };
+    let transfer = me.engine.submit_paged_writes(&PagedWrite {
+        peer,
+        page_bytes: 4096,
+        src: &src,
+        src_pages: pages(&from),
+        dst: &desc,
+        dst_pages: pages(&to),
+        imm: Some(tag),
+    });
+    other.count(&me, counter, 3);
+    me.done(&transfer.expect("submit"));
+    for (&from, &to) in from.iter().zip(&to) {
+        let (at, offset) = (u64::from(from) * 4096, u64::from(to) * 4096);
+        let ask = Ask::Mismatch { region: there, offset, len: 4096, pattern, at };
+        assert_eq!(other.place(&me, ask), None, "page {from} to {to}");
+    }
+}
+
+fn forty_thousand_pages(case: &Case) {
+    const PAGES: u32 = 40_000;
+    let (me, mut other, peer) = case.pair();
+    let size = u64::from(PAGES) * 4096;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc): (usize, MrDesc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, size, 0);
+    let mut from: Vec<u32> = (0..PAGES).collect();
+    let mut to = from.clone();
+    case.random().shuffle(&mut from);
+    case.random().shuffle(&mut to[100..]);
+    let pages = |list: &[u32]| Pages { indices: list.into(), stride: 4096, offset: 0 };
+    let transfer = me.engine.submit_paged_writes(&PagedWrite {
+        peer,
+        page_bytes: 4096,
+        src: &src,
+        src_pages: pages(&from),
+        dst: &desc,
+        dst_pages: pages(&to),
+        imm: Some(tag),
+    });
+    other.count(&me, counter, PAGES.into());
+    me.done(&transfer.expect("submit"));
+    // In the order in which they lie there.
+    let mut came_from = vec![0; from.len()];
+    for (&from, &to) in from.iter().zip(&to) {
+        came_from[usize::try_from(to).expect("small")] = from;
+    }
+    let wrong = other.place(&me, Ask::MismatchedPage { region: there, pages: came_from, pattern });
+    assert_eq!(wrong, None, "the first page that is wrong");
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+}
+
+/// One write of more than 4 GiB. The source is holes with islands; the destination is fresh memory, so
+/// that the kernel knows which pages were written.
+fn five_gigabytes(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    // 5 GiB where there is room for it, else the least that does not fit 32 bits.
+    let size = if free_memory() > 8 * GIB { 5 * GIB + 65 } else { 4 * GIB + 65 };
+    assert!(free_memory() > 5 * GIB, "this test needs 5 GiB of memory");
+    let bytes = usize::try_from(size).expect("64-bit");
+    let lent = Lent::new(bytes);
+    // SAFETY: never unmapped, and no reference to it is made.
+    let src = unsafe { me.engine.register(lent.ptr, bytes, Rights::LOCAL) }.expect("register");
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let (island, pattern) = (2 * MIB + 1, case.pattern(0));
+    let islands = [0, GIB - 7, 4 * GIB - MIB, size - island];
+    for at in islands {
+        pattern.fill(&src, at, island, at);
+    }
+    let transfer = write(&me, peer, &src, &desc, (0, 0, size), Some(tag));
+    let end = me.end_within(&transfer, 3 * PATIENCE);
+    assert_eq!(end, Some(immwire::End::Done));
+    other.count(&me, counter, 1);
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+    let missing = other.place(&me, Ask::FirstHole { region: there });
+    assert_eq!(missing, None, "the first page that was not written");
+    for at in islands {
+        let ask = Ask::Mismatch { region: there, offset: at, len: island, pattern, at };
+        assert_eq!(other.place(&me, ask), None, "in the island at {at}");
+    }
+    poison(&src, 0, 1, 1);
+}
+
+/// Bytes that programs could still have.
+fn free_memory() -> u64 {
+    let info = std::fs::read_to_string("/proc/meminfo").expect("procfs");
+    let line = info.lines().find(|line| line.starts_with("MemAvailable")).expect("a line");
+    let kib: u64 = line.split_whitespace().nth(1).expect("a number").parse().expect("a number");
+    kib * 1024
+}
