@@ -1,0 +1,259 @@
+//! The command line: raw flags here, checked by those who use them.
+
+use crate::bench::plan::{What, parse_bytes};
+use crate::motor::Mode;
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use immwire::NetAddr;
+use std::path::PathBuf;
+
+/// Moves memory between processes by one-sided writes with immediate: measures it, moves files with
+/// it, and explains which path is taken.
+#[derive(Debug, Parser)]
+#[command(name = "immwire", version, max_term_width = 100, after_help = EXAMPLES)]
+pub struct Cli {
+    /// What to do.
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const EXAMPLES: &str = "\
+Examples:
+  immwire bench                      everything, in under 30 seconds
+  immwire doctor                     what this machine has, and which path each pair takes
+  immwire recv --dir inbox           prints an address; then, in another terminal:
+  immwire push model.safetensors iw1:shm:...
+
+IMMWIRE_LOG=debug (or a filter such as immwire=trace) writes a log to standard error.";
+
+/// A subcommand.
+#[derive(Debug, Subcommand)]
+pub enum Command {
+    /// Measure what is reached, beside what the machine reaches without the engine
+    Bench(BenchArgs),
+    /// Send files and folders to `immwire recv`
+    Push(Box<PushArgs>),
+    /// Receive files and folders from `immwire push`
+    Recv(RecvArgs),
+    /// Say what was found, which path each pair takes, why not a faster one, and what to do about it
+    #[command(after_help = DOCTOR_HELP)]
+    Doctor(DoctorArgs),
+    /// A benchmark's peer process.
+    #[command(name = "__peer", hide = true)]
+    Peer(PeerArgs),
+    /// The child that `doctor` tries to write to.
+    #[command(name = "__probe-target", hide = true)]
+    ProbeTarget,
+}
+
+/// Which transport.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+pub enum Provider {
+    /// Shared memory, between processes of this host
+    Shm,
+}
+
+const BENCH_HELP: &str = "\
+What is measured:
+  write    contiguous writes, --depth in flight
+  pages    shuffled pages of a region to shuffled places of another: --pages of --page-size
+  latency  one small write with immediate each way, in turns; half of the round trip
+  rate     small writes with immediate, --depth in flight
+  scatter  one write to each of --peers processes
+  barrier  a barrier among this process and --peers others
+
+Rates are timed at the sender, over a window with --depth transfers in flight, until all are done. After
+each window the receiver checks its counter and every byte; the bytes change each time. Latency ends at
+the receiver: its counter has fired, and it has read the bytes and answered.
+
+The baseline is measured in turns with ours, in the same processes and over the same memory: memcpy into
+the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory. A ratio
+above 1 is better than the baseline. p99 is the slow end: of turns, of barriers, or of the mean transfer
+of a round.
+
+By default this process and its peers poll, where there is a processor for each, and have threads that
+sleep otherwise.
+
+Examples:
+  immwire bench
+  immwire bench write --size 64K,1M,64M --nics 4
+  immwire bench pages --pages 40000 --page-size 4K --json
+  immwire bench latency --mode thread
+  immwire bench write --plot write.svg
+  immwire bench --listen                     in one terminal, and in another:
+  immwire bench write --connect iw1:shm:...";
+
+/// `immwire bench`.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_HELP)]
+pub struct BenchArgs {
+    /// What to measure; without it, a summary of all
+    #[arg(value_enum)]
+    pub what: Option<What>,
+    /// Be the peer: print an address, and serve until Ctrl-C
+    #[arg(long, conflicts_with_all = ["what", "connect", "json", "plot"])]
+    pub listen: bool,
+    /// Use the peer at this address instead of starting one; for several peers, give it again
+    #[arg(long, value_name = "ADDR", requires = "what")]
+    pub connect: Vec<NetAddr>,
+    /// Which transport
+    #[arg(long, value_enum, default_value = "shm")]
+    pub provider: Provider,
+    /// NICs of each engine: 1 to 8
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub nics: u8,
+    /// Bytes of a write; several separated by commas (64K,1M)
+    #[arg(long, value_delimiter = ',', value_parser = parse_bytes, value_name = "BYTES")]
+    pub size: Vec<u64>,
+    /// Transfers in flight
+    #[arg(long)]
+    pub depth: Option<u32>,
+    /// Pages of a paged write
+    #[arg(long)]
+    pub pages: Option<u32>,
+    /// Bytes of a page
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    pub page_size: Option<u64>,
+    /// Peer processes of scatter (4) and barrier (3)
+    #[arg(long)]
+    pub peers: Option<u32>,
+    /// Who makes the engines move
+    #[arg(long, value_enum)]
+    pub mode: Option<Mode>,
+    /// Seconds to measure each row
+    #[arg(long)]
+    pub seconds: Option<f64>,
+    /// Measure the machine without the engine too (the default)
+    #[arg(long, overrides_with = "no_baseline")]
+    pub baseline: bool,
+    /// Do not
+    #[arg(long)]
+    pub no_baseline: bool,
+    /// One JSON object a row, as soon as it is measured
+    #[arg(long)]
+    pub json: bool,
+    /// Draw the rows into an SVG file
+    #[arg(long, value_name = "FILE")]
+    pub plot: Option<PathBuf>,
+}
+
+/// `immwire push`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+Each file or folder arrives under its own name. A transfer that was broken off goes on where it stopped
+when it is started again; every file is checked by its BLAKE3 digest before it gets its name.
+
+Examples:
+  immwire push model.safetensors iw1:shm:...
+  immwire push checkpoint/ tokenizer.json iw1:shm:...")]
+pub struct PushArgs {
+    /// Files and folders; symbolic links below them are skipped
+    #[arg(required = true, value_name = "FILE|DIR")]
+    pub paths: Vec<PathBuf>,
+    /// The address that `immwire recv` printed
+    #[arg(value_name = "ADDR")]
+    pub address: NetAddr,
+    /// NICs of the engine: 1 to 8
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub nics: u8,
+    /// Seconds the receiver may be silent
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub patience: u64,
+}
+
+/// `immwire recv`.
+#[derive(Debug, Args)]
+#[command(after_help = "\
+The address goes to standard output, everything else to standard error. Only processes of the same user
+are let in. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
+
+Examples:
+  immwire recv --dir inbox
+  immwire recv --dir inbox --once > address")]
+pub struct RecvArgs {
+    /// Where files go; made if it is not there. Nothing is written outside
+    #[arg(long)]
+    pub dir: PathBuf,
+    /// End after one push; the exit code says whether it was complete
+    #[arg(long)]
+    pub once: bool,
+    /// Replace files that are there with other contents
+    #[arg(long)]
+    pub overwrite: bool,
+    /// NICs of the engine: 1 to 8
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub nics: u8,
+    /// Seconds the sender may be silent
+    #[arg(long, default_value_t = 30, value_parser = clap::value_parser!(u64).range(1..=86_400))]
+    pub patience: u64,
+}
+
+const DOCTOR_HELP: &str = "\
+Nothing is loaded and no privilege is needed: libraries are searched for by name where the loader would
+look, not opened, since that would run their code.
+
+Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What no
+machine can do with this version (GPU memory, other hosts) is said, and does not count.
+
+Examples:
+  immwire doctor
+  immwire doctor --json | jq .paths";
+
+/// `immwire doctor`.
+#[derive(Debug, Args)]
+pub struct DoctorArgs {
+    /// One JSON object: facts, probes, paths, notes, exit_code
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// The hidden peer process.
+#[derive(Debug, Args)]
+pub struct PeerArgs {
+    /// NICs of the engine.
+    #[arg(long, default_value_t = 1)]
+    pub nics: u8,
+    /// Who makes the engine move.
+    #[arg(long, value_enum, default_value = "polled")]
+    pub mode: Mode,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_command_line_is_consistent_and_every_command_has_examples() {
+        let mut command = Cli::command();
+        command.clone().debug_assert();
+        for name in ["bench", "push", "recv", "doctor"] {
+            let help = command.find_subcommand_mut(name).unwrap().render_help().to_string();
+            assert!(help.contains("Examples:\n  immwire "), "{name}:\n{help}");
+        }
+        let help = command.render_help().to_string();
+        assert!(help.contains("immwire bench") && !help.contains("__peer"), "{help}");
+    }
+
+    #[test]
+    fn contradictions_are_refused() {
+        let parse = |line: &str| Cli::try_parse_from(line.split(' '));
+        for bad in [
+            "immwire",
+            "immwire bench --nics 9",
+            "immwire bench --nics 0",
+            "immwire bench nothing",
+            "immwire bench --size 1T",
+            "immwire bench --listen write",
+            "immwire bench write --connect nowhere",
+            "immwire bench --provider verbs",
+            "immwire push x",
+            "immwire push x y",
+            "immwire recv",
+            "immwire recv --dir x --patience 0",
+        ] {
+            assert!(parse(bad).is_err(), "{bad}");
+        }
+        assert!(parse("immwire bench write --size 64K,1M --no-baseline --json").is_ok());
+        assert!(parse("immwire bench --listen --nics 4").is_ok());
+    }
+}

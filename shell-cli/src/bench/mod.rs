@@ -1,0 +1,21 @@
+//! The benchmarks: what the engine reaches, beside what the machine reaches without it.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`command`] | from arguments to rows on the screen |
+//! | [`plan`] | which rows are measured |
+//! | [`run`] | measuring one row |
+//! | [`serve`] | the peer's side |
+//! | [`say`] | what the two say to each other |
+//! | [`pattern`] | bytes that tell when and where they belong |
+//! | [`mapping`] | the transfers' memory, for the baseline |
+//! | [`process`] | peer processes |
+
+pub mod command;
+pub mod mapping;
+pub mod pattern;
+pub mod plan;
+pub mod process;
+pub mod run;
+pub mod say;
+pub mod serve;

@@ -1,0 +1,636 @@
+//! Measuring one row: rounds of ours and of the baseline in turns, in one run.
+//!
+//! A round is some tens of milliseconds of the same work. Before each, the source gets new bytes; after
+//! each, outside of the time, the receiver checks the count and every byte. So a round that moved
+//! nothing, or the bytes of an earlier one, is found out, and what disturbs the machine disturbs both
+//! sides of the comparison.
+
+use super::mapping::{self, Place};
+use super::plan::{Case, What};
+use super::say::{Answer, Ask, Layout, fill, page_lists};
+use super::serve::{Echo, WrongTurn, barriers, join};
+use crate::baseline::{PingPong, PingPongError, Side, Slots};
+use crate::motor::{Motor, MotorError, desc_of, desc_text};
+use crate::report::{Measure, Row, Shape};
+use crate::shared::{SharedError, SharedMemory};
+use crate::signals;
+use immwire::{
+    ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, ScatterWrite, SingleWrite,
+    SubmitError, Target, Transfer,
+};
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, AsRawFd};
+use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
+use std::time::{Duration, Instant};
+
+/// Bytes that single writes go round.
+const SPREAD_BYTES: u64 = 64 << 20;
+/// How long a peer, or a transfer, may take.
+const PATIENCE: Duration = Duration::from_secs(30);
+/// About how long a round is.
+const ROUND: Duration = Duration::from_millis(25);
+/// Fewer rounds than this say nothing about spread.
+const ROUNDS_MIN: usize = 7;
+/// Turns of a ping-pong that are timed together.
+const BATCH: u64 = 50;
+
+/// Why a row was not measured.
+#[derive(Debug, thiserror::Error)]
+pub enum BenchError {
+    /// The engine.
+    #[error(transparent)]
+    Motor(#[from] MotorError),
+    /// The peer said why not.
+    #[error("the peer failed: {0}")]
+    Peer(String),
+    /// The peer did not answer.
+    #[error("the peer did not answer within {0:?}")]
+    Silent(Duration),
+    /// The peer answered something else.
+    #[error("the peer does not speak this protocol: {0}")]
+    Confused(String),
+    /// The baseline's memory.
+    #[error("no memory for the baseline: {0}")]
+    Shared(#[from] SharedError),
+    /// The baseline's ping-pong.
+    #[error(transparent)]
+    PingPong(#[from] PingPongError),
+    /// The row needs other peers.
+    #[error("{bench} needs {needed} peers, not {found}")]
+    Peers {
+        /// Which benchmark.
+        bench: &'static str,
+        /// How many it needs.
+        needed: u32,
+        /// How many there are.
+        found: usize,
+    },
+    /// The members of a barrier do not agree on its counters.
+    #[error("the members of the barrier count in different counters")]
+    Tags,
+}
+
+/// What a row's measurement goes by, besides the case.
+pub struct Bench<'a> {
+    /// Our engine.
+    pub motor: &'a mut Motor,
+    /// Peers, each with the address it was reached at.
+    pub peers: &'a [(PeerId, String)],
+    /// Whether to measure the baseline too.
+    pub baseline: bool,
+    /// Called with the share that is done, 0 to 1.
+    pub progress: &'a mut dyn FnMut(f64),
+}
+
+/// Times of the rounds, in seconds for each transfer, and what was found wrong.
+#[derive(Default)]
+struct Samples {
+    ours: Vec<f64>,
+    baseline: Vec<f64>,
+    /// Single turns, where the row's p99 is of those.
+    single: Vec<f64>,
+    wrong: Option<String>,
+}
+
+/// A peer's memory, and how to reach it.
+struct There {
+    peer: PeerId,
+    desc: MrDesc,
+    tag: ImmTag,
+    place: Option<Place>,
+}
+
+impl Bench<'_> {
+    /// Measures `case`. The second value says what was wrong with the bytes, if anything was.
+    ///
+    /// # Errors
+    ///
+    /// [`BenchError`].
+    pub fn run(&mut self, case: &Case) -> Result<(Row, Option<String>), BenchError> {
+        if self.peers.len() != case.peers as usize {
+            let (bench, needed) = (case.what.name(), case.peers);
+            return Err(BenchError::Peers { bench, needed, found: self.peers.len() });
+        }
+        let samples = match case.what {
+            What::Write | What::Rate => self.write(case),
+            What::Pages => self.pages(case),
+            What::Latency => self.latency(case),
+            What::Scatter => self.scatter(case),
+            What::Barrier => self.barrier(case),
+        }?;
+        let nics = u8::try_from(self.motor.engine().nics().len()).unwrap_or(u8::MAX);
+        let shape = Shape {
+            bench: case.what.name(),
+            provider: "shm",
+            nics,
+            bytes: match case.what {
+                What::Barrier => None,
+                What::Scatter => Some(case.bytes * u64::from(case.peers)),
+                _ => Some(case.bytes),
+            },
+            pages: case.pages.map(|(pages, _)| pages.into()),
+            page_bytes: case.pages.map(|(_, bytes)| bytes),
+            depth: case.depth,
+        };
+        let measure = match case.what {
+            What::Latency | What::Barrier => Measure::Time,
+            _ => Measure::Rate,
+        };
+        let baseline = (!samples.baseline.is_empty()).then_some(samples.baseline.as_slice());
+        let verified = samples.wrong.is_none();
+        let row = Row::new(shape, measure, &samples.ours, baseline, verified);
+        Ok((row.with_p99_of(&samples.single), samples.wrong))
+    }
+
+    fn ask(&mut self, peer: PeerId, ask: &Ask) -> Result<(), BenchError> {
+        let text = serde_json::to_vec(ask).unwrap_or_default();
+        Ok(self.motor.send(peer, &text, PATIENCE)?)
+    }
+
+    fn answer(&mut self, peer: PeerId) -> Result<Answer, BenchError> {
+        let start = Instant::now();
+        while start.elapsed() < PATIENCE {
+            // In slices: a peer that dies says nothing any more.
+            let message = self.motor.message(Duration::from_millis(200))?;
+            match message {
+                Some(message) if message.from == peer => {
+                    return match serde_json::from_slice(&message.bytes) {
+                        Ok(Answer::Failed { reason }) => Err(BenchError::Peer(reason)),
+                        Ok(answer) => Ok(answer),
+                        Err(error) => Err(BenchError::Confused(error.to_string())),
+                    };
+                }
+                Some(_) => {}
+                None => self.still_there(peer)?,
+            }
+        }
+        Err(BenchError::Silent(PATIENCE))
+    }
+
+    fn still_there(&self, peer: PeerId) -> Result<(), BenchError> {
+        let gone = match self.motor.engine().peer_state(peer) {
+            Some(immwire::PeerState::Down(reason)) => immwire::PeerError::Down { peer, reason },
+            None => immwire::PeerError::Unknown { peer },
+            Some(_) => return Ok(()),
+        };
+        Err(MotorError::from(gone).into())
+    }
+
+    fn ready(&mut self, peer: PeerId, ask: &Ask) -> Result<(), BenchError> {
+        self.ask(peer, ask)?;
+        match self.answer(peer)? {
+            Answer::Ready => Ok(()),
+            other => Err(confused(&other)),
+        }
+    }
+
+    fn prepare(&mut self, peer: PeerId, bytes: u64) -> Result<There, BenchError> {
+        self.ask(peer, &Ask::Prepare { bytes })?;
+        match self.answer(peer)? {
+            Answer::Prepared { region, tag, place } => {
+                let bad = || BenchError::Confused("a region or a tag that is none".to_owned());
+                let desc = desc_of(&region).ok_or_else(bad)?;
+                let tag = ImmTag::from_bits(tag).ok_or_else(bad)?;
+                Ok(There { peer, desc, tag, place })
+            }
+            other => Err(confused(&other)),
+        }
+    }
+
+    fn check(
+        &mut self,
+        there: &There,
+        writes: u64,
+        seed: u64,
+        layout: Layout,
+    ) -> Result<Option<String>, BenchError> {
+        self.ask(there.peer, &Ask::Check { writes, seed, layout })?;
+        match self.answer(there.peer)? {
+            Answer::Checked { wrong } => Ok(wrong),
+            other => Err(confused(&other)),
+        }
+    }
+
+    fn alloc(&self, bytes: u64) -> Result<Region, BenchError> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        Ok(self.motor.engine().alloc(bytes).map_err(MotorError::from)?)
+    }
+
+    /// The peer's memory without the engine; `None` if no baseline is wanted or it cannot be reached.
+    fn mapped(&self, there: &There) -> Option<Mapped> {
+        let place = there.place.filter(|_| self.baseline)?;
+        match mapping::open(place) {
+            Ok(memory) => Some(Mapped { offset: usize::try_from(place.offset).ok()?, memory }),
+            Err(error) => {
+                tracing::warn!(%error, "no baseline");
+                None
+            }
+        }
+    }
+
+    /// Submits `count` transfers, at most `depth` in flight, until all have ended: how long that took.
+    fn window(
+        &mut self,
+        depth: u32,
+        count: u64,
+        mut submit: impl FnMut(&mut Motor, u64) -> Result<Transfer, SubmitError>,
+    ) -> Result<Duration, MotorError> {
+        let depth = depth as usize;
+        let mut flying: VecDeque<Transfer> = VecDeque::with_capacity(depth);
+        let start = Instant::now();
+        for number in 0..count {
+            if flying.len() == depth
+                && let Some(oldest) = flying.pop_front()
+            {
+                self.motor.finish(&oldest, PATIENCE)?;
+            }
+            flying.push_back(submit(self.motor, number).map_err(MotorError::from)?);
+        }
+        for transfer in flying {
+            self.motor.finish(&transfer, PATIENCE)?;
+        }
+        Ok(start.elapsed())
+    }
+
+    /// Rounds in turns until the case's time is over. `ours` and `baseline` do so many transfers and
+    /// say how long it took; `fresh` gives the source the bytes of a seed; `check` finds what is wrong.
+    fn rounds(
+        &mut self,
+        case: &Case,
+        mut fresh: impl FnMut(u64),
+        mut ours: impl FnMut(&mut Self, u64) -> Result<Duration, BenchError>,
+        mut baseline: impl FnMut(u64) -> Option<Duration>,
+        mut check: impl FnMut(&mut Self, u64, u64) -> Result<Option<String>, BenchError>,
+    ) -> Result<Samples, BenchError> {
+        let mut samples = Samples::default();
+        let mut seed = u64::from(std::process::id()) << 32;
+        // The first round of each warms up, and says how many transfers make a round.
+        let mut count = u64::from(case.depth);
+        let mut counts = None;
+        let start = Instant::now();
+        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+            seed += 1;
+            fresh(seed);
+            let took = ours(self, count)?;
+            samples.wrong = samples.wrong.take().or(check(self, count, seed)?);
+            seed += 1;
+            fresh(seed);
+            let bare = baseline(count);
+            if counts.is_some() {
+                samples.ours.push(each(took, count));
+                samples.baseline.extend(bare.map(|bare| each(bare, count)));
+            }
+            if counts.is_none_or(|rounds: u32| rounds < 3) {
+                let wanted = ROUND.as_secs_f64() / each(took, count);
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "saturates"
+                )]
+                let wanted = wanted as u64;
+                count = wanted.clamp(u64::from(case.depth), 1 << 24);
+                // What was timed while the size of a round was still being found is thrown away.
+                samples.ours.clear();
+                samples.baseline.clear();
+                counts = Some(counts.unwrap_or(0) + 1);
+            }
+            if self.is_late(case, start, &samples)? {
+                break;
+            }
+        }
+        Ok(samples)
+    }
+
+    /// After a round: shows how far it is, and whether to do with what there is. A machine that is too
+    /// slow for the time given measures a little longer, not for ever.
+    fn is_late(
+        &mut self,
+        case: &Case,
+        start: Instant,
+        samples: &Samples,
+    ) -> Result<bool, MotorError> {
+        if signals::interrupted() {
+            return Err(MotorError::Interrupted);
+        }
+        let spent = start.elapsed();
+        (self.progress)((spent.as_secs_f64() / case.time.as_secs_f64()).min(1.0));
+        Ok(spent > case.time.saturating_mul(4) && !samples.ours.is_empty())
+    }
+
+    fn write(&mut self, case: &Case) -> Result<Samples, BenchError> {
+        let Some((peer, _)) = self.peers.first() else {
+            return Ok(Samples::default());
+        };
+        // Slots start on a cache line, and on a multiple of 8 for the pattern.
+        let slot = case.bytes.next_multiple_of(64);
+        let counted = case.what == What::Rate;
+        // What moves in earnest is not in the caches: writes go round a region larger than they are.
+        let spread = if counted { 0 } else { SPREAD_BYTES / slot };
+        let slot_count = case.depth.max(u32::try_from(spread).unwrap_or(u32::MAX));
+        let slots = u64::from(slot_count);
+        let total = slot * slots;
+        let there = self.prepare(*peer, total)?;
+        let src = self.alloc(total)?;
+        let mapped = self.mapped(&there);
+        let places = mapped.as_ref().and_then(|mapped| mapped.slots(&src, slot, slot_count));
+        let (desc, tag, to) = (there.desc, there.tag, there.peer);
+        let arrivals = AtomicU64::new(0);
+        let (bytes, source) = (case.bytes, src.clone());
+        self.rounds(
+            case,
+            |seed| fill(&source, seed, total),
+            |bench, count| {
+                Ok(bench.window(case.depth, count, |motor, number| {
+                    let offset = (number % slots) * slot;
+                    motor.write(&SingleWrite {
+                        peer: to,
+                        src: &src,
+                        src_offset: offset,
+                        dst: &desc,
+                        dst_offset: offset,
+                        len: bytes,
+                        imm: Some(tag),
+                    })
+                })?)
+            },
+            |count| {
+                let count = usize::try_from(count).ok()?;
+                let places = places.as_ref()?;
+                let bytes = usize::try_from(bytes).ok()?;
+                Some(if counted {
+                    places.copy_and_count(bytes, count, &arrivals)
+                } else {
+                    places.copy(bytes, count)
+                })
+            },
+            |bench, count, seed| {
+                // A round begins at the first slot, and may end before the last.
+                let written = slot_count.min(u32::try_from(count).unwrap_or(u32::MAX));
+                let layout = Layout::Slots { from: 0, stride: slot, bytes, slots: written };
+                bench.check(&there, count, seed, layout)
+            },
+        )
+    }
+
+    fn pages(&mut self, case: &Case) -> Result<Samples, BenchError> {
+        let (Some((peer, _)), Some((pages, page_bytes))) = (self.peers.first(), case.pages) else {
+            return Ok(Samples::default());
+        };
+        let there = self.prepare(*peer, case.bytes)?;
+        let src = self.alloc(case.bytes)?;
+        let mapped = self.mapped(&there);
+        let slots = mapped.as_ref().and_then(|mapped| mapped.slots(&src, page_bytes, pages));
+        let (from, to) = page_lists(pages);
+        let [src_pages, dst_pages] = [&from, &to].map(|list| Pages {
+            indices: PageIndices::from(list.as_slice()),
+            stride: page_bytes,
+            offset: 0,
+        });
+        let source = src.clone();
+        let write = PagedWrite {
+            peer: there.peer,
+            page_bytes,
+            src: &src,
+            src_pages,
+            dst: &there.desc,
+            dst_pages,
+            imm: Some(there.tag),
+        };
+        self.rounds(
+            case,
+            |seed| fill(&source, seed, case.bytes),
+            |bench, count| {
+                Ok(bench.window(case.depth, count, |motor, _| {
+                    motor.engine().submit_paged_writes(&write)
+                })?)
+            },
+            |count| (0..count).map(|_| slots.as_ref()?.copy_pages(&from, &to)).sum(),
+            |bench, count, seed| {
+                let layout = Layout::Shuffled { pages, page_bytes };
+                bench.check(&there, count * u64::from(pages), seed, layout)
+            },
+        )
+    }
+
+    fn scatter(&mut self, case: &Case) -> Result<Samples, BenchError> {
+        let slot = case.bytes.next_multiple_of(64);
+        let mut all = Vec::new();
+        for (peer, _) in self.peers {
+            all.push(self.prepare(*peer, slot)?);
+        }
+        let total = slot * all.len() as u64;
+        let src = self.alloc(total)?;
+        let offsets = (0_u64..).map(|number| number * slot);
+        let targets = all.iter().zip(offsets.clone()).map(|(there, src_offset)| Target {
+            peer: there.peer,
+            dst: there.desc,
+            src_offset,
+            dst_offset: 0,
+            len: case.bytes,
+        });
+        let targets: Arc<[Target]> = targets.collect();
+        // One tag for all: the peers are fresh, so that they all chose the same; checked by counting.
+        let imm = all.first().map(|there| there.tag);
+        let mapped: Vec<_> = all.iter().filter_map(|there| self.mapped(there)).collect();
+        let slots: Vec<_> = mapped
+            .iter()
+            .zip(offsets.clone())
+            .filter_map(|(mapped, from)| mapped.slots(&src.slice(from, slot).ok()?, slot, 1))
+            .collect();
+        let bytes = usize::try_from(case.bytes).unwrap_or(usize::MAX);
+        let source = src.clone();
+        self.rounds(
+            case,
+            |seed| fill(&source, seed, total),
+            |bench, count| {
+                let write = ScatterWrite { src: &src, targets: Arc::clone(&targets), imm };
+                Ok(bench
+                    .window(case.depth, count, |motor, _| motor.engine().submit_scatter(&write))?)
+            },
+            |count| {
+                let whole = slots.len() == all.len();
+                let one = || slots.iter().map(|slots| slots.copy(bytes, 1)).sum::<Duration>();
+                whole.then(|| (0..count).map(|_| one()).sum())
+            },
+            |bench, count, seed| {
+                let mut wrong = None;
+                for (there, from) in all.iter().zip(offsets.clone()) {
+                    let layout = Layout::Slots { from, stride: 0, bytes: case.bytes, slots: 1 };
+                    wrong = wrong.or(bench.check(there, count, seed, layout)?);
+                }
+                Ok(wrong)
+            },
+        )
+    }
+
+    fn latency(&mut self, case: &Case) -> Result<Samples, BenchError> {
+        let Some((peer, _)) = self.peers.first() else {
+            return Ok(Samples::default());
+        };
+        let bytes = Echo::memory_bytes(case.bytes);
+        let there = self.prepare(*peer, bytes)?;
+        let (inbox, out) = (self.alloc(bytes)?, self.alloc(bytes)?);
+        let counter = self.motor.engine().counter().map_err(MotorError::from)?;
+        let mut echo = Echo::over(&inbox, &counter, out);
+        let len = usize::try_from(bytes).unwrap_or(usize::MAX);
+        let mut samples = Samples::default();
+        let (mut turns, mut warm) = (BATCH * 4, 0);
+        let start = Instant::now();
+        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+            // Every third round is timed turn by turn: for the p99, at the price of the clock.
+            let single = warm >= 3 && warm % 3 == 0;
+            let ask = Ask::Echo {
+                region: desc_text(&inbox.desc()),
+                tag: counter.tag().bits(),
+                bytes,
+                turns,
+            };
+            self.ready(there.peer, &ask)?;
+            let round = Instant::now();
+            let mut times = Vec::new();
+            let mut from = Instant::now();
+            for turn in 1..=turns {
+                echo.send(self.motor, there.peer, &there.desc, there.tag, turn)?;
+                if let Err(WrongTurn { turn, found }) = echo.receive(self.motor, turn)? {
+                    let wrong = format!("turn {turn} brought {found:#x}");
+                    samples.wrong.get_or_insert(wrong);
+                }
+                if single || turn % BATCH == 0 {
+                    let now = Instant::now();
+                    let trips = if single { 1 } else { BATCH };
+                    times.push(each(now - from, trips) / 2.0);
+                    from = now;
+                }
+            }
+            let took = round.elapsed();
+            let bare = if self.baseline && !single {
+                self.bare(there.peer, len, turns)?
+            } else {
+                Vec::new()
+            };
+            warm += 1;
+            if warm < 3 {
+                let wanted = (ROUND.as_secs_f64() / each(took, turns)).clamp(1.0, 1e6);
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "clamped"
+                )]
+                let wanted = wanted as u64;
+                turns = wanted.next_multiple_of(BATCH);
+            } else if single {
+                samples.single.append(&mut times);
+            } else {
+                samples.ours.append(&mut times);
+                samples.baseline.extend(bare);
+            }
+            if self.is_late(case, start, &samples)? {
+                break;
+            }
+        }
+        Ok(samples)
+    }
+
+    /// A round of the bare ping-pong, over memory of its own: seconds one way, for each batch.
+    fn bare(&mut self, peer: PeerId, bytes: usize, turns: u64) -> Result<Vec<f64>, BenchError> {
+        let memory = SharedMemory::create(PingPong::memory_bytes(bytes) as u64, false)?;
+        let fd = u32::try_from(memory.as_fd().as_raw_fd()).unwrap_or(u32::MAX);
+        let place = Place { pid: std::process::id(), fd, offset: 0 };
+        let mut ping = PingPong::new(&memory, bytes, Side::Ping)?;
+        self.ready(peer, &Ask::BareEcho { place, bytes: bytes as u64, turns })?;
+        let mut times = Vec::new();
+        for _ in 0..turns / BATCH {
+            let from = Instant::now();
+            for _ in 0..BATCH {
+                ping.ping(PATIENCE)?;
+            }
+            times.push(each(from.elapsed(), BATCH) / 2.0);
+        }
+        Ok(times)
+    }
+
+    fn barrier(&mut self, case: &Case) -> Result<Samples, BenchError> {
+        let own = self.motor.engine().address().to_string();
+        let members: Vec<_> =
+            self.peers.iter().map(|(_, address)| address.clone()).chain([own]).collect();
+        let (group, counters) = join(self.motor, &members)?;
+        let tags =
+            [0, 1].map(|which: usize| counters.get(which).map(|counter| counter.tag().bits()));
+        for (peer, _) in self.peers {
+            self.ask(*peer, &Ask::Join { members: members.clone() })?;
+            match self.answer(*peer)? {
+                Answer::Joined { tags: theirs } if theirs.map(Some) == tags => {}
+                Answer::Joined { .. } => return Err(BenchError::Tags),
+                other => return Err(confused(&other)),
+            }
+        }
+        let mut samples = Samples::default();
+        let (mut rounds, mut warm) = (20, 0);
+        let start = Instant::now();
+        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+            for (peer, _) in self.peers {
+                self.ready(*peer, &Ask::Barriers { rounds })?;
+            }
+            let mut times = Vec::new();
+            for _ in 0..rounds / 2 {
+                let from = Instant::now();
+                barriers(self.motor, &group, &counters, 2)?;
+                times.push(each(from.elapsed(), 2));
+            }
+            if counters.iter().any(|counter| counter.available() > 0) {
+                samples.wrong = Some("more came to the barrier than there are members".to_owned());
+            }
+            warm += 1;
+            if warm > 1 {
+                // Before the last of a round, members wait for one that was told to start later.
+                samples.ours.extend(times.get(1..).unwrap_or_default());
+            } else {
+                let mean = times.iter().sum::<f64>() / times.len().max(1) as f64;
+                #[expect(
+                    clippy::cast_possible_truncation,
+                    clippy::cast_sign_loss,
+                    reason = "clamped"
+                )]
+                let wanted = (ROUND.as_secs_f64() / mean).clamp(20.0, 1e5) as u64;
+                rounds = wanted.next_multiple_of(2);
+            }
+            if self.is_late(case, start, &samples)? {
+                break;
+            }
+        }
+        Ok(samples)
+    }
+}
+
+/// The peer's memory, mapped without the engine.
+struct Mapped {
+    memory: SharedMemory,
+    offset: usize,
+}
+
+impl Mapped {
+    /// As the destination of copies from `src`; `None` if it is too small.
+    fn slots(&self, src: &Region, slot_bytes: u64, slots: u32) -> Option<Slots> {
+        let slots = slots as usize;
+        let slot_bytes = usize::try_from(slot_bytes).ok()?;
+        let total = slot_bytes.checked_mul(slots)?;
+        let fits = self.offset.checked_add(total)? <= self.memory.len();
+        if !fits || total as u64 > src.len() {
+            return None;
+        }
+        let dst = self.memory.as_ptr().wrapping_add(self.offset);
+        // SAFETY: both ranges were checked just now. `src` and `self` live to the end of the caller,
+        // which drops the slots before them, and are different files, so the ranges are apart. The
+        // copies are made by this thread while no transfer is in flight.
+        unsafe { Slots::new(src.as_ptr(), dst, slot_bytes, slots) }
+    }
+}
+
+fn confused(answer: &Answer) -> BenchError {
+    BenchError::Confused(format!("{answer:?}"))
+}
+
+fn each(took: Duration, count: u64) -> f64 {
+    took.as_secs_f64() / count.max(1) as f64
+}

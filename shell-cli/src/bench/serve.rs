@@ -1,0 +1,315 @@
+//! The peer's side of a benchmark: has memory and counters, answers, checks.
+//!
+//! Measures nothing and trusts nothing: what a client asks for wrongly is answered with a reason.
+
+use super::mapping;
+use super::say::{Answer, Ask, Layout, wrong};
+use crate::baseline::{PingPong, Side};
+use crate::motor::{Motor, MotorError, desc_of, desc_text};
+use immwire::{ImmCounter, ImmTag, NetAddr, PeerGroup, PeerId, Region, SingleWrite};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// How long a client may leave a peer waiting in the middle of something.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// A peer that polls goes to sleep when nothing was asked of it for so long.
+const AWAKE: Duration = Duration::from_millis(200);
+
+/// What a peer keeps for one client.
+#[derive(Default)]
+struct Client {
+    memory: Option<(Region, ImmCounter)>,
+    barrier: Option<(PeerGroup, [ImmCounter; 2])>,
+}
+
+/// Why a client's wish was not met.
+#[derive(Debug, thiserror::Error)]
+enum ServeError {
+    #[error(transparent)]
+    Motor(#[from] MotorError),
+    #[error("{0}")]
+    Bad(&'static str),
+    #[error(transparent)]
+    Region(#[from] immwire::core::region::RegionError),
+    #[error(transparent)]
+    Mapping(#[from] mapping::MappingError),
+    #[error(transparent)]
+    PingPong(#[from] crate::baseline::PingPongError),
+    #[error("turn {turn} brought {found:#x}")]
+    WrongTurn { turn: u64, found: u64 },
+}
+
+/// Serves whoever asks, until Ctrl-C.
+///
+/// # Errors
+///
+/// [`MotorError`]: the engine stopped.
+pub fn serve(motor: &mut Motor) -> Result<(), MotorError> {
+    let mut clients: HashMap<PeerId, Client> = HashMap::new();
+    let mut last = Instant::now();
+    loop {
+        let message = match motor.message(Duration::from_millis(20)) {
+            Err(MotorError::Interrupted) => return Ok(()),
+            message => message?,
+        };
+        let Some(message) = message else {
+            let gone = |peer: &PeerId| {
+                matches!(motor.engine().peer_state(*peer), None | Some(immwire::PeerState::Down(_)))
+            };
+            clients.retain(|peer, _| !gone(peer));
+            if motor.is_polled() && last.elapsed() > AWAKE {
+                motor.rest(Duration::from_millis(20));
+            }
+            continue;
+        };
+        let client = clients.entry(message.from).or_default();
+        let answer = match serde_json::from_slice(&message.bytes) {
+            Ok(ask) => meet(motor, message.from, client, ask),
+            Err(_) => Err(ServeError::Bad("not a question of this protocol")),
+        };
+        let answer = match answer {
+            Ok(answer) => answer,
+            Err(ServeError::Motor(MotorError::Interrupted)) => return Ok(()),
+            Err(error) => Some(Answer::Failed { reason: error.to_string() }),
+        };
+        if let Some(answer) = answer {
+            // A client that left needs no answer.
+            if let Err(error) = say(motor, message.from, &answer) {
+                tracing::debug!(%error, "an answer did not arrive");
+            }
+        }
+        last = Instant::now();
+    }
+}
+
+fn say(motor: &mut Motor, to: PeerId, answer: &Answer) -> Result<(), MotorError> {
+    let text = serde_json::to_vec(answer).unwrap_or_default();
+    motor.send(to, &text, PATIENCE)
+}
+
+fn meet(
+    motor: &mut Motor,
+    from: PeerId,
+    client: &mut Client,
+    ask: Ask,
+) -> Result<Option<Answer>, ServeError> {
+    match ask {
+        Ask::Prepare { bytes } => {
+            client.memory = None;
+            let bytes = usize::try_from(bytes).map_err(|_| ServeError::Bad("too many bytes"))?;
+            let region = motor.engine().alloc(bytes).map_err(MotorError::from)?;
+            let counter = motor.engine().counter().map_err(MotorError::from)?;
+            let answer = Answer::Prepared {
+                region: desc_text(&region.desc()),
+                tag: counter.tag().bits(),
+                place: mapping::locate(region.as_ptr().addr()).ok(),
+            };
+            client.memory = Some((region, counter));
+            Ok(Some(answer))
+        }
+        Ask::Check { writes, seed, layout } => {
+            let (region, counter) = client.memory.as_ref().ok_or(ServeError::Bad("no memory"))?;
+            let wrong = check(motor, region, counter, writes, seed, layout)?;
+            Ok(Some(Answer::Checked { wrong }))
+        }
+        Ask::Echo { region, tag, bytes, turns } => {
+            let memory = client.memory.as_ref().ok_or(ServeError::Bad("no memory"))?;
+            let back = desc_of(&region).ok_or(ServeError::Bad("not a region"))?;
+            let tag = ImmTag::from_bits(tag).ok_or(ServeError::Bad("not a tag"))?;
+            let bytes = Echo::new(motor, memory, bytes)?;
+            say(motor, from, &Answer::Ready)?;
+            bytes.run(motor, from, &back, tag, turns)?;
+            Ok(None)
+        }
+        Ask::BareEcho { place, bytes, turns } => {
+            let memory = mapping::open(place)?;
+            let bytes = usize::try_from(bytes).map_err(|_| ServeError::Bad("too many bytes"))?;
+            let mut pong = PingPong::new(&memory, bytes, Side::Pong)?;
+            say(motor, from, &Answer::Ready)?;
+            for _ in 0..turns {
+                pong.pong(PATIENCE)?;
+            }
+            Ok(None)
+        }
+        Ask::Join { members } => {
+            client.barrier = None;
+            let (group, counters) = join(motor, &members)?;
+            let tags = [counters[0].tag().bits(), counters[1].tag().bits()];
+            client.barrier = Some((group, counters));
+            Ok(Some(Answer::Joined { tags }))
+        }
+        Ask::Barriers { rounds } => {
+            let (group, counters) = client.barrier.as_ref().ok_or(ServeError::Bad("no barrier"))?;
+            say(motor, from, &Answer::Ready)?;
+            barriers(motor, group, counters, rounds)?;
+            Ok(None)
+        }
+    }
+}
+
+/// What is wrong with count or bytes; `None` if nothing is.
+fn check(
+    motor: &mut Motor,
+    region: &Region,
+    counter: &ImmCounter,
+    writes: u64,
+    seed: u64,
+    layout: Layout,
+) -> Result<Option<String>, ServeError> {
+    match motor.count(counter, writes, PATIENCE) {
+        Err(MotorError::Count(error)) => return Ok(Some(error.to_string())),
+        counted => counted?,
+    }
+    Ok(match counter.available() {
+        0 => wrong(region, seed, layout),
+        more => Some(format!("{more} writes more than were sent")),
+    })
+}
+
+/// One side of a ping-pong through the engine: a message carries its turn in its first 8 bytes and,
+/// if it is long enough, in its last 8 too.
+pub(super) struct Echo<'a> {
+    region: &'a Region,
+    counter: &'a ImmCounter,
+    out: Region,
+    received: Vec<u8>,
+    sent: Vec<u8>,
+}
+
+/// Why a turn was wrong.
+pub(super) struct WrongTurn {
+    pub(super) turn: u64,
+    pub(super) found: u64,
+}
+
+impl<'a> Echo<'a> {
+    pub(super) fn memory_bytes(bytes: u64) -> u64 {
+        bytes.max(8)
+    }
+
+    fn new(
+        motor: &Motor,
+        memory: &'a (Region, ImmCounter),
+        bytes: u64,
+    ) -> Result<Self, ServeError> {
+        let bytes = Self::memory_bytes(bytes);
+        if bytes > memory.0.len() {
+            return Err(ServeError::Bad("the message does not fit the memory"));
+        }
+        let len = usize::try_from(bytes).map_err(|_| ServeError::Bad("too many bytes"))?;
+        let out = motor.engine().alloc(len).map_err(MotorError::from)?;
+        Ok(Self::over(&memory.0, &memory.1, out))
+    }
+
+    /// Receives in `region` at `counter`, and sends from `out`, all of it each time.
+    pub(super) fn over(region: &'a Region, counter: &'a ImmCounter, out: Region) -> Self {
+        let bytes = usize::try_from(out.len()).unwrap_or(0);
+        Self { region, counter, out, received: vec![0; bytes], sent: vec![0; bytes] }
+    }
+
+    /// Sends the message of `turn`.
+    #[inline]
+    pub(super) fn send(
+        &mut self,
+        motor: &mut Motor,
+        peer: PeerId,
+        back: &immwire::MrDesc,
+        tag: ImmTag,
+        turn: u64,
+    ) -> Result<(), MotorError> {
+        let mark = turn.to_le_bytes();
+        if let Some(first) = self.sent.first_chunk_mut() {
+            *first = mark;
+        }
+        if let Some(last) = self.sent.last_chunk_mut() {
+            *last = mark;
+        }
+        let _ = self.out.write(0, &self.sent);
+        let write = SingleWrite {
+            peer,
+            src: &self.out,
+            src_offset: 0,
+            dst: back,
+            dst_offset: 0,
+            len: self.out.len(),
+            imm: Some(tag),
+        };
+        // Its end need not be watched: the answer says that it has arrived.
+        drop(motor.write(&write)?);
+        Ok(())
+    }
+
+    /// Waits for the message of `turn` and takes it.
+    #[inline]
+    pub(super) fn receive(
+        &mut self,
+        motor: &mut Motor,
+        turn: u64,
+    ) -> Result<Result<(), WrongTurn>, MotorError> {
+        motor.count(self.counter, 1, PATIENCE)?;
+        let _ = self.region.read(0, &mut self.received);
+        let first = self.received.first_chunk().map_or(0, |mark| u64::from_le_bytes(*mark));
+        let last = self.received.last_chunk().map_or(0, |mark| u64::from_le_bytes(*mark));
+        Ok(match [first, last].into_iter().find(|found| *found != turn) {
+            None => Ok(()),
+            Some(found) => Err(WrongTurn { turn, found }),
+        })
+    }
+
+    fn run(
+        mut self,
+        motor: &mut Motor,
+        peer: PeerId,
+        back: &immwire::MrDesc,
+        tag: ImmTag,
+        turns: u64,
+    ) -> Result<(), ServeError> {
+        for turn in 1..=turns {
+            let received = self.receive(motor, turn)?;
+            received.map_err(|WrongTurn { turn, found }| ServeError::WrongTurn { turn, found })?;
+            self.send(motor, peer, back, tag, turn)?;
+        }
+        Ok(())
+    }
+}
+
+/// The first of the two counters of a barrier, the same at every member.
+const BARRIER_COUNTER: u16 = 1000;
+
+/// Knows `members` but itself, and takes the two counters that they all use in turns.
+pub(super) fn join(
+    motor: &mut Motor,
+    members: &[String],
+) -> Result<(PeerGroup, [ImmCounter; 2]), MotorError> {
+    let own = motor.engine().address().clone();
+    let mut peers = Vec::new();
+    for member in members {
+        // An address that cannot be read is not met: the barrier's tags then do not agree.
+        match member.parse::<NetAddr>() {
+            Ok(address) if address == own => {}
+            Ok(address) => peers.push(motor.connect(&address, PATIENCE)?),
+            Err(error) => tracing::warn!(%error, "a member of the barrier has no address"),
+        }
+    }
+    let engine = motor.engine();
+    let counters = [engine.counter_at(BARRIER_COUNTER)?, engine.counter_at(BARRIER_COUNTER + 1)?];
+    Ok((engine.add_peer_group(&peers), counters))
+}
+
+/// Takes part in `rounds` barriers. A member can be at most one barrier ahead of another, so two
+/// counters in turns keep them apart. Every call uses an even number of them.
+pub(super) fn barriers(
+    motor: &mut Motor,
+    group: &PeerGroup,
+    counters: &[ImmCounter; 2],
+    rounds: u64,
+) -> Result<(), MotorError> {
+    let others = group.peers().len() as u64;
+    for _ in 0..rounds.div_ceil(2) {
+        for counter in counters {
+            drop(motor.engine().submit_barrier(group, counter.tag())?);
+            motor.count(counter, others, PATIENCE)?;
+        }
+    }
+    Ok(())
+}

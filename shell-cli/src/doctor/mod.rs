@@ -1,0 +1,231 @@
+//! What the machine has, which path each pair takes, why not a faster one, what to do about it.
+//!
+//! Three parts: [`facts`] reads, [`probe`] tries, [`verdict`] judges; here it is put into words.
+
+pub mod facts;
+pub mod probe;
+pub mod verdict;
+
+use crate::report::bytes_text;
+use comfy_table::{ContentArrangement, Table, presets};
+use facts::{Facts, Limit};
+use probe::{Attempt, Probes};
+use serde::Serialize;
+use std::fmt::Write as _;
+use verdict::Verdict;
+
+/// Everything a doctor has to say. Serialises to one JSON object.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct Diagnosis {
+    /// What was read.
+    pub facts: Facts,
+    /// What was tried.
+    pub probes: Probes,
+    /// What follows.
+    #[serde(flatten)]
+    pub verdict: Verdict,
+}
+
+/// Examines this machine. Takes some milliseconds; starts one child process and reaps it.
+///
+/// # Errors
+///
+/// An I/O error if this program cannot find itself.
+pub fn examine() -> std::io::Result<Diagnosis> {
+    let library_path = std::env::var("LD_LIBRARY_PATH").ok();
+    let facts = facts::gather(std::path::Path::new("/"), library_path.as_deref());
+    let probes = probe::probe(&std::env::current_exe()?);
+    let verdict = verdict::judge(&facts, &probes);
+    Ok(Diagnosis { facts, probes, verdict })
+}
+
+impl Diagnosis {
+    /// The diagnosis in words, no line wider than `width` columns where words allow.
+    #[must_use]
+    pub fn text(&self, width: u16) -> String {
+        let mut text = String::new();
+        let _ = writeln!(text, "{}\n", grid(width, self.found(), None));
+        let paths = self.verdict.paths.iter().map(|path| {
+            [path.pair.to_owned(), path.path.clone(), path.why.clone(), path.todo.clone()]
+        });
+        let header = ["pair", "path", "why not faster", "what to do"];
+        let _ = writeln!(text, "{}", grid(width, paths, Some(header)));
+        for note in &self.verdict.notes {
+            let _ = write!(text, "\nnote: {}\n      {}\n", note.seen, note.todo);
+        }
+        let result = match self.verdict.exit_code {
+            0 => "result: can run",
+            1 => "result: can run; some pairs take a slower path",
+            _ => "result: cannot run",
+        };
+        let _ = write!(text, "\n{result}");
+        text
+    }
+
+    fn found(&self) -> Vec<[String; 2]> {
+        let facts = &self.facts;
+        let unknown = || "unknown".to_owned();
+        let bytes = |bytes: Option<u64>| bytes.map_or_else(unknown, bytes_text);
+        let cpus = facts.cpu.online.map_or_else(unknown, |count| count.to_string());
+        let mut rows = vec![
+            ["kernel".into(), facts.kernel.clone().unwrap_or_else(unknown)],
+            [
+                "processors".into(),
+                format!("{cpus} x {}", facts.cpu.model.as_deref().unwrap_or("unknown model")),
+            ],
+            ["NUMA".into(), numa_text(facts)],
+            [
+                "memory".into(),
+                format!(
+                    "{}, {} available; huge pages: {}; shared memory: {}",
+                    bytes(facts.memory.total_bytes),
+                    bytes(facts.memory.available_bytes),
+                    huge_text(facts),
+                    facts.memory.shmem_huge.as_deref().unwrap_or("unknown"),
+                ),
+            ],
+            [
+                "limits".into(),
+                format!(
+                    "locked memory {}, open files {}",
+                    limit_text(facts.limits.locked, bytes_text),
+                    limit_text(facts.limits.open_files, |files| files.to_string()),
+                ),
+            ],
+            ["memfd sealing".into(), attempt_text(&self.probes.memfd_sealing)],
+            ["Unix sockets".into(), attempt_text(&self.probes.unix_socket)],
+            [
+                "process_vm_writev".into(),
+                format!(
+                    "to a child: {}; yama: {}",
+                    attempt_text(&self.probes.process_vm_writev),
+                    facts
+                        .ptrace_scope
+                        .map_or("not there".into(), |scope| format!("ptrace_scope {scope}")),
+                ),
+            ],
+        ];
+        for library in &facts.libraries {
+            let found = library.path.as_ref().map(|path| path.display().to_string());
+            rows.push([library.name.into(), found.unwrap_or_else(|| "not found".into())]);
+        }
+        rows.push(["GPUs".into(), gpu_text(facts)]);
+        rows.push(["RDMA".into(), rdma_text(facts)]);
+        rows.push(["network".into(), network_text(facts)]);
+        rows
+    }
+}
+
+fn grid<const N: usize>(
+    width: u16,
+    rows: impl IntoIterator<Item = [String; N]>,
+    header: Option<[&str; N]>,
+) -> String {
+    let mut table = Table::new();
+    table.load_preset(presets::NOTHING).set_width(width);
+    table.set_content_arrangement(ContentArrangement::Dynamic);
+    if let Some(header) = header {
+        table.set_header(header);
+    }
+    table.add_rows(rows);
+    table.to_string().lines().map(str::trim_end).collect::<Vec<_>>().join("\n")
+}
+
+fn joined(items: impl IntoIterator<Item = String>, none: &str) -> String {
+    let text = items.into_iter().collect::<Vec<_>>().join("; ");
+    if text.is_empty() { none.to_owned() } else { text }
+}
+
+fn numa_text(facts: &Facts) -> String {
+    let node = |node: &facts::NumaNode| {
+        let memory = node.total_bytes.map_or_else(|| "memory unknown".into(), bytes_text);
+        format!("node {}: cpus {}, {memory}", node.node, node.cpus)
+    };
+    joined(facts.numa.iter().map(node), "one node")
+}
+
+fn huge_text(facts: &Facts) -> String {
+    let reserved = facts.memory.huge_pages.iter().filter(|pool| pool.total > 0);
+    joined(
+        reserved.map(|pool| {
+            format!("{} of {} x {} free", pool.free, pool.total, bytes_text(pool.page_bytes))
+        }),
+        "none reserved",
+    )
+}
+
+fn limit_text(limit: Option<Limit>, text: impl Fn(u64) -> String) -> String {
+    match limit {
+        None => "unknown".into(),
+        Some(Limit::Unlimited) => "unlimited".into(),
+        Some(Limit::At(value)) => text(value),
+    }
+}
+
+fn attempt_text(attempt: &Attempt) -> String {
+    match attempt {
+        Attempt::Works => "works".into(),
+        Attempt::Fails(why) => format!("fails: {why}"),
+    }
+}
+
+fn gpu_text(facts: &Facts) -> String {
+    let gpu = |gpu: &facts::Gpu| {
+        let node = gpu.numa_node.map_or(String::new(), |node| format!(" on node {node}"));
+        format!("{} at {}{node}", gpu.vendor, gpu.pci)
+    };
+    let mut text = joined(facts.gpus.iter().map(gpu), "none");
+    if let Some(driver) = &facts.nvidia_driver {
+        let _ = write!(text, "; driver {driver}");
+    }
+    if !facts.gpu_modules.is_empty() {
+        let _ = write!(text, "; modules {}", facts.gpu_modules.join(", "));
+    }
+    text
+}
+
+fn rdma_text(facts: &Facts) -> String {
+    let port = |port: &facts::RdmaPort| {
+        let state = if port.active { "active" } else { "down" };
+        format!("port {} {state} {} {}", port.port, port.link_layer, port.rate)
+    };
+    let device = |device: &facts::RdmaDevice| {
+        format!("{}: {}", device.name, device.ports.iter().map(port).collect::<Vec<_>>().join(", "))
+    };
+    let efa = facts.efa.iter().map(|pci| format!("EFA at {pci}"));
+    joined(facts.rdma.iter().map(device).chain(efa), "none")
+}
+
+fn network_text(facts: &Facts) -> String {
+    let interface = |interface: &facts::NetworkInterface| {
+        let state = if interface.up { "up" } else { "down" };
+        let speed =
+            interface.mbit_per_s.map_or("speed unknown".into(), |mbit| format!("{mbit} Mbit/s"));
+        format!("{} {state}, {speed}", interface.name)
+    };
+    joined(facts.network.iter().map(interface), "none")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_text_has_every_path_and_fits_the_width() {
+        let fails = Attempt::Fails("operation not permitted".into());
+        let probes = Probes {
+            memfd_sealing: Attempt::Works,
+            process_vm_writev: fails,
+            unix_socket: Attempt::Works,
+        };
+        let mut facts = Facts::default();
+        facts.cpu.online = Some(1);
+        let verdict = verdict::judge(&facts, &probes);
+        let text = Diagnosis { facts, probes, verdict }.text(100);
+        for needle in ["pair", "bounce ring", "other hosts", "note: one processor", "slower path"] {
+            assert!(text.contains(needle), "{needle} in\n{text}");
+        }
+        let tabled = text.lines().filter(|line| !line.trim_start().starts_with("note"));
+        assert!(tabled.map(|line| line.chars().count()).max() <= Some(100), "{text}");
+    }
+}

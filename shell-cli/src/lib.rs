@@ -1,0 +1,109 @@
+//! The immwire command: raw flags, checked arguments, run, an exit code.
+//!
+//! Thin by intent: what moves bytes is the crate `immwire`. Here are the measurements beside their
+//! baselines, the file protocol of `push` and `recv`, and the words of `doctor`.
+//!
+//! | module | what |
+//! |---|---|
+//! | [`args`] | the command line |
+//! | [`baseline`] | bare loops that do a benchmark's work without an engine |
+//! | [`mod@bench`] | the benchmarks |
+//! | [`doctor`] | what the machine has, and which path each pair takes |
+//! | [`motor`] | an engine that is polled, or moves by itself |
+//! | [`push`] | names, manifest, resumption and storage of transferred files |
+//! | [`report`] | rows, statistics, table, JSON, SVG |
+//! | [`shared`] | memory that two processes map |
+//! | [`signals`] | Ctrl-C |
+
+pub mod args;
+pub mod baseline;
+pub mod bench;
+pub mod doctor;
+pub mod motor;
+pub mod push;
+pub mod report;
+pub mod shared;
+pub mod signals;
+
+use args::{Cli, Command, DoctorArgs};
+use clap::Parser;
+use std::io::{IsTerminal, Write};
+use std::process::ExitCode;
+use tracing_subscriber::EnvFilter;
+
+/// A failure as the user meets it.
+struct Failure {
+    code: u8,
+    message: String,
+}
+
+const FAILED: u8 = 1;
+
+/// Runs the command line of this process to its exit code: 0, or 1 with the reason on standard error;
+/// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own.
+#[must_use]
+pub fn run() -> ExitCode {
+    let cli = Cli::parse();
+    let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let ended = signals::listen()
+        .map_err(|error| failed(format!("cannot listen for signals: {error}")))
+        .and_then(|()| dispatch(&cli.command));
+    match ended {
+        Ok(code) => code.into(),
+        Err(Failure { code, message }) => {
+            eprintln!("immwire: {message}");
+            code.into()
+        }
+    }
+}
+
+fn dispatch(command: &Command) -> Result<u8, Failure> {
+    let bench_failure = |error: bench::command::CommandError| Failure {
+        code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
+        message: error.to_string(),
+    };
+    match command {
+        Command::Bench(args) => bench::command::bench(args).map_err(bench_failure).map(|()| 0),
+        Command::Peer(args) => bench::command::peer(args).map_err(bench_failure).map(|()| 0),
+        Command::Doctor(args) => diagnose(args),
+        Command::ProbeTarget => {
+            doctor::probe::target().map_err(|error| failed(error.to_string())).map(|()| 0)
+        }
+        Command::Push(args) => {
+            let start = std::time::Instant::now();
+            let sent = push::send::push(args).map_err(|error| Failure {
+                code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
+                message: error.to_string(),
+            })?;
+            eprintln!("{}", push::send::summary(sent, start.elapsed()));
+            Ok(0)
+        }
+        Command::Recv(args) => push::recv::recv(args).map(|()| 0).map_err(|error| Failure {
+            code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
+            message: error.to_string(),
+        }),
+    }
+}
+
+fn failed(message: String) -> Failure {
+    Failure { code: FAILED, message }
+}
+
+fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {
+    let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;
+    let text = if args.json {
+        serde_json::to_string_pretty(&diagnosis).map_err(|error| failed(error.to_string()))?
+    } else {
+        diagnosis.text(terminal_width())
+    };
+    writeln!(std::io::stdout(), "{text}").map_err(|error| failed(error.to_string()))?;
+    Ok(diagnosis.verdict.exit_code)
+}
+
+/// Columns of the terminal; 100 where there is none.
+fn terminal_width() -> u16 {
+    let out = std::io::stdout();
+    let size = out.is_terminal().then(|| rustix::termios::tcgetwinsize(&out).ok()).flatten();
+    size.map_or(100, |size| size.ws_col.max(60))
+}

@@ -1,0 +1,337 @@
+//! `immwire recv`: takes what senders offer, one at a time, and checks it.
+
+use super::manifest::{Entry, Manifest, ManifestError};
+use super::message::{Digest, FromReceiver, FromSender, Keep, VERSION};
+use super::path::Printable;
+use super::send::bar;
+use super::store::{Growing, Store, StoreError, Survey};
+use super::stream::{Piece, Staging, Stream, StreamError};
+use super::talk::{Talk, TalkError};
+use crate::args::RecvArgs;
+use crate::motor::{Mode, Motor, MotorError, desc_text};
+use crate::report::bytes_text;
+use crate::signals;
+use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
+use std::io::Write;
+use std::time::{Duration, Instant};
+
+/// Where chunks land: 64 of 1 MiB, in pages of 64 KiB. The bound of what a push takes of memory.
+pub const STAGING: Staging = Staging { slots: 64, slot_bytes: 1 << 20, page_bytes: 64 << 10 };
+
+/// How long a receiver that is about to end waits for the sender to leave.
+const LEAVE: Duration = Duration::from_secs(2);
+
+/// Why something was not received. Partial files stay, to be gone on from.
+#[derive(Debug, thiserror::Error)]
+pub enum RecvError {
+    /// The folder.
+    #[error(transparent)]
+    Store(#[from] StoreError),
+    /// What was offered.
+    #[error("the sender's list is refused: {0}")]
+    Manifest(#[from] ManifestError),
+    /// Another version of the protocol.
+    #[error("the sender speaks version {0} of the protocol, not {VERSION}")]
+    Version(u32),
+    /// The sender gave up, and says why.
+    #[error("the sender stopped: {}", Printable(.0))]
+    Sender(String),
+    /// The sender said something else than it should.
+    #[error("the sender does not keep to the protocol: {0}")]
+    Protocol(String),
+    /// The engine, the sender's silence, or Ctrl-C.
+    #[error(transparent)]
+    Talk(#[from] TalkError),
+    /// The address could not be printed.
+    #[error("cannot print the address: {0}")]
+    Output(#[from] std::io::Error),
+}
+
+impl RecvError {
+    /// Whether it was Ctrl-C, and no failure.
+    #[must_use]
+    pub const fn interrupted(&self) -> bool {
+        matches!(self, Self::Talk(TalkError::Motor(MotorError::Interrupted)))
+    }
+}
+
+impl From<MotorError> for RecvError {
+    fn from(error: MotorError) -> Self {
+        TalkError::from(error).into()
+    }
+}
+
+impl From<StreamError> for RecvError {
+    fn from(error: StreamError) -> Self {
+        Self::Protocol(error.to_string())
+    }
+}
+
+/// Receives until Ctrl-C, or one push if so asked.
+///
+/// # Errors
+///
+/// [`RecvError`]: it cannot start or go on; with `--once`, also that the push was not completed.
+pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
+    let store = Store::open(&args.dir, args.overwrite)?;
+    let motor = Motor::new(args.nics, Mode::Thread)?;
+    let address = motor.engine().address().to_string();
+    let mut talk = Talk::new(motor, Duration::from_secs(args.patience));
+    let mut out = std::io::stdout();
+    writeln!(out, "{address}")?;
+    out.flush()?;
+    eprintln!("receiving into {}; send with: immwire push FILE... ADDR", args.dir.display());
+    loop {
+        let heard = match talk.hear::<FromSender>(Duration::from_secs(1)) {
+            Err(TalkError::Motor(MotorError::Interrupted)) if !args.once => return Ok(()),
+            heard => heard?,
+        };
+        let Some(heard) = heard else { continue };
+        let ended = match heard.message {
+            Ok(FromSender::Offer { version, credit_tag, entries }) => {
+                Push::run(&store, &mut talk, heard.from, version, credit_tag, entries)
+            }
+            // The rest of a push that has ended here.
+            Ok(FromSender::Failed { .. } | FromSender::Working | FromSender::Begin { .. }) => {
+                continue;
+            }
+            Err(error) => Err(RecvError::Protocol(error.to_string())),
+        };
+        if let Err(error) = &ended {
+            let told = matches!(error, RecvError::Sender(_) | RecvError::Talk(TalkError::Gone(_)));
+            if !told {
+                let _ = talk.say(heard.from, &FromReceiver::Failed { reason: error.to_string() });
+            }
+        }
+        if args.once {
+            // It has the last word; leaving first could overtake it.
+            let _ = talk.motor().engine().wait_peer_down(heard.from, LEAVE);
+        }
+        match ended {
+            Err(error) if args.once => return Err(error),
+            Err(error) if error.interrupted() => return Ok(()),
+            Err(error) => eprintln!("immwire: {error}"),
+            Ok(()) if args.once => return Ok(()),
+            Ok(()) => {}
+        }
+    }
+}
+
+/// Others are told while one push is under way.
+fn busy() -> FromReceiver {
+    FromReceiver::Failed { reason: "another push is under way here; try again later".to_owned() }
+}
+
+struct Push<'a> {
+    store: &'a Store,
+    talk: &'a mut Talk,
+    peer: PeerId,
+    credit: ImmTag,
+    manifest: Manifest,
+    region: Region,
+    counters: Vec<ImmCounter>,
+}
+
+impl<'a> Push<'a> {
+    fn run(
+        store: &'a Store,
+        talk: &'a mut Talk,
+        peer: PeerId,
+        version: u32,
+        credit_tag: u32,
+        entries: Vec<Entry>,
+    ) -> Result<(), RecvError> {
+        if version != VERSION {
+            return Err(RecvError::Version(version));
+        }
+        let credit = ImmTag::from_bits(credit_tag);
+        let credit = credit.ok_or_else(|| RecvError::Protocol("a tag that is none".to_owned()))?;
+        let manifest = Manifest::new(entries)?;
+        let engine = talk.motor().engine();
+        let bytes = usize::try_from(STAGING.bytes()).unwrap_or(usize::MAX);
+        // Of this push alone: what an earlier sender still writes goes to memory of its own.
+        let region = engine.alloc(bytes).map_err(MotorError::from)?;
+        let counters: Result<Vec<_>, _> = (0..STAGING.slots).map(|_| engine.counter()).collect();
+        let counters = counters.map_err(MotorError::from)?;
+        let mut push = Push { store, talk, peer, credit, manifest, region, counters };
+        let start = Instant::now();
+        let survey = push.survey()?;
+        push.talk.say(
+            peer,
+            &FromReceiver::Accept {
+                region: desc_text(&push.region.desc()),
+                staging: STAGING,
+                slot_tags: push.counters.iter().map(|counter| counter.tag().bits()).collect(),
+                have: survey.have.clone(),
+            },
+        )?;
+        let keep = push.begun()?;
+        let stream = Stream::new(&push.manifest, &survey.have, &keep)?;
+        push.store.check_keep(&push.manifest, &survey, &keep)?;
+        push.store.check_room(stream.file_bytes())?;
+        push.receive(&stream, survey, &keep)?;
+        push.talk.say(peer, &FromReceiver::Done)?;
+        let took = start.elapsed().as_secs_f64();
+        let (files, new) = (push.manifest.files().count(), bytes_text(stream.file_bytes()));
+        eprintln!("{files} files, {new} received in {took:.2} s; all digests right");
+        Ok(())
+    }
+
+    /// Looks at what is here, and says from time to time that it is at it.
+    fn survey(&mut self) -> Result<Survey, RecvError> {
+        let mut stopped = None;
+        let (talk, peer) = (&mut *self.talk, self.peer);
+        let survey = self.store.survey(&self.manifest, |_| {
+            let said = talk.say_sometimes(peer, &FromReceiver::Working);
+            let interrupted = signals::interrupted().then_some(MotorError::Interrupted.into());
+            stopped = said.err().or(interrupted);
+            stopped.is_none()
+        });
+        match (survey, stopped) {
+            (_, Some(stopped)) => Err(stopped.into()),
+            (survey, None) => Ok(survey?),
+        }
+    }
+
+    fn begun(&mut self) -> Result<Vec<Keep>, RecvError> {
+        loop {
+            match self.talk.hear_from(self.peer, Some(&busy()))? {
+                FromSender::Begin { keep } => return Ok(keep),
+                FromSender::Working => {}
+                FromSender::Failed { reason } => return Err(RecvError::Sender(reason)),
+                FromSender::Offer { .. } => {
+                    return Err(RecvError::Protocol("a second offer".to_owned()));
+                }
+            }
+        }
+    }
+
+    fn receive(
+        &mut self,
+        stream: &Stream,
+        mut survey: Survey,
+        keep: &[Keep],
+    ) -> Result<(), RecvError> {
+        let folders = self.store.make_folders(&self.manifest)?;
+        let mut files = Vec::new();
+        for (entry, _) in self.manifest.files() {
+            files.push(entry.clone());
+        }
+        // What is kept whole needs no bytes: it gets its name, or is as it should be.
+        for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
+            let Some(entry) = files.get(kept.file as usize) else {
+                continue;
+            };
+            if survey.whole.contains(&kept.file) {
+                self.store.touch(entry)?;
+            } else if let Some(hasher) = survey.hashers.remove(&kept.file) {
+                let right = super::store::digest(&hasher);
+                self.store.grow(entry, kept.bytes, hasher)?.finish(right)?;
+            }
+        }
+        let bar = bar(stream.file_bytes(), "receiving");
+        let mut writer = Writer { store: self.store, files, stream, survey, growing: None };
+        let mut walk = stream.walk();
+        let mut chunk = vec![0; STAGING.slot_bytes as usize];
+        let mut left = stream.len_bytes();
+        for number in 0..stream.chunks(STAGING.slot_bytes) {
+            // At most a slot's, so it fits.
+            let len =
+                u32::try_from(left.min(STAGING.slot_bytes.into())).unwrap_or(STAGING.slot_bytes);
+            left -= u64::from(len);
+            let slot = STAGING.slot(number);
+            self.arrived(slot, STAGING.pages(len))?;
+            // Copied before anybody looks at it: the sender could still change what lies there.
+            let bytes = chunk.get_mut(..len as usize).unwrap_or_default();
+            let offset = u64::from(slot) * u64::from(STAGING.slot_bytes);
+            let read = self.region.read(offset, bytes);
+            read.map_err(|error| RecvError::Protocol(error.to_string()))?;
+            let engine = self.talk.motor().engine();
+            drop(engine.submit_imm(self.peer, self.credit, 1).map_err(MotorError::from)?);
+            let mut at = 0;
+            while let Some(piece) = walk.next_piece(len - at) {
+                let end = at + piece.len();
+                writer.write(piece, chunk.get(at as usize..end as usize).unwrap_or_default())?;
+                at = end;
+                if matches!(piece, Piece::Bytes { .. }) {
+                    bar.inc(piece.len().into());
+                }
+            }
+            self.talk.say_sometimes(self.peer, &FromReceiver::Working)?;
+        }
+        bar.finish_and_clear();
+        Ok(self.store.finish_folders(&self.manifest, &folders)?)
+    }
+
+    /// Waits until `pages` pages lie in `slot`; the sender's failure is ours.
+    fn arrived(&mut self, slot: u32, pages: u32) -> Result<(), RecvError> {
+        let Some(counter) = self.counters.get(slot as usize) else {
+            return Ok(());
+        };
+        let mut quiet = Instant::now();
+        loop {
+            let slice = Duration::from_millis(100);
+            match self.talk.motor().count(counter, pages.into(), slice) {
+                Ok(()) => return Ok(()),
+                Err(MotorError::Count(CountError::Timeout { .. })) => {}
+                Err(error) => return Err(error.into()),
+            }
+            match self.talk.hear_now(self.peer, Some(&busy()), Duration::from_millis(1))? {
+                Some(FromSender::Failed { reason }) => return Err(RecvError::Sender(reason)),
+                Some(FromSender::Working) => quiet = Instant::now(),
+                Some(_) => return Err(RecvError::Protocol("an offer in the middle".to_owned())),
+                None => {}
+            }
+            if quiet.elapsed() > self.talk.patience() {
+                return Err(TalkError::Silent(self.talk.patience()).into());
+            }
+        }
+    }
+}
+
+/// The files' side of the stream.
+struct Writer<'a> {
+    store: &'a Store,
+    files: Vec<Entry>,
+    stream: &'a Stream,
+    survey: Survey,
+    growing: Option<(u32, Growing<'a>, Vec<u8>)>,
+}
+
+impl Writer<'_> {
+    fn write(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), RecvError> {
+        let (Piece::Bytes { file, .. } | Piece::Digest { file, .. }) = piece;
+        self.open(file)?;
+        let Some((_, growing, digest)) = &mut self.growing else {
+            return Ok(());
+        };
+        if matches!(piece, Piece::Bytes { .. }) {
+            growing.append(bytes)?;
+            return Ok(());
+        }
+        digest.extend_from_slice(bytes);
+        if let Ok(whole) = <[u8; 32]>::try_from(digest.as_slice())
+            && let Some((_, growing, _)) = self.growing.take()
+        {
+            growing.finish(Digest(whole))?;
+        }
+        Ok(())
+    }
+
+    /// Opens file number `number` where the stream has it start, unless it is open.
+    fn open(&mut self, number: u32) -> Result<(), RecvError> {
+        if self.growing.as_ref().is_some_and(|(open, ..)| *open == number) {
+            return Ok(());
+        }
+        let Some(entry) = self.files.get(number as usize) else {
+            return Ok(());
+        };
+        let start = self.stream.start(number).unwrap_or(0);
+        let hasher = match self.survey.hashers.remove(&number) {
+            Some(hasher) if start > 0 => hasher,
+            _ => blake3::Hasher::new(),
+        };
+        self.growing = Some((number, self.store.grow(entry, start, hasher)?, Vec::new()));
+        Ok(())
+    }
+}

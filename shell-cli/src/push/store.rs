@@ -1,0 +1,739 @@
+//! The receiver's folder: where files grow, are checked, and get their names.
+//!
+//! A file grows as `NAME.immwire-partial` beside its place and is renamed when its BLAKE3 digest is
+//! right. That partial file is all there is to resume from: whoever resumes hashes what is there and
+//! asks the sender whether it is a prefix. So nothing recorded can disagree with the bytes.
+//!
+//! # Invariants
+//!
+//! - Nothing outside the folder is touched: every folder on the way is opened relative to the last and
+//!   never through a symbolic link, whatever changes meanwhile.
+//! - A name appears only with bytes of the right digest behind it; an existing file with other bytes
+//!   is replaced only if that was allowed.
+//! - One process writes a partial file at a time: it is locked.
+
+use super::manifest::{Entry, Manifest};
+use super::message::{Digest, Have, Keep};
+use super::path::{PARTIAL_SUFFIX, Printable, RelPath};
+use rustix::fs::{
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, StatVfs, Timespec, Timestamps,
+};
+use rustix::fs::{
+    fchmod, flock, fstat, fstatvfs, futimens, mkdirat, openat, renameat_with, statat, unlinkat,
+};
+use rustix::io::Errno;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::os::fd::OwnedFd;
+use std::path::{Path, PathBuf};
+
+/// Why the folder could not take something. Names the path below the folder; partial files stay, to
+/// resume from, but for [`StoreError::Corrupt`].
+#[derive(Debug, thiserror::Error)]
+pub enum StoreError {
+    /// The folder itself cannot be used.
+    #[error("cannot use {}: {source}", super::manifest::shown(dir))]
+    Folder {
+        /// Which.
+        dir: PathBuf,
+        /// Why.
+        source: std::io::Error,
+    },
+    /// There is no room, by what the file system says before, or when it says so in the middle.
+    #[error("disk full: {path} needs {} more, {} are free", bytes(*needed), bytes(*free))]
+    DiskFull {
+        /// The file, or all of them.
+        path: String,
+        /// Bytes still to come.
+        needed: u64,
+        /// Bytes the file system would give.
+        free: u64,
+    },
+    /// A file may not grow this big: a limit of the process or of the file system.
+    #[error("{path} cannot grow to {}: file too large for this process or file system", bytes(*size))]
+    TooLarge {
+        /// Which.
+        path: RelPath,
+        /// Its size when whole.
+        size: u64,
+    },
+    /// A symbolic link, or something else that is no folder, is in the way.
+    #[error("{0} is not a folder here (a symbolic link is not followed)")]
+    NotAFolder(String),
+    /// Something that is no regular file has the name of one.
+    #[error("{0} is here, and is not a regular file")]
+    NotAFile(RelPath),
+    /// A file with other bytes has the name.
+    #[error("{0} is here with other contents; --overwrite replaces it")]
+    Exists(RelPath),
+    /// Another process is receiving the same file.
+    #[error("{0} is being received by another process")]
+    Locked(RelPath),
+    /// The digest is wrong: what was stored is not what was read. The partial file is gone.
+    #[error("{0} arrived with a wrong BLAKE3 digest and was discarded")]
+    Corrupt(RelPath),
+    /// Anything else.
+    #[error("cannot {step} {path}: {source}")]
+    Io {
+        /// What was to be done.
+        step: &'static str,
+        /// To what.
+        path: String,
+        /// What the system said.
+        source: std::io::Error,
+    },
+    /// The caller's progress function said to stop.
+    #[error("interrupted")]
+    Stopped,
+}
+
+fn bytes(count: u64) -> String {
+    crate::report::bytes_text(count)
+}
+
+/// The folder that receives.
+#[derive(Debug)]
+pub struct Store {
+    root: OwnedFd,
+    overwrite: bool,
+}
+
+/// A folder on the way, by components.
+const FOLDER: OFlags =
+    OFlags::RDONLY.union(OFlags::DIRECTORY).union(OFlags::NOFOLLOW).union(OFlags::CLOEXEC);
+/// A file whose kind is not known before it is open: must not wait for a pipe's other end.
+const UNKNOWN_FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
+const READ_BYTES: usize = 1 << 20;
+
+fn io(step: &'static str, path: &str) -> impl Fn(Errno) -> StoreError {
+    let path = Printable(path).to_string();
+    move |errno| StoreError::Io { step, path: path.clone(), source: errno.into() }
+}
+
+impl Store {
+    /// Opens `dir`, and makes it if it is not there. With `overwrite`, files may be replaced.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Folder`].
+    pub fn open(dir: &Path, overwrite: bool) -> Result<Self, StoreError> {
+        let failed = |source| StoreError::Folder { dir: dir.to_owned(), source };
+        std::fs::create_dir_all(dir).map_err(failed)?;
+        // The folder itself may be reached through links: it is the user's own word.
+        let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+        let root =
+            rustix::fs::open(dir, flags, Mode::empty()).map_err(|errno| failed(errno.into()))?;
+        Ok(Self { root, overwrite })
+    }
+
+    /// Bytes that this user may still write here.
+    fn free(&self) -> Option<u64> {
+        let StatVfs { f_bavail, f_frsize, .. } = fstatvfs(&self.root).ok()?;
+        Some(f_bavail.saturating_mul(f_frsize))
+    }
+
+    /// Checks that `needed` bytes have room. The system may still say otherwise later.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::DiskFull`].
+    pub fn check_room(&self, needed: u64) -> Result<(), StoreError> {
+        match self.free() {
+            Some(free) if free < needed => {
+                Err(StoreError::DiskFull { path: "the push".to_owned(), needed, free })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The folder that `path` is in, opened component by component; made if `make`.
+    fn folder_of(&self, path: &RelPath, make: bool) -> Result<OwnedFd, StoreError> {
+        let (folders, _) = path.split();
+        let mut at = self.root.try_clone().map_err(|source| StoreError::Io {
+            step: "open the folder of",
+            path: path.to_string(),
+            source,
+        })?;
+        for folder in folders {
+            at = self.step_into(&at, folder, path, make)?.0;
+        }
+        Ok(at)
+    }
+
+    /// Opens one folder in another; returns whether it was made.
+    fn step_into(
+        &self,
+        at: &OwnedFd,
+        folder: &str,
+        path: &RelPath,
+        make: bool,
+    ) -> Result<(OwnedFd, bool), StoreError> {
+        let made = make
+            && match mkdirat(at, folder, Mode::from_raw_mode(0o777)) {
+                Ok(()) => true,
+                Err(Errno::EXIST) => false,
+                Err(errno) => return Err(self.write_error(path, 0, 0, errno, "make a folder for")),
+            };
+        match openat(at, folder, FOLDER, Mode::empty()) {
+            Ok(next) => Ok((next, made)),
+            Err(Errno::LOOP | Errno::NOTDIR) => {
+                Err(StoreError::NotAFolder(Printable(folder).to_string()))
+            }
+            Err(errno) => Err(io("open the folder of", path.as_str())(errno)),
+        }
+    }
+
+    /// Opens a regular file for reading; `None` if there is none.
+    fn open_regular(
+        &self,
+        at: &OwnedFd,
+        name: &str,
+        path: &RelPath,
+    ) -> Result<Option<File>, StoreError> {
+        match openat(at, name, UNKNOWN_FILE | OFlags::RDONLY, Mode::empty()) {
+            Ok(file) => regular(file, path).map(Some),
+            Err(Errno::NOENT) => Ok(None),
+            Err(Errno::LOOP | Errno::NXIO) => Err(StoreError::NotAFile(path.clone())),
+            Err(errno) => Err(io("open", path.as_str())(errno)),
+        }
+    }
+
+    /// What of `manifest`'s files is here, hashed: a whole file of the right size under its name, else
+    /// what its partial file has. `working` is called for each piece read, and stops it by `false`.
+    ///
+    /// Reads all of it: as long as that takes.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]: something is in the way, or a name is taken by a file of another size and may
+    /// not be replaced.
+    pub fn survey(
+        &self,
+        manifest: &Manifest,
+        mut working: impl FnMut(u64) -> bool,
+    ) -> Result<Survey, StoreError> {
+        let mut survey = Survey::default();
+        for (number, (entry, size)) in manifest.files().enumerate() {
+            let number = u32::try_from(number).unwrap_or(u32::MAX);
+            let path = &entry.path;
+            let (_, name) = path.split();
+            let at = match self.folder_of(path, false) {
+                Ok(at) => at,
+                Err(StoreError::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound =>
+                {
+                    continue;
+                }
+                Err(error) => return Err(error),
+            };
+            let mut whole = self.open_regular(&at, name, path)?;
+            if let Some(file) = &whole {
+                if length(file) != Some(size) {
+                    if !self.overwrite {
+                        return Err(StoreError::Exists(path.clone()));
+                    }
+                    whole = None;
+                } else {
+                    survey.whole.insert(number);
+                }
+            }
+            let found = match whole {
+                Some(file) => Some(file),
+                None => self.open_regular(&at, &partial(name), path)?,
+            };
+            let Some(mut file) = found else { continue };
+            let here = length(&file).unwrap_or(0).min(size);
+            if here == 0 && !survey.whole.contains(&number) {
+                continue;
+            }
+            let hasher = hash(&mut file, here, path, &mut working)?;
+            survey.have.push(Have { file: number, bytes: here, digest: digest(&hasher) });
+            survey.hashers.insert(number, hasher);
+        }
+        Ok(survey)
+    }
+
+    /// Checks what the sender lets us keep against the rule for existing files: one that is here whole
+    /// and is not kept would be replaced.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::Exists`].
+    pub fn check_keep(
+        &self,
+        manifest: &Manifest,
+        survey: &Survey,
+        keep: &[Keep],
+    ) -> Result<(), StoreError> {
+        let kept: BTreeSet<u32> = keep.iter().map(|keep| keep.file).collect();
+        let replaced = manifest.files().zip(0_u32..).find(|(_, number)| {
+            survey.whole.contains(number) && !kept.contains(number) && !self.overwrite
+        });
+        match replaced {
+            Some(((entry, _), _)) => Err(StoreError::Exists(entry.path.clone())),
+            None => Ok(()),
+        }
+    }
+
+    /// Makes `manifest`'s folders; returns the numbers of the entries that were not there before.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`].
+    pub fn make_folders(&self, manifest: &Manifest) -> Result<Vec<usize>, StoreError> {
+        let mut made = Vec::new();
+        for (number, entry) in manifest.entries().iter().enumerate() {
+            if entry.size.is_none() {
+                let at = self.folder_of(&entry.path, true)?;
+                let (_, name) = entry.path.split();
+                if self.step_into(&at, name, &entry.path, true)?.1 {
+                    made.push(number);
+                }
+            }
+        }
+        Ok(made)
+    }
+
+    /// Gives the folders numbered `made` their modes and times; last, for a folder may be read-only,
+    /// and its time changes with what is made in it.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`].
+    pub fn finish_folders(&self, manifest: &Manifest, made: &[usize]) -> Result<(), StoreError> {
+        // Deepest first: the order of entries is a folder before what is in it.
+        for number in made.iter().rev() {
+            let Some(entry) = manifest.entries().get(*number) else {
+                continue;
+            };
+            let (_, name) = entry.path.split();
+            let at = self.folder_of(&entry.path, false)?;
+            let (folder, _) = self.step_into(&at, name, &entry.path, false)?;
+            dress(&folder, entry)?;
+        }
+        Ok(())
+    }
+
+    /// Opens the partial file of `entry`, at `start`, to grow by the bytes from there. `hasher` has
+    /// hashed those before.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]: locked by another process, in the way, or no room.
+    pub fn grow(
+        &self,
+        entry: &Entry,
+        start: u64,
+        hasher: blake3::Hasher,
+    ) -> Result<Growing<'_>, StoreError> {
+        let path = &entry.path;
+        let at = self.folder_of(path, true)?;
+        let (_, name) = path.split();
+        let flags = UNKNOWN_FILE | OFlags::RDWR | OFlags::CREATE;
+        let file = match openat(&at, partial(name), flags, Mode::from_raw_mode(0o600)) {
+            Ok(file) => regular(file, path)?,
+            Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => {
+                return Err(StoreError::NotAFile(path.clone()));
+            }
+            Err(errno) => {
+                return Err(self.write_error(path, 0, entry.size.unwrap_or(0), errno, "make"));
+            }
+        };
+        flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
+            Errno::WOULDBLOCK => StoreError::Locked(path.clone()),
+            errno => io("lock", path.as_str())(errno),
+        })?;
+        let failed = |source| StoreError::Io { step: "resume", path: path.to_string(), source };
+        file.set_len(start).map_err(failed)?;
+        (&file).seek(SeekFrom::Start(start)).map_err(failed)?;
+        Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, hasher })
+    }
+
+    /// A file that was whole before: gives it the mode and time of `entry`.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`].
+    pub fn touch(&self, entry: &Entry) -> Result<(), StoreError> {
+        let (_, name) = entry.path.split();
+        let at = self.folder_of(&entry.path, false)?;
+        match self.open_regular(&at, name, &entry.path)? {
+            Some(file) => dress(&file, entry),
+            None => Err(io("find", entry.path.as_str())(Errno::NOENT)),
+        }
+    }
+
+    /// What a refused write means.
+    fn write_error(
+        &self,
+        path: &RelPath,
+        at: u64,
+        size: u64,
+        errno: Errno,
+        step: &'static str,
+    ) -> StoreError {
+        match errno {
+            Errno::NOSPC | Errno::DQUOT => StoreError::DiskFull {
+                path: path.to_string(),
+                needed: size.saturating_sub(at),
+                free: if errno == Errno::DQUOT { 0 } else { self.free().unwrap_or(0) },
+            },
+            Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
+            errno => io(step, path.as_str())(errno),
+        }
+    }
+}
+
+/// What [`Store::survey`] found.
+#[derive(Debug, Default)]
+pub struct Survey {
+    /// For the sender, in file order.
+    pub have: Vec<Have>,
+    /// Files that are here whole, under their names.
+    pub whole: BTreeSet<u32>,
+    /// For each of `have`, the hasher that has seen those bytes.
+    pub hashers: BTreeMap<u32, blake3::Hasher>,
+}
+
+/// A file that is arriving.
+#[derive(Debug)]
+pub struct Growing<'a> {
+    store: &'a Store,
+    at: OwnedFd,
+    file: File,
+    entry: Entry,
+    length: u64,
+    hasher: blake3::Hasher,
+}
+
+impl Growing<'_> {
+    /// Appends `bytes`.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]: no room, or the disk failed. What was appended before stays.
+    pub fn append(&mut self, bytes: &[u8]) -> Result<(), StoreError> {
+        self.file.write_all(bytes).map_err(|source| {
+            let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
+            let size = self.entry.size.unwrap_or(0);
+            self.store.write_error(&self.entry.path, self.length, size, errno, "write")
+        })?;
+        self.hasher.update(bytes);
+        self.length += bytes.len() as u64;
+        Ok(())
+    }
+
+    /// Bytes that are there.
+    #[must_use]
+    pub fn length(&self) -> u64 {
+        self.length
+    }
+
+    /// Checks the digest and gives the file its mode, time and name.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]: wrong digest (the partial file is removed), or the name was taken meanwhile.
+    pub fn finish(self, expected: Digest) -> Result<(), StoreError> {
+        let path = &self.entry.path;
+        let (_, name) = path.split();
+        let growing = partial(name);
+        if Some(self.length) != self.entry.size || digest(&self.hasher) != expected {
+            let _ = unlinkat(&self.at, &growing, AtFlags::empty());
+            return Err(StoreError::Corrupt(path.clone()));
+        }
+        dress(&self.file, &self.entry)?;
+        let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
+        let renamed = if self.store.overwrite {
+            rename(RenameFlags::empty())
+        } else {
+            match rename(RenameFlags::NOREPLACE) {
+                // Not every file system can; then what there is says whether the name is free.
+                Err(Errno::INVAL | Errno::NOSYS) => {
+                    match statat(&self.at, name, AtFlags::SYMLINK_NOFOLLOW) {
+                        Err(Errno::NOENT) => rename(RenameFlags::empty()),
+                        Ok(_) => Err(Errno::EXIST),
+                        Err(errno) => Err(errno),
+                    }
+                }
+                renamed => renamed,
+            }
+        };
+        renamed.map_err(|errno| match errno {
+            Errno::EXIST => StoreError::Exists(path.clone()),
+            errno => io("rename", path.as_str())(errno),
+        })
+    }
+}
+
+fn partial(name: &str) -> String {
+    format!("{name}{PARTIAL_SUFFIX}")
+}
+
+fn regular(file: OwnedFd, path: &RelPath) -> Result<File, StoreError> {
+    let stat = fstat(&file).map_err(io("look at", path.as_str()))?;
+    if FileType::from_raw_mode(stat.st_mode) == FileType::RegularFile {
+        Ok(File::from(file))
+    } else {
+        Err(StoreError::NotAFile(path.clone()))
+    }
+}
+
+fn length(file: &File) -> Option<u64> {
+    file.metadata().ok().map(|metadata| metadata.len())
+}
+
+/// Mode and time, as the manifest says.
+fn dress(file: impl std::os::fd::AsFd, entry: &Entry) -> Result<(), StoreError> {
+    let failed = io("set mode and time of", entry.path.as_str());
+    let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
+    let times = Timestamps { last_access: changed, last_modification: changed };
+    fchmod(&file, Mode::from_raw_mode(entry.mode)).map_err(&failed)?;
+    futimens(&file, &times).map_err(&failed)
+}
+
+/// The digest so far.
+#[must_use]
+pub fn digest(hasher: &blake3::Hasher) -> Digest {
+    Digest(*hasher.finalize().as_bytes())
+}
+
+/// Hashes the first `count` bytes of `file`; `working` sees each piece, and stops it by `false`.
+fn hash(
+    file: &mut File,
+    count: u64,
+    path: &RelPath,
+    working: &mut impl FnMut(u64) -> bool,
+) -> Result<blake3::Hasher, StoreError> {
+    let failed = |source| StoreError::Io { step: "read", path: path.to_string(), source };
+    let mut hasher = blake3::Hasher::new();
+    let mut piece = vec![0; READ_BYTES];
+    let mut left = count;
+    while left > 0 {
+        let room = usize::try_from(left).unwrap_or(usize::MAX).min(READ_BYTES);
+        let read = file.read(piece.get_mut(..room).unwrap_or_default()).map_err(failed)?;
+        if read == 0 {
+            return Err(failed(std::io::ErrorKind::UnexpectedEof.into()));
+        }
+        hasher.update(piece.get(..read).unwrap_or_default());
+        left -= read as u64;
+        if !working(read as u64) {
+            return Err(StoreError::Stopped);
+        }
+    }
+    Ok(hasher)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+
+    fn entry(path: &str, size: Option<u64>) -> Entry {
+        let mtime_s = 1_600_000_000;
+        Entry { path: RelPath::new(path).unwrap(), size, mode: 0o640, mtime_s, mtime_ns: 5 }
+    }
+
+    fn manifest(entries: &[(&str, Option<u64>)]) -> Manifest {
+        Manifest::new(entries.iter().map(|(path, size)| entry(path, *size)).collect()).unwrap()
+    }
+
+    fn of(bytes: &[u8]) -> Digest {
+        Digest(*blake3::hash(bytes).as_bytes())
+    }
+
+    fn survey(store: &Store, manifest: &Manifest) -> Result<Survey, StoreError> {
+        store.survey(manifest, |_| true)
+    }
+
+    #[test]
+    fn a_file_grows_beside_its_place_and_gets_its_name_when_right() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(&dir.path().join("new/folder"), false).unwrap();
+        let place = dir.path().join("new/folder/a/b");
+        let mut growing = store.grow(&entry("a/b", Some(5)), 0, blake3::Hasher::new()).unwrap();
+        growing.append(b"he").unwrap();
+        assert!(
+            !place.exists()
+                && fs::read(place.with_file_name("b.immwire-partial")).unwrap() == b"he"
+        );
+        growing.append(b"llo").unwrap();
+        growing.finish(of(b"hello")).unwrap();
+        assert_eq!(fs::read(&place).unwrap(), b"hello");
+        let metadata = fs::metadata(&place).unwrap();
+        assert_eq!(
+            (metadata.permissions().mode() & 0o7777, metadata.mtime()),
+            (0o640, 1_600_000_000)
+        );
+        assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_wrong_digest_or_length_leaves_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        for (bytes, expected) in [(&b"hellO"[..], of(b"hello")), (b"hell", of(b"hell"))] {
+            let mut growing = store.grow(&entry("x", Some(5)), 0, blake3::Hasher::new()).unwrap();
+            growing.append(bytes).unwrap();
+            assert!(matches!(growing.finish(expected), Err(StoreError::Corrupt(_))));
+            assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        }
+    }
+
+    #[test]
+    fn what_is_here_is_found_hashed_and_resumed() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::create_dir(dir.path().join("d")).unwrap();
+        fs::write(dir.path().join("d/part.immwire-partial"), b"hel").unwrap();
+        fs::write(dir.path().join("long.immwire-partial"), b"longer than it is").unwrap();
+        fs::write(dir.path().join("whole"), b"whole").unwrap();
+        fs::write(dir.path().join("zero"), b"").unwrap();
+        let offered = manifest(&[
+            ("d", None),
+            ("d/part", Some(5)),
+            ("e/none", Some(1)),
+            ("long", Some(6)),
+            ("whole", Some(5)),
+            ("zero", Some(0)),
+        ]);
+        let found = survey(&store, &offered).unwrap();
+        let have: Vec<_> =
+            found.have.iter().map(|have| (have.file, have.bytes, have.digest)).collect();
+        assert_eq!(
+            have,
+            [(0, 3, of(b"hel")), (2, 6, of(b"longer")), (3, 5, of(b"whole")), (4, 0, of(b""))]
+        );
+        assert_eq!(found.whole.iter().copied().collect::<Vec<_>>(), [3, 4]);
+        let keep = |files: &[u32]| {
+            files.iter().map(|file| Keep { file: *file, bytes: 0 }).collect::<Vec<_>>()
+        };
+        assert!(store.check_keep(&offered, &found, &keep(&[3, 4])).is_ok());
+        let refused = store.check_keep(&offered, &found, &keep(&[0, 4]));
+        assert!(matches!(refused, Err(StoreError::Exists(path)) if path.as_str() == "whole"));
+        let mut growing =
+            store.grow(&entry("d/part", Some(5)), 3, found.hashers[&0].clone()).unwrap();
+        growing.append(b"lo").unwrap();
+        growing.finish(of(b"hello")).unwrap();
+        assert_eq!(fs::read(dir.path().join("d/part")).unwrap(), b"hello");
+        let stopped = store.survey(&offered, |_| false);
+        assert!(matches!(stopped, Err(StoreError::Stopped)));
+    }
+
+    #[test]
+    fn an_existing_file_is_replaced_only_if_that_is_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("x"), b"theirs").unwrap();
+        let offered = manifest(&[("x", Some(2))]);
+        let careful = Store::open(dir.path(), false).unwrap();
+        assert!(matches!(survey(&careful, &offered), Err(StoreError::Exists(_))));
+        let store = Store::open(dir.path(), true).unwrap();
+        let found = survey(&store, &offered).unwrap();
+        assert!(found.have.is_empty());
+        let grow = |store: &Store| {
+            let mut growing = store.grow(&entry("x", Some(2)), 0, blake3::Hasher::new()).unwrap();
+            growing.append(b"us").unwrap();
+            growing.finish(of(b"us"))
+        };
+        assert!(
+            matches!(grow(&careful), Err(StoreError::Exists(_))),
+            "the name was taken meanwhile"
+        );
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"theirs");
+        grow(&store).unwrap();
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"us");
+    }
+
+    #[test]
+    fn links_and_other_things_in_the_way_are_never_followed() {
+        let (dir, outside) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        let store = Store::open(dir.path(), true).unwrap();
+        let victim = outside.path().join("victim");
+        fs::write(&victim, b"untouched").unwrap();
+        symlink(outside.path(), dir.path().join("link")).unwrap();
+        symlink(&victim, dir.path().join("file")).unwrap();
+        symlink(&victim, dir.path().join("other.immwire-partial")).unwrap();
+        fs::write(dir.path().join("plain"), b"").unwrap();
+        rustix::fs::mkfifoat(&store.root, "pipe", Mode::from_raw_mode(0o600)).unwrap();
+        rustix::fs::mkfifoat(&store.root, "p.immwire-partial", Mode::from_raw_mode(0o600)).unwrap();
+        for path in ["link/victim", "link/new", "plain/x"] {
+            let grown = store.grow(&entry(path, Some(1)), 0, blake3::Hasher::new());
+            assert!(matches!(grown, Err(StoreError::NotAFolder(_))), "{path}");
+            let found = survey(&store, &manifest(&[(path, Some(1))]));
+            assert!(matches!(found, Err(StoreError::NotAFolder(_))), "{path}");
+        }
+        for path in ["file", "pipe", "link"] {
+            let found = survey(&store, &manifest(&[(path, Some(9))]));
+            assert!(matches!(found, Err(StoreError::NotAFile(_))), "{path}");
+        }
+        for path in ["other", "p"] {
+            let grown = store.grow(&entry(path, Some(1)), 0, blake3::Hasher::new());
+            assert!(matches!(grown, Err(StoreError::NotAFile(_))), "{path}");
+        }
+        assert!(matches!(
+            store.make_folders(&manifest(&[("link", None)])),
+            Err(StoreError::NotAFolder(_))
+        ));
+        // With leave to overwrite, a link under the final name is replaced, not written through.
+        let mut growing = store.grow(&entry("file", Some(2)), 0, blake3::Hasher::new()).unwrap();
+        growing.append(b"us").unwrap();
+        growing.finish(of(b"us")).unwrap();
+        assert_eq!(fs::read(dir.path().join("file")).unwrap(), b"us");
+        assert_eq!(fs::read(&victim).unwrap(), b"untouched");
+        assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn two_receivers_do_not_write_one_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) =
+            (Store::open(dir.path(), false).unwrap(), Store::open(dir.path(), false).unwrap());
+        let growing = one.grow(&entry("x", Some(1)), 0, blake3::Hasher::new()).unwrap();
+        let second = two.grow(&entry("x", Some(1)), 0, blake3::Hasher::new());
+        assert!(matches!(second, Err(StoreError::Locked(_))));
+        drop(growing);
+        assert!(two.grow(&entry("x", Some(1)), 0, blake3::Hasher::new()).is_ok());
+    }
+
+    #[test]
+    fn folders_get_their_modes_last_and_only_if_they_are_new() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::create_dir(dir.path().join("old")).unwrap();
+        let before = fs::metadata(dir.path().join("old")).unwrap().mode();
+        let offered =
+            manifest(&[("new", None), ("new/deep", None), ("old", None), ("old/in", None)]);
+        let made = store.make_folders(&offered).unwrap();
+        assert_eq!(made, [0, 1, 3]);
+        store.finish_folders(&offered, &made).unwrap();
+        for folder in ["new", "new/deep", "old/in"] {
+            let metadata = fs::metadata(dir.path().join(folder)).unwrap();
+            assert_eq!(
+                (metadata.mode() & 0o777, metadata.mtime()),
+                (0o640, 1_600_000_000),
+                "{folder}"
+            );
+        }
+        assert_eq!(fs::metadata(dir.path().join("old")).unwrap().mode(), before);
+    }
+
+    #[test]
+    fn no_room_is_told_before_and_in_the_middle() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let error = store.check_room(u64::MAX).unwrap_err();
+        assert!(matches!(error, StoreError::DiskFull { needed: u64::MAX, .. }), "{error}");
+        assert!(store.check_room(0).is_ok());
+        let path = RelPath::new("x").unwrap();
+        for (errno, text) in
+            [(Errno::NOSPC, "disk full: x needs 3 B more"), (Errno::DQUOT, "0 B are free")]
+        {
+            let error = store.write_error(&path, 2, 5, errno, "write").to_string();
+            assert!(error.contains(text), "{error}");
+        }
+        let error = store.write_error(&path, 2, 5, Errno::FBIG, "write");
+        assert!(matches!(error, StoreError::TooLarge { size: 5, .. }));
+    }
+}

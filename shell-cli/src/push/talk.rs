@@ -1,0 +1,211 @@
+//! Messages of this protocol over an engine: cut up, put together, waited for.
+
+use super::message::{Assembler, MessageError, fragments};
+use crate::motor::{Motor, MotorError};
+use immwire::{Message, PeerError, PeerId, PeerState};
+use serde::Serialize;
+use serde::de::{DeserializeOwned, IgnoredAny};
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+/// Fits every engine's mailbox of the default size, 64 KiB with its header.
+const FRAGMENT: usize = 60 << 10;
+/// How often "still here" is said while a side reads its disk.
+const SAY_EVERY: Duration = Duration::from_secs(1);
+/// How long one look for a message waits.
+const LOOK: Duration = Duration::from_millis(100);
+
+/// Why talking ended.
+#[derive(Debug, thiserror::Error)]
+pub enum TalkError {
+    /// The engine, or Ctrl-C.
+    #[error(transparent)]
+    Motor(#[from] MotorError),
+    /// The other side does not speak this protocol.
+    #[error("the other side sent {0}")]
+    Message(#[from] MessageError),
+    /// The other side has gone.
+    #[error("the other side is gone ({0})")]
+    Gone(PeerError),
+    /// Nothing was heard of the other side.
+    #[error("nothing was heard of the other side for {0:?}")]
+    Silent(Duration),
+}
+
+/// What came.
+#[derive(Debug)]
+pub struct Heard<M> {
+    /// From whom.
+    pub from: PeerId,
+    /// What they say.
+    pub message: Result<M, MessageError>,
+}
+
+/// One engine's end of all its conversations.
+#[derive(Debug)]
+pub struct Talk {
+    motor: Motor,
+    parts: HashMap<PeerId, Assembler>,
+    /// Came while somebody else was listened to, who has gone.
+    put_back: Option<Message>,
+    patience: Duration,
+    said: Instant,
+}
+
+impl Talk {
+    /// Over `motor`; a peer may be silent for `patience`.
+    #[must_use]
+    pub fn new(motor: Motor, patience: Duration) -> Self {
+        Self { motor, parts: HashMap::new(), put_back: None, patience, said: Instant::now() }
+    }
+
+    /// The engine.
+    pub fn motor(&mut self) -> &mut Motor {
+        &mut self.motor
+    }
+
+    /// How long a peer may be silent.
+    #[must_use]
+    pub fn patience(&self) -> Duration {
+        self.patience
+    }
+
+    /// Says `message`; returns when it lies in the peer's mailbox.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError`].
+    pub fn say<M: Serialize>(&mut self, to: PeerId, message: &M) -> Result<(), TalkError> {
+        for fragment in fragments(message, FRAGMENT)? {
+            if let Err(error) = self.motor.send(to, &fragment, self.patience) {
+                return Err(match (error, self.there(to)) {
+                    (MotorError::Interrupted, _) => MotorError::Interrupted.into(),
+                    (_, Err(gone)) => gone,
+                    (error, Ok(())) => error.into(),
+                });
+            }
+        }
+        self.said = Instant::now();
+        Ok(())
+    }
+
+    /// Says `message` if nothing was said for a while: for long work.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError`].
+    pub fn say_sometimes<M: Serialize>(
+        &mut self,
+        to: PeerId,
+        message: &M,
+    ) -> Result<(), TalkError> {
+        if self.said.elapsed() < SAY_EVERY {
+            return Ok(());
+        }
+        self.there(to)?;
+        self.say(to, message)
+    }
+
+    /// Whether `peer` is there.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError::Gone`].
+    pub fn there(&self, peer: PeerId) -> Result<(), TalkError> {
+        match self.motor.engine().peer_state(peer) {
+            Some(PeerState::Down(reason)) => Err(TalkError::Gone(PeerError::Down { peer, reason })),
+            None => Err(TalkError::Gone(PeerError::Unknown { peer })),
+            Some(_) => Ok(()),
+        }
+    }
+
+    /// What anybody says within `timeout`; `None` if that is nothing, or only a part.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError::Motor`].
+    pub fn hear<M: DeserializeOwned>(
+        &mut self,
+        timeout: Duration,
+    ) -> Result<Option<Heard<M>>, TalkError> {
+        let Some(fragment) = self.fragment(timeout)? else {
+            let engine = self.motor.engine();
+            let here = |peer: &PeerId| {
+                !matches!(engine.peer_state(*peer), None | Some(PeerState::Down(_)))
+            };
+            self.parts.retain(|peer, _| here(peer));
+            return Ok(None);
+        };
+        let message = self.assemble(&fragment);
+        Ok(message.transpose().map(|message| Heard { from: fragment.from, message }))
+    }
+
+    fn fragment(&mut self, timeout: Duration) -> Result<Option<Message>, TalkError> {
+        match self.put_back.take() {
+            Some(fragment) => Ok(Some(fragment)),
+            None => Ok(self.motor.message(timeout)?),
+        }
+    }
+
+    fn assemble<M: DeserializeOwned>(
+        &mut self,
+        fragment: &Message,
+    ) -> Result<Option<M>, MessageError> {
+        self.parts.entry(fragment.from).or_default().take(&fragment.bytes)
+    }
+
+    /// The next thing that `peer` says; waits as long as patience and the peer's life last. Others are
+    /// told `busy`.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError`].
+    pub fn hear_from<M: DeserializeOwned>(
+        &mut self,
+        peer: PeerId,
+        busy: Option<&impl Serialize>,
+    ) -> Result<M, TalkError> {
+        let start = Instant::now();
+        while start.elapsed() < self.patience {
+            if let Some(message) = self.hear_now(peer, busy, LOOK)? {
+                return Ok(message);
+            }
+        }
+        Err(TalkError::Silent(self.patience))
+    }
+
+    /// As [`hear_from`](Self::hear_from), for `timeout` only.
+    ///
+    /// # Errors
+    ///
+    /// [`TalkError`].
+    pub fn hear_now<M: DeserializeOwned>(
+        &mut self,
+        peer: PeerId,
+        busy: Option<&impl Serialize>,
+        timeout: Duration,
+    ) -> Result<Option<M>, TalkError> {
+        let fragment = match self.fragment(timeout)? {
+            // Whoever has gone may have said something before.
+            None => match self.there(peer) {
+                Ok(()) => return Ok(None),
+                Err(gone) => self.fragment(Duration::ZERO)?.ok_or(gone)?,
+            },
+            Some(fragment) => fragment,
+        };
+        if fragment.from == peer {
+            return Ok(self.assemble(&fragment)?);
+        }
+        if let Err(gone) = self.there(peer) {
+            // Nothing is under way any more: the other one comes next.
+            self.put_back = Some(fragment);
+            return Err(gone);
+        }
+        let said: Result<Option<IgnoredAny>, _> = self.assemble(&fragment);
+        if let (Some(busy), Ok(Some(_)) | Err(_)) = (busy, said) {
+            // Whoever does not take it has gone.
+            let _ = self.say(fragment.from, busy);
+        }
+        Ok(None)
+    }
+}

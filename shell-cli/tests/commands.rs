@@ -1,0 +1,229 @@
+//! The command line from outside: exit codes, help, JSON, signals.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+mod support;
+
+use rustix::process::Signal;
+use serde_json::Value;
+use std::time::Instant;
+use support::{Listening, ended, immwire, run, signal, text, until};
+
+const FIELDS: [&str; 16] = [
+    "bench",
+    "provider",
+    "nics",
+    "bytes",
+    "pages",
+    "page_bytes",
+    "depth",
+    "gb_per_s",
+    "mops",
+    "half_rtt_us",
+    "p99_us",
+    "baseline_gb_per_s",
+    "baseline_half_rtt_us",
+    "ratio",
+    "spread",
+    "verified",
+];
+
+fn rows(args: &[&str]) -> Vec<Value> {
+    let output = run(["bench"].iter().chain(args).chain(&["--json", "--seconds", "0.05"]));
+    assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+    let rows: Vec<Value> =
+        text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+    for row in &rows {
+        let fields: Vec<_> = row.as_object().unwrap().keys().map(String::as_str).collect();
+        let (mut expected, mut found) = (FIELDS.to_vec(), fields);
+        expected.sort_unstable();
+        found.sort_unstable();
+        assert_eq!(found, expected);
+        assert_eq!(row["verified"], true, "{row}");
+        assert_eq!(row["provider"], "shm");
+        assert!(row["p99_us"].as_f64().unwrap() > 0.0);
+    }
+    rows
+}
+
+fn positive(row: &Value, field: &str) -> bool {
+    row[field].as_f64().is_some_and(|value| value > 0.0)
+}
+
+#[test]
+fn every_bench_gives_rows_that_were_verified() {
+    let write = rows(&["write", "--size", "100,64K", "--nics", "2", "--depth", "3"]);
+    assert_eq!(write.len(), 2);
+    assert_eq!((&write[0]["bytes"], &write[1]["bytes"]), (&100.into(), &65536.into()));
+    assert!(write.iter().all(|row| row["nics"] == 2 && row["depth"] == 3));
+    for field in ["gb_per_s", "mops", "baseline_gb_per_s", "ratio"] {
+        assert!(positive(&write[1], field), "{field}");
+    }
+    assert!(write[0]["half_rtt_us"].is_null() && write[0]["pages"].is_null());
+
+    let pages = rows(&["pages", "--pages", "100", "--page-size", "4K"]);
+    assert_eq!((&pages[0]["pages"], &pages[0]["page_bytes"]), (&100.into(), &4096.into()));
+    assert!(positive(&pages[0], "baseline_gb_per_s"));
+
+    let latency = rows(&["latency", "--size", "8"]);
+    assert!(positive(&latency[0], "half_rtt_us") && positive(&latency[0], "baseline_half_rtt_us"));
+    assert!(latency[0]["gb_per_s"].is_null());
+
+    let rate = rows(&["rate", "--size", "64", "--mode", "thread"]);
+    assert!(positive(&rate[0], "mops"));
+
+    let scatter = rows(&["scatter", "--size", "4K", "--peers", "2"]);
+    assert_eq!(scatter[0]["bytes"], 8192);
+
+    let barrier = rows(&["barrier", "--peers", "2"]);
+    assert!(positive(&barrier[0], "half_rtt_us") && barrier[0]["bytes"].is_null());
+}
+
+#[test]
+fn without_a_baseline_its_fields_are_null() {
+    let row = &rows(&["write", "--size", "4K", "--no-baseline"])[0];
+    assert!(row["baseline_gb_per_s"].is_null() && row["ratio"].is_null());
+    assert!(positive(row, "gb_per_s"));
+}
+
+#[test]
+fn two_terminals_measure_with_each_other_and_draw() {
+    let dir = tempfile::tempdir().unwrap();
+    let plot = dir.path().join("out.svg");
+    let listening = Listening::start(immwire(["bench", "--listen", "--nics", "1"]));
+    for mode in ["polled", "thread"] {
+        let output = run([
+            "bench",
+            "write",
+            "--connect",
+            &listening.address,
+            "--nics",
+            "4",
+            "--size",
+            "1M",
+            "--seconds",
+            "0.05",
+            "--mode",
+            mode,
+            "--plot",
+            plot.to_str().unwrap(),
+        ]);
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        assert!(text(&output.stdout).contains("verified"), "{}", text(&output.stdout));
+        assert!(std::fs::read_to_string(&plot).unwrap().contains("write (GB/s)"));
+    }
+    signal(&listening.child, Signal::INT);
+    assert!(listening.ended().status.success());
+}
+
+/// Processes of this user whose parent is `pid`.
+fn children(pid: u32) -> Vec<u32> {
+    let found = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| {
+        let child: u32 = entry.file_name().to_str()?.parse().ok()?;
+        let stat = std::fs::read_to_string(entry.path().join("stat")).ok()?;
+        let parent = stat.rsplit_once(") ")?.1.split(' ').nth(1)?.parse::<u32>().ok()?;
+        (parent == pid).then_some(child)
+    });
+    found.collect()
+}
+
+#[test]
+fn ctrl_c_ends_a_bench_and_its_peers() {
+    for signal_kind in [Signal::INT, Signal::KILL] {
+        let child = immwire(["bench", "barrier", "--seconds", "60"]).spawn().unwrap();
+        let mut peers = Vec::new();
+        until("its peers start", || {
+            peers = children(child.id());
+            peers.len() == 3
+        });
+        std::thread::sleep(std::time::Duration::from_millis(300));
+        let start = Instant::now();
+        signal(&child, signal_kind);
+        let output = ended(child);
+        if signal_kind == Signal::INT {
+            assert_eq!(output.status.code(), Some(130), "{}", text(&output.stderr));
+            assert!(text(&output.stderr).contains("interrupted"), "{}", text(&output.stderr));
+        }
+        assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
+        // Also when it was killed: their input has ended.
+        let gone = |pid: &u32| {
+            let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            stat.rsplit_once(") ").is_none_or(|(_, rest)| rest.starts_with('Z'))
+        };
+        until("its peers end", || peers.iter().all(gone));
+    }
+}
+
+#[test]
+fn a_killed_peer_is_an_error_that_says_so() {
+    let mut child =
+        immwire(["bench", "write", "--size", "64K", "--seconds", "60"]).spawn().unwrap();
+    let mut peers = Vec::new();
+    until("its peer starts", || {
+        peers = children(child.id());
+        peers.len() == 1
+    });
+    std::thread::sleep(std::time::Duration::from_millis(500));
+    assert!(child.try_wait().unwrap().is_none());
+    let pid = rustix::process::Pid::from_raw(i32::try_from(peers[0]).unwrap()).unwrap();
+    rustix::process::kill_process(pid, Signal::KILL).unwrap();
+    let start = Instant::now();
+    let output = ended(child);
+    assert_eq!(output.status.code(), Some(1), "{}", text(&output.stderr));
+    assert!(text(&output.stderr).contains("write: "), "{}", text(&output.stderr));
+    assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
+}
+
+#[test]
+fn doctor_says_the_same_in_words_json_and_exit_code() {
+    let json = run(["doctor", "--json"]);
+    let diagnosis: Value = serde_json::from_slice(&json.stdout).unwrap();
+    let code = diagnosis["exit_code"].as_i64().unwrap();
+    assert_eq!(json.status.code().map(i64::from), Some(code));
+    assert_eq!(diagnosis["paths"].as_array().unwrap().len(), 4);
+    assert_eq!(diagnosis["probes"]["memfd_sealing"], "works");
+    assert!(diagnosis["facts"]["kernel"].is_string());
+    let words = run(["doctor"]);
+    assert_eq!(words.status.code(), json.status.code());
+    for needle in ["result: ", "why not faster", "what to do", "other hosts", "kernel"] {
+        assert!(text(&words.stdout).contains(needle), "{needle}");
+    }
+}
+
+#[test]
+fn every_command_has_help_with_examples_and_nonsense_has_code_2() {
+    for command in ["bench", "push", "recv", "doctor"] {
+        let help = run([command, "--help"]);
+        assert!(help.status.success());
+        assert!(text(&help.stdout).contains("Examples:\n  immwire "), "{command}");
+    }
+    for nonsense in
+        [&["nothing"][..], &["bench", "--nics", "9"], &["recv"], &["push", "x", "not-an-address"]]
+    {
+        assert_eq!(run(nonsense).status.code(), Some(2), "{nonsense:?}");
+    }
+}
+
+#[test]
+fn what_cannot_be_done_has_code_1_and_a_reason() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("file");
+    std::fs::write(&file, b"x").unwrap();
+    let address = Listening::receiver(&dir.path().join("in")).address.clone();
+    let cases: [(&[&str], &str); 4] = [
+        (&["push", file.to_str().unwrap(), &address], ""),
+        (&["push", "/nonexistent/file", &address], "/nonexistent/file"),
+        (&["recv", "--dir", file.to_str().unwrap()], "cannot use"),
+        (&["bench", "write", "--pages", "3"], "no meaning for write"),
+    ];
+    for (args, reason) in cases {
+        let output = run(args);
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{args:?}: {said}");
+        assert!(said.starts_with("immwire: ") && said.contains(reason), "{args:?}: {said}");
+    }
+}

@@ -1,0 +1,323 @@
+//! Files between real processes: whole trees, broken-off transfers, hostile senders, full disks.
+#![allow(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    reason = "a test fails by panicking"
+)]
+
+mod support;
+
+use immwire_cli::motor::{Mode, Motor};
+use immwire_cli::push::message::{Assembler, FromReceiver, fragments};
+use rustix::process::Signal;
+use std::fs;
+use std::os::unix::fs::{MetadataExt, PermissionsExt};
+use std::path::Path;
+use std::time::{Duration, SystemTime};
+use support::{Listening, ended, immwire, noise, run, signal, status, text, until};
+
+fn push(paths: &[&Path], address: &str) -> std::process::Output {
+    let paths = paths.iter().map(|path| path.to_str().unwrap());
+    run(["push"].into_iter().chain(paths).chain([address]))
+}
+
+#[test]
+fn a_tree_arrives_with_its_contents_modes_and_times() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let model = from.path().join("model");
+    fs::create_dir_all(model.join("deep/er")).unwrap();
+    fs::create_dir(model.join("nothing here")).unwrap();
+    let sizes = [0, 1, 65_535, 65_536, 65_537, 1 << 20, (3 << 20) + 17];
+    for (seed, size) in sizes.into_iter().enumerate() {
+        fs::write(model.join(format!("deep/er/{size}")), noise(seed as u64, size)).unwrap();
+    }
+    fs::write(model.join("run.sh"), "#!/bin/sh\n").unwrap();
+    fs::set_permissions(model.join("run.sh"), fs::Permissions::from_mode(0o754)).unwrap();
+    let past = SystemTime::UNIX_EPOCH + Duration::new(1_500_000_000, 123_000_000);
+    fs::File::open(model.join("run.sh")).unwrap().set_modified(past).unwrap();
+    std::os::unix::fs::symlink("/etc/passwd", model.join("link")).unwrap();
+    let extra = from.path().join("extra file");
+    fs::write(&extra, b"alone").unwrap();
+
+    let receiver = Listening::once(&to.path().join("new/inbox"));
+    let sent = push(&[&model, &extra], &receiver.address);
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert!(text(&sent.stderr).contains("link is neither file nor folder"));
+    let received = receiver.ended();
+    assert!(received.status.success(), "{}", text(&received.stderr));
+
+    let inbox = to.path().join("new/inbox");
+    for (seed, size) in sizes.into_iter().enumerate() {
+        let got = fs::read(inbox.join(format!("model/deep/er/{size}"))).unwrap();
+        assert!(got == noise(seed as u64, size), "{size}");
+    }
+    assert_eq!(fs::read(inbox.join("extra file")).unwrap(), b"alone");
+    assert!(inbox.join("model/nothing here").is_dir());
+    assert!(!inbox.join("model/link").exists());
+    let script = fs::metadata(inbox.join("model/run.sh")).unwrap();
+    assert_eq!(script.permissions().mode() & 0o777, 0o754);
+    assert_eq!((script.mtime(), script.mtime_nsec()), (1_500_000_000, 123_000_000));
+    assert_eq!(
+        fs::read_dir(inbox.join("model/deep/er")).unwrap().count(),
+        sizes.len(),
+        "no partial files"
+    );
+
+    // Again: nothing is sent, and nothing is wrong.
+    let receiver = Listening::once(&inbox);
+    let sent = push(&[&model, &extra], &receiver.address);
+    assert!(
+        sent.status.success() && text(&sent.stderr).contains("0 B sent"),
+        "{}",
+        text(&sent.stderr)
+    );
+    assert!(receiver.ended().status.success());
+}
+
+const BIG: usize = 192 << 20;
+
+/// A big file, pushed until some of it has arrived.
+fn broken_off(from: &Path, to: &Path) -> (Listening, std::process::Child) {
+    fs::write(from, noise(9, BIG)).unwrap();
+    let receiver = Listening::receiver(to);
+    let mut sender = immwire(["push", from.to_str().unwrap(), &receiver.address]).spawn().unwrap();
+    let partial = to.join("big.immwire-partial");
+    until("some of it arrives", || {
+        assert!(sender.try_wait().unwrap().is_none(), "it ended before it could be broken off");
+        fs::metadata(&partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
+    });
+    (receiver, sender)
+}
+
+fn goes_on(from: &Path, to: &Path, address: &str) {
+    let here = fs::metadata(to.join("big.immwire-partial")).unwrap().len();
+    assert!(here > 8 << 20 && here < BIG as u64 && !to.join("big").exists());
+    let sent = push(&[from], address);
+    let said = text(&sent.stderr);
+    assert!(sent.status.success() && said.contains("were there already"), "{said}");
+    assert!(fs::read(to.join("big")).unwrap() == noise(9, BIG));
+    assert!(!to.join("big.immwire-partial").exists());
+}
+
+#[test]
+fn a_push_goes_on_after_its_sender_was_killed() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("big");
+    let (mut receiver, mut sender) = broken_off(&file, to.path());
+    sender.kill().unwrap();
+    sender.wait().unwrap();
+    // The receiver is still there, and takes the next one.
+    goes_on(&file, to.path(), &receiver.address);
+    assert!(receiver.child.try_wait().unwrap().is_none());
+    signal(&receiver.child, Signal::INT);
+    let ended = receiver.ended();
+    assert!(ended.status.success(), "{}", text(&ended.stderr));
+    assert!(text(&ended.stderr).contains("gone"), "{}", text(&ended.stderr));
+}
+
+#[test]
+fn a_push_goes_on_after_its_receiver_was_killed() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("big");
+    let (receiver, sender) = broken_off(&file, to.path());
+    drop(receiver);
+    let sent = ended(sender);
+    assert_eq!(sent.status.code(), Some(1));
+    assert!(text(&sent.stderr).contains("gone"), "{}", text(&sent.stderr));
+    let receiver = Listening::once(to.path());
+    goes_on(&file, to.path(), &receiver.address);
+    assert!(receiver.ended().status.success());
+}
+
+#[test]
+fn ctrl_c_ends_a_push_with_its_own_code_and_leaves_what_came() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("big");
+    let (receiver, mut sender) = broken_off(&file, to.path());
+    signal(&sender, Signal::INT);
+    assert_eq!(status(&mut sender).code(), Some(130));
+    goes_on(&file, to.path(), &receiver.address);
+}
+
+#[test]
+fn a_prefix_that_is_not_ours_is_not_gone_on_from() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, noise(1, 3 << 20)).unwrap();
+    fs::write(to.path().join("x.immwire-partial"), noise(2, 1 << 20)).unwrap();
+    let receiver = Listening::once(to.path());
+    let sent = push(&[&file], &receiver.address);
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert!(!text(&sent.stderr).contains("already"));
+    assert!(fs::read(to.path().join("x")).unwrap() == noise(1, 3 << 20));
+}
+
+#[test]
+fn an_existing_file_stays_unless_it_may_be_replaced() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, b"theirs").unwrap();
+    for mine in [&b"mine"[..], b"mine!!"] {
+        fs::write(to.path().join("x"), mine).unwrap();
+        let receiver = Listening::once(to.path());
+        let sent = push(&[&file], &receiver.address);
+        assert_eq!(sent.status.code(), Some(1));
+        assert!(
+            text(&sent.stderr).contains("x is here with other contents"),
+            "{}",
+            text(&sent.stderr)
+        );
+        assert_eq!(receiver.ended().status.code(), Some(1));
+        assert_eq!(fs::read(to.path().join("x")).unwrap(), mine);
+        let dir = to.path().to_str().unwrap();
+        let receiver = Listening::start(immwire(["recv", "--once", "--overwrite", "--dir", dir]));
+        let sent = push(&[&file], &receiver.address);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+        assert_eq!(fs::read(to.path().join("x")).unwrap(), b"theirs");
+    }
+}
+
+#[test]
+fn a_file_that_may_not_grow_is_a_clear_error_on_both_sides() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, noise(1, BIG)).unwrap();
+    // 80 or 160 MiB, as the shell counts: smaller than the file, bigger than the staging memory.
+    let mut limited = std::process::Command::new("sh");
+    limited.args(["-c", "ulimit -f 163840; exec \"$0\" recv --once --dir \"$1\""]);
+    limited.args([env!("CARGO_BIN_EXE_immwire"), to.path().to_str().unwrap()]);
+    limited.stdin(std::process::Stdio::null());
+    limited.stdout(std::process::Stdio::piped()).stderr(std::process::Stdio::piped());
+    let receiver = Listening::start(limited);
+    let sent = push(&[&file], &receiver.address);
+    assert_eq!(sent.status.code(), Some(1));
+    let reason = "x cannot grow to 192 MiB: file too large";
+    assert!(text(&sent.stderr).contains(reason), "{}", text(&sent.stderr));
+    let received = receiver.ended();
+    assert_eq!(received.status.code(), Some(1), "{}", text(&received.stderr));
+    assert!(text(&received.stderr).contains(reason), "{}", text(&received.stderr));
+    // What fitted is gone on from.
+    let receiver = Listening::once(to.path());
+    let sent = push(&[&file], &receiver.address);
+    assert!(
+        sent.status.success() && text(&sent.stderr).contains("already"),
+        "{}",
+        text(&sent.stderr)
+    );
+    assert!(fs::read(to.path().join("x")).unwrap() == noise(1, BIG));
+}
+
+/// Says `words` to a receiver as a sender would, raw; returns its first answer.
+fn answer_to(address: &str, fragments: &[Vec<u8>]) -> FromReceiver {
+    let mut motor = Motor::new(1, Mode::Thread).unwrap();
+    let second = Duration::from_secs(1);
+    let peer = motor.connect(&address.parse().unwrap(), 20 * second).unwrap();
+    for fragment in fragments {
+        motor.send(peer, fragment, 20 * second).unwrap();
+    }
+    let mut assembler = Assembler::default();
+    loop {
+        let message = motor.message(20 * second).unwrap().expect("an answer");
+        if let Some(answer) = assembler.take(&message.bytes).unwrap() {
+            return answer;
+        }
+    }
+}
+
+#[test]
+fn hostile_senders_are_refused_and_the_receiver_goes_on() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let outside = tempfile::tempdir().unwrap();
+    std::os::unix::fs::symlink(outside.path(), to.path().join("exit")).unwrap();
+    let inbox = to.path().join("inbox");
+    fs::create_dir(&inbox).unwrap();
+    std::os::unix::fs::symlink(outside.path(), inbox.join("exit")).unwrap();
+    let receiver = Listening::receiver(&inbox);
+
+    let entry = |path: &str, size: &str| {
+        format!(r#"{{"path":{path:?},"size":{size},"mode":511,"mtime_s":0,"mtime_ns":0}}"#)
+    };
+    let offer = |version: u32, entries: &str| {
+        let text = format!(
+            r#"{{"say":"offer","version":{version},"credit_tag":0,"entries":[{entries}]}}"#
+        );
+        vec![[&[1], text.as_bytes()].concat()]
+    };
+    let hostile = [
+        ("../evil", "1", "not a message"),
+        ("/tmp/evil", "1", "not a message"),
+        ("a/../../evil", "1", "not a message"),
+        ("exit/evil", "1", "not a folder"),
+        ("exit", "1", "not a regular file"),
+        ("huge", "9223372036854775807", "disk full"),
+        ("bigger", "18446744073709551615", "2^63"),
+    ];
+    for (path, size, reason) in hostile {
+        let said = answer_to(&receiver.address, &offer(1, &entry(path, size)));
+        let FromReceiver::Failed { reason: found } = said else {
+            // Whoever is let in so far is refused when it begins, before a byte is taken.
+            assert_eq!(reason, "disk full", "{path}: {said:?}");
+            continue;
+        };
+        assert!(found.contains(reason), "{path}: {found}");
+    }
+    let twice = [entry("a", "1"), entry("a", "2")].join(",");
+    let raw = [
+        (offer(1, &twice), "twice"),
+        (offer(1, ""), "nothing to send"),
+        (offer(2, &entry("a", "1")), "version 2"),
+        (vec![b"\x01garbage".to_vec()], "not a message"),
+        (vec![b"\x07".to_vec()], "fragment"),
+        (vec![Vec::new()], "fragment"),
+        (vec![b"\x01{\"say\":\"begin\",\"keep\":7}".to_vec()], "not a message"),
+    ];
+    for (fragments, reason) in raw {
+        let said = answer_to(&receiver.address, &fragments);
+        let FromReceiver::Failed { reason: found } = &said else { panic!("{reason}: {said:?}") };
+        assert!(found.contains(reason), "{reason}: {found}");
+    }
+    assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 0);
+    assert!(!to.path().join("evil").exists() && !Path::new("/tmp/evil").exists());
+
+    // And then somebody honest.
+    let file = from.path().join("good");
+    fs::write(&file, b"good").unwrap();
+    let sent = push(&[&file], &receiver.address);
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert_eq!(fs::read(inbox.join("good")).unwrap(), b"good");
+}
+
+#[test]
+fn an_offer_that_has_no_room_is_refused_when_it_begins() {
+    let to = tempfile::tempdir().unwrap();
+    let receiver = Listening::once(to.path());
+    let mut motor = Motor::new(1, Mode::Thread).unwrap();
+    let wait = Duration::from_secs(20);
+    let peer = motor.connect(&receiver.address.parse().unwrap(), wait).unwrap();
+    let offer = r#"{"say":"offer","version":1,"credit_tag":0,"entries":[{"path":"huge","size":9223372036854775807,"mode":0,"mtime_s":0,"mtime_ns":0}]}"#;
+    motor.send(peer, &[&[1], offer.as_bytes()].concat(), wait).unwrap();
+    let mut assembler = Assembler::default();
+    let mut hear = |motor: &mut Motor| -> FromReceiver {
+        loop {
+            let message = motor.message(wait).unwrap().expect("an answer");
+            if let Some(answer) = assembler.take(&message.bytes).unwrap() {
+                return answer;
+            }
+        }
+    };
+    assert!(matches!(hear(&mut motor), FromReceiver::Accept { .. }));
+    let begin = immwire_cli::push::message::FromSender::Begin { keep: Vec::new() };
+    for fragment in fragments(&begin, 1 << 15).unwrap() {
+        motor.send(peer, &fragment, wait).unwrap();
+    }
+    let FromReceiver::Failed { reason } = hear(&mut motor) else {
+        panic!("it has room for 2^63 bytes")
+    };
+    assert!(reason.contains("disk full"), "{reason}");
+    drop(motor);
+    let ended = receiver.ended();
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(text(&ended.stderr).contains("disk full"));
+    assert_eq!(fs::read_dir(to.path()).unwrap().count(), 0);
+}
