@@ -1,0 +1,76 @@
+//! The core alone: a counter against a bare `fetch_add`, a scheduled work request, a plan.
+//!
+//! Time is for orientation; `instructions` counts what does not depend on the machine's load.
+#![allow(missing_docs, reason = "criterion's macros")]
+#![allow(clippy::expect_used, reason = "a bench that cannot be set up is to stop")]
+
+use std::hint::black_box;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
+use immwire_benches::{drive, group, paged, shuffled, single};
+use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
+use immwire_core::lane::{Consumer, Producer, Word};
+use immwire_core::ring::{Cell, Ring};
+
+fn counter(c: &mut Criterion) {
+    let mut bench = c.benchmark_group("counter");
+    let bare = AtomicU64::new(0);
+    bench.bench_function("fetch_add", |b| {
+        b.iter(|| bare.fetch_add(black_box(16), Ordering::AcqRel));
+    });
+    let slots: Box<[CounterSlot]> = (0..64).map(|_| CounterSlot::new()).collect();
+    let table = CounterTable::new(slots);
+    let imm = ImmTag::new(7, 0).and_then(|tag| tag.with_units(16)).expect("slot 7 exists");
+    bench.bench_function("add", |b| b.iter(|| table.add(black_box(imm))));
+    bench.finish();
+}
+
+fn schedule(c: &mut Criterion) {
+    let mut bench = c.benchmark_group("schedule");
+    for nics in [1, 4] {
+        let (mut group, peer) = group(nics);
+        bench.throughput(Throughput::Elements(1));
+        bench.bench_function(format!("write 8 B, {nics} nics"), |b| {
+            b.iter(|| drive(&mut group, nics, black_box(single(peer, nics, 8))));
+        });
+    }
+    let (src, dst) = (shuffled(40_000, 1), shuffled(40_000, 2));
+    for nics in [1, 4] {
+        let (mut group, peer) = group(nics);
+        bench.throughput(Throughput::Elements(40_000));
+        bench.bench_function(format!("40,000 pages, {nics} nics"), |b| {
+            b.iter_batched(
+                || paged(peer, nics, &src, &dst),
+                |request| assert!(drive(&mut group, nics, request).0 > 39_000),
+                BatchSize::SmallInput,
+            );
+        });
+    }
+    bench.throughput(Throughput::Elements(40_000));
+    let (_, peer) = group(1);
+    bench.bench_function("check 40,000 pages", |b| b.iter(|| paged(peer, 1, &src, &dst)));
+    bench.finish();
+}
+
+fn queues(c: &mut Criterion) {
+    let mut bench = c.benchmark_group("queue");
+    let cells: [Cell<u64>; 64] = std::array::from_fn(|_| Cell::new());
+    let ring = Ring::from_array(cells).expect("64 is a power of two");
+    bench.bench_function("ring push and pop", |b| {
+        b.iter(|| ring.try_push(black_box(1)).map(|()| ring.try_pop()));
+    });
+    let words: Vec<Word> = (0..1024).map(|_| Word::new(0)).collect();
+    let credit = Word::new(0);
+    let mut producer = Producer::new(1024).expect("a power of two");
+    let mut consumer = Consumer::new(1024).expect("a power of two");
+    bench.bench_function("lane push and pop", |b| {
+        b.iter(|| {
+            producer.push(&words, &credit, black_box(7)).map(|()| consumer.pop(&words, &credit))
+        });
+    });
+    bench.finish();
+}
+
+criterion_group!(benches, counter, schedule, queues);
+criterion_main!(benches);
