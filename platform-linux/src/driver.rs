@@ -681,7 +681,10 @@ impl Sink for State {
             None => {
                 let imm = Imm::from_bits(imm);
                 bump(&self.shared.stats.immediates, 1);
-                self.tally.record(imm, peer.index);
+                // What is of another tenant of the slot is not this one's to tally.
+                if self.shared.counters.tag(imm.tag().slot()) == Some(imm.tag()) {
+                    self.tally.record(imm, peer.index);
+                }
                 match self.shared.count(imm) {
                     Added::Counted | Added::Fired => {}
                     Added::Stale | Added::NoSuchSlot | Added::Overflow => {

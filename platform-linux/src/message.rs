@@ -220,14 +220,23 @@ impl State {
         match request.check() {
             Ok(request) => match self.group.submit(request, options) {
                 Ok(id) => self.hook_message(cell, ticket, id, write.peer),
-                Err(rejected) => self.shared.finish(cell, ticket, refused(rejected.error)),
+                Err(rejected) => {
+                    self.shared.finish(cell, ticket, refused(rejected.error));
+                    self.lose_order(write.peer);
+                }
             },
             Err(error) => {
                 tracing::error!(%error, "a message does not fit its own staging memory");
                 let error = TransferError::Message(SendError::Closed);
                 self.shared.finish(cell, ticket, End::NeverStarted { error });
+                self.lose_order(write.peer);
             }
         }
+    }
+
+    /// A message that had its place in the order will not come: later ones would wait for it for ever.
+    fn lose_order(&mut self, peer: PeerId) {
+        self.group.remove_peer(self.now, peer, DownReason::Disconnected);
     }
 
     /// A message that waits is taken back; one that was posted ends as every transfer does.
