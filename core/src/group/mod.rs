@@ -882,10 +882,6 @@ where
             if left {
                 self.take_turn(at, lane, index, piece.len);
             } else {
-                // Its turn ends with it.
-                if let Some(state) = self.nics.get_mut(at) {
-                    state.turn_left = self.config.turn_bytes;
-                }
                 self.withdraw(index, at);
             }
             return Some(work_of(id, nic, &piece));
@@ -1461,8 +1457,9 @@ fn each_peer<P, T: TargetList, E>(
             targets.try_for_each(|target| f(target.peer, Some(&target.dst)))
         }
         Request::Barrier(barrier) => {
-            let mut targets = (0..barrier.targets.len()).filter_map(|i| barrier.targets.get(i));
-            targets.try_for_each(|target| f(target.peer, None))
+            // The list may be one of peers alone.
+            let mut peers = (0..barrier.targets.len()).filter_map(|i| barrier.targets.peer(i));
+            peers.try_for_each(|peer| f(peer, None))
         }
     }
 }
