@@ -140,13 +140,12 @@ pub fn drive<'a>(group: &mut Group<'a>, nics: u8, request: BenchRequest<'a>) -> 
     loop {
         for nic in 0..nics {
             let mut taken = 0;
-            for slot in &mut batch {
-                *slot = group.poll_work(nic);
-                if slot.is_none() {
-                    break;
+            group.poll_batch(nic, batch.len(), u64::MAX, |work| {
+                if let Some(slot) = batch.get_mut(taken) {
+                    *slot = Some(work);
                 }
                 taken += 1;
-            }
+            });
             for work in batch.iter_mut().take(taken).filter_map(Option::take) {
                 pieces += 1;
                 bytes += work.len;

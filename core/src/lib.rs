@@ -38,6 +38,7 @@ pub mod mailbox;
 pub mod nic;
 pub mod peer;
 pub mod plan;
+pub mod receipt;
 pub mod region;
 pub mod ring;
 mod sync;

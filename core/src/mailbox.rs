@@ -23,7 +23,9 @@ use static_assertions::const_assert;
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
+use crate::id::{MAX_NICS, NicIndex};
 use crate::imm::{Imm, ImmTag, MAX_COUNTERS};
+use crate::receipt::{Epoch, SETTLEMENT_BYTES};
 
 /// The most slots a mailbox may have: a sender keeps them in one word.
 pub const MAX_SLOTS: u8 = 64;
@@ -43,6 +45,12 @@ const CONTROL_NOTE: u16 = 16381;
 const CONTROL_CREDIT: u16 = 16382;
 const CONTROL_MESSAGE: u16 = 16383;
 const NOTE_HEARTBEAT: u16 = 1;
+/// With the NIC in the lowest three bits.
+const NOTE_ANSWER: u16 = 1 << 10;
+/// With the two NICs in three bits each, and five bits of the epoch above them.
+const NOTE_ASK: u16 = 1 << 11;
+const NIC_BITS: u32 = 3;
+const_assert!(MAX_NICS == 1 << NIC_BITS);
 const_assert!(CONTROL_MESSAGE < MAX_COUNTERS);
 
 /// A slot of a mailbox: `0..MAX_SLOTS`.
@@ -57,6 +65,18 @@ pub enum Control {
     Credit(SlotIndex),
     /// Nothing but: I am here.
     Heartbeat,
+    /// The path from the sender's NIC `from` to the receiver's NIC `to` broke: what arrived over it?
+    Ask {
+        /// The sender's NIC.
+        from: NicIndex,
+        /// The receiver's NIC.
+        to: NicIndex,
+        /// Which break of a path of `from`.
+        epoch: Epoch,
+    },
+    /// The answer to what the receiver asked of this NIC of its lies in its mailbox, as a
+    /// [`Settlement`](crate::receipt::Settlement).
+    Answer(NicIndex),
 }
 
 impl Control {
@@ -71,10 +91,12 @@ impl Control {
         }
         let slot = SlotIndex::try_from(units).ok().filter(|slot| *slot < MAX_SLOTS);
         let control = match (tag.slot(), slot) {
+            (CONTROL_NOTE, _) if units & NOTE_ASK != 0 => ask(units, tag.generation()),
             _ if tag.generation() != 0 => None,
             (CONTROL_MESSAGE, Some(slot)) => Some(Self::Message(slot)),
             (CONTROL_CREDIT, Some(slot)) => Some(Self::Credit(slot)),
             (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat),
+            (CONTROL_NOTE, _) if units & !NIC_MASK == NOTE_ANSWER => Some(Self::Answer(nic(units))),
             _ => None,
         };
         Some(control.ok_or(imm_bits))
@@ -83,19 +105,46 @@ impl Control {
     /// The bits of the immediate.
     #[must_use]
     pub fn encode(self) -> u32 {
-        let (counter, units) = match self {
-            Self::Message(slot) => (CONTROL_MESSAGE, slot.into()),
-            Self::Credit(slot) => (CONTROL_CREDIT, slot.into()),
-            Self::Heartbeat => (CONTROL_NOTE, NOTE_HEARTBEAT),
+        let (counter, generation, units) = match self {
+            Self::Message(slot) => (CONTROL_MESSAGE, 0, slot.into()),
+            Self::Credit(slot) => (CONTROL_CREDIT, 0, slot.into()),
+            Self::Heartbeat => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
+            Self::Answer(of) => (CONTROL_NOTE, 0, NOTE_ANSWER | u16::from(of) & NIC_MASK),
+            Self::Ask { from, to, epoch } => {
+                let nics = (u16::from(from) & NIC_MASK) << NIC_BITS | u16::from(to) & NIC_MASK;
+                let high = (epoch.number() >> EPOCH_LOW_BITS) << (2 * NIC_BITS);
+                (
+                    CONTROL_NOTE,
+                    epoch.number().to_le_bytes()[0] & EPOCH_LOW_MASK,
+                    NOTE_ASK | high | nics,
+                )
+            }
         };
-        // Both fit their fields, so the 0 is never returned: the counters are constants below
-        // `MAX_COUNTERS`, the units come from a `u8`.
-        let imm = ImmTag::new(counter, 0).and_then(|tag| tag.with_units(units));
+        // All fit their fields, so the 0 is never returned: the counters are constants below
+        // `MAX_COUNTERS`, the units come from a `u8` or have twelve bits, the generation has six.
+        let imm = ImmTag::new(counter, generation).and_then(|tag| tag.with_units(units));
         imm.map_or(0, Imm::bits)
     }
 }
 
-/// How a mailbox is divided.
+/// The epoch is an immediate's generation, and these bits of its units.
+const EPOCH_LOW_BITS: u32 = 6;
+const EPOCH_LOW_MASK: u8 = (1 << EPOCH_LOW_BITS) - 1;
+const NIC_MASK: u16 = (1 << NIC_BITS) - 1;
+
+fn nic(units: u16) -> NicIndex {
+    // Three bits.
+    (units & NIC_MASK).to_le_bytes()[0]
+}
+
+fn ask(units: u16, epoch_low: u8) -> Option<Control> {
+    let high = (units & !NOTE_ASK) >> (2 * NIC_BITS) << EPOCH_LOW_BITS;
+    let epoch = Epoch::new(high | u16::from(epoch_low))?;
+    Some(Control::Ask { from: nic(units >> NIC_BITS), to: nic(units), epoch })
+}
+
+/// How a mailbox is divided: slots for messages, and behind them room for an answer to what was asked of
+/// each NIC. The answers need no slot, since a user who takes no messages may leave all of them full.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Geometry {
     slots: u8,
@@ -162,7 +211,20 @@ impl Geometry {
     /// Bytes of the mailbox.
     #[must_use]
     pub fn bytes(self) -> u64 {
+        self.receipts_offset() + (MAX_NICS * SETTLEMENT_BYTES) as u64
+    }
+
+    /// Where the answers start in the mailbox, in bytes: one for each NIC of its owner.
+    #[must_use]
+    pub fn receipts_offset(self) -> u64 {
         u64::from(self.slots) * u64::from(self.slot_bytes)
+    }
+
+    /// Where the answer to what its owner asked of `nic` lies, in bytes; `None` if there is no such NIC.
+    #[must_use]
+    pub fn receipt_offset(self, nic: NicIndex) -> Option<u64> {
+        let inside = usize::from(nic) < MAX_NICS;
+        inside.then(|| self.receipts_offset() + u64::from(nic) * SETTLEMENT_BYTES as u64)
     }
 
     /// The longest message, in bytes.
@@ -368,6 +430,12 @@ impl Outbox {
     #[must_use]
     pub const fn new(geometry: Geometry) -> Self {
         Self { geometry, taken: 0, next: 0, closed: false }
+    }
+
+    /// How the mailbox is divided.
+    #[must_use]
+    pub const fn geometry(&self) -> Geometry {
+        self.geometry
     }
 
     /// The longest message, in bytes.

@@ -5,8 +5,8 @@
 //!
 //! # Invariants
 //!
-//! - [`Routes`] holds one to [`MAX_NICS`] routes, uses every usable NIC of both sides, and no weight
-//!   is 0.
+//! - [`Routes`] holds one to [`MAX_NICS`] routes, none over a broken path; no weight is 0. Without broken
+//!   paths it uses every usable NIC of both sides, with them every one of ours that has a path left.
 //! - The ranges of a [`Split`] cover `0..len` exactly, whatever the length: no gap, no overlap. Each is
 //!   empty, or the whole, or at least the minimum long; inner edges lie on a granule of the destination.
 //!
@@ -65,16 +65,46 @@ impl Routes {
     /// `None` if a side has no usable NIC, or more than [`MAX_NICS`] NICs.
     #[must_use]
     pub fn new(local: &[NicState], remote: &[NicState]) -> Option<Self> {
-        let local = usable(local)?;
-        let remote = usable(remote)?;
+        Self::avoiding(local, remote, &[0; MAX_NICS])
+    }
+
+    /// As [`Routes::new`], but over no broken path: bit `j` of `broken[i]` says that nothing gets from our
+    /// NIC `i` to the peer's NIC `j`.
+    ///
+    /// A NIC without an unbroken path is left out. A route whose path is broken takes the peer's next NIC
+    /// that its own reaches, so that of the peer's NICs some may go unused. `None` if no path is left.
+    #[must_use]
+    pub fn avoiding(
+        local: &[NicState],
+        remote: &[NicState],
+        broken: &[u8; MAX_NICS],
+    ) -> Option<Self> {
+        let (mut local, mut remote) = (usable(local)?, usable(remote)?);
+        let whole = |from: NicIndex, to: NicIndex| {
+            broken
+                .get(usize::from(from))
+                .is_some_and(|broken| broken & 1_u8.unbounded_shl(to.into()) == 0)
+        };
+        let (all_local, all_remote) = (local.clone(), remote.clone());
+        local.retain(|(from, _)| all_remote.iter().any(|(to, _)| whole(*from, *to)));
+        remote.retain(|(to, _)| all_local.iter().any(|(from, _)| whole(*from, *to)));
         let count = local.len().max(remote.len());
-        let mut shares = [0_u64; MAX_NICS];
         let mut routes = [Self::UNUSED; MAX_NICS];
-        for (r, (route, share)) in routes.iter_mut().zip(&mut shares).take(count).enumerate() {
-            let (local_nic, local_share) = end(&local, r, count)?;
-            let (remote_nic, remote_share) = end(&remote, r, count)?;
-            *route = Route { local: local_nic, remote: remote_nic, weight: 1 };
-            *share = local_share.min(remote_share);
+        for (r, route) in routes.iter_mut().take(count).enumerate() {
+            let (from, _) = *local.get(r.checked_rem(local.len())?)?;
+            let mut reached = (0..remote.len()).filter_map(|step| {
+                let (to, _) = *remote.get(r.saturating_add(step).checked_rem(remote.len())?)?;
+                whole(from, to).then_some(to)
+            });
+            *route = Route { local: from, remote: reached.next()?, weight: 1 };
+        }
+        let mut shares = [0_u64; MAX_NICS];
+        for (route, share) in routes.iter().zip(&mut shares).take(count) {
+            let all = || routes.iter().take(count);
+            let at_local = all().filter(|other| other.local == route.local).count();
+            let at_remote = all().filter(|other| other.remote == route.remote).count();
+            *share =
+                part(&local, route.local, at_local)?.min(part(&remote, route.remote, at_remote)?);
         }
         scale(&mut shares);
         for (route, share) in routes.iter_mut().zip(shares).take(count) {
@@ -131,13 +161,10 @@ fn usable(nics: &[NicState]) -> Option<Usable> {
     (!usable.is_empty()).then_some(usable)
 }
 
-/// The NIC at one end of route `r` of `count`, and that route's share of its speed.
-fn end(nics: &Usable, r: usize, count: usize) -> Option<(NicIndex, u64)> {
-    let place = r.checked_rem(nics.len())?;
-    let (nic, speed) = *nics.get(place)?;
-    let sharing = (0..count).filter(|other| other.checked_rem(nics.len()) == Some(place)).count();
-    let share = (u64::from(speed) * SHARES).checked_div(u64::try_from(sharing).ok()?)?;
-    Some((nic, share))
+/// What each of `sharing` routes has of this NIC's speed.
+fn part(nics: &Usable, nic: NicIndex, sharing: usize) -> Option<u64> {
+    let (_, speed) = *nics.iter().find(|(index, _)| *index == nic)?;
+    (u64::from(speed) * SHARES).checked_div(u64::try_from(sharing).ok()?)
 }
 
 /// Divides by the common divisor, then halves until every share fits a weight.
@@ -414,6 +441,42 @@ mod tests {
         let routes = Routes::new(&one, &nics(&[1; 8])).unwrap();
         assert_eq!((routes.count().get(), routes.get(8)), (8, None));
         assert_eq!(Routes::one().as_slice(), Routes::new(&one, &one).unwrap().as_slice());
+    }
+
+    /// Every set of broken paths between up to three NICs on either side, healthy or not.
+    #[test]
+    fn routes_avoid_every_set_of_broken_paths() {
+        let good = NicState { speed: 7, healthy: true };
+        let sick = NicState { speed: 7, healthy: false };
+        let mut cases = 0;
+        for (locals, remotes) in (1..=3_usize).flat_map(|l| (1..=3).map(move |r| (l, r))) {
+            for set in 0..1_u16 << (locals * remotes) {
+                let cut = |from: usize, to: usize| set >> (from * remotes + to) & 1 != 0;
+                for ill in 0..1_u8 << locals {
+                    let state = |nic: usize| if ill >> nic & 1 == 0 { good } else { sick };
+                    let local: Vec<_> = (0..locals).map(state).collect();
+                    let mut broken = [0_u8; MAX_NICS];
+                    for (from, to) in (0..locals).flat_map(|l| (0..remotes).map(move |r| (l, r))) {
+                        broken[from] |= u8::from(cut(from, to)) << to;
+                    }
+                    let open =
+                        |from: usize| local[from].healthy && (0..remotes).any(|to| !cut(from, to));
+                    let routes = Routes::avoiding(&local, &[good; 3][..remotes], &broken);
+                    cases += 1;
+                    assert_eq!(routes.is_some(), (0..locals).any(open));
+                    let Some(routes) = routes else { continue };
+                    for route in routes.as_slice() {
+                        assert!(open(route.local.into()) && route.weight > 0);
+                        assert!(!cut(route.local.into(), route.remote.into()));
+                    }
+                    let used = |nic: usize| {
+                        routes.as_slice().iter().any(|route| usize::from(route.local) == nic)
+                    };
+                    assert!((0..locals).all(|nic| used(nic) == open(nic)));
+                }
+            }
+        }
+        assert_eq!(cases, 5_036);
     }
 
     #[test]

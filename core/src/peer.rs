@@ -22,7 +22,7 @@
 use core::fmt;
 use core::time::Duration;
 
-use crate::id::{EngineId, Time};
+use crate::id::{EngineId, NicIndex, Time};
 use crate::wire::Refusal;
 
 /// The shortest heartbeat interval: a shorter one is taken for this.
@@ -98,6 +98,11 @@ pub enum DownReason {
     Protocol,
     /// It called again: the same engine is a new peer.
     Replaced,
+    /// A path from this NIC of ours broke, and it was not to be known what had arrived over it.
+    PathLost {
+        /// Our NIC.
+        nic: NicIndex,
+    },
 }
 
 impl fmt::Display for DownReason {
@@ -110,6 +115,9 @@ impl fmt::Display for DownReason {
             Self::Removed => f.write_str("removed"),
             Self::Protocol => f.write_str("broke the protocol"),
             Self::Replaced => f.write_str("replaced by a new connection of the same engine"),
+            Self::PathLost { nic } => {
+                write!(f, "its path over nic {nic} broke, and what had arrived is not known")
+            }
         }
     }
 }

@@ -202,10 +202,23 @@ impl<T, S: AsRef<[Cell<T>]>> Ring<T, S> {
         if len > self.capacity() { 0 } else { len }
     }
 
-    /// Whether the ring is empty; a hint, as [`Ring::len`] is.
+    /// Whether there is nothing that [`Ring::try_pop`] would take now.
+    ///
+    /// A value whose producer has claimed its place and not published it is not there yet: to look
+    /// again and again until it is would be of no use, and whoever pushes says so afterwards.
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len() == 0
+        let cells = self.storage.as_ref();
+        loop {
+            let position = self.head.0.load(Ordering::Relaxed);
+            let Some(cell) = cells.get(position & self.mask) else { return true };
+            let full = position.wrapping_add(1);
+            let ahead = cell.sequence.load(Ordering::Acquire).wrapping_sub(full).cast_signed();
+            // Above 0: other consumers took this position, and `head` has moved on.
+            if ahead <= 0 {
+                return ahead < 0;
+            }
+        }
     }
 
     /// How many values fit.

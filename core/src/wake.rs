@@ -56,7 +56,9 @@ impl Doorbell {
     /// It then looks for work once more, everywhere. If there is some it calls [`Doorbell::awake`] and
     /// goes on, else it sleeps until the platform wakes it.
     pub fn prepare_sleep(&self) {
-        self.0.store(Self::ASLEEP, Ordering::Relaxed);
+        // An exchange, not a store: a producer's exchange that took down an earlier announcement comes
+        // before this one for all threads, so that whoever looks after its fence sees this one.
+        self.0.swap(Self::ASLEEP, Ordering::Relaxed);
         fence(Ordering::SeqCst);
     }
 

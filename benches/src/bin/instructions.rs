@@ -31,9 +31,7 @@ fn hot_express<'a>(group: &mut Group<'a>, write: &SingleWrite) -> Option<WorkReq
 #[inline(never)]
 fn hot_poll(group: &mut Group<'_>, nics: u8, work: &mut Vec<WorkRequest>) {
     for nic in 0..nics {
-        while let Some(piece) = group.poll_work(nic) {
-            work.push(piece);
-        }
+        group.poll_batch(nic, usize::MAX, u64::MAX, |piece| work.push(piece));
     }
 }
 

@@ -21,18 +21,23 @@
 //! 2. On a NIC at most `queue_depth` pieces are in flight, to a peer over one NIC at most
 //!    `peer_depth`; of both, bulk transfers hold at most all but `latency_reserve`.
 //! 3. A transfer that waits for one peer's credits stands in that peer's line, not in anybody's way.
-//!    While it does there is no credit for its lane: one that returns is handed to the first in line.
+//!    While it does there is no credit for its lane: one that returns is handed to the first in line,
+//!    but that pieces lost with a path come before everybody.
 //! 4. What does not fit is refused and given back; nothing is dropped.
-//! 5. Nothing is posted of a stopped transfer, to a peer that is not up, or on a lost NIC.
+//! 5. Nothing is posted of a stopped transfer, to a peer that is not up, on a lost NIC or a broken path.
+//!
+//! What becomes of the pieces on a path that breaks is told in `paths`.
 //!
 //! The tests enumerate small groups against 1 to 5; `verification/` explores this very type, which
 //! is `Clone + Eq + Hash` when its storage is.
 
 mod list;
+mod paths;
 mod slot;
 #[cfg(test)]
 mod tests;
 
+pub use paths::{AskError, LostSlot, Receipts};
 pub use slot::{PeerSlot, Storage, Token, TransferSlot};
 
 use core::fmt;
@@ -47,8 +52,10 @@ use crate::plan::{
     Checked, Next, PageList, Piece, Plan, PlanError, PlanLimits, Request, SingleWrite, TargetList,
     Whole,
 };
+use crate::receipt::Epoch;
 use crate::region::MrDesc;
 use list::{List, NIL, Place};
+use paths::{Damaged, NoteEnd, Paths};
 use slot::{
     Active, Credits, Depth, Drain, Lane, NicLinks, PeerEntry, PeerNic, PeerView, Queues, SlotState,
 };
@@ -305,6 +312,13 @@ pub enum ConfigError {
         /// The smallest of the depths it is taken from.
         depth: u16,
     },
+    /// Storage for pieces lost with a path is neither empty nor enough for all that can be in flight.
+    LostSlots {
+        /// How many slots were lent.
+        found: usize,
+        /// The queue depths of all NICs.
+        needed: usize,
+    },
 }
 
 impl fmt::Display for ConfigError {
@@ -316,6 +330,9 @@ impl fmt::Display for ConfigError {
             Self::Capacity { found } => write!(f, "{found} slots lent, 1 to {} are possible", NIL),
             Self::ReserveTooLarge { reserve, depth } => {
                 write!(f, "a latency reserve of {reserve} leaves nothing of a depth of {depth}")
+            }
+            Self::LostSlots { found, needed } => {
+                write!(f, "{found} slots lent for lost pieces, {needed} can be in flight")
             }
         }
     }
@@ -376,6 +393,32 @@ pub enum Event {
         /// Which.
         peer: PeerId,
     },
+    /// The peer asks what arrived over the path from its NIC `from` to ours `to`. See to it that nothing
+    /// more does, lay the answer out, and call [`DomainGroup::handle_fenced`] or
+    /// [`DomainGroup::handle_unsettled`].
+    Fence {
+        /// Which.
+        peer: PeerId,
+        /// Its NIC.
+        from: NicIndex,
+        /// Ours.
+        to: NicIndex,
+        /// To be repeated in the answer.
+        epoch: Epoch,
+    },
+    /// The peer answered what arrived over a broken path: if its answer is of this epoch, report each
+    /// piece that was in flight on the path, then call [`DomainGroup::handle_settled`] or
+    /// [`DomainGroup::handle_unsettled`].
+    Settle {
+        /// Which.
+        peer: PeerId,
+        /// Our NIC.
+        nic: NicIndex,
+        /// The peer's.
+        remote_nic: NicIndex,
+        /// What was asked.
+        epoch: Epoch,
+    },
     /// The peer's state changed. After [`PeerState::Down`] the identifier names nobody.
     Peer {
         /// Which.
@@ -403,21 +446,28 @@ impl Nic {
         turn_left: 0,
     };
 
-    fn usable(&self) -> bool {
-        self.config.state.healthy && self.config.state.speed > 0
+    /// One without speed counts as not healthy, from the beginning.
+    const fn usable(&self) -> bool {
+        self.config.state.healthy
     }
 }
 
 /// The scheduler of one device's NICs. See the [module](self).
 ///
-/// `TS` and `PS` are the storage for transfers and peers, `P` and `T` the lists that requests carry.
+/// `TS` and `PS` are the storage for transfers and peers, `P` and `T` the lists that requests carry, and
+/// `LS` is for pieces lost with a path: without any, they are not posted again.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct DomainGroup<P, T, TS, PS> {
+pub struct DomainGroup<P, T, TS, PS, LS = [LostSlot; 0]> {
     config: GroupConfig,
     nics: [Nic; MAX_NICS],
     nic_count: NicIndex,
     transfers: TS,
     peers: PS,
+    /// Pieces that are set aside are the first `lost_count`.
+    lost: LS,
+    lost_count: usize,
+    /// Pieces set aside, and peers that an ask or an answer can be posted to: nothing, but in trouble.
+    aside: usize,
     free: List,
     ended: List,
     dirty: u16,
@@ -438,7 +488,8 @@ where
     TS: Storage<TransferSlot<P, T>>,
     PS: Storage<PeerSlot>,
 {
-    /// A group of `nics`, with room for as many transfers and peers as there are slots lent.
+    /// A group of `nics`, with room for as many transfers and peers as there are slots lent. A piece that is
+    /// lost with its path ends its transfer.
     ///
     /// # Errors
     ///
@@ -446,8 +497,33 @@ where
     pub fn new(
         config: GroupConfig,
         nics: &[NicConfig],
+        transfers: TS,
+        peers: PS,
+    ) -> Result<Self, ConfigError> {
+        Self::with_failover(config, nics, transfers, peers, [])
+    }
+}
+
+impl<P, T, TS, PS, LS> DomainGroup<P, T, TS, PS, LS>
+where
+    P: PageList,
+    T: TargetList,
+    TS: Storage<TransferSlot<P, T>>,
+    PS: Storage<PeerSlot>,
+    LS: Storage<LostSlot>,
+{
+    /// As [`DomainGroup::new`], with room for the pieces that are lost with a path and posted again on
+    /// another: for as many as can be in flight, the sum of all queue depths.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError`]: what was given cannot work together.
+    pub fn with_failover(
+        config: GroupConfig,
+        nics: &[NicConfig],
         mut transfers: TS,
         mut peers: PS,
+        mut lost: LS,
     ) -> Result<Self, ConfigError> {
         let nic_count = NicIndex::try_from(nics.len()).unwrap_or(NicIndex::MAX);
         if nics.is_empty() || nics.len() > MAX_NICS {
@@ -463,9 +539,16 @@ where
         if config.latency_reserve >= depth {
             return Err(ConfigError::ReserveTooLarge { reserve: config.latency_reserve, depth });
         }
+        let needed = nics.iter().map(|nic| usize::from(nic.queue_depth)).sum();
+        let found = lost.as_ref().len();
+        if found != 0 && found < needed {
+            return Err(ConfigError::LostSlots { found, needed });
+        }
+        lost.as_mut().fill_with(LostSlot::new);
         let mut all = [Nic::ABSENT; MAX_NICS];
         for (nic, own) in all.iter_mut().zip(nics) {
             nic.config = *own;
+            nic.config.state.healthy &= own.state.speed > 0;
             nic.turn_left = config.turn_bytes;
         }
         let mut free = List::EMPTY;
@@ -481,6 +564,9 @@ where
             nic_count,
             transfers,
             peers,
+            lost,
+            lost_count: 0,
+            aside: 0,
             free,
             ended: List::EMPTY,
             dirty: NIL,
@@ -558,6 +644,8 @@ where
             abort_wanted: false,
             sent: false,
             stopped: false,
+            pathless: false,
+            paths: Paths::WHOLE,
         });
         entry.set_nics(nics, &own);
         let id = PeerId { index: index_of(index), generation: slot.generation };
@@ -579,9 +667,7 @@ where
         entry.set_nics(answer.nics, &own);
         entry.machine.handle_connected(answer.heartbeat, now);
         self.after_peer_step(now, peer);
-        for nic in 0..usize::from(self.nic_count) {
-            self.grant(peer.index, nic);
-        }
+        self.routes_changed(now, peer.index);
     }
 
     /// The connection is gone. Pieces in flight must be reported as failed, before or after this.
@@ -667,7 +753,17 @@ where
         let limits = &self.config.limits;
         let whole = Whole::new(request.request(), limits, &view, self.turn).map_err(unplanned)?;
         let id = match whole {
-            Some(whole) => self.begin(index, Plan::of(whole), lane, options),
+            Some(whole) => {
+                let id = self.begin(index, Plan::of(whole), lane, options);
+                if let Request::Single(write) = request.request() {
+                    let several = self.nic_count > 1 || write.dst.keys.nics() > 1;
+                    let slot = self.transfers.as_mut().get_mut(usize::from(index));
+                    if let Some(active) = slot.and_then(TransferSlot::active).filter(|_| several) {
+                        active.plan.keep_whole(&write.dst.keys);
+                    }
+                }
+                id
+            }
             None => {
                 let plan = Plan::long(request, *limits, &view, self.turn).map_err(unplanned)?;
                 self.begin(index, plan, lane, options)
@@ -711,12 +807,15 @@ where
         let (src_key, dst_key) = (write.src.keys.get(nic)?, write.dst.keys.get(route.remote)?);
         let over = entry.over.get_mut(at)?;
         let state = self.nics.get_mut(at).filter(|nic| nic.usable())?;
+        let several = self.nic_count > 1 || write.dst.keys.nics() > 1;
         let depth = Depth { all: state.config.queue_depth, reserve: self.config.latency_reserve };
         let first = small && state.lanes.is_empty_lane(lane) && state.credits.prefers(lane);
+        // Whoever stands in the peer's line has no credit for its lane, by invariant 3: behind those of
+        // this lane `left` is false, and small writes may pass bulk there as they may in the lanes.
         let clear = (first || state.lanes.is_empty())
             && state.credits.left(lane, depth)
-            && over.waiting.is_empty()
-            && over.credits.left(lane, peer_depth);
+            && over.credits.left(lane, peer_depth)
+            && self.aside == 0;
         let imm = match write.imm {
             Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
             None => None,
@@ -732,6 +831,9 @@ where
         if let Some(active) = slot.and_then(TransferSlot::active) {
             active.outstanding = 1;
             active.started = true;
+            if several {
+                active.plan.keep_taken(&write.src.keys, &write.dst.keys);
+            }
         }
         let piece = Piece { peer, remote_nic: route.remote, src, src_key, dst, dst_key, len, imm };
         Some(work_of(id, nic, &piece))
@@ -790,7 +892,7 @@ where
     #[must_use]
     pub fn has_work(&self, nic: NicIndex) -> bool {
         let nic = self.nics.get(usize::from(nic));
-        nic.is_some_and(|nic| nic.usable() && !nic.lanes.is_empty())
+        nic.is_some_and(|nic| nic.usable() && (!nic.lanes.is_empty() || self.aside > 0))
     }
 
     /// Transfers that have not ended, or whose end has not been polled.
@@ -807,6 +909,9 @@ where
     pub fn poll_work(&mut self, nic: NicIndex) -> Option<WorkRequest> {
         let state = self.nics.get(usize::from(nic)).filter(|nic| nic.usable())?;
         let (order, lanes) = (state.credits.order(), state.lanes);
+        if self.aside > 0 {
+            return self.poll_with_aside(nic);
+        }
         for lane in order {
             if !lanes.is_empty_lane(lane) {
                 let work = self.poll_lane(nic, lane);
@@ -816,6 +921,93 @@ where
             }
         }
         None
+    }
+
+    /// Gives `take` what [`DomainGroup::poll_work`] would return: the same pieces in the same order, until
+    /// there are `pieces`, or `bytes` together, or none is left to post now. Runs of pages cost half of
+    /// what they do one by one, since queues and credits are looked at once for all.
+    pub fn poll_batch(
+        &mut self,
+        nic: NicIndex,
+        pieces: usize,
+        bytes: u64,
+        mut take: impl FnMut(WorkRequest),
+    ) {
+        let mut room = Room { pieces, bytes };
+        while room.is_some() {
+            let Some(work) = self.poll_work(nic) else {
+                return;
+            };
+            room.use_up(work.len);
+            take(work);
+            self.poll_pages(nic, work.token.transfer(), &mut room, &mut take);
+        }
+    }
+
+    /// Further pages of a transfer that has just had a piece, as long as nobody else's turn comes.
+    #[inline]
+    fn poll_pages(
+        &mut self,
+        nic: NicIndex,
+        id: TransferId,
+        room: &mut Room,
+        take: &mut impl FnMut(WorkRequest),
+    ) {
+        let (at, lane, index) = (usize::from(nic), Lane::Bulk, id.index);
+        let (reserve, peer_depth) = (self.config.latency_reserve, self.peer_depth());
+        let first = |nic: &&mut Nic| {
+            nic.lanes.is_empty_lane(Lane::Latency) && nic.lanes.first(lane) == Some(index)
+        };
+        let Some(state) = self.nics.get_mut(at).filter(first) else {
+            return;
+        };
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let Some(active) = slot.and_then(TransferSlot::active) else {
+            return;
+        };
+        // A credit that was granted is another story.
+        let queued = active.place.get(at) == Some(&Place::Lane);
+        let Some(peer) = active.plan.sole_peer().filter(|_| queued && self.aside == 0) else {
+            return;
+        };
+        let slot = self.peers.as_mut().get_mut(usize::from(peer.index));
+        let entry = slot.filter(|slot| slot.generation == peer.generation);
+        let entry = entry.and_then(|slot| slot.entry.as_mut()).filter(|entry| entry.is_usable());
+        let Some(entry) = entry else {
+            return;
+        };
+        let Some(over) = entry.over.get_mut(at).filter(|over| !over.damaged) else {
+            return;
+        };
+        let depth = Depth { all: state.config.queue_depth, reserve };
+        let credits = state.credits.room(lane, depth).min(over.credits.room(lane, peer_depth));
+        if credits == 0 || !room.is_some() {
+            return;
+        }
+        let (mut taken, mut turn_left) = (0_u16, state.turn_left);
+        active.plan.pages(nic, |piece| {
+            taken = taken.saturating_add(1);
+            turn_left = turn_left.saturating_sub(piece.len.max(MIN_TURN_COST_BYTES));
+            room.use_up(piece.len);
+            take(work_of(id, nic, piece));
+            taken < credits && turn_left > 0 && room.is_some()
+        });
+        if taken == 0 {
+            return;
+        }
+        entry.sent = true;
+        over.in_flight = over.in_flight.saturating_add(taken);
+        over.credits.take_bulk(taken);
+        state.credits.take_bulk(taken);
+        active.outstanding = active.outstanding.saturating_add(taken.into());
+        if !active.plan.has_work(nic) {
+            self.withdraw(index, at);
+        } else if turn_left > 0 {
+            state.turn_left = turn_left;
+        } else {
+            state.turn_left = self.config.turn_bytes;
+            self.rotate(at, lane, index);
+        }
     }
 
     #[inline]
@@ -840,7 +1032,7 @@ where
                 _ => None,
             };
             let admit = |peer: PeerId| {
-                let over = view.over(peer, at);
+                let over = view.over(peer, at).filter(|over| !over.damaged);
                 granted_to == Some(peer.index) && over.is_some()
                     || over.is_some_and(|over| over.credits.left(lane, peer_depth))
             };
@@ -855,6 +1047,11 @@ where
                     continue;
                 }
                 Next::Refused(peer) => {
+                    match self.poll_damaged(index, nic, peer) {
+                        Damaged::Wait => {}
+                        Damaged::Moved => continue,
+                        Damaged::Piece(work) => return Some(work),
+                    }
                     self.withdraw(index, at);
                     self.enter_queue(index, at, Place::Blocked(peer.index));
                     continue;
@@ -901,6 +1098,14 @@ where
                 return;
             }
         }
+        self.rotate(nic, lane, index);
+    }
+
+    /// Moves the first transfer of a lane behind the others.
+    fn rotate(&mut self, nic: usize, lane: Lane, index: u16) {
+        let Some(state) = self.nics.get_mut(nic) else {
+            return;
+        };
         let queue = state.lanes.of(lane);
         if !queue.is_single() {
             let slots = self.transfers.as_mut();
@@ -925,7 +1130,8 @@ where
         let active =
             slot.filter(|slot| slot.generation == id.generation).and_then(TransferSlot::active);
         let Some(active) = active.filter(|active| active.outstanding > 0) else {
-            return false;
+            let end = if outcome.is_ok() { NoteEnd::Arrived } else { NoteEnd::Failed };
+            return self.note_ended(now, nic, token, end);
         };
         let peer_index = token.peer_index();
         let peer_slot = self.peers.as_mut().get_mut(usize::from(peer_index));
@@ -1003,9 +1209,10 @@ where
         }
         entry.machine.handle_timeout(now);
         self.after_peer_step(now, peer);
+        let paths = self.paths_timeout(now, peer);
         if let Some(entry) = self.peer_entry(peer) {
             let next = entry.machine.next_timeout();
-            self.next_timeout = self.next_timeout.min(next);
+            self.next_timeout = self.next_timeout.min(next).min(paths);
         }
     }
 
@@ -1039,20 +1246,19 @@ where
         let Some(state) = self.nics.get_mut(usize::from(nic)) else {
             return;
         };
+        let healthy = healthy && state.config.state.speed > 0;
         if nic >= self.nic_count || state.config.state.healthy == healthy {
             return;
         }
         state.config.state.healthy = healthy;
-        let own = self.nic_states();
-        for slot in self.peers.as_mut() {
-            if let Some(entry) = slot.entry.as_mut() {
-                entry.set_routes(&own);
-            }
+        for index in 0..self.peers.as_ref().len() {
+            self.routes_changed(now, index_of(index));
         }
         if !healthy {
             for index in 0..self.transfers.as_ref().len() {
                 self.evacuate(now, index_of(index), nic);
             }
+            self.stop_stranded(now);
         }
     }
 
@@ -1189,6 +1395,7 @@ where
     /// After the peer's machine moved: tell what there is to tell, and stop what cannot go on.
     fn after_peer_step(&mut self, now: Time, peer: PeerId) {
         self.mark_dirty(peer.index);
+        self.count_notes(peer.index);
         let Some(entry) = self.peer_entry(peer) else {
             return;
         };
@@ -1224,6 +1431,9 @@ where
             active.drain = Drain::Waiting { since: now, until };
             self.next_timeout = self.next_timeout.min(until);
             self.withdraw_all(index);
+            if self.lost_count > 0 {
+                self.drop_lost(index);
+            }
         }
         self.settle(index);
     }
@@ -1398,8 +1608,9 @@ where
         loop {
             let slot = self.peers.as_mut().get_mut(usize::from(peer));
             let entry = slot.and_then(|slot| slot.entry.as_mut());
-            let Some(over) =
-                entry.filter(|entry| entry.is_usable()).and_then(|entry| entry.over.get_mut(nic))
+            let Some(over) = entry
+                .filter(|entry| entry.is_handing_out())
+                .and_then(|entry| entry.over.get_mut(nic))
             else {
                 return;
             };
@@ -1417,6 +1628,23 @@ where
     }
 }
 
+/// How much more a batch may take.
+struct Room {
+    pieces: usize,
+    bytes: u64,
+}
+
+impl Room {
+    const fn is_some(&self) -> bool {
+        self.pieces > 0 && self.bytes > 0
+    }
+
+    const fn use_up(&mut self, len: u64) {
+        self.pieces = self.pieces.saturating_sub(1);
+        self.bytes = self.bytes.saturating_sub(len);
+    }
+}
+
 fn peer_nic(peers: &mut [PeerSlot], peer: u16, nic: usize) -> Option<&mut PeerNic> {
     let entry = peers.get_mut(usize::from(peer))?.entry.as_mut()?;
     entry.over.get_mut(nic)
@@ -1424,8 +1652,13 @@ fn peer_nic(peers: &mut [PeerSlot], peer: u16, nic: usize) -> Option<&mut PeerNi
 
 /// The next thing to tell of a peer.
 fn next_peer_event(peer: PeerId, entry: &mut PeerEntry) -> Option<Event> {
+    let down = entry.is_down();
     if core::mem::take(&mut entry.abort_wanted) && !entry.quiet() {
         return Some(Event::Abort { peer });
+    }
+    if let Some(event) = Some(&mut entry.paths).filter(|_| !down).and_then(|it| it.poll_event(peer))
+    {
+        return Some(event);
     }
     match entry.machine.poll_action()? {
         peer::Action::SendHeartbeat => Some(Event::Heartbeat { peer }),
@@ -1465,7 +1698,7 @@ fn each_peer<P, T: TargetList, E>(
 }
 
 /// A piece as it is posted.
-#[inline]
+#[inline(always)]
 fn work_of(id: TransferId, nic: NicIndex, piece: &Piece) -> WorkRequest {
     WorkRequest {
         token: Token::new(id, piece.peer),

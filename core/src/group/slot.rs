@@ -1,7 +1,10 @@
 //! What a domain group keeps of each transfer and each peer, in storage that the caller lends.
 
 use super::list::{Link, Links, List, NIL, Place};
+use super::paths::{Note, Paths};
 use super::{End, TransferError};
+use static_assertions::const_assert;
+
 use crate::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::nic::{NicState, Routes};
 use crate::peer::{Peer, PeerState};
@@ -27,6 +30,13 @@ impl<P, T> TransferSlot<P, T> {
     #[must_use]
     pub const fn new() -> Self {
         Self { generation: 0, links: [Link::LOOSE; MAX_NICS], state: SlotState::Free }
+    }
+
+    pub(super) const fn active_ref(&self) -> Option<&Active<P, T>> {
+        match &self.state {
+            SlotState::Active(active) => Some(active),
+            _ => None,
+        }
     }
 
     pub(super) fn active(&mut self) -> Option<&mut Active<P, T>> {
@@ -137,6 +147,24 @@ impl Credits {
         quota && self.used < depth.all
     }
 
+    /// How many a transfer of this lane may take.
+    pub(super) fn room(&self, lane: Lane, depth: Depth) -> u16 {
+        let free = depth.all.saturating_sub(self.used);
+        match lane {
+            Lane::Latency => free,
+            Lane::Bulk => {
+                free.min(depth.all.saturating_sub(depth.reserve).saturating_sub(self.bulk))
+            }
+        }
+    }
+
+    /// As so many times [`Credits::take`] for the bulk lane; at least once.
+    pub(super) const fn take_bulk(&mut self, count: u16) {
+        self.used = self.used.saturating_add(count);
+        self.bulk = self.bulk.saturating_add(count);
+        self.latency_run = 0;
+    }
+
     pub(super) const fn take(&mut self, lane: Lane) {
         self.used = self.used.saturating_add(1);
         match lane {
@@ -218,11 +246,20 @@ pub(super) struct PeerNic {
     pub(super) credits: Credits,
     /// Transfers that wait for a credit.
     pub(super) waiting: Queues,
+    /// The peer's NICs that are reached from here, a bit each.
+    pub(super) whole: u8,
+    /// Some that could be are not: a path is broken.
+    pub(super) damaged: bool,
 }
 
 impl PeerNic {
-    pub(super) const IDLE: Self =
-        Self { in_flight: 0, credits: Credits::NONE_USED, waiting: Queues::EMPTY };
+    pub(super) const IDLE: Self = Self {
+        in_flight: 0,
+        credits: Credits::NONE_USED,
+        waiting: Queues::EMPTY,
+        whole: 0,
+        damaged: false,
+    };
 }
 
 /// Room for one peer.
@@ -233,6 +270,10 @@ pub struct PeerSlot {
     /// Next slot with something to report; the slot's own index if it is the last one.
     pub(super) next_dirty: u16,
 }
+
+// Hundreds of peers are ordinary: what an idle one costs here must stay small. The rest of what the core
+// keeps of it, its row of tallies, has a word for each counter that is tallied.
+const_assert!(size_of::<PeerSlot>() <= 1024);
 
 impl PeerSlot {
     /// An empty slot.
@@ -266,6 +307,9 @@ pub(super) struct PeerEntry {
     pub(super) sent: bool,
     /// The platform holds no connection to it any more, or was told to drop it.
     pub(super) stopped: bool,
+    /// Every path to it over our usable NICs is broken: nothing is posted until one is back.
+    pub(super) pathless: bool,
+    pub(super) paths: Paths,
 }
 
 impl PeerEntry {
@@ -281,12 +325,27 @@ impl PeerEntry {
     /// Our NICs are `own` now.
     pub(super) fn set_routes(&mut self, own: &[NicState]) {
         let nics = self.nics.get(..usize::from(self.nic_count)).unwrap_or(&[]);
-        self.routes = Routes::new(own, nics);
+        let usable = nics.iter().zip(0_u32..).filter(|(nic, _)| nic.healthy && nic.speed > 0);
+        let usable = usable.fold(0_u8, |mask, (_, at)| mask | 1_u8.unbounded_shl(at));
+        for (over, broken) in self.over.iter_mut().zip(&self.paths.broken) {
+            over.whole = usable & !broken;
+            over.damaged = *broken != 0;
+        }
+        let whole = Routes::avoiding(own, nics, &self.paths.broken);
+        // Without any path, transfers are planned for when one is back.
+        self.routes = whole.or_else(|| Routes::new(own, nics));
+        self.pathless = whole.is_none() && self.routes.is_some();
     }
 
     /// Whether pieces may be posted to it.
+    #[inline]
     pub(super) fn is_usable(&self) -> bool {
-        matches!(self.machine.state(), PeerState::Up | PeerState::Suspect)
+        matches!(self.machine.state(), PeerState::Up | PeerState::Suspect) && !self.pathless
+    }
+
+    /// Whether credits that return go to those in line: not while pieces lost with a path want them.
+    pub(super) fn is_handing_out(&self) -> bool {
+        self.is_usable() && self.paths.lost == 0
     }
 
     pub(super) fn is_down(&self) -> bool {
@@ -347,6 +406,11 @@ impl<P, T> Links for NicLinks<'_, P, T> {
     }
 }
 
+/// Bits of a note's token that are not the peer's generation: a NIC, and whether it is an answer.
+const NOTE_BITS: u32 = 4;
+const NOTE_ANSWER: u32 = 1 << (NOTE_BITS - 1);
+const_assert!(NOTE_ANSWER as usize == MAX_NICS);
+
 /// What the platform gives back with a completion: transfer, its tenant, and the peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Token(u64);
@@ -379,5 +443,27 @@ impl Token {
     #[expect(clippy::cast_possible_truncation, reason = "the field is cut out of the word")]
     pub(super) const fn peer_index(self) -> u16 {
         (self.0 >> 32) as u16
+    }
+
+    /// The token of an ask or an answer: of a transfer that there cannot be, and the peer's generation.
+    pub(super) fn of_note(note: Note, peer: PeerId) -> Self {
+        let (answer, nic) = match note {
+            Note::Ask(nic) => (0, nic),
+            Note::Answer(nic) => (NOTE_ANSWER, nic),
+        };
+        let nic = u32::from(nic) % NOTE_ANSWER;
+        let generation = peer.generation << NOTE_BITS | answer | nic;
+        Self::new(TransferId { index: NIL, generation }, peer)
+    }
+
+    /// The ask or answer that the token is of, if it is of one.
+    pub(super) const fn note(self) -> Option<Note> {
+        let TransferId { index, generation } = self.transfer();
+        let nic = (generation % NOTE_ANSWER).to_le_bytes()[0];
+        match index {
+            NIL if generation & NOTE_ANSWER == 0 => Some(Note::Ask(nic)),
+            NIL => Some(Note::Answer(nic)),
+            _ => None,
+        }
     }
 }

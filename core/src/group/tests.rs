@@ -17,6 +17,7 @@ use super::list::NIL;
 use super::slot::LATENCY_BURST;
 use super::*;
 use crate::imm::{ImmTag, WRITE_UNITS};
+use crate::mailbox::Control;
 use crate::nic::SplitRule;
 use crate::plan::{Barrier, ImmWrite, PagedWrite, Pages, ScatterWrite, SingleWrite, Target};
 use crate::region::{Keys, LocalMr, Rights};
@@ -65,12 +66,13 @@ impl TargetList for Targets {
 }
 
 type Slot = TransferSlot<Numbers, Targets>;
-type Group = DomainGroup<Numbers, Targets, Vec<Slot>, Vec<PeerSlot>>;
+type Group = DomainGroup<Numbers, Targets, Vec<Slot>, Vec<PeerSlot>, Vec<LostSlot>>;
 type Asked = Request<Numbers, Targets>;
 
 const SRC: u64 = 0x1000;
 const DST: u64 = 0x10_0000;
 const CONTROL: u64 = 0x9000;
+const RECEIPTS: u64 = 0xa000;
 const SRC_KEY: u64 = 100;
 const DST_KEY: u64 = 200;
 const DRAIN: Duration = Duration::from_nanos(10);
@@ -185,6 +187,19 @@ enum Do {
     Rejoin(u16),
     NicDown(u8),
     NicUp(u8),
+    /// The path from our NIC to this peer's NIC breaks: nobody knows what became of what is in flight on it.
+    Break(u16, u8, u8),
+    /// It can be used again, if nothing is unsettled there.
+    Restore(u16, u8, u8),
+    /// The n-th piece on a broken path arrives after all.
+    Land(usize),
+    /// The peer deals with the n-th ask that reached it: fences, and answers.
+    Answer(usize),
+    /// The same, but it cannot know.
+    Unfenced(usize),
+    /// The peer asks about a path from its NIC to ours, once more or again.
+    Asked(u16, u8, u8),
+    AskedAgain(u16, u8),
 }
 
 /// Peer, source address, destination address, length of each write; units to come, for each peer.
@@ -239,6 +254,31 @@ struct World {
     posted: Vec<WorkRequest>,
     /// So many of the next aborts have no effect.
     deaf: u8,
+    /// At some time no NIC was up.
+    dark: bool,
+    broken: Vec<Way>,
+    /// What was in flight on a path that broke, and whether it has arrived.
+    limbo: Vec<(WorkRequest, bool)>,
+    /// Asks that reached the peer.
+    asks: Vec<(Way, Epoch)>,
+    /// What the peer fenced last, for each NIC of ours, and whether it is still broken.
+    fenced: Vec<(Way, Epoch, bool)>,
+    theirs: Vec<Theirs>,
+}
+
+/// A path: peer, our NIC, its NIC.
+type Way = (PeerId, u8, u8);
+
+/// What a peer asks of us, about one NIC of its.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Theirs {
+    peer: PeerId,
+    from: u8,
+    to: u8,
+    epoch: Epoch,
+    /// What we have fenced, laid out, and what has arrived of it.
+    laid: Option<Epoch>,
+    heard: Option<Epoch>,
 }
 
 const GOOD_NIC: NicState = NicState { speed: 100, healthy: true };
@@ -275,15 +315,22 @@ impl World {
         let nics = vec![nic; usize::from(setup.nics)];
         let slots = vec![Slot::new(); setup.slots];
         let peers = vec![PeerSlot::new(); usize::from(setup.peers)];
+        let lost = vec![LostSlot::new(); usize::from(setup.nics) * usize::from(setup.queue_depth)];
         let mut world = Self {
             setup,
-            group: Group::new(config, &nics, slots, peers).unwrap(),
+            group: Group::with_failover(config, &nics, slots, peers, lost).unwrap(),
             now: Time::ZERO,
             peers: vec![None; usize::from(setup.peers)],
             nics_up: vec![true; usize::from(setup.nics)],
             sent: Vec::new(),
             posted: Vec::new(),
             deaf: 0,
+            dark: false,
+            broken: Vec::new(),
+            limbo: Vec::new(),
+            asks: Vec::new(),
+            fenced: Vec::new(),
+            theirs: Vec::new(),
         };
         for peer in 0..setup.peers {
             if peer < setup.connecting {
@@ -309,6 +356,7 @@ impl World {
         let id = self.group.accept_peer(self.now, engine(peer), &answer);
         // Full while the old tenant still has something in flight.
         self.peers[usize::from(peer)] = id.ok();
+        id.iter().for_each(|id| self.group.set_receipts(*id, receipts()));
         id.is_ok()
     }
 
@@ -422,6 +470,7 @@ impl World {
                 if matches!(step, Do::Lose(_)) {
                     let reason = DownReason::Disconnected;
                     self.group.handle_disconnected(self.now, id, reason);
+                    self.fail_limbo(id, WorkError::PeerGone);
                 } else {
                     self.group.remove_peer(self.now, id, DownReason::Removed);
                 }
@@ -434,7 +483,179 @@ impl World {
             }
             Do::NicDown(nic) => self.set_nic(nic, false),
             Do::NicUp(nic) => self.set_nic(nic, true),
+            Do::Break(peer, nic, remote) => self.break_path(peer, nic, remote),
+            Do::Restore(peer, nic, remote) => self.restore_path(peer, nic, remote),
+            Do::Land(n) => self.land(n),
+            Do::Answer(n) => self.answer(n, true),
+            Do::Unfenced(n) => self.answer(n, false),
+            Do::Asked(peer, from, to) => self.asked(peer, from, to),
+            Do::AskedAgain(peer, from) => self.asked_again(peer, from),
         }
+    }
+
+    // ---- paths ----
+
+    fn break_path(&mut self, peer: u16, nic: u8, remote: u8) -> bool {
+        let Some(id) = self.live(peer) else {
+            return false;
+        };
+        let way = (id, nic, remote);
+        let known = nic < self.setup.nics && remote < self.setup.peer_nics;
+        let connecting = self.group.peer_state(id) == Some(PeerState::Connecting);
+        if !known || connecting || self.broken.contains(&way) {
+            return false;
+        }
+        self.broken.push(way);
+        self.broken.sort_unstable();
+        let lost = self.posted.extract_if(.., |work| way_of(work) == way);
+        self.limbo.extend(lost.map(|work| (work, false)));
+        self.group.handle_path_broken(self.now, id, nic, remote);
+        true
+    }
+
+    fn restore_path(&mut self, peer: u16, nic: u8, remote: u8) -> bool {
+        let Some(id) = self.live(peer) else {
+            return false;
+        };
+        let way = (id, nic, remote);
+        let settled = !self.limbo.iter().any(|(work, _)| way_of(work) == way);
+        let entry = self.group.peer_entry(id).unwrap();
+        let asked = entry.paths.is_unsettled(nic, remote);
+        if !settled || asked || !self.broken.contains(&way) {
+            return false;
+        }
+        self.broken.retain(|broken| *broken != way);
+        // What was fenced then says nothing of what is posted now.
+        self.fenced.iter_mut().filter(|it| it.0 == way).for_each(|fence| fence.2 = false);
+        self.group.handle_path_restored(self.now, id, nic, remote);
+        true
+    }
+
+    /// Whether the peer lets nothing of this path land any more.
+    fn is_fenced(&self, way: Way) -> bool {
+        self.fenced.iter().any(|(fenced, _, valid)| *fenced == way && *valid)
+    }
+
+    fn land(&mut self, n: usize) -> bool {
+        let Some((work, false)) = self.limbo.get(n).copied() else {
+            return false;
+        };
+        if self.is_fenced(way_of(&work)) {
+            return false;
+        }
+        self.limbo[n].1 = true;
+        self.arrived(&work);
+        true
+    }
+
+    /// The peer's side of a piece that lands, in whatever way.
+    fn arrived(&mut self, work: &WorkRequest) {
+        match work.token.note() {
+            None => arrive(find(&mut self.sent, work.token), work),
+            Some(_) => match Control::decode(work.imm.unwrap().bits()) {
+                Some(Ok(Control::Ask { from, to, epoch })) => {
+                    self.asks.push(((work.peer, from, to), epoch));
+                }
+                Some(Ok(Control::Answer(from))) => {
+                    assert_eq!((work.len, work.src), (64, RECEIPTS + 0x40 + 64 * u64::from(from)));
+                    assert_eq!(work.dst, CONTROL + 0x40 + 64 * u64::from(from));
+                    let theirs = self.theirs_of(work.peer, from).unwrap();
+                    theirs.heard = theirs.laid;
+                }
+                other => panic!("{other:?}"),
+            },
+        }
+    }
+
+    fn answer(&mut self, n: usize, knows: bool) -> bool {
+        if n >= self.asks.len() {
+            return false;
+        }
+        let (way, epoch) = self.asks.remove(n);
+        let (peer, nic, _) = way;
+        if !self.peers.contains(&Some(peer)) {
+            return true;
+        }
+        if !knows {
+            self.gone(peer);
+            self.group.handle_unsettled(self.now, peer, nic);
+            return true;
+        }
+        let last = self.fenced.iter().position(|((p, n, _), ..)| (*p, *n) == (peer, nic));
+        match last.map(|last| self.fenced[last]) {
+            Some((_, known, _)) if !epoch.is_after(known) => {
+                if epoch != known {
+                    return true;
+                }
+            }
+            _ => {
+                last.map(|last| self.fenced.remove(last));
+                self.fenced.push((way, epoch, true));
+            }
+        }
+        self.group.handle_answer(peer, nic);
+        true
+    }
+
+    fn settle(&mut self, way: Way, epoch: Epoch) {
+        let (peer, nic, remote) = way;
+        let Some(fence) = self.fenced.iter().find(|it| (it.0, it.1) == (way, epoch)) else {
+            return; // The answer to an earlier ask.
+        };
+        assert!(fence.2, "settled on the word of an earlier fence");
+        let settled = self.limbo.extract_if(.., |(work, _)| way_of(work) == way);
+        for (work, arrived) in settled.collect::<Vec<_>>() {
+            if arrived {
+                let (now, token) = (self.now, work.token);
+                assert!(self.group.handle_completion(now, work.nic, token, Ok(())));
+            } else {
+                assert!(self.group.handle_undelivered(self.now, &work));
+            }
+        }
+        self.group.handle_settled(self.now, peer, nic, remote);
+    }
+
+    fn theirs_of(&mut self, peer: PeerId, from: u8) -> Option<&mut Theirs> {
+        self.theirs.iter_mut().find(|theirs| (theirs.peer, theirs.from) == (peer, from))
+    }
+
+    fn asked(&mut self, peer: u16, from: u8, to: u8) -> bool {
+        let known = from < self.setup.peer_nics && to < self.setup.nics;
+        let Some(id) = self.live(peer).filter(|_| known) else {
+            return false;
+        };
+        if self.group.peer_state(id) == Some(PeerState::Connecting) {
+            return false;
+        }
+        if self.theirs_of(id, from).is_none() {
+            let epoch = Epoch::new(2047).unwrap();
+            self.theirs.push(Theirs { peer: id, from, to, epoch, laid: None, heard: None });
+        }
+        let theirs = self.theirs_of(id, from).unwrap();
+        (theirs.epoch, theirs.to) = (theirs.epoch.next(), to);
+        let epoch = theirs.epoch;
+        self.group.handle_ask(id, from, to, epoch).unwrap();
+        true
+    }
+
+    fn asked_again(&mut self, peer: u16, from: u8) -> bool {
+        let Some(id) = self.live(peer) else {
+            return false;
+        };
+        let Some(theirs) = self.theirs_of(id, from) else {
+            return false;
+        };
+        let (to, epoch) = (theirs.to, theirs.epoch);
+        self.group.handle_ask(id, from, to, epoch).unwrap();
+        true
+    }
+
+    fn fence(&mut self, peer: PeerId, from: u8, to: u8, epoch: Epoch) {
+        let theirs = self.theirs_of(peer, from).unwrap();
+        assert!(theirs.laid.is_none_or(|laid| epoch.is_after(laid)), "fenced twice");
+        assert!(epoch != theirs.epoch || to == theirs.to);
+        theirs.laid = Some(epoch);
+        self.group.handle_fenced(peer, from);
     }
 
     fn submit(&mut self, kind: Kind, peer: u16, deadline: Time) -> bool {
@@ -491,42 +712,80 @@ impl World {
         true
     }
 
+    /// A batch is what as many pieces one by one are, and leaves the group as they do.
+    fn check_batch(&self, nic: u8, pieces: usize, bytes: u64) {
+        let (mut single, mut batch) = (self.group.clone(), self.group.clone());
+        let (mut one_by_one, mut sum, mut together) = (vec![], 0, vec![]);
+        while one_by_one.len() < pieces && sum < bytes {
+            let Some(work) = single.poll_work(nic) else { break };
+            sum += work.len;
+            one_by_one.push(work);
+        }
+        batch.poll_batch(nic, pieces, bytes, |work| together.push(work));
+        assert_eq!(together, one_by_one);
+        assert!(batch == single, "the groups differ after {together:?}");
+    }
+
     fn post(&mut self, nic: u8) -> bool {
+        let limits = [(usize::MAX, u64::MAX), (2, u64::MAX), (usize::MAX, 1)];
+        let (pieces, bytes) = limits[self.sent.len() % limits.len()];
+        self.check_batch(nic, pieces, bytes);
+        let before = self.places();
         let Some(work) = self.group.poll_work(nic) else {
-            return false;
+            // A transfer that was only put aside is a step too: who is handed its credit later depends on it.
+            return self.places() != before;
         };
         assert_eq!(work.nic, nic);
         self.note_posted(work);
         true
     }
 
+    /// Where each transfer stands.
+    fn places(&self) -> Vec<Option<[Place; MAX_NICS]>> {
+        let slots = self.group.transfers.iter();
+        slots.map(|slot| slot.active_ref().map(|active| active.place)).collect()
+    }
+
     fn note_posted(&mut self, work: WorkRequest) {
         let nic = work.nic;
         assert!(self.nics_up[usize::from(nic)], "posted on a lost NIC");
         assert!(work.remote_nic < self.setup.peer_nics);
+        assert!(!self.broken.contains(&way_of(&work)), "posted on a broken path");
         let up =
             matches!(self.group.peer_state(work.peer), Some(PeerState::Up | PeerState::Suspect));
         assert!(up && self.peers.contains(&Some(work.peer)), "posted to a peer that is not up");
+        assert_eq!(work.dst_key, DST_KEY + u64::from(work.remote_nic));
+        if work.len > 0 {
+            assert_eq!(work.src_key, SRC_KEY + u64::from(nic));
+        }
+        if work.token.note().is_some() {
+            return self.posted.push(work);
+        }
         let sent = find(&mut self.sent, work.token);
         assert!(!sent.stopped, "posted after stop");
         sent.started = true;
         if work.len > 0 {
-            assert_eq!(work.src_key, SRC_KEY + u64::from(nic));
             assert!(work.len <= self.setup.max_message);
         } else if !sent.writes.is_empty() {
             assert!(sent.all_painted(), "announced before all was written");
         }
-        assert_eq!(work.dst_key, DST_KEY + u64::from(work.remote_nic));
         self.posted.push(work);
     }
 
     fn complete(&mut self, n: usize, outcome: Result<(), WorkError>) -> bool {
         let work = self.posted.remove(n);
-        let sent = find(&mut self.sent, work.token);
-        if outcome.is_ok() {
-            arrive(sent, &work);
-        } else {
+        self.report(work, false, outcome)
+    }
+
+    /// The provider reports a piece, which may have `arrived` before.
+    fn report(&mut self, work: WorkRequest, arrived: bool, outcome: Result<(), WorkError>) -> bool {
+        if outcome.is_err() && work.token.note().is_some() {
+            self.gone(work.peer);
+        } else if outcome.is_err() {
+            let sent = find(&mut self.sent, work.token);
             (sent.stopped, sent.failed) = (true, true);
+        } else if !arrived {
+            self.arrived(&work);
         }
         let (now, nic, token) = (self.now, work.nic, work.token);
         assert!(self.group.handle_completion(now, nic, token, outcome));
@@ -536,6 +795,15 @@ impl World {
     fn fail_all(&mut self, peer: PeerId, error: WorkError) {
         while let Some(n) = self.posted.iter().position(|work| work.peer == peer) {
             self.complete(n, Err(error));
+        }
+        self.fail_limbo(peer, error);
+    }
+
+    /// The provider keeps these, and so it ends them with the connection.
+    fn fail_limbo(&mut self, peer: PeerId, error: WorkError) {
+        while let Some(n) = self.limbo.iter().position(|(work, _)| work.peer == peer) {
+            let (work, arrived) = self.limbo.remove(n);
+            self.report(work, arrived, Err(error));
         }
     }
 
@@ -548,6 +816,7 @@ impl World {
         }
         let nics = self.nics();
         self.group.handle_connected(self.now, id, &answer(peer, &nics));
+        self.group.set_receipts(id, receipts());
         true
     }
 
@@ -557,6 +826,10 @@ impl World {
         }
         let affected = self.sent.iter_mut().filter(|sent| sent.goes_to(peer));
         affected.for_each(|sent| sent.stopped = true);
+        // Nothing of these is of anybody any more.
+        self.broken.retain(|(broken, ..)| *broken != peer);
+        self.fenced.retain(|((fenced, ..), ..)| *fenced != peer);
+        self.asks.retain(|((asked, ..), _)| *asked != peer);
     }
 
     fn set_nic(&mut self, nic: u8, up: bool) -> bool {
@@ -564,6 +837,7 @@ impl World {
             Some(known) if *known != up => *known = up,
             _ => return false,
         }
+        self.dark |= self.nics_up.iter().all(|up| !up);
         self.group.set_nic_health(self.now, nic, up);
         true
     }
@@ -577,6 +851,8 @@ impl World {
                     assert_eq!(user, sent.kind as u64);
                     let in_flight = |work: &WorkRequest| work.token.transfer() == id;
                     assert!(!self.posted.iter().any(in_flight), "ended in flight");
+                    let in_limbo = self.limbo.iter().any(|(work, _)| in_flight(work));
+                    assert!(!in_limbo, "ended, and may yet be written");
                     match end {
                         End::Done => assert!(sent.complete(), "{sent:?}"),
                         End::NeverStarted { .. } => assert!(!sent.started),
@@ -592,6 +868,10 @@ impl World {
                     }
                 }
                 Event::Heartbeat { .. } => {}
+                Event::Fence { peer, from, to, epoch } => self.fence(peer, from, to, epoch),
+                Event::Settle { peer, nic, remote_nic, epoch } => {
+                    self.settle((peer, nic, remote_nic), epoch);
+                }
             }
         }
     }
@@ -605,9 +885,33 @@ impl World {
         let lanes = group.transfers.iter_mut().map(|slot| slot.active().map(|active| active.lane));
         let lanes: Vec<Option<Lane>> = lanes.collect();
         let bulk = |index: u16| lanes[usize::from(index)] == Some(Lane::Bulk);
+        let lost = group.lost.iter().take_while(|slot| slot.0.is_some());
+        let lost: Vec<WorkRequest> = lost.filter_map(|slot| slot.0).collect();
+        let limbo = self.limbo.iter().map(|(work, _)| work);
+        let (notes, flying): (Vec<&WorkRequest>, Vec<&WorkRequest>) =
+            self.posted.iter().chain(limbo).partition(|work| work.token.note().is_some());
+        assert!(lost.len() + flying.len() <= group.lost.len(), "no room for what may be lost");
+        assert_eq!(lost.len(), group.lost_count);
+        let mut aside = lost.len();
+        for (index, slot) in group.peers.iter().enumerate() {
+            let Some(entry) = &slot.entry else {
+                continue;
+            };
+            let to_it = lost.iter().filter(|work| usize::from(work.peer.index) == index);
+            assert_eq!(usize::from(entry.paths.lost), to_it.count());
+            assert!(group.next_timeout <= entry.paths.next_timeout() || entry.is_down());
+            assert_eq!(entry.paths.ready, entry.is_usable() && entry.paths.has_note());
+            aside += usize::from(entry.paths.ready);
+        }
+        assert_eq!(group.aside, aside);
         for nic in 0..usize::from(self.setup.nics) {
-            let here = self.posted.iter().filter(|work| usize::from(work.nic) == nic);
-            let here: Vec<_> = here.collect();
+            let here = flying.iter().filter(|work| usize::from(work.nic) == nic);
+            let here: Vec<&WorkRequest> = here.copied().collect();
+            let noted = |index: u16| {
+                let to_it =
+                    |work: &&&WorkRequest| work.peer.index == index && usize::from(work.nic) == nic;
+                index_of(notes.iter().filter(to_it).count())
+            };
             let count = |f: &dyn Fn(&WorkRequest) -> bool| {
                 u16::try_from(here.iter().filter(|work| f(work)).count()).unwrap()
             };
@@ -625,7 +929,7 @@ impl World {
                 let over = entry.over[nic];
                 queues.push((Some(index), over.waiting));
                 let to_it = |work: &WorkRequest| work.peer.index == index;
-                assert_eq!(over.in_flight, count(&to_it));
+                assert_eq!(over.in_flight, count(&to_it) + noted(index));
                 let granted = group.transfers.iter().enumerate().filter(|(_, slot)| {
                     matches!(&slot.state, SlotState::Active(active)
                         if active.place[nic] == Place::Granted(index))
@@ -633,14 +937,14 @@ impl World {
                 let granted: Vec<u16> = granted.map(|(index, _)| index_of(index)).collect();
                 let granted_bulk = granted.iter().filter(|&&index| bulk(index)).count();
                 let bulk_here = count(&|work| to_it(work) && bulk(work.token.transfer().index));
-                assert_eq!(over.credits.used, over.in_flight + index_of(granted.len()));
+                assert_eq!(over.credits.used, count(&to_it) + index_of(granted.len()));
                 assert_eq!(over.credits.bulk, bulk_here + index_of(granted_bulk));
                 assert!(over.credits.used <= peer_depth);
                 assert!(over.credits.bulk <= quota(peer_depth));
                 for lane in [Lane::Latency, Lane::Bulk] {
                     let left = over.credits.left(lane, group.peer_depth());
                     let waits = over.waiting.first(lane).is_some();
-                    assert!(!(waits && left && entry.is_usable()), "a lost wake-up");
+                    assert!(!(waits && left && entry.is_handing_out()), "a lost wake-up");
                 }
             }
             let mut queued = vec![None; group.transfers.len()];
@@ -676,12 +980,12 @@ impl World {
         for sent in &self.sent {
             let slot = &mut group.transfers[usize::from(sent.id.index)];
             let active = slot.active().expect("its end was not told");
-            let in_flight = self.posted.iter().filter(|work| work.token.transfer() == sent.id);
-            assert_eq!(active.outstanding as usize, in_flight.count());
-            assert_eq!(
-                active.stop.is_some(),
-                sent.stopped || active.stop == Some(TransferError::NoNic)
-            );
+            let known = lost.iter().chain(flying.iter().copied());
+            let outstanding = known.filter(|work| work.token.transfer() == sent.id);
+            assert_eq!(active.outstanding as usize, outstanding.count());
+            let no_nic = active.stop == Some(TransferError::NoNic);
+            assert_eq!(active.stop.is_some(), sent.stopped || no_nic);
+            assert!(!no_nic || self.dark, "a NIC was left");
             let idle = active.stop.is_some() || active.plan.nic_mask() == 0;
             assert!(active.outstanding > 0 || !idle, "over, but not ended");
             let due = active.next_timeout();
@@ -689,28 +993,61 @@ impl World {
         }
     }
 
-    /// Every connection comes up, every piece completes: then every transfer ends, with no timeout.
+    /// Every connection comes up, every piece completes, every ask is answered: then every transfer ends.
+    /// Nothing waits for a timeout, unless no path is left.
     fn finish(mut self) -> Self {
         for peer in 0..self.setup.peers {
             self.apply(Do::Connect(peer));
         }
-        while !self.sent.is_empty() {
+        let (mut ticks, mut rounds) = (0, 0);
+        loop {
+            rounds += 1;
+            assert!(rounds < 1_000, "no end: {:?}", self.sent);
             let mut moved = false;
             for nic in 0..self.setup.nics {
                 while self.apply(Do::Post(nic)) {
                     moved = true;
                 }
             }
-            while self.apply(Do::Complete(0)) {
+            while self.apply(Do::Complete(0)) || self.apply(Do::Answer(0)) {
                 moved = true;
             }
-            assert!(moved, "stuck: {:?}", self.sent);
+            if moved {
+                continue;
+            }
+            if self.sent.is_empty() && self.posted.is_empty() && self.limbo.is_empty() {
+                break;
+            }
+            let pathless =
+                |slot: &PeerSlot| slot.entry.as_ref().is_some_and(|entry| entry.pathless);
+            let cut_off =
+                self.group.peers.iter().any(pathless) || self.nics_up.iter().all(|up| !up);
+            assert!(cut_off, "stuck: {:?}", self.sent);
+            ticks += 1;
+            assert!(ticks < 20 && self.apply(Do::Tick), "nothing will ever end it");
         }
+        let reached = self.nics_up.iter().any(|up| *up);
+        for theirs in
+            self.theirs.iter().filter(|theirs| reached && self.peers.contains(&Some(theirs.peer)))
+        {
+            if !self.group.view().entry(theirs.peer).unwrap().pathless {
+                assert_eq!(theirs.heard, Some(theirs.epoch), "an ask was not answered");
+            }
+        }
+        assert_eq!(self.group.lost_count, 0);
         for nic in 0..self.setup.nics {
-            assert!(!self.group.has_work(nic));
+            assert!(!self.group.has_work(nic) || !reached);
         }
         self
     }
+}
+
+fn receipts() -> Receipts {
+    Receipts { src: LocalMr { base: RECEIPTS, ..source() }, offset: 0x40 }
+}
+
+fn way_of(work: &WorkRequest) -> Way {
+    (work.peer, work.nic, work.remote_nic)
 }
 
 fn answer(peer: u16, nics: &[NicState]) -> Answer<'_> {
@@ -929,6 +1266,75 @@ fn every_state_of_the_smallest_group_leads_to_the_end() {
     assert!(seen.len() > 30_500, "only {} states", seen.len());
 }
 
+/// A path that breaks under a write cut over two NICs, and a second one while it is settled.
+#[test]
+fn every_short_program_of_paths() {
+    let setup = Setup { peers: 1, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Split, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Break(0, 0, 0),
+        Do::Break(0, 1, 1),
+        Do::Land(0),
+        Do::Answer(0),
+        Do::Unfenced(0),
+        Do::Restore(0, 0, 0),
+        Do::Cancel(0),
+        Do::Tick,
+        Do::NicDown(0),
+    ];
+    let states = explore(setup, &menu, 8);
+    assert!(states > 95_000, "only {states} states");
+}
+
+/// One NIC after another loses all of its paths, while what is asked about them travels on the next.
+#[test]
+fn every_short_program_of_cut_off_nics() {
+    let setup = Setup { peers: 1, peer_nics: 3, slots: 1, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Scatter, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Break(0, 0, 0),
+        Do::Break(0, 0, 1),
+        Do::Break(0, 0, 2),
+        Do::Break(0, 1, 1),
+        Do::Answer(0),
+        Do::Restore(0, 0, 1),
+        Do::NicDown(1),
+        Do::Cancel(0),
+    ];
+    let states = explore(setup, &menu, 7);
+    assert!(states > 19_000, "only {states} states");
+}
+
+/// A peer asks about its paths, over paths that break.
+#[test]
+fn every_short_program_of_asks() {
+    let setup = Setup { peers: 1, slots: 1, ..SMALL };
+    let menu = [
+        Do::Asked(0, 0, 0),
+        Do::Asked(0, 0, 1),
+        Do::AskedAgain(0, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Break(0, 0, 0),
+        Do::Land(0),
+        Do::Answer(0),
+        Do::Restore(0, 0, 0),
+        Do::Fail(0),
+        Do::Lose(0),
+        Do::Rejoin(0),
+    ];
+    let states = explore(setup, &menu, 9);
+    assert!(states > 20_500, "only {states} states");
+}
+
 fn any_setup() -> impl Strategy<Value = Setup> {
     let counts = (1..=4_u8, 1..=4_u8, 1..=3_u16, 0..=1_u16, 1..=8_usize);
     let depths = (0..=2_u16, 1..=4_u16, 1..=4_u16, 1..=5_u64);
@@ -965,11 +1371,18 @@ fn any_step() -> impl Strategy<Value = Do> {
         1 => (0..3_u16).prop_map(Do::Rejoin),
         1 => (0..4_u8).prop_map(Do::NicDown),
         2 => (0..4_u8).prop_map(Do::NicUp),
+        3 => (0..3_u16, 0..4_u8, 0..4_u8).prop_map(|(peer, nic, to)| Do::Break(peer, nic, to)),
+        3 => (0..3_u16, 0..4_u8, 0..4_u8).prop_map(|(peer, nic, to)| Do::Restore(peer, nic, to)),
+        4 => (0..8_usize).prop_map(Do::Land),
+        6 => (0..4_usize).prop_map(Do::Answer),
+        1 => (0..4_usize).prop_map(Do::Unfenced),
+        1 => (0..3_u16, 0..4_u8, 0..4_u8).prop_map(|(peer, from, to)| Do::Asked(peer, from, to)),
+        1 => (0..3_u16, 0..4_u8).prop_map(|(peer, from)| Do::AskedAgain(peer, from)),
     ]
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(256))]
+    #![proptest_config(ProptestConfig::with_cases(1500))]
     /// Long programs over groups of all shapes.
     #[test]
     fn long_programs(setup in any_setup(), steps in prop::collection::vec(any_step(), 0..300)) {
@@ -1166,6 +1579,84 @@ fn a_request_for_nobody_is_refused() {
 }
 
 #[test]
+fn a_path_that_nobody_can_settle_is_named() {
+    let mut world = World::new(SMALL);
+    let peer = world.live(0).unwrap();
+    world.apply(Do::Submit(Kind::Split, 0));
+    world.apply(Do::Post(1));
+    world.apply(Do::Break(0, 1, 1));
+    let reason = DownReason::PathLost { nic: 1 };
+    let mut group = world.group.clone();
+    // Asked, and asked again, for as long as a drain may take.
+    for _ in 0..8 {
+        assert!(group.poll_timeout() <= Time::ZERO.after(DRAIN), "no end");
+        group.handle_timeout(group.poll_timeout());
+        if group.peer_state(peer) == Some(PeerState::Down(reason)) {
+            break;
+        }
+    }
+    assert_eq!(group.peer_state(peer), Some(PeerState::Down(reason)));
+    let work = world.limbo[0].0;
+    assert!(group.handle_completion(world.now, 1, work.token, Err(WorkError::PeerGone)));
+    let error = TransferError::PeerDown { peer, reason };
+    assert_eq!(end_of(&mut group), Some(End::Quiesced { error }));
+    let told = std::string::ToString::to_string(&error);
+    assert!(told.contains("peer 0.0") && told.contains("nic 1"), "{told}");
+}
+
+#[test]
+fn without_room_for_lost_pieces_their_transfer_ends() {
+    let nic = NicConfig { state: GOOD_NIC, queue_depth: 4 };
+    let new = |lost: usize| {
+        let (slots, peers) = (vec![Slot::new()], vec![PeerSlot::new()]);
+        let lost = vec![LostSlot::new(); lost];
+        Group::with_failover(config(SMALL), &[nic; 2], slots, peers, lost)
+    };
+    assert_eq!(new(7).err(), Some(ConfigError::LostSlots { found: 7, needed: 8 }));
+    assert!(new(8).is_ok());
+    let mut group = new(0).unwrap();
+    let peer = group.accept_peer(Time::ZERO, engine(0), &answer(0, &[GOOD_NIC])).unwrap();
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    group.submit(immediate(peer).check().unwrap(), options).unwrap();
+    let work = (0..2).find_map(|nic| group.poll_work(nic)).unwrap();
+    group.handle_path_broken(Time::ZERO, peer, work.nic, work.remote_nic);
+    assert!(group.handle_undelivered(Time::ZERO, &work));
+    assert!(!group.handle_undelivered(Time::ZERO, &work), "it is not in flight any more");
+    let error = TransferError::Piece { peer, nic: work.nic, error: WorkError::Flushed };
+    assert_eq!(end_of(&mut group), Some(End::Quiesced { error }));
+}
+
+#[test]
+fn an_ask_that_cannot_be_is_refused() {
+    let mut world = World::new(SMALL);
+    let peer = world.live(0).unwrap();
+    let epoch = Epoch::ZERO.next();
+    for (from, to) in [(2, 0), (0, 2), (u8::MAX, 0), (0, u8::MAX)] {
+        let before = world.group.clone();
+        assert_eq!(world.group.handle_ask(peer, from, to, epoch), Err(AskError));
+        assert_eq!(world.group, before);
+    }
+    assert_eq!(world.group.handle_ask(peer, 0, 0, epoch), Ok(()));
+    assert_eq!(
+        world.group.handle_ask(peer, 0, 1, epoch),
+        Err(AskError),
+        "another path, same epoch"
+    );
+    // Nobody has asked the peer anything, and nothing is in flight that it could answer.
+    let before = world.group.clone();
+    for nic in [0, 1, 8, u8::MAX] {
+        world.group.handle_answer(peer, nic);
+        world.group.handle_path_restored(world.now, peer, nic, 0);
+        world.group.handle_fenced(peer, 1);
+        world.group.handle_path_broken(world.now, peer, nic, 2);
+    }
+    // Only that somebody is to look at the peer is new.
+    assert_eq!(core::mem::replace(&mut world.group.dirty, before.dirty), 0);
+    world.group.peers[0].next_dirty = before.peers[0].next_dirty;
+    assert_eq!(world.group, before);
+}
+
+#[test]
 fn a_silent_peer_is_asked_then_lost() {
     let liveness = LivenessConfig {
         heartbeat: Duration::from_millis(2),
@@ -1329,6 +1820,30 @@ fn completed(world: &mut World, work: &WorkRequest) {
 }
 
 /// However many pages are queued, a small write is the next to go, and finds a credit.
+#[test]
+fn a_batch_is_what_single_pieces_are() {
+    // Turns that end within a run, credits of the peer and of the NIC that do, pages that merge.
+    let menu = [(8, 4, 1 << 10), (8, 8, 64 << 10), (64, 5, 64 << 10), (64, 64, 256 << 10)];
+    for ((queue, peer_depth, page_bytes), transfers) in
+        menu.into_iter().flat_map(|shape| (1..4).map(move |n| (shape, n)))
+    {
+        let mut world = busy(8, queue, peer_depth);
+        for n in 0..transfers {
+            pages(&mut world, n % 2, 7 + u64::from(n), page_bytes);
+        }
+        let mut flight = vec![];
+        for bytes in [1, page_bytes, 3 * page_bytes, u64::MAX] {
+            for pieces in [1, 2, 3, 5, usize::MAX] {
+                world.check_batch(0, pieces, bytes);
+            }
+            flight.extend(world.group.poll_work(0));
+        }
+        assert!(!flight.is_empty());
+        tiny(&mut world, 0);
+        world.check_batch(0, usize::MAX, u64::MAX);
+    }
+}
+
 #[test]
 fn pages_do_not_delay_a_small_write() {
     let mut world = busy(8, 16, 16);

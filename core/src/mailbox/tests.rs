@@ -21,6 +21,15 @@ fn control_immediates_are_those_and_no_others() {
         known.insert((16382 << 18) | u32::from(slot), Control::Credit(slot));
     }
     known.insert((16381 << 18) | 1, Control::Heartbeat);
+    for of in 0..8 {
+        known.insert((16381 << 18) | 1 << 10 | u32::from(of), Control::Answer(of));
+    }
+    for (number, nics) in (0..2048).flat_map(|number| (0..64).map(move |nics| (number, nics))) {
+        let (from, to, epoch) = (nics / 8, nics % 8, Epoch::new(number).unwrap());
+        let (low, high) = (u32::from(number % 64), u32::from(number / 64));
+        let units = 1 << 11 | high << 6 | u32::from(nics);
+        known.insert((16381 << 18) | low << 12 | units, Control::Ask { from, to, epoch });
+    }
     for (bits, control) in &known {
         assert_eq!(control.encode(), *bits);
     }
@@ -44,7 +53,12 @@ fn geometry_is_one_to_64_slots_of_whole_lines() {
             let got = Geometry::new(slots, slot_bytes);
             assert_eq!(got.is_ok(), possible, "{slots} {slot_bytes}");
             let Ok(geometry) = got else { continue };
-            assert_eq!(geometry.bytes(), u64::from(slots) * u64::from(slot_bytes));
+            let messages = u64::from(slots) * u64::from(slot_bytes);
+            assert_eq!(geometry.bytes(), messages + 512);
+            for nic in 0..=u8::MAX {
+                let offset = messages + 64 * u64::from(nic);
+                assert_eq!(geometry.receipt_offset(nic), (nic < 8).then_some(offset));
+            }
             assert_eq!(geometry.max_message_bytes(), slot_bytes - 16);
             for slot in 0..=u8::MAX {
                 let offset = u64::from(slot) * u64::from(slot_bytes);

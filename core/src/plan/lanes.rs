@@ -13,7 +13,7 @@ use core::num::{NonZeroU32, NonZeroU64};
 use core::ops::Range;
 
 use super::{
-    Barrier, Checked, MAX_ITEMS, Next, PageList, PagedWrite, PeerTable, Piece, PlanError,
+    Barrier, Checked, MAX_ITEMS, Next, PageList, PagedWrite, PathKeys, PeerTable, Piece, PlanError,
     PlanLimits, Request, ScatterWrite, SingleWrite, TargetList, bit, check_keys, is_small, merged,
     remote_of,
 };
@@ -213,7 +213,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             return Next::Refused(peer);
         }
         let piece = match self.walk {
-            Walk::Pages => self.page_piece(nic, r, &mut lane),
+            Walk::Pages => self.page_piece(nic, r, &mut lane, None).map(|(piece, _)| piece),
             Walk::Items => self.item_piece(nic, r, &mut lane, table),
             Walk::Notes => self.note_piece(r, &mut lane),
         };
@@ -237,6 +237,33 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             }
         }
         Next::Piece(piece)
+    }
+
+    /// See [`super::Plan::pages`].
+    #[inline]
+    pub(super) fn pages(&mut self, nic: NicIndex, mut take: impl FnMut(&Piece) -> bool) {
+        if self.walk != Walk::Pages {
+            return;
+        }
+        // The lane that was looked at last, and the page that it stands on.
+        let mut ahead = None;
+        while self.has_work(nic) {
+            let Some(r) = self.lane_of(nic) else { return };
+            let Some(mut lane) = self.lanes.get(r).copied() else { return };
+            let known = ahead.take().filter(|(of, _)| *of == r).map(|(_, page)| page);
+            let Some((piece, next)) = self.page_piece(nic, r, &mut lane, known) else { return };
+            ahead = next.map(|page| (r, page));
+            self.served |= bit(r);
+            if let Some(slot) = self.lanes.get_mut(r) {
+                slot.at = lane.at;
+            }
+            if lane.at >= lane.end {
+                self.active &= !bit(r);
+            }
+            if !take(&piece) {
+                return;
+            }
+        }
     }
 
     #[inline]
@@ -267,6 +294,34 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             *lanes |= moved;
         }
         true
+    }
+
+    /// The keys of a piece that this plan has yielded. O(targets) for a scatter.
+    pub(super) fn keys(&self, piece: &Piece, table: &impl PeerTable) -> Option<PathKeys> {
+        let (src, dst) = match &self.request {
+            Long::Single(write) => (Some(write.src.keys), write.dst.keys),
+            Long::Paged(write) => (Some(write.src.keys), write.dst.keys),
+            Long::Scatter(write) => {
+                let mut targets = (0..write.targets.len()).filter_map(|i| write.targets.get(i));
+                let target = targets.find(|target| {
+                    let dst = &target.dst;
+                    let start = dst.base.wrapping_add(target.dst_offset);
+                    let inside = match piece.len {
+                        0 => piece.dst == dst.base,
+                        len => {
+                            let offset = piece.dst.wrapping_sub(start);
+                            offset.checked_add(len).is_some_and(|end| end <= target.len)
+                        }
+                    };
+                    target.peer == piece.peer
+                        && inside
+                        && dst.keys.get(piece.remote_nic) == Some(piece.dst_key)
+                })?;
+                (Some(write.src.keys), target.dst.keys)
+            }
+            Long::Barrier(_) => (None, table.control(piece.peer)?.keys),
+        };
+        Some(PathKeys { src, dst })
     }
 
     /// To be called when [`Self::nic_mask`] is 0 and every piece yielded so far has completed.
@@ -422,25 +477,37 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         }
     }
 
+    /// The lane's next run of pages, and where the page after it lies, if that was looked at. `known` is
+    /// where its first page lies, if that was.
     #[inline]
-    fn page_piece(&self, nic: NicIndex, r: usize, lane: &mut Lane) -> Option<Piece> {
+    fn page_piece(
+        &self,
+        nic: NicIndex,
+        r: usize,
+        lane: &mut Lane,
+        known: Option<(u64, u64)>,
+    ) -> Option<(Piece, Option<(u64, u64)>)> {
         let Long::Paged(write) = &self.request else {
             return None;
         };
-        let (src, dst) = write.page(lane.at)?;
+        let (src, dst) = match known {
+            Some(page) => page,
+            None => write.page(lane.at)?,
+        };
         let room = self.merge.min(lane.end.saturating_sub(lane.at));
-        let (mut pages, mut len) = (1, write.page_bytes);
+        let (mut pages, mut len, mut next) = (1, write.page_bytes, None);
         while pages < room {
             let following = (src.wrapping_add(len), dst.wrapping_add(len));
-            if write.page(lane.at.wrapping_add(pages)) != Some(following) {
+            next = write.page(lane.at.wrapping_add(pages));
+            if next != Some(following) {
                 break;
             }
+            next = None;
             pages = pages.wrapping_add(1);
             len = len.wrapping_add(write.page_bytes); // At most the largest message.
         }
         let remote = self.routes.get(r)?.remote;
-        lane.at = lane.at.wrapping_add(pages);
-        Some(Piece {
+        let piece = Piece {
             peer: write.peer,
             remote_nic: remote,
             src,
@@ -449,7 +516,9 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             dst_key: write.dst.keys.get(remote)?,
             len,
             imm: merged(write.imm, pages),
-        })
+        };
+        lane.at = lane.at.wrapping_add(pages);
+        Some((piece, next))
     }
 
     fn note_piece(&self, r: usize, lane: &mut Lane) -> Option<Piece> {

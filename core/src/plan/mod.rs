@@ -25,7 +25,7 @@ pub use self::request::{
 use crate::id::{MAX_NICS, NicIndex, PeerId};
 use crate::imm::{Imm, ImmTag, WRITE_UNITS};
 use crate::nic::{Routes, SplitRule};
-use crate::region::{LocalMr, MrDesc, RegionError};
+use crate::region::{Keys, LocalMr, MrDesc, RegionError};
 
 use lanes::Lanes;
 pub(crate) use whole::Whole;
@@ -158,8 +158,9 @@ pub struct Plan<P, T>(Shape<P, T>);
 )]
 enum Shape<P, T> {
     /// A single piece, which has been taken.
-    Taken(PeerId),
-    Whole(Whole),
+    Taken(PeerId, Option<PathKeys>),
+    /// With the keys of the region that it goes to, if they were kept.
+    Whole(Whole, Option<Keys>),
     Lanes(Lanes<P, T>),
 }
 
@@ -182,16 +183,34 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         }
     }
 
-    /// The plan of a request that [`Whole::new`] plans.
-    #[inline]
+    /// The plan of a request that [`Whole::new`] plans. Its piece cannot be moved to another path, unless
+    /// [`Plan::keep_whole`] is called too: most have no other, and need not carry all keys about.
+    #[inline(always)]
     pub(crate) const fn of(whole: Whole) -> Self {
-        Self(Shape::Whole(whole))
+        Self(Shape::Whole(whole, None))
     }
 
-    /// The plan of a single piece to `peer` that was taken already.
-    #[inline]
+    /// The plan of a single piece to `peer` that was taken already. As with [`Plan::of`], see
+    /// [`Plan::keep_taken`].
+    #[inline(always)]
     pub(crate) const fn taken(peer: PeerId) -> Self {
-        Self(Shape::Taken(peer))
+        Self(Shape::Taken(peer, None))
+    }
+
+    /// Keeps the keys of a piece that was taken, so that it can be moved.
+    #[inline(always)]
+    pub(crate) const fn keep_taken(&mut self, src: &Keys, dst: &Keys) {
+        if let Shape::Taken(_, keys) = &mut self.0 {
+            *keys = Some(PathKeys { src: Some(*src), dst: *dst });
+        }
+    }
+
+    /// Keeps the keys of the region that a single piece goes to, so that it can be moved.
+    #[inline(always)]
+    pub(crate) const fn keep_whole(&mut self, dst: &Keys) {
+        if let Shape::Whole(_, keys) = &mut self.0 {
+            *keys = Some(*dst);
+        }
     }
 
     /// The plan of a request that [`Whole::new`] does not plan.
@@ -210,8 +229,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[must_use]
     pub const fn sole_peer(&self) -> Option<PeerId> {
         match &self.0 {
-            Shape::Taken(peer) => Some(*peer),
-            Shape::Whole(whole) => Some(whole.peer()),
+            Shape::Taken(peer, _) => Some(*peer),
+            Shape::Whole(whole, _) => Some(whole.peer()),
             Shape::Lanes(lanes) => lanes.sole_peer(),
         }
     }
@@ -220,8 +239,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[must_use]
     pub fn goes_to(&self, peer: PeerId) -> bool {
         match &self.0 {
-            Shape::Taken(taken) => *taken == peer,
-            Shape::Whole(whole) => whole.peer() == peer,
+            Shape::Taken(taken, _) => *taken == peer,
+            Shape::Whole(whole, _) => whole.peer() == peer,
             Shape::Lanes(lanes) => lanes.goes_to(peer),
         }
     }
@@ -231,8 +250,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[inline]
     pub fn nic_mask(&self) -> u8 {
         match &self.0 {
-            Shape::Taken(_) => 0,
-            Shape::Whole(whole) => whole.nic_mask(),
+            Shape::Taken(..) => 0,
+            Shape::Whole(whole, _) => whole.nic_mask(),
             Shape::Lanes(lanes) => lanes.nic_mask(),
         }
     }
@@ -242,8 +261,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[inline]
     pub fn has_work(&self, nic: NicIndex) -> bool {
         match &self.0 {
-            Shape::Taken(_) => false,
-            Shape::Whole(whole) => whole.peek(nic).is_some(),
+            Shape::Taken(..) => false,
+            Shape::Whole(whole, _) => whole.peek(nic).is_some(),
             Shape::Lanes(lanes) => lanes.has_work(nic),
         }
     }
@@ -252,8 +271,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[inline]
     pub fn peek(&mut self, nic: NicIndex) -> Option<PeerId> {
         match &mut self.0 {
-            Shape::Taken(_) => None,
-            Shape::Whole(whole) => whole.peek(nic),
+            Shape::Taken(..) => None,
+            Shape::Whole(whole, _) => whole.peek(nic),
             Shape::Lanes(lanes) => lanes.peek(nic),
         }
     }
@@ -268,9 +287,18 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         admit: impl FnOnce(PeerId) -> bool,
     ) -> Next {
         match &mut self.0 {
-            Shape::Taken(_) => Next::Nothing,
-            Shape::Whole(whole) => whole.next_if(nic, table, admit),
+            Shape::Taken(..) => Next::Nothing,
+            Shape::Whole(whole, _) => whole.next_if(nic, table, admit),
             Shape::Lanes(lanes) => lanes.next_if(nic, table, admit),
+        }
+    }
+
+    /// The next pieces on `nic`, if they are runs of whole pages: gives each to `take`, as long as that
+    /// returns `true`. Nothing for any other plan.
+    #[inline]
+    pub(crate) fn pages(&mut self, nic: NicIndex, take: impl FnMut(&Piece) -> bool) {
+        if let Shape::Lanes(lanes) = &mut self.0 {
+            lanes.pages(nic, take);
         }
     }
 
@@ -287,10 +315,33 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     /// `false`, and nothing moves, if `to` is no NIC or the source region is not registered with it.
     pub fn reroute(&mut self, from: NicIndex, to: NicIndex) -> bool {
         match &mut self.0 {
-            Shape::Taken(_) => usize::from(to) < MAX_NICS,
-            Shape::Whole(whole) => whole.reroute(from, to),
+            Shape::Taken(..) => usize::from(to) < MAX_NICS,
+            Shape::Whole(whole, _) => whole.reroute(from, to),
             Shape::Lanes(lanes) => lanes.reroute(from, to),
         }
+    }
+
+    /// The same piece on the path from our NIC `nic` to the peer's `remote`: `piece` was yielded by this
+    /// plan, for another path, and has not arrived. O(1), but O(targets) for scatters.
+    ///
+    /// `None` if a region of it is not registered with these NICs.
+    pub(crate) fn moved(
+        &self,
+        piece: &Piece,
+        nic: NicIndex,
+        remote: NicIndex,
+        table: &impl PeerTable,
+    ) -> Option<Piece> {
+        let keys = match &self.0 {
+            Shape::Taken(_, keys) => (*keys)?,
+            Shape::Whole(whole, dst) => whole.keys(*dst, table)?,
+            Shape::Lanes(lanes) => lanes.keys(piece, table)?,
+        };
+        let src_key = match keys.src {
+            Some(keys) if piece.len > 0 => keys.get(nic)?,
+            _ => 0,
+        };
+        Some(Piece { remote_nic: remote, src_key, dst_key: keys.dst.get(remote)?, ..*piece })
     }
 
     /// To be called when [`Self::nic_mask`] is 0 and every piece yielded so far has completed.
@@ -300,10 +351,18 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
     #[inline]
     pub fn drained(&mut self) -> bool {
         match &mut self.0 {
-            Shape::Taken(_) | Shape::Whole(_) => false,
+            Shape::Taken(..) | Shape::Whole(..) => false,
             Shape::Lanes(lanes) => lanes.drained(),
         }
     }
+}
+
+/// The keys of a piece, whatever the path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct PathKeys {
+    /// `None` if it has no bytes.
+    pub(crate) src: Option<Keys>,
+    pub(crate) dst: Keys,
 }
 
 const fn bit(index: usize) -> u8 {

@@ -4,8 +4,8 @@
 //! of the general one in size, and makes its piece without cutting anything.
 
 use super::{
-    ControlWrite, ImmWrite, Next, Piece, PlanError, PlanLimits, Request, Side, SingleWrite, bit,
-    check_control, is_small, merged, remote_of,
+    ControlWrite, ImmWrite, Next, PathKeys, Piece, PlanError, PlanLimits, Request, Side,
+    SingleWrite, bit, check_control, is_small, merged, remote_of,
 };
 use super::{PeerTable, TargetList};
 use crate::id::{MAX_NICS, NicIndex, PeerId};
@@ -158,6 +158,15 @@ impl Whole {
         self.mask = 0;
         let (peer, src, len, imm) = (self.peer, self.src, self.len, self.imm);
         Some(Piece { peer, remote_nic, src, src_key, dst, dst_key, len, imm })
+    }
+
+    /// The keys of its piece; `dst` are those of the region that it goes to, if it goes to one.
+    pub(super) fn keys(&self, dst: Option<Keys>, table: &impl PeerTable) -> Option<PathKeys> {
+        let dst = match self.to {
+            To::Region { .. } => dst?,
+            To::Control { .. } => table.control(self.peer)?.keys,
+        };
+        Some(PathKeys { src: self.src_keys, dst })
     }
 
     pub(crate) fn reroute(&mut self, from: NicIndex, to: NicIndex) -> bool {

@@ -222,13 +222,13 @@ fn a_hello_agrees_with_itself() {
         ),
         (MrDesc { rights: Rights::LOCAL, ..good.mailbox }, WireError::MailboxNotWritable),
         (
-            MrDesc { len: 255, ..good.mailbox },
-            WireError::MailboxTooSmall { needed: 256, found: 255 },
+            MrDesc { len: 767, ..good.mailbox },
+            WireError::MailboxTooSmall { needed: 768, found: 767 },
         ),
         // The slots would wrap around the end of the address space.
         (
             MrDesc { base: u64::MAX - 10, ..good.mailbox },
-            WireError::MailboxTooSmall { needed: 256, found: 256 },
+            WireError::MailboxTooSmall { needed: 768, found: 768 },
         ),
     ];
     for (mailbox, error) in cases {
