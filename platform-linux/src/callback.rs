@@ -7,25 +7,22 @@
 //! # Invariants
 //!
 //! Every job that is pushed is run, once: by the runner, or, after [`Callbacks::end`], by whoever
-//! pushes. The tests below check it.
+//! pushes. The tests below check it, and the loom models of `verification/loom`, on this text.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, Ordering, fence};
-use std::sync::{Mutex, OnceLock};
-use std::thread::Thread;
 
-use immwire_core::ring::{Cell, Ring};
 use immwire_core::wake::Doorbell;
 
-use crate::region::lock;
+use crate::ring::{self, Boxed};
+use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, Thread, current, fence, lock, park};
 
 /// A callback with its argument.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// Jobs on their way to whoever runs them.
 pub(crate) struct Callbacks {
-    jobs: Ring<Job, Box<[Cell<Job>]>>,
+    jobs: Boxed<Job>,
     /// What found the queue full: callers may ask for counts that are there at once without end.
     late: Mutex<VecDeque<Job>>,
     any_late: AtomicBool,
@@ -38,14 +35,9 @@ pub(crate) struct Callbacks {
 impl Callbacks {
     /// A queue with room for `capacity` jobs.
     pub(crate) fn new(capacity: usize) -> Option<Self> {
-        let cells: Box<[Cell<Job>]> =
-            (0..capacity.next_power_of_two().max(2)).map(|_| Cell::new()).collect();
-        // SAFETY: a boxed slice's `as_ref` is the same memory wherever the box is moved, and the ring
-        // owns the box.
-        let jobs = unsafe { Ring::from_storage(cells) }.ok()?;
         Some(Self {
-            jobs,
-            late: Mutex::default(),
+            jobs: ring::boxed(capacity)?,
+            late: Mutex::new(VecDeque::new()),
             any_late: AtomicBool::new(false),
             bell: Doorbell::new(),
             runner: OnceLock::new(),
@@ -116,7 +108,7 @@ impl Callbacks {
 
     /// Runs jobs on this thread until [`Callbacks::end`], and nothing is left.
     pub(crate) fn serve(&self) {
-        let _ = self.runner.set(std::thread::current());
+        let _ = self.runner.set(current());
         loop {
             self.run_pending();
             self.bell.prepare_sleep();
@@ -125,11 +117,14 @@ impl Callbacks {
                 continue;
             }
             if self.ended.load(Ordering::Acquire) {
-                // What was pushed before the end, and seen by nobody until now.
+                // What was pushed before the end, and seen by nobody until now. With the fence in `ring`:
+                // either whoever pushed sees the end, as we have, or we see the job. (The fence in `end`
+                // comes after what we have read of it, and so does not order us.)
+                fence(Ordering::SeqCst);
                 self.run_pending();
                 return;
             }
-            std::thread::park();
+            park();
             self.bell.awake();
         }
     }
@@ -145,6 +140,7 @@ impl Callbacks {
 }
 
 #[cfg(test)]
+#[cfg(not(loom))] // The models have their own.
 mod tests {
     use super::*;
     use std::sync::Arc;

@@ -12,26 +12,24 @@ use std::task::{Context, Poll};
 use std::time::Duration;
 
 use immwire_core::id::PeerId;
-use immwire_core::imm::{Armed, Disarmed, ImmTag, WRITE_UNITS};
+use immwire_core::imm::{ImmTag, WRITE_UNITS};
 use immwire_core::wake::Ticket;
 
+use crate::counting::{ArmError, CODE_STOPPED};
 use crate::error::{CountError, PeerShare};
-use crate::region::lock;
 use crate::shared::Shared;
+use crate::sync::lock;
 use crate::wait::Waiter;
-
-/// The target was reached.
-pub(crate) const CODE_REACHED: u8 = 0;
-/// The engine was stopped.
-pub(crate) const CODE_STOPPED: u8 = 1;
 
 /// A counter of this engine's. Dropping it retires its tag.
 pub struct ImmCounter {
     shared: Arc<Shared>,
     tag: ImmTag,
-    /// Units by peer slot that belong to earlier waits, or to earlier counters of the slot.
-    baseline: Mutex<Box<[u64]>>,
 }
+
+/// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there is no
+/// counter.
+pub(crate) type Baseline = Mutex<Box<[u64]>>;
 
 impl fmt::Debug for ImmCounter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -51,10 +49,13 @@ pub struct Expected {
 
 impl ImmCounter {
     pub(crate) fn new(shared: Arc<Shared>, tag: ImmTag) -> Self {
-        let mut baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
-        // The row exists: the tag is of a slot of this table, and the length was just taken from it.
-        let _ = shared.tallies.snapshot(tag.slot(), &mut baseline);
-        Self { shared, tag, baseline: Mutex::new(baseline) }
+        if let Some(baseline) = shared.baseline(tag) {
+            let mut baseline = lock(baseline);
+            *baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
+            // The row exists: the tag is of a slot of this table, and the length was just taken from it.
+            let _ = shared.tallies.snapshot(tag.slot(), &mut baseline);
+        }
+        Self { shared, tag }
     }
 
     /// What peers put into their writes to count here. 20 bits: `tag().bits()` travels in a message.
@@ -66,7 +67,7 @@ impl ImmCounter {
     /// Whole writes that have arrived and were not consumed.
     #[must_use]
     pub fn available(&self) -> u64 {
-        self.shared.counters.available(self.tag).unwrap_or(0) / u64::from(WRITE_UNITS)
+        self.shared.counting.table().available(self.tag).unwrap_or(0) / u64::from(WRITE_UNITS)
     }
 
     /// Consumes `writes` if so many have arrived; returns whether. Two atomic operations at most.
@@ -75,7 +76,7 @@ impl ImmCounter {
     ///
     /// [`CountError::Busy`] while a wait is under way.
     pub fn try_take(&self, writes: u64) -> Result<bool, CountError> {
-        Ok(self.shared.counters.consume(self.tag, writes)?)
+        Ok(self.shared.counting.table().consume(self.tag, writes)?)
     }
 
     /// Waits until `writes` have arrived, and consumes them. Early ones count.
@@ -97,7 +98,8 @@ impl ImmCounter {
     pub fn wait_from(&self, expected: &[Expected], timeout: Duration) -> Result<(), CountError> {
         let writes = expected.iter().map(|share| share.writes).fold(0, u64::saturating_add);
         self.wait_shares(writes, expected, timeout)?;
-        let mut baseline = lock(&self.baseline);
+        let Some(baseline) = self.shared.baseline(self.tag) else { return Ok(()) };
+        let mut baseline = lock(baseline);
         for share in expected {
             if let Some(units) = baseline.get_mut(usize::from(share.peer.index)) {
                 *units = units.saturating_add(share.writes.saturating_mul(WRITE_UNITS.into()));
@@ -113,7 +115,7 @@ impl ImmCounter {
         timeout: Duration,
     ) -> Result<(), CountError> {
         let Some(ticket) = self.arm(writes)? else { return Ok(()) };
-        let cell = self.shared.wait_cell(self.tag);
+        let cell = self.shared.counting.wait_cell(self.tag);
         let code = cell.and_then(|cell| cell.wait(ticket, timeout));
         match code {
             Some(code) => self.settle(ticket, code, writes),
@@ -133,17 +135,18 @@ impl ImmCounter {
         call: impl FnOnce(Result<(), CountError>) + Send + 'static,
     ) -> Result<(), CountError> {
         let Some(ticket) = self.arm(writes)? else {
-            self.shared.callbacks.push(Box::new(move || call(Ok(()))));
+            self.shared.call(Box::new(move || call(Ok(()))));
             return Ok(());
         };
         let counter = Arc::clone(self);
         let job = Box::new(move || {
-            let code = counter.shared.wait_cell(counter.tag).and_then(|cell| cell.poll(ticket));
+            let cell = counter.shared.counting.wait_cell(counter.tag);
+            let code = cell.and_then(|cell| cell.poll(ticket));
             call(counter.settle(ticket, code.unwrap_or(CODE_STOPPED), writes));
         });
-        let cell = self.shared.wait_cell(self.tag).ok_or(CountError::EngineStopped)?;
+        let cell = self.shared.counting.wait_cell(self.tag).ok_or(CountError::EngineStopped)?;
         if let Err((Waiter::Callback(job), _)) = cell.leave(ticket, Waiter::Callback(job)) {
-            self.shared.callbacks.push(job);
+            self.shared.call(job);
         }
         Ok(())
     }
@@ -156,41 +159,18 @@ impl ImmCounter {
 
     /// Arms the counter; `None` if enough was there, and is consumed.
     pub(crate) fn arm(&self, writes: u64) -> Result<Option<Ticket>, CountError> {
-        if self.shared.counters.consume(self.tag, writes)? {
-            return Ok(None);
-        }
-        if self.shared.is_stopped() {
-            return Err(CountError::EngineStopped);
-        }
-        let cell = self.shared.wait_cell(self.tag).ok_or(CountError::EngineStopped)?;
-        // Pending before armed: whoever fires finds the ticket.
-        let ticket = cell.completion.begin().ok_or(CountError::Busy)?;
-        match self.shared.counters.arm(self.tag, writes) {
-            Ok(Armed::Waiting { .. }) => {
-                self.shared.complete_if_stopped(cell, ticket);
-                Ok(Some(ticket))
-            }
-            Ok(Armed::Ready) => {
-                let _ = cell.completion.reset(ticket);
-                Ok(None)
-            }
-            Err(error) => {
-                let _ = cell.completion.reset(ticket);
-                Err(error.into())
-            }
-        }
+        let shared = &self.shared;
+        shared.counting.arm(self.tag, writes, &shared.callbacks).map_err(|error| match error {
+            ArmError::Busy => CountError::Busy,
+            ArmError::Counter(error) => error.into(),
+            ArmError::Ended => CountError::EngineStopped,
+        })
     }
 
     /// After completion: empties the cell, and says what the code means.
     pub(crate) fn settle(&self, ticket: Ticket, code: u8, writes: u64) -> Result<(), CountError> {
-        if code != CODE_REACHED {
-            // Nobody counts any more: the counter is left as a time-out would leave it.
-            let _ = self.shared.counters.disarm(self.tag, writes);
-        }
-        if let Some(cell) = self.shared.wait_cell(self.tag) {
-            let _ = cell.completion.reset(ticket);
-        }
-        if code == CODE_REACHED { Ok(()) } else { Err(CountError::EngineStopped) }
+        let reached = self.shared.counting.settle(self.tag, ticket, code, writes);
+        if reached { Ok(()) } else { Err(CountError::EngineStopped) }
     }
 
     /// The time is up: disarms, or finds that the target was reached after all.
@@ -216,29 +196,13 @@ impl ImmCounter {
 
     /// `None`: too late, it was reached.
     fn disarm(&self, ticket: Ticket, writes: u64) -> Result<Option<u64>, CountError> {
-        let Some(cell) = self.shared.wait_cell(self.tag) else { return Ok(Some(0)) };
-        match self.shared.counters.disarm(self.tag, writes)? {
-            Disarmed::Withdrawn { missing_units } => {
-                cell.forget();
-                let _ = cell.completion.reset(ticket);
-                Ok(Some(missing_units))
-            }
-            Disarmed::AlreadyFired => {
-                // Whoever fired is about to complete the ticket. Not to wait for that would let it
-                // complete the next one.
-                while cell.poll(ticket).is_none() && !self.shared.is_stopped() {
-                    std::thread::yield_now();
-                }
-                cell.forget();
-                let _ = cell.completion.reset(ticket);
-                Ok(None)
-            }
-        }
+        Ok(self.shared.counting.disarm(self.tag, ticket, writes)?)
     }
 
     /// Who had sent what: the peers expected, or, if none were named, all who ever sent.
     fn shares(&self, expected: &[Expected]) -> Vec<PeerShare> {
-        let baseline = lock(&self.baseline);
+        let Some(baseline) = self.shared.baseline(self.tag) else { return Vec::new() };
+        let baseline = lock(baseline);
         let arrived = |peer: PeerId| {
             let units = self.shared.tallies.units(self.tag.slot(), peer.index).unwrap_or(0);
             let before = baseline.get(usize::from(peer.index)).copied().unwrap_or(0);
@@ -298,14 +262,10 @@ impl Future for Reached<'_> {
                 }
             },
         };
-        let Some(cell) = self.counter.shared.wait_cell(self.counter.tag) else {
+        let Some(cell) = self.counter.shared.counting.wait_cell(self.counter.tag) else {
             return Poll::Ready(Err(CountError::EngineStopped));
         };
-        let code = match cell.leave(ticket, Waiter::Waker(context.waker().clone())) {
-            Ok(()) => cell.poll(ticket),
-            Err((_, code)) => Some(code),
-        };
-        let Some(code) = code else { return Poll::Pending };
+        let Some(code) = cell.watch(ticket, context.waker()) else { return Poll::Pending };
         self.state = State::Over;
         Poll::Ready(self.counter.settle(ticket, code, self.writes))
     }
@@ -313,29 +273,9 @@ impl Future for Reached<'_> {
 
 impl Drop for Reached<'_> {
     fn drop(&mut self) {
-        if let State::Waiting(ticket) = self.state
-            && let Ok(None) = self.counter.disarm(ticket, self.writes)
-        {
-            // Reached unseen: what was consumed is given back below.
-            self.counter.shared.restore(self.counter.tag, self.writes);
+        if let State::Waiting(ticket) = self.state {
+            let ImmCounter { shared, tag, .. } = self.counter;
+            shared.counting.abandon(*tag, ticket, self.writes, &shared.callbacks);
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::TransferEngine;
-
-    /// As if the end had come between `arm`'s look at it and the tenancy's begin.
-    #[test]
-    fn a_wait_that_the_end_has_overlooked_is_ended_by_its_own_thread() {
-        let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
-        let counter = engine.counter().unwrap();
-        let cell = counter.shared.wait_cell(counter.tag).unwrap();
-        drop(driver);
-        let ticket = cell.completion.begin().unwrap();
-        counter.shared.complete_if_stopped(cell, ticket);
-        assert_eq!(cell.poll(ticket), Some(CODE_STOPPED));
     }
 }

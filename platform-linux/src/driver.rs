@@ -6,11 +6,10 @@
 //! things between it, the provider and the callers.
 
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use immwire_core::group::{
-    self, Answer, DomainGroup, Event, Options, PeerSlot, Token, TransferSlot, WorkError,
+    self, Answer, DomainGroup, Event, LostSlot, Options, PeerSlot, Token, TransferSlot, WorkError,
     WorkRequest,
 };
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
@@ -19,13 +18,14 @@ use immwire_core::mailbox::{self, Geometry};
 use immwire_core::nic::NicState;
 use immwire_core::peer::{Crossing, DownReason, PeerState, resolve_crossing};
 use immwire_core::plan::{self, ControlWrite, Request as PlanRequest};
+use immwire_core::receipt::{Epoch, Settlement};
 use immwire_core::wake::Ticket;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use crate::error::{AddPeerError, End, TransferError};
 use crate::message::{Link, Outgoing, Undelivered};
-use crate::provider::{ConnectError, Provider, Sink};
-use crate::region::{Region, Registry, lock};
+use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink};
+use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
 use crate::shared::{Command, Control, Shared, bump, refused};
 
@@ -48,8 +48,13 @@ const PARKED_NAP: Duration = Duration::from_millis(1);
 /// What the engine's own transfers carry as [`Options::user`].
 const OWN: u64 = u64::MAX;
 
-pub(crate) type Group =
-    DomainGroup<PageIndices, Targets, Box<[TransferSlot<PageIndices, Targets>]>, Box<[PeerSlot]>>;
+pub(crate) type Group = DomainGroup<
+    PageIndices,
+    Targets,
+    Box<[TransferSlot<PageIndices, Targets>]>,
+    Box<[PeerSlot]>,
+    Box<[LostSlot]>,
+>;
 
 /// The caller's side of a transfer that the group works on.
 #[derive(Default)]
@@ -89,6 +94,8 @@ pub(crate) struct State {
     pub(crate) own: u16,
     /// Messages that wait for a slot in their peer's mailbox.
     pub(crate) waiting_messages: usize,
+    /// Paths that broke, and whose pieces may still be staged or parked.
+    broken: Vec<(PeerId, Path)>,
     address: NetAddr,
     geometry: Geometry,
     heartbeat_ms: u32,
@@ -128,6 +135,10 @@ pub(crate) trait Drive: Send {
     }
     /// Sleeps until there may be something to do; at most `limit`.
     fn sleep(&mut self, limit: Duration);
+    /// Looks at the clock, and has the next step look at all that it looks at now and then only.
+    fn wake(&mut self);
+    /// When a step has something to do, at the earliest, if nothing else happens.
+    fn next_timeout(&self) -> Time;
     /// Takes a request, and posts it as far as that goes.
     fn submit(&mut self, submission: Submission);
     /// Posts a small write at once if nothing stands in its way; `false`, and nothing was done, if
@@ -157,6 +168,7 @@ impl<P: Provider> Engine<P> {
             unfinished: Vec::with_capacity(usize::from(setup.peers)),
             own: 0,
             waiting_messages: 0,
+            broken: Vec::new(),
             address: provider.address(),
             geometry: setup.geometry,
             heartbeat_ms: u32::try_from(setup.heartbeat.as_millis()).unwrap_or(u32::MAX),
@@ -173,6 +185,7 @@ impl<P: Provider> Engine<P> {
 
     /// Posts what the group wants posted on one NIC.
     fn pump(&mut self, nic: NicIndex) -> bool {
+        self.retract();
         let unparked = self.unpark(nic);
         let at = usize::from(nic);
         let (Some(staged), Some(parked)) = (self.staged.get_mut(at), self.parked.get_mut(at))
@@ -182,12 +195,10 @@ impl<P: Provider> Engine<P> {
         if staged.is_empty() && !self.state.group.has_work(nic) {
             return unparked;
         }
-        let mut bytes = staged.iter().map(|work| work.len).sum::<u64>();
-        while staged.len() < BATCH && bytes < BATCH_BYTES {
-            let Some(work) = self.state.group.poll_work(nic) else { break };
-            bytes = bytes.saturating_add(work.len);
-            staged.push(work);
-        }
+        let bytes = staged.iter().map(|work| work.len).sum::<u64>();
+        let (pieces, bytes) =
+            (BATCH.saturating_sub(staged.len()), BATCH_BYTES.saturating_sub(bytes));
+        self.state.group.poll_batch(nic, pieces, bytes, |work| staged.push(work));
         let Some(first) = staged.first().map(|work| work.peer) else { return unparked };
         let posted = self.provider.post(nic, staged, &mut self.state).min(staged.len());
         bump(&self.state.shared.stats.posted, posted as u64);
@@ -198,6 +209,28 @@ impl<P: Provider> Engine<P> {
             staged.drain(..posted);
         }
         true
+    }
+
+    /// Gives back to the group what was to be posted on a path that has broken since.
+    #[inline]
+    fn retract(&mut self) {
+        if !self.state.broken.is_empty() {
+            self.retract_broken();
+        }
+    }
+
+    #[cold]
+    fn retract_broken(&mut self) {
+        while let Some((peer, path)) = self.state.broken.pop() {
+            let gone = |work: &mut WorkRequest| {
+                work.peer == peer && (work.nic, work.remote_nic) == (path.nic, path.remote_nic)
+            };
+            for queue in self.staged.iter_mut().chain(&mut self.parked) {
+                for work in queue.extract_if(.., gone) {
+                    self.state.undelivered(&work);
+                }
+            }
+        }
     }
 
     /// Tries again what was parked, one peer's pieces in each step.
@@ -218,11 +251,10 @@ impl<P: Provider> Engine<P> {
     fn commands(&mut self) -> bool {
         let mut any = false;
         for _ in 0..COMMANDS_PER_STEP {
-            let Some(command) = self.state.shared.commands.try_pop() else { break };
+            let Some(command) = self.state.shared.intake.next() else { break };
             any = true;
-            // What was asked before this was submitted is done before it: who pushed the command had set
-            // the flag earlier, and popping it has made that visible.
-            if self.state.shared.control_waits.load(Ordering::Relaxed) {
+            // What was asked before this was submitted is done before it.
+            if self.state.shared.intake.is_asked() {
                 self.control();
             }
             match command {
@@ -230,7 +262,7 @@ impl<P: Provider> Engine<P> {
                 command => self.state.command(command),
             }
         }
-        if self.state.shared.control_waits.load(Ordering::Relaxed) {
+        if self.state.shared.intake.is_asked() {
             any = true;
             self.control();
         }
@@ -256,6 +288,7 @@ impl<P: Provider> Engine<P> {
     /// Posts one piece, or parks it: behind others, or where its peer has no room.
     #[inline]
     fn post_now(&mut self, work: WorkRequest) {
+        self.retract();
         let at = usize::from(work.nic);
         let first = self.staged.get(at).is_some_and(Vec::is_empty);
         let work = std::slice::from_ref(&work);
@@ -268,21 +301,19 @@ impl<P: Provider> Engine<P> {
     }
 
     fn control(&mut self) {
-        self.state.shared.control_waits.store(false, Ordering::Relaxed);
-        loop {
-            let control = lock(&self.state.shared.control).pop_front();
+        let shared = Arc::clone(&self.state.shared);
+        for control in shared.intake.questions() {
             match control {
-                None => return,
-                Some(Control::AddPeer { address, reply }) => {
+                Control::AddPeer { address, reply } => {
                     let added = self.connect(&address);
                     // Whoever asked may have given up.
                     let _ = reply.try_send(added);
                 }
-                Some(Control::RemovePeer { peer }) => {
+                Control::RemovePeer { peer } => {
                     let now = self.state.now;
                     self.state.group.remove_peer(now, peer, DownReason::Removed);
                 }
-                Some(Control::SetNicHealth { nic, healthy }) => {
+                Control::SetNicHealth { nic, healthy } => {
                     let now = self.state.now;
                     self.state.group.set_nic_health(now, nic, healthy);
                 }
@@ -327,14 +358,70 @@ impl<P: Provider> Engine<P> {
                 Event::Ended { user, end, .. } => self.state.ended(user, end),
                 Event::Abort { peer } => {
                     self.flush_unposted(peer, WorkError::Flushed);
-                    self.provider.abort(peer, &mut self.state);
+                    // It may have been no more than that: then the connection is none the worse.
+                    if self.is_in_flight(peer) {
+                        self.provider.abort(peer, &mut self.state);
+                    }
                 }
                 Event::Disconnect { peer } => self.drop_peer(peer),
                 Event::Heartbeat { peer } => self.state.heartbeat(peer),
                 Event::Peer { peer, state } => self.state.peer_changed(peer, state),
+                Event::Fence { peer, from, to, epoch } => {
+                    self.fence(peer, RemotePath { from, to }, epoch);
+                }
+                Event::Settle { peer, nic, remote_nic, epoch } => {
+                    self.settle(peer, Path { nic, remote_nic }, epoch);
+                }
             }
         }
         any
+    }
+
+    /// The peer asks what arrived over this path of its.
+    fn fence(&mut self, peer: PeerId, path: RemotePath, epoch: Epoch) {
+        let fenced = self.provider.fence(peer, path, &mut self.state);
+        let RemotePath { from, to } = path;
+        let answered = fenced.is_ok_and(|receipt| {
+            self.state.lay_out(peer, &Settlement { epoch, from, to, receipt: receipt.0 })
+        });
+        let now = self.state.now;
+        if answered {
+            self.state.group.handle_fenced(peer, from);
+        } else {
+            tracing::warn!(%peer, ?path, "cannot tell what arrived: the peer is dropped");
+            self.state.group.handle_unsettled(now, peer, to);
+        }
+    }
+
+    /// The peer has told what arrived over this path of ours.
+    fn settle(&mut self, peer: PeerId, path: Path, epoch: Epoch) {
+        self.state.refresh();
+        let now = self.state.now;
+        let receipt = match self.state.receipt(peer, path, epoch) {
+            Ok(Some(receipt)) => receipt,
+            Ok(None) => return,
+            Err(error) => {
+                tracing::warn!(%peer, %error, "the peer broke the protocol and is dropped");
+                return self.state.group.remove_peer(now, peer, DownReason::Protocol);
+            }
+        };
+        match self.provider.settle(peer, path, &receipt, &mut self.state) {
+            Ok(()) => {
+                tracing::debug!(%peer, ?path, "a broken path is settled");
+                self.state.group.handle_settled(now, peer, path.nic, path.remote_nic);
+            }
+            Err(error) => {
+                tracing::warn!(%peer, ?path, %error, "the peer is dropped");
+                self.state.group.handle_unsettled(now, peer, path.nic);
+            }
+        }
+    }
+
+    /// Whether the provider holds pieces to the peer.
+    fn is_in_flight(&self, peer: PeerId) -> bool {
+        let nics = 0..self.provider.nics().len();
+        let mut nics = nics.filter_map(|nic| NicIndex::try_from(nic).ok());
+        nics.any(|nic| self.state.group.in_flight(peer, nic) > 0)
     }
 
     /// Drops the connection; what was staged for it fails with what was posted.
@@ -383,10 +470,7 @@ impl<P: Provider> Drive for Engine<P> {
     fn sleep(&mut self, limit: Duration) {
         let shared = Arc::clone(&self.state.shared);
         self.steps = 0;
-        shared.bell.prepare_sleep();
-        let nothing = shared.commands.is_empty()
-            && !shared.control_waits.load(Ordering::Relaxed)
-            && !shared.stopping.load(Ordering::Relaxed)
+        let nothing = shared.intake.may_sleep()
             // Callbacks that a caller's `poll` is to run, and messages that somebody made room for.
             && !shared.callbacks.wait_for_poll()
             && !self.state.can_deliver()
@@ -402,7 +486,16 @@ impl<P: Provider> Drive for Engine<P> {
             wait_readable(&self.provider, &shared, timeout);
         }
         self.provider.disarm();
-        shared.bell.awake();
+        shared.intake.awake();
+    }
+
+    fn wake(&mut self) {
+        self.steps = 0;
+        self.state.refresh();
+    }
+
+    fn next_timeout(&self) -> Time {
+        self.state.group.poll_timeout().min(self.state.message_timeout())
     }
 
     fn submit(&mut self, submission: Submission) {
@@ -435,12 +528,14 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn shut_down(&mut self, drain: Duration) {
-        self.state.shared.stopping.store(true, Ordering::Relaxed);
+        self.state.shared.intake.close();
         self.state.refresh();
         let start = self.state.now;
         self.state.stop_transfers();
-        // Drain, then force, then give the aborts a chance to be reported.
-        let patience = start.after(drain.saturating_mul(3));
+        // Drain, then force, then give the aborts a chance to be reported. On a stepped clock, where
+        // no time passes here, leaving the peers forces everything at once.
+        let stepped = self.state.shared.clock.is_stepped();
+        let patience = if stepped { start } else { start.after(drain.saturating_mul(3)) };
         while self.state.group.active() > 0 && self.state.now < patience {
             self.steps = 0;
             if !self.poll() {
@@ -467,16 +562,17 @@ impl<P: Provider> Drive for Engine<P> {
 /// Waits until the provider or a caller has something; at most `timeout`.
 fn wait_readable<P: Provider>(provider: &P, shared: &Shared, timeout: Duration) {
     use rustix::event::{PollFd, PollFlags, Timespec, poll};
+    let Some(wake_fd) = shared.wake_fd() else { return };
     let mut fds = [
         PollFd::from_borrowed_fd(provider.fd(), PollFlags::IN),
-        PollFd::from_borrowed_fd(shared.wake_fd(), PollFlags::IN),
+        PollFd::from_borrowed_fd(wake_fd, PollFlags::IN),
     ];
     let seconds = i64::try_from(timeout.as_secs()).unwrap_or(i64::MAX);
     let timeout = Timespec { tv_sec: seconds, tv_nsec: i64::from(timeout.subsec_nanos()) };
     // An interruption is a reason to look, like any other.
     let _ = poll(&mut fds, Some(&timeout));
     if !fds[1].revents().is_empty() {
-        let _ = rustix::io::read(shared.wake_fd(), &mut [0; 8]);
+        let _ = rustix::io::read(wake_fd, &mut [0; 8]);
     }
 }
 
@@ -564,8 +660,12 @@ impl State {
                 self.own += 1;
                 true
             }
-            // With any other error the peer is gone, and with it the need.
-            Err(rejected) => !matches!(rejected.error, group::SubmitError::Full { .. }),
+            // With any other error the peer is gone, and with it the need. NICs may come back.
+            Err(rejected) => !matches!(
+                rejected.error,
+                group::SubmitError::Full { .. }
+                    | group::SubmitError::Plan(plan::PlanError::NoRoute { .. })
+            ),
         }
     }
 
@@ -597,6 +697,7 @@ impl State {
 
     /// Makes the memory that a peer needs, and what to say to it.
     fn open_link(&mut self, peer: PeerId) -> Result<Hello, crate::provider::RegisterError> {
+        self.shared.begin_tallies(peer);
         let link = Link::new(&self.registry, peer, self.geometry)?;
         let hello = Hello {
             address: self.address.clone(),
@@ -620,13 +721,16 @@ impl State {
         self.group.handle_connected(self.now, peer, &answer);
         if let Some(Some(link)) = self.links.get_mut(usize::from(peer.index)) {
             link.connected(hello.geometry);
+            if let Some(receipts) = link.receipts(hello.geometry) {
+                self.group.set_receipts(peer, receipts);
+            }
         }
         self.shared.peers.set(peer, PeerState::Up);
         self.retry_messages(peer);
     }
 
     fn stop_transfers(&mut self) {
-        while let Some(command) = self.shared.commands.try_pop() {
+        while let Some(command) = self.shared.intake.next() {
             match command {
                 Command::Submit(Submission { cell, ticket, .. })
                 | Command::Send { cell, ticket, .. } => {
@@ -682,7 +786,7 @@ impl Sink for State {
                 let imm = Imm::from_bits(imm);
                 bump(&self.shared.stats.immediates, 1);
                 // What is of another tenant of the slot is not this one's to tally.
-                if self.shared.counters.tag(imm.tag().slot()) == Some(imm.tag()) {
+                if self.shared.counting.table().tag(imm.tag().slot()) == Some(imm.tag()) {
                     self.tally.record(imm, peer.index);
                 }
                 match self.shared.count(imm) {
@@ -699,7 +803,7 @@ impl Sink for State {
 
     fn incoming(&mut self, hello: &Hello) -> Result<(PeerId, Hello), Refusal> {
         self.refresh();
-        if self.shared.stopping.load(Ordering::Relaxed) {
+        if self.shared.intake.is_stopping() {
             return Err(Refusal::ShuttingDown);
         }
         let engine = hello.engine();
@@ -732,6 +836,30 @@ impl Sink for State {
     fn disconnected(&mut self, peer: PeerId, reason: DownReason) {
         self.refresh();
         self.group.handle_disconnected(self.now, peer, reason);
+    }
+
+    fn nic_changed(&mut self, nic: NicIndex, healthy: bool) {
+        self.refresh();
+        self.group.set_nic_health(self.now, nic, healthy);
+    }
+
+    fn path_broken(&mut self, peer: PeerId, path: Path) {
+        tracing::debug!(%peer, ?path, "a path broke");
+        self.refresh();
+        self.broken.push((peer, path));
+        self.group.handle_path_broken(self.now, peer, path.nic, path.remote_nic);
+    }
+
+    fn path_restored(&mut self, peer: PeerId, path: Path) {
+        tracing::debug!(%peer, ?path, "a path is back");
+        self.refresh();
+        self.group.handle_path_restored(self.now, peer, path.nic, path.remote_nic);
+    }
+
+    fn undelivered(&mut self, work: &WorkRequest) {
+        if !self.group.handle_undelivered(self.now, work) {
+            tracing::error!(?work, "the provider lost a piece that was not in flight");
+        }
     }
 }
 

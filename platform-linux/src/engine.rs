@@ -2,13 +2,14 @@
 
 use std::fmt;
 use std::num::NonZeroU64;
+use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use immwire_core::group::{DomainGroup, GroupConfig, NicConfig, PeerSlot, TransferSlot};
+use immwire_core::group::{DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, TransferSlot};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::imm::{ImmTag, Tally, tallies};
 use immwire_core::mailbox::{Geometry, USER_COUNTERS};
@@ -19,6 +20,7 @@ use immwire_core::region::Rights;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::NetAddr;
 
+use crate::clock::Clock;
 use crate::counter::ImmCounter;
 use crate::driver::{Drive, Engine, OWN_TRANSFERS, Setup, Submission};
 use crate::error::{
@@ -26,10 +28,11 @@ use crate::error::{
     WaitTimeout,
 };
 use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
-use crate::region::{Region, Registry, lock};
+use crate::region::{Region, Registry};
 use crate::request::{PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets};
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
+use crate::sync::lock;
 use crate::transfer::Transfer;
 
 /// A polled engine that waits looks for arrivals so often for each full step.
@@ -227,11 +230,23 @@ impl Builder {
     /// [`BuildError`].
     pub fn build_polled(self) -> Result<(TransferEngine, Driver), BuildError> {
         let drain = self.drain;
-        let parts = self.parts()?;
-        let inner = Arc::new(parts.inner);
-        let shared = Arc::clone(&inner.shared);
-        let driver = Driver { engine: parts.drive, shared, drain, spare: None };
-        Ok((TransferEngine { inner, deadline: None }, driver))
+        Ok(self.parts()?.polled(drain))
+    }
+
+    /// As [`Builder::build_polled`], on a transport of the caller's, whose NICs they are. Choices that
+    /// are the shared-memory transport's alone are left aside.
+    ///
+    /// # Errors
+    ///
+    /// [`BuildError`].
+    pub fn build_polled_on<P: Provider>(
+        self,
+        provider: P,
+        clock: Clock,
+    ) -> Result<(TransferEngine, Driver), BuildError> {
+        self.check()?;
+        let drain = self.drain;
+        Ok(self.assemble(provider, clock)?.polled(drain))
     }
 
     fn check(&self) -> Result<(), BuildError> {
@@ -261,11 +276,11 @@ impl Builder {
             ..ShmConfig::new(EngineId(u64::from_ne_bytes(id)))
         };
         let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
-        self.assemble(provider)
+        self.assemble(provider, Clock::monotonic())
     }
 
     /// Puts an engine together around a provider.
-    fn assemble<P: Provider>(self, provider: P) -> Result<Parts, BuildError> {
+    fn assemble<P: Provider>(self, provider: P, clock: Clock) -> Result<Parts, BuildError> {
         let nics: Vec<NicInfo> = provider.nics().to_vec();
         let limits = common_limits(&nics);
         let geometry = Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes);
@@ -282,14 +297,9 @@ impl Builder {
             found: row,
             allowed: "1 to 60000",
         })?;
-        let wake_fd = rustix::event::eventfd(
-            0,
-            rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK,
-        );
-        let wake_fd =
-            wake_fd.map_err(|errno| BuildError::Os { call: "eventfd", source: errno.into() })?;
+        let wake_fd = if clock.is_stepped() { None } else { Some(eventfd()?) };
         let sizes = Sizes { transfers: self.transfers, counters: self.counters };
-        let shared = Shared::new(&sizes, reader, wake_fd).ok_or(BuildError::Config {
+        let shared = Shared::new(&sizes, reader, clock, wake_fd).ok_or(BuildError::Config {
             what: "transfers",
             found: usize::from(self.transfers),
             allowed: "1 to 60000",
@@ -348,13 +358,32 @@ impl Builder {
         let slots = usize::from(self.transfers) + usize::from(OWN_TRANSFERS);
         let transfers = (0..slots).map(|_| TransferSlot::new()).collect();
         let peers = (0..self.peers).map(|_| PeerSlot::new()).collect();
-        DomainGroup::new(config, &nics, transfers, peers)
+        let pieces = nics.iter().map(|nic| usize::from(nic.queue_depth)).sum();
+        let lost = vec![LostSlot::new(); pieces].into_boxed_slice();
+        DomainGroup::with_failover(config, &nics, transfers, peers, lost)
     }
 }
 
 struct Parts {
     inner: Inner,
     drive: Box<dyn Drive>,
+}
+
+impl Parts {
+    /// The handle and the motor of an engine without a thread.
+    fn polled(self, drain: Duration) -> (TransferEngine, Driver) {
+        let inner = Arc::new(self.inner);
+        let shared = Arc::clone(&inner.shared);
+        let driver = Driver { engine: self.drive, shared, drain, spare: None };
+        (TransferEngine { inner, deadline: None }, driver)
+    }
+}
+
+/// What a sleeping engine is woken by.
+fn eventfd() -> Result<OwnedFd, BuildError> {
+    use rustix::event::EventfdFlags;
+    let made = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
+    made.map_err(|errno| BuildError::Os { call: "eventfd", source: errno.into() })
 }
 
 /// What all NICs of a group can do: a piece may move from one to another.
@@ -394,7 +423,7 @@ fn run(engine: &mut dyn Drive, shared: &Shared, idle: IdlePolicy) {
     let limit = Duration::from_secs(1);
     let mut idle_since: Option<Instant> = None;
     let mut looks = 0_u32;
-    while !shared.stopping.load(Ordering::Relaxed) {
+    while !shared.intake.is_stopping() {
         if engine.poll() {
             idle_since = None;
             continue;
@@ -428,8 +457,7 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.shared.stopping.store(true, Ordering::Relaxed);
-        self.shared.ring_bell();
+        self.shared.intake.request_stop();
         let me = std::thread::current().id();
         let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:
@@ -521,7 +549,7 @@ impl TransferEngine {
             failed: stats.failed.load(Ordering::Relaxed),
             immediates: stats.immediates.load(Ordering::Relaxed),
             refused_immediates: stats.refused_immediates.load(Ordering::Relaxed),
-            stale_immediates: shared.counters.stale(),
+            stale_immediates: shared.counting.table().stale(),
             sleeps: stats.sleeps.load(Ordering::Relaxed),
         }
     }
@@ -568,7 +596,7 @@ impl TransferEngine {
     pub fn add_peer(&self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
         let (reply, answer) = std::sync::mpsc::sync_channel(1);
         let address = Box::new(address.clone());
-        self.inner.shared.ask(Control::AddPeer { address, reply });
+        self.inner.shared.intake.ask(Control::AddPeer { address, reply });
         answer.recv_timeout(ANSWER).unwrap_or(Err(AddPeerError::NoAnswer))
     }
 
@@ -612,7 +640,7 @@ impl TransferEngine {
 
     /// Leaves a peer: transfers to it are stopped, and end.
     pub fn remove_peer(&self, peer: PeerId) {
-        self.inner.shared.ask(Control::RemovePeer { peer });
+        self.inner.shared.intake.ask(Control::RemovePeer { peer });
     }
 
     /// Peers that barriers go to.
@@ -623,7 +651,7 @@ impl TransferEngine {
 
     /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
     pub fn set_nic_health(&self, nic: u8, healthy: bool) {
-        self.inner.shared.ask(Control::SetNicHealth { nic, healthy });
+        self.inner.shared.intake.ask(Control::SetNicHealth { nic, healthy });
     }
 
     // ---- counters ----
@@ -635,7 +663,7 @@ impl TransferEngine {
     /// [`CounterTaken::AllTaken`].
     pub fn counter(&self) -> Result<ImmCounter, CounterTaken> {
         let shared = &self.inner.shared;
-        let taken = CounterTaken::AllTaken { capacity: shared.counters.slots() };
+        let taken = CounterTaken::AllTaken { capacity: shared.counting.table().slots() };
         let tag = shared.take_counter(None).map_err(|_| taken)?;
         Ok(ImmCounter::new(Arc::clone(shared), tag))
     }
@@ -647,7 +675,7 @@ impl TransferEngine {
     /// [`CounterTaken`].
     pub fn counter_at(&self, slot: u16) -> Result<ImmCounter, CounterTaken> {
         let shared = &self.inner.shared;
-        let capacity = shared.counters.slots();
+        let capacity = shared.counting.table().slots();
         if slot >= capacity {
             return Err(CounterTaken::NoSuchCounter { slot, capacity });
         }
@@ -779,7 +807,7 @@ impl TransferEngine {
     /// Waits until another transfer can be submitted; returns whether it can.
     #[must_use]
     pub fn wait_capacity(&self, timeout: Duration) -> bool {
-        self.inner.shared.wait_capacity(timeout)
+        self.inner.shared.cells.wait_room(timeout)
     }
 
     fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
@@ -829,6 +857,21 @@ impl Driver {
     pub fn poll(&mut self) -> bool {
         let busy = self.engine.poll();
         busy | self.shared.callbacks.run_pending()
+    }
+
+    /// The clock that the engine reads.
+    pub(crate) fn clock(&self) -> &Clock {
+        &self.shared.clock
+    }
+
+    /// Looks at the clock; to be called when it was stepped, before [`Driver::poll`].
+    pub(crate) fn wake(&mut self) {
+        self.engine.wake();
+    }
+
+    /// When a poll has something to do, at the earliest, if nothing else happens.
+    pub(crate) fn next_timeout(&self) -> Time {
+        self.engine.next_timeout()
     }
 
     /// As [`TransferEngine::submit_single_write`], from the thread that polls: the write is posted before
@@ -888,7 +931,8 @@ impl Driver {
         self.engine.add_peer(address)
     }
 
-    /// Polls until `done` returns something, or `timeout` has passed.
+    /// Polls until `done` returns something, or `timeout` has passed. On a clock that is stepped no time
+    /// passes here, so it returns after some polls; see [`crate::sim::Fabric::run_until`].
     pub fn run_until<R>(
         &mut self,
         timeout: Duration,
@@ -912,7 +956,7 @@ impl Driver {
                 // Lets the other thread of this core, which may be the peer's, have it.
                 std::hint::spin_loop();
             }
-            if start.elapsed() >= timeout {
+            if self.shared.clock.is_stepped() || start.elapsed() >= timeout {
                 return None;
             }
         }
@@ -985,7 +1029,7 @@ impl Driver {
 impl Drop for Driver {
     fn drop(&mut self) {
         if let Some((cell, ticket)) = self.spare.take() {
-            self.shared.put_back(cell, ticket);
+            self.shared.cells.put_back(cell, ticket);
         }
         self.engine.shut_down(self.drain);
         self.shared.callbacks.run_pending();

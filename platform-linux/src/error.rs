@@ -69,7 +69,7 @@ pub enum SubmitError {
         max: usize,
     },
     /// The engine has been shut down.
-    #[error("the engine has stopped")]
+    #[error("the engine has stopped: build another, and add its peers again")]
     EngineStopped,
 }
 
@@ -173,13 +173,13 @@ pub enum CountError {
         peers: Vec<PeerShare>,
     },
     /// Somebody else waits on the same counter.
-    #[error("another wait on this counter is under way")]
+    #[error("another wait on this counter is under way: one waits at a time")]
     Busy,
     /// The counter cannot be used so.
     #[error("{0}")]
     Counter(CounterError),
     /// The engine was shut down.
-    #[error("the engine has stopped")]
+    #[error("the engine has stopped: build another, and add its peers again")]
     EngineStopped,
 }
 
@@ -227,7 +227,7 @@ pub enum AddPeerError {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// It is gone.
-    #[error("{peer} is down: {reason}")]
+    #[error("{peer} is down: {reason}; once it runs again, add it by its new address")]
     Down {
         /// Which.
         peer: PeerId,
@@ -235,13 +235,13 @@ pub enum PeerError {
         reason: DownReason,
     },
     /// Nothing is known of it.
-    #[error("there is no {peer}")]
+    #[error("there is no {peer}: it was removed, or was another engine's; add it")]
     Unknown {
         /// As asked.
         peer: PeerId,
     },
     /// It has not answered within the time given.
-    #[error("{peer} has not answered within {after:?}")]
+    #[error("{peer} has not answered within {after:?}: is it running, and polled?")]
     Timeout {
         /// Which.
         peer: PeerId,
@@ -261,7 +261,7 @@ pub enum RecvError {
         after: Duration,
     },
     /// The engine has been shut down.
-    #[error("the engine has stopped")]
+    #[error("the engine has stopped: build another, and add its peers again")]
     EngineStopped,
 }
 
@@ -276,7 +276,7 @@ pub enum CounterTaken {
         capacity: u16,
     },
     /// The one asked for is in use.
-    #[error("counter {slot} is in use")]
+    #[error("counter {slot} is in use: drop it, or take any that is free")]
     InUse {
         /// Which.
         slot: u16,

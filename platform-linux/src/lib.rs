@@ -37,6 +37,7 @@
 //! |---|---|
 //! | [`provider`] | what a transport must do |
 //! | [`shm`] | the transport for processes of one host |
+//! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
 //!
 //! # Invariants
 //!
@@ -45,17 +46,23 @@
 //! - From submission to completion a write allocates nothing and takes no lock.
 
 mod callback;
+mod cells;
 mod clock;
 mod counter;
+mod counting;
 mod driver;
 mod engine;
 mod error;
+mod intake;
 mod message;
 pub mod provider;
 mod region;
 mod request;
+mod ring;
 mod shared;
 pub mod shm;
+pub mod sim;
+mod sync;
 #[cfg(test)]
 mod tests;
 mod transfer;
@@ -69,6 +76,7 @@ pub use immwire_core::plan::Target;
 pub use immwire_core::region::{MrDesc, Rights};
 pub use immwire_core::wire::NetAddr;
 
+pub use clock::Clock;
 pub use counter::{Expected, ImmCounter, Reached};
 pub use engine::{Builder, Driver, IdlePolicy, Stats, TransferEngine};
 pub use error::{

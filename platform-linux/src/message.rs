@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use immwire_core::group::{self as core_group, Options};
+use immwire_core::group::{self as core_group, Options, Receipts};
 use immwire_core::id::{PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{
@@ -15,12 +15,13 @@ use immwire_core::mailbox::{
 };
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{ControlWrite, Request as PlanRequest};
+use immwire_core::receipt::{Epoch, SETTLEMENT_BYTES, Settlement, SettlementError};
 use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
 
 use crate::driver::{OWN_TRANSFERS, State};
 use crate::error::{End, TransferError};
-use crate::provider::RegisterError;
+use crate::provider::{Path, Receipt, RegisterError};
 use crate::region::{Region, Registry};
 use crate::request::Request;
 use crate::shared::{Message, refused};
@@ -40,7 +41,7 @@ pub(crate) struct Link {
     /// The peer writes here.
     mailbox: Region,
     inbox: Inbox,
-    /// Our messages lie here until they are written. As large as the peer's mailbox.
+    /// Our messages and answers lie here until they are written. As large as the peer's mailbox.
     staging: Option<Region>,
     outbox: Option<Outbox>,
     waiting: VecDeque<Outgoing>,
@@ -82,10 +83,20 @@ impl Link {
 
     /// The peer has told how its mailbox is divided.
     pub(crate) fn connected(&mut self, geometry: Geometry) {
+        if self.outbox.is_some() {
+            // Of two calls that crossed, both may say so; what was staged since the first is on its way.
+            return;
+        }
         let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
         self.outbox = Some(Outbox::new(geometry));
         // Without memory messages cannot be sent, and say so; everything else works.
         self.staging = self.registry.alloc(bytes).ok();
+    }
+
+    /// Where answers to the peer's asks lie, if there is memory for them.
+    pub(crate) fn receipts(&self, geometry: Geometry) -> Option<Receipts> {
+        let src = self.staging.as_ref()?.local();
+        Some(Receipts { src, offset: geometry.receipts_offset() })
     }
 
     /// Reserves a slot and lays the message out for it; gives back where it starts.
@@ -257,6 +268,13 @@ impl State {
     pub(crate) fn control_immediate(&mut self, peer: PeerId, control: Control) {
         let fault = match control {
             Control::Heartbeat => return,
+            Control::Ask { from, to, epoch } => {
+                match self.group.handle_ask(peer, from, to, epoch) {
+                    Ok(()) => return,
+                    Err(_) => "an ask about a path that there is not",
+                }
+            }
+            Control::Answer(nic) => return self.group.handle_answer(peer, nic),
             Control::Credit(slot) => {
                 let Some(link) = self.link(peer) else { return };
                 let released = link.outbox.as_mut().map(|outbox| outbox.release(slot));
@@ -289,6 +307,41 @@ impl State {
         };
         tracing::warn!(%peer, fault, "the peer broke the protocol and is dropped");
         self.group.remove_peer(self.now, peer, DownReason::Protocol);
+    }
+
+    /// Lays an answer out for the peer; `false` if there is no memory for it.
+    pub(crate) fn lay_out(&mut self, peer: PeerId, settlement: &Settlement) -> bool {
+        let Some(link) = self.link(peer) else { return false };
+        let Some((staging, outbox)) = link.staging.as_ref().zip(link.outbox.as_ref()) else {
+            return false;
+        };
+        let offset = outbox.geometry().receipt_offset(settlement.from);
+        offset.is_some_and(|offset| staging.write(offset, &settlement.to_bytes()).is_ok())
+    }
+
+    /// What the peer's answer says of this path of ours; `None` if it answers another ask.
+    pub(crate) fn receipt(
+        &mut self,
+        peer: PeerId,
+        path: Path,
+        epoch: Epoch,
+    ) -> Result<Option<Receipt>, SettlementError> {
+        let Some(link) = self.link(peer) else { return Ok(None) };
+        let Some(offset) = link.inbox.geometry().receipt_offset(path.nic) else { return Ok(None) };
+        let mut bytes = [0; SETTLEMENT_BYTES];
+        if link.mailbox.read(offset, &mut bytes).is_err() {
+            return Ok(None);
+        }
+        match Settlement::from_bytes(&bytes) {
+            Ok(found) => {
+                let asked = (epoch, path.nic, path.remote_nic);
+                let answers = (found.epoch, found.from, found.to) == asked;
+                Ok(answers.then_some(Receipt(found.receipt)))
+            }
+            // The announcement of an earlier one, while this one is being written.
+            Err(SettlementError::Torn) => Ok(None),
+            Err(error) => Err(error),
+        }
     }
 
     /// Hands over what has arrived from the peer in this slot, and gives its slots back.

@@ -13,6 +13,13 @@
 //! 3. *Reuse.* When [`Sink::work_done`] is called, with success or not, nothing reads the source and
 //!    nothing writes the destination on behalf of that piece any more.
 //! 4. *No blocking.* `post`, `poll` and `arm` do not wait for a peer.
+//! 5. *A path may break.* A path is what leads from one of our NICs to one of a peer's. When it breaks,
+//!    [`Sink::path_broken`] says so, and the provider keeps the pieces in flight on it, whose fate is
+//!    unknown: bytes and immediates of theirs may still arrive. Nothing reads their sources any more.
+//!    Each is reported by [`Provider::settle`], as done or as undelivered, or by `abort` or
+//!    `disconnect` as failed. The path is restored only after that, and only if it works. `post` refuses
+//!    what is for a broken path, and `settle` of a path with nothing in flight reports nothing and is no
+//!    error. A transport whose paths do not break while the peer is there has none of it.
 //!
 //! Every provider runs the suite in `tests/conformance`.
 
@@ -24,6 +31,7 @@ use std::time::Duration;
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
+use immwire_core::receipt::MAX_RECEIPT_BYTES;
 use immwire_core::region::{LocalMr, MrDesc, Rights};
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
@@ -94,6 +102,40 @@ pub trait Provider: Send + 'static {
     /// Forces every piece in flight to the peer to a reported end. The connection may be lost by it.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
 
+    /// The peer says that this path of its broke. Sees to it that nothing it posted there lands here any
+    /// more, reports the immediates that did, and returns what [`Provider::settle`] of the peer's needs
+    /// to tell which they were. Called once for each break, also for one of which nothing is known here.
+    ///
+    /// # Errors
+    ///
+    /// [`Unfenced`]: this transport cannot know. The peer is to be aborted.
+    fn fence<S: Sink>(
+        &mut self,
+        peer: PeerId,
+        path: RemotePath,
+        sink: &mut S,
+    ) -> Result<Receipt, Unfenced> {
+        let _ = (peer, path, sink);
+        Err(Unfenced)
+    }
+
+    /// The peer's receipt for a broken path of ours: reports each piece that was in flight there, by
+    /// [`Sink::work_done`] if it had arrived, else by [`Sink::undelivered`], in the order of posting.
+    ///
+    /// # Errors
+    ///
+    /// [`Unfenced`]: the receipt makes no sense; nothing was reported. The peer is to be aborted.
+    fn settle<S: Sink>(
+        &mut self,
+        peer: PeerId,
+        path: Path,
+        receipt: &Receipt,
+        sink: &mut S,
+    ) -> Result<(), Unfenced> {
+        let _ = (peer, path, receipt, sink);
+        Err(Unfenced)
+    }
+
     /// Becomes readable when there is something to poll, after [`Provider::arm`] returned `true`.
     fn fd(&self) -> BorrowedFd<'_>;
 
@@ -124,7 +166,46 @@ pub trait Sink {
 
     /// A connection was lost, or never came to be. What was in flight has been reported.
     fn disconnected(&mut self, peer: PeerId, reason: DownReason);
+
+    /// One of our NICs was lost, or is back. Its paths are reported one by one.
+    fn nic_changed(&mut self, nic: NicIndex, healthy: bool);
+
+    /// A path broke: what is in flight on it has an unknown fate, and nothing is to be posted there.
+    fn path_broken(&mut self, peer: PeerId, path: Path);
+
+    /// A path that broke, and was settled since, can be posted on again.
+    fn path_restored(&mut self, peer: PeerId, path: Path);
+
+    /// A piece of a broken path did not arrive, and never will: it may be posted on another.
+    fn undelivered(&mut self, work: &WorkRequest);
 }
+
+/// What leads from one of our NICs to one of a peer's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Path {
+    /// Our NIC.
+    pub nic: NicIndex,
+    /// The peer's.
+    pub remote_nic: NicIndex,
+}
+
+/// What leads from one of a peer's NICs to one of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RemotePath {
+    /// The peer's NIC.
+    pub from: NicIndex,
+    /// Ours.
+    pub to: NicIndex,
+}
+
+/// What arrived over a path before it was fenced, as the two providers understand it.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Receipt(pub heapless::Vec<u8, MAX_RECEIPT_BYTES>);
+
+/// It cannot be said what became of the pieces on a broken path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("it is not known what arrived over the broken path")]
+pub struct Unfenced;
 
 /// Registration of memory, from any thread and off the data path.
 pub trait Memory: Send + Sync + 'static {

@@ -7,22 +7,18 @@
 use std::collections::BTreeMap;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
 
 use crate::provider::{Memory, RegisterError, Registered, RevokeError};
-
-/// Locks, whatever happened to an earlier holder: what these locks guard is whole at every step.
-pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
+use crate::sync::{Counted, Mutex, Uncounted, lock};
 
 /// A range of registered memory. Cloning it is cheap.
 #[derive(Clone)]
 pub struct Region {
-    registration: Arc<Registration>,
+    registration: Counted<Registration>,
     offset: u64,
     len: u64,
 }
@@ -74,7 +70,7 @@ impl Region {
     pub fn slice(&self, offset: u64, len: u64) -> Result<Self, RegionError> {
         self.local().range(offset, len)?;
         Ok(Self {
-            registration: Arc::clone(&self.registration),
+            registration: Counted::clone(&self.registration),
             offset: self.offset.saturating_add(offset),
             len,
         })
@@ -120,7 +116,7 @@ impl Region {
     /// [`CloseError`] gives the region back: other handles or transfers use it, or a peer was still
     /// writing after `patience`. The memory must stay valid.
     pub fn close(self, patience: Duration) -> Result<(), CloseError> {
-        let registration = match Arc::try_unwrap(self.registration) {
+        let registration = match Counted::try_unwrap(self.registration) {
             Ok(registration) => registration,
             Err(registration) => {
                 let region = Self { registration, ..self };
@@ -131,7 +127,7 @@ impl Region {
             // Dropping it revokes once more, at no cost, and releases it.
             Ok(()) => Ok(()),
             Err(error) => {
-                let registration = Arc::new(registration);
+                let registration = Counted::new(registration);
                 if let Some(registry) = registration.registry.upgrade() {
                     registry.remember(&registration);
                 }
@@ -194,7 +190,7 @@ impl Drop for Registration {
 pub(crate) struct Registry {
     memory: Arc<dyn Memory>,
     /// By first byte, then by the provider's name: several may start at the same byte.
-    ranges: Mutex<BTreeMap<(u64, u32), Weak<Registration>>>,
+    ranges: Mutex<BTreeMap<(u64, u32), Uncounted<Registration>>>,
     /// Dropped while a peer was still writing.
     lingering: Mutex<Vec<Registered>>,
 }
@@ -207,7 +203,8 @@ impl fmt::Debug for Registry {
 
 impl Registry {
     pub(crate) fn new(memory: Arc<dyn Memory>) -> Arc<Self> {
-        Arc::new(Self { memory, ranges: Mutex::default(), lingering: Mutex::default() })
+        let (ranges, lingering) = (Mutex::new(BTreeMap::new()), Mutex::new(Vec::new()));
+        Arc::new(Self { memory, ranges, lingering })
     }
 
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
@@ -227,7 +224,7 @@ impl Registry {
         rights: Rights,
     ) -> Result<Region, RegisterError> {
         let base = ptr.addr().get() as u64;
-        let part = |registration: &Weak<Registration>| {
+        let part = |registration: &Uncounted<Registration>| {
             let whole = Region::whole(registration.upgrade()?);
             let offset = base.saturating_sub(whole.desc().base);
             let fits = whole.desc().rights == rights && len > 0;
@@ -246,15 +243,18 @@ impl Registry {
         Ok(Region::whole(registration))
     }
 
-    fn remember(&self, registration: &Arc<Registration>) {
+    fn remember(&self, registration: &Counted<Registration>) {
         let mut ranges = lock(&self.ranges);
-        ranges.retain(|_, registration| registration.strong_count() > 0);
+        // Those that are gone are cleared out whenever the number has doubled: a share of O(1) for each.
+        if ranges.len().is_power_of_two() {
+            ranges.retain(|_, registration| registration.strong_count() > 0);
+        }
         let Registered { desc, id, .. } = &*registration.registered;
-        ranges.insert((desc.base, *id), Arc::downgrade(registration));
+        ranges.insert((desc.base, *id), Counted::downgrade(registration));
     }
 
-    fn adopt(self: &Arc<Self>, registered: Registered) -> Arc<Registration> {
-        Arc::new(Registration {
+    fn adopt(self: &Arc<Self>, registered: Registered) -> Counted<Registration> {
+        Counted::new(Registration {
             registered: std::mem::ManuallyDrop::new(registered),
             memory: Arc::clone(&self.memory),
             registry: Arc::downgrade(self),
@@ -299,13 +299,14 @@ impl Registry {
 }
 
 impl Region {
-    fn whole(registration: Arc<Registration>) -> Self {
+    fn whole(registration: Counted<Registration>) -> Self {
         let len = registration.registered.desc.len;
         Self { registration, offset: 0, len }
     }
 }
 
 #[cfg(test)]
+#[cfg(not(loom))] // The models have their own.
 mod tests {
     use super::*;
     use immwire_core::id::{EngineId, PeerId};

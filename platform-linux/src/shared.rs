@@ -4,29 +4,27 @@
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering, fence};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
 use immwire_core::group::{PeersFull, SubmitError as GroupError};
 use immwire_core::id::{PeerId, Time};
-use immwire_core::imm::{
-    Added, CounterSlot, CounterTable, Imm, ImmTag, MAX_IMM_UNITS, Tallies, Tally, WRITE_UNITS,
-};
+use immwire_core::imm::{Added, Imm, ImmTag, Tallies, Tally};
 use immwire_core::peer::{DownReason, PeerState};
-use immwire_core::ring::{Cell, Ring};
-use immwire_core::wake::{Doorbell, Ticket};
+use immwire_core::wake::Ticket;
 use immwire_core::wire::NetAddr;
 
-use crate::callback::Callbacks;
+use crate::callback::{Callbacks, Job};
+use crate::cells::Cells;
 use crate::clock::Clock;
-use crate::counter::{CODE_REACHED, CODE_STOPPED};
+use crate::counter::Baseline;
+use crate::counting::Counting;
 use crate::driver::Submission;
 use crate::error::{AddPeerError, End, RecvError, SubmitError, TransferError};
-use crate::region::lock;
-use crate::transfer::TransferCell;
-use crate::wait::WaitCell;
+use crate::intake::{Intake, Wake};
+use crate::sync::lock;
 
 /// How long a peer that went down is remembered by name, at most so many of them.
 const REMEMBERED_PEERS: usize = 4096;
@@ -189,32 +187,37 @@ pub(crate) fn bump(statistic: &AtomicU64, by: u64) {
 /// See the [module](self).
 pub(crate) struct Shared {
     pub(crate) clock: Clock,
-    pub(crate) commands: Ring<Command, Box<[Cell<Command>]>>,
-    pub(crate) control: Mutex<VecDeque<Control>>,
-    /// Something is in `control`.
-    pub(crate) control_waits: AtomicBool,
-    /// Rung after anything was put into `commands` or `control`.
-    pub(crate) bell: Doorbell,
-    /// Makes a sleeping driver look.
-    pub(crate) wake_fd: OwnedFd,
-    pub(crate) cells: Box<[TransferCell]>,
-    free_cells: Ring<u16, Box<[Cell<u16>]>>,
-    capacity: Mutex<()>,
-    /// Somebody waits for a free cell.
-    capacity_wanted: AtomicBool,
-    capacity_returned: Condvar,
-    pub(crate) counters: CounterTable<Box<[CounterSlot]>>,
+    pub(crate) intake: Intake<Command, Control, Sleeper>,
+    pub(crate) cells: Cells<End>,
+    pub(crate) counting: Counting,
     pub(crate) tallies: Tallies<Arc<[Tally]>>,
-    waits: Box<[WaitCell]>,
+    /// By counter slot.
+    baselines: Box<[Baseline]>,
     counters_taken: Mutex<Box<[bool]>>,
     pub(crate) callbacks: Callbacks,
     pub(crate) inbox: Inbox,
     pub(crate) peers: PeerBook,
     pub(crate) stats: Counters,
-    /// No more is taken; the driver is to end.
-    pub(crate) stopping: AtomicBool,
-    /// The driver has ended.
-    stopped: AtomicBool,
+}
+
+/// How a driver is made to look.
+pub(crate) struct Sleeper {
+    clock: Clock,
+    /// An eventfd that it waits for when it sleeps. None on a stepped clock, where nobody sleeps.
+    wake_fd: Option<OwnedFd>,
+}
+
+impl Wake for Sleeper {
+    fn wake(&self) {
+        if let Some(wake_fd) = &self.wake_fd {
+            // An eventfd's counter cannot overflow by ones; it is readable either way.
+            let _ = rustix::io::write(wake_fd, &1_u64.to_ne_bytes());
+        }
+    }
+
+    fn step(&self) -> bool {
+        self.clock.ring()
+    }
 }
 
 /// Sizes of what is shared.
@@ -223,193 +226,89 @@ pub(crate) struct Sizes {
     pub(crate) counters: u16,
 }
 
-fn ring<T>(capacity: usize) -> Option<Ring<T, Box<[Cell<T>]>>> {
-    let cells: Box<[Cell<T>]> =
-        (0..capacity.next_power_of_two().max(2)).map(|_| Cell::new()).collect();
-    // SAFETY: a boxed slice's `as_ref` is the same memory wherever the box is moved, and the ring owns
-    // the box.
-    unsafe { Ring::from_storage(cells) }.ok()
-}
-
 impl Shared {
     /// `None` if a size is beyond what a ring can have.
     pub(crate) fn new(
         sizes: &Sizes,
         tallies: Tallies<Arc<[Tally]>>,
-        wake_fd: OwnedFd,
+        clock: Clock,
+        wake_fd: Option<OwnedFd>,
     ) -> Option<Self> {
         let transfers = usize::from(sizes.transfers);
         let counters = usize::from(sizes.counters);
-        let free_cells = ring(transfers)?;
-        for cell in 0..sizes.transfers {
-            // The ring has room for all of them.
-            let _ = free_cells.try_push(cell);
-        }
+        let sleeper = Sleeper { clock: clock.clone(), wake_fd };
         Some(Self {
-            clock: Clock::start(),
+            clock,
             // Each transfer has one submission and may have some cancellations under way.
-            commands: ring(transfers.saturating_mul(2))?,
-            control: Mutex::default(),
-            control_waits: AtomicBool::new(false),
-            bell: Doorbell::new(),
-            wake_fd,
-            cells: (0..transfers).map(|_| TransferCell::default()).collect(),
-            free_cells,
-            capacity: Mutex::default(),
-            capacity_wanted: AtomicBool::new(false),
-            capacity_returned: Condvar::new(),
-            counters: CounterTable::new((0..counters).map(|_| CounterSlot::new()).collect()),
+            intake: Intake::new(transfers.saturating_mul(2), sleeper)?,
+            cells: Cells::new(sizes.transfers)?,
+            counting: Counting::new(sizes.counters),
             tallies,
-            waits: (0..counters).map(|_| WaitCell::default()).collect(),
+            baselines: (0..sizes.counters).map(|_| Baseline::default()).collect(),
             counters_taken: Mutex::new(vec![false; counters].into_boxed_slice()),
             callbacks: Callbacks::new(transfers + counters + Inbox::CAPACITY)?,
             inbox: Inbox::default(),
             peers: PeerBook::default(),
             stats: Counters::default(),
-            stopping: AtomicBool::new(false),
-            stopped: AtomicBool::new(false),
         })
+    }
+
+    /// Readable once a sleeping driver is to look.
+    pub(crate) fn wake_fd(&self) -> Option<BorrowedFd<'_>> {
+        self.intake.sleeper.wake_fd.as_ref().map(AsFd::as_fd)
     }
 
     // ---- submission ----
 
     /// Takes a cell for a new transfer.
     pub(crate) fn take_cell(&self) -> Result<(u16, Ticket), SubmitError> {
-        if self.stopping.load(Ordering::Relaxed) {
+        if self.intake.is_stopping() {
             return Err(SubmitError::EngineStopped);
         }
-        let full = SubmitError::Full { capacity: self.cells.len() };
-        let cell = self.free_cells.try_pop().ok_or(full)?;
-        let ticket = self.cells.get(usize::from(cell)).and_then(TransferCell::begin);
-        ticket.map(|ticket| (cell, ticket)).ok_or(full)
+        self.cells.take().ok_or(SubmitError::Full { capacity: self.cells.len() })
     }
 
-    /// A cell is empty again.
-    pub(crate) fn give_back(&self, cell: u16) {
-        // The ring has room for every cell there is.
-        let _ = self.free_cells.try_push(cell);
-        if self.capacity_wanted.swap(false, Ordering::AcqRel) {
-            let _guard = lock(&self.capacity);
-            self.capacity_returned.notify_all();
-        }
-    }
-
-    /// Waits until a cell may be free.
-    pub(crate) fn wait_capacity(&self, timeout: Duration) -> bool {
-        let start = Instant::now();
-        let mut guard = lock(&self.capacity);
-        loop {
-            self.capacity_wanted.store(true, Ordering::Release);
-            // A cell that came back before the flag was seen is found here.
-            if !self.free_cells.is_empty() || self.is_stopped() {
-                return true;
-            }
-            let Some(left) = timeout.checked_sub(start.elapsed()) else { return false };
-            // Short naps: a notification between the look and the nap costs one of them.
-            let nap = left.min(Duration::from_millis(1));
-            let waited = self.capacity_returned.wait_timeout(guard, nap);
-            guard = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
-        }
-    }
-
-    /// Hands a command to the driver. There is room, since each transfer sends few; a cancellation
-    /// that finds none is tried until there is.
+    /// Hands a command to the driver. There is room, since each transfer sends few.
     pub(crate) fn send(&self, command: Command) {
-        if let Err(command) = self.commands.try_push(command) {
-            self.send_late(command);
-        }
-        self.ring_bell();
-        if self.is_stopped() {
-            self.refuse_commands();
-        }
-    }
-
-    #[cold]
-    fn send_late(&self, mut command: Command) {
-        while let Err(back) = self.commands.try_push(command) {
-            if self.is_stopped() {
-                self.refuse_commands();
-            }
-            command = back;
-            std::thread::yield_now();
-        }
+        self.intake.send(command, |command| self.refuse(command));
     }
 
     /// Ends what was submitted to a driver that is no more.
-    fn refuse_commands(&self) {
+    fn refuse(&self, command: Command) {
         let error = TransferError::EngineStopped;
-        while let Some(command) = self.commands.try_pop() {
-            match command {
-                Command::Submit(Submission { cell, ticket, .. })
-                | Command::Send { cell, ticket, .. } => {
-                    self.finish(cell, ticket, End::NeverStarted { error });
-                }
-                Command::Cancel { .. } => {}
+        match command {
+            Command::Submit(Submission { cell, ticket, .. })
+            | Command::Send { cell, ticket, .. } => {
+                self.finish(cell, ticket, End::NeverStarted { error });
             }
+            Command::Cancel { .. } => {}
         }
     }
 
-    /// Asks the driver for something off the way of writes. If it has ended the question is dropped,
-    /// which whoever waits for the answer notices.
-    pub(crate) fn ask(&self, control: Control) {
-        lock(&self.control).push_back(control);
-        self.control_waits.store(true, Ordering::Release);
-        self.ring_bell();
-        if self.is_stopped() {
-            lock(&self.control).clear();
-        }
-    }
-
-    /// After a wait was begun: ends it if the driver has ended, and may not have seen it.
-    pub(crate) fn complete_if_stopped(&self, cell: &WaitCell, ticket: Ticket) {
-        // With the fence in `stop`: either we see the end, or `stop` sees the tenancy.
-        fence(Ordering::SeqCst);
-        if self.is_stopped() {
-            cell.complete(ticket, CODE_STOPPED, &self.callbacks);
-        }
-    }
-
-    /// Wakes the driver if it sleeps.
-    pub(crate) fn ring_bell(&self) {
-        if self.bell.ring() {
-            // An eventfd's counter cannot overflow by ones; it is readable either way.
-            let _ = rustix::io::write(&self.wake_fd, &1_u64.to_ne_bytes());
-        }
-    }
-
-    pub(crate) fn wake_fd(&self) -> BorrowedFd<'_> {
-        self.wake_fd.as_fd()
+    /// Has a job run that is due now; a polled driver that sleeps is woken for it.
+    pub(crate) fn call(&self, job: Job) {
+        self.callbacks.push(job);
+        self.intake.ring();
     }
 
     // ---- counters ----
 
-    pub(crate) fn wait_cell(&self, tag: ImmTag) -> Option<&WaitCell> {
-        self.waits.get(usize::from(tag.slot()))
+    pub(crate) fn baseline(&self, tag: ImmTag) -> Option<&Baseline> {
+        self.baselines.get(usize::from(tag.slot()))
+    }
+
+    /// A peer begins: what the last tenant of its slot has sent is not its own. O(counters in use).
+    pub(crate) fn begin_tallies(&self, peer: PeerId) {
+        for (slot, baseline) in (0..).zip(&self.baselines) {
+            if let Some(units) = lock(baseline).get_mut(usize::from(peer.index)) {
+                *units = self.tallies.units(slot, peer.index).unwrap_or(0);
+            }
+        }
     }
 
     /// Counts an immediate, and wakes whoever waited for it.
     pub(crate) fn count(&self, imm: Imm) -> Added {
-        let added = self.counters.add(imm);
-        if added == Added::Fired
-            && let Some(cell) = self.wait_cell(imm.tag())
-            && let Some(ticket) = cell.completion.pending()
-        {
-            cell.complete(ticket, CODE_REACHED, &self.callbacks);
-        }
-        added
-    }
-
-    /// Puts back what a wait had consumed that nobody wants any more.
-    pub(crate) fn restore(&self, tag: ImmTag, writes: u64) {
-        let mut units = writes.saturating_mul(WRITE_UNITS.into());
-        while units > 0 {
-            let part = u16::try_from(units).unwrap_or(u16::MAX).min(MAX_IMM_UNITS);
-            let Some(imm) = tag.with_units(part) else { return };
-            if matches!(self.count(imm), Added::Stale | Added::NoSuchSlot | Added::Overflow) {
-                return;
-            }
-            units -= u64::from(part);
-        }
+        self.counting.count(imm, &self.callbacks)
     }
 
     /// Reserves a counter slot: the one asked for, or the first that is free.
@@ -420,7 +319,7 @@ impl Shared {
             None => taken.iter().position(|&taken| !taken),
         };
         let slot = free.and_then(|at| u16::try_from(at).ok()).ok_or(asked)?;
-        let tag = self.counters.tag(slot).ok_or(asked)?;
+        let tag = self.counting.table().tag(slot).ok_or(asked)?;
         if let Some(taken) = taken.get_mut(usize::from(slot)) {
             *taken = true;
         }
@@ -429,7 +328,7 @@ impl Shared {
 
     /// Makes a tag stale, and its slot free for the next.
     pub(crate) fn retire_counter(&self, tag: ImmTag) {
-        if let Err(error) = self.counters.retire(tag) {
+        if let Err(error) = self.counting.table().retire(tag) {
             tracing::debug!(%error, %tag, "a counter could not be retired");
         }
         if let Some(taken) = lock(&self.counters_taken).get_mut(usize::from(tag.slot())) {
@@ -451,7 +350,7 @@ impl Shared {
         if count > 0 {
             lock(&self.inbox.state).posted.push_back((count, call));
             self.hand_out();
-            self.ring_bell();
+            self.intake.ring();
         }
     }
 
@@ -475,7 +374,7 @@ impl Shared {
                 lock(&shared.inbox.state).queued -= 1;
                 shared.hand_out();
                 // A mailbox may have waited for room.
-                shared.ring_bell();
+                shared.intake.ring();
                 called.unwrap_or_else(|panic| resume_unwind(panic));
             }));
         }
@@ -484,40 +383,25 @@ impl Shared {
     }
 
     pub(crate) fn recv(&self, timeout: Duration) -> Result<Message, RecvError> {
-        let message = self.inbox.take(timeout, || self.is_stopped())?;
+        let message = self.inbox.take(timeout, || self.intake.is_stopped())?;
         // A mailbox may have waited for room.
-        self.ring_bell();
+        self.intake.ring();
         Ok(message)
     }
 
     // ---- the end ----
 
-    /// Whether the driver has ended.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.stopped.load(Ordering::Acquire)
-    }
-
     /// The driver ends: nobody is left waiting for it.
     pub(crate) fn stop(&self) {
-        self.stopping.store(true, Ordering::Relaxed);
-        self.stopped.store(true, Ordering::Release);
-        // With the fence in `Doorbell::ring`, between a push and the look in `send`: whoever pushes
-        // after this loop has emptied the ring sees `stopped`, and empties it again.
-        fence(Ordering::SeqCst);
-        self.refuse_commands();
-        lock(&self.control).clear();
-        for cell in &self.waits {
-            if let Some(ticket) = cell.completion.pending() {
-                cell.complete(ticket, CODE_STOPPED, &self.callbacks);
-            }
-        }
+        self.intake.stop(|command| self.refuse(command));
+        self.counting.end(&self.callbacks);
         let live = self.peers.known();
         for peer in live {
             self.peers.set(peer, PeerState::Down(DownReason::Removed));
         }
         drop(lock(&self.inbox.state));
         self.inbox.arrived.notify_all();
-        self.capacity_returned.notify_all();
+        self.cells.close();
         // After the last of them: none may be pushed to a thread that has gone.
         self.callbacks.end();
     }

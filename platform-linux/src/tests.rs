@@ -163,3 +163,31 @@ fn a_waiting_message_wakes_its_engine_in_time() {
     let took = start.elapsed();
     assert!(took >= Duration::from_millis(100) && took < Duration::from_millis(400), "{took:?}");
 }
+
+#[test]
+fn messages_that_wait_while_both_sides_call_each_other_arrive_once() {
+    for round in 0..20_u8 {
+        let mut both = [(); 2].map(|()| TransferEngine::builder().build_polled().unwrap());
+        let addresses = [0, 1].map(|at: usize| both[at].0.address().clone());
+        let mut sent = Vec::new();
+        for (at, (engine, driver)) in both.iter_mut().enumerate() {
+            let peer = driver.add_peer(&addresses[1 - at]).unwrap();
+            sent.push([1, 2, 3].map(|n| engine.submit_send(peer, &[round, n]).unwrap()));
+        }
+        let mut got = [Vec::new(), Vec::new()];
+        let start = Instant::now();
+        while got.iter().any(|got| got.len() < 3) && start.elapsed() < LONG {
+            for (got, (engine, driver)) in got.iter_mut().zip(&mut both) {
+                driver.poll();
+                got.extend(engine.recv(Duration::ZERO).map(|message| message.bytes));
+            }
+        }
+        let wanted: Vec<Vec<u8>> = [1, 2, 3].map(|n| vec![round, n]).into();
+        assert_eq!(got, [wanted.clone(), wanted]);
+        for (sent, (_, driver)) in sent.iter().zip(&mut both) {
+            for transfer in sent {
+                driver.wait(transfer, LONG).unwrap().ok().unwrap();
+            }
+        }
+    }
+}

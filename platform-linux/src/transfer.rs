@@ -1,84 +1,25 @@
 //! Transfers under way, as their callers see them.
 //!
-//! Every transfer takes one [`TransferCell`] from submission until its end has been seen by the engine
-//! and its handle has been dropped. The cells are made when the engine is built, so that submitting
-//! allocates nothing; when all are taken, submitting is refused.
+//! Every transfer has a cell of the engine's (`cells`) from submission until the engine has told its end
+//! and its handle has been dropped.
 
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicU8, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use immwire_core::wake::Ticket;
 
 use crate::error::{End, TransferError, WaitTimeout};
-use crate::region::lock;
 use crate::shared::{Command, Shared};
-use crate::wait::{WaitCell, Waiter};
-
-const CODE_DONE: u8 = 0;
-const CODE_FAILED: u8 = 1;
-
-/// Room for one transfer.
-#[derive(Default)]
-pub(crate) struct TransferCell {
-    pub(crate) wait: WaitCell,
-    /// The end, if it is not [`End::Done`]; written before completion.
-    failure: Mutex<Option<End>>,
-    /// Who still needs the cell: the engine, and the caller's handle.
-    holders: AtomicU8,
-}
-
-impl TransferCell {
-    /// Takes the cell for a new transfer; it was empty.
-    pub(crate) fn begin(&self) -> Option<Ticket> {
-        self.holders.store(2, Ordering::Relaxed);
-        self.wait.completion.begin()
-    }
-
-    fn end(&self, code: u8) -> End {
-        let failure = if code == CODE_FAILED { *lock(&self.failure) } else { None };
-        failure.unwrap_or(End::Done)
-    }
-}
 
 impl Shared {
     /// The engine's side of an end: publishes it and lets go of the cell.
     pub(crate) fn finish(&self, cell: u16, ticket: Ticket, end: End) {
-        let Some(slot) = self.cells.get(usize::from(cell)) else { return };
-        let code = match end {
-            End::Done => CODE_DONE,
-            failure => {
-                *lock(&slot.failure) = Some(failure);
-                CODE_FAILED
-            }
-        };
-        if slot.wait.complete(ticket, code, &self.callbacks) {
-            self.let_go(cell, ticket);
-        }
-    }
-
-    /// Gives back a cell that was taken for nothing.
-    pub(crate) fn put_back(&self, cell: u16, ticket: Ticket) {
-        let slot = self.cells.get(usize::from(cell));
-        if slot.is_some_and(|slot| slot.wait.completion.reset(ticket)) {
-            self.give_back(cell);
-        }
-    }
-
-    /// One holder less; the last one empties the cell.
-    fn let_go(&self, cell: u16, ticket: Ticket) {
-        let Some(slot) = self.cells.get(usize::from(cell)) else { return };
-        // AcqRel: the last holder comes after everything the other one did.
-        if slot.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
-            slot.wait.forget();
-            if slot.wait.completion.reset(ticket) {
-                self.give_back(cell);
-            }
-        }
+        let outcome = if end == End::Done { Ok(()) } else { Err(end) };
+        self.cells.finish(cell, ticket, outcome, &self.callbacks);
     }
 }
 
@@ -98,20 +39,19 @@ impl fmt::Debug for Transfer {
     }
 }
 
+fn end_of(outcome: Result<(), End>) -> End {
+    outcome.err().unwrap_or(End::Done)
+}
+
 impl Transfer {
     pub(crate) const fn new(shared: Arc<Shared>, cell: u16, ticket: Ticket) -> Self {
         Self { shared, cell, ticket }
     }
 
-    fn slot(&self) -> Option<&TransferCell> {
-        self.shared.cells.get(usize::from(self.cell))
-    }
-
     /// How it ended; `None` while it is under way. One load.
     #[must_use]
     pub fn poll_end(&self) -> Option<End> {
-        let slot = self.slot()?;
-        slot.wait.poll(self.ticket).map(|code| slot.end(code))
+        self.shared.cells.poll(self.cell, self.ticket).map(end_of)
     }
 
     /// Waits for the end: spins for some microseconds, then sleeps.
@@ -122,9 +62,8 @@ impl Transfer {
     ///
     /// [`WaitTimeout`]: it is still under way, and its memory in use.
     pub fn wait(&self, timeout: Duration) -> Result<End, WaitTimeout> {
-        let late = WaitTimeout { after: timeout };
-        let slot = self.slot().ok_or(late)?;
-        slot.wait.wait(self.ticket, timeout).map(|code| slot.end(code)).ok_or(late)
+        let outcome = self.shared.cells.wait(self.cell, self.ticket, timeout);
+        outcome.map(end_of).ok_or(WaitTimeout { after: timeout })
     }
 
     /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory.
@@ -144,9 +83,8 @@ impl Transfer {
             let stopped = End::NeverStarted { error: TransferError::EngineStopped };
             call(self.poll_end().unwrap_or(stopped));
         });
-        let Some(slot) = shared.cells.get(usize::from(cell)) else { return };
-        if let Err((Waiter::Callback(job), _)) = slot.wait.leave(ticket, Waiter::Callback(job)) {
-            shared.callbacks.push(job);
+        if let Err(job) = shared.cells.leave(cell, ticket, job) {
+            shared.call(job);
         }
     }
 }
@@ -155,21 +93,13 @@ impl Future for Transfer {
     type Output = End;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<End> {
-        let Some(slot) = self.slot() else {
-            return Poll::Ready(End::NeverStarted { error: TransferError::EngineStopped });
-        };
-        if let Some(end) = self.poll_end() {
-            return Poll::Ready(end);
-        }
-        match slot.wait.leave(self.ticket, Waiter::Waker(context.waker().clone())) {
-            Ok(()) => self.poll_end().map_or(Poll::Pending, Poll::Ready),
-            Err((_, code)) => Poll::Ready(slot.end(code)),
-        }
+        let outcome = self.shared.cells.watch(self.cell, self.ticket, context.waker());
+        outcome.map(end_of).map_or(Poll::Pending, Poll::Ready)
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.shared.let_go(self.cell, self.ticket);
+        self.shared.cells.let_go(self.cell, self.ticket);
     }
 }

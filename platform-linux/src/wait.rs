@@ -1,22 +1,23 @@
 //! How a caller waits for one thing that happens once: by polling, sleeping, a waker or a callback.
 //!
-//! The states, and why no wake-up is missed, are the core's ([`Completion`]); here are the futex that
-//! puts a thread to sleep, and the place where a waker or callback is kept.
+//! The states, and why no wake-up is missed, are the core's ([`Completion`]); here is the place where a
+//! waker or callback is kept. How a thread sleeps on a word is `sync`'s.
+//!
+//! # Invariants
+//!
+//! 1. Whoever waits is woken by the completion of its own tenancy: a sleeper, the waker that was left
+//!    last, or the callback, which runs once.
+//! 2. A completer that is slow to wake touches no waiter of a later tenancy.
+//!
+//! The tests below check 2 step by step, the loom models of `verification/loom` both, on this text.
 
-use std::sync::Mutex;
 use std::task::Waker;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use immwire_core::wake::{Completed, Completion, Progress, Ticket};
-use rustix::thread::futex;
 
 use crate::callback::{Callbacks, Job};
-use crate::region::lock;
-
-/// How long a waiter spins before it sleeps. A sleep and a wake-up cost about as much.
-const SPIN: Duration = Duration::from_micros(20);
-/// How often a spinning waiter looks at the clock.
-const SPINS_PER_LOOK: u32 = 64;
+use crate::sync::{Mutex, Timer, lock, sleep_on, wake_all};
 
 /// What is to be done on completion.
 pub(crate) enum Waiter {
@@ -27,11 +28,16 @@ pub(crate) enum Waiter {
 }
 
 /// A completion, and who waits for it.
-#[derive(Default)]
 pub(crate) struct WaitCell {
     pub(crate) completion: Completion,
     /// With the tenancy that it waits for: a slow completer leaves the next tenant's alone.
     waiter: Mutex<Option<(Ticket, Waiter)>>,
+}
+
+impl Default for WaitCell {
+    fn default() -> Self {
+        Self { completion: Completion::new(), waiter: Mutex::new(None) }
+    }
 }
 
 impl WaitCell {
@@ -47,9 +53,7 @@ impl WaitCell {
 
     /// Wakes whoever waits for the tenancy. By now it may have ended, and another have begun.
     fn wake(&self, ticket: Ticket, callbacks: &Callbacks) {
-        let all = i32::MAX.unsigned_abs();
-        // The word is ours and mapped; waking nobody is no error.
-        let _ = futex::wake(self.completion.word(), futex::Flags::PRIVATE, all);
+        wake_all(self.completion.word());
         match self.take_waiter(ticket) {
             Some(Waiter::Waker(waker)) => waker.wake(),
             Some(Waiter::Callback(job)) => callbacks.push(job),
@@ -89,19 +93,23 @@ impl WaitCell {
         drop(forgotten);
     }
 
+    /// For a future's poll: the code, or [`None`] and `waker` is left to be woken on completion.
+    pub(crate) fn watch(&self, ticket: Ticket, waker: &Waker) -> Option<u8> {
+        if let Some(code) = self.poll(ticket) {
+            return Some(code);
+        }
+        match self.leave(ticket, Waiter::Waker(waker.clone())) {
+            // The completer may have come, and have woken the waker, in between.
+            Ok(()) => self.poll(ticket),
+            Err((_, code)) => Some(code),
+        }
+    }
+
     /// Waits until complete, or until `timeout` has passed: spins a little, then sleeps.
     pub(crate) fn wait(&self, ticket: Ticket, timeout: Duration) -> Option<u8> {
-        let start = Instant::now();
-        loop {
-            for _ in 0..SPINS_PER_LOOK {
-                if let Some(code) = self.poll(ticket) {
-                    return Some(code);
-                }
-                std::hint::spin_loop();
-            }
-            if start.elapsed() >= SPIN.min(timeout) {
-                break;
-            }
+        let timer = Timer::start(timeout);
+        if let Some(code) = timer.spin(|| self.poll(ticket)) {
+            return Some(code);
         }
         loop {
             let word = match self.completion.announce_sleeper(ticket) {
@@ -109,17 +117,13 @@ impl WaitCell {
                 Progress::Stale => return None,
                 Progress::Pending { word } => word,
             };
-            let left = timeout.checked_sub(start.elapsed())?;
-            let seconds = i64::try_from(left.as_secs()).unwrap_or(i64::MAX);
-            let nanos = i64::from(left.subsec_nanos());
-            let left = futex::Timespec { tv_sec: seconds, tv_nsec: nanos };
-            // Every outcome (woken, word changed, interrupted, timed out) is looked at above.
-            let _ = futex::wait(self.completion.word(), futex::Flags::PRIVATE, word, Some(&left));
+            sleep_on(self.completion.word(), word, timer.left()?);
         }
     }
 }
 
 #[cfg(test)]
+#[cfg(not(loom))] // The models have their own.
 mod tests {
     use super::*;
     use std::sync::Arc;

@@ -225,7 +225,7 @@ fn put(ring: &[AtomicU64], head: u64, job: &Job, len: u64) {
     for (run, bytes) in runs(ring, head + HEAD_BYTES, len) {
         // SAFETY: the source stays readable until the piece is reported (`Provider::post`); the run
         // lies in the ring, whose reader is done with it, as there is room.
-        unsafe { copy(src, run, bytes) };
+        unsafe { copy(src, run, bytes, size_of_val(ring)) };
         src = src.wrapping_add(bytes);
     }
 }

@@ -6,7 +6,7 @@ use rustix::io::Errno;
 
 use super::socket::last_errno;
 
-/// Copies `len` bytes from `src` to `dst`.
+/// Copies `len` bytes from `src` to `dst`, which is part of `area` bytes that are written in turn.
 ///
 /// Another process may access the same bytes at the same time: its program may break the rule that a
 /// buffer under transfer is left alone, as it may with a NIC. The bytes are then a mixture of both, as
@@ -18,20 +18,33 @@ use super::socket::last_errno;
 /// - `src..src + len` may be read, and `dst..dst + len` written, until the call returns.
 /// - The two do not overlap, as addresses. (Two mappings of one file may; the bytes are then whichever
 ///   order the copy took, which is the caller's program's fault.)
-pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize) {
+pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, area: usize) {
     #[cfg(target_arch = "x86_64")]
-    if len >= STREAM_BYTES {
+    if past_caches(len, area) {
         // SAFETY: our caller's promise.
         return unsafe { stream(src, dst, len) };
     }
+    let _ = area;
     // SAFETY: our caller's promise; bytes have no alignment.
     unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
 }
 
-/// Copies of so many bytes go past the caches. What is that long is seldom touched again before it
-/// would have left them, and its lines need not be fetched first: a third more bytes move in a second.
+/// Whether a copy of `len` bytes into an area of `area` goes past the caches.
+///
+/// Where the lines are not cached anyway, it need not fetch them first: a fifth to a half more bytes
+/// move in a second, whether the receiver reads them then or not. They are not if the area is larger
+/// than the caches, and seldom if the copy is long. Short copies to a small area stay in the caches,
+/// where a receiver finds them a quarter sooner.
 #[cfg(target_arch = "x86_64")]
-const STREAM_BYTES: usize = 256 << 10;
+const fn past_caches(len: usize, area: usize) -> bool {
+    /// From here on it pays whatever the area.
+    const LONG: usize = 256 << 10;
+    /// Below, the first and last lines and the fence cost as much as is won.
+    const SHORT: usize = 8 << 10;
+    /// More than one engine's share of the last-level cache on today's servers.
+    const UNCACHED: usize = 32 << 20;
+    len >= LONG || (len >= SHORT && area >= UNCACHED)
+}
 
 /// As [`copy`], past the caches.
 ///
@@ -113,6 +126,30 @@ mod tests {
 
     fn me() -> i32 {
         i32::try_from(std::process::id()).unwrap()
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn every_copy_past_the_caches_moves_all_bytes_and_no_other() {
+        let (lens, edge) = ([0, 1, 15, 63, 64, 65, 127, 128, 129, 8191, 8192], 64);
+        let from: Vec<u8> = (0..9000_u32).map(|i| (i % 251) as u8 + 1).collect();
+        for (len, at, start) in lens
+            .into_iter()
+            .flat_map(|len| (0..65).flat_map(move |at| [0, 1, 17].map(|start| (len, at, start))))
+        {
+            let mut to = vec![0_u8; edge + len + 2 * edge];
+            // SAFETY: both ranges lie inside their vectors, which are two.
+            unsafe { stream(from.as_ptr().add(start), to.as_mut_ptr().add(at), len) };
+            assert!(to[at..at + len] == from[start..start + len], "{len} {at} {start}");
+            assert!(to[..at].iter().chain(&to[at + len..]).all(|byte| *byte == 0));
+        }
+    }
+
+    #[cfg(target_arch = "x86_64")]
+    #[test]
+    fn short_copies_and_small_areas_stay_in_the_caches() {
+        assert!(past_caches(256 << 10, 256 << 10) && past_caches(8 << 10, 32 << 20));
+        assert!(!past_caches((8 << 10) - 1, 1 << 40) && !past_caches(64 << 10, (32 << 20) - 1));
     }
 
     #[test]

@@ -265,7 +265,7 @@ impl ShmMemory {
             // SAFETY: the source is a run of the bounce ring, mapped while the session lives; the
             // destination was just checked to lie in the region, which stays valid until it is
             // withdrawn (`Memory::register`), and that takes the lock that we hold.
-            unsafe { copy(src, region.base.as_ptr().add(offset), bytes) };
+            unsafe { copy(src, region.base.as_ptr().add(offset), bytes, region.len) };
             offset += bytes;
         }
         true

@@ -36,6 +36,9 @@
 
 mod bounce;
 mod copy;
+#[cfg(fuzzing)]
+#[doc(hidden)]
+pub mod fuzzing;
 mod handshake;
 mod memory;
 mod segment;
@@ -65,7 +68,7 @@ use self::memory::Link;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
 use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
-use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
+use crate::provider::{ConnectError, NicInfo, NicLimits, Path, Provider, Sink};
 
 /// The longest piece. Copies run no faster beyond, and between two pieces a cancellation is heard, and
 /// small writes get their turn.
@@ -1064,6 +1067,10 @@ impl Drop for ShmProvider {
             }
             fn connected(&mut self, _: PeerId, _: &Hello) {}
             fn disconnected(&mut self, _: PeerId, _: DownReason) {}
+            fn nic_changed(&mut self, _: NicIndex, _: bool) {}
+            fn path_broken(&mut self, _: PeerId, _: Path) {}
+            fn path_restored(&mut self, _: PeerId, _: Path) {}
+            fn undelivered(&mut self, _: &WorkRequest) {}
         }
         while let Some(index) = self.up.pop() {
             self.end(index, WorkError::Flushed, &mut Nobody);

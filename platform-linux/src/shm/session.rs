@@ -129,7 +129,8 @@ pub(super) enum Step {
 
 /// Where the bytes of a piece go.
 enum Place {
-    Here(*mut u8),
+    /// At this address, in a region of so many bytes.
+    Here(*mut u8, usize),
     Process,
     Bounce,
 }
@@ -347,7 +348,8 @@ impl Session {
             }
             Target::Mapped { mapping, base, len, .. } => {
                 let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
-                Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset)))
+                let area = usize::try_from(*len).unwrap_or(usize::MAX);
+                Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset), area))
             }
             Target::Process { base, len, .. } => {
                 offset_in(work, *base, *len).ok_or(REFUSED)?;
@@ -396,14 +398,14 @@ impl Session {
             return Step::Ended(Err(WorkError::RemoteAccess));
         }
         match place {
-            Place::Here(dst) => {
+            Place::Here(dst, area) => {
                 // SAFETY:
                 // - the source may be read: the engine posts ranges of regions that stay registered,
                 //   and so mapped, until the piece is reported (`Provider::post`);
                 // - the destination lies inside the mapping: `offset_in` checked it, and the file
                 //   behind it cannot shrink; `targets` keeps it mapped;
                 // - no overlap: the mapping is one of our own making, and no region is in it.
-                unsafe { copy(work.src as *const u8, dst, len) };
+                unsafe { copy(work.src as *const u8, dst, len, area) };
                 Step::Ended(Ok(()))
             }
             Place::Process => self.move_by_kernel(work, len),

@@ -13,7 +13,7 @@ use immwire_core::region::Rights;
 use rustix::event::{PollFd, PollFlags};
 
 use super::*;
-use crate::provider::{Memory, Registered};
+use crate::provider::{Memory, Path, Registered};
 
 /// Keeps tests that count the files of the process from running beside others.
 static FILES: Mutex<()> = Mutex::new(());
@@ -75,6 +75,22 @@ impl Sink for Record {
 
     fn disconnected(&mut self, peer: PeerId, reason: DownReason) {
         self.lost.push((peer, reason));
+    }
+
+    fn nic_changed(&mut self, _: NicIndex, _: bool) {
+        panic!("shared memory loses no nic");
+    }
+
+    fn path_broken(&mut self, _: PeerId, _: Path) {
+        panic!("shared memory breaks no path");
+    }
+
+    fn path_restored(&mut self, _: PeerId, _: Path) {
+        panic!("shared memory breaks no path");
+    }
+
+    fn undelivered(&mut self, _: &WorkRequest) {
+        panic!("shared memory breaks no path");
     }
 }
 

@@ -1,0 +1,212 @@
+//! Room for transfers: what the engine and a caller's handle share of each one, and who waits for room.
+//!
+//! ```text
+//!  free ── take ──▶ two holders: the engine, and the caller's handle
+//!   ▲                 │ finish: the end is published, the engine lets go
+//!   │                 │ let_go: the handle is dropped
+//!   └── the second of the two empties the cell
+//! ```
+//!
+//! The cells are made when the engine is built, so that submitting allocates nothing; when all are
+//! taken, submitting is refused, and [`Cells::wait_room`] waits.
+//!
+//! # Invariants
+//!
+//! 1. A cell is free, or has one tenancy, named by its ticket. A ticket of an earlier tenancy changes
+//!    nothing of a later one's: neither its end, nor how it failed, nor its holders.
+//! 2. Each cell that was taken comes back once, after both holders are done with it.
+//! 3. Whoever waits for room is woken by the next cell that comes back.
+//!
+//! The loom models of `verification/loom` check them on this text.
+
+use std::task::Waker;
+use std::time::Duration;
+
+use immwire_core::wake::{Progress, Ticket};
+
+use crate::callback::{Callbacks, Job};
+use crate::ring::{self, Boxed};
+use crate::sync::{AtomicBool, AtomicU8, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
+use crate::wait::{WaitCell, Waiter};
+
+const CODE_DONE: u8 = 0;
+const CODE_FAILED: u8 = 1;
+
+/// Room for one transfer.
+struct TransferCell<F> {
+    wait: WaitCell,
+    /// How it failed, if it did; written before completion.
+    failure: Mutex<Option<F>>,
+    /// Who still needs the cell: the engine, and the caller's handle.
+    holders: AtomicU8,
+}
+
+/// Room for all transfers that there can be; one that fails has an `F` to say of it.
+pub(crate) struct Cells<F> {
+    cells: Box<[TransferCell<F>]>,
+    free: Boxed<u16>,
+    /// Somebody waits for a free cell.
+    wanted: AtomicBool,
+    /// Whether waiting is over: no cell need come back any more.
+    closed: Mutex<bool>,
+    returned: Condvar,
+}
+
+impl<F: Copy> Cells<F> {
+    /// Room for `count` transfers; [`None`] if a ring cannot be so large.
+    pub(crate) fn new(count: u16) -> Option<Self> {
+        let free = ring::boxed(usize::from(count))?;
+        for cell in 0..count {
+            // The ring has room for all of them.
+            let _ = free.try_push(cell);
+        }
+        let empty = |_| TransferCell {
+            wait: WaitCell::default(),
+            failure: Mutex::new(None),
+            holders: AtomicU8::new(0),
+        };
+        Some(Self {
+            cells: (0..count).map(empty).collect(),
+            free,
+            wanted: AtomicBool::new(false),
+            closed: Mutex::new(false),
+            returned: Condvar::new(),
+        })
+    }
+
+    /// How many transfers there is room for.
+    pub(crate) fn len(&self) -> usize {
+        self.cells.len()
+    }
+
+    /// Takes a cell for a new transfer; [`None`] if none is free.
+    pub(crate) fn take(&self) -> Option<(u16, Ticket)> {
+        let cell = self.free.try_pop()?;
+        let slot = self.slot(cell)?;
+        // Relaxed: the ring of free cells, and the one that hands the ticket to the engine, order it.
+        slot.holders.store(2, Ordering::Relaxed);
+        slot.wait.completion.begin().map(|ticket| (cell, ticket))
+    }
+
+    /// The engine's side of an end: publishes it and lets go of the cell. Nothing, if the ticket is not
+    /// the tenancy's or has its end.
+    pub(crate) fn finish(
+        &self,
+        cell: u16,
+        ticket: Ticket,
+        end: Result<(), F>,
+        callbacks: &Callbacks,
+    ) {
+        let Some(slot) = self.slot(cell) else { return };
+        let code = match end {
+            Ok(()) => CODE_DONE,
+            Err(failure) => {
+                let mut kept = lock(&slot.failure);
+                // Looked at under the lock: were the ticket an old one, then whoever ends the tenancy
+                // that has come since overwrites this before it completes.
+                if let Progress::Pending { .. } = slot.wait.completion.poll(ticket) {
+                    *kept = Some(failure);
+                }
+                CODE_FAILED
+            }
+        };
+        if slot.wait.complete(ticket, code, callbacks) {
+            self.let_go(cell, ticket);
+        }
+    }
+
+    /// Gives back a cell that was taken for nothing.
+    pub(crate) fn put_back(&self, cell: u16, ticket: Ticket) {
+        if self.slot(cell).is_some_and(|slot| slot.wait.completion.reset(ticket)) {
+            self.give_back(cell);
+        }
+    }
+
+    /// One holder less; the last one empties the cell.
+    pub(crate) fn let_go(&self, cell: u16, ticket: Ticket) {
+        let Some(slot) = self.slot(cell) else { return };
+        // AcqRel: the last holder comes after everything the other one did.
+        if slot.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
+            slot.wait.forget();
+            if slot.wait.completion.reset(ticket) {
+                self.give_back(cell);
+            }
+        }
+    }
+
+    /// How a transfer ended; [`None`] while it is under way. For a holder. One load.
+    pub(crate) fn poll(&self, cell: u16, ticket: Ticket) -> Option<Result<(), F>> {
+        let slot = self.slot(cell)?;
+        slot.wait.poll(ticket).map(|code| slot.end(code))
+    }
+
+    /// Waits for the end. For a holder.
+    pub(crate) fn wait(
+        &self,
+        cell: u16,
+        ticket: Ticket,
+        timeout: Duration,
+    ) -> Option<Result<(), F>> {
+        let slot = self.slot(cell)?;
+        slot.wait.wait(ticket, timeout).map(|code| slot.end(code))
+    }
+
+    /// The end, or leaves `waker` to be woken by it. For a holder.
+    pub(crate) fn watch(&self, cell: u16, ticket: Ticket, waker: &Waker) -> Option<Result<(), F>> {
+        let slot = self.slot(cell)?;
+        slot.wait.watch(ticket, waker).map(|code| slot.end(code))
+    }
+
+    /// Leaves `job` to be run at the end; gives it back if that has come. For a holder.
+    pub(crate) fn leave(&self, cell: u16, ticket: Ticket, job: Job) -> Result<(), Job> {
+        let Some(slot) = self.slot(cell) else { return Err(job) };
+        match slot.wait.leave(ticket, Waiter::Callback(job)) {
+            Err((Waiter::Callback(job), _)) => Err(job),
+            Ok(()) | Err((Waiter::Waker(_), _)) => Ok(()),
+        }
+    }
+
+    /// Waits until a cell may be free; `false` if `timeout` has passed.
+    pub(crate) fn wait_room(&self, timeout: Duration) -> bool {
+        let timer = Timer::start(timeout);
+        let mut closed = lock(&self.closed);
+        loop {
+            // One word, exchanged on both sides. If `give_back` comes first, this reads what it wrote
+            // and so sees its cell below. If this comes first, `give_back` reads it, and then takes
+            // the lock, which is ours until we sleep.
+            self.wanted.swap(true, Ordering::AcqRel);
+            if *closed || !self.free.is_empty() {
+                return true;
+            }
+            let Some(left) = timer.left() else { return false };
+            closed = sleep_locked(&self.returned, closed, left);
+        }
+    }
+
+    /// Ends all waiting for room, now and later.
+    pub(crate) fn close(&self) {
+        *lock(&self.closed) = true;
+        self.returned.notify_all();
+    }
+
+    /// A cell is empty again.
+    fn give_back(&self, cell: u16) {
+        // The ring has room for every cell there is.
+        let _ = self.free.try_push(cell);
+        if self.wanted.swap(false, Ordering::AcqRel) {
+            let _guard = lock(&self.closed);
+            self.returned.notify_all();
+        }
+    }
+
+    fn slot(&self, cell: u16) -> Option<&TransferCell<F>> {
+        self.cells.get(usize::from(cell))
+    }
+}
+
+impl<F: Copy> TransferCell<F> {
+    fn end(&self, code: u8) -> Result<(), F> {
+        let failure = if code == CODE_FAILED { *lock(&self.failure) } else { None };
+        failure.map_or(Ok(()), Err)
+    }
+}
