@@ -1,0 +1,44 @@
+use super::*;
+
+/// The same programs over shared memory, smaller: the only fault is an engine that goes away.
+#[test]
+fn programs_over_shared_memory_keep_the_contract() {
+    let mut totals = Totals::default();
+    for seed in 0..12 {
+        let config = Config { engines: 2 + (seed % 3) as usize, ..Config::shm() };
+        let operations = generate(seed, config.operations);
+        let outcome = run(&mut ShmWorld::default(), &config, seed, &operations, false);
+        assert_eq!(outcome.violation, None, "seed {seed}");
+        totals.add(outcome.totals);
+    }
+    assert!(totals.operations > 500 && totals.ended > 200 && totals.messages > 10, "{totals:?}");
+}
+
+#[test]
+fn shrinking_keeps_what_matters() {
+    let operations = generate(7, 300);
+    let (a, b) = (operations[17], operations[211]);
+    let fails = |program: &[Operation]| program.contains(&a) && program.contains(&b);
+    assert_eq!(shrink(&operations, 2000, fails), [a, b]);
+}
+
+#[test]
+fn programs_on_a_fabric_keep_the_contract() {
+    let mut totals = Totals::default();
+    for seed in 0..10 {
+        let outcome = run_on_fabric(seed, &operations(seed), false);
+        assert_eq!(outcome.violation, None, "seed {seed}");
+        totals.add(outcome.totals);
+    }
+    assert!(totals.operations > 1000 && totals.ended > 500 && totals.messages > 10, "{totals:?}");
+}
+
+#[test]
+fn the_same_seed_does_the_same() {
+    for seed in [3, 4] {
+        let program = operations(seed);
+        let once = run_on_fabric(seed, &program, true);
+        assert_eq!(once, run_on_fabric(seed, &program, true));
+        assert!(once.trace.len() > 100);
+    }
+}
