@@ -2,8 +2,10 @@
 
 use crate::bench::plan::{What, parse_bytes};
 use crate::motor::Mode;
+use crate::sim::WORLD_MAX;
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use immwire::NetAddr;
+use immwire::sim::NicModel;
 use std::path::PathBuf;
 
 /// Moves memory between processes by one-sided writes with immediate: measures it, moves files with
@@ -22,6 +24,7 @@ Examples:
   immwire doctor                     what this machine has, and which path each pair takes
   immwire recv --dir inbox           prints an address; then, in another terminal:
   immwire push model.safetensors iw1:shm:...
+  immwire sim ep --sweep             what 8 to 512 ranks would take on ConnectX-7
 
 IMMWIRE_LOG=debug (or a filter such as immwire=trace) writes a log to standard error.";
 
@@ -37,6 +40,8 @@ pub enum Command {
     /// Say what was found, which path each pair takes, why not a faster one, and what to do about it
     #[command(after_help = DOCTOR_HELP)]
     Doctor(DoctorArgs),
+    /// Run engines on a simulated fabric: predictions without the hardware
+    Sim(SimArgs),
     /// A benchmark's peer process.
     #[command(name = "__peer", hide = true)]
     Peer(PeerArgs),
@@ -206,6 +211,126 @@ pub struct DoctorArgs {
     pub json: bool,
 }
 
+/// `immwire sim`.
+#[derive(Debug, Args)]
+pub struct SimArgs {
+    /// What to run
+    #[command(subcommand)]
+    pub command: SimCommand,
+}
+
+/// What is run on the simulated fabric.
+#[derive(Debug, Subcommand)]
+pub enum SimCommand {
+    /// Predict what an expert-parallel step asks of the network: a barrier, and a scatter of all to all
+    #[command(after_help = SIM_EP_HELP)]
+    Ep(SimEpArgs),
+    /// Run a random program under faults again, and say which rule it breaks
+    #[command(after_help = SIM_REPLAY_HELP)]
+    Replay(SimReplayArgs),
+}
+
+const SIM_REPLAY_HELP: &str = "\
+The program of a seed is always the same, on the same version: engines that write, cancel, die and return,
+on a fabric that loses NICs and links, held to an oracle. The exit status is 1 if it breaks a rule.
+
+Examples:
+  immwire sim replay 4294967297                      how it goes; a failing one is made as short as it can be
+  immwire sim replay 4294967297 --trace              each operation, and what the fabric did
+  immwire sim replay 4294967297 --only 1,85,148 --trace";
+
+/// `immwire sim replay`.
+#[derive(Debug, Args)]
+pub struct SimReplayArgs {
+    /// Seed of the program, as a report names it
+    pub seed: u64,
+    /// Only its first operations
+    #[arg(long, value_name = "N")]
+    pub steps: Option<usize>,
+    /// Only the operations at these places, as a shortened program lists them
+    #[arg(long, value_name = "PLACES", value_delimiter = ',')]
+    pub only: Vec<usize>,
+    /// Print what happens, line by line
+    #[arg(long)]
+    pub trace: bool,
+}
+
+const SIM_EP_HELP: &str = "\
+Each rank is a real engine in this process, with the core and the driver that would run on the machine;
+NICs are models made from published figures (see the documentation of immwire::sim::NicModel for each
+number's source), and time is the fabric's own. The same command prints the same figures everywhere.
+
+Modelled: the NIC's goodput in both directions, so that incast shows; latency; the NIC's time for each
+message; the processor's time to post a write and to take a completion or an immediate; credits, splits,
+turns and counts of the real code.
+Not modelled: switches and their congestion; packets (a NIC serves whole messages); the processor's time
+for planning; GPU kernels, PCIe and NVLink; jitter of any kind.
+
+What each rank writes to each other one, unless --bytes says so: --tokens rows of --token-bytes, each
+routed to --top-k experts alike, once to every rank that has one of them.
+
+NICs: cx7 (1 for each rank), efa200 (2), efa100 (4), tcp (1), nvlink (1).
+
+Examples:
+  immwire sim ep --world 64 --nic cx7
+  immwire sim ep --sweep --nic efa200
+  immwire sim ep --world 512 --nic efa100 --nics 4 --bytes 64K --rounds 3 --json";
+
+/// `immwire sim ep`.
+#[derive(Debug, Args)]
+pub struct SimEpArgs {
+    /// Ranks
+    #[arg(long, default_value_t = 64, conflicts_with = "sweep",
+        value_parser = clap::value_parser!(u16).range(2..=i64::from(WORLD_MAX)))]
+    pub world: u16,
+    /// Print a table over 8, 16, ..., 512 ranks
+    #[arg(long)]
+    pub sweep: bool,
+    /// Model of the NICs
+    #[arg(long, default_value = "cx7", value_parser = nic_model, value_name = "MODEL")]
+    pub nic: NicModel,
+    /// NICs of each rank: 1 to 8 [default: as many as a GPU has of them]
+    #[arg(long, value_parser = clap::value_parser!(u8).range(1..=8))]
+    pub nics: Option<u8>,
+    /// Bytes from each rank to each other one, instead of what tokens make
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    pub bytes: Option<u64>,
+    /// Tokens of each rank
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(1..))]
+    pub tokens: u32,
+    /// Experts of each token
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub top_k: u32,
+    /// Experts of each rank [default: 256 over all ranks, at least 1]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=65_536))]
+    pub experts_per_rank: Option<u32>,
+    /// Bytes of a token on the wire
+    #[arg(long, default_value = "7392", value_parser = parse_bytes, value_name = "BYTES")]
+    pub token_bytes: u64,
+    /// Ranks of one node, which leave each other out of the scatter
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub node_size: u16,
+    /// Have all ranks write to rank 0 first, then to rank 1 and so on; else each begins behind itself
+    #[arg(long)]
+    pub same_order: bool,
+    /// How often barrier and scatter are run; medians are printed
+    #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..=1000))]
+    pub rounds: u32,
+    /// Seed of the fabric
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// One JSON object for each number of ranks, as soon as it is there
+    #[arg(long)]
+    pub json: bool,
+}
+
+fn nic_model(name: &str) -> Result<NicModel, String> {
+    NicModel::named(name).ok_or_else(|| {
+        let names: Vec<_> = NicModel::ALL.iter().map(|model| model.name).collect();
+        format!("there is no model \"{name}\", only {}", names.join(", "))
+    })
+}
+
 /// The hidden peer process.
 #[derive(Debug, Args)]
 pub struct PeerArgs {
@@ -230,6 +355,9 @@ mod tests {
             let help = command.find_subcommand_mut(name).unwrap().render_help().to_string();
             assert!(help.contains("Examples:\n  immwire "), "{name}:\n{help}");
         }
+        let sim = command.find_subcommand_mut("sim").unwrap();
+        let help = sim.find_subcommand_mut("ep").unwrap().render_help().to_string();
+        assert!(help.contains("Not modelled:") && help.contains("  immwire sim ep "), "{help}");
         let help = command.render_help().to_string();
         assert!(help.contains("immwire bench") && !help.contains("__peer"), "{help}");
     }
@@ -250,6 +378,10 @@ mod tests {
             "immwire push x y",
             "immwire recv",
             "immwire recv --dir x --patience 0",
+            "immwire sim",
+            "immwire sim ep --world 1",
+            "immwire sim ep --world 64 --sweep",
+            "immwire sim ep --nic token-ring",
         ] {
             assert!(parse(bad).is_err(), "{bad}");
         }

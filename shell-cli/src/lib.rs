@@ -11,9 +11,11 @@
 //! | [`doctor`] | what the machine has, and which path each pair takes |
 //! | [`motor`] | an engine that is polled, or moves by itself |
 //! | [`push`] | names, manifest, resumption and storage of transferred files |
+//! | [`replay`] | a fault program once more |
 //! | [`report`] | rows, statistics, table, JSON, SVG |
 //! | [`shared`] | memory that two processes map |
 //! | [`signals`] | Ctrl-C |
+//! | [`sim`] | predictions on a simulated fabric |
 
 pub mod args;
 pub mod baseline;
@@ -21,11 +23,13 @@ pub mod bench;
 pub mod doctor;
 pub mod motor;
 pub mod push;
+pub mod replay;
 pub mod report;
 pub mod shared;
 pub mod signals;
+pub mod sim;
 
-use args::{Cli, Command, DoctorArgs};
+use args::{Cli, Command, DoctorArgs, SimArgs, SimCommand};
 use clap::Parser;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
@@ -67,6 +71,7 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
         Command::Bench(args) => bench::command::bench(args).map_err(bench_failure).map(|()| 0),
         Command::Peer(args) => bench::command::peer(args).map_err(bench_failure).map(|()| 0),
         Command::Doctor(args) => diagnose(args),
+        Command::Sim(args) => simulate(args),
         Command::ProbeTarget => {
             doctor::probe::target().map_err(|error| failed(error.to_string())).map(|()| 0)
         }
@@ -88,6 +93,26 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
 
 fn failed(message: String) -> Failure {
     Failure { code: FAILED, message }
+}
+
+fn simulate(args: &SimArgs) -> Result<u8, Failure> {
+    let print = |text: &str| {
+        // A reader that has gone away is told nothing more.
+        let _ = writeln!(std::io::stdout(), "{text}");
+    };
+    let ended = match &args.command {
+        SimCommand::Ep(args) => sim::ep(args, print),
+        SimCommand::Replay(args) => {
+            let (text, kept) = replay::replay(args);
+            print(&text);
+            return Ok(if kept { 0 } else { FAILED });
+        }
+    };
+    ended.map(|()| 0).map_err(|error| {
+        let interrupted = matches!(error, sim::SimError::Interrupted);
+        let code = if interrupted { signals::INTERRUPTED } else { FAILED };
+        Failure { code, message: error.to_string() }
+    })
 }
 
 fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {

@@ -246,15 +246,16 @@ impl Wish {
 ///
 /// What is wrong, for the user.
 pub fn parse_bytes(text: &str) -> Result<u64, String> {
-    let digits = text.trim_end_matches(|c: char| !c.is_ascii_digit());
-    let unit = text.get(digits.len()..).unwrap_or_default().trim().to_ascii_lowercase();
+    let (digits, unit) =
+        text.split_at(text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len()));
     let number: u64 =
         digits.parse().map_err(|_| format!("\"{text}\" is no size; write 4096, 64K or 1MiB"))?;
-    let shift = match unit.trim_end_matches('b').trim_end_matches('i') {
-        "" => 0,
-        "k" => 10,
-        "m" => 20,
-        "g" => 30,
+    let unit = unit.trim();
+    let shift = match unit.to_ascii_lowercase().as_str() {
+        "" | "b" => 0,
+        "k" | "ki" | "kb" | "kib" => 10,
+        "m" | "mi" | "mb" | "mib" => 20,
+        "g" | "gi" | "gb" | "gib" => 30,
         _ => return Err(format!("\"{unit}\" is no unit; use K, M or G")),
     };
     number.checked_mul(1 << shift).ok_or_else(|| format!("{text} is too big"))
@@ -342,7 +343,10 @@ mod tests {
         for (text, bytes) in good {
             assert_eq!(parse_bytes(text), Ok(bytes), "{text}");
         }
-        for bad in ["", "K", "-1", "1.5M", "1T", "1Kx", "99999999999G", "K1"] {
+        // One sign, or one unit, too many: none of them is a size.
+        let too_many = ["+5", "1Kbb", "1Kiib", "1bb", "1i", "1Kbi"];
+        let others = ["", "K", "-1", "1.5M", "1T", "1Kx", "99999999999G", "K1"];
+        for bad in others.into_iter().chain(too_many) {
             assert!(parse_bytes(bad).is_err(), "{bad}");
         }
     }

@@ -184,7 +184,7 @@ impl Push {
         have: &[Have],
     ) -> Result<(Vec<Keep>, BTreeMap<u32, blake3::Hasher>), PushError> {
         let (mut keep, mut hashers) = (Vec::new(), BTreeMap::new());
-        let bar = bar(have.iter().fold(0, |sum, have| sum + have.bytes), "comparing");
+        let bar = bar(claimed_bytes(have), "comparing");
         let sizes: Vec<u64> = self.found.manifest.files().map(|(_, size)| size).collect();
         for have in have {
             let size = sizes.get(have.file as usize);
@@ -430,6 +430,11 @@ fn unchanged(file: &File, entry: Option<&Entry>, path: &std::path::Path) -> Resu
     if same { Ok(()) } else { Err(PushError::Changed(path.to_owned())) }
 }
 
+/// What the receiver says it has, for the bar; it may say anything.
+fn claimed_bytes(have: &[Have]) -> u64 {
+    have.iter().fold(0, |sum, have| sum.saturating_add(have.bytes))
+}
+
 fn protocol(message: &FromReceiver) -> PushError {
     let text = format!("{message:?}");
     PushError::Protocol(text.chars().take(200).collect())
@@ -460,4 +465,17 @@ pub fn summary(sent: Sent, took: Duration) -> String {
         bytes_text(sent.bytes),
         took.as_secs_f64()
     )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::message::Digest;
+    use super::*;
+
+    #[test]
+    fn a_receiver_that_claims_too_much_overflows_nothing() {
+        let have = |bytes| Have { file: 0, bytes, digest: Digest([0; 32]) };
+        assert_eq!(claimed_bytes(&[have(3), have(4)]), 7);
+        assert_eq!(claimed_bytes(&[have(u64::MAX), have(u64::MAX)]), u64::MAX);
+    }
 }

@@ -19,7 +19,8 @@ use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, StatVfs, Timespec, Timestamps,
 };
 use rustix::fs::{
-    fchmod, flock, fstat, fstatvfs, futimens, mkdirat, openat, renameat_with, statat, unlinkat,
+    fchmod, flock, fstat, fstatvfs, fsync, futimens, mkdirat, openat, renameat_with, statat,
+    unlinkat,
 };
 use rustix::io::Errno;
 use std::collections::{BTreeMap, BTreeSet};
@@ -430,7 +431,8 @@ impl Growing<'_> {
         self.length
     }
 
-    /// Checks the digest and gives the file its mode, time and name.
+    /// Checks the digest and gives the file its mode, time and name. When this returns `Ok` the file is
+    /// on the disk, name and all: whoever removes the original afterwards loses nothing to a power cut.
     ///
     /// # Errors
     ///
@@ -444,6 +446,7 @@ impl Growing<'_> {
             return Err(StoreError::Corrupt(path.clone()));
         }
         dress(&self.file, &self.entry)?;
+        fsync(&self.file).map_err(io("write out", path.as_str()))?;
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
             rename(RenameFlags::empty())
@@ -463,7 +466,12 @@ impl Growing<'_> {
         renamed.map_err(|errno| match errno {
             Errno::EXIST => StoreError::Exists(path.clone()),
             errno => io("rename", path.as_str())(errno),
-        })
+        })?;
+        match fsync(&self.at) {
+            // Not every file system can do that with a folder.
+            Ok(()) | Err(Errno::INVAL) => Ok(()),
+            Err(errno) => Err(io("write out the folder of", path.as_str())(errno)),
+        }
     }
 }
 

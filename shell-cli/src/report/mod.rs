@@ -10,7 +10,7 @@
 
 mod plot;
 pub mod stats;
-mod table;
+pub(crate) mod table;
 
 pub use plot::{PlotError, plot};
 pub use table::{bytes_text, table};

@@ -21,7 +21,7 @@ pub fn bytes_text(bytes: u64) -> String {
 }
 
 /// Three significant digits, no exponent: enough to compare, few enough to read.
-fn figure(value: f64) -> String {
+pub(crate) fn figure(value: f64) -> String {
     let decimals = match value.abs() {
         size if size >= 100.0 => 0,
         size if size >= 10.0 => 1,
