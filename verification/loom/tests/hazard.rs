@@ -4,10 +4,9 @@
 
 use immwire_core::hazard::{NO_KEY, enter, leave, may_continue, quiet, withdraw};
 use immwire_core::lane::Word;
-use immwire_verification_loom::{Bound, explore};
+use immwire_verification_loom::{Bound, clause, explore, thread};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
-use loom::thread;
 
 const FIRST: u64 = 7;
 const SECOND: u64 = 8;
@@ -52,7 +51,7 @@ impl Shared {
 /// `leave` is `Relaxed` or `quiet` is (the last write races with the owner's).
 #[test]
 fn memory_that_was_taken_back_is_not_written() {
-    explore("hazard", Bound::None, 90, || {
+    explore(clause::ENDS, Bound::None, 90, || {
         let shared = Shared::new();
         let writer = {
             let shared = shared.clone();
@@ -77,7 +76,7 @@ fn memory_that_was_taken_back_is_not_written() {
 /// *Fails if* `enter` is `Relaxed`: the owner sees the second key before the first region's bytes.
 #[test]
 fn a_writer_that_moves_on_leaves_nothing_behind() {
-    explore("hazard, two regions", Bound::None, 300, || {
+    explore(clause::ENDS, Bound::None, 300, || {
         let shared = Shared::new();
         let writer = {
             let shared = shared.clone();

@@ -6,11 +6,13 @@ use immwire_core::imm::{
     Added, Armed, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tally, tallies,
 };
 use immwire_core::wake::{Completed, Completion, Progress};
-use immwire_verification_loom::{Bound, explore, me, sleep_until};
+use immwire_verification_loom::{
+    Bound, clause, explore, me, sleep_until,
+    thread::{self, Thread},
+};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
 use loom::sync::atomic::{AtomicUsize, Ordering};
-use loom::thread::{self, Thread};
 
 const WRITE: u16 = 16;
 
@@ -79,7 +81,7 @@ fn wait(counters: &Counters, writes: u64) -> Armed {
 /// is not there for who fires or consumes).
 #[test]
 fn whoever_learns_of_the_count_sees_every_payload() {
-    explore("two adders and a waiter", Bound::None, 90_000, || {
+    explore(clause::COUNTING, Bound::None, 90_000, || {
         let (counters, waiter) = (counters(), me());
         let payloads = Arc::new([Payload::new(), Payload::new()]);
         let adders: Vec<_> = (0..2)
@@ -108,7 +110,7 @@ fn whoever_learns_of_the_count_sees_every_payload() {
 /// *Fails if* `missing` reads `Relaxed`: the target is seen to have fired, and a payload races.
 #[test]
 fn whoever_sees_that_it_fired_sees_every_payload() {
-    explore("two adders and a watcher", Bound::None, 3000, || {
+    explore(clause::COUNTING, Bound::None, 3000, || {
         let counters = counters();
         let payloads = Arc::new([Payload::new(), Payload::new()]);
         assert_eq!(counters.arm(tag(0), 2), Ok(Armed::Waiting { missing_units: 32 }));
@@ -139,7 +141,7 @@ fn whoever_sees_that_it_fired_sees_every_payload() {
 /// reuses a stale word trips over.
 #[test]
 fn three_adders_fire_one_target_once() {
-    explore("three adders", Bound::Preemptions(2), 9000, || {
+    explore(clause::COUNTING, Bound::Preemptions(2), 9000, || {
         let (counters, waiter) = (counters(), me());
         let adders: Vec<_> = (0..3)
             .map(|_| {
@@ -159,7 +161,7 @@ fn three_adders_fire_one_target_once() {
 /// *Fails if* firing resets the count instead of subtracting (deadlock in round two).
 #[test]
 fn what_arrives_early_counts_in_the_next_round() {
-    explore("two rounds", Bound::Preemptions(3), 4000, || {
+    explore(clause::COUNTING, Bound::Preemptions(3), 4000, || {
         let (counters, waiter) = (counters(), me());
         let adders: Vec<_> = (0..2)
             .map(|_| {
@@ -182,7 +184,7 @@ fn what_arrives_early_counts_in_the_next_round() {
 /// *Fails if* the surplus is dropped when a target fires.
 #[test]
 fn the_surplus_is_kept() {
-    explore("surplus", Bound::Preemptions(3), 1500, || {
+    explore(clause::COUNTING, Bound::Preemptions(3), 1500, || {
         let (counters, waiter) = (counters(), me());
         let adders: Vec<_> = [40, 24]
             .into_iter()
@@ -203,7 +205,7 @@ fn the_surplus_is_kept() {
 /// *Fails if* `disarm` gives back less than arrived, or if it and `add` can both end the target.
 #[test]
 fn a_withdrawn_target_gives_back_what_came() {
-    explore("disarm", Bound::None, 4000, || {
+    explore(clause::COUNTING, Bound::None, 4000, || {
         let counters = counters();
         assert_eq!(counters.arm(tag(0), 2), Ok(Armed::Waiting { missing_units: 32 }));
         let adders: Vec<_> = (0..2)
@@ -230,7 +232,7 @@ fn a_withdrawn_target_gives_back_what_came() {
 /// *Fails if* a stale generation is counted, or if a retirement overwrites units it did not return.
 #[test]
 fn a_retired_counter_takes_no_more() {
-    explore("retire", Bound::None, 4000, || {
+    explore(clause::COUNTING, Bound::None, 4000, || {
         let counters = counters();
         let adders: Vec<_> = (0..2)
             .map(|_| {
@@ -253,7 +255,7 @@ fn a_retired_counter_takes_no_more() {
 /// *Fails if* an exchange is `Relaxed`: units are consumed whose tally is not there yet.
 #[test]
 fn tallies_are_there_before_the_count() {
-    explore("tallies", Bound::None, 100, || {
+    explore(clause::COUNTING, Bound::None, 100, || {
         let counters = counters();
         let storage: Arc<[Tally; 2]> = Arc::new([Tally::new(), Tally::new()]);
         let (mut writer, reader) = tallies(Shared(storage), 2).unwrap();
@@ -294,7 +296,7 @@ impl AsRef<[Tally]> for Shared {
 /// target from an `add` that has fired.
 #[test]
 fn a_wait_ends_once_by_count_or_by_time() {
-    explore("wait with time-out", Bound::Preemptions(3), 4000, || {
+    explore(clause::COUNTING, Bound::Preemptions(3), 4000, || {
         let (counters, waiter) = (counters(), me());
         let done = Arc::new(Completion::new());
         let woken = Arc::new(AtomicUsize::new(0));

@@ -3,10 +3,9 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A panic is how a model fails.
 
 use immwire_core::lane::{Consumer, LaneError, Producer, Word};
-use immwire_verification_loom::{Bound, explore};
+use immwire_verification_loom::{Bound, clause, explore, thread};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
-use loom::thread;
 
 const CAPACITY: u32 = 2;
 const VALUES: u32 = 3;
@@ -49,7 +48,7 @@ fn get(cell: &UnsafeCell<u32>) -> u32 {
 /// entry is taken again).
 #[test]
 fn words_come_in_order_with_their_payload() {
-    explore("lane", Bound::None, 4000, || {
+    explore(clause::TRANSPORT, Bound::None, 4000, || {
         let shared = shared();
         let writer = {
             let shared = shared.clone();
@@ -88,7 +87,7 @@ fn words_come_in_order_with_their_payload() {
 /// *Fails if* the credit is stored or loaded `Relaxed`.
 #[test]
 fn credit_carries_what_the_consumer_did() {
-    explore("credit", Bound::None, 10, || {
+    explore(clause::TRANSPORT, Bound::None, 10, || {
         let shared = shared();
         let mut producer = Producer::new(CAPACITY).unwrap();
         for value in 0..2 {

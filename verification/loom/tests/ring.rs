@@ -6,9 +6,8 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A panic is how a model fails.
 
 use immwire_core::ring::{Cell, Ring};
-use immwire_verification_loom::{Bound, explore};
+use immwire_verification_loom::{Bound, clause, explore, thread};
 use loom::sync::Arc;
-use loom::thread;
 
 type Small = Ring<u32, [Cell<u32>; 2]>;
 
@@ -37,7 +36,7 @@ fn push(ring: &Small, value: u32) {
 /// published or read `Relaxed` (causality).
 #[test]
 fn two_producers_reach_one_consumer() {
-    explore("two producers", Bound::Preemptions(2), 600, || {
+    explore(clause::STEADY_STATE, Bound::Preemptions(2), 600, || {
         let ring = ring();
         let producers: Vec<_> = (1..=2)
             .map(|value| {
@@ -60,7 +59,7 @@ fn two_producers_reach_one_consumer() {
 /// *Fails if* two consumers can claim the same position (a value comes twice, and is moved out twice).
 #[test]
 fn two_consumers_share_what_comes() {
-    explore("two consumers", Bound::Preemptions(2), 300, || {
+    explore(clause::STEADY_STATE, Bound::Preemptions(2), 300, || {
         let ring = ring();
         let consumers: Vec<_> = (0..2)
             .map(|_| {
@@ -85,7 +84,7 @@ fn two_consumers_share_what_comes() {
 /// a cell back `Relaxed`.
 #[test]
 fn a_full_ring_waits_and_keeps_the_order() {
-    explore("full ring", Bound::None, 150, || {
+    explore(clause::STEADY_STATE, Bound::None, 150, || {
         let ring = ring();
         let producer = {
             let ring = ring.clone();
@@ -102,7 +101,7 @@ fn a_full_ring_waits_and_keeps_the_order() {
 /// *Fails if* both are let in.
 #[test]
 fn the_last_cell_goes_to_one() {
-    explore("last cell", Bound::None, 150, || {
+    explore(clause::STEADY_STATE, Bound::None, 150, || {
         let ring = ring();
         push(&ring, 9);
         let producers: Vec<_> = (1..=2)

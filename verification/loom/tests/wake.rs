@@ -3,11 +3,13 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A panic is how a model fails.
 
 use immwire_core::wake::{Completed, Completion, Doorbell, Progress};
-use immwire_verification_loom::{Bound, explore, me, sleep_until};
+use immwire_verification_loom::{
+    Bound, clause, explore, me, sleep_until,
+    thread::{self, Thread},
+};
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::{AtomicU32, Ordering};
 use loom::sync::{Arc, Mutex};
-use loom::thread::{self, Thread};
 
 struct Shared {
     completion: Completion,
@@ -69,7 +71,7 @@ fn doorbell_model(producers: usize) {
 /// *Fails if* either fence is missing (both sides miss what the other wrote: deadlock).
 #[test]
 fn a_doorbell_is_not_missed() {
-    explore("doorbell, one producer", Bound::None, 80, || doorbell_model(1));
+    explore(clause::TIME, Bound::None, 80, || doorbell_model(1));
 }
 
 /// Two producers, of which one may pay for the wake-up of both.
@@ -77,7 +79,7 @@ fn a_doorbell_is_not_missed() {
 /// *Fails if* either fence is missing, or if `ring` clears the announcement without saying so.
 #[test]
 fn one_wake_up_serves_two_producers() {
-    explore("doorbell, two producers", Bound::Preemptions(3), 6000, || doorbell_model(2));
+    explore(clause::TIME, Bound::Preemptions(3), 6000, || doorbell_model(2));
 }
 
 /// A blocking wait: announce, then sleep; the completer wakes whom it is told to wake.
@@ -86,7 +88,7 @@ fn one_wake_up_serves_two_producers() {
 /// `Relaxed` (the result races).
 #[test]
 fn a_sleeper_is_woken_and_sees_the_result() {
-    explore("completion", Bound::None, 12, || {
+    explore(clause::TIME, Bound::None, 12, || {
         let (shared, sleeper) = (Shared::new(), me());
         let ticket = shared.completion.begin().unwrap();
         let completer = {
@@ -109,7 +111,7 @@ fn a_sleeper_is_woken_and_sees_the_result() {
 /// *Fails if* `poll` or `complete` is `Relaxed` (the result races).
 #[test]
 fn a_poller_sees_the_result() {
-    explore("polled completion", Bound::None, 6, || {
+    explore(clause::TIME, Bound::None, 6, || {
         let shared = Shared::new();
         let ticket = shared.completion.begin().unwrap();
         let poller = {
@@ -131,7 +133,7 @@ fn a_poller_sees_the_result() {
 /// *Fails if* the sleeper bit is dropped (the waker stays where it is: deadlock).
 #[test]
 fn a_registered_waker_is_found() {
-    explore("waker", Bound::None, 12, || {
+    explore(clause::TIME, Bound::None, 12, || {
         let shared = Shared::new();
         let ticket = shared.completion.begin().unwrap();
         let completer = {
@@ -156,7 +158,7 @@ fn a_registered_waker_is_found() {
 /// *Fails if* both can (completed twice), or if the loser overwrites the code.
 #[test]
 fn one_of_two_completers_decides() {
-    explore("two completers", Bound::None, 9000, || {
+    explore(clause::TIME, Bound::None, 9000, || {
         let (shared, sleeper) = (Shared::new(), me());
         let ticket = shared.completion.begin().unwrap();
         let completers: Vec<_> = (1..=2)
@@ -186,7 +188,7 @@ fn one_of_two_completers_decides() {
 /// next tenancy.
 #[test]
 fn a_late_ticket_does_not_touch_the_next_tenancy() {
-    explore("tenancies", Bound::None, 30_000, || {
+    explore(clause::TIME, Bound::None, 30_000, || {
         let shared = Shared::new();
         let old = shared.completion.begin().unwrap();
         let late = {
@@ -219,7 +221,7 @@ fn a_late_ticket_does_not_touch_the_next_tenancy() {
 /// *Fails if* `reset` or `begin` is `Relaxed`: the tenants then race for what belongs to the slot.
 #[test]
 fn the_next_tenant_comes_after_the_last() {
-    explore("next tenant", Bound::None, 6, || {
+    explore(clause::TIME, Bound::None, 6, || {
         let shared = Shared::new();
         let ticket = shared.completion.begin().unwrap();
         let next = {
@@ -245,7 +247,7 @@ fn the_next_tenant_comes_after_the_last() {
 /// *Fails if* both get it.
 #[test]
 fn one_of_two_begins() {
-    explore("two begin", Bound::None, 50, || {
+    explore(clause::TIME, Bound::None, 50, || {
         let shared = Shared::new();
         let others: Vec<_> = (0..2)
             .map(|_| {

@@ -1,8 +1,8 @@
 //! Planning and scheduling.
 
 use immwire_core::group::{
-    Answer, ConfigError, DomainGroup, Event, GroupConfig, NicConfig, Options, PeerSlot, PeersFull,
-    Rejected, Token, TransferSlot, WorkError, WorkRequest,
+    Answer, AskError, ConfigError, DomainGroup, Event, GroupConfig, LostSlot, NicConfig, Options,
+    PeerSlot, PeersFull, Receipts, Rejected, Token, TransferSlot, WorkError, WorkRequest,
 };
 use immwire_core::id::{EngineId, PeerId, Time, TransferId};
 use immwire_core::nic::{NicState, Routes};
@@ -11,12 +11,14 @@ use immwire_core::plan::{
     Checked, PeerTable, Piece, Plan, PlanError, PlanLimits, Request, RequestError, SingleWrite,
     Target,
 };
+use immwire_core::receipt::{Epoch, Settlement, SettlementError};
 use immwire_core::region::MrDesc;
 
 type Pages = &'static [u32];
 type Targets = &'static [Target];
 type Transfers = &'static mut [TransferSlot<Pages, Targets>];
-type Group = DomainGroup<Pages, Targets, Transfers, &'static mut [PeerSlot]>;
+type Lost = &'static mut [LostSlot];
+type Group = DomainGroup<Pages, Targets, Transfers, &'static mut [PeerSlot], Lost>;
 
 /// The peers of a plan that belongs to no group.
 struct Table {
@@ -80,11 +82,12 @@ extern "C" fn hp_plan_drained(plan: &mut Plan<Pages, Targets>) -> bool {
 extern "C" fn hp_group_new(
     config: &GroupConfig,
     nics: &&[NicConfig],
-    storage: &mut Option<(Transfers, &'static mut [PeerSlot])>,
+    storage: &mut Option<(Transfers, &'static mut [PeerSlot], Lost)>,
     out: &mut Option<Result<Group, ConfigError>>,
 ) {
-    *out =
-        storage.take().map(|(transfers, peers)| DomainGroup::new(*config, nics, transfers, peers));
+    *out = storage.take().map(|(transfers, peers, lost)| {
+        DomainGroup::with_failover(*config, nics, transfers, peers, lost)
+    });
 }
 
 #[unsafe(no_mangle)]
@@ -110,6 +113,13 @@ extern "C" fn hp_group_express(
 #[unsafe(no_mangle)]
 extern "C" fn hp_group_poll_work(group: &mut Group, nic: u8, out: &mut Option<WorkRequest>) {
     *out = group.poll_work(nic);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_poll_batch(group: &mut Group, nic: u8, pieces: usize, bytes: u64) -> u64 {
+    let mut sum = 0_u64;
+    group.poll_batch(nic, pieces, bytes, |work| sum = sum.wrapping_add(work.len));
+    sum
 }
 
 #[unsafe(no_mangle)]
@@ -208,4 +218,74 @@ extern "C" fn hp_group_remove_peer(
     reason: &DownReason,
 ) {
     group.remove_peer(*now, *peer, *reason);
+}
+
+// ---- paths that break ----
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_path_broken(group: &mut Group, now: &Time, peer: &PeerId, nic: u8, to: u8) {
+    group.handle_path_broken(*now, *peer, nic, to);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_path_restored(
+    group: &mut Group,
+    now: &Time,
+    peer: &PeerId,
+    nic: u8,
+    to: u8,
+) {
+    group.handle_path_restored(*now, *peer, nic, to);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_undelivered(group: &mut Group, now: &Time, work: &WorkRequest) -> bool {
+    group.handle_undelivered(*now, work)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_answer(group: &mut Group, peer: &PeerId, nic: u8) {
+    group.handle_answer(*peer, nic);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_settled(group: &mut Group, now: &Time, peer: &PeerId, nic: u8, to: u8) {
+    group.handle_settled(*now, *peer, nic, to);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_unsettled(group: &mut Group, now: &Time, peer: &PeerId, nic: u8) {
+    group.handle_unsettled(*now, *peer, nic);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_ask(
+    group: &mut Group,
+    peer: &PeerId,
+    from: u8,
+    to: u8,
+    epoch: &Epoch,
+    out: &mut Result<(), AskError>,
+) {
+    *out = group.handle_ask(*peer, from, to, *epoch);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_fenced(group: &mut Group, peer: &PeerId, from: u8) {
+    group.handle_fenced(*peer, from);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_receipts(group: &mut Group, peer: &PeerId, receipts: &Receipts) {
+    group.set_receipts(*peer, *receipts);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_receipt_encode(settlement: &Settlement, out: &mut [u8; 64]) {
+    *out = settlement.to_bytes();
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_receipt_decode(bytes: &&[u8], out: &mut Result<Settlement, SettlementError>) {
+    *out = Settlement::from_bytes(bytes);
 }

@@ -29,6 +29,22 @@ extern "C" fn seed_malloc(bytes: usize) -> *mut u8 {
     unsafe { malloc(bytes) }
 }
 
+/// Takes more stack than a hot path may.
+#[unsafe(no_mangle)]
+extern "C" fn seed_deep(value: u8) -> u8 {
+    let mut bytes = [value; 16384];
+    core::hint::black_box(&mut bytes)[0]
+}
+
+/// Calls itself, so that nobody can tell how much stack it takes.
+#[unsafe(no_mangle)]
+extern "C" fn seed_recursion(n: u64) -> u64 {
+    if n < 2 {
+        return n;
+    }
+    seed_recursion(n.wrapping_sub(1)) ^ seed_recursion(n.wrapping_sub(2)).rotate_left(1)
+}
+
 #[cfg(feature = "seed-alloc")]
 mod alloc {
     extern crate alloc;

@@ -1,0 +1,196 @@
+//! Tenancies of transfer cells: the engine's end and the caller's handle, in every order.
+
+use std::time::Duration;
+
+use immwire_core::wake::Ticket;
+use immwire_verification_loom::{Bound, clause, explore, thread};
+use loom::sync::Arc;
+
+use crate::callback::Callbacks;
+use crate::cells::Cells;
+use crate::sync::park;
+use crate::{Calls, my_waker};
+
+struct Engine {
+    cells: Cells<u32>,
+    callbacks: Callbacks,
+}
+
+impl Engine {
+    fn new(cells: u16) -> Arc<Self> {
+        let (cells, callbacks) = (Cells::new(cells).unwrap(), Callbacks::new(2).unwrap());
+        Arc::new(Self { cells, callbacks })
+    }
+
+    fn finish(&self, (cell, ticket): (u16, Ticket), end: Result<(), u32>) {
+        self.cells.finish(cell, ticket, end, &self.callbacks);
+    }
+
+    fn let_go(&self, (cell, ticket): (u16, Ticket)) {
+        self.cells.let_go(cell, ticket);
+    }
+
+    fn poll(&self, (cell, ticket): (u16, Ticket)) -> Option<Result<(), u32>> {
+        self.cells.poll(cell, ticket)
+    }
+}
+
+/// Spawns the engine's side of an end.
+fn finish(
+    engine: &Arc<Engine>,
+    taken: (u16, Ticket),
+    end: Result<(), u32>,
+) -> thread::JoinHandle<()> {
+    let engine = engine.clone();
+    thread::spawn(move || engine.finish(taken, end))
+}
+
+/// The handle is dropped, with a waker left, while the engine ends the transfer.
+///
+/// *Fails if* both or neither of the two think that they are the last (the cell comes back twice, or
+/// never), or if the first of them gives it back.
+#[test]
+fn a_cell_comes_back_once_whoever_lets_go_last() {
+    explore(clause::ENDS, Bound::None, 55, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        let ending = finish(&engine, taken, Err(7));
+        let seen = engine.cells.watch(taken.0, taken.1, &my_waker());
+        assert!(seen.is_none() || seen == Some(Err(7)));
+        assert!(engine.cells.take().is_none(), "the cell is free while its handle is held");
+        engine.let_go(taken);
+        ending.join().unwrap();
+        assert!(engine.poll(taken).is_none());
+        let next = engine.cells.take().unwrap();
+        assert!(engine.cells.take().is_none(), "the cell is free twice");
+        assert_ne!(next, taken);
+        assert_eq!(engine.poll(next), None);
+    });
+}
+
+/// A future waits for its transfer, and its waker is all that it has.
+///
+/// *Fails if* the end is published before how the transfer failed, or the waker is not found.
+#[test]
+fn a_future_is_woken_and_told_how_it_failed() {
+    explore(clause::TIME, Bound::None, 210, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        let ending = finish(&engine, taken, Err(7));
+        let end = loop {
+            match engine.cells.watch(taken.0, taken.1, &my_waker()) {
+                Some(end) => break end,
+                None => park(),
+            }
+        };
+        assert_eq!(end, Err(7));
+        engine.let_go(taken);
+        ending.join().unwrap();
+        assert!(engine.cells.take().is_some());
+    });
+}
+
+/// A callback keeps the handle until it has run.
+///
+/// *Fails if* the engine lets go before the callback is handed over, so that the cell is emptied under it.
+#[test]
+fn a_callback_of_a_transfer_runs_once() {
+    explore(clause::ENDS, Bound::None, 7, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        let ending = finish(&engine, taken, Ok(()));
+        let calls = Calls::default();
+        if let Err(job) = engine.cells.leave(taken.0, taken.1, calls.job()) {
+            job();
+        }
+        ending.join().unwrap();
+        engine.callbacks.run_pending();
+        assert_eq!(calls.made(), 1);
+        assert_eq!(engine.poll(taken), Some(Ok(())));
+        engine.let_go(taken);
+        assert!(engine.cells.take().is_some());
+    });
+}
+
+/// Two ends are told of one transfer, and one comes when the cell has its next tenant.
+///
+/// *Fails if* the late one ends the new tenancy, writes its failure there, or lets go of it.
+#[test]
+fn a_late_end_changes_nothing_of_the_next_tenancy() {
+    explore(clause::ENDS, Bound::Preemptions(3), 280, || {
+        let engine = Engine::new(1);
+        let old = engine.cells.take().unwrap();
+        let late = finish(&engine, old, Err(9));
+        engine.finish(old, Err(1));
+        assert!(matches!(engine.poll(old), Some(Err(1 | 9))));
+        engine.let_go(old);
+        // Not yet free if the late one ended it, and has not let go.
+        if let Some(new) = engine.cells.take() {
+            assert_eq!(engine.poll(new), None);
+            engine.finish(new, Err(2));
+            assert_eq!(engine.poll(new), Some(Err(2)));
+            engine.let_go(new);
+        }
+        late.join().unwrap();
+        assert!(engine.cells.take().is_some());
+        assert!(engine.cells.take().is_none());
+    });
+}
+
+/// All cells are taken; a caller sleeps until one comes back.
+///
+/// *Fails if* the waiter says that it waits without looking again, or not in one exchange with the
+/// one who gives back, or if that one notifies without the lock (deadlock).
+#[test]
+fn whoever_waits_for_room_is_woken() {
+    explore(clause::TIME, Bound::None, 18, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        engine.let_go(taken);
+        let ending = finish(&engine, taken, Ok(()));
+        assert!(engine.cells.wait_room(Duration::MAX));
+        assert!(engine.cells.take().is_some());
+        ending.join().unwrap();
+    });
+}
+
+/// Two callers sleep until there is room, two cells come back.
+///
+/// *Fails if* only one of them is notified: the other's word was taken with the first's.
+#[test]
+fn all_who_wait_for_room_are_woken() {
+    explore(clause::TIME, Bound::Preemptions(2), 4200, || {
+        let engine = Engine::new(2);
+        let taken = [engine.cells.take().unwrap(), engine.cells.take().unwrap()];
+        taken.into_iter().for_each(|taken| engine.let_go(taken));
+        let waiters = [(); 2].map(|()| {
+            let engine = engine.clone();
+            thread::spawn(move || {
+                while engine.cells.take().is_none() {
+                    assert!(engine.cells.wait_room(Duration::MAX));
+                }
+            })
+        });
+        taken.into_iter().for_each(|taken| engine.finish(taken, Ok(())));
+        for waiter in waiters {
+            waiter.join().unwrap();
+        }
+    });
+}
+
+/// The engine ends while a caller waits for room that never comes.
+///
+/// *Fails if* the end is not said under the lock (deadlock).
+#[test]
+fn nobody_waits_for_room_beyond_the_end() {
+    explore(clause::TIME, Bound::None, 8, || {
+        let engine = Engine::new(1);
+        let _taken = engine.cells.take().unwrap();
+        let closing = {
+            let engine = engine.clone();
+            thread::spawn(move || engine.cells.close())
+        };
+        assert!(engine.cells.wait_room(Duration::MAX));
+        closing.join().unwrap();
+    });
+}
