@@ -1,0 +1,121 @@
+//! Writes the corpora's first inputs: `seeds DIR` makes `DIR/TARGET/NAME` by the real encoders.
+
+use std::fs;
+use std::path::Path;
+
+use arbitrary::Unstructured;
+use immwire::shm::fuzzing::Parts;
+use immwire_cli::motor::desc_text;
+use immwire_cli::push::manifest::Entry;
+use immwire_cli::push::message::{Digest, FromReceiver, FromSender, Have, Keep};
+use immwire_cli::push::path::RelPath;
+use immwire_cli::push::recv::STAGING;
+use immwire_core::mailbox::{Control, MessageHeader};
+use immwire_fuzz::{address, descriptor, hello, refusal, round_trip};
+
+fn main() -> std::io::Result<()> {
+    let folder = std::env::args_os().nth(1).expect("usage: seeds DIR");
+    let folder = Path::new(&folder);
+    let write = |target: &str, name: &str, bytes: &[u8]| {
+        let folder = folder.join(target);
+        fs::create_dir_all(&folder)?;
+        fs::write(folder.join(name), bytes)
+    };
+    // Decisions, for the makers of values: any bytes will do.
+    for seed in 0..6_u8 {
+        let choices: Vec<u8> =
+            (0..600_u16).map(|n| (n as u8).wrapping_mul(37) ^ seed.wrapping_mul(91)).collect();
+        let from = || Unstructured::new(&choices);
+        let name = format!("made-{seed}");
+        let there = address(&mut from()).expect("enough choices");
+        write("net_addr", &name, &round_trip(&there))?;
+        write("addr_text", &name, there.to_string().as_bytes())?;
+        write("arguments", &name, format!("push\nfile\n{there}").as_bytes())?;
+        write("mr_desc", &name, &round_trip(&descriptor(&mut from()).expect("enough")))?;
+        write(
+            "hello",
+            &format!("refusal-{seed}"),
+            &round_trip(&refusal(&mut from()).expect("enough")),
+        )?;
+        if let Ok(mut hello) = hello(&mut from()) {
+            // Whatever was made, in agreement with itself.
+            let keys = vec![7; hello.address.nics().len()];
+            hello.mailbox.owner = hello.address.engine();
+            hello.mailbox.keys = immwire_core::region::Keys::new(&keys).expect("1 to 8");
+            hello.mailbox.rights = immwire_core::region::Rights::REMOTE_WRITE;
+            (hello.mailbox.base, hello.mailbox.len) = (4096, 1 << 60);
+            write("hello", &name, &round_trip(&hello))?;
+            let parts = Parts {
+                nics: (2, 3),
+                hello: round_trip(&hello),
+                word: 5,
+                len: 64,
+                ..Parts::default()
+            };
+            let parts = Parts { refusal: refusal(&mut from()).ok(), ..parts };
+            for kind in 0..13 {
+                let (bytes, _) = parts.encode(kind).expect("possible");
+                write("handshake", &format!("kind-{kind}"), &bytes)?;
+            }
+        }
+    }
+    // An address without NICs: refused, and hard to come by.
+    let mut none = round_trip(&address(&mut Unstructured::new(&[0; 600])).expect("enough"));
+    none.truncate(18);
+    (none[6], none[17]) = (18, 0);
+    write("net_addr", "without-nics", &none)?;
+    let controls = [Control::Message(3), Control::Credit(63), Control::Heartbeat];
+    let bits: Vec<u8> =
+        controls.iter().flat_map(|control| control.encode().to_le_bytes()).collect();
+    let header = MessageHeader { len: 12, kind: 1, sequence: 2 }.to_bytes();
+    write("mailbox", "controls", &bits)?;
+    write("mailbox", "header", &header)?;
+    write("push", "session", &session())?;
+    for (name, line) in [
+        ("write", "bench\nwrite\n--size\n64K,1M\n--nics\n4\n--json"),
+        ("pages", "bench\npages\n--pages\n40000\n--page-size\n4K"),
+        ("listen", "bench\n--listen\n--nics\n2"),
+        ("recv", "recv\n--dir\ninbox\n--once\n--patience\n5"),
+        ("doctor", "doctor\n--json"),
+        ("size", "64KiB"),
+        ("plain", "4096"),
+    ] {
+        write("arguments", name, line.as_bytes())?;
+    }
+    Ok(())
+}
+
+/// What both sides of a resumed push say, a line each.
+fn session() -> Vec<u8> {
+    let entry = |path: &str, size| {
+        let path = RelPath::new(path).expect("a good name");
+        Entry { path, size, mode: 0o644, mtime_s: 1, mtime_ns: 2 }
+    };
+    let entries = vec![entry("dir", None), entry("dir/part", Some(100)), entry("whole", Some(5))];
+    let choices = [1; 200];
+    let region = desc_text(&descriptor(&mut Unstructured::new(&choices)).expect("enough"));
+    let have = |file, bytes| Have { file, bytes, digest: Digest([9; 32]) };
+    let keep = |file, bytes| Keep { file, bytes };
+    let from_sender = [
+        FromSender::Offer { version: 1, credit_tag: 7, entries },
+        FromSender::Begin { keep: vec![keep(0, 60), keep(1, 5)] },
+        FromSender::Working,
+        FromSender::Failed { reason: "why".to_owned() },
+    ];
+    let accept = FromReceiver::Accept {
+        region,
+        staging: STAGING,
+        slot_tags: vec![1, 2],
+        have: vec![have(0, 60), have(1, 5)],
+    };
+    let mut text = vec![40, 12];
+    for message in &from_sender {
+        text.extend(serde_json::to_vec(message).expect("JSON"));
+        text.push(b'\n');
+    }
+    for message in [accept, FromReceiver::Done] {
+        text.extend(serde_json::to_vec(&message).expect("JSON"));
+        text.push(b'\n');
+    }
+    text
+}
