@@ -1,0 +1,29 @@
+"""What the program asks of the machine it runs on: the C library, and nothing of anybody's drivers."""
+
+import os
+import re
+
+from toolchain import ROOT, call
+
+ALLOWED = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
+PROGRAM = ROOT / "target" / "debug" / "immwire"
+
+
+def needed(path):
+    """The libraries that the loader must find for `path`; `None` if it is no dynamic program."""
+    done = call(["readelf", "-d", path])
+    if done.returncode != 0 or "Dynamic section" not in done.stdout:
+        return None
+    return set(re.findall(r"\(NEEDED\).*\[([^\]]+)\]", done.stdout))
+
+
+def faults(path):
+    found = needed(path)
+    if not found:
+        return [f"{path}: no dynamic program"]
+    return [f"{path} needs {name}" for name in sorted(found - ALLOWED)]
+
+
+def build():
+    env = {k: v for k, v in os.environ.items() if "RUSTFLAGS" not in k}
+    return call(["cargo", "build", "--quiet", "--locked", "-p", "immwire-cli"], cwd=ROOT, env=env)
