@@ -11,8 +11,12 @@
 //! | [`plan`] | which work requests a transfer is made of |
 //! | [`group`] | which of them is posted next, and how a transfer ends |
 //! | [`peer`] | whether a peer is there |
+//! | [`calls`] | whose call is taken |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
-//! | [`wire`] | what bytes mean that come from outside |
+//! | [`wire`], [`datagram`] | what bytes mean that come from outside |
+//! | [`credit`] | how many immediates a receiver has room for |
+//! | [`tenant`] | which registration a key names, and whether it was withdrawn |
+//! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
@@ -29,6 +33,9 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod calls;
+pub mod credit;
+pub mod datagram;
 pub mod group;
 pub mod hazard;
 pub mod id;
@@ -39,8 +46,10 @@ pub mod nic;
 pub mod peer;
 pub mod plan;
 pub mod receipt;
+pub mod recycle;
 pub mod region;
 pub mod ring;
 mod sync;
+pub mod tenant;
 pub mod wake;
 pub mod wire;

@@ -28,7 +28,7 @@ use crate::mailbox::{Geometry, GeometryError};
 use crate::region::{Keys, MrDesc, Rights};
 
 /// The version of the protocol spoken between engines: a [`Hello`] of another one is refused.
-pub const PROTOCOL_VERSION: u16 = 1;
+pub const PROTOCOL_VERSION: u16 = 2;
 
 /// The longest address a provider may give a NIC, in bytes.
 pub const NIC_ADDRESS_MAX: usize = 48;
@@ -547,6 +547,9 @@ pub struct Hello {
     pub geometry: Geometry,
     /// How often the speaker asks to hear from the listener, in milliseconds.
     pub heartbeat_ms: u32,
+    /// How many calls the speaker has made, to whomever: this one's number if this is a call. All of them
+    /// up to here are answered by this, or given up ([`crate::calls`]).
+    pub call: u64,
 }
 
 impl Hello {
@@ -598,6 +601,8 @@ pub enum Refusal {
     Myself,
     /// What was received is no hello.
     Malformed,
+    /// The call is one that its caller has given up, and arrives late.
+    Stale,
 }
 
 impl fmt::Display for Refusal {
@@ -613,6 +618,7 @@ impl fmt::Display for Refusal {
             Self::ShuttingDown => f.write_str("shutting down"),
             Self::Myself => f.write_str("an engine cannot be its own peer"),
             Self::Malformed => f.write_str("handshake not understood"),
+            Self::Stale => f.write_str("the call is older than one that was answered since"),
         }
     }
 }
@@ -854,6 +860,7 @@ struct HelloBody {
     reserved: [u8; 3],
     slot_bytes: U32,
     heartbeat_ms: U32,
+    call: U64,
     // Then the frames of the address and of the mailbox.
 }
 
@@ -869,19 +876,22 @@ impl body::Body for Hello {
             reserved: [0; 3],
             slot_bytes: self.geometry.slot_bytes().into(),
             heartbeat_ms: self.heartbeat_ms.into(),
+            call: self.call.into(),
         })?;
         to.frame(&self.address)?;
         to.frame(&self.mailbox)
     }
 
     fn take(from: &mut Reader<'_>) -> Result<Self, WireError> {
-        let HelloBody { slots, reserved: [a, b, c], slot_bytes, heartbeat_ms } = from.take()?;
+        let body: HelloBody = from.take()?;
+        let HelloBody { slots, reserved: [a, b, c], slot_bytes, heartbeat_ms, call } = body;
         reserved(u32::from_le_bytes([a, b, c, 0]))?;
         let hello = Self {
             address: from.frame()?,
             mailbox: from.frame()?,
             geometry: Geometry::new(slots, slot_bytes.get()).map_err(WireError::Geometry)?,
             heartbeat_ms: heartbeat_ms.get(),
+            call: call.get(),
         };
         hello.check()?;
         Ok(hello)
@@ -911,6 +921,7 @@ impl body::Body for Refusal {
             Self::ShuttingDown => (5, 0, 0),
             Self::Myself => (6, 0, 0),
             Self::Malformed => (7, 0, 0),
+            Self::Stale => (8, 0, 0),
         };
         to.put(&RefusalBody { code, reserved: 0, ours: ours.into(), theirs: theirs.into() })
     }
@@ -927,6 +938,7 @@ impl body::Body for Refusal {
             5 => Self::ShuttingDown,
             6 => Self::Myself,
             7 => Self::Malformed,
+            8 => Self::Stale,
             found => return Err(WireError::RefusalCode { found }),
         };
         reserved((u32::from(theirs) << 16) | u32::from(ours))?;

@@ -707,6 +707,13 @@ where
         self.view().entry(peer).map(|entry| entry.machine.state())
     }
 
+    /// Whether a request to the peer finds a NIC to go by; if not it is refused with
+    /// [`PlanError::NoRoute`].
+    #[must_use]
+    pub fn reaches(&self, peer: PeerId) -> bool {
+        self.view().entry(peer).is_some_and(|entry| entry.routes.is_some())
+    }
+
     /// The peers there are.
     pub fn peers(&self) -> impl Iterator<Item = (PeerId, EngineId, PeerState)> {
         self.peers.as_ref().iter().enumerate().filter_map(|(index, slot)| {
@@ -822,7 +829,7 @@ where
         };
         let index = self.free.first().filter(|_| clear)?;
         self.turn = turn;
-        entry.sent = true;
+        entry.sent |= imm.is_some();
         over.in_flight = over.in_flight.saturating_add(1);
         over.credits.take(lane);
         state.credits.take(lane);
@@ -839,11 +846,11 @@ where
         Some(work_of(id, nic, &piece))
     }
 
-    /// Notes that a piece to this peer goes out on this NIC.
-    fn charge(&mut self, peer: PeerId, nic: usize) -> Option<&mut PeerNic> {
+    /// Notes that a piece to this peer goes out on this NIC, and whether the peer will hear of it.
+    fn charge(&mut self, peer: PeerId, nic: usize, imm: Option<Imm>) -> Option<&mut PeerNic> {
         let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
         let entry = slot.entry.as_mut()?;
-        entry.sent = true;
+        entry.sent |= imm.is_some();
         let over = entry.over.get_mut(nic)?;
         over.in_flight = over.in_flight.saturating_add(1);
         Some(over)
@@ -984,9 +991,10 @@ where
         if credits == 0 || !room.is_some() {
             return;
         }
-        let (mut taken, mut turn_left) = (0_u16, state.turn_left);
+        let (mut taken, mut turn_left, mut heard) = (0_u16, state.turn_left, false);
         active.plan.pages(nic, |piece| {
             taken = taken.saturating_add(1);
+            heard |= piece.imm.is_some();
             turn_left = turn_left.saturating_sub(piece.len.max(MIN_TURN_COST_BYTES));
             room.use_up(piece.len);
             take(work_of(id, nic, piece));
@@ -995,7 +1003,7 @@ where
         if taken == 0 {
             return;
         }
-        entry.sent = true;
+        entry.sent |= heard;
         over.in_flight = over.in_flight.saturating_add(taken);
         over.credits.take_bulk(taken);
         state.credits.take_bulk(taken);
@@ -1072,7 +1080,7 @@ where
             active.started = true;
             state.credits.take(lane);
             let left = active.plan.has_work(nic);
-            let over = self.charge(peer, at).filter(|_| !granted);
+            let over = self.charge(peer, at, piece.imm).filter(|_| !granted);
             if let Some(over) = over {
                 over.credits.take(lane);
             }

@@ -599,7 +599,7 @@ where
                 continue;
             };
             self.remove_lost(place);
-            if let Some(over) = self.charge(work.peer, at) {
+            if let Some(over) = self.charge(work.peer, at, work.imm) {
                 over.credits.take(lane);
             }
             if let Some(state) = self.nics.get_mut(at) {
@@ -885,7 +885,7 @@ where
         if let Some(state) = self.nics.get_mut(at) {
             state.credits.take(lane);
         }
-        if let Some(over) = self.charge(peer, at).filter(|_| !kept) {
+        if let Some(over) = self.charge(peer, at, piece.imm).filter(|_| !kept) {
             over.credits.take(lane);
         }
         if left {

@@ -303,7 +303,7 @@ pub(super) struct PeerEntry {
     /// When a piece to this peer last completed.
     pub(super) last_progress: Time,
     pub(super) abort_wanted: bool,
-    /// Something was posted to it since the last timeout.
+    /// Something was posted to it since the last timeout that it hears of: bytes alone it does not.
     pub(super) sent: bool,
     /// The platform holds no connection to it any more, or was told to drop it.
     pub(super) stopped: bool,

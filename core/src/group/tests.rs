@@ -1698,6 +1698,30 @@ fn a_silent_peer_is_asked_then_lost() {
     assert_eq!(world.group.peer_state(peer), None);
 }
 
+/// The peer does not hear of bytes without an immediate, so they are no sign of life to it.
+#[test]
+fn bytes_alone_do_not_stand_for_a_heartbeat() {
+    let heartbeat = Duration::from_millis(2);
+    let liveness = LivenessConfig { heartbeat, ..config(SMALL).liveness };
+    for (kind, expected) in [(Kind::Split, 4), (Kind::Long, 2)] {
+        let config = GroupConfig { liveness, ..config(SMALL) };
+        let mut world = World::with(Setup { peers: 1, ..SMALL }, config);
+        let peer = world.live(0).unwrap();
+        world.apply(Do::Submit(kind, 0));
+        world.apply(Do::Post(0));
+        let announced = world.posted.iter().any(|work| work.imm.is_some());
+        assert_eq!(announced, kind == Kind::Split);
+        let mut first = None;
+        while first.is_none() {
+            world.now = world.group.poll_timeout();
+            world.group.handle_timeout(world.now);
+            first = world.group.poll_event();
+        }
+        assert_eq!(first, Some(Event::Heartbeat { peer }));
+        assert_eq!(world.now.as_nanos(), expected * 1_000_000, "{kind:?}");
+    }
+}
+
 /// A list that forgets its pages once it was checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Fickle(std::rc::Rc<core::cell::Cell<bool>>);
@@ -1774,15 +1798,12 @@ fn a_group_that_cannot_work_is_not_made() {
 
 /// One NIC for two peers, with room for many transfers.
 fn busy(slots: usize, queue_depth: u16, peer_depth: u16) -> World {
-    World::new(Setup {
-        nics: 1,
-        peer_nics: 1,
-        slots,
-        queue_depth,
-        peer_depth,
-        max_message: 1 << 20,
-        ..SMALL
-    })
+    World::new(busy_setup(slots, queue_depth, peer_depth))
+}
+
+const fn busy_setup(slots: usize, queue_depth: u16, peer_depth: u16) -> Setup {
+    let max_message = 1 << 20;
+    Setup { nics: 1, peer_nics: 1, slots, queue_depth, peer_depth, max_message, ..SMALL }
 }
 
 /// `count` pages of `page_bytes` that do not merge.
@@ -1827,7 +1848,11 @@ fn a_batch_is_what_single_pieces_are() {
     for ((queue, peer_depth, page_bytes), transfers) in
         menu.into_iter().flat_map(|shape| (1..4).map(move |n| (shape, n)))
     {
-        let mut world = busy(8, queue, peer_depth);
+        // Turns of one page, of a few, and of all.
+        let turns = [1, 5 * page_bytes, 1 << 30];
+        let turn_bytes = turns[transfers as usize % turns.len()];
+        let setup = busy_setup(8, queue, peer_depth);
+        let mut world = World::with(setup, GroupConfig { turn_bytes, ..config(setup) });
         for n in 0..transfers {
             pages(&mut world, n % 2, 7 + u64::from(n), page_bytes);
         }

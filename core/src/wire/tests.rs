@@ -51,7 +51,7 @@ fn hello(address: NetAddr, slots: u8, slot_bytes: u32) -> Hello {
     let keys = vec![5; address.nics().len()];
     let geometry = Geometry::new(slots, slot_bytes).unwrap();
     let mailbox = desc(address.engine().0, geometry.bytes(), &keys);
-    Hello { address, mailbox, geometry, heartbeat_ms: 500 }
+    Hello { address, mailbox, geometry, heartbeat_ms: 500, call: 0x0102_0304_0506_0708 }
 }
 
 fn hellos() -> Vec<Hello> {
@@ -59,7 +59,7 @@ fn hellos() -> Vec<Hello> {
     vec![hello(small, 1, 64), hello(longest_addr(), 64, 1 << 16)]
 }
 
-const REFUSALS: [Refusal; 8] = [
+const REFUSALS: [Refusal; 9] = [
     Refusal::Version { ours: 0, theirs: 0 },
     Refusal::Version { ours: 1, theirs: u16::MAX },
     Refusal::Busy,
@@ -68,6 +68,7 @@ const REFUSALS: [Refusal; 8] = [
     Refusal::ShuttingDown,
     Refusal::Myself,
     Refusal::Malformed,
+    Refusal::Stale,
 ];
 
 fn encoded<T: Wire>(value: &T) -> Vec<u8> {
@@ -153,7 +154,9 @@ fn layouts_are_fixed() {
     assert_eq!(encoded(&region), expected);
 
     let small = hello(addr(ProviderKind::Shm, 3, &[nic(1, b"x")]), 2, 128);
-    let mut expected = b"IWhi\x01\x00\x5a\x00\x02\0\0\0\x80\0\0\0\xf4\x01\0\0".to_vec();
+    let mut expected = b"IWhi\x02\x00\x62\x00\x02\0\0\0\x80\0\0\0\xf4\x01\0\0\
+                         \x08\x07\x06\x05\x04\x03\x02\x01"
+        .to_vec();
     expected.extend(encoded(&small.address));
     expected.extend(encoded(&small.mailbox));
     assert_eq!(encoded(&small), expected);
@@ -233,7 +236,7 @@ fn a_hello_agrees_with_itself() {
     ];
     for (mailbox, error) in cases {
         assert_eq!(with(mailbox).encode(&mut [0; Hello::ENCODED_MAX]), Err(error));
-        let mut frame = encoded(&good)[..20].to_vec();
+        let mut frame = encoded(&good)[..28].to_vec();
         frame.extend(encoded(&good.address));
         frame.extend(encoded(&mailbox));
         let len = len_bytes(frame.len());
@@ -383,9 +386,10 @@ fn any_desc() -> impl Strategy<Value = MrDesc> {
 }
 
 fn any_hello() -> impl Strategy<Value = Hello> {
-    (any_addr(), 1..=64_u8, 1..=u32::MAX / 64, any::<u32>()).prop_map(
-        |(address, slots, lines, heartbeat_ms)| Hello {
+    (any_addr(), 1..=64_u8, 1..=u32::MAX / 64, any::<u32>(), any::<u64>()).prop_map(
+        |(address, slots, lines, heartbeat_ms, call)| Hello {
             heartbeat_ms,
+            call,
             ..hello(address, slots, lines * 64)
         },
     )
@@ -416,8 +420,9 @@ proptest! {
     /// Bytes behind a right head, so that the body is looked at.
     #[test]
     fn any_body_is_harmless(body in prop::collection::vec(0..80_u8, 0..200), magic in 0..4_usize) {
-        let magic = [*b"IWna", *b"IWmr", *b"IWhi", *b"IWno"][magic];
-        let mut bytes = [&magic[..], &[1, 0], &len_bytes(body.len() + 8)].concat();
+        let (magic, version) =
+            [(*b"IWna", 1), (*b"IWmr", 1), (*b"IWhi", PROTOCOL_VERSION), (*b"IWno", 1)][magic];
+        let mut bytes = [&magic[..], &version.to_le_bytes(), &len_bytes(body.len() + 8)].concat();
         bytes.extend(body);
         try_all(&bytes);
     }

@@ -1,0 +1,207 @@
+//! Room at a receiver's completion queue, counted by both sides.
+//!
+//! Some devices (EFA's unsolicited writes) deliver an immediate without asking whether there is room for
+//! it: a queue that overruns is lost, and everything with it. A completion at the sender says nothing of
+//! that room either, since it comes when the bytes have landed, not when somebody has read the event. So
+//! the receiver grants each peer a number of immediates on each of its NICs, and tells how many it has
+//! taken. Both counts only grow; a report that is lost or overtaken does no harm.
+//!
+//! # Invariants
+//!
+//! 1. Sent, but not yet reported as taken, are at most as many as were granted.
+//! 2. A report is due before the sender can run out: at half the grant.
+//! 3. A report from outside that claims more than was sent is refused.
+//!
+//! The tests below run all interleavings of a small sender and receiver.
+
+/// What a sender may still send over one NIC of a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Allowance {
+    granted: u16,
+    sent: u64,
+    taken: u64,
+}
+
+/// The peer says that it has taken more than it was sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Overstated {
+    /// Immediates sent so far.
+    pub sent: u64,
+    /// Immediates that are said to be taken.
+    pub claimed: u64,
+}
+
+impl Allowance {
+    /// Room for `granted` immediates.
+    #[must_use]
+    pub const fn new(granted: u16) -> Self {
+        Self { granted, sent: 0, taken: 0 }
+    }
+
+    /// Whether one more may be sent.
+    #[must_use]
+    pub const fn is_open(&self) -> bool {
+        self.sent - self.taken < self.granted as u64
+    }
+
+    /// One was sent. To be called only while [`Allowance::is_open`].
+    pub const fn spend(&mut self) {
+        self.sent += 1;
+    }
+
+    /// Sent since the start.
+    #[must_use]
+    pub const fn sent(&self) -> u64 {
+        self.sent
+    }
+
+    /// The peer has taken `claimed` since the start. Older reports change nothing.
+    ///
+    /// # Errors
+    ///
+    /// [`Overstated`].
+    pub const fn report(&mut self, claimed: u64) -> Result<(), Overstated> {
+        if claimed > self.sent {
+            return Err(Overstated { sent: self.sent, claimed });
+        }
+        if claimed > self.taken {
+            self.taken = claimed;
+        }
+        Ok(())
+    }
+}
+
+/// What a receiver has taken of one peer's over one of its own NICs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Takings {
+    granted: u16,
+    taken: u64,
+    reported: u64,
+}
+
+impl Takings {
+    /// For a peer that was granted so many.
+    #[must_use]
+    pub const fn new(granted: u16) -> Self {
+        Self { granted, taken: 0, reported: 0 }
+    }
+
+    /// An immediate was taken. Returns whether a report is due.
+    pub const fn take(&mut self) -> bool {
+        self.taken += 1;
+        self.is_due()
+    }
+
+    /// Taken since the start.
+    #[must_use]
+    pub const fn taken(&self) -> u64 {
+        self.taken
+    }
+
+    /// Whether the sender is to be told.
+    #[must_use]
+    pub const fn is_due(&self) -> bool {
+        (self.taken - self.reported) * 2 >= self.granted as u64 && self.taken > self.reported
+    }
+
+    /// What the report says; it counts as made.
+    pub const fn report(&mut self) -> u64 {
+        self.reported = self.taken;
+        self.taken
+    }
+}
+
+/// The grant for each of `peers` on a NIC, of a queue of `entries`, of which `own` are for our own
+/// completions. Zero if there is no room for all of them.
+#[must_use]
+pub fn grant(entries: usize, own: usize, peers: u16) -> u16 {
+    let room = entries.saturating_sub(own) / usize::from(peers.max(1));
+    u16::try_from(room).unwrap_or(u16::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::vec::Vec;
+
+    use super::*;
+
+    /// All orders of sending, taking, reporting, and of reports that overtake each other or are lost:
+    /// never more is under way than was granted, and nobody is ever stuck.
+    #[test]
+    fn a_queue_never_overruns_and_nobody_is_stuck() {
+        for granted in 1..5_u16 {
+            let mut seen = BTreeSet::new();
+            let start = (Allowance::new(granted), Takings::new(granted), [None, None], 0_u64);
+            let mut open = Vec::from([start]);
+            while let Some((allowance, takings, told, waiting)) = open.pop() {
+                let key = (allowance.sent, allowance.taken, takings.taken, takings.reported, told);
+                if !seen.insert(key) || allowance.sent > 12 {
+                    continue;
+                }
+                // Sent and not read by the receiver: that is what lies in its queue.
+                assert!(waiting <= u64::from(granted));
+                assert_eq!(waiting, allowance.sent - takings.taken);
+                let mut next = Vec::new();
+                if allowance.is_open() {
+                    let mut sender = allowance;
+                    sender.spend();
+                    next.push((sender, takings, told, waiting + 1));
+                }
+                if waiting > 0 {
+                    let mut receiver = takings;
+                    receiver.take();
+                    next.push((allowance, receiver, told, waiting - 1));
+                }
+                if takings.is_due()
+                    && let Some(free) = told.iter().position(Option::is_none)
+                {
+                    let (mut receiver, mut told) = (takings, told);
+                    told[free] = Some(receiver.report());
+                    next.push((allowance, receiver, told, waiting));
+                }
+                for at in 0..2 {
+                    if let Some(claimed) = told[at] {
+                        let (mut sender, mut told) = (allowance, told);
+                        told[at] = None;
+                        sender.report(claimed).unwrap();
+                        next.push((sender, takings, told, waiting));
+                    }
+                }
+                assert!(!next.is_empty(), "stuck: {allowance:?} {takings:?} {told:?}");
+                open.extend(next);
+            }
+            assert!(seen.len() > 20 * usize::from(granted), "{}", seen.len());
+        }
+    }
+
+    #[test]
+    fn a_report_is_not_believed_beyond_what_was_sent() {
+        let mut allowance = Allowance::new(2);
+        allowance.spend();
+        assert_eq!(allowance.report(2), Err(Overstated { sent: 1, claimed: 2 }));
+        assert_eq!(allowance.report(u64::MAX), Err(Overstated { sent: 1, claimed: u64::MAX }));
+        allowance.spend();
+        assert!(!allowance.is_open());
+        allowance.report(1).unwrap();
+        allowance.report(0).unwrap();
+        assert!(allowance.is_open());
+    }
+
+    #[test]
+    fn grants_fit_the_queue() {
+        for entries in 0..40 {
+            for own in 0..10 {
+                for peers in 1..6_u16 {
+                    let each = usize::from(grant(entries, own, peers));
+                    let all = each * usize::from(peers);
+                    assert!(all + own.min(entries) <= entries.max(own));
+                    // None is left that would have made a whole round.
+                    assert!(all + usize::from(peers) > entries.saturating_sub(own));
+                }
+            }
+        }
+        assert_eq!(grant(usize::MAX, 0, 1), u16::MAX);
+        assert_eq!(grant(10, 0, 0), 10);
+    }
+}

@@ -1,0 +1,548 @@
+//! What engines tell each other where there is no connection: calls, and the upkeep of sessions.
+//!
+//! For transports whose addresses take messages from anybody: libfabric's reliable datagrams, and the
+//! unreliable ones of verbs.
+//!
+//! ```text
+//!   initiator                                            acceptor
+//!     Call { nonce, target, door }         ──▶             keeps nothing
+//!                                          ◀──           Challenge { both nonces }
+//!     Prove { both nonces, proof, claim }  ──▶             opens its side
+//!                                          ◀──           Accept { nonce, proof, claim }
+//!     opens its side, may post
+//!     Ready                                ──▶             may post
+//! ```
+//!
+//! `Refuse` may take the place of any answer. Every message may be lost, repeated, late, or made up: the
+//! initiator repeats what is not answered ([`Retry`]), the acceptor answers a repeated `Prove` with the same
+//! `Accept`. The acceptor's nonce follows from the call and a secret of the acceptor's, so that it
+//! keeps nothing of who has not shown that it is reached at its door. What a proof is, is the platform's.
+//!
+//! Afterwards each message carries the token that its receiver handed out in its claim: nobody else knows it.
+//!
+//! # Invariants
+//!
+//! [`Message::decode`] answers any bytes with a value or an error, and a message has one encoding: all
+//! truncations, and all changes of one byte, are tried below.
+
+use core::fmt;
+use core::time::Duration;
+
+use heapless::Vec;
+use zerocopy::byteorder::little_endian::{U16, U32, U64};
+use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
+
+use crate::id::{EngineId, MAX_NICS, NicIndex, Time};
+use crate::recycle::Turn;
+use crate::tenant::Tenant;
+use crate::wire::{Hello, NIC_ADDRESS_MAX, PROTOCOL_VERSION, Refusal, Wire};
+
+/// The longest message, in bytes.
+pub const DATAGRAM_MAX: usize = 1536;
+
+const MAGIC: [u8; 4] = *b"IWdg";
+
+/// A random value that makes a proof good for one handshake only.
+pub type Nonce = [u8; 32];
+
+/// What shows that its maker holds the group's key.
+pub type Proof = [u8; 32];
+
+/// An endpoint's address, in the provider's own form.
+pub type Address = Vec<u8, NIC_ADDRESS_MAX>;
+
+/// An address for each NIC.
+pub type Addresses = Vec<Address, MAX_NICS>;
+
+/// A count for each NIC.
+pub type Counts = Vec<u64, MAX_NICS>;
+
+/// Both sides' nonces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Nonces {
+    /// Of the one who called.
+    pub initiator: Nonce,
+    /// Of the other.
+    pub acceptor: Nonce,
+}
+
+/// A message.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there is no allocator, and none is kept")]
+pub enum Message<'a> {
+    /// Somebody wants to connect.
+    Call {
+        /// Its nonce.
+        nonce: Nonce,
+        /// Whom it wants.
+        target: EngineId,
+        /// Where it takes answers.
+        door: Address,
+    },
+    /// The answer to a call.
+    Challenge(Nonces),
+    /// The caller is reached at its door.
+    Prove {
+        /// As in the challenge.
+        nonces: Nonces,
+        /// Where it takes answers, as in the call.
+        door: Address,
+        /// Over all of this.
+        proof: Proof,
+        /// An encoded [`Claim`].
+        claim: &'a [u8],
+    },
+    /// The acceptor has opened its side.
+    Accept {
+        /// The initiator's nonce.
+        nonce: Nonce,
+        /// As in `Prove`, the roles exchanged.
+        proof: Proof,
+        /// An encoded [`Claim`].
+        claim: &'a [u8],
+    },
+    /// Takes the place of an answer.
+    Refuse {
+        /// The initiator's nonce.
+        nonce: Nonce,
+        /// Why.
+        why: Refusal,
+    },
+    /// Of a session.
+    Session {
+        /// The receiver's.
+        token: u64,
+        /// What is said.
+        say: Say,
+    },
+}
+
+/// What is said within a session.
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[expect(clippy::large_enum_variant, reason = "there is no allocator, and none is kept")]
+pub enum Say {
+    /// The initiator's side is open.
+    Ready,
+    /// The sender has ended the session.
+    Bye {
+        /// It has nothing in flight, and never will have.
+        quiet: bool,
+    },
+    /// The sender has taken so many immediates over its NIC since the start.
+    Taken {
+        /// The sender's NIC.
+        nic: NicIndex,
+        /// How many.
+        count: u64,
+    },
+    /// Nothing more is to be written to this registration of the sender's.
+    Withdraw(Tenant),
+    /// Nothing more will be.
+    Withdrawn(Tenant),
+    /// The sender's endpoints are replaced.
+    Move {
+        /// For the how-manieth time.
+        turn: Turn,
+        /// The new ones, by NIC.
+        ports: Addresses,
+    },
+    /// The sender writes to the new ones, and nothing of it is in flight to the old.
+    Moved {
+        /// Which of the receiver's replacements it is about.
+        turn: Turn,
+        /// Immediates sent since the start, by NIC of the receiver: so many are to be taken before the old
+        /// ones are closed.
+        sent: Counts,
+    },
+}
+
+/// What one end says of itself in a handshake.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Claim {
+    /// To be put into each message for the one who claims; its lower half into each immediate, where
+    /// these are wide enough.
+    pub token: u64,
+    /// Immediates that the listener may have under way to each NIC of the one who claims.
+    pub grant: u16,
+    /// The transport's protocol, its version, and how memory is addressed: both ends must agree.
+    pub protocol: Protocol,
+    /// The endpoints' number.
+    pub turn: Turn,
+    /// The endpoints, by NIC.
+    pub ports: Addresses,
+    /// Who is speaking.
+    pub hello: Hello,
+}
+
+/// What both ends of a session must have in common.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Protocol {
+    /// The provider's own number for its wire protocol.
+    pub number: u32,
+    /// Its version.
+    pub version: u32,
+    /// Bytes of an immediate's data: 4, or 8 with the token's half.
+    pub data_bytes: u8,
+}
+
+/// Why bytes are no message, or no claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Malformed {
+    /// The sender speaks another version of the protocol.
+    Version {
+        /// Which.
+        theirs: u16,
+    },
+    /// No version of ours has such bytes.
+    Bytes,
+}
+
+impl fmt::Display for Malformed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Version { theirs } => {
+                write!(f, "protocol version {theirs} is not understood, only {PROTOCOL_VERSION}")
+            }
+            Self::Bytes => f.write_str("not a message"),
+        }
+    }
+}
+
+impl core::error::Error for Malformed {}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct Head {
+    magic: [u8; 4],
+    version: U16,
+    kind: u8,
+    spare: u8,
+}
+
+struct Writer<'a> {
+    out: &'a mut [u8],
+    at: usize,
+}
+
+impl Writer<'_> {
+    fn put(&mut self, part: &(impl IntoBytes + Immutable + ?Sized)) -> Option<()> {
+        let part = part.as_bytes();
+        let end = self.at.checked_add(part.len())?;
+        self.out.get_mut(self.at..end)?.copy_from_slice(part);
+        self.at = end;
+        Some(())
+    }
+
+    fn address(&mut self, address: &Address) -> Option<()> {
+        self.put(&u8::try_from(address.len()).ok()?)?;
+        self.put(address.as_slice())
+    }
+
+    fn addresses(&mut self, addresses: &Addresses) -> Option<()> {
+        self.put(&u8::try_from(addresses.len()).ok()?)?;
+        addresses.iter().try_for_each(|address| self.address(address))
+    }
+
+    fn tenant(&mut self, tenant: Tenant) -> Option<()> {
+        self.put(&U64::new(tenant.key(0)))
+    }
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn take<T: FromBytes>(&mut self) -> Result<T, Malformed> {
+        let (value, rest) = T::read_from_prefix(self.0).map_err(|_| Malformed::Bytes)?;
+        self.0 = rest;
+        Ok(value)
+    }
+
+    fn bytes(&mut self, len: usize) -> Result<&'a [u8], Malformed> {
+        let (part, rest) = self.0.split_at_checked(len).ok_or(Malformed::Bytes)?;
+        self.0 = rest;
+        Ok(part)
+    }
+
+    fn rest(&mut self) -> &'a [u8] {
+        core::mem::take(&mut self.0)
+    }
+
+    fn address(&mut self) -> Result<Address, Malformed> {
+        let len: u8 = self.take()?;
+        Address::from_slice(self.bytes(len.into())?).map_err(|_| Malformed::Bytes)
+    }
+
+    fn addresses(&mut self) -> Result<Addresses, Malformed> {
+        let count: u8 = self.take()?;
+        let mut all = Addresses::new();
+        for _ in 0..count {
+            all.push(self.address()?).map_err(|_| Malformed::Bytes)?;
+        }
+        if all.is_empty() { Err(Malformed::Bytes) } else { Ok(all) }
+    }
+
+    fn tenant(&mut self) -> Result<Tenant, Malformed> {
+        let key = self.take::<U64>()?.get();
+        Tenant::of(key).filter(|tenant| tenant.key(0) == key).ok_or(Malformed::Bytes)
+    }
+
+    fn end(self) -> Result<(), Malformed> {
+        if self.0.is_empty() { Ok(()) } else { Err(Malformed::Bytes) }
+    }
+}
+
+impl Say {
+    const fn kind(&self) -> u8 {
+        match self {
+            Self::Ready => 16,
+            Self::Bye { .. } => 17,
+            Self::Taken { .. } => 18,
+            Self::Withdraw(_) => 19,
+            Self::Withdrawn(_) => 20,
+            Self::Move { .. } => 21,
+            Self::Moved { .. } => 22,
+        }
+    }
+
+    fn put(&self, to: &mut Writer<'_>) -> Option<()> {
+        match self {
+            Self::Ready => Some(()),
+            Self::Bye { quiet } => to.put(&u8::from(*quiet)),
+            Self::Taken { nic, count } => {
+                to.put(nic)?;
+                to.put(&U64::new(*count))
+            }
+            Self::Withdraw(tenant) | Self::Withdrawn(tenant) => to.tenant(*tenant),
+            Self::Move { turn, ports } => {
+                to.put(&U32::new(turn.0))?;
+                to.addresses(ports)
+            }
+            Self::Moved { turn, sent } => {
+                to.put(&U32::new(turn.0))?;
+                to.put(&u8::try_from(sent.len()).ok()?)?;
+                sent.iter().try_for_each(|count| to.put(&U64::new(*count)))
+            }
+        }
+    }
+
+    fn take(kind: u8, from: &mut Reader<'_>) -> Result<Self, Malformed> {
+        Ok(match kind {
+            16 => Self::Ready,
+            17 => match from.take::<u8>()? {
+                0 => Self::Bye { quiet: false },
+                1 => Self::Bye { quiet: true },
+                _ => return Err(Malformed::Bytes),
+            },
+            18 => Self::Taken { nic: from.take()?, count: from.take::<U64>()?.get() },
+            19 => Self::Withdraw(from.tenant()?),
+            20 => Self::Withdrawn(from.tenant()?),
+            21 => {
+                let turn = Turn(from.take::<U32>()?.get());
+                Self::Move { turn, ports: from.addresses()? }
+            }
+            22 => {
+                let turn = Turn(from.take::<U32>()?.get());
+                let mut sent = Counts::new();
+                for _ in 0..from.take::<u8>()? {
+                    sent.push(from.take::<U64>()?.get()).map_err(|_| Malformed::Bytes)?;
+                }
+                Self::Moved { turn, sent }
+            }
+            _ => return Err(Malformed::Bytes),
+        })
+    }
+}
+
+impl<'a> Message<'a> {
+    const fn kind(&self) -> u8 {
+        match self {
+            Self::Call { .. } => 1,
+            Self::Challenge(_) => 2,
+            Self::Prove { .. } => 3,
+            Self::Accept { .. } => 4,
+            Self::Refuse { .. } => 5,
+            Self::Session { say, .. } => say.kind(),
+        }
+    }
+
+    /// Writes the message to the start of `out`; returns its length in bytes. `None` if it does not fit;
+    /// [`DATAGRAM_MAX`] bytes always suffice.
+    #[must_use]
+    pub fn encode(&self, out: &mut [u8]) -> Option<usize> {
+        let mut to = Writer { out, at: 0 };
+        let version = PROTOCOL_VERSION.into();
+        to.put(&Head { magic: MAGIC, version, kind: self.kind(), spare: 0 })?;
+        match self {
+            Self::Call { nonce, target, door } => {
+                to.put(nonce)?;
+                to.put(&U64::new(target.0))?;
+                to.address(door)?;
+            }
+            Self::Challenge(nonces) => {
+                to.put(&nonces.initiator)?;
+                to.put(&nonces.acceptor)?;
+            }
+            Self::Prove { nonces, door, proof, claim } => {
+                to.put(&nonces.initiator)?;
+                to.put(&nonces.acceptor)?;
+                to.put(proof)?;
+                to.address(door)?;
+                to.put(*claim)?;
+            }
+            Self::Accept { nonce, proof, claim } => {
+                to.put(nonce)?;
+                to.put(proof)?;
+                to.put(*claim)?;
+            }
+            Self::Refuse { nonce, why } => {
+                to.put(nonce)?;
+                let mut frame = [0; Refusal::ENCODED_MAX];
+                let len = why.encode(&mut frame).ok()?;
+                to.put(frame.get(..len)?)?;
+            }
+            Self::Session { token, say } => {
+                to.put(&U64::new(*token))?;
+                say.put(&mut to)?;
+            }
+        }
+        Some(to.at)
+    }
+
+    /// Reads a message.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed`].
+    pub fn decode(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let mut from = Reader(bytes);
+        let head: Head = from.take()?;
+        if head.magic != MAGIC {
+            return Err(Malformed::Bytes);
+        }
+        if head.version.get() != PROTOCOL_VERSION {
+            return Err(Malformed::Version { theirs: head.version.get() });
+        }
+        if head.spare != 0 {
+            return Err(Malformed::Bytes);
+        }
+        let message = match head.kind {
+            1 => Self::Call {
+                nonce: from.take()?,
+                target: EngineId(from.take::<U64>()?.get()),
+                door: from.address()?,
+            },
+            2 => Self::Challenge(Nonces { initiator: from.take()?, acceptor: from.take()? }),
+            3 => {
+                let nonces = Nonces { initiator: from.take()?, acceptor: from.take()? };
+                let proof = from.take()?;
+                Self::Prove { nonces, proof, door: from.address()?, claim: from.rest() }
+            }
+            4 => Self::Accept { nonce: from.take()?, proof: from.take()?, claim: from.rest() },
+            5 => {
+                let nonce = from.take()?;
+                let why = Refusal::decode(from.rest()).map_err(|_| Malformed::Bytes)?;
+                Self::Refuse { nonce, why }
+            }
+            kind => {
+                let token = from.take::<U64>()?.get();
+                Self::Session { token, say: Say::take(kind, &mut from)? }
+            }
+        };
+        from.end()?;
+        Ok(message)
+    }
+}
+
+#[derive(FromBytes, IntoBytes, KnownLayout, Immutable, Unaligned)]
+#[repr(C)]
+struct ClaimBody {
+    token: U64,
+    protocol: U32,
+    protocol_version: U32,
+    turn: U32,
+    grant: U16,
+    data_bytes: u8,
+    spare: u8,
+    // Then the ports, and the hello's frame.
+}
+
+impl Claim {
+    /// Writes the claim to the start of `out`; returns its length in bytes. `None` if it does not fit,
+    /// or its hello contradicts itself.
+    #[must_use]
+    pub fn encode(&self, out: &mut [u8]) -> Option<usize> {
+        let mut to = Writer { out, at: 0 };
+        to.put(&ClaimBody {
+            token: self.token.into(),
+            protocol: self.protocol.number.into(),
+            protocol_version: self.protocol.version.into(),
+            turn: self.turn.0.into(),
+            grant: self.grant.into(),
+            data_bytes: self.protocol.data_bytes,
+            spare: 0,
+        })?;
+        to.addresses(&self.ports)?;
+        let len = self.hello.encode(to.out.get_mut(to.at..)?).ok()?;
+        Some(to.at + len)
+    }
+
+    /// Reads a claim. It has a port for each NIC of its hello, and a grant.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed`].
+    pub fn decode(bytes: &[u8]) -> Result<Self, Malformed> {
+        let mut from = Reader(bytes);
+        let body: ClaimBody = from.take()?;
+        let ports = from.addresses()?;
+        let hello = Hello::decode(from.rest()).map_err(|_| Malformed::Bytes)?;
+        let grant = body.grant.get();
+        if body.spare != 0 || grant == 0 || ports.len() != hello.address.nics().len() {
+            return Err(Malformed::Bytes);
+        }
+        let number = body.protocol.get();
+        let version = body.protocol_version.get();
+        let protocol = Protocol { number, version, data_bytes: body.data_bytes };
+        let turn = Turn(body.turn.get());
+        Ok(Self { token: body.token.get(), grant, protocol, turn, ports, hello })
+    }
+}
+
+/// When to repeat what was not answered: soon at first, then twice as late each time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Retry {
+    next: Time,
+    wait: Duration,
+}
+
+impl Retry {
+    /// The first wait.
+    pub const FIRST: Duration = Duration::from_millis(50);
+    /// The longest.
+    pub const LONGEST: Duration = Duration::from_secs(1);
+
+    /// Something was sent for the first time.
+    #[must_use]
+    pub fn start(now: Time) -> Self {
+        Self { next: now.after(Self::FIRST), wait: Self::FIRST }
+    }
+
+    /// When it is to be sent again.
+    #[must_use]
+    pub const fn due(&self) -> Time {
+        self.next
+    }
+
+    /// Whether it is to be sent again now; if so, it counts as sent.
+    pub fn is_due(&mut self, now: Time) -> bool {
+        if now < self.next {
+            return false;
+        }
+        self.wait = self.wait.saturating_mul(2).min(Self::LONGEST);
+        self.next = now.after(self.wait);
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,229 @@
+//! How an endpoint that serves everybody is replaced, to be rid of one peer.
+//!
+//! On a connectionless transport nothing in flight to one peer can be taken back by itself: only closing
+//! the endpoint ends it, and that would end everybody's. So a second endpoint is opened beside the first;
+//! the other peers are asked to move to it, one by one, while the first still serves them; and when only
+//! what is to be got rid of is left on the first, it is closed.
+//!
+//! ```text
+//!   us                                          a peer that is well
+//!    open the new endpoint
+//!    Move { epoch, addresses } ───────────────▶  posts nothing more to the old one,
+//!    posts on the old one still                   lets what is in flight complete,
+//!    posts on the new one now  ◀───────────────  Moved { epoch }; posts to the new one
+//!    … what is in flight on the old one completes
+//!
+//!   all moved, nothing of theirs left on the old one ──▶ close it; the rest of it has ended
+//!   some not moved in time ──▶ these are got rid of, too
+//! ```
+//!
+//! # Invariants
+//!
+//! 1. An endpoint is closed only when no peer that is well has anything in flight on it, in either
+//!    direction: what closing cuts off is of peers that are given up.
+//! 2. A replacement ends within the patience that it was begun with: whoever is not over by then is given
+//!    up, and [`Recycle::verdict`] then says [`Verdict::Close`].
+//! 3. An answer to an earlier replacement does not count for this one.
+//!
+//! The tests below enumerate three peers, and every order in which they answer, drain, fail or are late.
+
+use core::time::Duration;
+
+use crate::id::Time;
+
+/// The replacements of an engine's endpoints, counted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Default)]
+pub struct Turn(pub u32);
+
+/// How far one peer is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Standing {
+    /// It is not given up.
+    pub well: bool,
+    /// The last replacement that it has answered.
+    pub moved: Turn,
+    /// Pieces of ours in flight to it on the endpoint that is to be closed.
+    pub in_flight: u32,
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Verdict {
+    /// No endpoint is being replaced.
+    Idle,
+    /// Wait, until this instant at most.
+    Wait(Time),
+    /// Give up those for whom [`Recycle::is_late`] says so, and ask again.
+    GiveUp,
+    /// Close the old endpoint, then call [`Recycle::closed`].
+    Close,
+}
+
+/// The state of a replacement.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Recycle {
+    turn: Turn,
+    until: Option<Time>,
+}
+
+impl Recycle {
+    /// The present endpoint's number.
+    #[must_use]
+    pub const fn turn(&self) -> Turn {
+        self.turn
+    }
+
+    /// Whether one is under way.
+    #[must_use]
+    pub const fn is_under_way(&self) -> bool {
+        self.until.is_some()
+    }
+
+    /// Begins to replace the endpoint; `None` while that is under way already. The new endpoint's number
+    /// is to be sent to all peers that are well.
+    pub fn begin(&mut self, now: Time, patience: Duration) -> Option<Turn> {
+        if self.is_under_way() {
+            return None;
+        }
+        self.turn.0 = self.turn.0.wrapping_add(1);
+        self.until = Some(now.after(patience));
+        Some(self.turn)
+    }
+
+    /// Whether an answer is to this replacement.
+    #[must_use]
+    pub fn is_current(&self, answered: Turn) -> bool {
+        self.is_under_way() && answered == self.turn
+    }
+
+    /// Whether the peer keeps the old endpoint open.
+    #[must_use]
+    pub fn is_late(&self, peer: Standing) -> bool {
+        peer.well && (peer.moved != self.turn || peer.in_flight > 0)
+    }
+
+    /// What is to be done, `peers` being all there are. O(peers).
+    #[must_use]
+    pub fn verdict(&self, now: Time, mut peers: impl Iterator<Item = Standing>) -> Verdict {
+        match self.until {
+            None => Verdict::Idle,
+            Some(_) if !peers.any(|peer| self.is_late(peer)) => Verdict::Close,
+            Some(until) if now >= until => Verdict::GiveUp,
+            Some(until) => Verdict::Wait(until),
+        }
+    }
+
+    /// The old endpoint is closed.
+    pub const fn closed(&mut self) {
+        self.until = None;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::vec::Vec;
+
+    use super::*;
+
+    const PATIENCE: Duration = Duration::from_nanos(3);
+
+    #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+    struct World {
+        recycle: Recycle,
+        now: u64,
+        peers: [Standing; 3],
+        /// What is on its way to us.
+        answers: [Option<Turn>; 3],
+        closed: u32,
+    }
+
+    impl World {
+        fn verdict(&self) -> Verdict {
+            self.recycle.verdict(Time::from_nanos(self.now), self.peers.into_iter())
+        }
+
+        /// Everything that can happen next.
+        fn next(&self) -> Vec<Self> {
+            let mut all = Vec::new();
+            let mut step = |change: &dyn Fn(&mut Self)| {
+                let mut world = self.clone();
+                change(&mut world);
+                all.push(world);
+            };
+            for at in 0..3 {
+                let peer = self.peers[at];
+                if peer.in_flight > 0 {
+                    step(&|world| world.peers[at].in_flight -= 1);
+                }
+                if peer.well {
+                    step(&|world| world.peers[at].well = false);
+                }
+                if self.answers[at].is_none() && peer.well && self.recycle.is_under_way() {
+                    step(&|world| world.answers[at] = Some(world.recycle.turn()));
+                }
+                if let Some(turn) = self.answers[at] {
+                    step(&|world| {
+                        world.answers[at] = None;
+                        if world.recycle.is_current(turn) {
+                            world.peers[at].moved = turn;
+                        }
+                    });
+                }
+            }
+            if self.recycle.is_under_way() && self.now < 3 {
+                step(&|world| world.now += 1);
+            }
+            all
+        }
+    }
+
+    /// Nobody who is well is cut off, whatever the order, and every replacement comes to its end.
+    #[test]
+    fn an_endpoint_is_closed_when_nobody_who_is_well_needs_it() {
+        let fresh = |in_flight| Standing { well: true, moved: Turn(0), in_flight };
+        let mut recycle = Recycle::default();
+        assert_eq!(recycle.verdict(Time::ZERO, [fresh(1)].into_iter()), Verdict::Idle);
+        let turn = recycle.begin(Time::ZERO, PATIENCE).unwrap();
+        assert_eq!(recycle.begin(Time::ZERO, PATIENCE), None);
+        assert_eq!(turn, Turn(1));
+        let peers = [fresh(0), fresh(1), Standing { well: false, ..fresh(1) }];
+        // Of an earlier replacement, and late.
+        let answers = [Some(Turn(0)), None, None];
+        let mut open = Vec::from([World { recycle, now: 0, peers, answers, closed: 0 }]);
+        let (mut seen, mut closed, mut given_up) = (HashSet::new(), 0, 0);
+        while let Some(mut world) = open.pop() {
+            if !seen.insert(world.clone()) {
+                continue;
+            }
+            match world.verdict() {
+                Verdict::Close => {
+                    for peer in world.peers.iter().filter(|peer| peer.well) {
+                        assert_eq!((peer.moved, peer.in_flight), (turn, 0), "{world:?}");
+                    }
+                    world.recycle.closed();
+                    assert_eq!(world.verdict(), Verdict::Idle);
+                    closed += 1;
+                    continue;
+                }
+                Verdict::GiveUp => {
+                    assert!(world.now >= 3);
+                    let recycle = world.recycle;
+                    for peer in world.peers.iter_mut().filter(|peer| recycle.is_late(**peer)) {
+                        peer.well = false;
+                    }
+                    assert_eq!(world.verdict(), Verdict::Close);
+                    given_up += 1;
+                }
+                Verdict::Wait(until) => {
+                    assert_eq!(until, Time::from_nanos(3));
+                    let next = world.next();
+                    assert!(!next.is_empty());
+                    open.extend(next);
+                }
+                Verdict::Idle => panic!("it ended by itself: {world:?}"),
+            }
+        }
+        assert!(closed > 100 && given_up > 100, "{closed} {given_up} {}", seen.len());
+    }
+}
