@@ -8,22 +8,24 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use immwire_core::calls::{CallSlot, Calls, Taken};
 use immwire_core::group::{
     self, Answer, DomainGroup, Event, LostSlot, Options, PeerSlot, Token, TransferSlot, WorkError,
     WorkRequest,
 };
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
-use immwire_core::mailbox::{self, Geometry};
+use immwire_core::mailbox::{self, Geometry, SlotIndex};
 use immwire_core::nic::NicState;
-use immwire_core::peer::{Crossing, DownReason, PeerState, resolve_crossing};
+use immwire_core::peer::{DownReason, PeerState};
 use immwire_core::plan::{self, ControlWrite, Request as PlanRequest};
 use immwire_core::receipt::{Epoch, Settlement};
+use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use crate::error::{AddPeerError, End, TransferError};
-use crate::message::{Link, Outgoing, Undelivered};
+use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
 use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink};
 use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
@@ -42,11 +44,39 @@ pub(crate) const OWN_TRANSFERS: u16 = 64;
 /// How often dropped regions are tried again.
 const SWEEP_EVERY: Duration = Duration::from_millis(10);
 
+/// Engines that are gone of which it is remembered how often they called.
+const REMEMBERED_GONE: usize = 256;
+
 /// How long an engine sleeps at most while some peer has no room for what it is to be sent.
 const PARKED_NAP: Duration = Duration::from_millis(1);
 
-/// What the engine's own transfers carry as [`Options::user`].
-const OWN: u64 = u64::MAX;
+/// What the engine's own transfers carry as [`Options::user`]: the highest bit and, of a credit, the peer
+/// and the slot that is given back.
+const OWN: u64 = 1 << 63;
+/// In place of a slot.
+const NO_SLOT: u64 = 0xff;
+
+fn own_user(peer: PeerId, slot: Option<SlotIndex>) -> u64 {
+    let slot = slot.map_or(NO_SLOT, u64::from);
+    OWN | slot << 48 | u64::from(peer.index) << 32 | u64::from(peer.generation)
+}
+
+/// The credit that a transfer of the engine's own was, if it was one.
+fn credit_of(user: u64) -> Option<(PeerId, SlotIndex)> {
+    let [a, b, c, d, low, high, slot, _] = user.to_le_bytes();
+    let (index, generation) = (u16::from_le_bytes([low, high]), u32::from_le_bytes([a, b, c, d]));
+    (u64::from(slot) != NO_SLOT).then_some((PeerId { index, generation }, slot))
+}
+
+/// Whether nothing was written of a transfer that is a single piece.
+const fn is_unwritten(end: group::End) -> bool {
+    // A piece that was posted, and ends for want of a NIC, was settled with its receiver first.
+    matches!(
+        end,
+        group::End::NeverStarted { .. }
+            | group::End::Quiesced { error: group::TransferError::NoNic }
+    )
+}
 
 pub(crate) type Group = DomainGroup<
     PageIndices,
@@ -59,8 +89,8 @@ pub(crate) type Group = DomainGroup<
 /// The caller's side of a transfer that the group works on.
 #[derive(Default)]
 struct Hook {
-    /// A message to this peer: it must not be lost, since later ones wait for it.
-    message: Option<PeerId>,
+    /// It is a message, which must not be lost, since later ones wait for it.
+    message: Option<Placed>,
     ticket: Option<Ticket>,
     id: Option<TransferId>,
     /// Keeps the source registered.
@@ -88,7 +118,7 @@ pub(crate) struct State {
     hooks: Box<[Hook]>,
     /// By peer slot.
     pub(crate) links: Box<[Option<Link>]>,
-    /// Peers whose mailbox has messages that nobody took, or credits that could not be sent.
+    /// Peers whose mailbox has messages that nobody took, or to whom something could not be sent.
     pub(crate) unfinished: Vec<u16>,
     /// Transfers of the engine's own under way.
     pub(crate) own: u16,
@@ -99,6 +129,10 @@ pub(crate) struct State {
     address: NetAddr,
     geometry: Geometry,
     heartbeat_ms: u32,
+    /// Calls made so far.
+    called: u64,
+    /// Whose calls count no more.
+    calls: Calls<Box<[CallSlot]>>,
     pub(crate) now: Time,
 }
 
@@ -159,6 +193,8 @@ pub(crate) trait Drive: Send {
 impl<P: Provider> Engine<P> {
     pub(crate) fn new(provider: P, setup: Setup) -> Self {
         let cells = setup.shared.cells.len();
+        // More than there can be peers, so that whoever is one is remembered.
+        let remembered = usize::from(setup.peers) + REMEMBERED_GONE;
         let state = State {
             group: setup.group,
             registry: setup.registry,
@@ -172,6 +208,8 @@ impl<P: Provider> Engine<P> {
             address: provider.address(),
             geometry: setup.geometry,
             heartbeat_ms: u32::try_from(setup.heartbeat.as_millis()).unwrap_or(u32::MAX),
+            called: 0,
+            calls: Calls::new(vec![CallSlot::VACANT; remembered].into_boxed_slice()),
             now: setup.shared.clock.now(),
             shared: setup.shared,
         };
@@ -316,6 +354,7 @@ impl<P: Provider> Engine<P> {
                 Control::SetNicHealth { nic, healthy } => {
                     let now = self.state.now;
                     self.state.group.set_nic_health(now, nic, healthy);
+                    self.state.finish_messages();
                 }
             }
         }
@@ -332,6 +371,7 @@ impl<P: Provider> Engine<P> {
         }
         let nics = nic_states(address);
         let peer = self.state.group.add_peer(self.state.now, engine, &nics)?;
+        self.state.called = self.state.called.saturating_add(1);
         let hello = match self.state.open_link(peer) {
             Ok(hello) => hello,
             Err(error) => {
@@ -550,7 +590,13 @@ impl<P: Provider> Drive for Engine<P> {
         }
         self.events();
         // A peer that was writing when its session ended stops at its next look, unless it does not run.
-        let left = self.state.registry.withdraw_all(drain);
+        let registry = Arc::clone(&self.state.registry);
+        let left = registry.withdraw_all(drain, || {
+            self.steps = 0;
+            if !self.poll() {
+                std::thread::yield_now();
+            }
+        });
         if left > 0 {
             tracing::warn!(left, "peers were still writing to regions when the engine stopped");
         }
@@ -617,23 +663,35 @@ impl State {
     }
 
     /// As [`State::hook`], for a message.
-    pub(crate) fn hook_message(&mut self, cell: u16, ticket: Ticket, id: TransferId, peer: PeerId) {
+    pub(crate) fn hook_message(
+        &mut self,
+        cell: u16,
+        ticket: Ticket,
+        id: TransferId,
+        placed: Placed,
+    ) {
         if let Some(hook) = self.hooks.get_mut(usize::from(cell)) {
-            *hook = Hook { message: Some(peer), ticket: Some(ticket), id: Some(id), hold: None };
+            *hook = Hook { message: Some(placed), ticket: Some(ticket), id: Some(id), hold: None };
         }
     }
 
     fn ended(&mut self, user: u64, end: group::End) {
-        // The engine's own: a credit or a heartbeat that was lost went to a peer that is down.
         let Ok(cell) = u16::try_from(user) else {
             self.own = self.own.saturating_sub(1);
+            if let (Some((peer, slot)), false) = (credit_of(user), end == group::End::Done) {
+                self.credit_lost(peer, slot, is_unwritten(end));
+            }
             return;
         };
         let Some(hook) = self.hooks.get_mut(usize::from(cell)) else { return };
         let Hook { ticket, hold, message, .. } = std::mem::take(hook);
         drop(hold);
-        if let (Some(peer), false) = (message, matches!(end, group::End::Done)) {
-            self.group.remove_peer(self.now, peer, DownReason::Disconnected);
+        if let (Some(placed), Some(ticket), false) = (message, ticket, end == group::End::Done) {
+            let again = Again { cell, ticket, placed, end };
+            if is_unwritten(end) && self.send_again(again) {
+                return;
+            }
+            self.group.remove_peer(self.now, placed.peer, DownReason::Disconnected);
         }
         if let Some(ticket) = ticket {
             self.shared.finish(cell, ticket, end.into());
@@ -641,7 +699,7 @@ impl State {
     }
 
     /// Submits a transfer of the engine's own; `false` if there is no room for it now.
-    pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm) -> bool {
+    pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: Option<SlotIndex>) -> bool {
         if self.own >= OWN_TRANSFERS {
             return false;
         }
@@ -654,7 +712,7 @@ impl State {
             imm,
         });
         let Ok(request) = request.check() else { return true };
-        let options = Options { deadline: Time::NEVER, user: OWN };
+        let options = Options { deadline: Time::NEVER, user: own_user(peer, credit) };
         match self.group.submit(request, options) {
             Ok(_) => {
                 self.own += 1;
@@ -672,7 +730,7 @@ impl State {
     fn heartbeat(&mut self, peer: PeerId) {
         let imm = Imm::from_bits(mailbox::Control::Heartbeat.encode());
         // Without room there is traffic enough; if none of it is the peer's, the next beat comes.
-        self.submit_own(peer, imm);
+        self.submit_own(peer, imm, None);
     }
 
     fn peer_changed(&mut self, peer: PeerId, state: PeerState) {
@@ -689,29 +747,34 @@ impl State {
 
     /// The peer that is, or is becoming, this engine.
     fn live_peer(&self, engine: EngineId) -> Option<PeerId> {
-        let mut peers = self.group.peers();
-        let live = peers
-            .find(|(_, other, state)| *other == engine && !matches!(state, PeerState::Down(_)));
-        live.map(|(peer, ..)| peer)
+        live_peer(&self.group, engine)
     }
 
     /// Makes the memory that a peer needs, and what to say to it.
     fn open_link(&mut self, peer: PeerId) -> Result<Hello, crate::provider::RegisterError> {
         self.shared.begin_tallies(peer);
         let link = Link::new(&self.registry, peer, self.geometry)?;
-        let hello = Hello {
-            address: self.address.clone(),
-            mailbox: link.mailbox(),
-            geometry: self.geometry,
-            heartbeat_ms: self.heartbeat_ms,
-        };
+        let hello = self.hello(link.mailbox());
         if let Some(slot) = self.links.get_mut(usize::from(peer.index)) {
             *slot = Some(link);
         }
         Ok(hello)
     }
 
+    fn hello(&self, mailbox: MrDesc) -> Hello {
+        Hello {
+            address: self.address.clone(),
+            mailbox,
+            geometry: self.geometry,
+            heartbeat_ms: self.heartbeat_ms,
+            call: self.called,
+        }
+    }
+
+    /// The peer has said this, in its call or in its answer.
     fn answer(&mut self, peer: PeerId, hello: &Hello) {
+        let group = &self.group;
+        self.calls.note(hello.engine(), hello.call, |engine| live_peer(group, engine).is_some());
         let nics = nic_states(&hello.address);
         let answer = Answer {
             nics: &nics,
@@ -764,6 +827,13 @@ impl State {
     }
 }
 
+fn live_peer(group: &Group, engine: EngineId) -> Option<PeerId> {
+    let mut peers = group.peers();
+    let live =
+        peers.find(|(_, other, state)| *other == engine && !matches!(state, PeerState::Down(_)));
+    live.map(|(peer, ..)| peer)
+}
+
 /// A peer's NICs as the core sees them.
 fn nic_states(address: &NetAddr) -> heapless::Vec<NicState, MAX_NICS> {
     let states = address.nics().iter();
@@ -806,17 +876,15 @@ impl Sink for State {
         if self.shared.intake.is_stopping() {
             return Err(Refusal::ShuttingDown);
         }
-        let engine = hello.engine();
-        let mine = self.address.engine();
-        if engine == mine {
-            return Err(Refusal::Myself);
-        }
-        if let Some(peer) = self.live_peer(engine) {
-            if self.group.peer_state(peer) == Some(PeerState::Connecting) {
-                return self.crossed(peer, hello, resolve_crossing(mine, engine));
+        let (mine, engine) = (self.address.engine(), hello.engine());
+        let live = self.live_peer(engine);
+        let state = live.and_then(|peer| self.group.peer_state(peer));
+        match (self.calls.judge(mine, engine, hello.call, state)?, live) {
+            (Taken::Crossed, Some(peer)) => return self.crossed(peer, hello),
+            (Taken::Replaces, Some(peer)) => {
+                self.group.remove_peer(self.now, peer, DownReason::Replaced);
             }
-            // It would not call while its connection stands: it has lost it before we have.
-            self.group.remove_peer(self.now, peer, DownReason::Replaced);
+            (Taken::New | Taken::Crossed | Taken::Replaces, _) => {}
         }
         let nics = nic_states(&hello.address);
         let peer = self.group.add_peer(self.now, engine, &nics).map_err(|_| Refusal::Busy)?;
@@ -841,6 +909,7 @@ impl Sink for State {
     fn nic_changed(&mut self, nic: NicIndex, healthy: bool) {
         self.refresh();
         self.group.set_nic_health(self.now, nic, healthy);
+        self.finish_messages();
     }
 
     fn path_broken(&mut self, peer: PeerId, path: Path) {
@@ -854,6 +923,7 @@ impl Sink for State {
         tracing::debug!(%peer, ?path, "a path is back");
         self.refresh();
         self.group.handle_path_restored(self.now, peer, path.nic, path.remote_nic);
+        self.finish_messages();
     }
 
     fn undelivered(&mut self, work: &WorkRequest) {
@@ -864,42 +934,37 @@ impl Sink for State {
 }
 
 impl State {
-    /// Both sides called each other: one connection is kept, the same on both sides.
-    fn crossed(
-        &mut self,
-        peer: PeerId,
-        hello: &Hello,
-        crossing: Crossing,
-    ) -> Result<(PeerId, Hello), Refusal> {
-        match crossing {
-            Crossing::KeepMine => Err(Refusal::Crossed),
-            Crossing::Myself => Err(Refusal::Myself),
-            Crossing::KeepTheirs => {
-                let Some(Some(link)) = self.links.get(usize::from(peer.index)) else {
-                    return Err(Refusal::Busy);
-                };
-                let reply = Hello {
-                    address: self.address.clone(),
-                    mailbox: link.mailbox(),
-                    geometry: self.geometry,
-                    heartbeat_ms: self.heartbeat_ms,
-                };
-                self.answer(peer, hello);
-                Ok((peer, reply))
-            }
-        }
+    /// Both sides called each other, and the peer's call is kept: it answers ours.
+    fn crossed(&mut self, peer: PeerId, hello: &Hello) -> Result<(PeerId, Hello), Refusal> {
+        let Some(Some(link)) = self.links.get(usize::from(peer.index)) else {
+            return Err(Refusal::Busy);
+        };
+        let reply = self.hello(link.mailbox());
+        self.answer(peer, hello);
+        Ok((peer, reply))
     }
 }
 
 impl State {
-    /// Deals with messages that waited for room, and with credits that could not be sent.
+    /// Deals with messages that waited for room, and with what could not be sent.
     fn finish_messages(&mut self) {
         self.expire_messages();
         for _ in 0..self.unfinished.len() {
             let Some(index) = self.unfinished.pop() else { return };
             if self.deliver(index) == Undelivered::Some {
-                self.unfinished.insert(0, index);
+                self.unfinished(index);
             }
+            let link = self.links.get(usize::from(index)).and_then(Option::as_ref);
+            if let Some(peer) = link.map(Link::peer) {
+                self.retry_messages(peer);
+            }
+        }
+    }
+
+    /// Remembers to look after the messages of the peer in this slot.
+    pub(crate) fn unfinished(&mut self, index: u16) {
+        if !self.unfinished.contains(&index) {
+            self.unfinished.insert(0, index);
         }
     }
 }

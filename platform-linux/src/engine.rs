@@ -3,6 +3,7 @@
 use std::fmt;
 use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
+use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
@@ -27,8 +28,9 @@ use crate::error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
     WaitTimeout,
 };
+use crate::libfabric::{LibfabricConfig, LibfabricProvider};
 use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
-use crate::region::{Region, Registry};
+use crate::region::{CloseError, Region, Registry};
 use crate::request::{PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets};
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
@@ -66,9 +68,32 @@ impl IdlePolicy {
     }
 }
 
+/// What carries an engine's writes.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub enum Transport {
+    /// Shared memory: peers on this host.
+    #[default]
+    Shm,
+    /// libfabric: TCP to any host, or AWS EFA.
+    Libfabric(LibfabricOptions),
+}
+
+/// Which libfabric, and what of it. By default whatever the machine has: EFA before TCP.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct LibfabricOptions {
+    /// The library to load. If none: the one that `IMMWIRE_LIBFABRIC` names, or that the machine has.
+    pub library: Option<PathBuf>,
+    /// libfabric's provider: `efa`, `tcp`, `net` or `tcp;ofi_rxm`.
+    pub provider: Option<String>,
+    /// libfabric's domain: a network interface (`eth0`, `lo`), or an EFA device. If none, all there are;
+    /// loopback only if there is nothing else.
+    pub domain: Option<String>,
+}
+
 /// What an engine is made of. Every choice has a default.
 #[derive(Debug, Clone)]
 pub struct Builder {
+    transport: Transport,
     nics: u8,
     transfers: u16,
     peers: u16,
@@ -77,7 +102,7 @@ pub struct Builder {
     idle: IdlePolicy,
     cpu: Option<usize>,
     drain: Duration,
-    liveness: LivenessConfig,
+    liveness: Option<LivenessConfig>,
     mailbox_slots: u8,
     mailbox_slot_bytes: u32,
     latency_bytes: u64,
@@ -87,6 +112,7 @@ pub struct Builder {
 impl Default for Builder {
     fn default() -> Self {
         Self {
+            transport: Transport::Shm,
             nics: 1,
             transfers: 1024,
             peers: 256,
@@ -95,9 +121,7 @@ impl Default for Builder {
             idle: IdlePolicy::default(),
             cpu: None,
             drain: Duration::from_secs(1),
-            // The socket of the shared-memory provider tells of a peer's death at once; silence alone
-            // may be a caller that computes, or a debugger.
-            liveness: LivenessConfig { down_after: Duration::MAX, ..LivenessConfig::default() },
+            liveness: None,
             mailbox_slots: 8,
             mailbox_slot_bytes: 64 << 10,
             latency_bytes: 8 << 10,
@@ -107,7 +131,15 @@ impl Default for Builder {
 }
 
 impl Builder {
-    /// NICs of the group: 1 to 8. Shared memory makes as many endpoints. Default 1.
+    /// What carries the writes. Default: shared memory.
+    #[must_use]
+    pub fn transport(mut self, transport: Transport) -> Self {
+        self.transport = transport;
+        self
+    }
+
+    /// NICs of the group: 1 to 8. Shared memory makes as many endpoints; libfabric takes the machine's devices
+    /// in turn, and shares them if there are fewer. Default 1.
     #[must_use]
     pub const fn nics(mut self, nics: u8) -> Self {
         self.nics = nics;
@@ -164,11 +196,11 @@ impl Builder {
         self
     }
 
-    /// When a silent peer is suspected and counts as gone. Default: suspected after 2 s, never gone by
-    /// silence alone.
+    /// When a silent peer is suspected and counts as gone. Default: suspected after 2 s; gone after 10 s,
+    /// but through shared memory never by silence alone, since there its death is seen at once.
     #[must_use]
     pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
-        self.liveness = liveness;
+        self.liveness = Some(liveness);
         self
     }
 
@@ -249,6 +281,16 @@ impl Builder {
         Ok(self.assemble(provider, clock)?.polled(drain))
     }
 
+    fn liveness_config(&self) -> LivenessConfig {
+        let default = LivenessConfig::default();
+        self.liveness.unwrap_or(match self.transport {
+            // The socket tells of a peer's death at once; silence alone may be a caller that computes, or a
+            // debugger.
+            Transport::Shm => LivenessConfig { down_after: Duration::MAX, ..default },
+            Transport::Libfabric(_) => default,
+        })
+    }
+
     fn check(&self) -> Result<(), BuildError> {
         let limits = [
             ("nics", usize::from(self.nics), MAX_NICS, "1 to 8"),
@@ -269,14 +311,24 @@ impl Builder {
         let mut id = [0; 8];
         rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
             .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
-        let config = ShmConfig {
-            nics: self.nics,
-            group_key: self.group_key.clone(),
-            foreign: self.foreign_path,
-            ..ShmConfig::new(EngineId(u64::from_ne_bytes(id)))
-        };
-        let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
-        self.assemble(provider, Clock::monotonic())
+        let engine = EngineId(u64::from_ne_bytes(id));
+        let group_key = self.group_key.clone();
+        match self.transport.clone() {
+            Transport::Shm => {
+                let (nics, foreign) = (self.nics, self.foreign_path);
+                let config = ShmConfig { nics, group_key, foreign, ..ShmConfig::new(engine) };
+                let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
+                self.assemble(provider, Clock::monotonic())
+            }
+            Transport::Libfabric(LibfabricOptions { library, provider, domain }) => {
+                let (nics, peers) = (self.nics, self.peers);
+                let config =
+                    LibfabricConfig { engine, nics, peers, library, provider, domain, group_key };
+                let provider = LibfabricProvider::new(config);
+                let provider = provider.map_err(BuildError::Libfabric)?;
+                self.assemble(provider, Clock::monotonic())
+            }
+        }
     }
 
     /// Puts an engine together around a provider.
@@ -316,7 +368,7 @@ impl Builder {
             tally: writer,
             peers: self.peers,
             geometry,
-            heartbeat: self.liveness.heartbeat,
+            heartbeat: self.liveness_config().heartbeat,
         };
         let drive: Box<dyn Drive> = Box::new(Engine::new(provider, setup));
         let max_message = geometry.max_message_bytes() as usize;
@@ -346,7 +398,7 @@ impl Builder {
             latency_reserve: (depth / 8).min(16),
             turn_bytes: 256 << 10,
             drain: self.drain,
-            liveness: self.liveness,
+            liveness: self.liveness_config(),
         };
         let nics: Vec<NicConfig> = nics
             .iter()
@@ -857,6 +909,32 @@ impl Driver {
     pub fn poll(&mut self) -> bool {
         let busy = self.engine.poll();
         busy | self.shared.callbacks.run_pending()
+    }
+
+    /// As [`Region::close`], polling meanwhile: some transports ask peers to stop, and have to hear that they
+    /// did.
+    ///
+    /// # Errors
+    ///
+    /// [`CloseError`].
+    pub fn close_region(
+        &mut self,
+        mut region: Region,
+        patience: Duration,
+    ) -> Result<(), CloseError> {
+        let deadline = Instant::now().checked_add(patience);
+        loop {
+            match region.close(Duration::ZERO) {
+                Err(CloseError::StillWriting { region: back, error }) => {
+                    if deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                        return Err(CloseError::StillWriting { region: back, error });
+                    }
+                    region = back;
+                    self.poll();
+                }
+                closed => return closed,
+            }
+        }
     }
 
     /// The clock that the engine reads.

@@ -32,6 +32,9 @@ pub enum BuildError {
     /// The transport could not start.
     #[error("the shared-memory provider could not start: {0}")]
     Provider(#[source] crate::shm::ShmError),
+    /// The same, of libfabric's.
+    #[error("the libfabric provider could not start: {0}")]
+    Libfabric(#[source] crate::libfabric::LibfabricError),
     /// The kernel refused something else that an engine needs.
     #[error("{call}: {source}")]
     Os {

@@ -37,6 +37,7 @@
 //! |---|---|
 //! | [`provider`] | what a transport must do |
 //! | [`shm`] | the transport for processes of one host |
+//! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
 //!
 //! # Invariants
@@ -54,6 +55,7 @@ mod driver;
 mod engine;
 mod error;
 mod intake;
+pub mod libfabric;
 mod message;
 pub mod provider;
 mod region;
@@ -78,7 +80,7 @@ pub use immwire_core::wire::NetAddr;
 
 pub use clock::Clock;
 pub use counter::{Expected, ImmCounter, Reached};
-pub use engine::{Builder, Driver, IdlePolicy, Stats, TransferEngine};
+pub use engine::{Builder, Driver, IdlePolicy, LibfabricOptions, Stats, TransferEngine, Transport};
 pub use error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
     SubmitError, TransferError, WaitTimeout,

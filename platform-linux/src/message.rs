@@ -11,7 +11,8 @@ use immwire_core::group::{self as core_group, Options, Receipts};
 use immwire_core::id::{PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{
-    Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, SendError, SlotIndex,
+    Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, Reserved, SendError,
+    SlotIndex,
 };
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{ControlWrite, Request as PlanRequest};
@@ -24,7 +25,7 @@ use crate::error::{End, TransferError};
 use crate::provider::{Path, Receipt, RegisterError};
 use crate::region::{Region, Registry};
 use crate::request::Request;
-use crate::shared::{Message, refused};
+use crate::shared::Message;
 
 /// A message on its way into a mailbox.
 pub(crate) struct Outgoing {
@@ -33,6 +34,34 @@ pub(crate) struct Outgoing {
     pub(crate) bytes: Box<[u8]>,
     /// Until when it may wait for room. Once it has a slot it is sent, since later ones follow it.
     pub(crate) deadline: Time,
+}
+
+/// A message that has its place in its peer's mailbox, and so in the order.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Placed {
+    pub(crate) peer: PeerId,
+    reserved: Reserved,
+    /// Bytes, with the header.
+    len: u64,
+}
+
+/// A message that has its place, and was not written for want of a NIC: it goes when there is one again.
+pub(crate) struct Again {
+    pub(crate) cell: u16,
+    pub(crate) ticket: Ticket,
+    pub(crate) placed: Placed,
+    /// What its last attempt ended in.
+    pub(crate) end: core_group::End,
+}
+
+impl Again {
+    /// Its end, if there is no further attempt because of `error`.
+    const fn end(&self, error: TransferError) -> End {
+        match self.end {
+            core_group::End::NeverStarted { .. } => End::NeverStarted { error },
+            _ => End::Quiesced { error },
+        }
+    }
 }
 
 /// What an engine keeps for the messages of one peer.
@@ -45,6 +74,7 @@ pub(crate) struct Link {
     staging: Option<Region>,
     outbox: Option<Outbox>,
     waiting: VecDeque<Outgoing>,
+    again: Vec<Again>,
     /// Slots to be given back to the peer, a bit for each.
     credits: u64,
     registry: Arc<Registry>,
@@ -71,9 +101,14 @@ impl Link {
             staging: None,
             outbox: None,
             waiting: VecDeque::new(),
+            again: Vec::new(),
             credits: 0,
             registry: Arc::clone(registry),
         })
+    }
+
+    pub(crate) const fn peer(&self) -> PeerId {
+        self.peer
     }
 
     /// What the peer may write to.
@@ -99,12 +134,12 @@ impl Link {
         Some(Receipts { src, offset: geometry.receipts_offset() })
     }
 
-    /// Reserves a slot and lays the message out for it; gives back where it starts.
+    /// Reserves a slot and lays the message out for it.
     fn stage(
         outbox: &mut Option<Outbox>,
         staging: Option<&Region>,
         bytes: &[u8],
-    ) -> Result<(SlotIndex, u64, u64), SendError> {
+    ) -> Result<Reserved, SendError> {
         let Some(outbox) = outbox else { return Err(SendError::Full) };
         // The peer is there, and the memory was not to be had: waiting would be in vain.
         let Some(staging) = staging else { return Err(SendError::Closed) };
@@ -124,7 +159,7 @@ impl Link {
             let _ = outbox.withdraw(reserved);
             return Err(SendError::TooLarge { len, max });
         }
-        Ok((reserved.slot, reserved.offset, HEADER_BYTES as u64 + len))
+        Ok(reserved)
     }
 
     /// Copies a message out of the mailbox.
@@ -159,7 +194,8 @@ impl State {
         let mut links = links.flatten();
         let room = self.own < OWN_TRANSFERS;
         links.any(|link| {
-            (room && link.credits != 0)
+            let unsent = (room && link.credits != 0) || !link.again.is_empty();
+            (unsent && self.group.reaches(link.peer))
                 || (link.inbox.has_delivery() && self.shared.inbox.has_room())
         })
     }
@@ -193,8 +229,23 @@ impl State {
         }
     }
 
-    /// Sends what waits, in order, as far as there is room.
+    /// Sends what waits, in order, as far as there is room and a NIC.
     pub(crate) fn retry_messages(&mut self, peer: PeerId) {
+        let reached = self.group.reaches(peer);
+        let Some(link) = self.link(peer) else { return };
+        if !reached {
+            if !(link.again.is_empty() && link.waiting.is_empty()) {
+                self.unfinished(peer.index);
+            }
+            return;
+        }
+        for Again { cell, ticket, placed, .. } in std::mem::take(&mut link.again) {
+            // It was taken before, and is no other now: what is refused is refused for its peer.
+            if let Err(error) = self.post_message(cell, ticket, placed) {
+                self.shared.finish(cell, ticket, End::NeverStarted { error });
+                self.group.remove_peer(self.now, peer, DownReason::Disconnected);
+            }
+        }
         while let Some(link) = self.link(peer) {
             let Some(outgoing) = link.waiting.front() else { return };
             let staged = Link::stage(&mut link.outbox, link.staging.as_ref(), &outgoing.bytes);
@@ -202,52 +253,82 @@ impl State {
                 return;
             }
             let Some(outgoing) = link.waiting.pop_front() else { return };
-            let staging = link.staging.as_ref().map(Region::local);
             self.waiting_messages = self.waiting_messages.saturating_sub(1);
+            let Outgoing { cell, ticket, bytes, .. } = outgoing;
             match staged {
                 Err(error) => {
-                    let error = TransferError::Message(error);
-                    let end = End::NeverStarted { error };
-                    self.shared.finish(outgoing.cell, outgoing.ticket, end);
+                    let end = End::NeverStarted { error: TransferError::Message(error) };
+                    self.shared.finish(cell, ticket, end);
                 }
-                Ok((slot, offset, len)) => {
-                    let write = ControlWrite {
-                        peer,
-                        src: staging,
-                        src_offset: offset,
-                        dst_offset: offset,
-                        len,
-                        imm: Imm::from_bits(Control::Message(slot).encode()),
-                    };
-                    self.post_message(outgoing.cell, outgoing.ticket, write);
+                Ok(reserved) => {
+                    let len = HEADER_BYTES as u64 + bytes.len() as u64;
+                    let placed = Placed { peer, reserved, len };
+                    if let Err(error) = self.post_message(cell, ticket, placed) {
+                        self.shared.finish(cell, ticket, End::NeverStarted { error });
+                        self.give_up_place(placed);
+                    }
                 }
             }
         }
     }
 
-    fn post_message(&mut self, cell: u16, ticket: Ticket, write: ControlWrite) {
-        let request: Request = PlanRequest::Control(write);
+    fn post_message(
+        &mut self,
+        cell: u16,
+        ticket: Ticket,
+        placed: Placed,
+    ) -> Result<(), TransferError> {
+        let Placed { peer, reserved: Reserved { slot, offset, .. }, len } = placed;
+        let staging = self.link(peer).and_then(|link| link.staging.as_ref()).map(Region::local);
+        let request: Request = PlanRequest::Control(ControlWrite {
+            peer,
+            src: staging,
+            src_offset: offset,
+            dst_offset: offset,
+            len,
+            imm: Imm::from_bits(Control::Message(slot).encode()),
+        });
         let options = Options { deadline: Time::NEVER, user: u64::from(cell) };
-        match request.check() {
-            Ok(request) => match self.group.submit(request, options) {
-                Ok(id) => self.hook_message(cell, ticket, id, write.peer),
-                Err(rejected) => {
-                    self.shared.finish(cell, ticket, refused(rejected.error));
-                    self.lose_order(write.peer);
-                }
-            },
-            Err(error) => {
-                tracing::error!(%error, "a message does not fit its own staging memory");
-                let error = TransferError::Message(SendError::Closed);
-                self.shared.finish(cell, ticket, End::NeverStarted { error });
-                self.lose_order(write.peer);
-            }
+        let request = request.check().map_err(|error| {
+            tracing::error!(%error, "a message does not fit its own staging memory");
+            TransferError::Message(SendError::Closed)
+        })?;
+        let submitted = self.group.submit(request, options);
+        let id = submitted.map_err(|rejected| TransferError::Refused(rejected.error))?;
+        self.hook_message(cell, ticket, id, placed);
+        Ok(())
+    }
+
+    /// The message that took the last place in the order is not sent: the next one takes it.
+    fn give_up_place(&mut self, placed: Placed) {
+        let outbox = self.link(placed.peer).and_then(|link| link.outbox.as_mut());
+        if outbox.is_none_or(|outbox| outbox.withdraw(placed.reserved).is_err()) {
+            // Later ones would wait for it for ever.
+            self.group.remove_peer(self.now, placed.peer, DownReason::Disconnected);
         }
     }
 
-    /// A message that had its place in the order will not come: later ones would wait for it for ever.
-    fn lose_order(&mut self, peer: PeerId) {
-        self.group.remove_peer(self.now, peer, DownReason::Disconnected);
+    /// A message that has its place was not written: it goes later. `false` if the peer is gone.
+    pub(crate) fn send_again(&mut self, again: Again) -> bool {
+        let peer = again.placed.peer;
+        let Some(link) = self.link(peer) else { return false };
+        link.again.push(again);
+        self.retry_messages(peer);
+        true
+    }
+
+    /// A credit did not get through. If it was not written it is sent again; else the peer may have it or not,
+    /// and would be told twice of a slot, or never.
+    pub(crate) fn credit_lost(&mut self, peer: PeerId, slot: SlotIndex, unwritten: bool) {
+        let Some(link) = self.link(peer) else { return };
+        if unwritten {
+            link.credits |= 1_u64.checked_shl(u32::from(slot)).unwrap_or(0);
+            if self.deliver(peer.index) == Undelivered::Some {
+                self.unfinished(peer.index);
+            }
+        } else {
+            self.group.remove_peer(self.now, peer, DownReason::Disconnected);
+        }
     }
 
     /// A message that waits is taken back; one that was posted ends as every transfer does.
@@ -290,10 +371,8 @@ impl State {
                 let read = offset.map(|offset| link.mailbox.read(offset, &mut header));
                 match read.map(|_| link.inbox.handle_message(slot, &header)) {
                     Some(Ok(())) => {
-                        if self.deliver(peer.index) == Undelivered::Some
-                            && !self.unfinished.contains(&peer.index)
-                        {
-                            self.unfinished.push(peer.index);
+                        if self.deliver(peer.index) == Undelivered::Some {
+                            self.unfinished(peer.index);
                         }
                         return;
                     }
@@ -374,7 +453,7 @@ impl State {
         while credits != 0 {
             let slot = SlotIndex::try_from(credits.trailing_zeros()).unwrap_or(0);
             let imm = Imm::from_bits(Control::Credit(slot).encode());
-            if !self.submit_own(peer, imm) {
+            if !self.submit_own(peer, imm, Some(slot)) {
                 break;
             }
             credits &= credits - 1;
@@ -396,12 +475,20 @@ impl State {
             let end = End::NeverStarted { error };
             self.shared.finish(outgoing.cell, outgoing.ticket, end);
         }
+        for again in link.again {
+            let end = again.end(TransferError::Message(SendError::Closed));
+            self.shared.finish(again.cell, again.ticket, end);
+        }
     }
 
     /// The engine stops: messages that wait are not sent any more.
     pub(crate) fn drop_messages(&mut self) {
         self.waiting_messages = 0;
         for link in self.links.iter_mut().flatten() {
+            for again in link.again.drain(..) {
+                let end = again.end(TransferError::EngineStopped);
+                self.shared.finish(again.cell, again.ticket, end);
+            }
             for outgoing in link.waiting.drain(..) {
                 let end = End::NeverStarted { error: TransferError::EngineStopped };
                 self.shared.finish(outgoing.cell, outgoing.ticket, end);

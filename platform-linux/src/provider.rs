@@ -10,8 +10,10 @@
 //!    [`Sink::work_done`]; its immediate, if it has one, is reported exactly once at the peer.
 //! 2. *Visibility.* When [`Sink::immediate`] is called, the bytes of that write are visible to the
 //!    calling thread, and so to everybody who synchronises with it.
-//! 3. *Reuse.* When [`Sink::work_done`] is called, with success or not, nothing reads the source and
-//!    nothing writes the destination on behalf of that piece any more.
+//! 3. *Reuse.* When [`Sink::work_done`] is called, with success or not, nothing reads the source any more;
+//!    with success, nothing writes the destination on behalf of that piece. After a failure a transport of
+//!    queues and networks may still deliver what it had sent, until the receiver ends the session or
+//!    withdraws the region: that is the receiver's to rely on.
 //! 4. *No blocking.* `post`, `poll` and `arm` do not wait for a peer.
 //! 5. *A path may break.* A path is what leads from one of our NICs to one of a peer's. When it breaks,
 //!    [`Sink::path_broken`] says so, and the provider keeps the pieces in flight on it, whose fate is
@@ -95,8 +97,8 @@ pub trait Provider: Send + 'static {
         hello: &Hello,
     ) -> Result<(), ConnectError>;
 
-    /// Drops the connection. What is in flight to the peer is reported as failed first; afterwards
-    /// nothing is written to it and nothing of it is reported.
+    /// Drops the connection. What is in flight to the peer is reported as failed, here or at later polls;
+    /// nothing else of the peer is reported any more, and nothing more is written to it.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
 
     /// Forces every piece in flight to the peer to a reported end. The connection may be lost by it.
@@ -154,7 +156,10 @@ pub trait Sink {
     /// An immediate of `peer`'s arrived, and the bytes that it announces are visible.
     fn immediate(&mut self, nic: NicIndex, peer: PeerId, imm: u32);
 
-    /// An engine wants to connect. Returns the peer it becomes, and our answer.
+    /// An engine wants to connect. Returns the peer it becomes, and our answer. Called at most once for
+    /// each call, however often its bytes arrive: the second time the call would be stale. Calls may
+    /// arrive in any order, and after the caller has given them up: if it does not take the answer, the
+    /// connection is to be reported as lost.
     ///
     /// # Errors
     ///

@@ -109,7 +109,8 @@ impl Region {
 
     /// Withdraws the region from peers, and forgets it: afterwards nobody writes there any more.
     ///
-    /// Dropping does the same later, in the background, and cannot say when.
+    /// Dropping does the same later, in the background, and cannot say when. On libfabric the engine must be
+    /// polled meanwhile: if that is done by this very thread, use `Driver::close_region`.
     ///
     /// # Errors
     ///
@@ -226,7 +227,8 @@ impl Registry {
         let base = ptr.addr().get() as u64;
         let part = |registration: &Uncounted<Registration>| {
             let whole = Region::whole(registration.upgrade()?);
-            let offset = base.saturating_sub(whole.desc().base);
+            // The address here: what peers use may count from elsewhere.
+            let offset = base.saturating_sub(whole.local().base);
             let fits = whole.desc().rights == rights && len > 0;
             fits.then(|| whole.slice(offset, len as u64).ok()).flatten()
         };
@@ -249,8 +251,8 @@ impl Registry {
         if ranges.len().is_power_of_two() {
             ranges.retain(|_, registration| registration.strong_count() > 0);
         }
-        let Registered { desc, id, .. } = &*registration.registered;
-        ranges.insert((desc.base, *id), Counted::downgrade(registration));
+        let Registered { local, id, .. } = &*registration.registered;
+        ranges.insert((local.base, *id), Counted::downgrade(registration));
     }
 
     fn adopt(self: &Arc<Self>, registered: Registered) -> Counted<Registration> {
@@ -262,28 +264,25 @@ impl Registry {
     }
 
     /// Withdraws everything from peers, at the engine's end; returns how many regions are still being
-    /// written to after `patience`, all told.
-    pub(crate) fn withdraw_all(&self, patience: Duration) -> usize {
+    /// written to after `patience`, all told. `go_on` is called again and again meanwhile: some transports
+    /// have to hear from peers, or to be rid of them, first.
+    pub(crate) fn withdraw_all(&self, patience: Duration, mut go_on: impl FnMut()) -> usize {
         let ranges = std::mem::take(&mut *lock(&self.ranges));
         let deadline = Instant::now().checked_add(patience);
-        let live = ranges.into_values().filter_map(|registration| registration.upgrade());
-        let revoke = |registered: &Registered| {
-            let left = deadline.map_or(patience, |at| at.saturating_duration_since(Instant::now()));
-            self.memory.revoke(registered, left)
-        };
-        let mut written_to = live.filter(|live| revoke(&live.registered).is_err()).count();
-        // Those that were dropped are their owners' to free once the engine has stopped.
-        let lingering = std::mem::take(&mut *lock(&self.lingering));
-        for registered in lingering {
-            match revoke(&registered) {
-                Ok(()) => self.memory.release(registered),
-                Err(_) => {
-                    written_to += 1;
-                    lock(&self.lingering).push(registered);
-                }
+        let mut live: Vec<_> =
+            ranges.into_values().filter_map(|registration| registration.upgrade()).collect();
+        let is_written_to =
+            |registered: &Registered| self.memory.revoke(registered, Duration::ZERO).is_err();
+        loop {
+            live.retain(|live| is_written_to(&live.registered));
+            // Those that were dropped are their owners' to free once the engine has stopped.
+            self.sweep();
+            let left = live.len() + lock(&self.lingering).len();
+            if left == 0 || deadline.is_some_and(|deadline| Instant::now() >= deadline) {
+                return left;
             }
+            go_on();
         }
-        written_to
     }
 
     /// Tries again to withdraw what was dropped too early. Cheap when there is nothing.
@@ -398,7 +397,7 @@ mod tests {
         let Err(CloseError::StillWriting { region, .. }) = closed.close(Duration::ZERO) else {
             panic!("closed while written to")
         };
-        assert_eq!(registry.withdraw_all(Duration::ZERO), 2);
+        assert_eq!(registry.withdraw_all(Duration::ZERO, || ()), 2);
         lock(&fake.written_to).clear();
         registry.sweep();
         let mut revoked = std::mem::take(&mut *lock(&fake.revoked));
@@ -414,7 +413,7 @@ mod tests {
         lock(&fake.written_to).push(1);
         drop(register(&registry, 4096, 10));
         lock(&fake.written_to).clear();
-        assert_eq!(registry.withdraw_all(Duration::ZERO), 0);
+        assert_eq!(registry.withdraw_all(Duration::ZERO, || ()), 0);
         assert_eq!(*lock(&fake.released), [1]);
     }
 }

@@ -1,11 +1,11 @@
 //! Where threads meet, chosen once: locks, flags, reference counts, and the ways a thread sleeps.
 //!
-//! The files that share memory between threads (`callback`, `cells`, `counting`, `intake`, `region`,
-//! `ring`, `wait`) take these from here alone, so that `verification/loom` compiles their very text
+//! The files that share memory between threads or processes (`callback`, `cells`, `counting`, `intake`,
+//! `region`, `ring`, `wait`, `shm/bounce`, `shm/withdrawals`) take these from here alone, so that `verification/loom` compiles their very text
 //! against a twin of this file whose locks, flags and clocks a model checker drives. What the twin
 //! cannot show: that the kernel's futex sleeps and wakes as its manual says, and that time passes.
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
 /// A reference count that frees what it counts, and one that does not.
 pub(crate) use std::sync::{Arc as Counted, Weak as Uncounted};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

@@ -19,9 +19,11 @@
 //! - The ring has a grant of its own, which the writer withdraws to call back what lies in it; the
 //!   reader takes no record without it (`immwire_core::hazard`).
 //! - Positions are counts of bytes that never wrap in practice, and are multiples of [`ALIGN`].
+//!
+//! The models in `verification/loom` run this text on loom's words, with a cell for the data of a record.
 
+use crate::sync::{AtomicU64, Ordering};
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;

@@ -42,6 +42,13 @@ impl GroupKey {
     }
 }
 
+impl GroupKey {
+    /// A hash under the key. Whoever uses it begins with words of its own, so that no two uses meet.
+    pub(crate) fn hasher(&self) -> blake3::Hasher {
+        blake3::Hasher::new_keyed(&self.0)
+    }
+}
+
 impl fmt::Debug for GroupKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str("GroupKey(..)")

@@ -35,6 +35,7 @@ use super::copy::copy;
 use super::handshake::Message;
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
+use super::withdrawals;
 use crate::provider::{Memory, RegisterError, Registered, RevokeError};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
@@ -82,9 +83,8 @@ impl Link {
     fn withdraw(&self, id: u32) {
         let inn = self.segment.inbound();
         if let Some(grant) = inn.grant(id).filter(|grant| grant.load(Ordering::Relaxed) != NO_KEY) {
-            hazard::withdraw(grant);
-            // Tells the peer to give the mapping back. Release: whoever sees the count sees the grant.
-            inn.withdrawals().fetch_add(1, Ordering::Release);
+            // Tells the peer to give the mapping back.
+            withdrawals::withdraw(grant, inn.withdrawals());
             self.ring();
         }
     }

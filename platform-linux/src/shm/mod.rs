@@ -46,6 +46,7 @@ mod session;
 mod socket;
 #[cfg(test)]
 mod tests;
+mod withdrawals;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};

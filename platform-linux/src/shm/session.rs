@@ -36,6 +36,7 @@ use super::handshake::{Answer, Message};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
 use super::socket::{self, MESSAGE_MAX};
+use super::withdrawals::Seen;
 use crate::provider::Sink;
 
 /// Pieces that may wait for a peer to answer what a region is.
@@ -150,7 +151,7 @@ pub(super) struct Session {
     targets: Vec<Target>,
     asked: usize,
     /// The peer's count of withdrawn grants that `targets` was last compared with.
-    withdrawals: u64,
+    withdrawals: Seen,
     waiting: VecDeque<WorkRequest>,
     /// Whether something happened that waiting pieces may have waited for, and how many are untried.
     retry: usize,
@@ -202,7 +203,7 @@ impl Session {
             lanes_full: 0,
             targets: Vec::new(),
             asked: 0,
-            withdrawals: 0,
+            withdrawals: Seen::default(),
             waiting: VecDeque::new(),
             retry: 0,
             bounce_out: bounce::Writer::default(),
@@ -591,11 +592,9 @@ impl Session {
     /// Unmaps what the peer has withdrawn since the last call. A load, if that is nothing.
     pub(super) fn sweep(&mut self) {
         let out = self.link.segment.outbound();
-        let withdrawals = out.withdrawals().load(Ordering::Acquire);
-        if withdrawals == self.withdrawals {
+        if !self.withdrawals.take(out.withdrawals()) {
             return;
         }
-        self.withdrawals = withdrawals;
         for target in &mut self.targets {
             if let Target::Mapped { key, .. } | Target::Process { key, .. } = target {
                 let key = *key;
@@ -679,7 +678,7 @@ impl Session {
         // Pieces that wait for no answer are tried again in time: nobody would wake us for them.
         let stuck =
             !self.waiting.is_empty() && self.asked == 0 && self.by_kernel != ByKernel::Trying;
-        let withdrawn = out.withdrawals().load(Ordering::Relaxed) != self.withdrawals;
+        let withdrawn = self.withdrawals.is_news(out.withdrawals());
         let ending = self.closing.is_some();
         let busy = bounced || stuck || withdrawn || ending || self.retry > 0;
         !(busy || self.has_immediates() || self.has_found_room())

@@ -112,6 +112,7 @@ impl Node {
             mailbox: mailbox.desc,
             geometry,
             heartbeat_ms: 100,
+            call: 1,
         };
         let record = Record {
             hello,

@@ -844,13 +844,13 @@ impl Net {
                 self.charge(engine, cost);
                 Some(Said::Immediate { nic, peer: open?, imm })
             }
-            Note::Call { conn, hello } => {
-                // Whoever has hung up needs no answer.
-                let caller = self.side(conn, 0).is_some_and(|side| side.open);
-                caller.then_some(Said::Called { conn, hello })
-            }
+            // Also if the caller has hung up: it takes longer to say so.
+            Note::Call { conn, hello } => Some(Said::Called { conn, hello }),
             Note::Answer { conn, hello } => {
-                let peer = open?;
+                let Some(peer) = open else {
+                    self.tell_far(conn, side, Duration::ZERO);
+                    return None;
+                };
                 self.conns.get_mut(at(conn))?.connected = true;
                 Some(Said::Connected { peer, hello })
             }

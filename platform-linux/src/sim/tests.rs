@@ -2,9 +2,10 @@
 
 use std::time::Duration;
 
-use immwire_core::group::{Token, WorkError, WorkRequest};
+use immwire_core::group::{SubmitError, Token, TransferError as Stopped, WorkError, WorkRequest};
 use immwire_core::imm::Imm;
-use immwire_core::mailbox::Geometry;
+use immwire_core::mailbox::{Geometry, HEADER_BYTES};
+use immwire_core::plan::PlanError;
 use immwire_core::wire::{Hello, Refusal};
 
 use super::*;
@@ -13,7 +14,7 @@ use crate::provider::{
 };
 use crate::{
     DownReason, ImmTag, LivenessConfig, MrDesc, PagedWrite, Pages, Region, ScatterWrite,
-    SingleWrite, Target,
+    SingleWrite, Target, TransferError,
 };
 
 const SECOND: Duration = Duration::from_secs(1);
@@ -678,6 +679,155 @@ fn calls_are_refused_and_slow_when_the_fabric_says_so() {
     assert!(world.engines.iter().all(|engine| engine.peers().is_empty()));
 }
 
+/// Messages of one byte each, numbered.
+fn send_numbers(world: &World, peer: PeerId, numbers: std::ops::Range<u8>) -> Vec<Transfer> {
+    numbers.map(|number| world.engines[0].submit_send(peer, &[number]).unwrap()).collect()
+}
+
+fn received(engine: &TransferEngine) -> Vec<u8> {
+    std::iter::from_fn(|| engine.recv(Duration::ZERO).ok()).flat_map(|it| it.bytes).collect()
+}
+
+/// The last NIC of either side is taken away and given back while messages, and the credits for them, are on
+/// their way: all are written in the end, once and in order, and nobody is dropped.
+#[test]
+fn messages_and_credits_outlast_the_last_nic() {
+    // From before the first message is posted until after its credit has arrived.
+    for (side, step) in [0, 1].into_iter().flat_map(|side| (0..80).map(move |step| (side, step))) {
+        let (mut world, peer) = World::pair(1, FabricConfig::calm(), [&[CX7], &[CX7]]);
+        let mut sent = send_numbers(&world, peer, 0..9);
+        world.run(Duration::from_nanos(100 * step));
+        world.engines[side].set_nic_health(0, false);
+        world.run(Duration::from_micros(20));
+        sent.extend(send_numbers(&world, peer, 9..12));
+        world.run(Duration::from_micros(20));
+        world.engines[side].set_nic_health(0, true);
+        all_came(&mut world, peer, &sent, &format!("side {side}, after {step}"));
+    }
+}
+
+/// The same, where one NIC is lost with what is in flight on it, and the other is taken away while the peer
+/// is asked what arrived: what did not has nowhere to go until that is back.
+#[test]
+fn messages_and_credits_outlast_a_lost_nic_and_the_last_one() {
+    for case in 0..2 * 40 * 16 {
+        let (side, step, ask) = (case % 2, case / 2 % 40, case / 80);
+        let nics: [&[NicModel]; 2] =
+            if side == 0 { [&[CX7; 2], &[CX7]] } else { [&[CX7], &[CX7; 2]] };
+        let (mut world, peer) = World::pair(case, FabricConfig::calm(), nics);
+        let mut sent = send_numbers(&world, peer, 0..9);
+        world.run(Duration::from_nanos(200 * step));
+        let (number, at) = (u32::try_from(side).unwrap(), usize::try_from(side).unwrap());
+        world.fabric.nic_down(number, 0);
+        world.run(Duration::from_nanos(500 * ask));
+        world.engines[at].set_nic_health(1, false);
+        world.run(Duration::from_micros(20));
+        sent.extend(send_numbers(&world, peer, 9..12));
+        world.engines[at].set_nic_health(1, true);
+        all_came(&mut world, peer, &sent, &format!("side {side}, after {step} and {ask}"));
+    }
+}
+
+/// Twelve messages are done, and arrived once and in order; both sides are still connected, and no slot is
+/// lost.
+fn all_came(world: &mut World, peer: PeerId, sent: &[Transfer], case: &str) {
+    for transfer in sent {
+        assert_eq!(world.end(transfer), End::Done, "{case}");
+    }
+    assert_eq!(received(&world.engines[1]), Vec::from_iter(0..12), "{case}");
+    assert_eq!(world.engines[0].peer_state(peer), Some(PeerState::Up), "{case}");
+    // All four slots are free again, once a lost path has been noticed: who waited for a credit would take
+    // another 5 us.
+    world.run(SECOND);
+    let last = send_numbers(world, peer, 0..4);
+    world.run(Duration::from_nanos(7500));
+    assert!(last.iter().all(|transfer| transfer.poll_end() == Some(End::Done)), "{case}");
+    assert_eq!(world.fabric.breaches(), Breaches::default(), "{case}");
+}
+
+/// Without a NIC a message waits for one, until its deadline.
+#[test]
+fn a_message_waits_for_a_nic_until_its_deadline() {
+    let (mut world, peer) = World::pair(1, FabricConfig::calm(), [&[CX7], &[CX7]]);
+    world.engines[0].set_nic_health(0, false);
+    let hasty = world.engines[0].with_deadline(Duration::from_millis(1));
+    let late = hasty.submit_send(peer, b"late").unwrap();
+    let cancelled = world.engines[0].submit_send(peer, b"cancelled").unwrap();
+    let patient = send_numbers(&world, peer, 0..1);
+    cancelled.cancel();
+    let end = world.end(&late);
+    let late = matches!(
+        end,
+        End::NeverStarted { error: TransferError::Stopped(Stopped::DeadlineExceeded { .. }) }
+    );
+    assert!(late, "{end:?}");
+    let error = TransferError::Stopped(Stopped::Cancelled);
+    assert_eq!(world.end(&cancelled), End::NeverStarted { error });
+    world.engines[0].set_nic_health(0, true);
+    world.done(&patient[0]);
+    assert_eq!(received(&world.engines[1]), [0]);
+    world.close();
+}
+
+/// A message that no NIC takes in one piece fails alone.
+#[test]
+fn a_message_too_long_for_the_nics_fails_alone() {
+    let short = NicModel { max_message_bytes: 512, ..CX7 };
+    let (mut world, peer) = World::pair(1, FabricConfig::calm(), [&[short], &[short]]);
+    let mut sent = send_numbers(&world, peer, 0..2);
+    let long = world.engines[0].submit_send(peer, &[0; 600]).unwrap();
+    sent.extend(send_numbers(&world, peer, 2..9));
+    let error = PlanError::ControlTooLong { len: 600 + HEADER_BYTES as u64, max: 512 };
+    let error = TransferError::Refused(SubmitError::Plan(error));
+    assert_eq!(world.end(&long), End::NeverStarted { error });
+    sent.iter().for_each(|transfer| world.done(transfer));
+    assert_eq!(received(&world.engines[1]), Vec::from_iter(0..9));
+    assert_eq!(world.engines[0].peer_state(peer), Some(PeerState::Up));
+    world.close();
+}
+
+/// A call that its caller has given up arrives when the next one has been answered: both peers stay, and
+/// so does the connection.
+#[test]
+fn a_call_given_up_that_arrives_late_replaces_nobody() {
+    for caller in [0, 1] {
+        let mut world = World::new(1, FabricConfig::calm(), &[&[CX7], &[CX7]]);
+        let called = 1 - caller;
+        world.fabric.configure(|config| config.connect = SECOND);
+        let given_up = world.call(caller, called);
+        world.engines[caller].remove_peer(given_up);
+        world.run(Duration::from_millis(1));
+        world.fabric.configure(|config| config.connect = Duration::from_micros(50));
+        let peer = world.connect(caller, called);
+        let before: Vec<_> = world.engines.iter().map(TransferEngine::peers).collect();
+        world.run(3 * SECOND);
+        let after: Vec<_> = world.engines.iter().map(TransferEngine::peers).collect();
+        assert_eq!(after, before, "and the late call was refused");
+        assert!(after.iter().all(|peers| peers.len() == 1), "{after:?}");
+        let tag = ImmTag::new(0, 0).unwrap();
+        let imm = world.engines[caller].submit_imm(peer, tag, 1).unwrap();
+        world.done(&imm);
+        world.close();
+    }
+}
+
+/// One that arrives when there is nobody makes a peer that is lost as soon as its caller hears of it.
+#[test]
+fn a_call_given_up_that_finds_nobody_comes_to_nothing() {
+    let mut world = World::new(1, FabricConfig::calm(), &[&[CX7], &[CX7]]);
+    world.fabric.configure(|config| config.connect = Duration::from_millis(5));
+    let given_up = world.call(0, 1);
+    world.engines[0].remove_peer(given_up);
+    let mut seen = 0;
+    for _ in 0..30 {
+        world.run(Duration::from_millis(1));
+        seen = seen.max(world.engines[1].peers().len());
+    }
+    assert_eq!(seen, 1, "it arrived");
+    assert!(world.engines.iter().all(|engine| engine.peers().is_empty()));
+    world.close();
+}
+
 #[test]
 fn registrations_fail_and_cost_time_when_the_fabric_says_so() {
     let config = FabricConfig { register_fails_one_in: 2, ..FabricConfig::calm() };
@@ -788,6 +938,7 @@ impl Raw {
             mailbox: memory.desc,
             geometry: Geometry::new(1, 64).unwrap(),
             heartbeat_ms: 1000,
+            call: 1,
         };
         let peer = PeerId { index, generation: 1 };
         let record = Record {

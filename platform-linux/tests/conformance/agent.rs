@@ -5,10 +5,11 @@
 //! outlives the test, and after [`LIFE`] whatever happens.
 
 use std::io::{BufRead, BufReader, Write};
+use std::os::unix::process::CommandExt;
 use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
+use std::sync::{Arc, OnceLock};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -53,7 +54,8 @@ pub enum Ask {
         bytes: u64,
         own: Own,
     },
-    Close {
+    /// [`Host::reclaim`]s a region, which keeps its place.
+    Reclaim {
         region: usize,
         ms: u64,
     },
@@ -117,6 +119,8 @@ pub enum Ask {
     Flood(Write1),
     /// Ends the flood; answers how many writes it did.
     Stop,
+    /// How many writes the flood has done so far, if none has failed.
+    Flooded,
     Imm {
         peer: (u16, u32),
         tag: u32,
@@ -171,9 +175,10 @@ pub enum Say {
         tag: u32,
     },
     Number(u64),
+    /// Threads, and what each open file is.
     Census {
         threads: u64,
-        files: u64,
+        files: Vec<String>,
     },
     Place(Option<u64>),
     Text(String),
@@ -321,10 +326,13 @@ impl State {
                 self.regions.push(Some(memory));
                 Say::Region { at: self.regions.len() - 1, desc }
             }
-            Ask::Close { region, ms } => {
+            Ask::Reclaim { region, ms } => {
                 let memory = self.regions[region].take().expect("a region");
-                match memory.region.close(Duration::from_millis(ms)) {
-                    Ok(()) => Say::Fine,
+                match self.host().reclaim(memory, Duration::from_millis(ms)) {
+                    Ok(memory) => {
+                        self.regions[region] = Some(memory);
+                        Say::Fine
+                    }
                     Err(error) => Say::Text(error.to_string()),
                 }
             }
@@ -390,11 +398,14 @@ impl State {
             }
             Ask::Stop => {
                 let flood = self.flood.take().expect("a flood");
-                flood.stop.store(true, Ordering::Relaxed);
-                let host = self.host();
-                host.until(PATIENCE, || flood.thread.is_finished().then_some(()));
-                assert!(flood.thread.is_finished(), "the flood does not stop");
-                Say::Number(flood.done.load(Ordering::Relaxed))
+                Say::Number(flood.stop(self.host()))
+            }
+            Ask::Flooded => {
+                let flood = self.flood.as_ref().expect("a flood");
+                match flood.failure() {
+                    None => Say::Number(flood.done()),
+                    Some(why) => Say::Failed(format!("the flood has ended: {why}")),
+                }
             }
             Ask::Imm { peer, tag, writes } => {
                 let host = self.host();
@@ -489,39 +500,71 @@ impl Prepared {
     }
 }
 
-/// Writes without end, several at a time.
-struct Flood {
+/// Writes without end, several at a time. What fails ends it.
+pub struct Flood {
     stop: Arc<AtomicBool>,
     done: Arc<AtomicU64>,
+    failure: Arc<OnceLock<String>>,
     thread: JoinHandle<()>,
 }
 
 impl Flood {
+    /// From a region of the host's own, as `write` says of the rest.
+    pub fn of(host: &Host, write: &Write1, src: immwire::Region) -> Self {
+        Self::start(host, Prepared::new(write), src)
+    }
+
     fn start(host: &Host, write: Prepared, src: immwire::Region) -> Self {
         let (stop, done) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicU64::new(0)));
         let engine = host.engine.clone();
         let (stopping, counted) = (Arc::clone(&stop), Arc::clone(&done));
+        let failure = Arc::new(OnceLock::new());
+        let failed = Arc::clone(&failure);
         let thread = std::thread::spawn(move || {
-            let mut window = std::collections::VecDeque::new();
-            let mut failed = false;
-            while !failed && !stopping.load(Ordering::Relaxed) {
-                if window.len() < 4 {
+            let mut window = std::collections::VecDeque::<immwire::Transfer>::new();
+            loop {
+                let over = failed.get().is_some() || stopping.load(Ordering::Relaxed);
+                if !over && window.len() < 4 {
                     match write.submit_on(&engine, &src) {
                         Ok(transfer) => window.push_back(transfer),
-                        Err(_) => failed = true,
+                        Err(error) => {
+                            let _ = failed.set(error.to_string());
+                        }
                     }
                     continue;
                 }
-                // PROOF: four are in the window.
-                let Some(oldest) = window.front() else { continue };
+                // What is under way is waited for, so that the count is exact.
+                let Some(oldest) = window.front() else { return };
                 if let Ok(end) = oldest.wait(Duration::from_millis(1)) {
-                    failed = end != immwire::End::Done;
-                    counted.fetch_add(u64::from(!failed), Ordering::Relaxed);
+                    if end == immwire::End::Done {
+                        counted.fetch_add(1, Ordering::Relaxed);
+                    } else {
+                        // The first failure is the one that matters.
+                        let _ = failed.set(format!("{end:?}"));
+                    }
                     window.pop_front();
                 }
             }
         });
-        Self { stop, done, thread }
+        Self { stop, done, failure, thread }
+    }
+
+    /// What ended it, if anything did.
+    pub fn failure(&self) -> Option<&str> {
+        self.failure.get().map(String::as_str)
+    }
+
+    /// Writes that have been done.
+    pub fn done(&self) -> u64 {
+        self.done.load(Ordering::Relaxed)
+    }
+
+    /// Ends it, and says how many writes were done in all.
+    pub fn stop(self, host: &Host) -> u64 {
+        self.stop.store(true, Ordering::Relaxed);
+        host.until(PATIENCE, || self.thread.is_finished().then_some(()));
+        assert!(self.thread.is_finished(), "the flood does not stop");
+        self.done()
     }
 }
 
@@ -533,9 +576,20 @@ impl Drop for Flood {
 
 /// Threads and open files of this process.
 fn census() -> Say {
-    let count = |path| std::fs::read_dir(path).expect("procfs").count() as u64;
-    // The listing itself is an open file.
-    Say::Census { threads: count("/proc/self/task"), files: count("/proc/self/fd") - 1 }
+    let threads = std::fs::read_dir("/proc/self/task").expect("procfs").count() as u64;
+    let open = std::fs::read_dir("/proc/self/fd").expect("procfs");
+    // The listing itself is one that is closed by then.
+    let kind = |path: std::path::PathBuf| {
+        let name = path.to_string_lossy().into_owned();
+        name.split_once(":[").map_or(name.clone(), |(kind, _)| kind.to_owned())
+    };
+    let mut files: Vec<String> = open
+        .filter_map(|entry| std::fs::read_link(entry.expect("procfs").path()).ok())
+        .map(kind)
+        .filter(|name| !name.ends_with("/fd"))
+        .collect();
+    files.sort();
+    Say::Census { threads, files }
 }
 
 fn cpu_micros() -> u64 {
@@ -634,12 +688,21 @@ pub struct Agent {
 impl Agent {
     /// In another process, without an engine yet.
     pub fn process(name: &str) -> Self {
-        let mut child = Command::new(std::env::current_exe().expect("a path"))
-            .env(ROLE, name)
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("started");
+        let mut command = Command::new(std::env::current_exe().expect("a path"));
+        command.env(ROLE, name).stdin(Stdio::piped()).stdout(Stdio::piped());
+        // Libraries leave files open for programs that are started, which then hold their connections. What
+        // the agent is to have is put in its place afterwards.
+        // SAFETY: a system call, and nothing else, between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                let flags = libc::c_int::try_from(libc::CLOSE_RANGE_CLOEXEC).unwrap_or(0);
+                match libc::close_range(3, libc::c_uint::MAX, flags) {
+                    0 => Ok(()),
+                    _ => Err(std::io::Error::last_os_error()),
+                }
+            });
+        }
+        let mut child = command.spawn().expect("started");
         let (stdin, stdout) = (child.stdin.take(), child.stdout.take().expect("piped"));
         let (answers, says) = channel();
         std::thread::spawn(move || {
@@ -726,6 +789,12 @@ impl Agent {
             Say::Address(address) => parse(&address),
             other => panic!("{other:?}"),
         }
+    }
+
+    /// The number of its process.
+    pub fn pid(&self) -> u32 {
+        let Line::Process { child, .. } = &self.line else { panic!("not a process") };
+        child.id()
     }
 
     /// Sends a signal to the process, and waits for its death if it is a deadly one.

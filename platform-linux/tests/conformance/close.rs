@@ -6,7 +6,7 @@ use immwire::CloseError;
 
 use crate::agent::{Ask, Say};
 use crate::ends::{flood, still};
-use crate::host::{Foreign, Own, PATIENCE, Setup};
+use crate::host::{Own, PATIENCE, Setup};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -15,12 +15,9 @@ pub const TESTS: &[Test] = &[
     ("drop_under_writes", Spread::Places, drop_under_writes),
 ];
 
-const WAYS: [(Foreign, Own); 3] =
-    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
-
 /// A peer writes without end; once the region is closed, it does not, and its writes fail.
 fn close_under_writes(case: &Case) {
-    for (foreign, own) in WAYS {
+    for &(foreign, own) in case.facts().ways {
         let me = case.me();
         let mut other = case.bare_agent("flooding");
         let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });
@@ -30,17 +27,16 @@ fn close_under_writes(case: &Case) {
             let mine = me.memory(1 << 20, own);
             flood(&me, &mut other, &mine);
             let start = std::time::Instant::now();
-            let ptr = mine.as_ptr();
-            mine.region
-                .close(Duration::from_secs(5))
-                .unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
-            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
-            if own == Own::Test {
+            let patience = Duration::from_secs(5);
+            let closed = match own {
+                Own::Engine => me.close(mine.region, patience).map(|()| None),
                 // The same bytes, as nobody but us knows them now.
-                let ptr = std::ptr::NonNull::new(ptr).expect("mapped");
-                // SAFETY: mapped by `Lent`, which is never unmapped; no reference is made.
-                let again = unsafe { me.engine.register(ptr, 1 << 20, immwire::Rights::LOCAL) };
-                still(&me, &again.expect("register"));
+                Own::Test => me.reclaim(mine, patience).map(Some),
+            };
+            let again = closed.unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
+            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+            if let Some(again) = again {
+                still(&me, &again);
             }
             let writes = other.number(&me, Ask::Stop);
             eprintln!("    {foreign:?} {round}: {writes} writes");
@@ -51,7 +47,7 @@ fn close_under_writes(case: &Case) {
 
 /// Dropping does the same, later; nothing breaks, and a new region is not hit.
 fn drop_under_writes(case: &Case) {
-    for (foreign, own) in WAYS {
+    for &(foreign, own) in case.facts().ways {
         let me = case.me();
         let mut other = case.bare_agent("flooding");
         let address = other.build(&Setup { foreign, ..case.setup(case.nics.1) });

@@ -4,7 +4,8 @@
 //! Each test fills the source with [`OLD`] and the destination with [`EMPTY`], starts a transfer long
 //! enough to be caught on its way, and ends it in one of the ways there are. From then on nothing of
 //! what the source is overwritten with ([`NEW`]) may come through, and what the destination is
-//! overwritten with ([`CANARY`]) stays.
+//! overwritten with ([`CANARY`]) stays: at once, or, where a network may still hold something of a connection
+//! that was cut, once the receiver has closed the region.
 
 use std::time::{Duration, Instant};
 
@@ -15,9 +16,9 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
-use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Setup, first_other, poison};
+use crate::host::{Host, Memory, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::only_peer;
-use crate::{Case, Place, Spread, Test, faults, foreign};
+use crate::{Case, Place, Spread, Test, Way, foreign};
 
 pub const TESTS: &[Test] = &[
     ("done_and_quiet", Spread::Places, |case| every_way(case, after_done)),
@@ -46,14 +47,8 @@ const PAGE: u64 = 4096;
 /// How long something that must not happen is waited for.
 const WATCH: Duration = Duration::from_millis(25);
 
-/// A way to the memory of a peer.
-type Way = (Foreign, Own);
-
-const WAYS: [Way; 3] =
-    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
-
 fn every_way(case: &Case, test: fn(&Case, Way)) {
-    for way in WAYS {
+    for &way in case.facts().ways {
         eprintln!("    {way:?}");
         test(case, way);
     }
@@ -61,6 +56,7 @@ fn every_way(case: &Case, test: fn(&Case, Way)) {
 
 /// Two sides, and memory on each, filled.
 struct Scene {
+    own: Own,
     me: Host,
     other: Agent,
     peer: PeerId,
@@ -76,7 +72,7 @@ impl Scene {
         let (there, desc) = other.memory(&me, SIZE, own);
         poison(&src, 0, SIZE, OLD);
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
-        Self { me, other, peer, src, there, desc }
+        Self { own, me, other, peer, src, there, desc }
     }
 
     /// A transfer that takes a while: each page of the region many times.
@@ -104,18 +100,44 @@ impl Scene {
     }
 
     /// The transfer has ended: nothing of the source comes through any more.
-    fn check(self) {
-        let Self { me, mut other, src, there, .. } = self;
+    fn check(self, quiet: Quiet) {
+        let Self { own, me, mut other, src, there, .. } = self;
         poison(&src, 0, SIZE, NEW);
-        check(&me, &mut other, there);
+        check(&me, &mut other, there, quiet, own);
+    }
+}
+
+/// When a receiver's memory is its own again.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Quiet {
+    Now,
+    /// Once the region is closed, which memory of the test's outlives.
+    Closed,
+}
+
+impl Quiet {
+    /// After a connection was cut.
+    fn of(case: &Case) -> Self {
+        if case.facts().flushes_at_the_receiver { Self::Now } else { Self::Closed }
     }
 }
 
 /// Nothing new is in the agent's region, and nothing is written to it any more.
-fn check(me: &Host, other: &mut Agent, there: usize) {
+fn check(me: &Host, other: &mut Agent, there: usize, quiet: Quiet, own: Own) {
+    match (quiet, own) {
+        (Quiet::Now, _) => {}
+        // Whoever would look has given the memory up.
+        (Quiet::Closed, Own::Engine) => me.linger(WATCH),
+        (Quiet::Closed, Own::Test) => {
+            other.tell(me, Ask::Reclaim { region: there, ms: 5000 });
+        }
+    }
     me.linger(WATCH);
     let leaked = other.place(me, Ask::Find { region: there, byte: NEW });
     assert_eq!(leaked, None, "was written from memory that had been released");
+    if (quiet, own) == (Quiet::Closed, Own::Engine) {
+        return;
+    }
     other.tell(me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: CANARY });
     me.linger(WATCH);
     other.check_only(me, there, 0, SIZE, CANARY);
@@ -134,7 +156,7 @@ fn after_done(case: &Case, way: Way) {
     let transfer = scene.long(&scene.me.engine).expect("submit");
     scene.me.done(&transfer);
     scene.other.check_only(&scene.me, scene.there, 0, SIZE, OLD);
-    scene.check();
+    scene.check(Quiet::Now);
 }
 
 fn after_cancel(case: &Case, way: Way) {
@@ -148,7 +170,7 @@ fn after_cancel(case: &Case, way: Way) {
     assert!(asked.elapsed() < Duration::from_secs(2), "{:?}", asked.elapsed());
     assert!(matches!(end, End::Quiesced { .. }), "{end:?}: not caught on its way");
     assert!(is_stopped(end, |error| *error == Cancelled), "{end:?}");
-    scene.check();
+    scene.check(Quiet::Now);
 }
 
 fn after_deadline(case: &Case, way: Way) {
@@ -168,7 +190,7 @@ fn after_deadline(case: &Case, way: Way) {
     };
     assert!(ends.iter().any(|end| late(&end)), "{ends:?}");
     assert!(ends.iter().all(|end| *end == End::Done || late(&end)), "{ends:?}");
-    scene.check();
+    scene.check(Quiet::Now);
 }
 
 fn after_remove(case: &Case, way: Way) {
@@ -179,24 +201,24 @@ fn after_remove(case: &Case, way: Way) {
     let gone = scene.peer;
     for transfer in &transfers {
         let end = scene.me.end(transfer);
-        let named = faults::names(end, gone);
+        let named = names(end, gone);
         assert!(named, "{end:?}");
     }
-    scene.check();
+    scene.check(Quiet::of(case));
 }
 
 fn after_shutdown(case: &Case, way: Way) {
     let scene = Scene::new(case, way);
     let transfers = [(); 3].map(|()| scene.long(&scene.me.engine).expect("submit"));
     scene.under_way();
-    let Scene { me, mut other, src, there, .. } = scene;
+    let Scene { own, me, mut other, src, there, .. } = scene;
     drop(me);
     for transfer in &transfers {
         let end = transfer.poll_end().expect("ended with its engine");
         assert_ne!(end, End::Done, "not caught on its way");
     }
     poison(&src, 0, SIZE, NEW);
-    check(&case.me(), &mut other, there);
+    check(&case.me(), &mut other, there, Quiet::of(case), own);
 }
 
 fn never_started(case: &Case, way: Way) {
@@ -206,13 +228,14 @@ fn never_started(case: &Case, way: Way) {
     let transfer = lost.long(&lost.me.engine).expect("submit");
     let end = lost.me.end(&transfer);
     assert!(matches!(end, End::NeverStarted { .. }), "{end:?}");
-    let Scene { me, mut other, src, there, .. } = lost;
+    let Scene { own, me, mut other, src, there, .. } = lost;
     poison(&src, 0, SIZE, NEW);
     other.check_only(&me, there, 0, SIZE, EMPTY);
-    check(&me, &mut other, there);
+    check(&me, &mut other, there, Quiet::Now, own);
 }
 
-/// The other side floods our memory and is killed: when it is down, our memory is ours.
+/// The other side floods our memory and is killed: when it is down, our memory is ours; or, where what it sent
+/// may still be on its way, when we have taken it back.
 fn after_kill(case: &Case, (way, own): Way) {
     assert_eq!(case.place, Place::TwoProcesses);
     let me = case.me();
@@ -222,10 +245,18 @@ fn after_kill(case: &Case, (way, own): Way) {
     let mine = me.memory(SIZE, own);
     flood(&me, &mut other, &mine);
     other.signal(Signal::KILL);
-    let state = me.peer_down(peer, Duration::from_secs(2));
+    let state = me.peer_down(peer, case.soon());
     assert!(matches!(state, Some(immwire::PeerState::Down(_))), "{state:?}");
-    still(&me, &mine);
-    mine.region.close(Duration::from_secs(1)).expect("nobody writes");
+    if Quiet::of(case) == Quiet::Now {
+        still(&me, &mine);
+    }
+    match own {
+        Own::Engine => me.close(mine.region, Duration::from_secs(1)).expect("nobody writes"),
+        Own::Test => {
+            let mine = me.reclaim(mine, Duration::from_secs(1)).expect("nobody writes");
+            still(&me, &mine);
+        }
+    }
 }
 
 /// Our engine stops while the other side floods our memory: when it has stopped, our memory is ours.

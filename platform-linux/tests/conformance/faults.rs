@@ -3,7 +3,6 @@
 
 use std::time::{Duration, Instant};
 
-use immwire::core::group::TransferError as Stopped;
 use immwire::{
     CountError, DownReason, End, Expected, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer,
     TransferError,
@@ -11,21 +10,35 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
-use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Pattern, Setup};
+use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Pattern, Setup, names};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test, foreign};
 
 pub const TESTS: &[Test] = &[
     ("receiver_killed", Spread::ProcessesBothMotors, receiver_killed),
     ("sender_killed", Spread::ProcessesBothMotors, sender_killed),
-    ("peer_stopped", Spread::ProcessesBothMotors, peer_stopped),
-    ("peer_stopped_in_the_bounce_ring", Spread::ProcessesBothMotors, peer_stopped_bouncing),
     ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
     ("nics_fail_and_return", Spread::Places, nics_fail_and_return),
     ("no_nic_left", Spread::Places, no_nic_left),
 ];
 
-/// How soon a survivor must know.
+/// Where memory of a process that does not run is written all the same.
+pub const WRITTEN_WHILE_STOPPED: &[Test] = &[
+    ("peer_stopped", Spread::ProcessesBothMotors, peer_stopped),
+    ("peer_stopped_in_the_bounce_ring", Spread::ProcessesBothMotors, |case| {
+        peer_stopped_and_cut(case, Foreign::Bounce);
+    }),
+];
+
+/// Where it is not.
+pub const NOT_WRITTEN_WHILE_STOPPED: &[Test] = &[
+    ("peer_held_up", Spread::ProcessesBothMotors, peer_held_up),
+    ("peer_stopped_and_cut", Spread::ProcessesBothMotors, |case| {
+        peer_stopped_and_cut(case, Foreign::Auto);
+    }),
+];
+
+/// How soon others are served, and waits end.
 const SOON: Duration = Duration::from_secs(2);
 
 /// A third engine, and proof that it is served.
@@ -97,30 +110,8 @@ fn pages(
     engine.submit_paged_writes(&write).expect("submit")
 }
 
-/// Whether the end is an error that names the peer.
-pub fn names(end: End, gone: PeerId) -> bool {
-    match end {
-        End::Done => false,
-        End::NeverStarted { error } | End::Quiesced { error } => match error {
-            TransferError::Stopped(
-                Stopped::PeerDown { peer, .. }
-                | Stopped::Piece { peer, .. }
-                | Stopped::DeadlineExceeded { peer: Some(peer), .. },
-            ) => peer == gone,
-            TransferError::Refused(
-                immwire::core::group::SubmitError::NoSuchPeer { peer }
-                | immwire::core::group::SubmitError::PeerDown { peer, .. },
-            ) => peer == gone,
-            _ => false,
-        },
-    }
-}
-
-const WAYS: [(Foreign, Own); 3] =
-    [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)];
-
 fn receiver_killed(case: &Case) {
-    for (way, own) in WAYS {
+    for &(way, own) in case.facts().ways {
         let (me, mut other, peer) = foreign::pair(case, way);
         let mut third = Third::new(case, &me);
         third.is_served(&me);
@@ -133,11 +124,11 @@ fn receiver_killed(case: &Case) {
         other.signal(Signal::KILL);
         let killed = Instant::now();
         for transfer in &transfers {
-            let end = me.end_within(transfer, SOON).expect("ends soon");
+            let end = me.end_within(transfer, case.soon()).expect("ends soon");
             assert!(names(end, peer), "{way:?} {end:?}");
         }
-        assert!(killed.elapsed() < SOON, "{way:?}: took {:?}", killed.elapsed());
-        let state = me.peer_down(peer, SOON);
+        assert!(killed.elapsed() < case.soon(), "{way:?}: took {:?}", killed.elapsed());
+        let state = me.peer_down(peer, case.soon());
         assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
         // What comes later is told the same.
         let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
@@ -147,7 +138,7 @@ fn receiver_killed(case: &Case) {
 }
 
 fn sender_killed(case: &Case) {
-    for (way, own) in WAYS {
+    for &(way, own) in case.facts().ways {
         let me = case.me();
         let mut other = case.bare_agent("killed");
         let address = other.build(&Setup { foreign: way, ..case.setup(case.nics.1) });
@@ -171,7 +162,7 @@ fn sender_killed(case: &Case) {
         );
         me.count(&counter, 5, PATIENCE).expect("the flood comes");
         other.signal(Signal::KILL);
-        let state = me.peer_down(peer, SOON);
+        let state = me.peer_down(peer, case.soon());
         assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
         // Whoever waits for more is told of whom, in time.
         let start = Instant::now();
@@ -181,7 +172,7 @@ fn sender_killed(case: &Case) {
         let CountError::Timeout { peers, .. } = &late else { panic!("{late:?}") };
         assert!(peers.iter().any(|share| share.peer == peer && share.arrived >= 5), "{late:?}");
         third.is_served(&me);
-        mine.region.close(SOON).expect("nobody writes");
+        me.close(mine.region, SOON).expect("nobody writes");
     }
 }
 
@@ -221,10 +212,50 @@ fn peer_stopped(case: &Case) {
     other.check(&me, there, 0, 1 << 20, pattern);
 }
 
-/// The same, where the peer would have to copy: the transfer is forced to an end, and the connection
-/// with it. The peer returns when it runs again.
-fn peer_stopped_bouncing(case: &Case) {
-    let setup = Setup { foreign: Foreign::Bounce, drain_ms: 200, ..case.setup(1) };
+/// The same, where nothing is written to it meanwhile: what was begun goes on when it runs again.
+fn peer_held_up(case: &Case) {
+    // For as long as this takes, silence is no death.
+    let setup = Setup { silent_ms: Some(60_000), ..case.setup(1) };
+    let me = Host::new(&setup);
+    let mut other = case.bare_agent("held up");
+    let address = other.build(&setup);
+    let peer = me.peer(&address);
+    let mut third = Third::new(case, &me);
+    let src = me.memory(1 << 20, Own::Engine);
+    let (there, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 8), None));
+    other.signal(Signal::STOP);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, 1 << 20, 0);
+    let transfers = [
+        write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)),
+        pages(&me, peer, &src, &desc, 5000, Some(tag), None),
+        write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)),
+    ];
+    third.is_served(&me);
+    let last = &transfers[2];
+    assert_eq!(me.end_within(last, Duration::from_millis(1500)), None, "it does not run");
+    third.is_served(&me);
+    let mine = me.engine.counter().expect("a counter");
+    let waited = Instant::now();
+    let late = mine.wait_from(&[Expected { peer, writes: 1 }], Duration::from_millis(50));
+    assert!(matches!(late, Err(CountError::Timeout { .. })), "{late:?}");
+    assert!(waited.elapsed() < SOON);
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    other.signal(Signal::CONT);
+    transfers.iter().for_each(|transfer| me.done(transfer));
+    other.count(&me, counter, 5002);
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+    // The last one again: the pages have gone to other places than they came from.
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
+    other.check(&me, there, 0, 1 << 20, pattern);
+}
+
+/// A transfer to a peer that has to do something for it, and does not run, is forced to an end, and the
+/// connection with it. The peer returns when it runs again.
+fn peer_stopped_and_cut(case: &Case, foreign: Foreign) {
+    let setup = Setup { foreign, drain_ms: 200, ..case.setup(1) };
     let me = Host::new(&setup);
     let (mut other, address) = case.agent("stopped");
     let peer = me.peer(&address);
@@ -242,12 +273,17 @@ fn peer_stopped_bouncing(case: &Case) {
     assert!(names(end, peer), "{end:?}");
     third.is_served(&me);
     other.signal(Signal::CONT);
-    // What it had not copied by then never comes.
-    me.linger(Duration::from_millis(20));
+    // What it had not copied by then never comes; what the network still held, not to closed regions.
+    if case.facts().flushes_at_the_receiver {
+        me.linger(Duration::from_millis(20));
+    } else {
+        other.tell(&me, Ask::Reclaim { region: there, ms: 5000 });
+    }
     other.tell(&me, Ask::Poison { region: there, offset: 0, len: 1 << 20, byte: 0x99 });
     me.linger(Duration::from_millis(50));
     other.check_only(&me, there, 0, 1 << 20, 0x99);
     let again = me.peer(&address);
+    let (_, desc) = other.memory(&me, 1 << 20, Own::Test);
     me.done(&write(&me, again, &src, &desc, (0, 0, 1 << 20), None));
     third.is_served(&me);
 }
@@ -265,7 +301,7 @@ fn silent_peer(case: &Case) {
         assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
     }
     other.signal(Signal::STOP);
-    let state = me.peer_down(peer, SOON);
+    let state = me.peer_down(peer, case.soon());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Silent { .. }))), "{state:?}");
     let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
     assert!(names(end, peer), "{end:?}");

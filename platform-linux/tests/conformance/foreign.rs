@@ -1,13 +1,17 @@
 //! Memory that the application has registered itself, by every way there is to it.
 
-use immwire::{End, PagedWrite, Pages, PeerId, Rights};
+use immwire::{DownReason, End, PagedWrite, Pages, PeerId, PeerState, Rights};
 
 use crate::agent::{Agent, Ask};
 use crate::host::{Foreign, Host, Lent, Own};
 use crate::operations::write;
 use crate::{Case, Spread, Test};
 
-pub const TESTS: &[Test] = &[
+pub const TESTS: &[Test] =
+    &[("rights", Spread::Processes, rights), ("one_registration", Spread::Once, one_registration)];
+
+/// Where there are several ways to the same memory.
+pub const CHOSEN_WAYS: &[Test] = &[
     ("by_the_kernel", Spread::Threads, |case| registered_memory(case, Foreign::Kernel)),
     ("by_bouncing", Spread::Threads, |case| registered_memory(case, Foreign::Bounce)),
     ("by_the_kernel_polled", Spread::ProcessesBothMotors, |case| {
@@ -16,8 +20,14 @@ pub const TESTS: &[Test] = &[
     ("by_bouncing_polled", Spread::ProcessesBothMotors, |case| {
         registered_memory(case, Foreign::Bounce);
     }),
-    ("rights", Spread::Processes, rights),
-    ("one_registration", Spread::Once, one_registration),
+];
+
+/// Where there is one.
+pub const ONE_WAY: &[Test] = &[
+    ("registered_memory", Spread::Threads, |case| registered_memory(case, Foreign::Auto)),
+    ("registered_memory_polled", Spread::ProcessesBothMotors, |case| {
+        registered_memory(case, Foreign::Auto);
+    }),
 ];
 
 /// Both sides, of which ours writes to registered memory in the given way.
@@ -75,8 +85,9 @@ fn registered_memory(case: &Case, foreign: Foreign) {
 
 /// Memory that was registered for local use only is not written, whatever a peer says.
 fn rights(case: &Case) {
-    for foreign in [Foreign::Kernel, Foreign::Bounce] {
-        let (me, mut other, peer) = pair(case, foreign);
+    let ways = case.facts().ways.iter().filter(|(_, own)| *own == Own::Test);
+    for &(foreign, _) in ways {
+        let (me, mut other, mut peer) = pair(case, foreign);
         let src = me.memory(4096, Own::Engine);
         let (_, desc) = other.memory(&me, 4096, Own::Test);
         // As `desc` says of itself: refused here.
@@ -95,8 +106,26 @@ fn rights(case: &Case) {
         let longer = immwire::MrDesc { len: 1 << 20, ..desc };
         let end = me.end(&write(&me, peer, &src, &longer, (0, 4095, 2), None));
         assert!(matches!(end, End::Quiesced { .. }), "{foreign:?} {end:?}");
+        if !case.facts().refuses_access_softly {
+            peer = lost_and_back(case, &me, &mut other, peer);
+        }
         me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
     }
+}
+
+/// The peer is lost by what was just refused, at both ends; it is called again.
+pub fn lost_and_back(case: &Case, me: &Host, other: &mut Agent, peer: PeerId) -> PeerId {
+    let state = me.peer_down(peer, case.soon());
+    assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+    // It may not know yet: then its call finds the old connection.
+    let start = std::time::Instant::now();
+    while me.engine.peers().is_empty() && start.elapsed() < case.soon() {
+        other.peer(me, me.engine.address());
+        me.linger(std::time::Duration::from_millis(1));
+    }
+    let peers = me.engine.peers();
+    assert!(peers.len() == 1 && peers[0] != peer, "{peers:?}");
+    peers[0]
 }
 
 /// Registering inside what is registered gives another handle to the same registration.

@@ -4,9 +4,10 @@ use std::cell::RefCell;
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
+use immwire::core::group::TransferError as Stopped;
 use immwire::{
-    Builder, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr, PeerId,
-    PeerState, RecvError, Region, Rights, Transfer, TransferEngine,
+    Builder, CloseError, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr,
+    PeerId, PeerState, RecvError, Region, Rights, Transfer, TransferEngine, TransferError,
 };
 use serde::{Deserialize, Serialize};
 
@@ -40,7 +41,7 @@ pub struct Setup {
     pub nics: u8,
     pub transfers: u16,
     pub drain_ms: u64,
-    /// When a silent peer counts as gone; never, by default.
+    /// When a silent peer counts as gone; if not given, as the engine has it.
     pub silent_ms: Option<u64>,
     pub key: Option<String>,
     pub foreign: Foreign,
@@ -76,6 +77,11 @@ impl Host {
                 Self { engine, driver: Some(RefCell::new(driver)) }
             }
         }
+    }
+
+    /// A polled engine that was built elsewhere.
+    pub fn polled(engine: TransferEngine, driver: Driver) -> Self {
+        Self { engine, driver: Some(RefCell::new(driver)) }
     }
 
     /// Whether somebody has to call [`Host::step`].
@@ -184,6 +190,26 @@ impl Host {
         }
     }
 
+    /// Takes a region back.
+    pub fn close(&self, region: Region, patience: Duration) -> Result<(), CloseError> {
+        match &self.driver {
+            None => region.close(patience),
+            Some(driver) => driver.borrow_mut().close_region(region, patience),
+        }
+    }
+
+    /// Takes memory of the test's back, and registers it anew, for nobody but us: what is written there now
+    /// is written behind the engine's back.
+    pub fn reclaim(&self, memory: Memory, patience: Duration) -> Result<Memory, CloseError> {
+        let Memory { region, lent } = memory;
+        let lent = lent.expect("memory of the test's");
+        let bytes = usize::try_from(region.len()).expect("64-bit");
+        self.close(region, patience)?;
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::LOCAL) };
+        Ok(Memory { region: region.expect("register"), lent: Some(lent) })
+    }
+
     /// Memory of the engine's, or memory of ours that it registers.
     pub fn memory(&self, bytes: u64, own: Own) -> Memory {
         let bytes = usize::try_from(bytes).expect("64-bit");
@@ -200,6 +226,25 @@ impl Host {
     }
 }
 
+/// Whether the end is an error that names the peer.
+pub fn names(end: End, gone: PeerId) -> bool {
+    match end {
+        End::Done => false,
+        End::NeverStarted { error } | End::Quiesced { error } => match error {
+            TransferError::Stopped(
+                Stopped::PeerDown { peer, .. }
+                | Stopped::Piece { peer, .. }
+                | Stopped::DeadlineExceeded { peer: Some(peer), .. },
+            ) => peer == gone,
+            TransferError::Refused(
+                immwire::core::group::SubmitError::NoSuchPeer { peer }
+                | immwire::core::group::SubmitError::PeerDown { peer, .. },
+            ) => peer == gone,
+            _ => false,
+        },
+    }
+}
+
 /// Whose memory it is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub enum Own {
@@ -213,7 +258,6 @@ pub enum Own {
 pub struct Memory {
     pub region: Region,
     /// Never unmapped: a peer may write until the region is closed, which a test may well not do.
-    #[expect(dead_code, reason = "says who owns the bytes")]
     lent: Option<Lent>,
 }
 

@@ -16,11 +16,16 @@ use rustix::net::{
 use crate::agent::{Agent, Ask};
 use crate::host::{Host, Own, PATIENCE};
 use crate::operations::write;
-use crate::{Case, Provider, Random, Spread, Test};
+use crate::{Case, Random, Spread, Test};
 
-pub const TESTS: &[Test] = &[
+/// Where strangers reach a socket.
+pub const AT_A_SOCKET: &[Test] = &[
     ("noise_on_the_socket", Spread::ProcessesBothMotors, noise_on_the_socket),
     ("answers_that_are_noise", Spread::ProcessesBothMotors, answers_that_are_noise),
+];
+
+/// Where peers share memory with us.
+pub const IN_SHARED_MEMORY: &[Test] = &[
     ("a_session_of_noise", Spread::ProcessesBothMotors, a_session_of_noise),
     ("a_session_of_noise_1x4", Spread::Processes, |case| {
         a_session_of_noise(&Case { nics: (1, 4), ..*case });
@@ -146,7 +151,7 @@ fn pester(name: &str, good: &[u8], mut random: Random, stop: &AtomicBool, calls:
 }
 
 fn noise_on_the_socket(case: &Case) {
-    let Some(socket_name) = Provider::named(case.provider).socket_name else { return };
+    let socket_name = case.facts().socket_name.expect("a socket");
     let (good, _) = first_words(case);
     let (me, mut other, peer) = case.pair();
     let name = socket_name(&me.engine);
@@ -192,9 +197,6 @@ fn noise_on_the_socket(case: &Case) {
 
 /// The address leads to somebody who is no engine: the call fails with a reason, and costs no more.
 fn answers_that_are_noise(case: &Case) {
-    if Provider::named(case.provider).socket_name.is_none() {
-        return;
-    }
     let (me, mut other, peer) = case.pair();
     let mut random = case.random();
     for round in 0..24 {

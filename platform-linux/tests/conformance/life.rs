@@ -22,7 +22,10 @@ pub const TESTS: &[Test] = &[
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
 
-fn census(me: &Host, agent: &mut Agent) -> (u64, u64) {
+/// Threads, and what each open file is.
+type Census = (u64, Vec<String>);
+
+fn census(me: &Host, agent: &mut Agent) -> Census {
     match agent.ask(me, Ask::Census) {
         Say::Census { threads, files } => (threads, files),
         other => panic!("{other:?}"),
@@ -30,23 +33,34 @@ fn census(me: &Host, agent: &mut Agent) -> (u64, u64) {
 }
 
 /// Waits until the agent's threads and files are as many as before.
-fn back_to(me: &Host, agent: &mut Agent, before: (u64, u64)) {
+fn back_to(case: &Case, me: &Host, agent: &mut Agent, before: &Census) {
+    let is_back = |now: &Census| {
+        if case.facts().closes_all_sockets {
+            return now == before;
+        }
+        let sockets = |census: &Census| census.1.iter().filter(|file| *file == "socket").count();
+        let others = |census: &Census| {
+            (
+                census.0,
+                census.1.iter().filter(|file| *file != "socket").cloned().collect::<Vec<_>>(),
+            )
+        };
+        others(now) == others(before) && sockets(now) <= sockets(before) + 4
+    };
     // A thread that was joined may be listed for a moment more; that of a flood ends by itself.
     let start = Instant::now();
     let mut now = census(me, agent);
-    while now != before && start.elapsed() < Duration::from_secs(2) {
+    while !is_back(&now) && start.elapsed() < Duration::from_secs(2) {
         me.linger(Duration::from_millis(2));
         now = census(me, agent);
     }
-    assert_eq!(now, before, "threads and files, after and before");
+    assert!(is_back(&now), "threads and files, after and before: {now:?}, {before:?}");
 }
 
 /// One agent floods another, and one of them stops. Neither leaves anything behind, nor waits long.
 fn stop_under_load(case: &Case, sender_stops: bool) {
     let me = case.me();
-    for (foreign, own) in
-        [(Foreign::Auto, Own::Engine), (Foreign::Kernel, Own::Test), (Foreign::Bounce, Own::Test)]
-    {
+    for &(foreign, own) in case.facts().ways {
         let (mut sender, mut receiver) = (case.bare_agent("sender"), case.bare_agent("receiver"));
         let before = (census(&me, &mut sender), census(&me, &mut receiver));
         for round in 0..3 {
@@ -87,8 +101,8 @@ fn stop_under_load(case: &Case, sender_stops: bool) {
             second.tell(&me, Ask::Drop);
             assert!(start.elapsed() < Duration::from_secs(6), "took {:?}", start.elapsed());
         }
-        back_to(&me, &mut sender, before.0);
-        back_to(&me, &mut receiver, before.1);
+        back_to(case, &me, &mut sender, &before.0);
+        back_to(case, &me, &mut receiver, &before.1);
     }
 }
 
@@ -104,7 +118,7 @@ fn both_stop(case: &Case) {
             Say::Text(end) => assert_ne!(end, "Done", "round {round}: not caught on its way"),
             other => panic!("{other:?}"),
         }
-        back_to(&me, &mut agent, before);
+        back_to(case, &me, &mut agent, &before);
     }
 }
 
@@ -224,9 +238,15 @@ fn full_and_capacity(case: &Case) {
     }
     other.count(&me, counter, 40);
     // While all are taken, waiting ends when its time is up.
-    let held: Vec<_> =
-        std::iter::from_fn(|| me.engine.submit_imm(peer, tag, 1).ok()).take(4).collect();
-    assert_eq!(held.len(), 4);
+    let mut held = Vec::new();
+    while held.len() < 4 {
+        match me.engine.submit_imm(peer, tag, 1) {
+            Ok(transfer) => held.push(transfer),
+            // What was counted there may not have ended here yet.
+            Err(SubmitError::Full { .. }) => assert!(me.engine.wait_capacity(PATIENCE)),
+            Err(error) => panic!("{error}"),
+        }
+    }
     let start = Instant::now();
     assert!(!me.engine.wait_capacity(Duration::from_millis(30)));
     assert!(start.elapsed() >= Duration::from_millis(30) && start.elapsed() < PATIENCE);
@@ -302,11 +322,12 @@ fn idle_costs_nothing(case: &Case) {
 /// so would be seen by no other test.
 fn nobody_oversleeps(case: &Case) {
     let late = Duration::from_millis(600);
-    for foreign in [Foreign::Auto, Foreign::Bounce] {
+    // Where the peer has to copy, it is to be woken for that, too.
+    let ways = case.facts().ways.iter().filter(|(foreign, _)| *foreign != Foreign::Kernel);
+    for &(foreign, own) in ways {
         let me = Host::new(&Setup { foreign, ..case.setup(case.nics.0) });
         let (mut other, address) = case.agent("sleepy");
         let peer = me.peer(&address);
-        let own = if foreign == Foreign::Bounce { Own::Test } else { Own::Engine };
         let src = me.memory(1 << 20, Own::Engine);
         let (counter, tag) = other.counter(&me);
         let back = only_peer(&me, &mut other);
@@ -362,11 +383,12 @@ fn addresses_that_lead_nowhere(case: &Case) {
     other.tell(&me, Ask::Drop);
     let start = Instant::now();
     let error = me.try_peer(&address).expect_err("nobody is there");
-    assert!(error.contains("nobody listens"), "{error}");
+    let said = if case.facts().tells_death { "nobody listens" } else { "never answered" };
+    assert!(error.contains(said), "{error}");
     let own = me.engine.address().clone();
     let error = me.try_peer(&own).expect_err("myself");
     assert!(error.contains("itself"), "{error}");
-    assert!(start.elapsed() < Duration::from_secs(2));
+    assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
     assert!(me.engine.peers().is_empty());
     // Twice the same engine is the same peer.
     let address = other.build(&case.setup(1));

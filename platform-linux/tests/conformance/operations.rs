@@ -14,6 +14,7 @@ use immwire::{
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, plain};
+use crate::foreign::lost_and_back;
 use crate::host::{Host, Own, PATIENCE};
 use crate::{Case, Spread, Test};
 
@@ -415,7 +416,7 @@ fn sixty_four_counters(case: &Case) {
 }
 
 fn refused_before_posting(case: &Case) {
-    let (me, mut other, peer) = case.pair();
+    let (me, mut other, mut peer) = case.pair();
     let src = me.memory(4096, Own::Engine);
     let (there, desc) = other.memory(&me, 4096, Own::Engine);
     other.tell(&me, Ask::Poison { region: there, offset: 0, len: 4096, byte: 7 });
@@ -461,6 +462,9 @@ fn refused_before_posting(case: &Case) {
     let end = me.end(&write(&me, peer, &src, &forged, (0, 0, 8), None));
     assert!(matches!(end, End::Quiesced { .. } | End::NeverStarted { .. }), "{end:?}");
     other.check_only(&me, there, 0, 4096, 7);
+    if !case.facts().refuses_access_softly {
+        peer = lost_and_back(case, &me, &mut other, peer);
+    }
     me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
 }
 

@@ -188,6 +188,10 @@ impl World for FabricWorld {
         }
     }
 
+    fn fails_over(&self) -> bool {
+        self.order == Order::Fifo
+    }
+
     fn is_virtual(&self) -> bool {
         true
     }

@@ -55,6 +55,7 @@ impl<W: World> Program<'_, W> {
         };
         let forced: Vec<_> = self.flights.iter().filter(forced).flat_map(pairs).collect();
         forced.into_iter().for_each(|(one, other)| self.disturb(one, other));
+        self.listen();
         while let Some(flight) = self.flights.get(at) {
             match flight.handle.end()? {
                 Some(end) => {
@@ -88,8 +89,10 @@ impl<W: World> Program<'_, W> {
         if flight.message.is_some() || !self.world.is_virtual() {
             return None;
         }
-        // A peer that makes progress is given a second drain.
-        flight.stopped().map(|stopped| stopped + self.config.drain * 2 + self.config.slack)
+        // Peers that make progress are aborted later than those that make none: by as much again, or 1 ms.
+        let drain = self.config.drain;
+        let forced = drain + drain.max(Duration::from_millis(1));
+        flight.stopped().map(|stopped| stopped + forced + self.config.slack)
     }
 
     fn look_at_wait(&mut self, at: usize, slot: usize) -> Check {
@@ -376,6 +379,8 @@ impl<W: World> Program<'_, W> {
     pub(super) fn was_disturbed(&self, a: (usize, u32), b: (usize, u32), since: Duration) -> bool {
         let pair = (a.1.min(b.1), a.1.max(b.1));
         let wrong_now = self.faults.iter().any(|fault| match *fault {
+            // Where connections fail over, it depends on what was left: see `look_at_paths`.
+            Fault::Nic { .. } | Fault::Path { .. } if self.fails_over() => false,
             Fault::Nic { engine, .. } => engine == a.0 || engine == b.0,
             Fault::Path { engine, to, .. } => {
                 (engine, to) == (a.0, b.0) || (engine, to) == (b.0, a.0)

@@ -113,7 +113,7 @@ impl Config {
             news: Duration::from_millis(32),
             pass: Duration::from_micros(200),
             settle: Duration::from_millis(2),
-            slack: Duration::from_micros(100),
+            slack: Duration::from_micros(30),
         }
     }
 
@@ -235,7 +235,9 @@ pub fn run<W: World>(
 pub fn configuration(seed: u64) -> Config {
     let mut numbers = Numbers::new(seed.rotate_left(32));
     let engines = 2 + numbers.index(4);
-    Config { engines, operations: 250 << numbers.index(4), ..Config::small() }
+    let operations = 250 << numbers.index(4);
+    let drain = Duration::from_micros([700, 1000, 2000][numbers.index(3)]);
+    Config { engines, operations, drain, ..Config::small() }
 }
 
 /// Runs the program of `seed` on a simulated fabric of the same seed, or only these `operations`.

@@ -40,6 +40,13 @@ pub(super) struct Program<'w, W> {
     /// NICs taken out of use by their owner.
     pub(super) unhealthy: BTreeSet<(usize, u8)>,
     pub(super) health_changed: Duration,
+    /// Engines that have no NIC to send by, and since when.
+    mute: BTreeMap<usize, Duration>,
+    /// When each path (from, NIC there, to, NIC there) was last cut, or without one of its NICs.
+    hurt: BTreeMap<(usize, u8, usize, u8), Duration>,
+    /// When two engines last lost a path between them.
+    struck: BTreeMap<(u32, u32), Duration>,
+    next_look: Duration,
     /// Some time or other.
     pub(super) registrations_failed: bool,
     pub(super) totals: Totals,
@@ -76,6 +83,10 @@ impl<'w, W: World> Program<'w, W> {
             faults: BTreeSet::new(),
             unhealthy: BTreeSet::new(),
             health_changed: Duration::ZERO,
+            mute: BTreeMap::new(),
+            hurt: BTreeMap::new(),
+            struck: BTreeMap::new(),
+            next_look: Duration::ZERO,
             registrations_failed: false,
             totals: Totals::default(),
             lines: traced.then(Vec::new),
@@ -369,6 +380,89 @@ impl<'w, W: World> Program<'w, W> {
         self.disturbed.insert((a.min(b), a.max(b)), now);
     }
 
+    /// Who has had no NIC for so long that others may have missed its heartbeats is lost by rights: those
+    /// before and after that time are an eighth of the silence apart, and may be late.
+    pub(super) fn listen(&mut self) {
+        let now = self.world.now();
+        let enough = self.config.silence * 5 / 8;
+        let usable = |at: usize, nic: u8| {
+            let lost = Fault::Nic { engine: at, nic, lost: true };
+            !self.unhealthy.contains(&(at, nic)) && !self.faults.contains(&lost)
+        };
+        let speaks = |at: usize, side: &Side| (0..side.nics).any(|nic| usable(at, nic));
+        let mut lost = Vec::new();
+        for (at, side) in self.sides.iter().enumerate() {
+            match side.as_ref().filter(|side| !speaks(at, side)) {
+                None => drop(self.mute.remove(&at)),
+                Some(side) => {
+                    if now >= *self.mute.entry(at).or_insert(now) + enough {
+                        lost.push(side.serial);
+                    }
+                }
+            }
+        }
+        let others: Vec<u32> = self.sides.iter().flatten().map(|side| side.serial).collect();
+        for mute in lost {
+            others.iter().for_each(|other| self.disturb(mute, *other));
+        }
+        if now >= self.next_look {
+            self.look_at_paths();
+            self.next_look = now + Duration::from_micros(20);
+        }
+    }
+
+    /// Whether connections outlast the loss of a path. Without memory for answers they do not.
+    pub(super) fn fails_over(&self) -> bool {
+        self.world.fails_over() && !self.registrations_failed
+    }
+
+    fn is_hurt(&self, (from, nic, to, remote): (usize, u8, usize, u8)) -> bool {
+        self.unhealthy.contains(&(from, nic))
+            || self.faults.iter().any(|fault| match *fault {
+                Fault::Nic { engine, nic: lost, .. } => {
+                    (engine, lost) == (from, nic) || (engine, lost) == (to, remote)
+                }
+                Fault::Path { engine, to: other, nic: near, remote_nic, .. } => {
+                    (engine, near, other, remote_nic) == (from, nic, to, remote)
+                }
+                Fault::Registration { .. } => false,
+            })
+    }
+
+    /// Two engines may lose each other that had, either way, no path that was whole for long enough to be in
+    /// use: one that is back is first settled, and then connected anew.
+    fn look_at_paths(&mut self) {
+        if self.faults.is_empty() && self.unhealthy.is_empty() && self.hurt.is_empty() {
+            return;
+        }
+        let (now, back) = (self.world.now(), self.config.silence);
+        self.hurt.retain(|_, at| now < *at + back);
+        for (from, to) in self.pairs() {
+            let (Some(a), Some(b)) = (self.side(from), self.side(to)) else { continue };
+            let (serials, nics) = ((a.serial, b.serial), (a.nics, b.nics));
+            let mut whole = false;
+            for (nic, remote) in (0..nics.0).flat_map(|nic| (0..nics.1).map(move |it| (nic, it))) {
+                let path = (from, nic, to, remote);
+                if self.is_hurt(path) {
+                    self.hurt.insert(path, now);
+                }
+                whole |= !self.hurt.contains_key(&path);
+            }
+            if !whole {
+                self.disturb(serials.0, serials.1);
+            }
+        }
+    }
+
+    /// Two engines have lost a path. If they had just lost another, there was not the time to settle both.
+    fn strike(&mut self, a: u32, b: u32) {
+        let now = self.world.now();
+        let last = self.struck.insert((a.min(b), a.max(b)), now);
+        if last.is_some_and(|last| now < last + self.config.drain) {
+            self.disturb(a, b);
+        }
+    }
+
     fn fault(&mut self, fault: Fault) -> bool {
         if !self.world.fault(fault) {
             return false;
@@ -389,7 +483,14 @@ impl<'w, W: World> Program<'w, W> {
             let serials =
                 (self.side(a).map(|side| side.serial), self.side(b).map(|side| side.serial));
             if let (Some(a), Some(b)) = serials {
-                self.disturb(a, b);
+                match fault {
+                    Fault::Registration { .. } => self.disturb(a, b),
+                    _ if !self.fails_over() => self.disturb(a, b),
+                    Fault::Nic { lost: true, .. } | Fault::Path { cut: true, .. } => {
+                        self.strike(a, b);
+                    }
+                    Fault::Nic { .. } | Fault::Path { .. } => {}
+                }
             }
         }
         true
@@ -471,14 +572,6 @@ impl<'w, W: World> Program<'w, W> {
         let nics = side.nics;
         let nic = u8::try_from(numbers.below(u64::from(nics))).unwrap_or(0);
         let healthy = self.unhealthy.contains(&(at, nic));
-        // With none left, what the engines tell each other cannot be sent, and connections are lost.
-        let usable = |other: u8| {
-            let lost = Fault::Nic { engine: at, nic: other, lost: true };
-            other != nic && !self.unhealthy.contains(&(at, other)) && !self.faults.contains(&lost)
-        };
-        if !healthy && !(0..nics).any(usable) {
-            return false;
-        }
         side.engine.set_nic_health(nic, healthy);
         if healthy {
             self.unhealthy.remove(&(at, nic));

@@ -73,6 +73,11 @@ pub trait World {
     /// Has the fault happen; `false` where there is no such fault.
     fn fault(&mut self, fault: Fault) -> bool;
 
+    /// Whether what is on a path that breaks goes over another: then a connection outlasts the loss of a NIC.
+    fn fails_over(&self) -> bool {
+        false
+    }
+
     /// Whether times are exact, and so bounds on them can be held to.
     fn is_virtual(&self) -> bool;
 

@@ -1,0 +1,264 @@
+//! The endpoint that takes messages from anybody: where an engine is reached, and what keeps sessions up.
+//!
+//! It carries no writes, and is never replaced, so its address is the engine's. Knows buffers and who they
+//! go to; what the bytes mean is `immwire_core::datagram`'s.
+//!
+//! # Invariants
+//!
+//! - A buffer is the device's from posting until its completion was read, or the endpoint is closed: the
+//!   fields are dropped in that order.
+//! - To one peer, one stranger, or all strangers together, at most so many messages are under way that others have
+//!   room.
+
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use immwire_core::datagram::{Address, DATAGRAM_MAX, Message};
+
+use super::LibfabricError;
+use super::fabric::{Domain, Done, Endpoint, Registration};
+
+/// Receives that are posted.
+const RECEIVES: u16 = 128;
+/// Sends under way at most.
+const SENDS: u16 = 512;
+/// To one peer.
+const SENDS_TO_ONE: u8 = 8;
+/// To strangers, all together.
+const SENDS_TO_STRANGERS: u16 = 128;
+
+/// Whom a message goes to.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) enum To {
+    /// A peer, or somebody who is called; by index, and the token that tells tenants apart.
+    Peer { index: u16, token: u64 },
+    /// Somebody who is answered, or taken leave of.
+    Stranger,
+}
+
+/// What became of a message.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Heard {
+    /// A message has come; its bytes are in the buffer given to [`Door::read`].
+    Message { len: usize },
+    /// One of ours to a peer was not delivered.
+    Undelivered { index: u16, token: u64, code: i32 },
+    /// The door is shut for good: the device says so.
+    Broken { code: i32 },
+}
+
+#[derive(Debug)]
+struct Sending {
+    to: To,
+    address: Address,
+}
+
+/// The door.
+#[derive(Debug)]
+pub(super) struct Door {
+    endpoint: Endpoint,
+    /// Receive buffers, then send buffers.
+    _registration: Registration,
+    buffers: Buffers,
+    desc: *mut c_void,
+    /// By send buffer.
+    sending: Vec<Option<Sending>>,
+    free: Vec<u16>,
+    /// Receives that could not be posted again yet.
+    unposted: Vec<u16>,
+    strangers: u16,
+}
+
+// SAFETY: `desc` is passed to libfabric only, by whoever owns the door.
+unsafe impl Send for Door {}
+
+/// Memory that the device reads and writes while its operations are under way: never a reference to it
+/// then.
+#[derive(Debug)]
+struct Buffers(NonNull<[u8; DATAGRAM_MAX]>);
+
+const BUFFERS: usize = RECEIVES as usize + SENDS as usize;
+
+impl Buffers {
+    fn new() -> Self {
+        let all = vec![[0_u8; DATAGRAM_MAX]; BUFFERS].into_boxed_slice();
+        Self(NonNull::from(Box::leak(all)).cast())
+    }
+
+    const fn at(&self, index: u16) -> *mut u8 {
+        self.0.as_ptr().wrapping_add(index as usize).cast()
+    }
+}
+
+impl Drop for Buffers {
+    fn drop(&mut self) {
+        // SAFETY: made so by `new`; the endpoint, and with it every operation, is gone.
+        drop(unsafe { Box::from_raw(NonNull::slice_from_raw_parts(self.0, BUFFERS).as_ptr()) });
+    }
+}
+
+/// The context of a send buffer is its number behind the receives'.
+const fn context_of(send: u16) -> u16 {
+    RECEIVES + send
+}
+
+impl Door {
+    /// Opens the door, with all receives posted.
+    pub(super) fn open(domain: &Arc<Domain>, peers: u16) -> Result<Self, LibfabricError> {
+        let contexts = RECEIVES + SENDS;
+        let endpoint = Endpoint::open(domain, contexts, usize::from(contexts) * 2, peers)?;
+        let buffers = Buffers::new();
+        let key = u64::from_ne_bytes(super::random().map_err(LibfabricError::Random)?);
+        let len = BUFFERS * DATAGRAM_MAX;
+        // SAFETY: the buffers outlive the registration, whose field is dropped before theirs.
+        let registration = unsafe { domain.register(buffers.0.cast(), len, false, key) }?;
+        let desc = registration.desc();
+        let mut door = Self {
+            endpoint,
+            _registration: registration,
+            buffers,
+            desc,
+            sending: (0..SENDS).map(|_| None).collect(),
+            free: (0..SENDS).rev().collect(),
+            unposted: (0..RECEIVES).collect(),
+            strangers: 0,
+        };
+        door.post_receives();
+        Ok(door)
+    }
+
+    /// Where it is.
+    pub(super) const fn address(&self) -> &Address {
+        self.endpoint.name()
+    }
+
+    pub(super) const fn endpoint(&self) -> &Endpoint {
+        &self.endpoint
+    }
+
+    pub(super) const fn endpoint_mut(&mut self) -> &mut Endpoint {
+        &mut self.endpoint
+    }
+
+    fn post_receives(&mut self) {
+        while let Some(index) = self.unposted.pop() {
+            let to = self.buffers.at(index);
+            // SAFETY: the buffer is registered, and not posted now; its context is its own.
+            let posted = unsafe { self.endpoint.receive(to, DATAGRAM_MAX, self.desc, index) };
+            if !matches!(posted, Ok(true)) {
+                self.unposted.push(index);
+                break;
+            }
+        }
+    }
+
+    /// Sends a message. `false`: there is no room now; or the address is none, and never will be.
+    ///
+    /// `under_way` counts the messages to this receiver.
+    pub(super) fn send(
+        &mut self,
+        to: &To,
+        address: &Address,
+        under_way: &mut u8,
+        message: &Message<'_>,
+    ) -> bool {
+        let full = match to {
+            To::Peer { .. } => *under_way >= SENDS_TO_ONE,
+            To::Stranger => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
+        };
+        let Some(&send) = self.free.last().filter(|_| !full) else { return false };
+        let handle = match self.endpoint.learn(address) {
+            Ok(handle) => handle,
+            Err(error) => {
+                tracing::debug!(%error, "an address is of no use");
+                return false;
+            }
+        };
+        let from = self.buffers.at(context_of(send));
+        // SAFETY: the buffer is not under way, so it is ours, and nobody else refers to it.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(from, DATAGRAM_MAX) };
+        let Some(len) = message.encode(bytes) else {
+            self.endpoint.forget(address);
+            return false;
+        };
+        // SAFETY: registered, ours until the completion; the handle was just learnt.
+        let sent = unsafe { self.endpoint.send(from, len, self.desc, handle, context_of(send)) };
+        if !matches!(sent, Ok(true)) {
+            self.endpoint.forget(address);
+            return false;
+        }
+        self.free.pop();
+        match to {
+            To::Peer { .. } => *under_way += 1,
+            To::Stranger => self.strangers += 1,
+        }
+        if let Some(slot) = self.sending.get_mut(usize::from(send)) {
+            *slot = Some(Sending { to: to.clone(), address: address.clone() });
+        }
+        true
+    }
+
+    /// Whether a stranger has so many answers under way that it does not seem to take them. O(sends).
+    fn is_full_of(&self, address: &Address) -> bool {
+        let same = |sending: &&Sending| sending.to == To::Stranger && sending.address == *address;
+        let under_way = self.sending.iter().flatten().filter(same).count();
+        under_way >= usize::from(SENDS_TO_ONE)
+    }
+
+    /// Whether an answer, or a leave-taking, has not left yet.
+    pub(super) const fn is_sending_to_strangers(&self) -> bool {
+        self.strangers > 0
+    }
+
+    /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
+    /// any more.
+    pub(super) fn read(
+        &mut self,
+        into: &mut [u8; DATAGRAM_MAX],
+        mut ended: impl FnMut(u16, u64),
+    ) -> Option<Heard> {
+        loop {
+            // One at a time: what is read must be handled before the buffer is posted again.
+            let mut batch = heapless::Vec::<Done, 1>::new();
+            self.endpoint.read(&mut batch);
+            let Some(done) = batch.pop() else {
+                self.post_receives();
+                return None;
+            };
+            let (context, outcome, bytes) = match done {
+                Done::Ours { context, outcome, bytes } => (context, outcome, bytes),
+                Done::Theirs { .. } => continue,
+                Done::Broken(failure) => return Some(Heard::Broken { code: failure.code }),
+            };
+            if context < RECEIVES {
+                let len = bytes.min(DATAGRAM_MAX);
+                if outcome.is_ok() {
+                    let from = self.buffers.at(context);
+                    // SAFETY: the receive has ended, so the buffer is ours; `len` of its bytes are copied.
+                    unsafe { std::ptr::copy_nonoverlapping(from, into.as_mut_ptr(), len) };
+                }
+                self.unposted.push(context);
+                self.post_receives();
+                if outcome.is_ok() {
+                    return Some(Heard::Message { len });
+                }
+                continue;
+            }
+            let send = context - RECEIVES;
+            let slot = self.sending.get_mut(usize::from(send));
+            let Some(Sending { to, address }) = slot.and_then(Option::take) else { continue };
+            self.free.push(send);
+            self.endpoint.forget(&address);
+            match to {
+                To::Stranger => self.strangers -= 1,
+                To::Peer { index, token } => {
+                    ended(index, token);
+                    if let Err(failure) = outcome {
+                        return Some(Heard::Undelivered { index, token, code: failure.code });
+                    }
+                }
+            }
+        }
+    }
+}

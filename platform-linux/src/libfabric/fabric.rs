@@ -1,0 +1,968 @@
+//! libfabric's objects, owned: what a machine offers, domains, registrations, endpoints with their queues.
+//!
+//! Knows the binary interface and its traps; knows nothing of peers, sessions, or what the engine wants.
+//!
+//! # Invariants
+//!
+//! - Every object is closed once, after all that were opened from it: an endpoint before its queue and
+//!   its address vector, these and registrations before their domain, that before its fabric.
+//! - Nothing is used of a completion but what every provider fills in: no lengths, no order, and of a
+//!   remote write only that it is none of ours, and its data.
+//! - An operation's context is an entry of its endpoint's own table, which outlives the endpoint.
+
+use std::collections::HashMap;
+use std::ffi::{CStr, CString, c_void};
+use std::fmt;
+use std::os::fd::{BorrowedFd, RawFd};
+use std::ptr::{self, NonNull};
+use std::sync::{Arc, Once};
+
+use immwire_core::datagram::{Address, Protocol};
+use libfabric_sys as sys;
+use libfabric_sys::{Library, Version};
+
+use super::LibfabricError;
+
+/// The version of the API that is asked for, if the library has it. Behind it nothing is needed.
+pub(super) const API: Version = Version { major: 1, minor: 20 };
+/// Providers in the order of preference; `efa` stands for both of its fabrics.
+pub(super) const PREFERENCE: [&str; 4] = ["efa", "tcp", "net", "tcp;ofi_rxm"];
+/// Fabrics of provider `efa`, and whether receives must be posted for immediates.
+pub(super) const EFA_FABRICS: [&str; 2] = ["efa-direct", "efa"];
+/// The most that one operation carries where the device says nothing.
+const RMA_MAX: u64 = 1 << 30;
+
+/// One `fi_info`, and the library that allocated it.
+pub(super) struct Info {
+    library: &'static Library,
+    raw: NonNull<sys::fi_info>,
+}
+
+// SAFETY: an `fi_info` is plain memory, changed by nobody after `discover` has made it.
+unsafe impl Send for Info {}
+// SAFETY: as above.
+unsafe impl Sync for Info {}
+
+impl Drop for Info {
+    fn drop(&mut self) {
+        // SAFETY: ours, from this library, a list of one.
+        unsafe { self.library.freeinfo(self.raw.as_ptr()) }
+    }
+}
+
+/// Text of C's, or nothing.
+///
+/// # Safety
+///
+/// `text` is null or a C string that stays during the call.
+unsafe fn text(text: *const std::ffi::c_char) -> String {
+    if text.is_null() {
+        return String::new();
+    }
+    // SAFETY: the caller's promise.
+    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+}
+
+/// What a device is, and demands.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Facts {
+    /// `tcp`, `efa`, ...
+    pub(super) provider: String,
+    /// `efa-direct`, an IP network, ...
+    pub(super) fabric: String,
+    /// `eth0`, `rdmap0s31-rdm`, ...
+    pub(super) domain: String,
+    pub(super) protocol: Protocol,
+    /// Remote addresses are virtual ones; if not, offsets into the region.
+    pub(super) virtual_addresses: bool,
+    /// The device chooses keys.
+    pub(super) own_keys: bool,
+    /// Operations need a descriptor of the local memory.
+    pub(super) local_descs: bool,
+    /// Endpoints need a domain each: `tcp` (2.5) uses what it has freed if one is closed while somebody is
+    /// connecting to it, and its domain goes on being polled.
+    pub(super) lonely_endpoints: bool,
+    /// The initiator of a write is told by the queue; if not, by the upper half of the data.
+    pub(super) tells_source: bool,
+    /// A registration that was closed is not written any more by anything that is under way.
+    pub(super) closing_fences: bool,
+    pub(super) queue_depth: usize,
+    pub(super) speed_gbps: u32,
+}
+
+/// One device: a way to open a domain.
+pub(super) struct Device {
+    pub(super) info: Info,
+    pub(super) facts: Facts,
+}
+
+impl fmt::Debug for Device {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Device").field(&self.facts).finish()
+    }
+}
+
+/// What is asked of `discover`.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Wanted<'a> {
+    pub(super) provider: Option<&'a str>,
+    pub(super) domain: Option<&'a str>,
+}
+
+/// Hints, until they are freed.
+struct Hints(Info);
+
+impl Hints {
+    fn new(library: &'static Library) -> Result<Self, LibfabricError> {
+        // SAFETY: null asks for an empty one.
+        let raw = unsafe { library.dupinfo(ptr::null()) };
+        let raw = NonNull::new(raw).ok_or(LibfabricError::OutOfMemory)?;
+        Ok(Self(Info { library, raw }))
+    }
+
+    fn duplicate(text: &str) -> Result<*mut std::ffi::c_char, LibfabricError> {
+        let text = CString::new(text).map_err(|_| LibfabricError::Name { name: text.into() })?;
+        // SAFETY: a C string; what strdup gives is freed by fi_freeinfo.
+        let copy = unsafe { libc::strdup(text.as_ptr()) };
+        if copy.is_null() { Err(LibfabricError::OutOfMemory) } else { Ok(copy) }
+    }
+
+    /// Everything that this provider can work with.
+    fn fill(&mut self, provider: &str, fabric: Option<&str>) -> Result<(), LibfabricError> {
+        let is_efa = provider == "efa";
+        let (name, fabric) = (Self::duplicate(provider)?, fabric.map(Self::duplicate).transpose()?);
+        // SAFETY: `dupinfo` of null allocates all attributes, and nobody else has this one. The names
+        // come from `strdup`, and belong to it now.
+        unsafe {
+            let info = &mut *self.0.raw.as_ptr();
+            info.caps = sys::FI_MSG | sys::FI_RMA;
+            if is_efa {
+                info.caps |= sys::FI_SOURCE;
+            }
+            // Never FI_RX_CQ_DATA: that would switch EFA's unsolicited writes off.
+            info.mode = sys::FI_CONTEXT | sys::FI_CONTEXT2;
+            (*info.ep_attr).type_ = sys::FI_EP_RDM;
+            let domain = &mut *info.domain_attr;
+            domain.mr_mode = sys::FI_MR_LOCAL
+                | sys::FI_MR_VIRT_ADDR
+                | sys::FI_MR_ALLOCATED
+                | sys::FI_MR_PROV_KEY;
+            domain.threading = sys::FI_THREAD_SAFE;
+            domain.data_progress = sys::FI_PROGRESS_MANUAL;
+            domain.control_progress = sys::FI_PROGRESS_MANUAL;
+            domain.av_type = sys::FI_AV_TABLE;
+            domain.cq_data_size = 4;
+            (*info.fabric_attr).prov_name = name;
+            if let Some(fabric) = fabric {
+                (*info.fabric_attr).name = fabric;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What libfabric is told by its environment, if nobody has told it otherwise, and why.
+///
+/// It reads these at the first `fi_getinfo` of the process.
+const ENVIRONMENT: [(&str, &str); 2] = [
+    // Every region is registered by its user: nobody has to patch `mmap` and `free` to watch for others.
+    ("FI_MR_CACHE_MONITOR", "disabled"),
+    // No device memory is registered yet: libfabric has no reason to start a CUDA runtime in the process.
+    ("FI_HMEM", "system"),
+];
+
+/// Sets what is not set, if that is safe: the environment belongs to all threads, and nothing guards it.
+fn prepare_environment() {
+    let unset = ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+    let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
+    for (name, value) in unset {
+        if threads == 1 {
+            // SAFETY: this is the only thread, so no other reads or writes the environment meanwhile; and
+            // none is started here.
+            unsafe { std::env::set_var(name, value) };
+        } else {
+            tracing::debug!(
+                name,
+                value,
+                "not set: the process has threads; set it if devices are used"
+            );
+        }
+    }
+}
+
+/// The devices that fit, best first: of the first provider that has any.
+///
+/// The first call in a process probes hardware: up to 0.4 s.
+pub(super) fn discover(
+    library: &'static Library,
+    wanted: &Wanted<'_>,
+) -> Result<Vec<Device>, LibfabricError> {
+    static PREPARED: Once = Once::new();
+    PREPARED.call_once(prepare_environment);
+    let mut seen = Vec::new();
+    for provider in
+        PREFERENCE.into_iter().filter(|it| wanted.provider.is_none_or(|want| want == *it))
+    {
+        let fabrics: Vec<_> = match provider {
+            "efa" => EFA_FABRICS.into_iter().map(Some).collect(),
+            _ => vec![None],
+        };
+        for fabric in fabrics {
+            let mut devices = list(library, provider, fabric)?;
+            seen.extend(devices.iter().map(|device| device.facts.domain.clone()));
+            devices.retain(|device| wanted.domain.is_none_or(|want| device.facts.domain == want));
+            if wanted.domain.is_none() {
+                // Loopback is reached from this host alone.
+                devices.sort_by_key(|device| device.facts.domain == "lo");
+            }
+            if !devices.is_empty() {
+                return Ok(devices);
+            }
+        }
+    }
+    if let Some(name) = wanted.provider.filter(|want| !PREFERENCE.contains(want)) {
+        return Err(LibfabricError::UnknownProvider { name: name.into(), known: &PREFERENCE });
+    }
+    Err(LibfabricError::NoDevice {
+        version: library.version().to_string(),
+        provider: wanted.provider.unwrap_or("any").into(),
+        domain: wanted.domain.map(Into::into),
+        seen,
+    })
+}
+
+/// All devices of one provider.
+pub(super) fn list(
+    library: &'static Library,
+    provider: &str,
+    fabric: Option<&str>,
+) -> Result<Vec<Device>, LibfabricError> {
+    let mut hints = Hints::new(library)?;
+    hints.fill(provider, fabric)?;
+    let mut raw = ptr::null_mut();
+    let version = library.version().min(API).code();
+    // SAFETY: no node, no service; hints from this library; `raw` is written on success.
+    let found = unsafe {
+        library.getinfo(version, ptr::null(), ptr::null(), 0, hints.0.raw.as_ptr(), &raw mut raw)
+    };
+    if found == -sys::FI_ENODATA {
+        return Ok(Vec::new());
+    }
+    check(library, "fi_getinfo", found)?;
+    let mut devices: Vec<Device> = Vec::new();
+    let mut next = raw;
+    // SAFETY: a list of `fi_info`, whose attributes the library allocated; strings are null or C strings.
+    unsafe {
+        while let Some(entry) = next.as_ref() {
+            next = entry.next;
+            let Some(facts) = facts(entry) else { continue };
+            // One for each domain: the same one is listed for each address format.
+            let known = devices.iter().any(|device| device.facts.domain == facts.domain);
+            if facts.provider == provider && !known {
+                let copy =
+                    NonNull::new(library.dupinfo(entry)).ok_or(LibfabricError::OutOfMemory)?;
+                devices.push(Device { info: Info { library, raw: copy }, facts });
+            }
+        }
+        if !raw.is_null() {
+            library.freeinfo(raw);
+        }
+    }
+    Ok(devices)
+}
+
+/// # Safety
+///
+/// `info` is from `fi_getinfo`.
+unsafe fn facts(info: &sys::fi_info) -> Option<Facts> {
+    // SAFETY: by the caller's promise; attributes that are missing are seen.
+    unsafe {
+        let (domain, fabric) = (info.domain_attr.as_ref()?, info.fabric_attr.as_ref()?);
+        let (ep, tx) = (info.ep_attr.as_ref()?, info.tx_attr.as_ref()?);
+        let provider = text(fabric.prov_name);
+        let is_efa = provider == "efa";
+        if is_efa && info.caps & sys::FI_SOURCE == 0 {
+            return None;
+        }
+        let wide = domain.cq_data_size >= 8;
+        // Without either, nobody could say whose an immediate is.
+        if !wide && !is_efa || domain.cq_data_size < 4 {
+            return None;
+        }
+        let link = info.nic.as_ref().and_then(|nic| nic.link_attr.as_ref());
+        let speed = link.map_or(0, |link| link.speed / 1_000_000_000);
+        Some(Facts {
+            fabric: text(fabric.name),
+            domain: text(domain.name),
+            protocol: Protocol {
+                number: ep.protocol,
+                version: ep.protocol_version,
+                data_bytes: if wide && !is_efa { 8 } else { 4 },
+            },
+            virtual_addresses: domain.mr_mode & sys::FI_MR_VIRT_ADDR != 0,
+            own_keys: domain.mr_mode & sys::FI_MR_PROV_KEY != 0,
+            local_descs: domain.mr_mode & sys::FI_MR_LOCAL != 0,
+            lonely_endpoints: !is_efa && domain.mr_mode & sys::FI_MR_PROV_KEY == 0,
+            tells_source: is_efa,
+            closing_fences: is_efa,
+            queue_depth: tx.size,
+            speed_gbps: u32::try_from(speed).ok().filter(|&speed| speed > 0).unwrap_or(100),
+            provider,
+        })
+    }
+}
+
+pub(super) fn check(
+    library: &Library,
+    call: &'static str,
+    code: i32,
+) -> Result<(), LibfabricError> {
+    if code >= 0 {
+        return Ok(());
+    }
+    Err(LibfabricError::Call { call, code: -code, text: library.strerror(-code) })
+}
+
+fn opened<T>(
+    library: &Library,
+    call: &'static str,
+    code: i32,
+    raw: *mut T,
+) -> Result<NonNull<T>, LibfabricError> {
+    check(library, call, code)?;
+    NonNull::new(raw).ok_or(LibfabricError::OutOfMemory)
+}
+
+/// Closes an object; that it cannot be closed is a bug here, and leaks.
+///
+/// # Safety
+///
+/// `fid` is live, nothing opened from it is, and nobody uses it again.
+unsafe fn close(what: &'static str, fid: *mut sys::fid) {
+    // SAFETY: the caller's promise.
+    let code = unsafe { sys::fi_close(fid) };
+    if code != 0 {
+        tracing::error!(what, code, "libfabric would not close an object");
+    }
+}
+
+/// An open domain, shared by endpoints and registrations.
+pub(super) struct Domain {
+    library: &'static Library,
+    fabric: NonNull<sys::fid_fabric>,
+    raw: NonNull<sys::fid_domain>,
+    device: Arc<Device>,
+}
+
+impl fmt::Debug for Domain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Domain").field(&self.device.facts).finish()
+    }
+}
+
+// SAFETY: the domain was opened with FI_THREAD_SAFE: any thread may call into it (fi_domain(3)).
+unsafe impl Send for Domain {}
+// SAFETY: as above.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    pub(super) fn open(device: &Arc<Device>) -> Result<Arc<Self>, LibfabricError> {
+        let library = device.info.library;
+        let info = device.info.raw.as_ptr();
+        let (mut fabric, mut domain) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: the info is live, of this library, and has both attributes (`facts` looked).
+        unsafe {
+            let code = library.fabric((*info).fabric_attr, &raw mut fabric, ptr::null_mut());
+            let fabric = opened(library, "fi_fabric", code, fabric)?;
+            let code = sys::fi_domain(fabric.as_ptr(), info, &raw mut domain, ptr::null_mut());
+            match opened(library, "fi_domain", code, domain) {
+                Ok(raw) => {
+                    let device = Arc::clone(device);
+                    Ok(Arc::new(Self { library, fabric, raw, device }))
+                }
+                Err(error) => {
+                    close("fabric", &raw mut (*fabric.as_ptr()).fid);
+                    Err(error)
+                }
+            }
+        }
+    }
+
+    pub(super) fn facts(&self) -> &Facts {
+        &self.device.facts
+    }
+
+    /// Registers memory, and returns it with the key that peers use.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `at` stay mapped until the registration is dropped.
+    pub(super) unsafe fn register(
+        self: &Arc<Self>,
+        at: NonNull<u8>,
+        len: usize,
+        remote: bool,
+        key: u64,
+    ) -> Result<Registration, LibfabricError> {
+        let access = sys::FI_SEND
+            | sys::FI_RECV
+            | sys::FI_WRITE
+            | if remote { sys::FI_REMOTE_WRITE } else { 0 };
+        let mut raw = ptr::null_mut();
+        // SAFETY: the domain is live; the memory, by the caller's promise.
+        let code = unsafe {
+            let (at, none) = (at.as_ptr().cast_const().cast(), ptr::null_mut());
+            sys::fi_mr_reg(self.raw.as_ptr(), at, len, access, 0, key, 0, &raw mut raw, none)
+        };
+        let raw = opened(self.library, "fi_mr_reg", code, raw)?;
+        Ok(Registration { raw, domain: Arc::clone(self) })
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: endpoints and registrations hold the domain, so none is left; the fabric is ours alone.
+        unsafe {
+            close("domain", &raw mut (*self.raw.as_ptr()).fid);
+            close("fabric", &raw mut (*self.fabric.as_ptr()).fid);
+        }
+    }
+}
+
+/// Memory known to a domain.
+pub(super) struct Registration {
+    raw: NonNull<sys::fid_mr>,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: as for `Domain`.
+unsafe impl Send for Registration {}
+// SAFETY: as for `Domain`.
+unsafe impl Sync for Registration {}
+
+impl fmt::Debug for Registration {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Registration").field(&self.domain.facts().domain).finish()
+    }
+}
+
+impl Registration {
+    pub(super) fn is_of(&self, domain: &Arc<Domain>) -> bool {
+        Arc::ptr_eq(&self.domain, domain)
+    }
+
+    pub(super) fn key(&self) -> u64 {
+        // SAFETY: live.
+        unsafe { sys::fi_mr_key(self.raw.as_ptr()) }
+    }
+
+    pub(super) fn desc(&self) -> *mut c_void {
+        // SAFETY: live.
+        unsafe { sys::fi_mr_desc(self.raw.as_ptr()) }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: ours; who drops it sees to it that no operation uses it.
+        unsafe { close("registration", &raw mut (*self.raw.as_ptr()).fid) }
+    }
+}
+
+/// A completion, as far as it can be relied on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Done {
+    /// The operation of this context has ended.
+    Ours { context: u16, outcome: Result<(), Failure>, bytes: usize },
+    /// A peer's write with data. `source` is the initiator's address, if it is told and known.
+    Theirs { data: u64, source: u64 },
+    /// The queue itself failed: nothing more can be expected of the endpoint.
+    Broken(Failure),
+}
+
+/// Why an operation failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Failure {
+    /// An `FI_E*`.
+    pub(super) code: i32,
+    /// The provider's own number.
+    pub(super) detail: i32,
+}
+
+/// What an address means to one endpoint, and how many use it.
+#[derive(Debug)]
+struct Known {
+    handle: sys::fi_addr_t,
+    users: u32,
+}
+
+/// An endpoint with a queue and an address vector of its own, and room for operations in flight.
+pub(super) struct Endpoint {
+    ep: NonNull<sys::fid_ep>,
+    cq: NonNull<sys::fid_cq>,
+    av: NonNull<sys::fid_av>,
+    /// The provider's while their operation is in flight; never moved, freed after the endpoint.
+    contexts: *mut [sys::fi_context2],
+    known: HashMap<Address, Known>,
+    name: Address,
+    fd: Option<RawFd>,
+    tells_source: bool,
+    is_device: bool,
+    max_rma: u64,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: used by one thread at a time (`&mut`), and the domain is thread safe.
+unsafe impl Send for Endpoint {}
+
+impl fmt::Debug for Endpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Endpoint").field("domain", &self.domain).field("name", &self.name).finish()
+    }
+}
+
+/// What was opened so far; closed again if the rest fails.
+struct Half {
+    ep: Option<NonNull<sys::fid_ep>>,
+    cq: Option<NonNull<sys::fid_cq>>,
+    av: Option<NonNull<sys::fid_av>>,
+}
+
+impl Drop for Half {
+    fn drop(&mut self) {
+        // SAFETY: ours, the endpoint first.
+        unsafe {
+            if let Some(ep) = self.ep.take() {
+                close("endpoint", &raw mut (*ep.as_ptr()).fid);
+            }
+            if let Some(cq) = self.cq.take() {
+                close("completion queue", &raw mut (*cq.as_ptr()).fid);
+            }
+            if let Some(av) = self.av.take() {
+                close("address vector", &raw mut (*av.as_ptr()).fid);
+            }
+        }
+    }
+}
+
+impl Endpoint {
+    /// Opens one. `contexts`: operations in flight at most. `entries`: of the queue.
+    pub(super) fn open(
+        domain: &Arc<Domain>,
+        contexts: u16,
+        entries: usize,
+        peers: u16,
+    ) -> Result<Self, LibfabricError> {
+        let (library, raw) = (domain.library, domain.raw.as_ptr());
+        let mut half = Half { ep: None, cq: None, av: None };
+        let mut cq = ptr::null_mut();
+        // SAFETY: the attributes are the caller's, zeroed but for what is set; all objects are live.
+        unsafe {
+            let mut attr: sys::fi_cq_attr = std::mem::zeroed();
+            attr.size = entries;
+            attr.format = sys::FI_CQ_FORMAT_DATA;
+            attr.wait_obj = sys::FI_WAIT_FD;
+            let mut code = sys::fi_cq_open(raw, &raw mut attr, &raw mut cq, ptr::null_mut());
+            let mut can_sleep = code == 0;
+            if !can_sleep {
+                attr.wait_obj = sys::FI_WAIT_NONE;
+                code = sys::fi_cq_open(raw, &raw mut attr, &raw mut cq, ptr::null_mut());
+            }
+            let cq = opened(library, "fi_cq_open", code, cq)?;
+            half.cq = Some(cq);
+            let mut fd: RawFd = -1;
+            if can_sleep {
+                let to = (&raw mut fd).cast();
+                let code = sys::fi_control(&raw mut (*cq.as_ptr()).fid, sys::FI_GETWAIT, to);
+                can_sleep = code == 0 && fd >= 0;
+            }
+            let mut attr: sys::fi_av_attr = std::mem::zeroed();
+            attr.type_ = sys::FI_AV_TABLE;
+            attr.count = usize::from(peers).max(1);
+            let mut av = ptr::null_mut();
+            let code = sys::fi_av_open(raw, &raw mut attr, &raw mut av, ptr::null_mut());
+            let av = opened(library, "fi_av_open", code, av)?;
+            half.av = Some(av);
+            let mut ep = ptr::null_mut();
+            let info = domain.device.info.raw.as_ptr();
+            let code = sys::fi_endpoint(raw, info, &raw mut ep, ptr::null_mut());
+            let ep = opened(library, "fi_endpoint", code, ep)?;
+            half.ep = Some(ep);
+            let flags = sys::FI_TRANSMIT | sys::FI_RECV;
+            let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*cq.as_ptr()).fid, flags);
+            check(library, "fi_ep_bind", code)?;
+            let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*av.as_ptr()).fid, 0);
+            check(library, "fi_ep_bind", code)?;
+            let is_efa = domain.facts().provider == "efa";
+            if is_efa {
+                efa_options(ep)?;
+            }
+            check(library, "fi_enable", sys::fi_enable(ep.as_ptr()))?;
+            if is_efa {
+                efa_native(ep, domain.facts())?;
+            }
+            let name = own_name(library, ep)?;
+            let max_rma = max_rma(ep, &*(*info).ep_attr);
+            // Whole again: nothing below fails.
+            let (_, _, _) = (half.ep.take(), half.cq.take(), half.av.take());
+            let empty = sys::fi_context2 { internal: [ptr::null_mut(); 8] };
+            Ok(Self {
+                ep,
+                cq,
+                av,
+                contexts: Box::into_raw(vec![empty; usize::from(contexts)].into_boxed_slice()),
+                known: HashMap::new(),
+                name,
+                fd: can_sleep.then_some(fd),
+                tells_source: domain.facts().tells_source,
+                is_device: is_efa,
+                max_rma,
+                domain: Arc::clone(domain),
+            })
+        }
+    }
+
+    /// What it was opened from.
+    pub(super) const fn domain(&self) -> &Arc<Domain> {
+        &self.domain
+    }
+
+    /// Where peers reach it.
+    pub(super) const fn name(&self) -> &Address {
+        &self.name
+    }
+
+    /// The largest write.
+    pub(super) const fn max_rma(&self) -> u64 {
+        self.max_rma
+    }
+
+    /// Becomes readable when there is a completion, after [`Endpoint::may_sleep`]; none if the provider
+    /// has no such thing.
+    pub(super) fn fd(&self) -> Option<BorrowedFd<'_>> {
+        // SAFETY: the queue's, open as long as that is.
+        self.fd.map(|fd| unsafe { BorrowedFd::borrow_raw(fd) })
+    }
+
+    /// Whether nothing is to be read before sleeping on the descriptor.
+    pub(super) fn may_sleep(&mut self) -> bool {
+        // SAFETY: all live; the array has one entry.
+        unsafe {
+            let mut fids = [&raw mut (*self.cq.as_ptr()).fid];
+            sys::fi_trywait(self.domain.fabric.as_ptr(), fids.as_mut_ptr(), 1) == 0
+        }
+    }
+
+    /// Makes an address usable; each call is undone by one of [`Endpoint::forget`].
+    pub(super) fn learn(&mut self, address: &Address) -> Result<sys::fi_addr_t, LibfabricError> {
+        if let Some(known) = self.known.get_mut(address) {
+            known.users += 1;
+            return Ok(known.handle);
+        }
+        let expected = self.name.len();
+        if address.len() != expected {
+            return Err(LibfabricError::AddressLength { found: address.len(), expected });
+        }
+        let mut handle = sys::FI_ADDR_NOTAVAIL;
+        // SAFETY: one address of the length that this provider's have; the handle is written.
+        let inserted = unsafe {
+            let from = address.as_ptr().cast();
+            sys::fi_av_insert(self.av.as_ptr(), from, 1, &raw mut handle, 0, ptr::null_mut())
+        };
+        check(self.domain.library, "fi_av_insert", inserted)?;
+        if inserted != 1 || handle == sys::FI_ADDR_NOTAVAIL {
+            return Err(LibfabricError::AddressRefused);
+        }
+        self.known.insert(address.clone(), Known { handle, users: 1 });
+        Ok(handle)
+    }
+
+    /// Undoes one [`Endpoint::learn`].
+    pub(super) fn forget(&mut self, address: &Address) {
+        let Some(known) = self.known.get_mut(address) else { return };
+        known.users -= 1;
+        if known.users == 0 {
+            let mut handle = known.handle;
+            self.known.remove(address);
+            // SAFETY: a handle that this vector gave out.
+            let code = unsafe { sys::fi_av_remove(self.av.as_ptr(), &raw mut handle, 1, 0) };
+            if code != 0 {
+                tracing::debug!(code, "libfabric would not remove an address");
+            }
+        }
+    }
+
+    fn context(&self, context: u16) -> *mut c_void {
+        debug_assert!(usize::from(context) < self.contexts.len());
+        self.contexts.cast::<sys::fi_context2>().wrapping_add(context.into()).cast()
+    }
+
+    /// Posts a receive. `false`: try again later.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `to` are registered as `desc` says, and nobody else's until the operation ends; the
+    /// context is not in use, and below the number given to [`Endpoint::open`].
+    pub(super) unsafe fn receive(
+        &mut self,
+        to: *mut u8,
+        len: usize,
+        desc: *mut c_void,
+        context: u16,
+    ) -> Result<bool, Failure> {
+        let context = self.context(context);
+        // SAFETY: the caller's promise.
+        posted(unsafe {
+            let anybody = sys::FI_ADDR_UNSPEC;
+            sys::fi_recv(self.ep.as_ptr(), to.cast(), len, desc, anybody, context)
+        })
+    }
+
+    /// Posts a send. `false`: try again later.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Endpoint::receive`], the bytes being read; `to` is from [`Endpoint::learn`].
+    pub(super) unsafe fn send(
+        &mut self,
+        from: *const u8,
+        len: usize,
+        desc: *mut c_void,
+        to: sys::fi_addr_t,
+        context: u16,
+    ) -> Result<bool, Failure> {
+        let context = self.context(context);
+        // SAFETY: the caller's promise.
+        posted(unsafe { sys::fi_send(self.ep.as_ptr(), from.cast(), len, desc, to, context) })
+    }
+
+    /// Posts a write, with data or without. `false`: try again later.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Endpoint::send`]. The remote address and key are checked by whoever they belong to.
+    #[inline]
+    pub(super) unsafe fn write(&mut self, write: &Write, context: u16) -> Result<bool, Failure> {
+        let context = self.context(context);
+        let &Write { from, len, desc, to, address, key, data } = write;
+        let (ep, from) = (self.ep.as_ptr(), from as *const c_void);
+        // SAFETY: the caller's promise.
+        if self.is_device {
+            // SAFETY: the caller's promise.
+            return posted(unsafe {
+                match data {
+                    Some(data) => {
+                        sys::fi_writedata(ep, from, len, desc, data, to, address, key, context)
+                    }
+                    None => sys::fi_write(ep, from, len, desc, to, address, key, context),
+                }
+            });
+        }
+        // A device completes a write when the other device has it. A software provider would, when it has
+        // handed the bytes to the kernel: it is asked for more, with each operation, since `net` does not
+        // listen to a default.
+        let mut flags = sys::FI_DELIVERY_COMPLETE | sys::FI_COMPLETION;
+        if data.is_some() {
+            flags |= sys::FI_REMOTE_CQ_DATA;
+        }
+        let source = sys::iovec { iov_base: from.cast_mut(), iov_len: len };
+        let target = sys::fi_rma_iov { addr: address, len, key };
+        let mut desc = desc;
+        let message = sys::fi_msg_rma {
+            msg_iov: &raw const source,
+            desc: &raw mut desc,
+            iov_count: 1,
+            addr: to,
+            rma_iov: &raw const target,
+            rma_iov_count: 1,
+            context,
+            data: data.unwrap_or(0),
+        };
+        // SAFETY: as above; the message and what it points to are read during the call (fi_rma(3)).
+        posted(unsafe { sys::fi_writemsg(ep, &raw const message, flags) })
+    }
+
+    /// Drives the provider, and reads completions into `batch`, which is empty; none if there are none.
+    #[inline]
+    pub(super) fn read<const N: usize>(&mut self, batch: &mut heapless::Vec<Done, N>) {
+        let none = ptr::null_mut();
+        let empty =
+            sys::fi_cq_data_entry { op_context: none, flags: 0, len: 0, buf: none, data: 0 };
+        let (mut entries, mut sources) = ([empty; N], [sys::FI_ADDR_NOTAVAIL; N]);
+        let (cq, to) = (self.cq.as_ptr(), entries.as_mut_ptr().cast());
+        // SAFETY: the queue is live, of format DATA; N entries, and as many sources, are written at most.
+        let read = unsafe {
+            if self.tells_source {
+                sys::fi_cq_readfrom(cq, to, N, sources.as_mut_ptr())
+            } else {
+                sys::fi_cq_read(cq, to, N)
+            }
+        };
+        match usize::try_from(read) {
+            Ok(read) => batch.extend(
+                entries
+                    .iter()
+                    .zip(sources)
+                    .take(read)
+                    .map(|(entry, source)| self.understand(entry, source)),
+            ),
+            Err(_) if read == -(sys::FI_EAGAIN as isize) => {}
+            Err(_) => batch.extend([self.read_error()]),
+        }
+    }
+
+    #[inline]
+    fn understand(&self, entry: &sys::fi_cq_data_entry, source: u64) -> Done {
+        // A provider sets FI_REMOTE_CQ_DATA on the initiator's side as well, but FI_WRITE only there.
+        let remote = entry.flags & sys::FI_REMOTE_CQ_DATA != 0 && entry.flags & sys::FI_WRITE == 0;
+        match self.index_of(entry.op_context) {
+            Some(context) if !remote => Done::Ours { context, outcome: Ok(()), bytes: entry.len },
+            _ if remote => Done::Theirs { data: entry.data, source },
+            _ => Done::Broken(Failure { code: sys::FI_EOTHER, detail: 0 }),
+        }
+    }
+
+    /// Which of our contexts a pointer is.
+    fn index_of(&self, context: *mut c_void) -> Option<u16> {
+        let first = self.contexts.cast::<sys::fi_context2>() as usize;
+        let offset = (context as usize).checked_sub(first)?;
+        let index = offset / size_of::<sys::fi_context2>();
+        let whole = offset % size_of::<sys::fi_context2>() == 0;
+        if whole && index < self.contexts.len() { u16::try_from(index).ok() } else { None }
+    }
+
+    #[cold]
+    fn read_error(&mut self) -> Done {
+        // SAFETY: zeroed, as it must be: no buffer for details is offered.
+        let mut entry: sys::fi_cq_err_entry = unsafe { std::mem::zeroed() };
+        // SAFETY: live; the entry is written.
+        let read = unsafe { sys::fi_cq_readerr(self.cq.as_ptr(), &raw mut entry, 0) };
+        if read < 0 && read != -(sys::FI_EAGAIN as isize) {
+            let code = i32::try_from(-read).unwrap_or(sys::FI_EOTHER);
+            return Done::Broken(Failure { code, detail: 0 });
+        }
+        let failure = Failure { code: entry.err, detail: entry.prov_errno };
+        match self.index_of(entry.op_context) {
+            Some(context) => Done::Ours { context, outcome: Err(failure), bytes: 0 },
+            // Of no operation of ours: a write of a peer's that failed here, which the peer hears of too.
+            None if entry.err != sys::FI_EOVERRUN => {
+                Done::Theirs { data: NO_DATA, source: sys::FI_ADDR_NOTAVAIL }
+            }
+            None => Done::Broken(failure),
+        }
+    }
+}
+
+/// The data of a remote write that failed: of no session.
+pub(super) const NO_DATA: u64 = u64::MAX;
+
+impl Drop for Endpoint {
+    fn drop(&mut self) {
+        // SAFETY: all three are ours; the endpoint goes first, and with it every use of the contexts.
+        unsafe {
+            close("endpoint", &raw mut (*self.ep.as_ptr()).fid);
+            close("completion queue", &raw mut (*self.cq.as_ptr()).fid);
+            close("address vector", &raw mut (*self.av.as_ptr()).fid);
+            drop(Box::from_raw(self.contexts));
+        }
+    }
+}
+
+/// One write.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Write {
+    pub(super) from: u64,
+    pub(super) len: usize,
+    pub(super) desc: *mut c_void,
+    pub(super) to: sys::fi_addr_t,
+    pub(super) address: u64,
+    pub(super) key: u64,
+    pub(super) data: Option<u64>,
+}
+
+#[inline]
+fn posted(code: isize) -> Result<bool, Failure> {
+    if code == 0 {
+        return Ok(true);
+    }
+    if code == -(sys::FI_EAGAIN as isize) {
+        return Ok(false);
+    }
+    let code = i32::try_from(code.unsigned_abs()).unwrap_or(sys::FI_EOTHER);
+    Err(Failure { code, detail: 0 })
+}
+
+/// # Safety
+///
+/// The endpoint is live and enabled.
+unsafe fn own_name(library: &Library, ep: NonNull<sys::fid_ep>) -> Result<Address, LibfabricError> {
+    let mut bytes = [0_u8; immwire_core::wire::NIC_ADDRESS_MAX];
+    let mut len = bytes.len();
+    // SAFETY: the caller's promise; `len` bytes are written at most.
+    let code = unsafe { sys::fi_getname(ep.as_ptr(), bytes.as_mut_ptr().cast(), &raw mut len) };
+    if code == -sys::FI_ETOOSMALL {
+        return Err(LibfabricError::AddressLength { found: len, expected: bytes.len() });
+    }
+    check(library, "fi_getname", code)?;
+    let expected = bytes.len();
+    let name = bytes.get(..len).and_then(|name| Address::from_slice(name).ok());
+    name.ok_or(LibfabricError::AddressLength { found: len, expected })
+}
+
+/// # Safety
+///
+/// The endpoint is live and enabled.
+unsafe fn max_rma(ep: NonNull<sys::fid_ep>, attr: &sys::fi_ep_attr) -> u64 {
+    let mut max = 0_usize;
+    let mut len = size_of::<usize>();
+    let (level, option) = (sys::FI_OPT_ENDPOINT, sys::FI_OPT_MAX_RMA_SIZE);
+    // SAFETY: the caller's promise; the option is a `size_t`.
+    let code =
+        unsafe { sys::fi_getopt(ep.as_ptr(), level, option, (&raw mut max).cast(), &raw mut len) };
+    let max = if code == 0 && max > 0 { max } else { attr.max_msg_size };
+    u64::try_from(max).unwrap_or(u64::MAX).clamp(1, RMA_MAX)
+}
+
+/// # Safety
+///
+/// The endpoint is live, and not enabled yet.
+unsafe fn efa_options(ep: NonNull<sys::fid_ep>) -> Result<(), LibfabricError> {
+    let no = false;
+    // Neither CUDA calls nor a second way for peers on the host. A version that does not know an option
+    // does not do what it switches off, or has no device memory here.
+    for option in [sys::FI_OPT_CUDA_API_PERMITTED, sys::FI_OPT_SHARED_MEMORY_PERMITTED] {
+        // SAFETY: the caller's promise; the options are a C `bool`.
+        let code = unsafe {
+            let level = sys::FI_OPT_ENDPOINT;
+            sys::fi_setopt(ep.as_ptr(), level, option, (&raw const no).cast(), size_of::<bool>())
+        };
+        if code != 0 && ![sys::FI_ENOPROTOOPT, sys::FI_EOPNOTSUPP, sys::FI_EINVAL].contains(&-code)
+        {
+            return Err(LibfabricError::Call {
+                call: "fi_setopt",
+                code: -code,
+                text: String::new(),
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A write that the target's processor has to help with is none of ours: it would wait for the peer's.
+///
+/// # Safety
+///
+/// The endpoint is live and enabled.
+unsafe fn efa_native(ep: NonNull<sys::fid_ep>, facts: &Facts) -> Result<(), LibfabricError> {
+    let mut emulated = 0_u8;
+    let mut len = size_of::<bool>();
+    let (level, option) = (sys::FI_OPT_ENDPOINT, sys::FI_OPT_EFA_EMULATED_WRITE);
+    // SAFETY: the caller's promise; the option is a C `bool`, one byte.
+    let code = unsafe {
+        sys::fi_getopt(ep.as_ptr(), level, option, (&raw mut emulated).cast(), &raw mut len)
+    };
+    if code != 0 || emulated != 0 {
+        return Err(LibfabricError::EmulatedWrites { domain: facts.domain.clone() });
+    }
+    Ok(())
+}

@@ -1,0 +1,553 @@
+//! Calls: how a session comes to be, and how both ends prove who they are.
+//!
+//! The messages and their order are `immwire_core::datagram`'s. A proof is a keyed hash over both nonces,
+//! the engine that was called, and everything the prover claims; the roles differ, so it can be neither
+//! reflected nor relayed, and the number of the call in the claim keeps a recorded one from being of use
+//! again. Without a group key the proofs are not looked at.
+//!
+//! # Invariants
+//!
+//! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where
+//!   it says.
+//! - A session is open here before its peer learns that it may write, and written to only when that has
+//!   been said.
+
+use std::io;
+use std::time::Duration;
+
+use immwire_core::datagram::{
+    Address, Claim, DATAGRAM_MAX, Malformed, Message, Nonce, Nonces, Proof, Retry,
+};
+use immwire_core::id::{EngineId, PeerId, Time};
+use immwire_core::peer::DownReason;
+use immwire_core::wire::{Hello, NetAddr, Refusal};
+
+use super::door::To;
+use super::session::{Routes, Session, State};
+use super::{LibfabricError, LibfabricProvider, index_of, random, token_for};
+use crate::provider::{ConnectError, Sink};
+use crate::shm::GroupKey;
+
+/// How long the one who called may take to say that it has heard our answer.
+const GREETING_PATIENCE: Duration = Duration::from_secs(3);
+/// Messages of a call that may fail to be delivered, until nobody is believed to be there.
+const FAILURES_MAX: u32 = 3;
+
+/// How long libfabric may take nothing for a callee: `tcp` says that it is busy while it connects, and also when
+/// nobody is there to connect to.
+const UNTAKEN_MAX: Duration = Duration::from_secs(2);
+/// How soon it is asked again.
+const ASK_AGAIN: Duration = Duration::from_millis(1);
+
+/// What is to be said is not taken.
+#[derive(Debug, Clone, Copy)]
+struct Untaken {
+    since: Time,
+    again: Time,
+}
+
+/// A call of ours that has not been answered.
+#[derive(Debug)]
+struct Call {
+    peer: PeerId,
+    token: u64,
+    target: EngineId,
+    door: Address,
+    hello: Hello,
+    initiator: Nonce,
+    /// Of the challenge, once it has come.
+    acceptor: Option<Nonce>,
+    retry: Retry,
+    untaken: Option<Untaken>,
+    under_way: u8,
+    failures: u32,
+}
+
+impl Call {
+    /// When something is next to be said.
+    fn due(&self) -> Time {
+        self.untaken.map_or(self.retry.due(), |untaken| untaken.again)
+    }
+}
+
+/// The calls of ours, and what our answers to others' follow from.
+#[derive(Debug)]
+pub(super) struct Handshakes {
+    secret: [u8; 32],
+    calls: Vec<Call>,
+}
+
+impl Handshakes {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { secret: random()?, calls: Vec::new() })
+    }
+
+    /// When a call is to be repeated.
+    pub(super) fn next_deadline(&self) -> Time {
+        self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
+    }
+
+    /// What a caller has to show that it has received. It follows from the call, so nothing is kept.
+    fn challenge(&self, initiator: &Nonce, door: &Address) -> Nonces {
+        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+        let acceptor = hasher.update(initiator).update(door).finalize();
+        Nonces { initiator: *initiator, acceptor: *acceptor.as_bytes() }
+    }
+
+    fn take(&mut self, initiator: &Nonce) -> Option<Call> {
+        let at = self.calls.iter().position(|call| call.initiator == *initiator)?;
+        Some(self.calls.swap_remove(at))
+    }
+
+    /// One message of a call's is not under way any more.
+    pub(super) fn delivered(&mut self, token: u64) {
+        if let Some(call) = self.calls.iter_mut().find(|call| call.token == token) {
+            call.under_way = call.under_way.saturating_sub(1);
+        }
+    }
+}
+
+/// Who proves something.
+#[derive(Debug, Clone, Copy)]
+enum Prover {
+    Initiator,
+    Acceptor,
+}
+
+/// What `prover` shows to prove that it holds `key`; nothing without one.
+fn proof(
+    key: Option<&GroupKey>,
+    prover: Prover,
+    nonces: &Nonces,
+    target: EngineId,
+    claim: &[u8],
+) -> blake3::Hash {
+    let Some(key) = key else { return blake3::Hash::from_bytes([0; 32]) };
+    let role = match prover {
+        Prover::Initiator => b"datagram initiator",
+        Prover::Acceptor => b"datagram acceptor.",
+    };
+    // All parts but the last have fixed lengths: no two claims hash the same bytes.
+    key.hasher()
+        .update(role)
+        .update(&nonces.initiator)
+        .update(&nonces.acceptor)
+        .update(&target.0.to_le_bytes())
+        .update(claim)
+        .finalize()
+}
+
+/// Compares in constant time.
+fn is_proven(expected: blake3::Hash, found: Proof) -> bool {
+    expected == blake3::Hash::from_bytes(found)
+}
+
+impl LibfabricProvider {
+    // ---- calling ----
+
+    pub(super) fn call(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+        hello: &Hello,
+    ) -> Result<(), ConnectError> {
+        let malformed = |what| ConnectError::Malformed { what };
+        let first = address.nics().first().map(|nic| nic.address.clone());
+        let door = first.ok_or(malformed("it names no endpoint"))?;
+        if address.nics().iter().any(|nic| nic.address != door) {
+            return Err(malformed("the NICs of an engine on libfabric share one address"));
+        }
+        if door.len() != self.door.address().len() {
+            return Err(malformed("it is for another provider of libfabric's"));
+        }
+        if door == *self.door.address() {
+            return Err(ConnectError::Myself);
+        }
+        let unreachable = |source| ConnectError::Unreachable { source };
+        let call = Call {
+            peer,
+            token: token_for(peer.index).map_err(unreachable)?,
+            target: address.engine(),
+            door,
+            hello: hello.clone(),
+            initiator: random().map_err(unreachable)?,
+            acceptor: None,
+            retry: Retry::start(self.now),
+            untaken: None,
+            under_way: 0,
+            failures: 0,
+        };
+        self.handshakes.calls.push(call);
+        self.say_call(self.handshakes.calls.len() - 1);
+        Ok(())
+    }
+
+    /// Gives up a call of ours.
+    pub(super) fn hang_up(&mut self, peer: PeerId) {
+        self.handshakes.calls.retain(|call| call.peer != peer);
+    }
+
+    /// Repeats what has not been answered, or taken; gives up whom nothing can be said to.
+    pub(super) fn repeat_calls<S: Sink>(&mut self, sink: &mut S) {
+        let now = self.now;
+        let mut at = 0;
+        // Not an iterator: a call that is given up leaves the list.
+        while let Some(call) = self.handshakes.calls.get_mut(at) {
+            let peer = call.peer;
+            if call.untaken.is_some_and(|it| now.since(it.since) > UNTAKEN_MAX) {
+                self.fail_call(peer, DownReason::NeverAnswered, sink);
+                continue;
+            }
+            let due = match call.untaken {
+                Some(untaken) => now >= untaken.again,
+                None => call.retry.is_due(now),
+            };
+            if due {
+                self.say_call(at);
+            }
+            at += 1;
+        }
+    }
+
+    /// Says what is next in a call. If it is not taken, it is said again soon.
+    fn say_call(&mut self, at: usize) {
+        let Some(call) = self.handshakes.calls.get(at) else { return };
+        let to = To::Peer { index: call.peer.index, token: call.token };
+        let mut claim = [0; DATAGRAM_MAX];
+        let (len, shown) = match call.acceptor {
+            None => (0, None),
+            Some(acceptor) => {
+                let nonces = Nonces { initiator: call.initiator, acceptor };
+                let said = self.claim(call.token, call.hello.clone());
+                let Some(len) = said.encode(&mut claim) else { return };
+                let key = self.config.group_key.as_ref();
+                let bytes = claim.get(..len).unwrap_or(&[]);
+                (len, Some((nonces, proof(key, Prover::Initiator, &nonces, call.target, bytes))))
+            }
+        };
+        let door = self.door.address().clone();
+        let claim = claim.get(..len).unwrap_or(&[]);
+        let Some(call) = self.handshakes.calls.get_mut(at) else { return };
+        let message = match shown {
+            None => Message::Call { nonce: call.initiator, target: call.target, door },
+            Some((nonces, proof)) => {
+                Message::Prove { nonces, door, proof: *proof.as_bytes(), claim }
+            }
+        };
+        let taken = self.door.send(&to, &call.door, &mut call.under_way, &message);
+        // What waits behind messages of ours that are under way is no sign of anything.
+        call.untaken = if taken || call.under_way > 0 {
+            None
+        } else {
+            let since = call.untaken.map_or(self.now, |it| it.since);
+            Some(Untaken { since, again: self.now.after(ASK_AGAIN) })
+        };
+    }
+
+    /// What we say of ourselves.
+    fn claim(&self, token: u64, hello: Hello) -> Claim {
+        let facts = self.ports.first().map(|port| port.facts().protocol);
+        let nothing = immwire_core::datagram::Protocol { number: 0, version: 0, data_bytes: 0 };
+        Claim {
+            token,
+            grant: self.grant,
+            protocol: facts.unwrap_or(nothing),
+            turn: self.recycle.turn(),
+            ports: self.port_names(),
+            hello,
+        }
+    }
+
+    fn fail_call<S: Sink>(&mut self, peer: PeerId, reason: DownReason, sink: &mut S) {
+        self.hang_up(peer);
+        sink.disconnected(peer, reason);
+    }
+
+    /// A message of a call's was not delivered.
+    pub(super) fn call_undelivered<S: Sink>(&mut self, token: u64, sink: &mut S) {
+        let call = self.handshakes.calls.iter_mut().find(|call| call.token == token);
+        let Some(call) = call else { return };
+        call.failures += 1;
+        if call.failures >= FAILURES_MAX {
+            let peer = call.peer;
+            self.fail_call(peer, DownReason::NeverAnswered, sink);
+        }
+    }
+
+    // ---- hearing ----
+
+    /// A message that belongs to a handshake; `None` if it is none, or not to be believed.
+    pub(super) fn hear_handshake<S: Sink>(
+        &mut self,
+        message: &Message<'_>,
+        sink: &mut S,
+    ) -> Option<()> {
+        match *message {
+            Message::Call { nonce, target, ref door } => self.challenge(nonce, target, door),
+            Message::Challenge(nonces) => self.challenged(&nonces),
+            Message::Prove { ref nonces, ref door, proof, claim } => {
+                self.proven(nonces, door, proof, claim, sink)
+            }
+            Message::Accept { nonce, proof, claim } => self.accepted(&nonce, proof, claim, sink),
+            Message::Refuse { nonce, why } => self.refused(&nonce, why, sink),
+            Message::Session { .. } => None,
+        }
+    }
+
+    fn answer(&mut self, door: &Address, message: &Message<'_>) {
+        // If there is no room, the caller repeats its message.
+        self.door.send(&To::Stranger, door, &mut 0, message);
+    }
+
+    fn refuse(&mut self, nonce: Nonce, door: &Address, why: Refusal) -> Option<()> {
+        self.stats.refused += 1;
+        self.answer(door, &Message::Refuse { nonce, why });
+        Some(())
+    }
+
+    fn challenge(&mut self, nonce: Nonce, target: EngineId, door: &Address) -> Option<()> {
+        if target != self.config.engine {
+            // Somebody else had this address before us.
+            return self.refuse(nonce, door, Refusal::Malformed);
+        }
+        let nonces = self.handshakes.challenge(&nonce, door);
+        self.answer(door, &Message::Challenge(nonces));
+        Some(())
+    }
+
+    fn challenged(&mut self, nonces: &Nonces) -> Option<()> {
+        let mut calls = self.handshakes.calls.iter();
+        let at = calls.position(|call| call.initiator == nonces.initiator)?;
+        let call = self.handshakes.calls.get_mut(at)?;
+        // The first challenge counts: whoever made up another does not keep us from proving to this one.
+        if call.acceptor.is_none() {
+            call.acceptor = Some(nonces.acceptor);
+            call.retry = Retry::start(self.now);
+            self.say_call(at);
+        }
+        Some(())
+    }
+
+    fn proven<S: Sink>(
+        &mut self,
+        nonces: &Nonces,
+        door: &Address,
+        shown: Proof,
+        claim: &[u8],
+        sink: &mut S,
+    ) -> Option<()> {
+        let initiator = nonces.initiator;
+        if self.handshakes.challenge(&initiator, door) != *nonces {
+            return None;
+        }
+        let key = self.config.group_key.as_ref();
+        let expected = proof(key, Prover::Initiator, nonces, self.config.engine, claim);
+        if key.is_some() && !is_proven(expected, shown) {
+            return self.refuse(initiator, door, Refusal::Unauthorised);
+        }
+        let known = self.live.iter().copied().find(|&index| {
+            let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
+            session.is_some_and(|session| session.nonce == initiator)
+        });
+        if let Some(session) = known.and_then(|index| self.session(index)) {
+            // Our answer was lost, or is late.
+            session.says.accept = matches!(session.state, State::Greeting { .. });
+            self.urgent = true;
+            return Some(());
+        }
+        let claim = match Claim::decode(claim) {
+            Ok(claim) if claim.protocol == self.claim_protocol() => claim,
+            Ok(_) | Err(Malformed::Bytes) => {
+                return self.refuse(initiator, door, Refusal::Malformed);
+            }
+            Err(Malformed::Version { theirs }) => {
+                let ours = immwire_core::wire::PROTOCOL_VERSION;
+                return self.refuse(initiator, door, Refusal::Version { ours, theirs });
+            }
+        };
+        let (peer, hello) = match sink.incoming(&claim.hello) {
+            Ok(answer) => answer,
+            Err(why) => return self.refuse(initiator, door, why),
+        };
+        // A call of our own to the same peer has crossed with this one, and is given up for it.
+        self.hang_up(peer);
+        let opened = self.welcome(peer, nonces, door, &claim, hello);
+        match opened {
+            Ok(()) => sink.connected(peer, &claim.hello),
+            Err(error) => {
+                tracing::warn!(%peer, %error, "a session could not be opened");
+                sink.disconnected(peer, DownReason::Disconnected);
+            }
+        }
+        Some(())
+    }
+
+    fn claim_protocol(&self) -> immwire_core::datagram::Protocol {
+        let facts = self.ports.first().map(|port| port.facts().protocol);
+        facts.unwrap_or(immwire_core::datagram::Protocol { number: 0, version: 0, data_bytes: 0 })
+    }
+
+    /// Opens our side for one who has called.
+    fn welcome(
+        &mut self,
+        peer: PeerId,
+        nonces: &Nonces,
+        door: &Address,
+        claim: &Claim,
+        hello: Hello,
+    ) -> Result<(), LibfabricError> {
+        let token = token_for(peer.index).map_err(LibfabricError::Random)?;
+        let ours = self.claim(token, hello);
+        let mut accept = vec![0; DATAGRAM_MAX];
+        let len = ours.encode(&mut accept).ok_or(LibfabricError::OutOfMemory)?;
+        accept.truncate(len);
+        let key = self.config.group_key.as_ref();
+        // About the one who called: so that it is told from an answer to somebody else.
+        let target = claim.hello.engine();
+        let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
+        let retry = Retry::start(self.now);
+        let until = self.now.after(GREETING_PATIENCE);
+        self.open_session(
+            peer,
+            token,
+            claim,
+            door,
+            nonces.initiator,
+            State::Greeting { until, retry },
+        )?;
+        if let Some(session) = self.session(peer.index) {
+            session.accept = accept;
+            session.accept_proof = *proof.as_bytes();
+            session.says.accept = true;
+        }
+        self.urgent = true;
+        Ok(())
+    }
+
+    fn accepted<S: Sink>(
+        &mut self,
+        nonce: &Nonce,
+        shown: Proof,
+        bytes: &[u8],
+        sink: &mut S,
+    ) -> Option<()> {
+        let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
+        let Some(call) = call else {
+            // It has not heard that we know: it is told again.
+            let claim = Claim::decode(bytes).ok()?;
+            let mut live = self.live.iter().copied();
+            let index = live.find(|&index| {
+                let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
+                session.is_some_and(|it| it.nonce == *nonce && it.their_token == claim.token)
+            })?;
+            self.session(index)?.says.ready = true;
+            self.urgent = true;
+            return Some(());
+        };
+        let nonces = Nonces { initiator: *nonce, acceptor: call.acceptor? };
+        let key = self.config.group_key.as_ref();
+        let expected = proof(key, Prover::Acceptor, &nonces, self.config.engine, bytes);
+        let peer = call.peer;
+        if key.is_some() && !is_proven(expected, shown) {
+            self.fail_call(peer, DownReason::Refused(Refusal::Unauthorised), sink);
+            return Some(());
+        }
+        let claim = Claim::decode(bytes).ok().filter(|claim| {
+            claim.hello.engine() == call.target && claim.protocol == self.claim_protocol()
+        });
+        let Some(claim) = claim else {
+            self.fail_call(peer, DownReason::Protocol, sink);
+            return Some(());
+        };
+        let call = self.handshakes.take(nonce)?;
+        let opened = self.open_session(peer, call.token, &claim, &call.door, *nonce, State::Open);
+        match opened {
+            Ok(()) => {
+                if let Some(session) = self.session(peer.index) {
+                    session.under_way = call.under_way;
+                    session.says.ready = true;
+                }
+                self.urgent = true;
+                sink.connected(peer, &claim.hello);
+            }
+            Err(error) => {
+                tracing::warn!(%peer, %error, "a session could not be opened");
+                sink.disconnected(peer, DownReason::Disconnected);
+            }
+        }
+        Some(())
+    }
+
+    fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
+        let call = self.handshakes.take(nonce)?;
+        // The peer keeps its own call to us, which is answered, or has been already.
+        if why != Refusal::Crossed {
+            sink.disconnected(call.peer, DownReason::Refused(why));
+        }
+        Some(())
+    }
+
+    // ---- sessions ----
+
+    fn open_session(
+        &mut self,
+        peer: PeerId,
+        token: u64,
+        claim: &Claim,
+        door: &Address,
+        nonce: Nonce,
+        state: State,
+    ) -> Result<(), LibfabricError> {
+        let at = usize::from(peer.index);
+        if self.sessions.len() <= at {
+            self.sessions.resize_with(at + 1, || None);
+        }
+        if self.sessions.get(at).is_some_and(Option::is_some) {
+            return Err(LibfabricError::AddressRefused);
+        }
+        let (granted, turn) = (self.grant, self.recycle.turn());
+        let mut session = Session::new(peer, token, claim, door.clone(), nonce, granted, turn);
+        session.state = state;
+        session.routes = self.learn_ports(index_of(token), &claim.ports)?;
+        self.memory.with_ledger(|ledger| ledger.open(token, peer));
+        if let Some(slot) = self.sessions.get_mut(at) {
+            *slot = Some(Box::new(session));
+            self.live.push(peer.index);
+        }
+        Ok(())
+    }
+
+    /// Makes a peer's ports known to each of our endpoints.
+    pub(super) fn learn_ports(
+        &mut self,
+        index: u16,
+        ports: &[Address],
+    ) -> Result<Routes, LibfabricError> {
+        let mut routes = Routes::new(ports.len());
+        let wide = self.wide;
+        for at in 0..self.ports.len() {
+            for (n, address) in ports.iter().enumerate() {
+                let Some(port) = self.ports.get_mut(at) else { continue };
+                match port.lane.endpoint.learn(address) {
+                    Ok(handle) => {
+                        if !wide {
+                            port.lane.attribute(handle, Some(index));
+                        }
+                        routes.push(handle);
+                    }
+                    Err(error) => {
+                        // What was learnt is forgotten again.
+                        for (earlier, port) in self.ports.iter_mut().enumerate().take(at + 1) {
+                            let learnt = if earlier < at { ports.len() } else { n };
+                            for address in ports.iter().take(learnt) {
+                                port.lane.endpoint.forget(address);
+                            }
+                        }
+                        return Err(error);
+                    }
+                }
+            }
+        }
+        Ok(routes)
+    }
+}

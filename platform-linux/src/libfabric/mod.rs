@@ -1,0 +1,920 @@
+//! The provider for engines on libfabric: TCP between any two hosts, AWS EFA by the book.
+//!
+//! libfabric is found and loaded at run time; nothing is linked. What is asked of it is the part that all its
+//! providers have: reliable datagrams, writes with 4 bytes of data, no order, progress by polling.
+//!
+//! | part | what |
+//! |---|---|
+//! | `fabric` | libfabric's objects, owned |
+//! | `door` | the endpoint that takes messages, where the engine is reached |
+//! | `session` | one peer |
+//! | `handshake` | calls, and how both ends prove who they are |
+//! | `memory` | regions, and how they are taken back |
+//! | `survey` | what the machine has, for people |
+//! | `upkeep` | what is to be done beside the way of data: sessions' ends, replaced endpoints |
+//!
+//! Each NIC has one endpoint for writes, which serves all peers, and a completion queue of its own. To be rid
+//! of what is in flight to one peer, the endpoints are replaced (`immwire_core::recycle`).
+//!
+//! # Whose an immediate is
+//!
+//! libfabric's software providers do not say who made a write, but carry 8 bytes of data: the upper half
+//! is a number that the receiver handed out for the session. EFA carries 4 bytes, and names the source.
+//!
+//! # What done means
+//!
+//! Software providers are asked to complete a write when it has been placed (`FI_DELIVERY_COMPLETE`); by default
+//! they would when it is in the kernel's hands. EFA completes it when the other device has it; that the bytes
+//! can be seen there is said by their immediate alone. So on EFA a write without an immediate, or one of more
+//! than sixteen times the device's longest (of about 1 GiB), is done a moment before it can be seen.
+//!
+//! # Trust
+//!
+//! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches
+//! the port. Nothing is encrypted, and libfabric's own protocol admits whoever knows a region's key: on a network
+//! that others share, use a tunnel. Messages and descriptors from outside cannot crash or block this process.
+//!
+//! # Invariants
+//!
+//! - Nothing here waits for a peer. Each poll does a bounded amount of work.
+//! - The way of data neither allocates nor locks: tables are made with the session.
+//! - A piece is reported once: when its completion was read, or its endpoint has been closed.
+//! - No queue overruns: entries are granted to peers, and taken before they are sent
+//!   (`immwire_core::credit`).
+
+mod door;
+mod fabric;
+mod handshake;
+mod memory;
+mod session;
+mod survey;
+mod upkeep;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use immwire_core::credit::grant;
+use immwire_core::group::{Token, WorkError, WorkRequest};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::recycle::Recycle;
+use immwire_core::tenant::Tenant;
+use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
+use libfabric_sys::{Library, LoadError};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
+
+use self::door::Door;
+use self::fabric::{
+    Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted, Write,
+};
+use self::handshake::Handshakes;
+pub use self::memory::LibfabricMemory;
+use self::session::{Session, State};
+pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
+use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
+use crate::shm::GroupKey;
+
+/// Pieces in flight on a NIC.
+const QUEUE_DEPTH: u16 = 256;
+/// The longest piece on a software provider: between two, small writes have their turn, and a cancellation
+/// is heard.
+const PIECE_BYTES: u64 = 1 << 20;
+/// The shortest piece worth a NIC of its own.
+const PIECE_MIN_BYTES: u64 = 64 << 10;
+/// Immediates that a peer may have under way to one NIC, if the queue has room for so many from each.
+const GRANT_MAX: u16 = 256;
+/// Entries of a completion queue: EFA's devices have about so many, software as many as one likes.
+const ENTRIES_MAX_DEVICE: usize = 12 << 10;
+const ENTRIES_MAX_SOFTWARE: usize = 128 << 10;
+/// Completions read in one poll of a NIC.
+const COMPLETIONS_PER_POLL: usize = 64;
+/// Completions read in one call of libfabric.
+const BATCH: usize = 16;
+/// What can wait is looked at once in so many polls: with a software provider that is a system call or two,
+/// which a ping-pong of small writes feels.
+const UPKEEP_EVERY: u32 = 256;
+/// How long a sleeping engine whose provider has no descriptor sleeps at most.
+const NAP: Duration = Duration::from_millis(1);
+
+/// What a [`LibfabricProvider`] is made from.
+#[derive(Debug, Clone)]
+pub struct LibfabricConfig {
+    /// Who the engine is.
+    pub engine: EngineId,
+    /// How many NICs it is to have, 1 to 8. Several may share a device.
+    pub nics: u8,
+    /// The most peers at a time: receive queues are divided among so many.
+    pub peers: u16,
+    /// The library to load; if none, `IMMWIRE_LIBFABRIC` in the environment, or what the machine has.
+    pub library: Option<PathBuf>,
+    /// libfabric's provider: `efa`, `tcp`, `net`, `tcp;ofi_rxm`. If none, the first of these that has a
+    /// device.
+    pub provider: Option<String>,
+    /// libfabric's domain: a network interface (`eth0`), an EFA device. If none, all that there are, but
+    /// loopback last.
+    pub domain: Option<String>,
+    /// If given, required of every peer.
+    pub group_key: Option<GroupKey>,
+}
+
+impl LibfabricConfig {
+    /// One NIC, 256 peers, whatever the machine has.
+    #[must_use]
+    pub const fn new(engine: EngineId) -> Self {
+        Self {
+            engine,
+            nics: 1,
+            peers: 256,
+            library: None,
+            provider: None,
+            domain: None,
+            group_key: None,
+        }
+    }
+}
+
+/// Why there is no provider, or a part of it fails.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum LibfabricError {
+    /// An engine has 1 to 8 NICs.
+    #[error("an engine has 1 to {MAX_NICS} NICs, not {nics}")]
+    Nics {
+        /// As configured.
+        nics: u8,
+    },
+    /// There is no libfabric.
+    #[error("{0}")]
+    Load(#[from] LoadError),
+    /// libfabric has nothing that fits.
+    #[error(
+        "libfabric {version} has no device for provider {provider}{}: found {}; `fi_info -t FI_EP_RDM` lists what there is",
+        domain.as_ref().map(|name| format!(" on {name}")).unwrap_or_default(),
+        if seen.is_empty() { "none".to_owned() } else { seen.join(", ") }
+    )]
+    NoDevice {
+        /// Of the library.
+        version: String,
+        /// As configured, or `any`.
+        provider: String,
+        /// As configured.
+        domain: Option<String>,
+        /// The domains that there are.
+        seen: Vec<String>,
+    },
+    /// The provider is not one that this engine knows how to use.
+    #[error("libfabric's provider {name} is not supported; supported are {}", known.join(", "))]
+    UnknownProvider {
+        /// As configured.
+        name: String,
+        /// Those that are.
+        known: &'static [&'static str],
+    },
+    /// A name cannot be passed on.
+    #[error("{name:?} is no name of libfabric's")]
+    Name {
+        /// The name.
+        name: String,
+    },
+    /// libfabric returned an error.
+    #[error("{call}: {text} ({code})")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// `FI_E*`, positive.
+        code: i32,
+        /// libfabric's words for it.
+        text: String,
+    },
+    /// The device would have the peer's processor help with writes.
+    #[error("{domain} emulates RDMA writes in software: the device or its driver is too old")]
+    EmulatedWrites {
+        /// The device.
+        domain: String,
+    },
+    /// An address does not have the length that the provider's have.
+    #[error("an address of {found} bytes where {expected} were expected")]
+    AddressLength {
+        /// Its length.
+        found: usize,
+        /// The right one.
+        expected: usize,
+    },
+    /// libfabric would not take an address.
+    #[error("libfabric refused the address")]
+    AddressRefused,
+    /// libfabric could not allocate.
+    #[error("libfabric is out of memory")]
+    OutOfMemory,
+    /// The kernel has no random bytes.
+    #[error("random bytes: {0}")]
+    Random(#[source] io::Error),
+    /// The kernel said no.
+    #[error("{call}: {source}")]
+    Os {
+        /// What it was asked for.
+        call: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What has happened at the door. Counts since the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct LibfabricStats {
+    /// Messages that were none, or not to be believed.
+    pub ignored: u64,
+    /// Callers that were told why not.
+    pub refused: u64,
+    /// Immediates of no session.
+    pub strays: u64,
+    /// Times that the endpoints were replaced.
+    pub replaced: u64,
+}
+
+pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(bytes)
+}
+
+/// A piece in flight.
+#[derive(Debug, Clone, Copy)]
+struct Flight {
+    token: Token,
+    peer: u16,
+    /// The region's, there.
+    tenant: Option<Tenant>,
+}
+
+/// What writes without bytes name as their source: never read.
+type Nothing = Box<u64>;
+
+/// An endpoint for writes, and what is in flight on it.
+#[derive(Debug)]
+struct Lane {
+    endpoint: Endpoint,
+    /// Of the region that writes without bytes name as their source.
+    empty: Registration,
+    /// By context.
+    flights: Vec<Option<Flight>>,
+    free: Vec<u16>,
+    /// Index of the peer by its address's handle, if the provider tells it.
+    by_source: Vec<Option<u16>>,
+}
+
+impl Lane {
+    /// In a domain of its own, unless one is shared. `nothing` is where writes without bytes come from.
+    fn open(
+        device: &Arc<Device>,
+        shared: Option<&Arc<Domain>>,
+        entries: usize,
+        peers: u16,
+        nothing: &Nothing,
+    ) -> Result<Self, LibfabricError> {
+        let domain = match shared {
+            Some(domain) => Arc::clone(domain),
+            None => Domain::open(device)?,
+        };
+        let key = u64::from_ne_bytes(random().map_err(LibfabricError::Random)?);
+        let at = std::ptr::NonNull::from(&**nothing).cast::<u8>();
+        // SAFETY: on the heap, and kept by the provider until after its lanes.
+        let empty = unsafe { domain.register(at, size_of::<u64>(), false, key) }?;
+        Ok(Self {
+            endpoint: Endpoint::open(&domain, QUEUE_DEPTH, entries, peers)?,
+            empty,
+            flights: vec![None; usize::from(QUEUE_DEPTH)],
+            free: (0..QUEUE_DEPTH).rev().collect(),
+            by_source: Vec::new(),
+        })
+    }
+
+    /// Sees to it that what comes from this handle is the peer's.
+    fn attribute(&mut self, handle: u64, peer: Option<u16>) {
+        let Ok(at) = usize::try_from(handle) else { return };
+        if self.by_source.len() <= at {
+            self.by_source.resize(at + 1, None);
+        }
+        if let Some(slot) = self.by_source.get_mut(at) {
+            *slot = peer;
+        }
+    }
+}
+
+/// A NIC.
+#[derive(Debug)]
+struct Port {
+    lane: Lane,
+    /// The one that is being replaced.
+    old: Option<Lane>,
+    device: Arc<Device>,
+    /// If endpoints may share one.
+    domain: Option<Arc<Domain>>,
+}
+
+impl Port {
+    fn facts(&self) -> &Facts {
+        &self.device.facts
+    }
+}
+
+/// The provider. See the [module](self).
+#[derive(Debug)]
+pub struct LibfabricProvider {
+    config: LibfabricConfig,
+    nics: Vec<NicInfo>,
+    address: NetAddr,
+    ports: Vec<Port>,
+    door: Door,
+    memory: Arc<LibfabricMemory>,
+    /// By index of the peer.
+    sessions: Vec<Option<Box<Session>>>,
+    /// Those that there are.
+    live: Vec<u16>,
+    handshakes: Handshakes,
+    recycle: Recycle,
+    /// Ghosts that the replacement under way drives out, by token.
+    haunting: Vec<u64>,
+    /// Entries of each lane's queue, and what each peer is granted of them.
+    entries: usize,
+    grant: u16,
+    wide: bool,
+    own_keys: bool,
+    polls: u32,
+    /// Something is to be done beside the way of data.
+    urgent: bool,
+    now: Time,
+    stats: LibfabricStats,
+    epoll: OwnedFd,
+    timer: OwnedFd,
+    /// Dropped after the ports.
+    nothing: Nothing,
+}
+
+impl LibfabricProvider {
+    /// Loads libfabric, opens an engine's endpoints, and begins to listen. Up to half a second, the first
+    /// time in a process.
+    ///
+    /// # Errors
+    ///
+    /// [`LibfabricError`].
+    pub fn new(config: LibfabricConfig) -> Result<Self, LibfabricError> {
+        if config.nics == 0 || usize::from(config.nics) > MAX_NICS {
+            return Err(LibfabricError::Nics { nics: config.nics });
+        }
+        let library = match &config.library {
+            Some(path) => Library::load_from(path)?,
+            None => Library::load()?,
+        };
+        let wanted =
+            Wanted { provider: config.provider.as_deref(), domain: config.domain.as_deref() };
+        let devices = choose_devices(library, &wanted, config.nics)?;
+        let Some(first) = devices.first() else {
+            return Err(LibfabricError::Nics { nics: config.nics });
+        };
+        let facts = first.facts.clone();
+        let depth = u16::try_from(facts.queue_depth).unwrap_or(u16::MAX).clamp(1, QUEUE_DEPTH);
+        let most = if facts.tells_source { ENTRIES_MAX_DEVICE } else { ENTRIES_MAX_SOFTWARE };
+        let peers = config.peers.max(1);
+        let own = usize::from(depth);
+        let entries = (own + usize::from(GRANT_MAX) * usize::from(peers)).min(most);
+        // A device whose queue has no room for one of each peer's: peers beyond that are refused.
+        let granted = grant(entries, own, peers).clamp(1, GRANT_MAX);
+        let os = |call| move |source: io::Error| LibfabricError::Os { call, source };
+        let memory = LibfabricMemory::new(config.engine, devices.len(), &facts);
+        let memory = Arc::new(memory.map_err(os("eventfd"))?);
+        let nothing = Nothing::default();
+        let mut ports = Vec::with_capacity(devices.len());
+        for (nic, device) in devices.iter().enumerate() {
+            let lonely = device.facts.lonely_endpoints;
+            let domain = if lonely { None } else { Some(Domain::open(device)?) };
+            let lane = Lane::open(device, domain.as_ref(), entries, peers, &nothing)?;
+            memory.adopt(nic, lane.endpoint.domain())?;
+            ports.push(Port { lane, old: None, device: Arc::clone(device), domain });
+        }
+        let shared = ports.first().and_then(|port| port.domain.clone());
+        let door = match shared {
+            Some(domain) => Door::open(&domain, peers)?,
+            None => Door::open(&Domain::open(first)?, peers)?,
+        };
+        let limits = |port: &Port| NicLimits {
+            // A device carries several at a time, whatever their length; and its acknowledgement does not say
+            // that others can see the bytes, so that writes are better not cut into more pieces than carry
+            // an immediate each.
+            max_message_bytes: if port.facts().closing_fences {
+                port.lane.endpoint.max_rma()
+            } else {
+                PIECE_BYTES.min(port.lane.endpoint.max_rma())
+            },
+            min_piece_bytes: PIECE_MIN_BYTES,
+            queue_depth: depth,
+            inline_bytes: 0,
+            max_sge: 1,
+        };
+        let nics: Vec<_> = ports
+            .iter()
+            .map(|port| {
+                let facts = port.facts();
+                let name = format!("{}:{}", facts.provider, facts.domain);
+                NicInfo { name, speed_gbps: facts.speed_gbps, limits: limits(port) }
+            })
+            .collect();
+        let entry =
+            |nic: &NicInfo| NicAddr { speed_gbps: nic.speed_gbps, address: door.address().clone() };
+        let addresses: Vec<_> = nics.iter().map(entry).collect();
+        let address = NetAddr::new(ProviderKind::Libfabric, config.engine, &addresses)
+            .map_err(|_| LibfabricError::Nics { nics: config.nics })?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|errno| os("epoll_create")(errno.into()))?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)
+            .map_err(|errno| os("timerfd_create")(errno.into()))?;
+        let provider = Self {
+            handshakes: Handshakes::new().map_err(LibfabricError::Random)?,
+            nics,
+            address,
+            ports,
+            door,
+            memory,
+            sessions: Vec::new(),
+            live: Vec::new(),
+            recycle: Recycle::default(),
+            haunting: Vec::new(),
+            entries,
+            grant: granted,
+            wide: facts.protocol.data_bytes >= 8,
+            own_keys: facts.own_keys,
+            polls: 0,
+            urgent: true,
+            now: Time::ZERO,
+            stats: LibfabricStats::default(),
+            epoll,
+            timer,
+            nothing,
+            config,
+        };
+        let watched = || -> rustix::io::Result<()> {
+            provider.watch(provider.memory.wake_fd())?;
+            provider.watch(provider.timer.as_fd())?;
+            provider.watch_endpoint(provider.door.endpoint())?;
+            provider.ports.iter().try_for_each(|port| provider.watch_endpoint(&port.lane.endpoint))
+        };
+        watched().map_err(|errno| os("epoll_ctl")(errno.into()))?;
+        Ok(provider)
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub const fn stats(&self) -> LibfabricStats {
+        self.stats
+    }
+
+    fn watch(&self, fd: BorrowedFd<'_>) -> rustix::io::Result<()> {
+        epoll::add(&self.epoll, fd, EventData::new_u64(0), EventFlags::IN)
+    }
+
+    fn watch_endpoint(&self, endpoint: &Endpoint) -> rustix::io::Result<()> {
+        endpoint.fd().map_or(Ok(()), |fd| self.watch(fd))
+    }
+
+    fn session(&mut self, index: u16) -> Option<&mut Session> {
+        self.sessions.get_mut(usize::from(index))?.as_deref_mut()
+    }
+
+    /// The session that a token names: its lower half is the index, and part of the token.
+    fn session_of_token(&mut self, token: u64) -> Option<&mut Session> {
+        let index = index_of(token);
+        self.session(index).filter(|session| session.token == token)
+    }
+
+    /// An immediate has come.
+    #[inline]
+    fn take<S: Sink>(&mut self, nic: NicIndex, old: bool, data: u64, source: u64, sink: &mut S) {
+        let index = if self.wide {
+            Some(index_of(data >> 32))
+        } else {
+            let port = self.ports.get(usize::from(nic));
+            let lane = port.and_then(|port| if old { port.old.as_ref() } else { Some(&port.lane) });
+            let at = usize::try_from(source).ok();
+            at.and_then(|at| *lane?.by_source.get(at)?)
+        };
+        let wide = self.wide;
+        let session = index.and_then(|index| self.session(index));
+        let known = |session: &&mut Session| !wide || session.token & LOWER == data >> 32;
+        let Some(session) = session.filter(known).filter(|_| data != NO_DATA) else {
+            self.stats.strays += 1;
+            return;
+        };
+        let peer = session.peer;
+        if matches!(session.state, State::Greeting { .. }) {
+            // It would not write if it did not know that it may.
+            session.state = State::Open;
+        }
+        if let Some(takings) = session.takings.get_mut(usize::from(nic))
+            && takings.take()
+        {
+            if let Some(due) = session.says.taken.get_mut(usize::from(nic)) {
+                *due = true;
+            }
+            self.urgent = true;
+        }
+        #[expect(clippy::cast_possible_truncation, reason = "the immediate is the lower half")]
+        sink.immediate(nic, peer, data as u32);
+    }
+
+    /// A piece of ours has ended.
+    #[inline]
+    fn complete<S: Sink>(
+        &mut self,
+        nic: NicIndex,
+        old: bool,
+        context: u16,
+        outcome: Result<(), Failure>,
+        sink: &mut S,
+    ) {
+        let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+        let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
+        let Some(lane) = lane else { return };
+        let slot = lane.flights.get_mut(usize::from(context));
+        let Some(flight) = slot.and_then(Option::take) else { return };
+        lane.free.push(context);
+        let mut error = outcome.err().map(|failure| self.work_error(failure));
+        if let Some(session) = self.session(flight.peer) {
+            let count = if old { &mut session.old_in_flight } else { &mut session.in_flight };
+            *count = count.saturating_sub(1);
+            session.is_reached |= error.is_none();
+            // What may be done once nothing is in flight is not forgotten.
+            let waits = session.is_leaving()
+                || session.shift.is_some()
+                || !session.releasing.is_empty()
+                || old;
+            if session.is_leaving() && error.is_some() {
+                error = Some(WorkError::PeerGone);
+            }
+            self.urgent |= waits;
+        }
+        sink.work_done(nic, flight.token, error.map_or(Ok(()), Err));
+        if let Some(error) = error
+            && error != WorkError::RemoteAccess
+        {
+            self.stumble(flight.peer);
+        }
+    }
+
+    /// What a failure says, as far as it can be told.
+    fn work_error(&self, failure: Failure) -> WorkError {
+        use libfabric_sys as sys;
+        // EFA's own numbers (fi_efa(7)): 7 is a bad remote address or key; the others are a peer that
+        // went away.
+        if !self.wide {
+            return match failure.detail {
+                7 => WorkError::RemoteAccess,
+                9 | 13 | 14 | 15 => WorkError::PeerGone,
+                _ => WorkError::Device(failure.code),
+            };
+        }
+        match failure.code {
+            sys::FI_ECANCELED
+            | sys::FI_ENOTCONN
+            | sys::FI_ECONNRESET
+            | sys::FI_ECONNREFUSED
+            | sys::FI_ECONNABORTED
+            | sys::FI_ESHUTDOWN
+            | sys::FI_EIO
+            | sys::FI_ETIMEDOUT
+            | sys::FI_EHOSTUNREACH => WorkError::PeerGone,
+            sys::FI_EACCES | sys::FI_EKEYREJECTED => WorkError::RemoteAccess,
+            code => WorkError::Device(code),
+        }
+    }
+
+    /// Reads the completions of one lane, `rounds` batches at most. Returns whether there were any.
+    #[inline]
+    fn poll_lane<S: Sink>(
+        &mut self,
+        nic: NicIndex,
+        old: bool,
+        rounds: usize,
+        sink: &mut S,
+    ) -> bool {
+        let mut any = false;
+        for _ in 0..rounds {
+            let Some(port) = self.ports.get_mut(usize::from(nic)) else { break };
+            let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
+            let Some(lane) = lane else { break };
+            let mut batch = heapless::Vec::<Done, BATCH>::new();
+            lane.endpoint.read(&mut batch);
+            any |= !batch.is_empty();
+            // A read of an empty queue makes libfabric look for more, at the price of a system call: what
+            // was not there a moment ago is for the next poll.
+            let was_all = batch.len() < BATCH;
+            for done in batch {
+                match done {
+                    Done::Ours { context, outcome, .. } => {
+                        self.complete(nic, old, context, outcome, sink);
+                    }
+                    Done::Theirs { data, source } => self.take(nic, old, data, source, sink),
+                    Done::Broken(failure) => self.lose_everybody(failure),
+                }
+            }
+            if was_all {
+                break;
+            }
+        }
+        any
+    }
+
+    /// What becomes of a piece that is to be posted.
+    #[inline]
+    fn try_post(&mut self, nic: NicIndex, work: &WorkRequest) -> Posted {
+        let at = usize::from(nic);
+        let (turn, under_way) = (self.recycle.turn(), self.recycle.is_under_way());
+        let wide = self.wide;
+        let session = self.sessions.get_mut(usize::from(work.peer.index));
+        let session = session.and_then(Option::as_deref_mut);
+        let Some(session) = session.filter(|session| session.peer == work.peer) else {
+            return Posted::Refused(WorkError::PeerGone);
+        };
+        match session.state {
+            State::Open if session.shift.is_none() => {}
+            State::Leaving { .. } => return Posted::Refused(WorkError::PeerGone),
+            State::Open | State::Greeting { .. } => return Posted::NoRoom,
+        }
+        let Some(port) = self.ports.get_mut(at) else {
+            return Posted::Refused(WorkError::LocalAccess);
+        };
+        let old = under_way && session.moved != turn;
+        let (lane, routes) = match &mut port.old {
+            Some(lane) if old => (lane, &session.old_routes),
+            _ => (&mut port.lane, &session.routes),
+        };
+        let remote = usize::from(work.remote_nic);
+        let (Some(to), Some(allowance)) =
+            (routes.get(nic, work.remote_nic), session.allowances.get_mut(remote))
+        else {
+            return Posted::Refused(WorkError::PeerGone);
+        };
+        if work.imm.is_some() && !allowance.is_open() {
+            // The report that it has more may be at the door.
+            self.urgent = true;
+            return Posted::NoRoom;
+        }
+        let (mut address, mut key) = (work.dst, work.dst_key);
+        let (from, desc);
+        let Ok(len) = usize::try_from(work.len) else {
+            return Posted::Refused(WorkError::LocalAccess);
+        };
+        if len == 0 {
+            // Without bytes, the address and the key must be valid all the same.
+            let mailbox = &session.mailbox;
+            let Some(theirs) = mailbox.keys.get(work.remote_nic) else {
+                return Posted::Refused(WorkError::RemoteAccess);
+            };
+            (address, key) = (mailbox.base, theirs);
+            (from, desc) = (std::ptr::from_ref(&*self.nothing) as u64, lane.empty.desc());
+        } else {
+            if !session.withdrawn.allows(key) {
+                return Posted::Refused(WorkError::RemoteAccess);
+            }
+            let Some(found) = self.memory.desc(at, work.src_key) else {
+                return Posted::Refused(WorkError::LocalAccess);
+            };
+            (from, desc) = (work.src, found);
+        }
+        let Some(context) = lane.free.pop() else { return Posted::NoRoom };
+        let data = work.imm.map(|imm| {
+            let imm = u64::from(imm.bits());
+            if wide { (session.their_token & LOWER) << 32 | imm } else { imm }
+        });
+        let wire_key = LibfabricMemory::wire_key(self.own_keys, key);
+        let write = Write { from, len, desc, to, address, key: wire_key, data };
+        // SAFETY: the source is registered, and stays so and mapped until the piece is reported: that is
+        // the contract of who posts it, and `Memory::revoke` keeps registrations that are in use. The
+        // context was free.
+        match unsafe { lane.endpoint.write(&write, context) } {
+            Ok(true) => {
+                session.stuck = None;
+                if data.is_some() {
+                    allowance.spend();
+                }
+                let count = if old { &mut session.old_in_flight } else { &mut session.in_flight };
+                *count += 1;
+                let (peer, tenant) = (work.peer.index, Tenant::of(key));
+                if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
+                    *slot = Some(Flight { token: work.token, peer, tenant });
+                }
+                Posted::UnderWay
+            }
+            Ok(false) => {
+                lane.free.push(context);
+                if session.all_in_flight() == 0 && session.stuck.is_none() {
+                    session.stuck = Some(self.now);
+                }
+                Posted::NoRoom
+            }
+            Err(failure) => {
+                lane.free.push(context);
+                Posted::Failed(self.work_error(failure))
+            }
+        }
+    }
+
+    /// When something is to be done, at the earliest, even if nothing happens.
+    fn next_deadline(&self) -> Time {
+        let sessions = self.live.iter().filter_map(|&index| {
+            match self.sessions.get(usize::from(index))?.as_ref()?.state {
+                State::Greeting { until, retry } => Some(until.min(retry.due())),
+                State::Leaving { cut, .. } => Some(cut),
+                State::Open => None,
+            }
+        });
+        let sooner = self.handshakes.next_deadline().min(self.recycle_deadline());
+        sessions.fold(sooner, Time::min)
+    }
+}
+
+/// What became of a piece.
+enum Posted {
+    UnderWay,
+    NoRoom,
+    /// It was not posted, and never will be; nothing else is the matter.
+    Refused(WorkError),
+    /// libfabric would not take it.
+    Failed(WorkError),
+}
+
+/// The half of a token that travels with immediates.
+const LOWER: u64 = u32::MAX as u64;
+
+/// The peer's index in a token, or in its lower half.
+#[expect(clippy::cast_possible_truncation, reason = "the lowest 16 bits are what is meant")]
+const fn index_of(token: u64) -> u16 {
+    token as u16
+}
+
+/// A token for a session: the peer's index below, the rest random.
+fn token_for(index: u16) -> io::Result<u64> {
+    let random = u64::from_ne_bytes(random()?);
+    // Not all ones in the half that travels: that is the data of no session.
+    Ok((random & !0xffff & !(1 << 31)) | u64::from(index))
+}
+
+/// A device for each NIC: those that there are, in turn.
+fn choose_devices(
+    library: &'static Library,
+    wanted: &Wanted<'_>,
+    nics: u8,
+) -> Result<Vec<Arc<Device>>, LibfabricError> {
+    let found = fabric::discover(library, wanted)?;
+    // One that others cannot reach is used only if there is no better one.
+    let lonely = found.iter().all(|device| device.facts.domain == "lo");
+    let found: Vec<_> = found
+        .into_iter()
+        .filter(|device| lonely || device.facts.domain != "lo")
+        .map(Arc::new)
+        .collect();
+    Ok(found.iter().cycle().take(usize::from(nics)).cloned().collect())
+}
+
+impl Provider for LibfabricProvider {
+    type Memory = LibfabricMemory;
+
+    fn nics(&self) -> &[NicInfo] {
+        &self.nics
+    }
+
+    fn memory(&self) -> &Arc<LibfabricMemory> {
+        &self.memory
+    }
+
+    fn address(&self) -> NetAddr {
+        self.address.clone()
+    }
+
+    fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
+        for (accepted, piece) in work.iter().enumerate() {
+            match self.try_post(nic, piece) {
+                Posted::UnderWay => {}
+                Posted::NoRoom => return accepted,
+                Posted::Refused(error) => sink.work_done(nic, piece.token, Err(error)),
+                Posted::Failed(error) => {
+                    sink.work_done(nic, piece.token, Err(error));
+                    self.stumble(piece.peer.index);
+                }
+            }
+        }
+        work.len()
+    }
+
+    fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        self.now = self.now.max(now);
+        let rounds = COMPLETIONS_PER_POLL / BATCH;
+        let mut any = false;
+        for at in 0..self.ports.len() {
+            let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
+            any |= self.poll_lane(nic, false, rounds, sink);
+            if self.recycle.is_under_way() {
+                any |= self.poll_lane(nic, true, rounds, sink);
+            }
+        }
+        self.polls = self.polls.wrapping_add(1);
+        if self.urgent || self.polls.is_multiple_of(UPKEEP_EVERY) {
+            any |= self.upkeep(sink);
+        }
+        any
+    }
+
+    fn connect(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+        hello: &Hello,
+    ) -> Result<(), ConnectError> {
+        if address.provider() != ProviderKind::Libfabric {
+            let found = address.provider().name().to_owned();
+            let expected = ProviderKind::Libfabric.name();
+            return Err(ConnectError::OtherProvider { found, expected });
+        }
+        self.urgent = true;
+        self.call(peer, address, hello)
+    }
+
+    /// What is in flight is reported at later polls: once it has completed, or the endpoints have been
+    /// replaced. With no other peer there it is reported here.
+    fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
+        self.hang_up(peer);
+        let now = self.now;
+        if let Some(session) = self.session(peer.index).filter(|session| session.peer == peer) {
+            session.leave(now, None);
+            self.tend(sink);
+        }
+    }
+
+    /// The endpoints are replaced, unless what is in flight ends before all others have moved.
+    fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
+        let now = self.now;
+        if let Some(session) = self.session(peer.index).filter(|session| session.peer == peer) {
+            session.leave(now, Some(immwire_core::peer::DownReason::Disconnected));
+            self.tend(sink);
+        }
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.urgent {
+            return false;
+        }
+        let mut nap = self.next_deadline().since(self.now);
+        let mut may_sleep = true;
+        let lanes =
+            self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
+        let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
+        for endpoint in endpoints {
+            if endpoint.fd().is_none() {
+                nap = nap.min(NAP);
+            } else {
+                may_sleep &= endpoint.may_sleep();
+            }
+        }
+        if may_sleep {
+            self.set_timer(nap.max(Duration::from_micros(1)));
+        }
+        may_sleep
+    }
+
+    fn disarm(&mut self) {
+        self.urgent = true;
+    }
+}
+
+impl LibfabricProvider {
+    /// Has the descriptor become readable after `nap`; for ever, if that is very long.
+    fn set_timer(&self, nap: Duration) {
+        let seconds = i64::try_from(nap.as_secs()).unwrap_or(i64::MAX).min(1 << 30);
+        let it_value = Timespec { tv_sec: seconds, tv_nsec: i64::from(nap.subsec_nanos()) };
+        let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let (value, flags) = (Itimerspec { it_interval, it_value }, TimerfdTimerFlags::empty());
+        if let Err(error) = timerfd_settime(&self.timer, flags, &value) {
+            tracing::error!(%error, "the timer could not be set");
+        }
+    }
+}
+
+impl Drop for LibfabricProvider {
+    /// Takes leave of the peers. Afterwards the endpoints are closed, and whoever withdraws a region later
+    /// waits for nobody.
+    fn drop(&mut self) {
+        self.farewell();
+        self.ports.clear();
+        self.memory.with_ledger(|ledger| ledger.stopped = true);
+    }
+}

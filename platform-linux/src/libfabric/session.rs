@@ -1,0 +1,205 @@
+//! One peer, as the provider sees it: where it is written to, what it may be sent, how far its end is.
+//!
+//! Knows no endpoint and sends nothing: it remembers what is to be said, and what stands in the way.
+
+use immwire_core::credit::{Allowance, Takings};
+use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry};
+use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::peer::DownReason;
+use immwire_core::recycle::{Standing, Turn};
+use immwire_core::region::MrDesc;
+use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
+
+/// Handles of a peer's ports, by our NIC and its.
+#[derive(Debug, Default)]
+pub(super) struct Routes {
+    handles: Vec<u64>,
+    theirs: usize,
+}
+
+impl Routes {
+    pub(super) fn new(theirs: usize) -> Self {
+        Self { handles: Vec::new(), theirs }
+    }
+
+    /// The ports as the next of our NICs reaches them.
+    pub(super) fn push(&mut self, handle: u64) {
+        self.handles.push(handle);
+    }
+
+    #[inline]
+    pub(super) fn get(&self, nic: NicIndex, remote_nic: NicIndex) -> Option<u64> {
+        let remote_nic = usize::from(remote_nic);
+        if remote_nic >= self.theirs {
+            return None;
+        }
+        self.handles.get(usize::from(nic) * self.theirs + remote_nic).copied()
+    }
+}
+
+/// How far the session is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum State {
+    /// We have accepted it, and it has not said that it knows: nothing is posted.
+    Greeting {
+        until: Time,
+        retry: Retry,
+    },
+    Open,
+    /// Nothing more is posted. It is over when nothing is in flight; what is at `cut`, is cut off.
+    Leaving {
+        cut: Time,
+        /// To be reported, unless the engine itself wanted it.
+        reason: Option<DownReason>,
+    },
+}
+
+/// What is to be said to the peer when there is room.
+#[derive(Debug, Default)]
+pub(super) struct Says {
+    pub(super) ready: bool,
+    pub(super) accept: bool,
+    /// Of our NICs.
+    pub(super) taken: [bool; MAX_NICS],
+    pub(super) withdraw: Vec<Tenant>,
+    pub(super) withdrawn: Vec<Tenant>,
+    pub(super) moves: bool,
+    pub(super) moved: Option<Turn>,
+}
+
+impl Says {
+    pub(super) fn is_empty(&self) -> bool {
+        let Self { ready, accept, taken, withdraw, withdrawn, moves, moved } = self;
+        !ready
+            && !accept
+            && !taken.contains(&true)
+            && withdraw.is_empty()
+            && withdrawn.is_empty()
+            && !moves
+            && moved.is_none()
+    }
+}
+
+/// A session.
+#[derive(Debug)]
+pub(super) struct Session {
+    pub(super) peer: PeerId,
+    /// Ours: what the peer puts into what it sends.
+    pub(super) token: u64,
+    pub(super) their_token: u64,
+    /// Of the call that it came from.
+    pub(super) nonce: Nonce,
+    /// The acceptor's answer, to be repeated.
+    pub(super) accept: Vec<u8>,
+    pub(super) accept_proof: Proof,
+    pub(super) door: Address,
+    pub(super) state: State,
+    pub(super) mailbox: MrDesc,
+    /// Its ports, and the replacement that they are of.
+    pub(super) ports: Addresses,
+    /// Its next ports: what is in flight to the present ones is to end first.
+    pub(super) shift: Option<(Turn, Addresses)>,
+    /// From our endpoints, and from those that are being replaced.
+    pub(super) routes: Routes,
+    pub(super) old_routes: Routes,
+    /// Pieces in flight on our endpoints, and on those that are being replaced.
+    pub(super) in_flight: u32,
+    pub(super) old_in_flight: u32,
+    /// The last replacement of ours that it has answered, with all that it sent before taken.
+    pub(super) moved: Turn,
+    /// It has answered this one; so many of its immediates are to be taken, by NIC of ours.
+    pub(super) arrears: Option<(Turn, Counts)>,
+    /// By NIC of its.
+    pub(super) allowances: [Allowance; MAX_NICS],
+    /// By NIC of ours.
+    pub(super) takings: [Takings; MAX_NICS],
+    pub(super) withdrawn: Withdrawn<Box<[u32]>>,
+    /// Regions of its that are withdrawn, and that something may be in flight to.
+    pub(super) releasing: Vec<Tenant>,
+    pub(super) says: Says,
+    /// Something was written to it, and got there.
+    pub(super) is_reached: bool,
+    /// Since when libfabric has taken nothing for it, while nothing was in flight to it.
+    pub(super) stuck: Option<Time>,
+    /// Messages under way to it.
+    pub(super) under_way: u8,
+    /// It has nothing in flight to us, and never will have.
+    pub(super) is_quiet: bool,
+    /// Of what we posted, something failed or was cut off: the peer may not know yet.
+    pub(super) was_cut: bool,
+}
+
+impl Session {
+    pub(super) fn new(
+        peer: PeerId,
+        token: u64,
+        claim: &Claim,
+        door: Address,
+        nonce: Nonce,
+        granted: u16,
+        turn: Turn,
+    ) -> Self {
+        let nothing = vec![0; SLOTS].into_boxed_slice();
+        Self {
+            peer,
+            token,
+            their_token: claim.token,
+            nonce,
+            accept: Vec::new(),
+            accept_proof: [0; 32],
+            door,
+            state: State::Open,
+            mailbox: claim.hello.mailbox,
+            ports: claim.ports.clone(),
+            shift: None,
+            routes: Routes::default(),
+            old_routes: Routes::default(),
+            in_flight: 0,
+            old_in_flight: 0,
+            moved: turn,
+            arrears: None,
+            allowances: [Allowance::new(claim.grant); MAX_NICS],
+            takings: [Takings::new(granted); MAX_NICS],
+            withdrawn: Withdrawn::new(nothing),
+            releasing: Vec::new(),
+            says: Says::default(),
+            is_reached: false,
+            stuck: None,
+            under_way: 0,
+            is_quiet: false,
+            was_cut: false,
+        }
+    }
+
+    pub(super) const fn is_leaving(&self) -> bool {
+        matches!(self.state, State::Leaving { .. })
+    }
+
+    pub(super) const fn standing(&self) -> Standing {
+        Standing { well: !self.is_leaving(), moved: self.moved, in_flight: self.old_in_flight }
+    }
+
+    /// Looks whether what the peer had sent before it moved is taken.
+    pub(super) fn settle_arrears(&mut self) {
+        let Some((turn, sent)) = &self.arrears else { return };
+        let mut nics = sent.iter().zip(&self.takings);
+        if nics.all(|(&sent, takings)| takings.taken() >= sent) {
+            self.moved = *turn;
+            self.arrears = None;
+        }
+    }
+
+    pub(super) const fn all_in_flight(&self) -> u32 {
+        self.in_flight + self.old_in_flight
+    }
+
+    /// Nothing more is posted; `cut` is when what is in flight is cut off.
+    pub(super) fn leave(&mut self, cut: Time, reason: Option<DownReason>) {
+        let (cut, reason) = match self.state {
+            // The first reason is the one; but what the engine wants itself, it need not hear of.
+            State::Leaving { cut: earlier, reason: first } => (cut.min(earlier), reason.and(first)),
+            _ => (cut, reason),
+        };
+        self.state = State::Leaving { cut, reason };
+    }
+}

@@ -1,0 +1,610 @@
+//! What is to be done beside the way of data: hearing the door, ending sessions, replacing endpoints.
+//!
+//! How a replacement goes is decided by `immwire_core::recycle`; here it is carried out.
+//!
+//! # Invariants
+//!
+//! - A session is over only when none of its pieces is in flight. Then its peer is told, and what its peer
+//!   may still have under way is remembered, until that is known to be over (`Ghost`).
+//! - Pieces are reported as flushed after the endpoint that they were on is closed, never before.
+
+use std::time::Duration;
+
+use immwire_core::datagram::{Addresses, Counts, DATAGRAM_MAX, Message, Say};
+use immwire_core::group::WorkError;
+use immwire_core::id::{NicIndex, Time};
+use immwire_core::peer::DownReason;
+use immwire_core::recycle::Verdict;
+
+use super::door::{Heard, To};
+use super::fabric::Failure;
+use super::session::{Routes, Session, State};
+use super::{BATCH, Lane, LibfabricError, LibfabricProvider};
+use crate::provider::Sink;
+
+/// Messages heard in one go.
+const MESSAGES_MAX: usize = 64;
+/// How long what is in flight to a peer that has failed may take to fail by itself.
+const GRACE: Duration = Duration::from_millis(20);
+/// How long the other peers may take to move to new endpoints.
+const MOVE_PATIENCE: Duration = Duration::from_millis(500);
+/// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
+/// while it connects, and also when nobody is there to connect to.
+const STUCK: Duration = Duration::from_secs(1);
+/// The same, for a peer that has not been written to yet: connecting takes longer than going on.
+const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
+/// How long leaving may take at the end.
+const FAREWELL: Duration = Duration::from_millis(20);
+
+impl LibfabricProvider {
+    /// Everything that is not on the way of data. Returns whether there was anything.
+    #[cold]
+    pub(super) fn upkeep<S: Sink>(&mut self, sink: &mut S) -> bool {
+        if self.urgent {
+            self.urgent = false;
+            let mut word = [0; 8];
+            // Empty is as good: they only wake.
+            let _ = rustix::io::read(self.memory.wake_fd(), &mut word);
+            let _ = rustix::io::read(&self.timer, &mut word);
+        }
+        let heard = self.hear(sink);
+        self.repeat_calls(sink);
+        self.tell_withdrawals();
+        self.tend(sink);
+        heard
+    }
+
+    fn hear<S: Sink>(&mut self, sink: &mut S) -> bool {
+        let mut bytes = [0; DATAGRAM_MAX];
+        for round in 0..MESSAGES_MAX {
+            let (sessions, handshakes) = (&mut self.sessions, &mut self.handshakes);
+            let ended = |index: u16, token: u64| {
+                let session = sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+                match session.filter(|session| session.token == token) {
+                    Some(session) => session.under_way = session.under_way.saturating_sub(1),
+                    None => handshakes.delivered(token),
+                }
+            };
+            let Some(heard) = self.door.read(&mut bytes, ended) else { return round > 0 };
+            match heard {
+                Heard::Message { len } => {
+                    let bytes = bytes.get(..len).unwrap_or(&[]);
+                    let understood = match Message::decode(bytes) {
+                        Ok(Message::Session { token, say }) => self.hear_say(token, say),
+                        Ok(message) => self.hear_handshake(&message, sink),
+                        Err(_) => None,
+                    };
+                    if understood.is_none() {
+                        self.stats.ignored += 1;
+                    }
+                }
+                Heard::Undelivered { index, token, code } => {
+                    tracing::debug!(index, code, "a message was not delivered");
+                    if self.session(index).is_some_and(|session| session.token == token) {
+                        self.stumble(index);
+                    } else {
+                        self.call_undelivered(token, sink);
+                    }
+                }
+                Heard::Broken { code } => {
+                    self.lose_everybody(Failure { code, detail: 0 });
+                    return true;
+                }
+            }
+        }
+        self.urgent = true;
+        true
+    }
+
+    /// What a peer says in its session; `None` if that makes no sense.
+    fn hear_say(&mut self, token: u64, say: Say) -> Option<()> {
+        let now = self.now;
+        let current = |turn| self.recycle.is_current(turn);
+        let is_current = matches!(&say, Say::Moved { turn, .. } if current(*turn));
+        self.urgent = true;
+        let Some(session) = self.session_of_token(token) else {
+            // A session that ended before its peer was through.
+            if say != (Say::Bye { quiet: true }) {
+                return None;
+            }
+            return self.memory.with_ledger(|ledger| {
+                let before = ledger.ghosts.len();
+                ledger.ghosts.retain(|ghost| ghost.token != token);
+                (ledger.ghosts.len() < before).then_some(())
+            });
+        };
+        if matches!(session.state, State::Greeting { .. }) {
+            session.state = State::Open;
+        }
+        match say {
+            Say::Ready => {}
+            Say::Bye { quiet } => {
+                session.is_quiet = quiet;
+                session.leave(now.after(GRACE), Some(DownReason::Disconnected));
+            }
+            Say::Taken { nic, count } => {
+                let allowance = session.allowances.get_mut(usize::from(nic))?;
+                if allowance.report(count).is_err() {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
+            }
+            Say::Withdraw(tenant) => {
+                session.withdrawn.withdraw(tenant);
+                if !session.releasing.contains(&tenant) {
+                    session.releasing.push(tenant);
+                }
+            }
+            Say::Withdrawn(tenant) => {
+                self.memory.with_ledger(|ledger| ledger.withdrawn(token, tenant));
+            }
+            Say::Move { turn, ports } => {
+                if ports.len() != session.ports.len() {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
+                session.shift = Some((turn, ports));
+            }
+            Say::Moved { turn, sent } => {
+                if !is_current {
+                    return None;
+                }
+                session.arrears = Some((turn, sent));
+            }
+        }
+        Some(())
+    }
+
+    // ---- sessions ----
+
+    /// Something failed that concerns this peer alone: it is given up.
+    pub(super) fn stumble(&mut self, index: u16) {
+        let cut = self.now.after(GRACE);
+        if let Some(session) = self.session(index) {
+            session.was_cut = true;
+            session.leave(cut, Some(DownReason::Disconnected));
+        }
+        self.urgent = true;
+    }
+
+    /// The device has failed.
+    pub(super) fn lose_everybody(&mut self, failure: Failure) {
+        tracing::error!(code = failure.code, "a completion queue failed: all peers are lost");
+        for at in 0..self.live.len() {
+            if let Some(&index) = self.live.get(at) {
+                self.stumble(index);
+            }
+        }
+    }
+
+    /// Tells peers which regions they are not to write to any more.
+    fn tell_withdrawals(&mut self) {
+        let sessions = &mut self.sessions;
+        self.memory.with_ledger(|ledger| {
+            for withdrawal in ledger.withdrawals.iter_mut().filter(|it| !it.told) {
+                withdrawal.told = true;
+                for session in sessions.iter_mut().flatten() {
+                    let waits = withdrawal.waiting.iter().any(|&(token, _)| token == session.token);
+                    if waits && !session.says.withdraw.contains(&withdrawal.tenant) {
+                        session.says.withdraw.push(withdrawal.tenant);
+                    }
+                }
+            }
+        });
+    }
+
+    /// Does what is due, and ends what can end.
+    pub(super) fn tend<S: Sink>(&mut self, sink: &mut S) {
+        let now = self.now;
+        let mut replace = false;
+        let mut at = 0;
+        // Not an iterator: a session that ends leaves the list.
+        while let Some(&index) = self.live.get(at) {
+            self.release(index);
+            self.shift(index);
+            let Some(session) = self.session(index) else {
+                at += 1;
+                continue;
+            };
+            session.settle_arrears();
+            let in_flight = session.all_in_flight();
+            let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
+            let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
+            match &mut session.state {
+                State::Open if stuck => session.leave(now, Some(DownReason::Disconnected)),
+                State::Open => {}
+                State::Greeting { until, .. } if now >= *until => {
+                    session.leave(now, Some(DownReason::NeverAnswered));
+                }
+                State::Greeting { retry, .. } => {
+                    session.says.accept |= retry.is_due(now);
+                }
+                State::Leaving { .. } if in_flight == 0 => {
+                    self.finish(index, sink);
+                    continue;
+                }
+                State::Leaving { cut, .. } => replace |= now >= *cut,
+            }
+            self.speak(index);
+            at += 1;
+        }
+        let fences = self.ports.first().is_some_and(|port| port.facts().closing_fences);
+        replace |= !fences && self.memory.with_ledger(|ledger| ledger.is_haunted());
+        if replace
+            && !self.recycle.is_under_way()
+            && let Err(error) = self.begin_replacing()
+        {
+            tracing::error!(%error, "new endpoints could not be opened; it is tried again");
+            return;
+        }
+        self.go_on_replacing(sink);
+    }
+
+    /// A session has ended.
+    fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
+        let slot = self.sessions.get_mut(usize::from(index));
+        let Some(session) = slot.and_then(Option::take) else { return };
+        self.live.retain(|&live| live != index);
+        self.forget_ports(&session);
+        let say = Say::Bye { quiet: !session.was_cut };
+        let message = Message::Session { token: session.their_token, say };
+        self.door.send(&To::Stranger, &session.door, &mut 0, &message);
+        self.memory.with_ledger(|ledger| ledger.close(session.token, session.is_quiet));
+        if let State::Leaving { reason: Some(reason), .. } = session.state {
+            sink.disconnected(session.peer, reason);
+        }
+    }
+
+    fn forget_ports(&mut self, session: &Session) {
+        let wide = self.wide;
+        for (nic, port) in self.ports.iter_mut().enumerate() {
+            let nic = NicIndex::try_from(nic).unwrap_or(NicIndex::MAX);
+            for (remote, address) in session.ports.iter().enumerate() {
+                let remote = NicIndex::try_from(remote).unwrap_or(NicIndex::MAX);
+                if let Some(handle) = session.routes.get(nic, remote) {
+                    port.lane.endpoint.forget(address);
+                    if !wide {
+                        port.lane.attribute(handle, None);
+                    }
+                }
+                if let (Some(handle), Some(old)) =
+                    (session.old_routes.get(nic, remote), port.old.as_mut())
+                {
+                    old.endpoint.forget(address);
+                    if !wide {
+                        old.attribute(handle, None);
+                    }
+                }
+            }
+        }
+    }
+
+    /// Whether a piece is in flight to a region of the peer's.
+    fn is_in_flight_to(&self, index: u16, tenant: immwire_core::tenant::Tenant) -> bool {
+        let lanes = self.ports.iter().flat_map(|port| port.old.iter().chain([&port.lane]));
+        lanes.flat_map(|lane| lane.flights.iter().flatten()).any(|flight| {
+            flight.peer == index
+                && flight.tenant.is_some_and(|other| {
+                    other.slot() == tenant.slot() && other.serial() <= tenant.serial()
+                })
+        })
+    }
+
+    /// Confirms withdrawals to whose regions nothing is in flight any more.
+    fn release(&mut self, index: u16) {
+        let waiting = match self.session(index) {
+            Some(session) if !session.releasing.is_empty() => {
+                std::mem::take(&mut session.releasing)
+            }
+            _ => return,
+        };
+        let (busy, free): (Vec<_>, Vec<_>) =
+            waiting.into_iter().partition(|&tenant| self.is_in_flight_to(index, tenant));
+        if let Some(session) = self.session(index) {
+            session.releasing = busy;
+            session.says.withdrawn.extend(free);
+        }
+    }
+
+    /// Goes over to the peer's new ports once nothing is in flight to the old.
+    fn shift(&mut self, index: u16) {
+        let Some(session) = self.session(index) else { return };
+        if session.all_in_flight() > 0 || session.is_leaving() {
+            return;
+        }
+        let Some((turn, ports)) = session.shift.take() else { return };
+        // Taken out, so that its routes can be made with the rest of us.
+        let slot = self.sessions.get_mut(usize::from(index));
+        let Some(mut session) = slot.and_then(Option::take) else { return };
+        self.forget_ports(&session);
+        session.routes = Routes::default();
+        let under_way = self.recycle.is_under_way();
+        match self.learn_ports(index, &ports) {
+            Ok(routes) => {
+                session.routes = routes;
+                session.ports = ports;
+                session.says.moved = Some(turn);
+            }
+            Err(error) => {
+                tracing::warn!(peer = %session.peer, %error, "the peer's new endpoints are of no use");
+                session.leave(self.now, Some(DownReason::Protocol));
+            }
+        }
+        if under_way && session.moved != self.recycle.turn() && !session.is_leaving() {
+            session.old_routes = self.learn_old_ports(index, &session.ports).unwrap_or_default();
+        } else {
+            session.old_routes = Routes::default();
+        }
+        if let Some(slot) = self.sessions.get_mut(usize::from(index)) {
+            *slot = Some(session);
+        }
+    }
+
+    /// Says what is to be said, as far as there is room.
+    fn speak(&mut self, index: u16) {
+        let port_names = self.port_names();
+        let turn = self.recycle.turn();
+        let Some(session) =
+            self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
+        else {
+            return;
+        };
+        if session.says.is_empty() {
+            return;
+        }
+        let to = To::Peer { index, token: session.token };
+        let (door, their_token) = (session.door.clone(), session.their_token);
+        let (says, under_way) = (&mut session.says, &mut session.under_way);
+        let room = &mut self.door;
+        if says.accept {
+            let (nonce, proof, claim) =
+                (session.nonce, session.accept_proof, session.accept.as_slice());
+            let message = Message::Accept { nonce, proof, claim };
+            if !room.send(&to, &door, under_way, &message) {
+                return;
+            }
+            says.accept = false;
+        }
+        let mut say = |say: Say| {
+            let message = Message::Session { token: their_token, say };
+            room.send(&to, &door, under_way, &message)
+        };
+        if says.ready {
+            if !say(Say::Ready) {
+                return;
+            }
+            says.ready = false;
+        }
+        if says.moves {
+            if !say(Say::Move { turn, ports: port_names }) {
+                return;
+            }
+            says.moves = false;
+        }
+        if let Some(turn) = says.moved {
+            let sent: Counts =
+                session.allowances.iter().map(|it| it.sent()).take(session.ports.len()).collect();
+            if !say(Say::Moved { turn, sent }) {
+                return;
+            }
+            says.moved = None;
+        }
+        for (nic, takings) in session.takings.iter_mut().enumerate() {
+            let Some(due) = says.taken.get_mut(nic).filter(|due| **due) else { continue };
+            let nic = NicIndex::try_from(nic).unwrap_or(NicIndex::MAX);
+            let mut reported = *takings;
+            if !say(Say::Taken { nic, count: reported.report() }) {
+                return;
+            }
+            *takings = reported;
+            *due = false;
+        }
+        while let Some(&tenant) = says.withdraw.last() {
+            if !say(Say::Withdraw(tenant)) {
+                return;
+            }
+            says.withdraw.pop();
+        }
+        while let Some(&tenant) = says.withdrawn.last() {
+            if !say(Say::Withdrawn(tenant)) {
+                return;
+            }
+            says.withdrawn.pop();
+        }
+    }
+
+    // ---- endpoints ----
+
+    /// Where our endpoints are, by NIC.
+    pub(super) fn port_names(&self) -> Addresses {
+        self.ports.iter().map(|port| port.lane.endpoint.name().clone()).collect()
+    }
+
+    /// Until when the replacement under way may take.
+    pub(super) fn recycle_deadline(&self) -> Time {
+        let standings = self
+            .live
+            .iter()
+            .filter_map(|&index| Some(self.sessions.get(usize::from(index))?.as_ref()?.standing()));
+        match self.recycle.verdict(self.now, standings) {
+            Verdict::Idle => Time::NEVER,
+            Verdict::Wait(until) => until,
+            Verdict::GiveUp | Verdict::Close => self.now,
+        }
+    }
+
+    /// As `learn_ports`, on the endpoints that are being replaced.
+    fn learn_old_ports(
+        &mut self,
+        index: u16,
+        ports: &[immwire_core::datagram::Address],
+    ) -> Result<Routes, LibfabricError> {
+        self.swap_lanes();
+        let learnt = self.learn_ports(index, ports);
+        self.swap_lanes();
+        learnt
+    }
+
+    fn swap_lanes(&mut self) {
+        for port in &mut self.ports {
+            if let Some(old) = &mut port.old {
+                std::mem::swap(old, &mut port.lane);
+            }
+        }
+    }
+
+    /// Regions are registered with the lane's domain no more, if that goes with it.
+    fn abandon(&self, lane: &Lane) {
+        if lane.endpoint.domain().facts().lonely_endpoints {
+            self.memory.abandon(lane.endpoint.domain());
+        }
+    }
+
+    fn begin_replacing(&mut self) -> Result<(), LibfabricError> {
+        let mut lanes = Vec::with_capacity(self.ports.len());
+        let peers = self.config.peers.max(1);
+        for (nic, port) in self.ports.iter().enumerate() {
+            let shared = port.domain.as_ref();
+            let lane = Lane::open(&port.device, shared, self.entries, peers, &self.nothing)?;
+            if shared.is_none()
+                && let Err(error) = self.memory.adopt(nic, lane.endpoint.domain())
+            {
+                for lane in &lanes {
+                    self.abandon(lane);
+                }
+                return Err(error);
+            }
+            lanes.push(lane);
+        }
+        if self.recycle.begin(self.now, MOVE_PATIENCE).is_none() {
+            return Ok(());
+        }
+        self.stats.replaced += 1;
+        for (port, lane) in self.ports.iter_mut().zip(lanes) {
+            port.old = Some(std::mem::replace(&mut port.lane, lane));
+        }
+        for port in &self.ports {
+            if let Err(error) = self.watch_endpoint(&port.lane.endpoint) {
+                tracing::error!(%error, "a new endpoint cannot wake the engine");
+            }
+        }
+        self.haunting = self
+            .memory
+            .with_ledger(|ledger| ledger.ghosts.iter().map(|ghost| ghost.token).collect());
+        for at in 0..self.live.len() {
+            let Some(&index) = self.live.get(at) else { break };
+            let Some(session) = self.session(index) else { continue };
+            session.old_routes = std::mem::take(&mut session.routes);
+            session.old_in_flight = std::mem::take(&mut session.in_flight);
+            if session.is_leaving() {
+                continue;
+            }
+            session.says.moves = true;
+            let ports = session.ports.clone();
+            match self.learn_ports(index, &ports) {
+                Ok(routes) => {
+                    if let Some(session) = self.session(index) {
+                        session.routes = routes;
+                    }
+                }
+                Err(error) => {
+                    tracing::warn!(index, %error, "the new endpoints do not reach a peer");
+                    self.stumble(index);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn go_on_replacing<S: Sink>(&mut self, sink: &mut S) {
+        // Twice at most: whoever is given up is late no more.
+        for _ in 0..2 {
+            let standings = self.live.iter().filter_map(|&index| {
+                Some(self.sessions.get(usize::from(index))?.as_ref()?.standing())
+            });
+            match self.recycle.verdict(self.now, standings) {
+                Verdict::Idle | Verdict::Wait(_) => break,
+                Verdict::GiveUp => {
+                    let (now, recycle) = (self.now, self.recycle);
+                    for session in self.sessions.iter_mut().flatten() {
+                        if recycle.is_late(session.standing()) {
+                            tracing::warn!(peer = %session.peer, "did not move to the new endpoints in time");
+                            session.was_cut = true;
+                            session.leave(now, Some(DownReason::Disconnected));
+                        }
+                    }
+                }
+                Verdict::Close => {
+                    self.close_old(sink);
+                    break;
+                }
+            }
+        }
+        // Something may be said at once, or ended.
+        for at in 0..self.live.len() {
+            if let Some(&index) = self.live.get(at) {
+                self.speak(index);
+            }
+        }
+    }
+
+    /// Closes the replaced endpoints, and reports what was in flight on them.
+    fn close_old<S: Sink>(&mut self, sink: &mut S) {
+        for at in 0..self.ports.len() {
+            let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
+            // What has come is not lost.
+            self.poll_lane(nic, true, self.entries / BATCH + 1, sink);
+            let Some(lane) = self.ports.get_mut(at).and_then(|port| port.old.take()) else {
+                continue;
+            };
+            self.abandon(&lane);
+            let Lane { endpoint, empty, flights, .. } = lane;
+            drop((endpoint, empty));
+            for flight in flights.into_iter().flatten() {
+                if let Some(session) = self.session(flight.peer) {
+                    session.old_in_flight = session.old_in_flight.saturating_sub(1);
+                    session.was_cut = true;
+                }
+                sink.work_done(nic, flight.token, Err(WorkError::Flushed));
+            }
+        }
+        self.recycle.closed();
+        let haunting = std::mem::take(&mut self.haunting);
+        self.memory.with_ledger(|ledger| {
+            ledger.ghosts.retain(|ghost| !haunting.contains(&ghost.token));
+        });
+        for session in self.sessions.iter_mut().flatten() {
+            session.old_routes = Routes::default();
+        }
+        let over: Vec<u16> = self
+            .live
+            .iter()
+            .copied()
+            .filter(|&index| {
+                let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
+                session.is_some_and(|it| it.is_leaving() && it.all_in_flight() == 0)
+            })
+            .collect();
+        for index in over {
+            self.finish(index, sink);
+        }
+    }
+
+    /// Tells all peers that it is over, and gives that a moment to leave the machine.
+    pub(super) fn farewell(&mut self) {
+        for at in 0..self.live.len() {
+            let Some(&index) = self.live.get(at) else { break };
+            let Some(session) = self.session(index) else { continue };
+            let say = Say::Bye { quiet: session.all_in_flight() == 0 && !session.was_cut };
+            let message = Message::Session { token: session.their_token, say };
+            let door = session.door.clone();
+            self.door.send(&To::Stranger, &door, &mut 0, &message);
+        }
+        let until = std::time::Instant::now() + FAREWELL;
+        let mut bytes = [0; DATAGRAM_MAX];
+        while self.door.is_sending_to_strangers() && std::time::Instant::now() < until {
+            while self.door.read(&mut bytes, |_, _| ()).is_some() {}
+            std::thread::yield_now();
+        }
+    }
+}

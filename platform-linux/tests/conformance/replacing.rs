@@ -1,0 +1,155 @@
+//! Getting rid of one peer while others write: the endpoints that all share are replaced under them.
+//!
+//! Where nothing in flight to one peer can be taken back by itself, the engine closes the endpoint that it is on.
+//! The others must not notice: not a transfer fails, and not a count is lost or doubled.
+
+use std::time::{Duration, Instant};
+
+use immwire::{End, PeerState};
+use rustix::process::Signal;
+
+use crate::agent::{Agent, Ask, Flood, Write1, encode, plain};
+use crate::host::{Host, Memory, Own, PATIENCE, Setup, names};
+use crate::operations::{only_peer, write};
+use crate::{Case, Spread, Test};
+
+pub const TESTS: &[Test] = &[
+    ("others_go_on", Spread::Once, |case| others_go_on(case, 20)),
+    ("others_go_on_polled_4x4", Spread::Once, |case| {
+        let motor = crate::host::Motor::Polled;
+        others_go_on(&Case { nics: (4, 4), motor, ..*case }, 5);
+    }),
+];
+
+const DRAIN: Duration = Duration::from_millis(200);
+const LEN: u64 = 48 << 10;
+
+/// One that is not to notice: it writes to us, and is written to.
+struct Other {
+    agent: Agent,
+    /// Ours, to it.
+    flood: Flood,
+    counter: usize,
+    /// Its, to us.
+    mine: immwire::ImmCounter,
+    seen: (u64, u64),
+    _memory: [Memory; 2],
+}
+
+impl Other {
+    fn new(case: &Case, me: &Host, name: &str) -> Self {
+        let (mut agent, address) = case.agent(name);
+        let peer = me.peer(&address);
+        let (src, dst) = (me.memory(LEN, Own::Engine), me.memory(LEN, Own::Engine));
+        let (there, desc) = agent.memory(me, LEN, Own::Engine);
+        let (counter, tag) = agent.counter(me);
+        let mine = me.engine.counter().expect("a counter");
+        let write = |peer, src, desc: &immwire::MrDesc, tag: immwire::ImmTag| Write1 {
+            peer: plain(peer),
+            src,
+            src_offset: 0,
+            dst: encode(desc),
+            dst_offset: 0,
+            len: LEN,
+            tag: Some(tag.bits()),
+        };
+        let back = only_peer(me, &mut agent);
+        agent.tell(me, Ask::Flood(write(back, there, &dst.desc(), mine.tag())));
+        let flood = Flood::of(me, &write(peer, 0, &desc, tag), src.region.clone());
+        Self { agent, flood, counter, mine, seen: (0, 0), _memory: [src, dst] }
+    }
+
+    /// Both floods go on: neither has failed.
+    fn goes_on(&mut self, me: &Host, when: &str) {
+        let more = || self.flood.done() > self.seen.0 + 4 || self.flood.failure().is_some();
+        let moved = me.until(PATIENCE, || more().then_some(()));
+        assert_eq!(self.flood.failure(), None, "{when}");
+        assert!(moved.is_some(), "{when}: nothing is written any more");
+        self.seen.0 = self.flood.done();
+        let start = Instant::now();
+        while self.agent.number(me, Ask::Flooded) <= self.seen.1 + 4 {
+            assert!(start.elapsed() < PATIENCE, "{when}: it writes nothing any more");
+            me.linger(Duration::from_millis(1));
+        }
+        self.seen.1 = self.agent.number(me, Ask::Flooded);
+    }
+
+    /// Both floods end, and every write was counted, once.
+    fn must_be_exact(mut self, me: &Host) {
+        let theirs = self.agent.number(me, Ask::Stop);
+        me.count(&self.mine, theirs, PATIENCE).expect("every write of its is counted");
+        let ours = self.flood.stop(me);
+        self.agent.count(me, self.counter, ours);
+        me.linger(Duration::from_millis(20));
+        assert_eq!(self.mine.available(), 0, "counted twice here, of {theirs}");
+        let more = self.agent.number(me, Ask::Available { counter: self.counter });
+        assert_eq!(more, 0, "counted twice there, of {ours}");
+    }
+}
+
+fn others_go_on(case: &Case, rounds: u32) {
+    let drain_ms = u64::try_from(DRAIN.as_millis()).expect("small");
+    let me = Host::new(&Setup { drain_ms, ..case.setup(case.nics.0) });
+    let mut others = ["one", "two", "three"].map(|name| Other::new(case, &me, name));
+    let src = me.memory(1 << 20, Own::Engine);
+    for round in 0..rounds {
+        let (mut stopped, address) = case.agent("stopped");
+        let peer = me.peer(&address);
+        let (_, desc) = stopped.memory(&me, 1 << 20, Own::Engine);
+        me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
+        stopped.signal(Signal::STOP);
+        // More than a connection holds, so that something stays in flight.
+        let limit = Duration::from_millis(100);
+        let hurried = me.engine.with_deadline(limit);
+        let remove = round % 2 == 0;
+        let engine = if remove { &me.engine } else { &hurried };
+        let transfers: Vec<_> = (0..40)
+            .map(|_| {
+                let write = immwire::SingleWrite {
+                    peer,
+                    src: &src,
+                    src_offset: 0,
+                    dst: &desc,
+                    dst_offset: 0,
+                    len: 1 << 20,
+                    imm: None,
+                };
+                engine.submit_single_write(&write).expect("submit")
+            })
+            .collect();
+        me.linger(limit);
+        let cut = Instant::now();
+        if remove {
+            me.engine.remove_peer(peer);
+        }
+        for (n, transfer) in transfers.iter().enumerate() {
+            let end = me.end(transfer);
+            // The first may have got there before it was stopped, as far as the kernel is concerned.
+            assert!(end == End::Done || names(end, peer), "round {round}, {n}: {end:?}");
+        }
+        let took = cut.elapsed();
+        assert!(took < DRAIN + Duration::from_secs(1), "round {round}: took {took:?}");
+        let last = me.end(transfers.last().expect("40"));
+        let forced = matches!(last, End::Quiesced { .. } | End::NeverStarted { .. });
+        assert!(forced, "round {round}: {last:?}");
+        let quiesced = |transfer| matches!(me.end(transfer), End::Quiesced { .. });
+        assert!(transfers.iter().any(quiesced), "round {round}: nothing was in flight");
+        let state = me.peer_down(peer, PATIENCE);
+        assert!(matches!(state, Some(PeerState::Down(_))), "round {round}: {state:?}");
+        for other in &mut others {
+            other.goes_on(&me, &format!("round {round}"));
+        }
+        if round % 4 == 3 {
+            // It runs again, and is welcome again.
+            stopped.signal(Signal::CONT);
+            let again = me.peer(&address);
+            me.done(&write(&me, again, &src, &desc, (0, 0, 1 << 20), None));
+            me.engine.remove_peer(again);
+        } else {
+            stopped.signal(Signal::KILL);
+        }
+    }
+    for other in others {
+        other.must_be_exact(&me);
+    }
+}
