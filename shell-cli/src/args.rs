@@ -23,7 +23,8 @@ Examples:
   immwire bench                      everything, in under 30 seconds
   immwire doctor                     what this machine has, and which path each pair takes
   immwire recv --dir inbox           prints an address; then, in another terminal:
-  immwire push model.safetensors iw1:shm:...
+  immwire push model.safetensors iw1:...
+  immwire bench --provider libfabric over TCP on this host; --listen and --connect for two hosts
   immwire sim ep --sweep             what 8 to 512 ranks would take on ConnectX-7
 
 IMMWIRE_LOG=debug (or a filter such as immwire=trace) writes a log to standard error.";
@@ -48,6 +49,9 @@ pub enum Command {
     /// The child that `doctor` tries to write to.
     #[command(name = "__probe-target", hide = true)]
     ProbeTarget,
+    /// The child that loads libfabric for `doctor`.
+    #[command(name = "__probe-libfabric", hide = true)]
+    ProbeLibfabric,
 }
 
 /// Which transport.
@@ -55,6 +59,22 @@ pub enum Command {
 pub enum Provider {
     /// Shared memory, between processes of this host
     Shm,
+    /// libfabric: TCP to any host, AWS EFA
+    Libfabric,
+}
+
+/// What carries the writes.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
+pub struct TransportArgs {
+    /// Which transport [default: the address's, or shm]
+    #[arg(long, value_enum)]
+    pub provider: Option<Provider>,
+    /// libfabric's provider: efa, tcp, net or tcp;ofi_rxm [default: the first of these with a device]
+    #[arg(long, value_name = "PROVIDER")]
+    pub fabric: Option<String>,
+    /// Network interface or device of libfabric's: eth0, lo, an EFA device [default: all but lo]
+    #[arg(long, value_name = "NAME")]
+    pub interface: Option<String>,
 }
 
 const BENCH_HELP: &str = "\
@@ -70,13 +90,18 @@ Rates are timed at the sender, over a window with --depth transfers in flight, u
 each window the receiver checks its counter and every byte; the bytes change each time. Latency ends at
 the receiver: its counter has fired, and it has read the bytes and answered.
 
-The baseline is measured in turns with ours, in the same processes and over the same memory: memcpy into
-the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory. A ratio
-above 1 is better than the baseline. p99 is the slow end: of turns, of barriers, or of the mean transfer
-of a round.
+The baseline is measured in turns with ours, in the same processes and over the same memory. For shm it is
+memcpy into the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory.
+For libfabric it is a loop over fi_writedata on an endpoint of its own, with the same library, provider,
+interface, sizes, depth and immediates, polled on both sides; of write, rate, pages and latency. A
+software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
+asks that it be done when they are there (FI_DELIVERY_COMPLETE). The loop that does not ask is measured
+too, and shown if it differs by more than 5 %. A ratio above 1 is better than the baseline. p99 is the
+slow end: of turns, of barriers, or of the mean transfer of a round.
 
 By default this process and its peers poll, where there is a processor for each, and have threads that
-sleep otherwise.
+sleep otherwise. A peer that it starts itself is reached over lo, if libfabric carries the writes and
+--interface does not say otherwise.
 
 Examples:
   immwire bench
@@ -84,8 +109,11 @@ Examples:
   immwire bench pages --pages 40000 --page-size 4K --json
   immwire bench latency --mode thread
   immwire bench write --plot write.svg
+  immwire bench --provider libfabric --fabric tcp
   immwire bench --listen                     in one terminal, and in another:
-  immwire bench write --connect iw1:shm:...";
+  immwire bench write --connect iw1:...
+  immwire bench --listen --provider libfabric --interface eth0     on one host, and on another:
+  immwire bench latency --connect iw1:... --interface eth0";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]
@@ -100,9 +128,9 @@ pub struct BenchArgs {
     /// Use the peer at this address instead of starting one; for several peers, give it again
     #[arg(long, value_name = "ADDR", requires = "what")]
     pub connect: Vec<NetAddr>,
-    /// Which transport
-    #[arg(long, value_enum, default_value = "shm")]
-    pub provider: Provider,
+    /// What carries the writes
+    #[command(flatten)]
+    pub transport: TransportArgs,
     /// NICs of each engine: 1 to 8
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub nics: u8,
@@ -148,8 +176,9 @@ Each file or folder arrives under its own name. A transfer that was broken off g
 when it is started again; every file is checked by its BLAKE3 digest before it gets its name.
 
 Examples:
-  immwire push model.safetensors iw1:shm:...
-  immwire push checkpoint/ tokenizer.json iw1:shm:...")]
+  immwire push model.safetensors iw1:...
+  immwire push checkpoint/ tokenizer.json iw1:...
+  immwire push --interface eth0 checkpoint/ iw1:...      to a receiver with --provider libfabric")]
 pub struct PushArgs {
     /// Files and folders; symbolic links below them are skipped
     #[arg(required = true, value_name = "FILE|DIR")]
@@ -157,6 +186,9 @@ pub struct PushArgs {
     /// The address that `immwire recv` printed
     #[arg(value_name = "ADDR")]
     pub address: NetAddr,
+    /// What carries the writes
+    #[command(flatten)]
+    pub transport: TransportArgs,
     /// NICs of the engine: 1 to 8
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub nics: u8,
@@ -168,12 +200,14 @@ pub struct PushArgs {
 /// `immwire recv`.
 #[derive(Debug, Args)]
 #[command(after_help = "\
-The address goes to standard output, everything else to standard error. Only processes of the same user
-are let in. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
+The address goes to standard output, everything else to standard error. Over shared memory only processes
+of the same user are let in; over libfabric anybody who reaches the port: on a network that others share,
+use a tunnel. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
 
 Examples:
   immwire recv --dir inbox
-  immwire recv --dir inbox --once > address")]
+  immwire recv --dir inbox --once > address
+  immwire recv --dir inbox --provider libfabric --interface eth0     from another host")]
 pub struct RecvArgs {
     /// Where files go; made if it is not there. Nothing is written outside
     #[arg(long)]
@@ -184,6 +218,9 @@ pub struct RecvArgs {
     /// Replace files that are there with other contents
     #[arg(long)]
     pub overwrite: bool,
+    /// What carries the writes
+    #[command(flatten)]
+    pub transport: TransportArgs,
     /// NICs of the engine: 1 to 8
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub nics: u8,
@@ -193,15 +230,18 @@ pub struct RecvArgs {
 }
 
 const DOCTOR_HELP: &str = "\
-Nothing is loaded and no privilege is needed: libraries are searched for by name where the loader would
-look, not opened, since that would run their code.
+No privilege is needed. Libraries are searched for by name where the loader would look, not opened, since
+that would run their code; but libfabric, if there is one, is loaded by a child process, and asked for its
+devices. IMMWIRE_LIBFABRIC names another libfabric.so.1.
 
 Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What no
-machine can do with this version (GPU memory, other hosts) is said, and does not count.
+machine can do with this version (GPU memory), and what needs a library that is not installed (other
+hosts), is said, and does not count.
 
 Examples:
   immwire doctor
-  immwire doctor --json | jq .paths";
+  immwire doctor --json | jq .paths
+  immwire doctor --json | jq .probes.libfabric";
 
 /// `immwire doctor`.
 #[derive(Debug, Args)]
@@ -340,6 +380,9 @@ pub struct PeerArgs {
     /// Who makes the engine move.
     #[arg(long, value_enum, default_value = "polled")]
     pub mode: Mode,
+    /// What carries the writes.
+    #[command(flatten)]
+    pub transport: TransportArgs,
 }
 
 #[cfg(test)]

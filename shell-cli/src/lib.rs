@@ -5,6 +5,7 @@
 //!
 //! | module | what |
 //! |---|---|
+//! | [`again`] | how this program starts itself |
 //! | [`args`] | the command line |
 //! | [`baseline`] | bare loops that do a benchmark's work without an engine |
 //! | [`mod@bench`] | the benchmarks |
@@ -16,7 +17,9 @@
 //! | [`shared`] | memory that two processes map |
 //! | [`signals`] | Ctrl-C |
 //! | [`sim`] | predictions on a simulated fabric |
+//! | [`transport`] | which transport an engine gets, and what to do when it fails |
 
+pub mod again;
 pub mod args;
 pub mod baseline;
 pub mod bench;
@@ -28,9 +31,11 @@ pub mod report;
 pub mod shared;
 pub mod signals;
 pub mod sim;
+pub mod transport;
 
 use args::{Cli, Command, DoctorArgs, SimArgs, SimCommand};
 use clap::Parser;
+use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -47,17 +52,29 @@ const FAILED: u8 = 1;
 /// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own.
 #[must_use]
 pub fn run() -> ExitCode {
-    let cli = Cli::parse();
+    start(&Cli::parse()).into()
+}
+
+/// As [`run`], for a program of which the command is a part: runs the command line `args`, whose first is the
+/// name of the command. `program` is how the command is started once more ([`again`]). A command line that
+/// makes no sense ends the process. Call once: it listens for signals.
+#[must_use]
+pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
+    again::started_by(program);
+    start(&Cli::parse_from(args))
+}
+
+fn start(cli: &Cli) -> u8 {
     let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
     let ended = signals::listen()
         .map_err(|error| failed(format!("cannot listen for signals: {error}")))
         .and_then(|()| dispatch(&cli.command));
     match ended {
-        Ok(code) => code.into(),
+        Ok(code) => code,
         Err(Failure { code, message }) => {
             eprintln!("immwire: {message}");
-            code.into()
+            code
         }
     }
 }
@@ -65,7 +82,7 @@ pub fn run() -> ExitCode {
 fn dispatch(command: &Command) -> Result<u8, Failure> {
     let bench_failure = |error: bench::command::CommandError| Failure {
         code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
-        message: error.to_string(),
+        message: advised(error.to_string(), error.motor()),
     };
     match command {
         Command::Bench(args) => bench::command::bench(args).map_err(bench_failure).map(|()| 0),
@@ -75,19 +92,30 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
         Command::ProbeTarget => {
             doctor::probe::target().map_err(|error| failed(error.to_string())).map(|()| 0)
         }
+        Command::ProbeLibfabric => {
+            doctor::fabric::child().map_err(|error| failed(error.to_string())).map(|()| 0)
+        }
         Command::Push(args) => {
             let start = std::time::Instant::now();
             let sent = push::send::push(args).map_err(|error| Failure {
                 code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
-                message: error.to_string(),
+                message: advised(error.to_string(), error.motor()),
             })?;
             eprintln!("{}", push::send::summary(sent, start.elapsed()));
             Ok(0)
         }
         Command::Recv(args) => push::recv::recv(args).map(|()| 0).map_err(|error| Failure {
             code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
-            message: error.to_string(),
+            message: advised(error.to_string(), error.motor()),
         }),
+    }
+}
+
+/// What was said, and what to do about it, if something is to be done.
+fn advised(said: String, error: Option<&motor::MotorError>) -> String {
+    match error.and_then(transport::advice) {
+        Some(advice) => format!("{said}\n  what to do: {advice}"),
+        None => said,
     }
 }
 

@@ -4,12 +4,13 @@
 //! think of either.
 
 use crate::signals;
+use crate::transport::TransportError;
 use clap::ValueEnum;
 use immwire::core::wire::Wire;
 use immwire::{
     AddPeerError, BuildError, CountError, CounterTaken, Driver, End, ImmCounter, Message, MrDesc,
     NetAddr, PeerError, PeerId, RecvError, RegisterError, SingleWrite, SubmitError, Transfer,
-    TransferEngine, TransferError,
+    TransferEngine, TransferError, Transport,
 };
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -21,6 +22,9 @@ const SLICE: Duration = Duration::from_millis(100);
 /// waiting added.
 #[derive(Debug, thiserror::Error)]
 pub enum MotorError {
+    /// The flags make no transport.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
     /// The engine could not start.
     #[error("the engine cannot start: {0}")]
     Build(#[from] BuildError),
@@ -74,13 +78,13 @@ pub struct Motor {
 }
 
 impl Motor {
-    /// An engine with `nics` NICs.
+    /// An engine with `nics` NICs on a transport.
     ///
     /// # Errors
     ///
     /// [`MotorError::Build`].
-    pub fn new(nics: u8, mode: Mode) -> Result<Self, MotorError> {
-        let builder = TransferEngine::builder().nics(nics);
+    pub fn new(transport: &Transport, nics: u8, mode: Mode) -> Result<Self, MotorError> {
+        let builder = TransferEngine::builder().transport(transport.clone()).nics(nics);
         Ok(match mode {
             Mode::Thread => Self { engine: builder.build()?, driver: None },
             Mode::Polled => {
@@ -294,8 +298,8 @@ mod tests {
     #[test]
     fn both_modes_connect_send_write_and_count() {
         for mode in [Mode::Polled, Mode::Thread] {
-            let mut here = Motor::new(2, mode).unwrap();
-            let mut there = Motor::new(1, Mode::Thread).unwrap();
+            let mut here = Motor::new(&Transport::Shm, 2, mode).unwrap();
+            let mut there = Motor::new(&Transport::Shm, 1, Mode::Thread).unwrap();
             let peer = here.connect(there.engine().address(), 10 * SECOND).unwrap();
             here.send(peer, b"hello", SECOND).unwrap();
             assert_eq!(there.message(SECOND).unwrap().unwrap().bytes, b"hello");

@@ -13,9 +13,10 @@ use serde_json::Value;
 use std::time::Instant;
 use support::{Listening, ended, immwire, run, signal, text, until};
 
-const FIELDS: [&str; 16] = [
+const FIELDS: [&str; 18] = [
     "bench",
     "provider",
+    "fabric",
     "nics",
     "bytes",
     "pages",
@@ -28,6 +29,7 @@ const FIELDS: [&str; 16] = [
     "baseline_gb_per_s",
     "baseline_half_rtt_us",
     "ratio",
+    "early_ratio",
     "spread",
     "verified",
 ];
@@ -44,7 +46,8 @@ fn rows(args: &[&str]) -> Vec<Value> {
         found.sort_unstable();
         assert_eq!(found, expected);
         assert_eq!(row["verified"], true, "{row}");
-        assert_eq!(row["provider"], "shm");
+        assert_eq!((&row["provider"], &row["fabric"]), (&"shm".into(), &Value::Null));
+        assert!(row["early_ratio"].is_null());
         assert!(row["p99_us"].as_f64().unwrap() > 0.0);
     }
     rows

@@ -210,7 +210,7 @@ fn a_file_that_may_not_grow_is_a_clear_error_on_both_sides() {
 
 /// Says `words` to a receiver as a sender would, raw; returns its first answer.
 fn answer_to(address: &str, fragments: &[Vec<u8>]) -> FromReceiver {
-    let mut motor = Motor::new(1, Mode::Thread).unwrap();
+    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
     let second = Duration::from_secs(1);
     let peer = motor.connect(&address.parse().unwrap(), 20 * second).unwrap();
     for fragment in fragments {
@@ -292,7 +292,7 @@ fn hostile_senders_are_refused_and_the_receiver_goes_on() {
 fn an_offer_that_has_no_room_is_refused_when_it_begins() {
     let to = tempfile::tempdir().unwrap();
     let receiver = Listening::once(to.path());
-    let mut motor = Motor::new(1, Mode::Thread).unwrap();
+    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
     let wait = Duration::from_secs(20);
     let peer = motor.connect(&receiver.address.parse().unwrap(), wait).unwrap();
     let offer = r#"{"say":"offer","version":1,"credit_tag":0,"entries":[{"path":"huge","size":9223372036854775807,"mode":0,"mtime_s":0,"mtime_ns":0}]}"#;

@@ -7,6 +7,8 @@ use super::serve::serve;
 use crate::args::{BenchArgs, PeerArgs};
 use crate::motor::{Mode, Motor, MotorError};
 use crate::report::{PlotError, Row, plot, table};
+use crate::transport::Peers;
+use immwire::Transport;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -52,6 +54,15 @@ impl CommandError {
             Self::Motor(Interrupted) | Self::Row { error: BenchError::Motor(Interrupted), .. }
         )
     }
+
+    /// What the engine said, if it was the engine.
+    #[must_use]
+    pub const fn motor(&self) -> Option<&MotorError> {
+        match self {
+            Self::Motor(error) | Self::Row { error: BenchError::Motor(error), .. } => Some(error),
+            _ => None,
+        }
+    }
 }
 
 const CONNECT: Duration = Duration::from_secs(10);
@@ -63,15 +74,18 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// [`CommandError`].
 pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
     if args.listen {
-        return listen(args.nics, args.mode.unwrap_or(Mode::Polled));
+        let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
+        return listen(&transport, args.nics, args.mode.unwrap_or(Mode::Polled));
     }
     let cases = wish(args).plan()?;
+    let peers = args.connect.first().map_or(Peers::Own, Peers::At);
+    let transport = args.transport.choose(peers).map_err(MotorError::from)?;
     let bar = progress_bar(args, cases.len());
     let mut rows = Vec::new();
     let mut wrong = None;
     for (number, case) in cases.iter().enumerate() {
         bar.set_message(case.what.name());
-        let (row, found) = measure(args, case, &mut |share| {
+        let (row, found) = measure(args, &transport, case, &mut |share| {
             #[expect(
                 clippy::cast_possible_truncation,
                 clippy::cast_sign_loss,
@@ -110,11 +124,12 @@ pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
 /// [`CommandError`].
 pub fn peer(args: &PeerArgs) -> Result<(), CommandError> {
     super::process::end_with_input();
-    listen(args.nics, args.mode)
+    let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
+    listen(&transport, args.nics, args.mode)
 }
 
-fn listen(nics: u8, mode: Mode) -> Result<(), CommandError> {
-    let mut motor = Motor::new(nics, mode)?;
+fn listen(transport: &Transport, nics: u8, mode: Mode) -> Result<(), CommandError> {
+    let mut motor = Motor::new(transport, nics, mode)?;
     let mut out = std::io::stdout();
     writeln!(out, "{}", motor.engine().address())?;
     out.flush()?;
@@ -155,15 +170,16 @@ impl<E: Into<CommandError>> From<E> for Failure {
 /// One row, with peers of its own.
 fn measure(
     args: &BenchArgs,
+    transport: &Transport,
     case: &Case,
     progress: &mut dyn FnMut(f64),
 ) -> Result<(Row, Option<String>), Failure> {
-    let mut motor = Motor::new(args.nics, case.mode)?;
+    let mut motor = Motor::new(transport, args.nics, case.mode)?;
     let mut processes = Vec::new();
     let mut addresses = args.connect.clone();
     if addresses.is_empty() {
         for _ in 0..case.peers {
-            let process = PeerProcess::start(args.nics, case.mode)?;
+            let process = PeerProcess::start(transport, args.nics, case.mode)?;
             addresses.push(process.address().clone());
             processes.push(process);
         }
@@ -173,7 +189,7 @@ fn measure(
         peers.push((motor.connect(address, CONNECT)?, address.to_string()));
     }
     let baseline = !args.no_baseline;
-    let mut bench = Bench { motor: &mut motor, peers: &peers, baseline, progress };
+    let mut bench = Bench { motor: &mut motor, transport, peers: &peers, baseline, progress };
     let measured = bench.run(case).map_err(Failure::Row);
     // The engine leaves before its peers do.
     drop(motor);

@@ -85,7 +85,9 @@ mod tests {
 
     #[test]
     fn memory_from_the_engine_is_found_and_is_the_same() {
-        let motor = crate::motor::Motor::new(1, crate::motor::Mode::Polled).unwrap();
+        let motor =
+            crate::motor::Motor::new(&immwire::Transport::Shm, 1, crate::motor::Mode::Polled)
+                .unwrap();
         let region = motor.engine().alloc(1 << 20).unwrap();
         let place = locate(region.as_ptr().addr() + 4096).unwrap();
         let mapped = open(place).unwrap();

@@ -10,12 +10,14 @@
 //! | [`pattern`] | bytes that tell when and where they belong |
 //! | [`mapping`] | the transfers' memory, for the baseline |
 //! | [`process`] | peer processes |
+//! | [`raw`] | libfabric without an engine, for the baseline |
 
 pub mod command;
 pub mod mapping;
 pub mod pattern;
 pub mod plan;
 pub mod process;
+pub mod raw;
 pub mod run;
 pub mod say;
 pub mod serve;

@@ -7,6 +7,7 @@
 
 use super::mapping::{self, Place};
 use super::plan::{Case, What};
+use super::raw::{self, DEPTH_MAX, Done, Ends, Far, Memory, Piece, Raw, RawError};
 use super::say::{Answer, Ask, Layout, fill, page_lists};
 use super::serve::{Echo, WrongTurn, barriers, join};
 use crate::baseline::{PingPong, PingPongError, Side, Slots};
@@ -14,9 +15,10 @@ use crate::motor::{Motor, MotorError, desc_of, desc_text};
 use crate::report::{Measure, Row, Shape};
 use crate::shared::{SharedError, SharedMemory};
 use crate::signals;
+use crate::transport;
 use immwire::{
     ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, ScatterWrite, SingleWrite,
-    SubmitError, Target, Transfer,
+    SubmitError, Target, Transfer, Transport,
 };
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd};
@@ -56,6 +58,9 @@ pub enum BenchError {
     /// The baseline's ping-pong.
     #[error(transparent)]
     PingPong(#[from] PingPongError),
+    /// The baseline's endpoint.
+    #[error(transparent)]
+    Raw(#[from] RawError),
     /// The row needs other peers.
     #[error("{bench} needs {needed} peers, not {found}")]
     Peers {
@@ -75,6 +80,8 @@ pub enum BenchError {
 pub struct Bench<'a> {
     /// Our engine.
     pub motor: &'a mut Motor,
+    /// What carries its writes.
+    pub transport: &'a Transport,
     /// Peers, each with the address it was reached at.
     pub peers: &'a [(PeerId, String)],
     /// Whether to measure the baseline too.
@@ -88,6 +95,8 @@ pub struct Bench<'a> {
 struct Samples {
     ours: Vec<f64>,
     baseline: Vec<f64>,
+    /// The baseline whose writes are done early.
+    early: Vec<f64>,
     /// Single turns, where the row's p99 is of those.
     single: Vec<f64>,
     wrong: Option<String>,
@@ -122,7 +131,8 @@ impl Bench<'_> {
         let nics = u8::try_from(self.motor.engine().nics().len()).unwrap_or(u8::MAX);
         let shape = Shape {
             bench: case.what.name(),
-            provider: "shm",
+            provider: transport::name(self.transport),
+            fabric: raw::device(self.motor.engine()).map(|(provider, _)| provider.to_owned()),
             nics,
             bytes: match case.what {
                 What::Barrier => None,
@@ -140,6 +150,7 @@ impl Bench<'_> {
         let baseline = (!samples.baseline.is_empty()).then_some(samples.baseline.as_slice());
         let verified = samples.wrong.is_none();
         let row = Row::new(shape, measure, &samples.ours, baseline, verified);
+        let row = row.with_early(&samples.ours, &samples.early);
         Ok((row.with_p99_of(&samples.single), samples.wrong))
     }
 
@@ -229,6 +240,52 @@ impl Bench<'_> {
         }
     }
 
+    /// An endpoint without an engine beside ours, and one at the peer, over the memory prepared there;
+    /// `None` if no baseline is wanted, or there is none of this kind.
+    fn raw(&mut self, there: &There, src: &Region) -> Option<Bare> {
+        raw::device(self.motor.engine()).filter(|_| self.baseline)?;
+        match self.open_raw(there, src) {
+            Ok(bare) => Some(bare),
+            Err(error) => {
+                tracing::warn!(%error, "no baseline");
+                None
+            }
+        }
+    }
+
+    fn open_raw(&mut self, there: &There, src: &Region) -> Result<Bare, BenchError> {
+        let nowhere = || BenchError::Confused("an engine that is not on libfabric".to_owned());
+        let (provider, domain) = raw::device(self.motor.engine()).ok_or_else(nowhere)?;
+        let mut raw = Raw::open(provider, domain, PATIENCE)?;
+        self.ask(there.peer, &Ask::Raw { endpoint: raw.name().to_vec() })?;
+        let far = match self.answer(there.peer)? {
+            Answer::Raw { far } => far,
+            other => return Err(confused(&other)),
+        };
+        raw.meet(&far.endpoint)?;
+        let region = src.clone();
+        // SAFETY: the clone is kept as long as the registration, and dropped after it. Nothing of ours
+        // writes to it while the endpoint runs: rounds of the engine's and its rounds take turns.
+        let memory = unsafe { raw.register_region(&region) }?;
+        let data = there.tag.bits().into();
+        Ok(Bare { memory, raw, far, data, peer: there.peer, _region: region })
+    }
+
+    /// A round of `bare`: how long `count` writes took, if there is such a form.
+    fn bare_stream(
+        &mut self,
+        bare: &mut Bare,
+        (count, depth, done): (u64, u32, Done),
+        piece: impl Fn(u64) -> Piece,
+    ) -> Result<Option<Duration>, BenchError> {
+        if done == Done::Early && !bare.raw.is_software() {
+            return Ok(None);
+        }
+        self.ready(bare.peer, &Ask::RawTake { writes: count, data: bare.data })?;
+        let Bare { raw, memory, far, data, .. } = bare;
+        Ok(Some(raw.stream(memory, far, count, depth, (*data, done), piece)?))
+    }
+
     /// Submits `count` transfers, at most `depth` in flight, until all have ended: how long that took.
     fn window(
         &mut self,
@@ -254,14 +311,15 @@ impl Bench<'_> {
     }
 
     /// Rounds in turns until the case's time is over. `ours` and `baseline` do so many transfers and
-    /// say how long it took; `fresh` gives the source the bytes of a seed; `check` finds what is wrong.
+    /// say how long it took; `fresh` gives the source the bytes of a seed; `check` finds what is wrong
+    /// after so many writes of the engine's.
     fn rounds(
         &mut self,
         case: &Case,
         mut fresh: impl FnMut(u64),
         mut ours: impl FnMut(&mut Self, u64) -> Result<Duration, BenchError>,
-        mut baseline: impl FnMut(u64) -> Option<Duration>,
-        mut check: impl FnMut(&mut Self, u64, u64) -> Result<Option<String>, BenchError>,
+        mut baseline: impl FnMut(&mut Self, u64, Done) -> Result<Option<Duration>, BenchError>,
+        mut check: impl FnMut(&mut Self, u64, u64, u64) -> Result<Option<String>, BenchError>,
     ) -> Result<Samples, BenchError> {
         let mut samples = Samples::default();
         let mut seed = u64::from(std::process::id()) << 32;
@@ -273,13 +331,22 @@ impl Bench<'_> {
             seed += 1;
             fresh(seed);
             let took = ours(self, count)?;
-            samples.wrong = samples.wrong.take().or(check(self, count, seed)?);
-            seed += 1;
-            fresh(seed);
-            let bare = baseline(count);
+            samples.wrong = samples.wrong.take().or(check(self, count, count, seed)?);
+            let mut bare = [None; 2];
+            for (took, done) in bare.iter_mut().zip([Done::Delivered, Done::Early]) {
+                seed += 1;
+                fresh(seed);
+                *took = baseline(self, count, done)?;
+                if took.is_some() {
+                    // Of writes that the engine knows nothing of.
+                    samples.wrong = samples.wrong.take().or(check(self, 0, count, seed)?);
+                }
+            }
             if counts.is_some() {
                 samples.ours.push(each(took, count));
-                samples.baseline.extend(bare.map(|bare| each(bare, count)));
+                let [bare, early] = bare.map(|took| took.map(|took| each(took, count)));
+                samples.baseline.extend(bare);
+                samples.early.extend(early);
             }
             if counts.is_none_or(|rounds: u32| rounds < 3) {
                 let wanted = ROUND.as_secs_f64() / each(took, count);
@@ -293,6 +360,7 @@ impl Bench<'_> {
                 // What was timed while the size of a round was still being found is thrown away.
                 samples.ours.clear();
                 samples.baseline.clear();
+                samples.early.clear();
                 counts = Some(counts.unwrap_or(0) + 1);
             }
             if self.is_late(case, start, &samples)? {
@@ -334,6 +402,7 @@ impl Bench<'_> {
         let src = self.alloc(total)?;
         let mapped = self.mapped(&there);
         let places = mapped.as_ref().and_then(|mapped| mapped.slots(&src, slot, slot_count));
+        let mut raw = self.raw(&there, &src);
         let (desc, tag, to) = (there.desc, there.tag, there.peer);
         let arrivals = AtomicU64::new(0);
         let (bytes, source) = (case.bytes, src.clone());
@@ -354,21 +423,28 @@ impl Bench<'_> {
                     })
                 })?)
             },
-            |count| {
-                let count = usize::try_from(count).ok()?;
-                let places = places.as_ref()?;
-                let bytes = usize::try_from(bytes).ok()?;
-                Some(if counted {
-                    places.copy_and_count(bytes, count, &arrivals)
-                } else {
-                    places.copy(bytes, count)
-                })
+            |bench, count, done| {
+                if let Some(raw) = &mut raw {
+                    return bench.bare_stream(raw, (count, case.depth, done), |number| {
+                        let at = (number % slots) * slot;
+                        Piece { from: at, to: at, len: bytes }
+                    });
+                }
+                let sizes = usize::try_from(count).ok().zip(usize::try_from(bytes).ok());
+                let sizes = sizes.filter(|_| done == Done::Delivered);
+                Ok(places.as_ref().zip(sizes).map(|(places, (count, bytes))| {
+                    if counted {
+                        places.copy_and_count(bytes, count, &arrivals)
+                    } else {
+                        places.copy(bytes, count)
+                    }
+                }))
             },
-            |bench, count, seed| {
+            |bench, writes, count, seed| {
                 // A round begins at the first slot, and may end before the last.
                 let written = slot_count.min(u32::try_from(count).unwrap_or(u32::MAX));
                 let layout = Layout::Slots { from: 0, stride: slot, bytes, slots: written };
-                bench.check(&there, count, seed, layout)
+                bench.check(&there, writes, seed, layout)
             },
         )
     }
@@ -381,6 +457,7 @@ impl Bench<'_> {
         let src = self.alloc(case.bytes)?;
         let mapped = self.mapped(&there);
         let slots = mapped.as_ref().and_then(|mapped| mapped.slots(&src, page_bytes, pages));
+        let mut raw = self.raw(&there, &src);
         let (from, to) = page_lists(pages);
         let [src_pages, dst_pages] = [&from, &to].map(|list| Pages {
             indices: PageIndices::from(list.as_slice()),
@@ -405,10 +482,24 @@ impl Bench<'_> {
                     motor.engine().submit_paged_writes(&write)
                 })?)
             },
-            |count| (0..count).map(|_| slots.as_ref()?.copy_pages(&from, &to)).sum(),
-            |bench, count, seed| {
+            |bench, count, done| {
+                if let Some(raw) = &mut raw {
+                    let writes = count * u64::from(pages);
+                    return bench.bare_stream(raw, (writes, DEPTH_MAX, done), |number| {
+                        // Below the number of pages, which both lists have.
+                        let at = usize::try_from(number % u64::from(pages)).unwrap_or(0);
+                        let offset = |list: &[u32]| {
+                            list.get(at).map_or(0, |page| u64::from(*page) * page_bytes)
+                        };
+                        Piece { from: offset(&from), to: offset(&to), len: page_bytes }
+                    });
+                }
+                let slots = slots.as_ref().filter(|_| done == Done::Delivered);
+                Ok((0..count).map(|_| slots?.copy_pages(&from, &to)).sum())
+            },
+            |bench, writes, _, seed| {
                 let layout = Layout::Shuffled { pages, page_bytes };
-                bench.check(&there, count * u64::from(pages), seed, layout)
+                bench.check(&there, writes * u64::from(pages), seed, layout)
             },
         )
     }
@@ -448,12 +539,12 @@ impl Bench<'_> {
                 Ok(bench
                     .window(case.depth, count, |motor, _| motor.engine().submit_scatter(&write))?)
             },
-            |count| {
-                let whole = slots.len() == all.len();
+            |_, count, done| {
+                let whole = slots.len() == all.len() && done == Done::Delivered;
                 let one = || slots.iter().map(|slots| slots.copy(bytes, 1)).sum::<Duration>();
-                whole.then(|| (0..count).map(|_| one()).sum())
+                Ok(whole.then(|| (0..count).map(|_| one()).sum()))
             },
-            |bench, count, seed| {
+            |bench, count, _, seed| {
                 let mut wrong = None;
                 for (there, from) in all.iter().zip(offsets.clone()) {
                     let layout = Layout::Slots { from, stride: 0, bytes: case.bytes, slots: 1 };
@@ -472,6 +563,8 @@ impl Bench<'_> {
         let there = self.prepare(*peer, bytes)?;
         let (inbox, out) = (self.alloc(bytes)?, self.alloc(bytes)?);
         let counter = self.motor.engine().counter().map_err(MotorError::from)?;
+        let mut raw = self.raw(&there, &inbox);
+        let raw_out = self.alloc(bytes)?;
         let mut echo = Echo::over(&inbox, &counter, out);
         let len = usize::try_from(bytes).unwrap_or(usize::MAX);
         let mut samples = Samples::default();
@@ -504,11 +597,18 @@ impl Bench<'_> {
                 }
             }
             let took = round.elapsed();
-            let bare = if self.baseline && !single {
-                self.bare(there.peer, len, turns)?
-            } else {
-                Vec::new()
-            };
+            let mut bare = [Vec::new(), Vec::new()];
+            if self.baseline && !single {
+                for (times, done) in bare.iter_mut().zip([Done::Delivered, Done::Early]) {
+                    match &mut raw {
+                        Some(raw) => *times = self.bare_echo(raw, &raw_out, turns, done)?,
+                        None if there.place.is_some() && done == Done::Delivered => {
+                            *times = self.bare(there.peer, len, turns)?;
+                        }
+                        None => {}
+                    }
+                }
+            }
             warm += 1;
             if warm < 3 {
                 let wanted = (ROUND.as_secs_f64() / each(took, turns)).clamp(1.0, 1e6);
@@ -523,13 +623,36 @@ impl Bench<'_> {
                 samples.single.append(&mut times);
             } else {
                 samples.ours.append(&mut times);
+                let [bare, early] = bare;
                 samples.baseline.extend(bare);
+                samples.early.extend(early);
             }
             if self.is_late(case, start, &samples)? {
                 break;
             }
         }
         Ok(samples)
+    }
+
+    /// A round of the ping-pong without an engine over libfabric: seconds one way, for each batch.
+    fn bare_echo(
+        &mut self,
+        bare: &mut Bare,
+        out: &Region,
+        turns: u64,
+        done: Done,
+    ) -> Result<Vec<f64>, BenchError> {
+        if done == Done::Early && !bare.raw.is_software() {
+            return Ok(Vec::new());
+        }
+        // SAFETY: registered until the end of this function, while the caller keeps the region; only the
+        // endpoint uses it.
+        let out = unsafe { bare.raw.register_region(out) }?;
+        let (bytes, data) = (bare.memory.len(), bare.data);
+        let far = bare.memory.far(bare.raw.name());
+        self.ready(bare.peer, &Ask::RawEcho { far, bytes, turns, data, done })?;
+        let ends = Ends { inbox: &bare.memory, out: &out, far: &bare.far };
+        Ok(bare.raw.ping(&ends, turns, BATCH, (data, done))?)
     }
 
     /// A round of the bare ping-pong, over memory of its own: seconds one way, for each batch.
@@ -601,6 +724,18 @@ impl Bench<'_> {
         }
         Ok(samples)
     }
+}
+
+/// An endpoint without an engine, over memory of ours, and what it writes to.
+struct Bare {
+    /// Dropped first.
+    memory: Memory,
+    raw: Raw,
+    far: Far,
+    data: u64,
+    peer: PeerId,
+    /// What the memory is of.
+    _region: Region,
 }
 
 /// The peer's memory, mapped without the engine.

@@ -3,6 +3,7 @@
 
 use super::mapping::Place;
 use super::pattern;
+use super::raw::{Done, Far};
 use immwire::Region;
 use serde::{Deserialize, Serialize};
 
@@ -44,6 +45,32 @@ pub enum Ask {
         /// How often.
         turns: u64,
     },
+    /// Have an endpoint of libfabric's without an engine, over the memory that was prepared. Answer:
+    /// [`Answer::Raw`].
+    Raw {
+        /// Address of the asker's.
+        endpoint: Vec<u8>,
+    },
+    /// Take so many writes there. [`Answer::Ready`] first.
+    RawTake {
+        /// How many.
+        writes: u64,
+        /// The data of each.
+        data: u64,
+    },
+    /// Answer each write there with one. [`Answer::Ready`] first.
+    RawEcho {
+        /// Where to.
+        far: Far,
+        /// Bytes each way, at least 8.
+        bytes: u64,
+        /// How often.
+        turns: u64,
+        /// The data of each.
+        data: u64,
+        /// When a write is done.
+        done: Done,
+    },
     /// Know these members, the asker among them, and have two counters. Answer: [`Answer::Joined`].
     Join {
         /// Addresses; the own is left out.
@@ -73,6 +100,11 @@ pub enum Answer {
     Checked {
         /// What is wrong.
         wrong: Option<String>,
+    },
+    /// The endpoint without an engine is there.
+    Raw {
+        /// Where to write.
+        far: Far,
     },
     /// Go on.
     Ready,
@@ -185,7 +217,7 @@ mod tests {
 
     #[test]
     fn a_region_is_right_when_filled_and_wrong_when_one_byte_is_not() {
-        let motor = Motor::new(1, Mode::Polled).unwrap();
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Polled).unwrap();
         let bytes = 200_000;
         let region = motor.engine().alloc(bytes).unwrap();
         let bytes = bytes as u64;
@@ -208,7 +240,7 @@ mod tests {
 
     #[test]
     fn shuffled_pages_are_right_only_where_the_lists_say() {
-        let motor = Motor::new(1, Mode::Polled).unwrap();
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Polled).unwrap();
         let (pages, page_bytes) = (50, 4096);
         let [src, dst] = [(); 2].map(|()| motor.engine().alloc(50 * 4096).unwrap());
         fill(&src, 4, 50 * 4096);

@@ -3,6 +3,7 @@
 //! Measures nothing and trusts nothing: what a client asks for wrongly is answered with a reason.
 
 use super::mapping;
+use super::raw::{self, Ends, Memory, Raw, RawError};
 use super::say::{Answer, Ask, Layout, wrong};
 use crate::baseline::{PingPong, Side};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
@@ -18,8 +19,16 @@ const AWAKE: Duration = Duration::from_millis(200);
 /// What a peer keeps for one client.
 #[derive(Default)]
 struct Client {
+    /// Over the memory, so it goes first.
+    raw: Option<RawEnd>,
     memory: Option<(Region, ImmCounter)>,
     barrier: Option<(PeerGroup, [ImmCounter; 2])>,
+}
+
+/// An endpoint without an engine, over a client's memory.
+struct RawEnd {
+    memory: Memory,
+    raw: Raw,
 }
 
 /// Why a client's wish was not met.
@@ -35,6 +44,8 @@ enum ServeError {
     Mapping(#[from] mapping::MappingError),
     #[error(transparent)]
     PingPong(#[from] crate::baseline::PingPongError),
+    #[error(transparent)]
+    Raw(#[from] RawError),
     #[error("turn {turn} brought {found:#x}")]
     WrongTurn { turn: u64, found: u64 },
 }
@@ -95,7 +106,7 @@ fn meet(
 ) -> Result<Option<Answer>, ServeError> {
     match ask {
         Ask::Prepare { bytes } => {
-            client.memory = None;
+            (client.raw, client.memory) = (None, None);
             let bytes = usize::try_from(bytes).map_err(|_| ServeError::Bad("too many bytes"))?;
             let region = motor.engine().alloc(bytes).map_err(MotorError::from)?;
             let counter = motor.engine().counter().map_err(MotorError::from)?;
@@ -129,6 +140,40 @@ fn meet(
             for _ in 0..turns {
                 pong.pong(PATIENCE)?;
             }
+            Ok(None)
+        }
+        Ask::Raw { endpoint } => {
+            client.raw = None;
+            let (region, _) = client.memory.as_ref().ok_or(ServeError::Bad("no memory"))?;
+            let (provider, domain) =
+                raw::device(motor.engine()).ok_or(ServeError::Bad("not on libfabric here"))?;
+            let mut raw = Raw::open(provider, domain, PATIENCE)?;
+            raw.meet(&endpoint)?;
+            // SAFETY: the client's region stays until the endpoint over it is gone: whatever replaces or
+            // drops it does so in that order. It is read and written by methods of `Region` only, between
+            // calls of the endpoint's; its bytes are the peers' to write.
+            let memory = unsafe { raw.register_region(region) }?;
+            let far = memory.far(raw.name());
+            client.raw = Some(RawEnd { memory, raw });
+            Ok(Some(Answer::Raw { far }))
+        }
+        Ask::RawTake { writes, data } => {
+            let end = client.raw.as_mut().ok_or(ServeError::Bad("no endpoint"))?;
+            say(motor, from, &Answer::Ready)?;
+            end.raw.take(writes, data)?;
+            Ok(None)
+        }
+        Ask::RawEcho { far, bytes, turns, data, done } => {
+            let RawEnd { memory, raw } =
+                client.raw.as_mut().ok_or(ServeError::Bad("no endpoint"))?;
+            let bytes = usize::try_from(bytes.max(8)).map_err(|_| ServeError::Bad("too long"))?;
+            let region = motor.engine().alloc(bytes).map_err(MotorError::from)?;
+            // SAFETY: the region is dropped after its registration, at the end of this block; nobody else
+            // knows of it.
+            let out = unsafe { raw.register_region(&region) }?;
+            say(motor, from, &Answer::Ready)?;
+            let ends = Ends { inbox: memory, out: &out, far: &far };
+            raw.pong(&ends, turns, (data, done))?;
             Ok(None)
         }
         Ask::Join { members } => {

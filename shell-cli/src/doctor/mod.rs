@@ -1,13 +1,15 @@
 //! What the machine has, which path each pair takes, why not a faster one, what to do about it.
 //!
-//! Three parts: [`facts`] reads, [`probe`] tries, [`verdict`] judges; here it is put into words.
+//! Three parts: [`facts`] reads, [`probe`] and [`fabric`] try, [`verdict`] judges; here it is put into words.
 
+pub mod fabric;
 pub mod facts;
 pub mod probe;
 pub mod verdict;
 
 use crate::report::bytes_text;
 use comfy_table::{ContentArrangement, Table, presets};
+use fabric::Libfabric;
 use facts::{Facts, Limit};
 use probe::{Attempt, Probes};
 use serde::Serialize;
@@ -34,7 +36,7 @@ pub struct Diagnosis {
 pub fn examine() -> std::io::Result<Diagnosis> {
     let library_path = std::env::var("LD_LIBRARY_PATH").ok();
     let facts = facts::gather(std::path::Path::new("/"), library_path.as_deref());
-    let probes = probe::probe(&std::env::current_exe()?);
+    let probes = probe::probe(crate::again::command()?, crate::again::command()?);
     let verdict = verdict::judge(&facts, &probes);
     Ok(Diagnosis { facts, probes, verdict })
 }
@@ -109,6 +111,7 @@ impl Diagnosis {
             let found = library.path.as_ref().map(|path| path.display().to_string());
             rows.push([library.name.into(), found.unwrap_or_else(|| "not found".into())]);
         }
+        rows.push(["libfabric".into(), fabric_text(&self.probes.libfabric)]);
         rows.push(["GPUs".into(), gpu_text(facts)]);
         rows.push(["RDMA".into(), rdma_text(facts)]);
         rows.push(["network".into(), network_text(facts)]);
@@ -169,6 +172,20 @@ fn attempt_text(attempt: &Attempt) -> String {
     }
 }
 
+fn fabric_text(libfabric: &Libfabric) -> String {
+    let provider = |provider: &fabric::FabricProvider| match &provider.why_not {
+        Some(why) => format!("{}: {why}", provider.name),
+        None => format!("{} fits on {}", provider.name, provider.interfaces.join(", ")),
+    };
+    match libfabric {
+        Libfabric::Found(found) => {
+            let providers = joined(found.providers.iter().map(provider), "no provider");
+            format!("{} at {}: {providers}", found.version, found.path.display())
+        }
+        Libfabric::NotFound(why) | Libfabric::Fails(why) => why.clone(),
+    }
+}
+
 fn gpu_text(facts: &Facts) -> String {
     let gpu = |gpu: &facts::Gpu| {
         let node = gpu.numa_node.map_or(String::new(), |node| format!(" on node {node}"));
@@ -217,12 +234,20 @@ mod tests {
             memfd_sealing: Attempt::Works,
             process_vm_writev: fails,
             unix_socket: Attempt::Works,
+            libfabric: Libfabric::NotFound("no libfabric could be loaded".into()),
         };
         let mut facts = Facts::default();
         facts.cpu.online = Some(1);
         let verdict = verdict::judge(&facts, &probes);
         let text = Diagnosis { facts, probes, verdict }.text(100);
-        for needle in ["pair", "bounce ring", "other hosts", "note: one processor", "slower path"] {
+        for needle in [
+            "pair",
+            "bounce ring",
+            "other hosts",
+            "could be loaded",
+            "note: one processor",
+            "slower path",
+        ] {
             assert!(text.contains(needle), "{needle} in\n{text}");
         }
         let tabled = text.lines().filter(|line| !line.trim_start().starts_with("note"));

@@ -2,12 +2,12 @@
 //!
 //! Sandboxes refuse calls that version numbers promise, so each is made once, harmlessly: a memfd is
 //! sealed and thrown away, and a child of our own is written to. The child is this program again,
-//! started with [`TARGET_COMMAND`].
+//! started with [`TARGET_COMMAND`]. Another child asks libfabric ([`super::fabric`]).
 
+use super::fabric::Libfabric;
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use serde::Serialize;
 use std::io::{BufRead, BufReader, Read, Write};
-use std::path::Path;
 use std::process::{Child, Command, Stdio};
 
 /// The hidden subcommand under which this program is the child that is written to.
@@ -51,15 +51,18 @@ pub struct Probes {
     pub process_vm_writev: Attempt,
     /// Binding a Unix socket: how peers find each other.
     pub unix_socket: Attempt,
+    /// Loading libfabric, and asking for its devices.
+    pub libfabric: Libfabric,
 }
 
-/// Tries everything. `program` is this program, to be started as the child.
+/// Tries everything. `program` and `again` start this program, as a child each.
 #[must_use]
-pub fn probe(program: &Path) -> Probes {
+pub fn probe(program: Command, again: Command) -> Probes {
     Probes {
         memfd_sealing: Attempt::of(memfd_sealing()),
         process_vm_writev: Attempt::of(write_to_child(program)),
         unix_socket: Attempt::of(std::os::unix::net::UnixDatagram::pair().map(|_| ())),
+        libfabric: super::fabric::probe(again),
     }
 }
 
@@ -93,8 +96,8 @@ impl Drop for Reaped {
     }
 }
 
-fn write_to_child(program: &Path) -> Result<(), WriteError> {
-    let child = Command::new(program)
+fn write_to_child(mut program: Command) -> Result<(), WriteError> {
+    let child = program
         .arg(TARGET_COMMAND)
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
@@ -155,11 +158,15 @@ mod tests {
 
     #[test]
     fn a_program_that_is_not_ours_fails_with_what_it_said() {
-        let Attempt::Fails(why) = probe(Path::new("/bin/echo")).process_vm_writev else {
+        let Attempt::Fails(why) =
+            probe(Command::new("/bin/echo"), Command::new("/bin/echo")).process_vm_writev
+        else {
             panic!("echo printed no address")
         };
         assert!(why.contains("__probe-target"), "{why}");
-        let Attempt::Fails(why) = probe(Path::new("/nonexistent")).process_vm_writev else {
+        let Attempt::Fails(why) =
+            probe(Command::new("/nonexistent"), Command::new("/nonexistent")).process_vm_writev
+        else {
             panic!("there is no such program")
         };
         assert!(why.contains("no child process"), "{why}");

@@ -5,9 +5,10 @@
 //! # Invariants
 //!
 //! - Every row that is not the fastest says why and what to do.
-//! - The level follows from the rows alone: what this version cannot do on any machine is said, but
-//!   is not held against this machine.
+//! - The level follows from the rows alone: what this version cannot do on any machine, and what a
+//!   machine alone has no need of, is said, but is not held against this machine.
 
+use super::fabric::{Fabric, Libfabric};
 use super::facts::{Facts, Limit};
 use super::probe::{Attempt, Probes};
 use serde::Serialize;
@@ -24,6 +25,8 @@ pub enum State {
     Broken,
     /// Not, because this version has no provider for it.
     NotInThisVersion,
+    /// Not, until something is installed or set up that not every machine needs.
+    Missing,
 }
 
 /// How one kind of pair is served.
@@ -66,7 +69,8 @@ pub struct Verdict {
 pub fn judge(facts: &Facts, probes: &Probes) -> Verdict {
     let mapped = mapped(probes);
     let runs = mapped.state == State::Best;
-    let paths = vec![mapped, registered(facts, probes, runs), gpus(facts), hosts(facts)];
+    let paths =
+        vec![mapped, registered(facts, probes, runs), gpus(facts), hosts(facts, &probes.libfabric)];
     let any = |state| paths.iter().any(|path| path.state == state);
     let exit_code = if any(State::Broken) { 2 } else { u8::from(any(State::Degraded)) };
     Verdict { exit_code, notes: notes(facts), paths }
@@ -155,25 +159,77 @@ fn gpus(facts: &Facts) -> Path {
     }
 }
 
-fn hosts(facts: &Facts) -> Path {
+fn hosts(facts: &Facts, libfabric: &Libfabric) -> Path {
+    let pair = "other hosts";
+    let missing = |why: String, todo: &str| Path {
+        pair,
+        path: "none".into(),
+        state: State::Missing,
+        why,
+        todo: todo.into(),
+    };
+    match libfabric {
+        Libfabric::Found(found) => over(facts, found).unwrap_or_else(|| {
+            missing(
+                format!("libfabric {} has no device that leads to another host", found.version),
+                "bring a network interface up; the line on libfabric above says why others do not fit",
+            )
+        }),
+        Libfabric::NotFound(_) => missing(
+            "no libfabric found".into(),
+            "install libfabric (with EFA: by AWS's installer), or have IMMWIRE_LIBFABRIC name its \
+             libfabric.so.1",
+        ),
+        Libfabric::Fails(why) => {
+            missing(format!("libfabric fails: {why}"), "install another version of it")
+        }
+    }
+}
+
+/// What an engine takes by itself: the first provider, on its devices but loopback.
+fn over(facts: &Facts, found: &Fabric) -> Option<Path> {
+    let outward = |name: &&super::fabric::FabricProvider| name.outward().next().is_some();
+    let provider = found.providers.iter().find(outward)?;
+    let interfaces: Vec<_> = provider.outward().collect();
+    let efa = found.providers.iter().find(|other| other.name == "efa");
+    let no_efa = efa.and_then(|efa| efa.why_not.as_deref()).unwrap_or("not a provider there");
     let active: Vec<_> = facts
         .rdma
         .iter()
         .filter(|device| device.ports.iter().any(|port| port.active))
         .map(|device| device.name.as_str())
         .collect();
-    let found = match (active.as_slice(), facts.rdma.len() + facts.efa.len()) {
-        ([], 0) => "no RDMA device found".to_owned(),
-        ([], _) => "RDMA devices found, none with an active port".to_owned(),
-        (names, _) => format!("RDMA found: {}", names.join(", ")),
+    let (state, why, todo) = if provider.name == "efa" {
+        (State::Best, "the fastest there is on AWS".to_owned(), "-")
+    } else if !facts.efa.is_empty() {
+        (
+            State::Degraded,
+            format!("EFA found, but libfabric {} does not offer it: {no_efa}", found.version),
+            "install AWS's EFA software (driver, rdma-core, libfabric)",
+        )
+    } else if active.is_empty() {
+        let why = match facts.rdma.len() {
+            0 => "no RDMA device found",
+            _ => "RDMA devices found, none with an active port",
+        };
+        (State::Best, why.to_owned(), "-")
+    } else {
+        (
+            State::Best,
+            format!(
+                "RDMA found: {}; the verbs provider is not part of this version",
+                active.join(", ")
+            ),
+            "wait for a version with it",
+        )
     };
-    Path {
+    Some(Path {
         pair: "other hosts",
-        path: "none".into(),
-        state: State::NotInThisVersion,
-        why: format!("{found}; the verbs and libfabric providers are not part of this version"),
-        todo: "wait for a version with them".into(),
-    }
+        path: format!("libfabric: {} on {}", provider.name, interfaces.join(", ")),
+        state,
+        why,
+        todo: todo.into(),
+    })
 }
 
 fn notes(facts: &Facts) -> Vec<Note> {
@@ -219,6 +275,7 @@ fn notes(facts: &Facts) -> Vec<Note> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doctor::fabric::FabricProvider;
     use crate::doctor::facts::{Gpu, NumaNode, RdmaDevice, RdmaPort};
 
     fn probes(memfd: bool, writev: bool, socket: bool) -> Probes {
@@ -229,7 +286,53 @@ mod tests {
             memfd_sealing: attempt(memfd),
             process_vm_writev: attempt(writev),
             unix_socket: attempt(socket),
+            libfabric: Libfabric::NotFound("not there".into()),
         }
+    }
+
+    /// A libfabric with these providers: interfaces, or why not.
+    fn fabric(providers: &[(&str, Result<&[&str], &str>)]) -> Libfabric {
+        let provider = |(name, found): &(&str, Result<&[&str], &str>)| FabricProvider {
+            name: (*name).into(),
+            interfaces: found.unwrap_or_default().iter().map(|name| (*name).to_owned()).collect(),
+            why_not: found.err().map(str::to_owned),
+        };
+        let providers = providers.iter().map(provider).collect();
+        Libfabric::Found(Fabric { path: "/l".into(), version: "1.17".into(), providers })
+    }
+
+    #[test]
+    fn other_hosts_are_reached_by_what_libfabric_has() {
+        let judged = |facts: &Facts, libfabric| {
+            let probes = Probes { libfabric, ..probes(true, true, true) };
+            let verdict = judge(facts, &probes);
+            (verdict.paths[3].clone(), verdict.exit_code)
+        };
+        let none = Facts::default();
+        for (libfabric, why) in [
+            (Libfabric::NotFound("x".into()), "no libfabric found"),
+            (Libfabric::Fails("it crashed".into()), "it crashed"),
+            (fabric(&[("tcp", Ok(&["lo"])), ("udp", Err("y"))]), "no device that leads"),
+            (fabric(&[]), "no device that leads"),
+        ] {
+            let (path, code) = judged(&none, libfabric);
+            assert_eq!((path.state, code), (State::Missing, 0), "{path:?}");
+            assert!(path.why.contains(why) && path.todo.len() > 10, "{path:?}");
+        }
+        let tcp = || fabric(&[("efa", Err("no device")), ("tcp", Ok(&["eth0", "lo"]))]);
+        let (path, code) = judged(&none, tcp());
+        assert_eq!(
+            (path.path.as_str(), path.state, code),
+            ("libfabric: tcp on eth0", State::Best, 0)
+        );
+        let efa_there = Facts { efa: vec!["0000:00:1f.0".into()], ..Facts::default() };
+        let (path, code) = judged(&efa_there, tcp());
+        assert_eq!((path.state, code), (State::Degraded, 1));
+        assert!(path.why.contains("1.17 does not offer it: no device"), "{path:?}");
+        let efa = fabric(&[("efa", Ok(&["rdmap0s31-rdm"])), ("tcp", Ok(&["eth0"]))]);
+        let (path, code) = judged(&efa_there, efa);
+        assert_eq!((path.state, code), (State::Best, 0));
+        assert!(path.path.contains("efa on rdmap0s31-rdm"), "{path:?}");
     }
 
     #[test]
@@ -276,17 +379,17 @@ mod tests {
             rdma: vec![device("mlx5_0", true), device("mlx5_1", false)],
             ..Facts::default()
         };
-        let verdict = judge(&facts, &probes(true, true, true));
+        let tcp = || {
+            let libfabric = fabric(&[("tcp", Ok(&["eth0"]))]);
+            Probes { libfabric, ..probes(true, true, true) }
+        };
+        let verdict = judge(&facts, &tcp());
         assert!(verdict.paths[2].why.starts_with("2 GPU(s)"));
+        assert_eq!(verdict.paths[2].state, State::NotInThisVersion);
         assert!(verdict.paths[3].why.starts_with("RDMA found: mlx5_0;"));
-        assert!(verdict.paths[2..].iter().all(|path| path.state == State::NotInThisVersion));
         assert_eq!(verdict.exit_code, 0);
         let down = Facts { rdma: vec![device("mlx5_1", false)], ..Facts::default() };
-        assert!(
-            judge(&down, &probes(true, true, true)).paths[3]
-                .why
-                .contains("none with an active port")
-        );
+        assert!(judge(&down, &tcp()).paths[3].why.contains("none with an active port"));
     }
 
     #[test]

@@ -11,6 +11,7 @@ use crate::args::RecvArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
 use crate::signals;
+use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -53,6 +54,12 @@ impl RecvError {
     pub const fn interrupted(&self) -> bool {
         matches!(self, Self::Talk(TalkError::Motor(MotorError::Interrupted)))
     }
+
+    /// What the engine said, if it was the engine.
+    #[must_use]
+    pub const fn motor(&self) -> Option<&MotorError> {
+        if let Self::Talk(TalkError::Motor(error)) = self { Some(error) } else { None }
+    }
 }
 
 impl From<MotorError> for RecvError {
@@ -74,7 +81,8 @@ impl From<StreamError> for RecvError {
 /// [`RecvError`]: it cannot start or go on; with `--once`, also that the push was not completed.
 pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
     let store = Store::open(&args.dir, args.overwrite)?;
-    let motor = Motor::new(args.nics, Mode::Thread)?;
+    let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
+    let motor = Motor::new(&transport, args.nics, Mode::Thread)?;
     let address = motor.engine().address().to_string();
     let mut talk = Talk::new(motor, Duration::from_secs(args.patience));
     let mut out = std::io::stdout();

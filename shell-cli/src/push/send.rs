@@ -10,6 +10,7 @@ use crate::args::PushArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_of};
 use crate::report::bytes_text;
 use crate::signals;
+use crate::transport::Peers;
 use immwire::{
     ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, Transfer,
 };
@@ -55,6 +56,12 @@ impl PushError {
     pub const fn interrupted(&self) -> bool {
         matches!(self, Self::Talk(TalkError::Motor(MotorError::Interrupted)))
     }
+
+    /// What the engine said, if it was the engine.
+    #[must_use]
+    pub const fn motor(&self) -> Option<&MotorError> {
+        if let Self::Talk(TalkError::Motor(error)) = self { Some(error) } else { None }
+    }
 }
 
 impl From<MotorError> for PushError {
@@ -93,7 +100,9 @@ pub fn push(args: &PushArgs) -> Result<Sent, PushError> {
     for path in &found.skipped {
         eprintln!("immwire: {} is neither file nor folder, and is skipped", shown(path));
     }
-    let motor = Motor::new(args.nics, Mode::Thread)?;
+    let peers = Peers::At(&args.address);
+    let transport = args.transport.choose(peers).map_err(MotorError::from)?;
+    let motor = Motor::new(&transport, args.nics, Mode::Thread)?;
     let mut talk = Talk::new(motor, Duration::from_secs(args.patience));
     let peer = talk.motor().connect(&args.address, CONNECT)?;
     let credit = talk.motor().engine().counter().map_err(MotorError::from)?;

@@ -2,6 +2,7 @@
 
 use super::Row;
 use comfy_table::{CellAlignment, Table, presets};
+use std::fmt::Write as _;
 
 /// `bytes` in the largest binary unit of which it is a whole number, else with one decimal.
 #[must_use]
@@ -80,7 +81,18 @@ pub fn table(rows: &[Row]) -> String {
     for column in table.column_iter_mut().skip(1) {
         column.set_cell_alignment(CellAlignment::Right);
     }
-    trim_lines(&table.to_string())
+    let mut text = trim_lines(&table.to_string());
+    for row in rows {
+        if let Some(ratio) = row.early_ratio {
+            let what = format!("{} {}", row.shape.bench, size_text(row));
+            let _ = write!(
+                text,
+                "\n{what}: in the baseline above a write is done when its bytes are there, as in ours; where \
+                 the kernel having them is enough, the ratio is {ratio:.2}"
+            );
+        }
+    }
+    text
 }
 
 fn trim_lines(text: &str) -> String {

@@ -1,0 +1,216 @@
+//! Which transport an engine gets, from flags and addresses; and what to do when it does not work.
+//!
+//! Pure: opens nothing. The words for a failure are the engine's own; here the next step is added.
+
+use crate::args::{Provider, TransportArgs};
+use crate::motor::MotorError;
+use immwire::core::peer::DownReason;
+use immwire::core::wire::ProviderKind;
+use immwire::libfabric::LibfabricError;
+use immwire::provider::ConnectError;
+use immwire::{AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Transport};
+
+/// The interface that reaches this host alone.
+const LOOPBACK: &str = "lo";
+/// libfabric's provider for AWS devices, which have no loopback interface.
+const EFA: &str = "efa";
+
+/// Why the flags make no transport. The user's to correct.
+#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+pub enum TransportError {
+    /// A flag of libfabric's, for another transport.
+    #[error("--{option} is for --provider libfabric, not for {provider}: leave it out")]
+    NoMeaning {
+        /// Which flag.
+        option: &'static str,
+        /// For which transport.
+        provider: &'static str,
+    },
+}
+
+/// Where the peers of the engine are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Peers<'a> {
+    /// Anywhere; the engine waits for them.
+    Come,
+    /// Processes that this one starts.
+    Own,
+    /// At this address.
+    At(&'a NetAddr),
+}
+
+impl TransportArgs {
+    /// The transport that was asked for. Without `--provider` it is the address's, libfabric if a flag
+    /// of libfabric's is there, or else shared memory. Own peers are on this host, so they are reached by
+    /// loopback, if no interface was named and the provider has one.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`].
+    pub fn choose(&self, peers: Peers<'_>) -> Result<Transport, TransportError> {
+        let fabric_flags =
+            [("fabric", self.fabric.is_some()), ("interface", self.interface.is_some())];
+        let flag = fabric_flags.into_iter().find(|(_, given)| *given).map(|(option, _)| option);
+        let provider = self.provider.unwrap_or_else(|| match peers {
+            Peers::At(address) if address.provider() == ProviderKind::Libfabric => {
+                Provider::Libfabric
+            }
+            Peers::At(_) => Provider::Shm,
+            Peers::Come | Peers::Own if flag.is_some() => Provider::Libfabric,
+            Peers::Come | Peers::Own => Provider::Shm,
+        });
+        match (provider, flag) {
+            (Provider::Shm, Some(option)) => {
+                Err(TransportError::NoMeaning { option, provider: ProviderKind::Shm.name() })
+            }
+            (Provider::Shm, None) => Ok(Transport::Shm),
+            (Provider::Libfabric, _) => {
+                let near = peers == Peers::Own && self.fabric.as_deref() != Some(EFA);
+                let domain = self.interface.clone().or_else(|| near.then(|| LOOPBACK.to_owned()));
+                let provider = self.fabric.clone();
+                Ok(Transport::Libfabric(LibfabricOptions { library: None, provider, domain }))
+            }
+        }
+    }
+}
+
+/// The name of a transport, as in a row and on the command line.
+#[must_use]
+pub const fn name(transport: &Transport) -> &'static str {
+    match transport {
+        Transport::Shm => ProviderKind::Shm.name(),
+        Transport::Libfabric(_) => ProviderKind::Libfabric.name(),
+    }
+}
+
+/// The flags that say the same to another process of this program.
+#[must_use]
+pub fn flags(transport: &Transport) -> Vec<String> {
+    let mut flags = vec!["--provider".to_owned(), name(transport).to_owned()];
+    if let Transport::Libfabric(options) = transport {
+        for (flag, value) in [("--fabric", &options.provider), ("--interface", &options.domain)] {
+            flags.extend(value.iter().flat_map(|value| [flag.to_owned(), value.clone()]));
+        }
+    }
+    flags
+}
+
+/// What the user can do about a failure of the engine; none if its words say it all.
+#[must_use]
+pub fn advice(error: &MotorError) -> Option<String> {
+    match error {
+        MotorError::Build(BuildError::Libfabric(error)) => fabric_advice(error),
+        MotorError::AddPeer(AddPeerError::Connect(ConnectError::OtherProvider { found, .. })) => {
+            Some(format!("leave --provider out, or give --provider {found}"))
+        }
+        MotorError::Peer(
+            PeerError::Timeout { .. } | PeerError::Down { reason: DownReason::NeverAnswered, .. },
+        ) => Some(
+            "see that the peer runs; over libfabric, that no firewall is between, and that both are on one \
+             network (--interface; lo for both, if they are on one host)"
+                .to_owned(),
+        ),
+        _ => None,
+    }
+}
+
+fn fabric_advice(error: &LibfabricError) -> Option<String> {
+    let next = match error {
+        // What is missing, and where it was looked for, has been said.
+        LibfabricError::Load(_) | LibfabricError::Nics { .. } => return None,
+        LibfabricError::NoDevice { domain: Some(_), .. } => {
+            "name one of these with --interface, or leave it out; `immwire doctor` says why others do \
+             not fit"
+        }
+        LibfabricError::NoDevice { .. }
+        | LibfabricError::UnknownProvider { .. }
+        | LibfabricError::Name { .. } => {
+            "name another with --fabric, or leave it out; `immwire doctor` says which fit, and why others \
+             do not"
+        }
+        LibfabricError::EmulatedWrites { .. } => {
+            "update libfabric and the device's driver, or give --fabric tcp"
+        }
+        _ => "`immwire doctor` says what libfabric has here; FI_LOG_LEVEL=warn makes it say more",
+    };
+    Some(next.to_owned())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::motor::{Mode, Motor};
+
+    fn args(
+        provider: Option<Provider>,
+        fabric: Option<&str>,
+        interface: Option<&str>,
+    ) -> TransportArgs {
+        let owned = |text: Option<&str>| text.map(str::to_owned);
+        TransportArgs { provider, fabric: owned(fabric), interface: owned(interface) }
+    }
+
+    fn libfabric(fabric: Option<&str>, interface: Option<&str>) -> Transport {
+        let owned = |text: Option<&str>| text.map(str::to_owned);
+        let (provider, domain) = (owned(fabric), owned(interface));
+        Transport::Libfabric(LibfabricOptions { library: None, provider, domain })
+    }
+
+    #[test]
+    fn what_is_not_said_follows_from_the_rest() {
+        let shm = Motor::new(&Transport::Shm, 1, Mode::Polled).unwrap();
+        let at = Peers::At(shm.engine().address());
+        for peers in [Peers::Come, Peers::Own, at] {
+            assert_eq!(args(None, None, None).choose(peers), Ok(Transport::Shm));
+            let asked = args(Some(Provider::Libfabric), Some("tcp"), Some("eth0")).choose(peers);
+            assert_eq!(asked, Ok(libfabric(Some("tcp"), Some("eth0"))));
+        }
+        let near = args(None, Some("tcp"), None);
+        assert_eq!(near.choose(Peers::Own), Ok(libfabric(Some("tcp"), Some("lo"))));
+        assert_eq!(near.choose(Peers::Come), Ok(libfabric(Some("tcp"), None)));
+        assert_eq!(
+            args(None, Some("efa"), None).choose(Peers::Own),
+            Ok(libfabric(Some("efa"), None))
+        );
+        let named = args(None, None, Some("eth0")).choose(Peers::Own);
+        assert_eq!(named, Ok(libfabric(None, Some("eth0"))));
+    }
+
+    #[test]
+    fn an_address_says_its_transport() {
+        use immwire::core::wire::NicAddr;
+        let bytes = [1_u8; 16].into_iter().collect();
+        let nic = NicAddr { speed_gbps: 100, address: bytes };
+        let address = NetAddr::new(ProviderKind::Libfabric, immwire::EngineId(7), &[nic]).unwrap();
+        let chosen = args(None, None, Some("lo")).choose(Peers::At(&address));
+        assert_eq!(chosen, Ok(libfabric(None, Some("lo"))));
+        let shm = args(Some(Provider::Shm), None, None).choose(Peers::At(&address));
+        assert_eq!(shm, Ok(Transport::Shm), "the engine says that it is the wrong one");
+    }
+
+    #[test]
+    fn flags_of_libfabric_are_refused_for_shared_memory() {
+        let refused = args(Some(Provider::Shm), None, Some("eth0")).choose(Peers::Own);
+        let error = TransportError::NoMeaning { option: "interface", provider: "shm" };
+        assert_eq!(refused, Err(error));
+    }
+
+    #[test]
+    fn the_flags_of_a_transport_give_it_again() {
+        use clap::Parser;
+        #[derive(Parser)]
+        struct Only {
+            #[command(flatten)]
+            transport: TransportArgs,
+        }
+        for transport in [
+            Transport::Shm,
+            libfabric(None, None),
+            libfabric(Some("tcp;ofi_rxm"), Some("eth0")),
+            libfabric(None, Some("lo")),
+        ] {
+            let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags(&transport)));
+            assert_eq!(only.transport.choose(Peers::Come), Ok(transport));
+        }
+    }
+}
