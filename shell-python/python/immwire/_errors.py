@@ -1,0 +1,155 @@
+"""Exceptions: one root, and on each what was found, as values."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from ._immwire import PeerId
+
+
+class PeerShare(NamedTuple):
+    """What one peer had sent when a wait for a count timed out."""
+
+    peer: PeerId
+    #: Whole writes and pages of it that had arrived.
+    arrived: int
+    #: Writes and pages expected of it, if the wait said so.
+    expected: int | None
+
+
+class ImmwireError(Exception):
+    """Whatever can go wrong here.
+
+    Every error has all fields; those that do not apply are ``None``.
+    """
+
+    #: The peer it is about.
+    peer: PeerId | None
+    #: The number of this engine's NIC that it is about.
+    nic: int | None
+    #: Writes that had not arrived.
+    missing: int | None
+    #: Seconds that were given.
+    deadline: float | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: PeerId | None = None,
+        nic: int | None = None,
+        missing: int | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.peer = peer
+        self.nic = nic
+        self.missing = missing
+        self.deadline = deadline
+
+
+class ConfigError(ImmwireError, ValueError):
+    """An engine cannot be made of what was given."""
+
+
+class RequestError(ImmwireError, ValueError):
+    """A request contradicts itself or its regions; nothing was posted."""
+
+
+class CapacityError(ImmwireError):
+    """All transfers, peers, counters or regions are in use; some must end first."""
+
+    #: How many there can be.
+    capacity: int | None
+
+    def __init__(self, message: str, *, capacity: int | None = None) -> None:
+        super().__init__(message)
+        self.capacity = capacity
+
+
+class EngineClosed(ImmwireError):
+    """The engine was closed."""
+
+
+class ForkedError(ImmwireError):
+    """What another process made is used in its forked child."""
+
+
+class PeerError(ImmwireError):
+    """A peer cannot be reached, is down, or is not known."""
+
+
+class TransferError(ImmwireError):
+    """A transfer did not complete. Its memory is the caller's again.
+
+    ``started`` tells whether some of it may have been written.
+    """
+
+    started: bool
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        started: bool = False,
+        peer: PeerId | None = None,
+        nic: int | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, nic=nic, deadline=deadline)
+        self.started = started
+
+
+class TransferCancelled(TransferError):
+    """The transfer was cancelled."""
+
+
+class DeadlineExceeded(TransferError):
+    """The transfer's deadline passed, and it was stopped."""
+
+
+class PeerDown(TransferError, PeerError):
+    """A peer that the transfer goes to is gone."""
+
+
+class WaitTimeout(ImmwireError, TimeoutError):
+    """A wait took longer than it was given; what was waited for goes on.
+
+    A transfer's memory is still in use: wait again, or cancel it. Of a count nothing was consumed.
+    """
+
+    #: Writes waited for.
+    target: int | None
+    #: Who had sent what.
+    shares: list[PeerShare]
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        peer: PeerId | None = None,
+        missing: int | None = None,
+        deadline: float | None = None,
+        target: int | None = None,
+        shares: list[PeerShare] | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, missing=missing, deadline=deadline)
+        self.target = target
+        self.shares = [] if shares is None else shares
+
+
+class CounterError(ImmwireError):
+    """A counter cannot be used so: another wait on it is under way, or it is gone."""
+
+
+class RegionError(ImmwireError):
+    """Memory cannot be registered, or withdrawn."""
+
+
+class RegionInUse(RegionError, BufferError):
+    """A region cannot be closed: views, other handles or transfers under way use it."""
+
+
+class UnsupportedMemory(RegionError, TypeError):
+    """The provider cannot reach this kind of memory, or the object has none to offer."""

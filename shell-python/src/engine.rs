@@ -1,0 +1,728 @@
+//! `TransferEngine`: arguments in, requests out.
+//!
+//! # Invariants
+//!
+//! - An engine's threads are never waited for by one of them, nor while attached to the interpreter, which
+//!   they may need to end.
+//! - Memory that was registered is let go of only when they have been joined.
+
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use immwire::shm::{ForeignPath, GroupKey};
+use immwire::{
+    Builder, IdlePolicy, ImmTag, LibfabricOptions, PagedWrite, Pages, Rights, ScatterWrite,
+    SingleWrite, Transport,
+};
+use pyo3::exceptions::PyTypeError;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+
+use crate::buffer::View;
+use crate::counter::ImmCounter;
+use crate::errors;
+use crate::fork::{self, Owned};
+use crate::memory::{self, Keep};
+use crate::messages::{Mailbox, Recv};
+use crate::pages;
+use crate::region::{self, Lingering, RegionBase};
+use crate::sync::{call_back, in_callback, lock, wait};
+use crate::transfer::{Manner, Transfer};
+use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
+use crate::waiting::Waiting;
+
+/// Transports by name.
+const PROVIDERS: [&str; 2] = ["shm", "libfabric"];
+
+/// A running engine and what must not outlive it, or be outlived by it.
+pub(crate) struct Core {
+    pub(crate) engine: immwire::TransferEngine,
+    pub(crate) manner: Manner,
+    pub(crate) mailbox: Arc<Mailbox>,
+    lingering: Arc<Lingering>,
+}
+
+impl Core {
+    /// Stops the engine: its transfers end, its threads are joined, and then its memory is let go of.
+    fn stop(self) {
+        let Self { engine, manner, mailbox, lingering } = self;
+        // The last handle: the others are made for one call each, and `Core` is counted.
+        drop(engine);
+        mailbox.close();
+        manner.caller.end();
+        lingering.stop();
+    }
+}
+
+/// A counted [`Core`] that is stopped when the last one is dropped, wherever that is.
+pub(crate) struct Running(Option<Core>);
+
+impl std::ops::Deref for Running {
+    type Target = Core;
+
+    #[expect(clippy::expect_used, reason = "only `drop` takes it")]
+    fn deref(&self) -> &Core {
+        self.0.as_ref().expect("an engine that was not dropped")
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        let Some(core) = self.0.take() else { return };
+        if in_callback() {
+            // A callback's thread would wait for itself. What fails to start leaves the engine running.
+            let reaper = std::thread::Builder::new().name("immwire-reaper".into());
+            let _ = reaper.spawn(move || core.stop());
+            return;
+        }
+        let mut core = Some(core);
+        let stopped = Python::try_attach(|py| py.detach(|| core.take().map(Core::stop)));
+        if stopped.is_none() {
+            // The interpreter is ending: callbacks could not be waited for. The kernel frees the rest.
+            std::mem::forget(core);
+        }
+    }
+}
+
+/// Engines that are to be stopped before the interpreter ends.
+static ENGINES: Mutex<Vec<Weak<Handle>>> = Mutex::new(Vec::new());
+
+/// What a Python object holds of an engine.
+struct Handle {
+    core: Mutex<Option<Arc<Running>>>,
+    made_in: u32,
+}
+
+/// Stops all engines of this process. Python calls it before its end, when callbacks still can run.
+#[pyfunction(name = "_close_all")]
+pub(crate) fn close_all(py: Python<'_>) {
+    let engines = std::mem::take(&mut *lock(&ENGINES));
+    for handle in engines.iter().filter_map(Weak::upgrade) {
+        if handle.made_in == fork::generation() {
+            let core = lock(&handle.core).take();
+            py.detach(|| drop(core));
+        } else {
+            // A parent's: see `fork`.
+            std::mem::forget(handle);
+        }
+    }
+}
+
+/// Moves memory to peers by one-sided writes, and counts what arrives.
+///
+/// Close it, or use it in a ``with``: callbacks that wait for it keep it alive otherwise.
+///
+/// All arguments have defaults:
+///
+/// - ``provider``: the transport; ``"shm"`` is between processes of one host, ``"libfabric"`` is TCP to any
+///   host, or AWS EFA.
+/// - ``fabric``, ``interface``, ``library``: which of libfabric's providers (``"tcp"``, ``"efa"``, ...), on
+///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
+/// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, ``"libfabric"`` takes the devices in turn.
+/// - ``transfers``, ``peers``, ``counters``: how many there may be at a time.
+/// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
+///   processes of the same user are let in, and by ``"libfabric"`` whoever reaches the port.
+/// - ``idle_spin``: seconds that the engine's thread, with nothing to do, looks on, and then lets others run
+///   between looks, before it sleeps; ``math.inf`` on a core of its own, which is ``pin_cpu`` if given.
+/// - ``timeout``: seconds that a wait takes at most, unless it is told otherwise.
+/// - ``spin``: seconds that an ``await`` looks for its result before it lets other tasks run, if none
+///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
+/// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
+/// - ``mailbox_slots``, ``mailbox_slot_bytes``: how messages of each peer are kept.
+/// - ``latency_bytes``: single writes up to this size overtake bulk transfers.
+/// - ``foreign_path``: how ``"shm"`` writes to memory that was registered: ``"auto"``, ``"kernel"`` or
+///   ``"bounce"``.
+#[pyclass(module = "immwire", frozen, weakref)]
+pub(crate) struct TransferEngine {
+    handle: Owned<Arc<Handle>>,
+    address: immwire::NetAddr,
+    manner: Owned<Manner>,
+}
+
+impl TransferEngine {
+    fn core(&self) -> PyResult<Arc<Running>> {
+        lock(&self.handle.get()?.core).clone().ok_or_else(|| errors::closed("engine"))
+    }
+
+    fn timeout(&self, timeout: Option<f64>) -> PyResult<Duration> {
+        timeout.map_or(Ok(self.manner.peek().timeout), seconds)
+    }
+
+    /// Hands a request to the engine.
+    fn submit(
+        &self,
+        what: &'static str,
+        deadline: Option<f64>,
+        submit: impl FnOnce(&immwire::TransferEngine) -> Result<immwire::Transfer, immwire::SubmitError>,
+    ) -> PyResult<Transfer> {
+        let core = self.core()?;
+        let deadline = deadline.map(seconds).transpose()?;
+        let transfer = match deadline {
+            None => submit(&core.engine),
+            Some(deadline) => submit(&core.engine.with_deadline(deadline)),
+        };
+        let transfer = transfer.map_err(|error| errors::submit(&error))?;
+        Ok(Transfer::new(transfer, what, &core.manner, deadline))
+    }
+
+    /// Waits in slices, so that the engine may be closed meanwhile.
+    fn wait_with<R: Send>(
+        &self,
+        py: Python<'_>,
+        timeout: Duration,
+        step: impl Fn(&immwire::TransferEngine, Duration) -> Option<R> + Sync,
+    ) -> PyResult<Option<R>> {
+        self.core()?;
+        let handle = self.handle.get()?;
+        let found = wait(py, timeout, |slice| {
+            let core = lock(&handle.core).clone();
+            match core {
+                None => Some(None),
+                Some(core) => step(&core.engine, slice).map(Some),
+            }
+        })?;
+        match found {
+            Some(None) => Err(errors::closed("engine")),
+            Some(found) => Ok(found),
+            None => Ok(None),
+        }
+    }
+}
+
+/// Two engines' threads and a waiting one are three: where they share a CPU, looking keeps off whoever is to be
+/// seen.
+fn default_spin() -> Duration {
+    let cpus = std::thread::available_parallelism().map_or(1, std::num::NonZero::get);
+    if cpus > 3 { Duration::from_micros(20) } else { Duration::ZERO }
+}
+
+fn tag(imm: Option<u32>) -> PyResult<Option<ImmTag>> {
+    imm.map(needed_tag).transpose()
+}
+
+fn needed_tag(imm: u32) -> PyResult<ImmTag> {
+    let bad = || errors::request(&format!("{imm:#x} is no counter's tag, which has 20 bits"));
+    ImmTag::from_bits(imm).ok_or_else(bad)
+}
+
+fn callable(call: Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+    if call.is_callable() {
+        return Ok(call.unbind());
+    }
+    Err(PyTypeError::new_err("a callback must be callable"))
+}
+
+/// An address, as one or as its text or bytes.
+fn address(given: &Bound<'_, PyAny>) -> PyResult<immwire::NetAddr> {
+    if let Ok(address) = given.cast::<NetAddr>() {
+        return Ok(address.get().0.clone());
+    }
+    let class = given.py().get_type::<NetAddr>();
+    let made = if given.is_instance_of::<PyString>() {
+        class.call1((given,))?
+    } else if given.is_instance_of::<PyBytes>() {
+        class.call_method1(intern!(given.py(), "from_bytes"), (given,))?
+    } else {
+        return Err(PyTypeError::new_err("an address is a NetAddr, or its text or bytes"));
+    };
+    Ok(made.cast::<NetAddr>()?.get().0.clone())
+}
+
+/// ``await`` of a blocking method: on a thread of the event loop's.
+fn on_a_thread<'py>(
+    slf: &Bound<'py, TransferEngine>,
+    method: &str,
+    arguments: &Bound<'py, PyTuple>,
+    timeout: Option<f64>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let py = slf.py();
+    let event_loop = py.import(intern!(py, "asyncio"))?.call_method0("get_running_loop")?;
+    let fields = PyDict::new(py);
+    fields.set_item("timeout", timeout)?;
+    let partial = py.import(intern!(py, "functools"))?.getattr("partial")?;
+    let bound = partial.call((slf.getattr(method)?,), Some(&fields))?;
+    let call = PyTuple::new(py, [py.None().into_bound(py), bound])?;
+    let all = call.as_sequence().concat(arguments.as_sequence())?.to_tuple()?;
+    event_loop.call_method1(intern!(py, "run_in_executor"), all)
+}
+
+#[pymethods]
+impl TransferEngine {
+    #[new]
+    #[pyo3(signature = (
+        *, provider = "shm", fabric = None, interface = None, library = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
+        mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword with a default")]
+    fn new(
+        py: Python<'_>,
+        provider: &str,
+        fabric: Option<String>,
+        interface: Option<String>,
+        library: Option<PathBuf>,
+        nics: u8,
+        transfers: u16,
+        peers: u16,
+        counters: u16,
+        group_key: Option<&[u8]>,
+        idle_spin: f64,
+        pin_cpu: Option<usize>,
+        timeout: f64,
+        spin: Option<f64>,
+        drain: f64,
+        mailbox_slots: u8,
+        mailbox_slot_bytes: u32,
+        latency_bytes: u64,
+        foreign_path: &str,
+    ) -> PyResult<Self> {
+        if !PROVIDERS.contains(&provider) {
+            let all = PROVIDERS.join("\", \"");
+            let message = format!("there is no provider {provider:?}; there is \"{all}\"");
+            return Err(errors::config(&message));
+        }
+        let transport = if provider == "libfabric" {
+            Transport::Libfabric(LibfabricOptions { library, provider: fabric, domain: interface })
+        } else if fabric.is_some() || interface.is_some() || library.is_some() {
+            let message = "fabric, interface and library are for provider=\"libfabric\"";
+            return Err(errors::config(message));
+        } else {
+            Transport::Shm
+        };
+        let mut builder = Builder::default()
+            .transport(transport)
+            .nics(nics)
+            .transfers(transfers)
+            .peers(peers)
+            .counters(counters)
+            .drain(seconds(drain)?)
+            .mailbox(mailbox_slots, mailbox_slot_bytes)
+            .latency_bytes(latency_bytes);
+        builder = builder.idle(if idle_spin.is_infinite() {
+            IdlePolicy::busy()
+        } else {
+            let spin = seconds(idle_spin)?;
+            IdlePolicy { spin, yielding: spin, block: true }
+        });
+        builder = match foreign_path {
+            "auto" => builder,
+            "kernel" => builder.foreign_path(ForeignPath::KernelOnly),
+            "bounce" => builder.foreign_path(ForeignPath::BounceOnly),
+            _ => return Err(errors::config("foreign_path is \"auto\", \"kernel\" or \"bounce\"")),
+        };
+        if let Some(cpu) = pin_cpu {
+            builder = builder.pin_cpu(cpu);
+        }
+        if let Some(key) = group_key {
+            builder = builder.group_key(GroupKey::derive(key));
+        }
+        let (timeout, spin) =
+            (seconds(timeout)?, spin.map_or_else(|| Ok(default_spin()), seconds)?);
+        let engine = py.detach(|| builder.build()).map_err(|error| errors::build(&error))?;
+        let address = engine.address().clone();
+        let manner = Manner { caller: Arc::default(), timeout, spin };
+        let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
+        let lingering = Arc::default();
+        let core = Core { engine, manner: manner.clone(), mailbox, lingering };
+        let core = Mutex::new(Some(Arc::new(Running(Some(core)))));
+        let handle = Arc::new(Handle { core, made_in: fork::generation() });
+        let mut engines = lock(&ENGINES);
+        engines.retain(|handle| handle.strong_count() > 0);
+        engines.push(Arc::downgrade(&handle));
+        drop(engines);
+        Ok(Self { handle: Owned::new(handle), address, manner: Owned::new(manner) })
+    }
+
+    /// What peers need to reach this engine.
+    #[getter]
+    fn address(&self) -> NetAddr {
+        NetAddr(self.address.clone())
+    }
+
+    /// The NICs of the engine.
+    #[getter]
+    fn nics(&self) -> PyResult<Vec<Nic>> {
+        Ok(self.core()?.engine.nics().iter().map(Nic::from).collect())
+    }
+
+    /// What was done so far.
+    fn stats(&self) -> PyResult<Stats> {
+        Ok(self.core()?.engine.stats().into())
+    }
+
+    // ---- memory ----
+
+    /// Zeroed memory that peers on this host can map: the fastest to write to. It has a buffer, for
+    /// ``memoryview`` or ``numpy.frombuffer``.
+    #[pyo3(signature = (nbytes, /))]
+    fn alloc<'py>(&self, py: Python<'py>, nbytes: usize) -> PyResult<Bound<'py, PyAny>> {
+        let core = self.core()?;
+        core.lingering.sweep();
+        let allocated = py.detach(|| core.engine.alloc(nbytes));
+        let region = allocated.map_err(|error| errors::register(&error))?;
+        region::make(py, region, Keep::Nothing, false, &core.lingering)
+    }
+
+    /// Registers memory of another object: anything with a buffer, ``__array_interface__`` or
+    /// ``__dlpack__`` (numpy arrays, CPU tensors, bytearrays, ...), or a tuple ``(address, nbytes)``.
+    ///
+    /// Peers may write to it, unless it is read only or ``remote_write`` is false. The object is held until
+    /// the region is closed. What lies at an address is the caller's to keep until then.
+    #[pyo3(signature = (memory, /, *, remote_write = None))]
+    fn register<'py>(
+        &self,
+        py: Python<'py>,
+        memory: &Bound<'_, PyAny>,
+        remote_write: Option<bool>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let core = self.core()?;
+        core.lingering.sweep();
+        let found = memory::find(memory)?;
+        let writable = remote_write.unwrap_or(!found.readonly);
+        if writable && found.readonly {
+            let message = "peers cannot be let write to memory that is read only";
+            return Err(errors::request(message));
+        }
+        let rights = if writable { Rights::REMOTE_WRITE } else { Rights::LOCAL };
+        // SAFETY: the memory is mapped, and stays so while `keep` is held: until the region was closed, or
+        // the engine has stopped (`region`); of an address, the caller promises it. References to such
+        // memory are formed neither here nor by Python, which reads and writes it through pointers.
+        let registered = unsafe { core.engine.register(found.ptr, found.len, rights) };
+        let region = registered.map_err(|error| errors::register(&error))?;
+        region::make(py, region, found.keep, found.readonly, &core.lingering)
+    }
+
+    // ---- peers ----
+
+    /// Starts to connect to a peer, by its ``address`` as such, or as text or bytes. Transfers to it may be
+    /// submitted at once. The same engine added twice is the same peer.
+    #[pyo3(signature = (address, /))]
+    fn add_peer(&self, py: Python<'_>, address: &Bound<'_, PyAny>) -> PyResult<PeerId> {
+        let core = self.core()?;
+        let address = self::address(address)?;
+        let added = py.detach(|| core.engine.add_peer(&address));
+        added.map(PeerId::from).map_err(|error| errors::add_peer(&error))
+    }
+
+    /// To be awaited: until the peer is up.
+    #[pyo3(signature = (peer, /, *, timeout = None))]
+    fn wait_peer<'py>(
+        slf: &Bound<'py, Self>,
+        peer: PeerId,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        let peer = (peer,).into_pyobject(slf.py())?;
+        on_a_thread(slf, "wait_peer_blocking", &peer, timeout)
+    }
+
+    /// Waits until the peer is up; other threads run meanwhile.
+    #[pyo3(signature = (peer, /, *, timeout = None))]
+    fn wait_peer_blocking(
+        &self,
+        py: Python<'_>,
+        peer: PeerId,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let after = self.timeout(timeout)?;
+        let peer = peer.into();
+        let up =
+            self.wait_with(py, after, |engine, slice| match engine.wait_peer(peer, slice) {
+                Err(immwire::PeerError::Timeout { .. }) => None,
+                up => Some(up),
+            })?;
+        let timed_out = Err(immwire::PeerError::Timeout { peer, after });
+        up.unwrap_or(timed_out).map_err(errors::peer)
+    }
+
+    /// Where a peer stands, in words; ``None`` if it is not, or no longer, known.
+    #[pyo3(signature = (peer, /))]
+    fn peer_state(&self, peer: PeerId) -> PyResult<Option<String>> {
+        let state = self.core()?.engine.peer_state(peer.into());
+        Ok(state.map(|state| state.to_string()))
+    }
+
+    /// The peers that are connecting or up, whoever called.
+    #[getter]
+    fn peers(&self) -> PyResult<Vec<PeerId>> {
+        Ok(self.core()?.engine.peers().into_iter().map(PeerId::from).collect())
+    }
+
+    /// Leaves a peer: transfers to it are stopped, and end.
+    #[pyo3(signature = (peer, /))]
+    fn remove_peer(&self, peer: PeerId) -> PyResult<()> {
+        self.core()?.engine.remove_peer(peer.into());
+        Ok(())
+    }
+
+    /// Peers that barriers go to.
+    #[pyo3(signature = (peers, /))]
+    #[expect(clippy::needless_pass_by_value, reason = "made for this call")]
+    fn add_peer_group(&self, peers: Vec<PeerId>) -> PyResult<PeerGroup> {
+        let peers: Vec<immwire::PeerId> = peers.iter().copied().map(Into::into).collect();
+        Ok(PeerGroup(self.core()?.engine.add_peer_group(&peers)))
+    }
+
+    /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
+    #[pyo3(signature = (nic, /, *, healthy))]
+    fn set_nic_health(&self, nic: u8, healthy: bool) -> PyResult<()> {
+        self.core()?.engine.set_nic_health(nic, healthy);
+        Ok(())
+    }
+
+    // ---- counters ----
+
+    /// A counter: any that is free, or the one of a ``slot`` that both sides agreed on.
+    #[pyo3(signature = (*, slot = None))]
+    fn counter(&self, slot: Option<u16>) -> PyResult<ImmCounter> {
+        let core = self.core()?;
+        let taken = match slot {
+            None => core.engine.counter(),
+            Some(slot) => core.engine.counter_at(slot),
+        };
+        let imm = taken.map_err(errors::counter_taken)?;
+        Ok(ImmCounter::new(imm, core.manner.clone()))
+    }
+
+    /// Calls ``callback(error)`` once ``writes`` have arrived at ``counter`` and were consumed, on a thread of
+    /// the engine's; ``error`` is then ``None``. At the latest when the engine stops, with the error.
+    #[pyo3(signature = (*, counter, writes, callback))]
+    fn expect_imm_count(
+        &self,
+        counter: &ImmCounter,
+        writes: u64,
+        callback: Bound<'_, PyAny>,
+    ) -> PyResult<()> {
+        let core = self.core()?;
+        let (imm, call) = (counter.imm()?, callable(callback)?);
+        let job = move |reached: Result<(), immwire::CountError>| {
+            call_back(&call, |call| {
+                let error = reached.err().map(|error| errors::count(&error));
+                call.call1((error.map(|error| error.into_value(call.py())),))
+            });
+        };
+        core.engine.expect_imm_count(&imm, writes, job).map_err(|error| errors::count(&error))
+    }
+
+    // ---- transfers ----
+
+    /// Writes one contiguous range of ``src`` to ``dst``: ``len`` bytes, or all from ``src_offset`` on. It counts
+    /// as one write at the peer's counter ``imm``. A transfer not done ``deadline`` seconds from now is
+    /// stopped.
+    #[pyo3(signature = (
+        *, peer, src, dst, len = None, src_offset = 0, dst_offset = 0, imm = None, deadline = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
+    fn submit_single_write(
+        &self,
+        peer: PeerId,
+        src: &RegionBase,
+        dst: &MrDesc,
+        len: Option<u64>,
+        src_offset: u64,
+        dst_offset: u64,
+        imm: Option<u32>,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let (src, imm) = (src.region()?, tag(imm)?);
+        let len = len.unwrap_or_else(|| src.len().saturating_sub(src_offset));
+        let (peer, src, dst) = (peer.into(), &src, &dst.0);
+        let write = SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm };
+        self.submit("a write", deadline, |engine| engine.submit_single_write(&write))
+    }
+
+    /// Writes pages of ``page_bytes``, each to a place of its own: page ``i`` of a side lies at
+    /// ``offset + stride * pages[i]``, strides being ``page_bytes`` unless told. Each page counts as one write.
+    ///
+    /// Page numbers are an array or buffer of 32- or 64-bit integers, or ``PageIndices``.
+    #[pyo3(signature = (
+        *, peer, page_bytes, src, src_pages, dst, dst_pages, src_stride = None, src_offset = 0,
+        dst_stride = None, dst_offset = 0, imm = None, deadline = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
+    fn submit_paged_writes(
+        &self,
+        peer: PeerId,
+        page_bytes: u64,
+        src: &RegionBase,
+        src_pages: &Bound<'_, PyAny>,
+        dst: &MrDesc,
+        dst_pages: &Bound<'_, PyAny>,
+        src_stride: Option<u64>,
+        src_offset: u64,
+        dst_stride: Option<u64>,
+        dst_offset: u64,
+        imm: Option<u32>,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let side = |pages, stride: Option<u64>, offset| {
+            let stride = stride.unwrap_or(page_bytes);
+            pages::of(pages).map(|indices| Pages { indices, stride, offset })
+        };
+        let write = PagedWrite {
+            peer: peer.into(),
+            page_bytes,
+            src: &src.region()?,
+            src_pages: side(src_pages, src_stride, src_offset)?,
+            dst: &dst.0,
+            dst_pages: side(dst_pages, dst_stride, dst_offset)?,
+            imm: tag(imm)?,
+        };
+        self.submit("a write of pages", deadline, |engine| engine.submit_paged_writes(&write))
+    }
+
+    /// Writes parts of one region, each to a peer of its own; each counts as one write there.
+    #[pyo3(signature = (*, src, targets, imm = None, deadline = None))]
+    #[expect(clippy::needless_pass_by_value, reason = "made for this call")]
+    fn submit_scatter(
+        &self,
+        src: &RegionBase,
+        targets: Vec<PyRef<'_, Target>>,
+        imm: Option<u32>,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let targets = targets.iter().map(|target| target.0).collect();
+        let write = ScatterWrite { src: &src.region()?, targets, imm: tag(imm)? };
+        self.submit("a scatter", deadline, |engine| engine.submit_scatter(&write))
+    }
+
+    /// Tells every peer of the group that this engine has come here: one write each for the counter ``imm``.
+    /// To wait for the others, wait for as many on the own counter of the same tag.
+    #[pyo3(signature = (*, group, imm, deadline = None))]
+    fn submit_barrier(
+        &self,
+        group: &PeerGroup,
+        imm: u32,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let imm = needed_tag(imm)?;
+        self.submit("a barrier", deadline, |engine| engine.submit_barrier(&group.0, imm))
+    }
+
+    /// Tells a peer that ``writes`` (1 to 255) have been done, without bytes.
+    #[pyo3(signature = (*, peer, imm, writes = 1, deadline = None))]
+    fn submit_imm(
+        &self,
+        peer: PeerId,
+        imm: u32,
+        writes: u16,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let imm = needed_tag(imm)?;
+        self.submit("an immediate", deadline, |engine| engine.submit_imm(peer.into(), imm, writes))
+    }
+
+    /// Sends a message: bytes that the peer takes with ``recv``. Those of one peer arrive in order. Done
+    /// means that it lies in the peer's mailbox.
+    #[pyo3(signature = (*, peer, data, deadline = None))]
+    fn submit_send(
+        &self,
+        peer: PeerId,
+        data: &Bound<'_, PyAny>,
+        deadline: Option<f64>,
+    ) -> PyResult<Transfer> {
+        let view = View::contiguous(data, false)?;
+        let mut bytes: Vec<u8> = Vec::with_capacity(view.len());
+        // SAFETY: for `copy_nonoverlapping` and `set_len`: the view's memory is valid for its length while
+        // it is held, `bytes` is new and has room for as many, and all of them are written. Others may write
+        // to the view meanwhile: then the copy is torn, and no reference was formed.
+        unsafe {
+            std::ptr::copy_nonoverlapping(view.ptr(), bytes.as_mut_ptr(), view.len());
+            bytes.set_len(view.len());
+        }
+        self.submit("a message", deadline, |engine| engine.submit_send(peer.into(), &bytes))
+    }
+
+    /// Each of the next ``count`` messages is given to ``callback(message)``, on a thread of the engine's.
+    #[pyo3(signature = (*, count, callback))]
+    fn submit_recvs(&self, count: usize, callback: Bound<'_, PyAny>) -> PyResult<()> {
+        let core = self.core()?;
+        Ok(core.mailbox.call(&core.engine, count, callable(callback)?)?)
+    }
+
+    /// To be awaited: a message, whoever sends it.
+    #[pyo3(signature = (*, timeout = None))]
+    fn recv(&self, timeout: Option<f64>) -> PyResult<Waiting> {
+        let timeout = self.timeout(timeout)?;
+        Ok(Waiting::new(Recv::new(&self.core()?), timeout, Duration::ZERO))
+    }
+
+    /// Waits for a message, whoever sends it; other threads run meanwhile.
+    #[pyo3(signature = (*, timeout = None))]
+    fn recv_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Message> {
+        let timeout = self.timeout(timeout)?;
+        // Held by the wait weakly only: the engine may be closed meanwhile.
+        let wait = Recv::new(&self.core()?);
+        wait.block(py, timeout)
+    }
+
+    /// To be awaited: until another transfer can be submitted; whether it can.
+    #[pyo3(signature = (*, timeout = None))]
+    fn wait_capacity<'py>(
+        slf: &Bound<'py, Self>,
+        timeout: Option<f64>,
+    ) -> PyResult<Bound<'py, PyAny>> {
+        on_a_thread(slf, "wait_capacity_blocking", &PyTuple::empty(slf.py()), timeout)
+    }
+
+    /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile.
+    #[pyo3(signature = (*, timeout = None))]
+    fn wait_capacity_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
+        let timeout = self.timeout(timeout)?;
+        let room =
+            self.wait_with(py, timeout, |engine, slice| engine.wait_capacity(slice).then_some(()))?;
+        Ok(room.is_some())
+    }
+
+    // ---- the end ----
+
+    /// Stops the engine: transfers under way end, peers are left, threads are joined. What was closed stays
+    /// so; to close it again does nothing.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let handle = self.handle.get()?;
+        if in_callback() {
+            return Err(errors::in_callback());
+        }
+        let core = lock(&handle.core).take();
+        if let Some(core) = core {
+            py.detach(|| {
+                // Calls of other threads end soon, without waiting any longer.
+                let mut core = core;
+                loop {
+                    match Arc::try_unwrap(core) {
+                        Ok(last) => return drop(last),
+                        Err(shared) => core = shared,
+                    }
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+            });
+        }
+        Ok(())
+    }
+
+    /// Whether it is closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(lock(&self.handle.get()?.core).is_none())
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = match self.core() {
+            Ok(core) => format!("{} peers", core.engine.peers().len()),
+            Err(_) if self.handle.is_ours() => "closed".to_owned(),
+            Err(_) => "of the parent process".to_owned(),
+        };
+        let (provider, nics) = (self.address.provider(), self.address.nics().len());
+        format!("<TransferEngine {provider}, {nics} NICs, {state}>")
+    }
+}

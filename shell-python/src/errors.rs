@@ -1,0 +1,243 @@
+//! Errors of the engine as Python exceptions: a class for what can be done about it, fields for what
+//! was found. The classes are in `immwire/_errors.py`.
+
+use std::time::Duration;
+
+use immwire::core::group;
+use immwire::core::id::PeerId;
+use immwire::provider::RevokeError;
+use immwire::{
+    AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
+    RegisterError, SubmitError, TransferError,
+};
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyList};
+
+use crate::values;
+
+/// Fields beyond the message, by name.
+type Fields<'py> = Bound<'py, PyDict>;
+
+/// An instance of class `name`; if that fails, what went wrong instead.
+fn raise(name: &str, message: &str, fill: impl FnOnce(&Fields<'_>) -> PyResult<()>) -> PyErr {
+    Python::attach(|py| {
+        let make = || {
+            let fields = PyDict::new(py);
+            fill(&fields)?;
+            let class = py.import(intern!(py, "immwire._errors"))?.getattr(name)?;
+            class.call((message,), Some(&fields))
+        };
+        make().map_or_else(|error| error, PyErr::from_value)
+    })
+}
+
+fn plain(name: &str, error: &impl ToString) -> PyErr {
+    raise(name, &error.to_string(), |_| Ok(()))
+}
+
+fn set_peer(fields: &Fields<'_>, peer: PeerId) -> PyResult<()> {
+    fields.set_item(intern!(fields.py(), "peer"), values::PeerId::from(peer))
+}
+
+fn set_deadline(fields: &Fields<'_>, deadline: Duration) -> PyResult<()> {
+    fields.set_item(intern!(fields.py(), "deadline"), deadline.as_secs_f64())
+}
+
+pub(crate) fn config(message: &str) -> PyErr {
+    raise("ConfigError", message, |_| Ok(()))
+}
+
+pub(crate) fn request(message: &str) -> PyErr {
+    raise("RequestError", message, |_| Ok(()))
+}
+
+pub(crate) fn closed(what: &str) -> PyErr {
+    raise("EngineClosed", &format!("the {what} is closed"), |_| Ok(()))
+}
+
+pub(crate) fn in_callback() -> PyErr {
+    let message = "an engine cannot be closed by one of its callbacks, which closing waits for";
+    raise("ImmwireError", message, |_| Ok(()))
+}
+
+pub(crate) fn forked() -> PyErr {
+    let message = "this was made before the process forked, and belongs to the parent: \
+                   an engine's threads do not survive a fork; make a new engine in the child";
+    raise("ForkedError", message, |_| Ok(()))
+}
+
+pub(crate) fn unsupported(message: &str) -> PyErr {
+    raise("UnsupportedMemory", message, |_| Ok(()))
+}
+
+pub(crate) fn region_closed() -> PyErr {
+    raise("RegionError", "the region is closed", |_| Ok(()))
+}
+
+pub(crate) fn region_views(views: usize) -> PyErr {
+    let message = format!(
+        "the region cannot be closed while {views} views of its memory exist (memoryview, numpy \
+         array, ...): delete them first"
+    );
+    raise("RegionInUse", &message, |_| Ok(()))
+}
+
+pub(crate) fn region(error: &impl ToString) -> PyErr {
+    plain("RequestError", error)
+}
+
+pub(crate) fn build(error: &BuildError) -> PyErr {
+    match error {
+        BuildError::Config { .. } | BuildError::Group(_) => plain("ConfigError", error),
+        _ => plain("ImmwireError", error),
+    }
+}
+
+fn capacity(error: &impl ToString, capacity: usize) -> PyErr {
+    raise("CapacityError", &error.to_string(), |fields| fields.set_item("capacity", capacity))
+}
+
+pub(crate) fn submit(error: &SubmitError) -> PyErr {
+    match error {
+        SubmitError::Full { capacity: room } => capacity(error, *room),
+        SubmitError::EngineStopped => plain("EngineClosed", error),
+        _ => plain("RequestError", error),
+    }
+}
+
+pub(crate) fn register(error: &RegisterError) -> PyErr {
+    match error {
+        RegisterError::Empty => plain("RequestError", error),
+        RegisterError::TableFull { capacity: room } => capacity(error, *room),
+        _ => plain("RegionError", error),
+    }
+}
+
+pub(crate) fn in_use() -> PyErr {
+    let message = "the region is in use by another handle or by a transfer under way";
+    raise("RegionInUse", message, |_| Ok(()))
+}
+
+pub(crate) fn still_writing(error: RevokeError) -> PyErr {
+    raise("RegionInUse", &error.to_string(), |fields| set_peer(fields, error.peer))
+}
+
+pub(crate) fn add_peer(error: &AddPeerError) -> PyErr {
+    match error {
+        AddPeerError::Full(_) => plain("CapacityError", error),
+        AddPeerError::NoAnswer => plain("EngineClosed", error),
+        _ => plain("PeerError", error),
+    }
+}
+
+pub(crate) fn peer(error: PeerError) -> PyErr {
+    let message = error.to_string();
+    match error {
+        PeerError::Timeout { peer, after } => raise("WaitTimeout", &message, |fields| {
+            set_peer(fields, peer)?;
+            set_deadline(fields, after)
+        }),
+        PeerError::Down { peer, .. } | PeerError::Unknown { peer } => {
+            raise("PeerError", &message, |fields| set_peer(fields, peer))
+        }
+        _ => plain("PeerError", &message),
+    }
+}
+
+pub(crate) fn counter_taken(error: CounterTaken) -> PyErr {
+    match error {
+        CounterTaken::AllTaken { capacity: room } => capacity(&error, room.into()),
+        _ => plain("CounterError", &error),
+    }
+}
+
+pub(crate) fn count(error: &CountError) -> PyErr {
+    match error {
+        CountError::Timeout { target, missing, after, peers } => {
+            raise("WaitTimeout", &error.to_string(), |fields| {
+                fields.set_item("target", target)?;
+                fields.set_item("missing", missing)?;
+                set_deadline(fields, *after)?;
+                fields.set_item("shares", shares(fields.py(), peers)?)?;
+                match late(peers) {
+                    Some(peer) => set_peer(fields, peer),
+                    None => Ok(()),
+                }
+            })
+        }
+        CountError::EngineStopped => plain("EngineClosed", error),
+        _ => plain("CounterError", error),
+    }
+}
+
+/// The peer that all of it waits for, if there is just one.
+fn late(peers: &[PeerShare]) -> Option<PeerId> {
+    let late = |share: &&PeerShare| share.expected.is_none_or(|writes| share.arrived < writes);
+    let mut all = peers.iter().filter(late);
+    match (all.next(), all.next()) {
+        (Some(share), None) => Some(share.peer),
+        _ => None,
+    }
+}
+
+fn shares<'py>(py: Python<'py>, peers: &[PeerShare]) -> PyResult<Bound<'py, PyList>> {
+    let class = py.import(intern!(py, "immwire._errors"))?.getattr("PeerShare")?;
+    let shares = PyList::empty(py);
+    for PeerShare { peer, arrived, expected } in peers {
+        shares.append(class.call1((values::PeerId::from(*peer), arrived, expected))?)?;
+    }
+    Ok(shares)
+}
+
+pub(crate) fn recv(error: RecvError) -> PyErr {
+    match error {
+        RecvError::Timeout { after } => {
+            raise("WaitTimeout", &error.to_string(), |fields| set_deadline(fields, after))
+        }
+        _ => plain("EngineClosed", &error),
+    }
+}
+
+/// A wait for a transfer, or for something else that has no error of its own, took too long.
+pub(crate) fn wait(message: &str, after: Duration) -> PyErr {
+    raise("WaitTimeout", message, |fields| set_deadline(fields, after))
+}
+
+/// How a transfer ended, if not well.
+pub(crate) fn end(end: End, deadline: Option<Duration>) -> Option<PyErr> {
+    let (started, error) = match end {
+        End::Done => return None,
+        End::NeverStarted { error } => (false, error),
+        End::Quiesced { error } => (true, error),
+    };
+    use group::{SubmitError as Refusal, TransferError as Stop, WorkError};
+    let (class, peer, nic) = match error {
+        TransferError::Stopped(Stop::Cancelled) => ("TransferCancelled", None, None),
+        TransferError::Stopped(Stop::DeadlineExceeded { peer, .. }) => {
+            ("DeadlineExceeded", peer, None)
+        }
+        TransferError::Stopped(Stop::PeerDown { peer, .. })
+        | TransferError::Refused(Refusal::PeerDown { peer, .. } | Refusal::NoSuchPeer { peer }) => {
+            ("PeerDown", Some(peer), None)
+        }
+        TransferError::Stopped(Stop::Piece { peer, nic, error }) => {
+            let gone = matches!(error, WorkError::PeerGone | WorkError::Flushed);
+            (if gone { "PeerDown" } else { "TransferError" }, Some(peer), Some(nic))
+        }
+        TransferError::Refused(Refusal::WrongOwner { peer, .. }) => {
+            ("TransferError", Some(peer), None)
+        }
+        _ => ("TransferError", None, None),
+    };
+    Some(raise(class, &error.to_string(), |fields| {
+        fields.set_item("started", started)?;
+        if let Some(peer) = peer {
+            set_peer(fields, peer)?;
+        }
+        if let Some(deadline) = deadline {
+            set_deadline(fields, deadline)?;
+        }
+        nic.map_or(Ok(()), |nic| fields.set_item("nic", nic))
+    }))
+}

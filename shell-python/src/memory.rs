@@ -1,0 +1,234 @@
+//! Where an object's memory lies: by the buffer protocol, `__array_interface__`, DLPack, or an address.
+//!
+//! Memory of a GPU is told apart first: `__cuda_array_interface__`, or a DLPack device that is not the
+//! host. Whatever is found is held for as long as peers may write there.
+
+use std::ffi::{CStr, c_void};
+use std::ptr::NonNull;
+
+use pyo3::exceptions::{PyTypeError, PyValueError};
+use pyo3::ffi;
+use pyo3::intern;
+use pyo3::prelude::*;
+use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple};
+
+use crate::buffer::View;
+use crate::errors;
+
+/// Memory of the host, and what keeps it there.
+pub(crate) struct Memory {
+    pub(crate) ptr: NonNull<u8>,
+    pub(crate) len: usize,
+    pub(crate) readonly: bool,
+    pub(crate) keep: Keep,
+}
+
+/// What is held so that memory stays. Dropped, it lets go.
+pub(crate) enum Keep {
+    /// The engine's own, or the caller's promise.
+    Nothing,
+    /// A view, which also stops its object from resizing.
+    View { _view: View },
+    /// The object that said where the memory is.
+    Object { _object: Py<PyAny> },
+}
+
+/// Finds the memory of `object`.
+pub(crate) fn find(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let py = object.py();
+    if let Ok(pair) = object.cast::<PyTuple>() {
+        return address(pair);
+    }
+    if object.hasattr(intern!(py, "__cuda_array_interface__"))? {
+        return Err(gpu(&kind(object)));
+    }
+    if View::offered(object) {
+        return viewed(object);
+    }
+    if let Some(interface) = object.getattr_opt(intern!(py, "__array_interface__"))? {
+        return array(object, &interface);
+    }
+    if object.hasattr(intern!(py, "__dlpack__"))? {
+        return dlpack(object);
+    }
+    let message = format!(
+        "{} has no memory to register: neither a buffer, __array_interface__ nor __dlpack__, nor is it \
+         a tuple (address, bytes)",
+        kind(object)
+    );
+    Err(errors::unsupported(&message))
+}
+
+fn kind(object: &Bound<'_, PyAny>) -> String {
+    object
+        .get_type()
+        .fully_qualified_name()
+        .map_or_else(|_| "this object".into(), |n| n.to_string())
+}
+
+fn gpu(what: &str) -> PyErr {
+    errors::unsupported(&format!(
+        "{what} is in GPU memory, which the provider \"shm\" cannot reach: copy it to the host first"
+    ))
+}
+
+fn found(ptr: usize, len: usize, readonly: bool, keep: Keep) -> PyResult<Memory> {
+    let ptr = NonNull::new(std::ptr::with_exposed_provenance_mut(ptr));
+    match ptr {
+        Some(ptr) if len > 0 => Ok(Memory { ptr, len, readonly, keep }),
+        _ => Err(errors::request("a region of zero bytes cannot be registered")),
+    }
+}
+
+fn address(pair: &Bound<'_, PyTuple>) -> PyResult<Memory> {
+    let (ptr, len): (usize, usize) = pair.extract().map_err(|_| {
+        PyTypeError::new_err("memory by address is a tuple of two integers, (address, bytes)")
+    })?;
+    if ptr.checked_add(len).is_none() {
+        return Err(PyValueError::new_err("the range wraps around the end of the address space"));
+    }
+    found(ptr, len, false, Keep::Nothing)
+}
+
+fn viewed(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    // Asked for writing first: what it says of itself otherwise may be stricter than what it allows.
+    let view = match View::contiguous(object, true) {
+        Ok(view) => view,
+        Err(_) => View::contiguous(object, false)?,
+    };
+    let (ptr, len, readonly) = (view.ptr(), view.len(), view.readonly());
+    found(ptr.expose_provenance(), len, readonly, Keep::View { _view: view })
+}
+
+/// numpy's array interface, version 3.
+fn array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let py = object.py();
+    let fields = interface.cast::<PyDict>()?;
+    let wanted = |name: &str| {
+        let missing = || PyTypeError::new_err(format!("__array_interface__ has no {name}"));
+        fields.get_item(name)?.ok_or_else(missing)
+    };
+    let (ptr, readonly): (usize, bool) = wanted("data")?.extract().map_err(|_| {
+        PyTypeError::new_err("data of __array_interface__ is not (address, read only)")
+    })?;
+    let shape: Vec<i64> = wanted("shape")?.extract()?;
+    // A letter for the byte order, one for the kind, then the bytes of an item.
+    let typestr: String = wanted("typestr")?.extract()?;
+    let digits = typestr.get(2..).and_then(|digits| digits.parse::<i64>().ok());
+    let item = digits.ok_or_else(|| PyTypeError::new_err(format!("{typestr:?} has no size")))?;
+    let strides: Option<Vec<i64>> = match fields.get_item(intern!(py, "strides"))? {
+        Some(strides) => strides.extract()?,
+        None => None,
+    };
+    let len = contiguous(&shape, strides.as_deref(), item)?;
+    let keep = Keep::Object { _object: object.clone().unbind() };
+    found(ptr, len, readonly, keep)
+}
+
+/// Bytes of a C-contiguous array; strides count `unit`s as the item's size does.
+fn contiguous(shape: &[i64], strides: Option<&[i64]>, item: i64) -> PyResult<usize> {
+    let mut len = item;
+    for (axis, &extent) in shape.iter().enumerate().rev() {
+        let stride = strides.and_then(|strides| strides.get(axis));
+        if extent > 1 && stride.is_some_and(|&stride| stride != len) {
+            let message = "only C-contiguous arrays can be registered: make a contiguous copy";
+            return Err(errors::request(message));
+        }
+        let next = len.checked_mul(extent);
+        len = next.ok_or_else(|| PyValueError::new_err("the array is too large"))?;
+    }
+    usize::try_from(len).map_err(|_| PyValueError::new_err("the array has a negative size"))
+}
+
+/// `DLTensor` of DLPack's C API.
+#[repr(C)]
+struct DlTensor {
+    data: *mut c_void,
+    device_type: i32,
+    device_id: i32,
+    ndim: i32,
+    code: u8,
+    bits: u8,
+    lanes: u16,
+    shape: *const i64,
+    strides: *const i64,
+    byte_offset: u64,
+}
+
+/// `DLManagedTensorVersioned`, from version 1 on.
+#[repr(C)]
+struct DlVersioned {
+    major: u32,
+    minor: u32,
+    manager: *mut c_void,
+    deleter: *mut c_void,
+    flags: u64,
+    tensor: DlTensor,
+}
+
+const DL_CPU: i32 = 1;
+/// Memory of the host that CUDA has pinned.
+const DL_CUDA_HOST: i32 = 3;
+const DL_READ_ONLY: u64 = 1;
+const UNVERSIONED: &CStr = c"dltensor";
+const VERSIONED: &CStr = c"dltensor_versioned";
+
+/// The tensor is left in its capsule, which frees it when it is dropped: so nothing is to be renamed, and
+/// no deleter called.
+fn dlpack(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let py = object.py();
+    let (device, _): (i32, i32) =
+        object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
+    if device != DL_CPU && device != DL_CUDA_HOST {
+        return Err(gpu(&kind(object)));
+    }
+    let asked = PyDict::new(py);
+    asked.set_item(intern!(py, "max_version"), (1, 0))?;
+    let export = object.getattr(intern!(py, "__dlpack__"))?;
+    let capsule = match export.call((), Some(&asked)) {
+        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0()?,
+        answer => answer?,
+    };
+    let capsule = capsule.cast_into::<PyCapsule>()?;
+    // SAFETY: a capsule of that name holds a pointer to such a struct (DLPack, "Python Specification"),
+    // valid while the capsule is alive and not renamed; it is ours alone.
+    let (tensor, flags) = unsafe {
+        if ffi::PyCapsule_IsValid(capsule.as_ptr(), VERSIONED.as_ptr()) != 0 {
+            let managed: &DlVersioned =
+                capsule.pointer_checked(Some(VERSIONED))?.cast::<DlVersioned>().as_ref();
+            if managed.major != 1 {
+                let message = format!("DLPack version {} is not known", managed.major);
+                return Err(errors::unsupported(&message));
+            }
+            (&managed.tensor, managed.flags)
+        } else {
+            let managed: &DlTensor =
+                capsule.pointer_checked(Some(UNVERSIONED))?.cast::<DlTensor>().as_ref();
+            (managed, 0)
+        }
+    };
+    if tensor.device_type != DL_CPU && tensor.device_type != DL_CUDA_HOST {
+        return Err(gpu(&kind(object)));
+    }
+    let bits = i64::from(tensor.bits) * i64::from(tensor.lanes);
+    if bits % 8 != 0 {
+        return Err(errors::unsupported("items of less than a byte cannot be registered"));
+    }
+    let axes = usize::try_from(tensor.ndim).unwrap_or(0);
+    let numbers = |first: *const i64| {
+        // SAFETY: not null, it points to `ndim` numbers (DLPack, `DLTensor`).
+        let all = || unsafe { std::slice::from_raw_parts(first, axes) };
+        (!first.is_null()).then(all)
+    };
+    let item = bits / 8;
+    let shape = numbers(tensor.shape).unwrap_or(&[]);
+    // DLPack counts strides in items.
+    let strides: Option<Vec<i64>> = numbers(tensor.strides)
+        .map(|strides| strides.iter().map(|stride| stride.saturating_mul(item)).collect());
+    let len = contiguous(shape, strides.as_deref(), item)?;
+    let offset = usize::try_from(tensor.byte_offset).unwrap_or(usize::MAX);
+    let ptr = tensor.data.expose_provenance().checked_add(offset);
+    let ptr = ptr.ok_or_else(|| PyValueError::new_err("the tensor's offset is beyond memory"))?;
+    let keep = Keep::Object { _object: capsule.into_any().unbind() };
+    found(ptr, len, flags & DL_READ_ONLY != 0, keep)
+}

@@ -1,0 +1,249 @@
+//! Messages, and those who wait for them: tasks, threads and callbacks, first come, first served.
+//!
+//! The engine is asked for as many messages as somebody waits for, so that the rest stay with their
+//! senders. What it is asked for cannot be taken back: if whoever waited has gone, the message is kept
+//! for the next.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::{Duration, Instant};
+
+use pyo3::prelude::*;
+
+use crate::engine::Running;
+use crate::errors;
+use crate::sync::{call_back, fresh_id, lock, wait};
+use crate::transfer::{Caller, Job};
+use crate::values;
+use crate::waiting::{Bell, Op, Outcome, Waiter};
+
+/// Who takes the next message.
+enum Taker {
+    Waiter(u64, Waiter),
+    Call(Arc<Py<PyAny>>),
+}
+
+/// See the [module](self).
+pub(crate) struct Mailbox {
+    state: Mutex<State>,
+    caller: Arc<Caller>,
+}
+
+/// Either nobody waits, or nothing is kept.
+#[derive(Default)]
+struct State {
+    /// Messages that the engine was asked for.
+    asked: usize,
+    takers: VecDeque<Taker>,
+    /// Came when nobody waited any more.
+    kept: VecDeque<immwire::Message>,
+    /// Whose they are, by the waiter's number.
+    given: HashMap<u64, immwire::Message>,
+    closed: bool,
+}
+
+/// What is left to be done once the lock is free.
+#[derive(Default)]
+struct Aftermath {
+    wake: Vec<Waiter>,
+    run: Vec<Job>,
+}
+
+impl Aftermath {
+    fn settle(self) {
+        self.wake.iter().for_each(Waiter::wake);
+        self.run.into_iter().for_each(|job| job());
+    }
+}
+
+impl Mailbox {
+    pub(crate) fn new(caller: Arc<Caller>) -> Self {
+        Self { state: Mutex::default(), caller }
+    }
+
+    /// Gives what is kept to those who wait. Callbacks are queued under the lock, so that messages keep their
+    /// order.
+    fn hand_out(&self, state: &mut State) -> Aftermath {
+        let mut after = Aftermath::default();
+        while !state.kept.is_empty() && !state.takers.is_empty() {
+            let Some((taker, message)) = state.takers.pop_front().zip(state.kept.pop_front())
+            else {
+                break;
+            };
+            match taker {
+                Taker::Waiter(id, waiter) => {
+                    state.given.insert(id, message);
+                    after.wake.push(waiter);
+                }
+                Taker::Call(call) => {
+                    let job = move || {
+                        call_back(&call, |call| {
+                            call.call1((values::Message::new(call.py(), &message),))
+                        });
+                    };
+                    after.run.extend(self.caller.queue(Box::new(job)).err());
+                }
+            }
+        }
+        after
+    }
+
+    /// A message that the engine was asked for.
+    fn arrived(&self, message: immwire::Message) {
+        let mut state = lock(&self.state);
+        state.asked = state.asked.saturating_sub(1);
+        state.kept.push_back(message);
+        let after = self.hand_out(&mut state);
+        drop(state);
+        after.settle();
+    }
+
+    /// Puts takers in line, gives them what there is, and asks the engine for the rest.
+    fn line_up(
+        self: &Arc<Self>,
+        engine: &immwire::TransferEngine,
+        takers: impl Iterator<Item = Taker>,
+    ) {
+        let mut state = lock(&self.state);
+        state.takers.extend(takers);
+        let after = self.hand_out(&mut state);
+        let more = state.takers.len().saturating_sub(state.asked);
+        state.asked += more;
+        drop(state);
+        after.settle();
+        if more > 0 {
+            let mailbox = Arc::clone(self);
+            engine.submit_recvs(more, move |message| mailbox.arrived(message));
+        }
+    }
+
+    /// Each of the next `count` messages is for `call`.
+    pub(crate) fn call(
+        self: &Arc<Self>,
+        engine: &immwire::TransferEngine,
+        count: usize,
+        call: Py<PyAny>,
+    ) -> std::io::Result<()> {
+        self.caller.start()?;
+        let call = Arc::new(call);
+        self.line_up(engine, (0..count).map(|_| Taker::Call(Arc::clone(&call))));
+        Ok(())
+    }
+
+    fn take(&self, id: u64) -> Option<immwire::Message> {
+        lock(&self.state).given.remove(&id)
+    }
+
+    /// The waiter goes: what was given to it is for the next.
+    fn withdraw(&self, id: u64) {
+        let mut state = lock(&self.state);
+        let is_it = |taker: &Taker| matches!(taker, Taker::Waiter(other, _) if *other == id);
+        let gone = state.takers.iter().position(is_it).and_then(|at| state.takers.remove(at));
+        if let Some(message) = state.given.remove(&id) {
+            state.kept.push_front(message);
+        }
+        let after = self.hand_out(&mut state);
+        drop(state);
+        after.settle();
+        // After the lock: the last of a loop's waiters takes the loop's futures with it.
+        drop(gone);
+    }
+
+    /// The engine has stopped: nobody is left waiting.
+    pub(crate) fn close(&self) {
+        let takers = {
+            let mut state = lock(&self.state);
+            state.closed = true;
+            std::mem::take(&mut state.takers)
+        };
+        for taker in takers {
+            if let Taker::Waiter(_, waiter) = taker {
+                waiter.wake();
+            }
+        }
+    }
+
+    fn is_closed(&self) -> bool {
+        lock(&self.state).closed
+    }
+}
+
+/// A wait for one message.
+pub(crate) struct Recv {
+    mailbox: Arc<Mailbox>,
+    core: Weak<Running>,
+    /// Once it stands in line.
+    id: Option<u64>,
+}
+
+impl Recv {
+    pub(crate) fn new(core: &Arc<Running>) -> Self {
+        Self { mailbox: Arc::clone(&core.mailbox), core: Arc::downgrade(core), id: None }
+    }
+
+    fn found(&mut self) -> Option<PyResult<immwire::Message>> {
+        let given = self.id.and_then(|id| self.mailbox.take(id));
+        match given {
+            Some(message) => Some(Ok(message)),
+            None if self.mailbox.is_closed() => Some(Err(errors::closed("engine"))),
+            None => None,
+        }
+    }
+
+    fn stand_in_line(&mut self, id: u64, waiter: Waiter) {
+        if let Some(id) = self.id.replace(id) {
+            self.mailbox.withdraw(id);
+        }
+        if let Some(core) = self.core.upgrade() {
+            self.mailbox.line_up(&core.engine, std::iter::once(Taker::Waiter(id, waiter)));
+        }
+    }
+
+    /// Waits without an event loop.
+    pub(crate) fn block(mut self, py: Python<'_>, timeout: Duration) -> PyResult<values::Message> {
+        let message = wait(py, timeout, |slice| {
+            if self.id.is_none() {
+                self.stand_in_line(fresh_id(), Waiter::Thread(std::thread::current()));
+            }
+            let from = Instant::now();
+            loop {
+                let found = self.found();
+                let left = slice.saturating_sub(from.elapsed());
+                if found.is_some() || left.is_zero() {
+                    return found;
+                }
+                std::thread::park_timeout(left);
+            }
+        })?;
+        let timed_out = || errors::recv(immwire::RecvError::Timeout { after: timeout });
+        let message = message.unwrap_or_else(|| Err(timed_out()))?;
+        Ok(values::Message::new(py, &message))
+    }
+}
+
+impl Op for Recv {
+    fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
+        let found = self.found()?;
+        Some(found.and_then(|message| {
+            Bound::new(py, values::Message::new(py, &message)).map(|m| m.into_any().unbind())
+        }))
+    }
+
+    fn watch(&mut self, py: Python<'_>, bell: &Arc<Bell>) -> Option<Outcome> {
+        self.stand_in_line(bell.id(), Waiter::Task(Arc::clone(bell)));
+        self.look(py)
+    }
+
+    fn late(&mut self, py: Python<'_>, after: Duration) -> Outcome {
+        let timed_out = || Err(errors::recv(immwire::RecvError::Timeout { after }));
+        self.look(py).unwrap_or_else(timed_out)
+    }
+}
+
+impl Drop for Recv {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.mailbox.withdraw(id);
+        }
+    }
+}

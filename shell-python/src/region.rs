@@ -1,0 +1,376 @@
+//! Regions, as Python sees them: memory with a buffer, and whose it is until when.
+//!
+//! # Invariants
+//!
+//! - While a view of a region's memory exists, the region cannot be closed.
+//! - Memory of another object is held until its region was closed, or the engine has stopped: a region
+//!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
+
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use immwire::CloseError;
+use immwire::core::region::Keys;
+use pyo3::prelude::*;
+use pyo3::sync::PyOnceLock;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::buffer::{Exporter, Offer, View, exporting_class};
+use crate::errors;
+use crate::fork::Owned;
+use crate::memory::Keep;
+use crate::sync::{lock, wait};
+use crate::values::{MrDesc, seconds};
+
+/// How long closing waits for transfers and peers that are just letting go.
+const PATIENCE: Duration = Duration::from_secs(1);
+
+/// A handle to a registration, and what keeps its memory.
+struct Held {
+    region: immwire::Region,
+    keep: Vec<Keep>,
+}
+
+impl Held {
+    /// Which registration: no other has these keys while it lives.
+    fn registration(&self) -> Keys {
+        self.region.desc().keys
+    }
+}
+
+/// Handles to registrations, and those that were dropped while in use, until they are not, or the engine has
+/// stopped.
+#[derive(Default)]
+pub(crate) struct Lingering(Mutex<LingeringState>);
+
+#[derive(Default)]
+struct LingeringState {
+    held: Vec<Held>,
+    /// Regions of Python by registration.
+    regions: HashMap<Keys, usize>,
+    stopped: bool,
+}
+
+impl Lingering {
+    /// One region of Python more; returns whether it shares its registration.
+    fn enter(&self, registration: Keys) -> bool {
+        let mut state = lock(&self.0);
+        let regions = state.regions.entry(registration).or_default();
+        *regions += 1;
+        *regions > 1
+    }
+
+    /// One region of Python less.
+    fn leave(&self, registration: Keys) {
+        let mut state = lock(&self.0);
+        if let Some(regions) = state.regions.get_mut(&registration) {
+            *regions -= 1;
+            if *regions == 0 {
+                state.regions.remove(&registration);
+            }
+        }
+    }
+
+    /// Whether another region of Python has the same registration.
+    fn is_shared(&self, registration: Keys) -> bool {
+        lock(&self.0).regions.get(&registration).is_some_and(|&regions| regions > 1)
+    }
+
+    fn add(&self, held: Held) {
+        let mut state = lock(&self.0);
+        if !state.stopped {
+            state.held.push(held);
+        }
+    }
+
+    /// Takes over what keeps the memory from handles that linger: there is one handle then.
+    fn adopt(&self, held: &mut Held) {
+        let registration = held.registration();
+        let (same, other) = {
+            let all = std::mem::take(&mut lock(&self.0).held);
+            all.into_iter().partition::<Vec<Held>, _>(|held| held.registration() == registration)
+        };
+        lock(&self.0).held.extend(other);
+        held.keep.extend(same.into_iter().flat_map(|held| held.keep));
+    }
+
+    /// Lets go of the memory, now or once nobody uses it.
+    fn release(&self, mut held: Held) {
+        self.adopt(&mut held);
+        let Held { region, keep } = held;
+        if keep.iter().all(|keep| matches!(keep, Keep::Nothing)) {
+            // The engine's own memory: it waits by itself. Or an address, which is the caller's to keep.
+            return drop(region);
+        }
+        if let Err(CloseError::InUse { region } | CloseError::StillWriting { region, .. }) =
+            region.close(Duration::ZERO)
+        {
+            self.add(Held { region, keep });
+        }
+    }
+
+    /// Lets go of what is in use no more.
+    pub(crate) fn sweep(&self) {
+        let held = std::mem::take(&mut lock(&self.0).held);
+        held.into_iter().for_each(|held| self.release(held));
+    }
+
+    /// The engine has stopped: peers reach none of it any more.
+    pub(crate) fn stop(&self) {
+        let held = {
+            let mut state = lock(&self.0);
+            state.stopped = true;
+            std::mem::take(&mut state.held)
+        };
+        drop(held);
+    }
+}
+
+/// What the class `Region` is but for its buffer.
+#[pyclass(module = "immwire", name = "_Region", subclass, frozen)]
+pub(crate) struct RegionBase {
+    inner: Owned<Inner>,
+    desc: immwire::MrDesc,
+    ptr: usize,
+    readonly: bool,
+}
+
+struct Inner {
+    state: Mutex<State>,
+    lingering: Arc<Lingering>,
+    /// When it was made, another region had the same registration.
+    is_part: bool,
+}
+
+struct State {
+    /// None once closed, or while it is being closed.
+    held: Option<Held>,
+    views: usize,
+}
+
+impl Drop for Inner {
+    fn drop(&mut self) {
+        let held = lock(&self.state).held.take();
+        if let Some(held) = held {
+            self.lingering.leave(held.registration());
+            self.lingering.release(held);
+        }
+    }
+}
+
+/// A region on its way into Python: what the class is called with, which nobody else can.
+#[pyclass(module = "immwire", name = "_NewRegion", frozen)]
+struct NewRegion(Mutex<Option<RegionBase>>);
+
+/// The class, made on first use.
+pub(crate) fn class(py: Python<'_>) -> PyResult<&Bound<'_, PyAny>> {
+    static CLASS: PyOnceLock<Py<PyAny>> = PyOnceLock::new();
+    let class = CLASS.get_or_try_init(py, || {
+        exporting_class::<RegionBase>(py, c"immwire.Region").map(Bound::unbind)
+    })?;
+    Ok(class.bind(py))
+}
+
+/// A region for Python.
+pub(crate) fn make<'py>(
+    py: Python<'py>,
+    region: immwire::Region,
+    keep: Keep,
+    readonly: bool,
+    lingering: &Arc<Lingering>,
+) -> PyResult<Bound<'py, PyAny>> {
+    let (desc, ptr) = (region.desc(), region.as_ptr().expose_provenance());
+    let is_part = lingering.enter(desc.keys);
+    let state = Mutex::new(State { held: Some(Held { region, keep: vec![keep] }), views: 0 });
+    let inner = Owned::new(Inner { state, lingering: Arc::clone(lingering), is_part });
+    let base = RegionBase { inner, desc, ptr, readonly };
+    class(py)?.call1((NewRegion(Mutex::new(Some(base))),))
+}
+
+impl RegionBase {
+    /// Another handle to the registration.
+    pub(crate) fn region(&self) -> PyResult<immwire::Region> {
+        let state = lock(&self.inner.get()?.state);
+        let held = state.held.as_ref().ok_or_else(errors::region_closed)?;
+        Ok(held.region.clone())
+    }
+}
+
+impl Exporter for RegionBase {
+    fn exported(&self) -> PyResult<Offer> {
+        let mut state = lock(&self.inner.get()?.state);
+        let held = state.held.as_ref().ok_or_else(errors::region_closed)?;
+        let offer =
+            Offer { ptr: held.region.as_ptr(), len: held.region.len(), readonly: self.readonly };
+        state.views += 1;
+        Ok(offer)
+    }
+
+    fn released(&self) {
+        // In a child too: the view that is given back may have been taken by the parent.
+        let mut state = lock(&self.inner.peek().state);
+        state.views = state.views.saturating_sub(1);
+    }
+}
+
+#[pymethods]
+impl RegionBase {
+    #[new]
+    fn new(made: &NewRegion) -> PyResult<Self> {
+        let used = || pyo3::exceptions::PyTypeError::new_err("this region was made already");
+        lock(&made.0).take().ok_or_else(used)
+    }
+
+    /// What a peer needs to write here; ``bytes(desc)`` travels.
+    #[getter]
+    fn desc(&self) -> MrDesc {
+        MrDesc(self.desc)
+    }
+
+    /// Bytes.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.desc.len
+    }
+
+    fn __len__(&self) -> usize {
+        usize::try_from(self.desc.len).unwrap_or(usize::MAX)
+    }
+
+    /// Where the first byte lies in this process.
+    #[getter]
+    fn ptr(&self) -> usize {
+        self.ptr
+    }
+
+    /// Whether it is closed.
+    #[getter]
+    fn closed(&self) -> PyResult<bool> {
+        Ok(lock(&self.inner.get()?.state).held.is_none())
+    }
+
+    /// Part of the region, with a descriptor of its own. Peers still may write to the whole.
+    #[pyo3(signature = (offset, length, /))]
+    fn slice<'py>(&self, py: Python<'py>, offset: u64, length: u64) -> PyResult<Bound<'py, PyAny>> {
+        let part = self.region()?.slice(offset, length).map_err(|error| errors::region(&error))?;
+        if part.is_empty() {
+            return Err(errors::request("a region has at least one byte"));
+        }
+        // The whole keeps the memory: until it can be closed, which the part forbids.
+        make(py, part, Keep::Nothing, self.readonly, &self.inner.get()?.lingering)
+    }
+
+    /// A copy of bytes. What a peer is writing at the same time comes torn.
+    #[pyo3(signature = (offset = 0, length = None, /))]
+    fn read<'py>(
+        &self,
+        py: Python<'py>,
+        offset: u64,
+        length: Option<u64>,
+    ) -> PyResult<Bound<'py, PyBytes>> {
+        let region = self.region()?;
+        let length = length.unwrap_or_else(|| region.len().saturating_sub(offset));
+        region.slice(offset, length).map_err(|error| errors::region(&error))?;
+        PyBytes::new_with(py, usize::try_from(length).unwrap_or(usize::MAX), |bytes| {
+            region.read(offset, bytes).map_err(|error| errors::region(&error))
+        })
+    }
+
+    /// Copies bytes in.
+    #[pyo3(signature = (offset, data, /))]
+    fn write(&self, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+        if self.readonly {
+            return Err(errors::request("the region's memory is read only"));
+        }
+        let region = self.region()?;
+        let view = View::contiguous(data, false)?;
+        let length = u64::try_from(view.len()).unwrap_or(u64::MAX);
+        region.slice(offset, length).map_err(|error| errors::region(&error))?;
+        let to = region.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX));
+        // SAFETY: for `copy`:
+        // - `to` is valid for `length` bytes: `slice` checked the range, and `region` keeps it mapped;
+        // - the view's memory is valid for reading while it is held;
+        // - they may overlap, which `copy` allows, and others may write to either meanwhile, in which case
+        //   the copy is torn: no reference is formed to them, and bytes have no invalid values.
+        unsafe { std::ptr::copy(view.ptr(), to, view.len()) };
+        Ok(())
+    }
+
+    /// Withdraws the region from peers: afterwards nobody writes there any more.
+    ///
+    /// Waits up to ``timeout`` seconds (1, unless told) for transfers and peers that use it. Raises
+    /// ``RegionInUse`` if they, or views of its memory, or parts of it remain; it is open then as before. Of a
+    /// part, and of memory that was registered already, only this handle is closed.
+    #[pyo3(signature = (*, timeout = None))]
+    fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout = timeout.map_or(Ok(PATIENCE), seconds)?;
+        let inner = self.inner.get()?;
+        let held = {
+            let mut state = lock(&inner.state);
+            if state.views > 0 {
+                return Err(errors::region_views(state.views));
+            }
+            state.held.take()
+        };
+        let Some(mut held) = held else { return Ok(()) };
+        let registration = held.registration();
+        if !inner.lingering.is_shared(registration) {
+            inner.lingering.adopt(&mut held);
+        } else if inner.is_part {
+            // The registration is another region's too, and stays.
+            inner.lingering.leave(registration);
+            return Ok(());
+        }
+        let Held { region, keep } = held;
+        let start = Instant::now();
+        let mut region = Some(region);
+        let mut reason = None;
+        let closed = wait(py, timeout, |slice| {
+            let from = Instant::now();
+            loop {
+                let (kept, error) = match region.take()?.close(slice) {
+                    Ok(()) => return Some(()),
+                    Err(CloseError::InUse { region }) => (region, errors::in_use()),
+                    Err(CloseError::StillWriting { region, error }) => {
+                        (region, errors::still_writing(error))
+                    }
+                };
+                region = Some(kept);
+                reason = Some(error);
+                if from.elapsed() >= slice || start.elapsed() >= timeout {
+                    return None;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        });
+        match region {
+            Some(region) => lock(&inner.state).held = Some(Held { region, keep }),
+            None => inner.lingering.leave(registration),
+        }
+        match (closed?, reason) {
+            (None, Some(reason)) => Err(reason),
+            _ => Ok(()),
+        }
+    }
+
+    fn __enter__(slf: Bound<'_, Self>) -> Bound<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py, None)
+    }
+
+    fn __repr__(&self) -> String {
+        let (len, ptr) = (self.desc.len, self.ptr);
+        let rights = if self.desc.rights.remote_write() { "writable" } else { "source only" };
+        let closed = match self.inner.get() {
+            Ok(inner) if lock(&inner.state).held.is_none() => ", closed",
+            Ok(_) => "",
+            Err(_) => ", of the parent process",
+        };
+        format!("<Region {len} bytes at {ptr:#x}, {rights}{closed}>")
+    }
+}

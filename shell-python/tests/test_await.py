@@ -1,0 +1,283 @@
+"""Awaiting, on asyncio's event loop and uvloop's."""
+
+import asyncio
+import time
+
+import immwire
+import pytest
+from conftest import PATIENCE, Pair
+
+
+@pytest.fixture(params=[0.0, 20e-6], ids=["suspends", "spins"])
+def pair(request):
+    pair = Pair(spin=request.param)
+    pair.regions = (pair.receiver.alloc(64), pair.sender.alloc(64))
+    yield pair
+    pair.close()
+
+
+def write(pair, counter):
+    """One small write, that counts."""
+    there, src = pair.regions
+    imm = counter.tag
+    return pair.sender.submit_single_write(peer=pair.peer, src=src, dst=there.desc, imm=imm)
+
+
+def test_transfers_and_counts_are_awaited(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        for _ in range(300):
+            transfer = write(pair, counter)
+            assert await counter.wait(1) is None
+            assert await transfer is None
+            assert transfer.end == "done"
+            assert transfer.exception() is None
+        assert await transfer is None, "awaited again"
+        assert counter.available == 0
+
+    run(main())
+
+
+def test_many_tasks_wait_at_once(pair, run):
+    async def main():
+        counters = [pair.receiver.counter() for _ in range(100)]
+        waits = [asyncio.create_task(wait(counter)) for counter in counters]
+        await asyncio.sleep(0)
+        transfers = [write(pair, counter) for counter in reversed(counters)]
+        # Several tasks wait for each transfer.
+        gathered = await asyncio.gather(*transfers, *transfers)
+        assert gathered == [None] * 200
+        assert await asyncio.gather(*waits) == list(range(100))
+
+    async def wait(counter):
+        await counter.wait(1)
+        return counter.slot
+
+    run(main())
+
+
+def test_a_count_that_does_not_come_is_late(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        await write(pair, counter)
+        start = time.monotonic()
+        with pytest.raises(immwire.WaitTimeout) as caught:
+            await counter.wait(3, timeout=0.05)
+        assert 0.05 <= time.monotonic() - start < PATIENCE / 2
+        error = caught.value
+        assert isinstance(error, TimeoutError)
+        assert (error.target, error.missing, error.deadline) == (3, 2, 0.05)
+        assert [share.arrived for share in error.shares] == [1]
+        # Nothing was consumed, and the counter can be waited on again.
+        assert counter.available == 1
+        await counter.wait(1)
+        with pytest.raises(immwire.WaitTimeout):
+            await counter.wait(1, timeout=0)
+
+    run(main())
+
+
+def test_late_peers_are_named(run):
+    async def main():
+        with (
+            immwire.TransferEngine() as receiver,
+            immwire.TransferEngine() as one,
+            immwire.TransferEngine() as two,
+        ):
+            counter, peers = receiver.counter(), {}
+            for engine in (one, two):
+                peer = engine.add_peer(receiver.address)
+                await engine.wait_peer(peer)
+                known = set(peers)
+                peers |= {peer: engine for peer in receiver.peers if peer not in known}
+            first, second = peers
+            for _round in range(2):
+                target = next(peer for peer in one.peers)
+                await one.submit_imm(peer=target, imm=counter.tag, writes=3)
+                for wait in (counter.wait_from, counter.wait_from_blocking):
+                    with pytest.raises(immwire.WaitTimeout) as caught:
+                        awaitable = wait({first: 3, second: 2}, timeout=0.02)
+                        await awaitable
+                    assert caught.value.peer == second
+                    assert caught.value.missing == 2
+                    assert [share[1:] for share in caught.value.shares] == [(3, 3), (0, 2)]
+                await two.submit_imm(peer=next(iter(two.peers)), imm=counter.tag, writes=2)
+                await counter.wait_from({first: 3, second: 2})
+
+    run(main())
+
+
+def test_a_cancelled_wait_gives_back_what_had_come(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        await write(pair, counter)
+        for give_up in (cancel, time_out):
+            await give_up(counter)
+            assert counter.available == 1
+        await write(pair, counter)
+        await counter.wait(2)
+
+    async def cancel(counter):
+        task = asyncio.create_task(forever(counter))
+        await asyncio.sleep(0.01)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    async def time_out(counter):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(counter.wait(2), 0.01)
+
+    async def forever(counter):
+        await counter.wait(2)
+
+    run(main())
+
+
+def test_one_wait_at_a_time(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        task = asyncio.ensure_future(counter.wait(1))
+        await asyncio.sleep(0.01)
+        with pytest.raises(immwire.CounterError, match="another wait"):
+            await counter.wait(1)
+        await write(pair, counter)
+        await task
+        wait = counter.wait(1)
+        await write(pair, counter)
+        await wait
+        with pytest.raises(RuntimeError, match="awaited already"):
+            await wait
+
+    run(main())
+
+
+def test_one_engine_serves_one_loop_after_another(pair, run):
+    counter = pair.receiver.counter()
+
+    async def main():
+        transfer = write(pair, counter)
+        await counter.wait(1)
+        await transfer
+        # Left behind by the loop.
+        waiting = asyncio.ensure_future(counter.wait(1))
+        await asyncio.sleep(0)
+        return waiting
+
+    for _ in range(5):
+        assert run(main()).cancelled()
+        assert counter.available == 0
+
+
+def test_without_a_loop_it_says_so(pair):
+    counter = pair.receiver.counter()
+    with pytest.raises(RuntimeError, match="no running event loop"):
+        counter.wait(1).__await__().__next__()
+    assert counter.try_take(1) is False
+
+
+def test_messages_are_awaited_in_turn(pair, run):
+    async def main():
+        receives = [asyncio.ensure_future(pair.receiver.recv()) for _ in range(3)]
+        await asyncio.sleep(0.01)
+        receives[1].cancel()
+        await asyncio.sleep(0)
+        for i in range(3):
+            await pair.sender.submit_send(peer=pair.peer, data=bytes([i]))
+        assert (await receives[0]).data == b"\0"
+        assert (await receives[2]).data == b"\1"
+        assert (await pair.receiver.recv()).data == b"\2"
+        with pytest.raises(immwire.WaitTimeout):
+            await pair.receiver.recv(timeout=0.02)
+        # What the one that timed out was to get is for the next.
+        await pair.sender.submit_send(peer=pair.peer, data=bytearray(b"late"))
+        message = await pair.receiver.recv()
+        assert (message.data, message.peer) == (b"late", pair.receiver.peers[0])
+
+    run(main())
+
+
+def test_what_was_given_to_a_cancelled_task_goes_to_the_next(pair, run):
+    async def main():
+        for _ in range(50):
+            receives = [asyncio.ensure_future(pair.receiver.recv()) for _ in range(2)]
+            await asyncio.sleep(0)
+            # Arrives while the loop does not look.
+            pair.sender.submit_send(peer=pair.peer, data=b"one").wait_blocking()
+            time.sleep(0.002)
+            receives[0].cancel()
+            assert (await receives[1]).data == b"one"
+            with pytest.raises(asyncio.CancelledError):
+                await receives[0]
+
+    run(main())
+
+
+def test_peers_and_capacity_are_awaited(run):
+    async def main():
+        with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
+            peer = engine.add_peer(bytes(other.address))
+            await engine.wait_peer(peer)
+            there = other.alloc(8)
+            src = engine.alloc(8)
+            held = []
+            with pytest.raises(immwire.CapacityError) as caught:
+                for _ in range(3):
+                    write = dict(peer=peer, src=src, dst=there.desc)
+                    held.append(engine.submit_single_write(**write))
+            assert caught.value.capacity == 2
+            assert await engine.wait_capacity(timeout=0.01) is False
+            await asyncio.gather(*held)
+            assert await engine.wait_capacity() is True
+
+    run(main())
+
+
+def test_the_end_of_the_engine_ends_all_waits(run):
+    async def main():
+        pair = Pair()
+        counter = pair.receiver.counter()
+        waits = [counter.wait(1), pair.receiver.recv(), pair.receiver.wait_capacity(timeout=0)]
+        waits = [asyncio.ensure_future(wait) for wait in waits]
+        await asyncio.sleep(0.05)
+        pair.close()
+        results = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(result) for result in results] == [immwire.EngineClosed, immwire.EngineClosed, bool]
+        with pytest.raises(immwire.EngineClosed):
+            pair.sender.alloc(1)
+        with pytest.raises(immwire.EngineClosed):
+            await counter.wait(1)
+
+    run(main())
+
+
+def test_cancel_and_deadline_stop_a_transfer(run):
+    async def main():
+        with immwire.TransferEngine() as engine, immwire.TransferEngine() as other:
+            peer = engine.add_peer(other.address)
+            await engine.wait_peer(peer)
+            size = 64 << 20
+            src, there = engine.alloc(size), other.alloc(size)
+            write = dict(peer=peer, src=src, dst=there.desc)
+            transfer = engine.submit_single_write(**write)
+            transfer.cancel()
+            with pytest.raises(immwire.TransferCancelled) as caught:
+                await transfer
+            assert transfer.end in ("never_started", "quiesced")
+            assert caught.value.started == (transfer.end == "quiesced")
+            assert isinstance(transfer.exception(), immwire.TransferCancelled)
+            assert "cancelled" in repr(transfer)
+            with pytest.raises(immwire.DeadlineExceeded) as caught:
+                await engine.submit_single_write(**write, deadline=1e-4)
+            assert caught.value.deadline == 1e-4
+            # Cancelling the task leaves the transfer alone.
+            transfer = engine.submit_single_write(**write)
+            task = asyncio.ensure_future(transfer.wait())
+            await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(immwire.WaitTimeout, match="still in use"):
+                await transfer.wait(timeout=0)
+            await transfer
+            assert transfer.end == "done"
+
+    run(main())

@@ -1,0 +1,124 @@
+"""Callbacks: on a thread of the engine's, once, and never lost."""
+
+import gc
+import queue
+import threading
+
+import immwire
+import pytest
+from conftest import PATIENCE, Pair
+
+
+def imm(pair, counter):
+    return pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+
+
+def test_done_callbacks(pair):
+    counter, called = pair.receiver.counter(), queue.Queue()
+    transfer = imm(pair, counter)
+    for i in range(3):
+        transfer.add_done_callback(lambda ended, i=i: called.put((i, ended, threading.get_ident())))
+    calls = [called.get(timeout=PATIENCE) for _ in range(3)]
+    assert {i for i, _, _ in calls} == {0, 1, 2}
+    assert all(ended is transfer and ended.done() for _, ended, _ in calls)
+    assert threading.get_ident() not in {thread for _, _, thread in calls}
+    transfer.add_done_callback(lambda ended: called.put(ended.end))
+    assert called.get(timeout=PATIENCE) == "done"
+    with pytest.raises(TypeError):
+        transfer.add_done_callback(None)
+
+
+def test_counts_call_back(pair):
+    counter, called = pair.receiver.counter(), queue.Queue()
+    pair.receiver.expect_imm_count(counter=counter, writes=2, callback=called.put)
+    with pytest.raises(immwire.CounterError):
+        pair.receiver.expect_imm_count(counter=counter, writes=2, callback=called.put)
+    imm(pair, counter).wait_blocking()
+    assert called.empty()
+    imm(pair, counter).wait_blocking()
+    assert called.get(timeout=PATIENCE) is None
+    pair.receiver.expect_imm_count(counter=counter, writes=1, callback=called.put)
+    pair.receiver.close()
+    assert isinstance(called.get(timeout=PATIENCE), immwire.EngineClosed)
+
+
+def test_messages_call_back(pair):
+    called = queue.Queue()
+    with pytest.raises(immwire.WaitTimeout):
+        pair.receiver.recv_blocking(timeout=0.01)
+    pair.receiver.submit_recvs(count=3, callback=called.put)
+    for i in range(5):
+        pair.sender.submit_send(peer=pair.peer, data=bytes([i])).wait_blocking()
+    assert [called.get(timeout=PATIENCE).data for _ in range(3)] == [b"\0", b"\1", b"\2"]
+    assert pair.receiver.recv_blocking().data == b"\3"
+    pair.receiver.submit_recvs(count=1, callback=called.put)
+    assert called.get(timeout=PATIENCE).data == b"\4"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_callback_that_raises_is_reported(pair, monkeypatch):
+    reported = queue.Queue()
+    monkeypatch.setattr("sys.unraisablehook", lambda unraisable: reported.put(unraisable.exc_value))
+
+    def fail(argument):
+        raise ValueError("in a callback")
+
+    counter = pair.receiver.counter()
+    imm(pair, counter).add_done_callback(fail)
+    assert str(reported.get(timeout=PATIENCE)) == "in a callback"
+    pair.receiver.expect_imm_count(counter=counter, writes=1, callback=fail)
+    assert str(reported.get(timeout=PATIENCE)) == "in a callback"
+    pair.receiver.submit_recvs(count=1, callback=fail)
+    pair.sender.submit_send(peer=pair.peer, data=b"x").wait_blocking()
+    assert str(reported.get(timeout=PATIENCE)) == "in a callback"
+    # The threads go on.
+    called = queue.Queue()
+    imm(pair, counter).add_done_callback(called.put)
+    assert called.get(timeout=PATIENCE).end == "done"
+
+
+def test_a_callback_may_submit_wait_and_drop_but_not_close(pair):
+    counter, results = pair.receiver.counter(), queue.Queue()
+
+    def again(_ended):
+        try:
+            imm(pair, counter).wait_blocking(timeout=PATIENCE)
+            results.put("waited")
+            pair.sender.close()
+        except immwire.ImmwireError as error:
+            results.put(str(error))
+
+    imm(pair, counter).add_done_callback(again)
+    assert results.get(timeout=PATIENCE) == "waited"
+    assert "callback" in results.get(timeout=PATIENCE)
+
+
+def test_the_last_handle_may_go_in_a_callback():
+    pair, dropped = Pair(), threading.Event()
+    counter = pair.receiver.counter()
+    transfer = imm(pair, counter)
+    transfer.wait_blocking()
+    holder = [pair]
+    del pair
+
+    def drop(_ended):
+        holder.clear()
+        gc.collect()
+        dropped.set()
+
+    transfer.add_done_callback(drop)
+    assert dropped.wait(PATIENCE)
+
+
+def test_closing_waits_for_callbacks_under_way(pair):
+    counter, begun, ended = pair.receiver.counter(), threading.Event(), []
+
+    def slow(_ended):
+        begun.set()
+        threading.Event().wait(0.1)
+        ended.append(True)
+
+    imm(pair, counter).add_done_callback(slow)
+    assert begun.wait(PATIENCE)
+    pair.sender.close()
+    assert ended

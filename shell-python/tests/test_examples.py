@@ -1,0 +1,52 @@
+"""The examples run, and the README's programs, and the documentation's."""
+
+import doctest
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import immwire
+import pytest
+from conftest import PATIENCE
+from immwire import bootstrap
+
+HERE = Path(__file__).parent.parent
+EXAMPLES = sorted((HERE / "examples").glob("*.py"))
+PROGRAMS = re.findall(r"^```python\n(.*?)^```", (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+def run(*args):
+    return subprocess.run(
+        [sys.executable, *args], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+    )
+
+
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
+def test_examples(example):
+    ended = run(example)
+    assert ended.returncode == 0, ended.stderr
+    assert not ended.stderr
+    assert len(ended.stdout.splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0])
+def test_readme(program):
+    expected = re.findall(r"# prints (.*)$", program, re.MULTILINE)
+    assert expected
+    ended = run("-c", program)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == expected
+
+
+@pytest.mark.parametrize("module", [immwire, bootstrap], ids=lambda module: module.__name__)
+def test_documentation(module):
+    results = doctest.testmod(module)
+    assert results.attempted
+    assert not results.failed
+
+
+def test_the_parameter_server_is_short():
+    program = (HERE / "examples" / "parameter_server.py").read_text()
+    code = [line for line in program.splitlines() if line.strip() and not line.lstrip().startswith("#")]
+    assert len(code) <= 65

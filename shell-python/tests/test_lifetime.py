@@ -1,0 +1,311 @@
+"""Processes, threads, memory and the end."""
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import immwire
+import numpy as np
+import pytest
+from conftest import PATIENCE, Pair
+
+
+def test_configurations_that_make_no_sense_are_refused():
+    with pytest.raises(immwire.ConfigError, match='no provider "rdma"; there is "shm"'):
+        immwire.TransferEngine(provider="rdma")
+    for wrong in (dict(nics=0), dict(nics=9), dict(transfers=0), dict(foreign_path="x"), dict(timeout=-1)):
+        with pytest.raises(ValueError):
+            immwire.TransferEngine(**wrong)
+    with pytest.raises(TypeError):
+        immwire.TransferEngine("shm")
+
+
+def test_a_group_key_is_proven():
+    with (
+        immwire.TransferEngine(group_key=b"one") as one,
+        immwire.TransferEngine(group_key=b"two") as two,
+    ):
+        with pytest.raises(immwire.PeerError):
+            one.wait_peer_blocking(one.add_peer(two.address))
+        with pytest.raises(immwire.PeerError, match="itself"):
+            one.add_peer(one.address)
+
+
+def test_values_travel_and_are_checked(pair):
+    address, desc = pair.receiver.address, pair.receiver.alloc(100).desc
+    assert immwire.NetAddr(str(address)) == immwire.NetAddr.from_bytes(bytes(address)) == address
+    assert hash(immwire.NetAddr(str(address))) == hash(address)
+    assert immwire.MrDesc.from_bytes(bytes(desc)) == desc
+    assert (address.provider, address.nics, desc.nbytes) == ("shm", 1, 100)
+    for damaged in (b"", bytes(desc)[:-1], bytes(desc) + b"\0", b"\xff" * 40):
+        with pytest.raises(immwire.RequestError):
+            immwire.MrDesc.from_bytes(damaged)
+        with pytest.raises(immwire.RequestError):
+            immwire.NetAddr.from_bytes(damaged)
+    with pytest.raises(immwire.RequestError):
+        immwire.NetAddr("iw1:shm:nonsense")
+    with pytest.raises(TypeError):
+        pair.sender.add_peer(5)
+    with pytest.raises(immwire.RequestError, match="20 bits"):
+        pair.sender.submit_imm(peer=pair.peer, imm=1 << 20)
+
+
+def test_reprs_say_what_it_is(pair):
+    region, counter = pair.receiver.alloc(100), pair.receiver.counter(slot=3)
+    target = immwire.Target(peer=pair.peer, dst=region.desc, len=5)
+    texts = [pair.sender, pair.peer, region, region.desc, counter, target, pair.sender.nics[0]]
+    words = ["1 peers", "0.0", "100 bytes", "writable", "3, tag=", "5 bytes", "shm0"]
+    for thing, word in zip(texts, words, strict=True):
+        assert word in repr(thing)
+    with pytest.raises(immwire.CounterError, match="3 is in use"):
+        pair.receiver.counter(slot=3)
+    counter.close()
+    assert "closed" in repr(counter)
+    with pair.receiver.counter(slot=3) as again:
+        assert again.tag != counter.tag
+    assert immwire.Waiting[None] == immwire.Waiting[None]
+    pair.close()
+    assert "closed" in repr(pair.sender)
+    assert pair.sender.closed
+
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def test_a_hundred_thousand_transfers_leave_nothing_behind(pair):
+    region, counter = pair.receiver.alloc(4096), pair.receiver.counter()
+    src = pair.sender.alloc(4096)
+    write = dict(peer=pair.peer, src=src, dst=region.desc, len=8, imm=counter.tag)
+
+    def some(count):
+        for _ in range(count // 100):
+            for _ in range(100):
+                pair.sender.submit_single_write(**write)
+            counter.wait_blocking(100)
+        # The last transfers have given their places back.
+        assert pair.sender.wait_capacity_blocking()
+        gc.collect()
+
+    some(20_000)
+    before, objects = resident(), len(gc.get_objects())
+    some(100_000)
+    assert resident() - before < 1 << 20
+    assert len(gc.get_objects()) - objects < 100
+
+
+def test_awaits_leave_nothing_behind(pair):
+    import asyncio
+
+    counter = pair.receiver.counter()
+
+    async def some(count):
+        for _ in range(count):
+            transfer = pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+            await counter.wait(1, timeout=100)
+            await transfer
+
+    async def main():
+        await some(2_000)
+        before = resident()
+        await some(10_000)
+        assert resident() - before < 1 << 20
+
+    asyncio.run(main())
+
+
+def test_garbage_is_collected_during_transfers(pair):
+    """Sources are dropped, and their owners with them, while they are written from."""
+    size = 1 << 20
+    there, counter = pair.receiver.alloc(size), pair.receiver.counter()
+    array = np.frombuffer(there, dtype=np.uint8)
+    for value in range(1, 60):
+        source = pair.sender.register(np.full(size, value, dtype=np.uint8))
+        pair.sender.submit_single_write(peer=pair.peer, src=source, dst=there.desc, imm=counter.tag)
+        del source
+        gc.collect()
+        # Whatever takes the memory's place would be seen.
+        noise = [np.full(size, 255, dtype=np.uint8) for _ in range(2)]
+        counter.wait_blocking(1)
+        assert (array == value).all()
+        del noise
+
+
+def test_threads_share_an_engine(pair):
+    counters = [pair.receiver.counter() for _ in range(4)]
+    failures = []
+
+    def work(counter):
+        try:
+            there, src = pair.receiver.alloc(64), pair.sender.alloc(64)
+            for i in range(500):
+                src.write(0, i.to_bytes(4, "little"))
+                write = dict(peer=pair.peer, src=src, dst=there.desc, imm=counter.tag)
+                transfer = pair.sender.submit_single_write(**write)
+                counter.wait_blocking(1)
+                transfer.wait_blocking()
+                assert there.read(0, 4) == i.to_bytes(4, "little")
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(counter,)) for counter in counters]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not failures
+
+
+def test_a_blocking_wait_lets_other_threads_run_and_ends_with_the_engine(pair):
+    counter, ended = pair.receiver.counter(), []
+
+    def wait(blocking):
+        try:
+            blocking(timeout=PATIENCE)
+        except immwire.EngineClosed as error:
+            ended.append(error)
+
+    waits = [lambda timeout: counter.wait_blocking(1, timeout=timeout), pair.receiver.recv_blocking]
+    threads = [threading.Thread(target=wait, args=(blocking,)) for blocking in waits]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.05)
+    assert not ended
+    start = time.monotonic()
+    pair.receiver.close()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert len(ended) == 2
+    assert time.monotonic() - start < PATIENCE / 2
+
+
+def test_ctrl_c_ends_a_blocking_wait(pair):
+    counter = pair.receiver.counter()
+    timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        counter.wait_blocking(1, timeout=PATIENCE)
+    timer.join()
+    pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+    counter.wait_blocking(1)
+
+
+def in_child(function):
+    """Runs ``function`` in a forked child, which then ends as a program does; returns its exit code."""
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.close(read)
+            function()
+            gc.collect()
+            os.write(write, b"ok")
+        finally:
+            os._exit(0)
+    os.close(write)
+    with os.fdopen(read, "rb") as answer:
+        found = answer.read()
+    os.waitpid(child, 0)
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told_and_can_go_on(pair):
+    region, counter = pair.receiver.alloc(64), pair.receiver.counter()
+    view = memoryview(region)
+    transfer = pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+    transfer.wait_blocking()
+    mine = [region, counter, transfer]
+
+    def child():
+        region, counter, transfer = mine
+        attempts = [
+            pair.sender.stats,
+            lambda: pair.sender.submit_imm(peer=pair.peer, imm=0),
+            lambda: pair.sender.alloc(10),
+            pair.sender.close,
+            transfer.done,
+            transfer.wait_blocking,
+            lambda: mine[1].available,
+            lambda: mine[1].wait_blocking(1),
+            counter.close,
+            region.read,
+            region.close,
+            lambda: memoryview(mine[0]),
+        ]
+        for attempt in attempts:
+            with pytest.raises(immwire.ForkedError, match="parent"):
+                attempt()
+        assert "parent" in repr(pair.sender)
+        assert "parent" in repr(transfer)
+        assert "parent" in repr(region)
+        # Dropped, they leave the parent's alone.
+        view.release()
+        mine.clear()
+        del region, counter, transfer, attempts, attempt
+        pair.sender = pair.receiver = None
+        gc.collect()
+        fresh = Pair()
+        fresh.sender.submit_imm(peer=fresh.peer, imm=fresh.receiver.counter().tag).wait_blocking()
+        fresh.close()
+
+    assert in_child(child) == b"ok"
+    # The parent goes on.
+    counter.wait_blocking(1)
+    pair.sender.submit_imm(peer=pair.peer, imm=counter.tag).wait_blocking()
+    counter.wait_blocking(1)
+    view.release()
+    mine.clear()
+    region.close()
+
+
+PROGRAM = """
+import immwire, os, sys, gc
+a, b = immwire.TransferEngine(), immwire.TransferEngine()
+peer = a.add_peer(b.address)
+a.wait_peer_blocking(peer)
+counter, there = b.counter(), b.alloc(1 << 20)
+src = a.register(bytearray(1 << 20))
+transfers = [a.submit_single_write(peer=peer, src=src, dst=there.desc, imm=counter.tag) for _ in range(50)]
+for transfer in transfers:
+    transfer.add_done_callback(lambda ended: None)
+b.expect_imm_count(counter=counter, writes=10**6, callback=lambda error: print("told:", type(error).__name__))
+b.submit_recvs(count=10, callback=print)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        ("", 0),
+        ("a.close(); b.close()", 0),
+        ("raise RuntimeError('on purpose')", 1),
+        ("sys.exit(3)", 3),
+        ("del a, b, src, there, counter", 0),
+        ("if os.fork() == 0: sys.exit(0)\nassert os.wait()[1] == 0", 0),
+        ("transfers.append(transfers)", 0),
+    ],
+)
+def test_a_program_ends_whatever_it_leaves_behind(end, code):
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM + end]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert ended.returncode == code, ended.stderr
+    assert ended.stdout.count("told: EngineClosed") == 1
+    if code == 0:
+        assert not ended.stderr
+
+
+def test_the_import_needs_and_loads_nothing_else():
+    program = (
+        "import sys; before = set(sys.modules); import immwire; print(*sorted(set(sys.modules) - before))"
+    )
+    command = [sys.executable, "-I", "-S", "-c", "import sys; sys.path.insert(0, sys.argv[1]);" + program]
+    where = os.path.dirname(os.path.dirname(immwire.__file__))
+    loaded = subprocess.run([*command, where], capture_output=True, text=True, check=True).stdout.split()
+    outside = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
+    assert outside == {"immwire"}

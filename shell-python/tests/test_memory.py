@@ -1,0 +1,285 @@
+"""Memory: what can be registered, what a region gives out, and who keeps it until when."""
+
+import array
+import ctypes
+import gc
+import mmap
+import weakref
+from typing import ClassVar
+
+import immwire
+import numpy as np
+import pytest
+
+
+def test_an_allocated_region_is_zeroed_and_has_a_buffer(pair):
+    region = pair.receiver.alloc(5000)
+    assert len(region) == region.nbytes == 5000
+    assert region.read() == bytes(5000)
+    view = memoryview(region)
+    assert (view.nbytes, view.readonly, view.format) == (5000, False, "B")
+    view[10:13] = b"abc"
+    assert region.read(9, 5) == b"\0abc\0"
+    numbers = np.frombuffer(region, dtype=np.uint16, count=100)
+    numbers[50] = 0x4142
+    assert region.read(100, 2) == b"BA"
+    assert region.ptr == numbers.ctypes.data
+
+
+def test_a_region_with_views_stays_open(pair):
+    region = pair.receiver.alloc(64)
+    views = [memoryview(region), np.frombuffer(region, dtype=np.uint8)]
+    with pytest.raises(immwire.RegionInUse, match="2 views"):
+        region.close()
+    # Still as it was.
+    views[1][0] = 7
+    assert region.read(0, 1) == b"\7"
+    views.clear()
+    region.close()
+    assert region.closed
+    region.close()
+    with pytest.raises(immwire.RegionError, match="closed"):
+        memoryview(region)
+    with pytest.raises(immwire.RegionError, match="closed"):
+        region.read()
+    with pytest.raises(immwire.RegionInUse), pair.receiver.alloc(64) as region:
+        view = memoryview(region)
+    view.release()
+    region.close()
+
+
+def test_a_view_keeps_the_memory_of_a_forgotten_region_and_engine():
+    engine = immwire.TransferEngine()
+    view = memoryview(engine.alloc(1 << 20))
+    engine.close()
+    del engine
+    gc.collect()
+    view[:] = b"x" * len(view)
+    assert bytes(view[-1:]) == b"x"
+
+
+def dlpack_of(array, **wanted):
+    """Something that offers DLPack alone."""
+
+    class Tensor:
+        def __dlpack__(self, **kwargs):
+            if kwargs and "old" in wanted:
+                raise TypeError("unexpected keyword argument")
+            return array.__dlpack__(**kwargs)
+
+        def __dlpack_device__(self):
+            return wanted.get("device", array.__dlpack_device__())
+
+    return Tensor()
+
+
+def interface_of(array):
+    """Something that offers __array_interface__ alone."""
+
+    class Array:
+        __array_interface__ = array.__array_interface__
+        keep = array
+
+    return Array()
+
+
+@pytest.mark.parametrize(
+    "kind", ["numpy", "array", "bytearray", "mmap", "ctypes", "interface", "dlpack", "dlpack-old", "address"]
+)
+def test_everything_with_memory_is_written_to(pair, kind):
+    numbers = np.arange(300, dtype=np.int16).reshape(3, 100)
+    memory = {
+        "numpy": lambda: numbers,
+        "array": lambda: array.array("d", range(75)),
+        "bytearray": lambda: bytearray(600),
+        "mmap": lambda: mmap.mmap(-1, 600),
+        "ctypes": lambda: (ctypes.c_int * 150)(),
+        "interface": lambda: interface_of(numbers),
+        "dlpack": lambda: dlpack_of(numbers),
+        "dlpack-old": lambda: dlpack_of(numbers, old=True),
+        "address": lambda: (numbers.ctypes.data, numbers.nbytes),
+    }[kind]()
+    region = pair.receiver.register(memory)
+    assert region.nbytes == 600
+    assert region.desc.remote_write
+    src = pair.sender.alloc(600)
+    data = bytes(i % 256 for i in range(600))
+    src.write(0, data)
+    counter = pair.receiver.counter()
+    pair.sender.submit_single_write(peer=pair.peer, src=src, dst=region.desc, imm=counter.tag)
+    counter.wait_blocking(1)
+    plain = numbers if kind in ("interface", "dlpack", "dlpack-old", "address") else memory
+    assert bytes(memoryview(plain).cast("B")) == data
+    region.close()
+
+
+def test_memory_that_is_read_only_is_a_source_only(pair):
+    constant = np.zeros(10)
+    constant.flags.writeable = False
+    for memory in (b"hello", constant, interface_of(constant), dlpack_of(constant)):
+        region = pair.sender.register(memory)
+        assert not region.desc.remote_write
+        assert memoryview(region).readonly
+        with pytest.raises(immwire.RequestError, match="read only"):
+            region.write(0, b"x")
+        with pytest.raises(immwire.RequestError, match="read only"):
+            pair.sender.register(memory, remote_write=True)
+    source_only = pair.receiver.register(bytearray(8), remote_write=False)
+    with pytest.raises(immwire.RequestError, match="right"):
+        pair.sender.submit_single_write(peer=pair.peer, src=pair.sender.alloc(8), dst=source_only.desc)
+
+
+def test_gpu_memory_is_refused_by_name(pair):
+    class OnTheGpu:
+        __cuda_array_interface__: ClassVar = {
+            "data": (4096, False),
+            "shape": (4,),
+            "typestr": "<f4",
+            "version": 3,
+        }
+
+    for tensor in (OnTheGpu(), dlpack_of(np.zeros(4), device=(2, 0))):
+        with pytest.raises(immwire.UnsupportedMemory, match=r"GPU memory.*shm"):
+            pair.sender.register(tensor)
+
+
+@pytest.mark.parametrize(
+    "memory",
+    [
+        3.5,
+        "text",
+        None,
+        [1, 2],
+        (1, 2, 3),
+        ("a", 1),
+        (-1, 5),
+        np.zeros((4, 4))[:, 1],
+        np.zeros(0),
+        (0, 8),
+        (2**64 - 4, 8),
+    ],
+    ids=repr,
+)
+def test_what_has_no_memory_is_refused(pair, memory):
+    with pytest.raises((immwire.ImmwireError, TypeError, ValueError, BufferError, OverflowError)):
+        pair.sender.register(memory)
+
+
+def test_strides_of_an_array_interface_are_looked_at(pair):
+    wide = np.arange(100, dtype=np.int32).reshape(10, 10)
+    with pytest.raises(immwire.RequestError, match="contiguous"):
+        pair.sender.register(interface_of(wide[:, ::2]))
+    with pytest.raises(immwire.RequestError, match="contiguous"):
+        pair.sender.register(dlpack_of(wide.T))
+    # Axes of one element may have any stride.
+    assert pair.sender.register(interface_of(wide[3:4, :])).nbytes == 40
+    assert pair.sender.register(dlpack_of(wide[2:5])).nbytes == 120
+
+
+def test_a_registered_object_is_held_until_the_region_is_closed(pair):
+    class Held(bytearray):
+        pass
+
+    memory = Held(4096)
+    gone = weakref.ref(memory)
+    region = pair.sender.register(memory)
+    with pytest.raises(BufferError):
+        memory.extend(b"more")
+    del memory
+    gc.collect()
+    assert gone() is not None
+    region.close()
+    assert gone() is None
+
+
+def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
+    class Held(bytearray):
+        pass
+
+    memory = Held(4096)
+    gone = weakref.ref(memory)
+    whole = pair.sender.register(memory)
+    part = whole.slice(1024, 1024)
+    del memory, whole
+    gc.collect()
+    assert gone() is not None, "the part is still registered"
+    part.write(0, b"here")
+    del part
+    pair.sender.alloc(1)  # Looks whether something can be let go of.
+    assert gone() is None
+    # The engine's end lets go of what is left.
+    memory = Held(4096)
+    gone = weakref.ref(memory)
+    part = pair.sender.register(memory).slice(0, 8)
+    del memory
+    pair.close()
+    assert gone() is None
+    del part
+
+
+def test_a_slice_is_part_of_its_region(pair):
+    region = pair.receiver.alloc(100)
+    part = region.slice(40, 20)
+    part.write(5, b"hi")
+    assert region.read(45, 2) == b"hi"
+    assert part.desc.nbytes == 20
+    with pytest.raises(immwire.RegionInUse, match="another handle"):
+        region.close(timeout=0.05)
+    part.close()
+    part.close()
+    region.close()
+    memory = bytearray(100)
+    with pair.sender.register(memory) as whole, pair.sender.register(memory) as again:
+        again.write(0, b"same")
+        assert whole.read(0, 4) == b"same"
+    memory.extend(b"nobody holds it")
+    for offset, length in ((90, 20), (2**64 - 1, 2), (0, 0)):
+        with pytest.raises(immwire.ImmwireError):
+            pair.receiver.alloc(100).slice(offset, length)
+
+
+def test_ranges_are_checked(pair):
+    region = pair.sender.alloc(100)
+    with pytest.raises(immwire.RequestError, match="100 bytes"):
+        region.read(90, 20)
+    with pytest.raises(immwire.RequestError):
+        region.read(101)
+    with pytest.raises(immwire.RequestError):
+        region.write(99, b"ab")
+    with pytest.raises(immwire.RequestError):
+        pair.sender.alloc(0)
+    there = pair.receiver.alloc(100).desc
+    with pytest.raises(immwire.RequestError):
+        pair.sender.submit_single_write(peer=pair.peer, src=region, dst=there, dst_offset=1)
+
+
+@pytest.mark.parametrize(
+    "pages",
+    [
+        np.array([1.0]),
+        np.array([-1]),
+        np.array([2**32], dtype=np.uint64),
+        np.array([2**63], dtype=np.uint64),
+        np.array([-(2**31)], dtype=np.int32),
+        np.zeros((2, 2), dtype=np.uint32),
+        np.array([1], dtype=np.uint16),
+        np.array([1], dtype=">u4"),
+        [-1],
+        [2**32],
+        ["a"],
+        5,
+    ],
+    ids=repr,
+)
+def test_what_is_no_page_number_is_refused(pages):
+    with pytest.raises((immwire.RequestError, TypeError)):
+        immwire.PageIndices(pages)
+
+
+def test_pages_outside_of_a_region_are_named(pair):
+    src, there = pair.sender.alloc(4096), pair.receiver.alloc(4096).desc
+    pages = dict(peer=pair.peer, page_bytes=1024, src=src, dst=there)
+    with pytest.raises(immwire.RequestError, match="4"):
+        pair.sender.submit_paged_writes(**pages, src_pages=[0, 4], dst_pages=[0, 1])
+    with pytest.raises(immwire.RequestError):
+        pair.sender.submit_paged_writes(**pages, src_pages=[0, 1], dst_pages=[0])
