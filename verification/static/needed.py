@@ -1,4 +1,7 @@
-"""What the program asks of the machine it runs on: the C library, and nothing of anybody's drivers."""
+"""What the program and our shared objects ask of the machine: the C library, and nothing of anybody's drivers.
+
+Drivers and fabrics (libfabric, libibverbs, libcuda, gdrapi) are loaded at run time, where there are any.
+"""
 
 import os
 import re
@@ -7,6 +10,11 @@ from toolchain import ROOT, call
 
 ALLOWED = {"libc.so.6", "libm.so.6", "libgcc_s.so.1", "ld-linux-x86-64.so.2", "ld-linux-aarch64.so.1"}
 PROGRAM = ROOT / "target" / "debug" / "immwire"
+
+
+def libraries():
+    """The shared objects that building the workspace left: what other programs load."""
+    return sorted(path for profile in ("debug", "release") for path in (ROOT / "target" / profile).glob("*.so"))
 
 
 def needed(path):

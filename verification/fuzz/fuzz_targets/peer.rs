@@ -226,7 +226,7 @@ fn hello(engine: EngineId, nics: u8, name: &[u8; 16]) -> Hello {
     let geometry = Geometry::new(1, 64).expect("possible");
     let (base, len) = (4096, geometry.bytes());
     let mailbox = MrDesc { owner: engine, base, len, generation: 1, rights, keys };
-    Hello { address, mailbox, geometry, heartbeat_ms: 100 }
+    Hello { address, mailbox, geometry, heartbeat_ms: 100, call: 1 }
 }
 
 fn encoded(hello: &Hello) -> Vec<u8> {

@@ -116,18 +116,20 @@ pub fn hello(from: &mut Unstructured<'_>) -> Result<Hello> {
     let slots = from.int_in_range(1..=64)?;
     let lines = from.int_in_range(1..=u32::MAX / 64)?;
     let geometry = Geometry::new(slots, lines * 64).expect("possible");
-    Ok(Hello { address, mailbox, geometry, heartbeat_ms: from.arbitrary()? })
+    let (heartbeat_ms, call) = (from.arbitrary()?, from.arbitrary()?);
+    Ok(Hello { address, mailbox, geometry, heartbeat_ms, call })
 }
 
 /// Any refusal.
 pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
-    Ok(match from.int_in_range(0..=6)? {
+    Ok(match from.int_in_range(0..=7)? {
         0 => Refusal::Version { ours: from.arbitrary()?, theirs: from.arbitrary()? },
         1 => Refusal::Busy,
         2 => Refusal::Unauthorised,
         3 => Refusal::Crossed,
         4 => Refusal::ShuttingDown,
         5 => Refusal::Myself,
-        _ => Refusal::Malformed,
+        6 => Refusal::Malformed,
+        _ => Refusal::Stale,
     })
 }

@@ -15,7 +15,7 @@
 //!
 //! The core is a dependency of the models, built with `cfg(loom)`. The platform's files that share memory
 //! between threads are compiled into `tests/platform`, against a twin of the one file that they take
-//! locks, flags and sleeps from.
+//! locks, flags and sleeps from; those of shared memory into `tests/shm`, with twins of what they stand on.
 //!
 //! # Traps
 //!

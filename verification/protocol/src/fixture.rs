@@ -4,7 +4,8 @@ use core::num::NonZeroU64;
 use std::time::Duration;
 
 use immwire_core::group::{
-    Answer, DomainGroup, GroupConfig, NicConfig, PeerSlot, PeersFull, TransferSlot,
+    Answer, DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PeersFull, Storage,
+    TransferSlot,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::nic::{NicState, SplitRule};
@@ -59,7 +60,8 @@ impl TargetList for Targets {
 }
 
 /// The shipped scheduler, over storage that can be compared.
-pub type Group = DomainGroup<NoPages, Targets, Vec<TransferSlot<NoPages, Targets>>, Vec<PeerSlot>>;
+pub type Group<LS = [LostSlot; 0]> =
+    DomainGroup<NoPages, Targets, Vec<TransferSlot<NoPages, Targets>>, Vec<PeerSlot>, LS>;
 /// What is submitted to it.
 pub type Asked = Request<NoPages, Targets>;
 
@@ -96,14 +98,28 @@ pub struct Sizes {
     pub peers: usize,
 }
 
-/// A group without peers.
+/// A group without peers, in which what is lost with its path ends its transfer.
 ///
 /// # Panics
 ///
 /// If the sizes cannot work.
 #[must_use]
-#[expect(clippy::expect_used, reason = "the models' own sizes")]
 pub fn group(sizes: Sizes, liveness: LivenessConfig) -> Group {
+    made(sizes, liveness, [])
+}
+
+/// A group without peers, in which what is lost with its path goes over another.
+///
+/// # Panics
+///
+/// If the sizes cannot work.
+#[must_use]
+pub fn failover_group(sizes: Sizes, liveness: LivenessConfig) -> Group<Vec<LostSlot>> {
+    made(sizes, liveness, vec![LostSlot::new(); sizes.nics * usize::from(sizes.queue_depth)])
+}
+
+#[expect(clippy::expect_used, reason = "the models' own sizes")]
+fn made<LS: Storage<LostSlot>>(sizes: Sizes, liveness: LivenessConfig, lost: LS) -> Group<LS> {
     let config = GroupConfig {
         limits: PlanLimits {
             max_message_bytes: NonZeroU64::new(MAX_MESSAGE).unwrap_or(NonZeroU64::MIN),
@@ -122,7 +138,8 @@ pub fn group(sizes: Sizes, liveness: LivenessConfig) -> Group {
     let nic = NicConfig { state: NIC, queue_depth: sizes.queue_depth };
     let transfers = vec![TransferSlot::new(); sizes.transfers];
     let peers = vec![PeerSlot::new(); sizes.peers];
-    Group::new(config, &vec![nic; sizes.nics], transfers, peers).expect("sizes that work")
+    let nics = vec![nic; sizes.nics];
+    Group::with_failover(config, &nics, transfers, peers, lost).expect("sizes that work")
 }
 
 fn keys() -> Keys {
@@ -147,8 +164,8 @@ pub fn region(owner: EngineId, base: u64) -> MrDesc {
 /// # Errors
 ///
 /// [`PeersFull`].
-pub fn add(
-    group: &mut Group,
+pub fn add<LS: Storage<LostSlot>>(
+    group: &mut Group<LS>,
     now: Time,
     engine: EngineId,
     nics: usize,
@@ -172,7 +189,13 @@ pub fn accept(
 }
 
 /// `peer`, which is `engine` and has `nics` NICs, has answered.
-pub fn connected(group: &mut Group, now: Time, peer: PeerId, engine: EngineId, nics: usize) {
+pub fn connected<LS: Storage<LostSlot>>(
+    group: &mut Group<LS>,
+    now: Time,
+    peer: PeerId,
+    engine: EngineId,
+    nics: usize,
+) {
     let nics = vec![NIC; nics];
     group.handle_connected(now, peer, &answer(engine, &nics));
 }

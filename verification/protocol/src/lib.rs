@@ -65,34 +65,8 @@ pub struct Claim {
 ///
 /// If an `always` property is broken anywhere (the shortest way there is printed), if a `sometimes` property
 /// is found nowhere, or if fewer states were found than are known.
-pub fn explore<M>(claim: Claim, model: M)
-where
-    M: Model + Clone + Send + Sync + 'static,
-    M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
-    M::Action: Clone + Debug + PartialEq + Send + Sync + 'static,
-{
-    let started = Instant::now();
-    let bound = visit(&claim, &model);
-    report(&claim, &bound, started.elapsed().as_secs_f64());
-}
-
-/// As [`explore`], for variants of what ships: nothing is reported.
-///
-/// # Panics
-///
-/// As [`explore`].
-pub fn must_hold<M>(claim: Claim, model: M)
-where
-    M: Model + Clone + Send + Sync + 'static,
-    M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
-    M::Action: Clone + Debug + PartialEq + Send + Sync + 'static,
-{
-    visit(&claim, &model);
-}
-
-/// Visits every state, and returns how far it went.
 #[expect(clippy::panic, reason = "a broken property is a failed test")]
-fn visit<M>(claim: &Claim, model: &M) -> String
+pub fn explore<M>(claim: Claim, model: M)
 where
     M: Model + Clone + Send + Sync + 'static,
     M::State: Clone + Debug + Hash + PartialEq + Send + Sync + 'static,
@@ -113,7 +87,7 @@ where
         let name = property.name;
         match (property.expectation, checker.discovery(name)) {
             (Expectation::Always, Some(path)) => {
-                panic!("not so: {name}, in {bound}{}", told(shortest(model, name, path)))
+                panic!("not so: {name}, in {bound}{}", told(shortest(&model, name, path)))
             }
             (Expectation::Sometimes, None) => panic!("never seen: {name}"),
             (Expectation::Eventually, _) => panic!("not to be trusted where paths meet: {name}"),
@@ -123,7 +97,7 @@ where
     if std::env::var_os("IMMWIRE_MODEL_ANY_COUNT").is_none() {
         assert!(states >= claim.at_least, "{states} states, but {} are known", claim.at_least);
     }
-    bound
+    report(&claim, &bound, started.elapsed().as_secs_f64());
 }
 
 /// Searches `model` until its `property` is broken, and prints the shortest way there.
