@@ -185,12 +185,17 @@ def test_a_blocking_wait_lets_other_threads_run_and_ends_with_the_engine(pair):
 
 
 def test_ctrl_c_ends_a_blocking_wait(pair):
+    # Whoever runs the tests in the background has the signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     counter = pair.receiver.counter()
     timer = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT])
     timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        counter.wait_blocking(1, timeout=PATIENCE)
-    timer.join()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            counter.wait_blocking(1, timeout=PATIENCE)
+        timer.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
     counter.wait_blocking(1)
 
