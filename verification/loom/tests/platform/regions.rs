@@ -176,7 +176,7 @@ fn the_end_withdraws_what_is_held_and_releases_what_is_not() {
         let (book, registry) = registry();
         let (kept, dropped) = (register(&registry, 1000, 10), register(&registry, 2000, 10));
         let dropping = thread::spawn(move || drop(dropped));
-        assert_eq!(registry.withdraw_all(Duration::ZERO), 0);
+        assert_eq!(registry.withdraw_all(Duration::ZERO, || ()), 0);
         dropping.join().unwrap();
         assert!(book.is_revoked(&kept), "left to peers");
         assert_eq!(book.0.lock().unwrap().released, [2], "released while held, or never");
