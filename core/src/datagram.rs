@@ -33,6 +33,7 @@ use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
 use crate::id::{EngineId, MAX_NICS, NicIndex, Time};
+use crate::opening::{Pairs, Turns};
 use crate::recycle::Turn;
 use crate::tenant::Tenant;
 use crate::wire::{Hello, NIC_ADDRESS_MAX, PROTOCOL_VERSION, Refusal, Wire};
@@ -153,6 +154,20 @@ pub enum Say {
         /// Immediates sent since the start, by NIC of the receiver: so many are to be taken before the old
         /// ones are closed.
         sent: Counts,
+    },
+    /// The sender wants to write to the receiver over these, and waits until they are open.
+    Open {
+        /// Between which endpoints.
+        turns: Turns,
+        /// Of NICs: the sender's, and the receiver's.
+        pairs: Pairs,
+    },
+    /// These are open: the answer to `Open`, all at once or in parts.
+    Opened {
+        /// Between which endpoints.
+        turns: Turns,
+        /// Of NICs: the receiver's, and the sender's.
+        pairs: Pairs,
     },
 }
 
@@ -301,6 +316,8 @@ impl Say {
             Self::Withdrawn(_) => 20,
             Self::Move { .. } => 21,
             Self::Moved { .. } => 22,
+            Self::Open { .. } => 23,
+            Self::Opened { .. } => 24,
         }
     }
 
@@ -321,6 +338,11 @@ impl Say {
                 to.put(&U32::new(turn.0))?;
                 to.put(&u8::try_from(sent.len()).ok()?)?;
                 sent.iter().try_for_each(|count| to.put(&U64::new(*count)))
+            }
+            Self::Open { turns, pairs } | Self::Opened { turns, pairs } => {
+                to.put(&U32::new(turns.asks.0))?;
+                to.put(&U32::new(turns.opens.0))?;
+                to.put(&pairs.to_bytes())
             }
         }
     }
@@ -347,6 +369,12 @@ impl Say {
                     sent.push(from.take::<U64>()?.get()).map_err(|_| Malformed::Bytes)?;
                 }
                 Self::Moved { turn, sent }
+            }
+            23 | 24 => {
+                let asks = Turn(from.take::<U32>()?.get());
+                let opens = Turn(from.take::<U32>()?.get());
+                let (turns, pairs) = (Turns { asks, opens }, Pairs::from_bytes(from.take()?));
+                if kind == 23 { Self::Open { turns, pairs } } else { Self::Opened { turns, pairs } }
             }
             _ => return Err(Malformed::Bytes),
         })

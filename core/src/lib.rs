@@ -43,6 +43,7 @@ pub mod imm;
 pub mod lane;
 pub mod mailbox;
 pub mod nic;
+pub mod opening;
 pub mod peer;
 pub mod plan;
 pub mod receipt;

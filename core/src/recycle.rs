@@ -46,6 +46,15 @@ pub struct Standing {
     pub in_flight: u32,
 }
 
+/// One of the endpoints that there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Which {
+    /// What is written with.
+    Present,
+    /// What is being replaced.
+    Old,
+}
+
 /// What is to be done.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Verdict {
@@ -73,6 +82,17 @@ impl Recycle {
         self.turn
     }
 
+    /// The endpoint of this number, if there is one.
+    #[must_use]
+    pub fn which(&self, turn: Turn) -> Option<Which> {
+        let old = Turn(self.turn.0.wrapping_sub(1));
+        match turn {
+            turn if turn == self.turn => Some(Which::Present),
+            turn if turn == old && self.is_under_way() => Some(Which::Old),
+            _ => None,
+        }
+    }
+
     /// Whether one is under way.
     #[must_use]
     pub const fn is_under_way(&self) -> bool {
@@ -90,10 +110,10 @@ impl Recycle {
         Some(self.turn)
     }
 
-    /// Whether an answer is to this replacement.
+    /// Whether an answer is to this replacement, or to the last.
     #[must_use]
     pub fn is_current(&self, answered: Turn) -> bool {
-        self.is_under_way() && answered == self.turn
+        answered == self.turn
     }
 
     /// Whether the peer keeps the old endpoint open.
@@ -187,6 +207,9 @@ mod tests {
         let turn = recycle.begin(Time::ZERO, PATIENCE).unwrap();
         assert_eq!(recycle.begin(Time::ZERO, PATIENCE), None);
         assert_eq!(turn, Turn(1));
+        let which = |recycle: Recycle| [0, 1, 2, u32::MAX].map(|turn| recycle.which(Turn(turn)));
+        assert_eq!(which(recycle), [Some(Which::Old), Some(Which::Present), None, None]);
+        assert_eq!(which(Recycle::default()), [Some(Which::Present), None, None, None]);
         let peers = [fresh(0), fresh(1), Standing { well: false, ..fresh(1) }];
         // Of an earlier replacement, and late.
         let answers = [Some(Turn(0)), None, None];

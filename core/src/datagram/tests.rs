@@ -68,6 +68,8 @@ fn messages(claim: &[u8]) -> Vec<Message<'_>> {
         Say::Withdrawn(tenant),
         Say::Move { turn: Turn(2), ports },
         Say::Moved { turn: Turn(2), sent: Counts::from_slice(&[1, u64::MAX]).unwrap() },
+        Say::Open { turns: Turns { asks: Turn(1), opens: Turn(2) }, pairs: Pairs::one(0, 7) },
+        Say::Opened { turns: Turns { asks: Turn(2), opens: Turn(1) }, pairs: Pairs::one(7, 0) },
     ] {
         all.push(Message::Session { token: 0xfeed_beef, say });
     }

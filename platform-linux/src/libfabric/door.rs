@@ -199,6 +199,17 @@ impl Door {
         true
     }
 
+    /// Keeps an address known until [`Door::release`], and with it what libfabric has begun with it: some
+    /// providers drop a connection with its address. Whether it is of use.
+    pub(super) fn hold(&mut self, address: &Address) -> bool {
+        self.endpoint.learn(address).is_ok()
+    }
+
+    /// Undoes one [`Door::hold`] that succeeded.
+    pub(super) fn release(&mut self, address: &Address) {
+        self.endpoint.forget(address);
+    }
+
     /// Whether a stranger has so many answers under way that it does not seem to take them. O(sends).
     fn is_full_of(&self, address: &Address) -> bool {
         let same = |sending: &&Sending| sending.to == To::Stranger && sending.address == *address;

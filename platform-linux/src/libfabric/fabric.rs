@@ -86,6 +86,8 @@ pub(super) struct Facts {
     pub(super) tells_source: bool,
     /// A registration that was closed is not written any more by anything that is under way.
     pub(super) closing_fences: bool,
+    /// The first write between two endpoints opens a connection.
+    pub(super) connects: bool,
     pub(super) queue_depth: usize,
     pub(super) speed_gbps: u32,
 }
@@ -304,6 +306,7 @@ unsafe fn facts(info: &sys::fi_info) -> Option<Facts> {
             local_descs: domain.mr_mode & sys::FI_MR_LOCAL != 0,
             lonely_endpoints: !is_efa && domain.mr_mode & sys::FI_MR_PROV_KEY == 0,
             tells_source: is_efa,
+            connects: !is_efa,
             closing_fences: is_efa,
             queue_depth: tx.size,
             speed_gbps: u32::try_from(speed).ok().filter(|&speed| speed > 0).unwrap_or(100),

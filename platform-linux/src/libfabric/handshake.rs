@@ -19,7 +19,9 @@ use immwire_core::datagram::{
     Address, Claim, DATAGRAM_MAX, Malformed, Message, Nonce, Nonces, Proof, Retry,
 };
 use immwire_core::id::{EngineId, PeerId, Time};
+use immwire_core::opening::{Openings, Turns};
 use immwire_core::peer::DownReason;
+use immwire_core::recycle::Turn;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use super::door::To;
@@ -53,8 +55,12 @@ struct Call {
     token: u64,
     target: EngineId,
     door: Address,
+    /// The door is kept known for it.
+    held: bool,
     hello: Hello,
     initiator: Nonce,
+    /// Our endpoints, as they were when we first told the peer of them.
+    turn: Option<Turn>,
     /// Of the challenge, once it has come.
     acceptor: Option<Nonce>,
     retry: Retry,
@@ -92,11 +98,6 @@ impl Handshakes {
         let mut hasher = blake3::Hasher::new_keyed(&self.secret);
         let acceptor = hasher.update(initiator).update(door).finalize();
         Nonces { initiator: *initiator, acceptor: *acceptor.as_bytes() }
-    }
-
-    fn take(&mut self, initiator: &Nonce) -> Option<Call> {
-        let at = self.calls.iter().position(|call| call.initiator == *initiator)?;
-        Some(self.calls.swap_remove(at))
     }
 
     /// One message of a call's is not under way any more.
@@ -164,13 +165,18 @@ impl LibfabricProvider {
             return Err(ConnectError::Myself);
         }
         let unreachable = |source| ConnectError::Unreachable { source };
+        let token = token_for(peer.index).map_err(unreachable)?;
+        let initiator = random().map_err(unreachable)?;
+        let held = self.door.hold(&door);
         let call = Call {
             peer,
-            token: token_for(peer.index).map_err(unreachable)?,
+            token,
             target: address.engine(),
             door,
+            held,
             hello: hello.clone(),
-            initiator: random().map_err(unreachable)?,
+            initiator,
+            turn: None,
             acceptor: None,
             retry: Retry::start(self.now),
             untaken: None,
@@ -184,7 +190,24 @@ impl LibfabricProvider {
 
     /// Gives up a call of ours.
     pub(super) fn hang_up(&mut self, peer: PeerId) {
-        self.handshakes.calls.retain(|call| call.peer != peer);
+        while let Some(at) = self.handshakes.calls.iter().position(|call| call.peer == peer) {
+            let call = self.handshakes.calls.swap_remove(at);
+            self.let_go(&call);
+        }
+    }
+
+    /// The call of that nonce, which has been answered.
+    fn take_call(&mut self, initiator: &Nonce) -> Option<Call> {
+        let mut calls = self.handshakes.calls.iter();
+        let at = calls.position(|call| call.initiator == *initiator)?;
+        Some(self.handshakes.calls.swap_remove(at))
+    }
+
+    /// The call is over, and whatever came of it holds its door itself.
+    fn let_go(&mut self, call: &Call) {
+        if call.held {
+            self.door.release(&call.door);
+        }
     }
 
     /// Repeats what has not been answered, or taken; gives up whom nothing can be said to.
@@ -227,7 +250,11 @@ impl LibfabricProvider {
         };
         let door = self.door.address().clone();
         let claim = claim.get(..len).unwrap_or(&[]);
+        let turn = self.recycle.turn();
         let Some(call) = self.handshakes.calls.get_mut(at) else { return };
+        if shown.is_some() {
+            call.turn.get_or_insert(turn);
+        }
         let message = match shown {
             None => Message::Call { nonce: call.initiator, target: call.target, door },
             Some((nonces, proof)) => {
@@ -407,15 +434,14 @@ impl LibfabricProvider {
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let retry = Retry::start(self.now);
         let until = self.now.after(GREETING_PATIENCE);
-        self.open_session(
-            peer,
-            token,
-            claim,
-            door,
-            nonces.initiator,
-            State::Greeting { until, retry },
-        )?;
+        let turn = self.recycle.turn();
+        self.open_session(peer, token, claim, door, nonces.initiator, turn)?;
+        let turns = Turns { asks: turn, opens: claim.turn };
+        let asks = self.connects;
         if let Some(session) = self.session(peer.index) {
+            session.state = State::Greeting { until, retry };
+            // Who called opens connections.
+            session.openings = asks.then(|| Openings::new(turns));
             session.accept = accept;
             session.accept_proof = *proof.as_bytes();
             session.says.accept = true;
@@ -459,13 +485,19 @@ impl LibfabricProvider {
             self.fail_call(peer, DownReason::Protocol, sink);
             return Some(());
         };
-        let call = self.handshakes.take(nonce)?;
-        let opened = self.open_session(peer, call.token, &claim, &call.door, *nonce, State::Open);
+        let call = self.take_call(nonce)?;
+        let (token, door) = (call.token, &call.door);
+        let turn = call.turn.unwrap_or_default();
+        let opened = self.open_session(peer, token, &claim, door, *nonce, turn);
+        self.let_go(&call);
+        let moves = turn != self.recycle.turn();
         match opened {
             Ok(()) => {
                 if let Some(session) = self.session(peer.index) {
                     session.under_way = call.under_way;
                     session.says.ready = true;
+                    // Our endpoints were replaced meanwhile.
+                    session.says.moves = moves;
                 }
                 self.urgent = true;
                 sink.connected(peer, &claim.hello);
@@ -479,7 +511,8 @@ impl LibfabricProvider {
     }
 
     fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
-        let call = self.handshakes.take(nonce)?;
+        let call = self.take_call(nonce)?;
+        self.let_go(&call);
         // The peer keeps its own call to us, which is answered, or has been already.
         if why != Refusal::Crossed {
             sink.disconnected(call.peer, DownReason::Refused(why));
@@ -489,6 +522,7 @@ impl LibfabricProvider {
 
     // ---- sessions ----
 
+    /// Makes an open session. The peer was told of our endpoints when `turn` was their number.
     fn open_session(
         &mut self,
         peer: PeerId,
@@ -496,7 +530,7 @@ impl LibfabricProvider {
         claim: &Claim,
         door: &Address,
         nonce: Nonce,
-        state: State,
+        turn: Turn,
     ) -> Result<(), LibfabricError> {
         let at = usize::from(peer.index);
         if self.sessions.len() <= at {
@@ -505,10 +539,14 @@ impl LibfabricProvider {
         if self.sessions.get(at).is_some_and(Option::is_some) {
             return Err(LibfabricError::AddressRefused);
         }
-        let (granted, turn) = (self.grant, self.recycle.turn());
+        let granted = self.grant;
         let mut session = Session::new(peer, token, claim, door.clone(), nonce, granted, turn);
-        session.state = state;
         session.routes = self.learn_ports(index_of(token), &claim.ports)?;
+        if turn != self.recycle.turn() && self.recycle.is_under_way() {
+            session.old_routes =
+                self.learn_old_ports(index_of(token), &claim.ports).unwrap_or_default();
+        }
+        session.holds_door = self.door.hold(door);
         self.memory.with_ledger(|ledger| ledger.open(token, peer));
         if let Some(slot) = self.sessions.get_mut(at) {
             *slot = Some(Box::new(session));

@@ -59,7 +59,8 @@ use std::time::Duration;
 use immwire_core::credit::grant;
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
-use immwire_core::recycle::Recycle;
+use immwire_core::opening::{Pairs, Turns};
+use immwire_core::recycle::{Recycle, Which};
 use immwire_core::tenant::Tenant;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use libfabric_sys::{Library, LoadError};
@@ -244,10 +245,19 @@ pub(super) fn random<const N: usize>() -> io::Result<[u8; N]> {
     Ok(bytes)
 }
 
-/// A piece in flight.
+/// What a write is for.
+#[derive(Debug, Clone, Copy)]
+enum Purpose {
+    /// A piece of the engine's.
+    Work(Token),
+    /// Just to open a connection.
+    Open { turns: Turns, pair: Pairs },
+}
+
+/// A write in flight.
 #[derive(Debug, Clone, Copy)]
 struct Flight {
-    token: Token,
+    purpose: Purpose,
     peer: u16,
     /// The region's, there.
     tenant: Option<Tenant>,
@@ -345,6 +355,8 @@ pub struct LibfabricProvider {
     entries: usize,
     grant: u16,
     wide: bool,
+    /// The first write between two endpoints opens a connection: it is to come from one end.
+    connects: bool,
     own_keys: bool,
     polls: u32,
     /// Something is to be done beside the way of data.
@@ -449,6 +461,7 @@ impl LibfabricProvider {
             entries,
             grant: granted,
             wide: facts.protocol.data_bytes >= 8,
+            connects: facts.connects,
             own_keys: facts.own_keys,
             polls: 0,
             urgent: true,
@@ -559,7 +572,15 @@ impl LibfabricProvider {
             }
             self.urgent |= waits;
         }
-        sink.work_done(nic, flight.token, error.map_or(Ok(()), Err));
+        match flight.purpose {
+            Purpose::Work(token) => sink.work_done(nic, token, error.map_or(Ok(()), Err)),
+            Purpose::Open { turns, pair } => {
+                if let Some(session) = self.session(flight.peer).filter(|_| error.is_none()) {
+                    session.says.opened.push((turns, pair));
+                }
+                self.urgent = true;
+            }
+        }
         if let Some(error) = error
             && error != WorkError::RemoteAccess
         {
@@ -649,11 +670,23 @@ impl LibfabricProvider {
         let Some(port) = self.ports.get_mut(at) else {
             return Posted::Refused(WorkError::LocalAccess);
         };
-        let old = under_way && session.moved != turn;
-        let (lane, routes) = match &mut port.old {
-            Some(lane) if old => (lane, &session.old_routes),
-            _ => (&mut port.lane, &session.routes),
+        let behind = session.moved != turn;
+        if behind && !under_way {
+            // It does not know these endpoints yet.
+            return Posted::NoRoom;
+        }
+        let old = behind;
+        let (lane, routes, openings) = match &mut port.old {
+            Some(lane) if old => (lane, &session.old_routes, &mut session.old_openings),
+            _ => (&mut port.lane, &session.routes, &mut session.openings),
         };
+        if let Some(openings) = openings
+            && !openings.is_open(nic, work.remote_nic)
+        {
+            openings.want(nic, work.remote_nic);
+            self.urgent |= !openings.unasked().is_empty();
+            return Posted::NoRoom;
+        }
         let remote = usize::from(work.remote_nic);
         let (Some(to), Some(allowance)) =
             (routes.get(nic, work.remote_nic), session.allowances.get_mut(remote))
@@ -707,7 +740,59 @@ impl LibfabricProvider {
                 *count += 1;
                 let (peer, tenant) = (work.peer.index, Tenant::of(key));
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    *slot = Some(Flight { token: work.token, peer, tenant });
+                    *slot = Some(Flight { purpose: Purpose::Work(work.token), peer, tenant });
+                }
+                Posted::UnderWay
+            }
+            Ok(false) => {
+                lane.free.push(context);
+                if session.all_in_flight() == 0 && session.stuck.is_none() {
+                    session.stuck = Some(self.now);
+                }
+                Posted::NoRoom
+            }
+            Err(failure) => {
+                lane.free.push(context);
+                Posted::Failed(self.work_error(failure))
+            }
+        }
+    }
+
+    /// Has a connection opened, by a write without bytes that nobody counts.
+    fn open_pair(&mut self, index: u16, turns: Turns, nic: NicIndex, remote: NicIndex) -> Posted {
+        let which = self.recycle.which(turns.opens);
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let session = session.filter(|session| session.ports_turn == turns.asks);
+        let (Some(session), Some(port)) = (session, self.ports.get_mut(usize::from(nic))) else {
+            return Posted::Refused(WorkError::PeerGone);
+        };
+        let (lane, routes, count) = match (which, &mut port.old) {
+            (Some(Which::Present), _) => (&mut port.lane, &session.routes, &mut session.in_flight),
+            (Some(Which::Old), Some(old)) => (old, &session.old_routes, &mut session.old_in_flight),
+            _ => return Posted::Refused(WorkError::PeerGone),
+        };
+        let mailbox = &session.mailbox;
+        let (Some(to), Some(key)) = (routes.get(nic, remote), mailbox.keys.get(remote)) else {
+            return Posted::Refused(WorkError::PeerGone);
+        };
+        let Some(context) = lane.free.pop() else { return Posted::NoRoom };
+        let write = Write {
+            from: std::ptr::from_ref(&*self.nothing) as u64,
+            len: 0,
+            desc: lane.empty.desc(),
+            to,
+            address: mailbox.base,
+            key: LibfabricMemory::wire_key(self.own_keys, key),
+            data: None,
+        };
+        // SAFETY: nothing is read from the source, which lives as long as the lanes. The context was free.
+        match unsafe { lane.endpoint.write(&write, context) } {
+            Ok(true) => {
+                *count += 1;
+                session.stuck = None;
+                if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
+                    let purpose = Purpose::Open { turns, pair: Pairs::one(remote, nic) };
+                    *slot = Some(Flight { purpose, peer: index, tenant: None });
                 }
                 Posted::UnderWay
             }

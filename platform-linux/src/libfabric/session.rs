@@ -5,6 +5,7 @@
 use immwire_core::credit::{Allowance, Takings};
 use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::opening::{Openings, Pairs, Turns};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
@@ -65,11 +66,12 @@ pub(super) struct Says {
     pub(super) withdrawn: Vec<Tenant>,
     pub(super) moves: bool,
     pub(super) moved: Option<Turn>,
+    pub(super) opened: Vec<(Turns, Pairs)>,
 }
 
 impl Says {
     pub(super) fn is_empty(&self) -> bool {
-        let Self { ready, accept, taken, withdraw, withdrawn, moves, moved } = self;
+        let Self { ready, accept, taken, withdraw, withdrawn, moves, moved, opened } = self;
         !ready
             && !accept
             && !taken.contains(&true)
@@ -77,6 +79,7 @@ impl Says {
             && withdrawn.is_empty()
             && !moves
             && moved.is_none()
+            && opened.is_empty()
     }
 }
 
@@ -93,15 +96,24 @@ pub(super) struct Session {
     pub(super) accept: Vec<u8>,
     pub(super) accept_proof: Proof,
     pub(super) door: Address,
+    /// The door is kept known for it.
+    pub(super) holds_door: bool,
     pub(super) state: State,
     pub(super) mailbox: MrDesc,
     /// Its ports, and the replacement that they are of.
     pub(super) ports: Addresses,
+    pub(super) ports_turn: Turn,
     /// Its next ports: what is in flight to the present ones is to end first.
     pub(super) shift: Option<(Turn, Addresses)>,
     /// From our endpoints, and from those that are being replaced.
     pub(super) routes: Routes,
     pub(super) old_routes: Routes,
+    /// If it is the peer that opens connections: those between its endpoints and ours, and between its and
+    /// those that are being replaced.
+    pub(super) openings: Option<Openings>,
+    pub(super) old_openings: Option<Openings>,
+    /// What it has asked us to open.
+    pub(super) to_open: Vec<(Turns, Pairs)>,
     /// Pieces in flight on our endpoints, and on those that are being replaced.
     pub(super) in_flight: u32,
     pub(super) old_in_flight: u32,
@@ -148,12 +160,17 @@ impl Session {
             accept: Vec::new(),
             accept_proof: [0; 32],
             door,
+            holds_door: false,
             state: State::Open,
             mailbox: claim.hello.mailbox,
             ports: claim.ports.clone(),
+            ports_turn: claim.turn,
             shift: None,
             routes: Routes::default(),
             old_routes: Routes::default(),
+            openings: None,
+            old_openings: None,
+            to_open: Vec::new(),
             in_flight: 0,
             old_in_flight: 0,
             moved: turn,
@@ -177,6 +194,20 @@ impl Session {
 
     pub(super) const fn standing(&self) -> Standing {
         Standing { well: !self.is_leaving(), moved: self.moved, in_flight: self.old_in_flight }
+    }
+
+    /// Whether the peer is to be asked to open something.
+    pub(super) fn wants_openings(&self) -> bool {
+        let mut both = [self.old_openings, self.openings].into_iter().flatten();
+        both.any(|openings| !openings.unasked().is_empty())
+    }
+
+    /// Does so with what is known of the connections between these endpoints.
+    pub(super) fn with_openings(&mut self, turns: Turns, change: impl FnOnce(&mut Openings)) {
+        let both = [&mut self.old_openings, &mut self.openings].into_iter().flatten();
+        if let Some(openings) = both.into_iter().find(|it| it.turns() == turns) {
+            change(openings);
+        }
     }
 
     /// Looks whether what the peer had sent before it moved is taken.

@@ -13,13 +13,14 @@ use std::time::Duration;
 use immwire_core::datagram::{Addresses, Counts, DATAGRAM_MAX, Message, Say};
 use immwire_core::group::WorkError;
 use immwire_core::id::{NicIndex, Time};
+use immwire_core::opening::{Openings, Pairs, Turns};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::Verdict;
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
 use super::session::{Routes, Session, State};
-use super::{BATCH, Lane, LibfabricError, LibfabricProvider};
+use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
 /// Messages heard in one go.
@@ -27,7 +28,7 @@ const MESSAGES_MAX: usize = 64;
 /// How long what is in flight to a peer that has failed may take to fail by itself.
 const GRACE: Duration = Duration::from_millis(20);
 /// How long the other peers may take to move to new endpoints.
-const MOVE_PATIENCE: Duration = Duration::from_millis(500);
+const MOVE_PATIENCE: Duration = Duration::from_secs(2);
 /// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
 /// while it connects, and also when nobody is there to connect to.
 const STUCK: Duration = Duration::from_secs(1);
@@ -101,6 +102,10 @@ impl LibfabricProvider {
         let now = self.now;
         let current = |turn| self.recycle.is_current(turn);
         let is_current = matches!(&say, Say::Moved { turn, .. } if current(*turn));
+        let which = match &say {
+            Say::Open { turns, .. } => self.recycle.which(turns.opens),
+            _ => None,
+        };
         self.urgent = true;
         let Some(session) = self.session_of_token(token) else {
             // A session that ended before its peer was through.
@@ -150,6 +155,23 @@ impl LibfabricProvider {
                     return None;
                 }
                 session.arrears = Some((turn, sent));
+            }
+            Say::Open { turns, pairs } => {
+                if session.openings.is_some() {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
+                // Of endpoints that have been replaced it asks anew.
+                if turns.asks != session.ports_turn || which.is_none() {
+                    return Some(());
+                }
+                match session.to_open.iter_mut().find(|(those, _)| *those == turns) {
+                    Some((_, asked)) => *asked = asked.with(pairs),
+                    None => session.to_open.push((turns, pairs)),
+                }
+            }
+            Say::Opened { turns, pairs } => {
+                session.with_openings(turns, |it| it.opened(turns, pairs));
             }
         }
         Some(())
@@ -202,6 +224,7 @@ impl LibfabricProvider {
         while let Some(&index) = self.live.get(at) {
             self.release(index);
             self.shift(index);
+            self.open_pairs(index);
             let Some(session) = self.session(index) else {
                 at += 1;
                 continue;
@@ -249,6 +272,9 @@ impl LibfabricProvider {
         let say = Say::Bye { quiet: !session.was_cut };
         let message = Message::Session { token: session.their_token, say };
         self.door.send(&To::Stranger, &session.door, &mut 0, &message);
+        if session.holds_door {
+            self.door.release(&session.door);
+        }
         self.memory.with_ledger(|ledger| ledger.close(session.token, session.is_quiet));
         if let State::Leaving { reason: Some(reason), .. } = session.state {
             sink.disconnected(session.peer, reason);
@@ -318,11 +344,13 @@ impl LibfabricProvider {
         let Some(mut session) = slot.and_then(Option::take) else { return };
         self.forget_ports(&session);
         session.routes = Routes::default();
+        let ours = self.recycle.turn();
         let under_way = self.recycle.is_under_way();
         match self.learn_ports(index, &ports) {
             Ok(routes) => {
                 session.routes = routes;
                 session.ports = ports;
+                session.ports_turn = turn;
                 session.says.moved = Some(turn);
             }
             Err(error) => {
@@ -335,8 +363,42 @@ impl LibfabricProvider {
         } else {
             session.old_routes = Routes::default();
         }
+        session.old_openings = session
+            .old_openings
+            .map(|it| Openings::new(Turns { opens: turn, ..it.turns() }))
+            .filter(|_| under_way);
+        session.openings =
+            session.openings.map(|_| Openings::new(Turns { asks: ours, opens: turn }));
         if let Some(slot) = self.sessions.get_mut(usize::from(index)) {
             *slot = Some(session);
+        }
+    }
+
+    /// Opens the connections that the peer has asked for, as far as they are still wanted.
+    fn open_pairs(&mut self, index: u16) {
+        let Some(session) = self.session(index) else { return };
+        if session.to_open.is_empty() || session.is_leaving() {
+            return;
+        }
+        let mut to_open = std::mem::take(&mut session.to_open);
+        to_open.retain_mut(|(turns, pairs)| {
+            for (remote, nic) in pairs.iter() {
+                match self.open_pair(index, *turns, nic, remote) {
+                    // Busy, connecting perhaps: tried again.
+                    Posted::NoRoom => self.urgent = true,
+                    Posted::UnderWay | Posted::Refused(_) => {
+                        *pairs = pairs.without(Pairs::one(remote, nic));
+                    }
+                    Posted::Failed(_) => {
+                        self.stumble(index);
+                        return false;
+                    }
+                }
+            }
+            !pairs.is_empty()
+        });
+        if let Some(session) = self.session(index) {
+            session.to_open = to_open;
         }
     }
 
@@ -349,7 +411,7 @@ impl LibfabricProvider {
         else {
             return;
         };
-        if session.says.is_empty() {
+        if session.says.is_empty() && !session.wants_openings() {
             return;
         }
         let to = To::Peer { index, token: session.token };
@@ -388,6 +450,22 @@ impl LibfabricProvider {
                 return;
             }
             says.moved = None;
+        }
+        let unasked = [&mut session.old_openings, &mut session.openings].into_iter().flatten();
+        for openings in unasked {
+            let pairs = openings.unasked();
+            if !pairs.is_empty() {
+                if !say(Say::Open { turns: openings.turns(), pairs }) {
+                    return;
+                }
+                openings.asked(pairs);
+            }
+        }
+        while let Some(&(turns, pairs)) = says.opened.last() {
+            if !say(Say::Opened { turns, pairs }) {
+                return;
+            }
+            says.opened.pop();
         }
         for (nic, takings) in session.takings.iter_mut().enumerate() {
             let Some(due) = says.taken.get_mut(nic).filter(|due| **due) else { continue };
@@ -434,7 +512,7 @@ impl LibfabricProvider {
     }
 
     /// As `learn_ports`, on the endpoints that are being replaced.
-    fn learn_old_ports(
+    pub(super) fn learn_old_ports(
         &mut self,
         index: u16,
         ports: &[immwire_core::datagram::Address],
@@ -491,11 +569,15 @@ impl LibfabricProvider {
         self.haunting = self
             .memory
             .with_ledger(|ledger| ledger.ghosts.iter().map(|ghost| ghost.token).collect());
+        let turn = self.recycle.turn();
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
             let Some(session) = self.session(index) else { continue };
             session.old_routes = std::mem::take(&mut session.routes);
             session.old_in_flight = std::mem::take(&mut session.in_flight);
+            session.old_openings = session.openings;
+            let opens = session.ports_turn;
+            session.openings = session.openings.map(|_| Openings::new(Turns { asks: turn, opens }));
             if session.is_leaving() {
                 continue;
             }
@@ -565,7 +647,9 @@ impl LibfabricProvider {
                     session.old_in_flight = session.old_in_flight.saturating_sub(1);
                     session.was_cut = true;
                 }
-                sink.work_done(nic, flight.token, Err(WorkError::Flushed));
+                if let Purpose::Work(token) = flight.purpose {
+                    sink.work_done(nic, token, Err(WorkError::Flushed));
+                }
             }
         }
         self.recycle.closed();
@@ -575,6 +659,7 @@ impl LibfabricProvider {
         });
         for session in self.sessions.iter_mut().flatten() {
             session.old_routes = Routes::default();
+            session.old_openings = None;
         }
         let over: Vec<u16> = self
             .live
