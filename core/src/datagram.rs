@@ -11,6 +11,8 @@
 //!                                          ◀──           Accept { nonce, proof, claim }
 //!     opens its side, may post
 //!     Ready                                ──▶             may post
+//!
+//! Whoever has withdrawn registrations before says which (`Gone`) before the other end posts.
 //! ```
 //!
 //! `Refuse` may take the place of any answer. Every message may be lost, repeated, late, or made up: the
@@ -35,7 +37,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::id::{EngineId, MAX_NICS, NicIndex, Time};
 use crate::opening::{Pairs, Turns};
 use crate::recycle::Turn;
-use crate::tenant::Tenant;
+use crate::tenant::{PART, Tenant};
 use crate::wire::{Hello, NIC_ADDRESS_MAX, PROTOCOL_VERSION, Refusal, Wire};
 
 /// The longest message, in bytes.
@@ -57,6 +59,9 @@ pub type Addresses = Vec<Address, MAX_NICS>;
 
 /// A count for each NIC.
 pub type Counts = Vec<u64, MAX_NICS>;
+
+/// Some registrations.
+pub type Tenants = Vec<Tenant, PART>;
 
 /// Both sides' nonces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -120,10 +125,19 @@ pub enum Message<'a> {
 
 /// What is said within a session.
 #[derive(Debug, Clone, PartialEq, Eq)]
-#[expect(clippy::large_enum_variant, reason = "there is no allocator, and none is kept")]
 pub enum Say {
     /// The initiator's side is open.
-    Ready,
+    Ready {
+        /// So many parts `Gone` are to come.
+        gone: u8,
+    },
+    /// The sender withdrew these before.
+    Gone {
+        /// Which part.
+        part: u8,
+        /// The last of each slot.
+        tenants: Tenants,
+    },
     /// The sender has ended the session.
     Bye {
         /// It has nothing in flight, and never will have.
@@ -185,6 +199,8 @@ pub struct Claim {
     pub turn: Turn,
     /// The endpoints, by NIC.
     pub ports: Addresses,
+    /// The acceptor's: so many parts `Gone` are to come.
+    pub gone: u8,
     /// Who is speaking.
     pub hello: Hello,
 }
@@ -309,7 +325,7 @@ impl<'a> Reader<'a> {
 impl Say {
     const fn kind(&self) -> u8 {
         match self {
-            Self::Ready => 16,
+            Self::Ready { .. } => 16,
             Self::Bye { .. } => 17,
             Self::Taken { .. } => 18,
             Self::Withdraw(_) => 19,
@@ -318,12 +334,13 @@ impl Say {
             Self::Moved { .. } => 22,
             Self::Open { .. } => 23,
             Self::Opened { .. } => 24,
+            Self::Gone { .. } => 25,
         }
     }
 
     fn put(&self, to: &mut Writer<'_>) -> Option<()> {
         match self {
-            Self::Ready => Some(()),
+            Self::Ready { gone } => to.put(gone),
             Self::Bye { quiet } => to.put(&u8::from(*quiet)),
             Self::Taken { nic, count } => {
                 to.put(nic)?;
@@ -344,12 +361,17 @@ impl Say {
                 to.put(&U32::new(turns.opens.0))?;
                 to.put(&pairs.to_bytes())
             }
+            Self::Gone { part, tenants } => {
+                to.put(part)?;
+                to.put(&u8::try_from(tenants.len()).ok()?)?;
+                tenants.iter().try_for_each(|&tenant| to.tenant(tenant))
+            }
         }
     }
 
     fn take(kind: u8, from: &mut Reader<'_>) -> Result<Self, Malformed> {
         Ok(match kind {
-            16 => Self::Ready,
+            16 => Self::Ready { gone: from.take()? },
             17 => match from.take::<u8>()? {
                 0 => Self::Bye { quiet: false },
                 1 => Self::Bye { quiet: true },
@@ -375,6 +397,14 @@ impl Say {
                 let opens = Turn(from.take::<U32>()?.get());
                 let (turns, pairs) = (Turns { asks, opens }, Pairs::from_bytes(from.take()?));
                 if kind == 23 { Self::Open { turns, pairs } } else { Self::Opened { turns, pairs } }
+            }
+            25 => {
+                let part = from.take()?;
+                let mut tenants = Tenants::new();
+                for _ in 0..from.take::<u8>()? {
+                    tenants.push(from.tenant()?).map_err(|_| Malformed::Bytes)?;
+                }
+                Self::Gone { part, tenants }
             }
             _ => return Err(Malformed::Bytes),
         })
@@ -490,7 +520,7 @@ struct ClaimBody {
     turn: U32,
     grant: U16,
     data_bytes: u8,
-    spare: u8,
+    gone: u8,
     // Then the ports, and the hello's frame.
 }
 
@@ -507,7 +537,7 @@ impl Claim {
             turn: self.turn.0.into(),
             grant: self.grant.into(),
             data_bytes: self.protocol.data_bytes,
-            spare: 0,
+            gone: self.gone,
         })?;
         to.addresses(&self.ports)?;
         let len = self.hello.encode(to.out.get_mut(to.at..)?).ok()?;
@@ -525,14 +555,15 @@ impl Claim {
         let ports = from.addresses()?;
         let hello = Hello::decode(from.rest()).map_err(|_| Malformed::Bytes)?;
         let grant = body.grant.get();
-        if body.spare != 0 || grant == 0 || ports.len() != hello.address.nics().len() {
+        if grant == 0 || ports.len() != hello.address.nics().len() {
             return Err(Malformed::Bytes);
         }
         let number = body.protocol.get();
         let version = body.protocol_version.get();
         let protocol = Protocol { number, version, data_bytes: body.data_bytes };
         let turn = Turn(body.turn.get());
-        Ok(Self { token: body.token.get(), grant, protocol, turn, ports, hello })
+        let gone = body.gone;
+        Ok(Self { token: body.token.get(), grant, protocol, turn, ports, gone, hello })
     }
 }
 

@@ -3,7 +3,8 @@
 //! A transport whose devices do not refuse late writes cleanly (software ones drop the whole connection)
 //! needs the *writer* to know that a region was withdrawn. So the lower half of each remote key
 //! that we give out names the region's slot and which registration of that slot it is; a peer that
-//! withdraws one says so, and whatever is older in the same slot went before it.
+//! withdraws one says so, and whatever is older in the same slot went before it. What was withdrawn before
+//! a session began is told at its start, in parts, before anything is written ([`Parts`]).
 //!
 //! ```text
 //!   63                32 31        20 19                0
@@ -106,6 +107,54 @@ impl<S: AsRef<[u32]> + AsMut<[u32]>> Withdrawn<S> {
     }
 }
 
+/// Registrations told of in one part.
+pub const PART: usize = 64;
+
+/// Which parts have come of a list that is told at a session's start: one that comes later may name what was
+/// withdrawn before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Parts {
+    expected: Option<u8>,
+    heard: u64,
+}
+
+impl Parts {
+    /// The most that a list has: all slots, each once.
+    pub const MAX: u8 = 64;
+
+    /// How many parts `tenants` make.
+    #[must_use]
+    pub fn of(tenants: usize) -> Option<u8> {
+        u8::try_from(tenants.div_ceil(PART)).ok().filter(|&parts| parts <= Self::MAX)
+    }
+
+    /// There are so many. More than there can be never come.
+    pub fn expect(&mut self, parts: u8) {
+        self.expected = Some(parts);
+    }
+
+    /// One has come. Whether there can be such a one.
+    pub fn hear(&mut self, part: u8) -> bool {
+        self.heard |= 1_u64.checked_shl(part.into()).unwrap_or(0);
+        part < Self::MAX
+    }
+
+    /// Whether all have come. They may come before it is known how many they are.
+    #[must_use]
+    #[inline]
+    pub fn is_complete(self) -> bool {
+        let all = |parts: u8| match parts {
+            0 => 0,
+            1..=Self::MAX => u64::MAX >> (Self::MAX - parts),
+            _ => return false,
+        } & !self.heard == 0;
+        self.expected.is_some_and(all)
+    }
+}
+
+const _: () = assert!(Parts::MAX as usize * PART == SLOTS, "room for each slot");
+const _: () = assert!(Parts::MAX as u32 == u64::BITS, "a bit for each part");
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -127,6 +176,34 @@ mod tests {
         assert_eq!(Tenant::new(0, 0), None);
         assert_eq!(Tenant::new(0, LAST_SERIAL + 1), None);
         assert_eq!(Tenant::of(7 << 20), None);
+    }
+
+    #[test]
+    fn a_list_is_complete_when_each_of_its_parts_has_come() {
+        assert!(!Parts::default().is_complete());
+        for parts in 0..=Parts::MAX {
+            for missing in 0..=parts {
+                let mut list = Parts::default();
+                // Known at the first, or at the last.
+                for first in [true, false] {
+                    if first == (missing % 2 == 0) {
+                        list.expect(parts);
+                    }
+                    (0..parts).filter(|&part| part != missing).for_each(|part| {
+                        assert!(list.hear(part));
+                    });
+                }
+                assert_eq!(list.is_complete(), missing == parts, "{missing} of {parts}");
+                list.hear(missing);
+                assert!(list.is_complete());
+            }
+        }
+        let mut list = Parts::default();
+        list.expect(Parts::MAX + 1);
+        (0..Parts::MAX).for_each(|part| assert!(list.hear(part)));
+        assert!(!list.hear(Parts::MAX) && !list.hear(u8::MAX) && !list.is_complete());
+        let counts = [0, 1, PART, PART + 1, SLOTS, SLOTS + 1].map(Parts::of);
+        assert_eq!(counts, [Some(0), Some(1), Some(1), Some(2), Some(64), None]);
     }
 
     #[test]

@@ -35,6 +35,7 @@ fn claim(nics: u8, len: usize) -> Claim {
         protocol: Protocol { number: 5, version: 6, data_bytes: 8 },
         turn: Turn(3),
         ports: nics.iter().map(|_| address(len, 5)).collect(),
+        gone: 4,
         hello,
     }
 }
@@ -60,7 +61,9 @@ fn messages(claim: &[u8]) -> Vec<Message<'_>> {
         Message::Refuse { nonce, why: Refusal::Crossed },
     ]);
     for say in [
-        Say::Ready,
+        Say::Ready { gone: 3 },
+        Say::Gone { part: 7, tenants: Tenants::new() },
+        Say::Gone { part: 0, tenants: (0..PART).map(|_| tenant).collect() },
         Say::Bye { quiet: true },
         Say::Bye { quiet: false },
         Say::Taken { nic: 3, count: u64::MAX },
@@ -117,7 +120,7 @@ fn every_message_comes_back_and_no_other_bytes_are_one() {
 #[test]
 fn another_version_is_named() {
     let mut bytes = [0; DATAGRAM_MAX];
-    let say = Say::Ready;
+    let say = Say::Ready { gone: 0 };
     let len = Message::Session { token: 1, say }.encode(&mut bytes).unwrap();
     bytes[4..6].copy_from_slice(&(PROTOCOL_VERSION + 1).to_le_bytes());
     let theirs = PROTOCOL_VERSION + 1;

@@ -241,7 +241,7 @@ impl LibfabricProvider {
             None => (0, None),
             Some(acceptor) => {
                 let nonces = Nonces { initiator: call.initiator, acceptor };
-                let said = self.claim(call.token, call.hello.clone());
+                let said = self.claim(call.token, 0, call.hello.clone());
                 let Some(len) = said.encode(&mut claim) else { return };
                 let key = self.config.group_key.as_ref();
                 let bytes = claim.get(..len).unwrap_or(&[]);
@@ -272,7 +272,7 @@ impl LibfabricProvider {
     }
 
     /// What we say of ourselves.
-    fn claim(&self, token: u64, hello: Hello) -> Claim {
+    fn claim(&self, token: u64, gone: u8, hello: Hello) -> Claim {
         let facts = self.ports.first().map(|port| port.facts().protocol);
         let nothing = immwire_core::datagram::Protocol { number: 0, version: 0, data_bytes: 0 };
         Claim {
@@ -281,6 +281,7 @@ impl LibfabricProvider {
             protocol: facts.unwrap_or(nothing),
             turn: self.recycle.turn(),
             ports: self.port_names(),
+            gone,
             hello,
         }
     }
@@ -403,7 +404,11 @@ impl LibfabricProvider {
             Ok(()) => sink.connected(peer, &claim.hello),
             Err(error) => {
                 tracing::warn!(%peer, %error, "a session could not be opened");
-                sink.disconnected(peer, DownReason::Disconnected);
+                let now = self.now;
+                match self.session(peer.index).filter(|session| session.peer == peer) {
+                    Some(session) => session.leave(now, Some(DownReason::Disconnected)),
+                    None => sink.disconnected(peer, DownReason::Disconnected),
+                }
             }
         }
         Some(())
@@ -424,7 +429,9 @@ impl LibfabricProvider {
         hello: Hello,
     ) -> Result<(), LibfabricError> {
         let token = token_for(peer.index).map_err(LibfabricError::Random)?;
-        let ours = self.claim(token, hello);
+        let turn = self.recycle.turn();
+        self.open_session(peer, token, claim, door, nonces.initiator, turn)?;
+        let ours = self.claim(token, self.gone_parts(peer.index), hello);
         let mut accept = vec![0; DATAGRAM_MAX];
         let len = ours.encode(&mut accept).ok_or(LibfabricError::OutOfMemory)?;
         accept.truncate(len);
@@ -434,8 +441,6 @@ impl LibfabricProvider {
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let retry = Retry::start(self.now);
         let until = self.now.after(GREETING_PATIENCE);
-        let turn = self.recycle.turn();
-        self.open_session(peer, token, claim, door, nonces.initiator, turn)?;
         let turns = Turns { asks: turn, opens: claim.turn };
         let asks = self.connects;
         if let Some(session) = self.session(peer.index) {
@@ -495,6 +500,7 @@ impl LibfabricProvider {
             Ok(()) => {
                 if let Some(session) = self.session(peer.index) {
                     session.under_way = call.under_way;
+                    session.gone.expect(claim.gone);
                     session.says.ready = true;
                     // Our endpoints were replaced meanwhile.
                     session.says.moves = moves;
@@ -547,12 +553,21 @@ impl LibfabricProvider {
                 self.learn_old_ports(index_of(token), &claim.ports).unwrap_or_default();
         }
         session.holds_door = self.door.hold(door);
+        // From now on it is told what is withdrawn; and now, what was.
         self.memory.with_ledger(|ledger| ledger.open(token, peer));
+        session.says.gone = self.memory.gone();
+        session.gone_parts = u8::try_from(session.says.gone.len()).unwrap_or(u8::MAX);
         if let Some(slot) = self.sessions.get_mut(at) {
             *slot = Some(Box::new(session));
             self.live.push(peer.index);
         }
         Ok(())
+    }
+
+    /// In how many parts the peer is told what was withdrawn before.
+    fn gone_parts(&self, index: u16) -> u8 {
+        let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
+        session.map_or(0, |session| session.gone_parts)
     }
 
     /// Makes a peer's ports known to each of our endpoints.

@@ -28,9 +28,10 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
+use immwire_core::datagram::Tenants;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_core::tenant::{LAST_SERIAL, SLOTS, Tenant, device_key};
+use immwire_core::tenant::{LAST_SERIAL, PART, SLOTS, Tenant, device_key};
 use rustix::event::EventfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
@@ -178,6 +179,7 @@ pub struct LibfabricMemory {
     own_keys: bool,
     /// Closing a registration keeps everybody out, ghosts too.
     closing_fences: bool,
+    /// Taken after the ledger, if both are.
     table: Mutex<Table>,
     /// By slot and NIC: what an operation on the region needs.
     descs: Box<[AtomicPtr<std::ffi::c_void>]>,
@@ -383,15 +385,33 @@ impl LibfabricMemory {
 
     /// Closes the registrations of a region that nobody writes to.
     fn close(&self, tenant: Tenant) {
-        let registrations = {
-            let mut table = lock(&self.table);
-            let slot = table.slots.get_mut(usize::from(tenant.slot()));
-            let slot = slot.filter(|slot| slot.serial == tenant.serial());
-            slot.and_then(|slot| slot.region.as_mut())
-                .map(|region| std::mem::take(&mut region.registrations))
-        };
         // Outside the lock: a device takes its time.
-        drop(registrations);
+        drop(self.take_registrations(tenant));
+    }
+
+    fn take_registrations(&self, tenant: Tenant) -> Vec<(usize, Registration)> {
+        let mut table = lock(&self.table);
+        let slot = table.slots.get_mut(usize::from(tenant.slot()));
+        let slot = slot.filter(|slot| slot.serial == tenant.serial());
+        let region = slot.and_then(|slot| slot.region.as_mut());
+        region.map(|region| std::mem::take(&mut region.registrations)).unwrap_or_default()
+    }
+
+    /// Registrations that were withdrawn, by slot the last one; numbered parts, the last one first. O(slots).
+    pub(super) fn gone(&self) -> Vec<(u8, Tenants)> {
+        let table = lock(&self.table);
+        let last = |(slot, it): (usize, &Slot)| {
+            let region = it.region.as_ref();
+            let is_closed = region.is_some_and(|region| region.registrations.is_empty());
+            let serial = if is_closed { it.serial } else { it.serial.checked_sub(1)? };
+            Tenant::new(u16::try_from(slot).ok()?, serial)
+        };
+        let all: Vec<Tenant> = table.slots.iter().enumerate().filter_map(last).collect();
+        let parts = (0..).zip(all.chunks(PART));
+        let mut parts: Vec<_> =
+            parts.map(|(part, tenants)| (part, tenants.iter().copied().collect())).collect();
+        parts.reverse();
+        parts
     }
 
     /// Whether peers may write to a region that is still registered.
@@ -433,7 +453,9 @@ impl Memory for LibfabricMemory {
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
         let Some(tenant) = Self::tenant_of(region) else { return Ok(()) };
         if self.is_exposed(tenant) {
-            self.wait_for_writers(tenant, patience)?;
+            let registrations = self.wait_for_writers(tenant, patience)?;
+            // Outside the locks: a device takes its time.
+            drop(registrations);
         }
         self.close(tenant);
         Ok(())
@@ -449,7 +471,13 @@ impl Memory for LibfabricMemory {
 }
 
 impl LibfabricMemory {
-    fn wait_for_writers(&self, tenant: Tenant, patience: Duration) -> Result<(), RevokeError> {
+    /// Waits until no peer writes there; from then on the region is gone, but for its registrations,
+    /// which are returned to be closed.
+    fn wait_for_writers(
+        &self,
+        tenant: Tenant,
+        patience: Duration,
+    ) -> Result<Vec<(usize, Registration)>, RevokeError> {
         let deadline = Instant::now().checked_add(patience);
         let mut ledger = lock(&self.ledger);
         if !ledger.withdrawals.iter().any(|it| it.tenant == tenant) {
@@ -458,8 +486,9 @@ impl LibfabricMemory {
         }
         loop {
             let Some(peer) = ledger.writer(tenant, !self.closing_fences) else {
+                // Under the lock: a session that begins later finds it among those that are gone.
                 ledger.withdrawals.retain(|it| it.tenant != tenant);
-                return Ok(());
+                return Ok(self.take_registrations(tenant));
             };
             let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));

@@ -663,7 +663,7 @@ impl LibfabricProvider {
             return Posted::Refused(WorkError::PeerGone);
         };
         match session.state {
-            State::Open if session.shift.is_none() => {}
+            State::Open if session.shift.is_none() && session.gone.is_complete() => {}
             State::Leaving { .. } => return Posted::Refused(WorkError::PeerGone),
             State::Open | State::Greeting { .. } => return Posted::NoRoom,
         }

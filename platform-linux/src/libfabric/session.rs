@@ -3,13 +3,13 @@
 //! Knows no endpoint and sends nothing: it remembers what is to be said, and what stands in the way.
 
 use immwire_core::credit::{Allowance, Takings};
-use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry};
+use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry, Tenants};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
-use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
+use immwire_core::tenant::{Parts, SLOTS, Tenant, Withdrawn};
 
 /// Handles of a peer's ports, by our NIC and its.
 #[derive(Debug, Default)]
@@ -67,11 +67,13 @@ pub(super) struct Says {
     pub(super) moves: bool,
     pub(super) moved: Option<Turn>,
     pub(super) opened: Vec<(Turns, Pairs)>,
+    /// Parts of what was withdrawn before, the last one first.
+    pub(super) gone: Vec<(u8, Tenants)>,
 }
 
 impl Says {
     pub(super) fn is_empty(&self) -> bool {
-        let Self { ready, accept, taken, withdraw, withdrawn, moves, moved, opened } = self;
+        let Self { ready, accept, taken, withdraw, withdrawn, moves, moved, opened, gone } = self;
         !ready
             && !accept
             && !taken.contains(&true)
@@ -80,6 +82,7 @@ impl Says {
             && !moves
             && moved.is_none()
             && opened.is_empty()
+            && gone.is_empty()
     }
 }
 
@@ -126,6 +129,9 @@ pub(super) struct Session {
     /// By NIC of ours.
     pub(super) takings: [Takings; MAX_NICS],
     pub(super) withdrawn: Withdrawn<Box<[u32]>>,
+    /// Whether it has told us what it withdrew before; and in how many parts we tell it.
+    pub(super) gone: Parts,
+    pub(super) gone_parts: u8,
     /// Regions of its that are withdrawn, and that something may be in flight to.
     pub(super) releasing: Vec<Tenant>,
     pub(super) says: Says,
@@ -178,6 +184,8 @@ impl Session {
             allowances: [Allowance::new(claim.grant); MAX_NICS],
             takings: [Takings::new(granted); MAX_NICS],
             withdrawn: Withdrawn::new(nothing),
+            gone: Parts::default(),
+            gone_parts: 0,
             releasing: Vec::new(),
             says: Says::default(),
             is_reached: false,

@@ -122,7 +122,14 @@ impl LibfabricProvider {
             session.state = State::Open;
         }
         match say {
-            Say::Ready => {}
+            Say::Ready { gone } => session.gone.expect(gone),
+            Say::Gone { part, tenants } => {
+                if !session.gone.hear(part) {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
+                tenants.iter().for_each(|&tenant| session.withdrawn.withdraw(tenant));
+            }
             Say::Bye { quiet } => {
                 session.is_quiet = quiet;
                 session.leave(now.after(GRACE), Some(DownReason::Disconnected));
@@ -432,10 +439,16 @@ impl LibfabricProvider {
             room.send(&to, &door, under_way, &message)
         };
         if says.ready {
-            if !say(Say::Ready) {
+            if !say(Say::Ready { gone: session.gone_parts }) {
                 return;
             }
             says.ready = false;
+        }
+        while let Some((part, tenants)) = says.gone.last() {
+            if !say(Say::Gone { part: *part, tenants: tenants.clone() }) {
+                return;
+            }
+            says.gone.pop();
         }
         if says.moves {
             if !say(Say::Move { turn, ports: port_names }) {

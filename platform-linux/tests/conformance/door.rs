@@ -521,7 +521,7 @@ fn noise_at_the_door(case: &Case) {
     let tenant = Tenant::new(1, 1).expect("valid");
     let mut sayings = Vec::new();
     for say in [
-        Said::Ready,
+        Said::Ready { gone: 0 },
         Said::Bye { quiet: true },
         Said::Bye { quiet: false },
         Said::Taken { nic: 0, count: u64::MAX },

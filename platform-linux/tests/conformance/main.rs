@@ -30,6 +30,7 @@ mod host;
 mod hostile;
 mod life;
 mod operations;
+mod programs;
 mod replacing;
 mod sizes;
 mod trust;
@@ -377,6 +378,7 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         faults::TESTS,
         life::TESTS,
         trust::TESTS,
+        programs::TESTS,
     ];
     modules.push(if facts.chooses_ways { foreign::CHOSEN_WAYS } else { foreign::ONE_WAY });
     if facts.writes_into_the_stopped {

@@ -262,6 +262,8 @@ impl<W: World> Program<'_, W> {
         {
             sender.source.end(flight.number);
         }
+        // What was cut off may land yet: its bytes stay open, one way or the other.
+        let lands_yet = left == Left::Either && !self.world.flushes_at_the_receiver();
         for part in &flight.parts {
             let receiver = self.sides.get_mut(part.to).and_then(Option::as_mut);
             let receiver = receiver.filter(|side| side.serial == part.serial);
@@ -271,7 +273,7 @@ impl<W: World> Program<'_, W> {
                 if registration == 0 && end == End::Done {
                     return Err("a write to a region that was withdrawn was done".into());
                 }
-                if window.serial == registration {
+                if window.serial == registration && !lands_yet {
                     window.end(flight.number, left)?;
                 }
             }
@@ -359,7 +361,9 @@ impl<W: World> Program<'_, W> {
         };
         part.window.is_some_and(|(window, registration)| {
             let window = side.windows.get(window);
-            window.is_none_or(|window| window.serial != registration || window.desc().is_none())
+            window.is_none_or(|window| {
+                window.serial != registration || window.desc().is_none() || window.closing
+            })
         })
     }
 
@@ -546,6 +550,7 @@ impl<W: World> Program<'_, W> {
             }
         }
         self.pass(self.config.news)?;
+        self.finish_closing()?;
         let pairs = self.pairs();
         for &(from, to) in &pairs {
             self.meet(from, to)?;
@@ -572,6 +577,29 @@ impl<W: World> Program<'_, W> {
             self.world.stop(at);
             self.bury(at, true)?;
             self.sweep()?;
+        }
+        Ok(())
+    }
+
+    /// Nobody writes any more: windows that were to be closed can be.
+    fn finish_closing(&mut self) -> Check {
+        let until = self.world.now() + self.config.patience();
+        for at in 0..self.sides.len() {
+            for number in 0..self.config.windows {
+                while let Some(side) = self.side_mut(at) {
+                    let engine = side.engine.clone();
+                    let window = side.windows.get_mut(number).filter(|window| window.closing);
+                    let Some(window) = window else { break };
+                    if window.close(0)? {
+                        let opened = window.open(&engine);
+                        opened.map_err(|error| format!("not registered again: {error}"))?;
+                        break;
+                    }
+                    if !self.world.step(until) {
+                        return Err(format!("engine {at} never closes window {number}"));
+                    }
+                }
+            }
         }
         Ok(())
     }

@@ -98,6 +98,8 @@ pub(super) struct Window {
     shadow: Vec<u8>,
     claims: Vec<Claim>,
     scratch: Vec<u8>,
+    /// It was to be closed, and a peer was writing: peers may have been told that it is withdrawn.
+    pub(super) closing: bool,
     /// Of a registration that is no more.
     pub(super) stale: Option<MrDesc>,
 }
@@ -112,6 +114,7 @@ impl Window {
             shadow: vec![0; bytes],
             claims: Vec::new(),
             scratch: vec![0; bytes],
+            closing: false,
             stale: None,
         }
     }
@@ -152,6 +155,7 @@ impl Window {
             Ok(()) => {}
             Err(CloseError::StillWriting { region, .. }) => {
                 self.region = Some(region);
+                self.closing = true;
                 return Ok(false);
             }
             Err(CloseError::InUse { region }) => {
@@ -160,6 +164,7 @@ impl Window {
             }
         }
         self.stale = Some(desc);
+        self.closing = false;
         if self.block.is_some() {
             self.check()?;
             pattern(salt, &mut self.shadow);

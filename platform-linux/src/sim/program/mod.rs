@@ -42,7 +42,7 @@ use run::Program;
 pub use fabric::FabricWorld;
 pub use operation::{Kind, Operation, generate};
 pub use shrink::shrink;
-pub use world::{Fault, ShmWorld, World};
+pub use world::{Fault, MachineWorld, Manners, World};
 
 /// The size of programs and of their engines.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -117,9 +117,9 @@ impl Config {
         }
     }
 
-    /// For shared memory, where pieces are large and time is the machine's.
+    /// For a [`MachineWorld`], where pieces are large and time is the machine's.
     #[must_use]
-    pub const fn shm() -> Self {
+    pub const fn machine() -> Self {
         Self {
             operations: 150,
             window_bytes: 512 << 10,

@@ -110,7 +110,7 @@ impl<'w, W: World> Program<'w, W> {
         self.sides.get(at)?.as_ref()
     }
 
-    fn side_mut(&mut self, at: usize) -> Option<&mut Side> {
+    pub(super) fn side_mut(&mut self, at: usize) -> Option<&mut Side> {
         self.sides.get_mut(at)?.as_mut()
     }
 
@@ -207,7 +207,9 @@ impl<'w, W: World> Program<'w, W> {
 
     pub(super) fn start(&mut self, at: usize, nics: u8) -> Check {
         let config = &self.config;
-        let builder = TransferEngine::builder()
+        let builder = self
+            .world
+            .builder()
             .transfers(config.transfers)
             .peers(config.peers)
             .counters(config.counters)
@@ -847,7 +849,9 @@ impl<'w, W: World> Program<'w, W> {
         let Some(there) = self.side(to).and_then(|side| side.windows.get(window)) else {
             return Ok(false);
         };
-        let Some(dst) = there.stale else { return Ok(false) };
+        let Some(dst) = there.stale.filter(|_| self.world.refuses_softly()) else {
+            return Ok(false);
+        };
         let len = n.size(self.config.write_bytes).min(dst.len);
         let start = n.below(dst.len - len + 1);
         let Some(at) = self.source_room(from, len, n) else { return Ok(false) };

@@ -5,9 +5,9 @@ use super::*;
 fn programs_over_shared_memory_keep_the_contract() {
     let mut totals = Totals::default();
     for seed in 0..12 {
-        let config = Config { engines: 2 + (seed % 3) as usize, ..Config::shm() };
+        let config = Config { engines: 2 + (seed % 3) as usize, ..Config::machine() };
         let operations = generate(seed, config.operations);
-        let outcome = run(&mut ShmWorld::default(), &config, seed, &operations, false);
+        let outcome = run(&mut MachineWorld::default(), &config, seed, &operations, false);
         assert_eq!(outcome.violation, None, "seed {seed}");
         totals.add(outcome.totals);
     }

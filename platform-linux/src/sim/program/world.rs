@@ -1,5 +1,6 @@
 //! Where a program runs: engines by number, one step at a time, and faults where there are any.
 
+use std::fmt;
 use std::time::{Duration, Instant};
 
 use immwire_core::id::PeerId;
@@ -42,6 +43,11 @@ pub enum Fault {
 
 /// Engines under test and what is between them.
 pub trait World {
+    /// What engines are built from, but for what the program decides.
+    fn builder(&self) -> Builder {
+        TransferEngine::builder()
+    }
+
     /// Starts an engine of `nics` NICs as number `at`, where there is none.
     ///
     /// # Errors
@@ -78,6 +84,16 @@ pub trait World {
         false
     }
 
+    /// Whether a write that its target does not allow fails alone. If not, none is tried.
+    fn refuses_softly(&self) -> bool {
+        true
+    }
+
+    /// Whether nothing of a write that was cut off lands after its end. If not, it may until its target is closed.
+    fn flushes_at_the_receiver(&self) -> bool {
+        true
+    }
+
     /// Whether times are exact, and so bounds on them can be held to.
     fn is_virtual(&self) -> bool;
 
@@ -92,21 +108,51 @@ pub trait World {
     }
 }
 
-/// Engines over shared memory, all polled by one thread. The only fault is the end of an engine; time is
-/// the machine's.
-#[derive(Debug)]
-pub struct ShmWorld {
+/// Engines on whatever this machine has, all polled by one thread. The only fault is the end of an engine; time
+/// is the machine's.
+pub struct MachineWorld {
+    builder: Box<dyn Fn() -> Builder>,
     drivers: Vec<Option<Driver>>,
     began: Instant,
+    manners: Manners,
 }
 
-impl Default for ShmWorld {
-    fn default() -> Self {
-        Self { drivers: Vec::new(), began: Instant::now() }
+/// What is to be expected of a [`MachineWorld`], beyond the contract: see [`World`].
+#[derive(Debug, Clone, Copy)]
+pub struct Manners {
+    /// [`World::refuses_softly`].
+    pub refuses_softly: bool,
+    /// [`World::flushes_at_the_receiver`].
+    pub flushes_at_the_receiver: bool,
+}
+
+impl MachineWorld {
+    /// One whose engines are built from what `builder` returns.
+    pub fn new(builder: impl Fn() -> Builder + 'static, manners: Manners) -> Self {
+        let builder = Box::new(builder);
+        Self { builder, drivers: Vec::new(), began: Instant::now(), manners }
     }
 }
 
-impl World for ShmWorld {
+/// Over shared memory.
+impl Default for MachineWorld {
+    fn default() -> Self {
+        let manners = Manners { refuses_softly: true, flushes_at_the_receiver: true };
+        Self::new(TransferEngine::builder, manners)
+    }
+}
+
+impl fmt::Debug for MachineWorld {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MachineWorld").field("drivers", &self.drivers).finish_non_exhaustive()
+    }
+}
+
+impl World for MachineWorld {
+    fn builder(&self) -> Builder {
+        (self.builder)()
+    }
+
     fn start(
         &mut self,
         at: usize,
@@ -153,6 +199,14 @@ impl World for ShmWorld {
 
     fn fault(&mut self, _: Fault) -> bool {
         false
+    }
+
+    fn refuses_softly(&self) -> bool {
+        self.manners.refuses_softly
+    }
+
+    fn flushes_at_the_receiver(&self) -> bool {
+        self.manners.flushes_at_the_receiver
     }
 
     fn is_virtual(&self) -> bool {

@@ -1,0 +1,29 @@
+//! Random programs of the simulated fabric's suite (`immwire::sim::program`), run over the provider: small ones,
+//! whose only fault is an engine that goes away.
+
+use immwire::sim::program::{Config, MachineWorld, Manners, Totals, generate, run};
+
+use crate::{Case, Provider, Spread, Test};
+
+pub const TESTS: &[Test] = &[("programs", Spread::Once, programs)];
+
+fn programs(case: &Case) {
+    let mut totals = Totals::default();
+    for n in 0..12 {
+        let seed = case.seed.wrapping_add(n);
+        let config = Config { engines: 2 + (n % 3) as usize, ..Config::machine() };
+        let (provider, setup) = (Provider::named(case.provider), case.setup(1));
+        let manners = Manners {
+            refuses_softly: provider.facts.refuses_access_softly,
+            flushes_at_the_receiver: provider.facts.flushes_at_the_receiver,
+        };
+        let mut world = MachineWorld::new(move || (provider.builder)(&setup), manners);
+        let operations = generate(seed, config.operations);
+        let outcome = run(&mut world, &config, seed, &operations, true);
+        if let Some(violation) = outcome.violation {
+            panic!("seed {seed}, the {n}th: {}\n{violation:?}", outcome.trace.join("\n"));
+        }
+        totals.add(outcome.totals);
+    }
+    assert!(totals.operations > 500 && totals.ended > 200 && totals.messages > 10, "{totals:?}");
+}
