@@ -50,6 +50,7 @@ pub mod receipt;
 pub mod recycle;
 pub mod region;
 pub mod ring;
+pub mod signal;
 mod sync;
 pub mod tenant;
 pub mod wake;

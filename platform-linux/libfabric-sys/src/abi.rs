@@ -878,6 +878,7 @@ constants! {
         FI_ORDER_SAR = 1 << 6;
         FI_ORDER_SAW = 1 << 7;
         FI_ORDER_SAS = 1 << 8;
+        FI_ORDER_RMA_WAW = 1 << 35;
     }
 
     "No such thing: fi_av(3), fi_mr(3).",

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use immwire_core::datagram::{Address, DATAGRAM_MAX, Message};
 
 use super::LibfabricError;
-use super::fabric::{Domain, Done, Endpoint, Registration};
+use super::fabric::{Completions, Domain, Done, Endpoint, Registration};
 
 /// Receives that are posted.
 const RECEIVES: u16 = 128;
@@ -107,7 +107,8 @@ impl Door {
     /// Opens the door, with all receives posted.
     pub(super) fn open(domain: &Arc<Domain>, peers: u16) -> Result<Self, LibfabricError> {
         let contexts = RECEIVES + SENDS;
-        let endpoint = Endpoint::open(domain, contexts, usize::from(contexts) * 2, peers)?;
+        let endpoint =
+            Endpoint::open(domain, contexts, usize::from(contexts) * 2, peers, Completions::All)?;
         let buffers = Buffers::new();
         let key = u64::from_ne_bytes(super::random().map_err(LibfabricError::Random)?);
         let len = BUFFERS * DATAGRAM_MAX;

@@ -88,6 +88,11 @@ pub(super) struct Facts {
     pub(super) closing_fences: bool,
     /// The first write between two endpoints opens a connection.
     pub(super) connects: bool,
+    /// Writes over one connection are placed, and complete, in order.
+    pub(super) in_order: bool,
+    /// Once a completion was reported, the queue's descriptor stays readable, until a read that may wait finds nothing:
+    /// `net` (1.17) forgets that in `fi_trywait`.
+    pub(super) descriptor_stays_readable: bool,
     pub(super) queue_depth: usize,
     pub(super) speed_gbps: u32,
 }
@@ -307,6 +312,9 @@ unsafe fn facts(info: &sys::fi_info) -> Option<Facts> {
             lonely_endpoints: !is_efa && domain.mr_mode & sys::FI_MR_PROV_KEY == 0,
             tells_source: is_efa,
             connects: !is_efa,
+            in_order: matches!(&*provider, "tcp" | "net")
+                && tx.msg_order & sys::FI_ORDER_RMA_WAW != 0,
+            descriptor_stays_readable: provider == "net",
             closing_fences: is_efa,
             queue_depth: tx.size,
             speed_gbps: u32::try_from(speed).ok().filter(|&speed| speed > 0).unwrap_or(100),
@@ -509,6 +517,10 @@ pub(super) struct Endpoint {
     known: HashMap<Address, Known>,
     name: Address,
     fd: Option<RawFd>,
+    /// Something was read since the descriptor was last known to be unreadable.
+    has_reported: bool,
+    /// Read by [`Endpoint::hush`].
+    kept: Option<Done>,
     tells_source: bool,
     is_device: bool,
     max_rma: u64,
@@ -522,6 +534,14 @@ impl fmt::Debug for Endpoint {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Endpoint").field("domain", &self.domain).field("name", &self.name).finish()
     }
+}
+
+/// Of which operations an endpoint tells that they have completed; it tells of all that fail.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Completions {
+    All,
+    /// Of writes those that ask.
+    Asked,
 }
 
 /// What was opened so far; closed again if the rest fails.
@@ -555,6 +575,7 @@ impl Endpoint {
         contexts: u16,
         entries: usize,
         peers: u16,
+        completions: Completions,
     ) -> Result<Self, LibfabricError> {
         let (library, raw) = (domain.library, domain.raw.as_ptr());
         let mut half = Half { ep: None, cq: None, av: None };
@@ -591,9 +612,14 @@ impl Endpoint {
             let code = sys::fi_endpoint(raw, info, &raw mut ep, ptr::null_mut());
             let ep = opened(library, "fi_endpoint", code, ep)?;
             half.ep = Some(ep);
-            let flags = sys::FI_TRANSMIT | sys::FI_RECV;
-            let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*cq.as_ptr()).fid, flags);
-            check(library, "fi_ep_bind", code)?;
+            let transmit = match completions {
+                Completions::All => sys::FI_TRANSMIT,
+                Completions::Asked => sys::FI_TRANSMIT | sys::FI_SELECTIVE_COMPLETION,
+            };
+            for flags in [transmit, sys::FI_RECV] {
+                let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*cq.as_ptr()).fid, flags);
+                check(library, "fi_ep_bind", code)?;
+            }
             let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*av.as_ptr()).fid, 0);
             check(library, "fi_ep_bind", code)?;
             let is_efa = domain.facts().provider == "efa";
@@ -617,6 +643,8 @@ impl Endpoint {
                 known: HashMap::new(),
                 name,
                 fd: can_sleep.then_some(fd),
+                has_reported: false,
+                kept: None,
                 tells_source: domain.facts().tells_source,
                 is_device: is_efa,
                 max_rma,
@@ -654,6 +682,29 @@ impl Endpoint {
             let mut fids = [&raw mut (*self.cq.as_ptr()).fid];
             sys::fi_trywait(self.domain.fabric.as_ptr(), fids.as_mut_ptr(), 1) == 0
         }
+    }
+
+    /// Has the descriptor be readable for nothing but what is still to be read, where that takes a read that may wait:
+    /// for a millisecond at most. `false`: something has come.
+    pub(super) fn hush(&mut self) -> bool {
+        const WAIT_MS: i32 = 1;
+        if !self.has_reported || !self.domain.facts().descriptor_stays_readable {
+            return true;
+        }
+        let none = ptr::null_mut();
+        let mut entry =
+            sys::fi_cq_data_entry { op_context: none, flags: 0, len: 0, buf: none, data: 0 };
+        // SAFETY: the queue is live, of format DATA; one entry is written at most.
+        let read = unsafe {
+            let (cq, to) = (self.cq.as_ptr(), (&raw mut entry).cast());
+            sys::fi_cq_sread(cq, to, 1, ptr::null(), WAIT_MS)
+        };
+        if read == 1 {
+            self.kept = Some(self.understand(&entry, sys::FI_ADDR_NOTAVAIL));
+        }
+        // Whatever else there is, an error perhaps, is for the next read.
+        self.has_reported = read != -(sys::FI_EAGAIN as isize);
+        !self.has_reported
     }
 
     /// Makes an address usable; each call is undone by one of [`Endpoint::forget`].
@@ -747,7 +798,7 @@ impl Endpoint {
     #[inline]
     pub(super) unsafe fn write(&mut self, write: &Write, context: u16) -> Result<bool, Failure> {
         let context = self.context(context);
-        let &Write { from, len, desc, to, address, key, data } = write;
+        let &Write { from, len, desc, to, address, key, data, asks } = write;
         let (ep, from) = (self.ep.as_ptr(), from as *const c_void);
         // SAFETY: the caller's promise.
         if self.is_device {
@@ -764,7 +815,7 @@ impl Endpoint {
         // A device completes a write when the other device has it. A software provider would, when it has
         // handed the bytes to the kernel: it is asked for more, with each operation, since `net` does not
         // listen to a default.
-        let mut flags = sys::FI_DELIVERY_COMPLETE | sys::FI_COMPLETION;
+        let mut flags = if asks { sys::FI_DELIVERY_COMPLETE | sys::FI_COMPLETION } else { 0 };
         if data.is_some() {
             flags |= sys::FI_REMOTE_CQ_DATA;
         }
@@ -788,6 +839,10 @@ impl Endpoint {
     /// Drives the provider, and reads completions into `batch`, which is empty; none if there are none.
     #[inline]
     pub(super) fn read<const N: usize>(&mut self, batch: &mut heapless::Vec<Done, N>) {
+        if let Some(kept) = self.kept.take() {
+            batch.extend([kept]);
+            return;
+        }
         let none = ptr::null_mut();
         let empty =
             sys::fi_cq_data_entry { op_context: none, flags: 0, len: 0, buf: none, data: 0 };
@@ -812,6 +867,7 @@ impl Endpoint {
             Err(_) if read == -(sys::FI_EAGAIN as isize) => {}
             Err(_) => batch.extend([self.read_error()]),
         }
+        self.has_reported |= !batch.is_empty();
     }
 
     #[inline]
@@ -881,6 +937,8 @@ pub(super) struct Write {
     pub(super) address: u64,
     pub(super) key: u64,
     pub(super) data: Option<u64>,
+    /// Tell when it has been placed. Devices always do.
+    pub(super) asks: bool,
 }
 
 #[inline]

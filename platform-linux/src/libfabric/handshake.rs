@@ -517,12 +517,16 @@ impl LibfabricProvider {
     }
 
     fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
+        if why == Refusal::Crossed {
+            // The peer keeps its own call to us. When that is answered ours is over; but the peer may give its up,
+            // so that ours is repeated until then.
+            let mut calls = self.handshakes.calls.iter_mut();
+            calls.find(|call| call.initiator == *nonce)?.retry = Retry::start(self.now);
+            return Some(());
+        }
         let call = self.take_call(nonce)?;
         self.let_go(&call);
-        // The peer keeps its own call to us, which is answered, or has been already.
-        if why != Refusal::Crossed {
-            sink.disconnected(call.peer, DownReason::Refused(why));
-        }
+        sink.disconnected(call.peer, DownReason::Refused(why));
         Some(())
     }
 

@@ -61,6 +61,7 @@ use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::opening::{Pairs, Turns};
 use immwire_core::recycle::{Recycle, Which};
+use immwire_core::signal::{Chain, Link};
 use immwire_core::tenant::Tenant;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use libfabric_sys::{Library, LoadError};
@@ -72,11 +73,12 @@ use rustix::time::{
 
 use self::door::Door;
 use self::fabric::{
-    Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted, Write,
+    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted,
+    Write,
 };
 use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
-use self::session::{Session, State};
+use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
@@ -102,6 +104,9 @@ const BATCH: usize = 16;
 const UPKEEP_EVERY: u32 = 256;
 /// How long a sleeping engine whose provider has no descriptor sleeps at most.
 const NAP: Duration = Duration::from_millis(1);
+/// After so long without anything to read, descriptors that stay readable are seen to: that may take a moment, in which
+/// nothing else is done.
+const HUSH_AFTER: Duration = Duration::from_micros(500);
 
 /// What a [`LibfabricProvider`] is made from.
 #[derive(Debug, Clone)]
@@ -252,6 +257,8 @@ enum Purpose {
     Work(Token),
     /// Just to open a connection.
     Open { turns: Turns, pair: Pairs },
+    /// Just to answer for those before it.
+    Answer,
 }
 
 /// A write in flight.
@@ -274,6 +281,9 @@ struct Lane {
     empty: Registration,
     /// By context.
     flights: Vec<Option<Flight>>,
+    /// Which of them end with which.
+    chain: Chain<Vec<Link>>,
+    in_order: bool,
     free: Vec<u16>,
     /// Index of the peer by its address's handle, if the provider tells it.
     by_source: Vec<Option<u16>>,
@@ -296,10 +306,14 @@ impl Lane {
         let at = std::ptr::NonNull::from(&**nothing).cast::<u8>();
         // SAFETY: on the heap, and kept by the provider until after its lanes.
         let empty = unsafe { domain.register(at, size_of::<u64>(), false, key) }?;
+        let in_order = device.facts.in_order;
+        let told = if in_order { Completions::Asked } else { Completions::All };
         Ok(Self {
-            endpoint: Endpoint::open(&domain, QUEUE_DEPTH, entries, peers)?,
+            endpoint: Endpoint::open(&domain, QUEUE_DEPTH, entries, peers, told)?,
             empty,
             flights: vec![None; usize::from(QUEUE_DEPTH)],
+            chain: Chain::new(vec![Link::VACANT; usize::from(QUEUE_DEPTH)]),
+            in_order,
             free: (0..QUEUE_DEPTH).rev().collect(),
             by_source: Vec::new(),
         })
@@ -361,7 +375,11 @@ pub struct LibfabricProvider {
     polls: u32,
     /// Something is to be done beside the way of data.
     urgent: bool,
+    /// Pieces wait for one that asks, and none may come.
+    owing: bool,
     now: Time,
+    /// When something was last read.
+    stirred: Time,
     stats: LibfabricStats,
     epoll: OwnedFd,
     timer: OwnedFd,
@@ -465,7 +483,9 @@ impl LibfabricProvider {
             own_keys: facts.own_keys,
             polls: 0,
             urgent: true,
+            owing: false,
             now: Time::ZERO,
+            stirred: Time::ZERO,
             stats: LibfabricStats::default(),
             epoll,
             timer,
@@ -541,9 +561,27 @@ impl LibfabricProvider {
         sink.immediate(nic, peer, data as u32);
     }
 
-    /// A piece of ours has ended.
+    /// A write of ours has ended, and with it those before it that did not ask.
     #[inline]
     fn complete<S: Sink>(
+        &mut self,
+        nic: NicIndex,
+        old: bool,
+        context: u16,
+        outcome: Result<(), Failure>,
+        sink: &mut S,
+    ) {
+        let mut next = Some(context);
+        while let Some(context) = next {
+            let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+            let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
+            next = lane.and_then(|lane| lane.chain.ended(context));
+            self.end_flight(nic, old, context, outcome, sink);
+        }
+    }
+
+    #[inline]
+    fn end_flight<S: Sink>(
         &mut self,
         nic: NicIndex,
         old: bool,
@@ -580,6 +618,7 @@ impl LibfabricProvider {
                 }
                 self.urgent = true;
             }
+            Purpose::Answer => {}
         }
         if let Some(error) = error
             && error != WorkError::RemoteAccess
@@ -653,7 +692,7 @@ impl LibfabricProvider {
 
     /// What becomes of a piece that is to be posted.
     #[inline]
-    fn try_post(&mut self, nic: NicIndex, work: &WorkRequest) -> Posted {
+    fn try_post(&mut self, nic: NicIndex, work: &WorkRequest, more: bool) -> Posted {
         let at = usize::from(nic);
         let (turn, under_way) = (self.recycle.turn(), self.recycle.is_under_way());
         let wide = self.wide;
@@ -677,8 +716,8 @@ impl LibfabricProvider {
         }
         let old = behind;
         let (lane, routes, openings) = match &mut port.old {
-            Some(lane) if old => (lane, &session.old_routes, &mut session.old_openings),
-            _ => (&mut port.lane, &session.routes, &mut session.openings),
+            Some(lane) if old => (lane, &mut session.old_routes, &mut session.old_openings),
+            _ => (&mut port.lane, &mut session.routes, &mut session.openings),
         };
         if let Some(openings) = openings
             && !openings.is_open(nic, work.remote_nic)
@@ -688,8 +727,8 @@ impl LibfabricProvider {
             return Posted::NoRoom;
         }
         let remote = usize::from(work.remote_nic);
-        let (Some(to), Some(allowance)) =
-            (routes.get(nic, work.remote_nic), session.allowances.get_mut(remote))
+        let (Some(route), Some(allowance)) =
+            (routes.get_mut(nic, work.remote_nic), session.allowances.get_mut(remote))
         else {
             return Posted::Refused(WorkError::PeerGone);
         };
@@ -726,13 +765,17 @@ impl LibfabricProvider {
             if wide { (session.their_token & LOWER) << 32 | imm } else { imm }
         });
         let wire_key = LibfabricMemory::wire_key(self.own_keys, key);
-        let write = Write { from, len, desc, to, address, key: wire_key, data };
+        let (to, asks) = (route.handle, !lane.in_order || route.channel.asks(more));
+        let write = Write { from, len, desc, to, address, key: wire_key, data, asks };
         // SAFETY: the source is registered, and stays so and mapped until the piece is reported: that is
         // the contract of who posts it, and `Memory::revoke` keeps registrations that are in use. The
         // context was free.
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
                 session.stuck = None;
+                if lane.in_order {
+                    lane.chain.posted(&mut route.channel, context, asks);
+                }
                 if data.is_some() {
                     allowance.spend();
                 }
@@ -758,21 +801,59 @@ impl LibfabricProvider {
         }
     }
 
-    /// Has a connection opened, by a write without bytes that nobody counts.
+    /// Has a connection opened, as a peer has asked.
     fn open_pair(&mut self, index: u16, turns: Turns, nic: NicIndex, remote: NicIndex) -> Posted {
         let which = self.recycle.which(turns.opens);
+        let current = self.session(index).is_some_and(|session| session.ports_turn == turns.asks);
+        let purpose = Purpose::Open { turns, pair: Pairs::one(remote, nic) };
+        match which.filter(|_| current) {
+            Some(which) => self.post_empty(index, which, (nic, remote), purpose),
+            None => Posted::Refused(WorkError::PeerGone),
+        }
+    }
+
+    /// Has those answered for that did not ask, where nobody after them has.
+    #[cold]
+    fn settle_what_is_owed(&mut self) {
+        self.owing = false;
+        for at in 0..self.live.len() {
+            let Some(&index) = self.live.get(at) else { break };
+            let Some(session) = self.session(index) else { continue };
+            let owed = |which, routes: &Routes| {
+                routes.owed().map(|pair| (which, pair)).collect::<Vec<_>>()
+            };
+            let mut all = owed(Which::Present, &session.routes);
+            all.extend(owed(Which::Old, &session.old_routes));
+            for (which, pair) in all {
+                match self.post_empty(index, which, pair, Purpose::Answer) {
+                    Posted::NoRoom => (self.owing, self.urgent) = (true, true),
+                    Posted::UnderWay | Posted::Refused(_) => {}
+                    Posted::Failed(_) => self.stumble(index),
+                }
+            }
+        }
+    }
+
+    /// Posts a write without bytes that nobody counts, and that asks.
+    fn post_empty(
+        &mut self,
+        index: u16,
+        which: Which,
+        (nic, remote): (NicIndex, NicIndex),
+        purpose: Purpose,
+    ) -> Posted {
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
-        let session = session.filter(|session| session.ports_turn == turns.asks);
         let (Some(session), Some(port)) = (session, self.ports.get_mut(usize::from(nic))) else {
             return Posted::Refused(WorkError::PeerGone);
         };
         let (lane, routes, count) = match (which, &mut port.old) {
-            (Some(Which::Present), _) => (&mut port.lane, &session.routes, &mut session.in_flight),
-            (Some(Which::Old), Some(old)) => (old, &session.old_routes, &mut session.old_in_flight),
-            _ => return Posted::Refused(WorkError::PeerGone),
+            (Which::Present, _) => (&mut port.lane, &mut session.routes, &mut session.in_flight),
+            (Which::Old, Some(old)) => (old, &mut session.old_routes, &mut session.old_in_flight),
+            (Which::Old, None) => return Posted::Refused(WorkError::PeerGone),
         };
         let mailbox = &session.mailbox;
-        let (Some(to), Some(key)) = (routes.get(nic, remote), mailbox.keys.get(remote)) else {
+        let (Some(route), Some(key)) = (routes.get_mut(nic, remote), mailbox.keys.get(remote))
+        else {
             return Posted::Refused(WorkError::PeerGone);
         };
         let Some(context) = lane.free.pop() else { return Posted::NoRoom };
@@ -780,18 +861,21 @@ impl LibfabricProvider {
             from: std::ptr::from_ref(&*self.nothing) as u64,
             len: 0,
             desc: lane.empty.desc(),
-            to,
+            to: route.handle,
             address: mailbox.base,
             key: LibfabricMemory::wire_key(self.own_keys, key),
             data: None,
+            asks: true,
         };
         // SAFETY: nothing is read from the source, which lives as long as the lanes. The context was free.
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
                 *count += 1;
                 session.stuck = None;
+                if lane.in_order {
+                    lane.chain.posted(&mut route.channel, context, true);
+                }
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    let purpose = Purpose::Open { turns, pair: Pairs::one(remote, nic) };
                     *slot = Some(Flight { purpose, peer: index, tenant: None });
                 }
                 Posted::UnderWay
@@ -883,8 +967,18 @@ impl Provider for LibfabricProvider {
     }
 
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
+        let goes_on = |this: &WorkRequest, next: &WorkRequest| {
+            (this.peer, this.remote_nic) == (next.peer, next.remote_nic)
+        };
+        let mut silent = false;
         for (accepted, piece) in work.iter().enumerate() {
-            match self.try_post(nic, piece) {
+            let more = work.get(accepted + 1).is_some_and(|next| goes_on(piece, next));
+            let posted = self.try_post(nic, piece, more);
+            // Who follows did not: those before it may have nobody to ask for them.
+            let is_broken = silent && !matches!(posted, Posted::UnderWay);
+            silent = more;
+            (self.owing, self.urgent) = (self.owing | is_broken, self.urgent | is_broken);
+            match posted {
                 Posted::UnderWay => {}
                 Posted::NoRoom => return accepted,
                 Posted::Refused(error) => sink.work_done(nic, piece.token, Err(error)),
@@ -911,6 +1005,9 @@ impl Provider for LibfabricProvider {
         self.polls = self.polls.wrapping_add(1);
         if self.urgent || self.polls.is_multiple_of(UPKEEP_EVERY) {
             any |= self.upkeep(sink);
+        }
+        if any {
+            self.stirred = self.now;
         }
         any
     }
@@ -960,6 +1057,7 @@ impl Provider for LibfabricProvider {
         }
         let mut nap = self.next_deadline().since(self.now);
         let mut may_sleep = true;
+        let quiet = self.now.since(self.stirred) > HUSH_AFTER;
         let lanes =
             self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
         let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
@@ -967,7 +1065,7 @@ impl Provider for LibfabricProvider {
             if endpoint.fd().is_none() {
                 nap = nap.min(NAP);
             } else {
-                may_sleep &= endpoint.may_sleep();
+                may_sleep &= endpoint.may_sleep() && (!quiet || endpoint.hush());
             }
         }
         if may_sleep {

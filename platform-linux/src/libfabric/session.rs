@@ -9,33 +9,67 @@ use immwire_core::opening::{Openings, Pairs, Turns};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
+use immwire_core::signal::Channel;
 use immwire_core::tenant::{Parts, SLOTS, Tenant, Withdrawn};
 
 /// Handles of a peer's ports, by our NIC and its.
 #[derive(Debug, Default)]
 pub(super) struct Routes {
-    handles: Vec<u64>,
+    all: Vec<Route>,
     theirs: usize,
+}
+
+/// From one of our ports to one of a peer's.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Route {
+    pub(super) handle: u64,
+    pub(super) channel: Channel,
 }
 
 impl Routes {
     pub(super) fn new(theirs: usize) -> Self {
-        Self { handles: Vec::new(), theirs }
+        Self { all: Vec::new(), theirs }
     }
 
     /// The ports as the next of our NICs reaches them.
     pub(super) fn push(&mut self, handle: u64) {
-        self.handles.push(handle);
+        self.all.push(Route { handle, channel: Channel::default() });
     }
 
     #[inline]
     pub(super) fn get(&self, nic: NicIndex, remote_nic: NicIndex) -> Option<u64> {
-        let remote_nic = usize::from(remote_nic);
-        if remote_nic >= self.theirs {
-            return None;
-        }
-        self.handles.get(usize::from(nic) * self.theirs + remote_nic).copied()
+        self.all.get(self.at(nic, remote_nic)?).map(|route| route.handle)
     }
+
+    #[inline]
+    pub(super) fn get_mut(&mut self, nic: NicIndex, remote_nic: NicIndex) -> Option<&mut Route> {
+        let at = self.at(nic, remote_nic)?;
+        self.all.get_mut(at)
+    }
+
+    #[inline]
+    fn at(&self, nic: NicIndex, remote_nic: NicIndex) -> Option<usize> {
+        let remote_nic = usize::from(remote_nic);
+        (remote_nic < self.theirs).then_some(usize::from(nic) * self.theirs + remote_nic)
+    }
+
+    /// Routes whose pieces wait for one that asks: our NIC, and the peer's.
+    pub(super) fn owed(&self) -> impl Iterator<Item = (NicIndex, NicIndex)> + '_ {
+        let owed = self.all.iter().enumerate().filter(|(_, route)| route.channel.is_owed());
+        owed.filter_map(|(at, _)| {
+            let (nic, remote) = (at.checked_div(self.theirs)?, at.checked_rem(self.theirs)?);
+            Some((NicIndex::try_from(nic).ok()?, NicIndex::try_from(remote).ok()?))
+        })
+    }
+}
+
+/// Ports that are not written to any more, and from which something may still come.
+#[derive(Debug, Default)]
+pub(super) struct Retired {
+    pub(super) ports: Addresses,
+    /// From our endpoints, and from those that are being replaced.
+    pub(super) routes: Routes,
+    pub(super) old_routes: Routes,
 }
 
 /// How far the session is.
@@ -111,6 +145,9 @@ pub(super) struct Session {
     /// From our endpoints, and from those that are being replaced.
     pub(super) routes: Routes,
     pub(super) old_routes: Routes,
+    /// Its ports before it replaced them, where a device takes writes of those alone that it knows: something may
+    /// be under way from there until they are closed.
+    pub(super) retired: Retired,
     /// If it is the peer that opens connections: those between its endpoints and ours, and between its and
     /// those that are being replaced.
     pub(super) openings: Option<Openings>,
@@ -174,6 +211,7 @@ impl Session {
             shift: None,
             routes: Routes::default(),
             old_routes: Routes::default(),
+            retired: Retired::default(),
             openings: None,
             old_openings: None,
             to_open: Vec::new(),

@@ -19,7 +19,7 @@ use immwire_core::recycle::Verdict;
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
-use super::session::{Routes, Session, State};
+use super::session::{Retired, Routes, State};
 use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
@@ -225,6 +225,9 @@ impl LibfabricProvider {
     /// Does what is due, and ends what can end.
     pub(super) fn tend<S: Sink>(&mut self, sink: &mut S) {
         let now = self.now;
+        if self.owing {
+            self.settle_what_is_owed();
+        }
         let mut replace = false;
         let mut at = 0;
         // Not an iterator: a session that ends leaves the list.
@@ -275,7 +278,8 @@ impl LibfabricProvider {
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
         self.live.retain(|&live| live != index);
-        self.forget_ports(&session);
+        self.forget_ports(&session.ports, &session.routes, &session.old_routes);
+        self.forget_retired(&session.retired);
         let say = Say::Bye { quiet: !session.was_cut };
         let message = Message::Session { token: session.their_token, say };
         self.door.send(&To::Stranger, &session.door, &mut 0, &message);
@@ -288,20 +292,20 @@ impl LibfabricProvider {
         }
     }
 
-    fn forget_ports(&mut self, session: &Session) {
+    /// Makes a peer's ports unknown to our endpoints.
+    fn forget_ports(&mut self, ports: &Addresses, routes: &Routes, old_routes: &Routes) {
         let wide = self.wide;
         for (nic, port) in self.ports.iter_mut().enumerate() {
             let nic = NicIndex::try_from(nic).unwrap_or(NicIndex::MAX);
-            for (remote, address) in session.ports.iter().enumerate() {
+            for (remote, address) in ports.iter().enumerate() {
                 let remote = NicIndex::try_from(remote).unwrap_or(NicIndex::MAX);
-                if let Some(handle) = session.routes.get(nic, remote) {
+                if let Some(handle) = routes.get(nic, remote) {
                     port.lane.endpoint.forget(address);
                     if !wide {
                         port.lane.attribute(handle, None);
                     }
                 }
-                if let (Some(handle), Some(old)) =
-                    (session.old_routes.get(nic, remote), port.old.as_mut())
+                if let (Some(handle), Some(old)) = (old_routes.get(nic, remote), port.old.as_mut())
                 {
                     old.endpoint.forget(address);
                     if !wide {
@@ -310,6 +314,10 @@ impl LibfabricProvider {
                 }
             }
         }
+    }
+
+    fn forget_retired(&mut self, retired: &Retired) {
+        self.forget_ports(&retired.ports, &retired.routes, &retired.old_routes);
     }
 
     /// Whether a piece is in flight to a region of the peer's.
@@ -349,8 +357,19 @@ impl LibfabricProvider {
         // Taken out, so that its routes can be made with the rest of us.
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(mut session) = slot.and_then(Option::take) else { return };
-        self.forget_ports(&session);
-        session.routes = Routes::default();
+        let before = Retired {
+            ports: std::mem::take(&mut session.ports),
+            routes: std::mem::take(&mut session.routes),
+            old_routes: std::mem::take(&mut session.old_routes),
+        };
+        // The peer replaces its endpoints one time after the other: those of the last time are closed.
+        self.forget_retired(&std::mem::take(&mut session.retired));
+        if self.wide {
+            // Software takes writes from anywhere.
+            self.forget_retired(&before);
+        } else {
+            session.retired = before;
+        }
         let ours = self.recycle.turn();
         let under_way = self.recycle.is_under_way();
         match self.learn_ports(index, &ports) {
@@ -367,8 +386,6 @@ impl LibfabricProvider {
         }
         if under_way && session.moved != self.recycle.turn() && !session.is_leaving() {
             session.old_routes = self.learn_old_ports(index, &session.ports).unwrap_or_default();
-        } else {
-            session.old_routes = Routes::default();
         }
         session.old_openings = session
             .old_openings
@@ -433,6 +450,10 @@ impl LibfabricProvider {
                 return;
             }
             says.accept = false;
+        }
+        if matches!(session.state, State::Greeting { .. }) {
+            // Messages keep no order: what overtakes our answer is of no session that the peer knows, and lost.
+            return;
         }
         let mut say = |say: Say| {
             let message = Message::Session { token: their_token, say };
@@ -587,6 +608,7 @@ impl LibfabricProvider {
             let Some(&index) = self.live.get(at) else { break };
             let Some(session) = self.session(index) else { continue };
             session.old_routes = std::mem::take(&mut session.routes);
+            session.retired.old_routes = std::mem::take(&mut session.retired.routes);
             session.old_in_flight = std::mem::take(&mut session.in_flight);
             session.old_openings = session.openings;
             let opens = session.ports_turn;
@@ -595,17 +617,20 @@ impl LibfabricProvider {
                 continue;
             }
             session.says.moves = true;
-            let ports = session.ports.clone();
-            match self.learn_ports(index, &ports) {
-                Ok(routes) => {
-                    if let Some(session) = self.session(index) {
-                        session.routes = routes;
-                    }
+            let (ports, retired) = (session.ports.clone(), session.retired.ports.clone());
+            let learnt = self.learn_ports(index, &ports).and_then(|routes| {
+                if let Some(session) = self.session(index) {
+                    session.routes = routes;
                 }
-                Err(error) => {
-                    tracing::warn!(index, %error, "the new endpoints do not reach a peer");
-                    self.stumble(index);
+                let routes = self.learn_ports(index, &retired)?;
+                if let Some(session) = self.session(index) {
+                    session.retired.routes = routes;
                 }
+                Ok(())
+            });
+            if let Err(error) = learnt {
+                tracing::warn!(index, %error, "the new endpoints do not reach a peer");
+                self.stumble(index);
             }
         }
         Ok(())
@@ -672,6 +697,7 @@ impl LibfabricProvider {
         });
         for session in self.sessions.iter_mut().flatten() {
             session.old_routes = Routes::default();
+            session.retired.old_routes = Routes::default();
             session.old_openings = None;
         }
         let over: Vec<u16> = self

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 
 use immwire::core::wire::Wire;
 use immwire::{ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, SingleWrite, SubmitError};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
 use crate::host::{Host, Memory, Motor, Own, PATIENCE, Pattern, Setup, first_other, poison};
@@ -797,13 +797,18 @@ impl Agent {
         child.id()
     }
 
-    /// Sends a signal to the process, and waits for its death if it is a deadly one.
+    /// Sends a signal to the process; waits for its death if it is a deadly one, and until all of its threads stand
+    /// still if it is to stop.
     pub fn signal(&mut self, signal: Signal) {
         let Line::Process { child, .. } = &mut self.line else { panic!("not a process") };
         let pid = Pid::from_raw(i32::try_from(child.id()).expect("a pid")).expect("a pid");
         kill_process(pid, signal).expect("signalled");
         if signal == Signal::KILL {
             child.wait().expect("reaped");
+        }
+        if signal == Signal::STOP {
+            let stopped = waitpid(Some(pid), WaitOptions::UNTRACED).expect("a child");
+            assert!(stopped.is_some_and(|(_, status)| status.stopped()), "{stopped:?}");
         }
     }
 

@@ -117,10 +117,10 @@ fn rights(case: &Case) {
 pub fn lost_and_back(case: &Case, me: &Host, other: &mut Agent, peer: PeerId) -> PeerId {
     let state = me.peer_down(peer, case.soon());
     assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
-    // It may not know yet: then its call finds the old connection.
+    // It may not know yet: then its call finds the old connection, which may end just then.
     let start = std::time::Instant::now();
     while me.engine.peers().is_empty() && start.elapsed() < case.soon() {
-        other.peer(me, me.engine.address());
+        other.ask(me, Ask::TryPeer { address: me.engine.address().to_string() });
         me.linger(std::time::Duration::from_millis(1));
     }
     let peers = me.engine.peers();

@@ -28,8 +28,8 @@ use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use immwire::{
-    Builder, End, ImmTag, LibfabricOptions, MrDesc, PagedWrite, Pages, PeerId, PeerState,
-    SingleWrite, Transfer, TransferEngine, Transport,
+    Builder, DownReason, End, ImmTag, LibfabricOptions, MrDesc, PagedWrite, Pages, PeerId,
+    PeerState, SingleWrite, Transfer, TransferEngine, Transport,
 };
 use libtest_mimic::{Arguments, Trial};
 use rustix::process::Signal;
@@ -280,7 +280,7 @@ fn as_ever() -> Result<(), Missing> {
         let mut pair = Pair::new(other, &setup(nics, None));
         pair.everything(&[0, 1, 4097, 1 << 20, SIZE], 1000, 20);
         drop(pair);
-        net::ip(&format!("link del {NIC}"))?;
+        net::unlink()?;
     }
     Ok(())
 }
@@ -352,11 +352,16 @@ fn broken_for_a_while(how: Break) -> Result<(), Missing> {
     Ok(())
 }
 
-/// The other host's process is killed under load; with its kernel, or without.
+/// The other host's process is killed under load; its kernel says so, or nothing is heard of it any more.
 fn ended(power_off: bool) -> Result<(), Missing> {
     let other = other_host();
     let silent_ms = power_off.then_some(2000);
-    net::veth(other.pid())?;
+    let wire = if power_off {
+        Some(Wire::new(other.pid(), 2)?)
+    } else {
+        net::veth(other.pid())?;
+        None
+    };
     let network = (!power_off).then(|| net::keep(other.pid()));
     let mut pair = Pair::new(other, &setup(1, silent_ms));
     pair.write(1, SIZE);
@@ -364,9 +369,13 @@ fn ended(power_off: bool) -> Result<(), Missing> {
     let transfers: Vec<_> =
         (0..50).map(|_| pair.submit(SIZE, Some(pair.tag), Duration::from_secs(60))).collect();
     pair.me.done(&transfers[0]);
+    let start = Instant::now();
+    if let Some(wire) = &wire {
+        // First, so that the kernel of the dead cannot tell.
+        wire.cut(true);
+    }
     pair.other.signal(Signal::KILL);
     let soon = Duration::from_secs(6);
-    let start = Instant::now();
     for transfer in &transfers[1..] {
         let end = pair.me.end_within(transfer, soon).expect("ends in time");
         assert!(end == End::Done || names(end, pair.peer), "{end:?}");
@@ -376,6 +385,12 @@ fn ended(power_off: bool) -> Result<(), Missing> {
     let state = pair.me.peer_down(pair.peer, soon);
     assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
     assert!(start.elapsed() < soon, "{:?}", start.elapsed());
+    if power_off {
+        // Less the time since it was last heard of.
+        assert!(start.elapsed() > Duration::from_secs(1), "{:?}", start.elapsed());
+        let silent = Some(PeerState::Down(DownReason::Silent { for_ms: 2000 }));
+        assert_eq!(state, silent);
+    }
     eprintln!("    known after {:?}: {state:?}", start.elapsed());
     let expected = [immwire::Expected { peer: pair.peer, writes: 1 }];
     let late = mine.wait_from(&expected, Duration::from_millis(50)).expect_err("it is gone");

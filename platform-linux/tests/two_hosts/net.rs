@@ -88,6 +88,16 @@ pub fn veth(other: u32) -> Result<(), Missing> {
     number(other)
 }
 
+/// Takes such a pair away; the end of the other host's network may have done so already.
+pub fn unlink() -> Result<(), Missing> {
+    let start = Instant::now();
+    while said(None, "-o link show")?.contains(NIC) {
+        assert!(start.elapsed() < Duration::from_secs(10), "{NIC} does not go");
+        let _ = ip(&format!("link del {NIC}"));
+    }
+    Ok(())
+}
+
 /// A TUN device in this thread's network.
 fn tun() -> Result<OwnedFd, Missing> {
     let file = File::options().read(true).write(true).open("/dev/net/tun");

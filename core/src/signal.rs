@@ -1,0 +1,223 @@
+//! Which of many pieces ask to be told of: on a channel that keeps order, the end of one is the end of
+//! all before it.
+//!
+//! A completion costs an entry in a queue, on some transports an answer over the network. A reliable connection
+//! that places writes in order (`FI_ORDER_RMA_WAW` of libfabric, a queue pair of verbs) completes them in order,
+//! too; so of a batch only the last asks, and answers for those before it.
+//!
+//! Knows contexts, which are small numbers that the caller gives to pieces in flight; not what they stand for.
+//!
+//! # Invariants
+//!
+//! 1. A piece ends once: with the first one after it on its channel that asked, or if it asked itself, with itself.
+//! 2. No more than [`SILENT_MAX`] pieces in a row do not ask.
+//! 3. Of a batch the last one asks. Where it cannot be posted, the channel says that it is owed one
+//!    ([`Channel::is_owed`]).
+//!
+//! The test enumerates batches on two channels, and every order in which they complete.
+
+use crate::group::Storage;
+
+/// So many pieces in a row do not ask: the queue is given back in steps that are small against its depth.
+pub const SILENT_MAX: u8 = 7;
+
+/// "No context".
+const NONE: u16 = u16::MAX;
+
+/// A connection whose pieces complete in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Channel {
+    /// The last one that did not ask, if none after it did.
+    last: u16,
+    silent: u8,
+}
+
+impl Default for Channel {
+    fn default() -> Self {
+        Self { last: NONE, silent: 0 }
+    }
+}
+
+impl Channel {
+    /// Whether the next piece is to ask; `more` if another follows at once.
+    #[must_use]
+    #[inline]
+    pub const fn asks(&self, more: bool) -> bool {
+        !more || self.silent >= SILENT_MAX
+    }
+
+    /// Whether pieces wait for one that asks.
+    #[must_use]
+    #[inline]
+    pub const fn is_owed(&self) -> bool {
+        self.last != NONE
+    }
+}
+
+/// Room for what is known of one context.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Link {
+    /// The piece before, and which tenant of its context it was.
+    before: u16,
+    tenant_before: u16,
+    /// Which tenant of this context comes next, or is there.
+    tenant: u16,
+}
+
+impl Link {
+    /// Nothing is in flight.
+    pub const VACANT: Self = Self { before: NONE, tenant_before: 0, tenant: 0 };
+}
+
+/// What each piece in flight answers for, in a link for each context that the caller lends.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Chain<S>(S);
+
+impl<S: Storage<Link>> Chain<S> {
+    /// Nothing is in flight. Contexts are below the number of links, and below 65,535.
+    #[must_use]
+    pub fn new(mut links: S) -> Self {
+        links.as_mut().fill(Link::VACANT);
+        Self(links)
+    }
+
+    /// A piece was posted on the channel. O(1).
+    #[inline]
+    pub fn posted(&mut self, channel: &mut Channel, context: u16, asked: bool) {
+        let links = self.0.as_mut();
+        let tenant_before = links.get(usize::from(channel.last)).map_or(0, |link| link.tenant);
+        if let Some(link) = links.get_mut(usize::from(context)) {
+            (link.before, link.tenant_before) = (channel.last, tenant_before);
+        }
+        (channel.last, channel.silent) =
+            if asked { (NONE, 0) } else { (context, channel.silent.saturating_add(1)) };
+    }
+
+    /// This piece has ended, and its context is free. Returns the one before it if that ends with it, and has not by
+    /// itself: pieces that fail may each say so. O(1).
+    #[inline]
+    pub fn ended(&mut self, context: u16) -> Option<u16> {
+        let links = self.0.as_mut();
+        let link = links.get_mut(usize::from(context))?;
+        link.tenant = link.tenant.wrapping_add(1);
+        let Link { before, tenant_before, .. } = *link;
+        link.before = NONE;
+        let is_there = links.get(usize::from(before)).is_some_and(|it| it.tenant == tenant_before);
+        is_there.then_some(before)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::{HashSet, VecDeque};
+    use std::vec::Vec;
+
+    use super::*;
+
+    /// Pieces that are to be posted: on which channel, and whether one follows at once.
+    const PLAN: [(usize, bool); 7] =
+        [(0, true), (0, true), (1, true), (1, false), (0, false), (0, true), (1, false)];
+
+    #[derive(Clone, PartialEq, Eq, Hash)]
+    struct World {
+        chain: Chain<[Link; 8]>,
+        channels: [Channel; 2],
+        /// In flight, in order, by channel: context, and whether it asked.
+        queues: [VecDeque<(u16, bool)>; 2],
+        ended: Vec<u16>,
+        posted: u16,
+    }
+
+    impl World {
+        fn post(&mut self) {
+            let (channel, more) = PLAN[usize::from(self.posted)];
+            let asked = self.channels[channel].asks(more);
+            self.chain.posted(&mut self.channels[channel], self.posted, asked);
+            self.queues[channel].push_back((self.posted, asked));
+            self.posted += 1;
+        }
+
+        /// The first of a channel that asked completes: what was before it has ended, with it.
+        fn complete(&mut self, channel: usize) {
+            let first = self.queues[channel].iter().position(|&(_, asked)| asked).unwrap();
+            let told: HashSet<u16> = self.queues[channel].drain(..=first).map(|it| it.0).collect();
+            let mut heard = HashSet::new();
+            let mut next = told.iter().copied().max();
+            while let Some(context) = next {
+                assert!(heard.insert(context) && !self.ended.contains(&context));
+                next = self.chain.ended(context);
+            }
+            assert_eq!(heard, told);
+            self.ended.extend(heard);
+            self.ended.sort_unstable();
+        }
+    }
+
+    #[test]
+    fn pieces_end_once_with_the_next_that_asked() {
+        let world = World {
+            chain: Chain::new([Link::VACANT; 8]),
+            channels: [Channel::default(); 2],
+            queues: Default::default(),
+            ended: Vec::new(),
+            posted: 0,
+        };
+        let (mut open, mut seen, mut ends) = (Vec::from([world]), HashSet::new(), 0);
+        while let Some(world) = open.pop() {
+            if !seen.insert(world.clone()) {
+                continue;
+            }
+            if usize::from(world.posted) < PLAN.len() {
+                let mut next = world.clone();
+                next.post();
+                open.push(next);
+            }
+            for channel in 0..2 {
+                // Who is owed an answer is who has silent pieces behind the last that asked.
+                let queue = &world.queues[channel];
+                assert_eq!(world.channels[channel].is_owed(), queue.back().is_some_and(|it| !it.1));
+                if queue.iter().any(|&(_, asked)| asked) {
+                    let mut next = world.clone();
+                    next.complete(channel);
+                    open.push(next);
+                }
+            }
+            // The sixth has one after it that never came.
+            ends += u32::from(world.ended == [0, 1, 2, 3, 4, 6]);
+        }
+        assert!(ends == 1 && seen.len() == 20, "{ends} {}", seen.len());
+    }
+
+    /// Those that fail say so one by one, first to last; then none is told of twice, though its context is used again.
+    #[test]
+    fn who_has_ended_by_itself_does_not_end_again() {
+        for used_again in [false, true] {
+            let (mut chain, mut channel) = (Chain::new([Link::VACANT; 4]), Channel::default());
+            let mut other = Channel::default();
+            chain.posted(&mut channel, 0, false);
+            chain.posted(&mut channel, 1, false);
+            chain.posted(&mut channel, 2, true);
+            assert_eq!(chain.ended(0), None);
+            if used_again {
+                chain.posted(&mut other, 0, false);
+            }
+            assert_eq!(chain.ended(2), Some(1));
+            assert_eq!(chain.ended(1), None);
+            assert_eq!(other.is_owed(), used_again);
+        }
+    }
+
+    #[test]
+    fn not_too_many_are_silent() {
+        let mut chain = Chain::new([Link::VACANT; 64]);
+        let mut channel = Channel::default();
+        for context in 0..64 {
+            let asked = channel.asks(true);
+            assert_eq!(asked, context % (u16::from(SILENT_MAX) + 1) == u16::from(SILENT_MAX));
+            chain.posted(&mut channel, context, asked);
+        }
+        assert!(!channel.is_owed());
+        assert_eq!(chain.ended(64), None);
+        assert!(Channel::default().asks(false));
+    }
+}
