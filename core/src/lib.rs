@@ -17,6 +17,7 @@
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
+//! | [`topology`] | which NICs belong to which GPU |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
@@ -53,5 +54,6 @@ pub mod ring;
 pub mod signal;
 mod sync;
 pub mod tenant;
+pub mod topology;
 pub mod wake;
 pub mod wire;

@@ -38,6 +38,7 @@
 //! | [`provider`] | what a transport must do |
 //! | [`shm`] | the transport for processes of one host |
 //! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
+//! | [`topology`] | which NICs belong to which GPU |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
 //!
 //! # Invariants
@@ -67,6 +68,7 @@ pub mod sim;
 mod sync;
 #[cfg(test)]
 mod tests;
+pub mod topology;
 mod transfer;
 mod wait;
 

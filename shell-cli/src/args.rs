@@ -241,14 +241,18 @@ hosts), is said, and does not count.
 Examples:
   immwire doctor
   immwire doctor --json | jq .paths
-  immwire doctor --json | jq .probes.libfabric";
+  immwire doctor --json | jq .probes.libfabric
+  immwire doctor --json | jq -r .topology.table >table; immwire doctor --topology table";
 
 /// `immwire doctor`.
 #[derive(Debug, Args)]
 pub struct DoctorArgs {
-    /// One JSON object: facts, probes, paths, notes, exit_code
+    /// One JSON object: facts, probes, topology, paths, notes, exit_code
     #[arg(long)]
     pub json: bool,
+    /// Say only which NICs belong to which GPU, on the machine whose table of devices this is
+    #[arg(long, value_name = "FILE")]
+    pub topology: Option<PathBuf>,
 }
 
 /// `immwire sim`.

@@ -144,14 +144,18 @@ fn simulate(args: &SimArgs) -> Result<u8, Failure> {
 }
 
 fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {
-    let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;
-    let text = if args.json {
-        serde_json::to_string_pretty(&diagnosis).map_err(|error| failed(error.to_string()))?
+    let width = terminal_width();
+    let (json, text, code) = if let Some(table) = &args.topology {
+        let pairing = doctor::topology::pair_file(table).map_err(failed)?;
+        (serde_json::to_string_pretty(&pairing), pairing.text(width), 0)
     } else {
-        diagnosis.text(terminal_width())
+        let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;
+        let code = diagnosis.verdict.exit_code;
+        (serde_json::to_string_pretty(&diagnosis), diagnosis.text(width), code)
     };
+    let text = if args.json { json.map_err(|error| failed(error.to_string()))? } else { text };
     writeln!(std::io::stdout(), "{text}").map_err(|error| failed(error.to_string()))?;
-    Ok(diagnosis.verdict.exit_code)
+    Ok(code)
 }
 
 /// Columns of the terminal; 100 where there is none.

@@ -1,10 +1,12 @@
 //! What the machine has, which path each pair takes, why not a faster one, what to do about it.
 //!
-//! Three parts: [`facts`] reads, [`probe`] and [`fabric`] try, [`verdict`] judges; here it is put into words.
+//! Four parts: [`facts`] reads, [`probe`] and [`fabric`] try, [`verdict`] judges, [`topology`] pairs GPUs and NICs;
+//! here it is put into words.
 
 pub mod fabric;
 pub mod facts;
 pub mod probe;
+pub mod topology;
 pub mod verdict;
 
 use crate::report::bytes_text;
@@ -14,6 +16,7 @@ use facts::{Facts, Limit};
 use probe::{Attempt, Probes};
 use serde::Serialize;
 use std::fmt::Write as _;
+use topology::Pairing;
 use verdict::Verdict;
 
 /// Everything a doctor has to say. Serialises to one JSON object.
@@ -23,6 +26,8 @@ pub struct Diagnosis {
     pub facts: Facts,
     /// What was tried.
     pub probes: Probes,
+    /// Which NICs belong to which GPU.
+    pub topology: Pairing,
     /// What follows.
     #[serde(flatten)]
     pub verdict: Verdict,
@@ -35,10 +40,12 @@ pub struct Diagnosis {
 /// An I/O error if this program cannot find itself.
 pub fn examine() -> std::io::Result<Diagnosis> {
     let library_path = std::env::var("LD_LIBRARY_PATH").ok();
-    let facts = facts::gather(std::path::Path::new("/"), library_path.as_deref());
+    let root = std::path::Path::new("/");
+    let facts = facts::gather(root, library_path.as_deref());
     let probes = probe::probe(crate::again::command()?, crate::again::command()?);
+    let topology = topology::pair(&immwire::topology::Table::capture(root));
     let verdict = verdict::judge(&facts, &probes);
-    Ok(Diagnosis { facts, probes, verdict })
+    Ok(Diagnosis { facts, probes, topology, verdict })
 }
 
 impl Diagnosis {
@@ -52,6 +59,7 @@ impl Diagnosis {
         });
         let header = ["pair", "path", "why not faster", "what to do"];
         let _ = writeln!(text, "{}", grid(width, paths, Some(header)));
+        let _ = writeln!(text, "\n{}", self.topology.text(width));
         for note in &self.verdict.notes {
             let _ = write!(text, "\nnote: {}\n      {}\n", note.seen, note.todo);
         }
@@ -239,11 +247,13 @@ mod tests {
         let mut facts = Facts::default();
         facts.cpu.online = Some(1);
         let verdict = verdict::judge(&facts, &probes);
-        let text = Diagnosis { facts, probes, verdict }.text(100);
+        let topology = topology::pair(&immwire::topology::Table::from_text("").unwrap());
+        let text = Diagnosis { facts, probes, topology, verdict }.text(100);
         for needle in [
             "pair",
             "bounce ring",
             "other hosts",
+            "no NIC with a link",
             "could be loaded",
             "note: one processor",
             "slower path",
