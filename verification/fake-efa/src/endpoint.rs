@@ -27,6 +27,9 @@ struct Bound {
     rx: Option<(Arc<Queue>, InUse)>,
     /// `FI_OPT_EFA_USE_UNSOLICITED_WRITE_RECV`, once it was set.
     unsolicited: Option<bool>,
+    /// `FI_OPT_CUDA_API_PERMITTED` and `FI_OPT_SHARED_MEMORY_PERMITTED`: the caller said no.
+    no_cuda: bool,
+    no_shared_memory: bool,
 }
 
 /// What is wrong with an operation that is posted all the same, and fails.
@@ -281,6 +284,15 @@ impl Endpoint {
         let (wired, thread) =
             wired::start(self.domain.config, parts).map_err(|_| -sys::FI_ENOMEM)?;
         *lock(&self.thread) = Some(thread);
+        let permitted = |no: bool| u64::from(!no);
+        log::event(
+            "enabled",
+            &[
+                ("qpn", wired.address.qpn.into()),
+                ("cuda", permitted(bound.no_cuda)),
+                ("shared_memory", permitted(bound.no_shared_memory)),
+            ],
+        );
         // The lock on `bound` is held, so nobody else has.
         let _ = self.wired.set(wired);
         Ok(())
@@ -762,9 +774,18 @@ unsafe extern "C" fn setopt(
             Ok(unsafe { optval.cast::<u8>().read() } != 0)
         };
         match name {
-            sys::FI_OPT_CUDA_API_PERMITTED
-            | sys::FI_OPT_SHARED_MEMORY_PERMITTED
-            | sys::FI_OPT_EFA_HOMOGENEOUS_PEERS => {
+            sys::FI_OPT_CUDA_API_PERMITTED | sys::FI_OPT_SHARED_MEMORY_PERMITTED => {
+                let no = !on()?;
+                early()?;
+                let bound = &mut *lock(&endpoint.bound);
+                if name == sys::FI_OPT_CUDA_API_PERMITTED {
+                    bound.no_cuda = no;
+                } else {
+                    bound.no_shared_memory = no;
+                }
+                Ok(())
+            }
+            sys::FI_OPT_EFA_HOMOGENEOUS_PEERS => {
                 on()?;
                 early()
             }

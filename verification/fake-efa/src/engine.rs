@@ -99,8 +99,8 @@ enum Work {
     Land { region: Arc<Region>, id: u64 },
     /// A write or a message is reported at its target.
     Arrived(Arrived),
-    /// Its initiator is told how it ended, by the queue pair with this key.
-    Reply { key: u32, to: Address, op: u64, status: Status },
+    /// Its initiator is told how it ended, by a queue pair that has been here.
+    Reply { from: Address, to: Address, op: u64, status: Status },
     /// An operation ends without an answer.
     End { op: u64, status: Status },
     /// A peer's socket may have room again.
@@ -139,6 +139,8 @@ struct Flight {
 
 /// A peer, as the device knows it.
 struct Link {
+    /// Of its own: what waits in the queue of a peer that does not run counts against the socket that it was sent from.
+    socket: Option<UnixDatagram>,
     in_flight: usize,
     /// It said something once.
     responsive: bool,
@@ -246,7 +248,8 @@ impl Device {
 
     fn link(&mut self, to: Address) -> &mut Link {
         let now = Instant::now();
-        self.links.entry(to).or_insert(Link {
+        self.links.entry(to).or_insert_with(|| Link {
+            socket: outlet().ok(),
             in_flight: 0,
             responsive: false,
             heard: now,
@@ -266,15 +269,12 @@ impl Device {
     /// Takes a batch of packets. Returns whether there may be more.
     fn receive(&mut self, buffer: &mut [u8]) -> bool {
         for _ in 0..BATCH {
-            let Ok((len, from)) = self.socket.recv_from(buffer) else { return false };
+            let Ok(len) = self.socket.recv(buffer) else { return false };
             let packet =
                 buffer.get(..len).and_then(|packet| packet.split_first_chunk::<HEAD_BYTES>());
             let Some((head, payload)) = packet else { continue };
             let Some(head) = Head::from_bytes(head) else { continue };
-            let name = from.as_abstract_name().unwrap_or_default();
-            if let Some(from) = Address::from_socket_name(name, head.from) {
-                self.take_packet(from, head, payload);
-            }
+            self.take_packet(head.from, head, payload);
         }
         true
     }
@@ -285,7 +285,8 @@ impl Device {
             // This number was another queue pair's: to the sender, that one does not exist.
             if matches!(head.kind, Kind::Write(_) | Kind::Send { .. } | Kind::Ping) {
                 let (op, status) = (head.op, Status::RemoteQpn);
-                self.push(now, op, Work::Reply { key: head.to, to: from, op, status });
+                let gone = Address { qkey: head.to, ..self.wired.address };
+                self.push(now, op, Work::Reply { from: gone, to: from, op, status });
             }
             return;
         }
@@ -307,7 +308,7 @@ impl Device {
             }
             Kind::Ping => {
                 let pong =
-                    Head { from: self.wired.address.qkey, to: from.qkey, op: 0, kind: Kind::Pong };
+                    Head { from: self.wired.address, to: from.qkey, op: 0, kind: Kind::Pong };
                 // One that is lost is asked for again.
                 let _ = self.send(from, &pong.to_bytes());
             }
@@ -397,7 +398,7 @@ impl Device {
             self.push(
                 reply_due,
                 op,
-                Work::Reply { key: self.wired.address.qkey, to: from, op, status },
+                Work::Reply { from: self.wired.address, to: from, op, status },
             );
         }
     }
@@ -415,15 +416,11 @@ impl Device {
                 Work::Retry(to) => self.retry(to),
                 Work::Land { region, id } => region.land_held(id),
                 Work::Arrived(arrived) => self.report(arrived),
-                Work::Reply { key, to, op, status } => {
-                    let head = Head {
-                        from: key,
-                        to: to.qkey,
-                        op,
-                        kind: Kind::Reply { status: status as u8 },
-                    };
+                Work::Reply { from, to, op, status } => {
+                    let head =
+                        Head { from, to: to.qkey, op, kind: Kind::Reply { status: status as u8 } };
                     if let Err(ErrorKind::WouldBlock) = self.send(to, &head.to_bytes()) {
-                        self.push(now + FULL_FOR, op, Work::Reply { key, to, op, status });
+                        self.push(now + FULL_FOR, op, Work::Reply { from, to, op, status });
                     }
                 }
                 Work::End { op, status } => {
@@ -437,10 +434,16 @@ impl Device {
         true
     }
 
-    fn send(&self, to: Address, packet: &[u8]) -> Result<(), ErrorKind> {
+    fn send(&mut self, to: Address, packet: &[u8]) -> Result<(), ErrorKind> {
         let name =
             SocketAddr::from_abstract_name(to.socket_name()).map_err(|error| error.kind())?;
-        self.socket.send_to_addr(packet, &name).map(|_| ()).map_err(|error| match error.kind() {
+        let link = self.link(to);
+        if link.socket.is_none() {
+            link.socket = outlet().ok();
+        }
+        // Without one, as if it were full: tried again.
+        let Some(socket) = &link.socket else { return Err(ErrorKind::WouldBlock) };
+        socket.send_to_addr(packet, &name).map(|_| ()).map_err(|error| match error.kind() {
             ErrorKind::ConnectionRefused | ErrorKind::NotFound => ErrorKind::ConnectionRefused,
             // Full buffers, of the peer or of the kernel.
             _ => ErrorKind::WouldBlock,
@@ -494,7 +497,7 @@ impl Device {
             }),
             Transfer::Send { data } => Kind::Send { data },
         };
-        let head = Head { from: self.wired.address.qkey, to: to.qkey, op: number, kind };
+        let head = Head { from: self.wired.address, to: to.qkey, op: number, kind };
         let mut packet = std::mem::take(&mut self.packet);
         packet.clear();
         packet.extend_from_slice(&head.to_bytes());
@@ -533,8 +536,7 @@ impl Device {
             self.lose(to, status, Duration::ZERO);
             return;
         }
-        let ping =
-            Head { from: self.wired.address.qkey, to: to.qkey, op: u64::MAX, kind: Kind::Ping };
+        let ping = Head { from: self.wired.address, to: to.qkey, op: u64::MAX, kind: Kind::Ping };
         if let Err(ErrorKind::ConnectionRefused) = self.send(to, &ping.to_bytes()) {
             self.lose_dead(to);
         } else {
@@ -670,8 +672,8 @@ impl Device {
                     });
                 }
             }
-            let (key, to, op) = (self.wired.address.qkey, arrived.from, arrived.op);
-            self.push(due, op, Work::Reply { key, to, op, status: reply });
+            let (from, to, op) = (self.wired.address, arrived.from, arrived.op);
+            self.push(due, op, Work::Reply { from, to, op, status: reply });
         }
     }
 
@@ -711,10 +713,10 @@ impl Device {
                 region.land_held(id);
             }
         }
-        for to in self.links.keys() {
-            let bye = Head { from: self.wired.address.qkey, to: to.qkey, op: 0, kind: Kind::Bye };
+        for to in self.links.keys().copied().collect::<Vec<_>>() {
+            let bye = Head { from: self.wired.address, to: to.qkey, op: 0, kind: Kind::Bye };
             // Who does not get it finds out by asking.
-            let _ = self.send(*to, &bye.to_bytes());
+            let _ = self.send(to, &bye.to_bytes());
         }
         let counts = &self.counts;
         log::event(
@@ -730,6 +732,13 @@ impl Device {
             ],
         );
     }
+}
+
+/// Returns a socket to send from.
+fn outlet() -> std::io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    socket.set_nonblocking(true)?;
+    Ok(socket)
 }
 
 /// Returns how many pieces a write has; one of nothing has one.

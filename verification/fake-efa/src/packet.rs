@@ -1,13 +1,13 @@
 //! What goes over the modelled wire, and the addresses it goes between.
 //!
-//! A packet is one datagram of an abstract Unix socket, so it stays on the host: a head of [`HEAD_BYTES`], then the
-//! payload. The kernel vouches for the sender's device and queue pair: they are the name of its socket.
+//! A packet is one datagram to an abstract Unix socket, so it stays on the host: a head of [`HEAD_BYTES`], then the
+//! payload. It comes from a socket that its sender has for this peer alone, which has no name: the head says whose it is.
 
 /// An endpoint's address, as the fabric's users carry it: device, queue pair and its key, and eight bytes of zero.
 pub(crate) const ADDRESS_BYTES: usize = 32;
 
 /// The head of each packet.
-pub(crate) const HEAD_BYTES: usize = 48;
+pub(crate) const HEAD_BYTES: usize = 44 + ADDRESS_BYTES;
 
 /// The longest payload of a packet.
 pub(crate) const PIECE_BYTES: usize = 64 << 10;
@@ -57,12 +57,6 @@ impl Address {
     pub(crate) fn socket_name(&self) -> Vec<u8> {
         [b"immwire-fake-efa/".as_slice(), &self.gid, &self.qpn.to_le_bytes()].concat()
     }
-
-    /// Reads [`socket_name`](Self::socket_name); the key comes from the packet.
-    pub(crate) fn from_socket_name(name: &[u8], qkey: u32) -> Option<Self> {
-        let (gid, rest) = name.strip_prefix(b"immwire-fake-efa/")?.split_first_chunk::<16>()?;
-        Some(Self { gid: *gid, qpn: u16::from_le_bytes(rest.try_into().ok()?), qkey })
-    }
 }
 
 /// What a packet is.
@@ -104,8 +98,8 @@ pub(crate) struct Piece {
 /// The head of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Head {
-    /// The sender's key.
-    pub from: u32,
+    /// The sender.
+    pub from: Address,
     /// The key of the queue pair that it is for.
     pub to: u32,
     /// The operation, numbered by its initiator.
@@ -140,20 +134,14 @@ impl Head {
             piece.data.map_or(0, |_| HAS_DATA) | if piece.unsolicited { UNSOLICITED } else { 0 };
         let mut bytes = [0; HEAD_BYTES];
         bytes[..4].copy_from_slice(&[code, flags, status, 0]);
-        let words = [
-            self.from,
-            self.to,
-            piece.data.unwrap_or(0),
-            piece.total,
-            piece.count,
-            piece.offset,
-            piece.key,
-        ];
-        for (place, word) in bytes[4..32].chunks_exact_mut(4).zip(words) {
+        let words =
+            [self.to, piece.data.unwrap_or(0), piece.total, piece.count, piece.offset, piece.key];
+        for (place, word) in bytes[4..28].chunks_exact_mut(4).zip(words) {
             place.copy_from_slice(&word.to_le_bytes());
         }
-        bytes[32..40].copy_from_slice(&self.op.to_le_bytes());
-        bytes[40..].copy_from_slice(&piece.address.to_le_bytes());
+        bytes[28..36].copy_from_slice(&self.op.to_le_bytes());
+        bytes[36..44].copy_from_slice(&piece.address.to_le_bytes());
+        bytes[44..].copy_from_slice(&self.from.to_bytes());
         bytes
     }
 
@@ -162,16 +150,16 @@ impl Head {
         let word = |at: usize| bytes.get(at..)?.first_chunk().map(|word| u32::from_le_bytes(*word));
         let long = |at: usize| bytes.get(at..)?.first_chunk().map(|long| u64::from_le_bytes(*long));
         let [code, flags, status, _] = *bytes.first_chunk()?;
-        let data = if flags & HAS_DATA != 0 { Some(word(12)?) } else { None };
+        let data = if flags & HAS_DATA != 0 { Some(word(8)?) } else { None };
         let kind = match code {
             1 => Kind::Write(Piece {
                 data,
                 unsolicited: flags & UNSOLICITED != 0,
-                total: word(16)?,
-                count: word(20)?,
-                offset: word(24)?,
-                key: word(28)?,
-                address: long(40)?,
+                total: word(12)?,
+                count: word(16)?,
+                offset: word(20)?,
+                key: word(24)?,
+                address: long(36)?,
             }),
             2 => Kind::Send { data },
             3 => Kind::Reply { status },
@@ -180,7 +168,8 @@ impl Head {
             6 => Kind::Bye,
             _ => return None,
         };
-        let head = Self { from: word(4)?, to: word(8)?, op: long(32)?, kind };
+        let from = Address::from_bytes(bytes.last_chunk()?)?;
+        let head = Self { from, to: word(4)?, op: long(28)?, kind };
         (head.to_bytes() == *bytes).then_some(head)
     }
 }
@@ -198,7 +187,6 @@ mod tests {
     fn addresses_and_packets_are_read_as_they_were_written() {
         let address = Address { gid: Address::gid(3), qpn: 0x1234, qkey: 0x5678_9abc };
         assert_eq!(Address::from_bytes(&address.to_bytes()), Some(address));
-        assert_eq!(Address::from_socket_name(&address.socket_name(), address.qkey), Some(address));
         assert!(address.is_reachable());
         assert!(!Address { gid: [1; 16], ..address }.is_reachable());
         assert_eq!(Address::from_bytes(&[0; 32]), None);
@@ -225,7 +213,7 @@ mod tests {
             Kind::Bye,
         ];
         for kind in kinds {
-            let head = Head { from: 1, to: 2, op: u64::MAX, kind };
+            let head = Head { from: address, to: 2, op: u64::MAX, kind };
             assert_eq!(Head::from_bytes(&head.to_bytes()), Some(head));
         }
         assert_eq!(Head::from_bytes(&[0; HEAD_BYTES]), None);

@@ -120,6 +120,16 @@ pub fn hello(from: &mut Unstructured<'_>) -> Result<Hello> {
     Ok(Hello { address, mailbox, geometry, heartbeat_ms, call })
 }
 
+/// The same hello, in agreement with itself.
+pub fn consistent(mut hello: Hello) -> Hello {
+    let keys = vec![7; hello.address.nics().len()];
+    hello.mailbox.owner = hello.address.engine();
+    hello.mailbox.keys = Keys::new(&keys).expect("1 to 8 keys");
+    hello.mailbox.rights = Rights::REMOTE_WRITE;
+    (hello.mailbox.base, hello.mailbox.len) = (4096, 1 << 60);
+    hello
+}
+
 /// Any refusal.
 pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
     Ok(match from.int_in_range(0..=7)? {

@@ -10,8 +10,11 @@ use immwire_cli::push::manifest::Entry;
 use immwire_cli::push::message::{Digest, FromReceiver, FromSender, Have, Keep};
 use immwire_cli::push::path::RelPath;
 use immwire_cli::push::recv::STAGING;
+use immwire_core::datagram::{Address, Claim, DATAGRAM_MAX, Message, Nonces, Protocol, Say};
 use immwire_core::mailbox::{Control, MessageHeader};
-use immwire_fuzz::{address, descriptor, hello, refusal, round_trip};
+use immwire_core::recycle::Turn;
+use immwire_core::wire::Hello;
+use immwire_fuzz::{address, consistent, descriptor, hello, refusal, round_trip};
 
 fn main() -> std::io::Result<()> {
     let folder = std::env::args_os().nth(1).expect("usage: seeds DIR");
@@ -37,13 +40,8 @@ fn main() -> std::io::Result<()> {
             &format!("refusal-{seed}"),
             &round_trip(&refusal(&mut from()).expect("enough")),
         )?;
-        if let Ok(mut hello) = hello(&mut from()) {
-            // Whatever was made, in agreement with itself.
-            let keys = vec![7; hello.address.nics().len()];
-            hello.mailbox.owner = hello.address.engine();
-            hello.mailbox.keys = immwire_core::region::Keys::new(&keys).expect("1 to 8");
-            hello.mailbox.rights = immwire_core::region::Rights::REMOTE_WRITE;
-            (hello.mailbox.base, hello.mailbox.len) = (4096, 1 << 60);
+        if let Ok(hello) = hello(&mut from()).map(consistent) {
+            write("datagram", &name, &prove(&hello))?;
             write("hello", &name, &round_trip(&hello))?;
             let parts = Parts {
                 nics: (2, 3),
@@ -58,6 +56,9 @@ fn main() -> std::io::Result<()> {
                 write("handshake", &format!("kind-{kind}"), &bytes)?;
             }
         }
+    }
+    for (name, say) in [("ready", Say::Ready { gone: 2 }), ("bye", Say::Bye { quiet: true })] {
+        write("datagram", name, &encoded(&Message::Session { token: 9, say }))?;
     }
     // An address without NICs: refused, and hard to come by.
     let mut none = round_trip(&address(&mut Unstructured::new(&[0; 600])).expect("enough"));
@@ -83,6 +84,30 @@ fn main() -> std::io::Result<()> {
         write("arguments", name, line.as_bytes())?;
     }
     Ok(())
+}
+
+/// The longest message of a call.
+fn prove(hello: &Hello) -> Vec<u8> {
+    let port = Address::from_slice(&[3; 16]).expect("short");
+    let claim = Claim {
+        token: 1,
+        grant: 2,
+        protocol: Protocol { number: 5, version: 1, data_bytes: 8 },
+        turn: Turn(0),
+        ports: hello.address.nics().iter().map(|_| port.clone()).collect(),
+        gone: 0,
+        hello: hello.clone(),
+    };
+    let mut bytes = [0; DATAGRAM_MAX];
+    let len = claim.encode(&mut bytes).expect("a good hello");
+    let nonces = Nonces { initiator: [1; 32], acceptor: [2; 32] };
+    encoded(&Message::Prove { nonces, door: port, proof: [4; 32], claim: &bytes[..len] })
+}
+
+fn encoded(message: &Message<'_>) -> Vec<u8> {
+    let mut bytes = [0; DATAGRAM_MAX];
+    let len = message.encode(&mut bytes).expect("every message fits");
+    bytes[..len].to_vec()
 }
 
 /// What both sides of a resumed push say, a line each.
