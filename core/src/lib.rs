@@ -13,9 +13,10 @@
 //! | [`peer`] | whether a peer is there |
 //! | [`calls`] | whose call is taken |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
-//! | [`wire`], [`datagram`] | what bytes mean that come from outside |
+//! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
+//! | [`parting`] | how a session over queue pairs ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`] | which NICs belong to which GPU |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
@@ -44,9 +45,12 @@ pub mod imm;
 pub mod lane;
 pub mod mailbox;
 pub mod nic;
+pub mod note;
 pub mod opening;
+pub mod parting;
 pub mod peer;
 pub mod plan;
+pub mod port;
 pub mod receipt;
 pub mod recycle;
 pub mod region;

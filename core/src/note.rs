@@ -1,0 +1,227 @@
+//! What the two ends of a verbs session tell each other, over a reliable queue pair of its own.
+//!
+//! Messages that arrive, once and in order, or end the session: nothing is repeated. Each fits a small receive, so
+//! that it takes one from the same queue as immediates do. How a session comes to be is [`crate::datagram`]'s.
+//!
+//! A *path* leads from a NIC of the writer's to one of the receiver's, over [`LANES`] queue pairs of its own: one for
+//! long writes, one for short ones, which do not wait behind the long.
+//!
+//! # Invariants
+//!
+//! [`Note::decode`] answers any bytes with a note or nothing, and a note has one encoding: all truncations, and all
+//! changes of one bit, are tried below.
+
+use crate::id::{MAX_NICS, NicIndex};
+use crate::port::Queue;
+use crate::tenant::Tenant;
+
+/// The longest note, in bytes.
+pub const NOTE_MAX: usize = 32;
+
+/// Queue pairs of a path.
+pub const LANES: usize = 2;
+
+/// A path's queue pairs at one end.
+pub type Queues = [Queue; LANES];
+
+/// Which path, and which of those that there have been between its NICs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Passage {
+    /// The writer's NIC.
+    pub from: NicIndex,
+    /// The receiver's.
+    pub to: NicIndex,
+    /// Counted from 1.
+    pub epoch: u32,
+}
+
+/// A message within a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Note {
+    /// The initiator's side is open.
+    Ready,
+    /// The sender ends the session, and writes no more.
+    Bye,
+    /// The sender has taken so many immediates over its NIC since the start.
+    Taken {
+        /// The sender's NIC.
+        nic: NicIndex,
+        /// How many.
+        count: u64,
+    },
+    /// Nothing more is to be written to this registration of the sender's.
+    Withdraw(Tenant),
+    /// Nothing more will be, and nothing is under way.
+    Withdrawn(Tenant),
+    /// The sender wants to write over this path, and these are its ends.
+    Connect(Passage, Queues),
+    /// The receiver's ends, ready to receive: the answer to `Connect`.
+    Connected(Passage, Queues),
+}
+
+/// Bytes put one behind the other.
+struct Writer {
+    bytes: [u8; NOTE_MAX],
+    len: usize,
+}
+
+impl Writer {
+    fn put(&mut self, part: &[u8]) {
+        let room = self.bytes.get_mut(self.len..).unwrap_or(&mut []);
+        for (byte, from) in room.iter_mut().zip(part) {
+            *byte = *from;
+        }
+        self.len = self.len.saturating_add(part.len()).min(NOTE_MAX);
+    }
+
+    fn passage(&mut self, passage: &Passage, queues: &Queues) {
+        self.put(&[passage.from, passage.to]);
+        self.put(&passage.epoch.to_be_bytes());
+        for queue in queues {
+            self.put(&queue.to_bytes());
+        }
+    }
+}
+
+/// Bytes taken one behind the other.
+struct Reader<'a>(&'a [u8]);
+
+impl Reader<'_> {
+    fn take<const N: usize>(&mut self) -> Option<[u8; N]> {
+        let (part, rest) = self.0.split_first_chunk()?;
+        self.0 = rest;
+        Some(*part)
+    }
+
+    fn nic(&mut self) -> Option<NicIndex> {
+        let [nic] = self.take()?;
+        (usize::from(nic) < MAX_NICS).then_some(nic)
+    }
+
+    fn tenant(&mut self) -> Option<Tenant> {
+        let key = u64::from(u32::from_be_bytes(self.take()?));
+        Tenant::of(key).filter(|tenant| tenant.key(0) == key)
+    }
+
+    fn passage(&mut self) -> Option<(Passage, Queues)> {
+        let (from, to) = (self.nic()?, self.nic()?);
+        let epoch = u32::from_be_bytes(self.take()?);
+        let mut queues = Queues::default();
+        for queue in &mut queues {
+            *queue = Queue::from_bytes(self.take()?);
+        }
+        (epoch > 0).then_some((Passage { from, to, epoch }, queues))
+    }
+}
+
+impl Note {
+    /// The bytes, and how many of them count.
+    #[must_use]
+    pub fn encode(&self) -> ([u8; NOTE_MAX], usize) {
+        let mut to = Writer { bytes: [0; NOTE_MAX], len: 0 };
+        match self {
+            Self::Ready => to.put(&[1]),
+            Self::Bye => to.put(&[2]),
+            Self::Taken { nic, count } => {
+                to.put(&[3, *nic]);
+                to.put(&count.to_be_bytes());
+            }
+            Self::Withdraw(tenant) | Self::Withdrawn(tenant) => {
+                to.put(&[if matches!(self, Self::Withdraw(_)) { 4 } else { 5 }]);
+                // A tenant is the lower half of its key.
+                let [.., a, b, c, d] = tenant.key(0).to_be_bytes();
+                to.put(&[a, b, c, d]);
+            }
+            Self::Connect(passage, queues) => {
+                to.put(&[6]);
+                to.passage(passage, queues);
+            }
+            Self::Connected(passage, queues) => {
+                to.put(&[7]);
+                to.passage(passage, queues);
+            }
+        }
+        (to.bytes, to.len)
+    }
+
+    /// The note that all of `bytes` are; `None` if they are none.
+    #[must_use]
+    pub fn decode(bytes: &[u8]) -> Option<Self> {
+        let mut from = Reader(bytes);
+        let [kind] = from.take()?;
+        let note = match kind {
+            1 => Self::Ready,
+            2 => Self::Bye,
+            3 => Self::Taken { nic: from.nic()?, count: u64::from_be_bytes(from.take()?) },
+            4 => Self::Withdraw(from.tenant()?),
+            5 => Self::Withdrawn(from.tenant()?),
+            6 => {
+                let (passage, queues) = from.passage()?;
+                Self::Connect(passage, queues)
+            }
+            7 => {
+                let (passage, queues) = from.passage()?;
+                Self::Connected(passage, queues)
+            }
+            _ => return None,
+        };
+        from.0.is_empty().then_some(note)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::vec::Vec;
+
+    use super::*;
+    use crate::port::Number24;
+
+    fn all() -> Vec<Note> {
+        let tenant = Tenant::new(4095, 7).unwrap();
+        let queue = |n| Queue { number: Number24::new(n), psn: Number24::new(n << 8) };
+        let (passage, queues) = (Passage { from: 7, to: 2, epoch: u32::MAX }, [queue(1), queue(2)]);
+        Vec::from([
+            Note::Ready,
+            Note::Bye,
+            Note::Taken { nic: 5, count: u64::MAX },
+            Note::Withdraw(tenant),
+            Note::Withdrawn(tenant),
+            Note::Connect(passage, queues),
+            Note::Connected(passage, queues),
+        ])
+    }
+
+    #[test]
+    fn notes_survive_the_way() {
+        for note in all() {
+            let (bytes, len) = note.encode();
+            assert!(len <= NOTE_MAX);
+            assert_eq!(Note::decode(&bytes[..len]), Some(note));
+        }
+    }
+
+    #[test]
+    fn every_truncation_and_change_is_none_or_another() {
+        let mut others = 0;
+        for note in all() {
+            let (bytes, len) = note.encode();
+            for short in 0..len {
+                assert_eq!(Note::decode(&bytes[..short]), None, "{note:?}");
+            }
+            assert_eq!(Note::decode(&[&bytes[..len], &[0]].concat()), None);
+            for at in 0..len {
+                for bit in 0..8 {
+                    let mut changed = bytes;
+                    changed[at] ^= 1 << bit;
+                    if let Some(other) = Note::decode(&changed[..len]) {
+                        assert_ne!(other, note);
+                        assert_eq!(other.encode(), (changed, len));
+                        others += 1;
+                    }
+                }
+            }
+        }
+        assert!(others > 200, "{others}");
+        assert_eq!(Note::decode(&[]), None);
+    }
+}
