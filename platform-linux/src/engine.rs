@@ -36,6 +36,7 @@ use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::sync::lock;
 use crate::transfer::Transfer;
+use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
 
 /// A polled engine that waits looks for arrivals so often for each full step.
 const LOOKS_PER_STEP: u32 = 4;
@@ -76,6 +77,8 @@ pub enum Transport {
     Shm,
     /// libfabric: TCP to any host, or AWS EFA.
     Libfabric(LibfabricOptions),
+    /// libibverbs: RDMA NICs, InfiniBand or RoCE.
+    Verbs(VerbsOptions),
 }
 
 /// Which libfabric, and what of it. By default whatever the machine has: EFA before TCP.
@@ -287,7 +290,7 @@ impl Builder {
             // The socket tells of a peer's death at once; silence alone may be a caller that computes, or a
             // debugger.
             Transport::Shm => LivenessConfig { down_after: Duration::MAX, ..default },
-            Transport::Libfabric(_) => default,
+            Transport::Libfabric(_) | Transport::Verbs(_) => default,
         })
     }
 
@@ -326,6 +329,12 @@ impl Builder {
                     LibfabricConfig { engine, nics, peers, library, provider, domain, group_key };
                 let provider = LibfabricProvider::new(config);
                 let provider = provider.map_err(BuildError::Libfabric)?;
+                self.assemble(provider, Clock::monotonic())
+            }
+            Transport::Verbs(options) => {
+                let (nics, peers) = (self.nics, self.peers);
+                let config = VerbsConfig { engine, nics, peers, options, group_key };
+                let provider = VerbsProvider::new(config).map_err(BuildError::Verbs)?;
                 self.assemble(provider, Clock::monotonic())
             }
         }

@@ -35,6 +35,9 @@ pub enum BuildError {
     /// The same, of libfabric's.
     #[error("the libfabric provider could not start: {0}")]
     Libfabric(#[source] crate::libfabric::LibfabricError),
+    /// The same, of verbs'.
+    #[error("the verbs provider could not start: {0}")]
+    Verbs(#[source] crate::verbs::VerbsError),
     /// The kernel refused something else that an engine needs.
     #[error("{call}: {source}")]
     Os {

@@ -38,6 +38,7 @@
 //! | [`provider`] | what a transport must do |
 //! | [`shm`] | the transport for processes of one host |
 //! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
+//! | [`verbs`] | the transport for RDMA NICs |
 //! | [`topology`] | which NICs belong to which GPU |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
 //!
@@ -70,6 +71,7 @@ mod sync;
 mod tests;
 pub mod topology;
 mod transfer;
+pub mod verbs;
 mod wait;
 
 pub use immwire_core as core;
@@ -92,3 +94,4 @@ pub use region::{CloseError, Region};
 pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, SingleWrite};
 pub use shared::Message;
 pub use transfer::Transfer;
+pub use verbs::VerbsOptions;

@@ -80,6 +80,7 @@ pub const fn name(transport: &Transport) -> &'static str {
     match transport {
         Transport::Shm => ProviderKind::Shm.name(),
         Transport::Libfabric(_) => ProviderKind::Libfabric.name(),
+        Transport::Verbs(_) => ProviderKind::Verbs.name(),
     }
 }
 

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::Provider;
 
-/// No single step of a test takes longer on a loaded machine, unless it hangs.
-pub const PATIENCE: Duration = Duration::from_secs(20);
+/// No single step of a test takes longer on a loaded machine, or in an emulated guest on one, unless it hangs.
+pub const PATIENCE: Duration = Duration::from_secs(60);
 
 /// Who makes an engine move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

@@ -1,0 +1,1020 @@
+//! libibverbs's objects, owned: devices, protection domains, registrations, queues and queue pairs.
+//!
+//! Knows the binary interface and its traps; knows nothing of peers, sessions, or what the engine wants.
+//!
+//! # Invariants
+//!
+//! - Every object is destroyed once, after all that were made from it: each holds what it was made from.
+//! - Nothing is used of a failed completion but its number, its status and its queue pair: the rest is undefined
+//!   then (ibv_poll_cq(3)).
+
+use std::ffi::{CStr, c_int, c_void};
+use std::io;
+use std::os::fd::BorrowedFd;
+use std::ptr::{self, NonNull};
+use std::sync::Arc;
+
+use ibverbs_sys as sys;
+use ibverbs_sys::Library;
+use immwire_core::port::{
+    Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, speed_gbps,
+};
+
+use super::{VerbsError, VerbsOptions};
+
+/// The port of each device that is used: those with two are two devices to Linux.
+const PORT: u8 = 1;
+/// How far packets may be routed.
+const HOP_LIMIT: u8 = 64;
+/// What a receiver without a posted receive asks the sender to wait: 0.12 ms.
+const RNR_TIMER: u8 = 7;
+/// Ask such a receiver for ever: it is the engine that says when a peer is gone.
+const RNR_RETRY: u8 = 7;
+
+fn failed(call: &'static str) -> VerbsError {
+    VerbsError::Call { call, source: io::Error::last_os_error() }
+}
+
+/// What functions return that return an `errno`.
+fn check(call: &'static str, code: c_int) -> Result<(), VerbsError> {
+    if code == 0 {
+        return Ok(());
+    }
+    // Some drivers return -1, and the reason apart.
+    let source =
+        if code > 0 { io::Error::from_raw_os_error(code) } else { io::Error::last_os_error() };
+    Err(VerbsError::Call { call, source })
+}
+
+/// Says that something could not be destroyed, which leaks it.
+fn must(call: &'static str, code: c_int) {
+    if let Err(error) = check(call, code) {
+        tracing::error!(%error, "an object of libibverbs's could not be destroyed");
+    }
+}
+
+/// An open device, and what is known of its port.
+#[derive(Debug)]
+pub(super) struct Device {
+    library: &'static Library,
+    context: NonNull<sys::ibv_context>,
+    pub(super) name: String,
+    pub(super) facts: Facts,
+}
+
+// SAFETY: contexts are used by any thread: libibverbs's functions lock what they share.
+unsafe impl Send for Device {}
+// SAFETY: as above.
+unsafe impl Sync for Device {}
+
+/// What a device and its port can do.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Facts {
+    pub(super) port: Port,
+    gid_index: u8,
+    pub(super) speed_gbps: u32,
+    pub(super) max_message: u32,
+    pub(super) max_completions: u32,
+    pub(super) max_receives: u32,
+}
+
+/// A device that will not do, and why.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Unfit {
+    /// Its name.
+    pub device: String,
+    /// What is the matter.
+    pub why: String,
+}
+
+/// Opens the devices that fit, in the order of their names; and says why the others do not. Some ms for each.
+pub(super) fn discover(
+    library: &'static Library,
+    options: &VerbsOptions,
+) -> Result<(Vec<Arc<Device>>, Vec<Unfit>), VerbsError> {
+    let mut count = 0;
+    // SAFETY: per ibv_get_device_list(3): a local to write to.
+    let list = unsafe { (library.symbols.ibv_get_device_list)(&raw mut count) };
+    if list.is_null() {
+        let error = io::Error::last_os_error();
+        // A kernel without RDMA has no device, and says so in one of these ways.
+        if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::ENOENT)) {
+            return Ok((Vec::new(), Vec::new()));
+        }
+        return Err(VerbsError::Call { call: "ibv_get_device_list", source: error });
+    }
+    let (mut fit, mut unfit) = (Vec::new(), Vec::new());
+    for at in 0..usize::try_from(count).unwrap_or(0) {
+        // SAFETY: the list has so many entries, which are devices until it is freed, and their names C strings.
+        let (device, name) = unsafe {
+            let device = *list.add(at);
+            let name = (library.symbols.ibv_get_device_name)(device);
+            (device, CStr::from_ptr(name).to_string_lossy().into_owned())
+        };
+        if !options.devices.is_empty() && !options.devices.contains(&name) {
+            continue;
+        }
+        // SAFETY: as above.
+        match unsafe { Device::open(library, device, name.clone(), options) } {
+            Ok(device) => fit.push(Arc::new(device)),
+            Err(why) => unfit.push(Unfit { device: name, why: why.to_string() }),
+        }
+    }
+    // SAFETY: from `ibv_get_device_list`; what is opened stays open without it.
+    unsafe { (library.symbols.ibv_free_device_list)(list) };
+    fit.sort_by(|a: &Arc<Device>, b| a.name.cmp(&b.name));
+    Ok((fit, unfit))
+}
+
+impl Device {
+    /// # Safety
+    ///
+    /// `device` is one of a list that has not been freed.
+    unsafe fn open(
+        library: &'static Library,
+        device: *mut sys::ibv_device,
+        name: String,
+        options: &VerbsOptions,
+    ) -> Result<Self, VerbsError> {
+        // SAFETY: by the caller's promise.
+        if unsafe { (*device).transport_type } != sys::IBV_TRANSPORT_IB {
+            return Err(VerbsError::Unfit { why: "it is no InfiniBand or RoCE device" });
+        }
+        // SAFETY: as above.
+        let context = NonNull::new(unsafe { (library.symbols.ibv_open_device)(device) });
+        let context = context.ok_or_else(|| failed("ibv_open_device"))?;
+        let facts = Facts {
+            port: Port { link: Link::Ethernet, mtu: Mtu::B256, lid: 0, gid: Gid::NONE },
+            gid_index: 0,
+            speed_gbps: 0,
+            max_message: 0,
+            max_completions: 0,
+            max_receives: 0,
+        };
+        let mut opened = Self { library, context, name, facts };
+        opened.facts = opened.learn(options)?;
+        // SAFETY: an open device's descriptors are open; closed after all that uses them.
+        let events = unsafe { BorrowedFd::borrow_raw((*context.as_ptr()).async_fd) };
+        set_nonblocking(events)?;
+        Ok(opened)
+    }
+
+    fn learn(&self, options: &VerbsOptions) -> Result<Facts, VerbsError> {
+        let symbols = &self.library.symbols;
+        let context = self.context.as_ptr();
+        // SAFETY: all zero is a value of both types, and the library writes no more than these: for `ibv_query_port`
+        // see its symbol.
+        let (device, port) = unsafe {
+            let mut device: sys::ibv_device_attr = core::mem::zeroed();
+            check("ibv_query_device", (symbols.ibv_query_device)(context, &raw mut device))?;
+            let mut port: sys::ibv_port_attr = core::mem::zeroed();
+            let out = (&raw mut port).cast();
+            check("ibv_query_port", (symbols.ibv_query_port)(context, PORT, out))?;
+            (device, port)
+        };
+        if port.state != sys::IBV_PORT_ACTIVE {
+            return Err(VerbsError::Unfit { why: "its port is not active" });
+        }
+        // Devices of before link layers had names are InfiniBand's.
+        let link = match port.link_layer {
+            sys::IBV_LINK_LAYER_ETHERNET => Link::Ethernet,
+            _ => Link::Infiniband,
+        };
+        let entry = match options.gid_index {
+            Some(index) => self.gid(index)?,
+            None => {
+                choose_gid(link, (0..=u8::MAX).map_while(|index| self.gid(index).ok()).flatten())
+            }
+        };
+        let entry =
+            entry.ok_or(VerbsError::Unfit { why: "its port has no GID that can be used" })?;
+        let mtu = u8::try_from(port.active_mtu).ok().and_then(Mtu::from_code);
+        let mtu = mtu.filter(|mtu| *mtu >= Mtu::B1024);
+        let mtu =
+            mtu.ok_or(VerbsError::Unfit { why: "its packets are shorter than 1024 bytes" })?;
+        let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
+        Ok(Facts {
+            port: Port { link, mtu, lid: port.lid, gid: entry.gid },
+            gid_index: entry.index,
+            speed_gbps: speed_gbps(port.active_width, port.active_speed),
+            max_message: port.max_msg_sz,
+            max_completions: most(device.max_cqe),
+            max_receives: most(device.max_srq_wr).min(most(device.max_qp_wr)),
+        })
+    }
+
+    /// An entry of the table; `None` if it is empty, an error past the table's end.
+    fn gid(&self, index: u8) -> Result<Option<GidEntry>, VerbsError> {
+        // SAFETY: all zero is a value of the type, whose size the library is told.
+        let entry = unsafe {
+            let mut entry: sys::ibv_gid_entry = core::mem::zeroed();
+            let query = self.library.symbols._ibv_query_gid_ex;
+            let size = size_of::<sys::ibv_gid_entry>();
+            let (context, port) = (self.context.as_ptr(), u32::from(PORT));
+            match query(context, port, u32::from(index), &raw mut entry, 0, size) {
+                0 => entry,
+                libc::ENODATA => return Ok(None),
+                code => {
+                    check("ibv_query_gid_ex", code)?;
+                    return Ok(None);
+                }
+            }
+        };
+        let kind = match entry.gid_type {
+            sys::IBV_GID_TYPE_IB => GidKind::Infiniband,
+            sys::IBV_GID_TYPE_ROCE_V1 => GidKind::RoceV1,
+            sys::IBV_GID_TYPE_ROCE_V2 => GidKind::RoceV2,
+            _ => return Ok(None),
+        };
+        // SAFETY: any bytes are a GID.
+        let gid = Gid(unsafe { entry.gid.raw });
+        Ok(Some(GidEntry { index, gid, kind }))
+    }
+
+    /// What has happened to the device, if anything.
+    pub(super) fn event(&self) -> Option<Event> {
+        let symbols = &self.library.symbols;
+        // SAFETY: per ibv_get_async_event(3): the descriptor does not block, all zero is a value of the type, and an
+        // event that was got is acknowledged before the next, and before what it is about is destroyed. Of the union
+        // what is read is what the kind of event says is there: a pointer to a live queue pair, whose number never
+        // changes, or nothing.
+        unsafe {
+            let mut event: sys::ibv_async_event = core::mem::zeroed();
+            if (symbols.ibv_get_async_event)(self.context.as_ptr(), &raw mut event) != 0 {
+                return None;
+            }
+            let number = || (*event.element.cast::<sys::ibv_qp>()).qp_num;
+            let what = match event.event_type {
+                sys::IBV_EVENT_QP_FATAL
+                | sys::IBV_EVENT_QP_REQ_ERR
+                | sys::IBV_EVENT_QP_ACCESS_ERR => Event::QueuePairFailed { number: number() },
+                sys::IBV_EVENT_QP_LAST_WQE_REACHED => Event::Drained { number: number() },
+                sys::IBV_EVENT_CQ_ERR | sys::IBV_EVENT_SRQ_ERR | sys::IBV_EVENT_DEVICE_FATAL => {
+                    Event::DeviceFailed { kind: event.event_type }
+                }
+                kind => Event::Other { kind },
+            };
+            (symbols.ibv_ack_async_event)(&raw mut event);
+            Some(what)
+        }
+    }
+
+    /// Becomes readable when there is an event.
+    pub(super) fn event_fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open as long as the device is.
+        unsafe { BorrowedFd::borrow_raw((*self.context.as_ptr()).async_fd) }
+    }
+}
+
+impl Drop for Device {
+    fn drop(&mut self) {
+        // SAFETY: ours; all that was made from it held it.
+        must("ibv_close_device", unsafe {
+            (self.library.symbols.ibv_close_device)(self.context.as_ptr())
+        });
+    }
+}
+
+/// What a device tells by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Event {
+    /// A queue pair is in error.
+    QueuePairFailed { number: u32 },
+    /// A queue pair in error takes no more from its shared receive queue.
+    Drained { number: u32 },
+    /// The device, or one of its queues, is in error.
+    DeviceFailed { kind: u32 },
+    /// Of no consequence here: what follows from it shows elsewhere.
+    Other { kind: u32 },
+}
+
+fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbsError> {
+    let os = |source: rustix::io::Errno| VerbsError::Os { call: "fcntl", source: source.into() };
+    let flags = rustix::fs::fcntl_getfl(fd).map_err(os)?;
+    rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK).map_err(os)
+}
+
+/// A protection domain: what is made from one can be used together.
+#[derive(Debug)]
+pub(super) struct Domain {
+    raw: NonNull<sys::ibv_pd>,
+    device: Arc<Device>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Domain {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Domain {}
+
+impl Domain {
+    pub(super) fn open(device: &Arc<Device>) -> Result<Arc<Self>, VerbsError> {
+        // SAFETY: an open device's.
+        let raw = unsafe { (device.library.symbols.ibv_alloc_pd)(device.context.as_ptr()) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_alloc_pd"))?;
+        Ok(Arc::new(Self { raw, device: Arc::clone(device) }))
+    }
+
+    pub(super) const fn device(&self) -> &Arc<Device> {
+        &self.device
+    }
+
+    /// Registers memory. Its pages are pinned: as long as it is large, about a second for 16 GiB of small pages.
+    ///
+    /// # Safety
+    ///
+    /// `len` bytes from `at` are mapped, and stay so while the registration lives. If `remote`, peers write there.
+    pub(super) unsafe fn register(
+        self: &Arc<Self>,
+        at: NonNull<u8>,
+        len: usize,
+        remote: bool,
+    ) -> Result<Registration, VerbsError> {
+        // No order is assumed of the writes to a region; that they come before the completion that announces them is
+        // the device's promise all the same.
+        let remote = if remote {
+            sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_RELAXED_ORDERING
+        } else {
+            0
+        };
+        let access = sys::IBV_ACCESS_LOCAL_WRITE | remote;
+        let (address, iova) = (at.as_ptr().cast::<c_void>(), at.as_ptr() as u64);
+        let register = self.device.library.symbols.ibv_reg_mr_iova2;
+        // SAFETY: per ibv_reg_mr(3): a live domain; the memory is there, by the caller's promise.
+        let raw = unsafe { register(self.raw.as_ptr(), address, len, iova, access) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_reg_mr"))?;
+        Ok(Registration { raw, domain: Arc::clone(self) })
+    }
+}
+
+impl Drop for Domain {
+    fn drop(&mut self) {
+        // SAFETY: ours; all that was made from it held it.
+        must("ibv_dealloc_pd", unsafe {
+            (self.device.library.symbols.ibv_dealloc_pd)(self.raw.as_ptr())
+        });
+    }
+}
+
+/// Registered memory. When it is dropped, the device does not touch the memory any more.
+#[derive(Debug)]
+pub(super) struct Registration {
+    raw: NonNull<sys::ibv_mr>,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Registration {}
+
+impl Registration {
+    /// Names it in our own work requests.
+    pub(super) const fn local_key(&self) -> u32 {
+        // SAFETY: live, and its keys never change.
+        unsafe { (*self.raw.as_ptr()).lkey }
+    }
+
+    /// Names it in peers'.
+    pub(super) const fn remote_key(&self) -> u32 {
+        // SAFETY: as above.
+        unsafe { (*self.raw.as_ptr()).rkey }
+    }
+}
+
+impl Drop for Registration {
+    fn drop(&mut self) {
+        // SAFETY: ours, and nobody names its keys any more, or has a queue pair that fails by it.
+        must("ibv_dereg_mr", unsafe {
+            (self.domain.device.library.symbols.ibv_dereg_mr)(self.raw.as_ptr())
+        });
+    }
+}
+
+/// Where completion queues of a device signal.
+#[derive(Debug)]
+struct Channel {
+    raw: NonNull<sys::ibv_comp_channel>,
+    device: Arc<Device>,
+}
+
+impl Channel {
+    fn open(device: &Arc<Device>) -> Result<Self, VerbsError> {
+        let create = device.library.symbols.ibv_create_comp_channel;
+        // SAFETY: an open device's.
+        let raw = unsafe { create(device.context.as_ptr()) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_comp_channel"))?;
+        let channel = Self { raw, device: Arc::clone(device) };
+        set_nonblocking(channel.fd())?;
+        Ok(channel)
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: open as long as the channel is.
+        unsafe { BorrowedFd::borrow_raw((*self.raw.as_ptr()).fd) }
+    }
+}
+
+impl Drop for Channel {
+    fn drop(&mut self) {
+        // SAFETY: ours; its queue was destroyed before.
+        must("ibv_destroy_comp_channel", unsafe {
+            (self.device.library.symbols.ibv_destroy_comp_channel)(self.raw.as_ptr())
+        });
+    }
+}
+
+/// Completions read in one call.
+pub(super) const BATCH: usize = 16;
+
+/// Completions that were read, and not looked at yet.
+#[derive(Debug)]
+pub(super) struct Completions {
+    batch: Box<[sys::ibv_wc; BATCH]>,
+    next: usize,
+    end: usize,
+}
+
+impl Completions {
+    pub(super) fn new() -> Self {
+        // SAFETY: all zero is a value of the type.
+        let batch = Box::new(unsafe { core::mem::zeroed() });
+        Self { batch, next: 0, end: 0 }
+    }
+
+    pub(super) const fn is_empty(&self) -> bool {
+        self.next == self.end
+    }
+}
+
+impl Iterator for Completions {
+    type Item = sys::ibv_wc;
+
+    #[inline]
+    fn next(&mut self) -> Option<sys::ibv_wc> {
+        let done = *self.batch.get(self.next..self.end)?.first()?;
+        self.next += 1;
+        Some(done)
+    }
+}
+
+/// A completion queue, with a channel of its own.
+#[derive(Debug)]
+pub(super) struct Completed {
+    raw: NonNull<sys::ibv_cq>,
+    channel: Channel,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Completed {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Completed {}
+
+impl Completed {
+    /// With room for so many completions.
+    pub(super) fn open(device: &Arc<Device>, entries: u32) -> Result<Arc<Self>, VerbsError> {
+        let channel = Channel::open(device)?;
+        let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
+        let create = device.library.symbols.ibv_create_cq;
+        let context = device.context.as_ptr();
+        // SAFETY: per ibv_create_cq(3): an open device's, and a channel of the same.
+        let raw = unsafe { create(context, entries, ptr::null_mut(), channel.raw.as_ptr(), 0) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_cq"))?;
+        Ok(Arc::new(Self { raw, channel }))
+    }
+
+    /// Reads a batch, if nothing is left of the last. Whether the queue is well.
+    #[inline]
+    pub(super) fn read(&self, into: &mut Completions) -> bool {
+        if !into.is_empty() {
+            return true;
+        }
+        let entries = c_int::try_from(BATCH).unwrap_or(0);
+        let batch = into.batch.as_mut_ptr();
+        // SAFETY: per ibv_poll_cq(3): a live queue, and room for so many.
+        let count = unsafe { sys::ibv_poll_cq(self.raw.as_ptr(), entries, batch) };
+        let Ok(count) = usize::try_from(count) else { return false };
+        (into.next, into.end) = (0, count.min(BATCH));
+        true
+    }
+
+    /// Asks for the descriptor to be signalled by the next completion.
+    pub(super) fn arm(&self) -> bool {
+        // SAFETY: a live queue with a channel.
+        unsafe { sys::ibv_req_notify_cq(self.raw.as_ptr(), 0) == 0 }
+    }
+
+    /// Takes what the descriptor was signalled with.
+    pub(super) fn disarm(&self) {
+        let symbols = &self.channel.device.library.symbols;
+        let (mut cq, mut context) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: per ibv_get_cq_event(3): the channel is live and does not block; what is got is acknowledged.
+        unsafe {
+            let channel = self.channel.raw.as_ptr();
+            while (symbols.ibv_get_cq_event)(channel, &raw mut cq, &raw mut context) == 0 {
+                (symbols.ibv_ack_cq_events)(cq, 1);
+            }
+        }
+    }
+
+    pub(super) fn fd(&self) -> BorrowedFd<'_> {
+        self.channel.fd()
+    }
+
+    /// A status in words.
+    pub(super) fn status_text(&self, status: sys::ibv_wc_status) -> String {
+        self.channel.device.library.status_text(status)
+    }
+}
+
+impl Drop for Completed {
+    fn drop(&mut self) {
+        self.disarm();
+        // SAFETY: ours; the queue pairs that use it held it, and its events are acknowledged.
+        must("ibv_destroy_cq", unsafe {
+            (self.channel.device.library.symbols.ibv_destroy_cq)(self.raw.as_ptr())
+        });
+    }
+}
+
+/// A receive queue that queue pairs share.
+#[derive(Debug)]
+pub(super) struct Shared {
+    raw: NonNull<sys::ibv_srq>,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for Shared {}
+// SAFETY: as for `Device`.
+unsafe impl Sync for Shared {}
+
+/// Receives that are posted in one call.
+pub(super) const RECEIVES: usize = 32;
+
+impl Shared {
+    pub(super) fn open(domain: &Arc<Domain>, entries: u32) -> Result<Arc<Self>, VerbsError> {
+        let attr = sys::ibv_srq_attr { max_wr: entries, max_sge: 1, srq_limit: 0 };
+        let mut attr = sys::ibv_srq_init_attr { srq_context: ptr::null_mut(), attr };
+        let create = domain.device.library.symbols.ibv_create_srq;
+        // SAFETY: per ibv_create_srq(3): a live domain, and a local.
+        let raw = unsafe { create(domain.raw.as_ptr(), &raw mut attr) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_srq"))?;
+        Ok(Arc::new(Self { raw, domain: Arc::clone(domain) }))
+    }
+
+    /// Posts receives: a number, and where the bytes go. How many of them are posted now: the first so many.
+    ///
+    /// # Safety
+    ///
+    /// What each names stays, and nobody else uses it, until its completion was read or all queue pairs of this queue
+    /// are gone.
+    pub(super) unsafe fn post(&self, receives: &[(u64, sys::ibv_sge)]) -> usize {
+        // SAFETY: all zero is a value of both types.
+        let (mut sges, mut works): ([sys::ibv_sge; RECEIVES], [sys::ibv_recv_wr; RECEIVES]) =
+            unsafe { core::mem::zeroed() };
+        let count = receives.len().min(RECEIVES);
+        let mut next = ptr::null_mut();
+        let slots = works.iter_mut().zip(&mut sges).zip(receives).take(count);
+        for ((work, sge), (number, place)) in slots.rev() {
+            *sge = *place;
+            *work = sys::ibv_recv_wr { wr_id: *number, next, sg_list: sge, num_sge: 1 };
+            next = work;
+        }
+        if next.is_null() {
+            return 0;
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: per ibv_post_srq_recv(3): a live queue, a list that ends in null, all of it read before this returns;
+        // the places are as the caller promises.
+        let code = unsafe { sys::ibv_post_srq_recv(self.raw.as_ptr(), next, &raw mut bad) };
+        if code == 0 {
+            return count;
+        }
+        works.iter().take(count).position(|work| ptr::eq(work, bad)).unwrap_or(0)
+    }
+}
+
+impl Drop for Shared {
+    fn drop(&mut self) {
+        // SAFETY: ours; the queue pairs that use it held it.
+        must("ibv_destroy_srq", unsafe {
+            (self.domain.device.library.symbols.ibv_destroy_srq)(self.raw.as_ptr())
+        });
+    }
+}
+
+/// What a queue pair is to have.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Depths {
+    pub(super) sends: u32,
+    /// Of its own; none if it shares a queue.
+    pub(super) receives: u32,
+    /// Bytes that a send may carry itself.
+    pub(super) inline: u32,
+}
+
+/// A queue pair.
+#[derive(Debug)]
+pub(super) struct QueuePair {
+    raw: NonNull<sys::ibv_qp>,
+    /// The number of its first packet.
+    psn: Number24,
+    domain: Arc<Domain>,
+    _completed: Arc<Completed>,
+    _shared: Option<Arc<Shared>>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for QueuePair {}
+
+/// What all work of a chain's has in common, and room for it.
+#[derive(Debug)]
+pub(super) struct Chain {
+    works: Box<[sys::ibv_send_wr; CHAIN]>,
+    sges: Box<[sys::ibv_sge; CHAIN]>,
+    len: usize,
+}
+
+// SAFETY: the pointers in it are set when it is posted, to its own elements.
+unsafe impl Send for Chain {}
+
+/// Work that is posted in one call, at most.
+pub(super) const CHAIN: usize = 32;
+
+/// A one-sided write.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Write {
+    pub(super) number: u64,
+    pub(super) from: u64,
+    pub(super) len: u32,
+    pub(super) local_key: u32,
+    pub(super) to: u64,
+    pub(super) remote_key: u32,
+    pub(super) imm: Option<u32>,
+    /// The bytes are read before the post returns.
+    pub(super) inline: bool,
+}
+
+impl Chain {
+    pub(super) fn new() -> Self {
+        // SAFETY: all zero is a value of both types.
+        let (works, sges) = unsafe { (core::mem::zeroed(), core::mem::zeroed()) };
+        Self { works: Box::new(works), sges: Box::new(sges), len: 0 }
+    }
+
+    pub(super) const fn len(&self) -> usize {
+        self.len
+    }
+
+    pub(super) const fn is_full(&self) -> bool {
+        self.len == CHAIN
+    }
+
+    /// Puts a write behind the others. Without effect if the chain is full.
+    #[inline]
+    pub(super) fn push(&mut self, write: &Write, signalled: bool) {
+        let (Some(work), Some(sge)) = (self.works.get_mut(self.len), self.sges.get_mut(self.len))
+        else {
+            return;
+        };
+        *sge = sys::ibv_sge { addr: write.from, length: write.len, lkey: write.local_key };
+        work.wr_id = write.number;
+        work.num_sge = c_int::from(write.len > 0);
+        (work.opcode, work.imm_data) = match write.imm {
+            Some(imm) => (sys::IBV_WR_RDMA_WRITE_WITH_IMM, imm.to_be()),
+            None => (sys::IBV_WR_RDMA_WRITE, 0),
+        };
+        work.send_flags = if signalled { sys::IBV_SEND_SIGNALED } else { 0 };
+        if write.inline {
+            work.send_flags |= sys::IBV_SEND_INLINE;
+        }
+        let rdma = sys::ibv_send_wr_rdma { remote_addr: write.to, rkey: write.remote_key };
+        work.wr = sys::ibv_send_wr_wr { rdma };
+        self.len += 1;
+    }
+
+    /// Has the last one's completion signalled.
+    #[inline]
+    pub(super) fn signal_last(&mut self) {
+        if let Some(work) = self.len.checked_sub(1).and_then(|last| self.works.get_mut(last)) {
+            work.send_flags |= sys::IBV_SEND_SIGNALED;
+        }
+    }
+
+    /// Empties it, unposted.
+    pub(super) const fn clear(&mut self) {
+        self.len = 0;
+    }
+}
+
+impl QueuePair {
+    fn open(
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        shared: Option<&Arc<Shared>>,
+        kind: sys::ibv_qp_type,
+        depths: Depths,
+    ) -> Result<Self, VerbsError> {
+        let mut attr = sys::ibv_qp_init_attr {
+            qp_context: ptr::null_mut(),
+            send_cq: completed.raw.as_ptr(),
+            recv_cq: completed.raw.as_ptr(),
+            srq: shared.map_or(ptr::null_mut(), |shared| shared.raw.as_ptr()),
+            cap: sys::ibv_qp_cap {
+                max_send_wr: depths.sends,
+                max_recv_wr: depths.receives,
+                max_send_sge: 1,
+                max_recv_sge: u32::from(depths.receives > 0),
+                max_inline_data: depths.inline,
+            },
+            qp_type: kind,
+            sq_sig_all: 0,
+        };
+        let create = domain.device.library.symbols.ibv_create_qp;
+        // SAFETY: per ibv_create_qp(3): live objects of one device, which the queue pair holds.
+        let raw = unsafe { create(domain.raw.as_ptr(), &raw mut attr) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_qp"))?;
+        let psn = super::random().map(u32::from_ne_bytes).map_err(VerbsError::Random)?;
+        Ok(Self {
+            raw,
+            psn: Number24::new(psn),
+            domain: Arc::clone(domain),
+            _completed: Arc::clone(completed),
+            _shared: shared.cloned(),
+        })
+    }
+
+    /// One that is to be connected; it may be written through to all that is registered with its domain.
+    pub(super) fn reliable(
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        shared: &Arc<Shared>,
+        depths: Depths,
+    ) -> Result<Self, VerbsError> {
+        let pair = Self::open(domain, completed, Some(shared), sys::IBV_QPT_RC, depths)?;
+        let mut attr = Self::attr(sys::IBV_QPS_INIT);
+        attr.port_num = PORT;
+        attr.qp_access_flags = sys::IBV_ACCESS_REMOTE_WRITE;
+        let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_ACCESS_FLAGS;
+        pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
+        Ok(pair)
+    }
+
+    /// One that takes datagrams from everybody who knows `key`, and sends some.
+    pub(super) fn datagrams(
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        depths: Depths,
+        key: u32,
+    ) -> Result<Self, VerbsError> {
+        let pair = Self::open(domain, completed, None, sys::IBV_QPT_UD, depths)?;
+        let mut attr = Self::attr(sys::IBV_QPS_INIT);
+        attr.port_num = PORT;
+        attr.qkey = key;
+        let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_QKEY;
+        pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
+        pair.modify("ibv_modify_qp(RTR)", Self::attr(sys::IBV_QPS_RTR), 0)?;
+        let mut attr = Self::attr(sys::IBV_QPS_RTS);
+        attr.sq_psn = pair.psn.get();
+        pair.modify("ibv_modify_qp(RTS)", attr, sys::IBV_QP_SQ_PSN)?;
+        Ok(pair)
+    }
+
+    const fn attr(state: sys::ibv_qp_state) -> sys::ibv_qp_attr {
+        // SAFETY: all zero is a value of the type.
+        let mut attr: sys::ibv_qp_attr = unsafe { core::mem::zeroed() };
+        attr.qp_state = state;
+        attr
+    }
+
+    fn modify(
+        &self,
+        call: &'static str,
+        mut attr: sys::ibv_qp_attr,
+        mask: c_int,
+    ) -> Result<(), VerbsError> {
+        let modify = self.domain.device.library.symbols.ibv_modify_qp;
+        // SAFETY: per ibv_modify_qp(3): ours, and a local of which what the mask names is set.
+        check(call, unsafe { modify(self.raw.as_ptr(), &raw mut attr, sys::IBV_QP_STATE | mask) })
+    }
+
+    /// What a peer has to know of it.
+    pub(super) const fn queue(&self) -> Queue {
+        Queue { number: Number24::new(self.number()), psn: self.psn }
+    }
+
+    /// As completions have it.
+    pub(super) const fn number(&self) -> u32 {
+        // SAFETY: live, and its number never changes.
+        unsafe { (*self.raw.as_ptr()).qp_num }
+    }
+
+    /// Connects it to `theirs`: from now on it receives, and sends. On RoCE the kernel looks the address up.
+    pub(super) fn connect(
+        &self,
+        route: &Route,
+        theirs: Queue,
+        options: &VerbsOptions,
+    ) -> Result<(), VerbsError> {
+        let mut attr = Self::attr(sys::IBV_QPS_RTR);
+        attr.ah_attr = address(&self.domain.device, route, options);
+        attr.path_mtu = sys::ibv_mtu::from(route.mtu.code());
+        attr.dest_qp_num = theirs.number.get();
+        attr.rq_psn = theirs.psn.get();
+        attr.max_dest_rd_atomic = 1;
+        attr.min_rnr_timer = RNR_TIMER;
+        let mask = sys::IBV_QP_AV
+            | sys::IBV_QP_PATH_MTU
+            | sys::IBV_QP_DEST_QPN
+            | sys::IBV_QP_RQ_PSN
+            | sys::IBV_QP_MAX_DEST_RD_ATOMIC
+            | sys::IBV_QP_MIN_RNR_TIMER;
+        self.modify("ibv_modify_qp(RTR)", attr, mask)?;
+        let mut attr = Self::attr(sys::IBV_QPS_RTS);
+        attr.sq_psn = self.psn.get();
+        attr.timeout = options.timeout;
+        attr.retry_cnt = options.retry_count;
+        attr.rnr_retry = RNR_RETRY;
+        attr.max_rd_atomic = 1;
+        let mask = sys::IBV_QP_SQ_PSN
+            | sys::IBV_QP_TIMEOUT
+            | sys::IBV_QP_RETRY_CNT
+            | sys::IBV_QP_RNR_RETRY
+            | sys::IBV_QP_MAX_QP_RD_ATOMIC;
+        self.modify("ibv_modify_qp(RTS)", attr, mask)
+    }
+
+    /// Cuts it: nothing more is sent or received, and what is posted completes as flushed.
+    pub(super) fn cut(&self) -> Result<(), VerbsError> {
+        self.modify("ibv_modify_qp(ERR)", Self::attr(sys::IBV_QPS_ERR), 0)
+    }
+
+    /// Posts the chain, and empties it; returns how many of it were taken: the first so many.
+    ///
+    /// # Safety
+    ///
+    /// The sources are registered with its domain, and stay so, unchanged, until the completion of their write, or of
+    /// a later one, was read, or the queue pair is gone.
+    #[inline]
+    pub(super) unsafe fn post(&self, chain: &mut Chain) -> Result<(), (usize, io::Error)> {
+        let count = core::mem::take(&mut chain.len);
+        let mut next = ptr::null_mut();
+        for (work, sge) in chain.works.iter_mut().zip(chain.sges.iter_mut()).take(count).rev() {
+            work.next = next;
+            work.sg_list = sge;
+            next = work;
+        }
+        if next.is_null() {
+            return Ok(());
+        }
+        let mut bad = ptr::null_mut();
+        // SAFETY: per ibv_post_send(3): ours; a list that ends in null, all of it read before this returns; the
+        // sources are as the caller promises.
+        let code = unsafe { sys::ibv_post_send(self.raw.as_ptr(), next, &raw mut bad) };
+        if code == 0 {
+            return Ok(());
+        }
+        let taken = chain.works.iter().take(count).position(|work| ptr::eq(work, bad)).unwrap_or(0);
+        Err((taken, io::Error::from_raw_os_error(code.abs())))
+    }
+
+    /// Sends bytes that travel inside the request; its completion is signalled.
+    pub(super) fn send_inline(&self, number: u64, bytes: &[u8]) -> io::Result<()> {
+        let length = u32::try_from(bytes.len()).unwrap_or(u32::MAX);
+        let mut sge = sys::ibv_sge { addr: bytes.as_ptr() as u64, length, lkey: 0 };
+        // SAFETY: all zero is a value of the type.
+        let mut work: sys::ibv_send_wr = unsafe { core::mem::zeroed() };
+        work.wr_id = number;
+        (work.sg_list, work.num_sge) = (&raw mut sge, 1);
+        work.opcode = sys::IBV_WR_SEND;
+        work.send_flags = sys::IBV_SEND_SIGNALED | sys::IBV_SEND_INLINE;
+        // SAFETY: per ibv_post_send(3): ours, one request, whose bytes are read before this returns.
+        unsafe { self.send(&mut work) }
+    }
+
+    /// Writes nothing, to see whether the other end answers; its completion is signalled.
+    pub(super) fn probe(&self, number: u64, to: u64, remote_key: u32) -> io::Result<()> {
+        // SAFETY: all zero is a value of the type.
+        let mut work: sys::ibv_send_wr = unsafe { core::mem::zeroed() };
+        work.wr_id = number;
+        work.opcode = sys::IBV_WR_RDMA_WRITE;
+        work.send_flags = sys::IBV_SEND_SIGNALED;
+        let rdma = sys::ibv_send_wr_rdma { remote_addr: to, rkey: remote_key };
+        work.wr = sys::ibv_send_wr_wr { rdma };
+        // SAFETY: per ibv_post_send(3): ours, one request, without a source.
+        unsafe { self.send(&mut work) }
+    }
+
+    /// Sends a datagram.
+    ///
+    /// # Safety
+    ///
+    /// The source is registered, and stays so, unchanged, until the completion.
+    pub(super) unsafe fn send_to(
+        &self,
+        to: &AddressHandle,
+        number: Number24,
+        key: u32,
+        id: u64,
+        mut from: sys::ibv_sge,
+    ) -> io::Result<()> {
+        // SAFETY: all zero is a value of the type.
+        let mut work: sys::ibv_send_wr = unsafe { core::mem::zeroed() };
+        work.wr_id = id;
+        (work.sg_list, work.num_sge) = (&raw mut from, 1);
+        work.opcode = sys::IBV_WR_SEND;
+        work.send_flags = sys::IBV_SEND_SIGNALED;
+        let (ah, remote_qpn) = (to.raw.as_ptr(), number.get());
+        let ud = sys::ibv_send_wr_ud { ah, remote_qpn, remote_qkey: key };
+        work.wr = sys::ibv_send_wr_wr { ud };
+        // SAFETY: per ibv_post_send(3): ours, one request; the source is as the caller promises.
+        unsafe { self.send(&mut work) }
+    }
+
+    /// # Safety
+    ///
+    /// As ibv_post_send(3) asks for.
+    unsafe fn send(&self, work: &mut sys::ibv_send_wr) -> io::Result<()> {
+        let mut bad = ptr::null_mut();
+        // SAFETY: by the caller's promise.
+        match unsafe { sys::ibv_post_send(self.raw.as_ptr(), work, &raw mut bad) } {
+            0 => Ok(()),
+            code => Err(io::Error::from_raw_os_error(code.abs())),
+        }
+    }
+
+    /// Posts a receive, to a queue pair that shares none.
+    ///
+    /// # Safety
+    ///
+    /// What `into` names stays, and nobody else uses it, until the completion was read or the queue pair is gone.
+    pub(super) unsafe fn receive(&self, id: u64, mut into: sys::ibv_sge) -> bool {
+        let (sg_list, next) = (&raw mut into, ptr::null_mut());
+        let mut work = sys::ibv_recv_wr { wr_id: id, next, sg_list, num_sge: 1 };
+        let mut bad = ptr::null_mut();
+        // SAFETY: per ibv_post_recv(3): ours, one request, whose place is as the caller promises.
+        unsafe { sys::ibv_post_recv(self.raw.as_ptr(), &raw mut work, &raw mut bad) == 0 }
+    }
+}
+
+impl Drop for QueuePair {
+    fn drop(&mut self) {
+        // SAFETY: ours. Afterwards the device neither reads nor writes on its behalf.
+        must("ibv_destroy_qp", unsafe {
+            (self.domain.device.library.symbols.ibv_destroy_qp)(self.raw.as_ptr())
+        });
+    }
+}
+
+fn address(device: &Device, route: &Route, options: &VerbsOptions) -> sys::ibv_ah_attr {
+    sys::ibv_ah_attr {
+        grh: sys::ibv_global_route {
+            dgid: sys::ibv_gid { raw: route.dgid.unwrap_or(Gid::NONE).0 },
+            flow_label: 0,
+            sgid_index: device.facts.gid_index,
+            hop_limit: HOP_LIMIT,
+            traffic_class: options.traffic_class,
+        },
+        dlid: route.dlid,
+        sl: options.service_level,
+        src_path_bits: 0,
+        static_rate: 0,
+        is_global: u8::from(route.dgid.is_some()),
+        port_num: PORT,
+    }
+}
+
+/// Where a datagram goes.
+#[derive(Debug)]
+pub(super) struct AddressHandle {
+    raw: NonNull<sys::ibv_ah>,
+    domain: Arc<Domain>,
+}
+
+// SAFETY: as for `Device`.
+unsafe impl Send for AddressHandle {}
+// SAFETY: as for `Device`; it is never changed.
+unsafe impl Sync for AddressHandle {}
+
+impl AddressHandle {
+    /// On RoCE the kernel looks the address up, which takes it up to a second if nobody answers.
+    pub(super) fn new(
+        domain: &Arc<Domain>,
+        route: &Route,
+        options: &VerbsOptions,
+    ) -> Result<Self, VerbsError> {
+        let mut attr = address(&domain.device, route, options);
+        let create = domain.device.library.symbols.ibv_create_ah;
+        // SAFETY: per ibv_create_ah(3): a live domain, and a local.
+        let raw = unsafe { create(domain.raw.as_ptr(), &raw mut attr) };
+        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_ah"))?;
+        Ok(Self { raw, domain: Arc::clone(domain) })
+    }
+}
+
+impl Drop for AddressHandle {
+    fn drop(&mut self) {
+        // SAFETY: ours; the sends that used it have completed, or their queue pair is gone.
+        must("ibv_destroy_ah", unsafe {
+            (self.domain.device.library.symbols.ibv_destroy_ah)(self.raw.as_ptr())
+        });
+    }
+}

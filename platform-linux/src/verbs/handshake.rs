@@ -1,0 +1,502 @@
+//! Calls: how a session comes to be, and how both ends prove who they are.
+//!
+//! The messages and their order are `immwire_core::datagram`'s. A proof is a keyed hash over both nonces, the engine
+//! that was called, and everything the prover claims; the roles differ, so it can be neither reflected nor relayed,
+//! and the number of the call in the claim keeps a recorded one from being of use again. Without a group key the
+//! proofs are not looked at.
+//!
+//! A claim names the prover's ports, and with the first of them the queue pair for the session's notes. The acceptor
+//! has connected its own to it, and so can hear, before it answers; the initiator says that it is ready through it.
+//!
+//! # Invariants
+//!
+//! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where it says.
+//! - A session is open here before its peer learns that it may write, and written to only when that has been said.
+
+use std::io;
+use std::time::Duration;
+
+use immwire_core::datagram::{
+    Address, Claim, DATAGRAM_MAX, Malformed, Message, Nonce, Nonces, Proof, Protocol, Retry,
+};
+use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
+use immwire_core::peer::DownReason;
+use immwire_core::port::{Door as Place, Port, Queue, Stand};
+use immwire_core::recycle::Turn;
+use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
+
+use super::device::QueuePair;
+use super::door::From;
+use super::lane::{Owner, Role};
+use super::session::{Made, Session, State};
+use super::{VerbsError, VerbsProvider, new_token, random};
+use crate::provider::{ConnectError, Sink};
+use crate::shm::GroupKey;
+
+/// How long the one who called may take to say that it has heard our answer.
+const GREETING_PATIENCE: Duration = Duration::from_secs(3);
+/// How long an engine may take to answer at all, until nobody is believed to be there: datagrams to nobody are not
+/// refused.
+const UNANSWERED: Duration = Duration::from_millis(2500);
+/// What both ends must have in common: notes, paths and immediates as they are here.
+const PROTOCOL: Protocol =
+    Protocol { number: u32::from_be_bytes(*b"IWrc"), version: 1, data_bytes: 4 };
+
+/// A call of ours that has not been answered.
+#[derive(Debug)]
+struct Call {
+    peer: PeerId,
+    token: u64,
+    target: EngineId,
+    door: Place,
+    hello: Hello,
+    /// For notes; of nobody yet.
+    control: QueuePair,
+    initiator: Nonce,
+    /// Of the challenge, once it has come.
+    acceptor: Option<Nonce>,
+    retry: Retry,
+    /// When it is given up if nothing has been answered.
+    until: Time,
+}
+
+impl Call {
+    /// When something is next to be done.
+    fn due(&self) -> Time {
+        if self.acceptor.is_none() { self.retry.due().min(self.until) } else { self.retry.due() }
+    }
+}
+
+/// The calls of ours, and what our answers to others' follow from.
+#[derive(Debug)]
+pub(super) struct Handshakes {
+    secret: [u8; 32],
+    calls: Vec<Call>,
+}
+
+impl Handshakes {
+    pub(super) fn new() -> io::Result<Self> {
+        Ok(Self { secret: random()?, calls: Vec::new() })
+    }
+
+    /// When a call is to be repeated.
+    pub(super) fn next_deadline(&self) -> Time {
+        self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
+    }
+
+    /// Gives all calls up.
+    pub(super) fn clear(&mut self) {
+        self.calls.clear();
+    }
+
+    /// What a caller has to show that it has received. It follows from the call, so nothing is kept.
+    fn challenge(&self, initiator: &Nonce, door: &Address) -> Nonces {
+        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
+        let acceptor = hasher.update(initiator).update(door).finalize();
+        Nonces { initiator: *initiator, acceptor: *acceptor.as_bytes() }
+    }
+
+    /// The call of that nonce, which has been answered.
+    fn take(&mut self, initiator: &Nonce) -> Option<Call> {
+        let at = self.calls.iter().position(|call| call.initiator == *initiator)?;
+        Some(self.calls.swap_remove(at))
+    }
+}
+
+/// Who proves something.
+#[derive(Debug, Clone, Copy)]
+enum Prover {
+    Initiator,
+    Acceptor,
+}
+
+/// What `prover` shows to prove that it holds `key`; nothing without one.
+fn proof(
+    key: Option<&GroupKey>,
+    prover: Prover,
+    nonces: &Nonces,
+    target: EngineId,
+    claim: &[u8],
+) -> blake3::Hash {
+    let Some(key) = key else { return blake3::Hash::from_bytes([0; 32]) };
+    let role = match prover {
+        Prover::Initiator => b"verbs initiator",
+        Prover::Acceptor => b"verbs acceptor.",
+    };
+    // All parts but the last have fixed lengths: no two claims hash the same bytes.
+    key.hasher()
+        .update(role)
+        .update(&nonces.initiator)
+        .update(&nonces.acceptor)
+        .update(&target.0.to_le_bytes())
+        .update(claim)
+        .finalize()
+}
+
+/// Compares in constant time.
+fn is_proven(expected: blake3::Hash, found: Proof) -> bool {
+    expected == blake3::Hash::from_bytes(found)
+}
+
+/// A claim's ports, and the queue pair for notes that comes with the first.
+fn stands(claim: &Claim) -> Option<(heapless::Vec<Port, MAX_NICS>, Queue)> {
+    let stands: Option<heapless::Vec<Stand, MAX_NICS>> =
+        claim.ports.iter().map(|address| Stand::decode(address)).collect();
+    let stands = stands?;
+    let control = stands.first()?.queue;
+    Some((stands.iter().map(|stand| stand.port).collect(), control))
+}
+
+impl VerbsProvider {
+    // ---- calling ----
+
+    pub(super) fn call(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+        hello: &Hello,
+    ) -> Result<(), ConnectError> {
+        let malformed = |what| ConnectError::Malformed { what };
+        let first = address.nics().first().map(|nic| nic.address.clone());
+        let first = first.ok_or(malformed("it names no door"))?;
+        if address.nics().iter().any(|nic| nic.address != first) {
+            return Err(malformed("the NICs of an engine on verbs share one address"));
+        }
+        let door = Place::decode(&first).ok_or(malformed("it is no door's"))?;
+        if door == *self.door.place() {
+            return Err(ConnectError::Myself);
+        }
+        if self.door.place().port.route(&door.port).is_none() {
+            return Err(malformed("it is on another kind of link than we are"));
+        }
+        let unreachable = |source| ConnectError::Unreachable { source };
+        let token = new_token().map_err(unreachable)?;
+        let initiator = random().map_err(unreachable)?;
+        let control = self.control_pair().map_err(|error| unreachable(error.into()))?;
+        let call = Call {
+            peer,
+            token,
+            target: address.engine(),
+            door,
+            hello: hello.clone(),
+            control,
+            initiator,
+            acceptor: None,
+            retry: Retry::start(self.now),
+            until: self.now.after(UNANSWERED),
+        };
+        self.handshakes.calls.push(call);
+        self.say_call(self.handshakes.calls.len() - 1);
+        Ok(())
+    }
+
+    /// Gives up a call of ours.
+    pub(super) fn hang_up(&mut self, peer: PeerId) {
+        self.handshakes.calls.retain(|call| call.peer != peer);
+    }
+
+    /// Repeats what has not been answered; gives up whom nothing is heard of.
+    pub(super) fn repeat_calls<S: Sink>(&mut self, sink: &mut S) {
+        let now = self.now;
+        let mut at = 0;
+        // Not an iterator: a call that is given up leaves the list.
+        while let Some(call) = self.handshakes.calls.get_mut(at) {
+            if call.acceptor.is_none() && now >= call.until {
+                let peer = call.peer;
+                self.fail_call(peer, DownReason::NeverAnswered, sink);
+                continue;
+            }
+            if call.retry.is_due(now) {
+                self.say_call(at);
+            }
+            at += 1;
+        }
+    }
+
+    /// Says what is next in a call.
+    fn say_call(&mut self, at: usize) {
+        let Some(call) = self.handshakes.calls.get(at) else { return };
+        let door = self.door.address().clone();
+        let options = &self.config.options;
+        let Some(acceptor) = call.acceptor else {
+            let message = Message::Call { nonce: call.initiator, target: call.target, door };
+            self.door.send(&call.door, &message, self.now, options);
+            return;
+        };
+        let nonces = Nonces { initiator: call.initiator, acceptor };
+        let said = self.claim(call.token, call.control.queue(), call.hello.clone());
+        let mut bytes = [0; DATAGRAM_MAX];
+        let Some(claim) = said.encode(&mut bytes).and_then(|len| bytes.get(..len)) else { return };
+        let key = self.config.group_key.as_ref();
+        let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
+        let message = Message::Prove { nonces, door, proof: *proof.as_bytes(), claim };
+        self.door.send(&call.door, &message, self.now, options);
+    }
+
+    /// What we say of ourselves.
+    fn claim(&self, token: u64, control: Queue, hello: Hello) -> Claim {
+        let stand = |port: Port| Stand { port, queue: control }.encode();
+        let ports = self.ports.iter().map(|port| stand(port.device().facts.port)).collect();
+        // What is withdrawn is told by notes, which come in order.
+        let (grant, protocol, turn, gone) = (self.grant, PROTOCOL, Turn::default(), 0);
+        Claim { token, grant, protocol, turn, ports, gone, hello }
+    }
+
+    fn fail_call<S: Sink>(&mut self, peer: PeerId, reason: DownReason, sink: &mut S) {
+        self.hang_up(peer);
+        sink.disconnected(peer, reason);
+    }
+
+    // ---- hearing ----
+
+    /// A message that belongs to a handshake; `None` if it is none, or not to be believed.
+    pub(super) fn hear_handshake<S: Sink>(
+        &mut self,
+        message: &Message<'_>,
+        from: &From,
+        sink: &mut S,
+    ) -> Option<()> {
+        match *message {
+            Message::Call { nonce, target, ref door } => self.challenge(nonce, target, door, from),
+            Message::Challenge(nonces) => self.challenged(&nonces),
+            Message::Prove { ref nonces, ref door, proof, claim } => {
+                self.proven(nonces, door, proof, (claim, from), sink)
+            }
+            Message::Accept { nonce, proof, claim } => self.accepted(&nonce, proof, claim, sink),
+            Message::Refuse { nonce, why } => self.refused(&nonce, why, sink),
+            // What is said in a session does not come through the door.
+            Message::Session { .. } => None,
+        }
+    }
+
+    fn refuse(&mut self, nonce: Nonce, door: &Place, why: Refusal) -> Option<()> {
+        self.stats.refused += 1;
+        // If it is lost, the caller repeats its message.
+        self.door.send(door, &Message::Refuse { nonce, why }, self.now, &self.config.options);
+        Some(())
+    }
+
+    fn challenge(
+        &mut self,
+        nonce: Nonce,
+        target: EngineId,
+        door: &Address,
+        from: &From,
+    ) -> Option<()> {
+        // Nobody has us answer somebody else, or look for somebody who is not there.
+        let place = Place::decode(door).filter(|place| from.is(&place.port))?;
+        if target != self.config.engine {
+            // Somebody else had this address before us.
+            return self.refuse(nonce, &place, Refusal::Malformed);
+        }
+        let nonces = self.handshakes.challenge(&nonce, door);
+        self.door.send(&place, &Message::Challenge(nonces), self.now, &self.config.options);
+        Some(())
+    }
+
+    fn challenged(&mut self, nonces: &Nonces) -> Option<()> {
+        let mut calls = self.handshakes.calls.iter();
+        let at = calls.position(|call| call.initiator == nonces.initiator)?;
+        let call = self.handshakes.calls.get_mut(at)?;
+        // The first challenge counts: whoever made up another does not keep us from proving to this one.
+        if call.acceptor.is_none() {
+            call.acceptor = Some(nonces.acceptor);
+            call.retry = Retry::start(self.now);
+            self.say_call(at);
+        }
+        Some(())
+    }
+
+    fn proven<S: Sink>(
+        &mut self,
+        nonces: &Nonces,
+        door: &Address,
+        shown: Proof,
+        (claim, from): (&[u8], &From),
+        sink: &mut S,
+    ) -> Option<()> {
+        let initiator = nonces.initiator;
+        let place = Place::decode(door).filter(|place| from.is(&place.port))?;
+        if self.handshakes.challenge(&initiator, door) != *nonces {
+            return None;
+        }
+        let key = self.config.group_key.as_ref();
+        let expected = proof(key, Prover::Initiator, nonces, self.config.engine, claim);
+        if key.is_some() && !is_proven(expected, shown) {
+            return self.refuse(initiator, &place, Refusal::Unauthorised);
+        }
+        let known = self.live.iter().copied().find(|&index| {
+            let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
+            session.is_some_and(|session| session.nonce == initiator)
+        });
+        if let Some(session) = known.and_then(|index| self.session(index)) {
+            // Our answer was lost, or is late.
+            session.says.accept = matches!(session.state, State::Greeting { .. });
+            self.urgent = true;
+            return Some(());
+        }
+        let claim = match Claim::decode(claim) {
+            Ok(claim) if claim.protocol == PROTOCOL => claim,
+            Ok(_) | Err(Malformed::Bytes) => {
+                return self.refuse(initiator, &place, Refusal::Malformed);
+            }
+            Err(Malformed::Version { theirs }) => {
+                let ours = PROTOCOL_VERSION;
+                return self.refuse(initiator, &place, Refusal::Version { ours, theirs });
+            }
+        };
+        if stands(&claim).is_none() {
+            return self.refuse(initiator, &place, Refusal::Malformed);
+        }
+        let (peer, hello) = match sink.incoming(&claim.hello) {
+            Ok(answer) => answer,
+            Err(why) => return self.refuse(initiator, &place, why),
+        };
+        // A call of our own to the same peer has crossed with this one, and is given up for it.
+        self.hang_up(peer);
+        match self.welcome(peer, nonces, place, &claim, hello) {
+            Ok(()) => sink.connected(peer, &claim.hello),
+            Err(error) => {
+                tracing::warn!(%peer, %error, "a session could not be opened");
+                sink.disconnected(peer, DownReason::Disconnected);
+            }
+        }
+        Some(())
+    }
+
+    /// Opens our side for one who has called.
+    fn welcome(
+        &mut self,
+        peer: PeerId,
+        nonces: &Nonces,
+        door: Place,
+        claim: &Claim,
+        hello: Hello,
+    ) -> Result<(), VerbsError> {
+        let token = new_token().map_err(VerbsError::Random)?;
+        let control = self.control_pair()?;
+        let ours = self.claim(token, control.queue(), hello);
+        let mut accept = vec![0; DATAGRAM_MAX];
+        let len = ours.encode(&mut accept).ok_or(VerbsError::Unreachable)?;
+        accept.truncate(len);
+        let key = self.config.group_key.as_ref();
+        // About the one who called: so that it is told from an answer to somebody else.
+        let target = claim.hello.engine();
+        let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
+        let retry = Retry::start(self.now);
+        let until = self.now.after(GREETING_PATIENCE);
+        let index = self.open_session(peer, token, claim, door, nonces.initiator, control)?;
+        if let Some(session) = self.session(index) {
+            session.state = State::Greeting { until, retry };
+            session.accept = accept;
+            session.accept_proof = *proof.as_bytes();
+            session.says.accept = true;
+        }
+        self.urgent = true;
+        Ok(())
+    }
+
+    fn accepted<S: Sink>(
+        &mut self,
+        nonce: &Nonce,
+        shown: Proof,
+        bytes: &[u8],
+        sink: &mut S,
+    ) -> Option<()> {
+        let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
+        let Some(call) = call else {
+            // Repeated, while our word that we know was on its way.
+            let claim = Claim::decode(bytes).ok()?;
+            let sessions = self.sessions.iter().flatten();
+            let known = |session: &Session| session.nonce == *nonce;
+            return (claim.protocol == PROTOCOL && sessions.map(Box::as_ref).any(known))
+                .then_some(());
+        };
+        let nonces = Nonces { initiator: *nonce, acceptor: call.acceptor? };
+        let key = self.config.group_key.as_ref();
+        let expected = proof(key, Prover::Acceptor, &nonces, self.config.engine, bytes);
+        let peer = call.peer;
+        if key.is_some() && !is_proven(expected, shown) {
+            self.fail_call(peer, DownReason::Refused(Refusal::Unauthorised), sink);
+            return Some(());
+        }
+        let claim = Claim::decode(bytes).ok().filter(|claim| {
+            claim.hello.engine() == call.target
+                && claim.protocol == PROTOCOL
+                && stands(claim).is_some()
+        });
+        let Some(claim) = claim else {
+            self.fail_call(peer, DownReason::Protocol, sink);
+            return Some(());
+        };
+        let Call { token, door, control, .. } = self.handshakes.take(nonce)?;
+        match self.open_session(peer, token, &claim, door, *nonce, control) {
+            Ok(index) => {
+                if let Some(session) = self.session(index) {
+                    session.says.ready = true;
+                }
+                self.urgent = true;
+                sink.connected(peer, &claim.hello);
+            }
+            Err(error) => {
+                tracing::warn!(%peer, %error, "a session could not be opened");
+                sink.disconnected(peer, DownReason::Disconnected);
+            }
+        }
+        Some(())
+    }
+
+    fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
+        let call = self.handshakes.take(nonce)?;
+        // The peer keeps its own call to us, which is answered, or has been already.
+        if why != Refusal::Crossed {
+            sink.disconnected(call.peer, DownReason::Refused(why));
+        }
+        Some(())
+    }
+
+    // ---- sessions ----
+
+    /// Makes an open session, whose queue pair for notes is connected; where it is.
+    fn open_session(
+        &mut self,
+        peer: PeerId,
+        token: u64,
+        claim: &Claim,
+        door: Place,
+        nonce: Nonce,
+        control: QueuePair,
+    ) -> Result<u16, VerbsError> {
+        let (ports, theirs) = stands(claim).ok_or(VerbsError::Unreachable)?;
+        let (granted, nics) = (self.grant, self.ports.len());
+        let (Some(here), Some(there)) = (self.ports.first_mut(), ports.first()) else {
+            return Err(VerbsError::Unreachable);
+        };
+        let route = here.device().facts.port.route(there).ok_or(VerbsError::Unreachable)?;
+        control.connect(&route, theirs, &self.config.options)?;
+        let vacant = self.sessions.iter().position(Option::is_none);
+        let at = vacant.unwrap_or(self.sessions.len());
+        let index = u16::try_from(at).map_err(|_| VerbsError::Unreachable)?;
+        here.owners.set(control.number(), Some(Owner { session: index, role: Role::Control }));
+        let made = Made { peer, token, nonce, door, ports, control, granted, nics };
+        self.memory.with_ledger(|ledger| ledger.open(token, peer));
+        let mut session = Box::new(Session::new(made, claim));
+        // What was withdrawn while there was no session, its peer may hold descriptors of all the same. It hears of it
+        // before it may write: notes keep their order.
+        session.says.withdraw = self.memory.gone();
+        let session = Some(session);
+        match self.sessions.get_mut(at) {
+            Some(slot) => *slot = session,
+            None => self.sessions.push(session),
+        }
+        self.live.push(index);
+        let seat = usize::from(peer.index);
+        if self.seats.len() <= seat {
+            self.seats.resize(seat + 1, None);
+        }
+        if let Some(slot) = self.seats.get_mut(seat) {
+            *slot = Some(index);
+        }
+        Ok(index)
+    }
+}

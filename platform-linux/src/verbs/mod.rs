@@ -1,0 +1,1091 @@
+//! The provider for engines on RDMA NICs: ConnectX and other InfiniBand or RoCE devices, by libibverbs.
+//!
+//! libibverbs is found and loaded at run time; nothing is linked. What is used of it is the part that all drivers
+//! have, Soft-RoCE's among them: reliable connected queue pairs, one-sided writes with immediate, shared receive queues.
+//!
+//! | part | what |
+//! |---|---|
+//! | `device` | libibverbs's objects, owned |
+//! | `slab` | registered memory for messages |
+//! | `lane` | queue pairs for writes, what is in flight on them, and whose a queue pair is |
+//! | `door` | the queue pair that takes datagrams, where the engine is reached |
+//! | `session` | one peer |
+//! | `handshake` | calls, and how both ends prove who they are |
+//! | `memory` | regions, and how they are taken back |
+//! | `survey` | what the machine has, for people |
+//! | `upkeep` | what is to be done beside the way of data |
+//!
+//! A session has one queue pair for notes (`immwire_core::note`), and for each path that something is written over,
+//! from a NIC of the writer's to one of the receiver's, two of its own, which are opened when they are first
+//! needed: long writes go by one, short ones by the other, so that they do not wait. Each NIC has one completion queue
+//! and one receive queue for all.
+//!
+//! # Queues
+//!
+//! No queue overruns: a completion queue has room for all receives that are ever posted and all sends that are ever
+//! in flight. Beside that each peer is granted a number of immediates (`immwire_core::credit`), so that it finds a
+//! receive posted for each, and leaves some to others. One that does not keep to it waits at its own side, as does
+//! whoever comes when it has taken all: the transport asks again, by itself.
+//!
+//! # What done means
+//!
+//! A write is done when the other device has acknowledged it. That the bytes can be seen there is said by its
+//! immediate, as everywhere; so a write without one is done a moment before it can be seen.
+//!
+//! # Cutting off
+//!
+//! A queue pair that is set to error sends and receives nothing more, and all that was posted on it completes. That
+//! concerns one peer; nobody else notices. What it had sent may still be on its way, until the receiver ends its side.
+//!
+//! # Who is gone
+//!
+//! A peer whose process is gone has no queue pairs any more: what is sent to it is not answered, and fails after the
+//! retries. Because nothing may be under way, a peer that was not heard for a second is sent a write without bytes,
+//! which takes nothing of its processor. It is down a second or two after its process has ended.
+//!
+//! # Trust
+//!
+//! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches the door. Nothing
+//! is encrypted, and who can send packets in another's name can write to its regions: RDMA networks are to be closed
+//! ones. Messages and descriptors from outside cannot crash this process.
+//!
+//! # Limits
+//!
+//! - The first port of each device; the default partition.
+//! - Host memory only: no dmabuf yet.
+//! - Notes go between the first NICs of both: a session ends when either is lost. So does one of which any queue pair
+//!   fails, whichever NIC that is on: writes are not moved to another NIC (`Unfenced`).
+//! - On RoCE the kernel looks a new peer's address up while the engine waits: some microseconds, or up to a second if
+//!   nobody answers there. It is the address of somebody that is called, or that a call came from.
+//!
+//! # Invariants
+//!
+//! - Nothing here waits for a peer. Each poll does a bounded amount of work.
+//! - The way of data neither allocates nor locks nor hashes: tables are made with the session.
+//! - A piece is reported once: when its completion, or a later one of its queue pair, was read, or the queue pair has
+//!   been destroyed.
+
+mod device;
+mod door;
+mod handshake;
+mod lane;
+mod memory;
+mod session;
+mod slab;
+mod survey;
+mod upkeep;
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use ibverbs_sys as sys;
+use ibverbs_sys::{Library, LoadError};
+use immwire_core::credit::{Allowance, grant};
+use immwire_core::group::{WorkError, WorkRequest};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::note::{NOTE_MAX, Note};
+use immwire_core::peer::DownReason;
+use immwire_core::tenant::device_key;
+use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
+use rustix::event::epoll::{self, EventData, EventFlags};
+use rustix::time::{
+    Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
+    timerfd_settime,
+};
+
+pub use self::device::Unfit;
+use self::device::{
+    BATCH, Chain, Completed, Completions, Depths, Device, Domain, QueuePair, RECEIVES, Shared,
+    Write,
+};
+use self::door::Door;
+use self::handshake::Handshakes;
+use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
+pub use self::memory::VerbsMemory;
+use self::session::{Outlet, Session, State};
+use self::slab::Slab;
+pub use self::survey::{Survey, Surveyed, survey};
+use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
+use crate::shm::GroupKey;
+
+/// Pieces in flight on a NIC.
+const QUEUE_DEPTH: u16 = 256;
+/// The longest piece: between two, small writes have their turn, and a cancellation is heard.
+const PIECE_BYTES: u64 = 1 << 20;
+/// The shortest piece worth a NIC of its own.
+const PIECE_MIN_BYTES: u64 = 64 << 10;
+/// The longest write that does not wait behind longer ones.
+const SHORT_BYTES: u64 = 8 << 10;
+/// Bytes that travel inside a work request.
+const INLINE_BYTES: u32 = 64;
+/// Immediates that a peer may have under way to one NIC, if the queue has room for so many from each.
+const GRANT_MAX: u16 = 256;
+/// Receives posted on a NIC, at most.
+const RECEIVES_MAX: u32 = 32 << 10;
+/// Notes under way to one peer.
+const NOTES: u16 = 8;
+/// Completions read in one poll of a NIC.
+const ROUNDS: usize = 4;
+/// What can wait is looked at once in so many polls.
+const UPKEEP_EVERY: u32 = 256;
+
+/// Which devices, and how their packets travel.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct VerbsOptions {
+    /// Names of devices: `mlx5_0`, `rxe0`. If none, all that fit, in the order of their names.
+    pub devices: Vec<String>,
+    /// Which entry of each port's table of global names is used. If none: RoCE v2 before v1, IPv4 before IPv6.
+    pub gid_index: Option<u8>,
+    /// Traffic class: the DSCP of RoCE v2 in its upper six bits.
+    pub traffic_class: u8,
+    /// InfiniBand's service level, RoCE's priority where the traffic class does not decide. 0 to 15.
+    pub service_level: u8,
+    /// How long a packet may go without an answer: 4.096 us times two to this power. 1 to 31.
+    pub timeout: u8,
+    /// How often it is sent again then. 0 to 7.
+    pub retry_count: u8,
+}
+
+impl Default for VerbsOptions {
+    /// All devices, and a peer that does not answer is given up after about half a second. Soft-RoCE takes a retry count
+    /// of 7 for one without end, so it is 6.
+    fn default() -> Self {
+        Self {
+            devices: Vec::new(),
+            gid_index: None,
+            traffic_class: 0,
+            service_level: 0,
+            timeout: 14,
+            retry_count: 6,
+        }
+    }
+}
+
+/// What a [`VerbsProvider`] is made from.
+#[derive(Debug, Clone)]
+pub struct VerbsConfig {
+    /// Who the engine is.
+    pub engine: EngineId,
+    /// How many NICs it is to have, 1 to 8. Several may share a device.
+    pub nics: u8,
+    /// The most peers at a time: receive queues are divided among so many.
+    pub peers: u16,
+    /// Which devices, and how their packets travel.
+    pub options: VerbsOptions,
+    /// If given, required of every peer.
+    pub group_key: Option<GroupKey>,
+}
+
+impl VerbsConfig {
+    /// One NIC, 256 peers, whatever the machine has.
+    #[must_use]
+    pub fn new(engine: EngineId) -> Self {
+        let options = VerbsOptions::default();
+        Self { engine, nics: 1, peers: 256, options, group_key: None }
+    }
+}
+
+/// Why there is no provider, or a part of it fails.
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum VerbsError {
+    /// An engine has 1 to 8 NICs.
+    #[error("an engine has 1 to {MAX_NICS} NICs, not {nics}")]
+    Nics {
+        /// As configured.
+        nics: u8,
+    },
+    /// An option is out of its range.
+    #[error("{option} must be {allowed}, not {found}")]
+    Option {
+        /// Which.
+        option: &'static str,
+        /// What is possible.
+        allowed: &'static str,
+        /// As configured.
+        found: u8,
+    },
+    /// There is no libibverbs.
+    #[error("{0}")]
+    Load(#[from] LoadError),
+    /// No device fits.
+    #[error(
+        "no RDMA device that fits{}{}; `ibv_devinfo` lists what there is",
+        if wanted.is_empty() { String::new() } else { format!(", of {}", wanted.join(", ")) },
+        unfit.iter().map(|it| format!("; {}: {}", it.device, it.why)).collect::<String>(),
+    )]
+    NoDevice {
+        /// As configured.
+        wanted: Vec<String>,
+        /// Those that do not, and why.
+        unfit: Vec<Unfit>,
+    },
+    /// A device is not one that can be used.
+    #[error("{why}")]
+    Unfit {
+        /// What is the matter.
+        why: &'static str,
+    },
+    /// libibverbs returned an error.
+    #[error("{call}: {source}")]
+    Call {
+        /// The function.
+        call: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+    /// The peer's ports cannot be reached from ours.
+    #[error("the peer's ports cannot be reached from ours")]
+    Unreachable,
+    /// The kernel has no random bytes.
+    #[error("random bytes: {0}")]
+    Random(#[source] io::Error),
+    /// The kernel said no.
+    #[error("{call}: {source}")]
+    Os {
+        /// What it was asked for.
+        call: &'static str,
+        /// Why.
+        source: io::Error,
+    },
+}
+
+/// What has happened at the door. Counts since the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct VerbsStats {
+    /// Messages that were none, or not to be believed.
+    pub ignored: u64,
+    /// Callers that were told why not.
+    pub refused: u64,
+    /// What came for no session.
+    pub strays: u64,
+}
+
+fn random<const N: usize>() -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
+    Ok(bytes)
+}
+
+/// What notes' completions carry of a token.
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is meant")]
+const fn tag_of(token: u64) -> u32 {
+    token as u32
+}
+
+/// A token for a session: tells it from all others that there have been.
+fn new_token() -> io::Result<u64> {
+    random().map(u64::from_ne_bytes)
+}
+
+/// A NIC.
+#[derive(Debug)]
+struct Nic {
+    /// Read, and not looked at yet.
+    stash: Completions,
+    owners: Owners,
+    /// Sends whose completion was not read.
+    outstanding: u16,
+    /// Pieces of the slab that are not posted.
+    unposted: Vec<u32>,
+    completed: Arc<Completed>,
+    shared: Arc<Shared>,
+    domain: Arc<Domain>,
+    /// What notes are received into; outlives the queue that it is posted to.
+    slab: Slab,
+}
+
+/// How long a NIC's queues are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Lengths {
+    receives: u32,
+    completions: u32,
+    grant: u16,
+}
+
+impl Lengths {
+    /// What fits all of the devices.
+    fn of(devices: &[Arc<Device>], peers: u16) -> Self {
+        let least = |limit: fn(&Device) -> u32| devices.iter().map(|it| limit(it)).min();
+        let completions = least(|device| device.facts.max_completions).unwrap_or(0);
+        let receives = least(|device| device.facts.max_receives).unwrap_or(0);
+        Self::fitting(completions, receives, peers)
+    }
+
+    /// What fits a device that has room for so many: a completion for each receive that is posted, and each send that
+    /// is in flight; and receives for what each of `peers` may have under way, if there are so many.
+    fn fitting(completions: u32, receives: u32, peers: u16) -> Self {
+        let sends = u32::from(QUEUE_DEPTH) + u32::from(NOTES) * u32::from(peers);
+        let wanted = u32::from(GRANT_MAX + NOTES) * u32::from(peers);
+        let room = completions.saturating_sub(sends);
+        let receives = wanted.min(receives).min(room).clamp(1, RECEIVES_MAX);
+        // Notes take receives, too. One immediate is granted to each in any case: whoever finds none posted waits.
+        let notes = usize::from(NOTES) * usize::from(peers);
+        let entries = usize::try_from(receives).unwrap_or(usize::MAX);
+        let grant = grant(entries, notes, peers).clamp(1, GRANT_MAX);
+        Self { receives, completions: receives + sends, grant }
+    }
+}
+
+impl Nic {
+    fn open(domain: Arc<Domain>, lengths: Lengths) -> Result<Self, VerbsError> {
+        let completed = Completed::open(domain.device(), lengths.completions)?;
+        let shared = Shared::open(&domain, lengths.receives)?;
+        let count = usize::try_from(lengths.receives).unwrap_or(usize::MAX);
+        let slab = Slab::new(&domain, NOTE_MAX, count)?;
+        let mut nic = Self {
+            stash: Completions::new(),
+            owners: Owners::new(),
+            outstanding: 0,
+            unposted: (0..lengths.receives).rev().collect(),
+            completed,
+            shared,
+            domain,
+            slab,
+        };
+        nic.refill(1);
+        Ok(nic)
+    }
+
+    fn device(&self) -> &Arc<Device> {
+        self.domain.device()
+    }
+
+    /// Posts receives again, as long as there are at least so many to be posted.
+    fn refill(&mut self, least: usize) {
+        while self.unposted.len() >= least.max(1) {
+            let mut batch = heapless::Vec::<_, RECEIVES>::new();
+            for &piece in self.unposted.iter().rev().take(RECEIVES) {
+                let place = self.slab.sge(usize::try_from(piece).unwrap_or(0), NOTE_MAX);
+                let _ = batch.push((Done::Receive { piece }.encode(), place));
+            }
+            // SAFETY: the pieces are in the slab, which outlives the queue, and are not posted.
+            let posted = unsafe { self.shared.post(&batch) };
+            self.unposted.truncate(self.unposted.len() - posted);
+            if posted < batch.len() {
+                break;
+            }
+        }
+    }
+
+    /// Reads completions, if none are left. Whether the queue is well.
+    #[inline]
+    fn read(&mut self) -> bool {
+        self.completed.read(&mut self.stash)
+    }
+}
+
+/// Writes that are to be posted together.
+#[derive(Debug, Clone, Copy)]
+struct Chained {
+    lane: LaneId,
+    session: u16,
+    remote_nic: NicIndex,
+    /// As it was before the first of them.
+    allowance: Allowance,
+    /// Which of the pieces given the first is.
+    first: usize,
+}
+
+/// The provider. See the [module](self).
+#[derive(Debug)]
+pub struct VerbsProvider {
+    config: VerbsConfig,
+    nics: Vec<NicInfo>,
+    address: NetAddr,
+    /// In any order: one that ends is here longer than its peer is. Dropped, as all that has queue pairs, before the
+    /// NICs.
+    sessions: Vec<Option<Box<Session>>>,
+    /// By index of the peer: where its session is.
+    seats: Vec<Option<u16>>,
+    lanes: Lanes,
+    handshakes: Handshakes,
+    door: Door,
+    ports: Vec<Nic>,
+    memory: Arc<VerbsMemory>,
+    /// Sessions that there are.
+    live: Vec<u16>,
+    chain: Chain,
+    chained: Option<Chained>,
+    grant: u16,
+    polls: u32,
+    /// Something is to be done beside the way of data.
+    urgent: bool,
+    /// The engine has slept, and may have been woken by a device.
+    woken: bool,
+    now: Time,
+    stats: VerbsStats,
+    epoll: OwnedFd,
+    timer: OwnedFd,
+}
+
+/// Options that verbs has room for.
+fn check(config: &VerbsConfig) -> Result<(), VerbsError> {
+    if config.nics == 0 || usize::from(config.nics) > MAX_NICS {
+        return Err(VerbsError::Nics { nics: config.nics });
+    }
+    let options = &config.options;
+    for (option, found, range, allowed) in [
+        ("the service level", options.service_level, 0..=15, "0 to 15"),
+        ("the timeout", options.timeout, 1..=31, "1 to 31"),
+        ("the retry count", options.retry_count, 0..=7, "0 to 7"),
+    ] {
+        if !range.contains(&found) {
+            return Err(VerbsError::Option { option, allowed, found });
+        }
+    }
+    Ok(())
+}
+
+impl VerbsProvider {
+    /// Loads libibverbs, opens an engine's devices, and begins to listen. Some ms for each NIC.
+    ///
+    /// # Errors
+    ///
+    /// [`VerbsError`].
+    pub fn new(config: VerbsConfig) -> Result<Self, VerbsError> {
+        check(&config)?;
+        let (found, unfit) = device::discover(Library::load()?, &config.options)?;
+        let nics = usize::from(config.nics);
+        let devices: Vec<_> = found.iter().cycle().take(nics).cloned().collect();
+        let Some(first) = devices.first() else {
+            return Err(VerbsError::NoDevice { wanted: config.options.devices, unfit });
+        };
+        let lengths = Lengths::of(&devices, config.peers.max(1));
+        let mut ports = Vec::with_capacity(devices.len());
+        for device in &devices {
+            ports.push(Nic::open(Domain::open(device)?, lengths)?);
+        }
+        let door = Door::open(&Domain::open(first)?)?;
+        let os = |call| move |source: io::Error| VerbsError::Os { call, source };
+        let domains = ports.iter().map(|port| Arc::clone(&port.domain)).collect();
+        let memory = VerbsMemory::new(config.engine, domains).map_err(os("eventfd"))?;
+        let nics: Vec<_> = devices.iter().map(|device| info(device)).collect();
+        let entry =
+            |nic: &NicInfo| NicAddr { speed_gbps: nic.speed_gbps, address: door.address().clone() };
+        let addresses: Vec<_> = nics.iter().map(entry).collect();
+        let address = NetAddr::new(ProviderKind::Verbs, config.engine, &addresses)
+            .map_err(|_| VerbsError::Nics { nics: config.nics })?;
+        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
+            .map_err(|errno| os("epoll_create")(errno.into()))?;
+        let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
+        let timer = timerfd_create(TimerfdClockId::Monotonic, flags)
+            .map_err(|errno| os("timerfd_create")(errno.into()))?;
+        let provider = Self {
+            handshakes: Handshakes::new().map_err(VerbsError::Random)?,
+            nics,
+            address,
+            sessions: Vec::new(),
+            seats: Vec::new(),
+            lanes: Lanes::default(),
+            door,
+            ports,
+            memory: Arc::new(memory),
+            live: Vec::new(),
+            chain: Chain::new(),
+            chained: None,
+            grant: lengths.grant,
+            polls: 0,
+            urgent: true,
+            woken: true,
+            now: Time::ZERO,
+            stats: VerbsStats::default(),
+            epoll,
+            timer,
+            config,
+        };
+        provider.watch_all(&found).map_err(|errno| os("epoll_ctl")(errno.into()))?;
+        Ok(provider)
+    }
+
+    /// What has happened so far.
+    #[must_use]
+    pub const fn stats(&self) -> VerbsStats {
+        self.stats
+    }
+
+    fn watch_all(&self, devices: &[Arc<Device>]) -> rustix::io::Result<()> {
+        let watch =
+            |fd: BorrowedFd<'_>| epoll::add(&self.epoll, fd, EventData::new_u64(0), EventFlags::IN);
+        watch(self.memory.wake_fd())?;
+        watch(self.timer.as_fd())?;
+        watch(self.door.fd())?;
+        self.ports.iter().try_for_each(|port| watch(port.completed.fd()))?;
+        let used = devices.iter().take(self.ports.len());
+        used.map(|device| device.event_fd()).try_for_each(watch)
+    }
+
+    fn session(&mut self, index: u16) -> Option<&mut Session> {
+        self.sessions.get_mut(usize::from(index))?.as_deref_mut()
+    }
+
+    /// A queue pair for notes.
+    fn control_pair(&self) -> Result<QueuePair, VerbsError> {
+        let first = self.ports.first().ok_or(VerbsError::Unreachable)?;
+        let inline = u32::try_from(NOTE_MAX).unwrap_or(0);
+        let depths = Depths { sends: NOTES.into(), receives: 0, inline };
+        QueuePair::reliable(&first.domain, &first.completed, &first.shared, depths)
+    }
+
+    // ---- what has completed ----
+
+    /// Reads the completions of one NIC, so many batches at most. Returns whether there were any.
+    #[inline]
+    fn poll_nic<S: Sink>(&mut self, at: usize, rounds: usize, sink: &mut S) -> bool {
+        let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
+        let mut any = false;
+        for _ in 0..rounds {
+            let Some(port) = self.ports.get_mut(at) else { break };
+            if !port.read() {
+                self.lose_nic(nic);
+                break;
+            }
+            let mut count = 0;
+            while let Some(done) = self.ports.get_mut(at).and_then(|port| port.stash.next()) {
+                self.complete(nic, &done, sink);
+                count += 1;
+            }
+            any |= count > 0;
+            if count < BATCH {
+                break;
+            }
+        }
+        if any && let Some(port) = self.ports.get_mut(at) {
+            port.refill(RECEIVES);
+        }
+        any
+    }
+
+    #[inline]
+    fn complete<S: Sink>(&mut self, nic: NicIndex, done: &sys::ibv_wc, sink: &mut S) {
+        let good = done.status == sys::IBV_WC_SUCCESS;
+        match Done::decode(done.wr_id) {
+            Some(Done::Receive { piece }) => self.received(nic, piece, done, sink),
+            Some(Done::Write { lane, number }) => self.written(lane, number, done.status, sink),
+            Some(Done::Note { session, token }) => {
+                if let Some(session) = self.session(session).filter(|it| tag_of(it.token) == token)
+                {
+                    session.notes = session.notes.saturating_sub(1);
+                    session.is_heard |= good;
+                    self.urgent = true;
+                }
+                if !good {
+                    self.stumble(session, token);
+                }
+            }
+            None => self.stats.strays += 1,
+        }
+    }
+
+    /// A write of ours has ended, and with it those before it.
+    #[inline]
+    fn written<S: Sink>(
+        &mut self,
+        id: LaneId,
+        number: u32,
+        status: sys::ibv_wc_status,
+        sink: &mut S,
+    ) {
+        let Some(lane) = self.lanes.get(id) else { return };
+        let (nic, index) = (lane.nic, lane.session);
+        let ended = lane.ended(number);
+        let good = status == sys::IBV_WC_SUCCESS;
+        let Some(session) =
+            self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
+        else {
+            return;
+        };
+        let leaving = session.is_leaving();
+        session.is_heard |= good;
+        for left in (0..ended).rev() {
+            let Some(work) = lane.flights.pop_front() else { break };
+            let outcome = match left {
+                _ if good => Ok(()),
+                _ if leaving => Err(WorkError::Flushed),
+                0 => Err(work_error(status)),
+                // Those before it had no completion of their own: it is not known whether they got there.
+                _ => Err(WorkError::Flushed),
+            };
+            sink.work_done(nic, work.token, outcome);
+        }
+        session.in_flight = session.in_flight.saturating_sub(u32::try_from(ended).unwrap_or(0));
+        self.urgent |= leaving || !session.releasing.is_empty();
+        if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+            port.outstanding = port.outstanding.saturating_sub(u16::try_from(ended).unwrap_or(0));
+        }
+        if !good {
+            let token = session.token;
+            if !leaving {
+                let why = self.ports.first().map(|port| port.completed.status_text(status));
+                tracing::warn!(peer = %session.peer, why, "a queue pair failed");
+            }
+            self.stumble(index, tag_of(token));
+        }
+    }
+
+    /// Something of a peer's has come.
+    #[inline]
+    fn received<S: Sink>(&mut self, nic: NicIndex, piece: u32, done: &sys::ibv_wc, sink: &mut S) {
+        let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+        let owner = port.owners.get(done.qp_num);
+        port.unposted.push(piece);
+        let Some(Owner { session: index, role }) = owner else {
+            self.stats.strays += 1;
+            return;
+        };
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session.filter(|session| !session.is_leaving()) else { return };
+        if done.status != sys::IBV_WC_SUCCESS {
+            // More than a note, say.
+            session.leave(self.now, Some(DownReason::Protocol));
+            self.urgent = true;
+            return;
+        }
+        session.is_heard = true;
+        match (role, done.opcode) {
+            (Role::Inlet, sys::IBV_WC_RECV_RDMA_WITH_IMM) => {
+                if let Some(takings) = session.takings.get_mut(usize::from(nic))
+                    && takings.take()
+                {
+                    if let Some(due) = session.says.taken.get_mut(usize::from(nic)) {
+                        *due = true;
+                    }
+                    self.urgent = true;
+                }
+                sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
+            }
+            (Role::Control, sys::IBV_WC_RECV) => {
+                let mut bytes = [0; NOTE_MAX];
+                let at = usize::try_from(piece).unwrap_or(usize::MAX);
+                // SAFETY: the receive has ended, and the piece is posted again only by `refill`.
+                unsafe { port.slab.read(at, 0, &mut bytes) };
+                let len = usize::try_from(done.byte_len).unwrap_or(usize::MAX);
+                match bytes.get(..len).and_then(Note::decode) {
+                    Some(note) => self.hear_note(index, note),
+                    None => {
+                        self.stats.ignored += 1;
+                        session.leave(self.now, Some(DownReason::Protocol));
+                        self.urgent = true;
+                    }
+                }
+            }
+            _ => {
+                self.stats.ignored += 1;
+                session.leave(self.now, Some(DownReason::Protocol));
+                self.urgent = true;
+            }
+        }
+    }
+
+    // ---- what is to be posted ----
+
+    /// What becomes of a piece: a write on a lane, or none.
+    #[inline]
+    fn admit(&mut self, nic: NicIndex, work: &WorkRequest) -> Admitted {
+        let seat = self.seats.get(usize::from(work.peer.index)).copied().flatten();
+        let Some(index) = seat else { return Admitted::Refused(WorkError::PeerGone) };
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session.filter(|session| session.peer == work.peer) else {
+            return Admitted::Refused(WorkError::PeerGone);
+        };
+        match session.state {
+            State::Open => {}
+            State::Leaving { .. } => return Admitted::Refused(WorkError::PeerGone),
+            State::Greeting { .. } => return Admitted::NoRoom,
+        }
+        let outlet = session.outlet(nic, work.remote_nic);
+        let Some(outlet) = outlet.and_then(|at| session.outlets.get_mut(at)) else {
+            return Admitted::Refused(WorkError::PeerGone);
+        };
+        let [long, short] = match outlet {
+            Outlet::Open { lanes } => *lanes,
+            Outlet::Closed => {
+                *outlet = Outlet::Wanted;
+                self.urgent = true;
+                return Admitted::NoRoom;
+            }
+            Outlet::Wanted | Outlet::Asked { .. } => return Admitted::NoRoom,
+        };
+        let remote = usize::from(work.remote_nic);
+        let Some(allowance) = session.allowances.get(remote) else {
+            return Admitted::Refused(WorkError::PeerGone);
+        };
+        let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= QUEUE_DEPTH);
+        if full || (work.imm.is_some() && !allowance.is_open()) {
+            return Admitted::NoRoom;
+        }
+        let (Ok(len), Ok(local_key)) = (u32::try_from(work.len), u32::try_from(work.src_key))
+        else {
+            return Admitted::Refused(WorkError::LocalAccess);
+        };
+        let (mut to, mut key) = (work.dst, work.dst_key);
+        if len == 0 {
+            // Nothing is written, but some devices look at the address and the key all the same.
+            let mailbox = &session.mailbox;
+            let Some(theirs) = mailbox.keys.get(work.remote_nic) else {
+                return Admitted::Refused(WorkError::RemoteAccess);
+            };
+            (to, key) = (mailbox.base, theirs);
+        } else if !session.withdrawn.allows(key) {
+            return Admitted::Refused(WorkError::RemoteAccess);
+        }
+        let is_short = work.len <= SHORT_BYTES;
+        let write = Write {
+            number: 0,
+            from: work.src,
+            len,
+            local_key,
+            to,
+            remote_key: device_key(key),
+            imm: work.imm.map(immwire_core::imm::Imm::bits),
+            inline: is_short && len > 0 && len <= INLINE_BYTES,
+        };
+        Admitted::Write { session: index, lane: if is_short { short } else { long }, write }
+    }
+
+    /// Puts an admitted piece into the chain, which is its lane's.
+    #[inline]
+    fn take_up(
+        &mut self,
+        (index, lane): (u16, LaneId),
+        mut write: Write,
+        at: usize,
+        work: &WorkRequest,
+    ) {
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let (Some(session), Some(flights)) = (session, self.lanes.get(lane)) else { return };
+        let Some(allowance) = session.allowances.get_mut(usize::from(work.remote_nic)) else {
+            return;
+        };
+        self.chained.get_or_insert(Chained {
+            lane,
+            session: index,
+            remote_nic: work.remote_nic,
+            allowance: *allowance,
+            first: at,
+        });
+        if work.imm.is_some() {
+            allowance.spend();
+        }
+        session.in_flight += 1;
+        let (number, signalled) = flights.push(work);
+        write.number = Done::Write { lane, number }.encode();
+        if let Some(port) = self.ports.get_mut(usize::from(flights.nic)) {
+            port.outstanding += 1;
+        }
+        self.chain.push(&write, signalled);
+    }
+
+    /// Posts the chain, if there is one. `Err`: from this one of the pieces on, none is posted.
+    #[inline]
+    fn flush(&mut self, work: &[WorkRequest]) -> Result<(), usize> {
+        let Some(chained) = self.chained.take() else { return Ok(()) };
+        let count = self.chain.len();
+        let Some(lane) = self.lanes.get(chained.lane) else {
+            self.chain.clear();
+            return Ok(());
+        };
+        self.chain.signal_last();
+        lane.signalled();
+        // SAFETY: the sources are registered, and stay so and mapped until the piece is reported: that is the
+        // contract of who posts it. They may be written to meanwhile: what arrives then is the caller's affair.
+        match unsafe { lane.pair.post(&mut self.chain) } {
+            Ok(()) => Ok(()),
+            Err((taken, error)) => Err(self.take_back(&chained, count, taken, &error, work)),
+        }
+    }
+
+    /// Of a chain of `count`, only the first `taken` were posted; returns which piece is the first that was not.
+    #[cold]
+    fn take_back(
+        &mut self,
+        chained: &Chained,
+        count: usize,
+        taken: usize,
+        error: &io::Error,
+        work: &[WorkRequest],
+    ) -> usize {
+        let back = count.saturating_sub(taken);
+        if let Some(lane) = self.lanes.get(chained.lane) {
+            lane.retract(back);
+            if let Some(port) = self.ports.get_mut(usize::from(lane.nic)) {
+                port.outstanding =
+                    port.outstanding.saturating_sub(u16::try_from(back).unwrap_or(0));
+            }
+        }
+        let first = chained.first.saturating_add(taken);
+        let now = self.now;
+        if let Some(session) = self.session(chained.session) {
+            session.in_flight = session.in_flight.saturating_sub(u32::try_from(back).unwrap_or(0));
+            if let Some(slot) = session.allowances.get_mut(usize::from(chained.remote_nic)) {
+                let mut allowance = chained.allowance;
+                let posted = work.get(chained.first..first).unwrap_or(&[]);
+                for _ in posted.iter().filter(|work| work.imm.is_some()) {
+                    allowance.spend();
+                }
+                *slot = allowance;
+            }
+            tracing::warn!(peer = %session.peer, %error, "a write could not be posted");
+            session.leave(now, Some(DownReason::Disconnected));
+        }
+        self.urgent = true;
+        first
+    }
+
+    /// When something is to be done, at the earliest, even if nothing happens.
+    fn next_deadline(&self) -> Time {
+        let sessions = self.live.iter().filter_map(|&index| {
+            let session = self.sessions.get(usize::from(index))?.as_ref()?;
+            match session.state {
+                State::Greeting { until, retry } => Some(until.min(retry.due())),
+                State::Leaving { parting, .. } => Some(parting.due(self.now)),
+                State::Open => Some(session.probe),
+            }
+        });
+        sessions.fold(self.handshakes.next_deadline(), Time::min)
+    }
+
+    /// Has the descriptor become readable after `nap`; for ever, if that is very long.
+    fn set_timer(&self, nap: Duration) {
+        let seconds = i64::try_from(nap.as_secs()).unwrap_or(i64::MAX).min(1 << 30);
+        let it_value = Timespec { tv_sec: seconds, tv_nsec: i64::from(nap.subsec_nanos()) };
+        let it_interval = Timespec { tv_sec: 0, tv_nsec: 0 };
+        let (value, flags) = (Itimerspec { it_interval, it_value }, TimerfdTimerFlags::empty());
+        if let Err(error) = timerfd_settime(&self.timer, flags, &value) {
+            tracing::error!(%error, "the timer could not be set");
+        }
+    }
+}
+
+/// What becomes of a piece.
+enum Admitted {
+    Write {
+        session: u16,
+        lane: LaneId,
+        write: Write,
+    },
+    NoRoom,
+    /// It is not posted, and never will be; nothing else is the matter.
+    Refused(WorkError),
+}
+
+/// What a device's status says, as far as it can be told.
+fn work_error(status: sys::ibv_wc_status) -> WorkError {
+    match status {
+        sys::IBV_WC_WR_FLUSH_ERR => WorkError::Flushed,
+        sys::IBV_WC_RETRY_EXC_ERR | sys::IBV_WC_RNR_RETRY_EXC_ERR => WorkError::PeerGone,
+        sys::IBV_WC_REM_ACCESS_ERR | sys::IBV_WC_REM_INV_REQ_ERR => WorkError::RemoteAccess,
+        sys::IBV_WC_LOC_PROT_ERR | sys::IBV_WC_LOC_LEN_ERR => WorkError::LocalAccess,
+        status => WorkError::Device(i32::try_from(status).unwrap_or(i32::MAX)),
+    }
+}
+
+fn info(device: &Device) -> NicInfo {
+    let facts = &device.facts;
+    let limits = NicLimits {
+        max_message_bytes: PIECE_BYTES.min(facts.max_message.into()),
+        min_piece_bytes: PIECE_MIN_BYTES,
+        queue_depth: QUEUE_DEPTH,
+        inline_bytes: INLINE_BYTES,
+        max_sge: 1,
+    };
+    NicInfo { name: device.name.clone(), speed_gbps: facts.speed_gbps, limits }
+}
+
+impl Provider for VerbsProvider {
+    type Memory = VerbsMemory;
+
+    fn nics(&self) -> &[NicInfo] {
+        &self.nics
+    }
+
+    fn memory(&self) -> &Arc<VerbsMemory> {
+        &self.memory
+    }
+
+    fn address(&self) -> NetAddr {
+        self.address.clone()
+    }
+
+    fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
+        for (at, piece) in work.iter().enumerate() {
+            match self.admit(nic, piece) {
+                Admitted::Write { session, lane, write } => {
+                    let other = self.chained.is_some_and(|chained| chained.lane != lane);
+                    if (other || self.chain.is_full())
+                        && let Err(first) = self.flush(work)
+                    {
+                        return first;
+                    }
+                    self.take_up((session, lane), write, at, piece);
+                }
+                Admitted::NoRoom => return self.flush(work).err().unwrap_or(at),
+                Admitted::Refused(error) => {
+                    // Those before it first: what was not posted is not accepted, nor anything behind it.
+                    if let Err(first) = self.flush(work) {
+                        return first;
+                    }
+                    sink.work_done(nic, piece.token, Err(error));
+                }
+            }
+        }
+        self.flush(work).err().unwrap_or(work.len())
+    }
+
+    fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        self.now = self.now.max(now);
+        let mut any = false;
+        for at in 0..self.ports.len() {
+            any |= self.poll_nic(at, ROUNDS, sink);
+        }
+        self.polls = self.polls.wrapping_add(1);
+        if self.urgent || self.polls.is_multiple_of(UPKEEP_EVERY) {
+            any |= self.upkeep(sink);
+        }
+        any
+    }
+
+    fn connect(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+        hello: &Hello,
+    ) -> Result<(), ConnectError> {
+        if address.provider() != ProviderKind::Verbs {
+            let found = address.provider().name().to_owned();
+            let expected = ProviderKind::Verbs.name();
+            return Err(ConnectError::OtherProvider { found, expected });
+        }
+        self.urgent = true;
+        self.call(peer, address, hello)
+    }
+
+    /// What is in flight is cut off, and reported at later polls.
+    fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
+        self.hang_up(peer);
+        self.part(peer, None, sink);
+    }
+
+    /// What is in flight is cut off, and reported at later polls.
+    fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
+        self.part(peer, Some(DownReason::Disconnected), sink);
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.epoll.as_fd()
+    }
+
+    fn arm(&mut self) -> bool {
+        if self.urgent {
+            return false;
+        }
+        let nap = self.next_deadline().since(self.now);
+        // All are asked, so that none is left out when they are asked for nothing the next time.
+        let mut may_sleep = self.door.arm();
+        for port in &mut self.ports {
+            may_sleep &= port.completed.arm() && port.read() && port.stash.is_empty();
+        }
+        if may_sleep {
+            self.set_timer(nap.max(Duration::from_micros(1)));
+        }
+        may_sleep
+    }
+
+    fn disarm(&mut self) {
+        self.door.disarm();
+        for port in &self.ports {
+            port.completed.disarm();
+        }
+        (self.urgent, self.woken) = (true, true);
+    }
+}
+
+impl Drop for VerbsProvider {
+    /// Takes leave of the peers. Afterwards no queue pair is left, and whoever withdraws a region later waits for
+    /// nobody.
+    fn drop(&mut self) {
+        self.farewell();
+        self.sessions.clear();
+        self.lanes.clear();
+        self.handshakes.clear();
+        self.memory.with_ledger(|ledger| ledger.stopped = true);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Over devices small and large and any number of peers: no queue is longer than the device has, none can overrun,
+    /// and what is granted is posted, wherever one for each is.
+    #[test]
+    fn queues_fit_the_device_and_what_is_granted() {
+        let sizes = [1 << 12, 1 << 14, 32_767, 1 << 16, 1 << 22];
+        for completions in sizes {
+            for receives in sizes {
+                for peers in [1, 2, 7, 64, 256, 400] {
+                    let lengths = Lengths::fitting(completions, receives, peers);
+                    let sends = u32::from(QUEUE_DEPTH) + u32::from(NOTES) * u32::from(peers);
+                    assert!(lengths.receives <= receives && lengths.completions <= completions);
+                    assert_eq!(lengths.completions, lengths.receives + sends);
+                    let each = u32::from(lengths.grant + NOTES);
+                    let all = each * u32::from(peers);
+                    assert!(all <= lengths.receives || lengths.grant == 1, "{lengths:?}");
+                }
+            }
+        }
+        // Soft-RoCE's, with the default of peers; and a device with room for all.
+        let soft = Lengths::fitting(32_767, 1 << 20, 256);
+        assert_eq!((soft.receives, soft.grant), (30_463, 110));
+        assert_eq!(Lengths::fitting(1 << 22, 1 << 15, 64).grant, GRANT_MAX);
+    }
+
+    #[test]
+    fn options_out_of_range_are_refused_by_name() {
+        let with = |change: fn(&mut VerbsConfig)| {
+            let mut config = VerbsConfig::new(EngineId(1));
+            change(&mut config);
+            check(&config).map_err(|error| error.to_string())
+        };
+        assert_eq!(with(|_| ()), Ok(()));
+        for (change, text) in [
+            ((|it| it.nics = 9) as fn(&mut VerbsConfig), "1 to 8 NICs, not 9"),
+            (|it| it.nics = 0, "not 0"),
+            (|it| it.options.service_level = 16, "the service level must be 0 to 15, not 16"),
+            (|it| it.options.timeout = 0, "the timeout must be 1 to 31, not 0"),
+            (|it| it.options.retry_count = 8, "the retry count must be 0 to 7, not 8"),
+        ] {
+            let said = with(change).unwrap_err();
+            assert!(said.contains(text), "{said}");
+        }
+    }
+
+    /// A name that no device has: an answer on every machine, with or without libibverbs or devices.
+    #[test]
+    fn a_device_that_is_not_there_is_named() {
+        let mut config = VerbsConfig::new(EngineId(1));
+        config.options.devices = vec!["mlx5_99".to_owned()];
+        match VerbsProvider::new(config) {
+            Err(error @ VerbsError::NoDevice { .. }) => {
+                assert!(error.to_string().contains("of mlx5_99"), "{error}");
+            }
+            Err(VerbsError::Load(error)) => assert!(error.to_string().contains("rdma-core")),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn what_a_device_says_is_told_apart() {
+        for (status, error) in [
+            (sys::IBV_WC_WR_FLUSH_ERR, WorkError::Flushed),
+            (sys::IBV_WC_RETRY_EXC_ERR, WorkError::PeerGone),
+            (sys::IBV_WC_REM_ACCESS_ERR, WorkError::RemoteAccess),
+            (sys::IBV_WC_LOC_PROT_ERR, WorkError::LocalAccess),
+            (sys::IBV_WC_REM_OP_ERR, WorkError::Device(11)),
+        ] {
+            assert_eq!(work_error(status), error);
+        }
+    }
+}
