@@ -59,6 +59,7 @@ mod error;
 mod intake;
 pub mod libfabric;
 mod message;
+mod proof;
 pub mod provider;
 mod region;
 mod request;

@@ -27,8 +27,8 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 use super::door::To;
 use super::session::{Routes, Session, State};
 use super::{LibfabricError, LibfabricProvider, index_of, random, token_for};
+use crate::proof::{Prover, challenge, is_proven, proof};
 use crate::provider::{ConnectError, Sink};
-use crate::shm::GroupKey;
 
 /// How long the one who called may take to say that it has heard our answer.
 const GREETING_PATIENCE: Duration = Duration::from_secs(3);
@@ -93,11 +93,9 @@ impl Handshakes {
         self.calls.iter().map(Call::due).min().unwrap_or(Time::NEVER)
     }
 
-    /// What a caller has to show that it has received. It follows from the call, so nothing is kept.
+    /// What a caller has to show that it has received.
     fn challenge(&self, initiator: &Nonce, door: &Address) -> Nonces {
-        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
-        let acceptor = hasher.update(initiator).update(door).finalize();
-        Nonces { initiator: *initiator, acceptor: *acceptor.as_bytes() }
+        challenge(&self.secret, initiator, door)
     }
 
     /// One message of a call's is not under way any more.
@@ -106,41 +104,6 @@ impl Handshakes {
             call.under_way = call.under_way.saturating_sub(1);
         }
     }
-}
-
-/// Who proves something.
-#[derive(Debug, Clone, Copy)]
-enum Prover {
-    Initiator,
-    Acceptor,
-}
-
-/// What `prover` shows to prove that it holds `key`; nothing without one.
-fn proof(
-    key: Option<&GroupKey>,
-    prover: Prover,
-    nonces: &Nonces,
-    target: EngineId,
-    claim: &[u8],
-) -> blake3::Hash {
-    let Some(key) = key else { return blake3::Hash::from_bytes([0; 32]) };
-    let role = match prover {
-        Prover::Initiator => b"datagram initiator",
-        Prover::Acceptor => b"datagram acceptor.",
-    };
-    // All parts but the last have fixed lengths: no two claims hash the same bytes.
-    key.hasher()
-        .update(role)
-        .update(&nonces.initiator)
-        .update(&nonces.acceptor)
-        .update(&target.0.to_le_bytes())
-        .update(claim)
-        .finalize()
-}
-
-/// Compares in constant time.
-fn is_proven(expected: blake3::Hash, found: Proof) -> bool {
-    expected == blake3::Hash::from_bytes(found)
 }
 
 impl LibfabricProvider {

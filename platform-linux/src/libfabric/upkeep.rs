@@ -28,7 +28,7 @@ const MESSAGES_MAX: usize = 64;
 /// How long what is in flight to a peer that has failed may take to fail by itself.
 const GRACE: Duration = Duration::from_millis(20);
 /// How long the other peers may take to move to new endpoints.
-const MOVE_PATIENCE: Duration = Duration::from_secs(2);
+const MOVE_PATIENCE: Duration = Duration::from_millis(500);
 /// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
 /// while it connects, and also when nobody is there to connect to.
 const STUCK: Duration = Duration::from_secs(1);

@@ -30,8 +30,8 @@ use super::door::From;
 use super::lane::{Owner, Role};
 use super::session::{Made, Session, State};
 use super::{VerbsError, VerbsProvider, new_token, random};
+use crate::proof::{Prover, challenge, is_proven, proof};
 use crate::provider::{ConnectError, Sink};
-use crate::shm::GroupKey;
 
 /// How long the one who called may take to say that it has heard our answer.
 const GREETING_PATIENCE: Duration = Duration::from_secs(3);
@@ -89,11 +89,9 @@ impl Handshakes {
         self.calls.clear();
     }
 
-    /// What a caller has to show that it has received. It follows from the call, so nothing is kept.
+    /// What a caller has to show that it has received.
     fn challenge(&self, initiator: &Nonce, door: &Address) -> Nonces {
-        let mut hasher = blake3::Hasher::new_keyed(&self.secret);
-        let acceptor = hasher.update(initiator).update(door).finalize();
-        Nonces { initiator: *initiator, acceptor: *acceptor.as_bytes() }
+        challenge(&self.secret, initiator, door)
     }
 
     /// The call of that nonce, which has been answered.
@@ -101,41 +99,6 @@ impl Handshakes {
         let at = self.calls.iter().position(|call| call.initiator == *initiator)?;
         Some(self.calls.swap_remove(at))
     }
-}
-
-/// Who proves something.
-#[derive(Debug, Clone, Copy)]
-enum Prover {
-    Initiator,
-    Acceptor,
-}
-
-/// What `prover` shows to prove that it holds `key`; nothing without one.
-fn proof(
-    key: Option<&GroupKey>,
-    prover: Prover,
-    nonces: &Nonces,
-    target: EngineId,
-    claim: &[u8],
-) -> blake3::Hash {
-    let Some(key) = key else { return blake3::Hash::from_bytes([0; 32]) };
-    let role = match prover {
-        Prover::Initiator => b"verbs initiator",
-        Prover::Acceptor => b"verbs acceptor.",
-    };
-    // All parts but the last have fixed lengths: no two claims hash the same bytes.
-    key.hasher()
-        .update(role)
-        .update(&nonces.initiator)
-        .update(&nonces.acceptor)
-        .update(&target.0.to_le_bytes())
-        .update(claim)
-        .finalize()
-}
-
-/// Compares in constant time.
-fn is_proven(expected: blake3::Hash, found: Proof) -> bool {
-    expected == blake3::Hash::from_bytes(found)
 }
 
 /// A claim's ports, and the queue pair for notes that comes with the first.
@@ -447,11 +410,15 @@ impl VerbsProvider {
     }
 
     fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
-        let call = self.handshakes.take(nonce)?;
-        // The peer keeps its own call to us, which is answered, or has been already.
-        if why != Refusal::Crossed {
-            sink.disconnected(call.peer, DownReason::Refused(why));
+        if why == Refusal::Crossed {
+            // The peer keeps its own call to us. When that is answered ours is over; but the peer may give its up,
+            // so that ours is repeated until then.
+            let mut calls = self.handshakes.calls.iter_mut();
+            calls.find(|call| call.initiator == *nonce)?.retry = Retry::start(self.now);
+            return Some(());
         }
+        let call = self.handshakes.take(nonce)?;
+        sink.disconnected(call.peer, DownReason::Refused(why));
         Some(())
     }
 

@@ -146,6 +146,7 @@ pub struct VerbsMemory {
     engine: EngineId,
     /// By NIC.
     domains: Vec<Arc<Domain>>,
+    /// Taken after the ledger, if both are.
     table: Mutex<Table>,
     ledger: Mutex<Ledger>,
     changed: Condvar,
@@ -276,11 +277,14 @@ impl VerbsMemory {
 
     /// Drops the registrations of a region that nobody writes to.
     fn close(&self, tenant: Tenant) {
-        let gone = lock(&self.table)
-            .region(tenant)
-            .map(|region| std::mem::take(&mut region.registrations));
         // Outside the lock: a device takes its time.
-        drop(gone);
+        drop(self.take_registrations(tenant));
+    }
+
+    fn take_registrations(&self, tenant: Tenant) -> Vec<Registration> {
+        let mut table = lock(&self.table);
+        let region = table.region(tenant);
+        region.map(|region| std::mem::take(&mut region.registrations)).unwrap_or_default()
     }
 
     /// Whether peers may write to a region that is still registered.
@@ -289,7 +293,13 @@ impl VerbsMemory {
         table.region(tenant).is_some_and(|it| it.remote && !it.registrations.is_empty())
     }
 
-    fn wait_for_writers(&self, tenant: Tenant, patience: Duration) -> Result<(), RevokeError> {
+    /// Waits until no peer writes there; from then on the region is gone, but for its registrations,
+    /// which are returned to be dropped.
+    fn wait_for_writers(
+        &self,
+        tenant: Tenant,
+        patience: Duration,
+    ) -> Result<Vec<Registration>, RevokeError> {
         let deadline = Instant::now().checked_add(patience);
         let mut ledger = lock(&self.ledger);
         if !ledger.withdrawals.iter().any(|it| it.tenant == tenant) {
@@ -298,8 +308,9 @@ impl VerbsMemory {
         }
         loop {
             let Some(peer) = ledger.writer(tenant) else {
+                // Under the lock: a session that begins later finds it among those that are gone.
                 ledger.withdrawals.retain(|it| it.tenant != tenant);
-                return Ok(());
+                return Ok(self.take_registrations(tenant));
             };
             let _ = rustix::io::write(&self.wake, &1_u64.to_ne_bytes());
             let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
@@ -341,7 +352,9 @@ impl Memory for VerbsMemory {
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
         let Some(tenant) = Self::tenant_of(region) else { return Ok(()) };
         if self.is_exposed(tenant) {
-            self.wait_for_writers(tenant, patience)?;
+            let registrations = self.wait_for_writers(tenant, patience)?;
+            // Outside the locks: a device takes its time.
+            drop(registrations);
         }
         self.close(tenant);
         Ok(())
