@@ -380,7 +380,7 @@ impl<P: Provider> Engine<P> {
             }
         };
         self.state.shared.peers.set(peer, PeerState::Connecting);
-        if let Err(error) = self.provider.connect(peer, address, &hello) {
+        if let Err(error) = self.provider.connect(self.state.now, peer, address, &hello) {
             self.state.forget_peer(peer, DownReason::NeverAnswered);
             // Whoever asked finds the peer down, not connecting.
             self.events();

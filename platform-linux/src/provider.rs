@@ -85,13 +85,15 @@ pub trait Provider: Send + 'static {
     /// anything.
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool;
 
-    /// Starts to connect. The outcome is [`Sink::connected`] or [`Sink::disconnected`].
+    /// Starts to connect, at `now`: the last poll may have been long ago. The outcome is [`Sink::connected`] or
+    /// [`Sink::disconnected`].
     ///
     /// # Errors
     ///
     /// [`ConnectError`]: the address cannot be reached from here; nothing was started.
     fn connect(
         &mut self,
+        now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,

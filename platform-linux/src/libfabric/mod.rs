@@ -1014,6 +1014,7 @@ impl Provider for LibfabricProvider {
 
     fn connect(
         &mut self,
+        now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,
@@ -1023,6 +1024,7 @@ impl Provider for LibfabricProvider {
             let expected = ProviderKind::Libfabric.name();
             return Err(ConnectError::OtherProvider { found, expected });
         }
+        self.now = self.now.max(now);
         self.urgent = true;
         self.call(peer, address, hello)
     }

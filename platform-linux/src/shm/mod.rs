@@ -948,6 +948,7 @@ impl Provider for ShmProvider {
 
     fn connect(
         &mut self,
+        _now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,

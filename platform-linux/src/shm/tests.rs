@@ -146,7 +146,7 @@ impl Node {
         let address = other.provider.address();
         self.record.calling.insert(address.engine(), peer);
         let hello = self.record.hello.clone();
-        self.provider.connect(peer, &address, &hello).unwrap();
+        self.provider.connect(self.now(), peer, &address, &hello).unwrap();
         peer
     }
 
@@ -337,7 +337,7 @@ fn an_address_that_cannot_be_is_an_error_at_once() {
     };
     let mut connect = |kind, nics: &[NicAddr]| {
         let address = NetAddr::new(kind, EngineId(9), nics).unwrap();
-        a.provider.connect(peer, &address, &hello).unwrap_err()
+        a.provider.connect(Time::ZERO, peer, &address, &hello).unwrap_err()
     };
     use ProviderKind::{Shm, Verbs};
     assert!(matches!(connect(Verbs, &[nic(&[0; 16])]), ConnectError::OtherProvider { .. }));
@@ -346,7 +346,7 @@ fn an_address_that_cannot_be_is_an_error_at_once() {
     assert!(matches!(connect(Shm, &two), ConnectError::Malformed { .. }));
     assert!(matches!(connect(Shm, &[nic(&[0; 16])]), ConnectError::Unreachable { .. }));
     let own = a.provider.address();
-    let to_self = a.provider.connect(peer, &own, &hello);
+    let to_self = a.provider.connect(Time::ZERO, peer, &own, &hello);
     assert!(matches!(to_self, Err(ConnectError::Myself)));
 }
 

@@ -99,6 +99,7 @@ impl Provider for SimProvider {
 
     fn connect(
         &mut self,
+        _now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,

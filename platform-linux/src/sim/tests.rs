@@ -998,7 +998,7 @@ fn raw_pair(seed: u64, config: FabricConfig, model: NicModel) -> (Fabric, Raw, R
     let fabric = Fabric::new(seed, config);
     let (mut a, mut b) = (Raw::new(&fabric, &[model; 2], 3), Raw::new(&fabric, &[model; 2], 5));
     let (address, hello) = (b.provider.address(), a.record.hello.clone());
-    a.provider.connect(a.record.peer, &address, &hello).unwrap();
+    a.provider.connect(Time::ZERO, a.record.peer, &address, &hello).unwrap();
     advance(&fabric, &mut a, &mut b, SECOND / 1000);
     assert!(a.record.connected && b.record.connected);
     (fabric, a, b)
@@ -1223,8 +1223,14 @@ fn keys_of_other_nics_and_ranges_outside_are_refused() {
     let hello = a.record.hello.clone();
     let peer = PeerId { index: 9, generation: 0 };
     let (own, far) = (a.provider.address(), stranger.provider.address());
-    assert!(matches!(a.provider.connect(peer, &own, &hello), Err(ConnectError::Myself)));
-    assert!(matches!(a.provider.connect(peer, &far, &hello), Err(ConnectError::Malformed { .. })));
+    assert!(matches!(
+        a.provider.connect(Time::ZERO, peer, &own, &hello),
+        Err(ConnectError::Myself)
+    ));
+    assert!(matches!(
+        a.provider.connect(Time::ZERO, peer, &far, &hello),
+        Err(ConnectError::Malformed { .. })
+    ));
     assert!(matches!(fabric.provider(&[]), Err(BuildError::Config { found: 0, .. })));
     assert!(matches!(fabric.provider(&[CX7; 9]), Err(BuildError::Config { found: 9, .. })));
 }

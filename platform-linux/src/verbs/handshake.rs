@@ -8,6 +8,9 @@
 //! A claim names the prover's ports, and with the first of them the queue pair for the session's notes. The acceptor
 //! has connected its own to it, and so can hear, before it answers; the initiator says that it is ready through it.
 //!
+//! Who gives up a call that it has proven says so, by a refusal of its own call, and again whenever it is answered: the
+//! acceptor would hold the session open for nobody, and a later call would find it there.
+//!
 //! # Invariants
 //!
 //! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where it says.
@@ -35,9 +38,11 @@ use crate::provider::{ConnectError, Sink};
 
 /// How long the one who called may take to say that it has heard our answer.
 const GREETING_PATIENCE: Duration = Duration::from_secs(3);
-/// How long an engine may take to answer at all, until nobody is believed to be there: datagrams to nobody are not
-/// refused.
+/// How long nothing may be heard of an engine that is called, until nobody is believed to be there: datagrams to nobody
+/// are not refused. Whoever is there answers each message that is repeated.
 const UNANSWERED: Duration = Duration::from_millis(2500);
+/// Calls that were given up, and are answered so, at most.
+const GIVEN_UP_MAX: usize = 64;
 /// What both ends must have in common: notes, paths and immediates as they are here.
 const PROTOCOL: Protocol =
     Protocol { number: u32::from_be_bytes(*b"IWrc"), version: 1, data_bytes: 4 };
@@ -56,15 +61,30 @@ struct Call {
     /// Of the challenge, once it has come.
     acceptor: Option<Nonce>,
     retry: Retry,
-    /// When it is given up if nothing has been answered.
+    /// When it is given up if nothing more is heard.
     until: Time,
 }
 
 impl Call {
     /// When something is next to be done.
     fn due(&self) -> Time {
-        if self.acceptor.is_none() { self.retry.due().min(self.until) } else { self.retry.due() }
+        self.retry.due().min(self.until)
     }
+
+    /// The one who is called is there.
+    fn heard(&mut self, now: Time) {
+        self.retry = Retry::start(now);
+        self.until = now.after(UNANSWERED);
+    }
+}
+
+/// A call of ours that was given up when the acceptor may have answered it.
+#[derive(Debug)]
+struct GivenUp {
+    initiator: Nonce,
+    door: Place,
+    /// Until then it may be answered.
+    until: Time,
 }
 
 /// The calls of ours, and what our answers to others' follow from.
@@ -72,11 +92,13 @@ impl Call {
 pub(super) struct Handshakes {
     secret: [u8; 32],
     calls: Vec<Call>,
+    /// The oldest first; at most [`GIVEN_UP_MAX`].
+    given_up: Vec<GivenUp>,
 }
 
 impl Handshakes {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { secret: random()?, calls: Vec::new() })
+        Ok(Self { secret: random()?, calls: Vec::new(), given_up: Vec::new() })
     }
 
     /// When a call is to be repeated.
@@ -155,7 +177,33 @@ impl VerbsProvider {
 
     /// Gives up a call of ours.
     pub(super) fn hang_up(&mut self, peer: PeerId) {
-        self.handshakes.calls.retain(|call| call.peer != peer);
+        while let Some(at) = self.handshakes.calls.iter().position(|call| call.peer == peer) {
+            let call = self.handshakes.calls.swap_remove(at);
+            if call.acceptor.is_none() {
+                continue; // It holds nothing for us yet.
+            }
+            self.revoke_call(call.initiator, &call.door);
+            let (now, given_up) = (self.now, &mut self.handshakes.given_up);
+            given_up.retain(|call| now < call.until);
+            if given_up.len() >= GIVEN_UP_MAX {
+                given_up.remove(0);
+            }
+            let (initiator, door) = (call.initiator, call.door);
+            given_up.push(GivenUp { initiator, door, until: now.after(GREETING_PATIENCE) });
+        }
+    }
+
+    /// Gives up all calls of ours.
+    pub(super) fn hang_up_all(&mut self) {
+        while let Some(peer) = self.handshakes.calls.first().map(|call| call.peer) {
+            self.hang_up(peer);
+        }
+    }
+
+    /// Says of a call of ours that it is given up; that may be lost.
+    fn revoke_call(&mut self, nonce: Nonce, door: &Place) {
+        let message = Message::Refuse { nonce, why: Refusal::Stale };
+        self.door.send(door, &message, self.now, &self.config.options);
     }
 
     /// Repeats what has not been answered; gives up whom nothing is heard of.
@@ -164,7 +212,7 @@ impl VerbsProvider {
         let mut at = 0;
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
-            if call.acceptor.is_none() && now >= call.until {
+            if now >= call.until {
                 let peer = call.peer;
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
@@ -226,7 +274,7 @@ impl VerbsProvider {
                 self.proven(nonces, door, proof, (claim, from), sink)
             }
             Message::Accept { nonce, proof, claim } => self.accepted(&nonce, proof, claim, sink),
-            Message::Refuse { nonce, why } => self.refused(&nonce, why, sink),
+            Message::Refuse { nonce, why } => self.refused(&nonce, why, from, sink),
             // What is said in a session does not come through the door.
             Message::Session { .. } => None,
         }
@@ -264,7 +312,7 @@ impl VerbsProvider {
         // The first challenge counts: whoever made up another does not keep us from proving to this one.
         if call.acceptor.is_none() {
             call.acceptor = Some(nonces.acceptor);
-            call.retry = Retry::start(self.now);
+            call.heard(self.now);
             self.say_call(at);
         }
         Some(())
@@ -368,6 +416,13 @@ impl VerbsProvider {
     ) -> Option<()> {
         let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
         let Some(call) = call else {
+            if let Some(call) =
+                self.handshakes.given_up.iter().find(|call| call.initiator == *nonce)
+            {
+                let door = call.door;
+                self.revoke_call(*nonce, &door);
+                return Some(());
+            }
             // Repeated, while our word that we know was on its way.
             let claim = Claim::decode(bytes).ok()?;
             let sessions = self.sessions.iter().flatten();
@@ -409,16 +464,33 @@ impl VerbsProvider {
         Some(())
     }
 
-    fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
+    /// A call of ours is refused, or a peer's is taken back that we have answered.
+    fn refused<S: Sink>(
+        &mut self,
+        nonce: &Nonce,
+        why: Refusal,
+        from: &From,
+        sink: &mut S,
+    ) -> Option<()> {
         if why == Refusal::Crossed {
             // The peer keeps its own call to us. When that is answered ours is over; but the peer may give its up,
             // so that ours is repeated until then.
             let mut calls = self.handshakes.calls.iter_mut();
-            calls.find(|call| call.initiator == *nonce)?.retry = Retry::start(self.now);
+            calls.find(|call| call.initiator == *nonce)?.heard(self.now);
             return Some(());
         }
-        let call = self.handshakes.take(nonce)?;
-        sink.disconnected(call.peer, DownReason::Refused(why));
+        if let Some(call) = self.handshakes.take(nonce) {
+            sink.disconnected(call.peer, DownReason::Refused(why));
+            return Some(());
+        }
+        let now = self.now;
+        let session = self.sessions.iter_mut().flatten().find(|session| {
+            session.nonce == *nonce
+                && matches!(session.state, State::Greeting { .. })
+                && from.is(&session.door.port)
+        })?;
+        session.leave(now, Some(DownReason::Disconnected));
+        self.urgent = true;
         Some(())
     }
 

@@ -949,6 +949,7 @@ impl Provider for VerbsProvider {
 
     fn connect(
         &mut self,
+        now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,
@@ -958,6 +959,7 @@ impl Provider for VerbsProvider {
             let expected = ProviderKind::Verbs.name();
             return Err(ConnectError::OtherProvider { found, expected });
         }
+        self.now = self.now.max(now);
         self.urgent = true;
         self.call(peer, address, hello)
     }

@@ -31,6 +31,9 @@ use crate::provider::{Path, Sink};
 const MESSAGES_MAX: usize = 64;
 /// How long a peer may take to hear that we leave.
 const GRACE: Duration = Duration::from_millis(20);
+/// The same for one that has not said that it knows of the session: until it does, its queue pair hears nothing, and the
+/// device repeats what is said.
+const GREETED_GRACE: Duration = Duration::from_millis(500);
 /// How often it is seen whether a peer's device answers.
 const PROBE: Duration = Duration::from_secs(1);
 /// How long leaving may take at the end.
@@ -279,11 +282,12 @@ impl VerbsProvider {
 
     /// The engine wants to be rid of a peer.
     pub(super) fn part<S: Sink>(&mut self, peer: PeerId, reason: Option<DownReason>, sink: &mut S) {
-        let patience = self.now.after(GRACE);
+        let now = self.now;
         let seat = self.seats.get(usize::from(peer.index)).copied().flatten();
         let session = seat.and_then(|index| self.session(index));
         if let Some(session) = session.filter(|session| session.peer == peer) {
-            session.leave(patience, reason);
+            let greeting = matches!(session.state, State::Greeting { .. });
+            session.leave(now.after(if greeting { GREETED_GRACE } else { GRACE }), reason);
             self.tend(sink);
         }
     }
@@ -569,6 +573,7 @@ impl VerbsProvider {
 
     /// Tells all peers that it is over, and gives that a moment to arrive.
     pub(super) fn farewell(&mut self) {
+        self.hang_up_all();
         let now = self.now;
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };

@@ -72,11 +72,12 @@ impl Provider for Watched {
 
     fn connect(
         &mut self,
+        now: Time,
         peer: PeerId,
         address: &NetAddr,
         hello: &Hello,
     ) -> Result<(), ConnectError> {
-        self.inner.connect(peer, address, hello)
+        self.inner.connect(now, peer, address, hello)
     }
 
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {

@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use immwire::{DownReason, End, PeerState, SubmitError, TransferError};
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Foreign, Host, Own, PATIENCE, Setup};
+use crate::host::{Foreign, Host, Motor, Own, PATIENCE, Setup};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
@@ -14,6 +14,7 @@ pub const TESTS: &[Test] = &[
     ("receiver_stops_under_load", Spread::ProcessesBothMotors, |case| stop_under_load(case, false)),
     ("both_stop_in_one_process", Spread::ProcessesBothMotors, both_stop),
     ("returning_peer", Spread::Places, returning_peer),
+    ("calls_after_a_pause", Spread::Once, calls_after_a_pause),
     ("full_and_capacity", Spread::Places, full_and_capacity),
     ("waits_end_with_the_engine", Spread::Once, waits_end_with_the_engine),
     ("handles_outlive_the_engine", Spread::Once, handles_outlive_the_engine),
@@ -186,6 +187,15 @@ fn returning_peer(case: &Case) {
         let none = me.until(PATIENCE, || me.engine.peers().is_empty().then_some(()));
         assert!(none.is_some(), "{:?}", me.engine.peers());
     }
+}
+
+/// A polled engine that nobody has polled for longer than any call takes to be given up calls as any other does.
+fn calls_after_a_pause(case: &Case) {
+    let me = Host::new(&Setup { motor: Motor::Polled, ..case.setup(case.nics.0) });
+    let (_other, address) = case.agent("other");
+    me.step();
+    std::thread::sleep(Duration::from_secs(4));
+    me.peer(&address);
 }
 
 /// Full is an answer, and one can wait for the opposite.

@@ -38,8 +38,9 @@ fn programs(case: &Case) {
         // Whoever waits for somebody who has given up waits as long as for one who is silent.
         assert!(
             began.elapsed() < config.silence,
-            "seed {seed}, the {n}th: took {:?}",
-            began.elapsed()
+            "seed {seed}, the {n}th: took {:?}: {}",
+            began.elapsed(),
+            outcome.trace.join("\n"),
         );
         if let Some(violation) = outcome.violation {
             panic!("seed {seed}, the {n}th: {}\n{violation:?}", outcome.trace.join("\n"));

@@ -327,7 +327,9 @@ impl World {
         } else {
             let impostor = Impostor::listen(&hello.address)?;
             let ours_hello = self.ears.hello.clone();
-            self.provider.connect(PEER, &hello.address, &ours_hello).expect("somebody listens");
+            self.provider
+                .connect(Time::ZERO, PEER, &hello.address, &ours_hello)
+                .expect("somebody listens");
             self.rogue = Some(impostor.accept()?);
             self.impostor = Some(impostor);
             let parts = Parts { nics: (ours, theirs), ..parts };
