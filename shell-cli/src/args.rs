@@ -52,6 +52,9 @@ pub enum Command {
     /// The child that loads libfabric for `doctor`.
     #[command(name = "__probe-libfabric", hide = true)]
     ProbeLibfabric,
+    /// The child that loads libibverbs for `doctor`.
+    #[command(name = "__probe-verbs", hide = true)]
+    ProbeVerbs,
 }
 
 /// Which transport.
@@ -61,6 +64,8 @@ pub enum Provider {
     Shm,
     /// libfabric: TCP to any host, AWS EFA
     Libfabric,
+    /// libibverbs: RDMA NICs, RoCE and InfiniBand
+    Verbs,
 }
 
 /// What carries the writes.
@@ -75,6 +80,15 @@ pub struct TransportArgs {
     /// Network interface or device of libfabric's: eth0, lo, an EFA device [default: all but lo]
     #[arg(long, value_name = "NAME")]
     pub interface: Option<String>,
+    /// RDMA devices of libibverbs', separated by commas: mlx5_0,mlx5_1 [default: all that fit]
+    #[arg(long, value_delimiter = ',', value_name = "NAME")]
+    pub device: Vec<String>,
+    /// Entry of the RDMA ports' tables of global names [default: RoCE v2 before v1, IPv4 before IPv6]
+    #[arg(long, value_name = "INDEX")]
+    pub gid_index: Option<u8>,
+    /// Traffic class of packets of RDMA devices: the DSCP of RoCE v2 in its upper six bits
+    #[arg(long, value_name = "CLASS")]
+    pub traffic_class: Option<u8>,
 }
 
 const BENCH_HELP: &str = "\
@@ -92,9 +106,9 @@ the receiver: its counter has fired, and it has read the bytes and answered.
 
 The baseline is measured in turns with ours, in the same processes and over the same memory. For shm it is
 memcpy into the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory.
-For libfabric it is a loop over fi_writedata on an endpoint of its own, with the same library, provider,
-interface, sizes, depth and immediates, polled on both sides; of write, rate, pages and latency. A
-software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
+For libfabric and verbs it is a loop over fi_writedata or ibv_post_send on an endpoint of its own, with
+the same library, device, sizes, depth and immediates, polled on both sides; of write, rate, pages and
+latency. A software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
 asks that it be done when they are there (FI_DELIVERY_COMPLETE). The loop that does not ask is measured
 too, and shown if it differs by more than 5 %. A ratio above 1 is better than the baseline. p99 is the
 slow end: of turns, of barriers, or of the mean transfer of a round.
@@ -113,7 +127,8 @@ Examples:
   immwire bench --listen                     in one terminal, and in another:
   immwire bench write --connect iw1:...
   immwire bench --listen --provider libfabric --interface eth0     on one host, and on another:
-  immwire bench latency --connect iw1:... --interface eth0";
+  immwire bench latency --connect iw1:... --interface eth0
+  immwire bench write --provider verbs --device mlx5_0";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]
@@ -201,13 +216,14 @@ pub struct PushArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 The address goes to standard output, everything else to standard error. Over shared memory only processes
-of the same user are let in; over libfabric anybody who reaches the port: on a network that others share,
-use a tunnel. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
+of the same user are let in; over a network anybody who reaches the port: on one that others share, use a
+tunnel, or none at all with RDMA. A file grows as NAME.immwire-partial, and gets its name when its BLAKE3 digest is right.
 
 Examples:
   immwire recv --dir inbox
   immwire recv --dir inbox --once > address
-  immwire recv --dir inbox --provider libfabric --interface eth0     from another host")]
+  immwire recv --dir inbox --provider libfabric --interface eth0     from another host
+  immwire recv --dir inbox --provider verbs --device mlx5_0")]
 pub struct RecvArgs {
     /// Where files go; made if it is not there. Nothing is written outside
     #[arg(long)]
@@ -231,8 +247,8 @@ pub struct RecvArgs {
 
 const DOCTOR_HELP: &str = "\
 No privilege is needed. Libraries are searched for by name where the loader would look, not opened, since
-that would run their code; but libfabric, if there is one, is loaded by a child process, and asked for its
-devices. IMMWIRE_LIBFABRIC names another libfabric.so.1.
+that would run their code; but libfabric and libibverbs, if they are there, are loaded by child processes,
+and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name others.
 
 Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What no
 machine can do with this version (GPU memory), and what needs a library that is not installed (other
@@ -241,7 +257,7 @@ hosts), is said, and does not count.
 Examples:
   immwire doctor
   immwire doctor --json | jq .paths
-  immwire doctor --json | jq .probes.libfabric
+  immwire doctor --json | jq .probes.libfabric,.probes.verbs
   immwire doctor --json | jq -r .topology.table >table; immwire doctor --topology table";
 
 /// `immwire doctor`.
@@ -420,7 +436,7 @@ mod tests {
             "immwire bench --size 1T",
             "immwire bench --listen write",
             "immwire bench write --connect nowhere",
-            "immwire bench --provider verbs",
+            "immwire bench --provider infiniband",
             "immwire push x",
             "immwire push x y",
             "immwire recv",

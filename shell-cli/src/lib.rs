@@ -93,7 +93,10 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
             doctor::probe::target().map_err(|error| failed(error.to_string())).map(|()| 0)
         }
         Command::ProbeLibfabric => {
-            doctor::fabric::child().map_err(|error| failed(error.to_string())).map(|()| 0)
+            doctor::fabric::tell().map_err(|error| failed(error.to_string())).map(|()| 0)
+        }
+        Command::ProbeVerbs => {
+            doctor::rdma::tell().map_err(|error| failed(error.to_string())).map(|()| 0)
         }
         Command::Push(args) => {
             let start = std::time::Instant::now();

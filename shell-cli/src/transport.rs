@@ -8,7 +8,10 @@ use immwire::core::peer::DownReason;
 use immwire::core::wire::ProviderKind;
 use immwire::libfabric::LibfabricError;
 use immwire::provider::ConnectError;
-use immwire::{AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Transport};
+use immwire::verbs::VerbsError;
+use immwire::{
+    AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Transport, VerbsOptions,
+};
 
 /// The interface that reaches this host alone.
 const LOOPBACK: &str = "lo";
@@ -18,11 +21,13 @@ const EFA: &str = "efa";
 /// Why the flags make no transport. The user's to correct.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum TransportError {
-    /// A flag of libfabric's, for another transport.
-    #[error("--{option} is for --provider libfabric, not for {provider}: leave it out")]
+    /// A flag of one transport's, for another.
+    #[error("--{option} is for --provider {of}, not for {provider}: leave it out")]
     NoMeaning {
         /// Which flag.
         option: &'static str,
+        /// Whose it is.
+        of: &'static str,
         /// For which transport.
         provider: &'static str,
     },
@@ -40,37 +45,65 @@ pub enum Peers<'a> {
 }
 
 impl TransportArgs {
-    /// The transport that was asked for. Without `--provider` it is the address's, libfabric if a flag
-    /// of libfabric's is there, or else shared memory. Own peers are on this host, so they are reached by
-    /// loopback, if no interface was named and the provider has one.
+    /// The flags that were given, and whose each is.
+    fn given(&self) -> impl Iterator<Item = (&'static str, Provider)> {
+        [
+            ("fabric", Provider::Libfabric, self.fabric.is_some()),
+            ("interface", Provider::Libfabric, self.interface.is_some()),
+            ("device", Provider::Verbs, !self.device.is_empty()),
+            ("gid-index", Provider::Verbs, self.gid_index.is_some()),
+            ("traffic-class", Provider::Verbs, self.traffic_class.is_some()),
+        ]
+        .into_iter()
+        .filter_map(|(option, of, given)| given.then_some((option, of)))
+    }
+
+    /// The transport that was asked for. Without `--provider` it is the address's, the first flag's, or else
+    /// shared memory. Own peers are on this host, so over libfabric they are reached by loopback, if no interface was
+    /// named and its provider has one.
     ///
     /// # Errors
     ///
     /// [`TransportError`].
     pub fn choose(&self, peers: Peers<'_>) -> Result<Transport, TransportError> {
-        let fabric_flags =
-            [("fabric", self.fabric.is_some()), ("interface", self.interface.is_some())];
-        let flag = fabric_flags.into_iter().find(|(_, given)| *given).map(|(option, _)| option);
         let provider = self.provider.unwrap_or_else(|| match peers {
-            Peers::At(address) if address.provider() == ProviderKind::Libfabric => {
-                Provider::Libfabric
-            }
-            Peers::At(_) => Provider::Shm,
-            Peers::Come | Peers::Own if flag.is_some() => Provider::Libfabric,
-            Peers::Come | Peers::Own => Provider::Shm,
+            Peers::At(address) => match address.provider() {
+                ProviderKind::Libfabric => Provider::Libfabric,
+                ProviderKind::Verbs => Provider::Verbs,
+                _ => Provider::Shm,
+            },
+            Peers::Come | Peers::Own => self.given().next().map_or(Provider::Shm, |(_, of)| of),
         });
-        match (provider, flag) {
-            (Provider::Shm, Some(option)) => {
-                Err(TransportError::NoMeaning { option, provider: ProviderKind::Shm.name() })
-            }
-            (Provider::Shm, None) => Ok(Transport::Shm),
-            (Provider::Libfabric, _) => {
+        if let Some((option, of)) = self.given().find(|(_, of)| *of != provider) {
+            let (of, provider) = (kind(of).name(), kind(provider).name());
+            return Err(TransportError::NoMeaning { option, of, provider });
+        }
+        Ok(match provider {
+            Provider::Shm => Transport::Shm,
+            Provider::Libfabric => {
                 let near = peers == Peers::Own && self.fabric.as_deref() != Some(EFA);
                 let domain = self.interface.clone().or_else(|| near.then(|| LOOPBACK.to_owned()));
                 let provider = self.fabric.clone();
-                Ok(Transport::Libfabric(LibfabricOptions { library: None, provider, domain }))
+                Transport::Libfabric(LibfabricOptions { library: None, provider, domain })
             }
-        }
+            Provider::Verbs => {
+                let usual = VerbsOptions::default();
+                Transport::Verbs(VerbsOptions {
+                    devices: self.device.clone(),
+                    gid_index: self.gid_index,
+                    traffic_class: self.traffic_class.unwrap_or(usual.traffic_class),
+                    ..usual
+                })
+            }
+        })
+    }
+}
+
+const fn kind(provider: Provider) -> ProviderKind {
+    match provider {
+        Provider::Shm => ProviderKind::Shm,
+        Provider::Libfabric => ProviderKind::Libfabric,
+        Provider::Verbs => ProviderKind::Verbs,
     }
 }
 
@@ -88,9 +121,20 @@ pub const fn name(transport: &Transport) -> &'static str {
 #[must_use]
 pub fn flags(transport: &Transport) -> Vec<String> {
     let mut flags = vec!["--provider".to_owned(), name(transport).to_owned()];
-    if let Transport::Libfabric(options) = transport {
-        for (flag, value) in [("--fabric", &options.provider), ("--interface", &options.domain)] {
-            flags.extend(value.iter().flat_map(|value| [flag.to_owned(), value.clone()]));
+    let mut add = |flag: &str, value: Option<String>| {
+        flags.extend(value.into_iter().flat_map(|value| [flag.to_owned(), value]));
+    };
+    match transport {
+        Transport::Shm => {}
+        Transport::Libfabric(options) => {
+            add("--fabric", options.provider.clone());
+            add("--interface", options.domain.clone());
+        }
+        Transport::Verbs(options) => {
+            let devices = (!options.devices.is_empty()).then(|| options.devices.join(","));
+            add("--device", devices);
+            add("--gid-index", options.gid_index.map(|index| index.to_string()));
+            add("--traffic-class", Some(options.traffic_class.to_string()));
         }
     }
     flags
@@ -101,14 +145,15 @@ pub fn flags(transport: &Transport) -> Vec<String> {
 pub fn advice(error: &MotorError) -> Option<String> {
     match error {
         MotorError::Build(BuildError::Libfabric(error)) => fabric_advice(error),
+        MotorError::Build(BuildError::Verbs(error)) => verbs_advice(error),
         MotorError::AddPeer(AddPeerError::Connect(ConnectError::OtherProvider { found, .. })) => {
             Some(format!("leave --provider out, or give --provider {found}"))
         }
         MotorError::Peer(
             PeerError::Timeout { .. } | PeerError::Down { reason: DownReason::NeverAnswered, .. },
         ) => Some(
-            "see that the peer runs; over libfabric, that no firewall is between, and that both are on one \
-             network (--interface; lo for both, if they are on one host)"
+            "see that the peer runs, that no firewall is between, and that both are on one network (--interface; \
+             lo for both, if they are on one host; --device and --gid-index over RDMA)"
                 .to_owned(),
         ),
         _ => None,
@@ -137,6 +182,23 @@ fn fabric_advice(error: &LibfabricError) -> Option<String> {
     Some(next.to_owned())
 }
 
+fn verbs_advice(error: &VerbsError) -> Option<String> {
+    let next = match error {
+        // What is missing, or out of range, has been said.
+        VerbsError::Load(_) | VerbsError::Nics { .. } | VerbsError::Option { .. } => return None,
+        VerbsError::NoDevice { wanted, .. } if !wanted.is_empty() => {
+            "name another with --device, or leave it out; `rdma link` lists what the kernel has"
+        }
+        VerbsError::NoDevice { .. } => {
+            "without RDMA NICs, --provider libfabric goes over TCP; `immwire doctor` says what is here"
+        }
+        _ => {
+            "see that `ibv_rc_pingpong` works on the device, and that `ulimit -l` allows to lock the memory"
+        }
+    };
+    Some(next.to_owned())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -148,7 +210,8 @@ mod tests {
         interface: Option<&str>,
     ) -> TransportArgs {
         let owned = |text: Option<&str>| text.map(str::to_owned);
-        TransportArgs { provider, fabric: owned(fabric), interface: owned(interface) }
+        let (fabric, interface) = (owned(fabric), owned(interface));
+        TransportArgs { provider, fabric, interface, ..TransportArgs::default() }
     }
 
     fn libfabric(fabric: Option<&str>, interface: Option<&str>) -> Transport {
@@ -190,10 +253,34 @@ mod tests {
     }
 
     #[test]
-    fn flags_of_libfabric_are_refused_for_shared_memory() {
+    fn flags_of_one_transport_are_refused_for_another() {
         let refused = args(Some(Provider::Shm), None, Some("eth0")).choose(Peers::Own);
-        let error = TransportError::NoMeaning { option: "interface", provider: "shm" };
-        assert_eq!(refused, Err(error));
+        let (of, provider) = ("libfabric", "shm");
+        assert_eq!(refused, Err(TransportError::NoMeaning { option: "interface", of, provider }));
+        let mixed =
+            TransportArgs { device: vec!["mlx5_0".to_owned()], ..args(None, Some("tcp"), None) };
+        let (of, provider) = ("verbs", "libfabric");
+        let error = TransportError::NoMeaning { option: "device", of, provider };
+        assert_eq!(mixed.choose(Peers::Come), Err(error));
+    }
+
+    #[test]
+    fn a_device_or_an_entry_of_its_table_means_verbs() {
+        let device = TransportArgs {
+            device: vec!["mlx5_0".to_owned(), "mlx5_1".to_owned()],
+            gid_index: Some(3),
+            traffic_class: Some(104),
+            ..TransportArgs::default()
+        };
+        let expected = VerbsOptions {
+            devices: device.device.clone(),
+            gid_index: Some(3),
+            traffic_class: 104,
+            ..VerbsOptions::default()
+        };
+        assert_eq!(device.choose(Peers::Own), Ok(Transport::Verbs(expected)));
+        let index = TransportArgs { gid_index: Some(1), ..TransportArgs::default() };
+        assert!(matches!(index.choose(Peers::Come), Ok(Transport::Verbs(_))));
     }
 
     #[test]
@@ -209,6 +296,13 @@ mod tests {
             libfabric(None, None),
             libfabric(Some("tcp;ofi_rxm"), Some("eth0")),
             libfabric(None, Some("lo")),
+            Transport::Verbs(VerbsOptions::default()),
+            Transport::Verbs(VerbsOptions {
+                devices: vec!["rxe0".to_owned(), "rxe1".to_owned()],
+                gid_index: Some(7),
+                traffic_class: 255,
+                ..VerbsOptions::default()
+            }),
         ] {
             let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags(&transport)));
             assert_eq!(only.transport.choose(Peers::Come), Ok(transport));

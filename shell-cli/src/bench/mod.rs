@@ -10,7 +10,7 @@
 //! | [`pattern`] | bytes that tell when and where they belong |
 //! | [`mapping`] | the transfers' memory, for the baseline |
 //! | [`process`] | peer processes |
-//! | [`raw`] | libfabric without an engine, for the baseline |
+//! | [`raw`] | libfabric and libibverbs without an engine, for the baseline |
 
 pub mod command;
 pub mod mapping;

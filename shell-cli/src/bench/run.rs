@@ -132,7 +132,10 @@ impl Bench<'_> {
         let shape = Shape {
             bench: case.what.name(),
             provider: transport::name(self.transport),
-            fabric: raw::device(self.motor.engine()).map(|(provider, _)| provider.to_owned()),
+            fabric: match raw::device(self.motor.engine()) {
+                Some(raw::Device::Fabric { provider, .. }) => Some(provider),
+                _ => None,
+            },
             nics,
             bytes: match case.what {
                 What::Barrier => None,
@@ -254,9 +257,9 @@ impl Bench<'_> {
     }
 
     fn open_raw(&mut self, there: &There, src: &Region) -> Result<Bare, BenchError> {
-        let nowhere = || BenchError::Confused("an engine that is not on libfabric".to_owned());
-        let (provider, domain) = raw::device(self.motor.engine()).ok_or_else(nowhere)?;
-        let mut raw = Raw::open(provider, domain, PATIENCE)?;
+        let nowhere = || BenchError::Confused("an engine that is on no NIC".to_owned());
+        let device = raw::device(self.motor.engine()).ok_or_else(nowhere)?;
+        let mut raw = Raw::open(&device, PATIENCE)?;
         self.ask(there.peer, &Ask::Raw { endpoint: raw.name().to_vec() })?;
         let far = match self.answer(there.peer)? {
             Answer::Raw { far } => far,
@@ -634,7 +637,7 @@ impl Bench<'_> {
         Ok(samples)
     }
 
-    /// A round of the ping-pong without an engine over libfabric: seconds one way, for each batch.
+    /// A round of the ping-pong without an engine over a NIC: seconds one way, for each batch.
     fn bare_echo(
         &mut self,
         bare: &mut Bare,

@@ -45,7 +45,7 @@ pub enum Ask {
         /// How often.
         turns: u64,
     },
-    /// Have an endpoint of libfabric's without an engine, over the memory that was prepared. Answer:
+    /// Have an endpoint of the transport's without an engine, over the memory that was prepared. Answer:
     /// [`Answer::Raw`].
     Raw {
         /// Address of the asker's.

@@ -145,9 +145,8 @@ fn meet(
         Ask::Raw { endpoint } => {
             client.raw = None;
             let (region, _) = client.memory.as_ref().ok_or(ServeError::Bad("no memory"))?;
-            let (provider, domain) =
-                raw::device(motor.engine()).ok_or(ServeError::Bad("not on libfabric here"))?;
-            let mut raw = Raw::open(provider, domain, PATIENCE)?;
+            let device = raw::device(motor.engine()).ok_or(ServeError::Bad("on no NIC here"))?;
+            let mut raw = Raw::open(&device, PATIENCE)?;
             raw.meet(&endpoint)?;
             // SAFETY: the client's region stays until the endpoint over it is gone: whatever replaces or
             // drops it does so in that order. It is read and written by methods of `Region` only, between

@@ -1,32 +1,15 @@
 //! Which libfabric there is, and what engines can do with it: asked by a child process.
-//!
-//! Loading a library runs its code, and the first question makes it probe devices; what a broken one does
-//! then happens to the child. That there is none is an answer like any other.
 
+use super::child::{self, Asked};
 use immwire::libfabric::{LibfabricError, Surveyed, survey};
 use serde::{Deserialize, Serialize};
-use std::io::{Read, Write};
 use std::path::PathBuf;
-use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
-use std::time::Duration;
 
 /// The hidden subcommand under which this program is that child.
 pub const CHILD_COMMAND: &str = "__probe-libfabric";
-/// Half a second is usual.
-const PATIENCE: Duration = Duration::from_secs(20);
 
 /// What there is.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum Libfabric {
-    /// A library.
-    Found(Fabric),
-    /// None, and where it was looked for.
-    NotFound(String),
-    /// One that fails when it is asked, or whose child was lost.
-    Fails(String),
-}
+pub type Libfabric = Asked<Fabric>;
 
 /// A libfabric.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -69,68 +52,12 @@ impl FabricProvider {
     }
 }
 
-/// Asks. `program` starts this program, as the child.
-#[must_use]
-pub fn probe(mut program: Command) -> Libfabric {
-    let child = program
-        .arg(CHILD_COMMAND)
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null())
-        .spawn();
-    match child {
-        Ok(child) => answer(Reaped(child), PATIENCE),
-        Err(error) => Libfabric::Fails(format!("no child process could be started: {error}")),
-    }
-}
-
-/// Kills and reaps on every way out.
-struct Reaped(Child);
-
-impl Reaped {
-    /// How it ended by itself, once its output has.
-    fn end(&mut self) -> Option<ExitStatus> {
-        self.0.wait().ok()
-    }
-}
-
-impl Drop for Reaped {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-fn answer(mut child: Reaped, patience: Duration) -> Libfabric {
-    let out = child.0.stdout.take();
-    let (give, take) = mpsc::channel();
-    let reader = std::thread::spawn(move || {
-        let mut said = Vec::new();
-        if let Some(mut out) = out {
-            let _ = out.read_to_end(&mut said);
-        }
-        let _ = give.send(said);
-    });
-    let said = take.recv_timeout(patience);
-    let result = match &said {
-        Ok(said) => serde_json::from_slice(said).unwrap_or_else(|_| {
-            let end = child.end().map_or_else(|| "unknown".to_owned(), |end| end.to_string());
-            Libfabric::Fails(format!("the process that loaded it said nothing of use ({end})"))
-        }),
-        Err(_) => Libfabric::Fails(format!("it did not answer within {patience:?}")),
-    };
-    drop(child);
-    // The child is gone, and its output with it.
-    let _ = reader.join();
-    result
-}
-
 /// The child's part: loads, asks, prints.
 ///
 /// # Errors
 ///
 /// An I/O error of the standard output.
-pub fn child() -> std::io::Result<()> {
+pub fn tell() -> std::io::Result<()> {
     let found = match survey(None) {
         Ok(survey) => Libfabric::Found(Fabric {
             path: survey.path,
@@ -140,28 +67,12 @@ pub fn child() -> std::io::Result<()> {
         Err(LibfabricError::Load(error)) => Libfabric::NotFound(error.to_string()),
         Err(error) => Libfabric::Fails(error.to_string()),
     };
-    let text = serde_json::to_string(&found)?;
-    writeln!(std::io::stdout(), "{text}")
+    child::say(&found)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn a_child_that_says_nothing_of_use_is_told_of() {
-        let Libfabric::Fails(why) = probe(Command::new("/bin/echo")) else { panic!("it is echo") };
-        assert!(why.contains("exit status: 0"), "{why}");
-        let Libfabric::Fails(why) = probe(Command::new("/nonexistent")) else {
-            panic!("no program")
-        };
-        assert!(why.contains("no child process"), "{why}");
-        let slow = Command::new("/bin/sleep").arg("60").stdout(Stdio::piped()).spawn().unwrap();
-        let limit = Duration::from_millis(20);
-        assert!(
-            matches!(answer(Reaped(slow), limit), Libfabric::Fails(why) if why.contains("20ms"))
-        );
-    }
 
     #[test]
     fn an_interface_is_named_once_and_loopback_leads_nowhere() {

@@ -1,11 +1,13 @@
 //! What the machine has, which path each pair takes, why not a faster one, what to do about it.
 //!
-//! Four parts: [`facts`] reads, [`probe`] and [`fabric`] try, [`verdict`] judges, [`topology`] pairs GPUs and NICs;
-//! here it is put into words.
+//! Four parts: [`facts`] reads, [`probe`], [`fabric`] and [`rdma`] try, [`verdict`] judges, [`topology`] pairs GPUs and
+//! NICs; here it is put into words.
 
+pub mod child;
 pub mod fabric;
 pub mod facts;
 pub mod probe;
+pub mod rdma;
 pub mod topology;
 pub mod verdict;
 
@@ -14,6 +16,7 @@ use comfy_table::{ContentArrangement, Table, presets};
 use fabric::Libfabric;
 use facts::{Facts, Limit};
 use probe::{Attempt, Probes};
+use rdma::Verbs;
 use serde::Serialize;
 use std::fmt::Write as _;
 use topology::Pairing;
@@ -33,7 +36,7 @@ pub struct Diagnosis {
     pub verdict: Verdict,
 }
 
-/// Examines this machine. Takes some milliseconds; starts one child process and reaps it.
+/// Examines this machine. Takes about half a second; starts some child processes and reaps them.
 ///
 /// # Errors
 ///
@@ -42,7 +45,8 @@ pub fn examine() -> std::io::Result<Diagnosis> {
     let library_path = std::env::var("LD_LIBRARY_PATH").ok();
     let root = std::path::Path::new("/");
     let facts = facts::gather(root, library_path.as_deref());
-    let probes = probe::probe(crate::again::command()?, crate::again::command()?);
+    let again = crate::again::command;
+    let probes = probe::probe([again()?, again()?, again()?]);
     let topology = topology::pair(&immwire::topology::Table::capture(root));
     let verdict = verdict::judge(&facts, &probes);
     Ok(Diagnosis { facts, probes, topology, verdict })
@@ -122,6 +126,7 @@ impl Diagnosis {
         rows.push(["libfabric".into(), fabric_text(&self.probes.libfabric)]);
         rows.push(["GPUs".into(), gpu_text(facts)]);
         rows.push(["RDMA".into(), rdma_text(facts)]);
+        rows.push(["libibverbs".into(), verbs_text(&self.probes.verbs)]);
         rows.push(["network".into(), network_text(facts)]);
         rows
     }
@@ -221,6 +226,21 @@ fn rdma_text(facts: &Facts) -> String {
     joined(facts.rdma.iter().map(device).chain(efa), "none")
 }
 
+fn verbs_text(verbs: &Verbs) -> String {
+    let fitting = |device: &rdma::Fitting| {
+        let link = if device.ethernet { "RoCE" } else { "InfiniBand" };
+        let rdma::Fitting { name, gbps, mtu_bytes, .. } = device;
+        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes")
+    };
+    match verbs {
+        Verbs::Found(found) => {
+            let unfit = found.unfit.iter().map(|device| format!("{}: {}", device.name, device.why));
+            joined(found.devices.iter().map(fitting).chain(unfit), "no device")
+        }
+        Verbs::NotFound(why) | Verbs::Fails(why) => why.clone(),
+    }
+}
+
 fn network_text(facts: &Facts) -> String {
     let interface = |interface: &facts::NetworkInterface| {
         let state = if interface.up { "up" } else { "down" };
@@ -243,6 +263,7 @@ mod tests {
             process_vm_writev: fails,
             unix_socket: Attempt::Works,
             libfabric: Libfabric::NotFound("no libfabric could be loaded".into()),
+            verbs: Verbs::NotFound("no libibverbs at all".into()),
         };
         let mut facts = Facts::default();
         facts.cpu.online = Some(1);
@@ -255,6 +276,7 @@ mod tests {
             "other hosts",
             "no NIC with a link",
             "could be loaded",
+            "no libibverbs at all",
             "note: one processor",
             "slower path",
         ] {

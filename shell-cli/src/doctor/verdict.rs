@@ -11,6 +11,7 @@
 use super::fabric::{Fabric, Libfabric};
 use super::facts::{Facts, Limit};
 use super::probe::{Attempt, Probes};
+use super::rdma::Verbs;
 use serde::Serialize;
 
 /// How well a pair is served.
@@ -69,8 +70,7 @@ pub struct Verdict {
 pub fn judge(facts: &Facts, probes: &Probes) -> Verdict {
     let mapped = mapped(probes);
     let runs = mapped.state == State::Best;
-    let paths =
-        vec![mapped, registered(facts, probes, runs), gpus(facts), hosts(facts, &probes.libfabric)];
+    let paths = vec![mapped, registered(facts, probes, runs), gpus(facts), hosts(facts, probes)];
     let any = |state| paths.iter().any(|path| path.state == state);
     let exit_code = if any(State::Broken) { 2 } else { u8::from(any(State::Degraded)) };
     Verdict { exit_code, notes: notes(facts), paths }
@@ -159,8 +159,20 @@ fn gpus(facts: &Facts) -> Path {
     }
 }
 
-fn hosts(facts: &Facts, libfabric: &Libfabric) -> Path {
+fn hosts(facts: &Facts, probes: &Probes) -> Path {
     let pair = "other hosts";
+    if let Verbs::Found(found) = &probes.verbs
+        && !found.devices.is_empty()
+    {
+        let devices: Vec<_> = found.devices.iter().map(|device| device.name.as_str()).collect();
+        return Path {
+            pair,
+            path: format!("verbs: {}", devices.join(", ")),
+            state: State::Best,
+            why: "the fastest there is between RDMA NICs; ask for it by --provider verbs".into(),
+            todo: "-".into(),
+        };
+    }
     let missing = |why: String, todo: &str| Path {
         pair,
         path: "none".into(),
@@ -168,8 +180,8 @@ fn hosts(facts: &Facts, libfabric: &Libfabric) -> Path {
         why,
         todo: todo.into(),
     };
-    match libfabric {
-        Libfabric::Found(found) => over(facts, found).unwrap_or_else(|| {
+    match &probes.libfabric {
+        Libfabric::Found(found) => over(facts, found, &probes.verbs).unwrap_or_else(|| {
             missing(
                 format!("libfabric {} has no device that leads to another host", found.version),
                 "bring a network interface up; the line on libfabric above says why others do not fit",
@@ -187,7 +199,7 @@ fn hosts(facts: &Facts, libfabric: &Libfabric) -> Path {
 }
 
 /// What an engine takes by itself: the first provider, on its devices but loopback.
-fn over(facts: &Facts, found: &Fabric) -> Option<Path> {
+fn over(facts: &Facts, found: &Fabric, verbs: &Verbs) -> Option<Path> {
     let outward = |name: &&super::fabric::FabricProvider| name.outward().next().is_some();
     let provider = found.providers.iter().find(outward)?;
     let interfaces: Vec<_> = provider.outward().collect();
@@ -214,14 +226,26 @@ fn over(facts: &Facts, found: &Fabric) -> Option<Path> {
         };
         (State::Best, why.to_owned(), "-")
     } else {
-        (
-            State::Best,
-            format!(
-                "RDMA found: {}; the verbs provider is not part of this version",
-                active.join(", ")
-            ),
-            "wait for a version with it",
-        )
+        let (why, todo) = match verbs {
+            Verbs::NotFound(_) => {
+                ("no libibverbs is found".to_owned(), "install rdma-core's libibverbs")
+            }
+            Verbs::Fails(why) => {
+                (format!("libibverbs fails: {why}"), "install another version of rdma-core")
+            }
+            Verbs::Found(found) => {
+                let why =
+                    found.unfit.iter().map(|device| format!("{}: {}", device.name, device.why));
+                let why: Vec<_> = why.collect();
+                let why =
+                    if why.is_empty() { "libibverbs lists none".into() } else { why.join("; ") };
+                (
+                    why,
+                    "see that the driver's part of rdma-core is installed, and what it says above",
+                )
+            }
+        };
+        (State::Degraded, format!("RDMA found: {}; {why}", active.join(", ")), todo)
     };
     Some(Path {
         pair: "other hosts",
@@ -265,8 +289,10 @@ fn notes(facts: &Facts) -> Vec<Note> {
     }
     if let Some(Limit::At(bytes)) = facts.limits.locked.filter(|_| !facts.rdma.is_empty()) {
         note(
-            format!("at most {bytes} bytes may be locked; shared memory needs none, a NIC will"),
-            "raise it (ulimit -l unlimited) before a version with NICs",
+            format!(
+                "at most {bytes} bytes may be locked: so much can be registered with RDMA NICs"
+            ),
+            "raise it (ulimit -l unlimited)",
         );
     }
     notes
@@ -277,6 +303,7 @@ mod tests {
     use super::*;
     use crate::doctor::fabric::FabricProvider;
     use crate::doctor::facts::{Gpu, NumaNode, RdmaDevice, RdmaPort};
+    use crate::doctor::rdma::{Fitting, Rdma, Unfitting};
 
     fn probes(memfd: bool, writev: bool, socket: bool) -> Probes {
         let attempt = |works| {
@@ -287,6 +314,7 @@ mod tests {
             process_vm_writev: attempt(writev),
             unix_socket: attempt(socket),
             libfabric: Libfabric::NotFound("not there".into()),
+            verbs: Verbs::NotFound("not there".into()),
         }
     }
 
@@ -386,10 +414,41 @@ mod tests {
         let verdict = judge(&facts, &tcp());
         assert!(verdict.paths[2].why.starts_with("2 GPU(s)"));
         assert_eq!(verdict.paths[2].state, State::NotInThisVersion);
-        assert!(verdict.paths[3].why.starts_with("RDMA found: mlx5_0;"));
-        assert_eq!(verdict.exit_code, 0);
+        let found = &verdict.paths[3];
+        assert!(found.why.starts_with("RDMA found: mlx5_0; no libibverbs"), "{found:?}");
+        assert_eq!((found.state, verdict.exit_code), (State::Degraded, 1));
         let down = Facts { rdma: vec![device("mlx5_1", false)], ..Facts::default() };
         assert!(judge(&down, &tcp()).paths[3].why.contains("none with an active port"));
+    }
+
+    #[test]
+    fn rdma_nics_are_used_where_libibverbs_has_them_and_else_it_says_why_not() {
+        let port = RdmaPort { active: true, ..RdmaPort::default() };
+        let device =
+            RdmaDevice { name: "mlx5_0".into(), ports: vec![port], ..RdmaDevice::default() };
+        let facts = Facts { rdma: vec![device], ..Facts::default() };
+        let judged = |verbs| {
+            let libfabric = fabric(&[("tcp", Ok(&["eth0"]))]);
+            judge(&facts, &Probes { libfabric, verbs, ..probes(true, true, true) })
+        };
+        let fits = Fitting { name: "mlx5_0".into(), gbps: 400, mtu_bytes: 4096, ethernet: true };
+        let unfit = Unfitting { name: "mlx5_0".into(), why: "its port has no GID".into() };
+        let best = judged(Verbs::Found(Rdma { devices: vec![fits], unfit: Vec::new() }));
+        assert_eq!((best.paths[3].path.as_str(), best.exit_code), ("verbs: mlx5_0", 0));
+        for (verbs, why) in [
+            (Verbs::NotFound("x".into()), "no libibverbs"),
+            (Verbs::Fails("it crashed".into()), "it crashed"),
+            (Verbs::Found(Rdma { devices: Vec::new(), unfit: vec![unfit] }), "has no GID"),
+            (Verbs::Found(Rdma::default()), "lists none"),
+        ] {
+            let verdict = judged(verbs);
+            let path = &verdict.paths[3];
+            assert_eq!(
+                (path.path.as_str(), path.state),
+                ("libfabric: tcp on eth0", State::Degraded)
+            );
+            assert!(path.why.contains(why) && path.todo.len() > 10, "{path:?}");
+        }
     }
 
     #[test]
