@@ -6,7 +6,8 @@
 //! # Invariants
 //!
 //! An index is in a [`List`] exactly while its [`Place`] for that NIC says so; the module
-//! [`super`] changes both together. Enumerated against a vector model below.
+//! [`super`] changes both together. Who is in no queue is [`Link::LOOSE`]. Enumerated against a vector model
+//! below.
 
 /// "No transfer": the index that no slot has.
 pub(super) const NIL: u16 = u16::MAX;
@@ -36,6 +37,7 @@ impl List {
     }
 
     /// Appends `index`, which is in no queue of this NIC.
+    #[inline(always)]
     pub(super) fn push_back(&mut self, links: &mut impl Links, index: u16) {
         links.set(index, Link { prev: self.tail, next: NIL });
         if self.tail == NIL {
@@ -45,6 +47,22 @@ impl List {
             links.set(self.tail, Link { next: index, ..before });
         }
         self.tail = index;
+    }
+
+    /// Takes out the first, as [`List::remove`] does.
+    #[inline(always)]
+    pub(super) fn pop_front(&mut self, links: &mut impl Links) -> Option<u16> {
+        let index = self.first()?;
+        let Link { next, .. } = links.get(index);
+        self.head = next;
+        if next == NIL {
+            self.tail = NIL;
+        } else {
+            let after = links.get(next);
+            links.set(next, Link { prev: NIL, ..after });
+        }
+        links.set(index, Link::LOOSE);
+        Some(index)
     }
 
     /// Takes out `index`, which is in this queue.
@@ -70,6 +88,46 @@ impl List {
     pub(super) fn contents(&self, links: &impl Links) -> std::vec::Vec<u16> {
         let following = |&at: &u16| Some(links.get(at).next).filter(|&next| next != NIL);
         core::iter::successors(self.first(), following).collect()
+    }
+}
+
+/// The ends of a queue that only its first ever leaves: nobody in it has links backwards.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(super) struct Line {
+    head: u16,
+    tail: u16,
+}
+
+impl Line {
+    pub(super) const EMPTY: Self = Self { head: NIL, tail: NIL };
+
+    /// The first in the queue.
+    #[inline(always)]
+    pub(super) fn first(&self) -> Option<u16> {
+        (self.head != NIL).then_some(self.head)
+    }
+
+    /// Appends `index`, which is loose.
+    #[inline(always)]
+    pub(super) fn push_back(&mut self, links: &mut impl Links, index: u16) {
+        if self.tail == NIL {
+            self.head = index;
+        } else {
+            links.set(self.tail, Link { prev: NIL, next: index });
+        }
+        self.tail = index;
+    }
+
+    /// Takes out the first.
+    #[inline(always)]
+    pub(super) fn pop_front(&mut self, links: &mut impl Links) -> Option<u16> {
+        let index = self.first()?;
+        self.head = links.get(index).next;
+        if self.head == NIL {
+            self.tail = NIL;
+        }
+        links.set(index, Link::LOOSE);
+        Some(index)
     }
 }
 
@@ -120,6 +178,30 @@ mod tests {
         }
     }
 
+    /// Every sequence of nine pushes and pops over three transfers, against a vector.
+    #[test]
+    fn a_line_behaves_as_a_vector() {
+        for program in 0..4_u32.pow(9) {
+            let (mut line, mut links) = (Line::EMPTY, vec![Link::LOOSE; 3]);
+            let (mut model, mut rest) = (Vec::new(), program);
+            for _ in 0..9 {
+                let index = u16::try_from(rest % 4).unwrap();
+                rest /= 4;
+                if index == 3 {
+                    let first = (!model.is_empty()).then(|| model.remove(0));
+                    assert_eq!(line.pop_front(&mut links), first, "program {program}");
+                } else if !model.contains(&index) {
+                    line.push_back(&mut links, index);
+                    model.push(index);
+                }
+                assert_eq!(line.first(), model.first().copied());
+                assert_eq!(line.tail, model.last().copied().unwrap_or(NIL));
+                let loose = (0..3).filter(|index| !model.contains(index));
+                assert!(loose.into_iter().all(|index| links.get(index) == Link::LOOSE));
+            }
+        }
+    }
+
     /// Every sequence of eight pushes and removals over three transfers, against a vector.
     #[test]
     fn behaves_as_a_vector() {
@@ -130,7 +212,14 @@ mod tests {
                 let index = u16::try_from(rest % 3).unwrap();
                 rest /= 3;
                 if let Some(at) = model.iter().position(|&queued| queued == index) {
-                    list.remove(&mut links, index);
+                    if at == 0 {
+                        let (mut popped, mut left) = (list, links.clone());
+                        assert_eq!(popped.pop_front(&mut left), Some(index));
+                        list.remove(&mut links, index);
+                        assert_eq!((popped, &left), (list, &links));
+                    } else {
+                        list.remove(&mut links, index);
+                    }
                     model.remove(at);
                 } else {
                     list.push_back(&mut links, index);

@@ -26,7 +26,8 @@
 //! 4. What does not fit is refused and given back; nothing is dropped.
 //! 5. Nothing is posted of a stopped transfer, to a peer that is not up, on a lost NIC or a broken path.
 //!
-//! What becomes of the pieces on a path that breaks is told in `paths`.
+//! What becomes of the pieces on a path that breaks is told in `paths`. `small` is the shortest way of
+//! writes that are one piece.
 //!
 //! The tests enumerate small groups against 1 to 5; `verification/` explores this very type, which
 //! is `Clone + Eq + Hash` when its storage is.
@@ -34,6 +35,7 @@
 mod list;
 mod paths;
 mod slot;
+mod small;
 #[cfg(test)]
 mod tests;
 
@@ -45,7 +47,7 @@ use core::marker::PhantomData;
 use core::time::Duration;
 
 use crate::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
-use crate::imm::{Imm, WRITE_UNITS};
+use crate::imm::Imm;
 use crate::nic::NicState;
 use crate::peer::{self, DownReason, LivenessConfig, Peer, PeerState};
 use crate::plan::{
@@ -54,7 +56,7 @@ use crate::plan::{
 };
 use crate::receipt::Epoch;
 use crate::region::MrDesc;
-use list::{List, NIL, Place};
+use list::{Line, NIL, Place};
 use paths::{Damaged, NoteEnd, Paths};
 use slot::{
     Active, Credits, Depth, Drain, Lane, NicLinks, PeerEntry, PeerNic, PeerView, Queues, SlotState,
@@ -468,8 +470,8 @@ pub struct DomainGroup<P, T, TS, PS, LS = [LostSlot; 0]> {
     lost_count: usize,
     /// Pieces set aside, and peers that an ask or an answer can be posted to: nothing, but in trouble.
     aside: usize,
-    free: List,
-    ended: List,
+    free: Line,
+    ended: Line,
     dirty: u16,
     /// Advances with each transfer, so that small ones spread over the NICs.
     turn: u32,
@@ -478,6 +480,8 @@ pub struct DomainGroup<P, T, TS, PS, LS = [LostSlot; 0]> {
     active: usize,
     /// Writes up to this size are one piece on every route.
     express_bytes: u64,
+    /// Those up to this one go by the latency lane as well.
+    small_bytes: u64,
     lists: PhantomData<(P, T)>,
 }
 
@@ -545,13 +549,15 @@ where
             return Err(ConfigError::LostSlots { found, needed });
         }
         lost.as_mut().fill_with(LostSlot::new);
+        let limits = &config.limits;
+        let express_bytes = limits.max_message_bytes.min(limits.rule.min_piece_bytes).get();
         let mut all = [Nic::ABSENT; MAX_NICS];
         for (nic, own) in all.iter_mut().zip(nics) {
             nic.config = *own;
             nic.config.state.healthy &= own.state.speed > 0;
             nic.turn_left = config.turn_bytes;
         }
-        let mut free = List::EMPTY;
+        let mut free = Line::EMPTY;
         transfers.as_mut().fill_with(TransferSlot::new);
         peers.as_mut().fill_with(PeerSlot::new);
         for index in 0..transfers.as_ref().len() {
@@ -568,16 +574,13 @@ where
             lost_count: 0,
             aside: 0,
             free,
-            ended: List::EMPTY,
+            ended: Line::EMPTY,
             dirty: NIL,
             turn: 0,
             next_timeout: Time::NEVER,
             active: 0,
-            express_bytes: config
-                .limits
-                .max_message_bytes
-                .get()
-                .min(config.limits.rule.min_piece_bytes.get()),
+            express_bytes,
+            small_bytes: express_bytes.min(config.latency_bytes),
             lists: PhantomData,
         })
     }
@@ -742,7 +745,24 @@ where
     ///
     /// [`Rejected`] says why, and gives the request back if only room was lacking.
     #[expect(clippy::result_large_err, reason = "a refused request is given back, without a heap")]
+    #[inline]
     pub fn submit(
+        &mut self,
+        request: Checked<P, T>,
+        options: Options,
+    ) -> Result<TransferId, Rejected<P, T>> {
+        if let Request::Single(write) = request.request()
+            && let Some(id) = self.submit_small(write, options)
+        {
+            return Ok(id);
+        }
+        self.submit_any(request, options)
+    }
+
+    /// As [`DomainGroup::submit`], for whatever request.
+    #[expect(clippy::result_large_err, reason = "as above")]
+    #[inline(never)]
+    fn submit_any(
         &mut self,
         request: Checked<P, T>,
         options: Options,
@@ -761,15 +781,13 @@ where
         let whole = Whole::new(request.request(), limits, &view, self.turn).map_err(unplanned)?;
         let id = match whole {
             Some(whole) => {
-                let id = self.begin(index, Plan::of(whole), lane, options);
-                if let Request::Single(write) = request.request() {
-                    let several = self.nic_count > 1 || write.dst.keys.nics() > 1;
-                    let slot = self.transfers.as_mut().get_mut(usize::from(index));
-                    if let Some(active) = slot.and_then(TransferSlot::active).filter(|_| several) {
-                        active.plan.keep_whole(&write.dst.keys);
-                    }
+                let mut plan = Plan::of(whole);
+                if let Request::Single(write) = request.request()
+                    && self.is_movable(write)
+                {
+                    plan.keep_whole(write);
                 }
-                id
+                self.begin(index, plan, lane, options)
             }
             None => {
                 let plan = Plan::long(request, *limits, &view, self.turn).map_err(unplanned)?;
@@ -786,64 +804,10 @@ where
         Ok(id)
     }
 
-    /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
-    ///
-    /// `None`, and nothing changes, unless nothing at all stands in the way: the write is a single piece
-    /// and in bounds, its peer is up, a slot and credits are free, and nobody waits for them. Submit it then:
-    /// that says what is wrong, or waits. O(1), a fraction of what submitting and polling cost.
-    #[inline]
-    pub fn express(&mut self, write: &SingleWrite, options: Options) -> Option<WorkRequest> {
-        let (peer, len) = (write.peer, write.len);
-        if len == 0 || len > self.express_bytes {
-            return None;
-        }
-        let small = len <= self.config.latency_bytes;
-        let lane = if small { Lane::Latency } else { Lane::Bulk };
-        let src = write.src.range(write.src_offset, len).ok()?;
-        let dst = write.dst.range(write.dst_offset, len).ok()?;
-        let peer_depth = self.peer_depth();
-        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
-        let entry = slot.entry.as_mut().filter(|_| slot.generation == peer.generation)?;
-        if !entry.is_usable() || entry.engine != write.dst.owner {
-            return None;
-        }
-        let turn = self.turn.wrapping_add(1);
-        let routes = entry.routes.as_ref()?;
-        let route = routes.get(routes.at_turn(turn))?;
-        let (nic, at) = (route.local, usize::from(route.local));
-        let (src_key, dst_key) = (write.src.keys.get(nic)?, write.dst.keys.get(route.remote)?);
-        let over = entry.over.get_mut(at)?;
-        let state = self.nics.get_mut(at).filter(|nic| nic.usable())?;
-        let several = self.nic_count > 1 || write.dst.keys.nics() > 1;
-        let depth = Depth { all: state.config.queue_depth, reserve: self.config.latency_reserve };
-        let first = small && state.lanes.is_empty_lane(lane) && state.credits.prefers(lane);
-        // Whoever stands in the peer's line has no credit for its lane, by invariant 3: behind those of
-        // this lane `left` is false, and small writes may pass bulk there as they may in the lanes.
-        let clear = (first || state.lanes.is_empty())
-            && state.credits.left(lane, depth)
-            && over.credits.left(lane, peer_depth)
-            && self.aside == 0;
-        let imm = match write.imm {
-            Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
-            None => None,
-        };
-        let index = self.free.first().filter(|_| clear)?;
-        self.turn = turn;
-        entry.sent |= imm.is_some();
-        over.in_flight = over.in_flight.saturating_add(1);
-        over.credits.take(lane);
-        state.credits.take(lane);
-        let id = self.begin(index, Plan::taken(peer), lane, options);
-        let slot = self.transfers.as_mut().get_mut(usize::from(index));
-        if let Some(active) = slot.and_then(TransferSlot::active) {
-            active.outstanding = 1;
-            active.started = true;
-            if several {
-                active.plan.keep_taken(&write.src.keys, &write.dst.keys);
-            }
-        }
-        let piece = Piece { peer, remote_nic: route.remote, src, src_key, dst, dst_key, len, imm };
-        Some(work_of(id, nic, &piece))
+    /// Whether a single piece can have another path than the one it was planned for, and needs its keys.
+    #[inline(always)]
+    const fn is_movable(&self, write: &SingleWrite) -> bool {
+        self.nic_count > 1 || write.dst.keys.nics() > 1
     }
 
     /// Notes that a piece to this peer goes out on this NIC, and whether the peer will hear of it.
@@ -856,12 +820,11 @@ where
         Some(over)
     }
 
-    /// Puts a plan into a free slot. Inlined, so that the plan is built in place.
+    /// Puts a plan into slot `index`, the first that is free. Inlined, so that the plan is built in place.
     #[inline(always)]
     fn begin(&mut self, index: u16, plan: Plan<P, T>, lane: Lane, options: Options) -> TransferId {
         let slots = self.transfers.as_mut();
-        self.free.remove(&mut NicLinks { slots, nic: 0 }, index);
-        let slots = self.transfers.as_mut();
+        self.free.pop_front(&mut NicLinks { slots, nic: 0 });
         let Some(slot) = slots.get_mut(usize::from(index)) else {
             // `index` came from the list of free slots.
             return TransferId { index, generation: 0 };
@@ -870,7 +833,8 @@ where
             plan,
             user: options.user,
             lane,
-            place: [Place::Nowhere; MAX_NICS],
+            // A constant is copied in two moves, eight places are written in eight.
+            place: const { [Place::Nowhere; MAX_NICS] },
             outstanding: 0,
             started: false,
             stop: None,
@@ -899,7 +863,7 @@ where
     #[must_use]
     pub fn has_work(&self, nic: NicIndex) -> bool {
         let nic = self.nics.get(usize::from(nic));
-        nic.is_some_and(|nic| nic.usable() && (!nic.lanes.is_empty() || self.aside > 0))
+        nic.is_some_and(|nic| (self.aside > 0 || !nic.lanes.is_empty()) && nic.usable())
     }
 
     /// Transfers that have not ended, or whose end has not been polled.
@@ -931,8 +895,8 @@ where
     }
 
     /// Gives `take` what [`DomainGroup::poll_work`] would return: the same pieces in the same order, until
-    /// there are `pieces`, or `bytes` together, or none is left to post now. Runs of pages cost half of
-    /// what they do one by one, since queues and credits are looked at once for all.
+    /// there are `pieces`, or `bytes` together, or none is left to post now. Runs of pages, and small writes,
+    /// cost half of what they do one by one.
     pub fn poll_batch(
         &mut self,
         nic: NicIndex,
@@ -940,15 +904,44 @@ where
         bytes: u64,
         mut take: impl FnMut(WorkRequest),
     ) {
+        let more = |group: &Self, room: Room| group.has_work(nic) && room.is_some();
         let mut room = Room { pieces, bytes };
-        while room.is_some() {
-            let Some(work) = self.poll_work(nic) else {
-                return;
-            };
-            room.use_up(work.len);
-            take(work);
-            self.poll_pages(nic, work.token.transfer(), &mut room, &mut take);
+        // Asked before anything else: most NICs have nothing most of the time.
+        if !more(self, room) {
+            return;
         }
+        loop {
+            if let Some(len) = self.poll_small(nic, false, &mut take) {
+                room.use_up(len);
+            } else if let Some(left) = self.poll_any(nic, room, &mut take) {
+                room = left;
+            } else {
+                return;
+            }
+            if !more(self, room) {
+                return;
+            }
+        }
+    }
+
+    /// Gives `take` whatever is the next piece, and the pages that follow it. Returns the room that is left;
+    /// `None` if there is no piece.
+    #[inline(never)]
+    fn poll_any(
+        &mut self,
+        nic: NicIndex,
+        mut room: Room,
+        take: &mut impl FnMut(WorkRequest),
+    ) -> Option<Room> {
+        if let Some(len) = self.poll_small(nic, true, take) {
+            room.use_up(len);
+            return Some(room);
+        }
+        let work = self.poll_work(nic)?;
+        room.use_up(work.len);
+        take(work);
+        self.poll_pages(nic, work.token.transfer(), &mut room, take);
+        Some(room)
     }
 
     /// Further pages of a transfer that has just had a piece, as long as nobody else's turn comes.
@@ -1055,13 +1048,14 @@ where
                     continue;
                 }
                 Next::Refused(peer) => {
-                    match self.poll_damaged(index, nic, peer) {
-                        Damaged::Wait => {}
-                        Damaged::Moved => continue,
-                        Damaged::Piece(work) => return Some(work),
+                    if view.over(peer, at).is_some_and(|over| over.damaged) {
+                        match self.poll_damaged(index, nic, peer) {
+                            Damaged::Wait => {}
+                            Damaged::Moved => continue,
+                            Damaged::Piece(work) => return Some(work),
+                        }
                     }
-                    self.withdraw(index, at);
-                    self.enter_queue(index, at, Place::Blocked(peer.index));
+                    self.block(index, at, lane, peer.index);
                     continue;
                 }
                 Next::Impossible(peer) => {
@@ -1298,10 +1292,9 @@ where
         if let Some(event) = self.poll_peer_event() {
             return Some(event);
         }
-        let index = self.ended.first()?;
         let slots = self.transfers.as_mut();
-        self.ended.remove(&mut NicLinks { slots, nic: 0 }, index);
-        let slot = self.transfers.as_mut().get_mut(usize::from(index))?;
+        let index = self.ended.pop_front(&mut NicLinks { slots, nic: 0 })?;
+        let slot = slots.get_mut(usize::from(index))?;
         let SlotState::Ended { user, end } = slot.state else {
             return None;
         };
@@ -1309,7 +1302,6 @@ where
         slot.state = SlotState::Free;
         slot.generation = slot.generation.wrapping_add(1);
         self.active = self.active.saturating_sub(1);
-        let slots = self.transfers.as_mut();
         self.free.push_back(&mut NicLinks { slots, nic: 0 }, index);
         Some(Event::Ended { id, user, end })
     }
@@ -1613,30 +1605,48 @@ where
     /// latency lane comes first, but that it leaves one in [`slot::LATENCY_BURST`] to the other.
     fn grant(&mut self, peer: u16, nic: usize) {
         let depth = self.peer_depth();
-        loop {
-            let slot = self.peers.as_mut().get_mut(usize::from(peer));
-            let entry = slot.and_then(|slot| slot.entry.as_mut());
-            let Some(over) = entry
-                .filter(|entry| entry.is_handing_out())
-                .and_then(|entry| entry.over.get_mut(nic))
-            else {
-                return;
-            };
-            let first = over.credits.order().into_iter().find_map(|lane| {
-                let index = over.waiting.first(lane)?;
-                over.credits.left(lane, depth).then_some((index, lane))
-            });
-            let Some((index, lane)) = first else {
-                return;
-            };
+        let slot = self.peers.as_mut().get_mut(usize::from(peer));
+        let entry = slot.and_then(|slot| slot.entry.as_mut());
+        let over =
+            entry.filter(|entry| entry.is_handing_out()).and_then(|entry| entry.over.get_mut(nic));
+        let (Some(over), Some(state)) = (over, self.nics.get_mut(nic)) else {
+            return;
+        };
+        let slots = self.transfers.as_mut();
+        while let Some((index, lane)) = over.next_waiting(depth) {
             over.credits.take(lane);
-            self.leave_queue(index, nic);
-            self.enter_queue(index, nic, Place::Granted(peer));
+            over.waiting.of(lane).pop_front(&mut NicLinks { slots, nic });
+            state.lanes.of(lane).push_back(&mut NicLinks { slots, nic }, index);
+            set_place(slots, index, nic, Place::Granted(peer));
+        }
+    }
+
+    /// Moves a transfer, the first of its lane on this NIC, into the line of a peer that it needs a credit of.
+    fn block(&mut self, index: u16, nic: usize, lane: Lane, peer: u16) {
+        let slot = self.transfers.as_mut().get_mut(usize::from(index));
+        let place = slot.and_then(TransferSlot::active).and_then(|it| it.place.get_mut(nic));
+        let over = peer_nic(self.peers.as_mut(), peer, nic);
+        match (place, over, self.nics.get_mut(nic)) {
+            (Some(place), Some(over), Some(state)) if *place == Place::Lane => {
+                *place = Place::Blocked(peer);
+                if lane == Lane::Bulk {
+                    state.turn_left = self.config.turn_bytes;
+                }
+                let slots = self.transfers.as_mut();
+                state.lanes.of(lane).pop_front(&mut NicLinks { slots, nic });
+                over.waiting.of(lane).push_back(&mut NicLinks { slots, nic }, index);
+            }
+            // A credit that it holds and cannot use is handed on.
+            _ => {
+                self.withdraw(index, nic);
+                self.enter_queue(index, nic, Place::Blocked(peer));
+            }
         }
     }
 }
 
 /// How much more a batch may take.
+#[derive(Clone, Copy)]
 struct Room {
     pieces: usize,
     bytes: u64,
@@ -1650,6 +1660,14 @@ impl Room {
     const fn use_up(&mut self, len: u64) {
         self.pieces = self.pieces.saturating_sub(1);
         self.bytes = self.bytes.saturating_sub(len);
+    }
+}
+
+/// Notes which queue of a NIC a transfer stands in.
+fn set_place<P, T>(slots: &mut [TransferSlot<P, T>], index: u16, nic: usize, place: Place) {
+    let active = slots.get_mut(usize::from(index)).and_then(TransferSlot::active);
+    if let Some(current) = active.and_then(|active| active.place.get_mut(nic)) {
+        *current = place;
     }
 }
 

@@ -168,7 +168,8 @@ impl Credits {
     pub(super) const fn take(&mut self, lane: Lane) {
         self.used = self.used.saturating_add(1);
         match lane {
-            Lane::Latency => self.latency_run = self.latency_run.saturating_add(1),
+            // More than a burst is no more than that.
+            Lane::Latency => self.latency_run += (self.latency_run < LATENCY_BURST) as u8,
             Lane::Bulk => {
                 self.bulk = self.bulk.saturating_add(1);
                 self.latency_run = 0;
@@ -260,6 +261,14 @@ impl PeerNic {
         whole: 0,
         damaged: false,
     };
+
+    /// The transfer that is handed a credit next, and its lane, if there is both.
+    pub(super) fn next_waiting(&self, depth: Depth) -> Option<(u16, Lane)> {
+        self.credits.order().into_iter().find_map(|lane| {
+            let index = self.waiting.first(lane)?;
+            self.credits.left(lane, depth).then_some((index, lane))
+        })
+    }
 }
 
 /// Room for one peer.

@@ -19,7 +19,7 @@ use super::*;
 use crate::imm::{ImmTag, WRITE_UNITS};
 use crate::mailbox::Control;
 use crate::nic::SplitRule;
-use crate::plan::{Barrier, ImmWrite, PagedWrite, Pages, ScatterWrite, SingleWrite, Target};
+use crate::plan::{Barrier, ImmWrite, PagedWrite, Pages, ScatterWrite, Side, SingleWrite, Target};
 use crate::region::{Keys, LocalMr, Rights};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -666,7 +666,12 @@ impl World {
         let checked = request.check().unwrap();
         let options = Options { deadline, user: kind as u64 };
         let full = self.sent.len() == self.setup.slots;
-        match self.group.submit(checked.clone(), options) {
+        let mut general = self.group.clone();
+        let taken = general.submit_any(checked.clone(), options);
+        let submitted = self.group.submit(checked.clone(), options);
+        assert_eq!(submitted, taken);
+        assert!(self.group == general, "the short way leads elsewhere");
+        match submitted {
             Ok(id) => {
                 assert!(!full);
                 self.sent.push(Sent::new(id, kind, deadline, (writes, units)));
@@ -1311,6 +1316,28 @@ fn every_short_program_of_cut_off_nics() {
     assert!(states > 19_000, "only {states} states");
 }
 
+/// Small writes, taken and posted the short way and the general one, while paths and NICs are lost.
+#[test]
+fn every_short_program_of_small_writes() {
+    let setup = Setup { peers: 1, slots: 3, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Tiny, 0),
+        Do::Express(Kind::Tiny, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Break(0, 0, 0),
+        Do::Break(0, 0, 1),
+        Do::Answer(0),
+        Do::Restore(0, 0, 0),
+        Do::NicDown(0),
+        Do::NicUp(0),
+        Do::Lose(0),
+    ];
+    let states = explore(setup, &menu, 8);
+    assert!(states > 13_000, "only {states} states");
+}
+
 /// A peer asks about its paths, over paths that break.
 #[test]
 fn every_short_program_of_asks() {
@@ -1576,6 +1603,27 @@ fn a_request_for_nobody_is_refused() {
     assert!(world.apply(Do::Rejoin(0)));
     assert_ne!(world.live(0), Some(peer));
     assert_eq!(refused(&mut world, kept), SubmitError::NoSuchPeer { peer });
+}
+
+/// Whichever NIC would carry it: a write whose regions lack the key of any is refused.
+#[test]
+fn a_small_write_without_a_key_is_refused() {
+    let mut world = World::new(SMALL);
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    let Some(Request::Single(write)) = world.request(Kind::Tiny, 0) else { unreachable!() };
+    let (mut ours, mut theirs) = (write, write);
+    ours.src.keys = Keys::new(&[SRC_KEY]).unwrap();
+    theirs.dst.keys = Keys::new(&[DST_KEY]).unwrap();
+    for turn in 0..4 {
+        for (write, side) in [(ours, Side::Source), (theirs, Side::Destination)] {
+            world.group.turn = turn;
+            let request = Request::Single(write).check().unwrap();
+            let rejected = world.group.submit(request, options).unwrap_err();
+            let missing = PlanError::KeyMissing { side, peer: write.peer, nic: 1 };
+            assert_eq!(rejected.error, SubmitError::Plan(missing));
+        }
+    }
+    assert_eq!(world.group.active(), 0);
 }
 
 #[test]
@@ -1866,6 +1914,32 @@ fn a_batch_is_what_single_pieces_are() {
         assert!(!flight.is_empty());
         tiny(&mut world, 0);
         world.check_batch(0, usize::MAX, u64::MAX);
+    }
+}
+
+/// Small writes to two peers, one of which has few credits, behind pages, more of them than are posted before
+/// it is the pages' turn.
+#[test]
+fn a_batch_of_small_writes_leaves_pages_their_turn() {
+    for (queue_depth, peer_depth) in [(64, 64), (64, 20), (40, 64), (21, 20)] {
+        let mut world = busy(64, queue_depth, peer_depth);
+        for n in 0..50 {
+            if n % 20 == 0 {
+                pages(&mut world, n % 2, 3, 4096);
+            }
+            tiny(&mut world, u16::from(n % 3 == 0));
+        }
+        for pieces in [1, 2, usize::from(LATENCY_BURST), 17, 18, 40, usize::MAX] {
+            world.check_batch(0, pieces, u64::MAX);
+            world.check_batch(0, usize::MAX, pieces as u64);
+        }
+        let mut flight = std::collections::VecDeque::new();
+        while world.group.active() > 0 {
+            world.check_batch(0, usize::MAX, u64::MAX);
+            flight.extend(core::iter::from_fn(|| world.group.poll_work(0)).take(5));
+            let work = flight.pop_front().expect("something is in flight");
+            completed(&mut world, &work);
+        }
     }
 }
 

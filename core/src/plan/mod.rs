@@ -178,7 +178,13 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         turn: u32,
     ) -> Result<Self, PlanError> {
         match Whole::new(request.request(), &limits, table, turn)? {
-            Some(whole) => Ok(Self::of(whole)),
+            Some(whole) => {
+                let mut plan = Self::of(whole);
+                if let Request::Single(write) = request.request() {
+                    plan.keep_whole(write);
+                }
+                Ok(plan)
+            }
             None => Self::long(request, limits, table, turn),
         }
     }
@@ -205,11 +211,21 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         }
     }
 
-    /// Keeps the keys of the region that a single piece goes to, so that it can be moved.
+    /// Keeps the keys of a single piece's regions, so that it can be moved.
     #[inline(always)]
-    pub(crate) const fn keep_whole(&mut self, dst: &Keys) {
-        if let Shape::Whole(_, keys) = &mut self.0 {
-            *keys = Some(*dst);
+    pub(crate) const fn keep_whole(&mut self, write: &SingleWrite) {
+        if let Shape::Whole(whole, keys) = &mut self.0 {
+            whole.keep(&write.src.keys);
+            *keys = Some(write.dst.keys);
+        }
+    }
+
+    /// The single piece that this is the plan of, if it was not [`Plan::taken`] when the plan was made.
+    #[inline(always)]
+    pub(crate) const fn as_whole(&mut self) -> Option<&mut Whole> {
+        match &mut self.0 {
+            Shape::Whole(whole, _) => Some(whole),
+            Shape::Taken(..) | Shape::Lanes(_) => None,
         }
     }
 

@@ -959,6 +959,36 @@ fn no_reroute_to_a_nic_without_a_key() {
     assert_eq!(planned.nic_mask(), 2);
 }
 
+/// A piece that kept no keys stays where it is; with them it is as if planned the long way.
+#[test]
+fn a_piece_without_its_keys_is_not_moved() {
+    let table = Table::new(3, &[2]);
+    let Request::Single(write) = single(8, 1, tag()) else {
+        panic!("not a single write");
+    };
+    let routes = table.routes(write.peer).unwrap();
+    for turn in 0..6 {
+        let mut short = TestPlan::of(Whole::routed(&write, &routes, turn).unwrap());
+        let nic = short.nic_mask().trailing_zeros() as NicIndex;
+        let other = (nic + 1) % 3;
+        assert!(!short.reroute(nic, other));
+        assert_eq!(short.nic_mask(), 1 << nic);
+        short.keep_whole(&write);
+        let request = Request::Single(write);
+        let mut long = plan(&request, limits(HUGE, 64, 64), &table, turn);
+        assert_eq!(short, long);
+        assert!(short.reroute(nic, other) && long.reroute(nic, other));
+        assert_eq!(short.nic_mask(), 1 << other);
+        let ready = short.as_whole().unwrap();
+        assert_eq!((ready.ready(nic), ready.ready(other)), (None, Some(write.peer)));
+        let piece = *ready.take();
+        assert_eq!(piece.src_key, 100 + u64::from(other));
+        assert_eq!(long.next(other, &table), Some(piece));
+        assert_eq!(short, long);
+        assert_eq!((short.nic_mask(), short.peek(other), short.peek(255)), (0, None, None));
+    }
+}
+
 #[test]
 fn routes_that_change_underway_lose_nothing() {
     // The table changes after each number of pieces; even a peer that vanishes keeps its bytes.

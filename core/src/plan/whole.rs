@@ -1,40 +1,40 @@
 //! The plan of a request that is a single piece: a small write, an immediate, a control write.
 //!
-//! Most requests are of this kind, and what they cost is what users wait for. Such a plan is a tenth
-//! of the general one in size, and makes its piece without cutting anything.
+//! Most requests are of this kind, and what they cost is what users wait for. Such a plan is a fraction of
+//! the general one in size, and its piece is made when it is planned: nothing is cut.
 
 use super::{
-    ControlWrite, ImmWrite, Next, PathKeys, Piece, PlanError, PlanLimits, Request, Side,
-    SingleWrite, bit, check_control, is_small, merged, remote_of,
+    ControlWrite, ImmWrite, Next, PathKeys, Piece, PlanError, PlanLimits, Request, SingleWrite,
+    bit, check_control, check_keys, is_small, merged, remote_of,
 };
 use super::{PeerTable, TargetList};
 use crate::id::{MAX_NICS, NicIndex, PeerId};
-use crate::imm::Imm;
-use crate::nic::Routes;
+use crate::nic::{Route, Routes};
 use crate::region::Keys;
 
 /// One piece that was not yielded yet, or was.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Whole {
-    peer: PeerId,
-    /// The local NIC, a bit; 0 once there is nothing to yield.
-    mask: u8,
+    /// As far as it is known: see [`To`].
+    piece: Piece,
+    to: To,
+    /// The local NIC; [`NOBODY`] once there is nothing to yield.
+    nic: NicIndex,
     /// The route that it was planned for.
     route: u8,
-    src: u64,
-    /// The source's keys, if there are bytes.
+    /// The source's keys, if there are bytes and the piece may have to move.
     src_keys: Option<Keys>,
-    to: To,
-    len: u64,
-    imm: Option<Imm>,
 }
+
+/// No NIC.
+const NOBODY: NicIndex = NicIndex::MAX;
 
 /// Where the piece goes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum To {
-    /// An address, known from the request.
-    Region { dst: u64, key: u64, remote: NicIndex },
-    /// An offset into the peer's control region, which may not be known yet.
+    /// Where it says, which the request told.
+    Region,
+    /// To an offset into the peer's control region, which may not be known yet.
     Control { offset: u64 },
 }
 
@@ -46,83 +46,109 @@ impl Whole {
         table: &impl PeerTable,
         turn: u32,
     ) -> Result<Option<Self>, PlanError> {
-        let routes = |peer| table.routes(peer).ok_or(PlanError::NoRoute { peer });
-        match request {
+        let no_route = |peer| PlanError::NoRoute { peer };
+        let routes = |peer| table.routes(peer).ok_or(no_route(peer));
+        let (whole, peer) = match request {
             Request::Single(write) if is_whole(write, limits) => {
-                Self::single(write, &routes(write.peer)?, turn).map(Some)
+                let routes = routes(write.peer)?;
+                // Every NIC of the routes, not only this one's: a lost NIC's work moves to another.
+                check_keys(&routes, &write.src, &write.dst, write.peer)?;
+                (Self::routed(write, &routes, turn), write.peer)
             }
-            Request::Imm(write) => Ok(Some(Self::imm(write, &routes(write.peer)?, turn))),
+            Request::Imm(write) => (Self::imm(write, &routes(write.peer)?, turn), write.peer),
             Request::Control(write) => {
                 let routes = routes(write.peer)?;
                 check_control(write, &routes, limits, table)?;
-                Ok(Some(Self::control(write, &routes, turn)))
+                (Self::control(write, &routes, turn), write.peer)
             }
-            _ => Ok(None),
-        }
+            _ => return Ok(None),
+        };
+        whole.map(Some).ok_or(no_route(peer))
     }
 
-    fn single(write: &SingleWrite, routes: &Routes, turn: u32) -> Result<Self, PlanError> {
-        let peer = write.peer;
-        // Every NIC of the routes, not only this one's: a lost NIC's work moves to another.
-        super::check_keys(routes, &write.src, &write.dst, peer)?;
-        let (route, mask, remote) = start(routes, turn);
-        let side = Side::Destination;
-        let key =
-            write.dst.keys.get(remote).ok_or(PlanError::KeyMissing { side, peer, nic: remote })?;
-        let nothing = write.len == 0 && write.imm.is_none();
-        Ok(Self {
-            peer,
-            mask: if nothing { 0 } else { mask },
-            route,
-            // The request was checked: both sums lie inside their regions.
-            src: if write.len == 0 { 0 } else { write.src.base.wrapping_add(write.src_offset) },
-            src_keys: (write.len > 0).then_some(write.src.keys),
-            to: To::Region {
-                // Without bytes, an immediate points to the start of the region.
-                dst: if write.len == 0 {
-                    write.dst.base
-                } else {
-                    write.dst.base.wrapping_add(write.dst_offset)
-                },
-                key,
-                remote,
-            },
+    /// The plan of a write that is a single piece, for the route whose turn it is; `None` if a key for that is
+    /// missing. It keeps no keys: see [`super::Plan::keep_whole`].
+    #[inline(always)]
+    pub(crate) fn routed(write: &SingleWrite, routes: &Routes, turn: u32) -> Option<Self> {
+        let (route, at) = start(routes, turn)?;
+        let (src_key, dst_key) = (write.src.keys.get(at.local)?, write.dst.keys.get(at.remote)?);
+        let empty = write.len == 0;
+        // The request was checked: both sums lie inside their regions. Without bytes, an immediate points to
+        // the start of the region.
+        let src = write.src.base.wrapping_add(write.src_offset);
+        let dst = write.dst.base.wrapping_add(if empty { 0 } else { write.dst_offset });
+        let piece = Piece {
+            peer: write.peer,
+            remote_nic: at.remote,
+            src: if empty { 0 } else { src },
+            src_key: if empty { 0 } else { src_key },
+            dst,
+            dst_key,
             len: write.len,
             imm: merged(write.imm, 1),
-        })
+        };
+        let nothing = empty && write.imm.is_none();
+        let nic = if nothing { NOBODY } else { at.local };
+        Some(Self { piece, to: To::Region, nic, route, src_keys: None })
     }
 
-    fn imm(write: &ImmWrite, routes: &Routes, turn: u32) -> Self {
-        let (route, mask, _) = start(routes, turn);
+    fn imm(write: &ImmWrite, routes: &Routes, turn: u32) -> Option<Self> {
         let imm = merged(Some(write.imm), u64::from(write.writes));
-        let to = To::Control { offset: 0 };
-        Self { peer: write.peer, mask, route, src: 0, src_keys: None, to, len: 0, imm }
+        let piece = Piece { imm, ..Self::unknown(write.peer) };
+        Self::controlling(piece, 0, None, routes, turn)
     }
 
-    fn control(write: &ControlWrite, routes: &Routes, turn: u32) -> Self {
-        let (route, mask, _) = start(routes, turn);
-        Self {
-            peer: write.peer,
-            mask,
-            route,
-            src: write.src.map_or(0, |src| src.base.wrapping_add(write.src_offset)),
-            src_keys: write.src.map(|src| src.keys),
-            to: To::Control { offset: write.dst_offset },
-            len: write.len,
-            imm: Some(write.imm),
+    fn control(write: &ControlWrite, routes: &Routes, turn: u32) -> Option<Self> {
+        let src = write.src.map_or(0, |src| src.base.wrapping_add(write.src_offset));
+        let imm = Some(write.imm);
+        let piece = Piece { src, len: write.len, imm, ..Self::unknown(write.peer) };
+        let src_keys = write.src.map(|src| src.keys);
+        Self::controlling(piece, write.dst_offset, src_keys, routes, turn)
+    }
+
+    fn controlling(
+        piece: Piece,
+        offset: u64,
+        src_keys: Option<Keys>,
+        routes: &Routes,
+        turn: u32,
+    ) -> Option<Self> {
+        let (route, at) = start(routes, turn)?;
+        let src_key = src_keys.map_or(Some(0), |keys| keys.get(at.local))?;
+        let piece = Piece { src_key, ..piece };
+        Some(Self { piece, to: To::Control { offset }, nic: at.local, route, src_keys })
+    }
+
+    /// A piece of which nothing is known but whom it goes to.
+    const fn unknown(peer: PeerId) -> Piece {
+        let (remote_nic, src, src_key, dst, dst_key) = (0, 0, 0, 0, 0);
+        Piece { peer, remote_nic, src, src_key, dst, dst_key, len: 0, imm: None }
+    }
+
+    /// Keeps the source's keys, so that the piece can be moved. Control writes keep theirs from the start.
+    #[inline(always)]
+    pub(super) const fn keep(&mut self, src: &Keys) {
+        if self.piece.len > 0 {
+            self.src_keys = Some(*src);
         }
     }
 
     pub(crate) const fn peer(&self) -> PeerId {
-        self.peer
+        self.piece.peer
     }
 
-    pub(crate) const fn nic_mask(&self) -> u8 {
-        self.mask
+    /// The local NIC that carries it, if anything is left to yield.
+    #[inline(always)]
+    pub(crate) fn nic(&self) -> Option<NicIndex> {
+        (self.nic != NOBODY).then_some(self.nic)
+    }
+
+    pub(crate) fn nic_mask(&self) -> u8 {
+        bit(usize::from(self.nic))
     }
 
     pub(crate) fn peek(&self, nic: NicIndex) -> Option<PeerId> {
-        (self.mask & bit(usize::from(nic)) != 0).then_some(self.peer)
+        (self.nic() == Some(nic)).then_some(self.piece.peer)
     }
 
     /// See [`super::Plan::next_if`].
@@ -142,40 +168,54 @@ impl Whole {
 
     #[inline]
     fn piece(&mut self, nic: NicIndex, table: &impl PeerTable) -> Option<Piece> {
-        let (dst, dst_key, remote_nic) = match self.to {
-            To::Region { dst, key, remote } => (dst, key, remote),
-            To::Control { offset } => {
-                let control = table.control(self.peer)?;
-                let routes = table.routes(self.peer)?;
-                let remote = remote_of(&routes, usize::from(self.route), nic, &control);
-                (control.range(offset, self.len).ok()?, control.keys.get(remote)?, remote)
-            }
-        };
-        let src_key = match &self.src_keys {
-            Some(keys) => keys.get(nic)?,
-            None => 0,
-        };
-        self.mask = 0;
-        let (peer, src, len, imm) = (self.peer, self.src, self.len, self.imm);
-        Some(Piece { peer, remote_nic, src, src_key, dst, dst_key, len, imm })
+        if let To::Control { offset } = self.to {
+            let peer = self.piece.peer;
+            let (control, routes) = (table.control(peer)?, table.routes(peer)?);
+            let remote_nic = remote_of(&routes, usize::from(self.route), nic, &control);
+            let dst = control.range(offset, self.piece.len).ok()?;
+            let dst_key = control.keys.get(remote_nic)?;
+            self.piece = Piece { remote_nic, dst, dst_key, ..self.piece };
+        }
+        Some(*self.take())
+    }
+
+    /// Whom it goes to, if its piece is known and `nic`, one that there is, carries it: what [`Whole::take`]
+    /// returns can be posted then.
+    #[inline(always)]
+    pub(crate) fn ready(&self, nic: NicIndex) -> Option<PeerId> {
+        match self.to {
+            To::Region if self.nic == nic => Some(self.piece.peer),
+            _ => None,
+        }
+    }
+
+    /// Its piece, of which there is no more then.
+    #[inline(always)]
+    pub(crate) const fn take(&mut self) -> &Piece {
+        self.nic = NOBODY;
+        &self.piece
     }
 
     /// The keys of its piece; `dst` are those of the region that it goes to, if it goes to one.
     pub(super) fn keys(&self, dst: Option<Keys>, table: &impl PeerTable) -> Option<PathKeys> {
         let dst = match self.to {
-            To::Region { .. } => dst?,
-            To::Control { .. } => table.control(self.peer)?.keys,
+            To::Region => dst?,
+            To::Control { .. } => table.control(self.piece.peer)?.keys,
         };
         Some(PathKeys { src: self.src_keys, dst })
     }
 
     pub(crate) fn reroute(&mut self, from: NicIndex, to: NicIndex) -> bool {
-        let registered = self.src_keys.is_none_or(|keys| keys.get(to).is_some());
-        if !registered || usize::from(to) >= MAX_NICS {
+        let src_key = match &self.src_keys {
+            Some(keys) => keys.get(to),
+            None => (self.piece.len == 0).then_some(0),
+        };
+        let Some(src_key) = src_key.filter(|_| usize::from(to) < MAX_NICS) else {
             return false;
-        }
-        if self.mask & bit(usize::from(from)) != 0 {
-            self.mask = bit(usize::from(to));
+        };
+        if self.nic() == Some(from) {
+            self.nic = to;
+            self.piece.src_key = src_key;
         }
         true
     }
@@ -186,11 +226,9 @@ fn is_whole(write: &SingleWrite, limits: &PlanLimits) -> bool {
     write.len <= limits.max_message_bytes.get() && is_small(write.len, limits.rule)
 }
 
-/// The route whose turn it is: its number, its local NIC as a bit, its remote NIC.
-fn start(routes: &Routes, turn: u32) -> (u8, u8, NicIndex) {
+/// The route whose turn it is, and its number.
+#[inline(always)]
+fn start(routes: &Routes, turn: u32) -> Option<(u8, Route)> {
     let at = routes.at_turn(turn);
-    let route = routes.get(at);
-    let mask = route.map_or(0, |route| bit(usize::from(route.local)));
-    // At most MAX_NICS routes.
-    (u8::try_from(at).unwrap_or(0), mask, route.map_or(0, |route| route.remote))
+    Some((u8::try_from(at).ok()?, routes.get(at)?))
 }
