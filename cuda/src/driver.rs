@@ -1,0 +1,103 @@
+//! The CUDA driver: found, checked for what is called of it, initialised. The only file that names `cudarc`, but for the
+//! type of its error code.
+//!
+//! # Invariants
+//!
+//! 1. Nothing of the driver is called before [`load`] has succeeded: `cudarc` panics where the library or a symbol is
+//!    missing, so both are looked for first.
+//! 2. A context is current for the length of one [`Current`] only: whatever was current before is so again after it.
+
+use crate::error::{CudaCode, Error};
+pub(crate) use cudarc::driver::sys as cu;
+use std::ptr;
+use std::sync::OnceLock;
+
+/// What of the driver this crate calls.
+const SYMBOLS: [&str; 32] = [
+    "cuInit",
+    "cuCtxEnablePeerAccess",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamWaitEvent",
+    "cuStreamWaitValue64_v2",
+];
+
+/// Loads and initialises the driver, once in a process. Milliseconds the first time, then nothing.
+pub(crate) fn load() -> Result<(), Error> {
+    static LOADED: OnceLock<Result<(), Error>> = OnceLock::new();
+    *LOADED.get_or_init(|| {
+        // SAFETY: loads libcuda.so, whose initialisers are what any CUDA program runs.
+        if !unsafe { cu::is_culib_present() } {
+            return Err(Error::NoDriver);
+        }
+        for symbol in SYMBOLS {
+            // SAFETY: the library was found just now; the symbol is not called through this type, only looked for.
+            let found = unsafe { cu::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()) };
+            if found.is_err() {
+                return Err(Error::DriverLacks { symbol });
+            }
+        }
+        // SAFETY: takes no pointer; may be called by any thread and more than once.
+        check("cuInit", unsafe { cu::cuInit(0) })
+    })
+}
+
+/// An answer of the driver as a result.
+pub(crate) fn check(call: &'static str, answer: cu::CUresult) -> Result<(), Error> {
+    match answer {
+        cu::CUresult::CUDA_SUCCESS => Ok(()),
+        // Some drivers are found, but have no GPU to drive.
+        cu::CUresult::CUDA_ERROR_NO_DEVICE => Err(Error::NoDevice { ordinal: 0, count: 0 }),
+        code => Err(Error::Driver { call, code: CudaCode(code) }),
+    }
+}
+
+/// Makes a context current on this thread until it is dropped.
+#[must_use = "the context is current until this is dropped"]
+pub(crate) struct Current(());
+
+impl Current {
+    /// # Safety
+    ///
+    /// The context is not destroyed while this lives.
+    pub(crate) unsafe fn enter(context: cu::CUcontext) -> Result<Self, Error> {
+        // SAFETY: the context is alive, by our caller's promise.
+        check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(context) })?;
+        Ok(Self(()))
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: takes off what `enter` put on this thread's stack: this type is not `Send` in use, as every value of
+        // it is a local of one function.
+        let _ = unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) };
+    }
+}
