@@ -54,6 +54,7 @@ fn found() -> Option<PathBuf> {
 fn compile(nvcc: &PathBuf, image: &PathBuf) -> Result<(), Box<dyn Error>> {
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"]);
+    command.args(["-Xfatbin", "-compress-all"]);
     for target in TARGETS {
         command.args(["-gencode", target]);
     }

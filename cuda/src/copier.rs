@@ -199,17 +199,45 @@ impl Copier {
                     )
                 };
                 check("cuMemcpyAsync", enqueued)?;
-                if release.kind != args::RELEASE_NONE {
-                    let nothing = PagedCopy { page_count: 0, ..*copy };
-                    let layout =
-                        geometry::plan(nothing.shape(), Method::Auto, sms, gpu, &self.tuning);
-                    if let Plan::Launch(launch) = layout.map_err(Error::Geometry)? {
-                        // SAFETY: reads and writes nothing but the word. The stream's order puts the copy before it.
-                        unsafe { self.launch(&nothing, release, launch)? };
-                    }
-                }
+                // SAFETY: the context is current; the word is our caller's promise.
+                unsafe { self.announce(release)? };
                 Ok(Submitted::CopyEngine)
             }
+        }
+    }
+
+    /// Announces what is in the stream so far.
+    ///
+    /// # Safety
+    ///
+    /// The context is current, and the word as [`Copier::submit`] asks for it.
+    unsafe fn announce(&self, release: ReleaseArgs) -> Result<(), Error> {
+        if release.kind == args::RELEASE_NONE {
+            return Ok(());
+        }
+        if release.kind == args::RELEASE_STORE {
+            // By default a fence of the whole stream, at system scope, comes before the write (CUDA driver API,
+            // "Stream Memory Operations"). It costs less than a launch.
+            let fenced = cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+            let (word, value) = (release.word, release.value);
+            // SAFETY: the stream is alive; the word is our caller's promise.
+            let answer =
+                unsafe { cu::cuStreamWriteValue64_v2(self.stream.handle(), word, value, fenced) };
+            match answer {
+                // Not every GPU can, nor reach all memory so. A kernel can.
+                cu::CUresult::CUDA_ERROR_NOT_SUPPORTED | cu::CUresult::CUDA_ERROR_INVALID_VALUE => {
+                }
+                answer => return check("cuStreamWriteValue64", answer),
+            }
+        }
+        let nothing = PagedCopy { page_count: 0, ..PagedCopy::contiguous(0, 0, 0) };
+        let gpu = self.stream.device().gpu();
+        let layout =
+            geometry::plan(nothing.shape(), Method::Auto, NonZeroU32::MIN, gpu, &self.tuning);
+        match layout.map_err(Error::Geometry)? {
+            // SAFETY: reads and writes nothing but the word, after all that is before it in the stream.
+            Plan::Launch(launch) => unsafe { self.launch(&nothing, release, launch) },
+            Plan::CopyEngine => Ok(()), // Not for no bytes.
         }
     }
 

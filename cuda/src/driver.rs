@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 32] = [
+const SYMBOLS: [&str; 33] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxPopCurrent_v2",
@@ -46,6 +46,7 @@ const SYMBOLS: [&str; 32] = [
     "cuStreamDestroy_v2",
     "cuStreamWaitEvent",
     "cuStreamWaitValue64_v2",
+    "cuStreamWriteValue64_v2",
 ];
 
 /// Loads and initialises the driver, once in a process. Milliseconds the first time, then nothing.

@@ -33,6 +33,9 @@ pub enum Kernel {
     Bulk,
 }
 
+/// SMs that fill a link of NVLink 4 with pages of 4 KiB and more (H200: as many as it has GPCs; 12 to 24 do less).
+pub const DEFAULT_SMS: NonZeroU32 = NonZeroU32::new(8).unwrap();
+
 /// By what a request is to be copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Method {

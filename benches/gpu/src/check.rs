@@ -351,30 +351,38 @@ fn pages(gpus: usize, count: usize, random: &mut Random) -> Vec<Case> {
     cases
 }
 
-/// The CPU sees the word, and at once all bytes; `rounds` times for each kernel, into host memory.
+/// By what the rounds below are copied.
+const WAYS: [Method; 4] = [
+    Method::Kernel(Kernel::Bulk),
+    Method::Kernel(Kernel::Vector),
+    Method::Kernel(Kernel::Any),
+    Method::CopyEngine,
+];
+
+/// Consecutive pages on both sides; one range for the copy engine.
+fn consecutive(source: u64, target: u64, page_bytes: u64, count: u32, by: Method) -> PagedCopy {
+    if by == Method::CopyEngine {
+        return PagedCopy::contiguous(source, target, page_bytes * u64::from(count));
+    }
+    let pages = |base| Pages { base, stride: page_bytes, table: None };
+    PagedCopy { source: pages(source), target: pages(target), page_bytes, page_count: count }
+}
+
+/// The CPU sees the word, and at once all bytes: `rounds` times for each way, into host memory.
 fn seen_by_the_cpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Error>> {
     let (page_bytes, page_count) = (1024, 512);
+    let bytes = usize::try_from(page_bytes)? * page_count as usize;
     let mut total = 0;
-    for kernel in [Kernel::Bulk, Kernel::Vector, Kernel::Any] {
+    for method in WAYS {
         for round in 0..rounds {
-            let copy = PagedCopy {
-                source: Pages {
-                    base: bench.sources[0].address() + round % 64 * 16,
-                    stride: page_bytes,
-                    table: None,
-                },
-                target: Pages {
-                    base: bench.host_target.address(),
-                    stride: page_bytes,
-                    table: None,
-                },
-                page_bytes,
-                page_count,
-            };
+            let first = usize::try_from(round % 64 * 16)?;
+            let source = bench.sources[0].address() + first as u64;
+            let target = bench.host_target.address();
+            let copy = consecutive(source, target, page_bytes, page_count, method);
             bench.done += 1;
             let release = Release::Store { word: bench.words.address(), value: bench.done };
             // SAFETY: memory of `bench`; the bytes are looked at once the word says that they are there.
-            unsafe { bench.copiers[0][0].submit(&copy, release, Method::Kernel(kernel), sms(33))? };
+            unsafe { bench.copiers[0][0].submit(&copy, release, method, sms(33))? };
             let started = Instant::now();
             while bench.words.word(0)?.load(Ordering::Acquire) != bench.done {
                 if started.elapsed() > LIMIT {
@@ -382,13 +390,9 @@ fn seen_by_the_cpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Er
                 }
                 std::hint::spin_loop();
             }
-            let bytes = usize::try_from(page_bytes)? * page_count as usize;
-            let first = usize::try_from(round % 64 * 16)?;
             let expected = &bench.random.as_slice()[first..first + bytes];
             if &bench.host_target.as_slice()[..bytes] != expected {
-                return Err(
-                    format!("round {round} of {kernel:?}: the word came before the bytes").into()
-                );
+                return Err(format!("round {round} of {method:?}: the word was there first").into());
             }
             total += 1;
         }
@@ -398,40 +402,36 @@ fn seen_by_the_cpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Er
 
 /// The other GPU's stream waits for the word, and reads what was written; no CPU in between.
 fn seen_by_the_other_gpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Error>> {
-    let (page_bytes, page_count) = (4096u64, 700u32);
+    let (page_bytes, page_count) = (4096, 700);
     let bytes = usize::try_from(page_bytes)? * page_count as usize;
     let there = bench.gpus.len() - 1;
     let word = bench.gpus[there].memory(8)?;
     for round in 1..=rounds {
-        let offset = round % 64 * 16;
-        let pages = |base| Pages { base, stride: page_bytes, table: None };
-        let push = PagedCopy {
-            source: pages(bench.sources[0].address() + offset),
-            target: pages(bench.targets[there].address()),
-            page_bytes,
-            page_count,
+        let method = WAYS[usize::try_from(round % 4)?];
+        let first = usize::try_from(round % 64 * 16)?;
+        let source = bench.sources[0].address() + first as u64;
+        let between = bench.targets[there].address();
+        let end = bench.host_target.address();
+        let push = consecutive(source, between, page_bytes, page_count, method);
+        let vector = Method::Kernel(Kernel::Vector);
+        let pull = consecutive(between, end, page_bytes, page_count, vector);
+        let release = match round % 8 < 4 {
+            true => Release::Add { word: word.address(), amount: 1 },
+            false => Release::Store { word: word.address(), value: round },
         };
-        let pull =
-            PagedCopy { source: push.target, target: pages(bench.host_target.address()), ..push };
-        let kernel = [Kernel::Bulk, Kernel::Vector, Kernel::Any][usize::try_from(round % 3)?];
         let reader = &bench.copiers[there][1];
-        bench.done += 1;
         // SAFETY: memory of `bench`; the reader starts when the word says that the bytes are there, and we wait for it.
         unsafe {
             if there != 0 {
                 reader.stream().after_word(word.address(), round)?;
             }
-            let release = Release::Add { word: word.address(), amount: 1 };
-            bench.copiers[0][0].submit(&push, release, Method::Kernel(kernel), sms(24))?;
-            reader.submit(&pull, Release::Nothing, Method::Kernel(Kernel::Vector), sms(132))?;
+            bench.copiers[0][0].submit(&push, release, method, sms(24))?;
+            reader.submit(&pull, Release::Nothing, vector, sms(132))?;
         }
         bench.gpus[there].settle()?;
-        let first = usize::try_from(offset)?;
-        if bench.host_target.as_slice()[..bytes] != bench.random.as_slice()[first..first + bytes] {
-            return Err(format!(
-                "round {round} of {kernel:?}: the stream went on before the bytes were there"
-            )
-            .into());
+        let expected = &bench.random.as_slice()[first..first + bytes];
+        if &bench.host_target.as_slice()[..bytes] != expected {
+            return Err(format!("round {round} of {method:?}: the stream went on too early").into());
         }
     }
     Ok(rounds)

@@ -158,67 +158,82 @@ impl<'a> Bench<'a> {
         }
     }
 
-    /// Contiguous ranges by every way, beside `cuMemcpyPeerAsync`.
+    /// Stores to a word in the stream's order: what the driver has to announce a copy with.
+    fn driver_store(&self, word: u64) -> Outcome<()> {
+        let stream = self.gpus[0].stream.raw().cast();
+        // SAFETY: a word of memory that the caller holds; the stream is alive.
+        match unsafe { cu::cuStreamWriteValue64_v2(stream, word, 1, 0) } {
+            cu::CUresult::CUDA_SUCCESS => Ok(()),
+            answer => Err(format!("cuStreamWriteValue64: {answer:?}").into()),
+        }
+    }
+
+    /// Contiguous ranges by every way, beside `cuMemcpyPeerAsync` alone, and with a word that announces it.
     pub(crate) fn contiguous(&mut self) -> Outcome<Value> {
+        let gpus = self.gpus;
+        let copier = &gpus[0].plain;
+        let announcing = gpus[gpus.len() - 1].memory(8)?;
+        let word = announcing.address();
         let mut rows = Vec::new();
-        let kernels = [
-            (Kernel::Vector, 8),
-            (Kernel::Vector, 16),
-            (Kernel::Vector, 132),
-            (Kernel::Bulk, 8),
-            (Kernel::Bulk, 16),
-            (Kernel::Bulk, 32),
-        ];
         for power in 12..=30 {
             let bytes = 1usize << power;
-            let rounds = (1usize << 33 >> power).clamp(8, 100);
+            let rounds = ((1usize << 33) >> power).clamp(8, 100);
             let turn_at = |turn: usize| (turn % (POOL / bytes).min(TURNS) * bytes) as u64;
             let (near, far) = (self.near.address(), self.far.address());
-            let baseline = |bench: &Self| {
+            let plain = |bench: &Self| {
                 bench.device_time(rounds, |turn| {
                     bench.driver_copy(near + turn_at(turn), far + turn_at(turn), bytes)
                 })
             };
-            let before = baseline(self)?;
-            let mut ways = vec![
-                ("auto".to_owned(), Method::Auto, 16),
-                ("copy engine".to_owned(), Method::CopyEngine, 16),
-            ];
-            for (kernel, on) in kernels {
-                ways.push((format!("{kernel:?} on {on} SMs"), Method::Kernel(kernel), on));
-            }
-            let gpus = self.gpus;
-            let copier = &gpus[0].plain;
+            let announced = |bench: &Self| {
+                bench.device_time(rounds, |turn| {
+                    bench.driver_copy(near + turn_at(turn), far + turn_at(turn), bytes)?;
+                    bench.driver_store(word)
+                })
+            };
+            let (plain_before, announced_before) = (plain(self)?, announced(self)?);
             let copy = |turn: usize| {
                 PagedCopy::contiguous(near + turn_at(turn), far + turn_at(turn), bytes as u64)
             };
+            let mut ways = vec![("auto", Method::Auto, 8), ("copy engine", Method::CopyEngine, 8)];
+            for on in [8, 32, 132] {
+                ways.push(("vector", Method::Kernel(Kernel::Vector), on));
+                ways.push(("bulk", Method::Kernel(Kernel::Bulk), on));
+            }
             let mut timed = Vec::new();
             for (name, method, on) in ways {
-                let word = self.words.address() + 8;
-                let (alone, queued) = self.device_time(rounds, |turn| {
-                    let release = Release::Store { word, value: 1 };
-                    // SAFETY: memory of `self` that nobody looks at meanwhile.
-                    unsafe { copier.submit(&copy(turn), release, method, sms(on))? };
-                    Ok(())
-                })?;
-                let seen = if bytes <= 64 << 20 {
-                    self.seen(copier, copy, method, on)?
-                } else {
-                    Value::Null
+                let time = |release| {
+                    self.device_time(rounds, |turn| {
+                        // SAFETY: memory of `self` that nobody looks at meanwhile.
+                        unsafe { copier.submit(&copy(turn), release, method, sms(on))? };
+                        Ok(())
+                    })
                 };
-                timed.push(json!({ "way": name, "alone_us": alone, "queued_us": queued,
-                    "queued_GBps": rate(bytes as u64, queued), "end_to_end": seen }));
+                let silent = time(Release::Nothing)?;
+                let stored = time(Release::Store { word, value: 1 })?;
+                let added = time(Release::Add { word, amount: 1 })?;
+                let seen = match bytes <= 64 << 20 {
+                    true => self.seen(copier, copy, method, on)?,
+                    false => Value::Null,
+                };
+                timed.push(json!({
+                    "way": name, "sms": on, "end_to_end": seen,
+                    "silent": { "alone_us": silent.0, "queued_us": silent.1 },
+                    "stored": { "alone_us": stored.0, "queued_us": stored.1 },
+                    "added": { "alone_us": added.0, "queued_us": added.1 },
+                }));
             }
-            let after = baseline(self)?;
-            let (alone, queued) = (before.0.min(after.0), before.1.min(after.1));
-            for way in &mut timed {
-                let of = |key: &str| way[key].as_f64().unwrap_or(f64::NAN);
-                let (a, q) = (alone / of("alone_us"), queued / of("queued_us"));
-                way["alone_of_driver"] = json!(a);
-                way["queued_of_driver"] = json!(q);
-            }
-            rows.push(json!({ "bytes": bytes, "ways": timed, "cuMemcpyPeerAsync": { "alone_us": alone, "queued_us": queued,
-                "queued_GBps": rate(bytes as u64, queued), "runs": [before.0, before.1, after.0, after.1] } }));
+            let (plain_after, announced_after) = (plain(self)?, announced(self)?);
+            let quicker = |a: (f64, f64), b: (f64, f64)| (a.0.min(b.0), a.1.min(b.1));
+            let driver = quicker(plain_before, plain_after);
+            let storing = quicker(announced_before, announced_after);
+            rows.push(json!({
+                "bytes": bytes, "ways": timed,
+                "cuMemcpyPeerAsync": { "alone_us": driver.0, "queued_us": driver.1,
+                    "queued_GBps": rate(bytes as u64, driver.1) },
+                "cuMemcpyPeerAsync and cuStreamWriteValue64":
+                    { "alone_us": storing.0, "queued_us": storing.1 },
+            }));
         }
         Ok(json!(rows))
     }
@@ -358,13 +373,13 @@ impl<'a> Bench<'a> {
             let requests = self.requests(page_bytes, page_count, false);
             let mut ways = Vec::new();
             for kernel in [Kernel::Bulk, Kernel::Vector] {
-                for on in [2, 4, 6, 8, 12, 16, 24, 32, 64, 132] {
+                for on in [1, 2, 4, 6, 7, 8, 9, 10, 12, 16, 24, 32, 64, 132] {
                     ways.push(self.time_pages(
                         copier,
                         &requests,
                         Method::Kernel(kernel),
                         on,
-                        on == 16 || on == 132,
+                        [8, 32, 132].contains(&on),
                     )?);
                 }
             }
@@ -429,35 +444,38 @@ impl<'a> Bench<'a> {
             pulls.push(self.time_pages(copier, &requests, Method::Kernel(kernel), on, false)?);
         }
         let mut odd = Vec::new();
-        for (page_bytes, page_count) in [
-            (704, 40_000),
-            (1152, 40_000),
-            (1408, 40_000),
-            (4100, 16_384),
-            (4097, 16_384),
-            (256, 40_000),
-        ] {
-            let requests = self.requests(page_bytes, page_count, false);
-            for on in [16, 132] {
-                let mut row = self.time_pages(copier, &requests, Method::Auto, on, true)?;
-                row["page_bytes"] = json!(page_bytes);
-                row["pages"] = json!(page_count);
-                odd.push(row);
+        let all = [Kernel::Bulk, Kernel::Vector, Kernel::Any];
+        for page_bytes in [64, 128, 256, 512, 704, 1024, 1152, 1408, 2048, 4097, 4100, 4112] {
+            let requests = self.requests(page_bytes, 40_000, false);
+            for kernel in all.iter().skip(if page_bytes.is_multiple_of(16) { 0 } else { 2 }) {
+                for on in [8, 132] {
+                    let method = Method::Kernel(*kernel);
+                    let mut row = self.time_pages(copier, &requests, method, on, on == 8)?;
+                    row["page_bytes"] = json!(page_bytes);
+                    odd.push(row);
+                }
             }
         }
         let mut unlike = self.requests(4096, 16_384, false);
-        for (shift, name) in [(16, "16 apart"), (4, "4 apart"), (1, "1 apart")] {
+        for (shift, first) in [(64, 0), (32, 0), (16, 0), (4, 2), (1, 2)] {
             for request in &mut unlike {
                 request.target.base = self.far.address() + shift;
-                request.page_bytes = 4000;
+                request.page_bytes = 4032;
             }
-            let mut row = self.time_pages(copier, &unlike, Method::Auto, 132, false)?;
-            row["target"] = json!(name);
-            odd.push(row);
+            for kernel in all.iter().skip(first) {
+                let method = Method::Kernel(*kernel);
+                let mut row = self.time_pages(copier, &unlike, method, 8, false)?;
+                row["page_bytes"] = json!(4032);
+                row["target_apart"] = json!(shift);
+                odd.push(row);
+            }
         }
-        Ok(
-            json!({ "pulled_16384_x_4096": pulls, "odd": odd, "both_ways": self.both_ways()?, "host": self.host_pages()? }),
-        )
+        Ok(json!({
+            "pulled_16384_x_4096": pulls,
+            "odd": odd,
+            "both_ways": self.both_ways()?,
+            "host": self.host_pages()?,
+        }))
     }
 
     /// Both GPUs send 16,384 pages of 16 KiB to each other.
