@@ -1,9 +1,8 @@
 // Copies pages from anywhere to anywhere that the GPU can reach, and says when they are there.
 //
-// Two kernels, one contract (immwire_cuda.h). `immwire_copy_vector` moves 16 bytes a thread and instruction through
-// registers, and takes any address and size. `immwire_copy_bulk` has the SM's copy unit move whole pieces through shared
-// memory (cp.async.bulk): one thread of a warp keeps many KiB in flight, so that a few SMs fill a link that needs all of
-// them otherwise; it wants multiples of 16.
+// Three kernels, one contract (immwire_cuda.h). `immwire_copy_vector` moves 16 bytes a thread and instruction through
+// registers; `immwire_copy_any` does the same where it can, and takes any address and size. `immwire_copy_bulk` has the SM's
+// copy unit move whole pieces through shared memory (cp.async.bulk): one thread of a warp keeps many KiB in flight.
 //
 // The kernels know addresses, not whose they are: pushing to a peer, pulling from one, and copying within a GPU or to
 // pinned host memory are the same code. They wait for nothing but their own loads, so a launch ends, or faults.

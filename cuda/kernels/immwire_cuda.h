@@ -36,7 +36,7 @@ typedef struct immwire_release {
   uint32_t reserved; /* 0 */
 } immwire_release;
 
-/* One launch of immwire_copy_vector or immwire_copy_bulk.
+/* One launch of immwire_copy_any, immwire_copy_vector or immwire_copy_bulk.
  *
  * Each page is cut into pieces of piece_bytes (the last may be shorter). Pieces are numbered page by page, and dealt to
  * the warps of the grid in blocks; see immwire_share in copy.cu. */
@@ -45,7 +45,7 @@ typedef struct immwire_copy_args {
   immwire_pages target;
   immwire_release release;
   uint64_t page_bytes;
-  uint32_t piece_bytes; /* 1 or more; for bulk a multiple of 16, at most stage_bytes */
+  uint32_t piece_bytes; /* a multiple of 16, not 0; for bulk at most stage_bytes */
   uint32_t pieces_per_page; /* ceil(page_bytes / piece_bytes) */
   uint32_t piece_count; /* page_count * pieces_per_page; 0: nothing is copied, only announced */
   uint32_t page_count;
@@ -53,12 +53,15 @@ typedef struct immwire_copy_args {
   uint32_t stage_count; /* bulk: pieces in flight for each warp, IMMWIRE_BULK_LAG + 1 to IMMWIRE_BULK_MAX_STAGES */
 } immwire_copy_args;
 
-/* immwire_copy_any: any address and size. One dimension, IMMWIRE_ANY_THREADS threads a block. */
+/* The kernels. All take one immwire_copy_args, in a grid and blocks of one dimension; the number of threads of a block is
+ * fixed, the number of blocks is free: a block takes what an SM has, so it is the number of SMs. */
+
+/* immwire_copy_any: any address and size. */
 #define IMMWIRE_ANY_THREADS 512
-/* immwire_copy_vector: every page address, page_bytes and piece_bytes a multiple of 16. IMMWIRE_VECTOR_THREADS. */
+/* immwire_copy_vector: every page address and page_bytes a multiple of 16. */
 #define IMMWIRE_VECTOR_THREADS 768
-/* immwire_copy_bulk: compute capability 9.0 and up; every page address and page_bytes a multiple of 16. One dimension,
- * IMMWIRE_BULK_THREADS threads a block, IMMWIRE_BULK_WARPS * stage_bytes * stage_count bytes of dynamic shared memory. */
+/* immwire_copy_bulk: likewise, and compute capability 9.0. IMMWIRE_BULK_WARPS * stage_bytes * stage_count bytes of dynamic
+ * shared memory. */
 #define IMMWIRE_BULK_THREADS 256
 #define IMMWIRE_BULK_WARPS 8
 #define IMMWIRE_BULK_MAX_STAGES 16

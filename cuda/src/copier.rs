@@ -13,7 +13,7 @@ use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
-use crate::geometry::{self, ALIGNED_BYTES, Kernel, Launch, Method, Plan, Shape, Tuning};
+use crate::geometry::{self, Kernel, Launch, Method, Plan, Shape, Tuning};
 use crate::memory::DeviceMemory;
 use std::ffi::CStr;
 use std::mem::ManuallyDrop;
@@ -67,18 +67,16 @@ impl PagedCopy {
         }
     }
 
-    fn shape(&self) -> Shape {
+    fn shape(&self, adds: bool) -> Shape {
         let plain = |p: &Pages| p.table.is_none();
         let contiguous = self.page_count == 1 && plain(&self.source) && plain(&self.target);
         let sides =
             [&self.source, &self.target].map(|p| p.base | if contiguous { 0 } else { p.stride });
         let bits = sides.iter().fold(self.page_bytes, |bits, side| bits | side);
-        Shape {
-            page_bytes: self.page_bytes,
-            page_count: self.page_count,
-            aligned: bits.is_multiple_of(ALIGNED_BYTES),
-            contiguous,
-        }
+        // The lowest bit that is set in any of them; all zero is a multiple of everything.
+        let multiple = bits & bits.wrapping_neg();
+        let (page_bytes, page_count) = (self.page_bytes, self.page_count);
+        Shape { page_bytes, page_count, multiple, contiguous, adds }
     }
 }
 
@@ -177,8 +175,14 @@ impl Copier {
             }
         }
         let gpu = self.stream.device().gpu();
-        let plan = geometry::plan(copy.shape(), method, sms, gpu, &self.tuning)
-            .map_err(Error::Geometry)?;
+        let plan = geometry::plan(
+            copy.shape(release.kind == args::RELEASE_ADD),
+            method,
+            sms,
+            gpu,
+            &self.tuning,
+        )
+        .map_err(Error::Geometry)?;
         let _current = self.stream.device().enter()?;
         match plan {
             Plan::Launch(launch) => {
@@ -233,7 +237,7 @@ impl Copier {
         let nothing = PagedCopy { page_count: 0, ..PagedCopy::contiguous(0, 0, 0) };
         let gpu = self.stream.device().gpu();
         let layout =
-            geometry::plan(nothing.shape(), Method::Auto, NonZeroU32::MIN, gpu, &self.tuning);
+            geometry::plan(nothing.shape(false), Method::Auto, NonZeroU32::MIN, gpu, &self.tuning);
         match layout.map_err(Error::Geometry)? {
             // SAFETY: reads and writes nothing but the word, after all that is before it in the stream.
             Plan::Launch(launch) => unsafe { self.launch(&nothing, release, launch) },
@@ -388,5 +392,40 @@ impl Drop for Module {
             // SAFETY: loaded by `load`, unloaded here only; no launch of it goes on (`Copier`'s drop).
             let _ = unsafe { cu::cuModuleUnload(self.raw) };
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(bases: (u64, u64), strides: (u64, u64), page_bytes: u64) -> PagedCopy {
+        let side = |base, stride| Pages { base, stride, table: Some(64) };
+        let (source, target) = (side(bases.0, strides.0), side(bases.1, strides.1));
+        PagedCopy { source, target, page_bytes, page_count: 9 }
+    }
+
+    #[test]
+    fn the_least_aligned_number_decides() {
+        let multiple = |copy: PagedCopy| copy.shape(false).multiple;
+        assert_eq!(multiple(copy((4096, 8192), (4096, 1 << 20), 4096)), 4096);
+        assert_eq!(multiple(copy((4096 + 16, 8192), (4096, 4096), 4096)), 16);
+        assert_eq!(multiple(copy((4096, 8192 + 1), (4096, 4096), 4096)), 1);
+        assert_eq!(multiple(copy((4096, 8192), (4100, 4096), 4096)), 4);
+        assert_eq!(multiple(copy((4096, 8192), (4096, 4104), 4096)), 8);
+        assert_eq!(multiple(copy((4096, 8192), (4096, 4096), 704)), 64);
+        assert_eq!(multiple(copy((0, 0), (0, 0), 0)), 0);
+    }
+
+    #[test]
+    fn one_page_without_tables_is_one_range() {
+        let range = PagedCopy::contiguous(256, 512, 1024);
+        assert!(range.shape(true).contiguous && range.shape(true).adds);
+        // The stride of a single range is of no matter.
+        let odd = PagedCopy { source: Pages { stride: 3, ..range.source }, ..range };
+        assert_eq!(odd.shape(false).multiple, 256);
+        let listed = PagedCopy { source: Pages { table: Some(64), ..range.source }, ..range };
+        assert!(!listed.shape(false).contiguous);
+        assert!(!PagedCopy { page_count: 2, ..range }.shape(false).contiguous);
     }
 }

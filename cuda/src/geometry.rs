@@ -22,6 +22,9 @@ pub const BULK_SHARED_BYTES: u32 = 227 * 1024 - args::BULK_WARPS * args::BULK_MA
 /// The multiple that addresses and sizes must be of for all but [`Kernel::Any`].
 pub const ALIGNED_BYTES: u64 = 16;
 
+/// A cache line. The bulk kernel loses a third where pages cut through lines, the others hardly anything.
+pub const LINE_BYTES: u64 = 128;
+
 /// A kernel.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kernel {
@@ -55,10 +58,12 @@ pub struct Shape {
     pub page_bytes: u64,
     /// Pages.
     pub page_count: u32,
-    /// Whether all pages, on both sides, start at multiples of 16, and their size is one.
-    pub aligned: bool,
+    /// What every page on both sides starts at a multiple of, and is as long as a multiple of: a power of two, or more.
+    pub multiple: u64,
     /// Whether it is one range on both sides.
     pub contiguous: bool,
+    /// Whether a number is to be added in the end: the copy engine needs a launch after it for that.
+    pub adds: bool,
 }
 
 /// What of a GPU matters here.
@@ -71,13 +76,18 @@ pub struct Gpu {
 }
 
 /// Where one way of copying takes over from another, and the sizes of pieces.
+///
+/// The defaults were measured between two H200s (`benches/results/`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Tuning {
-    /// One range of as many bytes goes by the copy engine.
+    /// One range of as many bytes goes by the copy engine: it takes no SM, starts sooner than a launch, and is a tenth
+    /// quicker in the end.
     pub copy_engine_from_bytes: u64,
-    /// Requests of as many bytes go by the bulk kernel, if its conditions are met.
+    /// The same, if a number is to be added: the launch that adds it costs what a copy of many MiB takes.
+    pub copy_engine_adds_from_bytes: u64,
+    /// Requests of as many bytes go by the bulk kernel, if its conditions are met, and pages are whole lines.
     pub bulk_from_bytes: u64,
-    /// Pages of as many bytes, likewise.
+    /// Pages of as many bytes, likewise: shorter ones leave its copy unit waiting.
     pub bulk_page_from_bytes: u64,
     /// The longest piece of the bulk kernel; a multiple of 128.
     pub bulk_piece_bytes: u32,
@@ -90,9 +100,10 @@ pub struct Tuning {
 impl Default for Tuning {
     fn default() -> Self {
         Self {
-            copy_engine_from_bytes: 64 << 20,
+            copy_engine_from_bytes: 1,
+            copy_engine_adds_from_bytes: 32 << 20,
             bulk_from_bytes: 1 << 20,
-            bulk_page_from_bytes: 1 << 10,
+            bulk_page_from_bytes: 4 << 10,
             bulk_piece_bytes: 4 << 10,
             bulk_stages: 6,
             vector_piece_bytes: 4 << 10,
@@ -208,32 +219,36 @@ pub fn plan(
     tuning: &Tuning,
 ) -> Result<Plan, GeometryError> {
     let bytes = u128::from(shape.page_bytes) * u128::from(shape.page_count);
+    let engine_from = match shape.adds {
+        false => tuning.copy_engine_from_bytes,
+        true => tuning.copy_engine_adds_from_bytes,
+    };
     let kernel = match method {
         Method::CopyEngine if !shape.contiguous => {
             return Err(GeometryError::NotContiguous { page_count: shape.page_count });
         }
         Method::CopyEngine if bytes > 0 => return Ok(Plan::CopyEngine),
-        Method::Auto
-            if shape.contiguous && bytes >= u128::from(tuning.copy_engine_from_bytes.max(1)) =>
-        {
+        Method::Auto if shape.contiguous && bytes >= u128::from(engine_from.max(1)) => {
             return Ok(Plan::CopyEngine);
         }
         Method::Auto | Method::CopyEngine => quickest(shape, bytes, gpu, tuning),
         Method::Kernel(kernel) => kernel,
     };
-    if kernel != Kernel::Any && !shape.aligned {
+    if kernel != Kernel::Any && !shape.multiple.is_multiple_of(ALIGNED_BYTES) {
         return Err(GeometryError::NotAligned { kernel });
     }
     launch(shape, kernel, sms, gpu, tuning).map(Plan::Launch)
 }
 
 fn quickest(shape: Shape, bytes: u128, gpu: Gpu, tuning: &Tuning) -> Kernel {
-    let long = bytes >= u128::from(tuning.bulk_from_bytes);
-    match shape.aligned {
-        false => Kernel::Any,
-        true if gpu.capability < (9, 0) || !long => Kernel::Vector,
-        true if shape.page_bytes < tuning.bulk_page_from_bytes => Kernel::Vector,
+    if !shape.multiple.is_multiple_of(ALIGNED_BYTES) {
+        return Kernel::Any;
+    }
+    let long = bytes >= u128::from(tuning.bulk_from_bytes)
+        && shape.page_bytes >= tuning.bulk_page_from_bytes;
+    match long && shape.multiple.is_multiple_of(LINE_BYTES) && gpu.capability >= (9, 0) {
         true => Kernel::Bulk,
+        false => Kernel::Vector,
     }
 }
 
@@ -325,8 +340,9 @@ mod tests {
         Shape {
             page_bytes,
             page_count,
-            aligned: page_bytes.is_multiple_of(16),
+            multiple: page_bytes & page_bytes.wrapping_neg(),
             contiguous: page_count == 1,
+            adds: false,
         }
     }
 
@@ -357,18 +373,22 @@ mod tests {
 
     #[test]
     fn pieces_cover_each_page_exactly() {
-        let tunings =
-            [64, 128, 4096].map(|b| Tuning { vector_piece_bytes: b, ..Tuning::default() });
-        for tuning in &tunings {
-            for page_bytes in (1..700).chain([4095, 4096, 4097, 65535, 65536, 65552, 1 << 20]) {
-                let launch = launched(pages(page_bytes, 3), Method::Auto, 16, H200, tuning);
-                let (piece, count) =
-                    (u64::from(launch.piece_bytes), u64::from(launch.pieces_per_page));
-                assert!(piece <= u64::from(tuning.vector_piece_bytes) && piece.is_multiple_of(16));
+        let sizes = (1..700).chain([4095, 4096, 4097, 65535, 65536, 65552, 1 << 20]);
+        for longest in [128, 512, 4096] {
+            let tuning = Tuning {
+                vector_piece_bytes: longest,
+                bulk_piece_bytes: longest,
+                ..Tuning::default()
+            };
+            for page_bytes in sizes.clone() {
+                let launch = launched(pages(page_bytes, 3), Method::Auto, 16, H200, &tuning);
+                let (longest, piece) = (u64::from(longest), u64::from(launch.piece_bytes));
+                let count = u64::from(launch.pieces_per_page);
+                assert!(piece <= longest && piece.is_multiple_of(16));
                 assert!((count - 1) * piece < page_bytes && page_bytes <= count * piece);
                 assert_eq!(launch.piece_count, launch.pieces_per_page * 3);
                 // No more pieces than the longest would make: the evening out costs none.
-                assert_eq!(count, page_bytes.div_ceil(u64::from(tuning.vector_piece_bytes)));
+                assert_eq!(count, page_bytes.div_ceil(longest));
             }
         }
     }
@@ -384,7 +404,7 @@ mod tests {
                         assert!(launch.blocks >= 1 && launch.blocks <= sms.min(gpu.sms));
                         assert!(launch.blocks <= launch.piece_count.max(1));
                         assert!(launch.shared_bytes <= BULK_SHARED_BYTES);
-                        assert!(shape.aligned || launch.kernel == Kernel::Any);
+                        assert_eq!(launch.kernel == Kernel::Any, !page_bytes.is_multiple_of(16));
                         if launch.kernel == Kernel::Bulk {
                             assert!(gpu.capability >= (9, 0));
                             assert!(launch.piece_bytes <= launch.stage_bytes);
@@ -404,12 +424,23 @@ mod tests {
         assert_eq!(kernel(pages(4096, 1024), A100), Kernel::Vector);
         assert_eq!(kernel(pages(4096, 8), H200), Kernel::Vector);
         assert_eq!(kernel(pages(256, 40_000), H200), Kernel::Vector);
+        assert_eq!(kernel(pages(4096 + 64, 1024), H200), Kernel::Vector);
         assert_eq!(kernel(pages(4097, 1024), H200), Kernel::Any);
-        let edge = tuning.copy_engine_from_bytes;
-        let whole = |bytes| plan(pages(bytes, 1), Method::Auto, SMS, H200, &tuning);
-        assert_eq!(whole(edge), Ok(Plan::CopyEngine));
-        assert!(matches!(whole(edge - 16), Ok(Plan::Launch(_))));
-        assert!(matches!(whole(0), Ok(Plan::Launch(Launch { piece_count: 0, blocks: 1, .. }))));
+        let shifted = Shape { multiple: 8, ..pages(4096, 1024) };
+        assert_eq!(kernel(shifted, H200), Kernel::Any);
+
+        let whole = |bytes, adds| {
+            let shape = Shape { adds, ..pages(bytes, 1) };
+            plan(shape, Method::Auto, SMS, H200, &tuning)
+        };
+        assert_eq!(whole(1, false), Ok(Plan::CopyEngine));
+        let edge = tuning.copy_engine_adds_from_bytes;
+        assert_eq!(whole(edge, true), Ok(Plan::CopyEngine));
+        assert!(matches!(whole(edge - 128, true), Ok(Plan::Launch(_))));
+        for adds in [false, true] {
+            let nothing = whole(0, adds);
+            assert!(matches!(nothing, Ok(Plan::Launch(Launch { piece_count: 0, blocks: 1, .. }))));
+        }
     }
 
     #[test]

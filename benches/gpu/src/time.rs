@@ -6,7 +6,7 @@
 
 use crate::rig::{Gpu, LIMIT, Random, sms, write_table};
 use cudarc::driver::sys as cu;
-use immwire_cuda::geometry::{Kernel, Method, Tuning};
+use immwire_cuda::geometry::{DEFAULT_SMS, Kernel, Method, Tuning};
 use immwire_cuda::oracle::{self, Side};
 use immwire_cuda::{
     Copier, DeviceMemory, Event, PagedCopy, Pages, PinnedMemory, Release, Submitted,
@@ -195,8 +195,10 @@ impl<'a> Bench<'a> {
             let copy = |turn: usize| {
                 PagedCopy::contiguous(near + turn_at(turn), far + turn_at(turn), bytes as u64)
             };
-            let mut ways = vec![("auto", Method::Auto, 8), ("copy engine", Method::CopyEngine, 8)];
-            for on in [8, 32, 132] {
+            let few = DEFAULT_SMS.get();
+            let mut ways =
+                vec![("auto", Method::Auto, few), ("copy engine", Method::CopyEngine, few)];
+            for on in [few, 32, 132] {
                 ways.push(("vector", Method::Kernel(Kernel::Vector), on));
                 ways.push(("bulk", Method::Kernel(Kernel::Bulk), on));
             }
