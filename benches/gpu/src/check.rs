@@ -4,7 +4,8 @@
 //! few, too many or in the wrong place is seen. Each request announces itself, and the word is looked at as well.
 
 use crate::rig::{Gpu, LIMIT, Random, sms, write_table};
-use immwire_cuda::geometry::{Kernel, Method, Tuning};
+use immwire_cuda::args;
+use immwire_cuda::geometry::{self, Kernel, Method, Tuning};
 use immwire_cuda::oracle::{self, Side};
 use immwire_cuda::{Copier, DeviceMemory, PagedCopy, Pages, PinnedMemory, Release};
 use serde_json::{Value, json};
@@ -400,6 +401,87 @@ fn seen_by_the_cpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Er
     Ok(total)
 }
 
+/// One warp is slow: its pages come from host memory, the others' from the GPU's. The word waits for it all the same.
+///
+/// *Fails if* a block announces without waiting for its other warps, or for the other blocks.
+fn slow_warps_are_waited_for(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Error>> {
+    /// Between source pages: 48 bits of addresses are in reach of a table's 32.
+    const STRIDE: u64 = 1 << 16;
+    const BLOCKS: u32 = 8;
+    let (page_bytes, page_count) = (512usize, 8192u32);
+    let mut random = Random(11);
+    let slots = SPAN as u64 / STRIDE - 1;
+    let first = bench.random.address() % STRIDE;
+    if !bench.sources[0].address().is_multiple_of(STRIDE) {
+        return Err("the GPU's memory does not start where this needs it to".into());
+    }
+    let mut total = 0;
+    for (kernel, threads) in [
+        (Kernel::Bulk, args::BULK_THREADS),
+        (Kernel::Vector, args::VECTOR_THREADS),
+        (Kernel::Any, args::ANY_THREADS),
+    ] {
+        let workers = BLOCKS * threads / 32;
+        for _ in 0..rounds {
+            let slow = u32::try_from(random.below(workers as usize))?;
+            let (from, count) = geometry::share(page_count, workers, slow);
+            let slot = |page: u32| u64::from(page) * 7 % slots;
+            let table = (0..page_count).map(|page| {
+                let place = match (from..from + count).contains(&page) {
+                    true => bench.random.address() - first,
+                    false => bench.sources[0].address(),
+                };
+                u32::try_from(place / STRIDE + slot(page))
+            });
+            let table = table.collect::<Result<Vec<_>, _>>()?;
+            write_table(&mut bench.tables, 0, &table);
+            let bytes = page_bytes * page_count as usize;
+            bench.host_target.as_mut_slice()[..bytes]
+                .copy_from_slice(&bench.other.as_slice()[..bytes]);
+            let copy = PagedCopy {
+                source: Pages { base: first, stride: STRIDE, table: Some(bench.tables.address()) },
+                target: Pages {
+                    base: bench.host_target.address(),
+                    stride: page_bytes as u64,
+                    table: None,
+                },
+                page_bytes: page_bytes as u64,
+                page_count,
+            };
+            bench.done += 1;
+            let release = Release::Store { word: bench.words.address(), value: bench.done };
+            let method = Method::Kernel(kernel);
+            // SAFETY: memory of `bench`; the bytes are looked at once the word says that they are there.
+            unsafe { bench.copiers[0][0].submit(&copy, release, method, sms(BLOCKS))? };
+            let started = Instant::now();
+            while bench.words.word(0)?.load(Ordering::Acquire) != bench.done {
+                if started.elapsed() > LIMIT {
+                    return Err("the word never came".into());
+                }
+                std::hint::spin_loop();
+            }
+            // The slow ones first, and the last of them before the others.
+            for page in (from..from + count).rev().chain(0..page_count) {
+                let at = page as usize * page_bytes;
+                // In host memory the first slot starts at the first byte, on the GPU `first` bytes further.
+                let on_host = (from..from + count).contains(&page);
+                let there = slot(page) * STRIDE + if on_host { 0 } else { first };
+                let there = usize::try_from(there)?;
+                let expected = &bench.random.as_slice()[there..there + page_bytes];
+                if &bench.host_target.as_slice()[at..at + page_bytes] != expected {
+                    let which = if on_host { "slow" } else { "other" };
+                    return Err(format!(
+                        "{kernel:?}: the word did not wait for {which} page {page}"
+                    )
+                    .into());
+                }
+            }
+            total += 1;
+        }
+    }
+    Ok(total)
+}
+
 /// The other GPU's stream waits for the word, and reads what was written; no CPU in between.
 fn seen_by_the_other_gpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<dyn Error>> {
     let (page_bytes, page_count) = (4096, 700);
@@ -455,11 +537,12 @@ pub(crate) fn run(gpus: &[Gpu], few: bool) -> Result<Value, Box<dyn Error>> {
     }
     let rounds = if few { 20 } else { 3000 };
     let cpu = seen_by_the_cpu(&mut bench, rounds)?;
+    let slow = slow_warps_are_waited_for(&mut bench, rounds / 10)?;
     let other = seen_by_the_other_gpu(&mut bench, rounds)?;
     let seconds = started.elapsed().as_secs_f64();
     Ok(json!({
         "ranges": ranges, "paged": cases.len() - ranges, "rounds_seen_by_cpu": cpu,
-        "rounds_seen_by_other_stream": other, "gpus": gpus.len(), "seconds": seconds, "differences": 0,
+        "rounds_with_a_slow_warp": slow, "rounds_seen_by_other_stream": other, "gpus": gpus.len(), "seconds": seconds, "differences": 0,
     }))
 }
 
