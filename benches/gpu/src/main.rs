@@ -45,11 +45,12 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         "time" => {
             let mut bench = time::Bench::new(&gpus)?;
             type Part<'a> = fn(&mut time::Bench<'a>) -> Result<Value, Box<dyn Error>>;
-            let parts: [(&str, Part<'_>); 5] = [
+            let parts: [(&str, Part<'_>); 6] = [
                 ("contiguous", time::Bench::contiguous),
                 ("pages", time::Bench::pages),
                 ("rings", time::Bench::rings),
                 ("others", time::Bench::others),
+                ("streams", time::Bench::streams),
                 ("hand_over", time::Bench::hand_over),
             ];
             for (name, part) in parts {

@@ -9,7 +9,7 @@ use cudarc::driver::sys as cu;
 use immwire_cuda::geometry::{DEFAULT_SMS, Kernel, Method, Tuning};
 use immwire_cuda::oracle::{self, Side};
 use immwire_cuda::{
-    Copier, DeviceMemory, Event, PagedCopy, Pages, PinnedMemory, Release, Submitted,
+    Copier, DeviceMemory, Event, PagedCopy, Pages, PinnedMemory, Release, Stream, Submitted,
 };
 use serde_json::{Value, json};
 use std::error::Error;
@@ -591,6 +591,53 @@ impl<'a> Bench<'a> {
             rows.push(json!({ "way": name, "kernel": "copy engine, one range", "GBps": rate(bytes, alone) }));
         }
         Ok(json!(rows))
+    }
+
+    /// Requests of 1,024 pages in turns over several streams, which hide each other's beginnings and ends; and what the
+    /// CPU does for a request of 40,000.
+    pub(crate) fn streams(&mut self) -> Outcome<Value> {
+        let device = &self.gpus[0].device;
+        let mut rows = Vec::new();
+        for page_bytes in [4096, 16_384, 65_536] {
+            let requests = self.requests(page_bytes, 1024, false);
+            for (streams, each) in [(1, 8), (2, 4), (2, 8), (4, 2), (4, 4), (8, 1), (8, 2)] {
+                let copiers = (0..streams)
+                    .map(|_| Copier::new(&Stream::new(device)?, Tuning::default()))
+                    .collect::<Result<Vec<_>, _>>()?;
+                let words = self.gpus[0].pinned(streams * 64)?;
+                let bytes = (page_bytes * 1024) as u64;
+                let rounds = usize::try_from((4u64 << 30) / bytes)?.min(400);
+                let mut rates = Vec::new();
+                for _ in 0..4 {
+                    let started = Instant::now();
+                    for turn in 0..rounds {
+                        let word = words.address() + (turn % streams * 64) as u64;
+                        let release = Release::Store { word, value: turn as u64 };
+                        let copier = &copiers[turn % streams];
+                        let request = &requests[turn % TURNS];
+                        // SAFETY: memory of `self` that nobody looks at meanwhile. Where two requests overlap in their
+                        // targets, nobody asks which of them is seen.
+                        unsafe { copier.submit(request, release, Method::Auto, sms(each))? };
+                    }
+                    for copier in &copiers {
+                        self.end.record(copier.stream())?;
+                        self.end.wait(LIMIT)?;
+                    }
+                    rates.push(rate(bytes * rounds as u64, us(started.elapsed())));
+                }
+                rows.push(json!({ "pages": 1024, "page_bytes": page_bytes, "streams": streams,
+                    "sms_of_each": each, "GBps": median(rates) }));
+            }
+        }
+        let table: Vec<u32> = Random(4).distinct(MOST, MOST);
+        let mut times = Vec::new();
+        for turn in 0..50 {
+            let started = Instant::now();
+            write_table(&mut self.tables, turn % TURNS * 2 * MOST * 4, &table);
+            write_table(&mut self.tables, (turn % TURNS * 2 + 1) * MOST * 4, &table);
+            times.push(us(started.elapsed()));
+        }
+        Ok(json!({ "in_turns": rows, "two_tables_of_40000_us": median(times) }))
     }
 
     /// From one GPU's submission to the other GPU's stream going on, and its word seen by the CPU.
