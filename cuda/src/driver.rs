@@ -102,3 +102,33 @@ impl Drop for Current {
         let _ = unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) };
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::SYMBOLS;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn what_is_called_is_looked_for_first() {
+        let sources = [
+            include_str!("copier.rs"),
+            include_str!("device.rs"),
+            include_str!("driver.rs"),
+            include_str!("memory.rs"),
+        ];
+        let mut called = BTreeSet::new();
+        for source in sources {
+            // What is named `cu::cu...` and followed by its arguments.
+            for rest in source.split("cu::").skip(1) {
+                let name: String =
+                    rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+                if name.starts_with("cu") && rest[name.len()..].starts_with('(') && name != "culib"
+                {
+                    called.insert(name);
+                }
+            }
+        }
+        let listed: BTreeSet<String> = SYMBOLS.iter().map(|&s| s.to_owned()).collect();
+        assert_eq!(called, listed);
+    }
+}

@@ -4,10 +4,11 @@
 //! few, too many or in the wrong place is seen. Each request announces itself, and the word is looked at as well.
 
 use crate::rig::{Gpu, LIMIT, Random, sms, write_table};
+use cudarc::driver::sys as cu;
 use immwire_cuda::args;
 use immwire_cuda::geometry::{self, Kernel, Method, Tuning};
 use immwire_cuda::oracle::{self, Side};
-use immwire_cuda::{Copier, DeviceMemory, PagedCopy, Pages, PinnedMemory, Release};
+use immwire_cuda::{Copier, DeviceMemory, Event, PagedCopy, Pages, PinnedMemory, Release, Stream};
 use serde_json::{Value, json};
 use std::error::Error;
 use std::sync::atomic::Ordering;
@@ -519,6 +520,47 @@ fn seen_by_the_other_gpu(bench: &mut Bench<'_>, rounds: u64) -> Result<u64, Box<
     Ok(rounds)
 }
 
+/// Streams of others, the default stream among them, and whatever context they have current.
+fn callers_keep_their_own(bench: &mut Bench<'_>) -> Result<(), Box<dyn Error>> {
+    let (gpu, other) = (&bench.gpus[0], &bench.gpus[bench.gpus.len() - 1]);
+    let theirs: cu::CUcontext = other.device.context().cast();
+    let done = |answer: cu::CUresult| match answer {
+        cu::CUresult::CUDA_SUCCESS => Ok(()),
+        answer => Err(format!("a context's stack: {answer:?}")),
+    };
+    // SAFETY: the context is alive; it is popped below.
+    done(unsafe { cu::cuCtxPushCurrent_v2(theirs) })?;
+    for raw in [gpu.stream.raw(), std::ptr::null_mut()] {
+        // SAFETY: a stream of this GPU's primary context, which outlives the borrower; so does the default stream.
+        let stream = unsafe { Stream::borrow(&gpu.device, raw) };
+        let copier = Copier::new(&stream, Tuning::default())?;
+        let (source, target) = (bench.random.address(), bench.host_target.address());
+        for method in WAYS {
+            bench.host_target.as_mut_slice()[..65_536].fill(0);
+            let copy = consecutive(source, target, 4096, 16, method);
+            let word = Release::Store { word: bench.words.address(), value: u64::MAX };
+            // SAFETY: memory of `bench` that nobody else uses; waited for.
+            unsafe { copier.submit(&copy, word, method, sms(2))? };
+            let event = Event::new(&gpu.device)?;
+            event.record(&stream)?;
+            event.wait(LIMIT)?;
+            if bench.host_target.as_slice()[..65_536] != bench.random.as_slice()[..65_536] {
+                return Err(format!("{method:?} in a stream of others differs").into());
+            }
+            let mut now = std::ptr::null_mut();
+            // SAFETY: writes the one handle.
+            done(unsafe { cu::cuCtxGetCurrent(&raw mut now) })?;
+            if now != theirs {
+                return Err(format!("{method:?} leaves another context current").into());
+            }
+        }
+    }
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: takes off what was pushed above.
+    done(unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) })?;
+    Ok(())
+}
+
 /// Runs all checks, or some of them, for tools under which each launch takes long.
 pub(crate) fn run(gpus: &[Gpu], few: bool) -> Result<Value, Box<dyn Error>> {
     let started = Instant::now();
@@ -536,6 +578,7 @@ pub(crate) fn run(gpus: &[Gpu], few: bool) -> Result<Value, Box<dyn Error>> {
         bench.run(case).map_err(|why| format!("{why}: {}", describe(case)))?;
     }
     let rounds = if few { 20 } else { 3000 };
+    callers_keep_their_own(&mut bench)?;
     let cpu = seen_by_the_cpu(&mut bench, rounds)?;
     let slow = slow_warps_are_waited_for(&mut bench, rounds / 10)?;
     let other = seen_by_the_other_gpu(&mut bench, rounds)?;
