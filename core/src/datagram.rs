@@ -20,6 +20,10 @@
 //! `Accept`. The acceptor's nonce follows from the call and a secret of the acceptor's, so that it
 //! keeps nothing of who has not shown that it is reached at its door. What a proof is, is the platform's.
 //!
+//! An initiator that gives its call up once it has proven it refuses the call itself, as stale, and again each time
+//! that it is answered ([`GivenUp`]): the acceptor has opened its side, for nobody, and would take a later call for the
+//! news that this session is lost.
+//!
 //! Afterwards each message carries the token that its receiver handed out in its claim: nobody else knows it.
 //!
 //! # Invariants
@@ -600,6 +604,39 @@ impl Retry {
         self.wait = self.wait.saturating_mul(2).min(Self::LONGEST);
         self.next = now.after(self.wait);
         true
+    }
+}
+
+/// Calls of ours that were given up after they had been proven, and the doors they went to: the last `N`.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct GivenUp<D, const N: usize>(Vec<(Nonce, D), N>);
+
+impl<D, const N: usize> GivenUp<D, N> {
+    /// None.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// One more. The oldest is forgotten if there is no room; nothing is kept if there is room for none. O(N).
+    pub fn note(&mut self, call: Nonce, door: D) {
+        if self.0.is_full() && !self.0.is_empty() {
+            self.0.remove(0);
+        }
+        // Full only if there is room for none.
+        let _ = self.0.push((call, door));
+    }
+
+    /// Whom to tell that the call is given up, if it is one of these: it was answered. O(N).
+    #[must_use]
+    pub fn answered(&self, call: &Nonce) -> Option<&D> {
+        self.0.iter().find(|(nonce, _)| nonce == call).map(|(_, door)| door)
+    }
+}
+
+impl<D, const N: usize> Default for GivenUp<D, N> {
+    fn default() -> Self {
+        Self::new()
     }
 }
 

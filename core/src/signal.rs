@@ -5,6 +5,9 @@
 //! that places writes in order (`FI_ORDER_RMA_WAW` of libfabric, a queue pair of verbs) completes them in order,
 //! too; so of a batch only the last asks, and answers for those before it.
 //!
+//! Some transports tell of pieces that did not ask, too: when the bytes have left, not when they are there (`net` of
+//! libfabric 1.17). That says nothing, and is not to be taken for an end ([`Chain::has_asked`]).
+//!
 //! Knows contexts, which are small numbers that the caller gives to pieces in flight; not what they stand for.
 //!
 //! # Invariants
@@ -62,11 +65,12 @@ pub struct Link {
     tenant_before: u16,
     /// Which tenant of this context comes next, or is there.
     tenant: u16,
+    asked: bool,
 }
 
 impl Link {
     /// Nothing is in flight.
-    pub const VACANT: Self = Self { before: NONE, tenant_before: 0, tenant: 0 };
+    pub const VACANT: Self = Self { before: NONE, tenant_before: 0, tenant: 0, asked: false };
 }
 
 /// What each piece in flight answers for, in a link for each context that the caller lends.
@@ -88,9 +92,18 @@ impl<S: Storage<Link>> Chain<S> {
         let tenant_before = links.get(usize::from(channel.last)).map_or(0, |link| link.tenant);
         if let Some(link) = links.get_mut(usize::from(context)) {
             (link.before, link.tenant_before) = (channel.last, tenant_before);
+            link.asked = asked;
         }
         (channel.last, channel.silent) =
             if asked { (NONE, 0) } else { (context, channel.silent.saturating_add(1)) };
+    }
+
+    /// Whether the piece that is in flight with this context has asked: whether that it is said to have completed means that
+    /// it has. O(1).
+    #[must_use]
+    #[inline]
+    pub fn has_asked(&self, context: u16) -> bool {
+        self.0.as_ref().get(usize::from(context)).is_some_and(|link| link.asked)
     }
 
     /// This piece has ended, and its context is free. Returns the one before it if that ends with it, and has not by
@@ -133,6 +146,10 @@ mod tests {
             let (channel, more) = PLAN[usize::from(self.posted)];
             let asked = self.channels[channel].asks(more);
             self.chain.posted(&mut self.channels[channel], self.posted, asked);
+            for &(context, asked) in self.queues.iter().flatten() {
+                assert_eq!(self.chain.has_asked(context), asked);
+            }
+            assert_eq!(self.chain.has_asked(self.posted), asked);
             self.queues[channel].push_back((self.posted, asked));
             self.posted += 1;
         }

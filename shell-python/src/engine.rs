@@ -13,7 +13,7 @@ use std::time::Duration;
 use immwire::shm::{ForeignPath, GroupKey};
 use immwire::{
     Builder, IdlePolicy, ImmTag, LibfabricOptions, PagedWrite, Pages, Rights, ScatterWrite,
-    SingleWrite, Transport,
+    SingleWrite, Transport, VerbsOptions,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -34,7 +34,7 @@ use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Tar
 use crate::waiting::Waiting;
 
 /// Transports by name.
-const PROVIDERS: [&str; 2] = ["shm", "libfabric"];
+const PROVIDERS: [&str; 3] = ["shm", "libfabric", "verbs"];
 
 /// A running engine and what must not outlive it, or be outlived by it.
 pub(crate) struct Core {
@@ -117,13 +117,15 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// All arguments have defaults:
 ///
 /// - ``provider``: the transport; ``"shm"`` is between processes of one host, ``"libfabric"`` is TCP to any
-///   host, or AWS EFA.
+///   host, or AWS EFA, ``"verbs"`` is RoCE and InfiniBand NICs, by libibverbs.
 /// - ``fabric``, ``interface``, ``library``: which of libfabric's providers (``"tcp"``, ``"efa"``, ...), on
 ///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
-/// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, ``"libfabric"`` takes the devices in turn.
+/// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices (``["mlx5_0"]``), which entry of
+///   their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
+/// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, the others take the devices in turn.
 /// - ``transfers``, ``peers``, ``counters``: how many there may be at a time.
 /// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
-///   processes of the same user are let in, and by ``"libfabric"`` whoever reaches the port.
+///   processes of the same user are let in, and over a network whoever reaches the port.
 /// - ``idle_spin``: seconds that the engine's thread, with nothing to do, looks on, and then lets others run
 ///   between looks, before it sleeps; ``math.inf`` on a core of its own, which is ``pin_cpu`` if given.
 /// - ``timeout``: seconds that a wait takes at most, unless it is told otherwise.
@@ -252,7 +254,8 @@ fn on_a_thread<'py>(
 impl TransferEngine {
     #[new]
     #[pyo3(signature = (
-        *, provider = "shm", fabric = None, interface = None, library = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
+        traffic_class = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -263,6 +266,9 @@ impl TransferEngine {
         fabric: Option<String>,
         interface: Option<String>,
         library: Option<PathBuf>,
+        devices: Option<Vec<String>>,
+        gid_index: Option<u8>,
+        traffic_class: Option<u8>,
         nics: u8,
         transfers: u16,
         peers: u16,
@@ -283,13 +289,32 @@ impl TransferEngine {
             let message = format!("there is no provider {provider:?}; there is \"{all}\"");
             return Err(errors::config(&message));
         }
-        let transport = if provider == "libfabric" {
-            Transport::Libfabric(LibfabricOptions { library, provider: fabric, domain: interface })
-        } else if fabric.is_some() || interface.is_some() || library.is_some() {
+        if provider != "libfabric" && (fabric.is_some() || interface.is_some() || library.is_some())
+        {
             let message = "fabric, interface and library are for provider=\"libfabric\"";
             return Err(errors::config(message));
-        } else {
-            Transport::Shm
+        }
+        let of_verbs = devices.is_some() || gid_index.is_some() || traffic_class.is_some();
+        if provider != "verbs" && of_verbs {
+            let message = "devices, gid_index and traffic_class are for provider=\"verbs\"";
+            return Err(errors::config(message));
+        }
+        let transport = match provider {
+            "libfabric" => Transport::Libfabric(LibfabricOptions {
+                library,
+                provider: fabric,
+                domain: interface,
+            }),
+            "verbs" => {
+                let usual = VerbsOptions::default();
+                Transport::Verbs(VerbsOptions {
+                    devices: devices.unwrap_or_default(),
+                    gid_index,
+                    traffic_class: traffic_class.unwrap_or(usual.traffic_class),
+                    ..usual
+                })
+            }
+            _ => Transport::Shm,
         };
         let mut builder = Builder::default()
             .transport(transport)

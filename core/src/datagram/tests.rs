@@ -164,6 +164,33 @@ fn the_longest_message_fits() {
     );
 }
 
+/// All sequences of up to five of three calls, with room for none to three.
+#[test]
+fn the_last_calls_given_up_are_known_with_their_doors() {
+    fn holds<const N: usize>(calls: &[u8]) {
+        let mut given_up = GivenUp::<usize, N>::default();
+        for (door, call) in calls.iter().enumerate() {
+            given_up.note([*call; 32], door);
+        }
+        let last = calls.len().saturating_sub(N);
+        for call in 0..3 {
+            // A nonce is never used again; if it were, the call of the oldest would be the one.
+            let first = (last..calls.len()).find(|at| calls[*at] == call);
+            assert_eq!(given_up.answered(&[call; 32]).copied(), first, "{calls:?}, {N}");
+        }
+    }
+    for len in 0..=5 {
+        for code in 0..3_u32.pow(len) {
+            let digit = |at| u8::try_from(code / 3_u32.pow(at) % 3).unwrap();
+            let calls: Vec<u8> = (0..len).map(digit).collect();
+            holds::<0>(&calls);
+            holds::<1>(&calls);
+            holds::<2>(&calls);
+            holds::<3>(&calls);
+        }
+    }
+}
+
 #[test]
 fn what_is_not_answered_is_repeated_ever_more_rarely() {
     let mut retry = Retry::start(Time::ZERO);

@@ -16,7 +16,7 @@ use std::io;
 use std::time::Duration;
 
 use immwire_core::datagram::{
-    Address, Claim, DATAGRAM_MAX, Malformed, Message, Nonce, Nonces, Proof, Retry,
+    Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Retry,
 };
 use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
@@ -32,6 +32,8 @@ use crate::provider::{ConnectError, Sink};
 
 /// How long the one who called may take to say that it has heard our answer.
 const GREETING_PATIENCE: Duration = Duration::from_secs(3);
+/// Calls that were given up and are known to have been, at most.
+const GIVEN_UP: usize = 64;
 /// Messages of a call that may fail to be delivered, until nobody is believed to be there.
 const FAILURES_MAX: u32 = 3;
 
@@ -81,11 +83,12 @@ impl Call {
 pub(super) struct Handshakes {
     secret: [u8; 32],
     calls: Vec<Call>,
+    given_up: GivenUp<Address, GIVEN_UP>,
 }
 
 impl Handshakes {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { secret: random()?, calls: Vec::new() })
+        Ok(Self { secret: random()?, calls: Vec::new(), given_up: GivenUp::new() })
     }
 
     /// When a call is to be repeated.
@@ -155,8 +158,17 @@ impl LibfabricProvider {
     pub(super) fn hang_up(&mut self, peer: PeerId) {
         while let Some(at) = self.handshakes.calls.iter().position(|call| call.peer == peer) {
             let call = self.handshakes.calls.swap_remove(at);
+            if call.acceptor.is_some() {
+                self.revoke(call.initiator, &call.door);
+                self.handshakes.given_up.note(call.initiator, call.door.clone());
+            }
             self.let_go(&call);
         }
+    }
+
+    /// Tells an acceptor that the call is given up. If it is lost, it is told again when it answers.
+    fn revoke(&mut self, nonce: Nonce, door: &Address) {
+        self.answer(door, &Message::Refuse { nonce, why: Refusal::Stale });
     }
 
     /// The call of that nonce, which has been answered.
@@ -427,6 +439,10 @@ impl LibfabricProvider {
     ) -> Option<()> {
         let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
         let Some(call) = call else {
+            if let Some(door) = self.handshakes.given_up.answered(nonce).cloned() {
+                self.revoke(*nonce, &door);
+                return Some(());
+            }
             // It has not heard that we know: it is told again.
             let claim = Claim::decode(bytes).ok()?;
             let mut live = self.live.iter().copied();
@@ -479,6 +495,7 @@ impl LibfabricProvider {
         Some(())
     }
 
+    /// A call of ours is refused, or a peer's is given up that we have answered.
     fn refused<S: Sink>(&mut self, nonce: &Nonce, why: Refusal, sink: &mut S) -> Option<()> {
         if why == Refusal::Crossed {
             // The peer keeps its own call to us. When that is answered ours is over; but the peer may give its up,
@@ -487,9 +504,19 @@ impl LibfabricProvider {
             calls.find(|call| call.initiator == *nonce)?.retry = Retry::start(self.now);
             return Some(());
         }
-        let call = self.take_call(nonce)?;
-        self.let_go(&call);
-        sink.disconnected(call.peer, DownReason::Refused(why));
+        if let Some(call) = self.take_call(nonce) {
+            self.let_go(&call);
+            sink.disconnected(call.peer, DownReason::Refused(why));
+            return Some(());
+        }
+        // Whoever knows the nonce of a call that nobody has confirmed has made it, or heard it.
+        let now = self.now;
+        let greeted = |session: &&mut Box<Session>| {
+            session.nonce == *nonce && matches!(session.state, State::Greeting { .. })
+        };
+        let session = self.sessions.iter_mut().flatten().find(greeted)?;
+        session.leave(now, Some(DownReason::Disconnected));
+        self.urgent = true;
         Some(())
     }
 

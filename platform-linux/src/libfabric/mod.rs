@@ -580,6 +580,14 @@ impl LibfabricProvider {
         }
     }
 
+    /// Whether the completion of this piece was asked for; if not, it says that the bytes have left.
+    #[inline]
+    fn is_meant(&self, nic: NicIndex, old: bool, context: u16) -> bool {
+        let Some(port) = self.ports.get(usize::from(nic)) else { return false };
+        let lane = if old { port.old.as_ref() } else { Some(&port.lane) };
+        lane.is_some_and(|lane| !lane.in_order || lane.chain.has_asked(context))
+    }
+
     #[inline]
     fn end_flight<S: Sink>(
         &mut self,
@@ -677,7 +685,9 @@ impl LibfabricProvider {
             for done in batch {
                 match done {
                     Done::Ours { context, outcome, .. } => {
-                        self.complete(nic, old, context, outcome, sink);
+                        if outcome.is_err() || self.is_meant(nic, old, context) {
+                            self.complete(nic, old, context, outcome, sink);
+                        }
                     }
                     Done::Theirs { data, source } => self.take(nic, old, data, source, sink),
                     Done::Broken(failure) => self.lose_everybody(failure),
