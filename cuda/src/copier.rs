@@ -13,7 +13,7 @@ use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
-use crate::geometry::{self, Kernel, Launch, Method, Plan, Shape, Tuning};
+use crate::geometry::{self, GeometryError, Kernel, Launch, Method, Plan, Shape, Tuning};
 use crate::memory::DeviceMemory;
 use std::ffi::CStr;
 use std::mem::ManuallyDrop;
@@ -241,7 +241,10 @@ impl Copier {
         match layout.map_err(Error::Geometry)? {
             // SAFETY: reads and writes nothing but the word, after all that is before it in the stream.
             Plan::Launch(launch) => unsafe { self.launch(&nothing, release, launch) },
-            Plan::CopyEngine => Ok(()), // Not for no bytes.
+            // Never for no bytes; if ever, then it must not pass for an announcement.
+            Plan::CopyEngine => {
+                Err(Error::Geometry(GeometryError::NotContiguous { page_count: 0 }))
+            }
         }
     }
 
