@@ -1,0 +1,65 @@
+//! Checks the kernels on the GPUs of this machine, and measures them.
+//!
+//!     immwire-bench-gpu check | check-few | time
+//!
+//! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
+//! status 0 if everything that was run was right; slow is not wrong.
+
+mod check;
+mod rig;
+mod time;
+
+use serde_json::{Map, Value, json};
+use std::error::Error;
+use std::process::ExitCode;
+use std::time::Instant;
+
+fn main() -> ExitCode {
+    let what = std::env::args().nth(1).unwrap_or_default();
+    match run(&what) {
+        Ok(result) => {
+            println!("{result}");
+            ExitCode::SUCCESS
+        }
+        Err(why) => {
+            eprintln!("immwire-bench-gpu: {why}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(what: &str) -> Result<Value, Box<dyn Error>> {
+    let gpus = rig::gpus()?;
+    if gpus.is_empty() {
+        return Err("no GPU here".into());
+    }
+    let mut result = Map::new();
+    let names = gpus.iter().map(|g| g.device.name()).collect::<Result<Vec<_>, _>>()?;
+    result.insert("gpus".into(), json!(names));
+    result.insert("sms".into(), json!(gpus[0].device.gpu().sms));
+    result.insert("host_atomics".into(), json!(gpus[0].device.host_atomics()));
+    match what {
+        "check" | "check-few" => {
+            result.insert("checked".into(), check::run(&gpus, what == "check-few")?);
+        }
+        "time" => {
+            let mut bench = time::Bench::new(&gpus)?;
+            type Part<'a> = fn(&mut time::Bench<'a>) -> Result<Value, Box<dyn Error>>;
+            let parts: [(&str, Part<'_>); 6] = [
+                ("contiguous", time::Bench::contiguous),
+                ("pages", time::Bench::pages),
+                ("rings", time::Bench::rings),
+                ("others", time::Bench::others),
+                ("streams", time::Bench::streams),
+                ("hand_over", time::Bench::hand_over),
+            ];
+            for (name, part) in parts {
+                let started = Instant::now();
+                result.insert(name.into(), part(&mut bench)?);
+                eprintln!("{name}: {:.1} s", started.elapsed().as_secs_f64());
+            }
+        }
+        _ => return Err("check, check-few or time".into()),
+    }
+    Ok(Value::Object(result))
+}

@@ -1,0 +1,304 @@
+// Copies pages from anywhere to anywhere that the GPU can reach, and says when they are there.
+//
+// Three kernels, one contract (immwire_cuda.h). `immwire_copy_vector` moves 16 bytes a thread and instruction through
+// registers; `immwire_copy_any` does the same where it can, and takes any address and size. `immwire_copy_bulk` has the SM's
+// copy unit move whole pieces through shared memory (cp.async.bulk): one thread of a warp keeps many KiB in flight.
+//
+// The kernels know addresses, not whose they are: pushing to a peer, pulling from one, and copying within a GPU or to
+// pinned host memory are the same code. They wait for nothing but their own loads, so a launch ends, or faults.
+//
+// Invariants:
+// 1. Each piece is copied by exactly one warp: immwire_share cuts [0, piece_count) into disjoint blocks that cover it
+//    (enumerated in cuda/src/geometry.rs, which has the same function).
+// 2. No byte outside of a source page is read, and none outside of a target page is written.
+// 3. The word is released once, by one thread, after every write of the launch: see `announce`.
+// Checked, bit by bit and with canaries, by benches/gpu/run on a machine with GPUs.
+
+#include "immwire_cuda.h"
+
+namespace {
+
+constexpr uint32_t WARP = 32;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+
+// A block of pieces, [first, first + count), for worker `worker` of `workers`. They differ by at most one in length.
+struct Share {
+  uint32_t first, count;
+};
+
+__device__ Share immwire_share(uint32_t pieces, uint32_t workers, uint32_t worker) {
+  const uint32_t each = pieces / workers, extra = pieces % workers;
+  return {worker * each + min(worker, extra), each + (worker < extra ? 1 : 0)};
+}
+
+// Steps through consecutive pieces, all lanes of a warp together.
+//
+// Page tables may lie in host memory, a microsecond away: so each lane holds the entries of one page, and 32 pages are
+// looked up in one access for each side.
+class Cursor {
+ public:
+  __device__ Cursor(const immwire_copy_args &args, uint32_t first, uint32_t lane) : args(args), lane(lane) {
+    page = first / args.pieces_per_page;
+    piece = first % args.pieces_per_page;
+    look_up();
+  }
+
+  // The current piece. Every lane gets the same.
+  __device__ void get(uint64_t &source, uint64_t &target, uint32_t &bytes) const {
+    const uint64_t offset = uint64_t(piece) * args.piece_bytes;
+    source = __shfl_sync(ALL_LANES, source_page, page - window) + offset;
+    target = __shfl_sync(ALL_LANES, target_page, page - window) + offset;
+    bytes = uint32_t(min(args.page_bytes - offset, uint64_t(args.piece_bytes)));
+  }
+
+  __device__ void advance() {
+    if (++piece < args.pieces_per_page) return;
+    piece = 0;
+    if (++page == window + WARP) look_up();
+  }
+
+ private:
+  __device__ void look_up() {
+    window = page;
+    const uint32_t mine = page + lane;
+    if (mine >= args.page_count) return; // Never asked for.
+    source_page = start(args.source, mine);
+    target_page = start(args.target, mine);
+  }
+
+  __device__ static uint64_t start(const immwire_pages &pages, uint32_t page) {
+    const uint32_t index = pages.table ? reinterpret_cast<const uint32_t *>(pages.table)[page] : page;
+    return pages.base + pages.stride * index;
+  }
+
+  const immwire_copy_args &args;
+  const uint32_t lane;
+  uint32_t page, piece, window;
+  uint64_t source_page = 0, target_page = 0;
+};
+
+// Loads and stores of global memory. Volatile, so that they are issued in the order written: loads first.
+__device__ void load(uint4 &held, const uint4 *from) {
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w) : "l"(from));
+}
+__device__ void store(uint4 *to, const uint4 &held) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(held.x), "r"(held.y), "r"(held.z), "r"(held.w)
+               : "memory");
+}
+__device__ void load(uint32_t &held, const uint32_t *from) {
+  asm volatile("ld.global.u32 %0, [%1];" : "=r"(held) : "l"(from));
+}
+__device__ void store(uint32_t *to, const uint32_t &held) {
+  asm volatile("st.global.u32 [%0], %1;" ::"l"(to), "r"(held) : "memory");
+}
+__device__ void load(uint8_t &held, const uint8_t *from) {
+  uint32_t wide;
+  asm volatile("ld.global.u8 %0, [%1];" : "=r"(wide) : "l"(from));
+  held = uint8_t(wide);
+}
+__device__ void store(uint8_t *to, const uint8_t &held) {
+  asm volatile("st.global.u8 [%0], %1;" ::"l"(to), "r"(uint32_t(held)) : "memory");
+}
+
+// Copies `count` elements, the lanes of a warp side by side, up to eight loads in flight for each.
+template <typename T>
+__device__ void copy_elements(uint64_t target, uint64_t source, uint32_t count, uint32_t lane) {
+  constexpr uint32_t DEPTH = 8;
+  const T *from = reinterpret_cast<const T *>(source) + lane;
+  T *to = reinterpret_cast<T *>(target) + lane;
+  T held[DEPTH];
+  for (; count >= WARP * DEPTH; count -= WARP * DEPTH, from += WARP * DEPTH, to += WARP * DEPTH) {
+#pragma unroll
+    for (uint32_t i = 0; i < DEPTH; ++i) load(held[i], from + i * WARP);
+#pragma unroll
+    for (uint32_t i = 0; i < DEPTH; ++i) store(to + i * WARP, held[i]);
+  }
+#pragma unroll
+  for (uint32_t i = 0; i < DEPTH; ++i)
+    if (lane + i * WARP < count) load(held[i], from + i * WARP);
+#pragma unroll
+  for (uint32_t i = 0; i < DEPTH; ++i)
+    if (lane + i * WARP < count) store(to + i * WARP, held[i]);
+}
+
+__device__ void copy_byte(uint64_t target, uint64_t source) {
+  uint8_t held;
+  load(held, reinterpret_cast<const uint8_t *>(source));
+  store(reinterpret_cast<uint8_t *>(target), held);
+}
+
+// Source and target lie alike on the grid of T: bytes up to the grid, elements, the bytes that are left.
+template <typename T>
+__device__ void copy_alike(uint64_t target, uint64_t source, uint32_t bytes, uint32_t lane) {
+  const uint32_t head = min(bytes, uint32_t(-target % sizeof(T)));
+  const uint32_t body = (bytes - head) / sizeof(T) * sizeof(T);
+  if (lane < head) copy_byte(target + lane, source + lane);
+  copy_elements<T>(target + head, source + head, body / sizeof(T), lane);
+  if (lane < bytes - head - body) copy_byte(target + head + body + lane, source + head + body + lane);
+}
+
+__device__ void copy_any(uint64_t target, uint64_t source, uint32_t bytes, uint32_t lane) {
+  const uint64_t apart = target ^ source;
+  if (apart % 16 == 0)
+    copy_alike<uint4>(target, source, bytes, lane);
+  else if (apart % 4 == 0)
+    copy_alike<uint32_t>(target, source, bytes, lane);
+  else
+    copy_elements<uint8_t>(target, source, bytes, lane);
+}
+
+// Releases the word once all writes of the grid are visible system-wide. Called by every thread of the grid.
+//
+// Why this is right, in terms of the PTX memory model (PTX ISA 9.0, "Memory Consistency Model"):
+// - Each thread's writes precede its arrival at the block's barrier, which synchronizes with thread 0's departure from
+//   it; so they precede, in causality order, what thread 0 does next. (Bulk copies count as writes of the thread that
+//   issued them once it has waited for their completion, which immwire_copy_bulk does first: waiting includes the
+//   proxy fence from the asynchronous to the generic proxy.)
+// - The increments of `arrivals` are acquire-release at gpu scope, morally strong among the blocks of one grid. Each is
+//   a release pattern that synchronizes with the acquire of every later one, through the chain of read-modify-writes.
+//   So the last one's thread has all blocks' writes before it in causality order, which is transitive.
+// - Its release at system scope is cumulative: whoever reads the word with an acquire at system scope (a GPU, the CPU,
+//   or a stream that waits for the value) has all of them before it. No order between the writes themselves is assumed.
+// The increment wraps to zero at the last block, so that the next launch finds what this one did.
+__device__ void announce(const immwire_release &release) {
+  if (release.kind == IMMWIRE_RELEASE_NONE) return;
+  __syncthreads();
+  if (threadIdx.x != 0) return;
+  if (gridDim.x > 1) {
+    uint32_t before;
+    asm volatile("atom.inc.acq_rel.gpu.global.u32 %0, [%1], %2;"
+                 : "=r"(before)
+                 : "l"(release.arrivals), "r"(gridDim.x - 1)
+                 : "memory");
+    if (before != gridDim.x - 1) return;
+  }
+  if (release.kind == IMMWIRE_RELEASE_ADD)
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(release.word), "l"(release.value) : "memory");
+  else
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(release.word), "l"(release.value) : "memory");
+}
+
+// Workers are numbered across the blocks first: where pieces are fewer than warps, all SMs take part.
+__device__ uint32_t worker(uint32_t warp) { return warp * gridDim.x + blockIdx.x; }
+
+template <uint32_t THREADS, typename CopyPiece>
+__device__ void through_registers(const immwire_copy_args &args, CopyPiece copy_piece) {
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const Share share = immwire_share(args.piece_count, gridDim.x * (THREADS / WARP), worker(warp));
+  if (share.count > 0) {
+    Cursor cursor(args, share.first, lane);
+    for (uint32_t i = 0; i < share.count; ++i, cursor.advance()) {
+      uint64_t source, target;
+      uint32_t bytes;
+      cursor.get(source, target, bytes);
+      copy_piece(target, source, bytes, lane);
+    }
+  }
+  announce(args.release);
+}
+
+#if __CUDA_ARCH__ >= 900
+__device__ uint32_t shared_address(const void *p) { return uint32_t(__cvta_generic_to_shared(p)); }
+
+__device__ void barrier_init(uint32_t barrier) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(barrier) : "memory");
+}
+
+// Returns when the phase of `parity` has ended: all bytes of the load are in shared memory.
+__device__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done = 0;
+  while (!done)
+    asm volatile(
+        "{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+}
+
+__device__ void bulk_load(uint32_t stage, uint64_t source, uint32_t bytes, uint32_t barrier) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(stage),
+               "l"(source), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+__device__ void bulk_store(uint64_t target, uint32_t stage, uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(target), "r"(stage), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+#endif
+
+} // namespace
+
+extern "C" __global__ void __launch_bounds__(IMMWIRE_VECTOR_THREADS, 1)
+    immwire_copy_vector(const __grid_constant__ immwire_copy_args args) {
+  through_registers<IMMWIRE_VECTOR_THREADS>(args, [](uint64_t target, uint64_t source, uint32_t bytes, uint32_t lane) {
+    copy_elements<uint4>(target, source, bytes / 16, lane);
+  });
+}
+
+extern "C" __global__ void __launch_bounds__(IMMWIRE_ANY_THREADS, 1)
+    immwire_copy_any(const __grid_constant__ immwire_copy_args args) {
+  through_registers<IMMWIRE_ANY_THREADS>(args, copy_any);
+}
+
+// Each warp runs a ring of its own, of `stage_count` stages: a piece is loaded into a stage, stored from it, and the
+// stage is loaded again once the copy unit has read it. A stage's refill comes IMMWIRE_BULK_LAG pieces after its store, so
+// that the reading of one store and the issue of the next overlap.
+extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
+    immwire_copy_bulk(const __grid_constant__ immwire_copy_args args) {
+#if __CUDA_ARCH__ >= 900
+  extern __shared__ __align__(128) unsigned char stages[];
+  __shared__ __align__(8) uint64_t barriers[IMMWIRE_BULK_WARPS][IMMWIRE_BULK_MAX_STAGES];
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const Share share = immwire_share(args.piece_count, gridDim.x * IMMWIRE_BULK_WARPS, worker(warp));
+  if (share.count > 0) {
+    const uint32_t ring = shared_address(stages) + warp * args.stage_count * args.stage_bytes;
+    const uint32_t loaded = shared_address(barriers[warp]);
+    if (lane == 0) {
+      for (uint32_t i = 0; i < args.stage_count; ++i) barrier_init(loaded + 8 * i);
+      // The copy unit must see them initialised.
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    }
+    __syncwarp();
+
+    Cursor cursor(args, share.first, lane);
+    // Where the piece in stage i goes, and its size: held by lane i.
+    uint64_t goes_to = 0;
+    uint32_t size = 0;
+    auto fill = [&](uint32_t stage) {
+      uint64_t source, target;
+      uint32_t bytes;
+      cursor.get(source, target, bytes);
+      cursor.advance();
+      if (lane == stage) goes_to = target, size = bytes;
+      if (lane == 0) bulk_load(ring + stage * args.stage_bytes, source, bytes, loaded + 8 * stage);
+    };
+
+    uint32_t filled = 0;
+    for (; filled < min(share.count, args.stage_count); ++filled) fill(filled);
+    uint32_t stage = 0, parity = 0, refill = 0;
+    for (uint32_t i = 0; i < share.count; ++i) {
+      const uint64_t target = __shfl_sync(ALL_LANES, goes_to, stage);
+      const uint32_t bytes = __shfl_sync(ALL_LANES, size, stage);
+      if (lane == 0) {
+        barrier_wait(loaded + 8 * stage, parity);
+        bulk_store(target, ring + stage * args.stage_bytes, bytes);
+        asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(IMMWIRE_BULK_LAG) : "memory");
+      }
+      // All but the last IMMWIRE_BULK_LAG stores have been read: the stage of the one before them is free.
+      if (i >= IMMWIRE_BULK_LAG && filled < share.count) {
+        fill(refill);
+        ++filled;
+        if (++refill == args.stage_count) refill = 0;
+      }
+      if (++stage == args.stage_count) stage = 0, parity ^= 1;
+    }
+    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  }
+  announce(args.release);
+#else
+  __trap(); // Never launched: the host asks for the capability first.
+#endif
+}

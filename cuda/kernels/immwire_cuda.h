@@ -1,0 +1,95 @@
+/* What is handed to immwire's kernels: one structure, by value, and the names and limits of the kernels.
+ *
+ * Plain C11 and C++17. No framework and no CUDA header is included, so that any program can fill the structure and
+ * launch the kernels with the driver's API. `cuda/src/args.rs` is the same in Rust; sizes and offsets are asserted on
+ * both sides.
+ *
+ * Addresses are those of the launching GPU's (unified) address space: its own memory, a peer's that it has access to,
+ * or pinned host memory. */
+#ifndef IMMWIRE_CUDA_H
+#define IMMWIRE_CUDA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Where the pages of one side are: page i starts at base + stride * (table ? table[i] : i). */
+typedef struct immwire_pages {
+  uint64_t base;   /* bytes */
+  uint64_t stride; /* bytes */
+  uint64_t table;  /* const uint32_t[page_count], a multiple of 4; 0: none */
+} immwire_pages;
+
+/* immwire_release.kind */
+enum {
+  IMMWIRE_RELEASE_NONE = 0,
+  IMMWIRE_RELEASE_STORE = 1, /* *word = value: one writer at a time; device or host memory */
+  IMMWIRE_RELEASE_ADD = 2    /* *word += value, atomically; in host memory only where the link has atomics */
+};
+
+/* What is announced when every byte of the launch is visible to the whole system. */
+typedef struct immwire_release {
+  uint64_t word;     /* uint64_t *, a multiple of 8; anywhere */
+  uint64_t value;
+  uint64_t arrivals; /* uint32_t * in memory of the launching GPU: 0 before the launch, and 0 again after it. No other
+                        launch may use it at the same time */
+  uint32_t kind;
+  uint32_t reserved; /* 0 */
+} immwire_release;
+
+/* One launch of immwire_copy_any, immwire_copy_vector or immwire_copy_bulk.
+ *
+ * Each page is cut into pieces of piece_bytes (the last may be shorter). Pieces are numbered page by page, and dealt to
+ * the warps of the grid in blocks; see immwire_share in copy.cu. */
+typedef struct immwire_copy_args {
+  immwire_pages source;
+  immwire_pages target;
+  immwire_release release;
+  uint64_t page_bytes;
+  uint32_t piece_bytes; /* a multiple of 16, not 0; for bulk at most stage_bytes */
+  uint32_t pieces_per_page; /* ceil(page_bytes / piece_bytes) */
+  uint32_t piece_count; /* page_count * pieces_per_page; 0: nothing is copied, only announced */
+  uint32_t page_count;
+  uint32_t stage_bytes; /* bulk: bytes of shared memory for each piece in flight, a multiple of 128 */
+  uint32_t stage_count; /* bulk: pieces in flight for each warp, IMMWIRE_BULK_LAG + 1 to IMMWIRE_BULK_MAX_STAGES */
+} immwire_copy_args;
+
+/* The kernels. All take one immwire_copy_args, in a grid and blocks of one dimension; the number of threads of a block is
+ * fixed, the number of blocks is free: a block takes what an SM has, so it is the number of SMs. */
+
+/* immwire_copy_any: any address and size. */
+#define IMMWIRE_ANY_THREADS 512
+/* immwire_copy_vector: every page address and page_bytes a multiple of 16. */
+#define IMMWIRE_VECTOR_THREADS 768
+/* immwire_copy_bulk: likewise, and compute capability 9.0. IMMWIRE_BULK_WARPS * stage_bytes * stage_count bytes of dynamic
+ * shared memory. */
+#define IMMWIRE_BULK_THREADS 256
+#define IMMWIRE_BULK_WARPS 8
+#define IMMWIRE_BULK_MAX_STAGES 16
+#define IMMWIRE_BULK_LAG 2
+
+#ifdef __cplusplus
+#define IMMWIRE_ASSERT(what) static_assert(what, #what)
+#else
+#define IMMWIRE_ASSERT(what) _Static_assert(what, #what)
+#endif
+IMMWIRE_ASSERT(sizeof(immwire_pages) == 24);
+IMMWIRE_ASSERT(offsetof(immwire_pages, stride) == 8);
+IMMWIRE_ASSERT(offsetof(immwire_pages, table) == 16);
+IMMWIRE_ASSERT(sizeof(immwire_release) == 32);
+IMMWIRE_ASSERT(offsetof(immwire_release, value) == 8);
+IMMWIRE_ASSERT(offsetof(immwire_release, arrivals) == 16);
+IMMWIRE_ASSERT(offsetof(immwire_release, kind) == 24);
+IMMWIRE_ASSERT(offsetof(immwire_release, reserved) == 28);
+IMMWIRE_ASSERT(sizeof(immwire_copy_args) == 112);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, target) == 24);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, release) == 48);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, page_bytes) == 80);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, piece_bytes) == 88);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, pieces_per_page) == 92);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, piece_count) == 96);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, page_count) == 100);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_bytes) == 104);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_count) == 108);
+#undef IMMWIRE_ASSERT
+
+#endif

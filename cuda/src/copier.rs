@@ -1,0 +1,434 @@
+//! Launches: a request becomes one launch of a kernel, or one copy of the copy engine and a launch that announces it.
+//!
+//! What is launched how is decided in [`crate::geometry`]; here are addresses, handles and lifetimes.
+//!
+//! # Invariants
+//!
+//! 1. The launches of one [`Copier`] are in one stream, so that they share one word of arrivals: each finds it zero, and
+//!    leaves it so (`kernels/copy.cu`).
+//! 2. Kernels and words of arrivals live until every launch that uses them has ended: [`Copier`]'s drop waits, and leaks
+//!    them if the stream is stuck.
+
+use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use crate::device::{Device, Event, Stream};
+use crate::driver::{check, cu};
+use crate::error::Error;
+use crate::geometry::{self, GeometryError, Kernel, Launch, Method, Plan, Shape, Tuning};
+use crate::memory::DeviceMemory;
+use std::ffi::CStr;
+use std::mem::ManuallyDrop;
+use std::num::NonZeroU32;
+use std::ptr;
+use std::time::Duration;
+
+/// The compiled kernels; empty where there was no compiler.
+static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+
+/// Whether the crate was built with a CUDA compiler, and so has kernels.
+#[must_use]
+pub const fn kernels_built_in() -> bool {
+    !IMAGE.is_empty()
+}
+
+/// Where the pages of one side are: page `i` starts at `base + stride * index(i)`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Pages {
+    /// Address of the page of index 0.
+    pub base: u64,
+    /// Bytes from one index to the next.
+    pub stride: u64,
+    /// Address of one `u32` for each page, its index, in memory that the GPU reaches; `None`: the page's own number.
+    /// Pinned host memory will do: each entry is read once, 32 at a time.
+    pub table: Option<u64>,
+}
+
+/// A request: pages from anywhere to anywhere that the GPU reaches.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct PagedCopy {
+    /// Where pages are read.
+    pub source: Pages,
+    /// Where pages are written.
+    pub target: Pages,
+    /// Bytes of each page.
+    pub page_bytes: u64,
+    /// Pages.
+    pub page_count: u32,
+}
+
+impl PagedCopy {
+    /// One range of `bytes` bytes.
+    #[must_use]
+    pub const fn contiguous(source: u64, target: u64, bytes: u64) -> Self {
+        Self {
+            source: Pages { base: source, stride: 0, table: None },
+            target: Pages { base: target, stride: 0, table: None },
+            page_bytes: bytes,
+            page_count: 1,
+        }
+    }
+
+    fn shape(&self, adds: bool) -> Shape {
+        let plain = |p: &Pages| p.table.is_none();
+        let contiguous = self.page_count == 1 && plain(&self.source) && plain(&self.target);
+        let sides =
+            [&self.source, &self.target].map(|p| p.base | if contiguous { 0 } else { p.stride });
+        let bits = sides.iter().fold(self.page_bytes, |bits, side| bits | side);
+        // The lowest bit that is set in any of them; all zero is a multiple of everything.
+        let multiple = bits & bits.wrapping_neg();
+        let (page_bytes, page_count) = (self.page_bytes, self.page_count);
+        Shape { page_bytes, page_count, multiple, contiguous, adds }
+    }
+}
+
+/// What is announced once every byte is visible to the whole system: to whoever acquires the word at system scope.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Release {
+    /// Nothing: the stream's order tells.
+    #[default]
+    Nothing,
+    /// The word becomes `value`. One writer at a time. In memory of a GPU or of the host.
+    Store {
+        /// Address of a `u64`.
+        word: u64,
+        /// What it becomes.
+        value: u64,
+    },
+    /// `amount` is added, atomically among GPUs. In host memory it is atomic for the CPU's own writes only where
+    /// [`Device::host_atomics`] says so.
+    Add {
+        /// Address of a `u64`.
+        word: u64,
+        /// What is added; the sum wraps.
+        amount: u64,
+    },
+}
+
+/// What was enqueued.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Submitted {
+    /// By the copy engine; a launch of one block announces it, if anything is announced.
+    CopyEngine,
+    /// By this launch.
+    Launch(Launch),
+}
+
+/// Copies in the order of one stream.
+#[derive(Debug)]
+pub struct Copier {
+    stream: Stream,
+    tuning: Tuning,
+    kernels: ManuallyDrop<Module>,
+    arrivals: ManuallyDrop<DeviceMemory>,
+}
+
+impl Copier {
+    /// Loads the kernels into the GPU of `stream`, whose order all requests are done in.
+    ///
+    /// Some milliseconds; some hundred where the driver has to compile for a GPU later than Hopper.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::KernelsAbsent`], [`Error::NoKernelsFor`], or what the driver answers.
+    pub fn new(stream: &Stream, tuning: Tuning) -> Result<Self, Error> {
+        let kernels = Module::load(stream.device())?;
+        let arrivals = DeviceMemory::zeroed(stream, 4)?;
+        Ok(Self {
+            stream: stream.clone(),
+            tuning,
+            kernels: ManuallyDrop::new(kernels),
+            arrivals: ManuallyDrop::new(arrivals),
+        })
+    }
+
+    /// The stream that requests are enqueued in.
+    #[must_use]
+    pub fn stream(&self) -> &Stream {
+        &self.stream
+    }
+
+    /// Enqueues a request, on at most `sms` SMs, and what it announces. Waits for nothing; a few microseconds.
+    ///
+    /// # Safety
+    ///
+    /// From now until the request has ended (an event recorded after it is done, or its word has been acquired):
+    ///
+    /// - every page and table of `copy`, and the word of `release`, lie in memory that the GPU of the stream reaches, and
+    ///   that stays allocated and mapped;
+    /// - nobody writes the source pages and tables, and nobody reads or writes the target pages;
+    /// - no target page overlaps another, a source page, or a table;
+    /// - nobody else stores to a word of [`Release::Store`].
+    ///
+    /// # Errors
+    ///
+    /// Nothing was enqueued; or, if the copy engine was to copy and the launch that announces was refused, the copy alone.
+    pub unsafe fn submit(
+        &self,
+        copy: &PagedCopy,
+        release: Release,
+        method: Method,
+        sms: NonZeroU32,
+    ) -> Result<Submitted, Error> {
+        let release = self.release(release)?;
+        for side in [&copy.source, &copy.target] {
+            if let Some(address) = side.table.filter(|table| !table.is_multiple_of(4)) {
+                return Err(Error::Misaligned { what: "page table", address, multiple: 4 });
+            }
+        }
+        let gpu = self.stream.device().gpu();
+        let plan = geometry::plan(
+            copy.shape(release.kind == args::RELEASE_ADD),
+            method,
+            sms,
+            gpu,
+            &self.tuning,
+        )
+        .map_err(Error::Geometry)?;
+        let _current = self.stream.device().enter()?;
+        match plan {
+            Plan::Launch(launch) => {
+                // SAFETY: the layout is that of this request; the rest is our caller's promise.
+                unsafe { self.launch(copy, release, launch)? };
+                Ok(Submitted::Launch(launch))
+            }
+            Plan::CopyEngine => {
+                let bytes = usize::try_from(copy.page_bytes).unwrap_or(usize::MAX);
+                // SAFETY: one range on both sides; the rest is our caller's promise. Unified addressing tells the driver
+                // where the two are.
+                let enqueued = unsafe {
+                    cu::cuMemcpyAsync(
+                        copy.target.base,
+                        copy.source.base,
+                        bytes,
+                        self.stream.handle(),
+                    )
+                };
+                check("cuMemcpyAsync", enqueued)?;
+                // SAFETY: the context is current; the word is our caller's promise.
+                unsafe { self.announce(release)? };
+                Ok(Submitted::CopyEngine)
+            }
+        }
+    }
+
+    /// Announces what is in the stream so far.
+    ///
+    /// # Safety
+    ///
+    /// The context is current, and the word as [`Copier::submit`] asks for it.
+    unsafe fn announce(&self, release: ReleaseArgs) -> Result<(), Error> {
+        if release.kind == args::RELEASE_NONE {
+            return Ok(());
+        }
+        if release.kind == args::RELEASE_STORE {
+            // By default a fence of the whole stream, at system scope, comes before the write (CUDA driver API,
+            // "Stream Memory Operations"). It costs less than a launch.
+            let fenced = cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+            let (word, value) = (release.word, release.value);
+            // SAFETY: the stream is alive; the word is our caller's promise.
+            let answer =
+                unsafe { cu::cuStreamWriteValue64_v2(self.stream.handle(), word, value, fenced) };
+            match answer {
+                // Not every GPU can, nor reach all memory so. A kernel can.
+                cu::CUresult::CUDA_ERROR_NOT_SUPPORTED | cu::CUresult::CUDA_ERROR_INVALID_VALUE => {
+                }
+                answer => return check("cuStreamWriteValue64", answer),
+            }
+        }
+        let nothing = PagedCopy { page_count: 0, ..PagedCopy::contiguous(0, 0, 0) };
+        let gpu = self.stream.device().gpu();
+        let layout =
+            geometry::plan(nothing.shape(false), Method::Auto, NonZeroU32::MIN, gpu, &self.tuning);
+        match layout.map_err(Error::Geometry)? {
+            // SAFETY: reads and writes nothing but the word, after all that is before it in the stream.
+            Plan::Launch(launch) => unsafe { self.launch(&nothing, release, launch) },
+            // Never for no bytes; if ever, then it must not pass for an announcement.
+            Plan::CopyEngine => {
+                Err(Error::Geometry(GeometryError::NotContiguous { page_count: 0 }))
+            }
+        }
+    }
+
+    fn release(&self, release: Release) -> Result<ReleaseArgs, Error> {
+        let (kind, word, value) = match release {
+            Release::Nothing => return Ok(ReleaseArgs::default()),
+            Release::Store { word, value } => (args::RELEASE_STORE, word, value),
+            Release::Add { word, amount } => (args::RELEASE_ADD, word, amount),
+        };
+        if !word.is_multiple_of(8) {
+            return Err(Error::Misaligned { what: "word", address: word, multiple: 8 });
+        }
+        Ok(ReleaseArgs { word, value, arrivals: self.arrivals.address(), kind, reserved: 0 })
+    }
+
+    /// # Safety
+    ///
+    /// As [`Copier::submit`], and `launch` is the layout of `copy` on this GPU, whose context is current.
+    unsafe fn launch(
+        &self,
+        copy: &PagedCopy,
+        release: ReleaseArgs,
+        launch: Launch,
+    ) -> Result<(), Error> {
+        let side =
+            |p: &Pages| PagesArgs { base: p.base, stride: p.stride, table: p.table.unwrap_or(0) };
+        let mut args = CopyArgs {
+            source: side(&copy.source),
+            target: side(&copy.target),
+            release,
+            page_bytes: copy.page_bytes,
+            piece_bytes: launch.piece_bytes,
+            pieces_per_page: launch.pieces_per_page,
+            piece_count: launch.piece_count,
+            page_count: copy.page_count,
+            stage_bytes: launch.stage_bytes,
+            stage_count: launch.stage_count,
+        };
+        let function = self.kernels.function(launch.kernel);
+        let mut parameters = [(&raw mut args).cast()];
+        // SAFETY: the function takes one `CopyArgs` by value (asserted equal on both sides), which the driver copies
+        // before it returns; grid, block and shared memory are within the kernel's limits (`geometry`, invariant 3); the
+        // function and the stream are of the context that is current; memory is our caller's promise.
+        let launched = unsafe {
+            cu::cuLaunchKernel(
+                function,
+                launch.blocks,
+                1,
+                1,
+                launch.threads,
+                1,
+                1,
+                launch.shared_bytes,
+                self.stream.handle(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check("cuLaunchKernel", launched)
+    }
+}
+
+impl Drop for Copier {
+    fn drop(&mut self) {
+        /// Launches end by themselves; this is for a stream that waits for what never comes.
+        const LIMIT: Duration = Duration::from_secs(5);
+        let ended = Event::new(self.stream.device())
+            .and_then(|event| event.record(&self.stream).map(|()| event))
+            .and_then(|event| event.wait(LIMIT));
+        if !matches!(ended, Err(Error::TimedOut { .. })) {
+            // SAFETY: neither is used again: this is the drop. No launch uses them either: all have ended, or the
+            // context has failed, and with it everything in it.
+            unsafe {
+                ManuallyDrop::drop(&mut self.kernels);
+                ManuallyDrop::drop(&mut self.arrivals);
+            }
+        }
+    }
+}
+
+/// The kernels, loaded into one GPU.
+#[derive(Debug)]
+struct Module {
+    device: Device,
+    raw: cu::CUmodule,
+    any: cu::CUfunction,
+    vector: cu::CUfunction,
+    bulk: cu::CUfunction,
+}
+
+// SAFETY: modules and functions may be used by any thread, and by several at once; the handles are only ever passed to
+// the driver.
+unsafe impl Send for Module {}
+// SAFETY: as above.
+unsafe impl Sync for Module {}
+
+impl Module {
+    fn load(device: &Device) -> Result<Self, Error> {
+        if !kernels_built_in() {
+            return Err(Error::KernelsAbsent);
+        }
+        let capability = device.gpu().capability;
+        let _current = device.enter()?;
+        let mut raw = ptr::null_mut();
+        // SAFETY: the image is a fatbin, which states its own length; writes the one handle.
+        match unsafe { cu::cuModuleLoadData(&raw mut raw, IMAGE.as_ptr().cast()) } {
+            cu::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
+                return Err(Error::NoKernelsFor { capability });
+            }
+            answer => check("cuModuleLoadData", answer)?,
+        }
+        let none = ptr::null_mut();
+        let mut module = Self { device: device.clone(), raw, any: none, vector: none, bulk: none };
+        module.any = module.find(c"immwire_copy_any")?;
+        module.vector = module.find(c"immwire_copy_vector")?;
+        module.bulk = module.find(c"immwire_copy_bulk")?;
+        if capability >= (9, 0) {
+            let most = i32::try_from(geometry::BULK_SHARED_BYTES).unwrap_or(i32::MAX);
+            let which = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            // SAFETY: the function is of this module.
+            check("cuFuncSetAttribute", unsafe {
+                cu::cuFuncSetAttribute(module.bulk, which, most)
+            })?;
+        }
+        Ok(module)
+    }
+
+    fn find(&self, name: &CStr) -> Result<cu::CUfunction, Error> {
+        let mut function = ptr::null_mut();
+        // SAFETY: the module is loaded, the name ends in a zero; writes the one handle.
+        let found = unsafe { cu::cuModuleGetFunction(&raw mut function, self.raw, name.as_ptr()) };
+        check("cuModuleGetFunction", found)?;
+        Ok(function)
+    }
+
+    fn function(&self, kernel: Kernel) -> cu::CUfunction {
+        match kernel {
+            Kernel::Any => self.any,
+            Kernel::Vector => self.vector,
+            Kernel::Bulk => self.bulk,
+        }
+    }
+}
+
+impl Drop for Module {
+    fn drop(&mut self) {
+        if let Ok(_current) = self.device.enter() {
+            // SAFETY: loaded by `load`, unloaded here only; no launch of it goes on (`Copier`'s drop).
+            let _ = unsafe { cu::cuModuleUnload(self.raw) };
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn copy(bases: (u64, u64), strides: (u64, u64), page_bytes: u64) -> PagedCopy {
+        let side = |base, stride| Pages { base, stride, table: Some(64) };
+        let (source, target) = (side(bases.0, strides.0), side(bases.1, strides.1));
+        PagedCopy { source, target, page_bytes, page_count: 9 }
+    }
+
+    #[test]
+    fn the_least_aligned_number_decides() {
+        let multiple = |copy: PagedCopy| copy.shape(false).multiple;
+        assert_eq!(multiple(copy((4096, 8192), (4096, 1 << 20), 4096)), 4096);
+        assert_eq!(multiple(copy((4096 + 16, 8192), (4096, 4096), 4096)), 16);
+        assert_eq!(multiple(copy((4096, 8192 + 1), (4096, 4096), 4096)), 1);
+        assert_eq!(multiple(copy((4096, 8192), (4100, 4096), 4096)), 4);
+        assert_eq!(multiple(copy((4096, 8192), (4096, 4104), 4096)), 8);
+        assert_eq!(multiple(copy((4096, 8192), (4096, 4096), 704)), 64);
+        assert_eq!(multiple(copy((0, 0), (0, 0), 0)), 0);
+    }
+
+    #[test]
+    fn one_page_without_tables_is_one_range() {
+        let range = PagedCopy::contiguous(256, 512, 1024);
+        assert!(range.shape(true).contiguous && range.shape(true).adds);
+        // The stride of a single range is of no matter.
+        let odd = PagedCopy { source: Pages { stride: 3, ..range.source }, ..range };
+        assert_eq!(odd.shape(false).multiple, 256);
+        let listed = PagedCopy { source: Pages { table: Some(64), ..range.source }, ..range };
+        assert!(!listed.shape(false).contiguous);
+        assert!(!PagedCopy { page_count: 2, ..range }.shape(false).contiguous);
+    }
+}

@@ -1,0 +1,134 @@
+//! The CUDA driver: found, checked for what is called of it, initialised. The only file that names `cudarc`, but for the
+//! type of its error code.
+//!
+//! # Invariants
+//!
+//! 1. Nothing of the driver is called before [`load`] has succeeded: `cudarc` panics where the library or a symbol is
+//!    missing, so both are looked for first.
+//! 2. A context is current for the length of one [`Current`] only: whatever was current before is so again after it.
+
+use crate::error::{CudaCode, Error};
+pub(crate) use cudarc::driver::sys as cu;
+use std::ptr;
+use std::sync::OnceLock;
+
+/// What of the driver this crate calls.
+const SYMBOLS: [&str; 33] = [
+    "cuInit",
+    "cuCtxEnablePeerAccess",
+    "cuCtxPopCurrent_v2",
+    "cuCtxPushCurrent_v2",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
+    "cuDevicePrimaryCtxRelease_v2",
+    "cuDevicePrimaryCtxRetain",
+    "cuEventCreate",
+    "cuEventDestroy_v2",
+    "cuEventElapsedTime_v2",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncSetAttribute",
+    "cuLaunchKernel",
+    "cuMemAlloc_v2",
+    "cuMemFreeHost",
+    "cuMemFree_v2",
+    "cuMemHostAlloc",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuStreamCreate",
+    "cuStreamDestroy_v2",
+    "cuStreamWaitEvent",
+    "cuStreamWaitValue64_v2",
+    "cuStreamWriteValue64_v2",
+];
+
+/// Loads and initialises the driver, once in a process. Milliseconds the first time, then nothing.
+pub(crate) fn load() -> Result<(), Error> {
+    static LOADED: OnceLock<Result<(), Error>> = OnceLock::new();
+    *LOADED.get_or_init(|| {
+        // SAFETY: loads libcuda.so, whose initialisers are what any CUDA program runs.
+        if !unsafe { cu::is_culib_present() } {
+            return Err(Error::NoDriver);
+        }
+        for symbol in SYMBOLS {
+            // SAFETY: the library was found just now; the symbol is not called through this type, only looked for.
+            let found = unsafe { cu::culib().get::<unsafe extern "C" fn()>(symbol.as_bytes()) };
+            if found.is_err() {
+                return Err(Error::DriverLacks { symbol });
+            }
+        }
+        // SAFETY: takes no pointer; may be called by any thread and more than once.
+        check("cuInit", unsafe { cu::cuInit(0) })
+    })
+}
+
+/// An answer of the driver as a result.
+pub(crate) fn check(call: &'static str, answer: cu::CUresult) -> Result<(), Error> {
+    match answer {
+        cu::CUresult::CUDA_SUCCESS => Ok(()),
+        // Some drivers are found, but have no GPU to drive.
+        cu::CUresult::CUDA_ERROR_NO_DEVICE => Err(Error::NoDevice { ordinal: 0, count: 0 }),
+        code => Err(Error::Driver { call, code: CudaCode(code) }),
+    }
+}
+
+/// Makes a context current on this thread until it is dropped.
+#[must_use = "the context is current until this is dropped"]
+pub(crate) struct Current(());
+
+impl Current {
+    /// # Safety
+    ///
+    /// The context is not destroyed while this lives.
+    pub(crate) unsafe fn enter(context: cu::CUcontext) -> Result<Self, Error> {
+        // SAFETY: the context is alive, by our caller's promise.
+        check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(context) })?;
+        Ok(Self(()))
+    }
+}
+
+impl Drop for Current {
+    fn drop(&mut self) {
+        let mut popped = ptr::null_mut();
+        // SAFETY: takes off what `enter` put on this thread's stack: this type is not `Send` in use, as every value of
+        // it is a local of one function.
+        let _ = unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) };
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::SYMBOLS;
+    use std::collections::BTreeSet;
+
+    #[test]
+    fn what_is_called_is_looked_for_first() {
+        let sources = [
+            include_str!("copier.rs"),
+            include_str!("device.rs"),
+            include_str!("driver.rs"),
+            include_str!("memory.rs"),
+        ];
+        let mut called = BTreeSet::new();
+        for source in sources {
+            // What is named `cu::cu...` and followed by its arguments.
+            for rest in source.split("cu::").skip(1) {
+                let name: String =
+                    rest.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+                if name.starts_with("cu") && rest[name.len()..].starts_with('(') && name != "culib"
+                {
+                    called.insert(name);
+                }
+            }
+        }
+        let listed: BTreeSet<String> = SYMBOLS.iter().map(|&s| s.to_owned()).collect();
+        assert_eq!(called, listed);
+    }
+}

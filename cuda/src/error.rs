@@ -1,0 +1,131 @@
+//! What can go wrong, as values.
+
+use cudarc::driver::sys::CUresult;
+use std::fmt;
+use std::time::Duration;
+
+/// An answer of the driver other than success.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct CudaCode(pub(crate) CUresult);
+
+impl CudaCode {
+    /// The number, as `CUresult` has it in `cuda.h`.
+    #[must_use]
+    pub fn number(self) -> u32 {
+        self.0 as u32
+    }
+}
+
+impl fmt::Debug for CudaCode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?} ({})", self.0, self.number())
+    }
+}
+
+/// Why something of this crate failed.
+///
+/// Unless the variant says otherwise nothing was enqueued and nothing is left behind. A [`Error::Driver`] may also be
+/// the late report of an earlier launch that faulted; the context is then of no more use to anybody.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Error {
+    /// No CUDA driver is installed here: `libcuda.so.1` cannot be loaded.
+    NoDriver,
+    /// The driver is too old: it lacks this function.
+    DriverLacks {
+        /// The function's name.
+        symbol: &'static str,
+    },
+    /// The driver refused.
+    Driver {
+        /// The function that was called.
+        call: &'static str,
+        /// What it answered.
+        code: CudaCode,
+    },
+    /// There is no such GPU.
+    NoDevice {
+        /// What was asked for.
+        ordinal: u32,
+        /// How many there are.
+        count: u32,
+    },
+    /// This GPU cannot reach the other's memory.
+    NoPeerAccess {
+        /// The one that would read and write.
+        from: u32,
+        /// The one whose memory it is.
+        to: u32,
+    },
+    /// The crate was built without a CUDA compiler: it has no kernels.
+    KernelsAbsent,
+    /// The kernels have no code for this GPU.
+    NoKernelsFor {
+        /// The GPU's compute capability, major and minor.
+        capability: (u32, u32),
+    },
+    /// What belongs to one GPU was used with another.
+    WrongDevice {
+        /// The one that it belongs to.
+        belongs_to: u32,
+        /// The one that it was used with.
+        used_with: u32,
+    },
+    /// The request does not fit the kernel that was asked for, or any.
+    Geometry(crate::geometry::GeometryError),
+    /// An address is not a multiple of what it must be.
+    Misaligned {
+        /// What it is the address of.
+        what: &'static str,
+        /// The address.
+        address: u64,
+        /// What it must be a multiple of.
+        multiple: u64,
+    },
+    /// A range lies outside of the memory.
+    OutOfBounds {
+        /// First byte after the range.
+        end: u64,
+        /// Bytes that there are.
+        bytes: u64,
+    },
+    /// The work was not done in time. It goes on.
+    TimedOut {
+        /// The time given.
+        after: Duration,
+    },
+}
+
+impl fmt::Display for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NoDriver => f.write_str("no CUDA driver: libcuda.so.1 cannot be loaded"),
+            Self::DriverLacks { symbol } => write!(f, "the CUDA driver is too old: no {symbol}"),
+            Self::Driver { call, code } => write!(f, "{call}: {code:?}"),
+            Self::NoDevice { ordinal, count } => write!(f, "no GPU {ordinal}: there are {count}"),
+            Self::NoPeerAccess { from, to } => {
+                write!(f, "GPU {from} cannot reach the memory of GPU {to}")
+            }
+            Self::KernelsAbsent => f.write_str("built without a CUDA compiler: no kernels"),
+            Self::NoKernelsFor { capability: (major, minor) } => {
+                write!(
+                    f,
+                    "no kernels for compute capability {major}.{minor}: 8.0 and later are served"
+                )
+            }
+            Self::WrongDevice { belongs_to, used_with } => {
+                write!(f, "what belongs to GPU {belongs_to} was used with GPU {used_with}")
+            }
+            Self::Geometry(why) => why.fmt(f),
+            Self::Misaligned { what, address, multiple } => {
+                write!(f, "the {what} at {address:#x} is not at a multiple of {multiple}")
+            }
+            Self::OutOfBounds { end, bytes } => {
+                write!(f, "the range ends at {end} of {bytes} bytes")
+            }
+            Self::TimedOut { after } => write!(f, "not done within {after:?}; it goes on"),
+        }
+    }
+}
+
+impl std::error::Error for Error {}

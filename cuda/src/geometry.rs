@@ -1,0 +1,481 @@
+//! How a copy is laid out over the GPU: by what, on how many SMs, in which pieces.
+//!
+//! Pure arithmetic on sizes; no address, no device, no allocation. The figures in [`Tuning`] were measured
+//! (`benches/results/`), and only decide between ways that are all right.
+//!
+//! # Invariants
+//!
+//! 1. The pieces of a page, in order, cover it exactly: `pieces_per_page = ceil(page_bytes / piece_bytes)`.
+//! 2. [`share`] deals all pieces to the warps of a launch, each piece to one. The kernels have the same function.
+//! 3. Every launch keeps the limits that `kernels/immwire_cuda.h` names: grid, threads, shared memory, stages, multiples
+//!    of 16.
+//!
+//! The tests below enumerate all three over small requests, and try the limits of the large ones.
+
+use crate::args;
+use std::fmt;
+use std::num::NonZeroU32;
+
+/// What the kernels of compute capability 9.0 may use of shared memory, less what the bulk kernel's barriers take.
+pub const BULK_SHARED_BYTES: u32 = 227 * 1024 - args::BULK_WARPS * args::BULK_MAX_STAGES * 8;
+
+/// The multiple that addresses and sizes must be of for all but [`Kernel::Any`].
+pub const ALIGNED_BYTES: u64 = 16;
+
+/// A cache line. The bulk kernel loses a third where pages cut through lines, the others hardly anything.
+pub const LINE_BYTES: u64 = 128;
+
+/// A kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kernel {
+    /// Any address and size; the slowest.
+    Any,
+    /// 16 bytes a thread, through registers. Addresses and sizes are multiples of 16.
+    Vector,
+    /// Whole pieces through shared memory, by the SM's copy unit. Multiples of 16; compute capability 9.0.
+    Bulk,
+}
+
+/// SMs that fill a link of NVLink 4 but for a twentieth, with pages of 4 KiB and more. Between two H200s 8 carry 338 to
+/// 352 GB/s, 10 to 24 hardly more or even less, and all 132 carry 355 to 370 (`benches/results/`).
+pub const DEFAULT_SMS: NonZeroU32 = NonZeroU32::new(8).unwrap();
+
+/// By what a request is to be copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Method {
+    /// What was measured to be quickest for its size.
+    #[default]
+    Auto,
+    /// This kernel.
+    Kernel(Kernel),
+    /// The GPU's copy engine, which takes no SM; one range only.
+    CopyEngine,
+}
+
+/// What of a request matters here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    /// Bytes of each page.
+    pub page_bytes: u64,
+    /// Pages.
+    pub page_count: u32,
+    /// What every page on both sides starts at a multiple of, and is as long as a multiple of: a power of two, or more.
+    pub multiple: u64,
+    /// Whether it is one range on both sides.
+    pub contiguous: bool,
+    /// Whether a number is to be added in the end: the copy engine needs a launch after it for that.
+    pub adds: bool,
+}
+
+/// What of a GPU matters here.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Gpu {
+    /// Compute capability, major and minor.
+    pub capability: (u32, u32),
+    /// Streaming multiprocessors.
+    pub sms: u32,
+}
+
+/// Where one way of copying takes over from another, and the sizes of pieces.
+///
+/// The defaults were measured between two H200s (`benches/results/`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Tuning {
+    /// One range of as many bytes goes by the copy engine: it takes no SM, starts sooner than a launch, and is a tenth
+    /// quicker in the end.
+    pub copy_engine_from_bytes: u64,
+    /// The same, if a number is to be added: the launch that adds it costs what a copy of many MiB takes.
+    pub copy_engine_adds_from_bytes: u64,
+    /// Requests of as many bytes go by the bulk kernel, if its conditions are met, and pages are whole lines.
+    pub bulk_from_bytes: u64,
+    /// Pages of as many bytes, likewise: shorter ones leave its copy unit waiting.
+    pub bulk_page_from_bytes: u64,
+    /// The longest piece of the bulk kernel; a multiple of 128.
+    pub bulk_piece_bytes: u32,
+    /// Pieces in flight for each of its warps.
+    pub bulk_stages: u32,
+    /// The longest piece of the other two; a multiple of 16.
+    pub vector_piece_bytes: u32,
+}
+
+impl Default for Tuning {
+    fn default() -> Self {
+        Self {
+            copy_engine_from_bytes: 1,
+            copy_engine_adds_from_bytes: 32 << 20,
+            bulk_from_bytes: 1 << 20,
+            bulk_page_from_bytes: 4 << 10,
+            bulk_piece_bytes: 4 << 10,
+            bulk_stages: 6,
+            vector_piece_bytes: 4 << 10,
+        }
+    }
+}
+
+/// How a request is copied.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Plan {
+    /// By the copy engine.
+    CopyEngine,
+    /// By this launch.
+    Launch(Launch),
+}
+
+/// One launch, but for addresses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// The kernel.
+    pub kernel: Kernel,
+    /// Blocks of the grid. No SM runs two of them while another has none, so these are SMs.
+    pub blocks: u32,
+    /// Threads of each block.
+    pub threads: u32,
+    /// Dynamic shared memory of each block.
+    pub shared_bytes: u32,
+    /// Bytes of each piece, but for the last of a page.
+    pub piece_bytes: u32,
+    /// Pieces of each page.
+    pub pieces_per_page: u32,
+    /// Pieces of all pages.
+    pub piece_count: u32,
+    /// Bulk: shared memory of each piece in flight.
+    pub stage_bytes: u32,
+    /// Bulk: pieces in flight for each warp.
+    pub stage_count: u32,
+}
+
+/// Why a request has no layout. Everything follows from the arguments.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum GeometryError {
+    /// The kernel that was asked for wants multiples of 16.
+    NotAligned {
+        /// The kernel.
+        kernel: Kernel,
+    },
+    /// The kernel that was asked for wants compute capability 9.0.
+    NeedsBulkCopies {
+        /// What the GPU has.
+        capability: (u32, u32),
+    },
+    /// The copy engine was asked for, for what is more than one range.
+    NotContiguous {
+        /// Pages of the request.
+        page_count: u32,
+    },
+    /// More pieces than are counted in 32 bits.
+    TooManyPieces {
+        /// Bytes of each page.
+        page_bytes: u64,
+        /// Pages.
+        page_count: u32,
+    },
+    /// The stages of a [`Tuning`] do not fit the bulk kernel.
+    Stages {
+        /// Bytes of each.
+        bytes: u32,
+        /// How many.
+        count: u32,
+    },
+}
+
+impl fmt::Display for GeometryError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotAligned { kernel } => {
+                write!(f, "{kernel:?} copies multiples of 16 bytes only")
+            }
+            Self::NeedsBulkCopies { capability: (major, minor) } => {
+                write!(f, "bulk copies need compute capability 9.0, this GPU has {major}.{minor}")
+            }
+            Self::NotContiguous { page_count } => {
+                write!(f, "the copy engine copies one range, not {page_count} pages")
+            }
+            Self::TooManyPieces { page_bytes, page_count } => {
+                write!(
+                    f,
+                    "{page_count} pages of {page_bytes} bytes are too many pieces for one launch"
+                )
+            }
+            Self::Stages { bytes, count } => {
+                write!(f, "{count} stages of {bytes} bytes do not fit the bulk kernel")
+            }
+        }
+    }
+}
+
+/// Lays out a request for `gpu`, on at most `sms` of its SMs.
+///
+/// A request of no bytes becomes a launch that only announces. O(1).
+///
+/// # Errors
+///
+/// What was asked for cannot be had for this request; [`Method::Auto`] fails only for [`GeometryError::TooManyPieces`]
+/// and an impossible `tuning`.
+pub fn plan(
+    shape: Shape,
+    method: Method,
+    sms: NonZeroU32,
+    gpu: Gpu,
+    tuning: &Tuning,
+) -> Result<Plan, GeometryError> {
+    let bytes = u128::from(shape.page_bytes) * u128::from(shape.page_count);
+    let engine_from = match shape.adds {
+        false => tuning.copy_engine_from_bytes,
+        true => tuning.copy_engine_adds_from_bytes,
+    };
+    let kernel = match method {
+        Method::CopyEngine if !shape.contiguous => {
+            return Err(GeometryError::NotContiguous { page_count: shape.page_count });
+        }
+        Method::CopyEngine if bytes > 0 => return Ok(Plan::CopyEngine),
+        Method::Auto if shape.contiguous && bytes >= u128::from(engine_from.max(1)) => {
+            return Ok(Plan::CopyEngine);
+        }
+        Method::Auto | Method::CopyEngine => quickest(shape, bytes, gpu, tuning),
+        Method::Kernel(kernel) => kernel,
+    };
+    if kernel != Kernel::Any && !shape.multiple.is_multiple_of(ALIGNED_BYTES) {
+        return Err(GeometryError::NotAligned { kernel });
+    }
+    launch(shape, kernel, sms, gpu, tuning).map(Plan::Launch)
+}
+
+fn quickest(shape: Shape, bytes: u128, gpu: Gpu, tuning: &Tuning) -> Kernel {
+    if !shape.multiple.is_multiple_of(ALIGNED_BYTES) {
+        return Kernel::Any;
+    }
+    let long = bytes >= u128::from(tuning.bulk_from_bytes)
+        && shape.page_bytes >= tuning.bulk_page_from_bytes;
+    match long && shape.multiple.is_multiple_of(LINE_BYTES) && gpu.capability >= (9, 0) {
+        true => Kernel::Bulk,
+        false => Kernel::Vector,
+    }
+}
+
+fn launch(
+    shape: Shape,
+    kernel: Kernel,
+    sms: NonZeroU32,
+    gpu: Gpu,
+    tuning: &Tuning,
+) -> Result<Launch, GeometryError> {
+    let (threads, longest) = match kernel {
+        Kernel::Any => (args::ANY_THREADS, tuning.vector_piece_bytes),
+        Kernel::Vector => (args::VECTOR_THREADS, tuning.vector_piece_bytes),
+        Kernel::Bulk => (args::BULK_THREADS, tuning.bulk_piece_bytes),
+    };
+    let (stage_bytes, stage_count, shared_bytes) = match kernel {
+        Kernel::Any | Kernel::Vector => (0, 0, 0),
+        Kernel::Bulk => stages(gpu, tuning)?,
+    };
+    let too_many =
+        GeometryError::TooManyPieces { page_bytes: shape.page_bytes, page_count: shape.page_count };
+    let piece_bytes = piece(shape.page_bytes, longest);
+    let pieces_per_page =
+        u32::try_from(shape.page_bytes.div_ceil(u64::from(piece_bytes))).map_err(|_| too_many)?;
+    let piece_count = pieces_per_page.checked_mul(shape.page_count).ok_or(too_many)?;
+    let blocks = sms.get().min(gpu.sms).min(piece_count).max(1);
+    // The kernels number warps in 32 bits, and a warp's block of pieces likewise: both are far below.
+    Ok(Launch {
+        kernel,
+        blocks,
+        threads,
+        shared_bytes,
+        piece_bytes,
+        pieces_per_page,
+        piece_count,
+        stage_bytes,
+        stage_count,
+    })
+}
+
+/// The length of a page's pieces: as even as multiples of 16 allow, none above `longest`.
+fn piece(page_bytes: u64, longest: u32) -> u32 {
+    let grain = ALIGNED_BYTES;
+    let longest = (u64::from(longest) / grain * grain).max(grain);
+    let pieces = page_bytes.div_ceil(longest).max(1);
+    let even = page_bytes.div_ceil(pieces).div_ceil(grain).max(1) * grain;
+    // At most `longest`, which is 32 bits: a multiple of 16 that is no less than the even share.
+    u32::try_from(even.min(longest)).unwrap_or(u32::MAX)
+}
+
+/// Stage bytes, stage count and shared memory of the bulk kernel.
+fn stages(gpu: Gpu, tuning: &Tuning) -> Result<(u32, u32, u32), GeometryError> {
+    if gpu.capability < (9, 0) {
+        return Err(GeometryError::NeedsBulkCopies { capability: gpu.capability });
+    }
+    let (bytes, count) = (tuning.bulk_piece_bytes, tuning.bulk_stages);
+    let fits = bytes > 0
+        && bytes.is_multiple_of(128)
+        && (args::BULK_LAG + 1..=args::BULK_MAX_STAGES).contains(&count);
+    let shared = bytes.checked_mul(count).and_then(|b| b.checked_mul(args::BULK_WARPS));
+    match shared {
+        Some(shared) if fits && shared <= BULK_SHARED_BYTES => Ok((bytes, count, shared)),
+        _ => Err(GeometryError::Stages { bytes, count }),
+    }
+}
+
+/// The pieces of worker `worker` of `workers`: the first, and how many. As the kernels have it.
+///
+/// Workers `0..workers` in order get consecutive blocks, which differ by at most one in length.
+///
+/// # Panics
+///
+/// Panics if `workers` is zero.
+#[must_use]
+pub fn share(pieces: u32, workers: u32, worker: u32) -> (u32, u32) {
+    let (each, extra) = (pieces / workers, pieces % workers);
+    (worker * each + worker.min(extra), each + u32::from(worker < extra))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const H200: Gpu = Gpu { capability: (9, 0), sms: 132 };
+    const A100: Gpu = Gpu { capability: (8, 0), sms: 108 };
+    const SMS: NonZeroU32 = NonZeroU32::new(16).unwrap();
+
+    fn pages(page_bytes: u64, page_count: u32) -> Shape {
+        Shape {
+            page_bytes,
+            page_count,
+            multiple: page_bytes & page_bytes.wrapping_neg(),
+            contiguous: page_count == 1,
+            adds: false,
+        }
+    }
+
+    fn launched(shape: Shape, method: Method, sms: u32, gpu: Gpu, tuning: &Tuning) -> Launch {
+        match plan(shape, method, NonZeroU32::new(sms).unwrap(), gpu, tuning) {
+            Ok(Plan::Launch(launch)) => launch,
+            other => panic!("{shape:?} by {method:?}: {other:?}"),
+        }
+    }
+
+    #[test]
+    fn shares_cover_every_piece_once() {
+        for workers in 1..=40 {
+            for pieces in 0..=130 {
+                let mut next = 0;
+                for worker in 0..workers {
+                    let (first, count) = share(pieces, workers, worker);
+                    assert_eq!(first, next, "{pieces} over {workers}");
+                    assert!(count.abs_diff(pieces / workers) <= 1);
+                    next += count;
+                }
+                assert_eq!(next, pieces);
+            }
+        }
+        let (first, count) = share(u32::MAX, 132 * 24, 132 * 24 - 1);
+        assert_eq!(first + count, u32::MAX);
+    }
+
+    #[test]
+    fn pieces_cover_each_page_exactly() {
+        let sizes = (1..700).chain([4095, 4096, 4097, 65535, 65536, 65552, 1 << 20]);
+        for longest in [128, 512, 4096] {
+            let tuning = Tuning {
+                vector_piece_bytes: longest,
+                bulk_piece_bytes: longest,
+                ..Tuning::default()
+            };
+            for page_bytes in sizes.clone() {
+                let launch = launched(pages(page_bytes, 3), Method::Auto, 16, H200, &tuning);
+                let (longest, piece) = (u64::from(longest), u64::from(launch.piece_bytes));
+                let count = u64::from(launch.pieces_per_page);
+                assert!(piece <= longest && piece.is_multiple_of(16));
+                assert!((count - 1) * piece < page_bytes && page_bytes <= count * piece);
+                assert_eq!(launch.piece_count, launch.pieces_per_page * 3);
+                // No more pieces than the longest would make: the evening out costs none.
+                assert_eq!(count, page_bytes.div_ceil(longest));
+            }
+        }
+    }
+
+    #[test]
+    fn launches_keep_the_kernels_limits() {
+        for gpu in [H200, A100] {
+            for page_bytes in [1, 15, 16, 704, 4096, 5120, 65536, 1 << 22] {
+                for page_count in [0, 1, 2, 33, 1024, 40_000] {
+                    for sms in [1, 8, 16, 132, 1000] {
+                        let shape = Shape { contiguous: false, ..pages(page_bytes, page_count) };
+                        let launch = launched(shape, Method::Auto, sms, gpu, &Tuning::default());
+                        assert!(launch.blocks >= 1 && launch.blocks <= sms.min(gpu.sms));
+                        assert!(launch.blocks <= launch.piece_count.max(1));
+                        assert!(launch.shared_bytes <= BULK_SHARED_BYTES);
+                        assert_eq!(launch.kernel == Kernel::Any, !page_bytes.is_multiple_of(16));
+                        if launch.kernel == Kernel::Bulk {
+                            assert!(gpu.capability >= (9, 0));
+                            assert!(launch.piece_bytes <= launch.stage_bytes);
+                            assert!(launch.stage_bytes.is_multiple_of(128));
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_choose_the_way() {
+        let tuning = Tuning::default();
+        let kernel = |shape, gpu| launched(shape, Method::Auto, 16, gpu, &tuning).kernel;
+        assert_eq!(kernel(pages(4096, 1024), H200), Kernel::Bulk);
+        assert_eq!(kernel(pages(4096, 1024), A100), Kernel::Vector);
+        assert_eq!(kernel(pages(4096, 8), H200), Kernel::Vector);
+        assert_eq!(kernel(pages(256, 40_000), H200), Kernel::Vector);
+        assert_eq!(kernel(pages(4096 + 64, 1024), H200), Kernel::Vector);
+        assert_eq!(kernel(pages(4097, 1024), H200), Kernel::Any);
+        let shifted = Shape { multiple: 8, ..pages(4096, 1024) };
+        assert_eq!(kernel(shifted, H200), Kernel::Any);
+
+        let whole = |bytes, adds| {
+            let shape = Shape { adds, ..pages(bytes, 1) };
+            plan(shape, Method::Auto, SMS, H200, &tuning)
+        };
+        assert_eq!(whole(1, false), Ok(Plan::CopyEngine));
+        let edge = tuning.copy_engine_adds_from_bytes;
+        assert_eq!(whole(edge, true), Ok(Plan::CopyEngine));
+        assert!(matches!(whole(edge - 128, true), Ok(Plan::Launch(_))));
+        for adds in [false, true] {
+            let nothing = whole(0, adds);
+            assert!(matches!(nothing, Ok(Plan::Launch(Launch { piece_count: 0, blocks: 1, .. }))));
+        }
+    }
+
+    #[test]
+    fn what_cannot_be_had_is_refused() {
+        let tuning = Tuning::default();
+        let tried = |shape, method, gpu| plan(shape, method, SMS, gpu, &tuning);
+        for kernel in [Kernel::Vector, Kernel::Bulk] {
+            assert_eq!(
+                tried(pages(17, 2), Method::Kernel(kernel), H200),
+                Err(GeometryError::NotAligned { kernel })
+            );
+        }
+        assert_eq!(
+            tried(pages(4096, 2), Method::Kernel(Kernel::Bulk), A100),
+            Err(GeometryError::NeedsBulkCopies { capability: (8, 0) })
+        );
+        assert_eq!(
+            tried(pages(4096, 2), Method::CopyEngine, H200),
+            Err(GeometryError::NotContiguous { page_count: 2 })
+        );
+        let (page_bytes, page_count) = (1 << 40, 1 << 10);
+        assert_eq!(
+            tried(pages(page_bytes, page_count), Method::Auto, H200),
+            Err(GeometryError::TooManyPieces { page_bytes, page_count })
+        );
+        assert!(tried(pages(u64::MAX, 2), Method::Auto, H200).is_err());
+        for (bytes, count) in
+            [(4096, 2), (4096, 17), (4096, 8), (100, 4), (0, 4), (u32::MAX - 127, 16)]
+        {
+            let odd = Tuning { bulk_piece_bytes: bytes, bulk_stages: count, ..tuning };
+            assert_eq!(
+                plan(pages(4096, 1024), Method::Auto, SMS, H200, &odd),
+                Err(GeometryError::Stages { bytes, count })
+            );
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! The kernels' header: plain C, without a framework, and the same as the Rust side. Needs a C compiler, and no GPU.
+
+use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use std::mem::{align_of, offset_of, size_of};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// Compiles `body` as the statements of a function beside the header, as strict C11; what the compiler says if it fails.
+fn compile(name: &str, body: &str) -> Result<(), String> {
+    let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
+    let source = folder.join(format!("{name}.c"));
+    let text = format!("#include \"immwire_cuda.h\"\nvoid f(void);\nvoid f(void) {{\n{body}}}\n");
+    std::fs::write(&source, text).map_err(|e| e.to_string())?;
+    let kernels = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
+    let done = Command::new("cc")
+        .args([
+            "-std=c11",
+            "-Wall",
+            "-Wextra",
+            "-pedantic",
+            "-Werror",
+            "-fsyntax-only",
+            "-I",
+            kernels,
+        ])
+        .arg(&source)
+        .output()
+        .map_err(|e| format!("cc: {e}"))?;
+    if done.status.success() {
+        return Ok(());
+    }
+    Err(String::from_utf8_lossy(&done.stderr).into_owned())
+}
+
+fn equal(what: &str, value: usize) -> String {
+    format!("  _Static_assert({what} == {value}, \"{what}\");\n")
+}
+
+/// One assertion for each field of a structure: where it is, and how large.
+macro_rules! fields {
+    ($c:literal, $rust:ty, $($field:ident),+) => {{
+        let value = <$rust>::default();
+        let mut text = equal(concat!("sizeof(", $c, ")"), size_of::<$rust>());
+        text += &equal(concat!("_Alignof(", $c, ")"), align_of::<$rust>());
+        $(
+            let (at, size) = (offset_of!($rust, $field), size_of_val(&value.$field));
+            text += &equal(&format!("offsetof({}, {})", $c, stringify!($field)), at);
+            text += &equal(&format!("sizeof((({} *)0)->{})", $c, stringify!($field)), size);
+        )+
+        text
+    }};
+}
+
+#[test]
+fn structures_are_the_same_in_c() {
+    let text = fields!("immwire_pages", PagesArgs, base, stride, table)
+        + &fields!("immwire_release", ReleaseArgs, word, value, arrivals, kind, reserved)
+        + &fields!(
+            "immwire_copy_args",
+            CopyArgs,
+            source,
+            target,
+            release,
+            page_bytes,
+            piece_bytes,
+            pieces_per_page,
+            piece_count,
+            page_count,
+            stage_bytes,
+            stage_count
+        );
+    compile("structures", &text).unwrap();
+}
+
+#[test]
+fn constants_are_the_same_in_c() {
+    let constants = [
+        ("IMMWIRE_RELEASE_NONE", args::RELEASE_NONE),
+        ("IMMWIRE_RELEASE_STORE", args::RELEASE_STORE),
+        ("IMMWIRE_RELEASE_ADD", args::RELEASE_ADD),
+        ("IMMWIRE_ANY_THREADS", args::ANY_THREADS),
+        ("IMMWIRE_VECTOR_THREADS", args::VECTOR_THREADS),
+        ("IMMWIRE_BULK_THREADS", args::BULK_THREADS),
+        ("IMMWIRE_BULK_WARPS", args::BULK_WARPS),
+        ("IMMWIRE_BULK_MAX_STAGES", args::BULK_MAX_STAGES),
+        ("IMMWIRE_BULK_LAG", args::BULK_LAG),
+    ];
+    let text: String = constants.iter().map(|(name, value)| equal(name, *value as usize)).collect();
+    compile("constants", &text).unwrap();
+}
+
+/// The comparison notices a difference.
+#[test]
+fn a_wrong_size_is_noticed() {
+    let said = compile("wrong", &equal("sizeof(immwire_pages)", 32)).unwrap_err();
+    assert!(said.contains("sizeof(immwire_pages)"), "{said}");
+}
