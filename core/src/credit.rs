@@ -49,6 +49,12 @@ impl Allowance {
         self.sent += 1;
     }
 
+    /// So many of those that were sent did not arrive, and never will: the peer will not take them.
+    pub const fn restore(&mut self, lost: u64) {
+        let sent = self.sent.saturating_sub(lost);
+        self.sent = if sent < self.taken { self.taken } else { sent };
+    }
+
     /// Sent since the start.
     #[must_use]
     pub const fn sent(&self) -> u64 {
@@ -126,7 +132,7 @@ mod tests {
 
     use super::*;
 
-    /// All orders of sending, taking, reporting, and of reports that overtake each other or are lost:
+    /// All orders of sending, losing, taking, reporting, and of reports that overtake each other or are lost:
     /// never more is under way than was granted, and nobody is ever stuck.
     #[test]
     fn a_queue_never_overruns_and_nobody_is_stuck() {
@@ -152,6 +158,10 @@ mod tests {
                     let mut receiver = takings;
                     receiver.take();
                     next.push((allowance, receiver, told, waiting - 1));
+                    // Or it is lost on its way, and the sender is told.
+                    let mut sender = allowance;
+                    sender.restore(1);
+                    next.push((sender, takings, told, waiting - 1));
                 }
                 if takings.is_due()
                     && let Some(free) = told.iter().position(Option::is_none)

@@ -16,6 +16,8 @@
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
+//! | [`courier`] | notes over lines that break |
+//! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`parting`] | how a session over queue pairs ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`] | which NICs belong to which GPU |
@@ -36,6 +38,7 @@
 extern crate std;
 
 pub mod calls;
+pub mod courier;
 pub mod credit;
 pub mod datagram;
 pub mod group;
@@ -59,5 +62,7 @@ pub mod signal;
 mod sync;
 pub mod tenant;
 pub mod topology;
+pub mod verdict;
 pub mod wake;
+pub mod way;
 pub mod wire;

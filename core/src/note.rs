@@ -1,7 +1,7 @@
-//! What the two ends of a verbs session tell each other, over a reliable queue pair of its own.
+//! What the two ends of a verbs session tell each other, over reliable queue pairs of its own: its *lines*.
 //!
-//! Messages that arrive, once and in order, or end the session: nothing is repeated. Each fits a small receive, so
-//! that it takes one from the same queue as immediates do. How a session comes to be is [`crate::datagram`]'s.
+//! Messages that arrive, once and in order, as long as a line is left ([`crate::courier`]). Each fits a small receive,
+//! so that it takes one from the same queue as immediates do. How a session comes to be is [`crate::datagram`]'s.
 //!
 //! A *path* leads from a NIC of the writer's to one of the receiver's, over [`LANES`] queue pairs of its own: one for
 //! long writes, one for short ones, which do not wait behind the long.
@@ -16,9 +16,9 @@ use crate::port::Queue;
 use crate::tenant::Tenant;
 
 /// The longest note, in bytes.
-pub const NOTE_MAX: usize = 32;
+pub const NOTE_BYTES: usize = 24;
 
-/// Queue pairs of a path.
+/// Queue pairs of a path, at each end.
 pub const LANES: usize = 2;
 
 /// A path's queue pairs at one end.
@@ -57,11 +57,22 @@ pub enum Note {
     Connect(Passage, Queues),
     /// The receiver's ends, ready to receive: the answer to `Connect`.
     Connected(Passage, Queues),
+    /// The receiver cannot open its ends now: the other answer.
+    Declined(Passage),
+    /// The line between these NICs is to be made anew, and this is the sender's end: of the one who has called.
+    Link(Passage, Queue),
+    /// The other end, ready to receive: the answer to `Link`. None, if it cannot be opened now.
+    Linked(Passage, Queue),
+    /// This NIC of the sender's can be reached again.
+    Back {
+        /// The sender's NIC.
+        nic: NicIndex,
+    },
 }
 
 /// Bytes put one behind the other.
 struct Writer {
-    bytes: [u8; NOTE_MAX],
+    bytes: [u8; NOTE_BYTES],
     len: usize,
 }
 
@@ -71,11 +82,11 @@ impl Writer {
         for (byte, from) in room.iter_mut().zip(part) {
             *byte = *from;
         }
-        self.len = self.len.saturating_add(part.len()).min(NOTE_MAX);
+        self.len = self.len.saturating_add(part.len()).min(NOTE_BYTES);
     }
 
-    fn passage(&mut self, passage: &Passage, queues: &Queues) {
-        self.put(&[passage.from, passage.to]);
+    fn passage(&mut self, kind: u8, passage: &Passage, queues: &[Queue]) {
+        self.put(&[kind, passage.from, passage.to]);
         self.put(&passage.epoch.to_be_bytes());
         for queue in queues {
             self.put(&queue.to_bytes());
@@ -103,10 +114,10 @@ impl Reader<'_> {
         Tenant::of(key).filter(|tenant| tenant.key(0) == key)
     }
 
-    fn passage(&mut self) -> Option<(Passage, Queues)> {
+    fn passage<const N: usize>(&mut self) -> Option<(Passage, [Queue; N])> {
         let (from, to) = (self.nic()?, self.nic()?);
         let epoch = u32::from_be_bytes(self.take()?);
-        let mut queues = Queues::default();
+        let mut queues = [Queue::default(); N];
         for queue in &mut queues {
             *queue = Queue::from_bytes(self.take()?);
         }
@@ -117,8 +128,8 @@ impl Reader<'_> {
 impl Note {
     /// The bytes, and how many of them count.
     #[must_use]
-    pub fn encode(&self) -> ([u8; NOTE_MAX], usize) {
-        let mut to = Writer { bytes: [0; NOTE_MAX], len: 0 };
+    pub fn encode(&self) -> ([u8; NOTE_BYTES], usize) {
+        let mut to = Writer { bytes: [0; NOTE_BYTES], len: 0 };
         match self {
             Self::Ready => to.put(&[1]),
             Self::Bye => to.put(&[2]),
@@ -132,14 +143,12 @@ impl Note {
                 let [.., a, b, c, d] = tenant.key(0).to_be_bytes();
                 to.put(&[a, b, c, d]);
             }
-            Self::Connect(passage, queues) => {
-                to.put(&[6]);
-                to.passage(passage, queues);
-            }
-            Self::Connected(passage, queues) => {
-                to.put(&[7]);
-                to.passage(passage, queues);
-            }
+            Self::Connect(passage, queues) => to.passage(6, passage, queues),
+            Self::Connected(passage, queues) => to.passage(7, passage, queues),
+            Self::Declined(passage) => to.passage(8, passage, &[]),
+            Self::Link(passage, queue) => to.passage(9, passage, &[*queue]),
+            Self::Linked(passage, queue) => to.passage(10, passage, &[*queue]),
+            Self::Back { nic } => to.put(&[11, *nic]),
         }
         (to.bytes, to.len)
     }
@@ -155,14 +164,20 @@ impl Note {
             3 => Self::Taken { nic: from.nic()?, count: u64::from_be_bytes(from.take()?) },
             4 => Self::Withdraw(from.tenant()?),
             5 => Self::Withdrawn(from.tenant()?),
-            6 => {
+            6 | 7 => {
                 let (passage, queues) = from.passage()?;
-                Self::Connect(passage, queues)
+                if kind == 6 {
+                    Self::Connect(passage, queues)
+                } else {
+                    Self::Connected(passage, queues)
+                }
             }
-            7 => {
-                let (passage, queues) = from.passage()?;
-                Self::Connected(passage, queues)
+            8 => Self::Declined(from.passage::<0>()?.0),
+            9 | 10 => {
+                let (passage, [queue]) = from.passage()?;
+                if kind == 9 { Self::Link(passage, queue) } else { Self::Linked(passage, queue) }
             }
+            11 => Self::Back { nic: from.nic()? },
             _ => return None,
         };
         from.0.is_empty().then_some(note)
@@ -188,6 +203,10 @@ mod tests {
             Note::Withdrawn(tenant),
             Note::Connect(passage, queues),
             Note::Connected(passage, queues),
+            Note::Declined(passage),
+            Note::Link(passage, queue(3)),
+            Note::Linked(passage, queue(4)),
+            Note::Back { nic: 6 },
         ])
     }
 
@@ -195,7 +214,7 @@ mod tests {
     fn notes_survive_the_way() {
         for note in all() {
             let (bytes, len) = note.encode();
-            assert!(len <= NOTE_MAX);
+            assert!(len <= NOTE_BYTES);
             assert_eq!(Note::decode(&bytes[..len]), Some(note));
         }
     }

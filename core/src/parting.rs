@@ -1,7 +1,7 @@
 //! How a session over reliable queue pairs ends: who is told, what is cut, and when all of it is over.
 //!
 //! ```text
-//!   Fresh ── cut the paths, say Bye ──▶ Told ── the peer has it, or patience is over: cut the notes ──▶ Cut ──▶ over
+//!   Fresh ── cut the paths, say Bye ──▶ Told ── the peer has it, or patience is over: cut the lines ──▶ Cut ──▶ over
 //! ```
 //!
 //! A queue pair that is cut flushes: each request that was posted completes. What it had received before may still be
@@ -11,7 +11,7 @@
 //!
 //! # Invariants
 //!
-//! 1. The paths are cut first and once, the queue pair for notes after them and once.
+//! 1. The paths are cut first and once, the lines, queue pairs for notes, after them and once.
 //! 2. It is over when all that was posted is reported and all that was received is read; else [`FLUSH`] after the cut.
 //! 3. It is over at the latest [`FLUSH`] after the patience; until then there is always an instant to wait for.
 //!
@@ -40,9 +40,9 @@ pub struct Standing {
 /// What is to be done next.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Step {
-    /// Cut all queue pairs but the one for notes, and say over that that it is over. Then ask again.
+    /// Cut all queue pairs but the lines, and say over one of these that it is over. Then ask again.
     CutPaths,
-    /// Cut that one, too. Then ask again.
+    /// Cut these, too. Then ask again.
     CutNotes,
     /// Nothing, until something ends, or then.
     Wait(Time),

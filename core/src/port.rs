@@ -182,7 +182,7 @@ impl Number24 {
     }
 }
 
-/// One end of a connected queue pair.
+/// One end of a connected queue pair; the default is none.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Queue {
     /// Its number on its port.
@@ -192,6 +192,12 @@ pub struct Queue {
 }
 
 impl Queue {
+    /// Whether it is one: number 0 is the subnet manager's.
+    #[must_use]
+    pub const fn is_some(self) -> bool {
+        self.number.get() != 0
+    }
+
     /// Bytes of its encoding.
     pub const BYTES: usize = 6;
 

@@ -13,6 +13,8 @@ use std::io;
 use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
+use std::sync::atomic::Ordering::Relaxed;
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
@@ -60,6 +62,7 @@ pub(super) struct Device {
     context: NonNull<sys::ibv_context>,
     pub(super) name: String,
     pub(super) facts: Facts,
+    is_lost: AtomicBool,
 }
 
 // SAFETY: contexts are used by any thread: libibverbs's functions lock what they share.
@@ -151,7 +154,8 @@ impl Device {
             max_completions: 0,
             max_receives: 0,
         };
-        let mut opened = Self { library, context, name, facts };
+        let is_lost = AtomicBool::new(false);
+        let mut opened = Self { library, context, name, facts, is_lost };
         opened.facts = opened.learn(options)?;
         // SAFETY: an open device's descriptors are open; closed after all that uses them.
         let events = unsafe { BorrowedFd::borrow_raw((*context.as_ptr()).async_fd) };
@@ -237,17 +241,22 @@ impl Device {
         // SAFETY: per ibv_get_async_event(3): the descriptor does not block, all zero is a value of the type, and an
         // event that was got is acknowledged before the next, and before what it is about is destroyed. Of the union
         // what is read is what the kind of event says is there: a pointer to a live queue pair, whose number never
-        // changes, or nothing.
+        // changes, a port's number, or nothing.
         unsafe {
             let mut event: sys::ibv_async_event = core::mem::zeroed();
             if (symbols.ibv_get_async_event)(self.context.as_ptr(), &raw mut event) != 0 {
                 return None;
             }
             let number = || (*event.element.cast::<sys::ibv_qp>()).qp_num;
+            // A number of C's type, which lies where the pointers do.
+            let is_ours = || (&raw const event.element).cast::<c_int>().read() == c_int::from(PORT);
             let what = match event.event_type {
-                sys::IBV_EVENT_QP_FATAL
-                | sys::IBV_EVENT_QP_REQ_ERR
-                | sys::IBV_EVENT_QP_ACCESS_ERR => Event::QueuePairFailed { number: number() },
+                sys::IBV_EVENT_QP_FATAL | sys::IBV_EVENT_QP_REQ_ERR => {
+                    Event::QueuePairFailed { number: number() }
+                }
+                sys::IBV_EVENT_QP_ACCESS_ERR => Event::PeerFailed { number: number() },
+                sys::IBV_EVENT_PORT_ACTIVE if is_ours() => Event::Port { is_up: true },
+                sys::IBV_EVENT_PORT_ERR if is_ours() => Event::Port { is_up: false },
                 sys::IBV_EVENT_QP_LAST_WQE_REACHED => Event::Drained { number: number() },
                 sys::IBV_EVENT_CQ_ERR | sys::IBV_EVENT_SRQ_ERR | sys::IBV_EVENT_DEVICE_FATAL => {
                     Event::DeviceFailed { kind: event.event_type }
@@ -257,6 +266,17 @@ impl Device {
             (symbols.ibv_ack_async_event)(&raw mut event);
             Some(what)
         }
+    }
+
+    /// It has failed, for good.
+    pub(super) fn lose(&self) {
+        // Relaxed: nothing else is told by it.
+        self.is_lost.store(true, Relaxed);
+    }
+
+    /// Whether it has failed.
+    pub(super) fn is_lost(&self) -> bool {
+        self.is_lost.load(Relaxed)
     }
 
     /// Becomes readable when there is an event.
@@ -278,8 +298,12 @@ impl Drop for Device {
 /// What a device tells by itself.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Event {
-    /// A queue pair is in error.
+    /// A queue pair is in error, by a fault of a device's.
     QueuePairFailed { number: u32 },
+    /// A queue pair is in error, because its peer wanted to write where it may not.
+    PeerFailed { number: u32 },
+    /// The port can be used again, or cannot.
+    Port { is_up: bool },
     /// A queue pair in error takes no more from its shared receive queue.
     Drained { number: u32 },
     /// The device, or one of its queues, is in error.

@@ -5,11 +5,11 @@
 //! and the number of the call in the claim keeps a recorded one from being of use again. Without a group key the
 //! proofs are not looked at.
 //!
-//! A claim names the prover's ports, and with the first of them the queue pair for the session's notes. The acceptor
-//! has connected its own to it, and so can hear, before it answers; the initiator says that it is ready through it.
+//! A claim names the prover's ports, and with each of them a queue pair for the session's letters: its end of a line.
+//! The acceptor has connected its own to them, and so can hear, before it answers; the initiator says that it is ready
+//! through one of them.
 //!
-//! Who gives up a call that it has proven says so, by a refusal of its own call, and again whenever it is answered: the
-//! acceptor would hold the session open for nobody, and a later call would find it there.
+//! Who gives up a call that it has proven says so, and again whenever it is answered (`GivenUp`).
 //!
 //! # Invariants
 //!
@@ -20,19 +20,21 @@ use std::io;
 use std::time::Duration;
 
 use immwire_core::datagram::{
-    Address, Claim, DATAGRAM_MAX, Malformed, Message, Nonce, Nonces, Proof, Protocol, Retry,
+    Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Protocol,
+    Retry,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::peer::DownReason;
-use immwire_core::port::{Door as Place, Port, Queue, Stand};
+use immwire_core::port::{Door as Place, Stand};
 use immwire_core::recycle::Turn;
+use immwire_core::way::Way;
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::device::QueuePair;
 use super::door::From;
 use super::lane::{Owner, Role};
-use super::session::{Made, Session, State};
-use super::{VerbsError, VerbsProvider, new_token, random};
+use super::session::{Line, Made, Session, State};
+use super::{Nic, VerbsError, VerbsProvider, new_token, random};
 use crate::proof::{Prover, challenge, is_proven, proof};
 use crate::provider::{ConnectError, Sink};
 
@@ -42,10 +44,10 @@ const GREETING_PATIENCE: Duration = Duration::from_secs(3);
 /// are not refused. Whoever is there answers each message that is repeated.
 const UNANSWERED: Duration = Duration::from_millis(2500);
 /// Calls that were given up, and are answered so, at most.
-const GIVEN_UP_MAX: usize = 64;
+const GIVEN_UP: usize = 64;
 /// What both ends must have in common: notes, paths and immediates as they are here.
 const PROTOCOL: Protocol =
-    Protocol { number: u32::from_be_bytes(*b"IWrc"), version: 1, data_bytes: 4 };
+    Protocol { number: u32::from_be_bytes(*b"IWrc"), version: 2, data_bytes: 4 };
 
 /// A call of ours that has not been answered.
 #[derive(Debug)]
@@ -55,8 +57,8 @@ struct Call {
     target: EngineId,
     door: Place,
     hello: Hello,
-    /// For notes; of nobody yet.
-    control: QueuePair,
+    /// By NIC of both; of nobody yet.
+    lines: Lines,
     initiator: Nonce,
     /// Of the challenge, once it has come.
     acceptor: Option<Nonce>,
@@ -78,27 +80,17 @@ impl Call {
     }
 }
 
-/// A call of ours that was given up when the acceptor may have answered it.
-#[derive(Debug)]
-struct GivenUp {
-    initiator: Nonce,
-    door: Place,
-    /// Until then it may be answered.
-    until: Time,
-}
-
 /// The calls of ours, and what our answers to others' follow from.
 #[derive(Debug)]
 pub(super) struct Handshakes {
     secret: [u8; 32],
     calls: Vec<Call>,
-    /// The oldest first; at most [`GIVEN_UP_MAX`].
-    given_up: Vec<GivenUp>,
+    given_up: GivenUp<Place, GIVEN_UP>,
 }
 
 impl Handshakes {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { secret: random()?, calls: Vec::new(), given_up: Vec::new() })
+        Ok(Self { secret: random()?, calls: Vec::new(), given_up: GivenUp::new() })
     }
 
     /// When a call is to be repeated.
@@ -123,14 +115,13 @@ impl Handshakes {
     }
 }
 
-/// A claim's ports, and the queue pair for notes that comes with the first.
-fn stands(claim: &Claim) -> Option<(heapless::Vec<Port, MAX_NICS>, Queue)> {
-    let stands: Option<heapless::Vec<Stand, MAX_NICS>> =
-        claim.ports.iter().map(|address| Stand::decode(address)).collect();
-    let stands = stands?;
-    let control = stands.first()?.queue;
-    Some((stands.iter().map(|stand| stand.port).collect(), control))
+/// A claim's ports, and the queue pair for letters that comes with each.
+fn stands(claim: &Claim) -> Option<heapless::Vec<Stand, MAX_NICS>> {
+    claim.ports.iter().map(|address| Stand::decode(address)).collect()
 }
+
+/// Our ends of a session's lines; `None` where a NIC cannot be used.
+type Lines = heapless::Vec<Option<QueuePair>, MAX_NICS>;
 
 impl VerbsProvider {
     // ---- calling ----
@@ -157,14 +148,14 @@ impl VerbsProvider {
         let unreachable = |source| ConnectError::Unreachable { source };
         let token = new_token().map_err(unreachable)?;
         let initiator = random().map_err(unreachable)?;
-        let control = self.control_pair().map_err(|error| unreachable(error.into()))?;
+        let lines = self.lines(address.nics().len()).map_err(|error| unreachable(error.into()))?;
         let call = Call {
             peer,
             token,
             target: address.engine(),
             door,
             hello: hello.clone(),
-            control,
+            lines,
             initiator,
             acceptor: None,
             retry: Retry::start(self.now),
@@ -183,13 +174,7 @@ impl VerbsProvider {
                 continue; // It holds nothing for us yet.
             }
             self.revoke_call(call.initiator, &call.door);
-            let (now, given_up) = (self.now, &mut self.handshakes.given_up);
-            given_up.retain(|call| now < call.until);
-            if given_up.len() >= GIVEN_UP_MAX {
-                given_up.remove(0);
-            }
-            let (initiator, door) = (call.initiator, call.door);
-            given_up.push(GivenUp { initiator, door, until: now.after(GREETING_PATIENCE) });
+            self.handshakes.given_up.note(call.initiator, call.door);
         }
     }
 
@@ -235,7 +220,7 @@ impl VerbsProvider {
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
-        let said = self.claim(call.token, call.control.queue(), call.hello.clone());
+        let said = self.claim(call.token, &call.lines, call.hello.clone());
         let mut bytes = [0; DATAGRAM_MAX];
         let Some(claim) = said.encode(&mut bytes).and_then(|len| bytes.get(..len)) else { return };
         let key = self.config.group_key.as_ref();
@@ -245,9 +230,13 @@ impl VerbsProvider {
     }
 
     /// What we say of ourselves.
-    fn claim(&self, token: u64, control: Queue, hello: Hello) -> Claim {
-        let stand = |port: Port| Stand { port, queue: control }.encode();
-        let ports = self.ports.iter().map(|port| stand(port.device().facts.port)).collect();
+    fn claim(&self, token: u64, lines: &Lines, hello: Hello) -> Claim {
+        let queue = |at| lines.get(at).and_then(Option::as_ref).map(QueuePair::queue);
+        let stand = |(at, port): (usize, &Nic)| {
+            let (port, queue) = (port.device().facts.port, queue(at).unwrap_or_default());
+            Stand { port, queue }.encode()
+        };
+        let ports = self.ports.iter().enumerate().map(stand).collect();
         // What is withdrawn is told by notes, which come in order.
         let (grant, protocol, turn, gone) = (self.grant, PROTOCOL, Turn::default(), 0);
         Claim { token, grant, protocol, turn, ports, gone, hello }
@@ -385,8 +374,8 @@ impl VerbsProvider {
         hello: Hello,
     ) -> Result<(), VerbsError> {
         let token = new_token().map_err(VerbsError::Random)?;
-        let control = self.control_pair()?;
-        let ours = self.claim(token, control.queue(), hello);
+        let lines = self.lines(claim.ports.len())?;
+        let ours = self.claim(token, &lines, hello);
         let mut accept = vec![0; DATAGRAM_MAX];
         let len = ours.encode(&mut accept).ok_or(VerbsError::Unreachable)?;
         accept.truncate(len);
@@ -396,7 +385,7 @@ impl VerbsProvider {
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let retry = Retry::start(self.now);
         let until = self.now.after(GREETING_PATIENCE);
-        let index = self.open_session(peer, token, claim, door, nonces.initiator, control)?;
+        let index = self.open_session(peer, token, claim, door, nonces.initiator, lines)?;
         if let Some(session) = self.session(index) {
             session.state = State::Greeting { until, retry };
             session.accept = accept;
@@ -416,10 +405,7 @@ impl VerbsProvider {
     ) -> Option<()> {
         let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
         let Some(call) = call else {
-            if let Some(call) =
-                self.handshakes.given_up.iter().find(|call| call.initiator == *nonce)
-            {
-                let door = call.door;
+            if let Some(door) = self.handshakes.given_up.answered(nonce).copied() {
                 self.revoke_call(*nonce, &door);
                 return Some(());
             }
@@ -447,11 +433,12 @@ impl VerbsProvider {
             self.fail_call(peer, DownReason::Protocol, sink);
             return Some(());
         };
-        let Call { token, door, control, .. } = self.handshakes.take(nonce)?;
-        match self.open_session(peer, token, &claim, door, *nonce, control) {
+        let Call { token, door, lines, .. } = self.handshakes.take(nonce)?;
+        match self.open_session(peer, token, &claim, door, *nonce, lines) {
             Ok(index) => {
                 if let Some(session) = self.session(index) {
                     session.says.ready = true;
+                    session.is_caller = true;
                 }
                 self.urgent = true;
                 sink.connected(peer, &claim.hello);
@@ -496,7 +483,13 @@ impl VerbsProvider {
 
     // ---- sessions ----
 
-    /// Makes an open session, whose queue pair for notes is connected; where it is.
+    /// Our ends of lines to a peer of so many NICs, not connected yet.
+    fn lines(&self, theirs: usize) -> Result<Lines, VerbsError> {
+        let pairs = self.ports.iter().take(theirs);
+        pairs.map(|port| port.is_usable().then(|| port.line()).transpose()).collect()
+    }
+
+    /// Makes an open session, whose lines are connected, as far as they can be; where it is.
     fn open_session(
         &mut self,
         peer: PeerId,
@@ -504,20 +497,40 @@ impl VerbsProvider {
         claim: &Claim,
         door: Place,
         nonce: Nonce,
-        control: QueuePair,
+        pairs: Lines,
     ) -> Result<u16, VerbsError> {
-        let (ports, theirs) = stands(claim).ok_or(VerbsError::Unreachable)?;
+        let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
         let (granted, nics) = (self.grant, self.ports.len());
-        let (Some(here), Some(there)) = (self.ports.first_mut(), ports.first()) else {
-            return Err(VerbsError::Unreachable);
-        };
-        let route = here.device().facts.port.route(there).ok_or(VerbsError::Unreachable)?;
-        control.connect(&route, theirs, &self.config.options)?;
         let vacant = self.sessions.iter().position(Option::is_none);
         let at = vacant.unwrap_or(self.sessions.len());
         let index = u16::try_from(at).map_err(|_| VerbsError::Unreachable)?;
-        here.owners.set(control.number(), Some(Owner { session: index, role: Role::Control }));
-        let made = Made { peer, token, nonce, door, ports, control, granted, nics };
+        let mut lines = heapless::Vec::new();
+        for ((pair, stand), port) in pairs.into_iter().zip(&stands).zip(&mut self.ports) {
+            let pair = pair.filter(|_| stand.queue.is_some()).and_then(|pair| {
+                let route = port.device().facts.port.route(&stand.port);
+                let route = route.ok_or(VerbsError::Unreachable);
+                let connected =
+                    route.and_then(|route| pair.connect(&route, stand.queue, &self.config.options));
+                connected
+                    .inspect_err(
+                        |error| tracing::warn!(%peer, %error, "a line could not be opened"),
+                    )
+                    .ok()?;
+                port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Line }));
+                Some(pair)
+            });
+            let mut line = Line { pair, way: Way::opened(self.now), ..Line::default() };
+            if line.pair.is_none() {
+                let _ = line.way.fail(self.now);
+                line.way.settled(self.now);
+            }
+            let _ = lines.push(line);
+        }
+        if lines.iter().all(|line: &Line| line.pair.is_none()) {
+            return Err(VerbsError::Unreachable);
+        }
+        let ports = stands.iter().map(|stand| stand.port).collect();
+        let made = Made { peer, token, nonce, door, ports, lines, granted, nics };
         self.memory.with_ledger(|ledger| ledger.open(token, peer));
         let mut session = Box::new(Session::new(made, claim));
         // What was withdrawn while there was no session, its peer may hold descriptors of all the same. It hears of it

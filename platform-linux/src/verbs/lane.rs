@@ -7,6 +7,7 @@
 //!
 //! - The last write of each post is signalled: each write has one behind it, or is one, that completes.
 //! - A number that names a lane names none that was closed before ([`LaneId`] carries a generation).
+//! - What was posted counts until its completion was read ([`Lane::unread`]), also when what is in flight outlives that.
 
 use std::collections::VecDeque;
 
@@ -34,8 +35,10 @@ pub(super) enum Done {
     Receive { piece: u32 },
     /// The write of this number, on this lane.
     Write { lane: LaneId, number: u32 },
-    /// A note, or a probe, of this session's, if its token ends so.
+    /// A letter, or a probe, of this session's, if its token ends so.
     Note { session: u16, token: u32 },
+    /// The write without bytes with which this lane is tried.
+    Trial { lane: LaneId },
 }
 
 impl Done {
@@ -48,6 +51,9 @@ impl Done {
                 1 << 62 | (generation as u64) << 48 | (slot as u64) << 32 | number as u64
             }
             Self::Note { session, token } => 2 << 62 | (session as u64) << 32 | token as u64,
+            Self::Trial { lane: LaneId { slot, generation } } => {
+                3 << 62 | (generation as u64) << 48 | (slot as u64) << 32
+            }
         }
     }
 
@@ -56,13 +62,12 @@ impl Done {
     #[expect(clippy::cast_possible_truncation, reason = "each part is cut to its width")]
     pub(super) const fn decode(id: u64) -> Option<Self> {
         let (middle, low) = ((id >> 32) as u16, id as u32);
-        match id >> 62 {
-            0 => Some(Self::Receive { piece: low }),
-            1 => {
-                let generation = (id >> 48) as u16 & (GENERATIONS - 1);
-                Some(Self::Write { lane: LaneId { slot: middle, generation }, number: low })
-            }
-            2 => Some(Self::Note { session: middle, token: low }),
+        let lane = LaneId { slot: middle, generation: (id >> 48) as u16 & (GENERATIONS - 1) };
+        match (id >> 62, low) {
+            (0, piece) => Some(Self::Receive { piece }),
+            (1, number) => Some(Self::Write { lane, number }),
+            (2, token) => Some(Self::Note { session: middle, token }),
+            (_, 0) => Some(Self::Trial { lane }),
             _ => None,
         }
     }
@@ -75,24 +80,46 @@ pub(super) struct Lane {
     pub(super) nic: NicIndex,
     /// Which session's.
     pub(super) session: u16,
-    /// In the order of posting.
+    /// The peer's NIC.
+    pub(super) remote_nic: NicIndex,
+    /// In the order of posting. Those of a broken path stay when they have completed as flushed.
     pub(super) flights: VecDeque<WorkRequest>,
-    /// The number of the next write.
-    next: u32,
+    numbers: Numbers,
     unsignalled: u16,
+    /// Immediates of writes that were done.
+    pub(super) announced: u64,
+    /// The completion of the write that it is tried with was not read.
+    pub(super) is_tried: bool,
+    /// It takes no more from the shared receive queue.
+    pub(super) is_drained: bool,
 }
 
 impl Lane {
-    pub(super) fn new(pair: QueuePair, nic: NicIndex, session: u16, depth: usize) -> Self {
-        let flights = VecDeque::with_capacity(depth);
-        Self { pair, nic, session, flights, next: 0, unsignalled: 0 }
+    /// Over `pair`, from our NIC to the peer's, with room for so many writes.
+    pub(super) fn new(
+        pair: QueuePair,
+        (nic, remote_nic): (NicIndex, NicIndex),
+        session: u16,
+        depth: usize,
+    ) -> Self {
+        Self {
+            pair,
+            nic,
+            session,
+            remote_nic,
+            flights: VecDeque::with_capacity(depth),
+            numbers: Numbers::default(),
+            unsignalled: 0,
+            announced: 0,
+            is_tried: false,
+            is_drained: false,
+        }
     }
 
     /// Takes a write in; its number, and whether it is to be signalled wherever it stands.
     #[inline]
     pub(super) fn push(&mut self, work: &WorkRequest) -> (u32, bool) {
-        let number = self.next;
-        self.next = number.wrapping_add(1);
+        let number = self.numbers.post();
         self.flights.push_back(*work);
         self.unsignalled += 1;
         let signalled = self.unsignalled >= SIGNAL_EVERY;
@@ -111,17 +138,70 @@ impl Lane {
     pub(super) fn retract(&mut self, count: usize) {
         for _ in 0..count {
             if self.flights.pop_back().is_some() {
-                self.next = self.next.wrapping_sub(1);
+                self.numbers.retract();
             }
         }
+    }
+
+    /// The completion of the write of this number was read: of how many it is the news.
+    #[inline]
+    pub(super) const fn read(&mut self, number: u32) -> u32 {
+        self.numbers.read(number)
+    }
+
+    /// Writes, and trials, of which nothing was read.
+    pub(super) const fn unread(&self) -> u32 {
+        self.numbers.unread() + self.is_tried as u32
     }
 
     /// How many writes have ended when the one of this number has; none if it is not in flight.
     #[inline]
     pub(super) fn ended(&self, number: u32) -> usize {
+        self.numbers.ended(number, self.flights.len())
+    }
+}
+
+/// The numbers of a lane's writes, which begin again after 2^32: far more than there can be in flight.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Numbers {
+    /// Of the next write.
+    next: u32,
+    /// Of the first write whose completion, or a later one, was not read.
+    unread: u32,
+}
+
+impl Numbers {
+    const fn post(&mut self) -> u32 {
+        let number = self.next;
+        self.next = number.wrapping_add(1);
+        number
+    }
+
+    /// The last one was not posted.
+    const fn retract(&mut self) {
+        self.next = self.next.wrapping_sub(1);
+    }
+
+    #[inline]
+    const fn unread(&self) -> u32 {
+        self.next.wrapping_sub(self.unread)
+    }
+
+    #[inline]
+    const fn read(&mut self, number: u32) -> u32 {
+        let ahead = number.wrapping_sub(self.unread);
+        if ahead >= self.unread() {
+            return 0;
+        }
+        self.unread = number.wrapping_add(1);
+        ahead + 1
+    }
+
+    #[inline]
+    fn ended(&self, number: u32, in_flight: usize) -> usize {
         let behind = usize::try_from(self.next.wrapping_sub(number)).unwrap_or(usize::MAX);
         // The last has one behind it: the next.
-        if behind == 0 || behind > self.flights.len() { 0 } else { self.flights.len() - behind + 1 }
+        if behind == 0 || behind > in_flight { 0 } else { in_flight - behind + 1 }
     }
 }
 
@@ -181,12 +261,12 @@ impl Lanes {
 /// What a queue pair is for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Role {
-    /// Notes.
-    Control,
-    /// The peer's writes.
-    Inlet,
+    /// Letters.
+    Line,
+    /// The peer's writes, from this NIC of its, on this lane.
+    Inlet { from: NicIndex, lane: u8 },
     /// Our writes.
-    Outlet,
+    Outlet { lane: LaneId },
 }
 
 /// Whose a queue pair is.
@@ -246,6 +326,7 @@ mod tests {
                         Done::Receive { piece: number },
                         Done::Write { lane, number },
                         Done::Note { session: slot, token: number },
+                        Done::Trial { lane },
                     ] {
                         assert_eq!(Done::decode(done.encode()), Some(done));
                     }
@@ -255,11 +336,36 @@ mod tests {
         assert_eq!(Done::decode(u64::MAX), None);
     }
 
+    /// Up to six writes, of which every other completion may be skipped: each is counted once, wherever numbers begin.
+    #[test]
+    fn completions_tell_of_all_before_them_once() {
+        for start in [0, u32::MAX - 2] {
+            for signalled in 0..1_u32 << 6 {
+                let mut numbers = Numbers { next: start, unread: start };
+                let posted: Vec<u32> = (0..7).map(|_| numbers.post()).collect();
+                numbers.retract();
+                let (mut read, mut in_flight) = (0, 6);
+                for at in (0..6_u32).filter(|at| signalled & 1 << at != 0) {
+                    let number = posted[at as usize];
+                    let ended = numbers.ended(number, in_flight);
+                    assert_eq!(ended, (at + 1) as usize - (6 - in_flight));
+                    in_flight -= ended;
+                    read += numbers.read(number);
+                    assert_eq!((read, numbers.unread()), (at + 1, 5 - at));
+                    // A second time, as of one that was not posted, it says nothing.
+                    assert_eq!((numbers.read(number), numbers.ended(number, in_flight)), (0, 0));
+                    assert_eq!(numbers.read(posted[6]), 0);
+                }
+            }
+        }
+    }
+
     #[test]
     fn owners_are_found_by_all_bits_of_the_number() {
         let mut owners = Owners::new();
         let numbers = [0, 1, 255, 256, 65_535, 65_536, 0x00ff_ffff];
-        let owner = |session| Some(Owner { session, role: Role::Inlet });
+        let role = Role::Inlet { from: 7, lane: 1 };
+        let owner = |session| Some(Owner { session, role });
         for (session, number) in (0..).zip(numbers) {
             owners.set(number, owner(session));
         }

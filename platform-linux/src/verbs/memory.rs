@@ -63,7 +63,7 @@ impl Drop for Mapping {
 
 #[derive(Debug)]
 struct Region {
-    /// By NIC; dropped first.
+    /// One for each NIC that was not lost; dropped first.
     registrations: Vec<Registration>,
     remote: bool,
     _mapping: Option<Mapping>,
@@ -246,6 +246,8 @@ impl VerbsMemory {
                     }
                     registrations.push(made);
                 }
+                // Nobody writes there any more.
+                Err(_) if domain.device().is_lost() => {}
                 Err(error) => {
                     drop(registrations);
                     self.unclaim(tenant);

@@ -15,10 +15,10 @@
 //! | `survey` | what the machine has, for people |
 //! | `upkeep` | what is to be done beside the way of data |
 //!
-//! A session has one queue pair for notes (`immwire_core::note`), and for each path that something is written over,
-//! from a NIC of the writer's to one of the receiver's, two of its own, which are opened when they are first
-//! needed: long writes go by one, short ones by the other, so that they do not wait. Each NIC has one completion queue
-//! and one receive queue for all.
+//! A session has for each NIC that both ends have one queue pair for notes (`immwire_core::note`), a *line*, of which each
+//! end uses one at a time; and for each path that something is written over, from a NIC of the writer's to one of the
+//! receiver's, two of its own, which are opened when they are first needed: long writes go by one, short ones by the
+//! other, so that they do not wait. Each NIC has one completion queue and one receive queue for all.
 //!
 //! # Queues
 //!
@@ -31,6 +31,23 @@
 //!
 //! A write is done when the other device has acknowledged it. That the bytes can be seen there is said by its
 //! immediate, as everywhere; so a write without one is done a moment before it can be seen.
+//!
+//! # What breaks
+//!
+//! A queue pair that fails takes nobody else along: the transport has tried for as long as the options say.
+//!
+//! - *A path's.* Both its queue pairs are cut, and the engine is told. What was in flight stays there, until the receiver has
+//!   said how many immediates came over each (`immwire_core::verdict`), having destroyed its own ends before: so
+//!   each piece is done, or can be posted on another path. Then the path rests, is opened anew, and is in use again when
+//!   something has got through (`immwire_core::way`).
+//! - *A line's.* Notes go over another, those again of which it is not known whether they were taken
+//!   (`immwire_core::courier`). The end that has called opens the line anew.
+//! - *A port that goes down.* Nothing more is posted there. What is in flight is taken for broken, if there is another way;
+//!   else the transport tries until it gives up, or the port is up again.
+//! - *A device.* Its NICs are lost for good.
+//!
+//! A session ends when it has no line left, or all its paths are broken at a time, or a write names memory that it may
+//! not: that fails on every path alike.
 //!
 //! # Cutting off
 //!
@@ -53,17 +70,20 @@
 //!
 //! - The first port of each device; the default partition.
 //! - Host memory only: no dmabuf yet.
-//! - Notes go between the first NICs of both: a session ends when either is lost. So does one of which any queue pair
-//!   fails, whichever NIC that is on: writes are not moved to another NIC (`Unfenced`).
-//! - On RoCE the kernel looks a new peer's address up while the engine waits: some microseconds, or up to a second if
-//!   nobody answers there. It is the address of somebody that is called, or that a call came from.
+//! - The door is the first NIC's: while that is down, nobody new can connect; those who are connected are not concerned.
+//! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
+//!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
+//! - A port that comes back under another address is not found by peers.
+//! - On RoCE the kernel looks an address up while the engine waits: some microseconds, or up to a second if nobody answers
+//!   there. It is the address of somebody that is called, or that a call came from; or of a NIC that a path is opened to
+//!   anew, whose port is up on both sides.
 //!
 //! # Invariants
 //!
 //! - Nothing here waits for a peer. Each poll does a bounded amount of work.
 //! - The way of data neither allocates nor locks nor hashes: tables are made with the session.
 //! - A piece is reported once: when its completion, or a later one of its queue pair, was read, or the queue pair has
-//!   been destroyed.
+//!   been destroyed; and one on a broken path when that is settled, or its session ends.
 
 mod device;
 mod door;
@@ -82,12 +102,16 @@ use std::time::Duration;
 
 use ibverbs_sys as sys;
 use ibverbs_sys::{Library, LoadError};
+use immwire_core::courier::{LETTER_MAX, Letter};
 use immwire_core::credit::{Allowance, grant};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
-use immwire_core::note::{NOTE_MAX, Note};
+use immwire_core::imm::Imm;
+use immwire_core::mailbox::Control;
+use immwire_core::note::LANES;
 use immwire_core::peer::DownReason;
 use immwire_core::tenant::device_key;
+use immwire_core::verdict::{self, Verdict};
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
@@ -104,10 +128,12 @@ use self::door::Door;
 use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
-use self::session::{Outlet, Session, State};
+use self::session::{Session, State};
 use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
-use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
+use crate::provider::{
+    ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
+};
 use crate::shm::GroupKey;
 
 /// Pieces in flight on a NIC.
@@ -124,10 +150,14 @@ const INLINE_BYTES: u32 = 64;
 const GRANT_MAX: u16 = 256;
 /// Receives posted on a NIC, at most.
 const RECEIVES_MAX: u32 = 32 << 10;
-/// Notes under way to one peer.
+/// Letters, and probes, under way to one peer on one line.
 const NOTES: u16 = 8;
+/// Notes to one peer of which it is not known whether it has taken them.
+const LETTERS: usize = NOTES as usize;
 /// Completions read in one poll of a NIC.
 const ROUNDS: usize = 4;
+/// Batches of completions read before a queue pair is destroyed.
+const LAST_ROUNDS: usize = 64;
 /// What can wait is looked at once in so many polls.
 const UPKEEP_EVERY: u32 = 256;
 
@@ -293,8 +323,12 @@ struct Nic {
     completed: Arc<Completed>,
     shared: Arc<Shared>,
     domain: Arc<Domain>,
-    /// What notes are received into; outlives the queue that it is posted to.
+    /// What letters are received into; outlives the queue that it is posted to.
     slab: Slab,
+    /// Its port is active.
+    is_up: bool,
+    /// The device has failed, for good.
+    is_lost: bool,
 }
 
 /// How long a NIC's queues are.
@@ -334,7 +368,7 @@ impl Nic {
         let completed = Completed::open(domain.device(), lengths.completions)?;
         let shared = Shared::open(&domain, lengths.receives)?;
         let count = usize::try_from(lengths.receives).unwrap_or(usize::MAX);
-        let slab = Slab::new(&domain, NOTE_MAX, count)?;
+        let slab = Slab::new(&domain, LETTER_MAX, count)?;
         let mut nic = Self {
             stash: Completions::new(),
             owners: Owners::new(),
@@ -344,6 +378,8 @@ impl Nic {
             shared,
             domain,
             slab,
+            is_up: true,
+            is_lost: false,
         };
         nic.refill(1);
         Ok(nic)
@@ -358,7 +394,7 @@ impl Nic {
         while self.unposted.len() >= least.max(1) {
             let mut batch = heapless::Vec::<_, RECEIVES>::new();
             for &piece in self.unposted.iter().rev().take(RECEIVES) {
-                let place = self.slab.sge(usize::try_from(piece).unwrap_or(0), NOTE_MAX);
+                let place = self.slab.sge(usize::try_from(piece).unwrap_or(0), LETTER_MAX);
                 let _ = batch.push((Done::Receive { piece }.encode(), place));
             }
             // SAFETY: the pieces are in the slab, which outlives the queue, and are not posted.
@@ -368,6 +404,18 @@ impl Nic {
                 break;
             }
         }
+    }
+
+    /// Whether something can be sent over it.
+    const fn is_usable(&self) -> bool {
+        self.is_up && !self.is_lost
+    }
+
+    /// A queue pair for letters.
+    fn line(&self) -> Result<QueuePair, VerbsError> {
+        let inline = u32::try_from(LETTER_MAX).unwrap_or(0);
+        let depths = Depths { sends: NOTES.into(), receives: 0, inline };
+        QueuePair::reliable(&self.domain, &self.completed, &self.shared, depths)
     }
 
     /// Reads completions, if none are left. Whether the queue is well.
@@ -382,11 +430,20 @@ impl Nic {
 struct Chained {
     lane: LaneId,
     session: u16,
+    nic: NicIndex,
     remote_nic: NicIndex,
     /// As it was before the first of them.
     allowance: Allowance,
     /// Which of the pieces given the first is.
     first: usize,
+}
+
+/// What the engine is to be told.
+#[derive(Debug, Clone, Copy)]
+enum Tiding {
+    Broken(PeerId, Path),
+    Restored(PeerId, Path),
+    Nic(NicIndex, bool),
 }
 
 /// The provider. See the [module](self).
@@ -407,6 +464,10 @@ pub struct VerbsProvider {
     memory: Arc<VerbsMemory>,
     /// Sessions that there are.
     live: Vec<u16>,
+    /// In the order in which it happened.
+    tidings: Vec<Tiding>,
+    /// The door's device has failed.
+    is_mute: bool,
     chain: Chain,
     chained: Option<Chained>,
     grant: u16,
@@ -484,6 +545,8 @@ impl VerbsProvider {
             ports,
             memory: Arc::new(memory),
             live: Vec::new(),
+            tidings: Vec::new(),
+            is_mute: false,
             chain: Chain::new(),
             chained: None,
             grant: lengths.grant,
@@ -517,16 +580,14 @@ impl VerbsProvider {
         used.map(|device| device.event_fd()).try_for_each(watch)
     }
 
-    fn session(&mut self, index: u16) -> Option<&mut Session> {
-        self.sessions.get_mut(usize::from(index))?.as_deref_mut()
+    /// Where the peer's session is.
+    fn seat(&mut self, peer: PeerId) -> Option<u16> {
+        let index = self.seats.get(usize::from(peer.index)).copied().flatten()?;
+        self.session(index).filter(|session| session.peer == peer).map(|_| index)
     }
 
-    /// A queue pair for notes.
-    fn control_pair(&self) -> Result<QueuePair, VerbsError> {
-        let first = self.ports.first().ok_or(VerbsError::Unreachable)?;
-        let inline = u32::try_from(NOTE_MAX).unwrap_or(0);
-        let depths = Depths { sends: NOTES.into(), receives: 0, inline };
-        QueuePair::reliable(&first.domain, &first.completed, &first.shared, depths)
+    fn session(&mut self, index: u16) -> Option<&mut Session> {
+        self.sessions.get_mut(usize::from(index))?.as_deref_mut()
     }
 
     // ---- what has completed ----
@@ -537,7 +598,7 @@ impl VerbsProvider {
         let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
         let mut any = false;
         for _ in 0..rounds {
-            let Some(port) = self.ports.get_mut(at) else { break };
+            let Some(port) = self.ports.get_mut(at).filter(|port| !port.is_lost) else { break };
             if !port.read() {
                 self.lose_nic(nic);
                 break;
@@ -560,26 +621,17 @@ impl VerbsProvider {
 
     #[inline]
     fn complete<S: Sink>(&mut self, nic: NicIndex, done: &sys::ibv_wc, sink: &mut S) {
-        let good = done.status == sys::IBV_WC_SUCCESS;
         match Done::decode(done.wr_id) {
             Some(Done::Receive { piece }) => self.received(nic, piece, done, sink),
             Some(Done::Write { lane, number }) => self.written(lane, number, done.status, sink),
-            Some(Done::Note { session, token }) => {
-                if let Some(session) = self.session(session).filter(|it| tag_of(it.token) == token)
-                {
-                    session.notes = session.notes.saturating_sub(1);
-                    session.is_heard |= good;
-                    self.urgent = true;
-                }
-                if !good {
-                    self.stumble(session, token);
-                }
-            }
+            Some(Done::Note { session, token }) => self.said(nic, session, token, done),
+            Some(Done::Trial { lane }) => self.tried(lane, done.status == sys::IBV_WC_SUCCESS),
             None => self.stats.strays += 1,
         }
     }
 
-    /// A write of ours has ended, and with it those before it.
+    /// A write of ours has ended, and with it those before it. What is in flight on a path that has broken stays, until
+    /// it is settled.
     #[inline]
     fn written<S: Sink>(
         &mut self,
@@ -589,18 +641,31 @@ impl VerbsProvider {
         sink: &mut S,
     ) {
         let Some(lane) = self.lanes.get(id) else { return };
-        let (nic, index) = (lane.nic, lane.session);
-        let ended = lane.ended(number);
+        let (nic, remote_nic, index) = (lane.nic, lane.remote_nic, lane.session);
+        let read = lane.read(number);
         let good = status == sys::IBV_WC_SUCCESS;
-        let Some(session) =
-            self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
-        else {
-            return;
-        };
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session else { return };
         let leaving = session.is_leaving();
-        session.is_heard |= good;
-        for left in (0..ended).rev() {
+        session.in_flight = session.in_flight.saturating_sub(read);
+        if good && nic == remote_nic {
+            session.hear(nic);
+        }
+        self.urgent |= leaving || !session.releasing.is_empty();
+        if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+            port.outstanding = port.outstanding.saturating_sub(u16::try_from(read).unwrap_or(0));
+        }
+        let why = || self.ports.first().map(|port| port.completed.status_text(status));
+        if !good && !leaving && !is_of_the_piece(status) {
+            if session.outlet(nic, remote_nic).is_some_and(|at| !session.is_down(at)) {
+                tracing::warn!(peer = %session.peer, nic, remote_nic, why = why(), "a path broke");
+                self.break_path(index, nic, remote_nic);
+            }
+            return;
+        }
+        for left in (0..lane.ended(number)).rev() {
             let Some(work) = lane.flights.pop_front() else { break };
+            lane.announced += u64::from(good && work.imm.is_some());
             let outcome = match left {
                 _ if good => Ok(()),
                 _ if leaving => Err(WorkError::Flushed),
@@ -610,18 +675,25 @@ impl VerbsProvider {
             };
             sink.work_done(nic, work.token, outcome);
         }
-        session.in_flight = session.in_flight.saturating_sub(u32::try_from(ended).unwrap_or(0));
-        self.urgent |= leaving || !session.releasing.is_empty();
-        if let Some(port) = self.ports.get_mut(usize::from(nic)) {
-            port.outstanding = port.outstanding.saturating_sub(u16::try_from(ended).unwrap_or(0));
+        if !good && !leaving {
+            tracing::warn!(peer = %session.peer, why = why(), "a piece was refused: the peer is given up");
+            self.stumble(index);
         }
-        if !good {
-            let token = session.token;
-            if !leaving {
-                let why = self.ports.first().map(|port| port.completed.status_text(status));
-                tracing::warn!(peer = %session.peer, why, "a queue pair failed");
-            }
-            self.stumble(index, tag_of(token));
+    }
+
+    /// A letter, or a probe, has ended.
+    fn said(&mut self, nic: NicIndex, index: u16, token: u32, done: &sys::ibv_wc) {
+        let session = self.session(index).filter(|session| tag_of(session.token) == token);
+        let line = session.and_then(|session| session.lines.get_mut(usize::from(nic)));
+        let Some(line) = line else { return };
+        line.posted = line.posted.saturating_sub(1);
+        let good = done.status == sys::IBV_WC_SUCCESS;
+        line.is_heard |= good;
+        self.urgent = true;
+        if good {
+            self.prove_line(index, nic);
+        } else {
+            self.break_line(index, nic);
         }
     }
 
@@ -638,14 +710,29 @@ impl VerbsProvider {
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session.filter(|session| !session.is_leaving()) else { return };
         if done.status != sys::IBV_WC_SUCCESS {
-            // More than a note, say.
-            session.leave(self.now, Some(DownReason::Protocol));
-            self.urgent = true;
+            match (role, done.status) {
+                // What is more than a letter, or not for the one who writes it.
+                (_, sys::IBV_WC_LOC_LEN_ERR | sys::IBV_WC_REM_ACCESS_ERR) => {
+                    session.leave(self.now, Some(DownReason::Protocol));
+                    self.urgent = true;
+                }
+                (Role::Line, _) => self.break_line(index, nic),
+                // Its queue pair failed or was cut; whoever writes there is told by its own.
+                (Role::Inlet { .. } | Role::Outlet { .. }, _) => {}
+            }
             return;
         }
-        session.is_heard = true;
         match (role, done.opcode) {
-            (Role::Inlet, sys::IBV_WC_RECV_RDMA_WITH_IMM) => {
+            (Role::Inlet { from, lane }, sys::IBV_WC_RECV_RDMA_WITH_IMM) => {
+                let at = usize::from(from) * self.nics.len() + usize::from(nic);
+                let inlet = session.inlets.get_mut(at);
+                let Some(count) = inlet.and_then(|it| it.arrived.get_mut(usize::from(lane))) else {
+                    return;
+                };
+                *count += 1;
+                if from == nic {
+                    session.hear(nic);
+                }
                 if let Some(takings) = session.takings.get_mut(usize::from(nic))
                     && takings.take()
                 {
@@ -656,20 +743,14 @@ impl VerbsProvider {
                 }
                 sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
             }
-            (Role::Control, sys::IBV_WC_RECV) => {
-                let mut bytes = [0; NOTE_MAX];
+            (Role::Line, sys::IBV_WC_RECV) => {
+                let mut bytes = [0; LETTER_MAX];
                 let at = usize::try_from(piece).unwrap_or(usize::MAX);
                 // SAFETY: the receive has ended, and the piece is posted again only by `refill`.
                 unsafe { port.slab.read(at, 0, &mut bytes) };
                 let len = usize::try_from(done.byte_len).unwrap_or(usize::MAX);
-                match bytes.get(..len).and_then(Note::decode) {
-                    Some(note) => self.hear_note(index, note),
-                    None => {
-                        self.stats.ignored += 1;
-                        session.leave(self.now, Some(DownReason::Protocol));
-                        self.urgent = true;
-                    }
-                }
+                let letter = bytes.get(..len).and_then(Letter::decode);
+                self.hear_letter(index, nic, letter);
             }
             _ => {
                 self.stats.ignored += 1;
@@ -699,21 +780,17 @@ impl VerbsProvider {
         let Some(outlet) = outlet.and_then(|at| session.outlets.get_mut(at)) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
-        let [long, short] = match outlet {
-            Outlet::Open { lanes } => *lanes,
-            Outlet::Closed => {
-                *outlet = Outlet::Wanted;
-                self.urgent = true;
-                return Admitted::NoRoom;
-            }
-            Outlet::Wanted | Outlet::Asked { .. } => return Admitted::NoRoom,
+        let Some([long, short]) = outlet.lanes.filter(|_| outlet.way.is_open()) else {
+            // On one that broke nothing is posted: whoever has not heard of it yet hears of it next.
+            self.urgent |= outlet.way.want();
+            return Admitted::NoRoom;
         };
         let remote = usize::from(work.remote_nic);
         let Some(allowance) = session.allowances.get(remote) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
         let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= QUEUE_DEPTH);
-        if full || (work.imm.is_some() && !allowance.is_open()) {
+        if full || work.imm.is_some_and(|imm| !allowance.is_open() && !settles(imm)) {
             return Admitted::NoRoom;
         }
         let (Ok(len), Ok(local_key)) = (u32::try_from(work.len), u32::try_from(work.src_key))
@@ -739,7 +816,7 @@ impl VerbsProvider {
             local_key,
             to,
             remote_key: device_key(key),
-            imm: work.imm.map(immwire_core::imm::Imm::bits),
+            imm: work.imm.map(Imm::bits),
             inline: is_short && len > 0 && len <= INLINE_BYTES,
         };
         Admitted::Write { session: index, lane: if is_short { short } else { long }, write }
@@ -762,6 +839,7 @@ impl VerbsProvider {
         self.chained.get_or_insert(Chained {
             lane,
             session: index,
+            nic: flights.nic,
             remote_nic: work.remote_nic,
             allowance: *allowance,
             first: at,
@@ -816,7 +894,6 @@ impl VerbsProvider {
             }
         }
         let first = chained.first.saturating_add(taken);
-        let now = self.now;
         if let Some(session) = self.session(chained.session) {
             session.in_flight = session.in_flight.saturating_sub(u32::try_from(back).unwrap_or(0));
             if let Some(slot) = session.allowances.get_mut(usize::from(chained.remote_nic)) {
@@ -828,9 +905,8 @@ impl VerbsProvider {
                 *slot = allowance;
             }
             tracing::warn!(peer = %session.peer, %error, "a write could not be posted");
-            session.leave(now, Some(DownReason::Disconnected));
         }
-        self.urgent = true;
+        self.break_path(chained.session, chained.nic, chained.remote_nic);
         first
     }
 
@@ -841,7 +917,7 @@ impl VerbsProvider {
             match session.state {
                 State::Greeting { until, retry } => Some(until.min(retry.due())),
                 State::Leaving { parting, .. } => Some(parting.due(self.now)),
-                State::Open => Some(session.probe),
+                State::Open => Some(self.open_deadline(session)),
             }
         });
         sessions.fold(self.handshakes.next_deadline(), Time::min)
@@ -857,6 +933,20 @@ impl VerbsProvider {
             tracing::error!(%error, "the timer could not be set");
         }
     }
+}
+
+/// Whether it asks what arrived over a path, or answers that. It does not wait for the peer to take immediates, which
+/// may be those of which it has to say whether they arrived; without a receive the transport asks again.
+#[cold]
+fn settles(imm: Imm) -> bool {
+    matches!(Control::decode(imm.bits()), Some(Ok(Control::Ask { .. } | Control::Answer(_))))
+}
+
+/// Whether it is the piece that does not fit the memory it names, at either end: on no path it would. That a request is
+/// *invalid* is another matter: none of ours is, but Soft-RoCE says so at times of one that it has sent twice.
+const fn is_of_the_piece(status: sys::ibv_wc_status) -> bool {
+    let at_home = matches!(status, sys::IBV_WC_LOC_PROT_ERR | sys::IBV_WC_LOC_LEN_ERR);
+    at_home || status == sys::IBV_WC_REM_ACCESS_ERR
 }
 
 /// What becomes of a piece.
@@ -975,6 +1065,81 @@ impl Provider for VerbsProvider {
         self.part(peer, Some(DownReason::Disconnected), sink);
     }
 
+    /// The peer's ends of the path are destroyed, after which their device writes nothing on their behalf. What has come
+    /// and is read only later is not counted: the peer is told that it did not arrive, and sends it again.
+    fn fence<S: Sink>(
+        &mut self,
+        peer: PeerId,
+        path: RemotePath,
+        sink: &mut S,
+    ) -> Result<Receipt, Unfenced> {
+        let index = self.seat(peer).ok_or(Unfenced)?;
+        let nics = self.ports.len();
+        let at = usize::from(path.from) * nics + usize::from(path.to);
+        let session = self.session(index).filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
+        let inlet = session.inlets.get(at).ok_or(Unfenced)?;
+        inlet.pairs.iter().flatten().for_each(|(pair, _)| upkeep::must(pair.cut()));
+        self.poll_nic(usize::from(path.to), LAST_ROUNDS, sink);
+        self.close_inlet(index, at);
+        let session = self.session(index).ok_or(Unfenced)?;
+        let inlet = session.inlets.get(at).ok_or(Unfenced)?;
+        let verdict = Verdict { epoch: inlet.epoch, arrived: inlet.arrived };
+        Ok(Receipt(verdict.encode()))
+    }
+
+    fn settle<S: Sink>(
+        &mut self,
+        peer: PeerId,
+        path: Path,
+        receipt: &Receipt,
+        sink: &mut S,
+    ) -> Result<(), Unfenced> {
+        let index = self.seat(peer).ok_or(Unfenced)?;
+        let verdict = Verdict::decode(&receipt.0).ok_or(Unfenced)?;
+        // What the device knows by now it need not be told.
+        self.poll_nic(usize::from(path.nic), LAST_ROUNDS, sink);
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let session = session.filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
+        let at = session.outlet(path.nic, path.remote_nic).ok_or(Unfenced)?;
+        let outlet = session.outlets.get_mut(at).ok_or(Unfenced)?;
+        if !outlet.way.is_broken() {
+            return Ok(());
+        }
+        // The peer may not have opened the last attempt: then nothing was posted on it.
+        let claimed = match verdict.epoch {
+            epoch if epoch == outlet.way.epoch() => verdict.arrived,
+            epoch if epoch < outlet.way.epoch() => Default::default(),
+            _ => return Err(Unfenced),
+        };
+        let mut done = heapless::Vec::<(LaneId, usize), LANES>::new();
+        for (id, claimed) in outlet.lanes().zip(claimed) {
+            let lane = self.lanes.get(id).ok_or(Unfenced)?;
+            let announced = lane.flights.iter().map(|work| work.imm.is_some());
+            let arrived = verdict::arrived(lane.announced, claimed, announced).ok_or(Unfenced)?;
+            let _ = done.push((id, arrived));
+        }
+        outlet.way.settled(self.now);
+        outlet.lanes = None;
+        for (id, arrived) in done {
+            let flights = self.close_lane(id);
+            let mut lost = 0;
+            for (place, work) in flights.iter().enumerate() {
+                if place < arrived {
+                    sink.work_done(path.nic, work.token, Ok(()));
+                } else {
+                    lost += u64::from(work.imm.is_some());
+                    sink.undelivered(work);
+                }
+            }
+            let session = self.session(index).ok_or(Unfenced)?;
+            if let Some(allowance) = session.allowances.get_mut(usize::from(path.remote_nic)) {
+                allowance.restore(lost);
+            }
+        }
+        self.urgent = true;
+        Ok(())
+    }
+
     fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
@@ -985,8 +1150,8 @@ impl Provider for VerbsProvider {
         }
         let nap = self.next_deadline().since(self.now);
         // All are asked, so that none is left out when they are asked for nothing the next time.
-        let mut may_sleep = self.door.arm();
-        for port in &mut self.ports {
+        let mut may_sleep = self.is_mute || self.door.arm();
+        for port in self.ports.iter_mut().filter(|port| !port.is_lost) {
             may_sleep &= port.completed.arm() && port.read() && port.stash.is_empty();
         }
         if may_sleep {

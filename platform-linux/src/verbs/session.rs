@@ -2,16 +2,19 @@
 //!
 //! Posts nothing: it remembers what is to be said, and what stands in the way.
 
+use immwire_core::courier::Courier;
 use immwire_core::credit::{Allowance, Takings};
 use immwire_core::datagram::{Claim, Nonce, Proof, Retry};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
-use immwire_core::note::{LANES, Passage, Queues};
-use immwire_core::parting::{Parting, Standing};
+use immwire_core::note::{LANES, Note, Passage, Queues};
+use immwire_core::parting::Parting;
 use immwire_core::peer::DownReason;
-use immwire_core::port::{Door, Port};
+use immwire_core::port::{Door, Port, Queue};
 use immwire_core::region::MrDesc;
 use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
+use immwire_core::way::Way;
 
+use super::LETTERS;
 use super::device::QueuePair;
 use super::lane::LaneId;
 
@@ -33,35 +36,46 @@ pub(super) enum State {
 }
 
 /// One of our ways to one of the peer's NICs.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Outlet {
-    Closed,
-    /// Something is to be written there.
-    Wanted,
-    /// The peer has been asked to open its ends.
-    Asked {
-        lanes: [LaneId; LANES],
-    },
-    Open {
-        lanes: [LaneId; LANES],
-    },
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Outlet {
+    pub(super) way: Way,
+    /// Of the last attempt, until all of it has ended.
+    pub(super) lanes: Option<[LaneId; LANES]>,
 }
 
 impl Outlet {
     /// Its queue pairs, if there are any.
     pub(super) fn lanes(&self) -> impl Iterator<Item = LaneId> + use<> {
-        let lanes = match *self {
-            Self::Closed | Self::Wanted => None,
-            Self::Asked { lanes } | Self::Open { lanes } => Some(lanes),
-        };
-        lanes.into_iter().flatten()
+        self.lanes.into_iter().flatten()
     }
 }
 
 /// The ends of one of the peer's ways to us.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(super) struct Inlet {
-    pub(super) pairs: [QueuePair; LANES],
+    /// Which of those that there have been; 0 if none.
+    pub(super) epoch: u32,
+    /// Until it is fenced, and whether each is done with the shared receive queue.
+    pub(super) pairs: Option<[(QueuePair, bool); LANES]>,
+    /// Immediates that were taken, on each lane.
+    pub(super) arrived: [u64; LANES],
+}
+
+/// A queue pair for letters, from one of our NICs to the peer's of the same number.
+#[derive(Debug, Default)]
+pub(super) struct Line {
+    pub(super) pair: Option<QueuePair>,
+    pub(super) is_drained: bool,
+    /// Letters and probes whose completion was not read.
+    pub(super) posted: u16,
+    /// Something has come or got through between these NICs since that was last looked at.
+    pub(super) is_heard: bool,
+    /// At the end that has called: how far it is, when it is made anew.
+    pub(super) way: Way,
+    /// At the other: what is asked for, and not done;
+    pub(super) asked: Option<(u32, Queue)>,
+    /// and that it is done, and nothing was heard over it yet.
+    pub(super) is_fresh: bool,
 }
 
 /// What is to be said to the peer when there is room.
@@ -72,10 +86,14 @@ pub(super) struct Says {
     pub(super) accept: bool,
     /// Of our NICs.
     pub(super) taken: [bool; MAX_NICS],
+    pub(super) back: Vec<NicIndex>,
     pub(super) withdraw: Vec<Tenant>,
     pub(super) withdrawn: Vec<Tenant>,
     pub(super) connected: Vec<(Passage, Queues)>,
+    pub(super) declined: Vec<Passage>,
     pub(super) connect: Vec<(Passage, Queues)>,
+    pub(super) link: Vec<(Passage, Queue)>,
+    pub(super) linked: Vec<(Passage, Queue)>,
 }
 
 /// A session.
@@ -94,21 +112,20 @@ pub(super) struct Session {
     pub(super) mailbox: MrDesc,
     /// Its NICs.
     pub(super) ports: heapless::Vec<Port, MAX_NICS>,
-    /// For notes, between the first NICs.
-    pub(super) control: QueuePair,
-    /// When it is next to be seen whether the peer's device answers, unless it has by then.
+    /// We have called it.
+    pub(super) is_caller: bool,
+    /// By NIC of both.
+    pub(super) lines: heapless::Vec<Line, MAX_NICS>,
+    pub(super) courier: Courier<LETTERS>,
+    /// Lines that may have broken with a path of their NIC's, a bit for each.
+    pub(super) doubted: u8,
+    /// When it is next to be seen whether the peer's devices answer, unless they have by then.
     pub(super) probe: Time,
-    /// Something has come, or has got there, since it was last looked at.
-    pub(super) is_heard: bool,
-    /// Notes that it has not been seen to have, and probes without an answer.
-    pub(super) notes: u16,
     /// By our NIC and its.
     pub(super) outlets: Vec<Outlet>,
     /// By its NIC and ours.
-    pub(super) inlets: Vec<Option<Inlet>>,
-    /// Queue pairs that take from a shared queue, and have not been seen to be done with that.
-    pub(super) undrained: usize,
-    /// Pieces in flight.
+    pub(super) inlets: Vec<Inlet>,
+    /// Writes whose completion was not read.
     pub(super) in_flight: u32,
     /// By NIC of its.
     pub(super) allowances: [Allowance; MAX_NICS],
@@ -127,7 +144,8 @@ pub(super) struct Made {
     pub(super) nonce: Nonce,
     pub(super) door: Door,
     pub(super) ports: heapless::Vec<Port, MAX_NICS>,
-    pub(super) control: QueuePair,
+    /// Those that are whole have a queue pair.
+    pub(super) lines: heapless::Vec<Line, MAX_NICS>,
     pub(super) granted: u16,
     /// NICs of ours.
     pub(super) nics: usize,
@@ -135,8 +153,10 @@ pub(super) struct Made {
 
 impl Session {
     pub(super) fn new(made: Made, claim: &Claim) -> Self {
-        let Made { peer, token, nonce, door, ports, control, granted, nics } = made;
+        let Made { peer, token, nonce, door, ports, lines, granted, nics } = made;
         let paths = nics * ports.len();
+        let whole = (0_u32..).zip(&lines).filter(|(_, line)| line.pair.is_some());
+        let whole = whole.fold(0, |lines, (at, _)| lines | 1_u8.unbounded_shl(at));
         Self {
             peer,
             token,
@@ -147,13 +167,13 @@ impl Session {
             state: State::Open,
             mailbox: claim.hello.mailbox,
             ports,
-            control,
+            is_caller: false,
+            lines,
+            courier: Courier::new(whole),
+            doubted: 0,
             probe: Time::ZERO,
-            is_heard: false,
-            notes: 0,
-            outlets: vec![Outlet::Closed; paths],
-            inlets: (0..paths).map(|_| None).collect(),
-            undrained: 1,
+            outlets: vec![Outlet::default(); paths],
+            inlets: (0..paths).map(|_| Inlet::default()).collect(),
             in_flight: 0,
             allowances: [Allowance::new(claim.grant); MAX_NICS],
             takings: [Takings::new(granted); MAX_NICS],
@@ -175,9 +195,39 @@ impl Session {
         (remote < theirs).then_some(usize::from(nic) * theirs + remote)
     }
 
-    /// A queue pair has failed: there is nothing to wait for.
-    pub(super) fn leave_after_failure(&mut self) {
-        self.leave(Time::ZERO, Some(DownReason::Disconnected));
+    /// Whether the path, which is there in `outlets`, has broken, and is not whole since.
+    pub(super) fn is_down(&self, at: usize) -> bool {
+        self.outlets.get(at).is_some_and(|outlet| outlet.way.is_down())
+    }
+
+    /// Those lines are to be avoided, or not any more.
+    pub(super) fn doubt(&mut self, lines: u8, doubtful: bool) {
+        self.doubted = if doubtful { self.doubted | lines } else { self.doubted & !lines };
+        self.courier.doubt(self.doubted);
+    }
+
+    /// Something has come or got through between the NICs of that number.
+    #[inline]
+    pub(super) fn hear(&mut self, nic: NicIndex) {
+        if let Some(line) = self.lines.get_mut(usize::from(nic)) {
+            line.is_heard = true;
+        }
+    }
+
+    /// One of our NICs, or of the peer's, can be reached again: what has broken there is tried now.
+    pub(super) fn hurry(&mut self, now: Time, ours: Option<NicIndex>, theirs: Option<NicIndex>) {
+        let count = self.ports.len().max(1);
+        let is = |nic: Option<NicIndex>, at| nic.is_none_or(|nic| usize::from(nic) == at);
+        for (at, outlet) in self.outlets.iter_mut().enumerate() {
+            if is(ours, at / count) && is(theirs, at % count) {
+                outlet.way.hurry(now);
+            }
+        }
+        for (at, line) in self.lines.iter_mut().enumerate() {
+            if is(ours, at) && is(theirs, at) {
+                line.way.hurry(now);
+            }
+        }
     }
 
     /// Nothing more is posted; the peer may take until `patience` to hear of it.
@@ -192,9 +242,56 @@ impl Session {
         }
     }
 
-    /// What of it has not ended.
-    pub(super) const fn standing(&self) -> Standing {
-        let notes = self.notes as usize;
-        Standing { posted: self.in_flight as usize + notes, notes, undrained: self.undrained }
+    /// Says what is to be said, as far as there is room.
+    pub(super) fn say_all(&mut self) {
+        let (courier, says) = (&mut self.courier, &mut self.says);
+        if says.ready {
+            if !courier.say(Note::Ready) {
+                return;
+            }
+            says.ready = false;
+        }
+        for (nic, takings) in (0..).zip(&mut self.takings) {
+            let Some(due) = says.taken.get_mut(usize::from(nic)).filter(|due| **due) else {
+                continue;
+            };
+            let mut reported = *takings;
+            if !courier.say(Note::Taken { nic, count: reported.report() }) {
+                return;
+            }
+            *takings = reported;
+            *due = false;
+        }
+        // Withdrawals before the peer may write.
+        let _ = say_each(courier, &mut says.withdraw, Note::Withdraw)
+            && say_each(courier, &mut says.back, |nic| Note::Back { nic })
+            && say_each(courier, &mut says.declined, Note::Declined)
+            && say_each(courier, &mut says.link, |(passage, queue)| Note::Link(passage, queue))
+            && say_each(courier, &mut says.linked, |(passage, queue)| Note::Linked(passage, queue))
+            && say_each(courier, &mut says.connect, |(passage, ends)| Note::Connect(passage, ends))
+            && say_each(courier, &mut says.connected, |(passage, ends)| {
+                Note::Connected(passage, ends)
+            })
+            && say_each(courier, &mut says.withdrawn, Note::Withdrawn);
     }
+
+    /// Letters and probes whose completion was not read.
+    pub(super) fn notes(&self) -> usize {
+        self.lines.iter().map(|line| usize::from(line.posted)).sum()
+    }
+}
+
+/// Says all of these, as long as there is room; whether there was for all.
+fn say_each<T: Copy>(
+    courier: &mut Courier<LETTERS>,
+    all: &mut Vec<T>,
+    note: impl Fn(T) -> Note,
+) -> bool {
+    while let Some(&one) = all.last() {
+        if !courier.say(note(one)) {
+            return false;
+        }
+        all.pop();
+    }
+    true
 }

@@ -1,30 +1,40 @@
-//! What is to be done beside the way of data: hearing the door and the notes, opening paths, ending sessions.
+//! What is to be done beside the way of data: hearing the door, the notes and the devices, opening paths and lines anew,
+//! ending sessions.
 //!
 //! # Invariants
 //!
 //! - A session is over only when each of its pieces is reported, and then none of its queue pairs is left. What is
 //!   told of its end comes after that.
 //! - A path is posted on only when the receiver has said that its ends receive.
+//! - What was in flight on a path that broke stays there until it is settled, or its session ends; and its queue pairs
+//!   are there as long, cut. A path is opened anew when they are gone.
+//! - A line is opened anew when all that was posted on it before has completed: so no queue overruns by it.
 //! - Of a leaving session nothing is reported but its pieces, as failed, and its end.
 
+use std::collections::VecDeque;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use immwire_core::courier::Letter;
 use immwire_core::datagram::Message;
 use immwire_core::group::{Token, WorkError, WorkRequest};
-use immwire_core::id::{NicIndex, PeerId};
+use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::note::{LANES, Note, Passage, Queues};
-use immwire_core::parting::Step;
+use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
-use immwire_core::port::PACKET_MAX;
+use immwire_core::port::{PACKET_MAX, Queue};
 use immwire_core::tenant::{Tenant, device_key};
+use immwire_core::way::{Answered, Failed};
 use immwire_core::wire::{Hello, Refusal};
 
 use super::device::{Depths, Event, QueuePair};
 use super::door::Heard;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
 use super::session::{Inlet, Outlet, Session, State};
-use super::{INLINE_BYTES, NOTES, QUEUE_DEPTH, UPKEEP_EVERY, VerbsError, VerbsProvider, tag_of};
+use super::{
+    INLINE_BYTES, LAST_ROUNDS, NOTES, QUEUE_DEPTH, Tiding, UPKEEP_EVERY, VerbsError, VerbsProvider,
+    tag_of,
+};
 use crate::provider::{Path, Sink};
 
 /// Messages heard in one go.
@@ -38,8 +48,16 @@ const GREETED_GRACE: Duration = Duration::from_millis(500);
 const PROBE: Duration = Duration::from_secs(1);
 /// How long leaving may take at the end.
 const FAREWELL: Duration = Duration::from_millis(20);
-/// Batches of completions read before a queue pair is destroyed.
-const LAST_ROUNDS: usize = 64;
+
+/// A NIC's bit.
+fn bit(nic: NicIndex) -> u8 {
+    1_u8.unbounded_shl(nic.into())
+}
+
+/// The number of what is at this place in a table by NIC.
+fn nic_at(at: usize) -> NicIndex {
+    NicIndex::try_from(at).unwrap_or(NicIndex::MAX)
+}
 
 impl VerbsProvider {
     /// Everything that is not on the way of data. Returns whether there was anything.
@@ -59,8 +77,29 @@ impl VerbsProvider {
         let heard = self.hear_door(sink);
         self.repeat_calls(sink);
         self.tell_withdrawals();
+        self.tell(sink);
         self.tend(sink);
+        self.tell(sink);
         heard
+    }
+
+    /// Tells what has become of NICs and paths.
+    fn tell<S: Sink>(&mut self, sink: &mut S) {
+        for tiding in std::mem::take(&mut self.tidings) {
+            match tiding {
+                Tiding::Broken(peer, path) if self.is_staying(peer) => sink.path_broken(peer, path),
+                Tiding::Restored(peer, path) if self.is_staying(peer) => {
+                    sink.path_restored(peer, path);
+                }
+                Tiding::Broken(..) | Tiding::Restored(..) => {}
+                Tiding::Nic(nic, healthy) => sink.nic_changed(nic, healthy),
+            }
+        }
+    }
+
+    fn is_staying(&mut self, peer: PeerId) -> bool {
+        let session = self.seat(peer).and_then(|index| self.session(index));
+        session.is_some_and(|session| !session.is_leaving())
     }
 
     // ---- hearing ----
@@ -69,22 +108,36 @@ impl VerbsProvider {
     fn hear_devices(&mut self) {
         for at in 0..self.ports.len() {
             while let Some(event) = self.ports.get(at).and_then(|port| port.device().event()) {
+                self.urgent = true;
                 match event {
-                    Event::QueuePairFailed { number } => {
-                        if let Some(session) = self.owner(at, number) {
-                            session.leave_after_failure();
-                            self.urgent = true;
+                    Event::QueuePairFailed { number } => match self.owner(at, number) {
+                        Some((_, Owner { role: Role::Outlet { lane }, .. })) => {
+                            self.break_lane(lane)
+                        }
+                        Some((nic, Owner { session, role: Role::Line })) => {
+                            self.break_line(session, nic);
+                        }
+                        // Whoever writes there will notice.
+                        Some((_, Owner { role: Role::Inlet { .. }, .. })) | None => {}
+                    },
+                    Event::PeerFailed { number } => {
+                        let owner = self.owner(at, number);
+                        if let Some(session) = owner.and_then(|(_, it)| self.session(it.session)) {
+                            // There is nothing to wait for.
+                            session.leave(Time::ZERO, Some(DownReason::Disconnected));
                         }
                     }
                     Event::Drained { number } => {
-                        if let Some(session) = self.owner(at, number) {
-                            session.undrained = session.undrained.saturating_sub(1);
-                            self.urgent |= session.is_leaving();
+                        if let Some((nic, owner)) = self.owner(at, number) {
+                            self.drained(nic, owner, number);
                         }
                     }
+                    Event::Port { is_up } => self.port_changed(at, is_up),
                     Event::DeviceFailed { kind } => {
                         tracing::error!(kind, "a device failed");
-                        self.lose_nic(NicIndex::try_from(at).unwrap_or(NicIndex::MAX));
+                        for nic in self.sharing(at) {
+                            self.lose_nic(nic);
+                        }
                     }
                     Event::Other { kind } => tracing::debug!(kind, "an event of a device's"),
                 }
@@ -92,15 +145,104 @@ impl VerbsProvider {
         }
     }
 
-    /// Whose a queue pair is that the device of this NIC has told of; several NICs may share one.
-    fn owner(&mut self, at: usize, number: u32) -> Option<&mut Session> {
-        let device = Arc::as_ptr(self.ports.get(at)?.device());
-        let same = self.ports.iter().filter(|port| Arc::as_ptr(port.device()) == device);
-        let owner = same.filter_map(|port| port.owners.get(number)).next()?;
-        self.session(owner.session)
+    /// The NICs that share the device of this one.
+    fn sharing(&self, at: usize) -> Vec<NicIndex> {
+        let device = self.ports.get(at).map(|port| Arc::as_ptr(port.device()));
+        let ports = self.ports.iter().enumerate();
+        let same = ports.filter(|(_, port)| Some(Arc::as_ptr(port.device())) == device);
+        same.map(|(at, _)| nic_at(at)).collect()
+    }
+
+    /// Whose a queue pair is that the device of this NIC has told of, and on which of those that share it.
+    fn owner(&self, at: usize, number: u32) -> Option<(NicIndex, Owner)> {
+        self.sharing(at).into_iter().find_map(|nic| {
+            let port = self.ports.get(usize::from(nic))?;
+            port.owners.get(number).map(|owner| (nic, owner))
+        })
+    }
+
+    /// A queue pair takes no more from its shared receive queue.
+    fn drained(&mut self, nic: NicIndex, owner: Owner, number: u32) {
+        let nics = self.ports.len();
+        let Owner { session: index, role } = owner;
+        match role {
+            Role::Outlet { lane } => {
+                if let Some(lane) = self.lanes.get(lane) {
+                    lane.is_drained = true;
+                }
+            }
+            Role::Line => {
+                let session = self.session(index);
+                if let Some(line) = session.and_then(|it| it.lines.get_mut(usize::from(nic))) {
+                    line.is_drained = true;
+                }
+            }
+            Role::Inlet { from, .. } => {
+                let at = usize::from(from) * nics + usize::from(nic);
+                let inlet = self.session(index).and_then(|session| session.inlets.get_mut(at));
+                let pairs = inlet.and_then(|inlet| inlet.pairs.as_mut()).into_iter().flatten();
+                for (_, drained) in pairs.filter(|(pair, _)| pair.number() == number) {
+                    *drained = true;
+                }
+            }
+        }
+    }
+
+    /// The port of this NIC's device is down, or up again.
+    fn port_changed(&mut self, at: usize, is_up: bool) {
+        let now = self.now;
+        for nic in self.sharing(at) {
+            let port = self.ports.get_mut(usize::from(nic));
+            let Some(port) = port.filter(|port| !port.is_lost && port.is_up != is_up) else {
+                continue;
+            };
+            port.is_up = is_up;
+            tracing::warn!(nic, is_up, "a port has changed");
+            self.tidings.push(Tiding::Nic(nic, is_up));
+            for session in self.sessions.iter_mut().flatten() {
+                session.doubt(bit(nic), !is_up);
+                if is_up {
+                    session.hurry(now, Some(nic), None);
+                    if !session.says.back.contains(&nic) {
+                        session.says.back.push(nic);
+                    }
+                }
+            }
+        }
+        if !is_up {
+            for nic in self.sharing(at) {
+                self.live.clone().into_iter().for_each(|index| self.leave_port(index, nic));
+            }
+        }
+    }
+
+    /// What is in flight over a NIC whose port is down does not wait for the transport to give it up, if there is another
+    /// way; else it may be up again in time.
+    fn leave_port(&mut self, index: u16, nic: NicIndex) {
+        let usable = |at: usize| self.ports.get(at).is_some_and(super::Nic::is_usable);
+        let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
+        let Some(session) = session else { return };
+        let theirs = session.ports.len().max(1);
+        let mut lines = (0..).zip(&session.lines).map(|(at, _)| at);
+        let has_line = lines.any(|at| usable(usize::from(at)) && session.courier.is_open(at));
+        let mut outlets = session.outlets.iter().enumerate();
+        let has_path = outlets.any(|(at, it)| usable(at / theirs) && !it.way.is_down());
+        let ways = session.outlets.iter().skip(usize::from(nic) * theirs).take(theirs);
+        let lanes: Vec<_> = ways.filter_map(|it| it.lanes.filter(|_| it.way.is_open())).collect();
+        if has_line {
+            self.break_line(index, nic);
+        }
+        for id in lanes.into_iter().filter(|_| has_path).flatten() {
+            if self.lanes.get(id).is_some_and(|lane| lane.unread() > 0) {
+                self.break_lane(id);
+            }
+        }
     }
 
     fn hear_door<S: Sink>(&mut self, sink: &mut S) -> bool {
+        if self.is_mute {
+            return false;
+        }
         let mut bytes = [0; PACKET_MAX];
         for round in 0..MESSAGES_MAX {
             match self.door.read(&mut bytes) {
@@ -114,6 +256,8 @@ impl VerbsProvider {
                     }
                 }
                 Some(Heard::Broken) => {
+                    tracing::error!("the door's device has failed: nobody new can connect");
+                    self.is_mute = true;
                     self.lose_nic(0);
                     return true;
                 }
@@ -123,9 +267,29 @@ impl VerbsProvider {
         true
     }
 
-    /// What a peer says in its session. What makes no sense ends it.
-    pub(super) fn hear_note(&mut self, index: u16, note: Note) {
+    /// A letter of a session's has come over the line of this NIC; `None` if what has come is none.
+    pub(super) fn hear_letter(&mut self, index: u16, nic: NicIndex, letter: Option<Letter>) {
         self.urgent = true;
+        let now = self.now;
+        let Some(session) = self.session(index) else { return };
+        if let Some(line) = session.lines.get_mut(usize::from(nic)) {
+            line.is_heard = true;
+            if std::mem::take(&mut line.is_fresh) {
+                session.courier.open_line(nic);
+            }
+        }
+        match letter.map(|letter| session.courier.hear(&letter)) {
+            Some(Ok(Some(note))) => self.hear_note(index, note),
+            Some(Ok(None)) => {}
+            Some(Err(_)) | None => {
+                session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                self.stats.ignored += 1;
+            }
+        }
+    }
+
+    /// What a peer says in its session. What makes no sense ends it.
+    fn hear_note(&mut self, index: u16, note: Note) {
         let now = self.now;
         let Some(session) = self.session(index) else { return };
         if matches!(session.state, State::Greeting { .. }) {
@@ -155,6 +319,17 @@ impl VerbsProvider {
             }
             Note::Connect(passage, theirs) => self.open_inlet(index, passage, theirs),
             Note::Connected(passage, theirs) => self.finish_outlet(index, passage, theirs),
+            Note::Declined(passage) => self.declined(index, passage),
+            Note::Link(passage, queue) => {
+                let line = session.lines.get_mut(usize::from(passage.from));
+                let line = line.filter(|_| passage.from == passage.to && !session.is_caller);
+                line.map(|line| line.asked = Some((passage.epoch, queue)))
+            }
+            Note::Linked(passage, queue) => self.finish_line(index, passage, queue),
+            Note::Back { nic } => {
+                session.hurry(now, None, Some(nic));
+                Some(())
+            }
         };
         if understood.is_none() {
             self.stats.ignored += 1;
@@ -166,115 +341,432 @@ impl VerbsProvider {
 
     // ---- paths ----
 
-    /// Opens our ends of what was wanted since, and has the peer asked for its own.
+    /// Opens our ends of paths that are wanted, or have rested, and has the peer asked for its own.
     fn open_outlets(&mut self, index: u16) {
+        let now = self.now;
         let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
             return;
         };
+        let mut outlets = session.outlets.iter();
+        if !outlets.any(|it| it.way.is_due(now) || (it.way.is_resting() && it.lanes.is_some())) {
+            return;
+        }
         let theirs = session.ports.len();
         for at in 0..session.outlets.len() {
-            let Some(session) = self.session(index) else { return };
-            if session.outlets.get(at) != Some(&Outlet::Wanted) {
-                continue;
+            let outlet = self.session(index).and_then(|it| it.outlets.get(at).copied());
+            let Some(outlet) = outlet else { return };
+            if outlet.way.is_resting() && outlet.lanes.is_some() {
+                self.retire(index, at);
             }
             let (nic, remote) = (at / theirs, at % theirs);
-            if let Err(error) = self.open_outlet(index, at, nic, remote) {
-                tracing::warn!(index, %error, "a path could not be opened");
-                let patience = self.now.after(GRACE);
-                if let Some(session) = self.session(index) {
-                    session.leave(patience, Some(DownReason::Disconnected));
-                }
-                return;
+            let usable = self.ports.get(nic).is_some_and(super::Nic::is_usable);
+            if !outlet.way.is_due(now) || (!usable && outlet.way.is_down()) {
+                continue;
+            }
+            let opened = if usable { self.open_outlet(index, at) } else { Ok(()) };
+            if let Err(error) = &opened {
+                tracing::warn!(index, nic, remote, %error, "a path could not be opened");
+            }
+            if !usable || opened.is_err() {
+                self.break_path(index, nic_at(nic), nic_at(remote));
             }
         }
     }
 
-    fn open_outlet(
-        &mut self,
-        index: u16,
-        at: usize,
-        nic: usize,
-        remote: usize,
-    ) -> Result<(), VerbsError> {
-        let (Ok(from), Ok(to)) = (NicIndex::try_from(nic), NicIndex::try_from(remote)) else {
-            return Err(VerbsError::Unreachable);
+    /// Closes what is left of an attempt that failed, if all of it has ended.
+    fn retire(&mut self, index: u16, at: usize) {
+        let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
+        else {
+            return;
         };
-        let inlines = [0, INLINE_BYTES];
-        let (mut lanes, mut queues) = (heapless::Vec::<LaneId, LANES>::new(), Queues::default());
-        for (inline, queue) in inlines.into_iter().zip(&mut queues) {
-            let port = self.ports.get_mut(nic).ok_or(VerbsError::Unreachable)?;
+        let Some(outlet) = session.outlets.get_mut(at) else { return };
+        let lanes = &mut self.lanes;
+        if outlet.lanes().all(|id| lanes.get(id).is_none_or(|lane| lane.unread() == 0)) {
+            for id in outlet.lanes.take().into_iter().flatten() {
+                self.close_lane(id);
+            }
+        }
+    }
+
+    fn open_outlet(&mut self, index: u16, at: usize) -> Result<(), VerbsError> {
+        let session = self.session(index).ok_or(VerbsError::Unreachable)?;
+        let theirs = session.ports.len();
+        let outlet = session.outlets.get_mut(at).ok_or(VerbsError::Unreachable)?;
+        if outlet.lanes.is_some() {
+            return Ok(()); // When these have ended.
+        }
+        let (from, to) = (nic_at(at / theirs), nic_at(at % theirs));
+        let epoch = outlet.way.open();
+        let port = self.ports.get_mut(usize::from(from)).ok_or(VerbsError::Unreachable)?;
+        let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
+        for inline in [0, INLINE_BYTES] {
             let depths = Depths { sends: QUEUE_DEPTH.into(), receives: 0, inline };
             let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths)?;
-            port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Outlet }));
-            *queue = pair.queue();
-            let lane = Lane::new(pair, from, index, QUEUE_DEPTH.into());
-            let _ = lanes.push(self.lanes.open(lane).ok_or(VerbsError::Unreachable)?);
+            let _ = pairs.push(pair);
         }
-        let lanes = lanes.into_array().map_err(|_| VerbsError::Unreachable)?;
+        let (mut lanes, mut queues) = (heapless::Vec::<LaneId, LANES>::new(), Queues::default());
+        for (pair, queue) in pairs.into_iter().zip(&mut queues) {
+            let number = pair.number();
+            *queue = pair.queue();
+            let lane = Lane::new(pair, (from, to), index, QUEUE_DEPTH.into());
+            let Some(lane) = self.lanes.open(lane) else { break };
+            let _ = lanes.push(lane);
+            port.owners.set(number, Some(Owner { session: index, role: Role::Outlet { lane } }));
+        }
+        let lanes = lanes.into_array().map_err(|opened| {
+            for id in opened {
+                self.close_lane(id);
+            }
+            VerbsError::Unreachable
+        })?;
         if let Some(session) = self.session(index)
             && let Some(outlet) = session.outlets.get_mut(at)
         {
-            *outlet = Outlet::Asked { lanes };
-            session.undrained += LANES;
-            session.says.connect.push((Passage { from, to, epoch: 1 }, queues));
+            outlet.lanes = Some(lanes);
+            session.says.connect.push((Passage { from, to, epoch }, queues));
         }
         Ok(())
     }
 
-    /// The peer's ends receive: ours send. `None` if that was not asked for.
+    /// The peer's ends receive: ours send. `None` if there is no such path.
     fn finish_outlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
+        let now = self.now;
         let options = self.config.options.clone();
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
         let at = session.outlet(passage.from, passage.to)?;
-        let outlet = session.outlets.get_mut(at)?;
-        let Outlet::Asked { lanes } = *outlet else { return None };
         let there = session.ports.get(usize::from(passage.to))?;
-        let here = self.ports.get(usize::from(passage.from))?.device().facts.port;
-        let route = here.route(there)?;
-        for (lane, theirs) in lanes.into_iter().zip(theirs) {
-            if let Err(error) = self.lanes.get(lane)?.pair.connect(&route, theirs, &options) {
+        let port = self.ports.get_mut(usize::from(passage.from))?;
+        let outlet = session.outlets.get_mut(at)?;
+        let answered = outlet.way.answered(now, passage.epoch);
+        if answered == Answered::Stale {
+            return Some(());
+        }
+        let route = port.device().facts.port.route(there)?;
+        let (to, key) = (session.mailbox.base, session.mailbox.keys.get(passage.to)?);
+        for (id, theirs) in outlet.lanes().zip(theirs) {
+            let lane = self.lanes.get(id)?;
+            let connected = lane.pair.connect(&route, theirs, &options).and_then(|()| {
+                if answered == Answered::Open {
+                    return Ok(());
+                }
+                let number = Done::Trial { lane: id }.encode();
+                let tried = lane.pair.probe(number, to, device_key(key));
+                tried.map_err(|source| VerbsError::Call { call: "ibv_post_send", source })?;
+                lane.is_tried = true;
+                session.in_flight += 1;
+                port.outstanding += 1;
+                Ok(())
+            });
+            if let Err(error) = connected {
                 tracing::warn!(peer = %session.peer, %error, "a path could not be opened");
-                return None;
+                self.break_path(index, passage.from, passage.to);
+                break;
             }
         }
-        *outlet = Outlet::Open { lanes };
         Some(())
     }
 
-    /// The peer wants to write over a path: opens our ends. `None` if that makes no sense, or cannot be done.
+    /// The peer does not open its ends now. `None` if there is no such path.
+    fn declined(&mut self, index: u16, passage: Passage) -> Option<()> {
+        let session = self.session(index)?;
+        let outlet = session.outlets.get(session.outlet(passage.from, passage.to)?)?;
+        if outlet.way.epoch() == passage.epoch && !outlet.way.is_open() {
+            self.break_path(index, passage.from, passage.to);
+        }
+        Some(())
+    }
+
+    /// The write that a lane was tried with has ended.
+    pub(super) fn tried(&mut self, id: LaneId, good: bool) {
+        let now = self.now;
+        let Some(lane) = self.lanes.get(id) else { return };
+        if !std::mem::take(&mut lane.is_tried) {
+            return;
+        }
+        let (nic, remote_nic, index) = (lane.nic, lane.remote_nic, lane.session);
+        if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+            port.outstanding = port.outstanding.saturating_sub(1);
+        }
+        let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
+        else {
+            return;
+        };
+        session.in_flight = session.in_flight.saturating_sub(1);
+        self.urgent = true;
+        if !good {
+            return self.break_path(index, nic, remote_nic);
+        }
+        let at = session.outlet(nic, remote_nic);
+        let Some(outlet) = at.and_then(|at| session.outlets.get_mut(at)) else { return };
+        let lanes = &mut self.lanes;
+        let through = outlet.lanes().all(|id| lanes.get(id).is_some_and(|lane| !lane.is_tried));
+        if through && outlet.way.proven(now) {
+            tracing::info!(peer = %session.peer, nic, remote_nic, "a path is back");
+            self.tidings.push(Tiding::Restored(session.peer, Path { nic, remote_nic }));
+        }
+    }
+
+    /// The path of this lane does not work.
+    fn break_lane(&mut self, id: LaneId) {
+        if let Some(lane) = self.lanes.get(id) {
+            let (session, nic, remote_nic) = (lane.session, lane.nic, lane.remote_nic);
+            self.break_path(session, nic, remote_nic);
+        }
+    }
+
+    /// A path does not work: it is cut. What is in flight there waits to be settled.
+    pub(super) fn break_path(&mut self, index: u16, nic: NicIndex, remote_nic: NicIndex) {
+        let now = self.now;
+        self.urgent = true;
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session.filter(|session| !session.is_leaving()) else { return };
+        let at = session.outlet(nic, remote_nic);
+        let Some(outlet) = at.and_then(|at| session.outlets.get_mut(at)) else { return };
+        let failed = outlet.way.fail(now);
+        for id in outlet.lanes().filter(|_| failed != Failed::Nothing) {
+            if let Some(lane) = self.lanes.get(id) {
+                must(lane.pair.cut());
+            }
+        }
+        if failed != Failed::Broke {
+            return;
+        }
+        self.tidings.push(Tiding::Broken(session.peer, Path { nic, remote_nic }));
+        // Lines of these NICs may have gone the same way: that is seen now.
+        session.doubt(bit(nic) | bit(remote_nic), true);
+        session.lines.iter_mut().for_each(|line| line.is_heard = false);
+        session.probe = now;
+        let theirs = session.ports.len().max(1);
+        let cut_off = session.outlets.iter().enumerate().all(|(at, outlet)| {
+            outlet.way.is_down() || self.ports.get(at / theirs).is_none_or(|port| port.is_lost)
+        });
+        if cut_off {
+            session.leave(now.after(GRACE), Some(DownReason::Disconnected));
+        }
+    }
+
+    /// Takes a lane out, and its queue pair; returns what was in flight there.
+    pub(super) fn close_lane(&mut self, id: LaneId) -> VecDeque<WorkRequest> {
+        let Some(lane) = self.lanes.close(id) else { return VecDeque::new() };
+        let unread = lane.unread();
+        let Lane { pair, nic, session, flights, .. } = *lane;
+        if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+            port.owners.set(pair.number(), None);
+            let unread = u16::try_from(unread).unwrap_or(u16::MAX);
+            port.outstanding = port.outstanding.saturating_sub(unread);
+        }
+        if let Some(session) = self.session(session) {
+            session.in_flight = session.in_flight.saturating_sub(unread);
+        }
+        drop(pair);
+        flights
+    }
+
+    /// Destroys the ends of a path of the peer's, if there are any: nothing is written on their behalf any more.
+    pub(super) fn close_inlet(&mut self, index: u16, at: usize) {
+        let nics = self.ports.len().max(1);
+        let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
+        else {
+            return;
+        };
+        let Some(inlet) = session.inlets.get_mut(at) else { return };
+        for (pair, _) in inlet.pairs.take().into_iter().flatten() {
+            if let Some(port) = self.ports.get_mut(at % nics) {
+                port.owners.set(pair.number(), None);
+            }
+        }
+    }
+
+    /// The peer wants to write over a path: opens our ends, or says that we cannot. `None` if that makes no sense.
     fn open_inlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
         let nics = self.ports.len();
-        let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
-        let there = session.ports.get(usize::from(passage.from))?;
-        let port = self.ports.get_mut(usize::from(passage.to))?;
         let at = usize::from(passage.from) * nics + usize::from(passage.to);
-        let inlet = session.inlets.get_mut(at).filter(|inlet| inlet.is_none())?;
-        let route = port.device().facts.port.route(there)?;
+        self.ports.get(usize::from(passage.to))?;
+        let session = self.session(index)?;
+        session.ports.get(usize::from(passage.from))?;
+        session.inlets.get(at).filter(|inlet| inlet.epoch < passage.epoch)?;
+        // Nothing is in flight there, or the peer would have asked what arrived first.
+        self.close_inlet(index, at);
+        let opened = self.inlet_pairs(index, passage, theirs);
+        let session = self.session(index)?;
+        let inlet = session.inlets.get_mut(at)?;
+        *inlet = Inlet { epoch: passage.epoch, ..Inlet::default() };
+        match opened {
+            Ok(pairs) => {
+                let queues = pairs.each_ref().map(QueuePair::queue);
+                inlet.pairs = Some(pairs.map(|pair| (pair, false)));
+                session.says.connected.push((passage, queues));
+            }
+            Err(error) => {
+                tracing::warn!(peer = %session.peer, %error, "a path could not be opened");
+                session.says.declined.push(passage);
+            }
+        }
+        Some(())
+    }
+
+    /// Our ends of a path of the peer's.
+    fn inlet_pairs(
+        &mut self,
+        index: u16,
+        passage: Passage,
+        theirs: Queues,
+    ) -> Result<[QueuePair; LANES], VerbsError> {
+        let unreachable = || VerbsError::Unreachable;
+        let Passage { from, to, .. } = passage;
+        let there = self.session(index).and_then(|it| it.ports.get(usize::from(from)).copied());
+        let port = self.ports.get_mut(usize::from(to)).filter(|port| port.is_usable());
+        let port = port.ok_or_else(unreachable)?;
+        let route = there.and_then(|there| port.device().facts.port.route(&there));
+        let route = route.ok_or_else(unreachable)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
         for theirs in theirs {
             let depths = Depths { sends: 1, receives: 0, inline: 0 };
-            let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths);
-            let connected = pair.and_then(|pair| {
-                pair.connect(&route, theirs, &self.config.options)?;
-                Ok(pair)
-            });
-            match connected {
-                Ok(pair) => pairs.push(pair).ok()?,
-                Err(error) => {
-                    tracing::warn!(peer = %session.peer, %error, "a path could not be opened");
-                    return None;
+            let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths)?;
+            pair.connect(&route, theirs, &self.config.options)?;
+            let _ = pairs.push(pair);
+        }
+        for (pair, lane) in pairs.iter().zip(0..) {
+            let role = Role::Inlet { from, lane };
+            port.owners.set(pair.number(), Some(Owner { session: index, role }));
+        }
+        pairs.into_array().map_err(|_| VerbsError::Unreachable)
+    }
+
+    // ---- lines ----
+
+    /// The line of this NIC does not work: it is cut. Notes go over another; without one the session is over.
+    pub(super) fn break_line(&mut self, index: u16, nic: NicIndex) {
+        let now = self.now;
+        self.urgent = true;
+        let Some(session) = self.session(index).filter(|session| !session.is_leaving()) else {
+            return;
+        };
+        let was_open = session.courier.is_open(nic);
+        let Some(line) = session.lines.get_mut(usize::from(nic)) else { return };
+        line.is_fresh = false;
+        if line.way.fail(now) == Failed::Broke {
+            line.way.settled(now);
+        }
+        if !was_open {
+            return;
+        }
+        line.pair.iter().for_each(|pair| must(pair.cut()));
+        tracing::warn!(peer = %session.peer, nic, "a line broke");
+        if !session.courier.break_line(nic) {
+            session.leave(now, Some(DownReason::Disconnected));
+        }
+    }
+
+    /// Something has got through on the line of this NIC.
+    pub(super) fn prove_line(&mut self, index: u16, nic: NicIndex) {
+        let now = self.now;
+        let usable = self.ports.get(usize::from(nic)).is_some_and(super::Nic::is_usable);
+        let Some(session) = self.session(index).filter(|session| !session.is_leaving()) else {
+            return;
+        };
+        if usable {
+            session.doubt(bit(nic), false);
+        }
+        let line = session.lines.get_mut(usize::from(nic));
+        if line.is_some_and(|line| line.way.proven(now)) {
+            tracing::info!(peer = %session.peer, nic, "a line is back");
+            session.courier.open_line(nic);
+        }
+    }
+
+    /// Opens lines anew: at the end that has called those that have rested, at the other those that are asked for.
+    fn open_lines(&mut self, index: u16) {
+        let now = self.now;
+        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+            return;
+        };
+        let is_caller = session.is_caller;
+        if !session.lines.iter().any(|line| line.asked.is_some() || line.way.is_due(now)) {
+            return;
+        }
+        for at in 0..session.lines.len() {
+            let nic = nic_at(at);
+            let usable = self.ports.get(at).is_some_and(super::Nic::is_usable);
+            let line = self.session(index).and_then(|session| session.lines.get_mut(at));
+            let Some(line) = line else { return };
+            if is_caller {
+                if line.way.is_due(now) && usable && line.posted == 0 {
+                    let passage = Passage { from: nic, to: nic, epoch: line.way.open() };
+                    match self.line_pair(index, at, None) {
+                        Ok(queue) => {
+                            if let Some(session) = self.session(index) {
+                                session.says.link.push((passage, queue));
+                            }
+                        }
+                        Err(_) => self.break_line(index, nic),
+                    }
                 }
+            } else if line.asked.is_some() {
+                // Ours is of no use any more, if it is not cut yet.
+                self.break_line(index, nic);
+                let line = self.session(index).and_then(|session| session.lines.get_mut(at));
+                let Some(line) = line.filter(|line| line.posted == 0) else { continue };
+                let Some((epoch, theirs)) = line.asked.take() else { continue };
+                let made = if usable { self.line_pair(index, at, Some(theirs)) } else { Err(()) };
+                let Some(session) = self.session(index) else { return };
+                if let Some(line) = session.lines.get_mut(at) {
+                    line.is_fresh = made.is_ok();
+                }
+                let passage = Passage { from: nic, to: nic, epoch };
+                session.says.linked.push((passage, made.unwrap_or_default()));
             }
         }
-        let pairs = pairs.into_array().ok()?;
-        let queues = pairs.each_ref().map(QueuePair::queue);
-        for pair in &pairs {
-            let owner = Owner { session: index, role: Role::Inlet };
-            port.owners.set(pair.number(), Some(owner));
+    }
+
+    /// Makes our end of a line anew, connected if the other is given.
+    fn line_pair(&mut self, index: u16, at: usize, theirs: Option<Queue>) -> Result<Queue, ()> {
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let (session, port) = session.zip(self.ports.get_mut(at)).ok_or(())?;
+        let line = session.lines.get_mut(at).ok_or(())?;
+        if let Some(old) = line.pair.take() {
+            port.owners.set(old.number(), None);
         }
-        *inlet = Some(Inlet { pairs });
-        session.undrained += LANES;
-        session.says.connected.push((passage, queues));
+        let there = session.ports.get(at).ok_or(())?;
+        let pair = port.line().and_then(|pair| {
+            if let Some(theirs) = theirs {
+                let route = port.device().facts.port.route(there).ok_or(VerbsError::Unreachable)?;
+                pair.connect(&route, theirs, &self.config.options)?;
+            }
+            Ok(pair)
+        });
+        let pair = pair.map_err(|error| {
+            tracing::warn!(peer = %session.peer, at, %error, "a line could not be opened");
+        })?;
+        port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Line }));
+        line.is_drained = false;
+        let queue = pair.queue();
+        line.pair = Some(pair);
+        Ok(queue)
+    }
+
+    /// The other end of a line receives: ours is tried. `None` if there is no such line.
+    fn finish_line(&mut self, index: u16, passage: Passage, theirs: Queue) -> Option<()> {
+        let now = self.now;
+        let nic = passage.from;
+        let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
+        let there = session.ports.get(usize::from(nic))?;
+        let here = self.ports.get(usize::from(nic))?.device().facts.port;
+        let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
+        let line = session.lines.get_mut(usize::from(nic)).filter(|_| session.is_caller)?;
+        if line.way.answered(now, passage.epoch) == Answered::Stale {
+            return Some(());
+        }
+        let (word, len) = session.courier.word().encode();
+        let pair = line.pair.as_ref().filter(|_| theirs.is_some());
+        let said = pair.zip(here.route(there)).is_some_and(|(pair, route)| {
+            pair.connect(&route, theirs, &self.config.options).is_ok()
+                && pair.send_inline(id, word.get(..len).unwrap_or(&[])).is_ok()
+        });
+        line.posted += u16::from(said);
+        if !said {
+            self.break_line(index, nic);
+        }
         Some(())
     }
 
@@ -293,25 +785,26 @@ impl VerbsProvider {
     }
 
     /// Something failed that concerns this peer alone: it is given up.
-    pub(super) fn stumble(&mut self, index: u16, tag: u32) {
+    pub(super) fn stumble(&mut self, index: u16) {
         let patience = self.now.after(GRACE);
-        if let Some(session) = self.session(index).filter(|it| tag_of(it.token) == tag) {
+        if let Some(session) = self.session(index) {
             session.leave(patience, Some(DownReason::Disconnected));
         }
         self.urgent = true;
     }
 
-    /// A NIC is lost, and with it all sessions.
+    /// A NIC is lost for good, and with it all paths and lines from there.
     pub(super) fn lose_nic(&mut self, nic: NicIndex) {
-        let patience = self.now;
-        let mut lost = 0;
-        for session in self.sessions.iter_mut().flatten().filter(|it| !it.is_leaving()) {
-            session.leave(patience, Some(DownReason::Disconnected));
-            lost += 1;
-        }
-        if lost > 0 {
-            tracing::error!(nic, lost, "a NIC is lost, and its peers");
-            self.urgent = true;
+        let port = self.ports.get_mut(usize::from(nic)).filter(|port| !port.is_lost);
+        let Some(port) = port else { return };
+        port.device().lose();
+        (port.is_lost, self.urgent) = (true, true);
+        tracing::error!(nic, "a NIC is lost");
+        self.tidings.push(Tiding::Nic(nic, false));
+        for index in self.live.clone() {
+            let theirs = self.session(index).map_or(0, |session| session.ports.len());
+            (0..theirs).for_each(|remote| self.break_path(index, nic, nic_at(remote)));
+            self.break_line(index, nic);
         }
     }
 
@@ -337,6 +830,7 @@ impl VerbsProvider {
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.live.get(at) {
             self.release(index);
+            self.open_lines(index);
             self.open_outlets(index);
             self.greet(index);
             self.speak(index);
@@ -370,48 +864,84 @@ impl VerbsProvider {
         }
     }
 
-    /// Sees whether a peer's device answers, if nothing else has shown it since the last time.
+    /// Sees whether a peer's devices answer, if nothing else has shown it since the last time.
     fn probe(&mut self, index: u16) {
         let now = self.now;
-        let Some(session) = self.session(index).filter(|session| session.state == State::Open)
-        else {
-            return;
-        };
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session.filter(|session| session.state == State::Open) else { return };
         if now < session.probe {
             return;
         }
         session.probe = now.after(PROBE);
-        if std::mem::take(&mut session.is_heard) {
-            return;
-        }
         let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
-        let (mailbox, to) = (&session.mailbox, session.mailbox.base);
-        let key = mailbox.keys.get(0).map_or(0, device_key);
-        if session.notes == 0 && session.control.probe(id, to, key).is_ok() {
-            session.notes += 1;
+        let (to, keys) = (session.mailbox.base, session.mailbox.keys);
+        let mut broken = 0;
+        for ((nic, line), port) in (0..).zip(&mut session.lines).zip(&self.ports) {
+            let heard = std::mem::take(&mut line.is_heard);
+            let open = session.courier.is_open(nic) && port.is_usable() && line.posted == 0;
+            let (Some(pair), false) = (line.pair.as_ref().filter(|_| open), heard) else {
+                continue;
+            };
+            let key = keys.get(nic).map_or(0, device_key);
+            if pair.probe(id, to, key).is_ok() {
+                line.posted += 1;
+            } else {
+                broken |= bit(nic);
+            }
         }
+        for nic in (0..8).filter(|&nic| broken & bit(nic) != 0) {
+            self.break_line(index, nic);
+        }
+    }
+
+    /// When something is to be done for an open session, at the earliest, even if nothing happens.
+    pub(super) fn open_deadline(&self, session: &Session) -> Time {
+        let theirs = session.ports.len().max(1);
+        let usable = |nic: usize| self.ports.get(nic).is_some_and(super::Nic::is_usable);
+        let outlets = session.outlets.iter().enumerate();
+        let outlets = outlets.filter(|(at, _)| usable(at / theirs)).map(|(_, it)| it.way.due());
+        let lines = session.lines.iter().enumerate();
+        let lines = lines.filter(|(at, line)| usable(*at) && line.posted == 0);
+        let lines = lines.filter(|_| session.is_caller).map(|(_, line)| line.way.due());
+        outlets.chain(lines).fold(session.probe, Time::min)
+    }
+
+    /// What of a session has not ended.
+    fn standing(&mut self, index: u16) -> Option<Standing> {
+        let session = self.sessions.get(usize::from(index))?.as_deref()?;
+        let lanes = session.outlets.iter().flat_map(Outlet::lanes);
+        let lanes = lanes.filter(|id| self.lanes.get(*id).is_some_and(|lane| !lane.is_drained));
+        let pairs = session.inlets.iter().flat_map(|inlet| &inlet.pairs).flatten();
+        let inlets = pairs.filter(|(_, drained)| !drained);
+        let lines = session.lines.iter().filter(|line| line.pair.is_some() && !line.is_drained);
+        let undrained = lanes.count() + inlets.count() + lines.count();
+        let (notes, writes) = (session.notes(), usize::try_from(session.in_flight).unwrap_or(0));
+        Some(Standing { posted: writes + notes, notes, undrained })
     }
 
     /// Does what is next in ending a session that ends; whether it is over.
     fn part_with(&mut self, index: u16) -> bool {
         let now = self.now;
         loop {
+            let Some(standing) = self.standing(index) else { return true };
             let Some(session) = self.session(index) else { return true };
-            let standing = session.standing();
             let State::Leaving { parting, .. } = &mut session.state else { return false };
             match parting.step(now, standing) {
                 Step::CutPaths => {
                     self.cut_paths(index);
                     self.speak(index);
                 }
-                Step::CutNotes => must(session.control.cut()),
+                Step::CutNotes => {
+                    let pairs = session.lines.iter().filter_map(|line| line.pair.as_ref());
+                    pairs.for_each(|pair| must(pair.cut()));
+                }
                 Step::Wait(_) => return false,
                 Step::Over => return true,
             }
         }
     }
 
-    /// Cuts all queue pairs of a session but the one for notes.
+    /// Cuts all queue pairs of a session but its lines.
     fn cut_paths(&mut self, index: u16) {
         let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
         let Some(session) = session else { return };
@@ -420,8 +950,8 @@ impl VerbsProvider {
                 must(lane.pair.cut());
             }
         }
-        let inlets = session.inlets.iter().flatten();
-        inlets.flat_map(|inlet| &inlet.pairs).for_each(|pair| must(pair.cut()));
+        let inlets = session.inlets.iter().flat_map(|inlet| &inlet.pairs);
+        inlets.flatten().for_each(|(pair, _)| must(pair.cut()));
     }
 
     /// A session has ended.
@@ -430,29 +960,22 @@ impl VerbsProvider {
         for at in 0..self.ports.len() {
             self.poll_nic(at, LAST_ROUNDS, sink);
         }
+        let Some(session) = self.session(index) else { return };
+        let lanes: Vec<_> = session.outlets.iter().flat_map(Outlet::lanes).collect();
+        let inlets = session.inlets.len();
+        (0..inlets).for_each(|at| self.close_inlet(index, at));
+        for id in lanes {
+            let nic = self.lanes.get(id).map_or(0, |lane| lane.nic);
+            for work in self.close_lane(id) {
+                sink.work_done(nic, work.token, Err(WorkError::Flushed));
+            }
+        }
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
         self.live.retain(|&live| live != index);
-        let nics = self.ports.len();
-        for (at, inlet) in session.inlets.iter().enumerate() {
-            if let (Some(inlet), Some(port)) = (inlet, self.ports.get_mut(at % nics)) {
-                inlet.pairs.iter().for_each(|pair| port.owners.set(pair.number(), None));
-            }
-        }
-        if let Some(port) = self.ports.first_mut() {
-            port.owners.set(session.control.number(), None);
-        }
-        for id in session.outlets.iter().flat_map(Outlet::lanes) {
-            let Some(lane) = self.lanes.close(id) else { continue };
-            let Lane { pair, nic, flights, .. } = *lane;
-            if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+        for (line, port) in session.lines.iter().zip(&mut self.ports) {
+            if let Some(pair) = &line.pair {
                 port.owners.set(pair.number(), None);
-                let left = u16::try_from(flights.len()).unwrap_or(u16::MAX);
-                port.outstanding = port.outstanding.saturating_sub(left);
-            }
-            drop(pair);
-            for work in flights {
-                sink.work_done(nic, work.token, Err(WorkError::Flushed));
             }
         }
         let Session { peer, token, state, .. } = *session;
@@ -498,77 +1021,44 @@ impl VerbsProvider {
         }
     }
 
-    /// Says what is to be said, as far as there is room.
+    /// Says what is to be said, and posts letters, as far as there is room.
     fn speak(&mut self, index: u16) {
-        let Some(session) =
-            self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
-        else {
-            return;
-        };
-        let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
-        let (control, notes) = (&session.control, &mut session.notes);
-        let mut say = |note: Note| {
-            let (bytes, len) = note.encode();
-            let bytes = bytes.get(..len).unwrap_or(&[]);
-            // One that could not be posted is not lost: its queue pair has failed, and the session with it.
-            let said = *notes < NOTES && control.send_inline(id, bytes).is_ok();
-            *notes += u16::from(said);
-            said
-        };
-        let says = &mut session.says;
+        let Some(session) = self.session(index) else { return };
         match session.state {
             State::Greeting { .. } => return,
             State::Leaving { parting, .. } if !parting.can_say() => return,
             State::Leaving { .. } => {
                 // Of all that, only that it ends is of interest now.
-                if !std::mem::replace(&mut says.bye, true) {
-                    say(Note::Bye);
+                if !std::mem::replace(&mut session.says.bye, true) {
+                    session.courier.say_last(Note::Bye);
                 }
-                return;
             }
-            State::Open => {}
+            State::Open => session.say_all(),
         }
-        if says.ready {
-            if !say(Note::Ready) {
-                return;
+        while let Some(broken) = self.post_letters(index) {
+            self.break_line(index, broken);
+        }
+    }
+
+    /// Posts letters; a line on which one could not be posted.
+    fn post_letters(&mut self, index: u16) -> Option<NicIndex> {
+        let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
+        let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
+        while let Some((nic, letter)) = session.courier.next() {
+            let line = session.lines.get_mut(usize::from(nic))?;
+            // While its port is down it waits, if there is no other.
+            if line.posted >= NOTES || !self.ports.get(usize::from(nic))?.is_usable() {
+                return None;
             }
-            says.ready = false;
-        }
-        for (nic, takings) in session.takings.iter_mut().enumerate() {
-            let Some(due) = says.taken.get_mut(nic).filter(|due| **due) else { continue };
-            let nic = NicIndex::try_from(nic).unwrap_or(NicIndex::MAX);
-            let mut reported = *takings;
-            if !say(Note::Taken { nic, count: reported.report() }) {
-                return;
+            let (bytes, len) = letter.encode();
+            let bytes = bytes.get(..len)?;
+            if line.pair.as_ref()?.send_inline(id, bytes).is_err() {
+                return (!session.is_leaving()).then_some(nic);
             }
-            *takings = reported;
-            *due = false;
+            line.posted += 1;
+            session.courier.post();
         }
-        // Before the peer may write.
-        while let Some(&tenant) = says.withdraw.last() {
-            if !say(Note::Withdraw(tenant)) {
-                return;
-            }
-            says.withdraw.pop();
-        }
-        while let Some(&(passage, queues)) = says.connect.last() {
-            if !say(Note::Connect(passage, queues)) {
-                return;
-            }
-            says.connect.pop();
-        }
-        while let Some(&(passage, queues)) = says.connected.last() {
-            if !say(Note::Connected(passage, queues)) {
-                return;
-            }
-            says.connected.pop();
-        }
-        while let Some(&tenant) = says.withdrawn.last() {
-            if !say(Note::Withdrawn(tenant)) {
-                return;
-            }
-            says.withdrawn.pop();
-        }
+        None
     }
 
     /// Tells all peers that it is over, and gives that a moment to arrive.
@@ -584,17 +1074,19 @@ impl VerbsProvider {
         }
         let until = Instant::now() + FAREWELL;
         let heard = |session: &Option<Box<Session>>| {
-            session.as_ref().is_none_or(|session| session.notes == 0)
+            session.as_ref().is_none_or(|session| session.notes() == 0)
         };
         while !self.sessions.iter().all(heard) && Instant::now() < until {
-            self.poll_nic(0, 1, &mut Deaf);
+            (0..self.ports.len()).for_each(|at| {
+                self.poll_nic(at, 1, &mut Deaf);
+            });
             std::thread::yield_now();
         }
     }
 }
 
 /// One that could not be cut is destroyed in the end.
-fn must(cut: Result<(), VerbsError>) {
+pub(super) fn must(cut: Result<(), VerbsError>) {
     if let Err(error) = cut {
         tracing::warn!(%error, "a queue pair could not be cut");
     }

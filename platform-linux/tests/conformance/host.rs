@@ -47,6 +47,8 @@ pub struct Setup {
     pub silent_ms: Option<u64>,
     pub key: Option<String>,
     pub foreign: Foreign,
+    /// Names of devices, for providers that have some; if none, as the environment says.
+    pub devices: Vec<String>,
 }
 
 /// An engine with its motor.

@@ -22,6 +22,7 @@
 mod agent;
 mod close;
 mod crowd;
+mod disturbed;
 mod door;
 mod ends;
 mod faults;
@@ -30,6 +31,7 @@ mod host;
 mod hostile;
 mod life;
 mod operations;
+mod ports;
 mod programs;
 mod replacing;
 mod sizes;
@@ -76,6 +78,8 @@ pub struct Facts {
     /// An engine's end closes all its sockets. libfabric forgets, now and then, both ends of a connection
     /// that was being made when an endpoint was closed.
     pub closes_all_sockets: bool,
+    /// A NIC whose port goes down takes no peer along.
+    pub survives_lost_ports: bool,
     /// Each operation takes long enough that fewer combinations must do.
     pub is_slow: bool,
 }
@@ -115,8 +119,9 @@ const VERBS: Provider = Provider {
     name: "verbs",
     builder: |setup| {
         let named = std::env::var("IMMWIRE_VERBS_DEVICES").unwrap_or_default();
-        let named = named.split(',').filter(|name| !name.is_empty());
-        let devices = named.map(str::to_owned).collect();
+        let named = named.split(',').filter(|name| !name.is_empty()).map(str::to_owned);
+        let devices =
+            if setup.devices.is_empty() { named.collect() } else { setup.devices.clone() };
         // Twice as long for an answer as by default: an emulated guest takes longer than a device.
         let options = VerbsOptions { devices, timeout: 15, ..VerbsOptions::default() };
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
@@ -125,7 +130,12 @@ const VERBS: Provider = Provider {
             None => builder,
         }
     },
-    facts: Facts { writes_into_the_stopped: true, closes_all_sockets: true, ..OVER_TCP },
+    facts: Facts {
+        writes_into_the_stopped: true,
+        closes_all_sockets: true,
+        survives_lost_ports: true,
+        ..OVER_TCP
+    },
 };
 
 const OVER_TCP: Facts = Facts {
@@ -138,6 +148,7 @@ const OVER_TCP: Facts = Facts {
     refuses_access_softly: false,
     flushes_at_the_receiver: false,
     closes_all_sockets: false,
+    survives_lost_ports: false,
     is_slow: true,
 };
 
@@ -184,6 +195,7 @@ const SHM: Provider = Provider {
         refuses_access_softly: true,
         flushes_at_the_receiver: true,
         closes_all_sockets: true,
+        survives_lost_ports: false,
         is_slow: false,
     },
 };
@@ -227,6 +239,7 @@ impl Case {
             silent_ms: None,
             key: None,
             foreign: Foreign::Auto,
+            devices: Vec::new(),
         }
     }
 
@@ -315,6 +328,8 @@ pub enum Spread {
     Processes,
     /// As above, and polled.
     ProcessesBothMotors,
+    /// Engines with threads, in two processes, two NICs each.
+    TwoNics,
     /// Once.
     Once,
 }
@@ -331,6 +346,7 @@ impl Spread {
             Self::Places => (&[OneProcess, TwoProcesses], &[Thread], &ALL_NICS[..2]),
             Self::Processes | Self::Once => (&[TwoProcesses], &[Thread], &ALL_NICS[..1]),
             Self::ProcessesBothMotors => (&[TwoProcesses], &[Thread, Polled], &ALL_NICS[..1]),
+            Self::TwoNics => (&[TwoProcesses], &[Thread], &[(2, 2)]),
         };
         let provider_name = provider.name;
         let mut cases = Vec::new();
@@ -412,6 +428,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.door.is_some() {
         modules.push(door::TESTS);
+    }
+    if facts.survives_lost_ports {
+        modules.extend(ports::tests());
     }
     modules
 }

@@ -1,0 +1,345 @@
+//! How a path over queue pairs comes to be, breaks, and is made anew, at the end that sends over it.
+//!
+//! ```text
+//!   Closed ── want ──▶ Wanted ── open ──▶ Asked ── answered ──▶ Open ── fail ──▶ Broken ── settled ──▶ Resting
+//!                        ▲                  │ fail: Broken       ▲                                      │  ▲
+//!                        │                  ▼                    │ proven                               │  │ fail,
+//!                        └ the first time  ...  once broken: ── Tried ◀── answered ── Asked ◀── open ───┘  │ sooner
+//!                                                                 └──────────────────────────┴─────────────┘ or later
+//! ```
+//!
+//! A path that broke is made anew under another *epoch*, so that no answer to an earlier one is taken for it; and it
+//! is in use again only when something has got through. How long it rests before each attempt doubles, from
+//! [`REST_MIN`] to [`REST_MAX`], and begins anew when it has worked for as long as the longest rest. Knows no queue pair:
+//! what there is to be done comes out, what has become of it comes in.
+//!
+//! # Invariants
+//!
+//! 1. Whoever posts over the path is told that it broke once for each time that it was whole, and that it is whole
+//!    again once for each time that it broke, when it was settled and proven.
+//! 2. Each attempt has an epoch of its own, later than all before it. An answer counts for the last one alone.
+//! 3. Between two attempts lies a rest; unless somebody has reason to think that it will work now ([`Way::hurry`]).
+//!
+//! The tests below run all orders of what can happen.
+
+use core::time::Duration;
+
+use crate::id::Time;
+
+/// The rest after a path has broken.
+pub const REST_MIN: Duration = Duration::from_millis(100);
+/// The longest rest. An attempt may hold up both ends for a moment.
+pub const REST_MAX: Duration = Duration::from_secs(30);
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+enum Stage {
+    /// Nobody has wanted it yet.
+    Closed,
+    Wanted,
+    /// The other end has been asked to open its own.
+    Asked,
+    /// Both ends are open, and it is being seen whether something gets through.
+    Tried,
+    Open,
+    /// What was in flight is not settled.
+    Broken,
+    /// Until then.
+    Resting(Time),
+}
+
+/// What has become of a path that failed.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "whoever posts there is to be told"]
+pub enum Failed {
+    /// It was taken for whole: it is to be told that it broke.
+    Broke,
+    /// It was not whole again yet; its ends of this attempt are to be closed.
+    Again,
+    /// It was not in use, or is broken already.
+    Nothing,
+}
+
+/// What follows from the other end's answer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Answered {
+    /// It is open.
+    Open,
+    /// It is to be tried first.
+    Try,
+    /// It was not asked for, or not this time: nothing.
+    Stale,
+}
+
+/// A path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct Way {
+    stage: Stage,
+    /// Of the last attempt; 0 before the first.
+    epoch: u32,
+    /// It has broken, and is not whole since.
+    is_down: bool,
+    rest: Duration,
+    since: Time,
+}
+
+impl Default for Way {
+    fn default() -> Self {
+        Self::NEW
+    }
+}
+
+impl Way {
+    /// Not wanted yet.
+    pub const NEW: Self =
+        Self { stage: Stage::Closed, epoch: 0, is_down: false, rest: REST_MIN, since: Time::ZERO };
+
+    /// One that is whole from the start, in epoch 1.
+    #[must_use]
+    pub const fn opened(now: Time) -> Self {
+        Self { stage: Stage::Open, epoch: 1, since: now, ..Self::NEW }
+    }
+
+    /// Something can be posted.
+    #[must_use]
+    pub const fn is_open(&self) -> bool {
+        matches!(self.stage, Stage::Open)
+    }
+
+    /// It broke, and what was in flight is not settled.
+    #[must_use]
+    pub const fn is_broken(&self) -> bool {
+        matches!(self.stage, Stage::Broken)
+    }
+
+    /// It rests: nothing of the last attempt is needed any more.
+    #[must_use]
+    pub const fn is_resting(&self) -> bool {
+        matches!(self.stage, Stage::Resting(_))
+    }
+
+    /// It has broken, and is not whole since.
+    #[must_use]
+    pub const fn is_down(&self) -> bool {
+        self.is_down
+    }
+
+    /// Which attempt it is, counted from 1.
+    #[must_use]
+    pub const fn epoch(&self) -> u32 {
+        self.epoch
+    }
+
+    /// Something is to be posted there. Returns whether that is new.
+    pub const fn want(&mut self) -> bool {
+        let new = matches!(self.stage, Stage::Closed);
+        if new {
+            self.stage = Stage::Wanted;
+        }
+        new
+    }
+
+    /// Whether an attempt is due.
+    #[must_use]
+    pub fn is_due(&self, now: Time) -> bool {
+        self.due() <= now
+    }
+
+    /// When an attempt is due; [`Time::NEVER`] if none is.
+    #[must_use]
+    pub const fn due(&self) -> Time {
+        match self.stage {
+            Stage::Wanted => Time::ZERO,
+            Stage::Resting(until) => until,
+            _ => Time::NEVER,
+        }
+    }
+
+    /// The attempt that is due begins: the other end is being asked. Its epoch.
+    pub const fn open(&mut self) -> u32 {
+        self.stage = Stage::Asked;
+        self.epoch = self.epoch.wrapping_add(1);
+        self.epoch
+    }
+
+    /// The other end has opened its own for the attempt of this epoch.
+    pub const fn answered(&mut self, now: Time, epoch: u32) -> Answered {
+        if !matches!(self.stage, Stage::Asked) || epoch != self.epoch {
+            return Answered::Stale;
+        }
+        if self.is_down {
+            self.stage = Stage::Tried;
+            return Answered::Try;
+        }
+        (self.stage, self.since) = (Stage::Open, now);
+        Answered::Open
+    }
+
+    /// Something has got through. Returns whether it is to be told that the path is whole again.
+    pub const fn proven(&mut self, now: Time) -> bool {
+        let tried = matches!(self.stage, Stage::Tried);
+        if tried {
+            (self.stage, self.since, self.is_down) = (Stage::Open, now, false);
+        }
+        tried
+    }
+
+    /// It does not work.
+    pub fn fail(&mut self, now: Time) -> Failed {
+        match self.stage {
+            Stage::Closed | Stage::Broken | Stage::Resting(_) => Failed::Nothing,
+            Stage::Asked | Stage::Tried if self.is_down => {
+                self.repose(now);
+                Failed::Again
+            }
+            stage => {
+                if stage == Stage::Open && now.since(self.since) >= REST_MAX {
+                    self.rest = REST_MIN;
+                }
+                (self.stage, self.is_down) = (Stage::Broken, true);
+                Failed::Broke
+            }
+        }
+    }
+
+    fn repose(&mut self, now: Time) {
+        self.stage = Stage::Resting(now.after(self.rest));
+        self.rest = self.rest.saturating_mul(2).min(REST_MAX);
+    }
+
+    /// What was in flight when it broke is accounted for.
+    pub fn settled(&mut self, now: Time) {
+        if self.stage == Stage::Broken {
+            self.repose(now);
+        }
+    }
+
+    /// There is reason to think that it will work now.
+    pub fn hurry(&mut self, now: Time) {
+        if let Stage::Resting(until) = &mut self.stage {
+            *until = (*until).min(now);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+    use std::vec::Vec;
+
+    use super::*;
+
+    #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+    struct World {
+        way: Way,
+        now: Time,
+        /// As whoever posts has been told.
+        whole: bool,
+        /// In the last epoch.
+        settled: bool,
+        steps: u8,
+    }
+
+    /// All that can happen, in every order, up to a number of steps: what is told alternates, and each attempt is later
+    /// than the one before.
+    #[test]
+    fn what_is_told_alternates_and_nothing_is_tried_without_rest() {
+        let start = World { way: Way::NEW, now: Time::ZERO, whole: true, settled: true, steps: 0 };
+        let (mut seen, mut open) = (BTreeSet::new(), Vec::from([start]));
+        let (mut broke, mut restored, mut again) = (0, 0, 0);
+        while let Some(world) = open.pop() {
+            if world.steps == 9 || !seen.insert(world) {
+                continue;
+            }
+            let world = World { steps: world.steps + 1, ..world };
+            let due = world.way.due();
+            for now in [world.now, due, world.now.after(REST_MAX)] {
+                if now >= world.now && now < Time::NEVER {
+                    open.push(World { now, ..world });
+                }
+            }
+            let mut next = world;
+            next.way.want();
+            open.push(next);
+            if world.way.is_due(world.now) {
+                let mut next = world;
+                assert!(next.way.open() > world.way.epoch());
+                assert!(world.settled, "{world:?}: it was opened before it was settled");
+                open.push(next);
+            }
+            for epoch in [world.way.epoch(), world.way.epoch().wrapping_sub(1)] {
+                let mut next = world;
+                match next.way.answered(world.now, epoch) {
+                    Answered::Stale => assert_eq!(next, world),
+                    answer => {
+                        assert_eq!(epoch, world.way.epoch());
+                        assert_eq!(answer == Answered::Open, world.whole);
+                        assert_eq!(next.way.is_open(), world.whole);
+                        open.push(next);
+                    }
+                }
+            }
+            let mut next = world;
+            if next.way.proven(world.now) {
+                assert!(!world.whole && world.settled && next.way.is_open());
+                (next.whole, restored) = (true, restored + 1);
+                open.push(next);
+            }
+            let mut next = world;
+            match next.way.fail(world.now) {
+                Failed::Broke => {
+                    assert!(world.whole && next.way.is_broken() && next.way.is_down());
+                    (next.whole, next.settled, broke) = (false, false, broke + 1);
+                    open.push(next);
+                }
+                Failed::Again => {
+                    assert!(!world.whole && next.way.due() >= world.now.after(REST_MIN));
+                    again += 1;
+                    open.push(next);
+                }
+                Failed::Nothing => assert_eq!(next, world),
+            }
+            let mut next = world;
+            next.way.settled(world.now);
+            if next.way != world.way {
+                assert!(!world.settled && next.way.is_resting());
+                assert!(next.way.due() >= world.now.after(REST_MIN));
+                next.settled = true;
+                open.push(next);
+            }
+            let mut next = world;
+            next.way.hurry(world.now);
+            assert!(next.way.due() <= world.way.due());
+            open.push(next);
+        }
+        assert!(broke > 100 && restored > 20 && again > 50, "{broke} {restored} {again}");
+    }
+
+    #[test]
+    fn rests_grow_and_begin_anew_after_it_has_worked() {
+        let mut way = Way::opened(Time::ZERO);
+        let mut now = Time::ZERO.after(REST_MAX);
+        let mut rests = Vec::new();
+        assert_eq!(way.fail(now), Failed::Broke);
+        way.settled(now);
+        for _ in 0..11 {
+            rests.push(way.due().since(now).as_millis());
+            now = way.due();
+            way.open();
+            assert_eq!(way.fail(now), Failed::Again);
+        }
+        assert_eq!(rests, [100, 200, 400, 800, 1600, 3200, 6400, 12_800, 25_600, 30_000, 30_000]);
+        // One that breaks at once goes on as before; one that has worked does not.
+        for (worked, rest) in [(Duration::ZERO, REST_MAX), (REST_MAX, REST_MIN)] {
+            now = way.due();
+            let epoch = way.open();
+            assert_eq!(way.answered(now, epoch), Answered::Try);
+            assert!(way.proven(now));
+            now = now.after(worked);
+            assert_eq!(way.fail(now), Failed::Broke);
+            way.settled(now);
+            assert_eq!(way.due().since(now), rest);
+        }
+        way.hurry(now);
+        assert!(way.is_due(now));
+    }
+}

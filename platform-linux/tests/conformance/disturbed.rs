@@ -1,0 +1,300 @@
+//! Each fault of a network or a peer, under each operation: what can end, ends as it should; what was counted was written;
+//! nothing is counted twice.
+//!
+//! For NICs that can be disturbed: those of `verification/rdma-guest`, of which there must be four. We have two of them,
+//! and our two peers the others, so that all goes over the network.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use immwire::{
+    End, ImmTag, MrDesc, PagedWrite, Pages, PeerGroup, PeerId, PeerState, ScatterWrite, Target,
+    Transfer,
+};
+use rustix::process::Signal;
+
+use crate::agent::{Agent, Ask};
+use crate::host::{Host, Memory, Own, PATIENCE, Pattern, Setup, names};
+use crate::operations::write;
+use crate::ports::{APART, Port};
+use crate::{Case, Spread, Test};
+
+macro_rules! tests {
+    ($($fault:ident: $single:literal $pages:literal $scatter:literal $barrier:literal;)*) => {
+        &[$(
+            ($single, Spread::TwoNics, |case| run(case, Fault::$fault, Op::Single)),
+            ($pages, Spread::TwoNics, |case| run(case, Fault::$fault, Op::Pages)),
+            ($scatter, Spread::TwoNics, |case| run(case, Fault::$fault, Op::Scatter)),
+            ($barrier, Spread::TwoNics, |case| run(case, Fault::$fault, Op::Barrier)),
+        )*]
+    };
+}
+
+pub const TESTS: &[Test] = tests! {
+    Loss: "loss_under_writes" "loss_under_pages" "loss_under_scatters" "loss_under_barriers";
+    Delay: "delay_under_writes" "delay_under_pages" "delay_under_scatters" "delay_under_barriers";
+    Reorder: "reorder_under_writes" "reorder_under_pages" "reorder_under_scatters" "reorder_under_barriers";
+    Port: "port_down_under_writes" "port_down_under_pages" "port_down_under_scatters" "port_down_under_barriers";
+    Kill: "kill_under_writes" "kill_under_pages" "kill_under_scatters" "kill_under_barriers";
+    Removal: "removal_under_writes" "removal_under_pages" "removal_under_scatters" "removal_under_barriers";
+};
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Fault {
+    Loss,
+    Delay,
+    Reorder,
+    /// A port goes down, and up again.
+    Port,
+    /// One of two peers.
+    Kill,
+    /// A device is removed, which Linux does to one of this kind when nobody uses it any more.
+    Removal,
+}
+
+impl Fault {
+    /// What tc-netem(8) is told, if that makes the fault.
+    const fn netem(self) -> Option<&'static str> {
+        match self {
+            Self::Loss => Some("loss 1%"),
+            Self::Delay => Some("delay 10ms 3ms"),
+            Self::Reorder => Some("delay 5ms reorder 75% 50%"),
+            Self::Port | Self::Kill | Self::Removal => None,
+        }
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Op {
+    /// A write to each peer.
+    Single,
+    Pages,
+    Scatter,
+    Barrier,
+}
+
+const PAGES: u32 = 64;
+const PAGE: u64 = 4096;
+const BYTES: u64 = PAGES as u64 * PAGE;
+/// The guest's devices.
+const ALL: [u8; 4] = [0, 1, 2, 3];
+/// Transfers under way.
+const DEPTH: usize = 8;
+/// How long all is well, how long it is disturbed, and how long it has to be well again.
+const BEFORE: Duration = Duration::from_millis(500);
+const DISTURBED: Duration = Duration::from_secs(3);
+const AFTER: Duration = Duration::from_secs(2);
+
+/// A peer, and what is written there.
+struct There {
+    agent: Agent,
+    peer: PeerId,
+    desc: MrDesc,
+    region: usize,
+    counter: usize,
+    tag: ImmTag,
+}
+
+struct Work {
+    me: Host,
+    src: Memory,
+    op: Op,
+    /// Under way, and to whom each is.
+    flying: VecDeque<(Transfer, Vec<usize>)>,
+    /// By peer: what the transfers to it will have counted, of those that were submitted; and of those that are done.
+    submitted: Vec<u64>,
+    done: Vec<u64>,
+}
+
+/// What a transfer of this kind counts at each of its peers.
+const fn counts(op: Op) -> u64 {
+    match op {
+        Op::Pages => PAGES as u64,
+        Op::Single | Op::Scatter | Op::Barrier => 1,
+    }
+}
+
+impl Work {
+    /// Submits one transfer, or one to each, to those of the peers that are `wanted`.
+    fn submit(&mut self, all: &[There], wanted: &[usize]) {
+        let to: Vec<&There> = wanted.iter().map(|&at| &all[at]).collect();
+        let tag = all[0].tag;
+        let engine = &self.me.engine;
+        let list = |by: u32| (0..PAGES).map(|i| i * by % PAGES).collect::<Vec<_>>();
+        let pages = |by| Pages { indices: list(by).into(), stride: PAGE, offset: 0 };
+        let mut flying = Vec::new();
+        match self.op {
+            Op::Single => {
+                for (there, &at) in to.iter().zip(wanted) {
+                    let range = (0, 0, BYTES);
+                    let transfer =
+                        write(&self.me, there.peer, &self.src, &there.desc, range, Some(tag));
+                    flying.push((transfer, vec![at]));
+                }
+            }
+            Op::Pages => {
+                for (there, &at) in to.iter().zip(wanted) {
+                    let write = PagedWrite {
+                        peer: there.peer,
+                        page_bytes: PAGE,
+                        src: &self.src,
+                        src_pages: pages(11),
+                        dst: &there.desc,
+                        dst_pages: pages(11),
+                        imm: Some(tag),
+                    };
+                    let transfer = engine.submit_paged_writes(&write).expect("submit");
+                    flying.push((transfer, vec![at]));
+                }
+            }
+            Op::Scatter => {
+                let target = |there: &&There| Target {
+                    peer: there.peer,
+                    src_offset: 0,
+                    dst: there.desc,
+                    dst_offset: 0,
+                    len: BYTES,
+                };
+                let targets: Arc<[Target]> = to.iter().map(target).collect();
+                let write = ScatterWrite { src: &self.src, targets, imm: Some(tag) };
+                let transfer = engine.submit_scatter(&write).expect("submit");
+                flying.push((transfer, wanted.to_vec()));
+            }
+            Op::Barrier => {
+                let peers: Vec<PeerId> = to.iter().map(|there| there.peer).collect();
+                let group: PeerGroup = engine.add_peer_group(&peers);
+                let transfer = engine.submit_barrier(&group, tag).expect("submit");
+                flying.push((transfer, wanted.to_vec()));
+            }
+        }
+        for (_, peers) in &flying {
+            for &at in peers {
+                self.submitted[at] += counts(self.op);
+            }
+        }
+        self.flying.extend(flying);
+    }
+
+    /// The end of the transfer that was submitted first: it is done, or it names this peer, which is gone.
+    fn end_first(&mut self, gone: Option<PeerId>) {
+        let Some((transfer, peers)) = self.flying.pop_front() else { return };
+        let end = self.me.end(&transfer);
+        if end == End::Done {
+            for at in peers {
+                self.done[at] += counts(self.op);
+            }
+        } else {
+            assert!(gone.is_some_and(|peer| names(end, peer)), "{end:?}");
+        }
+    }
+
+    fn go_on(&mut self, all: &[There], wanted: &[usize], gone: Option<PeerId>, time: Duration) {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            self.submit(all, wanted);
+            while self.flying.len() > DEPTH {
+                self.end_first(gone);
+            }
+        }
+    }
+
+    fn finish(&mut self, gone: Option<PeerId>) {
+        while !self.flying.is_empty() {
+            self.end_first(gone);
+        }
+    }
+}
+
+fn meet(case: &Case, me: &Host, setup: &Setup, name: &str) -> There {
+    let mut agent = case.bare_agent(name);
+    let address = agent.build(setup);
+    let peer = me.peer(&address);
+    let (region, desc) = agent.memory(me, BYTES, Own::Engine);
+    // The first counter of each: the tags are the same.
+    let (counter, tag) = agent.counter(me);
+    There { agent, peer, desc, region, counter, tag }
+}
+
+fn run(case: &Case, fault: Fault, op: Op) {
+    // What is in flight when a port goes down is settled when the device has given up, some seconds later.
+    let [mine, theirs] = APART.map(|names| {
+        let devices = names.iter().map(|&name| name.to_owned()).collect();
+        Setup { drain_ms: 10_000, devices, ..case.setup(2) }
+    });
+    let me = Host::new(&mine);
+    let mut all = [meet(case, &me, &theirs, "one"), meet(case, &me, &theirs, "two")];
+    assert_eq!(all[0].tag, all[1].tag);
+    let src = me.memory(BYTES, Own::Engine);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, BYTES, 0);
+    let both = [0, 1];
+    let mut work =
+        Work { me, src, op, flying: VecDeque::new(), submitted: vec![0; 2], done: vec![0; 2] };
+    work.go_on(&all, &both, None, BEFORE);
+    let gone = all[1].peer;
+    let mut removal = None;
+    match fault {
+        Fault::Loss | Fault::Delay | Fault::Reorder => {
+            let netem = fault.netem().expect("it is netem's");
+            for at in ALL {
+                Port(at).set(&format!("netem {netem}"));
+            }
+            work.go_on(&all, &both, None, DISTURBED);
+            for at in ALL {
+                Port(at).set("netem");
+            }
+            work.go_on(&all, &both, None, AFTER);
+        }
+        Fault::Port => {
+            Port(1).set("down");
+            work.go_on(&all, &both, None, DISTURBED);
+            Port(1).set("up");
+            work.go_on(&all, &both, None, AFTER);
+        }
+        Fault::Kill => {
+            all[1].agent.signal(Signal::KILL);
+            let (killed, soon) = (Instant::now(), case.soon() + Duration::from_secs(4));
+            work.finish(Some(gone));
+            let state = work.me.peer_down(gone, soon);
+            assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+            assert!(killed.elapsed() < soon, "took {:?}", killed.elapsed());
+            work.go_on(&all, &both[..1], None, AFTER);
+        }
+        Fault::Removal => {
+            removal = Some(Port(1).command("remove").spawn().expect("the guest's script"));
+            work.go_on(&all, &both, None, DISTURBED);
+        }
+    }
+    work.finish(None);
+    let survivors = if fault == Fault::Kill { 1 } else { 2 };
+    for (at, there) in all.iter_mut().take(survivors).enumerate() {
+        let (submitted, done) = (work.submitted[at], work.done[at]);
+        // One that ended for another's sake may have written here, and counted, or not.
+        there.agent.count(&work.me, there.counter, done);
+        let more = there.agent.number(&work.me, Ask::Available { counter: there.counter });
+        assert!(done > 0 && more <= submitted - done, "{more} more than {done} of {submitted}");
+        if op != Op::Barrier {
+            check(&work.me, there, pattern);
+        }
+        assert_eq!(work.me.engine.peer_state(there.peer), Some(PeerState::Up));
+    }
+    println!("{fault:?} {op:?}: {:?} counted", work.done);
+    drop((work, all));
+    if let Some(mut removal) = removal {
+        let start = Instant::now();
+        let ended = loop {
+            let ended = removal.try_wait().expect("a child");
+            if ended.is_some() || start.elapsed() > PATIENCE {
+                break ended;
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        };
+        assert!(ended.is_some_and(|status| status.success()), "something of it is still held");
+        Port(1).set("add");
+    }
+}
+
+fn check(me: &Host, there: &mut There, pattern: Pattern) {
+    there.agent.check(me, there.region, 0, BYTES, pattern);
+}

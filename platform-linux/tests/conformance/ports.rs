@@ -1,0 +1,224 @@
+//! Ports that go down and up again while much is under way, both ways: nothing is lost, nothing counted twice, and what
+//! was lost is in use again. A device that is removed; and a peer that is gone, which looks the same at first.
+//!
+//! For devices whose ports can be taken down: those of `verification/rdma-guest`. Both ends are in one guest. Where they
+//! are on the same devices, a port takes the same NIC of both along, and all paths but those between the others; where
+//! there are four, each has its own, and the other end sees nothing but that it is not answered.
+
+use std::collections::VecDeque;
+use std::process::Command;
+use std::time::{Duration, Instant};
+
+use immwire::{End, PagedWrite, Pages, PeerState};
+use rustix::process::Signal;
+
+use crate::agent::{Ask, Write1, encode, plain};
+use crate::host::{Host, Own, PATIENCE, Setup, names};
+use crate::operations::{only_peer, write};
+use crate::{Case, Spread, Test};
+
+/// In a guest, with two devices or more.
+const TWO_DEVICES: &[Test] = &[
+    ("one_port_down", Spread::TwoNics, |case| ports_fail(case, SHARED, DOWN, &[1])),
+    ("first_port_down", Spread::TwoNics, |case| ports_fail(case, SHARED, DOWN, &[0])),
+    ("ports_down_in_turn", Spread::TwoNics, |case| ports_fail(case, SHARED, DOWN, &[1, 0, 1])),
+    ("peer_killed", Spread::TwoNics, peer_killed),
+    ("device_removed", Spread::TwoNics, device_removed),
+];
+
+/// In a guest with four.
+const FOUR_DEVICES: &[Test] = &[
+    ("peers_port_down", Spread::TwoNics, |case| ports_fail(case, APART, DOWN, &[3, 2])),
+    ("own_port_down", Spread::TwoNics, |case| ports_fail(case, APART, DOWN, &[1, 0])),
+    ("acknowledgements_lost", Spread::TwoNics, |case| ports_fail(case, APART, MUTE, &[3])),
+];
+
+/// What is done to a port, and what undoes it. Of one that is mute, what arrives is not acknowledged: it is counted all
+/// the same, and must not be counted again.
+type Fault = [&'static str; 2];
+const DOWN: Fault = ["down", "up"];
+const MUTE: Fault = ["netem loss 100%", "netem"];
+
+/// Devices of each end.
+pub type Devices = [&'static [&'static str]; 2];
+const SHARED: Devices = [&["rxe0", "rxe1"]; 2];
+pub const APART: Devices = [&["rxe0", "rxe1"], &["rxe2", "rxe3"]];
+
+/// Those that the guest has devices for.
+pub fn tests() -> Vec<&'static [Test]> {
+    let devices = std::env::var("IMMWIRE_GUEST_NICS").unwrap_or_default().parse().unwrap_or(0);
+    let all = [(2, TWO_DEVICES), (4, FOUR_DEVICES), (4, crate::disturbed::TESTS)];
+    all.into_iter().filter(|(needed, _)| *needed <= devices).map(|(_, tests)| tests).collect()
+}
+
+/// Takes a NIC's port down, or up again; and up, when dropped.
+pub struct Port(pub u8);
+
+impl Port {
+    pub fn command(&self, what: &str) -> Command {
+        let script = concat!(env!("CARGO_MANIFEST_DIR"), "/../verification/rdma-guest/nic");
+        let mut command = Command::new(script);
+        command.arg(self.0.to_string()).args(what.split_whitespace());
+        command
+    }
+
+    pub fn set(&self, state: &str) {
+        let done = self.command(state).status();
+        assert!(done.is_ok_and(|status| status.success()), "nic {} {state}", self.0);
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.set("up");
+        }
+    }
+}
+
+/// How long a port is of no use, and how long it has to be of use again.
+const AWAY: Duration = Duration::from_secs(4);
+const BACK: Duration = Duration::from_secs(6);
+const PAGES: u32 = 256;
+
+fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) {
+    // What is in flight when a port goes down is settled when the device has given up, some seconds later.
+    let [mine, theirs] = devices.map(|names| {
+        let devices = names.iter().map(|&name| name.to_owned()).collect();
+        Setup { drain_ms: 10_000, devices, ..case.setup(2) }
+    });
+    let me = Host::new(&mine);
+    let mut other = case.bare_agent("other");
+    let address = other.build(&theirs);
+    let peer = me.peer(&address);
+    let back = only_peer(&me, &mut other);
+    let size = u64::from(PAGES) * 4096;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, size, 0);
+
+    // The other way: writes of many pieces each.
+    let (len, own_pattern) = (1 << 20, case.pattern(1));
+    let mine = me.memory(len, Own::Engine);
+    let (from, _) = other.memory(&me, len, Own::Engine);
+    other.tell(&me, Ask::Fill { region: from, offset: 0, len, pattern: own_pattern, at: 0 });
+    let count = me.engine.counter().expect("a counter");
+    let flood = Write1 {
+        peer: plain(back),
+        src: from,
+        src_offset: 0,
+        dst: encode(&mine.desc()),
+        dst_offset: 0,
+        len,
+        tag: Some(count.tag().bits()),
+    };
+    other.tell(&me, Ask::Flood(flood));
+
+    // Page i goes to place 11 i: no two to the same.
+    let list = |by: u32| (0..PAGES).map(|i| i * by % PAGES).collect::<Vec<_>>();
+    let places = |indices: Vec<u32>| Pages { indices: indices.into(), stride: 4096, offset: 0 };
+    let submit = || {
+        let (src_pages, dst_pages) = (places(list(1)), places(list(11)));
+        let (page_bytes, dst, imm) = (4096, &desc, Some(tag));
+        let write = PagedWrite { peer, page_bytes, src: &src, src_pages, dst, dst_pages, imm };
+        me.engine.submit_paged_writes(&write).expect("submit")
+    };
+    let (mut under_way, mut submitted) = (VecDeque::new(), 0);
+    let mut go_on = |time: Duration| {
+        let start = Instant::now();
+        let before = submitted;
+        while start.elapsed() < time {
+            under_way.push_back(submit());
+            submitted += 1;
+            if under_way.len() > 8 {
+                me.done(&under_way.pop_front().expect("8"));
+            }
+        }
+        submitted - before
+    };
+    assert!(go_on(Duration::from_secs(1)) > 0);
+    for &at in ports {
+        let port = Port(at);
+        port.set(fail);
+        let moved = go_on(AWAY);
+        port.set(mend);
+        let then = go_on(BACK);
+        println!("port {at}: {moved} transfers while it was away, {then} after it came back");
+        assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    }
+    under_way.iter().for_each(|transfer| me.done(transfer));
+    other.count(&me, counter, submitted * u64::from(PAGES));
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0, "counted twice");
+    let mut pages = vec![0; list(11).len()];
+    for (page, place) in (0..).zip(list(11)) {
+        pages[usize::try_from(place).expect("small")] = page;
+    }
+    let wrong = other.place(&me, Ask::MismatchedPage { region: there, pages, pattern });
+    assert_eq!(wrong, None, "a page that is not what was sent");
+
+    let flooded = other.number(&me, Ask::Flooded);
+    let done = other.number(&me, Ask::Stop);
+    assert!(done > 0 && flooded <= done);
+    me.count(&count, done, PATIENCE).expect("as many as were done");
+    me.linger(Duration::from_millis(200));
+    assert_eq!(count.available(), 0, "counted twice");
+    assert_eq!(own_pattern.mismatch(&mine, 0, len, 0), None);
+    // And it goes on.
+    me.done(&write(&me, peer, &src, &desc, (0, 0, size), None));
+    other.check(&me, there, 0, size, pattern);
+}
+
+/// A peer with two NICs that is killed: what is under way to it ends, and it is down.
+fn peer_killed(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(1 << 20, Own::Engine);
+    let (_, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    let (_, tag) = other.counter(&me);
+    let transfers: Vec<_> =
+        (0..200).map(|_| write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag))).collect();
+    me.done(&transfers[0]);
+    other.signal(Signal::KILL);
+    let killed = Instant::now();
+    let soon = case.soon() + Duration::from_secs(4);
+    for transfer in &transfers {
+        let end = me.end_within(transfer, soon).expect("ends soon");
+        assert!(end == End::Done || names(end, peer), "{end:?}");
+    }
+    let state = me.peer_down(peer, soon);
+    assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+    assert!(killed.elapsed() < soon, "took {:?}", killed.elapsed());
+    assert!(names(me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None)), peer));
+}
+
+/// Linux removes a device of this kind when nobody uses it any more: until then all goes on, and at the end of the
+/// engines it is gone.
+fn device_removed(case: &Case) {
+    let device = Port(1);
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(1 << 20, Own::Engine);
+    let (there, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, 1 << 20, 0);
+    let transfers: Vec<_> =
+        (0..50).map(|_| write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag))).collect();
+    me.done(&transfers[0]);
+    let mut removal = device.command("remove").spawn().expect("the guest's script");
+    transfers.iter().for_each(|transfer| me.done(transfer));
+    other.count(&me, counter, 50);
+    other.check(&me, there, 0, 1 << 20, pattern);
+    assert!(removal.try_wait().expect("a child").is_none(), "somebody uses it");
+    drop((src, me, other));
+    let start = Instant::now();
+    let removed = loop {
+        let ended = removal.try_wait().expect("a child");
+        if ended.is_some() || start.elapsed() > PATIENCE {
+            break ended;
+        }
+        std::thread::sleep(Duration::from_millis(10));
+    };
+    assert!(removed.is_some_and(|status| status.success()), "something of it is still held");
+    device.set("add");
+}
