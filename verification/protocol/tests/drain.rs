@@ -783,7 +783,7 @@ fn transfers_that_wait_for_credit() {
 #[test]
 fn a_long_write_with_a_trailing_immediate() {
     let script = [work(Kind::Long, 0), due(Kind::Barrier, 0)];
-    let (used, all, at_least) = if full() { (2, 1, 776_696) } else { (1, 2, 53_820) };
+    let (used, all, at_least) = if full() { (2, 1, 478_485) } else { (1, 2, 53_820) };
     let model = drain(ONE_NIC, &script[..used], all);
     check("a trailing immediate follows all bytes, or never comes", model, at_least);
 }
