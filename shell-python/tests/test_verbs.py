@@ -34,7 +34,9 @@ def test_a_write_and_pages_arrive(run: Callable) -> None:
             await asyncio.gather(counter.wait(1, timeout=60), transfer)
             assert memory.read(0, 1 << 18) == data
             pages = array("I", range(64))
-            backwards = sender.submit_paged_writes(**to, src_pages=pages[::-1], dst_pages=pages, page_bytes=4096)
+            backwards = sender.submit_paged_writes(
+                **to, src_pages=pages[::-1], dst_pages=pages, page_bytes=4096
+            )
             await asyncio.gather(counter.wait(64, timeout=60), backwards)
             assert memory.read(0, 4096) == data[63 * 4096 :]
 
