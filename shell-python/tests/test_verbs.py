@@ -1,7 +1,7 @@
 """The same engine on RDMA NICs, by libibverbs.
 
-What needs a NIC is run where `IMMWIRE_WITH_RDMA=1` says that there is one: in a virtual machine with Soft-RoCE, by
-`platform-linux/tests/in-guest`.
+What needs a NIC is run where `IMMWIRE_WITH_RDMA=1` says that there is one: in a virtual machine with
+Soft-RoCE, by `platform-linux/tests/in-guest`.
 """
 
 import asyncio
@@ -44,7 +44,7 @@ def test_a_write_and_pages_arrive(run: Callable) -> None:
 
 
 def test_a_device_that_is_not_there_is_named() -> None:
-    with pytest.raises(immwire.ImmwireError, match="no-such-device|libibverbs"):
+    with pytest.raises(immwire.ImmwireError, match=r"no-such-device|libibverbs"):
         immwire.TransferEngine(provider="verbs", devices=["no-such-device"])
 
 
