@@ -1275,7 +1275,7 @@ where
         if active.stop.is_some() {
             return;
         }
-        let mut others = (1..self.nic_count).map(|step| (lost + step) % self.nic_count);
+        let mut others = others(lost, self.nic_count);
         let usable = |nic: NicIndex| self.nics.get(usize::from(nic)).is_some_and(Nic::usable);
         let left = active.plan.nic_mask() & (1 << lost) != 0;
         if others.any(|nic| usable(nic) && active.plan.reroute(lost, nic)) {
@@ -1738,6 +1738,11 @@ fn work_of(id: TransferId, nic: NicIndex, piece: &Piece) -> WorkRequest {
         len: piece.len,
         imm: piece.imm,
     }
+}
+
+/// All NICs but this one, of so many, from the one behind it on.
+fn others(nic: NicIndex, count: NicIndex) -> impl Iterator<Item = NicIndex> {
+    (nic.saturating_add(1)..count).chain(0..nic.min(count))
 }
 
 /// An index into storage whose length was checked to fit.

@@ -38,7 +38,9 @@ use core::time::Duration;
 
 use super::list::Place;
 use super::slot::{Depth, PeerEntry, PeerSlot, PeerView, Storage, TransferSlot};
-use super::{DomainGroup, Event, Token, TransferError, WorkError, WorkRequest, index_of, work_of};
+use super::{
+    DomainGroup, Event, Token, TransferError, WorkError, WorkRequest, index_of, others, work_of,
+};
 use crate::id::{MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::imm::Imm;
 use crate::mailbox::Control;
@@ -912,8 +914,7 @@ where
         else {
             return Damaged::Wait;
         };
-        let mut others = (1..self.nic_count).map(|step| (nic + step) % self.nic_count);
-        let moved = others.any(|other| {
+        let moved = others(nic, self.nic_count).any(|other| {
             let over = entry.over.get(usize::from(other));
             usable & 1_u8.unbounded_shl(other.into()) != 0
                 && over.is_some_and(|over| over.whole != 0)
