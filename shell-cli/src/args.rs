@@ -252,7 +252,7 @@ and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name other
 
 Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What no
 machine can do with this version (GPU memory), and what needs a library that is not installed (other
-hosts), is said, and does not count.
+hosts), is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
 
 Examples:
   immwire doctor
