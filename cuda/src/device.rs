@@ -11,6 +11,7 @@
 use crate::driver::{self, Current, check, cu};
 use crate::error::Error;
 use crate::geometry::Gpu;
+use crate::share::Uuid;
 use std::ffi::{CStr, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::Arc;
@@ -133,6 +134,26 @@ impl Device {
             // SAFETY: as in `name`.
             unsafe { cu::cuDeviceGetPCIBusId(at, len, device) }
         })
+    }
+
+    /// What names it in every process.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn uuid(&self) -> Result<Uuid, Error> {
+        let mut uuid = cu::CUuuid { bytes: [0; 16] };
+        // SAFETY: writes the one structure.
+        let asked = unsafe { cu::cuDeviceGetUuid_v2(&raw mut uuid, self.0.device) };
+        check("cuDeviceGetUuid", asked)?;
+        Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
+    }
+
+    /// Whether memory of [`crate::SharedMemory`] may be made for NICs to reach.
+    pub(crate) fn nics_reach_shared(&self) -> Result<bool, Error> {
+        use cu::CUdevice_attribute as A;
+        let which = A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED;
+        Ok(attribute(self.0.device, which)? != 0)
     }
 
     fn text(
@@ -268,6 +289,20 @@ impl Stream {
 
     pub(crate) fn handle(&self) -> cu::CUstream {
         self.0.raw
+    }
+
+    /// Whether all that was enqueued is done.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers: of a launch that failed, or of the context that failed with one.
+    pub fn is_done(&self) -> Result<bool, Error> {
+        let _current = self.device().enter()?;
+        // SAFETY: the stream is alive.
+        match unsafe { cu::cuStreamQuery(self.0.raw) } {
+            cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
+            answer => check("cuStreamQuery", answer).map(|()| true),
+        }
     }
 
     /// Holds back what is enqueued from now on until `event` has been recorded. Waits for nothing itself.

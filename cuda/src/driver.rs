@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 33] = [
+const SYMBOLS: [&str; 52] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxPopCurrent_v2",
@@ -24,6 +24,7 @@ const SYMBOLS: [&str; 33] = [
     "cuDeviceGetCount",
     "cuDeviceGetName",
     "cuDeviceGetPCIBusId",
+    "cuDeviceGetUuid_v2",
     "cuDevicePrimaryCtxRelease_v2",
     "cuDevicePrimaryCtxRetain",
     "cuEventCreate",
@@ -32,18 +33,36 @@ const SYMBOLS: [&str; 33] = [
     "cuEventQuery",
     "cuEventRecord",
     "cuFuncSetAttribute",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle_v2",
     "cuLaunchKernel",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
     "cuMemAlloc_v2",
+    "cuMemCreate",
+    "cuMemExportToShareableHandle",
     "cuMemFreeHost",
     "cuMemFree_v2",
+    "cuMemGetAllocationGranularity",
     "cuMemHostAlloc",
+    "cuMemHostRegister_v2",
+    "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemRetainAllocationHandle",
+    "cuMemSetAccess",
+    "cuMemUnmap",
     "cuMemcpyAsync",
     "cuMemsetD8Async",
     "cuModuleGetFunction",
     "cuModuleLoadData",
     "cuModuleUnload",
+    "cuPointerGetAttribute",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamQuery",
     "cuStreamWaitEvent",
     "cuStreamWaitValue64_v2",
     "cuStreamWriteValue64_v2",
@@ -115,6 +134,7 @@ mod tests {
             include_str!("device.rs"),
             include_str!("driver.rs"),
             include_str!("memory.rs"),
+            include_str!("share.rs"),
         ];
         let mut called = BTreeSet::new();
         for source in sources {

@@ -89,6 +89,17 @@ pub enum Error {
         /// Bytes that there are.
         bytes: u64,
     },
+    /// The memory moves between the host and GPUs as it is used (`cuMemAllocManaged`): nobody could say where to write.
+    Managed {
+        /// Where.
+        address: u64,
+    },
+    /// The allocation was made without leave to be used by other processes: from a pool, or with `cuMemCreate` but no
+    /// handle type asked for.
+    NotShareable {
+        /// Where.
+        address: u64,
+    },
     /// The work was not done in time. It goes on.
     TimedOut {
         /// The time given.
@@ -122,6 +133,15 @@ impl fmt::Display for Error {
             }
             Self::OutOfBounds { end, bytes } => {
                 write!(f, "the range ends at {end} of {bytes} bytes")
+            }
+            Self::Managed { address } => {
+                write!(f, "the memory at {address:#x} is managed: use memory of one GPU, or pinned")
+            }
+            Self::NotShareable { address } => {
+                write!(
+                    f,
+                    "the memory at {address:#x} was not allocated to be shared with other processes"
+                )
             }
             Self::TimedOut { after } => write!(f, "not done within {after:?}; it goes on"),
         }

@@ -11,6 +11,7 @@
 //! | [`oracle`] | the same copies in host memory, the plain way | no |
 //! | [`Device`], [`Stream`], [`Event`], [`DeviceMemory`], [`PinnedMemory`] | what of CUDA is used, with owners | yes |
 //! | [`Copier`] | launches | yes |
+//! | [`look_up`], [`hand_over`], [`Opened`], [`SharedMemory`], [`Pinned`] | memory that several processes use | yes |
 //!
 //! # Without CUDA
 //!
@@ -23,7 +24,7 @@
 //!
 //! # What this crate does not do
 //!
-//! It maps no other process's memory and registers none, knows no peers and no counters, and does not check addresses:
+//! It knows no peers and no counters, speaks to no other process, and does not check the addresses of a copy:
 //! that a request lies within memory that lives until it has ended is the contract of the `unsafe` [`Copier::submit`].
 
 pub mod args;
@@ -34,8 +35,13 @@ mod error;
 pub mod geometry;
 mod memory;
 pub mod oracle;
+mod share;
 
 pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in};
 pub use device::{Device, Event, Stream};
 pub use error::{CudaCode, Error};
 pub use memory::{DeviceMemory, PinnedMemory};
+pub use share::{
+    Found, Handover, IPC_HANDLE_BYTES, Opened, Pinned, Received, SharedMemory, Uuid, copy_and_wait,
+    hand_over, look_up,
+};
