@@ -124,6 +124,13 @@ impl PinnedMemory {
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 
+    /// The same, as words; bytes that make up no word are left out.
+    #[must_use]
+    pub fn as_mut_words(&mut self) -> &mut [u32] {
+        // SAFETY: any bits are a `u32`.
+        unsafe { self.as_mut_slice().align_to_mut().1 }
+    }
+
     /// The word at `offset`, which a GPU may release while it is read here.
     ///
     /// # Errors

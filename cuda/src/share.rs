@@ -304,10 +304,10 @@ impl SharedMemory {
         self.mapped.at
     }
 
-    /// The GPU.
+    /// Bytes, whole multiples of what the driver maps at once.
     #[must_use]
-    pub fn device(&self) -> &Device {
-        &self.mapped.device
+    pub fn bytes(&self) -> usize {
+        self.mapped.bytes
     }
 }
 

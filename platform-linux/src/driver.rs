@@ -35,8 +35,6 @@ use crate::shared::{Command, Control, Shared, bump, refused};
 const COMMANDS_PER_STEP: usize = 64;
 /// Pieces handed to the provider at once.
 const BATCH: usize = 32;
-/// Bytes handed to the provider at once, on one NIC, before other NICs and commands have a turn.
-const BATCH_BYTES: u64 = 1 << 20;
 /// Steps without anything to do between two looks at the clock.
 const STEPS_PER_CLOCK: u32 = 16;
 /// Transfers of the engine's own at a time: credits, heartbeats. No more, since callers have the rest.
@@ -104,6 +102,8 @@ pub(crate) struct Engine<P: Provider> {
     staged: [Vec<WorkRequest>; MAX_NICS],
     /// Pieces whose peer has no room for them now: they do not stand in the way of other peers'.
     parked: [Vec<WorkRequest>; MAX_NICS],
+    /// Of each NIC: [`crate::provider::NicLimits::batch_bytes`].
+    batch_bytes: [u64; MAX_NICS],
     steps: u32,
     next_sweep: Time,
 }
@@ -218,7 +218,9 @@ impl<P: Provider> Engine<P> {
         // No more pieces than that are in flight, so queueing them allocates nothing.
         let queue = |nic| Vec::with_capacity(depths.get(nic).copied().unwrap_or(0));
         let (staged, parked) = (std::array::from_fn(queue), std::array::from_fn(queue));
-        Self { provider, state, staged, parked, steps: 0, next_sweep: Time::ZERO }
+        let batch = |nic: usize| provider.nics().get(nic).map_or(0, |nic| nic.limits.batch_bytes);
+        let batch_bytes = std::array::from_fn(batch);
+        Self { provider, state, staged, parked, batch_bytes, steps: 0, next_sweep: Time::ZERO }
     }
 
     /// Posts what the group wants posted on one NIC.
@@ -226,7 +228,8 @@ impl<P: Provider> Engine<P> {
         self.retract();
         let unparked = self.unpark(nic);
         let at = usize::from(nic);
-        let (Some(staged), Some(parked)) = (self.staged.get_mut(at), self.parked.get_mut(at))
+        let (Some(staged), Some(parked), Some(&most)) =
+            (self.staged.get_mut(at), self.parked.get_mut(at), self.batch_bytes.get(at))
         else {
             return false;
         };
@@ -234,8 +237,7 @@ impl<P: Provider> Engine<P> {
             return unparked;
         }
         let bytes = staged.iter().map(|work| work.len).sum::<u64>();
-        let (pieces, bytes) =
-            (BATCH.saturating_sub(staged.len()), BATCH_BYTES.saturating_sub(bytes));
+        let (pieces, bytes) = (BATCH.saturating_sub(staged.len()), most.saturating_sub(bytes));
         self.state.group.poll_batch(nic, pieces, bytes, |work| staged.push(work));
         let Some(first) = staged.first().map(|work| work.peer) else { return unparked };
         let posted = self.provider.post(nic, staged, &mut self.state).min(staged.len());

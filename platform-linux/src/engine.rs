@@ -1,7 +1,7 @@
 //! The engine as callers hold it: [`TransferEngine`], its [`Builder`], and the polled [`Driver`].
 
 use std::fmt;
-use std::num::NonZeroU64;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -110,6 +110,8 @@ pub struct Builder {
     mailbox_slot_bytes: u32,
     latency_bytes: u64,
     foreign_path: ForeignPath,
+    gpus: Vec<u32>,
+    sms: NonZeroU32,
 }
 
 impl Default for Builder {
@@ -129,6 +131,8 @@ impl Default for Builder {
             mailbox_slot_bytes: 64 << 10,
             latency_bytes: 8 << 10,
             foreign_path: ForeignPath::default(),
+            gpus: Vec::new(),
+            sms: immwire_cuda::geometry::DEFAULT_SMS,
         }
     }
 }
@@ -231,6 +235,25 @@ impl Builder {
         self
     }
 
+    /// GPUs whose memory is written from and to, by their numbers in this process (`CUDA_VISIBLE_DEVICES`); over shared
+    /// memory only: peers on this host, NVLink or PCIe between them. Default: none.
+    ///
+    /// Then all host memory that is registered is pinned for them, and while a GPU copies, the engine's thread does not
+    /// sleep.
+    #[must_use]
+    pub fn gpus(mut self, gpus: impl Into<Vec<u32>>) -> Self {
+        self.gpus = gpus.into();
+        self
+    }
+
+    /// On how many of its SMs a GPU may make one copy; two may be under way at a time. Default 8, which fill a link of
+    /// NVLink 4 but for a twentieth.
+    #[must_use]
+    pub const fn sms(mut self, sms: NonZeroU32) -> Self {
+        self.sms = sms;
+        self
+    }
+
     /// An engine with a thread of its own.
     ///
     /// # Errors
@@ -316,10 +339,19 @@ impl Builder {
             .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
         let engine = EngineId(u64::from_ne_bytes(id));
         let group_key = self.group_key.clone();
+        if !self.gpus.is_empty() && self.transport != Transport::Shm {
+            return Err(BuildError::Config {
+                what: "GPUs on this transport",
+                found: self.gpus.len(),
+                allowed: "none: GPU memory goes over shared memory",
+            });
+        }
         match self.transport.clone() {
             Transport::Shm => {
-                let (nics, foreign) = (self.nics, self.foreign_path);
-                let config = ShmConfig { nics, group_key, foreign, ..ShmConfig::new(engine) };
+                let (nics, foreign, gpus, sms) =
+                    (self.nics, self.foreign_path, self.gpus.clone(), self.sms);
+                let config =
+                    ShmConfig { nics, group_key, foreign, gpus, sms, ..ShmConfig::new(engine) };
                 let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
                 self.assemble(provider, Clock::monotonic())
             }
@@ -455,6 +487,7 @@ fn common_limits(nics: &[NicInfo]) -> NicLimits {
         queue_depth: u16::MAX,
         inline_bytes: u32::MAX,
         max_sge: u32::MAX,
+        batch_bytes: u64::MAX,
     };
     nics.iter().fold(widest, |all, nic| NicLimits {
         max_message_bytes: all.max_message_bytes.min(nic.limits.max_message_bytes),
@@ -462,6 +495,7 @@ fn common_limits(nics: &[NicInfo]) -> NicLimits {
         queue_depth: all.queue_depth.min(nic.limits.queue_depth),
         inline_bytes: all.inline_bytes.min(nic.limits.inline_bytes),
         max_sge: all.max_sge.min(nic.limits.max_sge),
+        batch_bytes: all.batch_bytes.min(nic.limits.batch_bytes),
     })
 }
 
@@ -626,7 +660,16 @@ impl TransferEngine {
         self.inner.registry.alloc(bytes)
     }
 
-    /// Registers memory of the caller's. A range inside one that is registered costs a look-up.
+    /// Memory of a GPU, zeroed, that peers on this host can open; one of [`Builder::gpus`]. Rounded up to 2 MiB inside.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    pub fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Region, RegisterError> {
+        self.inner.registry.alloc_gpu(ordinal, bytes)
+    }
+
+    /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.
     ///
     /// # Safety
     ///

@@ -90,8 +90,8 @@ pub use error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
     SubmitError, TransferError, WaitTimeout,
 };
-pub use provider::RegisterError;
-pub use region::{CloseError, Region};
+pub use provider::{Place, RegisterError};
+pub use region::{AccessError, CloseError, Region};
 pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, SingleWrite};
 pub use shared::Message;
 pub use transfer::Transfer;

@@ -61,6 +61,13 @@ pub struct NicLimits {
     pub inline_bytes: u32,
     /// Source ranges that one piece may gather.
     pub max_sge: u32,
+    /// Bytes to be handed over at once, before other NICs and commands have a turn: little where posting copies.
+    pub batch_bytes: u64,
+}
+
+impl NicLimits {
+    /// For transports that copy, or to which it does not matter.
+    pub const BATCH_BYTES: u64 = 1 << 20;
 }
 
 /// A transport. Owned and called by one thread: the engine's, or the caller's in polled mode.
@@ -223,7 +230,39 @@ pub trait Memory: Send + Sync + 'static {
     /// [`RegisterError`].
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError>;
 
-    /// Registers the caller's memory.
+    /// Memory of GPU `ordinal` of this process, zeroed, that peers on this host can open.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`]; [`RegisterError::NoGpu`] where a transport reaches none.
+    fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
+        let _ = bytes;
+        Err(RegisterError::NoGpu { ordinal })
+    }
+
+    /// Copies `len` bytes between a region of GPU memory, from `offset` on, and `host`; waits for it.
+    ///
+    /// # Safety
+    ///
+    /// The range lies in the region, which is registered; the host's is valid for reading or writing.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers, and part may have been copied; [`immwire_cuda::Error::NoDriver`] where a transport reaches
+    /// no GPU.
+    unsafe fn copy_gpu(
+        &self,
+        region: &Registered,
+        offset: usize,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), immwire_cuda::Error> {
+        let _ = (region, offset, host, len, to_host);
+        Err(immwire_cuda::Error::NoDriver)
+    }
+
+    /// Registers the caller's memory. A transport that reaches GPUs finds out by itself whether it is of one.
     ///
     /// # Safety
     ///
@@ -264,6 +303,18 @@ pub struct Registered {
     pub desc: MrDesc,
     /// The provider's own name for it.
     pub id: u32,
+    /// Whose memory it is.
+    pub place: Place,
+}
+
+/// Whose memory a region is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Place {
+    /// The host's: its addresses can be followed.
+    #[default]
+    Host,
+    /// That of a GPU, by its number in this process: its addresses are for CUDA's calls.
+    Gpu(u32),
 }
 
 // SAFETY: the pointer is an address that this type never follows; whoever does (`Region`) states
@@ -285,6 +336,15 @@ pub enum RegisterError {
         /// Entries there are.
         capacity: usize,
     },
+    /// The engine does not use that GPU: it is to be named when the engine is built.
+    #[error("the engine does not use GPU {ordinal}: name it when the engine is built")]
+    NoGpu {
+        /// Its number in this process.
+        ordinal: u32,
+    },
+    /// The memory is a GPU's or is to be pinned for one, and cannot be.
+    #[error("{0}")]
+    Gpu(immwire_cuda::Error),
     /// The kernel said no.
     #[error("{call} of {bytes} bytes: {source}")]
     Os {

@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
 
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::sync::{Counted, Mutex, Uncounted, lock};
 
 /// A range of registered memory. Cloning it is cheap.
@@ -42,7 +42,14 @@ impl Region {
         self.len == 0
     }
 
-    /// The first byte. Peers may write there at any time: follow it with that in mind.
+    /// Whose memory it is.
+    #[must_use]
+    pub fn place(&self) -> Place {
+        self.registration.registered.place
+    }
+
+    /// The first byte. Peers may write there at any time: follow it with that in mind; and not at all if it is in a GPU
+    /// ([`Region::place`]).
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         let base = self.registration.registered.ptr.as_ptr();
@@ -76,13 +83,17 @@ impl Region {
         })
     }
 
-    /// Copies bytes out. What a peer is writing at the same time comes torn.
+    /// Copies bytes out. What a peer is writing at the same time comes torn. Out of a GPU's memory it takes some hundred
+    /// microseconds at least.
     ///
     /// # Errors
     ///
-    /// [`RegionError::OutOfBounds`]; nothing was copied.
-    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), RegionError> {
+    /// [`AccessError`]; if [`AccessError::Region`], nothing was copied.
+    pub fn read(&self, offset: u64, bytes: &mut [u8]) -> Result<(), AccessError> {
         let from = self.at(offset, bytes.len())?;
+        if self.place() != Place::Host {
+            return self.copy_gpu(offset, bytes.as_mut_ptr(), bytes.len(), true);
+        }
         // SAFETY: for `copy_nonoverlapping`:
         // - `from` is valid for `bytes.len()` bytes: `at` checked the range against the registration,
         //   which stays mapped while `self` lives (`alloc` maps it, `register`'s caller promised);
@@ -94,17 +105,37 @@ impl Region {
         Ok(())
     }
 
-    /// Copies bytes in.
+    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it.
     ///
     /// # Errors
     ///
-    /// [`RegionError::OutOfBounds`]; nothing was copied.
-    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), RegionError> {
+    /// [`AccessError`]; if [`AccessError::Region`], nothing was copied.
+    pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
         let to = self.at(offset, bytes.len())?;
+        if self.place() != Place::Host {
+            return self.copy_gpu(offset, bytes.as_ptr().cast_mut(), bytes.len(), false);
+        }
         // SAFETY: as in `read`, with the roles exchanged; registered memory may be written, by `alloc`
         // or by the promise of `register`'s caller.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
         Ok(())
+    }
+
+    fn copy_gpu(
+        &self,
+        offset: u64,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), AccessError> {
+        let registration = &self.registration;
+        let at = usize::try_from(self.offset.saturating_add(offset)).unwrap_or(usize::MAX);
+        // SAFETY: `at` checked the range, which lies in the registration that `self` keeps; the host's is a slice of our
+        // caller's, written only if it is to be.
+        let copied = unsafe {
+            registration.memory.copy_gpu(&registration.registered, at, host, len, to_host)
+        };
+        copied.map_err(AccessError::Gpu)
     }
 
     /// Withdraws the region from peers, and forgets it: afterwards nobody writes there any more.
@@ -143,6 +174,18 @@ impl Region {
         self.local().range(offset, len)?;
         Ok(self.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX)))
     }
+}
+
+/// Why bytes of a region could not be copied.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum AccessError {
+    /// They are not all inside.
+    #[error(transparent)]
+    Region(#[from] RegionError),
+    /// They are in a GPU's memory, and this is what the driver answered.
+    #[error("a GPU's memory cannot be copied: {0}")]
+    Gpu(immwire_cuda::Error),
 }
 
 /// Why a region could not be closed.
@@ -210,6 +253,17 @@ impl Registry {
 
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
         let registered = self.memory.alloc(bytes)?;
+        let registration = self.adopt(registered);
+        self.remember(&registration);
+        Ok(Region::whole(registration))
+    }
+
+    pub(crate) fn alloc_gpu(
+        self: &Arc<Self>,
+        ordinal: u32,
+        bytes: usize,
+    ) -> Result<Region, RegisterError> {
+        let registered = self.memory.alloc_gpu(ordinal, bytes)?;
         let registration = self.adopt(registered);
         self.remember(&registration);
         Ok(Region::whole(registration))
@@ -338,7 +392,7 @@ mod tests {
             let owner = EngineId(1);
             let desc = MrDesc { owner, base, len: bytes, generation, rights, keys };
             let local = LocalMr { base, len: bytes, generation, keys };
-            Ok(Registered { ptr, len, local, desc, id: generation })
+            Ok(Registered { ptr, len, local, desc, id: generation, place: Place::Host })
         }
 
         fn revoke(&self, region: &Registered, _patience: Duration) -> Result<(), RevokeError> {

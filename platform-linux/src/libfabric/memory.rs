@@ -37,7 +37,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::LibfabricError;
 use super::fabric::{Domain, Facts, Registration};
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::sync::lock;
 
 /// Memory that we mapped.
@@ -376,7 +376,7 @@ impl LibfabricMemory {
         let base = if self.virtual_addresses { address } else { 0 };
         let local = LocalMr { base: address, len: bytes, generation, keys };
         let desc = MrDesc { owner: self.engine, base, len: bytes, generation, rights, keys };
-        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()) })
+        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place: Place::Host })
     }
 
     fn tenant_of(region: &Registered) -> Option<Tenant> {

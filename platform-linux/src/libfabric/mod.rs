@@ -446,6 +446,7 @@ impl LibfabricProvider {
             queue_depth: depth,
             inline_bytes: 0,
             max_sge: 1,
+            batch_bytes: NicLimits::BATCH_BYTES,
         };
         let nics: Vec<_> = ports
             .iter()

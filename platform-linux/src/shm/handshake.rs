@@ -24,7 +24,9 @@
 use std::fmt;
 
 use immwire_core::wire::{PROTOCOL_VERSION, Refusal, Wire};
+use immwire_cuda::IPC_HANDLE_BYTES;
 
+use super::gpu::Described;
 use super::segment::Geometry;
 use super::socket::{ListenerId, MESSAGE_MAX};
 
@@ -123,6 +125,8 @@ pub(super) enum Answer {
     File { base: u64, len: u64 },
     /// It is memory of the peer's process only.
     Process { base: u64, len: u64 },
+    /// It is memory of a GPU. With a handle of the driver's, or with the file that comes with the message.
+    Gpu { region: Described, handle: Option<[u8; IPC_HANDLE_BYTES]> },
     /// There is no such region, or not any more, or peers may not write to it.
     Refused,
 }
@@ -238,6 +242,11 @@ impl<'a> Reader<'a> {
     fn answer(&mut self) -> Result<Answer, Malformed> {
         let [kind] = self.take()?;
         let (base, len) = (self.u64()?, self.u64()?);
+        if kind == 3 || kind == 4 {
+            let (start, whole, uuid) = (self.u64()?, self.u64()?, self.take()?);
+            let handle = if kind == 4 { Some(self.take()?) } else { None };
+            return Ok(Answer::Gpu { region: Described { uuid, base, len, start, whole }, handle });
+        }
         match kind {
             0 if (base, len) == (0, 0) => Ok(Answer::Refused),
             1 => Ok(Answer::File { base, len }),
@@ -296,10 +305,18 @@ impl<'a> Message<'a> {
                     Answer::Refused => (0, 0, 0),
                     Answer::File { base, len } => (1, base, len),
                     Answer::Process { base, len } => (2, base, len),
+                    Answer::Gpu { region, handle: None } => (3, region.base, region.len),
+                    Answer::Gpu { region, handle: Some(_) } => (4, region.base, region.len),
                 };
                 to.put(&[kind]);
                 to.put(&base.to_le_bytes());
                 to.put(&len.to_le_bytes());
+                if let Answer::Gpu { region, handle } = answer {
+                    to.put(&region.start.to_le_bytes());
+                    to.put(&region.whole.to_le_bytes());
+                    to.put(&region.uuid);
+                    to.put(handle.as_ref().map_or(&[], |handle| handle.as_slice()));
+                }
             }
             Self::Kick => to.head(10),
         }
@@ -345,6 +362,8 @@ mod tests {
     const GEOMETRY: Geometry = Geometry { initiator_nics: 4, acceptor_nics: 1 };
     const CLAIM: Claim<'static> = Claim { probe_address: 9, geometry: GEOMETRY, hello: b"hello" };
 
+    const GPU: Described = Described { uuid: [8; 16], base: 5, len: 6, start: 7, whole: 8 };
+
     fn every_kind() -> Vec<Message<'static>> {
         vec![
             Message::Call { nonce: [1; 32], target: [2; 16] },
@@ -360,6 +379,11 @@ mod tests {
             Message::MapReply { key: 7, answer: Answer::Refused },
             Message::MapReply { key: 7, answer: Answer::File { base: 1, len: 2 } },
             Message::MapReply { key: 7, answer: Answer::Process { base: 3, len: 4 } },
+            Message::MapReply { key: 7, answer: Answer::Gpu { region: GPU, handle: None } },
+            Message::MapReply {
+                key: 7,
+                answer: Answer::Gpu { region: GPU, handle: Some([9; 64]) },
+            },
             Message::Kick,
         ]
     }

@@ -1,6 +1,6 @@
 //! The regions of one engine, and the taking back of what peers were allowed to do with them.
 //!
-//! A region is a slot in a table; its key is the slot's number below and its tenancy above, so that a
+//! A region is a slot in a table; its key is the slot's number below, the kind of memory, and its tenancy above, so that a
 //! key of an earlier tenant opens nothing. Peers are told of a region when they ask for its key: that
 //! is when the grant is written into their session's segment.
 //!
@@ -29,26 +29,30 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
+use immwire_cuda::{Found, Pinned, SharedMemory, Uuid};
 use rustix::io::Errno;
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
+use super::gpu::{Described, Kind, Known, Shared};
 use super::handshake::Message;
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
-fn key_of(id: u32, generation: NonZeroU32) -> u64 {
-    u64::from(generation.get()) << 32 | u64::from(id)
+fn key_of(id: u32, generation: NonZeroU32, kind: Kind) -> u64 {
+    u64::from(generation.get()) << 32 | kind.bits() | u64::from(id)
 }
 
 /// The slot that `key` names; whether it has that tenant is to be checked.
 pub(super) fn id_of(key: u64) -> u32 {
-    #[expect(clippy::cast_possible_truncation, reason = "the slot is the lower half")]
-    let id = key as u32;
-    id
+    // The kind of memory lies above it: see `Kind`.
+    (key & 0x00ff_ffff) as u32
 }
+
+static_assertions::const_assert!(REGIONS_MAX <= 1 << 24);
 
 /// One session, as far as the taking back of grants is concerned.
 #[derive(Debug)]
@@ -56,13 +60,24 @@ pub(super) struct Link {
     pub(super) peer: PeerId,
     pub(super) segment: Segment,
     pub(super) socket: OwnedFd,
+    /// Its process, as long as there is one to ask: what its GPUs write outlives its socket.
+    process: Option<OwnedFd>,
     /// We have ended the session. What the peer may be in the middle of is still awaited.
     closed: AtomicBool,
 }
 
 impl Link {
     pub(super) fn new(peer: PeerId, segment: Segment, socket: OwnedFd) -> Self {
-        Self { peer, segment, socket, closed: AtomicBool::new(false) }
+        let pid = socket::credentials(&socket).ok().and_then(|who| Pid::from_raw(who.pid));
+        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
+        // A number that was dealt anew while we looked would be of a peer that is gone.
+        let process = process.filter(|_| !socket::is_gone(&socket));
+        Self { peer, segment, socket, process, closed: AtomicBool::new(false) }
+    }
+
+    /// Whether no GPU writes for the peer any more because the kernel has let go of all that was its.
+    fn process_is_gone(&self) -> bool {
+        self.process.as_ref().is_none_or(socket::is_readable) && socket::is_gone(&self.socket)
     }
 
     /// Tells the peer that there is something in the segment, if it sleeps. Costs a fence if not.
@@ -91,13 +106,19 @@ impl Link {
 
     /// Whether, after the grant of `key` was withdrawn, the peer will not write under it any more.
     fn is_quiet(&self, key: u64) -> bool {
-        hazard::quiet(self.segment.inbound().active(), key) || socket::is_gone(&self.socket)
+        let inn = self.segment.inbound();
+        let gpu = inn.gpu_active(id_of(key));
+        (hazard::quiet(inn.active(), key) || socket::is_gone(&self.socket))
+            && (gpu.is_none_or(|active| hazard::quiet(active, key)) || self.process_is_gone())
     }
 
     /// Whether nothing can be written any more, all grants of a closed session being withdrawn.
     fn is_over(&self) -> bool {
-        let active = self.segment.inbound().active().load(Ordering::Acquire);
-        self.closed.load(Ordering::Relaxed) && (active == NO_KEY || socket::is_gone(&self.socket))
+        let inn = self.segment.inbound();
+        let active = inn.active().load(Ordering::Acquire);
+        self.closed.load(Ordering::Relaxed)
+            && (active == NO_KEY || socket::is_gone(&self.socket))
+            && (inn.gpu_claims().load(Ordering::Acquire) == 0 || self.process_is_gone())
     }
 }
 
@@ -107,6 +128,17 @@ enum Backing {
     File { file: Arc<OwnedFd>, _mapping: Mapping },
     /// Memory of this process alone.
     Process,
+    /// Of a GPU: peers open it.
+    Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
+}
+
+impl Backing {
+    fn kind(&self) -> Kind {
+        match self {
+            Self::File { .. } | Self::Process => Kind::Host,
+            Self::Gpu { index, .. } => Kind::Gpu(*index),
+        }
+    }
 }
 
 #[derive(Debug)]
@@ -114,6 +146,8 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     rights: Rights,
+    /// Host memory that our GPUs reach; goes before what it pins.
+    _pinned: Option<Pinned>,
     backing: Backing,
     withdrawn: bool,
 }
@@ -144,7 +178,8 @@ impl Table {
     fn get_mut(&mut self, key: u64) -> Option<&mut Region> {
         let id = id_of(key);
         let slot = self.slots.get_mut(usize::try_from(id).ok()?)?;
-        if key_of(id, slot.generation) == key { slot.region.as_mut() } else { None }
+        let generation = slot.generation;
+        slot.region.as_mut().filter(|region| key_of(id, generation, region.backing.kind()) == key)
     }
 
     /// The region of `key`, if peers may write to it now.
@@ -187,6 +222,7 @@ impl Table {
 pub(super) enum Granted {
     File { file: Arc<OwnedFd>, base: u64, len: u64 },
     Process { base: u64, len: u64 },
+    Gpu { region: Described, shared: Shared },
     Refused,
 }
 
@@ -195,6 +231,7 @@ pub(super) enum Granted {
 pub struct ShmMemory {
     engine: EngineId,
     nics: usize,
+    gpus: Option<Arc<Known>>,
     table: Mutex<Table>,
     links: Mutex<Vec<Arc<Link>>>,
 }
@@ -206,9 +243,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ShmMemory {
-    pub(super) fn new(engine: EngineId, nics: u8) -> Self {
+    pub(super) fn new(engine: EngineId, nics: u8, gpus: Option<Arc<Known>>) -> Self {
         let (table, links) = (Mutex::default(), Mutex::default());
-        Self { engine, nics: usize::from(nics).min(MAX_NICS), table, links }
+        Self { engine, nics: usize::from(nics).min(MAX_NICS), gpus, table, links }
     }
 
     /// Lists a session, before its peer is granted anything.
@@ -241,6 +278,11 @@ impl ShmMemory {
         match &region.backing {
             Backing::File { file, .. } => Granted::File { file: Arc::clone(file), base, len },
             Backing::Process => Granted::Process { base, len },
+            Backing::Gpu { found, uuid, shared, .. } => {
+                let (start, whole) = (found.start, found.bytes);
+                let region = Described { uuid: *uuid, base, len, start, whole };
+                Granted::Gpu { region, shared: shared.clone() }
+            }
         }
     }
 
@@ -251,7 +293,8 @@ impl ShmMemory {
     /// The parts lie in the segment of a session, where the peer may write at any time.
     pub(super) fn deliver(&self, key: u64, dst: u64, parts: [(*mut u8, usize); 2]) -> bool {
         let mut table = lock(&self.table);
-        let Some(region) = table.writable(key) else {
+        let host = |region: &&mut Region| region.backing.kind() == Kind::Host;
+        let Some(region) = table.writable(key).filter(host) else {
             return false;
         };
         let len: usize = parts.iter().map(|part| part.1).sum();
@@ -273,8 +316,13 @@ impl ShmMemory {
 
     fn insert(&self, region: Region) -> Result<Registered, RegisterError> {
         let (ptr, len, rights, base) = (region.base, region.len, region.rights, region.base());
+        let kind = region.backing.kind();
+        let place = match (kind, &self.gpus) {
+            (Kind::Gpu(index), Some(gpus)) => gpus.ordinal(index).map_or(Place::Host, Place::Gpu),
+            _ => Place::Host,
+        };
         let (id, generation) = lock(&self.table).insert(region)?;
-        let keys = [key_of(id, generation); MAX_NICS];
+        let keys = [key_of(id, generation, kind); MAX_NICS];
         // PROOF: an engine has 1 to MAX_NICS NICs; `ShmProvider::new` checks it.
         let keys = keys.get(..self.nics).and_then(Keys::new);
         let Some(keys) = keys else {
@@ -283,7 +331,44 @@ impl ShmMemory {
         let (generation, owner) = (generation.get(), self.engine);
         let local = LocalMr { base, len: len as u64, generation, keys };
         let desc = MrDesc { owner, base, len: len as u64, generation, rights, keys };
-        Ok(Registered { ptr, len, local, desc, id })
+        Ok(Registered { ptr, len, local, desc, id, place })
+    }
+
+    /// Pins host memory for the GPUs, if there are any. `None`: there are none, or it is pinned.
+    ///
+    /// # Safety
+    ///
+    /// The range stays mapped until what is returned has been dropped.
+    unsafe fn pin(&self, base: NonNull<u8>, bytes: usize) -> Result<Option<Pinned>, RegisterError> {
+        let Some(device) = self.gpus.as_ref().and_then(|gpus| gpus.first()) else {
+            return Ok(None);
+        };
+        // SAFETY: our caller's promise.
+        unsafe { Pinned::new(device, base.as_ptr() as u64, bytes) }.map_err(RegisterError::Gpu)
+    }
+
+    /// What is known of memory that may be a GPU's.
+    fn look_up(&self, ptr: NonNull<u8>, len: usize) -> Result<Option<Found>, RegisterError> {
+        let device = self.gpus.as_ref().and_then(|gpus| gpus.first());
+        let look = |device| immwire_cuda::look_up(device, ptr.as_ptr() as u64, len as u64);
+        device.map_or(Ok(None), look).map_err(RegisterError::Gpu)
+    }
+
+    fn insert_gpu(
+        &self,
+        found: Found,
+        base: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+        owned: Option<SharedMemory>,
+    ) -> Result<Registered, RegisterError> {
+        let ordinal = found.ordinal;
+        let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
+        let (index, device, uuid) =
+            gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
+        let shared = Shared::new(device, found.start).map_err(RegisterError::Gpu)?;
+        let backing = Backing::Gpu { index, found, uuid, shared, _owned: owned };
+        self.insert(Region { base, len, rights, _pinned: None, backing, withdrawn: false })
     }
 }
 
@@ -297,9 +382,24 @@ impl Memory for ShmMemory {
         let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
         let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
         let base = mapping.base();
+        // SAFETY: the mapping is as long, and is dropped after the pin: by `Region`'s order of fields.
+        let _pinned = unsafe { self.pin(base, bytes)? };
         let backing = Backing::File { file: Arc::new(file), _mapping: mapping };
         let rights = Rights::REMOTE_WRITE;
-        self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
+        self.insert(Region { base, len: bytes, rights, _pinned, backing, withdrawn: false })
+    }
+
+    fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
+        if bytes == 0 {
+            return Err(RegisterError::Empty);
+        }
+        let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
+        let (_, device, _) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
+        let owned = SharedMemory::zeroed(device, bytes).map_err(RegisterError::Gpu)?;
+        let found = Found { ordinal, start: owned.address(), bytes: owned.bytes() as u64 };
+        // PROOF: no driver gives out address 0.
+        let base = NonNull::new(owned.address() as *mut u8).ok_or(RegisterError::Empty)?;
+        self.insert_gpu(found, base, bytes, Rights::REMOTE_WRITE, Some(owned))
     }
 
     unsafe fn register(
@@ -311,8 +411,32 @@ impl Memory for ShmMemory {
         if len == 0 {
             return Err(RegisterError::Empty);
         }
+        if let Some(found) = self.look_up(ptr, len)? {
+            return self.insert_gpu(found, ptr, len, rights, None);
+        }
+        // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then.
+        let _pinned = unsafe { self.pin(ptr, len)? };
         let backing = Backing::Process;
-        self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
+        self.insert(Region { base: ptr, len, rights, _pinned, backing, withdrawn: false })
+    }
+
+    unsafe fn copy_gpu(
+        &self,
+        region: &Registered,
+        offset: usize,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), immwire_cuda::Error> {
+        let device = match (region.place, &self.gpus) {
+            (Place::Gpu(ordinal), Some(gpus)) => gpus.by_ordinal(ordinal).map(|found| found.1),
+            _ => None,
+        };
+        let device = device.ok_or(immwire_cuda::Error::NoDriver)?;
+        let (there, here) = (region.desc.base.saturating_add(offset as u64), host as u64);
+        let (from, to) = if to_host { (there, here) } else { (here, there) };
+        // SAFETY: our caller's promise.
+        unsafe { immwire_cuda::copy_and_wait(device, from, to, len) }
     }
 
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
@@ -372,7 +496,7 @@ mod tests {
     }
 
     fn memory() -> ShmMemory {
-        ShmMemory::new(EngineId(1), 2)
+        ShmMemory::new(EngineId(1), 2, None)
     }
 
     #[test]

@@ -13,6 +13,7 @@
 //! | `session` | one connection's data path |
 //! | `bounce` | bytes for memory that cannot be mapped |
 //! | `copy` | moving bytes |
+//! | `gpu` | GPUs' memory, and the copies that they make |
 //!
 //! Each engine has one listening socket, and one socket and one segment for each peer. The NICs are
 //! several only in that each pair of NICs has a lane of its own, so that an engine with several behaves
@@ -39,6 +40,7 @@ mod copy;
 #[cfg(fuzzing)]
 #[doc(hidden)]
 pub mod fuzzing;
+mod gpu;
 mod handshake;
 mod memory;
 mod segment;
@@ -49,6 +51,7 @@ mod tests;
 mod withdrawals;
 
 use std::io;
+use std::num::NonZeroU32;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
@@ -64,6 +67,7 @@ use rustix::io::Errno;
 pub use self::handshake::GroupKey;
 pub use self::memory::ShmMemory;
 
+use self::gpu::{Copying, Gpus, Known};
 use self::handshake::{Claim, Malformed, Message, Nonce, Prover, Terms};
 use self::memory::Link;
 use self::segment::{Geometry, Segment};
@@ -74,6 +78,10 @@ use crate::provider::{ConnectError, NicInfo, NicLimits, Path, Provider, Sink};
 /// The longest piece. Copies run no faster beyond, and between two pieces a cancellation is heard, and
 /// small writes get their turn.
 const PIECE_BYTES: u64 = 1 << 20;
+/// The longest piece where GPUs copy: pieces that adjoin become one copy, so that this only says how many credits it costs.
+const GPU_PIECE_BYTES: u64 = 4 << 20;
+/// What GPUs are given to copy at once: long enough that its announcement costs nothing beside it.
+const GPU_BATCH_BYTES: u64 = 128 << 20;
 /// The shortest piece worth a NIC of its own.
 const PIECE_MIN_BYTES: u64 = 64 << 10;
 const QUEUE_DEPTH: u16 = 256;
@@ -123,13 +131,26 @@ pub struct ShmConfig {
     pub group_key: Option<GroupKey>,
     /// How memory is written that peers cannot map.
     pub foreign: ForeignPath,
+    /// The GPUs that it is to use, by their numbers in this process. If there are any, all host memory that is registered is
+    /// pinned for them.
+    pub gpus: Vec<u32>,
+    /// On how many SMs a GPU may make one copy. Few: they are wanted for other things.
+    pub sms: NonZeroU32,
 }
 
 impl ShmConfig {
-    /// One NIC of 100 Gbit/s, no group key.
+    /// One NIC of 100 Gbit/s, no group key, no GPU.
     #[must_use]
     pub const fn new(engine: EngineId) -> Self {
-        Self { engine, nics: 1, speed_gbps: 100, group_key: None, foreign: ForeignPath::Auto }
+        Self {
+            engine,
+            nics: 1,
+            speed_gbps: 100,
+            group_key: None,
+            foreign: ForeignPath::Auto,
+            gpus: Vec::new(),
+            sms: immwire_cuda::geometry::DEFAULT_SMS,
+        }
     }
 }
 
@@ -142,6 +163,17 @@ pub enum ShmError {
     Nics {
         /// As configured.
         nics: u8,
+    },
+    /// An engine uses each GPU once, and not more than a key can tell apart.
+    #[error("an engine uses up to {max} GPUs, each once", max = gpu::GPUS_MAX)]
+    Gpus,
+    /// A GPU cannot be used.
+    #[error("GPU {ordinal}: {source}")]
+    Gpu {
+        /// Its number in this process.
+        ordinal: u32,
+        /// Why.
+        source: immwire_cuda::Error,
     },
     /// The kernel said no.
     #[error("{call}: {source}")]
@@ -205,6 +237,7 @@ pub struct ShmProvider {
     nics: Vec<NicInfo>,
     address: NetAddr,
     memory: Arc<ShmMemory>,
+    gpus: Copying,
     listener: OwnedFd,
     epoll: OwnedFd,
     /// By index of the peer.
@@ -256,6 +289,29 @@ impl Source {
     }
 }
 
+/// Opens the GPUs that an engine is to use. `None`: none.
+fn open_gpus(ordinals: &[u32]) -> Result<Option<Arc<Known>>, ShmError> {
+    let twice = |(at, ordinal)| ordinals.iter().take(at).any(|before| before == ordinal);
+    if ordinals.len() > gpu::GPUS_MAX || ordinals.iter().enumerate().any(twice) {
+        return Err(ShmError::Gpus);
+    }
+    if ordinals.is_empty() {
+        return Ok(None);
+    }
+    let known = Known::open(ordinals);
+    known
+        .map(|known| Some(Arc::new(known)))
+        .map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })
+}
+
+/// Enqueues what was staged for GPUs.
+#[inline]
+fn launch(gpus: &mut Copying) {
+    if let Some(gpus) = gpus {
+        gpus.launch();
+    }
+}
+
 /// Sends `message` on a socket that carries no session yet.
 fn tell(socket: &OwnedFd, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Errno> {
     let mut bytes = [0; MESSAGE_MAX];
@@ -284,17 +340,26 @@ impl ShmProvider {
             return Err(ShmError::Nics { nics: config.nics });
         }
         let failed = |call| move |errno: Errno| ShmError::Os { call, source: errno.into() };
+        let known = open_gpus(&config.gpus)?;
+        let gpus = known.clone().map(|known| Gpus::new(known, config.sms).map(Box::new));
+        let gpus = gpus.transpose();
+        let gpus = gpus.map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })?;
+        let (piece_bytes, batch_bytes) = match gpus {
+            Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES),
+            None => (PIECE_BYTES, NicLimits::BATCH_BYTES),
+        };
         let id: ListenerId = random().map_err(failed("getrandom"))?;
         let listener = socket::listen(&id).map_err(failed("listen"))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed("epoll_create"))?;
         epoll::add(&epoll, &listener, Source::Listener.data(), EventFlags::IN)
             .map_err(failed("epoll_ctl"))?;
         let limits = NicLimits {
-            max_message_bytes: PIECE_BYTES,
+            max_message_bytes: piece_bytes,
             min_piece_bytes: PIECE_MIN_BYTES,
             queue_depth: QUEUE_DEPTH,
             inline_bytes: 0,
             max_sge: 1,
+            batch_bytes,
         };
         let speed_gbps = config.speed_gbps;
         let nic = |n| NicInfo { name: format!("shm{n}"), speed_gbps, limits };
@@ -308,7 +373,8 @@ impl ShmProvider {
             uid: rustix::process::geteuid().as_raw(),
             nics,
             address,
-            memory: Arc::new(ShmMemory::new(config.engine, config.nics)),
+            memory: Arc::new(ShmMemory::new(config.engine, config.nics, known)),
+            gpus,
             listener,
             epoll,
             slots: Vec::new(),
@@ -793,11 +859,12 @@ impl ShmProvider {
             if session.serial != serial {
                 return;
             }
+            let known = self.gpus.as_ref().map(|gpus| gpus.known());
             let heard = match socket::receive(&session.link.socket, &mut buffer) {
                 Ok(received) => {
                     let bytes = buffer.get(..received.len).unwrap_or(&[]);
                     Message::decode(bytes).ok().and_then(|message| {
-                        session.handle(message, received.file, &self.memory).ok()
+                        session.handle(message, received.file, &self.memory, known).ok()
                     })
                 }
                 Err(NoMessage::Yet) => return,
@@ -820,6 +887,10 @@ impl ShmProvider {
                 // A lane holds so many and no more: whoever goes on pushing is not waited for.
                 let mut rounds = 0..segment::LANE_ENTRIES;
                 while rounds.next().is_some() && session.take_immediates(sink) == Ok(true) {}
+            }
+            if session.is_flying() {
+                // Reported when GPUs have done with it: the next poll or the next look ends it.
+                return session.close(reason);
             }
             self.end(index, WorkError::PeerGone, sink);
             sink.disconnected(peer, reason);
@@ -853,8 +924,9 @@ impl ShmProvider {
         self.memory.detach(link);
     }
 
-    fn poll_sessions<S: Sink>(&mut self, sink: &mut S) -> bool {
-        let mut any = false;
+    fn poll_sessions<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        let mut any = self.poll_gpus(now, sink);
+        let mut gpus = self.gpus.take();
         let mut at = 0;
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.up.get(at) {
@@ -862,7 +934,7 @@ impl ShmProvider {
                 at += 1;
                 continue;
             };
-            match session.poll(&self.memory, sink) {
+            match session.poll(&self.memory, &mut gpus, sink) {
                 Ok(more) => {
                     any |= more;
                     at += 1;
@@ -874,6 +946,23 @@ impl ShmProvider {
                 }
             }
         }
+        launch(&mut gpus);
+        self.gpus = gpus;
+        any
+    }
+
+    /// Reports what GPUs have copied since the last call.
+    #[inline]
+    fn poll_gpus<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        let Some(mut gpus) = self.gpus.take() else {
+            return false;
+        };
+        let any = gpus.poll(now, &mut |work, end| match self.session(work.peer) {
+            Some(session) => session.land(work, end, sink),
+            // Bytes that arrive after the session: nobody is told of them.
+            None => sink.work_done(work.nic, work.token, Err(WorkError::Flushed)),
+        });
+        self.gpus = Some(gpus);
         any
     }
 
@@ -909,6 +998,7 @@ impl Provider for ShmProvider {
         let mut copied = 0_u64;
         let mut accepted = 0;
         let mut last = None;
+        let mut gpus = self.gpus.take();
         for piece in work {
             if copied >= POST_BYTES {
                 break;
@@ -918,7 +1008,7 @@ impl Provider for ShmProvider {
                 last = Some(piece.peer);
             }
             let step = match self.session(piece.peer) {
-                Some(session) => session.submit(piece),
+                Some(session) => session.submit(piece, &mut gpus),
                 None => Step::Ended(Err(WorkError::PeerGone)),
             };
             match step {
@@ -927,15 +1017,20 @@ impl Provider for ShmProvider {
                 Step::NotYet | Step::NoRoom => break,
             }
             accepted += 1;
-            copied = copied.saturating_add(piece.len);
+            // What a GPU copies takes no time here.
+            if step != Step::UnderWay {
+                copied = copied.saturating_add(piece.len);
+            }
         }
+        launch(&mut gpus);
+        self.gpus = gpus;
         self.settle(last);
         accepted
     }
 
     /// Idle, it costs a few loads for each peer, and a system call each `LOOK_EVERY` calls.
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
-        let mut any = self.poll_sessions(sink);
+        let mut any = self.poll_sessions(now, sink);
         self.polls = self.polls.wrapping_add(1);
         let hurry = self.handshakes > 0 || self.expecting;
         let every = if hurry { LOOK_EVERY_IN_A_HURRY } else { LOOK_EVERY };
@@ -989,7 +1084,7 @@ impl Provider for ShmProvider {
         Ok(())
     }
 
-    /// Returns within a millisecond. If the peer is stopped while it copies a record out of the bounce
+    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
     /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
     /// on.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
@@ -1002,11 +1097,12 @@ impl Provider for ShmProvider {
         }
     }
 
-    /// Pieces that wait for the peer end at once. If any lies in the bounce ring, the ring is closed, the
+    /// Pieces that wait for the peer end at once; those that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, the
     /// rest ends as soon as the peer is not copying out of it, and the connection with it.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {
             session.flush_waiting(WorkError::Flushed, sink);
+            session.flush_landed(WorkError::Flushed, sink);
             if session.is_bouncing() {
                 session.close(DownReason::Disconnected);
             }

@@ -8,6 +8,7 @@
 //! | control lines | one side each | hazard word, lanes in use, bounce positions, doorbell |
 //! | credits | reader | a position for each lane |
 //! | grants | reader | for each of the reader's regions: the key under which the writer may write |
+//! | GPU hazard words | writer | for each of them: the key under which a GPU of the writer's is writing |
 //! | lanes | writer | immediates, a ring for each pair of NICs |
 //! | bounce ring | writer | bytes for memory that cannot be mapped |
 //!
@@ -183,9 +184,11 @@ impl Geometry {
     fn layout(self) -> Layout {
         let lanes = usize::from(self.initiator_nics) * usize::from(self.acceptor_nics);
         let grants_at = CREDITS_AT + lanes * LINE;
-        let lanes_at = (grants_at + REGIONS_MAX * WORD).next_multiple_of(PAGE);
+        let gpu_at = (grants_at + REGIONS_MAX * WORD).next_multiple_of(PAGE);
+        let lanes_at = (gpu_at + REGIONS_MAX * WORD).next_multiple_of(PAGE);
         let bounce_at = (lanes_at + lanes * LANE_ENTRIES * WORD).next_multiple_of(PAGE);
-        Layout { lanes, grants_at, lanes_at, bounce_at, half_bytes: bounce_at + BOUNCE_BYTES }
+        let half_bytes = bounce_at + BOUNCE_BYTES;
+        Layout { lanes, grants_at, gpu_at, lanes_at, bounce_at, half_bytes }
     }
 
     /// Size of the whole segment. Most of its pages are never touched, and so never exist.
@@ -201,6 +204,7 @@ const CREDITS_AT: usize = CONTROL_LINES * LINE;
 struct Layout {
     lanes: usize,
     grants_at: usize,
+    gpu_at: usize,
     lanes_at: usize,
     bounce_at: usize,
     half_bytes: usize,
@@ -339,6 +343,17 @@ impl<'a> Half<'a> {
     pub(super) fn grant(self, id: u32) -> Option<&'a AtomicU64> {
         let id = usize::try_from(id).ok().filter(|id| *id < REGIONS_MAX)?;
         Some(self.word(self.segment.layout.grants_at + id * WORD))
+    }
+
+    /// Writer's: the key under which a GPU of its is writing to region `id`: the hazard word to that grant.
+    pub(super) fn gpu_active(self, id: u32) -> Option<&'a AtomicU64> {
+        let id = usize::try_from(id).ok().filter(|id| *id < REGIONS_MAX)?;
+        Some(self.word(self.segment.layout.gpu_at + id * WORD))
+    }
+
+    /// Writer's: to how many regions its GPUs are writing.
+    pub(super) fn gpu_claims(self) -> &'a AtomicU64 {
+        self.word(5 * LINE)
     }
 
     /// Writer's: the ring of `lane`. `lane` is below [`Segment::lanes`].

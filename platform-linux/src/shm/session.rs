@@ -1,18 +1,20 @@
 //! One connection: the data path to one peer, and what the peer sends back.
 //!
-//! A piece ends in one of four ways, tried in this order: bytes copied straight into the peer's mapped
-//! region; copied there by the kernel; put into the bounce ring for the peer to copy; refused. A piece
+//! A piece ends in one of five ways: bytes copied by a GPU, if they come from or go to the memory of one; else, tried in
+//! this order: copied straight into the peer's mapped region; copied there by the kernel; put into the bounce ring for the
+//! peer to copy; refused. A piece
 //! to a region that was never written before waits until the peer has answered what kind it is.
 //!
 //! # Invariants
 //!
 //! - A piece with an immediate starts only when its lane has room, so that what was written can be
-//!   announced at once, and a piece that was not accepted has written nothing.
+//!   announced at once, and a piece that was not accepted has written nothing. Of what a GPU has copied, some may have to
+//!   wait in `landed` for room.
 //! - Bytes are written to a peer's region between `hazard::enter` and `hazard::leave` for its key only.
 //!   `held` is the key entered; [`Session::settle`] leaves, and is called before control goes back to
 //!   the engine.
-//! - Every piece that was accepted is reported once: by [`Session::submit`], or from one of `waiting`
-//!   and the bounce writer's jobs, by [`Session::poll`] or [`Session::flush`].
+//! - Every piece that was accepted is reported once: by [`Session::submit`], or from one of `waiting`,
+//!   `landed` and the bounce writer's jobs, by [`Session::poll`] or [`Session::flush`].
 //! - What the peer says is checked where it is used: positions by `lane` and `bounce`, a region's
 //!   file by its seals and size, addresses against the region's bounds. A lie costs the liar its session
 //!   or its own bytes.
@@ -32,6 +34,7 @@ use rustix::io::Errno;
 use super::ForeignPath;
 use super::bounce;
 use super::copy::{copy, write_process};
+use super::gpu::{Copying, Kind, Known, Reached, Shared, Staging, received};
 use super::handshake::{Answer, Message};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
@@ -88,10 +91,31 @@ struct LaneIn {
 #[derive(Debug)]
 enum Target {
     Unknown,
-    Asked { key: u64 },
-    Mapped { key: u64, mapping: Mapping, base: u64, len: u64 },
-    Process { key: u64, base: u64, len: u64 },
-    Refused { key: u64 },
+    Asked {
+        key: u64,
+    },
+    /// And, once one has written there, what our GPUs know of it.
+    Mapped {
+        key: u64,
+        mapping: Arc<Mapping>,
+        base: u64,
+        len: u64,
+        reached: Option<Arc<Reached>>,
+    },
+    Gpu {
+        key: u64,
+        reached: Arc<Reached>,
+        base: u64,
+        len: u64,
+    },
+    Process {
+        key: u64,
+        base: u64,
+        len: u64,
+    },
+    Refused {
+        key: u64,
+    },
 }
 
 impl Target {
@@ -101,6 +125,7 @@ impl Target {
             Self::Asked { key }
             | Self::Refused { key }
             | Self::Mapped { key, .. }
+            | Self::Gpu { key, .. }
             | Self::Process { key, .. } => *key,
         }
     }
@@ -134,6 +159,7 @@ enum Place {
     Here(*mut u8, usize),
     Process,
     Bounce,
+    Gpu(Arc<Reached>),
 }
 
 /// A live connection.
@@ -153,6 +179,9 @@ pub(super) struct Session {
     /// The peer's count of withdrawn grants that `targets` was last compared with.
     withdrawals: Seen,
     waiting: VecDeque<WorkRequest>,
+    /// Pieces that GPUs are copying, and those that they have copied and that are still to be announced.
+    flying: usize,
+    landed: VecDeque<WorkRequest>,
     /// Whether something happened that waiting pieces may have waited for, and how many are untried.
     retry: usize,
     bounce_out: bounce::Writer,
@@ -205,6 +234,8 @@ impl Session {
             asked: 0,
             withdrawals: Seen::default(),
             waiting: VecDeque::new(),
+            flying: 0,
+            landed: VecDeque::new(),
             retry: 0,
             bounce_out: bounce::Writer::default(),
             bounce_in: bounce::Reader::default(),
@@ -251,11 +282,11 @@ impl Session {
     // ---- out ----
 
     /// Takes a piece, or not ([`Step::NoRoom`]).
-    pub(super) fn submit(&mut self, work: &WorkRequest) -> Step {
+    pub(super) fn submit(&mut self, work: &WorkRequest, gpus: &mut Copying) -> Step {
         if self.closing.is_some() {
             return Step::Ended(Err(WorkError::PeerGone));
         }
-        match self.step(work) {
+        match self.step(work, gpus) {
             Step::NotYet if self.waiting.len() < WAITING_MAX => {
                 self.waiting.push_back(*work);
                 Step::UnderWay
@@ -265,12 +296,11 @@ impl Session {
         }
     }
 
-    fn step(&mut self, work: &WorkRequest) -> Step {
+    fn step(&mut self, work: &WorkRequest, gpus: &mut Copying) -> Step {
         if work.nic >= self.our_nics || work.remote_nic >= self.their_nics {
             return Step::Ended(Err(WorkError::LocalAccess));
         }
-        let lane =
-            usize::from(work.nic) * usize::from(self.their_nics) + usize::from(work.remote_nic);
+        let lane = self.lane_of(work);
         if work.imm.is_some() {
             match self.has_room(lane) {
                 Ok(true) => {}
@@ -279,15 +309,28 @@ impl Session {
             }
         }
         if work.len > 0 {
-            let place = match self.place(work) {
+            let place = match self.place(work, gpus) {
                 Ok(place) => place,
                 Err(step) => return step,
             };
-            let step = self.move_bytes(work, place);
+            let step = match place {
+                Place::Gpu(reached) => self.fly(work, &reached, gpus),
+                place => self.move_bytes(work, place),
+            };
             if step != Step::Ended(Ok(())) {
                 return step;
             }
         }
+        self.announce(work, lane)
+    }
+
+    fn lane_of(&self, work: &WorkRequest) -> usize {
+        usize::from(work.nic) * usize::from(self.their_nics) + usize::from(work.remote_nic)
+    }
+
+    /// Sends a piece's immediate, for which its lane has room.
+    #[inline]
+    fn announce(&mut self, work: &WorkRequest, lane: usize) -> Step {
         if let Some(imm) = work.imm {
             let out = self.link.segment.outbound();
             let bit = 1_u64 << lane;
@@ -328,15 +371,84 @@ impl Session {
         Step::Ended(Err(WorkError::PeerGone))
     }
 
+    /// Has a GPU copy a piece.
+    fn fly(&mut self, work: &WorkRequest, reached: &Arc<Reached>, gpus: &mut Copying) -> Step {
+        let Some(gpus) = gpus.as_mut() else {
+            return Step::Ended(Err(WorkError::LocalAccess));
+        };
+        match gpus.stage(work, reached) {
+            Staging::Taken => {
+                self.flying += 1;
+                Step::UnderWay
+            }
+            Staging::NoRoom => Step::NoRoom,
+            Staging::Withdrawn => {
+                self.forget(work.dst_key);
+                Step::Ended(Err(WorkError::RemoteAccess))
+            }
+            Staging::Failed(error) => Step::Ended(Err(error)),
+        }
+    }
+
+    /// A GPU has copied a piece, or has failed to.
+    pub(super) fn land<S: Sink>(
+        &mut self,
+        work: WorkRequest,
+        end: Result<(), WorkError>,
+        sink: &mut S,
+    ) {
+        self.flying = self.flying.saturating_sub(1);
+        let first = self.landed.is_empty();
+        match end {
+            Ok(()) if work.imm.is_some() => {
+                self.landed.push_back(work);
+                if first {
+                    self.announce_landed(sink);
+                }
+            }
+            end => sink.work_done(work.nic, work.token, end),
+        }
+    }
+
+    /// Announces what GPUs have copied, as far as there is room; returns whether there was any.
+    fn announce_landed<S: Sink>(&mut self, sink: &mut S) -> bool {
+        let mut any = false;
+        while let Some(work) = self.landed.front().copied() {
+            let lane = self.lane_of(&work);
+            let end = match self.has_room(lane) {
+                Ok(true) => match self.announce(&work, lane) {
+                    Step::Ended(end) => end,
+                    Step::UnderWay | Step::NotYet | Step::NoRoom => Ok(()),
+                },
+                Ok(false) => break,
+                Err(Broken) => {
+                    self.close(DownReason::Protocol);
+                    Err(WorkError::PeerGone)
+                }
+            };
+            self.landed.pop_front();
+            sink.work_done(work.nic, work.token, end);
+            any = true;
+        }
+        any
+    }
+
+    /// Whether GPUs are copying to the peer.
+    pub(super) fn is_flying(&self) -> bool {
+        self.flying > 0
+    }
+
     /// Where the bytes of a piece go; else what is to be done with the piece instead.
-    fn place(&mut self, work: &WorkRequest) -> Result<Place, Step> {
+    fn place(&mut self, work: &WorkRequest, gpus: &mut Copying) -> Result<Place, Step> {
         const REFUSED: Step = Step::Ended(Err(WorkError::RemoteAccess));
         let key = work.dst_key;
         let id = usize::try_from(id_of(key)).unwrap_or(usize::MAX);
         let target = self.targets.get(id).unwrap_or(&Target::Unknown);
         let have = target.key();
         // The keys of a slot only grow: if the peer has shown us a later one, this one's tenant is gone.
-        let stale = have > key && matches!(target, Target::Mapped { .. } | Target::Process { .. });
+        let known =
+            !matches!(target, Target::Unknown | Target::Asked { .. } | Target::Refused { .. });
+        let stale = have > key && known;
         if stale || id >= REGIONS_MAX || key == NO_KEY {
             return Err(REFUSED);
         }
@@ -347,8 +459,17 @@ impl Session {
                 self.ask(id, key);
                 Err(Step::NotYet)
             }
+            Target::Gpu { reached, base, len, .. } => {
+                offset_in(work, *base, *len).ok_or(REFUSED)?;
+                Ok(Place::Gpu(Arc::clone(reached)))
+            }
+            // A GPU reaches no memory that only the peer has.
+            Target::Process { .. } if Kind::of(work.src_key) != Kind::Host => Err(REFUSED),
             Target::Mapped { mapping, base, len, .. } => {
                 let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
+                if Kind::of(work.src_key) != Kind::Host {
+                    return self.reach(id, gpus).map(Place::Gpu);
+                }
                 let area = usize::try_from(*len).unwrap_or(usize::MAX);
                 Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset), area))
             }
@@ -366,6 +487,25 @@ impl Session {
             }
             Target::Refused { .. } | Target::Unknown => Err(REFUSED),
         }
+    }
+
+    /// What our GPUs need to write to host memory of the peer's; made the first time.
+    fn reach(&mut self, id: usize, gpus: &Copying) -> Result<Arc<Reached>, Step> {
+        const LOCAL: Step = Step::Ended(Err(WorkError::LocalAccess));
+        const REFUSED: Step = Step::Ended(Err(WorkError::RemoteAccess));
+        let gpus = gpus.as_ref().ok_or(LOCAL)?;
+        let Some(Target::Mapped { key, mapping, base, len, reached }) = self.targets.get_mut(id)
+        else {
+            return Err(REFUSED);
+        };
+        if let Some(reached) = reached {
+            return Ok(Arc::clone(reached));
+        }
+        let bytes = usize::try_from(*len).map_err(|_| REFUSED)?;
+        let made = Reached::host(gpus.known(), &self.link, *key, *base, mapping, bytes);
+        let made = Arc::new(made.ok_or(LOCAL)?);
+        *reached = Some(Arc::clone(&made));
+        Ok(made)
     }
 
     /// Asks the peer about `key`, unless too much was asked already; the piece's next try asks again.
@@ -410,7 +550,7 @@ impl Session {
                 Step::Ended(Ok(()))
             }
             Place::Process => self.move_by_kernel(work, len),
-            Place::Bounce => Step::Ended(Err(WorkError::LocalAccess)),
+            Place::Bounce | Place::Gpu(_) => Step::Ended(Err(WorkError::LocalAccess)),
         }
     }
 
@@ -484,9 +624,13 @@ impl Session {
     pub(super) fn poll<S: Sink>(
         &mut self,
         memory: &ShmMemory,
+        gpus: &mut Copying,
         sink: &mut S,
     ) -> Result<bool, Broken> {
         let mut any = self.take_immediates(sink)?;
+        if !self.landed.is_empty() {
+            any |= self.announce_landed(sink);
+        }
         let inn = self.link.segment.inbound();
         if self.bounce_in.has_news(inn) {
             any |= self.take_records(memory, sink)?;
@@ -495,10 +639,11 @@ impl Session {
             any |= self.reap(sink)?;
         }
         if self.retry > 0 {
-            any |= self.retry_waiting(sink);
+            any |= self.retry_waiting(gpus, sink);
         }
         self.settle();
-        if self.closing.is_some() && self.bounce_is_quiet() { Err(Broken) } else { Ok(any) }
+        let over = self.closing.is_some() && self.bounce_is_quiet() && self.flying == 0;
+        if over { Err(Broken) } else { Ok(any) }
     }
 
     /// Whether nothing that was put into the bounce ring can be delivered any more, or there is nothing.
@@ -559,14 +704,14 @@ impl Session {
         Ok(any)
     }
 
-    fn retry_waiting<S: Sink>(&mut self, sink: &mut S) -> bool {
+    fn retry_waiting<S: Sink>(&mut self, gpus: &mut Copying, sink: &mut S) -> bool {
         let mut any = false;
         for _ in 0..RETRY_BATCH.min(self.retry) {
             self.retry -= 1;
             let Some(work) = self.waiting.pop_front() else {
                 break;
             };
-            match self.step(&work) {
+            match self.step(&work, gpus) {
                 Step::Ended(end) => sink.work_done(work.nic, work.token, end),
                 Step::UnderWay => {}
                 Step::NotYet | Step::NoRoom => {
@@ -596,7 +741,10 @@ impl Session {
             return;
         }
         for target in &mut self.targets {
-            if let Target::Mapped { key, .. } | Target::Process { key, .. } = target {
+            if let Target::Mapped { key, .. }
+            | Target::Process { key, .. }
+            | Target::Gpu { key, .. } = target
+            {
                 let key = *key;
                 let granted =
                     out.grant(id_of(key)).is_some_and(|word| hazard::may_continue(word, key));
@@ -613,6 +761,7 @@ impl Session {
         message: Message<'_>,
         file: Option<OwnedFd>,
         memory: &ShmMemory,
+        gpus: Option<&Known>,
     ) -> Result<(), Broken> {
         match message {
             Message::Kick => {}
@@ -627,7 +776,7 @@ impl Session {
                 }
             }
             Message::MapRequest { key } => self.answer(key, memory)?,
-            Message::MapReply { key, answer } => self.learn(key, answer, file)?,
+            Message::MapReply { key, answer } => self.learn(key, answer, file, gpus)?,
             _ => return Err(Broken),
         }
         Ok(())
@@ -637,6 +786,13 @@ impl Session {
         let (answer, file) = match memory.grant(&self.link, key) {
             Granted::File { file, base, len } => (Answer::File { base, len }, Some(file)),
             Granted::Process { base, len } => (Answer::Process { base, len }, None),
+            Granted::Gpu { region, shared } => {
+                let handle = match &shared {
+                    Shared::File(_) => None,
+                    Shared::Handle(handle) => Some(*handle),
+                };
+                (Answer::Gpu { region, handle }, shared.file())
+            }
             Granted::Refused => (Answer::Refused, None),
         };
         self.reply(&Message::MapReply { key, answer }, file.as_deref())
@@ -651,7 +807,14 @@ impl Session {
         }
     }
 
-    fn learn(&mut self, key: u64, answer: Answer, file: Option<OwnedFd>) -> Result<(), Broken> {
+    fn learn(
+        &mut self,
+        key: u64,
+        answer: Answer,
+        file: Option<OwnedFd>,
+        gpus: Option<&Known>,
+    ) -> Result<(), Broken> {
+        let (link, same) = (&self.link, self.pid == rustix::process::getpid().as_raw_pid());
         let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id));
         let target = target.ok_or(Broken)?;
         if !matches!(target, Target::Asked { key: asked } if *asked == key) {
@@ -660,6 +823,15 @@ impl Session {
         *target = match answer {
             Answer::File { base, len } => map(key, base, len, file),
             Answer::Process { base, len } => Target::Process { key, base, len },
+            Answer::Gpu { region, handle } => received(handle, file.as_ref())
+                .zip(gpus)
+                .and_then(|(received, gpus)| {
+                    Reached::device(gpus, link, key, &region, received, same)
+                })
+                .map_or(Target::Refused { key }, |reached| {
+                    let (base, len) = (region.base, region.len);
+                    Target::Gpu { key, reached: Arc::new(reached), base, len }
+                }),
             Answer::Refused => Target::Refused { key },
         };
         self.asked = self.asked.saturating_sub(1);
@@ -680,7 +852,9 @@ impl Session {
             !self.waiting.is_empty() && self.asked == 0 && self.by_kernel != ByKernel::Trying;
         let withdrawn = self.withdrawals.is_news(out.withdrawals());
         let ending = self.closing.is_some();
-        let busy = bounced || stuck || withdrawn || ending || self.retry > 0;
+        // What a GPU has done, nobody tells but the word that is polled.
+        let flying = self.flying > 0;
+        let busy = flying || bounced || stuck || withdrawn || ending || self.retry > 0;
         !(busy || self.has_immediates() || self.has_found_room())
     }
 
@@ -697,6 +871,9 @@ impl Session {
 
     fn has_found_room(&mut self) -> bool {
         let full = self.lanes_full;
+        if !self.landed.is_empty() && full == 0 {
+            return true;
+        }
         (0..self.lanes_out.len())
             .any(|lane| full >> lane & 1 == 1 && self.has_room(lane) != Ok(false))
     }
@@ -717,6 +894,13 @@ impl Session {
         !self.bounce_out.is_idle()
     }
 
+    /// Ends the pieces that GPUs have copied and that cannot be announced any more.
+    pub(super) fn flush_landed<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
+        for work in self.landed.drain(..) {
+            sink.work_done(work.nic, work.token, Err(error));
+        }
+    }
+
     /// Ends the pieces that wait; nothing of them has been written.
     pub(super) fn flush_waiting<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         for work in self.waiting.drain(..) {
@@ -728,6 +912,7 @@ impl Session {
     /// Ends all pieces. The bounce ring must be quiet, or the peer gone.
     pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         self.flush_waiting(error, sink);
+        self.flush_landed(error, sink);
         self.bounce_out.flush(error, |work, end| sink.work_done(work.nic, work.token, end));
     }
 }
@@ -745,7 +930,9 @@ fn map(key: u64, base: u64, len: u64, file: Option<OwnedFd>) -> Target {
         .filter(|file| is_sealed(file, len))
         .and_then(|file| Mapping::new(file, usize::try_from(len).ok()?).ok());
     match mapped {
-        Some(mapping) => Target::Mapped { key, mapping, base, len },
+        Some(mapping) => {
+            Target::Mapped { key, mapping: Arc::new(mapping), base, len, reached: None }
+        }
         None => Target::Refused { key },
     }
 }

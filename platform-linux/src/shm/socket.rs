@@ -171,6 +171,13 @@ pub(super) fn is_gone(socket: &OwnedFd) -> bool {
     fd.revents().intersects(gone)
 }
 
+/// Whether a descriptor has something to read: of a process, whether it has ended (pidfd_open(2)).
+pub(super) fn is_readable(file: &OwnedFd) -> bool {
+    let mut fds = [PollFd::new(file, PollFlags::IN)];
+    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
+    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -19,7 +19,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::Core;
 use super::trace::What;
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::sync::lock;
 
 /// Regions start at multiples of this, as far as the fabric allocates them.
@@ -179,7 +179,7 @@ impl SimMemory {
         let Some(keys) = keys.get(..self.nics).and_then(Keys::new) else { return Err(full) };
         let local = LocalMr { base, len: bytes, generation, keys };
         let desc = MrDesc { owner: self.id, base, len: bytes, generation, rights, keys };
-        Ok(Registered { ptr, len, local, desc, id })
+        Ok(Registered { ptr, len, local, desc, id, place: Place::Host })
     }
 }
 

@@ -245,6 +245,7 @@ impl Fabric {
                 queue_depth: nic.queue_depth,
                 inline_bytes: 0,
                 max_sge: 1,
+                batch_bytes: NicLimits::BATCH_BYTES,
             },
         };
         let infos = nics.iter().enumerate().map(info).collect();

@@ -30,7 +30,7 @@ use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
 use super::VerbsError;
 use super::device::{Domain, Registration};
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::sync::lock;
 
 /// Memory that we mapped.
@@ -270,7 +270,7 @@ impl VerbsMemory {
         let local = LocalMr { base, len: bytes, generation, keys: locals };
         let desc =
             MrDesc { owner: self.engine, base, len: bytes, generation, rights, keys: remotes };
-        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()) })
+        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place: Place::Host })
     }
 
     fn tenant_of(region: &Registered) -> Option<Tenant> {

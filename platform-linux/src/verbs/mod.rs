@@ -980,6 +980,7 @@ fn info(device: &Device) -> NicInfo {
         queue_depth: QUEUE_DEPTH,
         inline_bytes: INLINE_BYTES,
         max_sge: 1,
+        batch_bytes: NicLimits::BATCH_BYTES,
     };
     NicInfo { name: device.name.clone(), speed_gbps: facts.speed_gbps, limits }
 }

@@ -1,0 +1,750 @@
+//! The GPUs of an engine: memory of theirs that peers write to, and the copies that they make.
+//!
+//! A piece whose bytes lie in a GPU's memory, or go there, is copied by a GPU: the one that has the source; from host
+//! memory the one that has the destination. Peers' memory is opened once for each region, and their host memory pinned. What
+//! one call of `post` takes is merged: pieces that adjoin become one copy, pieces of one length one launch. A copy's last
+//! act is to store its number to a word of pinned host memory; whoever reads it there sees that all of its bytes are where
+//! they belong (`immwire_cuda::Release`), and the immediates are sent.
+//!
+//! # What it refuses to know
+//!
+//! Counts, plans and credits (the core's); which kernel and how many pieces a launch has (`immwire_cuda::geometry`).
+//!
+//! # Invariants
+//!
+//! - A copy is enqueued under a [`Claim`] on its destination, which ends when the copy has. The owner of the region waits
+//!   for it (`Link::is_quiet`), also after our process has died: until the kernel has let go of all that was ours.
+//! - What a copy uses is kept by its [`Flight`]: destination, tables, and by the engine's own rule the source.
+//! - Every piece that was staged is reported once: as copied, or as failed.
+//! - After set-up nothing here allocates but the driver.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU32;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use immwire_core::group::{WorkError, WorkRequest};
+use immwire_core::hazard;
+use immwire_core::id::Time;
+use immwire_cuda::geometry::{Method, Tuning};
+use immwire_cuda::{
+    Copier, Device, Error, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory, Received,
+    Release, Stream, Uuid,
+};
+
+use super::memory::{Link, id_of};
+use super::segment::Mapping;
+
+/// Queues of each GPU: one launch begins while another ends.
+const QUEUES: usize = 2;
+/// Copies under way in one queue.
+const COPIES: usize = 32;
+/// Pages that one launch copies at most: those of the pieces of one call of `post`.
+const LAUNCH_PAGES: usize = 8192;
+/// Pieces that one copy carries at most.
+const PIECES: usize = 256;
+/// How long copies may be under way without one ending before the GPU is asked whether it has failed.
+const LOOK_AFTER: Duration = Duration::from_millis(100);
+
+/// Which memory a key is of, in bits 24 to 31 of it. An engine's own numbers: a peer's only say whether it is a GPU's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    /// Of the host.
+    Host,
+    /// Of the engine's GPU of this index.
+    Gpu(u8),
+}
+
+impl Kind {
+    const SHIFT: u32 = 24;
+
+    /// Its bits in a key.
+    pub(super) fn bits(self) -> u64 {
+        let number = match self {
+            Self::Host => 0,
+            Self::Gpu(index) => 1 + u64::from(index),
+        };
+        number << Self::SHIFT
+    }
+
+    #[inline]
+    pub(super) fn of(key: u64) -> Self {
+        match (key >> Self::SHIFT & 0xff) as u8 {
+            0 => Self::Host,
+            number => Self::Gpu(number - 1),
+        }
+    }
+}
+
+/// The most GPUs that one engine may use: a key has room for so many.
+pub(super) const GPUS_MAX: usize = 64;
+
+/// The GPUs that an engine uses, as far as all of its threads know them.
+#[derive(Debug)]
+pub(super) struct Known {
+    devices: Vec<(Device, Uuid)>,
+}
+
+impl Known {
+    /// Opens GPUs, so that each reaches the memory of the others where there is a way.
+    pub(super) fn open(ordinals: &[u32]) -> Result<Self, (u32, Error)> {
+        let open = |&ordinal: &u32| {
+            let device = Device::open(ordinal).map_err(|why| (ordinal, why))?;
+            let uuid = device.uuid().map_err(|why| (ordinal, why))?;
+            Ok((device, uuid))
+        };
+        let devices: Vec<(Device, Uuid)> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
+        for (one, _) in &devices {
+            for (other, _) in &devices {
+                match one.reach(other) {
+                    // Then a write from one to the other is refused, when there is one.
+                    Ok(()) | Err(Error::NoPeerAccess { .. }) => {}
+                    Err(why) => return Err((one.ordinal(), why)),
+                }
+            }
+        }
+        Ok(Self { devices })
+    }
+
+    /// Any of them, for calls that need one.
+    pub(super) fn first(&self) -> Option<&Device> {
+        self.devices.first().map(|(device, _)| device)
+    }
+
+    /// By its number in this process: the index in a key, the GPU, and its name for others.
+    pub(super) fn by_ordinal(&self, ordinal: u32) -> Option<(u8, &Device, Uuid)> {
+        let at = self.devices.iter().position(|(device, _)| device.ordinal() == ordinal)?;
+        let (device, uuid) = self.devices.get(at)?;
+        Some((u8::try_from(at).ok()?, device, *uuid))
+    }
+
+    /// The number, in this process, of the GPU of an index.
+    pub(super) fn ordinal(&self, index: u8) -> Option<u32> {
+        self.devices.get(usize::from(index)).map(|(device, _)| device.ordinal())
+    }
+
+    fn by_uuid(&self, uuid: Uuid) -> Option<usize> {
+        self.devices.iter().position(|(_, have)| *have == uuid)
+    }
+}
+
+/// A region of GPU memory, as its owner describes it to a peer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Described {
+    pub(super) uuid: Uuid,
+    /// The region's first byte and length, and the same of the allocation that it lies in, as the owner has them.
+    pub(super) base: u64,
+    pub(super) len: u64,
+    pub(super) start: u64,
+    pub(super) whole: u64,
+}
+
+impl Described {
+    /// Whether the region lies in its allocation.
+    fn is_sound(&self) -> bool {
+        let offset = self.base.checked_sub(self.start);
+        let end = offset.and_then(|offset| offset.checked_add(self.len));
+        self.len > 0 && end.is_some_and(|end| end <= self.whole)
+    }
+}
+
+/// How one GPU of ours gets at a peer's region: the address that stands for its first byte.
+#[derive(Debug)]
+struct Way {
+    address: u64,
+    /// Keeps it so. `None`: the region is of this process, and its owner's rules keep it.
+    _opened: Option<Opened>,
+}
+
+/// A peer's region that our GPUs write to.
+#[derive(Debug)]
+pub(super) struct Reached {
+    link: Arc<Link>,
+    key: u64,
+    /// The owner's address of the first byte.
+    base: u64,
+    /// The one of our GPUs that has the memory.
+    home: Option<usize>,
+    /// By index of our GPU.
+    ways: Vec<Option<Way>>,
+    /// Claims on it.
+    claims: AtomicU32,
+    /// For host memory: after the ways, so that it is unpinned before it is unmapped.
+    _host: Option<(Option<Pinned>, Arc<Mapping>)>,
+}
+
+impl Reached {
+    /// A peer's GPU memory. `None`: none of our GPUs gets at it.
+    pub(super) fn device(
+        known: &Known,
+        link: &Arc<Link>,
+        key: u64,
+        described: &Described,
+        received: Received<'_>,
+        same_process: bool,
+    ) -> Option<Self> {
+        let home = known.by_uuid(described.uuid);
+        if !described.is_sound() {
+            return None;
+        }
+        let offset = described.base - described.start;
+        let way = |(device, _): &(Device, Uuid)| {
+            // A handle opens nothing in the process that it is from, where the address itself will do.
+            if same_process && matches!(received, Received::Handle(_)) {
+                let owner = &known.devices.get(home?)?.0;
+                device.reach(owner).ok()?;
+                return Some(Way { address: described.base, _opened: None });
+            }
+            match Opened::new(device, received, described.whole) {
+                Ok(opened) => {
+                    let address = opened.address().checked_add(offset)?;
+                    Some(Way { address, _opened: Some(opened) })
+                }
+                Err(why) => {
+                    tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
+                    None
+                }
+            }
+        };
+        let ways: Vec<_> = known.devices.iter().map(way).collect();
+        ways.iter().any(Option::is_some).then(|| Self {
+            link: Arc::clone(link),
+            key,
+            base: described.base,
+            home,
+            ways,
+            claims: AtomicU32::new(0),
+            _host: None,
+        })
+    }
+
+    /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to its owner. `None`: it cannot be pinned.
+    pub(super) fn host(
+        known: &Known,
+        link: &Arc<Link>,
+        key: u64,
+        base: u64,
+        mapping: &Arc<Mapping>,
+        bytes: usize,
+    ) -> Option<Self> {
+        let address = mapping.base().as_ptr() as u64;
+        // SAFETY: the mapping is at least as long, and is kept until after it has been unpinned (`_host`, a tuple's fields
+        // are dropped in order).
+        let pinned = unsafe { Pinned::new(known.first()?, address, bytes) };
+        let pinned = pinned
+            .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
+            .ok()?;
+        let way = |_: &(Device, Uuid)| Some(Way { address, _opened: None });
+        Some(Self {
+            link: Arc::clone(link),
+            key,
+            base,
+            home: None,
+            ways: known.devices.iter().map(way).collect(),
+            claims: AtomicU32::new(0),
+            _host: Some((pinned, Arc::clone(mapping))),
+        })
+    }
+
+    /// Where the owner's address `dst` is for GPU `gpu`; bounds are the caller's to check.
+    fn address(&self, gpu: usize, dst: u64) -> Option<u64> {
+        let way = self.ways.get(gpu)?.as_ref()?;
+        way.address.checked_add(dst.checked_sub(self.base)?)
+    }
+
+    fn may_continue(&self) -> bool {
+        let grant = self.link.segment.outbound().grant(id_of(self.key));
+        grant.is_some_and(|grant| hazard::may_continue(grant, self.key))
+    }
+}
+
+/// The right to have a GPU write to a peer's region, until it is dropped.
+#[derive(Debug)]
+struct Claim(Arc<Reached>);
+
+impl Claim {
+    /// `None`: the region was withdrawn.
+    fn new(reached: &Arc<Reached>) -> Option<Self> {
+        let out = reached.link.segment.outbound();
+        let (grant, active) = (out.grant(id_of(reached.key))?, out.gpu_active(id_of(reached.key))?);
+        // Relaxed: claims of a session are made and ended by the engine's thread.
+        if reached.claims.load(Ordering::Relaxed) == 0 {
+            let total = out.gpu_claims();
+            total.store(total.load(Ordering::Relaxed) + 1, Ordering::Release);
+            if !hazard::enter(active, grant, reached.key) {
+                total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
+                return None;
+            }
+        } else if !hazard::may_continue(grant, reached.key) {
+            return None;
+        }
+        reached.claims.fetch_add(1, Ordering::Relaxed);
+        Some(Self(Arc::clone(reached)))
+    }
+}
+
+impl Drop for Claim {
+    fn drop(&mut self) {
+        if self.0.claims.fetch_sub(1, Ordering::Relaxed) != 1 {
+            return;
+        }
+        let out = self.0.link.segment.outbound();
+        if let Some(active) = out.gpu_active(id_of(self.0.key)) {
+            hazard::leave(active);
+        }
+        let total = out.gpu_claims();
+        total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
+    }
+}
+
+/// A copy under way.
+#[derive(Debug)]
+struct Flight {
+    number: u64,
+    pieces: usize,
+    _claim: Claim,
+}
+
+/// Copies of one GPU that are made in order.
+#[derive(Debug)]
+struct Queue {
+    copier: Copier,
+    /// The number of the last copy that has ended: the GPU's to write.
+    ended: PinnedMemory,
+    issued: u64,
+    /// By the number of the copy that reads it, modulo how many there are: page numbers of the source, then of the target.
+    tables: Vec<PinnedMemory>,
+    flights: VecDeque<Flight>,
+    /// Theirs, in order.
+    pieces: VecDeque<WorkRequest>,
+}
+
+impl Queue {
+    fn new(device: &Device) -> Result<Self, Error> {
+        let stream = Stream::new(device)?;
+        let copier = Copier::new(&stream, Tuning::default())?;
+        let table = |_| PinnedMemory::zeroed(device, 2 * LAUNCH_PAGES * size_of::<u32>());
+        Ok(Self {
+            copier,
+            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
+            issued: 0,
+            tables: (0..COPIES).map(table).collect::<Result<_, _>>()?,
+            flights: VecDeque::with_capacity(COPIES),
+            pieces: VecDeque::with_capacity(COPIES * PIECES),
+        })
+    }
+
+    fn has_room(&self) -> bool {
+        self.flights.len() < COPIES
+    }
+
+    /// The number of the last copy that has ended. Acquire: with it come the bytes of all copies up to it.
+    fn ended(&self) -> u64 {
+        self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+}
+
+/// One GPU.
+#[derive(Debug)]
+struct Gpu {
+    queues: Vec<Queue>,
+    next: usize,
+    /// It has failed, with this number of the driver's; nothing is enqueued any more.
+    failed: Option<i32>,
+}
+
+/// What is to become one copy.
+#[derive(Debug)]
+struct Staged {
+    gpu: usize,
+    claim: Option<Claim>,
+    pieces: Vec<WorkRequest>,
+    /// Source and target of each, as the GPU has them.
+    places: Vec<(u64, u64)>,
+    /// Whether each adjoins the one before.
+    adjoining: bool,
+    /// Whether all are of one length.
+    even: bool,
+    bytes: u64,
+}
+
+/// What became of a piece that was to be staged.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Staging {
+    /// It will be reported.
+    Taken,
+    /// All queues are full.
+    NoRoom,
+    /// The region was withdrawn.
+    Withdrawn,
+    /// It cannot be done.
+    Failed(WorkError),
+}
+
+/// The GPUs of an engine, if it uses any.
+pub(super) type Copying = Option<Box<Gpus>>;
+
+/// The GPUs of an engine, as its own thread uses them.
+#[derive(Debug)]
+pub(super) struct Gpus {
+    known: Arc<Known>,
+    gpus: Vec<Gpu>,
+    sms: NonZeroU32,
+    staged: Staged,
+    /// Pieces that the driver would not take, and its answer; to be reported.
+    refused: VecDeque<(WorkRequest, i32)>,
+    /// Pieces under way.
+    flying: usize,
+    /// When something ended last, or nothing was under way.
+    progress: Time,
+}
+
+/// What the driver answered, as a number: of the driver's, or an `errno`.
+fn number(why: Error) -> i32 {
+    match why {
+        Error::Driver { code, .. } => i32::try_from(code.number()).unwrap_or(i32::MAX),
+        _ => rustix::io::Errno::IO.raw_os_error(),
+    }
+}
+
+impl Gpus {
+    /// Prepares copies on GPUs that are open, each on at most `sms` SMs.
+    pub(super) fn new(known: Arc<Known>, sms: NonZeroU32) -> Result<Self, (u32, Error)> {
+        let gpu = |(device, _): &(Device, Uuid)| {
+            let queues = (0..QUEUES).map(|_| Queue::new(device)).collect::<Result<_, _>>();
+            let queues = queues.map_err(|why| (device.ordinal(), why))?;
+            Ok(Gpu { queues, next: 0, failed: None })
+        };
+        let gpus = known.devices.iter().map(gpu).collect::<Result<_, (u32, Error)>>()?;
+        let staged = Staged {
+            gpu: 0,
+            claim: None,
+            pieces: Vec::with_capacity(PIECES),
+            places: Vec::with_capacity(PIECES),
+            adjoining: true,
+            even: true,
+            bytes: 0,
+        };
+        let refused = VecDeque::with_capacity(PIECES);
+        Ok(Self { known, gpus, sms, staged, refused, flying: 0, progress: Time::ZERO })
+    }
+
+    pub(super) fn known(&self) -> &Known {
+        &self.known
+    }
+
+    /// Takes a piece to a region of a peer's; its range was checked. [`Gpus::launch`] is to be called before control goes
+    /// back to the engine.
+    pub(super) fn stage(&mut self, work: &WorkRequest, reached: &Arc<Reached>) -> Staging {
+        let gpu = match Kind::of(work.src_key) {
+            Kind::Gpu(index) => usize::from(index),
+            Kind::Host => reached.home.unwrap_or(0),
+        };
+        let Some(dst) = reached.address(gpu, work.dst) else {
+            return Staging::Failed(WorkError::RemoteAccess);
+        };
+        if !self.joins(gpu, reached, work.src, dst, work.len) {
+            self.launch();
+        }
+        if self.staged.claim.is_none() {
+            let Some(state) = self.gpus.get_mut(gpu) else {
+                return Staging::Failed(WorkError::LocalAccess);
+            };
+            if let Some(code) = state.failed {
+                return Staging::Failed(WorkError::Device(code));
+            }
+            let free = (0..QUEUES).map(|i| (state.next + i) % QUEUES);
+            let mut free = free.filter(|at| state.queues.get(*at).is_some_and(Queue::has_room));
+            let Some(at) = free.next() else {
+                return Staging::NoRoom;
+            };
+            let Some(claim) = Claim::new(reached) else {
+                return Staging::Withdrawn;
+            };
+            state.next = at;
+            self.staged.gpu = gpu;
+            self.staged.claim = Some(claim);
+        } else if !reached.may_continue() {
+            return Staging::Withdrawn;
+        }
+        let staged = &mut self.staged;
+        if let (Some(last), Some((src, to))) = (staged.pieces.last(), staged.places.last()) {
+            staged.adjoining &=
+                src.wrapping_add(last.len) == work.src && to.wrapping_add(last.len) == dst;
+            staged.even &= last.len == work.len;
+        }
+        staged.pieces.push(*work);
+        staged.places.push((work.src, dst));
+        staged.bytes = staged.bytes.saturating_add(work.len);
+        self.flying += 1;
+        Staging::Taken
+    }
+
+    /// Whether a piece can be part of the copy that is staged.
+    fn joins(&self, gpu: usize, reached: &Arc<Reached>, src: u64, dst: u64, len: u64) -> bool {
+        let staged = &self.staged;
+        let (Some(claim), Some(last), Some((from, to))) =
+            (&staged.claim, staged.pieces.last(), staged.places.last())
+        else {
+            return true;
+        };
+        let adjoins = from.wrapping_add(last.len) == src && to.wrapping_add(last.len) == dst;
+        staged.gpu == gpu
+            && Arc::ptr_eq(&claim.0, reached)
+            && staged.pieces.len() < PIECES
+            && ((staged.adjoining && adjoins) || (staged.even && last.len == len))
+    }
+
+    /// Enqueues what is staged.
+    pub(super) fn launch(&mut self) {
+        let staged = &mut self.staged;
+        let Some(claim) = staged.claim.take() else { return };
+        let state = self.gpus.get_mut(staged.gpu);
+        let enqueued = state.ok_or(0).and_then(|state| {
+            let queue = state.queues.get_mut(state.next).ok_or(0)?;
+            let number = queue.issued + 1;
+            let enqueued = enqueue(queue, staged, number, self.sms);
+            enqueued.map_err(self::number)?;
+            queue.issued = number;
+            queue.flights.push_back(Flight { number, pieces: staged.pieces.len(), _claim: claim });
+            queue.pieces.extend(staged.pieces.iter().copied());
+            state.next = (state.next + 1) % QUEUES;
+            Ok(())
+        });
+        if let Err(code) = enqueued {
+            self.refused.extend(staged.pieces.iter().map(|work| (*work, code)));
+        }
+        staged.pieces.clear();
+        staged.places.clear();
+        (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
+    }
+
+    /// Reports the pieces that have ended since the last call; returns whether there were any. Idle, it costs a load.
+    pub(super) fn poll(
+        &mut self,
+        now: Time,
+        report: &mut impl FnMut(WorkRequest, Result<(), WorkError>),
+    ) -> bool {
+        if self.flying == 0 {
+            self.progress = now;
+            return false;
+        }
+        let before = self.flying;
+        while let Some((work, code)) = self.refused.pop_front() {
+            self.flying -= 1;
+            report(work, Err(WorkError::Device(code)));
+        }
+        for gpu in &mut self.gpus {
+            for queue in &mut gpu.queues {
+                if queue.flights.is_empty() {
+                    continue;
+                }
+                let ended = queue.ended();
+                while queue.flights.front().is_some_and(|flight| flight.number <= ended) {
+                    let Some(flight) = queue.flights.pop_front() else { break };
+                    for work in queue.pieces.drain(..flight.pieces.min(queue.pieces.len())) {
+                        self.flying -= 1;
+                        report(work, Ok(()));
+                    }
+                }
+            }
+        }
+        if self.flying != before {
+            self.progress = now;
+        } else if now >= self.progress.after(LOOK_AFTER) {
+            self.progress = now;
+            self.look_for_failures(report);
+        }
+        self.flying != before
+    }
+
+    /// Ends what a GPU that has failed will never end: nothing of it runs any more.
+    fn look_for_failures(&mut self, report: &mut impl FnMut(WorkRequest, Result<(), WorkError>)) {
+        for gpu in &mut self.gpus {
+            let asked = gpu.queues.iter().filter(|queue| !queue.flights.is_empty());
+            let mut failures = asked.filter_map(|queue| queue.copier.stream().is_done().err());
+            let Some(why) = failures.next() else { continue };
+            let code = number(why);
+            tracing::error!(%why, "a GPU has failed: nothing is copied by it any more");
+            gpu.failed = Some(code);
+            for queue in &mut gpu.queues {
+                queue.flights.clear();
+                for work in queue.pieces.drain(..) {
+                    self.flying -= 1;
+                    report(work, Err(WorkError::Device(code)));
+                }
+            }
+        }
+    }
+}
+
+/// Enqueues a copy, and the storing of its number.
+fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> Result<(), Error> {
+    let release = Release::Store { word: queue.ended.address(), value: number };
+    let (Some((src, dst)), Some(first)) = (staged.places.first(), staged.pieces.first()) else {
+        return Ok(());
+    };
+    if staged.adjoining {
+        let copy = PagedCopy::contiguous(*src, *dst, staged.bytes);
+        // SAFETY: see `submit`.
+        return unsafe { submit(queue, &copy, release, sms) };
+    }
+    let at = usize::try_from(number % COPIES as u64).unwrap_or(0);
+    // PROOF: there are `COPIES` tables. The copy that read this one has ended: at most `COPIES` are under way.
+    let table = &mut queue.tables[at];
+    let (source_at, target_at) = (table.address(), table.address() + (LAUNCH_PAGES * 4) as u64);
+    let (sources, targets) = table.as_mut_words().split_at_mut(LAUNCH_PAGES);
+    let source = tabulate(staged.places.iter().map(|place| place.0), sources);
+    let target = tabulate(staged.places.iter().map(|place| place.1), targets);
+    if let (Some(source), Some(target)) = (source, target) {
+        let pages = |(base, stride), table| Pages { base, stride, table: Some(table) };
+        let copy = PagedCopy {
+            source: pages(source, source_at),
+            target: pages(target, target_at),
+            page_bytes: first.len,
+            page_count: u32::try_from(staged.places.len()).unwrap_or(0),
+        };
+        // SAFETY: see `submit`.
+        return unsafe { submit(queue, &copy, release, sms) };
+    }
+    // Further apart than a table can say: one by one, and the last announces them all.
+    let last = staged.places.len() - 1;
+    for (i, (src, dst)) in staged.places.iter().enumerate() {
+        let copy = PagedCopy::contiguous(*src, *dst, first.len);
+        let release = if i == last { release } else { Release::Nothing };
+        // SAFETY: see `submit`.
+        unsafe { submit(queue, &copy, release, sms)? };
+    }
+    Ok(())
+}
+
+/// # Safety
+///
+/// The ranges are those of pieces that were staged, or tables and words of the queue.
+unsafe fn submit(
+    queue: &Queue,
+    copy: &PagedCopy,
+    release: Release,
+    sms: NonZeroU32,
+) -> Result<(), Error> {
+    // SAFETY: for `Copier::submit`, until the number has been read:
+    // - sources lie in regions of ours, which stay registered until the pieces are reported (`Provider::post`);
+    // - targets lie in a region of the peer's: its bounds were checked, the claim keeps its owner from taking it back, and
+    //   the flight keeps it open here;
+    // - that nobody writes sources or uses targets meanwhile, and that they do not overlap, is the callers' of the engine
+    //   to see to, as with a NIC; if they do not, the bytes are a mixture;
+    // - tables and word are the queue's, in pinned memory, used by one copy at a time.
+    unsafe { queue.copier.submit(copy, release, Method::Auto, sms) }.map(|_| ())
+}
+
+/// Writes addresses as page numbers; returns base and stride. `None`: they do not fit 32 bits.
+fn tabulate(addresses: impl Iterator<Item = u64> + Clone, table: &mut [u32]) -> Option<(u64, u64)> {
+    let base = addresses.clone().min()?;
+    let bits = addresses.clone().fold(0, |bits, address| bits | (address - base));
+    // The longest stride that leads to each of them; any, if there is one.
+    let shift = bits.trailing_zeros().min(30);
+    for (entry, address) in table.iter_mut().zip(addresses) {
+        *entry = u32::try_from((address - base) >> shift).ok()?;
+    }
+    Some((base, 1 << shift))
+}
+
+impl Drop for Gpus {
+    /// Waits for what is under way, as long as the copiers do; if a GPU is stuck, what it may still write to stays claimed.
+    fn drop(&mut self) {
+        for gpu in &mut self.gpus {
+            for queue in &mut gpu.queues {
+                let stream = queue.copier.stream();
+                let over = immwire_cuda::Event::new(stream.device())
+                    .and_then(|event| event.record(stream).map(|()| event))
+                    .and_then(|event| event.wait(Duration::from_secs(5)));
+                if matches!(over, Err(Error::TimedOut { .. })) {
+                    std::mem::forget(std::mem::take(&mut queue.flights));
+                }
+            }
+        }
+    }
+}
+
+/// What a peer is given that asks for a region of GPU memory.
+#[derive(Debug, Clone)]
+pub(super) enum Shared {
+    File(Arc<OwnedFd>),
+    Handle([u8; immwire_cuda::IPC_HANDLE_BYTES]),
+}
+
+impl Shared {
+    pub(super) fn new(device: &Device, address: u64) -> Result<Self, Error> {
+        Ok(match immwire_cuda::hand_over(device, address)? {
+            Handover::File(file) => Self::File(Arc::new(file)),
+            Handover::Handle(handle) => Self::Handle(handle),
+        })
+    }
+
+    pub(super) fn file(&self) -> Option<Arc<OwnedFd>> {
+        match self {
+            Self::File(file) => Some(Arc::clone(file)),
+            Self::Handle(_) => None,
+        }
+    }
+}
+
+/// What was received with an answer.
+pub(super) fn received<'a>(
+    handle: Option<[u8; immwire_cuda::IPC_HANDLE_BYTES]>,
+    file: Option<&'a OwnedFd>,
+) -> Option<Received<'a>> {
+    match (handle, file) {
+        (Some(handle), None) => Some(Received::Handle(handle)),
+        (None, Some(file)) => Some(Received::File(file.as_fd())),
+        _ => None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_says_which_memory_it_is_of() {
+        for kind in (0..=u8::MAX - 1).map(Kind::Gpu).chain([Kind::Host]) {
+            let key = 7 << 32 | kind.bits() | 0x00ab_cdef;
+            assert_eq!((Kind::of(key), id_of(key)), (kind, 0x00ab_cdef));
+        }
+    }
+
+    #[test]
+    fn a_table_leads_to_every_address_with_the_longest_stride() {
+        let check = |addresses: &[u64]| {
+            let mut table = [u32::MAX; 8];
+            let (base, stride) = tabulate(addresses.iter().copied(), &mut table)?;
+            for (address, entry) in addresses.iter().zip(&table) {
+                assert_eq!(base + stride * u64::from(*entry), *address);
+            }
+            Some((base, stride))
+        };
+        assert_eq!(check(&[0x9000, 0x1000, 0x5000]), Some((0x1000, 0x4000)));
+        assert_eq!(check(&[7, 8]), Some((7, 1)));
+        assert_eq!(check(&[64]), Some((64, 1 << 30)));
+        assert_eq!(check(&[64, 64]), Some((64, 1 << 30)));
+        assert_eq!(check(&[0, 1 << 45, 1 << 44]), Some((0, 1 << 30)));
+        // 2^33 bytes apart, and odd.
+        assert_eq!(check(&[0, 1 << 33, 1]), None);
+        assert_eq!(check(&[]), None);
+    }
+
+    #[test]
+    fn a_region_that_leaves_its_allocation_is_not_believed() {
+        let described =
+            |base, len, start, whole| Described { uuid: [0; 16], base, len, start, whole };
+        for (base, len, start, whole) in (0..4).flat_map(|b| {
+            (0..4).flat_map(move |l| (0..4).flat_map(move |s| (0..4).map(move |w| (b, l, s, w))))
+        }) {
+            let inside = len > 0 && base >= start && base + len <= start + whole;
+            assert_eq!(described(base, len, start, whole).is_sound(), inside);
+        }
+        assert!(!described(u64::MAX, u64::MAX, 0, u64::MAX).is_sound());
+    }
+}
