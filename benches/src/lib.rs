@@ -1,6 +1,6 @@
 //! What the benches share: a domain group of ordinary size, and requests for it.
 
-use std::num::NonZeroU64;
+use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use immwire_core::group::{
@@ -62,6 +62,7 @@ pub fn group<'a>(nics: u8) -> (Group<'a>, PeerId) {
     let config = GroupConfig {
         limits: PlanLimits {
             max_message_bytes: bytes(1 << 20),
+            pages_per_piece: NonZeroU16::MIN,
             rule: SplitRule { min_piece_bytes: bytes(64 << 10), granule_bytes: bytes(64) },
         },
         peer_depth: 256,

@@ -18,7 +18,7 @@ use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
 use immwire_core::mailbox::{self, Geometry, SlotIndex};
 use immwire_core::nic::NicState;
 use immwire_core::peer::{DownReason, PeerState};
-use immwire_core::plan::{self, ControlWrite, Request as PlanRequest};
+use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout};
 use immwire_core::receipt::{Epoch, Settlement};
 use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
@@ -932,6 +932,11 @@ impl Sink for State {
         if !self.group.handle_undelivered(self.now, work) {
             tracing::error!(?work, "the provider lost a piece that was not in flight");
         }
+    }
+
+    #[inline]
+    fn page_run(&self, work: &WorkRequest, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout> {
+        self.group.page_run(work, src, dst)
     }
 }
 

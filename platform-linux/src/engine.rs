@@ -1,7 +1,7 @@
 //! The engine as callers hold it: [`TransferEngine`], its [`Builder`], and the polled [`Driver`].
 
 use std::fmt;
-use std::num::{NonZeroU32, NonZeroU64};
+use std::num::{NonZeroU16, NonZeroU32, NonZeroU64};
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
@@ -428,6 +428,7 @@ impl Builder {
         let config = GroupConfig {
             limits: PlanLimits {
                 max_message_bytes: at_least_one(limits.max_message_bytes),
+                pages_per_piece: NonZeroU16::new(limits.pages_per_piece).unwrap_or(NonZeroU16::MIN),
                 rule: SplitRule {
                     min_piece_bytes: at_least_one(limits.min_piece_bytes),
                     granule_bytes: at_least_one(64),
@@ -488,6 +489,7 @@ fn common_limits(nics: &[NicInfo]) -> NicLimits {
         inline_bytes: u32::MAX,
         max_sge: u32::MAX,
         batch_bytes: u64::MAX,
+        pages_per_piece: u16::MAX,
     };
     nics.iter().fold(widest, |all, nic| NicLimits {
         max_message_bytes: all.max_message_bytes.min(nic.limits.max_message_bytes),
@@ -496,6 +498,7 @@ fn common_limits(nics: &[NicInfo]) -> NicLimits {
         inline_bytes: all.inline_bytes.min(nic.limits.inline_bytes),
         max_sge: all.max_sge.min(nic.limits.max_sge),
         batch_bytes: all.batch_bytes.min(nic.limits.batch_bytes),
+        pages_per_piece: all.pages_per_piece.min(nic.limits.pages_per_piece),
     })
 }
 

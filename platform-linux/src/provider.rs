@@ -23,6 +23,11 @@
 //!    what is for a broken path, and `settle` of a path with nothing in flight reports nothing and is no
 //!    error. A transport whose paths do not break while the peer is there has none of it.
 //!
+//! 6. *Runs of pages.* A piece whose [`WorkRequest::run`] counts pages is not one range: it is as many pages,
+//!    anywhere in the two regions, and one piece in every other respect. [`Sink::page_run`] says where they lie,
+//!    from `post` on until the piece is reported; a piece of which it says nothing is reported as failed. Only
+//!    NICs all of which say that they take more than one page in a piece are given any.
+//!
 //! Every provider runs the suite in `tests/conformance`.
 
 use std::os::fd::BorrowedFd;
@@ -33,6 +38,7 @@ use std::time::Duration;
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
+use immwire_core::plan::RunLayout;
 use immwire_core::receipt::MAX_RECEIPT_BYTES;
 use immwire_core::region::{LocalMr, MrDesc, Rights};
 use immwire_core::wire::{Hello, NetAddr, Refusal};
@@ -63,6 +69,9 @@ pub struct NicLimits {
     pub max_sge: u32,
     /// Bytes to be handed over at once, before other NICs and commands have a turn: little where posting copies.
     pub batch_bytes: u64,
+    /// Pages that one piece may carry without being adjacent, on either side: 1 for a NIC that takes no
+    /// runs of pages, else at most 255 are used.
+    pub pages_per_piece: u16,
 }
 
 impl NicLimits {
@@ -192,6 +201,13 @@ pub trait Sink {
 
     /// A piece of a broken path did not arrive, and never will: it may be posted on another.
     fn undelivered(&mut self, work: &WorkRequest);
+
+    /// What a run of pages in flight is made of: copies the numbers of its pages into the first
+    /// `work.run.count` of `src` and of `dst`, and returns where pages of which number lie. Takes no lock.
+    /// O(pages).
+    ///
+    /// `None`, whatever the slices hold then, if the work is no run, or not in flight, or a slice is too short.
+    fn page_run(&self, work: &WorkRequest, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout>;
 }
 
 /// What leads from one of our NICs to one of a peer's.

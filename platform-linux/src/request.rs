@@ -104,6 +104,11 @@ impl PageList for PageIndices {
     fn max(&self) -> Option<u64> {
         PageList::max(&&*self.0)
     }
+
+    #[inline]
+    fn copy_to(&self, first: usize, out: &mut [u32]) -> Option<()> {
+        PageList::copy_to(&&*self.0, first, out)
+    }
 }
 
 /// A list of peers resolved once, for barriers.

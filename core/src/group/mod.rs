@@ -51,8 +51,8 @@ use crate::imm::Imm;
 use crate::nic::NicState;
 use crate::peer::{self, DownReason, LivenessConfig, Peer, PeerState};
 use crate::plan::{
-    Checked, Next, PageList, Piece, Plan, PlanError, PlanLimits, Request, SingleWrite, TargetList,
-    Whole,
+    Checked, Next, PageList, PageRun, Piece, Plan, PlanError, PlanLimits, Request, RunLayout,
+    SingleWrite, TargetList, Whole,
 };
 use crate::receipt::Epoch;
 use crate::region::MrDesc;
@@ -79,16 +79,19 @@ pub struct WorkRequest {
     pub remote_nic: NicIndex,
     /// The peer.
     pub peer: PeerId,
-    /// Address of the first byte here.
+    /// Address of the first byte here. Of a run, that of page number 0.
     pub src: u64,
     /// Key of the source region on `nic`.
     pub src_key: u64,
-    /// Address of the first byte there.
+    /// Address of the first byte there. Of a run, that of page number 0.
     pub dst: u64,
     /// Key of the destination region on `remote_nic`.
     pub dst_key: u64,
-    /// Bytes; zero for a bare immediate.
+    /// Bytes; zero for a bare immediate. Of a run, those of all its pages.
     pub len: u64,
+    /// The pages that it is a run of, whose numbers [`DomainGroup::page_run`] tells; none if it is one range, as
+    /// all are unless [`PlanLimits::pages_per_piece`] is above 1.
+    pub run: PageRun,
     /// Immediate to deliver once the bytes are visible.
     pub imm: Option<Imm>,
 }
@@ -924,6 +927,25 @@ where
         }
     }
 
+    /// What a run of pages that was polled is made of: copies the numbers of its pages into the first
+    /// [`PageRun::count`] of `src` and of `dst`, in the order in which the two sides correspond, and returns
+    /// where pages of which number lie. O(pages).
+    ///
+    /// `None`, whatever the slices hold then, if the work is no run, a slice is too short, its transfer has ended,
+    /// or a list yields less than it did: such a piece is to be reported as failed.
+    #[must_use]
+    pub fn page_run(
+        &self,
+        work: &WorkRequest,
+        src: &mut [u32],
+        dst: &mut [u32],
+    ) -> Option<RunLayout> {
+        let id = work.token.transfer();
+        let slot = self.transfers.as_ref().get(usize::from(id.index))?;
+        let active = slot.active_ref().filter(|_| slot.generation == id.generation)?;
+        active.plan.page_run(work.run, src, dst)
+    }
+
     /// Gives `take` whatever is the next piece, and the pages that follow it. Returns the room that is left;
     /// `None` if there is no piece.
     #[inline(never)]
@@ -1736,6 +1758,7 @@ fn work_of(id: TransferId, nic: NicIndex, piece: &Piece) -> WorkRequest {
         dst: piece.dst,
         dst_key: piece.dst_key,
         len: piece.len,
+        run: piece.run,
         imm: piece.imm,
     }
 }

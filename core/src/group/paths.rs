@@ -45,7 +45,7 @@ use crate::id::{MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::imm::Imm;
 use crate::mailbox::Control;
 use crate::peer::DownReason;
-use crate::plan::{Next, PageList, Piece, TargetList};
+use crate::plan::{Next, PageList, PageRun, Piece, TargetList};
 use crate::receipt::{Epoch, SETTLEMENT_BYTES};
 use crate::region::LocalMr;
 
@@ -628,6 +628,7 @@ where
             dst: work.dst,
             dst_key: work.dst_key,
             len: work.len,
+            run: work.run,
             imm: work.imm,
         };
         entry.reached_from(nic).find_map(|remote| {
@@ -967,6 +968,7 @@ impl PeerEntry {
             dst: control.base,
             dst_key,
             len: 0,
+            run: PageRun::NONE,
             imm: Some(Imm::from_bits(imm.encode())),
         };
         let mut posted = None;

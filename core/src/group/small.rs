@@ -18,7 +18,7 @@ use super::slot::{Depth, Lane, NicLinks, PeerSlot, PeerView, Storage, TransferSl
 use super::{DomainGroup, Options, Place, WorkRequest, work_of};
 use crate::id::{NicIndex, TransferId};
 use crate::imm::WRITE_UNITS;
-use crate::plan::{PageList, Piece, Plan, SingleWrite, TargetList, Whole};
+use crate::plan::{PageList, PageRun, Piece, Plan, SingleWrite, TargetList, Whole};
 
 impl<P, T, TS, PS, LS> DomainGroup<P, T, TS, PS, LS>
 where
@@ -83,7 +83,8 @@ where
                 active.plan.keep_taken(&write.src.keys, &write.dst.keys);
             }
         }
-        let piece = Piece { peer, remote_nic: route.remote, src, src_key, dst, dst_key, len, imm };
+        let (remote_nic, run) = (route.remote, PageRun::NONE);
+        let piece = Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm };
         Some(work_of(id, nic, &piece))
     }
 

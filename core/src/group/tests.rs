@@ -9,7 +9,7 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::vec;
 use std::vec::Vec;
 
-use core::num::NonZeroU64;
+use core::num::{NonZeroU16, NonZeroU64};
 
 use proptest::prelude::*;
 
@@ -287,6 +287,7 @@ fn config(setup: Setup) -> GroupConfig {
     GroupConfig {
         limits: PlanLimits {
             max_message_bytes: NonZeroU64::new(setup.max_message).unwrap(),
+            pages_per_piece: NonZeroU16::MIN,
             rule: SplitRule {
                 min_piece_bytes: NonZeroU64::new(2).unwrap(),
                 granule_bytes: NonZeroU64::MIN,

@@ -9,13 +9,13 @@
 //!
 //! A lane in `active` stands on a piece that can be yielded.
 
-use core::num::{NonZeroU32, NonZeroU64};
+use core::num::{NonZeroU16, NonZeroU32, NonZeroU64};
 use core::ops::Range;
 
 use super::{
-    Barrier, Checked, MAX_ITEMS, Next, PageList, PagedWrite, PathKeys, PeerTable, Piece, PlanError,
-    PlanLimits, Request, ScatterWrite, SingleWrite, TargetList, bit, check_keys, is_small, merged,
-    remote_of,
+    Barrier, Checked, MAX_ITEMS, Next, PageList, PageRun, PagedWrite, PathKeys, PeerTable, Piece,
+    PlanError, PlanLimits, Request, RunLayout, ScatterWrite, SingleWrite, TargetList, bit,
+    check_keys, is_small, merged, remote_of,
 };
 use crate::id::{MAX_NICS, NicIndex, PeerId};
 use crate::imm::{Imm, ImmTag, MAX_MERGED, WRITE_UNITS};
@@ -38,8 +38,10 @@ enum Long<P, T> {
 /// How lanes walk through the request.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Walk {
-    /// Each lane has a run of whole pages, `at..end`, and merges neighbours.
+    /// Each lane has whole pages, `at..end`, and merges neighbours.
     Pages,
+    /// Each lane has whole pages, `at..end`, and takes so many at a time, wherever they lie.
+    Runs,
     /// Each lane has its range `at..end` of every item (the single write, one page, one target).
     Items,
     /// Each lane has `at..end` writes to announce by immediates without bytes.
@@ -106,7 +108,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         table: &impl PeerTable,
         turn: u32,
     ) -> Result<Option<Self>, PlanError> {
-        let Checked { request, longest, items, .. } = request;
+        let Checked { request, longest, items, narrow, .. } = request;
         let request = match request {
             Request::Single(write) => Long::Single(write),
             Request::Paged(write) => Long::Paged(write),
@@ -121,11 +123,19 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         let fits = longest <= limits.max_message_bytes.get();
         let walk = match &request {
             Long::Paged(_) if longest == 0 => Walk::Notes,
-            Long::Paged(_) if fits && (small || items >= lane_count) => Walk::Pages,
+            Long::Paged(_) if fits && (small || items >= lane_count) => {
+                if narrow && limits.pages_per_piece > NonZeroU16::MIN {
+                    Walk::Runs
+                } else {
+                    Walk::Pages
+                }
+            }
             _ => Walk::Items,
         };
+        let fitting = limits.max_message_bytes.get().checked_div(longest);
         let merge = match walk {
-            Walk::Pages => limits.max_message_bytes.get().checked_div(longest),
+            Walk::Pages => fitting,
+            Walk::Runs => fitting.map(|most| most.min(limits.pages_per_piece.get().into())),
             Walk::Items | Walk::Notes => None,
         };
         let mut on_nic = [0; MAX_NICS];
@@ -151,7 +161,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             owed: 0,
         };
         match walk {
-            Walk::Pages => plan.start_pages(),
+            Walk::Pages | Walk::Runs => plan.start_pages(),
             Walk::Items => plan.start_items(),
             Walk::Notes if plan.tag().is_some() => plan.start_notes(items),
             Walk::Notes => {}
@@ -214,6 +224,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         }
         let piece = match self.walk {
             Walk::Pages => self.page_piece(nic, r, &mut lane, None).map(|(piece, _)| piece),
+            Walk::Runs => self.run_piece(nic, r, &mut lane),
             Walk::Items => self.item_piece(nic, r, &mut lane, table),
             Walk::Notes => self.note_piece(r, &mut lane),
         };
@@ -242,7 +253,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     /// See [`super::Plan::pages`].
     #[inline]
     pub(super) fn pages(&mut self, nic: NicIndex, mut take: impl FnMut(&Piece) -> bool) {
-        if self.walk != Walk::Pages {
+        if self.walk != Walk::Pages && self.walk != Walk::Runs {
             return;
         }
         // The lane that was looked at last, and the page that it stands on.
@@ -250,9 +261,15 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         while self.has_work(nic) {
             let Some(r) = self.lane_of(nic) else { return };
             let Some(mut lane) = self.lanes.get(r).copied() else { return };
-            let known = ahead.take().filter(|(of, _)| *of == r).map(|(_, page)| page);
-            let Some((piece, next)) = self.page_piece(nic, r, &mut lane, known) else { return };
-            ahead = next.map(|page| (r, page));
+            let piece = if self.walk == Walk::Runs {
+                let Some(piece) = self.run_piece(nic, r, &mut lane) else { return };
+                piece
+            } else {
+                let known = ahead.take().filter(|(of, _)| *of == r).map(|(_, page)| page);
+                let Some((piece, next)) = self.page_piece(nic, r, &mut lane, known) else { return };
+                ahead = next.map(|page| (r, page));
+                piece
+            };
             self.served |= bit(r);
             if let Some(slot) = self.lanes.get_mut(r) {
                 slot.at = lane.at;
@@ -515,10 +532,54 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             dst,
             dst_key: write.dst.keys.get(remote)?,
             len,
+            run: PageRun::NONE,
             imm: merged(write.imm, pages),
         };
         lane.at = lane.at.wrapping_add(pages);
         Some((piece, next))
+    }
+
+    /// The lane's next pages, wherever they lie. Of their numbers only the last is looked at: a list that has
+    /// become shorter is not to be found out by whoever posts.
+    #[inline]
+    fn run_piece(&self, nic: NicIndex, r: usize, lane: &mut Lane) -> Option<Piece> {
+        let Long::Paged(write) = &self.request else {
+            return None;
+        };
+        let pages = self.merge.min(lane.end.saturating_sub(lane.at));
+        let end = lane.at.wrapping_add(pages); // At most MAX_ITEMS.
+        write.page(end.checked_sub(1)?)?;
+        let remote = self.routes.get(r)?.remote;
+        let (src, dst) = write.origin();
+        let run =
+            PageRun { first: u32::try_from(lane.at).ok()?, count: u32::try_from(pages).ok()? };
+        let piece = Piece {
+            peer: write.peer,
+            remote_nic: remote,
+            src,
+            src_key: write.src.keys.get(nic)?,
+            dst,
+            dst_key: write.dst.keys.get(remote)?,
+            len: pages.wrapping_mul(write.page_bytes), // At most the largest message.
+            run,
+            imm: merged(write.imm, pages),
+        };
+        lane.at = end;
+        Some(piece)
+    }
+
+    /// See [`super::Plan::page_run`].
+    #[inline]
+    pub(super) fn page_run(
+        &self,
+        run: PageRun,
+        src: &mut [u32],
+        dst: &mut [u32],
+    ) -> Option<RunLayout> {
+        match &self.request {
+            Long::Paged(write) if self.walk == Walk::Runs => write.run(run, src, dst),
+            _ => None,
+        }
     }
 
     fn note_piece(&self, r: usize, lane: &mut Lane) -> Option<Piece> {
@@ -591,6 +652,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             dst: dst_base.wrapping_add(at),
             dst_key: dst.keys.get(remote_nic)?,
             len: end.saturating_sub(at),
+            run: PageRun::NONE,
             imm: units.and_then(|units| self.tag()?.with_units(units)),
         };
         lane.at = end;
@@ -663,7 +725,8 @@ fn share(piece: u8, pieces: u8) -> Option<u16> {
 /// A write without bytes, to the start of `dst`.
 fn note(peer: PeerId, remote_nic: NicIndex, dst: &MrDesc, imm: Option<Imm>) -> Option<Piece> {
     let dst_key = dst.keys.get(remote_nic)?;
-    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst: dst.base, dst_key, len: 0, imm })
+    let (dst, run) = (dst.base, PageRun::NONE);
+    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst, dst_key, len: 0, run, imm })
 }
 
 /// How one item is cut over the lanes.

@@ -6,17 +6,22 @@
 //!
 //! What is a single piece anyway is planned by `whole`, everything else by `lanes`.
 //!
+//! A piece is one range, or, for NICs that take them, a *run*: up to [`PlanLimits::pages_per_piece`] pages,
+//! wherever they lie. Planning a run does not look at each page; whoever posts it reads their numbers
+//! ([`Plan::page_run`]).
+//!
 //! # Invariants
 //!
 //! - Every byte of the request is in exactly one piece, and every piece inside what was checked.
 //! - The units of the immediates of one write, or page, add up to [`WRITE_UNITS`]; with more than
 //!   [`WRITE_UNITS`] pieces they carry none, and one immediate follows after [`Plan::drained`].
-//! - No piece is longer than [`PlanLimits::max_message_bytes`].
+//! - No piece is longer than [`PlanLimits::max_message_bytes`], and no run has more than
+//!   [`PlanLimits::pages_per_piece`] pages.
 //!
 //! The tests paint every byte of enumerated requests and add up the units.
 
 use core::fmt;
-use core::num::NonZeroU64;
+use core::num::{NonZeroU16, NonZeroU64};
 
 pub use self::request::{
     Barrier, Checked, ControlWrite, ImmWrite, MAX_ITEMS, PageList, PagedWrite, Pages, Request,
@@ -41,6 +46,8 @@ mod whole;
 pub struct PlanLimits {
     /// The longest message of any of the ports.
     pub max_message_bytes: NonZeroU64,
+    /// Pages that one piece may carry without being adjacent, on any of the ports. 1: every piece is one range.
+    pub pages_per_piece: NonZeroU16,
     /// When a NIC is worth using, and where it may start.
     pub rule: SplitRule,
 }
@@ -107,6 +114,37 @@ impl fmt::Display for PlanError {
 
 impl core::error::Error for PlanError {}
 
+/// Pages of a paged write that are one piece, wherever they lie: those at the places `first` and following in
+/// both of its lists.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PageRun {
+    /// Place of the first page in the lists.
+    pub first: u32,
+    /// How many pages, at most [`MAX_MERGED`](crate::imm::MAX_MERGED). 0: the piece is no run, but one range.
+    pub count: u32,
+}
+
+impl PageRun {
+    /// Of a piece that is one range.
+    pub const NONE: Self = Self { first: 0, count: 0 };
+}
+
+/// Where the pages of a run lie: that of number `n` at `src_base + n * src_stride` here, and at `dst_base + n *
+/// dst_stride` there, each with its own number on each side. All of them lie inside both regions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct RunLayout {
+    /// Our address of page number 0.
+    pub src_base: u64,
+    /// Bytes from one number to the next, here.
+    pub src_stride: u64,
+    /// The peer's address of page number 0.
+    pub dst_base: u64,
+    /// Bytes from one number to the next, there.
+    pub dst_stride: u64,
+    /// Bytes of each page.
+    pub page_bytes: u64,
+}
+
 /// One work request: a write of `len` bytes, with an immediate or without.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Piece {
@@ -114,16 +152,18 @@ pub struct Piece {
     pub peer: PeerId,
     /// Which of the peer's NICs.
     pub remote_nic: NicIndex,
-    /// Our address; 0 if there are no bytes.
+    /// Our address; 0 if there are no bytes. Of a run, that of page number 0.
     pub src: u64,
     /// Our key for it; 0 if there are no bytes.
     pub src_key: u64,
-    /// The peer's address.
+    /// The peer's address. Of a run, that of page number 0.
     pub dst: u64,
     /// The peer's key for it.
     pub dst_key: u64,
-    /// Bytes, at most [`PlanLimits::max_message_bytes`].
+    /// Bytes, at most [`PlanLimits::max_message_bytes`]. Of a run, those of all its pages.
     pub len: u64,
+    /// The pages that it is a run of; none if it is one range.
+    pub run: PageRun,
     /// What the receiver is told.
     pub imm: Option<Imm>,
 }
@@ -309,12 +349,25 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         }
     }
 
-    /// The next pieces on `nic`, if they are runs of whole pages: gives each to `take`, as long as that
+    /// The next pieces on `nic`, if they are whole pages: gives each to `take`, as long as that
     /// returns `true`. Nothing for any other plan.
     #[inline]
     pub(crate) fn pages(&mut self, nic: NicIndex, take: impl FnMut(&Piece) -> bool) {
         if let Shape::Lanes(lanes) = &mut self.0 {
             lanes.pages(nic, take);
+        }
+    }
+
+    /// What a run that this plan yielded is made of: copies the numbers of its pages into the first `count` of
+    /// `src` and of `dst`, and returns where pages of which number lie. O(pages), a copy for lists of `u32`.
+    ///
+    /// `None`, whatever the slices hold then, if it is no run of this plan, a slice is too short, or a list yields
+    /// less than it did.
+    #[inline]
+    pub fn page_run(&self, run: PageRun, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout> {
+        match &self.0 {
+            Shape::Taken(..) | Shape::Whole(..) => None,
+            Shape::Lanes(lanes) => lanes.page_run(run, src, dst),
         }
     }
 

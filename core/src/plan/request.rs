@@ -10,13 +10,15 @@
 
 use core::fmt;
 
+use super::{PageRun, RunLayout};
 use crate::id::PeerId;
 use crate::imm::{Imm, ImmTag, MAX_MERGED};
 use crate::region::{LocalMr, MrDesc, RegionError};
 
 /// Page numbers that do not change while a plan refers to them.
 ///
-/// The three methods must agree with each other, always: a plan is checked by `max` and made by `get`.
+/// The methods must agree with each other, always: a plan is checked by `max` and made by `get`, and whoever
+/// posts a run of pages reads them by `copy_to`.
 pub trait PageList {
     /// How many pages.
     fn len(&self) -> usize;
@@ -24,6 +26,14 @@ pub trait PageList {
     fn get(&self, i: usize) -> Option<u64>;
     /// The largest page number; `None` if there are no pages.
     fn max(&self) -> Option<u64>;
+    /// Copies the page numbers from place `first` on into all of `out`; `None`, whatever `out` holds then, if
+    /// there are fewer, or one of them has more than 32 bits. O(`out`).
+    fn copy_to(&self, first: usize, out: &mut [u32]) -> Option<()> {
+        for (i, number) in out.iter_mut().enumerate() {
+            *number = u32::try_from(self.get(first.checked_add(i)?)?).ok()?;
+        }
+        Some(())
+    }
     /// Whether there are no pages.
     fn is_empty(&self) -> bool {
         self.len() == 0
@@ -40,6 +50,12 @@ impl PageList for &[u32] {
     fn max(&self) -> Option<u64> {
         // A fold, unlike `Iterator::max`, becomes vector instructions.
         self.first().map(|first| self.iter().fold(*first, |max, page| max.max(*page)).into())
+    }
+    #[inline]
+    fn copy_to(&self, first: usize, out: &mut [u32]) -> Option<()> {
+        let from = <[u32]>::get(self, first..)?;
+        out.copy_from_slice(from.get(..out.len())?);
+        Some(())
     }
 }
 
@@ -334,6 +350,8 @@ pub struct Checked<P, T> {
     pub(super) longest: u64,
     /// Pages or targets, at most [`MAX_ITEMS`]; 1 for other requests.
     pub(super) items: u32,
+    /// It is of pages, and their numbers on both sides have at most 32 bits.
+    pub(super) narrow: bool,
 }
 
 impl<P: PageList, T: TargetList> Request<P, T> {
@@ -345,6 +363,7 @@ impl<P: PageList, T: TargetList> Request<P, T> {
     #[inline]
     pub fn check(self) -> Result<Checked<P, T>, RequestError> {
         let items = self.items()?;
+        let mut narrow = false;
         let (longest, total_bytes) = match &self {
             Self::Single(write) => {
                 check_source(&write.src, write.src_offset, write.len, 0)?;
@@ -352,7 +371,7 @@ impl<P: PageList, T: TargetList> Request<P, T> {
                 (write.len, write.len)
             }
             Self::Paged(write) => {
-                write.check()?;
+                narrow = write.check()? <= u32::MAX.into();
                 let total = u64::from(items).saturating_mul(write.page_bytes);
                 (write.page_bytes, total)
             }
@@ -385,7 +404,7 @@ impl<P: PageList, T: TargetList> Request<P, T> {
                 return Err(RequestError::Writes { writes });
             }
         };
-        Ok(Checked { request: self, total_bytes, longest, items })
+        Ok(Checked { request: self, total_bytes, longest, items, narrow })
     }
 
     /// How many pages or targets.
@@ -444,46 +463,50 @@ impl<P: PageList> Pages<P> {
         Some(base.wrapping_add(offset))
     }
 
-    /// The place in the list, and the number, of the first page that `fits` refuses.
+    /// The largest page number, or else the place in the list, and the number, of the first page that `fits`
+    /// refuses.
     ///
     /// `fits` refuses every page after one that it refuses.
-    fn misfit(&self, fits: impl Fn(u64) -> bool) -> Option<(usize, u64)> {
+    fn largest(&self, fits: impl Fn(u64) -> bool) -> Result<u64, (usize, u64)> {
         let len = self.indices.len();
         if len == 0 {
-            return None;
+            return Ok(0);
         }
         let fits = |page: u64| self.offset_of(page).is_some_and(&fits);
         // A list that has no largest page is refused as if that page did not fit.
         let max = self.indices.max().unwrap_or(u64::MAX);
         if fits(max) {
-            return None; // And so does every page before it.
+            return Ok(max); // And so does every page before it.
         }
         let pages = (0..len).filter_map(|i| Some((i, self.indices.get(i)?)));
         let first = pages.into_iter().find(|(_, page)| !fits(*page));
-        first.or(Some((len, max)))
+        Err(first.unwrap_or((len, max)))
     }
 }
 
 impl<P: PageList> PagedWrite<P> {
-    fn check(&self) -> Result<(), RequestError> {
+    /// The largest page number of both sides.
+    fn check(&self) -> Result<u64, RequestError> {
         let (src, dst) = (self.src_pages.indices.len(), self.dst_pages.indices.len());
         if src != dst {
             return Err(RequestError::PagesUnequal { src, dst });
         }
         check_destination(&self.dst, 0, 0, 0)?;
         let page_bytes = self.page_bytes;
-        let refused = |side, (list_index, page), region_len| {
-            Err(RequestError::PageOutOfRegion { side, list_index, page, page_bytes, region_len })
+        let refused = |side, (list_index, page), region_len| RequestError::PageOutOfRegion {
+            side,
+            list_index,
+            page,
+            page_bytes,
+            region_len,
         };
         let in_src = |at| self.src.range(at, page_bytes).is_ok();
-        if let Some(misfit) = self.src_pages.misfit(in_src) {
-            return refused(Side::Source, misfit, self.src.len);
-        }
+        let src_misfit = |misfit| refused(Side::Source, misfit, self.src.len);
+        let src_max = self.src_pages.largest(in_src).map_err(src_misfit)?;
         let in_dst = |at| self.dst.range(at, page_bytes).is_ok();
-        if let Some(misfit) = self.dst_pages.misfit(in_dst) {
-            return refused(Side::Destination, misfit, self.dst.len);
-        }
-        Ok(())
+        let dst_misfit = |misfit| refused(Side::Destination, misfit, self.dst.len);
+        let dst_max = self.dst_pages.largest(in_dst).map_err(dst_misfit)?;
+        Ok(src_max.max(dst_max))
     }
 
     /// Addresses of page `i` on both sides, in constant time.
@@ -491,6 +514,25 @@ impl<P: PageList> PagedWrite<P> {
         let i = usize::try_from(i).ok()?;
         let src = self.src_pages.address(self.src.base, i)?;
         Some((src, self.dst_pages.address(self.dst.base, i)?))
+    }
+
+    /// Addresses of page number 0 on both sides. No page need lie there; every page lies behind.
+    pub(super) const fn origin(&self) -> (u64, u64) {
+        let src = self.src.base.wrapping_add(self.src_pages.offset);
+        (src, self.dst.base.wrapping_add(self.dst_pages.offset))
+    }
+
+    /// See [`super::Plan::page_run`].
+    pub(super) fn run(&self, run: PageRun, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout> {
+        let (first, count) = (usize::try_from(run.first).ok()?, usize::try_from(run.count).ok()?);
+        if count == 0 {
+            return None;
+        }
+        self.src_pages.indices.copy_to(first, src.get_mut(..count)?)?;
+        self.dst_pages.indices.copy_to(first, dst.get_mut(..count)?)?;
+        let (src_base, dst_base) = self.origin();
+        let (src_stride, dst_stride) = (self.src_pages.stride, self.dst_pages.stride);
+        Some(RunLayout { src_base, src_stride, dst_base, dst_stride, page_bytes: self.page_bytes })
     }
 }
 

@@ -96,11 +96,17 @@ impl PeerTable for Table {
 fn limits(max_message: u64, min_piece: u64, granule: u64) -> PlanLimits {
     PlanLimits {
         max_message_bytes: NonZeroU64::new(max_message).unwrap(),
+        pages_per_piece: NonZeroU16::MIN,
         rule: SplitRule {
             min_piece_bytes: NonZeroU64::new(min_piece).unwrap(),
             granule_bytes: NonZeroU64::new(granule).unwrap(),
         },
     }
+}
+
+/// As `limits`, for NICs that take so many pages in a piece.
+fn with_runs(limits: PlanLimits, pages: u16) -> PlanLimits {
+    PlanLimits { pages_per_piece: NonZeroU16::new(pages).unwrap(), ..limits }
 }
 
 fn single(len: u64, dst_offset: u64, imm: Option<ImmTag>) -> TestRequest<'static> {
@@ -215,11 +221,64 @@ fn writes(request: &TestRequest<'_>) -> Vec<Write> {
 }
 
 /// A piece, the NIC it was yielded for, and whether that was after `drained`.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 struct Posted {
     nic: NicIndex,
     piece: Piece,
     trailing: bool,
+    /// Of a run, where each page comes from and goes to.
+    pages: Vec<(u64, u64)>,
+}
+
+impl Posted {
+    fn new<P: PageList>(
+        plan: &Plan<P, &[Target]>,
+        nic: NicIndex,
+        piece: Piece,
+        trailing: bool,
+    ) -> Self {
+        let pages = read_run(plan, &piece).map_or_else(Vec::new, |(pages, _)| pages);
+        Self { nic, piece, trailing, pages }
+    }
+
+    /// What it is in ranges: of a run one for each page, with the units of a page.
+    fn ranges(&self) -> Vec<Self> {
+        if self.pages.is_empty() {
+            return vec![self.clone()];
+        }
+        let count = self.pages.len() as u64;
+        assert_eq!(self.piece.len % count, 0);
+        let units = |imm: Imm| {
+            assert_eq!(u64::from(imm.units()), 16 * count);
+            imm.tag().with_units(16).unwrap()
+        };
+        let (imm, len) = (self.piece.imm.map(units), self.piece.len / count);
+        let page = |&(src, dst): &(u64, u64)| Self {
+            piece: Piece { src, dst, len, imm, run: PageRun::NONE, ..self.piece },
+            pages: vec![],
+            ..*self
+        };
+        self.pages.iter().map(page).collect()
+    }
+}
+
+/// Where the pages of a run come from and go to, as a provider finds them; `None` if it is no run.
+fn read_run<P: PageList>(
+    plan: &Plan<P, &[Target]>,
+    piece: &Piece,
+) -> Option<(Vec<(u64, u64)>, RunLayout)> {
+    let count = piece.run.count as usize;
+    let (mut src, mut dst) = (vec![7; count], vec![7; count]);
+    let layout = plan.page_run(piece.run, &mut src, &mut dst);
+    assert_eq!(layout.is_some(), count > 0);
+    let layout = layout?;
+    assert_eq!((layout.src_base, layout.dst_base), (piece.src, piece.dst));
+    assert_eq!(piece.len, layout.page_bytes * u64::from(piece.run.count));
+    let page = |(src, dst): (&u32, &u32)| {
+        let src = layout.src_base + layout.src_stride * u64::from(*src);
+        (src, layout.dst_base + layout.dst_stride * u64::from(*dst))
+    };
+    Some((src.iter().zip(&dst).map(page).collect(), layout))
 }
 
 /// Takes every piece out of `plan`, on the NIC that `pick` chooses from the mask each time.
@@ -245,7 +304,7 @@ fn run(
             let piece = plan.next(nic, table).unwrap();
             assert_eq!(piece.peer, peer);
             assert!(posted.len() < 100_000, "endless");
-            posted.push(Posted { nic, piece, trailing });
+            posted.push(Posted::new(plan, nic, piece, trailing));
         }
         if !plan.drained() {
             break;
@@ -277,6 +336,10 @@ fn by_turns() -> impl FnMut(u8) -> NicIndex {
 fn verify(request: &TestRequest<'_>, limits: PlanLimits, table: &Table, posted: &[Posted]) {
     let expected = writes(request);
     for one in posted {
+        let run = one.piece.run;
+        assert_eq!(one.pages.len(), run.count as usize);
+        assert!(run.count <= u32::from(limits.pages_per_piece.get().min(255)));
+        assert!(run.count == 0 || limits.pages_per_piece.get() > 1);
         let (nic, piece) = (one.nic, &one.piece);
         assert!(piece.len <= limits.max_message_bytes.get());
         assert!(piece.len > 0 || piece.imm.is_some(), "a piece for nothing");
@@ -285,9 +348,10 @@ fn verify(request: &TestRequest<'_>, limits: PlanLimits, table: &Table, posted: 
         let mut pairs = routes.as_slice().iter().map(|route| (route.local, route.remote));
         assert!(pairs.any(|pair| pair == (nic, piece.remote_nic)), "no such route");
     }
-    bytes_are_exact(&expected, posted);
-    units_are_exact(&expected, posted);
-    edges_are_aligned(&expected, limits, posted);
+    let ranges: Vec<Posted> = posted.iter().flat_map(Posted::ranges).collect();
+    bytes_are_exact(&expected, &ranges);
+    units_are_exact(&expected, &ranges);
+    edges_are_aligned(&expected, limits, &ranges);
 }
 
 /// Every byte once, from its place to its place, with the keys of both NICs.
@@ -643,6 +707,229 @@ fn pages_without_bytes_are_counted_without_bytes() {
     assert!(check(&Request::Paged(silent), limits(HUGE, 64, 64), &table, 0).is_empty());
 }
 
+// ---- runs of pages ----
+
+/// Checks runs against the request, page by page: a destination may be written more than once.
+fn verify_runs(request: &TestRequest<'_>, limits: PlanLimits, posted: &[Posted], most: u64) {
+    let mut expected: Vec<_> = writes(request).iter().map(|page| (page.src, page.dst)).collect();
+    let mut found: Vec<(u64, u64)> = posted.iter().flat_map(|one| one.pages.clone()).collect();
+    expected.sort_unstable();
+    found.sort_unstable();
+    assert_eq!(found, expected);
+    let Request::Paged(write) = request else { panic!("no pages") };
+    for one in posted {
+        let (piece, count) = (&one.piece, u64::from(one.piece.run.count));
+        assert!((1..=most).contains(&count) && piece.len <= limits.max_message_bytes.get());
+        assert_eq!(piece.len, count * write.page_bytes);
+        let units = write.imm.map(|_| 16 * count);
+        assert_eq!(piece.imm.map(|imm| u64::from(imm.units())), units);
+        assert_eq!(piece.src_key, 100 + u64::from(one.nic));
+        assert_eq!(piece.dst_key, 200 + u64::from(piece.remote_nic));
+        let inside =
+            |at: u64, base: u64, len: u64| at >= base && at + write.page_bytes <= base + len;
+        assert!(one.pages.iter().all(|&(src, dst)| {
+            inside(src, write.src.base, write.src.len) && inside(dst, write.dst.base, write.dst.len)
+        }));
+    }
+}
+
+/// Pages with gaps, repeats, neighbours and none of these, on either side, whose last ends with its region: all
+/// page counts, run lengths and NICs.
+#[test]
+fn every_small_run_is_exact() {
+    let lists: [fn(u32) -> u32; 5] = [|i| i, |i| 3 * i + 2, |i| i / 2, |i| 11 - i, |i| i * 5 % 7];
+    // Bytes from one number to the next, and before number 0.
+    let places = [(8, 0), (8, 5), (11, 3), (3, 1), (0, 2)];
+    let mut cases = 0;
+    for count in 0..=9_u32 {
+        for (i, from) in lists.iter().enumerate() {
+            for (j, to) in lists.iter().enumerate() {
+                let src: Vec<u32> = (0..count).map(from).collect();
+                let dst: Vec<u32> = (0..count).map(to).collect();
+                let mut write = paged(8, &src, &dst);
+                for (pages, len, (stride, offset)) in [
+                    (&mut write.src_pages, &mut write.src.len, places[(i + 2 * j) % 5]),
+                    (&mut write.dst_pages, &mut write.dst.len, places[(3 * i + j) % 5]),
+                ] {
+                    (pages.stride, pages.offset) = (stride, offset);
+                    let last = pages.indices.iter().max().map(|last| u64::from(*last) * stride);
+                    *len = last.map_or(0, |last| offset + last + 8);
+                }
+                write.imm = tag().filter(|_| (i + j) % 4 != 3);
+                let request = Request::Paged(write);
+                for (pages_per_piece, nics) in (2..=5).flat_map(|n| [(n, 1), (n, 2), (n, 3)]) {
+                    // Room for one page, for three of them and not four, and for all.
+                    for (max, room) in [(8, 1), (31, 3), (HUGE, u64::MAX)] {
+                        let limits = with_runs(limits(max, 64, 8), pages_per_piece);
+                        let (table, most) =
+                            (Table::new(nics, &[nics]), room.min(pages_per_piece.into()));
+                        let fresh = plan(&request, limits, &table, count);
+                        for pick in [lowest as fn(u8) -> NicIndex, highest] {
+                            let posted = run(&mut fresh.clone(), &table, pick);
+                            verify_runs(&request, limits, &posted, most);
+                            let on =
+                                |nic| posted.iter().filter(move |one| usize::from(one.nic) == nic);
+                            for nic in 0..nics {
+                                // Only the last of a lane is shorter.
+                                let mut counts = on(nic).map(|one| u64::from(one.piece.run.count));
+                                assert!(
+                                    counts.by_ref().skip_while(|count| *count == most).count() <= 1
+                                );
+                            }
+                            cases += 1;
+                        }
+                    }
+                }
+            }
+        }
+    }
+    assert_eq!(cases, 10 * 25 * 12 * 3 * 2);
+}
+
+#[test]
+fn a_run_has_at_most_255_pages() {
+    let pages: Vec<u32> = (0..600).map(|i| i * 7 % 600).collect();
+    let request = Request::Paged(paged(4, &pages, &pages));
+    let counts = |limits, nics| {
+        let posted = check(&request, limits, &Table::new(nics, &[nics]), 0);
+        let mut counts: Vec<_> = posted.iter().map(|one| one.piece.run.count).collect();
+        counts.sort_unstable();
+        counts
+    };
+    let limits = limits(HUGE, 64, 64);
+    for pages_per_piece in [255, 256, u16::MAX] {
+        assert_eq!(counts(with_runs(limits, pages_per_piece), 1), [90, 255, 255]);
+    }
+    assert_eq!(counts(with_runs(limits, 254), 1), [92, 254, 254]);
+    assert_eq!(counts(with_runs(limits, 255), 2), [45, 45, 255, 255]);
+    assert_eq!(counts(with_runs(limits, 1), 1), [0; 600], "one range each");
+}
+
+/// Pages that are cut over the NICs, or have no bytes, are planned as they are without runs.
+#[test]
+fn what_is_not_whole_pages_is_no_run() {
+    let table = Table::new(4, &[4]);
+    for (page_bytes, pages) in [(256, &[1, 0, 2][..]), (0, &[1, 0, 2, 5, 7]), (8, &[])] {
+        let request = Request::Paged(paged(page_bytes, pages, pages));
+        for max in [100, HUGE] {
+            let limits = limits(max, 64, 64);
+            let fresh = |limits| plan(&request, limits, &table, 0);
+            let pieces = |limits| run(&mut fresh(limits), &table, by_turns()).into_iter();
+            let pieces =
+                |limits| pieces(limits).map(|one| (one.nic, one.piece)).collect::<Vec<_>>();
+            let plain = pieces(limits);
+            assert_eq!(pieces(with_runs(limits, 255)), plain);
+            assert!(plain.iter().all(|(_, piece)| piece.run == PageRun::NONE));
+        }
+    }
+}
+
+/// Page numbers of more than 32 bits, on either side, are planned as they are without runs.
+#[test]
+fn numbers_of_more_than_32_bits_make_no_run() {
+    let table = Table::new(1, &[1]);
+    let edge = u64::from(u32::MAX);
+    for (src, dst, runs) in [(edge, edge, 1), (edge + 1, edge, 0), (edge, edge + 1, 0)] {
+        let (src, dst) = ([3, src, 1], [2, 0, dst]);
+        let pages = |indices| Pages { indices, stride: 1, offset: 4 };
+        let write = PagedWrite {
+            peer: peer(0),
+            page_bytes: 2,
+            src: local(edge + 7),
+            src_pages: pages(&src[..]),
+            dst: remote(edge + 7),
+            dst_pages: pages(&dst[..]),
+            imm: tag(),
+        };
+        let request: Request<&[u64], &[Target]> = Request::Paged(write);
+        let limits = with_runs(limits(HUGE, 64, 64), 8);
+        let mut plan = Plan::new(request.check().unwrap(), limits, &table, 0).unwrap();
+        let posted = core::iter::from_fn(|| {
+            let piece = plan.next(0, &table)?;
+            Some(Posted::new(&plan, 0, piece, false))
+        });
+        let posted: Vec<Posted> = posted.collect();
+        assert_eq!(posted.iter().filter(|one| one.piece.run.count > 0).count(), runs);
+        let ranges: Vec<_> = posted.iter().flat_map(Posted::ranges).collect();
+        let found = ranges.iter().map(|one| (one.piece.src, one.piece.dst, one.piece.len));
+        let page = |i: usize| (SRC_BASE + 4 + src[i], DST_BASE + 4 + dst[i], 2);
+        assert_eq!(found.collect::<Vec<_>>(), [page(0), page(1), page(2)]);
+        assert!(ranges.iter().all(|one| one.piece.imm.unwrap().units() == 16));
+    }
+}
+
+#[test]
+fn a_run_that_is_not_there_is_not_read() {
+    let table = Table::new(1, &[1]);
+    let pages = [4, 1, 3, 0, 2];
+    let request = Request::Paged(paged(8, &pages, &pages));
+    let runs = plan(&request, with_runs(limits(HUGE, 64, 64), 3), &table, 0);
+    let (mut src, mut dst) = ([9; 6], [9; 6]);
+    for (first, count) in (0..8).flat_map(|first| (0..8).map(move |count| (first, count))) {
+        for (from, to) in (0..=6).flat_map(|from| (0..=6).map(move |to| (from, to))) {
+            let run = PageRun { first, count };
+            let layout = runs.page_run(run, &mut src[..from], &mut dst[..to]);
+            let room = count as usize <= from.min(to);
+            assert_eq!(layout.is_some(), (1..=5).contains(&count) && first + count <= 5 && room);
+            if layout.is_some() {
+                let wanted = &pages[first as usize..(first + count) as usize];
+                assert_eq!((&src[..count as usize], &dst[..count as usize]), (wanted, wanted));
+            }
+        }
+    }
+    let run = PageRun { first: u32::MAX, count: u32::MAX };
+    assert_eq!(runs.page_run(run, &mut src, &mut dst), None);
+    // Nothing but pages, planned as runs, is any.
+    let run = PageRun { first: 0, count: 1 };
+    let plain = plan(&request, limits(HUGE, 64, 64), &table, 0);
+    assert_eq!(plain.page_run(run, &mut src, &mut dst), None);
+    for request in [single(8, 0, tag()), single(8 << 10, 0, tag())] {
+        let other = plan(&request, with_runs(limits(HUGE, 64, 64), 3), &table, 0);
+        assert_eq!(other.page_run(run, &mut src, &mut dst), None);
+    }
+    assert_eq!(TestPlan::taken(peer(0)).page_run(run, &mut src, &mut dst), None);
+}
+
+/// The numbers of a list, one by one.
+struct OneByOne<'a>(&'a [u64]);
+
+impl PageList for OneByOne<'_> {
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+    fn get(&self, i: usize) -> Option<u64> {
+        self.0.get(i).copied()
+    }
+    fn max(&self) -> Option<u64> {
+        self.0.iter().max().copied()
+    }
+}
+
+#[test]
+fn numbers_are_copied_if_they_are_there_and_fit() {
+    let narrow = [5, u32::MAX, 0, 7];
+    let wide = narrow.map(u64::from);
+    let too_wide = [5, 1 << 32, 0, 7];
+    for first in [0, 1, 2, 3, 4, 5, usize::MAX] {
+        for count in 0..=5 {
+            let there = first.checked_add(count).and_then(|end| narrow.get(first..end));
+            let copied = |list: &dyn PageList| {
+                let mut out = [9; 5];
+                list.copy_to(first, &mut out[..count]).map(|()| out[..count].to_vec())
+            };
+            // Nothing is there of what lies behind the end; whether that counts as missing does not matter.
+            let wanted = there.map(<[u32]>::to_vec).filter(|_| count > 0);
+            let same = |got: Option<Vec<u32>>| got.filter(|got| !got.is_empty()) == wanted;
+            assert!(same(copied(&narrow.as_slice())));
+            assert!(same(copied(&wide.as_slice())));
+            assert!(same(copied(&OneByOne(&wide))));
+            let fits = first != 1 && !(first == 0 && count > 1);
+            assert!(!fits || same(copied(&OneByOne(&too_wide))));
+            assert!(fits || count == 0 || copied(&OneByOne(&too_wide)).is_none());
+        }
+    }
+}
+
 // ---- scatter, barrier, immediates ----
 
 #[test]
@@ -796,6 +1083,7 @@ fn a_control_write_is_one_piece_with_its_own_immediate() {
                     dst: CONTROL_BASE + 1 + 2,
                     dst_key: 400 + u64::from(nic),
                     len,
+                    run: PageRun::NONE,
                     imm: Some(write.imm),
                 };
                 assert_eq!(plan.next(nic, &table), Some(piece));
@@ -858,6 +1146,7 @@ fn rerouting_at_any_moment_loses_nothing() {
             for to in 0..4 {
                 for after in 0..50 {
                     reroute(&request, limits, from, to, after);
+                    reroute(&request, with_runs(limits, 3), from, to, after);
                 }
             }
         }
@@ -890,8 +1179,9 @@ fn reroute(
         let nic = pick(plan.nic_mask());
         assert!(!lost || from == to || nic != from, "work on a lost NIC");
         let piece = plan.next(nic, &table).unwrap();
-        posted.push(Posted { nic, piece, trailing });
+        posted.push(Posted::new(&plan, nic, piece, trailing));
     }
+    let posted: Vec<Posted> = posted.iter().flat_map(Posted::ranges).collect();
     bytes_are_exact(&writes(request), &posted);
     units_are_exact(&writes(request), &posted);
 }
@@ -1006,7 +1296,7 @@ fn routes_that_change_underway_lose_nothing() {
                 let nic = pick(plan.nic_mask());
                 let table = if posted.len() < after { &first } else { &second };
                 let piece = plan.next(nic, table).unwrap();
-                posted.push(Posted { nic, piece, trailing });
+                posted.push(Posted::new(&plan, nic, piece, trailing));
                 trailing |= plan.nic_mask() == 0;
             }
             bytes_are_exact(&writes(&request), &posted);
@@ -1308,6 +1598,7 @@ proptest! {
         split in 0..24_usize,
         page_bytes in 1..60_u64,
         max in 1..200_u64,
+        pages_per_piece in 1..30_u16,
         (ours, theirs) in (1..=8_usize, 1..=8_usize),
         turn in any::<u32>(),
     ) {
@@ -1318,7 +1609,8 @@ proptest! {
         dst[..split].sort_unstable();
         dst[split..].reverse();
         let request = Request::Paged(paged(page_bytes, &src[..count], &dst[..count]));
-        check(&request, limits(max, 16, 4), &Table::new(ours, &[theirs]), turn);
+        let limits = with_runs(limits(max, 16, 4), pages_per_piece);
+        check(&request, limits, &Table::new(ours, &[theirs]), turn);
     }
 
     #[test]

@@ -4,8 +4,8 @@
 //! the general one in size, and its piece is made when it is planned: nothing is cut.
 
 use super::{
-    ControlWrite, ImmWrite, Next, PathKeys, Piece, PlanError, PlanLimits, Request, SingleWrite,
-    bit, check_control, check_keys, is_small, merged, remote_of,
+    ControlWrite, ImmWrite, Next, PageRun, PathKeys, Piece, PlanError, PlanLimits, Request,
+    SingleWrite, bit, check_control, check_keys, is_small, merged, remote_of,
 };
 use super::{PeerTable, TargetList};
 use crate::id::{MAX_NICS, NicIndex, PeerId};
@@ -85,6 +85,7 @@ impl Whole {
             dst,
             dst_key,
             len: write.len,
+            run: PageRun::NONE,
             imm: merged(write.imm, 1),
         };
         let nothing = empty && write.imm.is_none();
@@ -122,7 +123,8 @@ impl Whole {
     /// A piece of which nothing is known but whom it goes to.
     const fn unknown(peer: PeerId) -> Piece {
         let (remote_nic, src, src_key, dst, dst_key) = (0, 0, 0, 0, 0);
-        Piece { peer, remote_nic, src, src_key, dst, dst_key, len: 0, imm: None }
+        let run = PageRun::NONE;
+        Piece { peer, remote_nic, src, src_key, dst, dst_key, len: 0, run, imm: None }
     }
 
     /// Keeps the source's keys, so that the piece can be moved. Control writes keep theirs from the start.

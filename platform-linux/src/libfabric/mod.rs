@@ -447,6 +447,7 @@ impl LibfabricProvider {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes: NicLimits::BATCH_BYTES,
+            pages_per_piece: 1,
         };
         let nics: Vec<_> = ports
             .iter()

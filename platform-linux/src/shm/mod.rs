@@ -60,6 +60,7 @@ use std::time::{Duration, Instant};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
+use immwire_core::plan::RunLayout;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal, Wire};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -360,6 +361,7 @@ impl ShmProvider {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes,
+            pages_per_piece: 1,
         };
         let speed_gbps = config.speed_gbps;
         let nic = |n| NicInfo { name: format!("shm{n}"), speed_gbps, limits };
@@ -1169,6 +1171,10 @@ impl Drop for ShmProvider {
             fn path_broken(&mut self, _: PeerId, _: Path) {}
             fn path_restored(&mut self, _: PeerId, _: Path) {}
             fn undelivered(&mut self, _: &WorkRequest) {}
+
+            fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+                None
+            }
         }
         while let Some(index) = self.up.pop() {
             self.end(index, WorkError::Flushed, &mut Nobody);

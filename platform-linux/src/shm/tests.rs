@@ -9,6 +9,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use immwire_core::group::Token;
 use immwire_core::imm::{Imm, ImmTag};
 use immwire_core::peer::{Crossing, resolve_crossing};
+use immwire_core::plan::{PageRun, RunLayout};
 use immwire_core::region::Rights;
 use rustix::event::{PollFd, PollFlags};
 
@@ -91,6 +92,10 @@ impl Sink for Record {
 
     fn undelivered(&mut self, _: &WorkRequest) {
         panic!("shared memory breaks no path");
+    }
+
+    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+        None
     }
 }
 
@@ -225,6 +230,7 @@ fn write(token: u64, peer: PeerId, src: &Registered, dst: &Registered) -> WorkRe
         dst: dst.desc.base,
         dst_key: dst.desc.keys.get(0).unwrap(),
         len: (src.len.min(dst.len)) as u64,
+        run: PageRun::NONE,
         imm: Some(imm(16)),
     }
 }

@@ -246,6 +246,7 @@ impl Fabric {
                 inline_bytes: 0,
                 max_sge: 1,
                 batch_bytes: NicLimits::BATCH_BYTES,
+                pages_per_piece: nic.pages_per_piece,
             },
         };
         let infos = nics.iter().enumerate().map(info).collect();

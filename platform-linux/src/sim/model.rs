@@ -39,6 +39,8 @@ pub struct NicModel {
     pub max_message_bytes: u64,
     /// The smallest piece worth a NIC of its own.
     pub min_piece_bytes: u64,
+    /// Pages that one message may carry without being adjacent; 1 for none but adjacent ones.
+    pub pages_per_piece: u16,
     /// Order on a path.
     pub order: Order,
     /// How long a sender takes at most to see that the far end of a path is gone.
@@ -77,6 +79,7 @@ impl NicModel {
         queue_depth: 1024,
         max_message_bytes: GIB,
         min_piece_bytes: 64 << 10,
+        pages_per_piece: 1,
         order: Order::Fifo,
         detect: Duration::from_millis(470),
         reconnect: Duration::from_millis(1),

@@ -5,7 +5,7 @@ use std::time::Duration;
 use immwire_core::group::{SubmitError, Token, TransferError as Stopped, WorkError, WorkRequest};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{Geometry, HEADER_BYTES};
-use immwire_core::plan::PlanError;
+use immwire_core::plan::{PageRun, PlanError, RunLayout};
 use immwire_core::wire::{Hello, Refusal};
 
 use super::*;
@@ -920,6 +920,9 @@ impl Sink for Record {
     fn undelivered(&mut self, work: &WorkRequest) {
         self.undelivered.push(work.token.bits());
     }
+    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+        None
+    }
 }
 
 /// One end of a connection, without an engine.
@@ -977,6 +980,7 @@ impl Raw {
                 dst: to.base + n * 64,
                 dst_key: to.keys.get(path.remote_nic).unwrap(),
                 len: 64,
+                run: PageRun::NONE,
                 imm: Some(Imm::from_bits(u32::try_from(n).unwrap())),
             };
             assert_eq!(self.provider.post(path.nic, &[work], &mut self.record), 1);
@@ -1199,6 +1203,7 @@ fn keys_of_other_nics_and_ranges_outside_are_refused() {
         dst: desc.base,
         dst_key: desc.keys.get(1).unwrap(),
         len: 8,
+        run: PageRun::NONE,
         imm: None,
     };
     let (local, remote) = (Err(WorkError::LocalAccess), Err(WorkError::RemoteAccess));

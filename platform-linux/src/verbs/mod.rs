@@ -981,6 +981,7 @@ fn info(device: &Device) -> NicInfo {
         inline_bytes: INLINE_BYTES,
         max_sge: 1,
         batch_bytes: NicLimits::BATCH_BYTES,
+        pages_per_piece: 1,
     };
     NicInfo { name: device.name.clone(), speed_gbps: facts.speed_gbps, limits }
 }

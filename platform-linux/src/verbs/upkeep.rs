@@ -22,6 +22,7 @@ use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
+use immwire_core::plan::RunLayout;
 use immwire_core::port::{PACKET_MAX, Queue};
 use immwire_core::tenant::{Tenant, device_key};
 use immwire_core::way::{Answered, Failed};
@@ -1115,4 +1116,8 @@ impl Sink for Deaf {
     fn path_restored(&mut self, _: PeerId, _: Path) {}
 
     fn undelivered(&mut self, _: &WorkRequest) {}
+
+    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+        None
+    }
 }

@@ -19,6 +19,7 @@ use immwire_core::id::{EngineId, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::Geometry;
 use immwire_core::peer::DownReason;
+use immwire_core::plan::{PageRun, RunLayout};
 use immwire_core::region::{Keys, MrDesc, Rights};
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind, Refusal, Wire};
 use libfuzzer_sys::fuzz_target;
@@ -185,6 +186,10 @@ impl Sink for Ears {
 
     fn undelivered(&mut self, work: &WorkRequest) {
         panic!("{work:?} is undelivered, and no path broke");
+    }
+
+    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+        None
     }
 }
 
@@ -391,6 +396,7 @@ impl World {
             dst: u64::from(dst),
             dst_key: 1 << 32 | u64::from(key % 4),
             len: len.into(),
+            run: PageRun::NONE,
             imm: imm.map(Imm::from_bits),
         };
         // It may be reported before it is said to be accepted.

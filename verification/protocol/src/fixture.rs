@@ -1,6 +1,6 @@
 //! Groups, regions and requests that the models share: small numbers, and nothing by chance.
 
-use core::num::NonZeroU64;
+use core::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use immwire_core::group::{
@@ -123,6 +123,7 @@ fn made<LS: Storage<LostSlot>>(sizes: Sizes, liveness: LivenessConfig, lost: LS)
     let config = GroupConfig {
         limits: PlanLimits {
             max_message_bytes: NonZeroU64::new(MAX_MESSAGE).unwrap_or(NonZeroU64::MIN),
+            pages_per_piece: NonZeroU16::MIN,
             rule: SplitRule {
                 min_piece_bytes: NonZeroU64::new(2).unwrap_or(NonZeroU64::MIN),
                 granule_bytes: NonZeroU64::MIN,

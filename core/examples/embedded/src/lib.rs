@@ -9,7 +9,7 @@ mod provider;
 
 use core::ffi::c_void;
 use core::mem::{align_of, size_of};
-use core::num::NonZeroU64;
+use core::num::{NonZeroU16, NonZeroU64};
 use core::slice;
 use core::time::Duration;
 
@@ -44,6 +44,7 @@ const FOR_EVER: LivenessConfig = LivenessConfig {
 const CONFIG: GroupConfig = GroupConfig {
     limits: PlanLimits {
         max_message_bytes: NonZeroU64::new(1 << 20).unwrap(),
+        pages_per_piece: NonZeroU16::MIN,
         rule: SplitRule { min_piece_bytes: NonZeroU64::MIN, granule_bytes: NonZeroU64::MIN },
     },
     peer_depth: DEPTH,

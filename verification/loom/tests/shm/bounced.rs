@@ -3,6 +3,7 @@
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::PeerId;
 use immwire_core::imm::Imm;
+use immwire_core::plan::PageRun;
 use immwire_verification_loom::{Bound, clause, explore, thread};
 use loom::sync::Arc;
 
@@ -22,6 +23,7 @@ fn piece(n: u64, key: u64) -> WorkRequest {
         dst: destination(n),
         dst_key: key,
         len: 8,
+        run: PageRun::NONE,
         imm: Some(Imm::from_bits(u32::try_from(n).unwrap())),
     }
 }

@@ -5,7 +5,7 @@
 //! count is brought into its state by calls of the public API alone, as any caller could.
 
 use std::io::{BufWriter, Write};
-use std::num::NonZeroU64;
+use std::num::{NonZeroU16, NonZeroU64};
 
 use immwire_core::id::{EngineId, PeerId};
 use immwire_core::imm::{
@@ -328,7 +328,9 @@ fn limits(numbers: &mut Numbers, len: u64) -> PlanLimits {
         _ => 1 << numbers.below(20),
     };
     let rule = SplitRule { min_piece_bytes: positive(min), granule_bytes: positive(granule) };
-    PlanLimits { max_message_bytes: positive(most), rule }
+    // Runs are read from the lists, not planned: there is no arithmetic to compare.
+    let pages_per_piece = NonZeroU16::MIN;
+    PlanLimits { max_message_bytes: positive(most), pages_per_piece, rule }
 }
 
 /// All pieces of the request, as the numbers of each: NICs, addresses, length, immediate or none.
@@ -363,7 +365,7 @@ fn plan(
 }
 
 fn limits_text(limits: PlanLimits) -> [u64; 3] {
-    let PlanLimits { max_message_bytes, rule } = limits;
+    let PlanLimits { max_message_bytes, rule, .. } = limits;
     [max_message_bytes.get(), rule.min_piece_bytes.get(), rule.granule_bytes.get()]
 }
 
