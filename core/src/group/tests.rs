@@ -19,7 +19,9 @@ use super::*;
 use crate::imm::{ImmTag, WRITE_UNITS};
 use crate::mailbox::Control;
 use crate::nic::SplitRule;
-use crate::plan::{Barrier, ImmWrite, PagedWrite, Pages, ScatterWrite, Side, SingleWrite, Target};
+use crate::plan::{
+    Barrier, ImmWrite, PageRun, PagedWrite, Pages, ScatterWrite, Side, SingleWrite, Target,
+};
 use crate::region::{Keys, LocalMr, Rights};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
@@ -120,6 +122,7 @@ struct Setup {
     peer_depth: u16,
     reserve: u16,
     max_message: u64,
+    pages_per_piece: u16,
 }
 
 const SMALL: Setup = Setup {
@@ -132,6 +135,7 @@ const SMALL: Setup = Setup {
     peer_depth: 2,
     reserve: 1,
     max_message: 2,
+    pages_per_piece: 1,
 };
 
 /// What is submitted.
@@ -145,6 +149,8 @@ enum Kind {
     Long,
     /// Three shuffled pages.
     Pages,
+    /// Five, one of them from where another comes from.
+    Many,
     /// Two bytes to each peer there is.
     Scatter,
     Barrier,
@@ -153,11 +159,12 @@ enum Kind {
     Empty,
 }
 
-const KINDS: [Kind; 8] = [
+const KINDS: [Kind; 9] = [
     Kind::Tiny,
     Kind::Split,
     Kind::Long,
     Kind::Pages,
+    Kind::Many,
     Kind::Scatter,
     Kind::Barrier,
     Kind::Imm,
@@ -287,7 +294,7 @@ fn config(setup: Setup) -> GroupConfig {
     GroupConfig {
         limits: PlanLimits {
             max_message_bytes: NonZeroU64::new(setup.max_message).unwrap(),
-            pages_per_piece: NonZeroU16::MIN,
+            pages_per_piece: NonZeroU16::new(setup.pages_per_piece).unwrap(),
             rule: SplitRule {
                 min_piece_bytes: NonZeroU64::new(2).unwrap(),
                 granule_bytes: NonZeroU64::MIN,
@@ -410,6 +417,7 @@ impl World {
             Kind::Split => single(6),
             Kind::Long => single(17 * self.setup.max_message + 1),
             Kind::Pages => paged(&[2, 0, 1], &[0, 3, 7]),
+            Kind::Many => paged(&[2, 0, 1, 1, 5], &[0, 3, 7, 4, 8]),
             Kind::Empty => paged(&[], &[]),
             Kind::Scatter => Request::Scatter(ScatterWrite {
                 src: source(),
@@ -552,7 +560,10 @@ impl World {
     /// The peer's side of a piece that lands, in whatever way.
     fn arrived(&mut self, work: &WorkRequest) {
         match work.token.note() {
-            None => arrive(find(&mut self.sent, work.token), work),
+            None => {
+                let ranges = ranges(&self.group, work);
+                arrive(find(&mut self.sent, work.token), work, &ranges);
+            }
             Some(_) => match Control::decode(work.imm.unwrap().bits()) {
                 Some(Ok(Control::Ask { from, to, epoch })) => {
                     self.asks.push(((work.peer, from, to), epoch));
@@ -770,6 +781,8 @@ impl World {
         let sent = find(&mut self.sent, work.token);
         assert!(!sent.stopped, "posted after stop");
         sent.started = true;
+        let most = u32::from(self.setup.pages_per_piece);
+        assert!(work.run.count <= most && (work.run.count == 0 || most > 1));
         if work.len > 0 {
             assert!(work.len <= self.setup.max_message);
         } else if !sent.writes.is_empty() {
@@ -859,6 +872,11 @@ impl World {
                     assert!(!self.posted.iter().any(in_flight), "ended in flight");
                     let in_limbo = self.limbo.iter().any(|(work, _)| in_flight(work));
                     assert!(!in_limbo, "ended, and may yet be written");
+                    let run = PageRun { first: 0, count: 1 };
+                    let token = Token::new(id, PeerId { index: 0, generation: 0 });
+                    let read = |group: &Group, work| group.page_run(&work, &mut [0], &mut [0]);
+                    let ended = WorkRequest { token, run, ..NOTHING };
+                    assert_eq!(read(&self.group, ended), None, "read after the end");
                     match end {
                         End::Done => assert!(sent.complete(), "{sent:?}"),
                         End::NeverStarted { .. } => assert!(!sent.started),
@@ -897,6 +915,9 @@ impl World {
         let (notes, flying): (Vec<&WorkRequest>, Vec<&WorkRequest>) =
             self.posted.iter().chain(limbo).partition(|work| work.token.note().is_some());
         assert!(lost.len() + flying.len() <= group.lost.len(), "no room for what may be lost");
+        for work in lost.iter().chain(flying.iter().copied()).filter(|work| work.run.count > 0) {
+            assert_eq!(ranges(group, work).len(), work.run.count as usize);
+        }
         assert_eq!(lost.len(), group.lost_count);
         let mut aside = lost.len();
         for (index, slot) in group.peers.iter().enumerate() {
@@ -1109,15 +1130,49 @@ fn outcome(request: &Asked) -> Outcome {
     }
 }
 
-fn arrive(sent: &mut Sent, work: &WorkRequest) {
+/// Source, destination and length of what a piece moves: of a run, page by page, as a provider finds them.
+fn ranges(group: &Group, work: &WorkRequest) -> Vec<(u64, u64, u64)> {
+    let count = work.run.count as usize;
+    let (mut src, mut dst) = (vec![7; count], vec![7; count]);
+    let layout = group.page_run(work, &mut src, &mut dst);
+    assert_eq!(layout.is_some(), count > 0);
+    let Some(layout) = layout else {
+        return vec![(work.src, work.dst, work.len)];
+    };
+    let page = |(from, to): (&u32, &u32)| {
+        let src = layout.src_base + layout.src_stride * u64::from(*from);
+        (src, layout.dst_base + layout.dst_stride * u64::from(*to), layout.page_bytes)
+    };
+    let ranges: Vec<_> = src.iter().zip(&dst).map(page).collect();
+    assert_eq!(work.len, ranges.iter().map(|range| range.2).sum::<u64>());
+    ranges
+}
+
+/// No piece at all.
+const NOTHING: WorkRequest = WorkRequest {
+    token: Token::from_bits(0),
+    nic: 0,
+    remote_nic: 0,
+    peer: PeerId { index: 0, generation: 0 },
+    src: 0,
+    src_key: 0,
+    dst: 0,
+    dst_key: 0,
+    len: 0,
+    run: PageRun::NONE,
+    imm: None,
+};
+
+fn arrive(sent: &mut Sent, work: &WorkRequest, ranges: &[(u64, u64, u64)]) {
     if let Some(imm) = work.imm {
         assert_eq!(imm.tag(), tag());
         let units = sent.units.iter_mut().find(|(peer, _)| *peer == work.peer).unwrap();
         units.1 = units.1.checked_sub(u32::from(imm.units())).expect("announced too much");
     }
     // Pages may have merged: byte by byte.
-    for byte in 0..work.len {
-        let (src, dst) = (work.src + byte, work.dst + byte);
+    let bytes =
+        ranges.iter().flat_map(|&(src, dst, len)| (0..len).map(move |at| (src + at, dst + at)));
+    for (src, dst) in bytes {
         let write = sent.writes.iter().position(|&(peer, from, to, len)| {
             peer == work.peer && (to..to + len).contains(&dst) && src.wrapping_sub(from) == dst - to
         });
@@ -1317,6 +1372,29 @@ fn every_short_program_of_cut_off_nics() {
     assert!(states > 19_000, "only {states} states");
 }
 
+/// Runs of two pages over two NICs, that are cancelled, fail, and are lost with their paths.
+#[test]
+fn every_short_program_of_runs() {
+    let setup = Setup { peers: 1, max_message: 4, pages_per_piece: 2, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Many, 0),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Complete(0),
+        Do::Complete(1),
+        Do::Fail(0),
+        Do::Break(0, 0, 0),
+        Do::Break(0, 1, 1),
+        Do::Land(0),
+        Do::Answer(0),
+        Do::Restore(0, 0, 0),
+        Do::Cancel(0),
+        Do::NicDown(0),
+    ];
+    let states = explore(setup, &menu, 8);
+    assert!(states > 23_000, "only {states} states");
+}
+
 /// Small writes, taken and posted the short way and the general one, while paths and NICs are lost.
 #[test]
 fn every_short_program_of_small_writes() {
@@ -1365,9 +1443,9 @@ fn every_short_program_of_asks() {
 
 fn any_setup() -> impl Strategy<Value = Setup> {
     let counts = (1..=4_u8, 1..=4_u8, 1..=3_u16, 0..=1_u16, 1..=8_usize);
-    let depths = (0..=2_u16, 1..=4_u16, 1..=4_u16, 1..=5_u64);
+    let depths = (0..=2_u16, 1..=4_u16, 1..=4_u16, 1..=8_u64, 1..=4_u16);
     (counts, depths).prop_map(|((nics, peer_nics, peers, connecting, slots), depths)| {
-        let (reserve, queue, peer, max_message) = depths;
+        let (reserve, queue, peer, max_message, pages_per_piece) = depths;
         Setup {
             nics,
             peer_nics,
@@ -1378,6 +1456,7 @@ fn any_setup() -> impl Strategy<Value = Setup> {
             peer_depth: reserve + peer,
             reserve,
             max_message,
+            pages_per_piece,
         }
     })
 }
@@ -1451,10 +1530,14 @@ fn a_trailing_immediate_leaves_a_lost_nic() {
 }
 
 fn end_of(group: &mut Group) -> Option<End> {
-    core::iter::from_fn(|| group.poll_event()).find_map(|event| match event {
+    core::iter::from_fn(|| group.poll_event()).find_map(ended)
+}
+
+fn ended(event: Event) -> Option<End> {
+    match event {
         Event::Ended { end, .. } => Some(end),
         _ => None,
-    })
+    }
 }
 
 #[test]
@@ -1771,53 +1854,115 @@ fn bytes_alone_do_not_stand_for_a_heartbeat() {
     }
 }
 
-/// A list that forgets its pages once it was checked.
+/// A list of six pages that forgets the last ones once it was checked.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Fickle(std::rc::Rc<core::cell::Cell<bool>>);
+struct Fickle(std::rc::Rc<core::cell::Cell<usize>>);
+
+impl Fickle {
+    fn new() -> Self {
+        Self(std::rc::Rc::new(core::cell::Cell::new(6)))
+    }
+}
 
 impl PageList for Fickle {
     fn len(&self) -> usize {
-        2
+        6
     }
     fn get(&self, i: usize) -> Option<u64> {
-        (i < 2 && !self.0.get()).then_some(0)
+        (i < self.0.get()).then_some(0)
     }
     fn max(&self) -> Option<u64> {
         Some(0)
     }
 }
 
+/// Whichever side forgets whatever number of its pages after whatever piece, and however many are a piece: no
+/// more is posted, what was posted cannot be read where it is missing, and the transfer ends.
 #[test]
 fn a_list_that_changes_ends_its_transfer() {
-    let nic = NicConfig { state: GOOD_NIC, queue_depth: 4 };
-    let mut group = DomainGroup::<Fickle, Targets, _, _>::new(
-        config(Setup { peer_depth: 4, ..SMALL }),
-        &[nic],
-        [const { TransferSlot::new() }; 1],
-        [const { PeerSlot::new() }; 1],
-    )
-    .unwrap();
-    let peer = group.accept_peer(Time::ZERO, engine(0), &answer(0, &[GOOD_NIC])).unwrap();
-    let forgotten = Fickle(std::rc::Rc::new(core::cell::Cell::new(false)));
-    let pages = || Pages { indices: forgotten.clone(), stride: 2, offset: 0 };
-    let write = PagedWrite {
-        peer,
-        page_bytes: 2,
-        src: source(),
-        src_pages: pages(),
-        dst: region(engine(0), DST),
-        dst_pages: pages(),
-        imm: None,
-    };
-    let options = Options { deadline: Time::NEVER, user: 0 };
-    group.submit(Request::Paged(write).check().unwrap(), options).unwrap();
-    let posted = group.poll_work(0).unwrap();
-    forgotten.0.set(true);
-    assert_eq!(group.poll_work(0), None);
-    assert!(group.handle_completion(Time::ZERO, 0, posted.token, Ok(())));
-    let error = TransferError::ListChanged;
-    let ended = |event| matches!(event, Event::Ended { end, .. } if end == End::Quiesced { error });
-    assert!(core::iter::from_fn(|| group.poll_event()).any(ended));
+    let cases = (0..6).flat_map(|left| (0..4).map(move |after| (left, after)));
+    for ((left, after), (side, pages_per_piece)) in
+        cases.flat_map(|case| (0..2).flat_map(move |side| [1, 2, 4].map(|n| (case, (side, n)))))
+    {
+        let setup = Setup { peer_depth: 8, queue_depth: 8, ..SMALL };
+        let setup = Setup { max_message: 16, pages_per_piece, ..setup };
+        let mut group = DomainGroup::<Fickle, Targets, _, _>::new(
+            config(setup),
+            &[NicConfig { state: GOOD_NIC, queue_depth: 8 }],
+            [const { TransferSlot::new() }; 1],
+            [const { PeerSlot::new() }; 1],
+        )
+        .unwrap();
+        let peer = group.accept_peer(Time::ZERO, engine(0), &answer(0, &[GOOD_NIC])).unwrap();
+        let lists = [Fickle::new(), Fickle::new()];
+        let pages = |side: usize| Pages { indices: lists[side].clone(), stride: 2, offset: 0 };
+        let write = PagedWrite {
+            peer,
+            page_bytes: 2,
+            src: source(),
+            src_pages: pages(0),
+            dst: region(engine(0), DST),
+            dst_pages: pages(1),
+            imm: None,
+        };
+        let options = Options { deadline: Time::NEVER, user: 0 };
+        group.submit(Request::Paged(write).check().unwrap(), options).unwrap();
+        let mut posted: Vec<_> = core::iter::from_fn(|| group.poll_work(0)).take(after).collect();
+        lists[side].0.set(left);
+        if left % 2 == 0 {
+            posted.extend(core::iter::from_fn(|| group.poll_work(0)));
+        } else {
+            group.poll_batch(0, usize::MAX, u64::MAX, |work| posted.push(work));
+        }
+        let all = posted.iter().map(|work| work.len / 2).sum::<u64>() == 6;
+        let end = |work: &WorkRequest| (work.run.first + work.run.count) as usize;
+        for (n, work) in posted.iter().enumerate() {
+            let read = group.page_run(work, &mut [0; 4], &mut [0; 4]).is_some();
+            assert_eq!(read, pages_per_piece > 1 && end(work) <= left);
+            assert!(n < after || pages_per_piece == 1 || read, "posted what is not there");
+        }
+        for work in &posted {
+            assert!(group.handle_completion(Time::ZERO, 0, work.token, Ok(())));
+            let read = group.page_run(work, &mut [0; 4], &mut [0; 4]);
+            assert!(read.is_none() || group.active() > 0);
+        }
+        let error = TransferError::ListChanged;
+        let wanted = match posted.len() {
+            _ if all => End::Done,
+            0 => End::NeverStarted { error },
+            _ => End::Quiesced { error },
+        };
+        assert_eq!(core::iter::from_fn(|| group.poll_event()).find_map(ended), Some(wanted));
+        assert_eq!(group.active(), 0);
+    }
+}
+
+/// Neither between its last completion and the poll of its end, nor when its slot has another tenant.
+#[test]
+fn a_run_of_an_ended_transfer_is_not_read() {
+    let one = Setup { nics: 1, peer_nics: 1, peers: 1, slots: 1, ..SMALL };
+    let setup = Setup { pages_per_piece: 8, max_message: 16, ..one };
+    let mut world = World::new(setup);
+    let many = world.request(Kind::Many, 0).unwrap();
+    submit(&mut world, many.clone());
+    let first = world.group.poll_work(0).unwrap();
+    assert_eq!(first.run, PageRun { first: 0, count: 5 });
+    let (mut src, mut dst) = ([0; 5], [0; 5]);
+    let mut read = |group: &Group, work| group.page_run(work, &mut src, &mut dst).is_some();
+    assert!(read(&world.group, &first));
+    let nobody = WorkRequest { token: Token::from_bits(u64::MAX), ..first };
+    assert!(!read(&world.group, &nobody));
+    // Stopped, it is in flight still.
+    world.group.cancel(world.now, first.token.transfer());
+    assert!(read(&world.group, &first));
+    assert!(world.group.handle_completion(world.now, 0, first.token, Ok(())));
+    assert!(!read(&world.group, &first));
+    while world.group.poll_event().is_some() {}
+    submit(&mut world, many);
+    assert!(!read(&world.group, &first), "of another transfer");
+    let second = world.group.poll_work(0).unwrap();
+    assert_ne!(first.token, second.token);
+    assert!(read(&world.group, &second) && !read(&world.group, &first));
 }
 
 #[test]
@@ -1894,13 +2039,14 @@ fn completed(world: &mut World, work: &WorkRequest) {
 fn a_batch_is_what_single_pieces_are() {
     // Turns that end within a run, credits of the peer and of the NIC that do, pages that merge.
     let menu = [(8, 4, 1 << 10), (8, 8, 64 << 10), (64, 5, 64 << 10), (64, 64, 256 << 10)];
-    for ((queue, peer_depth, page_bytes), transfers) in
-        menu.into_iter().flat_map(|shape| (1..4).map(move |n| (shape, n)))
+    for ((queue, peer_depth, page_bytes), transfers, pages_per_piece) in menu
+        .into_iter()
+        .flat_map(|shape| (1..4).flat_map(move |n| [1, 2, 5].map(|runs| (shape, n, runs))))
     {
         // Turns of one page, of a few, and of all.
         let turns = [1, 5 * page_bytes, 1 << 30];
         let turn_bytes = turns[transfers as usize % turns.len()];
-        let setup = busy_setup(8, queue, peer_depth);
+        let setup = Setup { pages_per_piece, ..busy_setup(8, queue, peer_depth) };
         let mut world = World::with(setup, GroupConfig { turn_bytes, ..config(setup) });
         for n in 0..transfers {
             pages(&mut world, n % 2, 7 + u64::from(n), page_bytes);
