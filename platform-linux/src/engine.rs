@@ -31,7 +31,9 @@ use crate::error::{
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
 use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
 use crate::region::{CloseError, Region, Registry};
-use crate::request::{PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets};
+use crate::request::{
+    Checked, PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets,
+};
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::sync::lock;
@@ -918,7 +920,7 @@ impl TransferEngine {
     }
 
     fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
-        let request = request.check()?;
+        let request = checked(request, src)?;
         let shared = &self.inner.shared;
         let (cell, ticket) = shared.take_cell()?;
         let deadline = shared.clock.deadline(self.deadline);
@@ -926,6 +928,17 @@ impl TransferEngine {
         shared.send(Command::Submit(Submission { cell, ticket, request, deadline, hold }));
         Ok(Transfer::new(Arc::clone(shared), cell, ticket))
     }
+}
+
+/// A request that may be planned, in a way that its regions allow.
+#[inline]
+fn checked(request: Request, src: Option<&Region>) -> Result<Checked, plan::RequestError> {
+    let in_runs = match (&request, src) {
+        (plan::Request::Paged(write), Some(src)) => src.takes_runs(&write.dst),
+        _ => true,
+    };
+    let checked = request.check()?;
+    Ok(if in_runs { checked } else { checked.without_runs() })
 }
 
 /// A single write in the core's terms.
@@ -1047,7 +1060,7 @@ impl Driver {
     }
 
     fn submit(&mut self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
-        let request = request.check()?;
+        let request = checked(request, src)?;
         let (cell, ticket) = self.take_cell()?;
         let hold = src.cloned();
         let deadline = Time::NEVER;

@@ -295,6 +295,12 @@ pub trait Memory: Send + Sync + 'static {
         rights: Rights,
     ) -> Result<Registered, RegisterError>;
 
+    /// Whether pages from one region to another may be handed over in runs, where the NICs take any.
+    fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
+        let _ = (src, dst);
+        true
+    }
+
     /// Withdraws a region from peers. `Ok`: no peer writes to it any more, nor ever will.
     ///
     /// # Errors

@@ -121,6 +121,11 @@ impl Region {
         Ok(())
     }
 
+    /// Whether pages from here to there may be handed over in runs.
+    pub(crate) fn takes_runs(&self, dst: &MrDesc) -> bool {
+        self.registration.memory.takes_runs(&self.local(), dst)
+    }
+
     fn copy_gpu(
         &self,
         offset: u64,

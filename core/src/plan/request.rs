@@ -350,8 +350,17 @@ pub struct Checked<P, T> {
     pub(super) longest: u64,
     /// Pages or targets, at most [`MAX_ITEMS`]; 1 for other requests.
     pub(super) items: u32,
-    /// It is of pages, and their numbers on both sides have at most 32 bits.
+    /// It is of pages that may travel in runs: their numbers on both sides have at most 32 bits.
     pub(super) narrow: bool,
+}
+
+impl<P, T> Checked<P, T> {
+    /// The same, but never planned as runs of pages: for a transport that takes those of some regions only.
+    #[must_use]
+    pub fn without_runs(mut self) -> Self {
+        self.narrow = false;
+        self
+    }
 }
 
 impl<P: PageList, T: TargetList> Request<P, T> {

@@ -28,6 +28,7 @@ use std::time::Duration;
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;
 use immwire_core::id::Time;
+use immwire_core::plan::RunLayout;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Copier, Device, Error, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory, Received,
@@ -36,6 +37,7 @@ use immwire_cuda::{
 
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
+use crate::provider::Sink;
 
 /// Queues of each GPU: one launch begins while another ends.
 const QUEUES: usize = 2;
@@ -163,8 +165,9 @@ struct Way {
 pub(super) struct Reached {
     link: Arc<Link>,
     key: u64,
-    /// The owner's address of the first byte.
+    /// The owner's address of the first byte, and how many there are.
     base: u64,
+    len: u64,
     /// The one of our GPUs that has the memory.
     home: Option<usize>,
     /// By index of our GPU.
@@ -213,6 +216,7 @@ impl Reached {
             link: Arc::clone(link),
             key,
             base: described.base,
+            len: described.len,
             home,
             ways,
             claims: AtomicU32::new(0),
@@ -241,6 +245,7 @@ impl Reached {
             link: Arc::clone(link),
             key,
             base,
+            len: bytes as u64,
             home: None,
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
@@ -248,10 +253,12 @@ impl Reached {
         })
     }
 
-    /// Where the owner's address `dst` is for GPU `gpu`; bounds are the caller's to check.
-    fn address(&self, gpu: usize, dst: u64) -> Option<u64> {
+    /// Where `len` bytes from the owner's address `dst` are for GPU `gpu`, if they are all inside.
+    fn address(&self, gpu: usize, dst: u64, len: u64) -> Option<u64> {
         let way = self.ways.get(gpu)?.as_ref()?;
-        way.address.checked_add(dst.checked_sub(self.base)?)
+        let offset = dst.checked_sub(self.base)?;
+        let end = offset.checked_add(len)?;
+        if end <= self.len { way.address.checked_add(offset) } else { None }
     }
 
     fn may_continue(&self) -> bool {
@@ -340,6 +347,19 @@ impl Queue {
         self.flights.len() < COPIES
     }
 
+    /// The table of the next copy. Nobody reads it: with room for another copy, the one that did has ended.
+    fn next_table(&mut self) -> Option<(&mut [u32], &mut [u32])> {
+        let at = usize::try_from((self.issued + 1) % COPIES as u64).ok()?;
+        self.tables.get_mut(at)?.as_mut_words().split_at_mut_checked(LAUNCH_PAGES)
+    }
+
+    /// Where the GPU finds the two halves of the table of copy `number`.
+    fn table_addresses(&self, number: u64) -> (u64, u64) {
+        let at = usize::try_from(number % COPIES as u64).unwrap_or(0);
+        let source = self.tables.get(at).map_or(0, PinnedMemory::address);
+        (source, source + (LAUNCH_PAGES * size_of::<u32>()) as u64)
+    }
+
     /// The number of the last copy that has ended. Acquire: with it come the bytes of all copies up to it.
     fn ended(&self) -> u64 {
         self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire))
@@ -368,6 +388,10 @@ struct Staged {
     /// Whether all are of one length.
     even: bool,
     bytes: u64,
+    /// They are runs of pages laid out so, the target's base as the GPU has it; their numbers are in the table already.
+    run: Option<RunLayout>,
+    /// Pages of all of them.
+    pages: usize,
 }
 
 /// What became of a piece that was to be staged.
@@ -426,6 +450,8 @@ impl Gpus {
             adjoining: true,
             even: true,
             bytes: 0,
+            run: None,
+            pages: 0,
         };
         let refused = VecDeque::with_capacity(PIECES);
         Ok(Self { known, gpus, sms, staged, refused, flying: 0, progress: Time::ZERO })
@@ -437,37 +463,27 @@ impl Gpus {
 
     /// Takes a piece to a region of a peer's; its range was checked. [`Gpus::launch`] is to be called before control goes
     /// back to the engine.
-    pub(super) fn stage(&mut self, work: &WorkRequest, reached: &Arc<Reached>) -> Staging {
+    pub(super) fn stage(
+        &mut self,
+        work: &WorkRequest,
+        reached: &Arc<Reached>,
+        sink: &impl Sink,
+    ) -> Staging {
         let gpu = match Kind::of(work.src_key) {
             Kind::Gpu(index) => usize::from(index),
             Kind::Host => reached.home.unwrap_or(0),
         };
-        let Some(dst) = reached.address(gpu, work.dst) else {
+        if work.run.count > 0 {
+            return self.stage_run(work, gpu, reached, sink);
+        }
+        let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
         if !self.joins(gpu, reached, work.src, dst, work.len) {
             self.launch();
         }
-        if self.staged.claim.is_none() {
-            let Some(state) = self.gpus.get_mut(gpu) else {
-                return Staging::Failed(WorkError::LocalAccess);
-            };
-            if let Some(code) = state.failed {
-                return Staging::Failed(WorkError::Device(code));
-            }
-            let free = (0..QUEUES).map(|i| (state.next + i) % QUEUES);
-            let mut free = free.filter(|at| state.queues.get(*at).is_some_and(Queue::has_room));
-            let Some(at) = free.next() else {
-                return Staging::NoRoom;
-            };
-            let Some(claim) = Claim::new(reached) else {
-                return Staging::Withdrawn;
-            };
-            state.next = at;
-            self.staged.gpu = gpu;
-            self.staged.claim = Some(claim);
-        } else if !reached.may_continue() {
-            return Staging::Withdrawn;
+        if let Err(not) = self.begin(gpu, reached) {
+            return not;
         }
         let staged = &mut self.staged;
         if let (Some(last), Some((src, to))) = (staged.pieces.last(), staged.places.last()) {
@@ -482,16 +498,94 @@ impl Gpus {
         Staging::Taken
     }
 
+    /// Makes room for a copy of `gpu` to a region, unless one that can be added to is staged.
+    fn begin(&mut self, gpu: usize, reached: &Arc<Reached>) -> Result<(), Staging> {
+        if self.staged.claim.is_some() {
+            return if reached.may_continue() { Ok(()) } else { Err(Staging::Withdrawn) };
+        }
+        let state = self.gpus.get_mut(gpu);
+        let state = state.ok_or(Staging::Failed(WorkError::LocalAccess))?;
+        if let Some(code) = state.failed {
+            return Err(Staging::Failed(WorkError::Device(code)));
+        }
+        let mut turns = (0..QUEUES).map(|turn| (state.next + turn) % QUEUES);
+        let free = turns.find(|at| state.queues.get(*at).is_some_and(Queue::has_room));
+        state.next = free.ok_or(Staging::NoRoom)?;
+        self.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
+        self.staged.gpu = gpu;
+        Ok(())
+    }
+
+    /// As [`Gpus::stage`], of a run of pages.
+    fn stage_run(
+        &mut self,
+        work: &WorkRequest,
+        gpu: usize,
+        reached: &Arc<Reached>,
+        sink: &impl Sink,
+    ) -> Staging {
+        let count = usize::try_from(work.run.count).unwrap_or(usize::MAX);
+        let staged = &self.staged;
+        let other = staged.claim.as_ref().is_some_and(|claim| !Arc::ptr_eq(&claim.0, reached))
+            || staged.gpu != gpu
+            || staged.run.is_none()
+            || staged.pieces.len() >= PIECES
+            || count > LAUNCH_PAGES - staged.pages;
+        if other {
+            self.launch();
+        }
+        // Twice at most: the second time nothing is staged.
+        loop {
+            if let Err(not) = self.begin(gpu, reached) {
+                return not;
+            }
+            let staged = &mut self.staged;
+            let queue = self.gpus.get_mut(gpu).and_then(|gpu| gpu.queues.get_mut(gpu.next));
+            let tables = queue.and_then(|queue| queue.next_table());
+            let Some((sources, targets)) = tables.and_then(|(sources, targets)| {
+                let range = staged.pages..staged.pages.checked_add(count)?;
+                Some((sources.get_mut(range.clone())?, targets.get_mut(range)?))
+            }) else {
+                self.launch();
+                return Staging::Failed(WorkError::LocalAccess);
+            };
+            let layout = sink.page_run(work, sources, targets);
+            let layout = layout.and_then(|run| {
+                let last = targets.iter().max().copied().map_or(0, u64::from);
+                let span = run.dst_stride.checked_mul(last)?.checked_add(run.page_bytes)?;
+                let dst_base = reached.address(gpu, run.dst_base, span)?;
+                Some(RunLayout { dst_base, ..run })
+            });
+            let Some(layout) = layout else {
+                if staged.pieces.is_empty() {
+                    staged.claim = None;
+                }
+                return Staging::Failed(WorkError::RemoteAccess);
+            };
+            if staged.run.is_some_and(|run| run != layout) {
+                self.launch();
+                continue;
+            }
+            staged.run = Some(layout);
+            staged.pages += count;
+            staged.pieces.push(*work);
+            self.flying += 1;
+            return Staging::Taken;
+        }
+    }
+
     /// Whether a piece can be part of the copy that is staged.
     fn joins(&self, gpu: usize, reached: &Arc<Reached>, src: u64, dst: u64, len: u64) -> bool {
         let staged = &self.staged;
-        let (Some(claim), Some(last), Some((from, to))) =
-            (&staged.claim, staged.pieces.last(), staged.places.last())
-        else {
+        let (Some(claim), Some(last)) = (&staged.claim, staged.pieces.last()) else {
             return true;
         };
+        let Some((from, to)) = staged.places.last() else {
+            return false;
+        };
         let adjoins = from.wrapping_add(last.len) == src && to.wrapping_add(last.len) == dst;
-        staged.gpu == gpu
+        staged.run.is_none()
+            && staged.gpu == gpu
             && Arc::ptr_eq(&claim.0, reached)
             && staged.pieces.len() < PIECES
             && ((staged.adjoining && adjoins) || (staged.even && last.len == len))
@@ -519,6 +613,7 @@ impl Gpus {
         staged.pieces.clear();
         staged.places.clear();
         (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
+        (staged.run, staged.pages) = (None, 0);
     }
 
     /// Reports the pieces that have ended since the last call; returns whether there were any. Idle, it costs a load.
@@ -583,6 +678,18 @@ impl Gpus {
 /// Enqueues a copy, and the storing of its number.
 fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> Result<(), Error> {
     let release = Release::Store { word: queue.ended.address(), value: number };
+    if let Some(run) = staged.run {
+        let (source_at, target_at) = queue.table_addresses(number);
+        let pages = |base, stride, table| Pages { base, stride, table: Some(table) };
+        let copy = PagedCopy {
+            source: pages(run.src_base, run.src_stride, source_at),
+            target: pages(run.dst_base, run.dst_stride, target_at),
+            page_bytes: run.page_bytes,
+            page_count: u32::try_from(staged.pages).unwrap_or(0),
+        };
+        // SAFETY: see `submit`.
+        return unsafe { submit(queue, &copy, release, sms) };
+    }
     let (Some((src, dst)), Some(first)) = (staged.places.first(), staged.pieces.first()) else {
         return Ok(());
     };
@@ -591,11 +698,10 @@ fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> 
         // SAFETY: see `submit`.
         return unsafe { submit(queue, &copy, release, sms) };
     }
-    let at = usize::try_from(number % COPIES as u64).unwrap_or(0);
-    // PROOF: there are `COPIES` tables. The copy that read this one has ended: at most `COPIES` are under way.
-    let table = &mut queue.tables[at];
-    let (source_at, target_at) = (table.address(), table.address() + (LAUNCH_PAGES * 4) as u64);
-    let (sources, targets) = table.as_mut_words().split_at_mut(LAUNCH_PAGES);
+    let (source_at, target_at) = queue.table_addresses(number);
+    let Some((sources, targets)) = queue.next_table() else {
+        return Err(Error::OutOfBounds { end: number, bytes: COPIES as u64 });
+    };
     let source = tabulate(staged.places.iter().map(|place| place.0), sources);
     let target = tabulate(staged.places.iter().map(|place| place.1), targets);
     if let (Some(source), Some(target)) = (source, target) {

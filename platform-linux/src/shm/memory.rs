@@ -439,6 +439,11 @@ impl Memory for ShmMemory {
         unsafe { immwire_cuda::copy_and_wait(device, from, to, len) }
     }
 
+    fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
+        let gpus = |keys: &Keys| keys.get(0).is_some_and(|key| Kind::of(key) != Kind::Host);
+        gpus(&src.keys) || gpus(&dst.keys)
+    }
+
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
         let deadline = Instant::now().checked_add(patience);
         let Some(key) = region.desc.keys.get(0) else {

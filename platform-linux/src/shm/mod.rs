@@ -345,9 +345,9 @@ impl ShmProvider {
         let gpus = known.clone().map(|known| Gpus::new(known, config.sms).map(Box::new));
         let gpus = gpus.transpose();
         let gpus = gpus.map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })?;
-        let (piece_bytes, batch_bytes) = match gpus {
-            Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES),
-            None => (PIECE_BYTES, NicLimits::BATCH_BYTES),
+        let (piece_bytes, batch_bytes, pages_per_piece) = match gpus {
+            Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX),
+            None => (PIECE_BYTES, NicLimits::BATCH_BYTES, 1),
         };
         let id: ListenerId = random().map_err(failed("getrandom"))?;
         let listener = socket::listen(&id).map_err(failed("listen"))?;
@@ -361,7 +361,7 @@ impl ShmProvider {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes,
-            pages_per_piece: 1,
+            pages_per_piece,
         };
         let speed_gbps = config.speed_gbps;
         let nic = |n| NicInfo { name: format!("shm{n}"), speed_gbps, limits };
@@ -1010,7 +1010,7 @@ impl Provider for ShmProvider {
                 last = Some(piece.peer);
             }
             let step = match self.session(piece.peer) {
-                Some(session) => session.submit(piece, &mut gpus),
+                Some(session) => session.submit(piece, &mut gpus, sink),
                 None => Step::Ended(Err(WorkError::PeerGone)),
             };
             match step {

@@ -105,8 +105,6 @@ enum Target {
     Gpu {
         key: u64,
         reached: Arc<Reached>,
-        base: u64,
-        len: u64,
     },
     Process {
         key: u64,
@@ -282,11 +280,16 @@ impl Session {
     // ---- out ----
 
     /// Takes a piece, or not ([`Step::NoRoom`]).
-    pub(super) fn submit(&mut self, work: &WorkRequest, gpus: &mut Copying) -> Step {
+    pub(super) fn submit<S: Sink>(
+        &mut self,
+        work: &WorkRequest,
+        gpus: &mut Copying,
+        sink: &S,
+    ) -> Step {
         if self.closing.is_some() {
             return Step::Ended(Err(WorkError::PeerGone));
         }
-        match self.step(work, gpus) {
+        match self.step(work, gpus, sink) {
             Step::NotYet if self.waiting.len() < WAITING_MAX => {
                 self.waiting.push_back(*work);
                 Step::UnderWay
@@ -296,7 +299,7 @@ impl Session {
         }
     }
 
-    fn step(&mut self, work: &WorkRequest, gpus: &mut Copying) -> Step {
+    fn step<S: Sink>(&mut self, work: &WorkRequest, gpus: &mut Copying, sink: &S) -> Step {
         if work.nic >= self.our_nics || work.remote_nic >= self.their_nics {
             return Step::Ended(Err(WorkError::LocalAccess));
         }
@@ -314,7 +317,7 @@ impl Session {
                 Err(step) => return step,
             };
             let step = match place {
-                Place::Gpu(reached) => self.fly(work, &reached, gpus),
+                Place::Gpu(reached) => self.fly(work, &reached, gpus, sink),
                 place => self.move_bytes(work, place),
             };
             if step != Step::Ended(Ok(())) {
@@ -372,11 +375,17 @@ impl Session {
     }
 
     /// Has a GPU copy a piece.
-    fn fly(&mut self, work: &WorkRequest, reached: &Arc<Reached>, gpus: &mut Copying) -> Step {
+    fn fly<S: Sink>(
+        &mut self,
+        work: &WorkRequest,
+        reached: &Arc<Reached>,
+        gpus: &mut Copying,
+        sink: &S,
+    ) -> Step {
         let Some(gpus) = gpus.as_mut() else {
             return Step::Ended(Err(WorkError::LocalAccess));
         };
-        match gpus.stage(work, reached) {
+        match gpus.stage(work, reached, sink) {
             Staging::Taken => {
                 self.flying += 1;
                 Step::UnderWay
@@ -459,17 +468,17 @@ impl Session {
                 self.ask(id, key);
                 Err(Step::NotYet)
             }
-            Target::Gpu { reached, base, len, .. } => {
-                offset_in(work, *base, *len).ok_or(REFUSED)?;
-                Ok(Place::Gpu(Arc::clone(reached)))
-            }
+            // Bounds are checked where it is known which pages a run has.
+            Target::Gpu { reached, .. } => Ok(Place::Gpu(Arc::clone(reached))),
             // A GPU reaches no memory that only the peer has.
             Target::Process { .. } if Kind::of(work.src_key) != Kind::Host => Err(REFUSED),
+            Target::Mapped { .. } if Kind::of(work.src_key) != Kind::Host => {
+                self.reach(id, gpus).map(Place::Gpu)
+            }
+            // What is not for GPUs is never planned so: `Memory::takes_runs`.
+            Target::Mapped { .. } | Target::Process { .. } if work.run.count > 0 => Err(REFUSED),
             Target::Mapped { mapping, base, len, .. } => {
                 let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
-                if Kind::of(work.src_key) != Kind::Host {
-                    return self.reach(id, gpus).map(Place::Gpu);
-                }
                 let area = usize::try_from(*len).unwrap_or(usize::MAX);
                 Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset), area))
             }
@@ -711,7 +720,7 @@ impl Session {
             let Some(work) = self.waiting.pop_front() else {
                 break;
             };
-            match self.step(&work, gpus) {
+            match self.step(&work, gpus, sink) {
                 Step::Ended(end) => sink.work_done(work.nic, work.token, end),
                 Step::UnderWay => {}
                 Step::NotYet | Step::NoRoom => {
@@ -828,9 +837,9 @@ impl Session {
                 .and_then(|(received, gpus)| {
                     Reached::device(gpus, link, key, &region, received, same)
                 })
-                .map_or(Target::Refused { key }, |reached| {
-                    let (base, len) = (region.base, region.len);
-                    Target::Gpu { key, reached: Arc::new(reached), base, len }
+                .map_or(Target::Refused { key }, |reached| Target::Gpu {
+                    key,
+                    reached: Arc::new(reached),
                 }),
             Answer::Refused => Target::Refused { key },
         };

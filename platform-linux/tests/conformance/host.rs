@@ -1,6 +1,6 @@
 //! An engine under test, whichever way it is driven, and memory with a pattern in it.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
 use std::time::{Duration, Instant};
 
@@ -9,6 +9,7 @@ use immwire::{
     Builder, CloseError, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr,
     PeerId, PeerState, RecvError, Region, Rights, Transfer, TransferEngine, TransferError,
 };
+use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 use serde::{Deserialize, Serialize};
 
 use crate::Provider;
@@ -55,6 +56,8 @@ pub struct Setup {
 pub struct Host {
     pub engine: TransferEngine,
     driver: Option<RefCell<Driver>>,
+    /// Memory is to be a GPU's, or now and then the host's: whose turn it is.
+    turn: Option<Cell<u32>>,
 }
 
 impl Host {
@@ -74,18 +77,19 @@ impl Host {
                 ..LivenessConfig::default()
             }),
         };
-        match setup.motor {
-            Motor::Thread => Self { engine: builder.build().expect("build"), driver: None },
+        let (engine, driver) = match setup.motor {
+            Motor::Thread => (builder.build().expect("build"), None),
             Motor::Polled => {
                 let (engine, driver) = builder.build_polled().expect("build_polled");
-                Self { engine, driver: Some(RefCell::new(driver)) }
+                (engine, Some(RefCell::new(driver)))
             }
-        }
+        };
+        Self { engine, driver, turn: provider.has_gpus().then(Cell::default) }
     }
 
     /// A polled engine that was built elsewhere.
     pub fn polled(engine: TransferEngine, driver: Driver) -> Self {
-        Self { engine, driver: Some(RefCell::new(driver)) }
+        Self { engine, driver: Some(RefCell::new(driver)), turn: None }
     }
 
     /// Whether somebody has to call [`Host::step`].
@@ -217,9 +221,21 @@ impl Host {
     /// Memory of the engine's, or memory of ours that it registers.
     pub fn memory(&self, bytes: u64, own: Own) -> Memory {
         let bytes = usize::try_from(bytes).expect("64-bit");
-        match own {
-            Own::Engine => Memory { region: self.engine.alloc(bytes).expect("alloc"), lent: None },
-            Own::Test => {
+        let turn = self.turn.as_ref().map(|turn| turn.replace(turn.get() + 1));
+        match (own, turn.and_then(whose)) {
+            (Own::Engine, Some(gpu)) => {
+                Memory { region: self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"), lent: None }
+            }
+            (Own::Test, Some(gpu)) => {
+                let lent = Lent::of_gpu(gpu, bytes);
+                // SAFETY: never freed.
+                let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
+                Memory { region: region.expect("register"), lent: Some(lent) }
+            }
+            (Own::Engine, None) => {
+                Memory { region: self.engine.alloc(bytes).expect("alloc"), lent: None }
+            }
+            (Own::Test, None) => {
                 let lent = Lent::new(bytes);
                 // SAFETY: `Memory` drops the region first, and unmaps once it is closed, or the process
                 // ends; no reference to the bytes is ever made.
@@ -228,6 +244,13 @@ impl Host {
             }
         }
     }
+}
+
+/// Which GPU's memory it is this time; `None`: the host's.
+fn whose(turn: u32) -> Option<u32> {
+    let gpus = Device::count().expect("GPUs");
+    let turn = turn % (gpus + 1);
+    (turn < gpus).then_some(turn)
 }
 
 /// Whether the end is an error that names the peer.
@@ -287,6 +310,18 @@ impl Lent {
             mmap_anonymous(std::ptr::null_mut(), bytes, ProtFlags::READ | ProtFlags::WRITE, flags)
         };
         Self { ptr: NonNull::new(ptr.expect("mmap").cast()).expect("an address") }
+    }
+
+    fn of_gpu(ordinal: u32, bytes: usize) -> Self {
+        let device = Device::open(ordinal).expect("a GPU");
+        let stream = Stream::new(&device).expect("a stream");
+        let memory = DeviceMemory::zeroed(&stream, bytes).expect("memory");
+        let event = Event::new(&device).expect("an event");
+        event.record(&stream).and_then(|()| event.wait(PATIENCE)).expect("zeroed");
+        let ptr = NonNull::new(memory.address() as *mut u8).expect("an address");
+        // Never freed.
+        std::mem::forget(memory);
+        Self { ptr }
     }
 }
 

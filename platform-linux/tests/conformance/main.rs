@@ -43,6 +43,7 @@ use std::time::Duration;
 
 use immwire::shm::{ForeignPath, GroupKey};
 use immwire::{Builder, LibfabricOptions, TransferEngine, Transport, VerbsOptions};
+use immwire_cuda::Device;
 use libtest_mimic::{Arguments, Failed, Trial};
 
 use crate::agent::Agent;
@@ -80,6 +81,8 @@ pub struct Facts {
     pub closes_all_sockets: bool,
     /// A NIC whose port goes down takes no peer along.
     pub survives_lost_ports: bool,
+    /// Memory of GPUs is written, and read.
+    pub has_gpus: bool,
     /// Each operation takes long enough that fewer combinations must do.
     pub is_slow: bool,
 }
@@ -90,8 +93,9 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 6] = [
+const PROVIDERS: [Provider; 7] = [
     SHM,
+    NVLINK,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
     libfabric("net", "net", |setup| over_libfabric(setup, "net")),
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
@@ -149,6 +153,7 @@ const OVER_TCP: Facts = Facts {
     flushes_at_the_receiver: false,
     closes_all_sockets: false,
     survives_lost_ports: false,
+    has_gpus: false,
     is_slow: true,
 };
 
@@ -196,7 +201,25 @@ const SHM: Provider = Provider {
         flushes_at_the_receiver: true,
         closes_all_sockets: true,
         survives_lost_ports: false,
+        has_gpus: false,
         is_slow: false,
+    },
+};
+
+/// The same, with memory of all GPUs in turn, and of the host: every way between them.
+const NVLINK: Provider = Provider {
+    name: "nvlink",
+    builder: |setup| {
+        let gpus = Device::count().expect("GPUs");
+        assert!(gpus > 0, "no GPU here");
+        (SHM.builder)(setup).gpus((0..gpus).collect::<Vec<_>>())
+    },
+    facts: Facts {
+        ways: &[(Foreign::Auto, Own::Engine), (Foreign::Auto, Own::Test)],
+        chooses_ways: false,
+        has_gpus: true,
+        is_slow: true,
+        ..SHM.facts
     },
 };
 
@@ -206,6 +229,11 @@ impl Provider {
         let known = || PROVIDERS.map(|provider| provider.name).join(", ");
         let found = PROVIDERS.iter().find(|provider| provider.name == name);
         found.unwrap_or_else(|| panic!("there is no provider {name}; there are {}", known()))
+    }
+
+    /// Whether memory is to be that of GPUs.
+    pub fn has_gpus(&self) -> bool {
+        self.facts.has_gpus
     }
 }
 

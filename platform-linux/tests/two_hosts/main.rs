@@ -53,6 +53,10 @@ impl Provider {
             },
         }
     }
+
+    pub fn has_gpus(&self) -> bool {
+        false
+    }
 }
 
 /// In the environment of a process that runs one test.

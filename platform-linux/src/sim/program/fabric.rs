@@ -75,6 +75,7 @@ impl FabricWorld {
             queue_depth: [2, 4, 8, 16, 64][numbers.index(5)],
             max_message_bytes: [320, 512, 4096][numbers.index(3)],
             min_piece_bytes: [1, 64, 256][numbers.index(3)],
+            pages_per_piece: 1,
             order: self.order,
             detect: Duration::from_micros(20),
             reconnect: Duration::from_micros(40),
