@@ -1,0 +1,197 @@
+//! Memory by the piece: a GPU's, the host's, and what other processes have.
+
+use super::device::ordinal;
+use super::{Out, calls};
+use crate::code;
+use crate::ipc::Named;
+use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Reserved, open_file_of};
+use crate::violation::broken;
+use crate::world::begin;
+use cudarc::driver::sys as cu;
+use std::ffi::{c_int, c_uint, c_void};
+use std::os::fd::AsRawFd as _;
+use std::sync::Arc;
+
+/// `CU_MEMHOSTREGISTER_*` and `CU_MEMHOSTALLOC_*`.
+const HOST_FLAGS: c_uint = 0xf;
+
+calls! {
+    fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
+        let mut world = begin("cuMemAlloc");
+        let current = world.current("cuMemAlloc");
+        address.is_there()?;
+        if bytes == 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        let backing = Arc::new(Backing::new(current.gpu, bytes as u64)?);
+        let reserved = Reserved::new(bytes as u64, GRANULE)?;
+        let start = reserved.start;
+        let kind = Kind::Allocated { backing, _reserved: reserved };
+        world.memory.add(start, bytes as u64, kind, Some(current.context));
+        address.put(start)
+    }
+
+    fn cuMemFree_v2(address: u64) {
+        let mut world = begin("cuMemFree");
+        world.current("cuMemFree");
+        if address != 0 {
+            world.memory.remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. }));
+        }
+        Ok(())
+    }
+
+    fn cuMemHostAlloc(address: Out<u64>, bytes: usize, flags: c_uint) {
+        let mut world = begin("cuMemHostAlloc");
+        let current = world.current("cuMemHostAlloc");
+        address.is_there()?;
+        if bytes == 0 || flags & !HOST_FLAGS != 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        let pages = HostPages::new(bytes as u64)?;
+        let start = pages.start;
+        world.memory.add(start, bytes as u64, Kind::Pinned { _pages: pages }, Some(current.context));
+        address.put(start)
+    }
+
+    fn cuMemFreeHost(address: u64) {
+        let mut world = begin("cuMemFreeHost");
+        world.current("cuMemFreeHost");
+        world.memory.remove(address, "cuMemFreeHost", |kind| matches!(kind, Kind::Pinned { .. }));
+        Ok(())
+    }
+
+    fn cuMemHostRegister_v2(address: u64, bytes: usize, flags: c_uint) {
+        let mut world = begin("cuMemHostRegister");
+        let current = world.current("cuMemHostRegister");
+        let end = address.checked_add(bytes as u64);
+        if address == 0 || bytes == 0 || end.is_none() || flags & !HOST_FLAGS != 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        if world.memory.within(address, bytes as u64).next().is_some() {
+            return Err(code::HOST_MEMORY_ALREADY_REGISTERED);
+        }
+        world.memory.add(address, bytes as u64, Kind::Registered, Some(current.context));
+        Ok(())
+    }
+
+    fn cuMemHostUnregister(address: u64) {
+        let mut world = begin("cuMemHostUnregister");
+        world.current("cuMemHostUnregister");
+        let there = world.memory.at(address);
+        if !there.is_some_and(|r| r.start == address && matches!(r.kind, Kind::Registered)) {
+            return Err(code::HOST_MEMORY_NOT_REGISTERED);
+        }
+        world.memory.remove(address, "cuMemHostUnregister", |_| true);
+        Ok(())
+    }
+
+    fn cuMemGetAddressRange_v2(start: Out<u64>, bytes: Out<usize>, address: u64) {
+        let world = begin("cuMemGetAddressRange");
+        world.current("cuMemGetAddressRange");
+        let range = world.memory.at(address).ok_or(code::NOT_FOUND)?;
+        if start.is_there().is_ok() {
+            start.put(range.start)?;
+        }
+        if bytes.is_there().is_ok() {
+            bytes.put(memory::size(range.bytes))?;
+        }
+        Ok(())
+    }
+
+    /// Host memory that is neither pinned nor registered is an invalid value, as it is to the driver.
+    fn cuPointerGetAttribute(data: *mut c_void, attribute: c_uint, address: u64) {
+        use cu::CUpointer_attribute as A;
+        let world = begin("cuPointerGetAttribute");
+        let range = world.memory.at(address).ok_or(code::INVALID_VALUE)?;
+        let is = |known: A| attribute == known as c_uint;
+        let number = Out::<c_int>(data.cast());
+        if is(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
+            let host = range.gpu().is_none();
+            let (host_type, device_type) = (cu::CUmemorytype::CU_MEMORYTYPE_HOST, cu::CUmemorytype::CU_MEMORYTYPE_DEVICE);
+            Out::<c_uint>(data.cast()).put(if host { host_type } else { device_type } as c_uint)
+        } else if is(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) {
+            let context = range.context.and_then(|context| world.contexts.get(&context));
+            let gpu = range.gpu().or(context.map(|context| context.gpu));
+            number.put(gpu.map_or(0, ordinal))
+        } else if is(A::CU_POINTER_ATTRIBUTE_IS_MANAGED) {
+            number.put(0)
+        } else if is(A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) {
+            number.put(c_int::from(matches!(range.kind, Kind::Allocated { .. })))
+        } else if is(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) {
+            Out::<u64>(data.cast()).put(range.start)
+        } else if is(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE) {
+            Out::<usize>(data.cast()).put(memory::size(range.bytes))
+        } else if is(A::CU_POINTER_ATTRIBUTE_BUFFER_ID) {
+            Out::<u64>(data.cast()).put(range.number)
+        } else {
+            broken!(NotModelled, "cuPointerGetAttribute {attribute}");
+        }
+    }
+
+    /// The handle is of the whole allocation that the address is in.
+    fn cuIpcGetMemHandle(handle: Out<cu::CUipcMemHandle>, address: u64) {
+        let world = begin("cuIpcGetMemHandle");
+        world.current("cuIpcGetMemHandle");
+        let range = world.memory.at(address).ok_or(code::INVALID_VALUE)?;
+        let Kind::Allocated { backing, .. } = &range.kind else { return Err(code::INVALID_VALUE) };
+        let named = Named {
+            process: std::process::id(),
+            descriptor: u32::try_from(backing.file.as_raw_fd()).map_err(|_| code::INVALID_VALUE)?,
+            inode: backing.inode,
+        };
+        handle.put(named.write())
+    }
+
+    /// Opened again by the same context, it is at the same address, and to be closed as often.
+    fn cuIpcOpenMemHandle_v2(address: Out<u64>, handle: cu::CUipcMemHandle, flags: c_uint) {
+        let mut world = begin("cuIpcOpenMemHandle");
+        let current = world.current("cuIpcOpenMemHandle");
+        address.is_there()?;
+        if flags != cu::CUipcMem_flags::CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS as c_uint {
+            return Err(code::INVALID_VALUE);
+        }
+        let named = Named::read(&handle).ok_or(code::INVALID_HANDLE)?;
+        if named.process == std::process::id() {
+            return Err(code::INVALID_CONTEXT);
+        }
+        let is_it = |range: &&Arc<memory::Range>| {
+            range.context == Some(current.context)
+                && matches!(&range.kind, Kind::Opened { backing, .. } if backing.inode == named.inode)
+        };
+        let there = world.memory.all().find(is_it).map(|range| range.start);
+        let start = match there {
+            Some(start) => start,
+            None => {
+                let backing = Backing::of(open_file_of(named.process, named.descriptor)?)?;
+                if backing.inode != named.inode || !backing.lock() {
+                    return Err(code::INVALID_VALUE);
+                }
+                if !memory::can_reach(current.gpu, backing.gpu) {
+                    return Err(code::PEER_ACCESS_UNSUPPORTED);
+                }
+                let (bytes, reserved) = (backing.bytes, Reserved::new(backing.bytes, GRANULE)?);
+                let start = reserved.start;
+                let kind =
+                    Kind::Opened { backing: Arc::new(backing), _reserved: reserved, by: current.gpu };
+                world.memory.add(start, bytes, kind, Some(current.context));
+                start
+            }
+        };
+        *world.opened.entry(start).or_insert(0) += 1;
+        address.put(start)
+    }
+
+    fn cuIpcCloseMemHandle(address: u64) {
+        let mut world = begin("cuIpcCloseMemHandle");
+        world.current("cuIpcCloseMemHandle");
+        let Some(times) = world.opened.get_mut(&address) else {
+            broken!(FreedTwice, "cuIpcCloseMemHandle {address:#x}");
+        };
+        *times -= 1;
+        if *times == 0 {
+            world.opened.remove(&address);
+            world.memory.remove(address, "cuIpcCloseMemHandle", |kind| matches!(kind, Kind::Opened { .. }));
+        }
+        Ok(())
+    }
+}

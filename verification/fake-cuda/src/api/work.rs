@@ -1,0 +1,263 @@
+//! Streams, events, kernels, and what is enqueued.
+
+use super::{Out, calls};
+use crate::code;
+use crate::kernel::{Kernel, Launch, Size};
+use crate::reach::Reach;
+use crate::stream::{Event, Until, Work};
+use crate::violation::broken;
+use crate::world::{Function, Module, begin};
+use cudarc::driver::sys as cu;
+use immwire_cuda::args::CopyArgs;
+use immwire_cuda::geometry::BULK_SHARED_BYTES;
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
+use std::ptr;
+use std::sync::Arc;
+
+/// What a kernel may have of dynamic shared memory without asking.
+const SHARED_BYTES: u32 = 48 << 10;
+
+/// An address of a word.
+fn word(address: u64, call: &str) {
+    if !address.is_multiple_of(8) {
+        broken!(Misaligned, "{call}: word {address:#x}");
+    }
+}
+
+calls! {
+    fn cuStreamCreate(stream: Out<u64>, flags: c_uint) {
+        let mut world = begin("cuStreamCreate");
+        let current = world.current("cuStreamCreate");
+        stream.is_there()?;
+        if flags > cu::CUstream_flags::CU_STREAM_NON_BLOCKING as c_uint {
+            return Err(code::INVALID_VALUE);
+        }
+        let (handle, made) = (world.handle(), world.start(current));
+        world.streams.insert(handle, made);
+        stream.put(handle)
+    }
+
+    /// What is enqueued goes on.
+    fn cuStreamDestroy_v2(stream: u64) {
+        let mut world = begin("cuStreamDestroy");
+        let there = world.any_stream("cuStreamDestroy", stream);
+        if world.streams.remove(&stream).is_none() {
+            return Err(code::INVALID_HANDLE);
+        }
+        world.close(&there);
+        Ok(())
+    }
+
+    fn cuStreamQuery(stream: u64) {
+        let stream = begin("cuStreamQuery").any_stream("cuStreamQuery", stream);
+        if stream.has_done(stream.enqueued()) { Ok(()) } else { Err(code::NOT_READY) }
+    }
+
+    fn cuStreamSynchronize(stream: u64) {
+        let stream = begin("cuStreamSynchronize").any_stream("cuStreamSynchronize", stream);
+        stream.wait(stream.enqueued());
+        Ok(())
+    }
+
+    fn cuStreamWaitEvent(stream: u64, event: u64, flags: c_uint) {
+        let mut world = begin("cuStreamWaitEvent");
+        let (stream, event) = (world.stream("cuStreamWaitEvent", stream), world.event("cuStreamWaitEvent", event));
+        if flags != 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        if let Some((other, ticket)) = event.recorded() {
+            stream.push(Work::After { stream: other, ticket });
+        }
+        Ok(())
+    }
+
+    fn cuStreamWaitValue64_v2(stream: u64, address: u64, value: u64, flags: c_uint) {
+        use cu::CUstreamWaitValue_flags as F;
+        let mut world = begin("cuStreamWaitValue64");
+        let stream = world.stream("cuStreamWaitValue64", stream);
+        word(address, "cuStreamWaitValue64");
+        let is = |flag: F| flags == flag as c_uint;
+        let until = if is(F::CU_STREAM_WAIT_VALUE_GEQ) {
+            Until::GreaterOrEqual
+        } else if is(F::CU_STREAM_WAIT_VALUE_EQ) {
+            Until::Equal
+        } else if is(F::CU_STREAM_WAIT_VALUE_AND) {
+            Until::And
+        } else if is(F::CU_STREAM_WAIT_VALUE_NOR) {
+            Until::Nor
+        } else {
+            return Err(code::NOT_SUPPORTED);
+        };
+        let mut reach = Reach::new(stream.gpu);
+        reach.claim(&world.memory, address, 8, false, "word");
+        stream.push(Work::Await { reach, word: address, value, until });
+        Ok(())
+    }
+
+    fn cuStreamWriteValue64_v2(stream: u64, address: u64, value: u64, flags: c_uint) {
+        let mut world = begin("cuStreamWriteValue64");
+        let stream = world.stream("cuStreamWriteValue64", stream);
+        word(address, "cuStreamWriteValue64");
+        if flags > cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER as c_uint {
+            return Err(code::INVALID_VALUE);
+        }
+        let mut reach = Reach::new(stream.gpu);
+        reach.claim(&world.memory, address, 8, true, "word");
+        stream.push(Work::Write { reach, word: address, value });
+        Ok(())
+    }
+
+    fn cuLaunchHostFunc(stream: u64, function: cu::CUhostFn, data: *mut c_void) {
+        let mut world = begin("cuLaunchHostFunc");
+        let stream = world.stream("cuLaunchHostFunc", stream);
+        let function = function.ok_or(code::INVALID_VALUE)?;
+        stream.push(Work::Call { function, data: data as usize });
+        Ok(())
+    }
+
+    fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: u64) {
+        let mut world = begin("cuMemcpyAsync");
+        let stream = world.stream("cuMemcpyAsync", stream);
+        let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
+        reach.claim(&world.memory, from, bytes, false, "source");
+        reach.claim(&world.memory, to, bytes, true, "target");
+        stream.push(Work::Copy { reach, to, from, bytes });
+        Ok(())
+    }
+
+    fn cuMemsetD8Async(at: u64, byte: u8, bytes: usize, stream: u64) {
+        let mut world = begin("cuMemsetD8Async");
+        let stream = world.stream("cuMemsetD8Async", stream);
+        let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
+        reach.claim(&world.memory, at, bytes, true, "target");
+        stream.push(Work::Fill { reach, at, byte, bytes });
+        Ok(())
+    }
+
+    fn cuEventCreate(event: Out<u64>, flags: c_uint) {
+        let mut world = begin("cuEventCreate");
+        let current = world.current("cuEventCreate");
+        event.is_there()?;
+        let untimed = cu::CUevent_flags::CU_EVENT_DISABLE_TIMING as c_uint;
+        let blocking = cu::CUevent_flags::CU_EVENT_BLOCKING_SYNC as c_uint;
+        if flags & !(untimed | blocking) != 0 {
+            return Err(code::NOT_SUPPORTED);
+        }
+        let handle = world.handle();
+        world.events.insert(handle, Event::new(current.context, flags & untimed == 0));
+        event.put(handle)
+    }
+
+    fn cuEventDestroy_v2(event: u64) {
+        let mut world = begin("cuEventDestroy");
+        world.event("cuEventDestroy", event);
+        world.events.remove(&event);
+        Ok(())
+    }
+
+    fn cuEventRecord(event: u64, stream: u64) {
+        let mut world = begin("cuEventRecord");
+        let (stream, event) = (world.stream("cuEventRecord", stream), world.event("cuEventRecord", event));
+        if event.context != stream.context {
+            broken!(WrongContext, "cuEventRecord: the stream is of GPU {}'s, the event is not", stream.gpu);
+        }
+        event.record(&stream);
+        Ok(())
+    }
+
+    fn cuEventQuery(event: u64) {
+        let event = begin("cuEventQuery").event("cuEventQuery", event);
+        match event.recorded() {
+            Some((stream, ticket)) if !stream.has_done(ticket) => Err(code::NOT_READY),
+            _ => Ok(()),
+        }
+    }
+
+    fn cuEventElapsedTime_v2(milliseconds: Out<f32>, start: u64, end: u64) {
+        let world = begin("cuEventElapsedTime");
+        let [start, end] = [start, end].map(|event| world.event("cuEventElapsedTime", event));
+        let mut times = [None; 2];
+        for (event, time) in [&start, &end].into_iter().zip(&mut times) {
+            let (stream, ticket) = event.recorded().filter(|_| event.timed).ok_or(code::INVALID_HANDLE)?;
+            if !stream.has_done(ticket) {
+                return Err(code::NOT_READY);
+            }
+            *time = event.when();
+        }
+        let [Some(start), Some(end)] = times else { return Err(code::NOT_READY) };
+        let seconds = |later: std::time::Instant, earlier| later.saturating_duration_since(earlier).as_secs_f32();
+        milliseconds.put(1e3 * (seconds(end, start) - seconds(start, end)))
+    }
+
+    /// Any image will do: the kernels are this library's own.
+    fn cuModuleLoadData(module: Out<u64>, image: *const c_void) {
+        let mut world = begin("cuModuleLoadData");
+        let current = world.current("cuModuleLoadData");
+        module.is_there()?;
+        if image.is_null() {
+            return Err(code::INVALID_VALUE);
+        }
+        let handle = world.handle();
+        world.modules.insert(handle, Arc::new(Module { context: current.context }));
+        module.put(handle)
+    }
+
+    fn cuModuleUnload(module: u64) {
+        let mut world = begin("cuModuleUnload");
+        world.current("cuModuleUnload");
+        world.unload("cuModuleUnload", module);
+        Ok(())
+    }
+
+    fn cuModuleGetFunction(function: Out<u64>, module: u64, name: *const c_char) {
+        let mut world = begin("cuModuleGetFunction");
+        world.module("cuModuleGetFunction", module);
+        function.is_there()?;
+        if name.is_null() {
+            return Err(code::INVALID_VALUE);
+        }
+        // SAFETY: not null, so a text with its zero: the caller's promise.
+        let kernel = Kernel::named(unsafe { CStr::from_ptr(name) }.to_bytes()).ok_or(code::NOT_FOUND)?;
+        let handle = world.handle();
+        world.functions.insert(handle, Function { module, kernel, most_shared_bytes: SHARED_BYTES });
+        function.put(handle)
+    }
+
+    fn cuFuncSetAttribute(function: u64, attribute: c_uint, value: c_int) {
+        let most = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
+        let mut world = begin("cuFuncSetAttribute");
+        let function = world.function("cuFuncSetAttribute", function);
+        if attribute != most {
+            broken!(NotModelled, "cuFuncSetAttribute {attribute}");
+        }
+        let value = u32::try_from(value).ok().filter(|&value| value <= BULK_SHARED_BYTES);
+        function.most_shared_bytes = value.ok_or(code::INVALID_VALUE)?;
+        Ok(())
+    }
+
+    fn cuLaunchKernel(
+        function: u64, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
+        block_z: c_uint, shared_bytes: c_uint, stream: u64, parameters: *const *const c_void, extra: *const *const c_void,
+    ) {
+        let mut world = begin("cuLaunchKernel");
+        let stream = world.stream("cuLaunchKernel", stream);
+        let &mut Function { module, kernel, most_shared_bytes } = world.function("cuLaunchKernel", function);
+        let module = Arc::clone(world.module("cuLaunchKernel", module));
+        if module.context != stream.context {
+            broken!(WrongContext, "cuLaunchKernel: the stream is of GPU {}'s, the function is not", stream.gpu);
+        }
+        if parameters.is_null() || !extra.is_null() {
+            broken!(NotModelled, "cuLaunchKernel: parameters other than by their addresses");
+        }
+        // SAFETY: a list of one address, that of a structure of this layout: the kernels take no other.
+        let args = unsafe { ptr::read_unaligned((*parameters).cast::<CopyArgs>()) };
+        let launch = Launch { kernel, args };
+        let size = Size { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
+        launch.check(size, most_shared_bytes);
+        let mut reach = Reach::new(stream.gpu);
+        launch.claim(&world, &mut reach);
+        reach.module = Some(module);
+        stream.push(Work::Launch { reach, launch });
+        Ok(())
+    }
+}

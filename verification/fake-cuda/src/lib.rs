@@ -1,0 +1,47 @@
+//! A CUDA driver library of our own, `libcuda.so.1`, whose GPUs are host memory and threads.
+//!
+//! It stands in for the driver where there is no GPU: found first on the library path, it is loaded in place of NVIDIA's
+//! by whatever uses GPUs through `immwire-cuda`, in as many processes as there are. It has the calls that immwire makes
+//! and those around them, and of kernels immwire's own (`cuda/kernels/immwire_cuda.h`), whatever image they are loaded
+//! from. It is written to the driver's documentation: **a model, not hardware**.
+//!
+//! # What it holds callers to
+//!
+//! A broken rule is written to the standard error, and to the file that `IMMWIRE_FAKE_CUDA_LOG` names, and the process
+//! aborts (`violation.rs` has the rules). No rule can be switched off; the environment sizes the machine (`config.rs` has
+//! the variables). What the driver answers with an error, and callers may try, is answered so.
+//!
+//! - A GPU's memory is for kernels and copies: the CPU faults at its addresses, and so do `read(2)` and its like.
+//! - Kernels, copies and words use live memory that their GPU has access to: its own, a peer's with access enabled or set,
+//!   what was opened by a handle, pinned or registered host memory. (The driver copies other host memory too, slowly.)
+//! - Nothing is freed, unmapped, closed or unloaded while work that uses it is enqueued or runs. (Pages that a table names
+//!   are known once the kernel runs; until then the memory at the base is taken to be used.) Nothing is freed that another
+//!   process has open by its handle.
+//! - Calls that need a current context have one, and are made of its own streams, events and functions. Handles are used
+//!   until they are destroyed. Host functions do not call the driver.
+//! - Launches are as the kernels' header says.
+//!
+//! # What it does to them
+//!
+//! - Each stream has a thread. Pieces of a launch or copy land in any order; with `IMMWIRE_FAKE_CUDA_SEED` there are
+//!   delays up to 200 us between operations, and some within each.
+//! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
+//! - Everything that belongs to a context goes when its last retention does.
+//!
+//! # What it has not
+//!
+//! Order between default streams and others, streams shared by several contexts, graphs, managed memory, arrays, events
+//! between processes, faults that only later calls report. A process that forks cannot use it in the child, as with the
+//! driver.
+
+mod api;
+mod code;
+mod config;
+mod ipc;
+mod kernel;
+mod memory;
+mod random;
+mod reach;
+mod stream;
+mod violation;
+mod world;

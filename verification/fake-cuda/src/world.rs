@@ -1,0 +1,255 @@
+//! What there is in this process: contexts, streams, events, modules and memory, by their handles.
+//!
+//! # Invariants
+//!
+//! 1. A handle is given out once: one that is not in its table was destroyed, or never was.
+//! 2. The lock is taken first, and others (a stream's, an event's) while it is held; never the other way round. Nobody
+//!    waits for work while holding it.
+
+use crate::memory::{Backing, Reserved, Table};
+use crate::stream::{Event, Stream};
+use crate::violation::broken;
+use std::cell::{Cell, RefCell};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::thread::JoinHandle;
+
+/// Handles are no addresses: whoever uses one as such faults.
+const FIRST_HANDLE: u64 = 0xface_0000_0000_0000;
+/// `CU_STREAM_PER_THREAD`, the last of the handles that stand for a default stream.
+const LAST_DEFAULT_STREAM: u64 = 2;
+
+/// A GPU's primary context.
+#[derive(Debug)]
+pub(crate) struct Context {
+    /// The GPU's number on the machine.
+    pub(crate) gpu: u8,
+    pub(crate) retained: u32,
+    default_stream: Option<Arc<Stream>>,
+}
+
+/// A context that is current.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Current {
+    pub(crate) context: u64,
+    pub(crate) gpu: u8,
+}
+
+/// Loaded kernels. Work that runs one holds the `Arc`.
+#[derive(Debug)]
+pub(crate) struct Module {
+    pub(crate) context: u64,
+}
+
+/// A kernel of a module.
+#[derive(Debug)]
+pub(crate) struct Function {
+    pub(crate) module: u64,
+    pub(crate) kernel: crate::kernel::Kernel,
+    /// Bytes of dynamic shared memory that it may be launched with.
+    pub(crate) most_shared_bytes: u32,
+}
+
+/// Everything.
+#[derive(Debug)]
+pub(crate) struct World {
+    pub(crate) memory: Table,
+    pub(crate) contexts: BTreeMap<u64, Context>,
+    pub(crate) streams: BTreeMap<u64, Arc<Stream>>,
+    pub(crate) events: BTreeMap<u64, Arc<Event>>,
+    pub(crate) modules: BTreeMap<u64, Arc<Module>>,
+    pub(crate) functions: BTreeMap<u64, Function>,
+    /// Addresses of `cuMemAddressReserve`.
+    pub(crate) reserved: BTreeMap<u64, Reserved>,
+    /// Handles of `cuMemCreate`, by value; how many there are of each.
+    pub(crate) created: BTreeMap<u64, (Arc<Backing>, u32)>,
+    /// How often each was opened by `cuIpcOpenMemHandle`, by its address.
+    pub(crate) opened: BTreeMap<u64, u32>,
+    handles: u64,
+    streams_made: u64,
+    ended: Vec<JoinHandle<()>>,
+}
+
+static WORLD: Mutex<World> = Mutex::new(World {
+    memory: Table::new(),
+    contexts: BTreeMap::new(),
+    streams: BTreeMap::new(),
+    events: BTreeMap::new(),
+    modules: BTreeMap::new(),
+    functions: BTreeMap::new(),
+    reserved: BTreeMap::new(),
+    created: BTreeMap::new(),
+    opened: BTreeMap::new(),
+    handles: 0,
+    streams_made: 0,
+    ended: Vec::new(),
+});
+
+/// Whether `cuInit` has succeeded.
+pub(crate) static INITIALIZED: AtomicBool = AtomicBool::new(false);
+
+thread_local! {
+    /// Contexts of this thread; the last is current.
+    pub(crate) static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    /// Whether this is a stream's thread: only host functions could call the driver there.
+    pub(crate) static OF_A_STREAM: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Locks. No thread panics with the lock: what is wrong aborts.
+pub(crate) fn world() -> MutexGuard<'static, World> {
+    WORLD.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Begins a call of the driver's.
+pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
+    if OF_A_STREAM.get() {
+        broken!(CallInHostFunction, "{call}");
+    }
+    if !INITIALIZED.load(Ordering::Acquire) {
+        broken!(NotInitialized, "{call}");
+    }
+    world()
+}
+
+impl World {
+    /// A new handle.
+    pub(crate) fn handle(&mut self) -> u64 {
+        self.handles += 1;
+        FIRST_HANDLE + self.handles * 16
+    }
+
+    /// This thread's current context; that there is none is a violation.
+    pub(crate) fn current(&self, call: &str) -> Current {
+        let Some(context) = STACK.with_borrow(|stack| stack.last().copied()) else {
+            broken!(NoContext, "{call}");
+        };
+        Current { context, gpu: self.context(call, context).gpu }
+    }
+
+    pub(crate) fn context(&self, call: &str, handle: u64) -> &Context {
+        match self.contexts.get(&handle) {
+            Some(context) => context,
+            None => broken!(Handle, "{call}: context {handle:#x}"),
+        }
+    }
+
+    pub(crate) fn retain(&mut self, gpu: u8) -> u64 {
+        let there = self.contexts.iter_mut().find(|(_, context)| context.gpu == gpu);
+        if let Some((&handle, context)) = there {
+            context.retained += 1;
+            return handle;
+        }
+        let handle = self.handle();
+        self.contexts.insert(handle, Context { gpu, retained: 1, default_stream: None });
+        handle
+    }
+
+    /// Takes off one retention; the last destroys the context, and what goes with it.
+    pub(crate) fn release(&mut self, gpu: u8) {
+        let there = self.contexts.iter_mut().find(|(_, context)| context.gpu == gpu);
+        let Some((&handle, context)) = there else {
+            broken!(Handle, "cuDevicePrimaryCtxRelease: GPU {gpu} has no context");
+        };
+        context.retained -= 1;
+        if context.retained > 0 {
+            return;
+        }
+        let default_stream = context.default_stream.take();
+        self.contexts.remove(&handle);
+        self.memory.retire(handle);
+        let opened = std::mem::take(&mut self.opened);
+        self.opened = opened.into_iter().filter(|o| self.memory.at(o.0).is_some()).collect();
+        self.memory.peers.retain(|&(from, to)| from != gpu && to != gpu);
+        self.events.retain(|_, event| event.context != handle);
+        let modules: Vec<u64> =
+            self.modules.iter().filter(|m| m.1.context == handle).map(|m| *m.0).collect();
+        modules.into_iter().for_each(|module| self.unload("cuDevicePrimaryCtxRelease", module));
+        let all = std::mem::take(&mut self.streams).into_iter();
+        let (theirs, kept) = all.partition(|(_, stream)| stream.context == handle);
+        self.streams = kept;
+        let theirs: BTreeMap<u64, Arc<Stream>> = theirs;
+        theirs.into_values().chain(default_stream).for_each(|stream| self.close(&stream));
+    }
+
+    /// The stream of this handle, which need not be of a current context.
+    pub(crate) fn any_stream(&mut self, call: &str, handle: u64) -> Arc<Stream> {
+        if handle <= LAST_DEFAULT_STREAM {
+            return self.default_stream(self.current(call));
+        }
+        match self.streams.get(&handle) {
+            Some(stream) => Arc::clone(stream),
+            None => broken!(Handle, "{call}: stream {handle:#x}"),
+        }
+    }
+
+    /// The stream of this handle, of the current context.
+    pub(crate) fn stream(&mut self, call: &str, handle: u64) -> Arc<Stream> {
+        let current = self.current(call);
+        let stream = self.any_stream(call, handle);
+        if stream.context != current.context {
+            broken!(WrongContext, "{call}: a stream of GPU {}'s", stream.gpu);
+        }
+        stream
+    }
+
+    fn default_stream(&mut self, current: Current) -> Arc<Stream> {
+        let there = self.contexts.get(&current.context).and_then(|c| c.default_stream.clone());
+        if let Some(stream) = there {
+            return stream;
+        }
+        let stream = self.start(current);
+        if let Some(context) = self.contexts.get_mut(&current.context) {
+            context.default_stream = Some(Arc::clone(&stream));
+        }
+        stream
+    }
+
+    /// A new stream, with a thread of its own.
+    pub(crate) fn start(&mut self, current: Current) -> Arc<Stream> {
+        self.join_ended();
+        self.streams_made += 1;
+        Stream::start(current, self.streams_made)
+    }
+
+    /// Lets a stream's thread end after the work that it has.
+    pub(crate) fn close(&mut self, stream: &Stream) {
+        self.join_ended();
+        self.ended.extend(stream.close());
+    }
+
+    fn join_ended(&mut self) {
+        for thread in self.ended.extract_if(.., |thread| thread.is_finished()) {
+            let _ = thread.join();
+        }
+    }
+
+    pub(crate) fn event(&self, call: &str, handle: u64) -> Arc<Event> {
+        match self.events.get(&handle) {
+            Some(event) => Arc::clone(event),
+            None => broken!(Handle, "{call}: event {handle:#x}"),
+        }
+    }
+
+    pub(crate) fn module(&self, call: &str, handle: u64) -> &Arc<Module> {
+        match self.modules.get(&handle) {
+            Some(module) => module,
+            None => broken!(Handle, "{call}: module {handle:#x}"),
+        }
+    }
+
+    pub(crate) fn unload(&mut self, call: &str, handle: u64) {
+        if Arc::strong_count(self.module(call, handle)) > 1 {
+            broken!(ModuleInUse, "{call}");
+        }
+        self.modules.remove(&handle);
+        self.functions.retain(|_, function| function.module != handle);
+    }
+
+    pub(crate) fn function(&mut self, call: &str, handle: u64) -> &mut Function {
+        match self.functions.get_mut(&handle) {
+            Some(function) => function,
+            None => broken!(Handle, "{call}: function {handle:#x}"),
+        }
+    }
+}
