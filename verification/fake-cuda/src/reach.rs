@@ -13,6 +13,13 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+/// Which side of a copy is host memory that is not pinned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Host {
+    Source,
+    Target,
+}
+
 /// The claim.
 #[derive(Debug)]
 pub(crate) struct Reach {
@@ -121,6 +128,26 @@ impl Reach {
             // SAFETY: `step` bytes of memory that is mapped while it is held; they may overlap.
             unsafe { ptr::copy(source, target, crate::memory::size(step)) };
             (to, from, bytes) = (to + step, from + step, bytes - step);
+        }
+    }
+
+    /// Copies between a GPU's memory and host memory that the world does not know: if that is none, this faults.
+    pub(crate) fn copy_pageable(
+        &mut self,
+        host: Host,
+        mut pointer: u64,
+        mut at: u64,
+        mut bytes: u64,
+    ) {
+        while bytes > 0 {
+            let write = host == Host::Source;
+            let (ours, room) = self.find(at, write, "GPU's side");
+            let (theirs, step) = (pointer as *mut u8, bytes.min(room));
+            let (to, from) = if write { (ours, theirs) } else { (theirs, ours) };
+            // SAFETY: on our side memory that is mapped while it is held; the other is the caller's promise to the
+            // driver, whose call has not returned.
+            unsafe { ptr::copy(from, to, crate::memory::size(step)) };
+            (pointer, at, bytes) = (pointer + step, at + step, bytes - step);
         }
     }
 

@@ -10,7 +10,7 @@
 
 use crate::kernel::Launch;
 use crate::random::Random;
-use crate::reach::Reach;
+use crate::reach::{Host, Reach};
 use crate::world::{Current, OF_A_STREAM};
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -49,6 +49,13 @@ impl Until {
 /// Something to be done.
 #[derive(Debug)]
 pub(crate) enum Work {
+    Pageable {
+        reach: Reach,
+        host: Host,
+        pointer: u64,
+        device: u64,
+        bytes: u64,
+    },
     Copy {
         reach: Reach,
         to: u64,
@@ -224,6 +231,9 @@ impl Event {
 /// Does it. The memory is given up by the end.
 fn run(work: Work, random: &mut Random) {
     match work {
+        Work::Pageable { mut reach, host, pointer, device, bytes } => {
+            reach.copy_pageable(host, pointer, device, bytes);
+        }
         Work::Copy { mut reach, to, from, bytes } => pieces(random, bytes, |at, bytes| {
             reach.copy(to + at, from + at, bytes);
         }),

@@ -3,7 +3,7 @@
 use super::{Out, calls};
 use crate::code;
 use crate::kernel::{Kernel, Launch, Size};
-use crate::reach::Reach;
+use crate::reach::{Host, Reach};
 use crate::stream::{Event, Until, Work};
 use crate::violation::broken;
 use crate::world::{Function, Module, begin};
@@ -119,6 +119,21 @@ calls! {
         let mut world = begin("cuMemcpyAsync");
         let stream = world.stream("cuMemcpyAsync", stream);
         let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
+        let pageable = [from, to].map(|address| bytes > 0 && world.memory.at(address).is_none());
+        // Host memory that is not pinned: the call returns when it is not used any more.
+        let host = match pageable {
+            [true, false] => Some((Host::Source, from, to)),
+            [false, true] => Some((Host::Target, to, from)),
+            _ => None,
+        };
+        if let Some((host, pointer, device)) = host {
+            let write = host == Host::Source;
+            reach.claim(&world.memory, device, bytes, write, if write { "target" } else { "source" });
+            let ticket = stream.push(Work::Pageable { reach, host, pointer, device, bytes });
+            drop(world);
+            stream.wait(ticket);
+            return Ok(());
+        }
         reach.claim(&world.memory, from, bytes, false, "source");
         reach.claim(&world.memory, to, bytes, true, "target");
         stream.push(Work::Copy { reach, to, from, bytes });
