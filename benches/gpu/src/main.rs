@@ -1,11 +1,14 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
-//!     immwire-bench-gpu check | check-few | time
+//!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS
+//!
+//! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
 
 mod check;
+mod ends;
 mod rig;
 mod time;
 
@@ -15,8 +18,18 @@ use std::process::ExitCode;
 use std::time::Instant;
 
 fn main() -> ExitCode {
-    let what = std::env::args().nth(1).unwrap_or_default();
-    match run(&what) {
+    let words: Vec<String> = std::env::args().skip(1).collect();
+    let words: Vec<&str> = words.iter().map(String::as_str).collect();
+    let done = match words[..] {
+        ["receive", place] => ends::receive(place).map(|()| Value::Null),
+        ["ends", from, to, sms] => {
+            sms.parse().map_err(Into::into).and_then(|sms| ends::measure(from, to, sms))
+        }
+        [what] => run(what),
+        _ => Err("check, check-few, time, or ends FROM TO SMS".into()),
+    };
+    match done {
+        Ok(Value::Null) => ExitCode::SUCCESS,
         Ok(result) => {
             println!("{result}");
             ExitCode::SUCCESS

@@ -41,10 +41,12 @@ use crate::provider::Sink;
 
 /// Queues of each GPU: one launch begins while another ends.
 const QUEUES: usize = 2;
-/// Copies under way in one queue.
-const COPIES: usize = 32;
+/// Copies under way in one queue. Few: their tables are to stay in the caches.
+const COPIES: usize = 8;
 /// Pages that one launch copies at most: those of the pieces of one call of `post`.
 const LAUNCH_PAGES: usize = 8192;
+/// The same where nothing is under way: a GPU that waits is given its first pages soon.
+const FIRST_PAGES: usize = 1024;
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
@@ -498,6 +500,12 @@ impl Gpus {
         Staging::Taken
     }
 
+    /// Whether nothing is under way on `gpu`.
+    fn is_idle(&self, gpu: usize) -> bool {
+        let gpu = self.gpus.get(gpu);
+        gpu.is_some_and(|gpu| gpu.queues.iter().all(|queue| queue.flights.is_empty()))
+    }
+
     /// Makes room for a copy of `gpu` to a region, unless one that can be added to is staged.
     fn begin(&mut self, gpu: usize, reached: &Arc<Reached>) -> Result<(), Staging> {
         if self.staged.claim.is_some() {
@@ -530,7 +538,8 @@ impl Gpus {
             || staged.gpu != gpu
             || staged.run.is_none()
             || staged.pieces.len() >= PIECES
-            || count > LAUNCH_PAGES - staged.pages;
+            || count > LAUNCH_PAGES - staged.pages
+            || (staged.pages + count > FIRST_PAGES && self.is_idle(gpu));
         if other {
             self.launch();
         }

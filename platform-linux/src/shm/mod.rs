@@ -83,6 +83,8 @@ const PIECE_BYTES: u64 = 1 << 20;
 const GPU_PIECE_BYTES: u64 = 4 << 20;
 /// What GPUs are given to copy at once: long enough that its announcement costs nothing beside it.
 const GPU_BATCH_BYTES: u64 = 128 << 20;
+/// Pieces under way where GPUs copy; a quarter of them to one peer. They stand for many pages each, and end in groups.
+const GPU_QUEUE_DEPTH: u16 = 1024;
 /// The shortest piece worth a NIC of its own.
 const PIECE_MIN_BYTES: u64 = 64 << 10;
 const QUEUE_DEPTH: u16 = 256;
@@ -345,9 +347,9 @@ impl ShmProvider {
         let gpus = known.clone().map(|known| Gpus::new(known, config.sms).map(Box::new));
         let gpus = gpus.transpose();
         let gpus = gpus.map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })?;
-        let (piece_bytes, batch_bytes, pages_per_piece) = match gpus {
-            Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX),
-            None => (PIECE_BYTES, NicLimits::BATCH_BYTES, 1),
+        let (piece_bytes, batch_bytes, pages_per_piece, queue_depth) = match gpus {
+            Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX, GPU_QUEUE_DEPTH),
+            None => (PIECE_BYTES, NicLimits::BATCH_BYTES, 1, QUEUE_DEPTH),
         };
         let id: ListenerId = random().map_err(failed("getrandom"))?;
         let listener = socket::listen(&id).map_err(failed("listen"))?;
@@ -357,7 +359,7 @@ impl ShmProvider {
         let limits = NicLimits {
             max_message_bytes: piece_bytes,
             min_piece_bytes: PIECE_MIN_BYTES,
-            queue_depth: QUEUE_DEPTH,
+            queue_depth,
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes,

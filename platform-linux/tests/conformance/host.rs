@@ -222,7 +222,7 @@ impl Host {
     pub fn memory(&self, bytes: u64, own: Own) -> Memory {
         let bytes = usize::try_from(bytes).expect("64-bit");
         let turn = self.turn.as_ref().map(|turn| turn.replace(turn.get() + 1));
-        match (own, turn.and_then(whose)) {
+        match (own, turn.and_then(|turn| whose(turn, own))) {
             (Own::Engine, Some(gpu)) => {
                 Memory { region: self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"), lent: None }
             }
@@ -246,10 +246,11 @@ impl Host {
     }
 }
 
-/// Which GPU's memory it is this time; `None`: the host's.
-fn whose(turn: u32) -> Option<u32> {
+/// Which GPU's memory it is this time; `None`: the host's. The host's is always the engine's: no GPU reaches what a
+/// peer's process has for itself.
+fn whose(turn: u32, own: Own) -> Option<u32> {
     let gpus = Device::count().expect("GPUs");
-    let turn = turn % (gpus + 1);
+    let turn = turn % (gpus + u32::from(own == Own::Engine));
     (turn < gpus).then_some(turn)
 }
 

@@ -1,0 +1,354 @@
+//! How long writes take from end to end: engines in two processes, each polled by its own thread, from before the submission
+//! in the one until the other has taken the count.
+//!
+//! Both read the same clock (`CLOCK_MONOTONIC`). The receiver checks pages of each request before it is timed.
+
+use crate::rig::Random;
+use immwire::{
+    Driver, End, ImmCounter, ImmTag, MrDesc, NetAddr, PageIndices, PagedWrite, Pages, PeerId,
+    Region, SingleWrite, TransferEngine, core::wire::Wire,
+};
+use serde_json::{Value, json};
+use std::error::Error;
+use std::io::{BufRead, BufReader, Write, stdin};
+use std::num::NonZeroU32;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::str::FromStr;
+use std::time::{Duration, Instant};
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// Bytes of each pool; more than the longest request.
+const POOL: usize = 3 << 30;
+/// No step takes longer.
+const LIMIT: Duration = Duration::from_secs(20);
+const ROUNDS: usize = 40;
+/// Lists of pages that take turns, so that pages do not come from a cache.
+const TURNS: usize = 4;
+/// Pages that are compared of each request.
+const COMPARED: usize = 64;
+
+/// Nanoseconds of the clock that all processes share.
+fn now() -> u64 {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
+    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
+}
+
+/// What the sender's pool holds at `offset`, a multiple of 8.
+fn word(offset: u64) -> u64 {
+    Random(offset).next()
+}
+
+fn pattern(offset: u64, bytes: usize) -> Vec<u8> {
+    (0..bytes as u64 / 8).flat_map(|i| word(offset + 8 * i).to_le_bytes()).collect()
+}
+
+fn engine(gpus: Vec<u32>, sms: u32) -> Outcome<(TransferEngine, Driver)> {
+    let sms = NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN);
+    Ok(TransferEngine::builder().gpus(gpus).sms(sms).build_polled()?)
+}
+
+fn pool(engine: &TransferEngine, place: &str) -> Outcome<Region> {
+    Ok(match place.parse() {
+        Ok(gpu) => engine.alloc_gpu(gpu, POOL)?,
+        Err(_) => engine.alloc(POOL)?,
+    })
+}
+
+fn ask<T: FromStr<Err: Error + 'static>>(line: &str, at: usize) -> Outcome<T> {
+    Ok(line.split_whitespace().nth(at).ok_or("a word is missing")?.parse()?)
+}
+
+/// The other process: `PLACE` is a GPU or `host`. Answers one line for each that it reads.
+pub(crate) fn receive(place: &str) -> Outcome<()> {
+    let gpus = place.parse().into_iter().collect::<Vec<u32>>();
+    let (engine, mut driver) = engine(gpus, 8)?;
+    let region = pool(&engine, place)?;
+    let counter = engine.counter()?;
+    let mut desc = [0; 1024];
+    let bytes = region.desc().encode(&mut desc)?;
+    let hex: String = desc[..bytes].iter().map(|byte| format!("{byte:02x}")).collect();
+    println!("{} {hex} {}", engine.address(), counter.tag().bits());
+    let (sender, orders) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for line in stdin().lines().map_while(Result::ok) {
+            if sender.send(line).is_err() {
+                break;
+            }
+        }
+    });
+    loop {
+        let line = match orders.try_recv() {
+            Ok(line) => line,
+            Err(std::sync::mpsc::TryRecvError::Empty) => {
+                driver.poll();
+                continue;
+            }
+            Err(std::sync::mpsc::TryRecvError::Disconnected) => return Ok(()),
+        };
+        let answer = match line.split_whitespace().next() {
+            Some("expect") => expect(&mut driver, &counter, ask(&line, 1)?)?,
+            Some("compare") => {
+                let (to, from, bytes) = (ask(&line, 1)?, ask(&line, 2)?, ask(&line, 3)?);
+                let mut found: Vec<u8> = vec![0; bytes];
+                region.read(to, &mut found)?;
+                if found == pattern(from, bytes) { "right".into() } else { "WRONG".into() }
+            }
+            _ => return Err(format!("what is {line}?").into()),
+        };
+        println!("{answer}");
+    }
+}
+
+fn expect(driver: &mut Driver, counter: &ImmCounter, writes: u64) -> Outcome<String> {
+    println!("ready");
+    let started = Instant::now();
+    while !counter.try_take(writes)? {
+        driver.poll();
+        if started.elapsed() > LIMIT {
+            return Err(
+                format!("{} of {writes} writes within {LIMIT:?}", counter.available()).into()
+            );
+        }
+    }
+    Ok(now().to_string())
+}
+
+/// The receiver, as the sender sees it.
+struct There {
+    child: Child,
+    orders: ChildStdin,
+    answers: BufReader<ChildStdout>,
+    peer: PeerId,
+    desc: MrDesc,
+    tag: ImmTag,
+}
+
+impl There {
+    fn start(driver: &mut Driver, place: &str) -> Outcome<Self> {
+        let mut child = Command::new(std::env::current_exe()?)
+            .args(["receive", place])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()?;
+        let orders = child.stdin.take().ok_or("no pipe")?;
+        let mut answers = BufReader::new(child.stdout.take().ok_or("no pipe")?);
+        let mut line = String::new();
+        answers.read_line(&mut line)?;
+        let mut words = line.split_whitespace();
+        let mut next = || words.next().ok_or("the other process has ended");
+        let (address, hex, tag) = (next()?.parse::<NetAddr>()?, next()?, next()?.parse::<u32>()?);
+        let bytes = (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16));
+        let desc = MrDesc::decode(&bytes.collect::<Result<Vec<_>, _>>()?)?;
+        let peer = driver.add_peer(&address)?;
+        driver.wait_peer(peer, LIMIT)?;
+        let tag = ImmTag::from_bits(tag).ok_or("a tag that is none")?;
+        Ok(Self { child, orders, answers, peer, desc, tag })
+    }
+
+    fn say(&mut self, line: &str) -> Outcome<()> {
+        Ok(writeln!(self.orders, "{line}")?)
+    }
+
+    fn hear(&mut self) -> Outcome<String> {
+        let mut line = String::new();
+        self.answers.read_line(&mut line)?;
+        if line.is_empty() { Err("the other process has ended".into()) } else { Ok(line) }
+    }
+}
+
+impl Drop for There {
+    fn drop(&mut self) {
+        // The pipe's end is its sign to go.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// One request, in both directions of its memory.
+struct Shape {
+    pages: u32,
+    page_bytes: u64,
+}
+
+/// The pages of one request, on both sides.
+struct Lists {
+    numbers: (Vec<u32>, Vec<u32>),
+    indices: (PageIndices, PageIndices),
+}
+
+struct Bench {
+    engine: TransferEngine,
+    driver: Driver,
+    source: Region,
+    there: There,
+    random: Random,
+}
+
+/// Microseconds.
+struct Took {
+    /// Until the call of `submit` returned.
+    call: f64,
+    /// Until all was handed to the GPU.
+    posted: f64,
+    /// Until the receiver had taken the count.
+    counted: f64,
+}
+
+impl Bench {
+    fn new(from: &str, to: &str, sms: u32) -> Outcome<Self> {
+        let gpus = from.parse().into_iter().chain(to.parse()).collect::<Vec<u32>>();
+        // A GPU that only the other process uses is not opened here.
+        let gpus = if from.parse::<u32>().is_ok() { gpus[..1].to_vec() } else { gpus };
+        let (engine, mut driver) = engine(gpus, sms)?;
+        let source = pool(&engine, from)?;
+        const STEP: usize = 64 << 20;
+        for at in (0..POOL).step_by(STEP) {
+            source.write(at as u64, &pattern(at as u64, STEP))?;
+        }
+        let there = There::start(&mut driver, to)?;
+        Ok(Self { engine, driver, source, there, random: Random(7) })
+    }
+
+    /// As many different pages of the pool as are asked for, in no order.
+    fn shuffled(&mut self, shape: &Shape) -> Vec<u32> {
+        let mut all: Vec<u32> = (0..=u32::MAX)
+            .take_while(|i| u64::from(i + 1) * shape.page_bytes <= POOL as u64)
+            .collect();
+        for i in 0..shape.pages as usize {
+            let other = i + self.random.below(all.len() - i);
+            all.swap(i, other);
+        }
+        all.truncate(shape.pages as usize);
+        all
+    }
+
+    fn lists(&mut self, shape: &Shape) -> Option<Lists> {
+        (shape.pages > 1).then(|| {
+            let numbers = (self.shuffled(shape), self.shuffled(shape));
+            let indices = (numbers.0.clone().into(), numbers.1.clone().into());
+            Lists { numbers, indices }
+        })
+    }
+
+    fn once(&mut self, shape: &Shape, lists: Option<&Lists>, compare: bool) -> Outcome<Took> {
+        self.there.say(&format!("expect {}", shape.pages))?;
+        self.there.hear()?;
+        let side = |indices: &PageIndices| Pages {
+            indices: indices.clone(),
+            stride: shape.page_bytes,
+            offset: 0,
+        };
+        let before = self.engine.stats().posted;
+        let (peer, imm) = (self.there.peer, Some(self.there.tag));
+        let (transfer, pieces, started, called) = match lists {
+            Some(Lists { indices: (from, to), .. }) => {
+                let write = PagedWrite {
+                    peer,
+                    page_bytes: shape.page_bytes,
+                    src: &self.source,
+                    src_pages: side(from),
+                    dst: &self.there.desc,
+                    dst_pages: side(to),
+                    imm,
+                };
+                let started = now();
+                let transfer = self.engine.submit_paged_writes(&write)?;
+                (transfer, u64::from(shape.pages).div_ceil(255), started, now())
+            }
+            None => {
+                let write = SingleWrite {
+                    peer,
+                    src: &self.source,
+                    src_offset: 0,
+                    dst: &self.there.desc,
+                    dst_offset: 0,
+                    len: shape.page_bytes,
+                    imm,
+                };
+                let started = now();
+                let transfer = self.driver.submit_single_write(&write)?;
+                (transfer, 1, started, now())
+            }
+        };
+        let mut posted = 0;
+        let begun = Instant::now();
+        while transfer.poll_end().is_none() {
+            self.driver.poll();
+            if posted == 0 && self.engine.stats().posted >= before + pieces {
+                posted = now();
+            }
+            if begun.elapsed() > LIMIT {
+                return Err("a transfer does not end".into());
+            }
+        }
+        if transfer.poll_end() != Some(End::Done) {
+            return Err(format!("a transfer ended so: {:?}", transfer.poll_end()).into());
+        }
+        let counted: u64 = self.there.hear()?.trim().parse()?;
+        if compare {
+            self.compare(shape, lists)?;
+        }
+        let us = |time: u64| (time.max(started) - started) as f64 / 1e3;
+        Ok(Took { call: us(called), posted: us(posted), counted: us(counted) })
+    }
+
+    fn compare(&mut self, shape: &Shape, lists: Option<&Lists>) -> Outcome<()> {
+        let bytes = shape.page_bytes.min(64 << 10);
+        for _ in 0..COMPARED {
+            let (from, to) = match lists {
+                Some(Lists { numbers: (from, to), .. }) => {
+                    let at = self.random.below(shape.pages as usize);
+                    let place = |list: &Vec<u32>| u64::from(list[at]) * shape.page_bytes;
+                    (place(from), place(to))
+                }
+                None => {
+                    let at = self.random.next() % (shape.page_bytes - bytes + 1) / 8 * 8;
+                    (at, at)
+                }
+            };
+            self.there.say(&format!("compare {to} {from} {bytes}"))?;
+            if self.there.hear()?.trim() != "right" {
+                return Err(format!("bytes at {to} are not those of {from}").into());
+            }
+        }
+        Ok(())
+    }
+
+    fn measure(&mut self, shape: &Shape) -> Outcome<Value> {
+        let lists: Vec<_> = (0..TURNS).map(|_| self.lists(shape)).collect();
+        for lists in &lists {
+            self.once(shape, lists.as_ref(), true)?;
+        }
+        let turns = lists.iter().cycle().take(ROUNDS);
+        let mut took: Vec<Took> =
+            turns.map(|lists| self.once(shape, lists.as_ref(), false)).collect::<Outcome<_>>()?;
+        took.sort_by(|a, b| a.counted.total_cmp(&b.counted));
+        let bytes = shape.page_bytes * u64::from(shape.pages);
+        let middle = |of: fn(&Took) -> f64| {
+            let mut all: Vec<f64> = took.iter().map(of).collect();
+            all.sort_by(f64::total_cmp);
+            all[all.len() / 2]
+        };
+        let counted = middle(|took| took.counted);
+        Ok(json!({
+            "pages": shape.pages, "page_bytes": shape.page_bytes,
+            "call_us": middle(|took| took.call), "posted_us": middle(|took| took.posted),
+            "counted_us": counted, "best_us": took[0].counted, "worst_us": took[took.len() - 1].counted,
+            "GBps": bytes as f64 / counted / 1e3,
+        }))
+    }
+}
+
+/// Measures writes from one place to another: GPUs by number, or `host`.
+pub(crate) fn measure(from: &str, to: &str, sms: u32) -> Outcome<Value> {
+    let mut bench = Bench::new(from, to, sms)?;
+    let single = [8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 256 << 20, 1 << 30];
+    let single = single.map(|page_bytes| Shape { pages: 1, page_bytes });
+    let paged = [1024, 16_384, 40_000].into_iter().flat_map(|pages| {
+        [4 << 10, 16 << 10, 64 << 10].map(|page_bytes| Shape { pages, page_bytes })
+    });
+    let rows = single.into_iter().chain(paged).map(|shape| bench.measure(&shape));
+    let rows = rows.collect::<Outcome<Vec<_>>>()?;
+    Ok(json!({ "from": from, "to": to, "sms": sms, "writes": rows }))
+}
