@@ -42,6 +42,8 @@
 //! - *The provider's contract, at its limits*: bytes are moved in parts, at moments of their own; sources
 //!   are read until the completion; immediates come after the bytes of their own write, and in any order
 //!   where the NIC's [`Order`] has none; completions later still; posts accept a prefix.
+//! - *Runs of pages*, by NICs whose model takes them ([`NicModel::pages_per_piece`]): one message, whose parts are
+//!   pages and parts of pages.
 //! - *Faults*: late messages, full queues, NICs that go and come back, single paths cut, engines killed
 //!   (noticed or not) and new ones in their place, calls refused or slow, registrations that fail.
 //!   What was in flight on a lost path has an unknown fate: some has arrived and nobody said so, some is
@@ -64,6 +66,7 @@
 mod memory;
 mod model;
 mod net;
+mod places;
 pub mod program;
 mod provider;
 mod random;

@@ -28,6 +28,7 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use super::memory::{Regions, Use};
 use super::model::{FabricConfig, NicModel, Order};
+use super::places::Places;
 use super::random::Random;
 use super::trace::{Trace, TraceEvent, What};
 use super::{Breaches, Death, EngineStats, Sabotage};
@@ -163,6 +164,7 @@ struct Flight {
     path: usize,
     number: u64,
     work: WorkRequest,
+    places: Places,
     fate: Fate,
     outcome: Result<(), WorkError>,
     /// Not before then, however fast the receiver is.
@@ -211,6 +213,7 @@ enum Event {
         engine: u32,
         nic: NicIndex,
         work: Box<WorkRequest>,
+        places: Box<Places>,
         bytes: Box<[u8]>,
     },
 }
@@ -492,12 +495,17 @@ impl Net {
                 }
             }
             Event::Restore { conn, side, path } => self.restore(conn, side, path),
-            Event::Stray { engine, nic, work, bytes } => {
+            Event::Stray { engine, nic, work, places, bytes } => {
                 let memory = self.peek(engine).map(|endpoint| &endpoint.memory);
                 if memory.is_some_and(|memory| memory.is_registered(work.dst_key, nic)) {
-                    // SAFETY: the region is registered, so its memory is there, and the range was
-                    // checked when the message landed. That nobody expects it is the purpose.
-                    unsafe { copy(bytes.as_ptr() as u64, work.dst, bytes.len() as u64) };
+                    let mut from = bytes.as_ptr() as u64;
+                    for (_, dst, len) in places.ranges(0, bytes.len() as u64) {
+                        // SAFETY: the region is registered, so its memory is there, and the ranges were
+                        // checked when the message landed; together they are as long as `bytes`. That
+                        // nobody expects it is the purpose.
+                        unsafe { copy(from, dst, len) };
+                        from += len;
+                    }
                 }
             }
         }
@@ -884,8 +892,14 @@ impl Net {
 
     // ---- messages ----
 
-    /// Posts a prefix of `work`.
-    pub(super) fn post(&mut self, engine: u32, nic: NicIndex, work: &[WorkRequest]) -> usize {
+    /// Posts a prefix of `work`, whose bytes lie where `places` says.
+    pub(super) fn post(
+        &mut self,
+        engine: u32,
+        nic: NicIndex,
+        work: &[WorkRequest],
+        places: impl Fn(&WorkRequest) -> Option<Places>,
+    ) -> usize {
         let full = self.random.one_in(self.config.queue_full_one_in);
         let room = if full {
             self.record(engine, Some(nic), What::QueueFull);
@@ -899,7 +913,7 @@ impl Net {
             if state.in_flight >= state.model.queue_depth {
                 break;
             }
-            self.launch(engine, nic, work);
+            self.launch(engine, nic, work, places(work));
             accepted += 1;
         }
         if accepted < work.len() {
@@ -914,7 +928,7 @@ impl Net {
         accepted
     }
 
-    fn launch(&mut self, engine: u32, nic: NicIndex, work: &WorkRequest) {
+    fn launch(&mut self, engine: u32, nic: NicIndex, work: &WorkRequest, places: Option<Places>) {
         let model = self.nic(engine, nic).map_or(NicModel::CONNECTX7, |nic| nic.model);
         let begun = self.charge(engine, Duration::ZERO);
         let posted = self.charge(engine, model.post);
@@ -933,13 +947,10 @@ impl Net {
             let conn = link.map_or(u32::MAX, |(conn, _)| conn);
             return self.tell(engine, refuse(WorkError::PeerGone, conn));
         };
-        let memory = self.peek(engine).map(|endpoint| &endpoint.memory);
-        let readable = memory.is_some_and(|memory| {
-            memory.admits(work.src_key, nic, work.src, work.len, Use::Source)
-        });
-        if work.len > 0 && !readable {
+        let places = places.filter(|places| self.source_is_there(conn, side, work, places));
+        let Some(places) = places else {
             return self.tell(engine, refuse(WorkError::LocalAccess, conn));
-        }
+        };
         let to = self.side(conn, 1 - side).map_or(u32::MAX, |side| side.engine);
         let path = self.path_at(conn, side, nic, work.remote_nic);
         let Some(state) = self.side_mut(conn, side).and_then(|it| it.paths.get_mut(path)) else {
@@ -954,6 +965,7 @@ impl Net {
             path,
             number,
             work: *work,
+            places,
             fate: if lost { Fate::Lost } else { Fate::Flying },
             outcome: Ok(()),
             earliest_end: Time::ZERO,
@@ -1070,13 +1082,14 @@ impl Net {
             return true;
         }
         let (work, side, conn) = (flight.work, flight.side, flight.conn);
+        let places = flight.places.clone();
         let edge = |part: u64| {
             let edge = u128::from(work.len) * u128::from(part) / u128::from(parts);
             u64::try_from(edge).unwrap_or(work.len)
         };
         let (start, end) = (edge(part.into()), edge(u64::from(part) + 1));
         let lies = self.sabotage.is_some_and(|(kind, _)| kind == Sabotage::RevokeIgnored);
-        if !self.may_land(conn, side, &work, lies) {
+        if !self.may_land(conn, side, &work, &places, lies) {
             return false;
         }
         let end = if end == work.len && end > start && self.sabotages(Sabotage::TailLost) {
@@ -1089,20 +1102,20 @@ impl Net {
             let captured = captured.and_then(|bytes| {
                 bytes.get(usize::try_from(start).ok()?..usize::try_from(end).ok()?)
             });
-            let captured = captured.map(|bytes| bytes.as_ptr() as u64);
-            let from = captured.or_else(|| {
-                let there = self.source_is_there(conn, side, &work);
-                there.then(|| work.src.saturating_add(start))
-            });
-            let Some(from) = from else {
+            let mut captured = captured.map(|bytes| bytes.as_ptr() as u64);
+            if captured.is_none() && !self.source_is_there(conn, side, &work, &places) {
                 self.breaches.sources_gone += 1;
                 return true;
-            };
-            // SAFETY: the source is the flight's own copy, or lies in a region of the sender's that is
-            // registered and not withdrawn; the destination lies in such a region of the receiver's
-            // (`may_land`; with sabotage, in one that is registered at least). Both stay mapped until
-            // they are withdrawn (`Memory::register`), which takes the lock that we hold.
-            unsafe { copy(from, work.dst.saturating_add(start), end - start) };
+            }
+            for (src, dst, len) in places.ranges(start, end) {
+                // SAFETY: the source is the flight's own copy of `start..end`, which the ranges take piece by
+                // piece, or lies in a region of the sender's that is registered and not withdrawn; the
+                // destination lies in such a region of the receiver's (`may_land`; with sabotage, in one
+                // that is registered at least). Both stay mapped until they are withdrawn
+                // (`Memory::register`), which takes the lock that we hold.
+                unsafe { copy(captured.unwrap_or(src), dst, len) };
+                captured = captured.map(|from| from + len);
+            }
         }
         if let Some(flight) = self.flight_mut(at) {
             flight.moved |= bit;
@@ -1110,15 +1123,25 @@ impl Net {
         true
     }
 
-    fn source_is_there(&self, conn: u32, side: usize, work: &WorkRequest) -> bool {
+    /// Whether all of the message's source may be read; also if it has no bytes.
+    fn source_is_there(&self, conn: u32, side: usize, work: &WorkRequest, places: &Places) -> bool {
         let engine = self.side(conn, side).map_or(u32::MAX, |side| side.engine);
         let memory = self.peek(engine).map(|endpoint| &endpoint.memory);
         memory.is_some_and(|memory| {
-            memory.admits(work.src_key, work.nic, work.src, work.len, Use::Source)
+            let (key, nic) = (work.src_key, work.nic);
+            let mut ranges = places.ranges(0, work.len);
+            ranges.all(|(src, _, len)| memory.admits(key, nic, src, len, Use::Source))
         })
     }
 
-    fn may_land(&self, conn: u32, side: usize, work: &WorkRequest, lies: bool) -> bool {
+    fn may_land(
+        &self,
+        conn: u32,
+        side: usize,
+        work: &WorkRequest,
+        places: &Places,
+        lies: bool,
+    ) -> bool {
         if work.len == 0 {
             return true;
         }
@@ -1126,7 +1149,8 @@ impl Net {
         let memory = self.peek(engine).map(|endpoint| &endpoint.memory);
         memory.is_some_and(|memory| {
             let (key, nic) = (work.dst_key, work.remote_nic);
-            memory.admits(key, nic, work.dst, work.len, Use::Destination)
+            let mut ranges = places.ranges(0, work.len);
+            ranges.all(|(_, dst, len)| memory.admits(key, nic, dst, len, Use::Destination))
                 || lies && memory.is_registered(key, nic)
         })
     }
@@ -1238,7 +1262,7 @@ impl Net {
     fn done(&mut self, id: FlightId) {
         let Some(flight) = self.current(id) else { return };
         let (conn, side, work) = (flight.conn, flight.side, flight.work);
-        let (number, outcome) = (flight.number, flight.outcome);
+        let (number, outcome, places) = (flight.number, flight.outcome, flight.places.clone());
         let engine = self.side(conn, side).map_or(u32::MAX, |side| side.engine);
         let to = self.side(conn, 1 - side).map_or(u32::MAX, |side| side.engine);
         let ok = outcome.is_ok();
@@ -1248,23 +1272,22 @@ impl Net {
             self.tell(engine, note());
         }
         if ok && work.len > 0 && self.sabotages(Sabotage::WriteAfterDone) {
-            self.write_again(to, &work);
+            self.write_again(to, &work, places);
         }
         self.remove(id.index);
         self.tell(engine, note());
     }
 
     /// Sabotage: the bytes of a message are written once more, when it is long over.
-    fn write_again(&mut self, engine: u32, work: &WorkRequest) {
-        let mut bytes = vec![0; usize::try_from(work.len).unwrap_or(0)].into_boxed_slice();
+    fn write_again(&mut self, engine: u32, work: &WorkRequest, places: Places) {
         // SAFETY: the message has just landed from there, and its sender has not been told yet, so
-        // that its source is still registered; `bytes` is ours and as long.
-        unsafe { copy(work.src, bytes.as_mut_ptr() as u64, bytes.len() as u64) };
+        // that its source is still registered.
+        let bytes = unsafe { gather(work, &places) };
         let late = self.config.late.max(AFTERLIFE);
         let delay = self.random.delay(late).saturating_add(Duration::from_micros(1));
         let when = self.stepper.now().after(delay);
-        let (nic, work) = (work.remote_nic, Box::new(*work));
-        self.schedule(when, Event::Stray { engine, nic, work, bytes });
+        let (nic, work, places) = (work.remote_nic, Box::new(*work), Box::new(places));
+        self.schedule(when, Event::Stray { engine, nic, work, places, bytes });
     }
 
     fn flush(&mut self, id: FlightId) {
@@ -1465,16 +1488,16 @@ impl Net {
     fn capture(&mut self, at: u32) {
         let Some(flight) = self.flight(at) else { return };
         let (conn, side, work) = (flight.conn, flight.side, flight.work);
+        let places = flight.places.clone();
         if flight.bytes.is_some() || work.len == 0 || !self.config.move_bytes {
             return;
         }
-        if !self.source_is_there(conn, side, &work) {
+        if !self.source_is_there(conn, side, &work, &places) {
             self.breaches.sources_gone += 1;
             return;
         }
-        let mut bytes = vec![0; usize::try_from(work.len).unwrap_or(0)].into_boxed_slice();
-        // SAFETY: the source is registered and not withdrawn, hence mapped; `bytes` is ours and as long.
-        unsafe { copy(work.src, bytes.as_mut_ptr() as u64, bytes.len() as u64) };
+        // SAFETY: the source is registered and not withdrawn, hence mapped.
+        let bytes = unsafe { gather(&work, &places) };
         if let Some(flight) = self.flight_mut(at) {
             flight.bytes = Some(bytes);
         }
@@ -1721,6 +1744,23 @@ fn read_receipt(receipt: &Receipt) -> Option<(u32, NicIndex, NicIndex, u64)> {
     let bytes: [u8; 14] = receipt.0.as_slice().try_into().ok()?;
     let [c0, c1, c2, c3, from, to, arrived @ ..] = bytes;
     Some((u32::from_le_bytes([c0, c1, c2, c3]), from, to, u64::from_le_bytes(arrived)))
+}
+
+/// The bytes of a message, in order.
+///
+/// # Safety
+///
+/// Those of the source are mapped.
+unsafe fn gather(work: &WorkRequest, places: &Places) -> Box<[u8]> {
+    let mut bytes = vec![0; usize::try_from(work.len).unwrap_or(0)].into_boxed_slice();
+    let mut to = bytes.as_mut_ptr() as u64;
+    for (src, _, len) in places.ranges(0, bytes.len() as u64) {
+        // SAFETY: the source is our caller's promise; the ranges are together at most as long as `bytes`,
+        // which is ours.
+        unsafe { copy(src, to, len) };
+        to += len;
+    }
+    bytes
 }
 
 /// Copies bytes between addresses.

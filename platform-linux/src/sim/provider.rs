@@ -14,6 +14,7 @@ use immwire_core::wire::{Hello, NetAddr, ProviderKind, Refusal};
 use super::Core;
 use super::memory::SimMemory;
 use super::net::{Net, Note, Said};
+use super::places::Places;
 use crate::provider::{ConnectError, NicInfo, Path, Provider, Receipt, RemotePath, Sink, Unfenced};
 use crate::sync::lock;
 
@@ -82,8 +83,9 @@ impl Provider for SimProvider {
         self.address.clone()
     }
 
-    fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], _sink: &mut S) -> usize {
-        self.with(|net| net.post(self.engine, nic, work))
+    fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
+        // Where pages lie is read from the engine's own lists, without any lock.
+        self.with(|net| net.post(self.engine, nic, work, |work| Places::of(work, sink)))
     }
 
     /// Hands over a few of the things that have happened by the fabric's clock, whatever `now` is.

@@ -13,7 +13,7 @@ use crate::{BuildError, Builder, Driver, TransferEngine};
 /// Events that are kept for a trace, between two lines of the program's own.
 const TRACED: usize = 4096;
 
-/// A world on a [`Fabric`]. The seed decides the NICs, how late and in what order messages come, and
+/// A world on a [`Fabric`]. The seed decides the NICs, whether they take runs of pages, how late and in what order messages come, and
 /// what engines notice.
 #[derive(Debug)]
 pub struct FabricWorld {
@@ -21,6 +21,8 @@ pub struct FabricWorld {
     numbers: Numbers,
     /// Without order there are no receipts: a broken path is the end of the connection.
     order: Order,
+    /// Of every NIC here.
+    pages_per_piece: u16,
     drivers: Vec<Driver>,
     /// For each driver: the number of its engine here, and on the fabric.
     names: Vec<(usize, u32)>,
@@ -49,7 +51,9 @@ impl FabricWorld {
             fabric.keep_trace(TRACED);
         }
         let order = if numbers.percent(60) { Order::Fifo } else { Order::Any };
-        Self { fabric, numbers, order, drivers: Vec::new(), names: Vec::new(), touched: false }
+        let pages_per_piece = [1, 2, 7, 255][numbers.index(4)];
+        let (drivers, names, touched) = (Vec::new(), Vec::new(), false);
+        Self { fabric, numbers, order, pages_per_piece, drivers, names, touched }
     }
 
     /// Has the fabric break its own contract, one time in so many that it could.
@@ -75,7 +79,7 @@ impl FabricWorld {
             queue_depth: [2, 4, 8, 16, 64][numbers.index(5)],
             max_message_bytes: [320, 512, 4096][numbers.index(3)],
             min_piece_bytes: [1, 64, 256][numbers.index(3)],
-            pages_per_piece: 1,
+            pages_per_piece: self.pages_per_piece,
             order: self.order,
             detect: Duration::from_micros(20),
             reconnect: Duration::from_micros(40),
