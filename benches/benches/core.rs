@@ -8,7 +8,7 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
-use immwire_benches::{drive, group, paged, shuffled, single};
+use immwire_benches::{drive, group, group_with_runs, paged, shuffled, single};
 use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
 use immwire_core::lane::{Consumer, Producer, Word};
 use immwire_core::ring::{Cell, Ring};
@@ -47,6 +47,14 @@ fn schedule(c: &mut Criterion) {
             );
         });
     }
+    let (mut group_of_runs, peer) = group_with_runs(1, 255);
+    bench.bench_function("40,000 pages in runs of 255, 1 nic", |b| {
+        b.iter_batched(
+            || paged(peer, 1, &src, &dst),
+            |request| assert_eq!(drive(&mut group_of_runs, 1, request).0, 157),
+            BatchSize::SmallInput,
+        );
+    });
     bench.throughput(Throughput::Elements(40_000));
     let (_, peer) = group(1);
     bench.bench_function("check 40,000 pages", |b| b.iter(|| paged(peer, 1, &src, &dst)));

@@ -1,5 +1,6 @@
 //! What the benches share: a domain group of ordinary size, and requests for it.
 
+use std::hint::black_box;
 use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
@@ -57,12 +58,18 @@ pub fn local(nics: u8) -> LocalMr {
 /// A group of `nics` equal NICs with one peer that has as many, and is up.
 #[must_use]
 pub fn group<'a>(nics: u8) -> (Group<'a>, PeerId) {
+    group_with_runs(nics, 1)
+}
+
+/// The same, of NICs that take so many pages in a piece.
+#[must_use]
+pub fn group_with_runs<'a>(nics: u8, pages_per_piece: u16) -> (Group<'a>, PeerId) {
     let bytes = |n: u64| NonZeroU64::new(n).unwrap_or(NonZeroU64::MIN);
     let state = NicState { speed: 400, healthy: true };
     let config = GroupConfig {
         limits: PlanLimits {
             max_message_bytes: bytes(1 << 20),
-            pages_per_piece: NonZeroU16::MIN,
+            pages_per_piece: NonZeroU16::new(pages_per_piece).unwrap_or(NonZeroU16::MIN),
             rule: SplitRule { min_piece_bytes: bytes(64 << 10), granule_bytes: bytes(64) },
         },
         peer_depth: 256,
@@ -129,6 +136,16 @@ pub fn shuffled(count: u32, seed: u64) -> Vec<u32> {
     numbers
 }
 
+/// Reads where the pages of a run lie, as a provider would; returns how many there are.
+pub fn read_run(group: &Group<'_>, work: &WorkRequest) -> u64 {
+    let (mut src, mut dst) = ([0; 255], [0; 255]);
+    let count = u64::from(work.run.count);
+    group.page_run(black_box(work), &mut src, &mut dst).map_or(0, |layout| {
+        black_box((&src, &dst, layout));
+        count
+    })
+}
+
 /// Takes `request` through the group as an engine would: submits it, posts in batches of 32 on each
 /// NIC, completes each piece, polls the end. Returns the pieces and bytes that were posted.
 pub fn drive<'a>(group: &mut Group<'a>, nics: u8, request: BenchRequest<'a>) -> (u64, u64) {
@@ -150,6 +167,9 @@ pub fn drive<'a>(group: &mut Group<'a>, nics: u8, request: BenchRequest<'a>) -> 
             for work in batch.iter_mut().take(taken).filter_map(Option::take) {
                 pieces += 1;
                 bytes += work.len;
+                if work.run.count > 0 {
+                    read_run(group, &work);
+                }
                 group.handle_completion(Time::ZERO, nic, work.token, Ok(()));
             }
         }

@@ -3,7 +3,9 @@
 
 use std::hint::black_box;
 
-use immwire_benches::{BenchRequest, Group, group, paged, shuffled, single};
+use immwire_benches::{
+    BenchRequest, Group, group, group_with_runs, paged, read_run, shuffled, single,
+};
 use immwire_core::group::{Event, Options, WorkRequest};
 use immwire_core::id::Time;
 use immwire_core::imm::{Added, CounterSlot, CounterTable, Imm, ImmTag};
@@ -61,6 +63,12 @@ fn transfer<'a>(
     }
 }
 
+/// Counted with [`hot_submit`] and [`hot_poll`]: what a provider asks of a run.
+#[inline(never)]
+fn hot_read(group: &Group<'_>, work: &[WorkRequest]) -> u64 {
+    work.iter().map(|piece| read_run(group, piece)).sum()
+}
+
 #[inline(never)]
 fn hot_check_pages<'a>(
     peer: immwire_core::id::PeerId,
@@ -104,6 +112,18 @@ fn main() {
             let (src, dst) = (shuffled(40_000, 1), shuffled(40_000, 2));
             let (mut group, peer) = group(nics);
             transfer(&mut group, nics, paged(peer, nics, &src, &dst), &mut work)
+        }
+        "runs" => {
+            let (src, dst) = (shuffled(40_000, 1), shuffled(40_000, 2));
+            let (mut group, peer) = group_with_runs(1, 255);
+            hot_submit(&mut group, paged(peer, 1, &src, &dst));
+            let mut pages = 0;
+            while pages < 40_000 {
+                hot_poll(&mut group, 1, &mut work);
+                pages += hot_read(&group, &work);
+                hot_complete(&mut group, &mut work);
+            }
+            pages
         }
         "check_pages" => {
             let (src, dst) = (shuffled(40_000, 1), shuffled(40_000, 2));

@@ -8,8 +8,8 @@ use immwire_core::id::{EngineId, PeerId, Time, TransferId};
 use immwire_core::nic::{NicState, Routes};
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{
-    Checked, PeerTable, Piece, Plan, PlanError, PlanLimits, Request, RequestError, SingleWrite,
-    Target,
+    Checked, PeerTable, Piece, Plan, PlanError, PlanLimits, Request, RequestError, RunLayout,
+    SingleWrite, Target,
 };
 use immwire_core::receipt::{Epoch, Settlement, SettlementError};
 use immwire_core::region::MrDesc;
@@ -120,6 +120,17 @@ extern "C" fn hp_group_poll_batch(group: &mut Group, nic: u8, pieces: usize, byt
     let mut sum = 0_u64;
     group.poll_batch(nic, pieces, bytes, |work| sum = sum.wrapping_add(work.len));
     sum
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_page_run(
+    group: &Group,
+    work: &WorkRequest,
+    src: &mut &mut [u32],
+    dst: &mut &mut [u32],
+    out: &mut Option<RunLayout>,
+) {
+    *out = group.page_run(work, src, dst);
 }
 
 #[unsafe(no_mangle)]
