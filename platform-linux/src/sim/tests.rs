@@ -201,7 +201,7 @@ fn runs_of_pages_arrive_each_in_its_place() {
     let pages = |step: u32| -> Vec<u32> { (0..PAGES).map(|n| n * step % PAGES * 2).collect() };
     let (from, to) = (pages(7), pages(11));
     let (mut moved, mut fewest) = (0, u64::MAX);
-    for (seed, pages_per_piece) in (0..18).map(|seed| (seed, [2, 7, 255][seed as usize % 3])) {
+    for (seed, pages_per_piece) in (0..18).zip([2, 7, 255].into_iter().cycle()) {
         let runs = NicModel { pages_per_piece, ..CX7 };
         // The last NIC of the sender takes no runs every other time: then none is made.
         let last = if seed % 2 == 0 { runs } else { CX7 };
@@ -223,7 +223,7 @@ fn runs_of_pages_arrive_each_in_its_place() {
             imm: Some(counter.tag()),
         });
         world.run(Duration::from_micros(3 * (seed % 6)));
-        world.fabric.nic_down((seed / 6 % 2) as u32, 1);
+        world.fabric.nic_down(u32::from(seed / 6 % 2 == 1), 1);
         world.count(&counter, PAGES.into());
         world.done(&transfer.unwrap());
         assert_eq!(counter.available(), 0);
