@@ -37,7 +37,7 @@ const COMMANDS_PER_STEP: usize = 64;
 const BATCH: usize = 32;
 /// Steps without anything to do between two looks at the clock.
 const STEPS_PER_CLOCK: u32 = 16;
-/// Transfers of the engine's own at a time: credits, heartbeats. No more, since callers have the rest.
+/// Transfers of the engine's own, credits, at a time. No more, since callers have the rest.
 pub(crate) const OWN_TRANSFERS: u16 = 64;
 /// How often dropped regions are tried again.
 const SWEEP_EVERY: Duration = Duration::from_millis(10);
@@ -48,22 +48,19 @@ const REMEMBERED_GONE: usize = 256;
 /// How long an engine sleeps at most while some peer has no room for what it is to be sent.
 const PARKED_NAP: Duration = Duration::from_millis(1);
 
-/// What the engine's own transfers carry as [`Options::user`]: the highest bit and, of a credit, the peer
-/// and the slot that is given back.
+/// What the engine's own transfers carry as [`Options::user`]: the highest bit, the peer, and the slot that is
+/// given back.
 const OWN: u64 = 1 << 63;
-/// In place of a slot.
-const NO_SLOT: u64 = 0xff;
 
-fn own_user(peer: PeerId, slot: Option<SlotIndex>) -> u64 {
-    let slot = slot.map_or(NO_SLOT, u64::from);
-    OWN | slot << 48 | u64::from(peer.index) << 32 | u64::from(peer.generation)
+fn own_user(peer: PeerId, slot: SlotIndex) -> u64 {
+    OWN | u64::from(slot) << 48 | u64::from(peer.index) << 32 | u64::from(peer.generation)
 }
 
-/// The credit that a transfer of the engine's own was, if it was one.
-fn credit_of(user: u64) -> Option<(PeerId, SlotIndex)> {
+/// The credit that a transfer of the engine's own was.
+fn credit_of(user: u64) -> (PeerId, SlotIndex) {
     let [a, b, c, d, low, high, slot, _] = user.to_le_bytes();
     let (index, generation) = (u16::from_le_bytes([low, high]), u32::from_le_bytes([a, b, c, d]));
-    (u64::from(slot) != NO_SLOT).then_some((PeerId { index, generation }, slot))
+    (PeerId { index, generation }, slot)
 }
 
 /// Whether nothing was written of a transfer that is a single piece.
@@ -215,7 +212,7 @@ impl<P: Provider> Engine<P> {
         };
         let nics = provider.nics().iter();
         let depths: Vec<_> = nics.map(|nic| usize::from(nic.limits.queue_depth)).collect();
-        // No more pieces than that are in flight, so queueing them allocates nothing.
+        // No more pieces of transfers than that are in flight, so queueing them allocates nothing.
         let queue = |nic| Vec::with_capacity(depths.get(nic).copied().unwrap_or(0));
         let (staged, parked) = (std::array::from_fn(queue), std::array::from_fn(queue));
         let batch = |nic: usize| provider.nics().get(nic).map_or(0, |nic| nic.limits.batch_bytes);
@@ -244,7 +241,7 @@ impl<P: Provider> Engine<P> {
         bump(&self.state.shared.stats.posted, posted as u64);
         if posted == 0 {
             // There is no room at this peer. The others' turn comes next.
-            parked.extend(staged.extract_if(.., |work| work.peer == first));
+            park(staged, parked, first);
         } else {
             staged.drain(..posted);
         }
@@ -406,7 +403,7 @@ impl<P: Provider> Engine<P> {
                     }
                 }
                 Event::Disconnect { peer } => self.drop_peer(peer),
-                Event::Heartbeat { peer } => self.state.heartbeat(peer),
+                Event::Heartbeat { peer } => self.state.group.beat(peer),
                 Event::Peer { peer, state } => self.state.peer_changed(peer, state),
                 Event::Fence { peer, from, to, epoch } => {
                     self.fence(peer, RemotePath { from, to }, epoch);
@@ -479,6 +476,17 @@ impl<P: Provider> Engine<P> {
                 self.state.work_done(work.nic, work.token, Err(error));
             }
         }
+    }
+}
+
+/// Takes what is staged for a peer out of the way of others. What there may be room for all the same, its
+/// notes, does not wait behind its transfers: it is tried before them, staged or parked.
+fn park(staged: &mut Vec<WorkRequest>, parked: &mut Vec<WorkRequest>, peer: PeerId) {
+    if staged.first().is_some_and(|work| work.token.is_note()) {
+        parked.insert(0, staged.remove(0));
+    } else {
+        let blocked = |work: &mut WorkRequest| work.peer == peer && !work.token.is_note();
+        parked.extend(staged.extract_if(.., blocked));
     }
 }
 
@@ -680,7 +688,8 @@ impl State {
     fn ended(&mut self, user: u64, end: group::End) {
         let Ok(cell) = u16::try_from(user) else {
             self.own = self.own.saturating_sub(1);
-            if let (Some((peer, slot)), false) = (credit_of(user), end == group::End::Done) {
+            if end != group::End::Done {
+                let (peer, slot) = credit_of(user);
                 self.credit_lost(peer, slot, is_unwritten(end));
             }
             return;
@@ -701,7 +710,7 @@ impl State {
     }
 
     /// Submits a transfer of the engine's own; `false` if there is no room for it now.
-    pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: Option<SlotIndex>) -> bool {
+    pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: SlotIndex) -> bool {
         if self.own >= OWN_TRANSFERS {
             return false;
         }
@@ -727,12 +736,6 @@ impl State {
                     | group::SubmitError::Plan(plan::PlanError::NoRoute { .. })
             ),
         }
-    }
-
-    fn heartbeat(&mut self, peer: PeerId) {
-        let imm = Imm::from_bits(mailbox::Control::Heartbeat.encode());
-        // Without room there is traffic enough; if none of it is the peer's, the next beat comes.
-        self.submit_own(peer, imm, None);
     }
 
     fn peer_changed(&mut self, peer: PeerId, state: PeerState) {

@@ -453,7 +453,7 @@ impl State {
         while credits != 0 {
             let slot = SlotIndex::try_from(credits.trailing_zeros()).unwrap_or(0);
             let imm = Imm::from_bits(Control::Credit(slot).encode());
-            if !self.submit_own(peer, imm, Some(slot)) {
+            if !self.submit_own(peer, imm, slot) {
                 break;
             }
             credits &= credits - 1;

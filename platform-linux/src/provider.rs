@@ -22,6 +22,10 @@
 //!    `disconnect` as failed. The path is restored only after that, and only if it works. `post` refuses
 //!    what is for a broken path, and `settle` of a path with nothing in flight reports nothing and is no
 //!    error. A transport whose paths do not break while the peer is there has none of it.
+//! 6. *Room for what keeps a connection.* Of transfers a NIC is given at most [`NicLimits::queue_depth`] pieces at
+//!    a time. Beside these it has room for [`NOTES_PER_PEER`](immwire_core::group::NOTES_PER_PEER)
+//!    notes ([`Token::is_note`]: heartbeats, asks, answers) to each peer, or for as many to some peers as its queues are
+//!    long enough for. So peers that take nothing do not cost the connections to the others.
 //!
 //! 6. *Runs of pages.* A piece whose [`WorkRequest::run`] counts pages is not one range: it is as many pages,
 //!    anywhere in the two regions, and one piece in every other respect. [`Sink::page_run`] says where they lie,
@@ -61,7 +65,7 @@ pub struct NicLimits {
     pub max_message_bytes: u64,
     /// The smallest piece worth a NIC of its own, in bytes.
     pub min_piece_bytes: u64,
-    /// Pieces in flight.
+    /// Pieces of transfers in flight; notes come beside them, see the [contract](self).
     pub queue_depth: u16,
     /// Bytes that travel inside the work request.
     pub inline_bytes: u32,

@@ -18,8 +18,9 @@
 //!
 //! 1. A transfer ends exactly once, and only when none of its pieces is in flight: only then may its
 //!    buffers be reused. A deadline alone ends nothing; it stops the posting and starts the drain.
-//! 2. On a NIC at most `queue_depth` pieces are in flight, to a peer over one NIC at most
-//!    `peer_depth`; of both, bulk transfers hold at most all but `latency_reserve`.
+//! 2. Of transfers, on a NIC at most `queue_depth` pieces are in flight, to a peer over one NIC at most
+//!    `peer_depth`; of both, bulk transfers hold at most all but `latency_reserve`. What keeps a connection
+//!    comes beside these, so that nobody can hold it up: heartbeats, asks and answers.
 //! 3. A transfer that waits for one peer's credits stands in that peer's line, not in anybody's way.
 //!    While it does there is no credit for its lane: one that returns is handed to the first in line,
 //!    but that pieces lost with a path come before everybody.
@@ -39,7 +40,7 @@ mod small;
 #[cfg(test)]
 mod tests;
 
-pub use paths::{AskError, LostSlot, Receipts};
+pub use paths::{AskError, LostSlot, NOTES_PER_PEER, Receipts};
 pub use slot::{PeerSlot, Storage, Token, TransferSlot};
 
 use core::fmt;
@@ -273,7 +274,7 @@ pub struct Options {
 pub struct NicConfig {
     /// Speed and health.
     pub state: NicState,
-    /// Pieces that may be in flight on it.
+    /// Pieces of transfers that may be in flight on it.
     pub queue_depth: u16,
 }
 
@@ -282,7 +283,8 @@ pub struct NicConfig {
 pub struct GroupConfig {
     /// How transfers are cut.
     pub limits: PlanLimits,
-    /// Pieces that may be in flight to one peer over one NIC.
+    /// Pieces of transfers that may be in flight to one peer over one NIC. A peer that is gone holds so many at
+    /// most, until that is known.
     pub peer_depth: u16,
     /// Single writes up to this size go by the latency lane, as immediates and barriers do.
     pub latency_bytes: u64,
@@ -388,7 +390,7 @@ pub enum Event {
         /// Which.
         peer: PeerId,
     },
-    /// Send the peer something: it has not heard of us for a while.
+    /// The peer has not heard of us for a while: send it something, or call [`DomainGroup::beat`].
     Heartbeat {
         /// Which.
         peer: PeerId,
@@ -471,7 +473,7 @@ pub struct DomainGroup<P, T, TS, PS, LS = [LostSlot; 0]> {
     /// Pieces that are set aside are the first `lost_count`.
     lost: LS,
     lost_count: usize,
-    /// Pieces set aside, and peers that an ask or an answer can be posted to: nothing, but in trouble.
+    /// Pieces set aside, and peers that a note can be posted to: nothing, but in trouble and for a heartbeat.
     aside: usize,
     free: Line,
     ended: Line,

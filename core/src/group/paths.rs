@@ -19,6 +19,10 @@
 //! all, and they are posted again over another NIC when they might be stuck: an ask too many is answered
 //! again, an answer too many ignored. Nobody waits for one that stays away but by the clock.
 //!
+//! Heartbeats go the same way. So a connection whose peer is there does not end for want of anything that
+//! peers who are not may hold: what keeps it is posted beside all credits, and providers have room for it
+//! beside their queues ([`NOTES_PER_PEER`]). Transfers have no such room: they wait for their turn.
+//!
 //! # Invariants
 //!
 //! 1. A piece on a broken path stays in flight, with its credits, until it is settled; an undelivered one
@@ -54,6 +58,14 @@ const ASKS: u32 = 4;
 
 /// So many of one ask, or of one answer, are in flight at a time.
 const MAX_REPEATS: u8 = 16;
+
+/// So many heartbeats are in flight to a peer at a time: one that is stuck, and one over another NIC.
+const MAX_BEATS: u8 = 2;
+
+/// Pieces that are heartbeats, asks or answers ([`Token::is_note`]) for which a provider has room on each NIC,
+/// for each peer, beside its queue depth: those to a peer that is gone are in nobody else's way. A peer with
+/// more in flight waits until one of these has ended; that takes several paths that break at a time.
+pub const NOTES_PER_PEER: u16 = 16;
 
 /// "No NIC".
 const NO_NIC: NicIndex = NicIndex::MAX;
@@ -93,6 +105,7 @@ pub(super) struct Paths {
     asks: [Ask; MAX_NICS],
     /// For each NIC of the peer's.
     replies: [Reply; MAX_NICS],
+    beat: Beat,
     receipts: Option<Receipts>,
     /// When the peer is given up for want of a path.
     pathless_until: Time,
@@ -109,6 +122,7 @@ impl Paths {
         broken: [0; MAX_NICS],
         asks: [Ask::IDLE; MAX_NICS],
         replies: [Reply::IDLE; MAX_NICS],
+        beat: Beat::IDLE,
         receipts: None,
         pathless_until: Time::NEVER,
         last_broken: 0,
@@ -149,7 +163,8 @@ impl Paths {
     }
 
     pub(super) fn has_note(&self) -> bool {
-        self.asks.iter().any(|ask| ask.pending)
+        self.beat.pending
+            || self.asks.iter().any(|ask| ask.pending)
             || self.receipts.is_some() && self.replies.iter().any(|reply| reply.pending)
     }
 }
@@ -290,16 +305,37 @@ impl Reply {
     }
 }
 
-/// An ask or an answer, in a [`Token`].
+/// Our signs of life to the peer, when there is nothing else to send.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct Beat {
+    /// To be posted.
+    pending: bool,
+    /// Posted, and not completed.
+    in_flight: u8,
+    /// The NIC that it was posted on last.
+    via: NicIndex,
+}
+
+impl Beat {
+    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC };
+
+    /// Wants one more, unless enough are under way to tell.
+    fn repeat(&mut self) {
+        self.pending |= self.in_flight < MAX_BEATS;
+    }
+}
+
+/// A heartbeat, an ask or an answer, in a [`Token`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Note {
+    Beat,
     /// About this NIC of ours.
     Ask(NicIndex),
     /// About this NIC of the peer's.
     Answer(NicIndex),
 }
 
-/// What became of an ask or an answer.
+/// What became of a note.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum NoteEnd {
     Arrived,
@@ -490,6 +526,17 @@ where
         true
     }
 
+    /// After [`Event::Heartbeat`]: a heartbeat is the next piece to the peer, before all transfers. It needs no
+    /// slot and no credit. O(1); nothing happens if the peer cannot be posted to now, or has enough of them
+    /// under way: one that completes is a sign of life to it, one that does not is soon followed by the next.
+    pub fn beat(&mut self, peer: PeerId) {
+        let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
+            return;
+        };
+        entry.paths.beat.repeat();
+        self.count_notes(peer.index);
+    }
+
     // ---- the receiver ----
 
     /// Where answers to the peer are written from; without it, it gets none.
@@ -541,7 +588,7 @@ where
 
     // ---- what is posted out of turn ----
 
-    /// As [`DomainGroup::poll_work`], while asks, answers or lost pieces come before all lanes.
+    /// As [`DomainGroup::poll_work`], while notes or lost pieces come before all lanes.
     #[cold]
     #[inline(never)]
     pub(super) fn poll_with_aside(&mut self, nic: NicIndex) -> Option<WorkRequest> {
@@ -700,7 +747,7 @@ where
         }
     }
 
-    /// An ask or an answer ended, as [`DomainGroup::handle_completion`] was told.
+    /// A note ended, as [`DomainGroup::handle_completion`] was told.
     #[cold]
     #[inline(never)]
     pub(super) fn note_ended(
@@ -740,6 +787,13 @@ where
                 over.in_flight -= 1;
                 if end == NoteEnd::Undelivered {
                     reply.repeat();
+                }
+            }
+            (Note::Beat, Some(over)) if paths.beat.in_flight > 0 => {
+                paths.beat.in_flight -= 1;
+                over.in_flight -= 1;
+                if end == NoteEnd::Undelivered {
+                    paths.beat.repeat();
                 }
             }
             _ => return false,
@@ -791,7 +845,7 @@ where
         }
     }
 
-    /// Counts the peer in [`DomainGroup::aside`] exactly while there is an ask or an answer to be posted.
+    /// Counts the peer in [`DomainGroup::aside`] exactly while there is a note to be posted.
     pub(super) fn count_notes(&mut self, index: u16) {
         let slot = self.peers.as_mut().get_mut(usize::from(index));
         let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) else {
@@ -949,7 +1003,7 @@ impl PeerEntry {
         routed.chain(all).filter(reached)
     }
 
-    /// The next ask or answer, if it can go over `nic`; `usable` are our usable NICs.
+    /// The next note, if it can go over `nic`; `usable` are our usable NICs.
     fn next_note(&mut self, peer: PeerId, nic: NicIndex, usable: u8) -> Option<WorkRequest> {
         let control = self.control?;
         let remote_nic =
@@ -998,6 +1052,13 @@ impl PeerEntry {
                     break;
                 }
             }
+        }
+        // Last: any of the others is a sign of life, too.
+        let beat = &mut self.paths.beat;
+        if posted.is_none() && beat.pending && (beat.via != nic || !others) {
+            (beat.pending, beat.via) = (false, nic);
+            beat.in_flight = beat.in_flight.saturating_add(1);
+            posted = Some(work(Note::Beat, Control::Heartbeat));
         }
         posted.as_ref()?;
         self.sent = true;

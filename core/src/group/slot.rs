@@ -415,9 +415,10 @@ impl<P, T> Links for NicLinks<'_, P, T> {
     }
 }
 
-/// Bits of a note's token that are not the peer's generation: a NIC, and whether it is an answer.
-const NOTE_BITS: u32 = 4;
-const NOTE_ANSWER: u32 = 1 << (NOTE_BITS - 1);
+/// Bits of a note's token that are not the peer's generation: a NIC, and two for what it is.
+const NOTE_BITS: u32 = 5;
+const NOTE_ANSWER: u32 = 1 << 3;
+const NOTE_BEAT: u32 = 1 << 4;
 const_assert!(NOTE_ANSWER as usize == MAX_NICS);
 
 /// What the platform gives back with a completion: transfer, its tenant, and the peer.
@@ -454,22 +455,31 @@ impl Token {
         (self.0 >> 32) as u16
     }
 
-    /// The token of an ask or an answer: of a transfer that there cannot be, and the peer's generation.
+    /// Whether it is of a heartbeat, an ask or an answer, for which a provider has room
+    /// ([`super::NOTES_PER_PEER`]) and which is not to wait behind transfers.
+    #[must_use]
+    pub const fn is_note(self) -> bool {
+        self.note().is_some()
+    }
+
+    /// The token of a note: of a transfer that there cannot be, and the peer's generation.
     pub(super) fn of_note(note: Note, peer: PeerId) -> Self {
-        let (answer, nic) = match note {
+        let (kind, nic) = match note {
             Note::Ask(nic) => (0, nic),
             Note::Answer(nic) => (NOTE_ANSWER, nic),
+            Note::Beat => (NOTE_BEAT, 0),
         };
         let nic = u32::from(nic) % NOTE_ANSWER;
-        let generation = peer.generation << NOTE_BITS | answer | nic;
+        let generation = peer.generation << NOTE_BITS | kind | nic;
         Self::new(TransferId { index: NIL, generation }, peer)
     }
 
-    /// The ask or answer that the token is of, if it is of one.
+    /// The note that the token is of, if it is of one.
     pub(super) const fn note(self) -> Option<Note> {
         let TransferId { index, generation } = self.transfer();
         let nic = (generation % NOTE_ANSWER).to_le_bytes()[0];
         match index {
+            NIL if generation & NOTE_BEAT != 0 => Some(Note::Beat),
             NIL if generation & NOTE_ANSWER == 0 => Some(Note::Ask(nic)),
             NIL => Some(Note::Answer(nic)),
             _ => None,

@@ -85,6 +85,10 @@ use crate::shm::GroupKey;
 
 /// Pieces in flight on a NIC.
 const QUEUE_DEPTH: u16 = 256;
+/// Heartbeats in flight on a NIC beside these, at most: to peers that are gone, and do not take them.
+const BEATS_MAX: u16 = 64;
+/// Whatever is in flight on an endpoint has one of so many contexts.
+const CONTEXTS: u16 = QUEUE_DEPTH + BEATS_MAX;
 /// The longest piece on a software provider: between two, small writes have their turn, and a cancellation
 /// is heard.
 const PIECE_BYTES: u64 = 1 << 20;
@@ -309,12 +313,12 @@ impl Lane {
         let in_order = device.facts.in_order;
         let told = if in_order { Completions::Asked } else { Completions::All };
         Ok(Self {
-            endpoint: Endpoint::open(&domain, QUEUE_DEPTH, entries, peers, told)?,
+            endpoint: Endpoint::open(&domain, CONTEXTS, entries, peers, told)?,
             empty,
-            flights: vec![None; usize::from(QUEUE_DEPTH)],
-            chain: Chain::new(vec![Link::VACANT; usize::from(QUEUE_DEPTH)]),
+            flights: vec![None; usize::from(CONTEXTS)],
+            chain: Chain::new(vec![Link::VACANT; usize::from(CONTEXTS)]),
             in_order,
-            free: (0..QUEUE_DEPTH).rev().collect(),
+            free: (0..CONTEXTS).rev().collect(),
             by_source: Vec::new(),
         })
     }
@@ -409,10 +413,13 @@ impl LibfabricProvider {
             return Err(LibfabricError::Nics { nics: config.nics });
         };
         let facts = first.facts.clone();
-        let depth = u16::try_from(facts.queue_depth).unwrap_or(u16::MAX).clamp(1, QUEUE_DEPTH);
+        // Of a queue that is shorter than what may be in flight, heartbeats keep an eighth.
+        let size = u16::try_from(facts.queue_depth).unwrap_or(u16::MAX);
+        let beats = BEATS_MAX.min(size / 8);
+        let depth = (size - beats).clamp(1, QUEUE_DEPTH);
         let most = if facts.tells_source { ENTRIES_MAX_DEVICE } else { ENTRIES_MAX_SOFTWARE };
         let peers = config.peers.max(1);
-        let own = usize::from(depth);
+        let own = usize::from(depth + beats);
         let entries = (own + usize::from(GRANT_MAX) * usize::from(peers)).min(most);
         // A device whose queue has no room for one of each peer's: peers beyond that are refused.
         let granted = grant(entries, own, peers).clamp(1, GRANT_MAX);

@@ -21,8 +21,8 @@ use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::sync::Arc;
 use std::time::Duration;
 
-use immwire_core::group::{Token, WorkError, WorkRequest};
-use immwire_core::id::{EngineId, NicIndex, PeerId, Time};
+use immwire_core::group::{NOTES_PER_PEER, Token, WorkError, WorkRequest};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
@@ -72,6 +72,7 @@ struct Nic {
     model: NicModel,
     egress_free: Time,
     ingress_free: Time,
+    /// Pieces of transfers. Notes have room of their own, each side of a connection.
     in_flight: u16,
     up: bool,
 }
@@ -137,6 +138,8 @@ struct Side {
     open: bool,
     aborting: bool,
     in_flight: u32,
+    /// Those that are notes, for each NIC.
+    notes: [u16; MAX_NICS],
     paths: Vec<PathState>,
 }
 
@@ -604,6 +607,7 @@ impl Net {
             open,
             aborting: false,
             in_flight: 0,
+            notes: [0; MAX_NICS],
             paths: Vec::new(),
         };
         let sides = [side(engine, Some(peer), true), side(target, None, false)];
@@ -909,8 +913,7 @@ impl Net {
         };
         let mut accepted = 0;
         for work in work.iter().take(room) {
-            let Some(state) = self.nic(engine, nic) else { break };
-            if state.in_flight >= state.model.queue_depth {
+            if !self.has_room(engine, nic, work) {
                 break;
             }
             self.launch(engine, nic, work, places(work));
@@ -926,6 +929,18 @@ impl Net {
             self.stepper.mark(engine);
         }
         accepted
+    }
+
+    /// As unkind as a provider may be: no more than it must take.
+    fn has_room(&self, engine: u32, nic: NicIndex, work: &WorkRequest) -> bool {
+        let Some(state) = self.nic(engine, nic) else { return false };
+        if !work.token.is_note() {
+            return state.in_flight < state.model.queue_depth;
+        }
+        let link = self.link(engine, work.peer);
+        let side = link.and_then(|(conn, side)| self.side(conn, side));
+        let notes = side.and_then(|side| side.notes.get(usize::from(nic)));
+        notes.is_none_or(|notes| *notes < NOTES_PER_PEER)
     }
 
     fn launch(&mut self, engine: u32, nic: NicIndex, work: &WorkRequest, places: Option<Places>) {
@@ -974,7 +989,10 @@ impl Net {
             orphan: false,
         };
         let id = self.insert(flight);
-        if let Some(nic) = self.nic_mut(engine, nic) {
+        if work.token.is_note() {
+            let notes = self.side_mut(conn, side).and_then(|it| it.notes.get_mut(usize::from(nic)));
+            notes.into_iter().for_each(|notes| *notes = notes.saturating_add(1));
+        } else if let Some(nic) = self.nic_mut(engine, nic) {
             nic.in_flight = nic.in_flight.saturating_add(1);
         }
         if let Some(side) = self.side_mut(conn, side) {
@@ -1345,12 +1363,18 @@ impl Net {
 
     /// Takes a flight off the books of its NIC and its connection.
     fn discount(&mut self, flight: &Flight) {
-        let engine = self.side(flight.conn, flight.side).map_or(u32::MAX, |side| side.engine);
-        if let Some(nic) = self.nic_mut(engine, flight.work.nic) {
-            nic.in_flight = nic.in_flight.saturating_sub(1);
-        }
+        let (engine, nic) = (
+            self.side(flight.conn, flight.side).map_or(u32::MAX, |side| side.engine),
+            flight.work.nic,
+        );
+        let is_note = flight.work.token.is_note();
         if let Some(side) = self.side_mut(flight.conn, flight.side) {
             side.in_flight = side.in_flight.saturating_sub(1);
+            let notes = side.notes.get_mut(usize::from(nic)).filter(|_| is_note);
+            notes.into_iter().for_each(|notes| *notes = notes.saturating_sub(1));
+        }
+        if let Some(nic) = self.nic_mut(engine, nic).filter(|_| !is_note) {
+            nic.in_flight = nic.in_flight.saturating_sub(1);
         }
     }
 

@@ -682,6 +682,71 @@ fn a_dead_peer_is_noticed_in_time_or_by_its_silence() {
     }
 }
 
+/// However many peers are gone and hold all of every queue: heartbeats, and what settles a broken path, get
+/// through to the one that is not. Its transfers wait for those who are gone to be found out, if these are
+/// enough to hold a queue, and for nobody if they are not.
+#[test]
+fn who_is_gone_costs_nobody_else_the_connection() {
+    const DOWN: Duration = Duration::from_millis(16);
+    let liveness = LivenessConfig {
+        heartbeat: DOWN / 8,
+        suspect_after: DOWN / 2,
+        down_after: DOWN,
+        connect_deadline: SECOND,
+    };
+    let builder = || builder().liveness(liveness).drain(DOWN / 4);
+    let (mut held, mut free) = (0, 0);
+    for config in [FabricConfig::calm(), FabricConfig { late_one_in: 0, ..HOSTILE }] {
+        for depth in [1, 2, 4, 8] {
+            for gone in 0..=5 {
+                for lost in [None, Some((0, 0)), Some((1, 1))] {
+                    let case = format!("depth {depth}, {gone} gone, lost {lost:?}");
+                    let detect = Duration::from_micros(20);
+                    let nic = NicModel { queue_depth: depth, detect, ..CX7 };
+                    let mut world = World::new(gone, config, &[]);
+                    for _ in 0..gone + 2 {
+                        let made = world.fabric.engine(builder(), &[nic; 2]).unwrap();
+                        world.engines.push(made.0);
+                        world.drivers.push(made.1);
+                    }
+                    let alive = world.connect(0, 1);
+                    let silent = 2..usize::try_from(gone).unwrap() + 2;
+                    let silent: Vec<_> = silent.map(|to| (to, world.connect(0, to))).collect();
+                    for (to, _) in silent.iter().rev() {
+                        world.fabric.kill(u32::try_from(*to).unwrap(), Death::Silent);
+                        drop((world.drivers.remove(*to), world.engines.remove(*to)));
+                    }
+                    let (engine, tag) = (world.engines[0].clone(), ImmTag::new(1, 0).unwrap());
+                    let stuck = silent.iter().flat_map(|(_, peer)| [*peer; 8]);
+                    let _stuck: Vec<_> =
+                        stuck.map(|peer| engine.submit_imm(peer, tag, 1).unwrap()).collect();
+                    world.run(Duration::from_micros(100));
+                    let write = engine.submit_imm(alive, tag, 1).unwrap();
+                    if let Some((engine, nic)) = lost {
+                        world.fabric.nic_down(engine, nic);
+                    }
+                    world.run(DOWN / 16);
+                    let each = u64::from(depth / 4).max(1);
+                    let all_held = gone * each >= depth.into();
+                    let went = write.poll_end().is_some();
+                    assert_eq!(went, !all_held, "{case}");
+                    (held, free) = (held + u32::from(all_held), free + u32::from(went));
+                    let back = world.engines[1].peers()[0];
+                    for _ in 0..64 {
+                        world.run(DOWN / 16);
+                        let states =
+                            [world.engines[0].peer_state(alive), world.engines[1].peer_state(back)];
+                        assert_eq!(states, [Some(PeerState::Up); 2], "{case}");
+                    }
+                    world.done(&write);
+                    world.close();
+                }
+            }
+        }
+    }
+    assert!(held > 50 && free > 50, "{held} {free}");
+}
+
 #[test]
 fn a_peer_that_returns_is_a_new_one() {
     let (mut world, peer) = World::pair(9, HOSTILE, [&[CX7], &[CX7]]);

@@ -104,7 +104,7 @@ use ibverbs_sys as sys;
 use ibverbs_sys::{Library, LoadError};
 use immwire_core::courier::{LETTER_MAX, Letter};
 use immwire_core::credit::{Allowance, grant};
-use immwire_core::group::{WorkError, WorkRequest};
+use immwire_core::group::{NOTES_PER_PEER, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::Control;
@@ -136,8 +136,10 @@ use crate::provider::{
 };
 use crate::shm::GroupKey;
 
-/// Pieces in flight on a NIC.
+/// Pieces of transfers in flight on a NIC.
 const QUEUE_DEPTH: u16 = 256;
+/// The engine's notes in flight on a NIC beside these, at most: those of 64 peers.
+const ENGINE_NOTES_MAX: u16 = 64 * NOTES_PER_PEER;
 /// The longest piece: between two, small writes have their turn, and a cancellation is heard.
 const PIECE_BYTES: u64 = 1 << 20;
 /// The shortest piece worth a NIC of its own.
@@ -316,8 +318,10 @@ struct Nic {
     /// Read, and not looked at yet.
     stash: Completions,
     owners: Owners,
-    /// Sends whose completion was not read.
+    /// Sends whose completion was not read, and how many there may be. The engine sees to it that pieces of
+    /// transfers are no more than the depth it was told.
     outstanding: u16,
+    pieces: u16,
     /// Pieces of the slab that are not posted.
     unposted: Vec<u32>,
     completed: Arc<Completed>,
@@ -336,6 +340,8 @@ struct Nic {
 struct Lengths {
     receives: u32,
     completions: u32,
+    /// Pieces in flight, the engine's notes among them.
+    pieces: u16,
     grant: u16,
 }
 
@@ -349,9 +355,14 @@ impl Lengths {
     }
 
     /// What fits a device that has room for so many: a completion for each receive that is posted, and each send that
-    /// is in flight; and receives for what each of `peers` may have under way, if there are so many.
+    /// is in flight; and receives for what each of `peers` may have under way, if there are so many. The engine's notes
+    /// have a quarter at most of what completions transfers and letters leave.
     fn fitting(completions: u32, receives: u32, peers: u16) -> Self {
-        let sends = u32::from(QUEUE_DEPTH) + u32::from(NOTES) * u32::from(peers);
+        let letters = u32::from(NOTES) * u32::from(peers);
+        let rest = completions.saturating_sub(u32::from(QUEUE_DEPTH) + letters) / 4;
+        let notes = NOTES_PER_PEER.saturating_mul(peers).min(ENGINE_NOTES_MAX);
+        let pieces = QUEUE_DEPTH + notes.min(u16::try_from(rest).unwrap_or(u16::MAX));
+        let sends = u32::from(pieces) + letters;
         let wanted = u32::from(GRANT_MAX + NOTES) * u32::from(peers);
         let room = completions.saturating_sub(sends);
         let receives = wanted.min(receives).min(room).clamp(1, RECEIVES_MAX);
@@ -359,7 +370,7 @@ impl Lengths {
         let notes = usize::from(NOTES) * usize::from(peers);
         let entries = usize::try_from(receives).unwrap_or(usize::MAX);
         let grant = grant(entries, notes, peers).clamp(1, GRANT_MAX);
-        Self { receives, completions: receives + sends, grant }
+        Self { receives, completions: receives + sends, pieces, grant }
     }
 }
 
@@ -373,6 +384,7 @@ impl Nic {
             stash: Completions::new(),
             owners: Owners::new(),
             outstanding: 0,
+            pieces: lengths.pieces,
             unposted: (0..lengths.receives).rev().collect(),
             completed,
             shared,
@@ -789,7 +801,7 @@ impl VerbsProvider {
         let Some(allowance) = session.allowances.get(remote) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
-        let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= QUEUE_DEPTH);
+        let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= it.pieces);
         if full || work.imm.is_some_and(|imm| !allowance.is_open() && !settles(imm)) {
             return Admitted::NoRoom;
         }
@@ -1196,9 +1208,13 @@ mod tests {
             for receives in sizes {
                 for peers in [1, 2, 7, 64, 256, 400] {
                     let lengths = Lengths::fitting(completions, receives, peers);
-                    let sends = u32::from(QUEUE_DEPTH) + u32::from(NOTES) * u32::from(peers);
+                    let sends = u32::from(lengths.pieces) + u32::from(NOTES) * u32::from(peers);
                     assert!(lengths.receives <= receives && lengths.completions <= completions);
                     assert_eq!(lengths.completions, lengths.receives + sends);
+                    // Each peer's notes have room beside all transfers, or those of many peers.
+                    let notes = lengths.pieces - QUEUE_DEPTH;
+                    let many = peers.min(if completions < 1 << 14 { 10 } else { 64 });
+                    assert!(notes >= NOTES_PER_PEER * many, "{lengths:?}");
                     let each = u32::from(lengths.grant + NOTES);
                     let all = each * u32::from(peers);
                     assert!(all <= lengths.receives || lengths.grant == 1, "{lengths:?}");
