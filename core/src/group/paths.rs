@@ -60,7 +60,7 @@ const ASKS: u32 = 4;
 const MAX_REPEATS: u8 = 16;
 
 /// So many heartbeats are in flight to a peer at a time: one that is stuck, and one over another NIC.
-const MAX_BEATS: u8 = 2;
+pub(super) const MAX_BEATS: u8 = 2;
 
 /// Pieces that are heartbeats, asks or answers ([`Token::is_note`]) for which a provider has room on each NIC,
 /// for each peer, beside its queue depth: those to a peer that is gone are in nobody else's way. A peer with

@@ -14,6 +14,7 @@ use core::num::{NonZeroU16, NonZeroU64};
 use proptest::prelude::*;
 
 use super::list::NIL;
+use super::paths::{MAX_BEATS, Note};
 use super::slot::LATENCY_BURST;
 use super::*;
 use crate::imm::{ImmTag, WRITE_UNITS};
@@ -207,6 +208,8 @@ enum Do {
     /// The peer asks about a path from its NIC to ours, once more or again.
     Asked(u16, u8, u8),
     AskedAgain(u16, u8),
+    /// The peer is to hear of us.
+    Beat(u16),
 }
 
 /// Peer, source address, destination address, length of each write; units to come, for each peer.
@@ -499,6 +502,13 @@ impl World {
             Do::Unfenced(n) => self.answer(n, false),
             Do::Asked(peer, from, to) => self.asked(peer, from, to),
             Do::AskedAgain(peer, from) => self.asked_again(peer, from),
+            Do::Beat(peer) => {
+                let before = self.group.clone();
+                self.live(peer).is_some_and(|id| {
+                    self.group.beat(id);
+                    self.group != before
+                })
+            }
         }
     }
 
@@ -574,6 +584,7 @@ impl World {
                     let theirs = self.theirs_of(work.peer, from).unwrap();
                     theirs.heard = theirs.laid;
                 }
+                Some(Ok(Control::Heartbeat)) => assert_eq!((work.len, work.dst), (0, CONTROL)),
                 other => panic!("{other:?}"),
             },
         }
@@ -1425,6 +1436,7 @@ fn every_short_program_of_asks() {
         Do::Asked(0, 0, 0),
         Do::Asked(0, 0, 1),
         Do::AskedAgain(0, 0),
+        Do::Beat(0),
         Do::Post(0),
         Do::Post(1),
         Do::Complete(0),
@@ -1485,6 +1497,7 @@ fn any_step() -> impl Strategy<Value = Do> {
         1 => (0..4_usize).prop_map(Do::Unfenced),
         1 => (0..3_u16, 0..4_u8, 0..4_u8).prop_map(|(peer, from, to)| Do::Asked(peer, from, to)),
         1 => (0..3_u16, 0..4_u8).prop_map(|(peer, from)| Do::AskedAgain(peer, from)),
+        1 => (0..3_u16).prop_map(Do::Beat),
     ]
 }
 
@@ -1828,6 +1841,81 @@ fn a_silent_peer_is_asked_then_lost() {
     let error = TransferError::PeerDown { peer, reason: DownReason::Silent { for_ms: 9 } };
     assert_eq!(end_of(&mut world.group), Some(End::Quiesced { error }));
     assert_eq!(world.group.peer_state(peer), None);
+}
+
+/// Peers that take nothing hold every credit of every NIC, and every transfer slot. What keeps the connection
+/// to another is posted all the same: one heartbeat, another if that is stuck, over another NIC if there is one;
+/// and the answer to what it asks. None of that is a transfer's, before or after.
+#[test]
+fn what_keeps_a_connection_needs_nothing_that_others_hold() {
+    for (nics, queue_depth, reserve) in (1..=3)
+        .flat_map(|nics| (1..=3).flat_map(move |depth| (0..depth).map(move |it| (nics, depth, it))))
+    {
+        let slots = usize::from(nics) * usize::from(queue_depth);
+        let setup = Setup { nics, queue_depth, peer_depth: queue_depth, reserve, slots, ..SMALL };
+        let mut world = World::new(setup);
+        let peer = world.live(1).unwrap();
+        while world.apply(Do::Submit(Kind::Imm, 0)) {}
+        for nic in 0..nics {
+            while world.apply(Do::Post(nic)) {}
+        }
+        assert_eq!((world.posted.len(), world.group.active()), (slots, slots));
+        assert!(
+            !world.apply(Do::Submit(Kind::Imm, 1))
+                && !(0..nics).any(|nic| world.apply(Do::Post(nic)))
+        );
+        let stuck = world.clone();
+
+        let mut vias = Vec::new();
+        for _ in 0..MAX_BEATS {
+            assert!(world.apply(Do::Beat(1)) && !world.apply(Do::Beat(1)));
+            assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
+            let work = *world.posted.last().unwrap();
+            let beat = Imm::from_bits(Control::Heartbeat.encode());
+            assert_eq!((work.peer, work.imm, work.len), (peer, Some(beat), 0));
+            assert!(work.token.is_note());
+            vias.push(work.nic);
+        }
+        assert!(!world.apply(Do::Beat(1)), "one more than can be of use");
+        vias.dedup();
+        assert_eq!(vias.len(), if nics == 1 { 1 } else { 2 });
+        assert!(world.apply(Do::Asked(1, 0, 0)));
+        assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
+        while world.posted.len() > slots {
+            assert!(world.apply(Do::Complete(slots)));
+        }
+        assert_eq!(world.theirs[0].heard, Some(world.theirs[0].epoch));
+        let credits = |world: &World| world.group.nics.map(|nic| nic.credits);
+        assert_eq!(credits(&world), credits(&stuck));
+        assert!(world.posted.iter().all(|work| work.peer != peer && !work.token.is_note()));
+        assert!(world.apply(Do::Beat(1)), "the next may go");
+    }
+}
+
+/// A heartbeat that did not arrive is posted again, and one that failed is the end of the peer.
+#[test]
+fn heartbeats_outlast_their_path() {
+    let mut world = World::new(Setup { peers: 1, ..SMALL });
+    let peer = world.live(0).unwrap();
+    assert!(world.apply(Do::Beat(0)) && world.apply(Do::Post(0)));
+    let first = world.posted[0];
+    assert!(world.apply(Do::Break(0, 0, first.remote_nic)));
+    assert!(world.group.has_work(1) && world.apply(Do::Post(1)), "the ask");
+    assert!(world.apply(Do::Complete(0)) && world.apply(Do::Answer(0)));
+    assert!(world.limbo.is_empty() && world.group.has_work(1));
+    assert!(!world.apply(Do::Post(0)) && world.apply(Do::Post(1)), "the heartbeat, over another");
+    let again = world.posted[0];
+    assert_eq!((again.token, again.imm), (first.token, first.imm));
+    let before = world.group.clone();
+    let nobodys = Token::of_note(Note::Beat, PeerId { generation: peer.generation + 1, ..peer });
+    for (nic, token) in [(0, again.token), (1, nobodys)] {
+        assert!(!world.group.handle_completion(world.now, nic, token, Ok(())));
+        assert_eq!(world.group, before, "it is not in flight there");
+    }
+    assert!(world.apply(Do::Fail(0)));
+    assert_eq!(world.group.peer_state(peer), None);
+    world.group.beat(peer);
+    assert!(!world.group.has_work(0) && !world.group.has_work(1));
 }
 
 /// The peer does not hear of bytes without an immediate, so they are no sign of life to it.
