@@ -978,3 +978,67 @@ impl State {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn piece(peer: u16, is_note: bool, serial: u64) -> WorkRequest {
+        // A note's token is of a transfer that there cannot be.
+        let token = Token::from_bits(if is_note { u64::MAX << 48 } else { 0 });
+        assert_eq!(token.is_note(), is_note);
+        let peer = PeerId { index: peer, generation: 0 };
+        let (src, dst, src_key, dst_key) = (serial, 0, 0, 0);
+        WorkRequest {
+            token,
+            nic: 0,
+            remote_nic: 0,
+            peer,
+            src,
+            src_key,
+            dst,
+            dst_key,
+            len: 1,
+            imm: None,
+        }
+    }
+
+    /// Every queue of up to five pieces, of two peers' notes and transfers, of which some are parked: nothing is
+    /// lost or doubled, what is left staged begins with something else, and no note of a peer's is behind what
+    /// it would wait for.
+    #[test]
+    fn notes_do_not_wait_behind_transfers() {
+        for pieces in 0..4_u32.pow(5) {
+            let all: Vec<_> = (0..5_u32)
+                .map(|at| {
+                    let kind = pieces / 4_u32.pow(at) % 4;
+                    piece(u16::from(kind & 1 != 0), kind & 2 != 0, at.into())
+                })
+                .collect();
+            let (mut staged, mut parked) = (all.clone(), Vec::new());
+            while let Some(first) = staged.first().copied() {
+                let before = staged.len();
+                park(&mut staged, &mut parked, first.peer);
+                assert!(staged.len() < before);
+                let serials =
+                    |works: &[WorkRequest]| works.iter().map(|it| it.src).collect::<Vec<_>>();
+                let mut both = [serials(&staged), serials(&parked)].concat();
+                both.sort_unstable();
+                assert_eq!(both, [0, 1, 2, 3, 4]);
+                let moved = |work: &&WorkRequest| {
+                    work.peer == first.peer && work.token.is_note() && !first.token.is_note()
+                };
+                assert!(all.iter().filter(moved).all(|note| {
+                    staged.contains(note)
+                        || parked.iter().take_while(|it| it.token.is_note()).any(|it| it == note)
+                }));
+                let transfers = |works: &[WorkRequest]| {
+                    let of_it = |it: &&WorkRequest| !it.token.is_note() && it.peer == first.peer;
+                    works.iter().filter(of_it).map(|it| it.src).collect::<Vec<_>>()
+                };
+                assert!(transfers(&parked).is_sorted(), "a peer's pieces keep their order");
+                assert!(first.token.is_note() || transfers(&staged).is_empty());
+            }
+        }
+    }
+}

@@ -165,6 +165,11 @@ extern "C" fn hp_group_nic_health(group: &mut Group, now: &Time, nic: u8, health
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn hp_group_beat(group: &mut Group, peer: &PeerId) {
+    group.beat(*peer);
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn hp_group_has_work(group: &Group, nic: u8) -> bool {
     group.has_work(nic)
 }
