@@ -11,6 +11,7 @@ use crate::stream::{Event, Stream};
 use crate::violation::broken;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
+use std::mem::ManuallyDrop;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
@@ -90,10 +91,15 @@ static WORLD: Mutex<World> = Mutex::new(World {
 pub(crate) static INITIALIZED: AtomicBool = AtomicBool::new(false);
 
 thread_local! {
-    /// Contexts of this thread; the last is current.
-    pub(crate) static STACK: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    /// Contexts of this thread; the last is current. Never dropped: the program's own destructors may come later.
+    static STACK: ManuallyDrop<RefCell<Vec<u64>>> = const { ManuallyDrop::new(RefCell::new(Vec::new())) };
     /// Whether this is a stream's thread: only host functions could call the driver there.
     pub(crate) static OF_A_STREAM: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Uses this thread's stack of contexts.
+pub(crate) fn stack<T>(f: impl FnOnce(&mut Vec<u64>) -> T) -> T {
+    STACK.with(|stack| f(&mut stack.borrow_mut()))
 }
 
 /// Locks. No thread panics with the lock: what is wrong aborts.
@@ -121,7 +127,7 @@ impl World {
 
     /// This thread's current context; that there is none is a violation.
     pub(crate) fn current(&self, call: &str) -> Current {
-        let Some(context) = STACK.with_borrow(|stack| stack.last().copied()) else {
+        let Some(context) = stack(|stack| stack.last().copied()) else {
             broken!(NoContext, "{call}");
         };
         Current { context, gpu: self.context(call, context).gpu }

@@ -5,7 +5,7 @@ use crate::code::{self, Answer};
 use crate::config::{self, Config};
 use crate::memory;
 use crate::violation::broken;
-use crate::world::{INITIALIZED, STACK, begin};
+use crate::world::{INITIALIZED, begin, stack};
 use cudarc::driver::sys as cu;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::ptr;
@@ -77,16 +77,20 @@ calls! {
 
     fn cuGetErrorName(error: c_uint, name: Out<*const c_char>) {
         let (words, _) = code::words(error).ok_or(code::INVALID_VALUE)?;
-        name.put(words.as_ptr())
+        name.put(words)
     }
 
     fn cuGetErrorString(error: c_uint, text: Out<*const c_char>) {
         let (_, words) = code::words(error).ok_or(code::INVALID_VALUE)?;
-        text.put(words.as_ptr())
+        text.put(words)
     }
 
     fn cuGetProcAddress_v2(
-        symbol: *const c_char, address: Out<*mut c_void>, _version: c_int, _flags: u64, status: Out<c_uint>
+        symbol: *const c_char,
+        address: Out<*mut c_void>,
+        _version: c_int,
+        _flags: u64,
+        status: Out<c_uint>,
     ) {
         if symbol.is_null() {
             return Err(code::INVALID_VALUE);
@@ -188,13 +192,13 @@ calls! {
 
     fn cuCtxPushCurrent_v2(context: u64) {
         begin("cuCtxPushCurrent").context("cuCtxPushCurrent", context);
-        STACK.with_borrow_mut(|stack| stack.push(context));
+        stack(|stack| stack.push(context));
         Ok(())
     }
 
     fn cuCtxPopCurrent_v2(context: Out<u64>) {
         drop(begin("cuCtxPopCurrent"));
-        let Some(popped) = STACK.with_borrow_mut(Vec::pop) else {
+        let Some(popped) = stack(Vec::pop) else {
             broken!(PoppedTooOften, "cuCtxPopCurrent");
         };
         if context.is_there().is_ok() {
@@ -206,7 +210,7 @@ calls! {
     /// 0 if none is.
     fn cuCtxGetCurrent(context: Out<u64>) {
         drop(begin("cuCtxGetCurrent"));
-        context.put(STACK.with_borrow(|stack| stack.last().copied().unwrap_or(0)))
+        context.put(stack(|stack| stack.last().copied().unwrap_or(0)))
     }
 
     fn cuCtxEnablePeerAccess(peer: u64, flags: c_uint) {

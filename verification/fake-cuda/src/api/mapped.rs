@@ -106,7 +106,11 @@ fn created<'a>(world: &'a World, call: &str, handle: u64) -> &'a Arc<Backing> {
 }
 
 calls! {
-    fn cuMemGetAllocationGranularity(bytes: Out<usize>, properties: In<Properties>, _which: c_uint) {
+    fn cuMemGetAllocationGranularity(
+        bytes: Out<usize>,
+        properties: In<Properties>,
+        _which: c_uint,
+    ) {
         drop(begin("cuMemGetAllocationGranularity"));
         properties.get()?.gpu()?;
         bytes.put(memory::size(GRANULE))
@@ -159,7 +163,12 @@ calls! {
         })
     }
 
-    fn cuMemExportToShareableHandle(to: *mut c_void, handle: u64, kind: c_uint, flags: c_ulonglong) {
+    fn cuMemExportToShareableHandle(
+        to: *mut c_void,
+        handle: u64,
+        kind: c_uint,
+        flags: c_ulonglong,
+    ) {
         let world = begin("cuMemExportToShareableHandle");
         let backing = created(&world, "cuMemExportToShareableHandle", handle);
         let to = Out::<c_int>(to.cast());
@@ -185,7 +194,13 @@ calls! {
         handle.put(create(&mut world, &Arc::new(backing)))
     }
 
-    fn cuMemAddressReserve(address: Out<u64>, bytes: usize, multiple: usize, _hint: u64, flags: c_ulonglong) {
+    fn cuMemAddressReserve(
+        address: Out<u64>,
+        bytes: usize,
+        multiple: usize,
+        _hint: u64,
+        flags: c_ulonglong,
+    ) {
         let mut world = begin("cuMemAddressReserve");
         address.is_there()?;
         whole(bytes as u64)?;
@@ -250,7 +265,9 @@ calls! {
             wanted.push((gpu, u64::from(access.flags)));
         }
         let ranges = || starts.iter().filter_map(|&start| world.memory.at(start));
-        let far = |owner: Option<u8>| wanted.iter().any(|w| !memory::can_reach(w.0, owner.unwrap_or(w.0)));
+        let far = |owner: Option<u8>| {
+            wanted.iter().any(|w| !memory::can_reach(w.0, owner.unwrap_or(w.0)))
+        };
         if ranges().any(|range| far(range.gpu())) {
             return Err(code::INVALID_DEVICE);
         }

@@ -35,7 +35,9 @@ calls! {
         let mut world = begin("cuMemFree");
         world.current("cuMemFree");
         if address != 0 {
-            world.memory.remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. }));
+            world
+                .memory
+                .remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. }));
         }
         Ok(())
     }
@@ -49,7 +51,12 @@ calls! {
         }
         let pages = HostPages::new(bytes as u64)?;
         let start = pages.start;
-        world.memory.add(start, bytes as u64, Kind::Pinned { _pages: pages }, Some(current.context));
+        world.memory.add(
+            start,
+            bytes as u64,
+            Kind::Pinned { _pages: pages },
+            Some(current.context),
+        );
         address.put(start)
     }
 
@@ -107,7 +114,8 @@ calls! {
         let number = Out::<c_int>(data.cast());
         if is(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
             let host = range.gpu().is_none();
-            let (host_type, device_type) = (cu::CUmemorytype::CU_MEMORYTYPE_HOST, cu::CUmemorytype::CU_MEMORYTYPE_DEVICE);
+            let (host_type, device_type) =
+                (cu::CUmemorytype::CU_MEMORYTYPE_HOST, cu::CUmemorytype::CU_MEMORYTYPE_DEVICE);
             Out::<c_uint>(data.cast()).put(if host { host_type } else { device_type } as c_uint)
         } else if is(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL) {
             let context = range.context.and_then(|context| world.contexts.get(&context));
@@ -171,8 +179,11 @@ calls! {
                 }
                 let (bytes, reserved) = (backing.bytes, Reserved::new(backing.bytes, GRANULE)?);
                 let start = reserved.start;
-                let kind =
-                    Kind::Opened { backing: Arc::new(backing), _reserved: reserved, by: current.gpu };
+                let kind = Kind::Opened {
+                    backing: Arc::new(backing),
+                    _reserved: reserved,
+                    by: current.gpu,
+                };
                 world.memory.add(start, bytes, kind, Some(current.context));
                 start
             }
@@ -190,7 +201,9 @@ calls! {
         *times -= 1;
         if *times == 0 {
             world.opened.remove(&address);
-            world.memory.remove(address, "cuIpcCloseMemHandle", |kind| matches!(kind, Kind::Opened { .. }));
+            world
+                .memory
+                .remove(address, "cuIpcCloseMemHandle", |kind| matches!(kind, Kind::Opened { .. }));
         }
         Ok(())
     }

@@ -61,7 +61,8 @@ calls! {
 
     fn cuStreamWaitEvent(stream: u64, event: u64, flags: c_uint) {
         let mut world = begin("cuStreamWaitEvent");
-        let (stream, event) = (world.stream("cuStreamWaitEvent", stream), world.event("cuStreamWaitEvent", event));
+        let (stream, event) =
+            (world.stream("cuStreamWaitEvent", stream), world.event("cuStreamWaitEvent", event));
         if flags != 0 {
             return Err(code::INVALID_VALUE);
         }
@@ -172,9 +173,14 @@ calls! {
 
     fn cuEventRecord(event: u64, stream: u64) {
         let mut world = begin("cuEventRecord");
-        let (stream, event) = (world.stream("cuEventRecord", stream), world.event("cuEventRecord", event));
+        let (stream, event) =
+            (world.stream("cuEventRecord", stream), world.event("cuEventRecord", event));
         if event.context != stream.context {
-            broken!(WrongContext, "cuEventRecord: the stream is of GPU {}'s, the event is not", stream.gpu);
+            broken!(
+                WrongContext,
+                "cuEventRecord: the stream is of GPU {}'s, the event is not",
+                stream.gpu
+            );
         }
         event.record(&stream);
         Ok(())
@@ -193,14 +199,17 @@ calls! {
         let [start, end] = [start, end].map(|event| world.event("cuEventElapsedTime", event));
         let mut times = [None; 2];
         for (event, time) in [&start, &end].into_iter().zip(&mut times) {
-            let (stream, ticket) = event.recorded().filter(|_| event.timed).ok_or(code::INVALID_HANDLE)?;
+            let (stream, ticket) =
+                event.recorded().filter(|_| event.timed).ok_or(code::INVALID_HANDLE)?;
             if !stream.has_done(ticket) {
                 return Err(code::NOT_READY);
             }
             *time = event.when();
         }
         let [Some(start), Some(end)] = times else { return Err(code::NOT_READY) };
-        let seconds = |later: std::time::Instant, earlier| later.saturating_duration_since(earlier).as_secs_f32();
+        let seconds = |later: std::time::Instant, earlier| {
+            later.saturating_duration_since(earlier).as_secs_f32()
+        };
         milliseconds.put(1e3 * (seconds(end, start) - seconds(start, end)))
     }
 
@@ -232,14 +241,18 @@ calls! {
             return Err(code::INVALID_VALUE);
         }
         // SAFETY: not null, so a text with its zero: the caller's promise.
-        let kernel = Kernel::named(unsafe { CStr::from_ptr(name) }.to_bytes()).ok_or(code::NOT_FOUND)?;
+        let kernel =
+            Kernel::named(unsafe { CStr::from_ptr(name) }.to_bytes()).ok_or(code::NOT_FOUND)?;
         let handle = world.handle();
-        world.functions.insert(handle, Function { module, kernel, most_shared_bytes: SHARED_BYTES });
+        world
+            .functions
+            .insert(handle, Function { module, kernel, most_shared_bytes: SHARED_BYTES });
         function.put(handle)
     }
 
     fn cuFuncSetAttribute(function: u64, attribute: c_uint, value: c_int) {
-        let most = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
+        let most =
+            cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES as c_uint;
         let mut world = begin("cuFuncSetAttribute");
         let function = world.function("cuFuncSetAttribute", function);
         if attribute != most {
@@ -251,15 +264,29 @@ calls! {
     }
 
     fn cuLaunchKernel(
-        function: u64, grid_x: c_uint, grid_y: c_uint, grid_z: c_uint, block_x: c_uint, block_y: c_uint,
-        block_z: c_uint, shared_bytes: c_uint, stream: u64, parameters: *const *const c_void, extra: *const *const c_void,
+        function: u64,
+        grid_x: c_uint,
+        grid_y: c_uint,
+        grid_z: c_uint,
+        block_x: c_uint,
+        block_y: c_uint,
+        block_z: c_uint,
+        shared_bytes: c_uint,
+        stream: u64,
+        parameters: *const *const c_void,
+        extra: *const *const c_void,
     ) {
         let mut world = begin("cuLaunchKernel");
         let stream = world.stream("cuLaunchKernel", stream);
-        let &mut Function { module, kernel, most_shared_bytes } = world.function("cuLaunchKernel", function);
+        let &mut Function { module, kernel, most_shared_bytes } =
+            world.function("cuLaunchKernel", function);
         let module = Arc::clone(world.module("cuLaunchKernel", module));
         if module.context != stream.context {
-            broken!(WrongContext, "cuLaunchKernel: the stream is of GPU {}'s, the function is not", stream.gpu);
+            broken!(
+                WrongContext,
+                "cuLaunchKernel: the stream is of GPU {}'s, the function is not",
+                stream.gpu
+            );
         }
         if parameters.is_null() || !extra.is_null() {
             broken!(NotModelled, "cuLaunchKernel: parameters other than by their addresses");
@@ -267,7 +294,11 @@ calls! {
         // SAFETY: a list of one address, that of a structure of this layout: the kernels take no other.
         let args = unsafe { ptr::read_unaligned((*parameters).cast::<CopyArgs>()) };
         let launch = Launch { kernel, args };
-        let size = Size { grid: [grid_x, grid_y, grid_z], block: [block_x, block_y, block_z], shared_bytes };
+        let size = Size {
+            grid: [grid_x, grid_y, grid_z],
+            block: [block_x, block_y, block_z],
+            shared_bytes,
+        };
         launch.check(size, most_shared_bytes);
         let mut reach = Reach::new(stream.gpu);
         launch.claim(&world, &mut reach);

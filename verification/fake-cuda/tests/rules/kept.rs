@@ -1,0 +1,621 @@
+//! What is allowed, and does what it is documented to.
+
+use crate::rig::*;
+use crate::{call, got, ok};
+use cudarc::driver::sys::{self as cu, CUpointer_attribute as P, CUresult};
+use immwire_cuda::args::{RELEASE_ADD, RELEASE_NONE, RELEASE_STORE};
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString, c_void};
+use std::ptr::{null, null_mut};
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Bytes that tell where they are.
+fn pattern(bytes: usize, seed: u64) -> Vec<u8> {
+    (0..bytes as u64)
+        .map(|i| ((i ^ seed).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as u8)
+        .collect()
+}
+
+/// A GPU's memory with a pattern in it.
+fn painted(gpu: &Gpu, bytes: usize, seed: u64) -> u64 {
+    let (memory, host) = (gpu.alloc(bytes), pinned(bytes));
+    host.bytes(bytes).copy_from_slice(&pattern(bytes, seed));
+    gpu.copy(memory, host.0, bytes);
+    memory
+}
+
+/// What the driver is asked for by others: all of it is there.
+const NAMES: [&str; 61] = [
+    "cuInit",
+    "cuCtxEnablePeerAccess",
+    "cuCtxGetCurrent",
+    "cuCtxPopCurrent",
+    "cuCtxPushCurrent",
+    "cuDeviceCanAccessPeer",
+    "cuDeviceGet",
+    "cuDeviceGetAttribute",
+    "cuDeviceGetCount",
+    "cuDeviceGetName",
+    "cuDeviceGetPCIBusId",
+    "cuDeviceGetUuid",
+    "cuDevicePrimaryCtxRelease",
+    "cuDevicePrimaryCtxRetain",
+    "cuDriverGetVersion",
+    "cuEventCreate",
+    "cuEventDestroy",
+    "cuEventElapsedTime",
+    "cuEventQuery",
+    "cuEventRecord",
+    "cuFuncSetAttribute",
+    "cuGetErrorName",
+    "cuGetErrorString",
+    "cuGetProcAddress",
+    "cuIpcCloseMemHandle",
+    "cuIpcGetMemHandle",
+    "cuIpcOpenMemHandle",
+    "cuLaunchHostFunc",
+    "cuLaunchKernel",
+    "cuMemAddressFree",
+    "cuMemAddressReserve",
+    "cuMemAlloc",
+    "cuMemCreate",
+    "cuMemExportToShareableHandle",
+    "cuMemFree",
+    "cuMemFreeHost",
+    "cuMemGetAddressRange",
+    "cuMemGetAllocationGranularity",
+    "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemHostAlloc",
+    "cuMemHostRegister",
+    "cuMemHostUnregister",
+    "cuMemImportFromShareableHandle",
+    "cuMemMap",
+    "cuMemRelease",
+    "cuMemRetainAllocationHandle",
+    "cuMemSetAccess",
+    "cuMemUnmap",
+    "cuMemcpyAsync",
+    "cuMemsetD8Async",
+    "cuModuleGetFunction",
+    "cuModuleLoadData",
+    "cuModuleUnload",
+    "cuPointerGetAttribute",
+    "cuStreamCreate",
+    "cuStreamDestroy",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamWaitValue64",
+    "cuStreamWriteValue64",
+];
+
+#[test]
+fn calls_are_found_by_name() {
+    run("kept::calls_are_found_by_name", End::Kept, &[], || {
+        let mut addresses = BTreeSet::new();
+        for name in NAMES {
+            let name = CString::new(name).unwrap();
+            let (mut address, mut status) = (
+                null_mut(),
+                cu::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND,
+            );
+            ok!(cuGetProcAddress_v2(name.as_ptr(), &raw mut address, 13000, 0, &raw mut status));
+            assert_eq!(status, cu::CUdriverProcAddressQueryResult::CU_GET_PROC_ADDRESS_SUCCESS);
+            addresses.insert(address);
+        }
+        assert_eq!(addresses.len(), NAMES.len());
+        let mut address = null_mut();
+        let answer = call!(cuGetProcAddress_v2(
+            c"cuGraphCreate".as_ptr(),
+            &raw mut address,
+            13000,
+            0,
+            null_mut()
+        ));
+        assert_eq!(answer, CUresult::CUDA_ERROR_NOT_FOUND);
+        assert!(address.is_null());
+
+        let mut text = null();
+        ok!(cuGetErrorName(CUresult::CUDA_ERROR_NOT_READY, &raw mut text));
+        // SAFETY: a text of the library's, which lives as long as the process.
+        assert_eq!(unsafe { CStr::from_ptr(text) }, c"CUDA_ERROR_NOT_READY");
+        ok!(cuGetErrorString(CUresult::CUDA_SUCCESS, &raw mut text));
+        // SAFETY: as above.
+        assert_eq!(unsafe { CStr::from_ptr(text) }, c"no error");
+        assert_eq!(got!(cuDriverGetVersion()), 13_000);
+    });
+}
+
+#[test]
+fn gpus_are_what_they_are_said_to_be() {
+    run(
+        "kept::gpus_are_what_they_are_said_to_be",
+        End::Kept,
+        &[("IMMWIRE_FAKE_CUDA_GPUS", "12"), ("CUDA_VISIBLE_DEVICES", "11,3")],
+        || {
+            ok!(cuInit(0));
+            assert_eq!(got!(cuDeviceGetCount()), 2);
+            let mut device = 0;
+            assert_eq!(call!(cuDeviceGet(&raw mut device, 2)), CUresult::CUDA_ERROR_INVALID_DEVICE);
+            let uuid = |device| {
+                let uuid: cu::CUuuid = got!(cuDeviceGetUuid_v2(device));
+                uuid.bytes.map(i8::cast_unsigned)
+            };
+            assert_eq!([uuid(0), uuid(1)], [*b"fake-cuda-gpu-11", *b"fake-cuda-gpu-03"]);
+            let mut bus = [0; 16];
+            ok!(cuDeviceGetPCIBusId(bus.as_mut_ptr(), 16, 0));
+            assert_eq!(&bus.map(i8::cast_unsigned)[..13], b"0000:1b:00.0\0");
+            use cu::CUdevice_attribute as A;
+            assert_eq!(
+                got!(cuDeviceGetAttribute(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, 1)),
+                9
+            );
+            assert_eq!(
+                got!(cuDeviceGetAttribute(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT, 1)),
+                132
+            );
+            assert_eq!(got!(cuDeviceCanAccessPeer(0, 1)), 1);
+        },
+    );
+}
+
+#[test]
+fn no_gpus() {
+    run("kept::no_gpus", End::Kept, &[("IMMWIRE_FAKE_CUDA_GPUS", "0")], || {
+        assert_eq!(call!(cuInit(0)), CUresult::CUDA_ERROR_NO_DEVICE);
+    });
+}
+
+#[test]
+fn contexts_are_kept_and_stacked() {
+    run("kept::contexts_are_kept_and_stacked", End::Kept, &[], || {
+        let current = || -> cu::CUcontext { got!(cuCtxGetCurrent()) };
+        let gpu = Gpu::open(0);
+        assert_eq!(got!(cuDevicePrimaryCtxRetain(0)), gpu.context);
+        let other = Gpu::open(1);
+        assert_eq!(current(), other.context);
+        let mut popped = null_mut();
+        ok!(cuCtxPopCurrent_v2(&raw mut popped));
+        assert_eq!((popped, current()), (other.context, gpu.context));
+        ok!(cuCtxPopCurrent_v2(null_mut()));
+        assert!(current().is_null());
+        ok!(cuDevicePrimaryCtxRelease_v2(0));
+        ok!(cuCtxPushCurrent_v2(gpu.context));
+        gpu.alloc(64);
+        ok!(cuDevicePrimaryCtxRelease_v2(0));
+    });
+}
+
+#[test]
+fn refusals_are_answers() {
+    run("kept::refusals_are_answers", End::Kept, &[("IMMWIRE_FAKE_CUDA_NO_PEER", "1")], || {
+        let gpu = Gpu::open(0);
+        let other = Gpu::open(1);
+        assert_eq!(got!(cuDeviceCanAccessPeer(0, 1)), 0);
+        assert_eq!(
+            call!(cuCtxEnablePeerAccess(gpu.context, 0)),
+            CUresult::CUDA_ERROR_PEER_ACCESS_UNSUPPORTED
+        );
+        let properties = properties(0);
+        let address = map(&[got!(cuMemCreate(GRANULE, &raw const properties, 0))]);
+        assert_eq!(allow(address, GRANULE, 1, WRITE), CUresult::CUDA_ERROR_INVALID_DEVICE);
+        let mut handle = 0;
+        let odd = call!(cuMemCreate(&raw mut handle, GRANULE + 4096, &raw const properties, 0));
+        assert_eq!(odd, CUresult::CUDA_ERROR_INVALID_VALUE);
+        assert_eq!(call!(cuMemAlloc_v2(null_mut(), 64)), CUresult::CUDA_ERROR_INVALID_VALUE);
+        assert_eq!(call!(cuMemAlloc_v2(&raw mut handle, 0)), CUresult::CUDA_ERROR_INVALID_VALUE);
+        let mut function = null_mut();
+        let unknown = call!(cuModuleGetFunction(&raw mut function, gpu.module, c"f".as_ptr()));
+        assert_eq!(unknown, CUresult::CUDA_ERROR_NOT_FOUND);
+
+        let mut bytes = [0_u8; 128];
+        let at =
+            |offset: usize, bytes: &mut [u8; 128]| bytes[offset..].as_mut_ptr().cast::<c_void>();
+        let place = at(0, &mut bytes);
+        assert_eq!(
+            call!(cuMemHostUnregister(place)),
+            CUresult::CUDA_ERROR_HOST_MEMORY_NOT_REGISTERED
+        );
+        ok!(cuMemHostRegister_v2(place, 64, 0));
+        let again = call!(cuMemHostRegister_v2(at(63, &mut bytes), 64, 0));
+        assert_eq!(again, CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
+        ok!(cuMemHostUnregister(place));
+
+        // A handle is for other processes.
+        let handle: cu::CUipcMemHandle = got!(cuIpcGetMemHandle(other.alloc(64)));
+        let mut opened = 0;
+        let mine = call!(cuIpcOpenMemHandle_v2(&raw mut opened, handle, 1));
+        assert_eq!(mine, CUresult::CUDA_ERROR_INVALID_CONTEXT);
+        let nobody = cu::CUipcMemHandle { reserved: [1; 64] };
+        let foreign = call!(cuIpcOpenMemHandle_v2(&raw mut opened, nobody, 1));
+        assert_eq!(foreign, CUresult::CUDA_ERROR_INVALID_HANDLE);
+        let mut handle = nobody;
+        let mapped = call!(cuIpcGetMemHandle(&raw mut handle, address));
+        assert_eq!(mapped, CUresult::CUDA_ERROR_INVALID_VALUE);
+    });
+}
+
+#[test]
+fn addresses_tell_what_they_are_of() {
+    run("kept::addresses_tell_what_they_are_of", End::Kept, &[], || {
+        Gpu::open(0);
+        let gpu = Gpu::open(1);
+        let (memory, host, plain) = (gpu.alloc(100), pinned(50), 7_u64);
+        let kind = |address| attribute::<u32>(P::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address);
+        assert_eq!((kind(memory), kind(memory + 99), kind(host.0)), (Ok(2), Ok(2), Ok(1)));
+        let invalid = Err(CUresult::CUDA_ERROR_INVALID_VALUE);
+        assert_eq!(
+            (kind(memory + 100), kind(memory - 1), kind(&raw const plain as u64)),
+            (invalid, invalid, invalid)
+        );
+        let ordinal = attribute::<i32>(P::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, memory);
+        let managed = attribute::<i32>(P::CU_POINTER_ATTRIBUTE_IS_MANAGED, memory);
+        assert_eq!((ordinal, managed), (Ok(1), Ok(0)));
+        let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, memory + 7);
+        let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_RANGE_SIZE, memory + 7);
+        assert_eq!((start, bytes), (Ok(memory), Ok(100)));
+        let (mut start, mut bytes) = (0, 0);
+        ok!(cuMemGetAddressRange_v2(&raw mut start, &raw mut bytes, host.0 + 49));
+        assert_eq!((start, bytes), (host.0, 50));
+        let properties = properties(0);
+        let mapped = map(&[got!(cuMemCreate(GRANULE, &raw const properties, 0))]);
+        let by_handle =
+            |address| attribute::<i32>(P::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE, address);
+        assert_eq!(
+            (by_handle(memory), by_handle(mapped), by_handle(host.0)),
+            (Ok(1), Ok(0), Ok(0))
+        );
+        // Another one at the same place is another one.
+        let number =
+            |address| attribute::<u64>(P::CU_POINTER_ATTRIBUTE_BUFFER_ID, address).unwrap();
+        let before = number(memory);
+        ok!(cuMemFree_v2(memory));
+        assert_ne!(number(gpu.alloc(100)), before);
+    });
+}
+
+#[test]
+fn copies_and_fills() {
+    run("kept::copies_and_fills", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "1")], || {
+        let gpu = Gpu::open(0);
+        for bytes in [1, 7, 4096, 4097, 100_000, 1 << 20] {
+            let memory = painted(&gpu, bytes, 1);
+            assert_eq!(gpu.read(memory, bytes), pattern(bytes, 1));
+            let other = gpu.alloc(bytes + 2);
+            gpu.copy(other + 1, memory, bytes);
+            let read = gpu.read(other, bytes + 2);
+            assert_eq!((read[0], read[bytes + 1], &read[1..=bytes]), (0, 0, &*pattern(bytes, 1)));
+            ok!(cuMemFree_v2(memory));
+            ok!(cuMemFree_v2(other));
+        }
+        let address: u64 = got!(cuMemAlloc_v2(64));
+        assert!(gpu.read(address, 64).iter().all(|&byte| byte != 0), "new memory is not zero");
+        let mut host = pattern(64, 2);
+        ok!(cuMemHostRegister_v2(host.as_mut_ptr().cast(), 64, 0));
+        gpu.copy(address, host.as_ptr() as u64, 64);
+        ok!(cuMemHostUnregister(host.as_mut_ptr().cast()));
+        assert_eq!(gpu.read(address, 64), host);
+    });
+}
+
+#[test]
+fn words_are_released_last() {
+    // Each says that the bytes are there, and that nothing of the launch is used any more.
+    run("kept::words_are_released_last", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "2")], || {
+        const COUNT: u32 = 64;
+        let gpu = Gpu::open(0);
+        let (word, arrivals) = (pinned(8), gpu.alloc(4));
+        for round in 1..=60_u64 {
+            let kernel = [Kernel::Any, Kernel::Vector, Kernel::Bulk][round as usize % 3];
+            let bytes = (PAGE * u64::from(COUNT)) as usize;
+            let (from, to) = (painted(&gpu, bytes, round), pinned(bytes));
+            let launch = pages(kernel, from, to.0, COUNT);
+            gpu.launch(&launch.releasing(RELEASE_STORE, word.0, round, arrivals));
+            await_word(word.word(0), round);
+            ok!(cuMemFree_v2(from));
+            let landed = to.bytes(bytes).to_vec();
+            ok!(cuMemFreeHost(to.0 as *mut c_void));
+            assert_eq!(landed, pattern(bytes, round), "round {round}");
+        }
+    });
+}
+
+#[test]
+fn pieces_land_in_any_order() {
+    run("kept::pieces_land_in_any_order", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "6")], || {
+        const COUNT: usize = 256;
+        let gpu = Gpu::open(0);
+        let (to, word, arrivals) = (pinned(COUNT * 4096), pinned(8), gpu.alloc(4));
+        let from = gpu.alloc(COUNT * 4096);
+        ok!(cuMemsetD8Async(from, 1, COUNT * 4096, gpu.stream));
+        word.bytes(8).fill(0);
+        // Pages whose first byte is there, and not that of a page before them.
+        let mut overtook = 0;
+        for round in 1..=40 {
+            to.bytes(COUNT * 4096).fill(0);
+            let launch = pages(Kernel::Vector, from, to.0, COUNT as u32);
+            gpu.launch(&launch.releasing(RELEASE_STORE, word.0, round, arrivals));
+            while word.word(0).load(Ordering::Acquire) != round {
+                let there = |page: u64| to.word(512 * page).load(Ordering::Relaxed) != 0;
+                let first_missing = (0..COUNT as u64).find(|&page| !there(page));
+                let missing = first_missing.unwrap_or(COUNT as u64);
+                overtook += (missing..COUNT as u64).filter(|&page| there(page)).count();
+            }
+        }
+        assert!(overtook > 0);
+    });
+}
+
+#[test]
+fn pages_go_where_tables_say() {
+    run("kept::pages_go_where_tables_say", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "3")], || {
+        let gpu = Gpu::open(0);
+        let (from, to, word) = (painted(&gpu, 1 << 16, 3), gpu.alloc(1 << 16), gpu.alloc(8));
+        let (entries, tables) = (pinned(64), gpu.alloc(64));
+        let table: Vec<u32> = vec![3, 9, 1, 0, 15, 14, 7, 2];
+        for (entry, index) in entries.bytes(32).chunks_exact_mut(4).zip(&table) {
+            entry.copy_from_slice(&index.to_le_bytes());
+        }
+        let arrivals = gpu.alloc(4);
+        for (round, kernel) in [Kernel::Any, Kernel::Vector, Kernel::Bulk].into_iter().enumerate() {
+            ok!(cuMemsetD8Async(to, 0, 1 << 16, gpu.stream));
+            // The table is written in the stream, before the launch that reads it.
+            ok!(cuMemcpyAsync(tables, entries.0, 32, gpu.stream));
+            let launch = pages(kernel, from, to, 8).releasing(RELEASE_ADD, word, 5, arrivals);
+            gpu.launch(&launch.with(|a| a.target.table = tables));
+            gpu.settle();
+            let (landed, sent) = (gpu.read(to, 1 << 16), pattern(1 << 16, 3));
+            let page = |bytes: &[u8], i: usize| bytes[i * 4096..][..4096].to_vec();
+            for i in 0..16 {
+                match table.iter().position(|&index| index as usize == i) {
+                    Some(source) => assert_eq!(page(&landed, i), page(&sent, source)),
+                    None => assert!(page(&landed, i).iter().all(|&byte| byte == 0)),
+                }
+            }
+            assert_eq!(gpu.read(word, 8), (5 * (round as u64 + 1)).to_le_bytes());
+        }
+        gpu.launch(&pages(Kernel::Any, 0, 0, 0).releasing(RELEASE_NONE, 1, 1, 1));
+        gpu.settle();
+    });
+}
+
+#[test]
+fn words_hold_streams_back() {
+    run("kept::words_hold_streams_back", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let (word, seen) = (pinned(8), pinned(8));
+        let not_before = |flags, value, before: &[u64], after| {
+            word.word(0).store(before[0], Ordering::Release);
+            seen.word(0).store(0, Ordering::Release);
+            ok!(cuStreamWaitValue64_v2(gpu.stream, word.0, value, flags));
+            ok!(cuStreamWriteValue64_v2(gpu.stream, seen.0, 1, 0));
+            for &number in before {
+                word.word(0).store(number, Ordering::Release);
+                std::thread::sleep(Duration::from_millis(2));
+                assert_eq!(seen.word(0).load(Ordering::Acquire), 0, "{flags} {number}");
+                assert_eq!(call!(cuStreamQuery(gpu.stream)), CUresult::CUDA_ERROR_NOT_READY);
+            }
+            word.word(0).store(after, Ordering::Release);
+            await_word(seen.word(0), 1);
+        };
+        not_before(0, 10, &[9, 0, 10_u64.wrapping_sub(1 << 63)], 11);
+        not_before(0, 1, &[u64::MAX, 0], 1);
+        not_before(1, 10, &[9, 11], 10);
+        not_before(2, 6, &[1, 8], 4);
+        not_before(3, u64::MAX << 1, &[1, 3], 2);
+        gpu.settle();
+        ok!(cuStreamQuery(gpu.stream));
+    });
+}
+
+#[test]
+fn events_are_done_in_order() {
+    run("kept::events_are_done_in_order", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "4")], || {
+        let gpu = Gpu::open(0);
+        let (first, second): (cu::CUevent, cu::CUevent) =
+            (got!(cuEventCreate(0)), got!(cuEventCreate(0)));
+        ok!(cuEventQuery(first));
+        let mut time = 0.0;
+        assert_eq!(
+            call!(cuEventElapsedTime_v2(&raw mut time, first, second)),
+            CUresult::CUDA_ERROR_INVALID_HANDLE
+        );
+        let go = gpu.hold();
+        ok!(cuEventRecord(first, gpu.stream));
+        assert_eq!(call!(cuEventQuery(first)), CUresult::CUDA_ERROR_NOT_READY);
+        // Another GPU's stream waits for it, and one that is destroyed with its work goes on.
+        let other = Gpu::open(1);
+        let word = pinned(8);
+        word.word(0).store(0, Ordering::Release);
+        ok!(cuStreamWaitEvent(other.stream, first, 0));
+        ok!(cuStreamWriteValue64_v2(other.stream, word.0, 7, 0));
+        ok!(cuStreamDestroy_v2(other.stream));
+        std::thread::sleep(Duration::from_millis(2));
+        assert_eq!(word.word(0).load(Ordering::Acquire), 0);
+        go.store(1, Ordering::Release);
+        await_word(word.word(0), 7);
+        ok!(cuCtxPushCurrent_v2(gpu.context));
+        ok!(cuEventRecord(second, gpu.stream));
+        gpu.settle();
+        ok!(cuEventQuery(second));
+        ok!(cuEventElapsedTime_v2(&raw mut time, first, second));
+        assert!((2e-6..20e3).contains(&time), "{time} ms");
+        ok!(cuEventDestroy_v2(first));
+    });
+}
+
+#[test]
+fn host_functions_run_in_order() {
+    run("kept::host_functions_run_in_order", End::Kept, &[("IMMWIRE_FAKE_CUDA_SEED", "5")], || {
+        unsafe extern "C" fn look(place: *mut c_void) {
+            // SAFETY: two words of pinned memory.
+            let words = unsafe { std::slice::from_raw_parts(place.cast::<AtomicU64>(), 2) };
+            words[1].store(words[0].load(Ordering::Acquire) + 1, Ordering::Release);
+        }
+        // Of the default stream as well.
+        let gpu = Gpu::open(0);
+        for stream in [gpu.stream, null_mut()] {
+            let words = pinned(16);
+            words.bytes(16).fill(0);
+            ok!(cuStreamWriteValue64_v2(stream, words.0, 41, 0));
+            ok!(cuLaunchHostFunc(stream, Some(look), words.0 as *mut c_void));
+            ok!(cuStreamSynchronize(stream));
+            assert_eq!(words.word(1).load(Ordering::Acquire), 42);
+        }
+    });
+}
+
+#[test]
+fn peers_reach_each_other() {
+    run("kept::peers_reach_each_other", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let from = painted(&gpu, 1 << 16, 6);
+        let other = Gpu::open(1);
+        let to = other.alloc(1 << 16);
+        ok!(cuCtxEnablePeerAccess(gpu.context, 0));
+        assert_eq!(
+            call!(cuCtxEnablePeerAccess(gpu.context, 0)),
+            CUresult::CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED
+        );
+        other.launch(&pages(Kernel::Bulk, from, to, 16));
+        other.settle();
+        assert_eq!(other.read(to, 1 << 16), pattern(1 << 16, 6));
+    });
+}
+
+#[test]
+fn mapped_memory_is_mapped_in_parts() {
+    run("kept::mapped_memory_is_mapped_in_parts", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let (near, far) = (properties(0), properties(1));
+        assert_eq!(
+            got!(cuMemGetAllocationGranularity(
+                &raw const near,
+                cu::CUmemAllocationGranularity_flags::CU_MEM_ALLOC_GRANULARITY_MINIMUM
+            )),
+            GRANULE
+        );
+        let (one, two): (u64, u64) = (
+            got!(cuMemCreate(GRANULE, &raw const near, 0)),
+            got!(cuMemCreate(GRANULE, &raw const far, 0)),
+        );
+        let address = map(&[one, two]);
+        assert!(address.is_multiple_of(GRANULE as u64));
+        assert_eq!(allow(address, 2 * GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
+        // Mapped memory lives without its handles, and gives them back.
+        ok!(cuMemRelease(one));
+        ok!(cuMemRelease(two));
+        let (edge, host) = (address + GRANULE as u64 - 1000, pinned(2000));
+        host.bytes(2000).copy_from_slice(&pattern(2000, 7));
+        gpu.copy(edge, host.0, 2000);
+        assert_eq!(gpu.read(edge, 2000), pattern(2000, 7));
+        let again: u64 =
+            got!(cuMemRetainAllocationHandle((address + GRANULE as u64) as *mut c_void));
+        assert_eq!(
+            got!(cuMemRetainAllocationHandle((address + GRANULE as u64 + 5) as *mut c_void)),
+            again
+        );
+        let mut of = properties(0);
+        ok!(cuMemGetAllocationPropertiesFromHandle(&raw mut of, again));
+        assert_eq!(of.location.id, 1);
+        // The same memory at another place.
+        let other = map(&[again]);
+        assert_eq!(allow(other, GRANULE, 0, READ), CUresult::CUDA_SUCCESS);
+        assert_eq!(gpu.read(other, 1000), pattern(2000, 7)[1000..]);
+        let part = call!(cuMemUnmap(address, GRANULE / 2));
+        assert_eq!(part, CUresult::CUDA_ERROR_INVALID_VALUE);
+        ok!(cuMemUnmap(address, 2 * GRANULE));
+        ok!(cuMemAddressFree(address, 2 * GRANULE));
+        assert_eq!(gpu.read(other, 1000), pattern(2000, 7)[1000..]);
+    });
+}
+
+/// By a handle, in a process that sees the GPUs in another order.
+#[test]
+fn another_process_opens_memory() {
+    run("kept::another_process_opens_memory", End::Kept, &[], || {
+        if is_peer() {
+            let gpu = Gpu::open(0);
+            let handle = unhex(&hear());
+            let opened: u64 = got!(cuIpcOpenMemHandle_v2(handle, 1));
+            assert_eq!(got!(cuIpcOpenMemHandle_v2(handle, 1)), opened);
+            assert_eq!(attribute::<i32>(P::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, opened), Ok(1));
+            ok!(cuIpcCloseMemHandle(opened));
+            let from = painted(&gpu, 1 << 16, 8);
+            let launch = pages(Kernel::Vector, from, opened, 16);
+            gpu.launch(&launch.releasing(RELEASE_ADD, opened + (1 << 16), 9, gpu.alloc(4)));
+            gpu.settle();
+            ok!(cuIpcCloseMemHandle(opened));
+            // Another context has it elsewhere; closed, it is open no more.
+            Gpu::open(1);
+            let nearer: u64 = got!(cuIpcOpenMemHandle_v2(handle, 1));
+            ok!(cuIpcCloseMemHandle(nearer));
+            say("written");
+            assert_eq!(hear(), "freed");
+            let mut opened = 0;
+            assert_eq!(
+                call!(cuIpcOpenMemHandle_v2(&raw mut opened, handle, 1)),
+                CUresult::CUDA_ERROR_INVALID_VALUE
+            );
+            return;
+        }
+        let gpu = Gpu::open(0);
+        let memory = gpu.alloc((1 << 16) + 8);
+        ok!(cuStreamWaitValue64_v2(gpu.stream, memory + (1 << 16), 9, 0));
+        let handle: cu::CUipcMemHandle = got!(cuIpcGetMemHandle(memory + 77));
+        let mut peer = peer(&[("CUDA_VISIBLE_DEVICES", "1,0")]);
+        peer.tell(&hex(&handle.reserved));
+        // The stream has waited for the other process's word.
+        assert_eq!(gpu.read(memory, 1 << 16), pattern(1 << 16, 8));
+        assert_eq!(peer.hear(), "written");
+        ok!(cuMemFree_v2(memory));
+        peer.tell("freed");
+        peer.end();
+    });
+}
+
+/// By a descriptor, in a process that does not see the GPU.
+#[test]
+fn another_process_maps_memory() {
+    run("kept::another_process_maps_memory", End::Kept, &[], || {
+        if is_peer() {
+            let gpu = Gpu::open(0);
+            let (process, number) = {
+                let line = hear();
+                let (a, b) = line.split_once(' ').unwrap();
+                (a.to_owned(), b.to_owned())
+            };
+            let file = std::fs::File::options()
+                .read(true)
+                .write(true)
+                .open(format!("/proc/{process}/fd/{number}"))
+                .unwrap();
+            let descriptor = std::os::fd::AsRawFd::as_raw_fd(&file);
+            let kind = cu::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+            let handle: u64 =
+                got!(cuMemImportFromShareableHandle(descriptor as usize as *mut c_void, kind));
+            drop(file);
+            let address = map(&[handle]);
+            assert_eq!(allow(address, GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
+            assert_eq!(attribute::<i32>(P::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address), Ok(-2));
+            let from = painted(&gpu, 4096, 10);
+            gpu.copy(address + 4096, from, 4096);
+            say("written");
+            return;
+        }
+        let gpu = Gpu::open(0);
+        let properties = properties(0);
+        let handle = got!(cuMemCreate(GRANULE, &raw const properties, 0));
+        let kind = cu::CUmemAllocationHandleType::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+        let mut descriptor = -1;
+        ok!(cuMemExportToShareableHandle((&raw mut descriptor).cast(), handle, kind, 0));
+        let mut peer = peer(&[("CUDA_VISIBLE_DEVICES", "1")]);
+        peer.tell(&format!("{} {descriptor}", std::process::id()));
+        assert_eq!(peer.hear(), "written");
+        peer.end();
+        let address = map(&[handle]);
+        assert_eq!(allow(address, GRANULE, 0, READ), CUresult::CUDA_SUCCESS);
+        assert_eq!(gpu.read(address + 4096, 4096), pattern(4096, 10));
+    });
+}
