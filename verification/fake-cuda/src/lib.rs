@@ -13,7 +13,8 @@
 //!
 //! - A GPU's memory is for kernels and copies: the CPU faults at its addresses, and so do `read(2)` and its like.
 //! - Kernels, copies and words use live memory that their GPU has access to: its own, a peer's with access enabled or set,
-//!   what was opened by a handle, pinned or registered host memory. (The driver copies other host memory too, slowly.)
+//!   what was opened by a handle, pinned or registered host memory. Other host memory may be one side of a copy, which is
+//!   done when the call returns.
 //! - Nothing is freed, unmapped, closed or unloaded while work that uses it is enqueued or runs. (Pages that a table names
 //!   are known once the kernel runs; until then the memory at the base is taken to be used.) Nothing is freed that another
 //!   process has open by its handle.

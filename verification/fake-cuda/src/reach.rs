@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
-/// Which side of a copy is host memory that is not pinned.
+/// Which side of a copy is host memory that is neither pinned nor registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Host {
     Source,
@@ -131,23 +131,33 @@ impl Reach {
         }
     }
 
-    /// Copies between a GPU's memory and host memory that the world does not know: if that is none, this faults.
-    pub(crate) fn copy_pageable(
+    /// Copies between memory of the world's and host memory that it does not know; a violation if there is none.
+    pub(crate) fn copy_plain(
         &mut self,
         host: Host,
-        mut pointer: u64,
-        mut at: u64,
+        mut plain: u64,
+        mut known: u64,
         mut bytes: u64,
     ) {
+        let writes = host == Host::Source;
         while bytes > 0 {
-            let write = host == Host::Source;
-            let (ours, room) = self.find(at, write, "GPU's side");
-            let (theirs, step) = (pointer as *mut u8, bytes.min(room));
-            let (to, from) = if write { (ours, theirs) } else { (theirs, ours) };
-            // SAFETY: on our side memory that is mapped while it is held; the other is the caller's promise to the
-            // driver, whose call has not returned.
-            unsafe { ptr::copy(from, to, crate::memory::size(step)) };
-            (pointer, at, bytes) = (pointer + step, at + step, bytes - step);
+            let (ours, room) = self.find(known, writes, "other side of a copy");
+            let part = |base: *mut u8| libc::iovec {
+                iov_base: base.cast(),
+                iov_len: crate::memory::size(bytes.min(room)),
+            };
+            let (local, remote) = (part(ours), part(plain as *mut u8));
+            // SAFETY: on our side memory that is mapped while it is held. The other is the caller's, whose call has not
+            // returned; the kernel looks whether it is there at all.
+            let done = unsafe {
+                let copy = if writes { libc::process_vm_readv } else { libc::process_vm_writev };
+                copy(libc::getpid(), &raw const local, 1, &raw const remote, 1, 0)
+            };
+            let Some(done) = u64::try_from(done).ok().filter(|&done| done > 0) else {
+                let why = std::io::Error::last_os_error();
+                broken!(NotMemory, "{host:?} of a copy, {plain:#x}: {why}");
+            };
+            (plain, known, bytes) = (plain + done, known + done, bytes - done);
         }
     }
 

@@ -49,17 +49,18 @@ impl Until {
 /// Something to be done.
 #[derive(Debug)]
 pub(crate) enum Work {
-    Pageable {
-        reach: Reach,
-        host: Host,
-        pointer: u64,
-        device: u64,
-        bytes: u64,
-    },
     Copy {
         reach: Reach,
         to: u64,
         from: u64,
+        bytes: u64,
+    },
+    /// A copy with host memory on one side that is neither pinned nor registered.
+    CopyPlain {
+        reach: Reach,
+        host: Host,
+        plain: u64,
+        known: u64,
         bytes: u64,
     },
     Fill {
@@ -231,12 +232,12 @@ impl Event {
 /// Does it. The memory is given up by the end.
 fn run(work: Work, random: &mut Random) {
     match work {
-        Work::Pageable { mut reach, host, pointer, device, bytes } => {
-            reach.copy_pageable(host, pointer, device, bytes);
-        }
         Work::Copy { mut reach, to, from, bytes } => pieces(random, bytes, |at, bytes| {
             reach.copy(to + at, from + at, bytes);
         }),
+        Work::CopyPlain { mut reach, host, plain, known, bytes } => {
+            reach.copy_plain(host, plain, known, bytes);
+        }
         Work::Fill { mut reach, at: to, byte, bytes } => pieces(random, bytes, |at, bytes| {
             reach.fill(to + at, byte, bytes);
         }),

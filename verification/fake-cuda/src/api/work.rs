@@ -116,28 +116,25 @@ calls! {
         Ok(())
     }
 
+    /// With plain host memory on one side it returns when that is not used any more.
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: u64) {
         let mut world = begin("cuMemcpyAsync");
         let stream = world.stream("cuMemcpyAsync", stream);
         let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
-        let pageable = [from, to].map(|address| bytes > 0 && world.memory.at(address).is_none());
-        // Host memory that is not pinned: the call returns when it is not used any more.
-        let host = match pageable {
-            [true, false] => Some((Host::Source, from, to)),
-            [false, true] => Some((Host::Target, to, from)),
-            _ => None,
+        let (host, plain, known) = match [from, to].map(|side| world.memory.at(side).is_some()) {
+            [false, true] => (Host::Source, from, to),
+            [true, false] => (Host::Target, to, from),
+            _ => {
+                reach.claim(&world.memory, from, bytes, false, "source");
+                reach.claim(&world.memory, to, bytes, true, "target");
+                stream.push(Work::Copy { reach, to, from, bytes });
+                return Ok(());
+            }
         };
-        if let Some((host, pointer, device)) = host {
-            let write = host == Host::Source;
-            reach.claim(&world.memory, device, bytes, write, if write { "target" } else { "source" });
-            let ticket = stream.push(Work::Pageable { reach, host, pointer, device, bytes });
-            drop(world);
-            stream.wait(ticket);
-            return Ok(());
-        }
-        reach.claim(&world.memory, from, bytes, false, "source");
-        reach.claim(&world.memory, to, bytes, true, "target");
-        stream.push(Work::Copy { reach, to, from, bytes });
+        reach.claim(&world.memory, known, bytes, host == Host::Source, "other side of a copy");
+        let ticket = stream.push(Work::CopyPlain { reach, host, plain, known, bytes });
+        drop(world);
+        stream.wait(ticket);
         Ok(())
     }
 

@@ -308,6 +308,16 @@ fn copied_from_freed_memory() {
 }
 
 #[test]
+fn copied_to_freed_memory() {
+    run("broken::copied_to_freed_memory", End::Broken("not in live memory"), &[], || {
+        let gpu = Gpu::open(0);
+        let (from, to) = (gpu.alloc(64), gpu.alloc(64));
+        ok!(cuMemFree_v2(to));
+        call!(cuMemcpyAsync(to, from, 64, gpu.stream));
+    });
+}
+
+#[test]
 fn copied_past_the_end() {
     run("broken::copied_past_the_end", End::Broken("not in live memory"), &[], || {
         let gpu = Gpu::open(0);
@@ -317,11 +327,11 @@ fn copied_past_the_end() {
 }
 
 #[test]
-fn copied_from_plain_memory() {
-    run("broken::copied_from_plain_memory", End::Broken("not in live memory"), &[], || {
+fn copied_between_plain_memory() {
+    run("broken::copied_between_plain_memory", End::Broken("not in live memory"), &[], || {
         let gpu = Gpu::open(0);
-        let (to, from) = (gpu.alloc(64), [7_u8; 64]);
-        call!(cuMemcpyAsync(to, from.as_ptr() as u64, 64, gpu.stream));
+        let (mut to, from) = ([0_u8; 64], [7_u8; 64]);
+        call!(cuMemcpyAsync(to.as_mut_ptr() as u64, from.as_ptr() as u64, 64, gpu.stream));
     });
 }
 

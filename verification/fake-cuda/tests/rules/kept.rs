@@ -296,6 +296,14 @@ fn copies_and_fills() {
         gpu.copy(address, host.as_ptr() as u64, 64);
         ok!(cuMemHostUnregister(host.as_mut_ptr().cast()));
         assert_eq!(gpu.read(address, 64), host);
+        // Plain memory is done with when the call returns.
+        let (memory, mut plain) = (painted(&gpu, 100_000, 4), vec![0; 100_000]);
+        ok!(cuMemcpyAsync(plain.as_mut_ptr() as u64, memory, 100_000, gpu.stream));
+        assert_eq!(plain, pattern(100_000, 4));
+        plain.copy_from_slice(&pattern(100_000, 5));
+        ok!(cuMemcpyAsync(memory, plain.as_ptr() as u64, 100_000, gpu.stream));
+        plain.fill(0);
+        assert_eq!(gpu.read(memory, 100_000), pattern(100_000, 5));
     });
 }
 
