@@ -101,8 +101,8 @@ impl Launch {
     pub(crate) fn claim(&self, world: &World, reach: &mut Reach) {
         let (a, memory) = (&self.args, &world.memory);
         if a.release.kind != args::RELEASE_NONE {
-            reach.claim(memory, a.release.word, 8, true, "word");
-            reach.claim(memory, a.release.arrivals, 4, true, "arrivals");
+            reach.claim_words(memory, a.release.word, (8, 1), true, "word");
+            reach.claim_words(memory, a.release.arrivals, (4, 1), true, "arrivals");
             if !reach.is_own(a.release.arrivals) {
                 broken!(Arrivals, "{:#x} is not of GPU {}", a.release.arrivals, reach.gpu);
             }
@@ -112,7 +112,13 @@ impl Launch {
         }
         for (pages, write, what) in [(&a.source, false, "source"), (&a.target, true, "target")] {
             if pages.table != 0 {
-                reach.claim(memory, pages.table, 4 * u64::from(a.page_count), false, "table");
+                reach.claim_words(
+                    memory,
+                    pages.table,
+                    (4, u64::from(a.page_count)),
+                    false,
+                    "table",
+                );
                 reach.claim_if_any(memory, pages.base);
                 continue;
             }

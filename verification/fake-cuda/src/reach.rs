@@ -66,6 +66,19 @@ impl Reach {
         }
     }
 
+    /// Claims a word of `bytes` bytes, or several, that start at a multiple of as many.
+    pub(crate) fn claim_words(
+        &mut self,
+        table: &Table,
+        address: u64,
+        (bytes, count): (u64, u64),
+        write: bool,
+        what: &str,
+    ) {
+        must_be_aligned(address, bytes, what);
+        self.claim(table, address, bytes * count, write, what);
+    }
+
     /// Claims what is at `address`, if anything is.
     pub(crate) fn claim_if_any(&mut self, table: &Table, address: u64) {
         if let Some(range) = table.at(address) {
@@ -84,9 +97,7 @@ impl Reach {
 
     /// Where we find `bytes` bytes, a power of two, at a multiple of as many.
     fn aligned(&mut self, address: u64, bytes: u64, write: bool, what: &str) -> *mut u8 {
-        if !address.is_multiple_of(bytes) {
-            broken!(Misaligned, "{what} {address:#x}, not at a multiple of {bytes}");
-        }
+        must_be_aligned(address, bytes, what);
         let (pointer, room) = self.find(address, write, what);
         if room < bytes {
             broken!(NotMemory, "{what} {address:#x}: {room} bytes of {bytes}");
@@ -181,5 +192,11 @@ impl Reach {
         self.module = None;
         // SAFETY: as in `word`; while the world is locked, nothing is unmapped.
         change(unsafe { AtomicU64::from_ptr(pointer.cast()) });
+    }
+}
+
+fn must_be_aligned(address: u64, multiple: u64, what: &str) {
+    if !address.is_multiple_of(multiple) {
+        broken!(Misaligned, "{what} {address:#x}, not at a multiple of {multiple}");
     }
 }

@@ -17,13 +17,6 @@ use std::sync::Arc;
 /// What a kernel may have of dynamic shared memory without asking.
 const SHARED_BYTES: u32 = 48 << 10;
 
-/// An address of a word.
-fn word(address: u64, call: &str) {
-    if !address.is_multiple_of(8) {
-        broken!(Misaligned, "{call}: word {address:#x}");
-    }
-}
-
 calls! {
     fn cuStreamCreate(stream: Out<u64>, flags: c_uint) {
         let mut world = begin("cuStreamCreate");
@@ -76,7 +69,6 @@ calls! {
         use cu::CUstreamWaitValue_flags as F;
         let mut world = begin("cuStreamWaitValue64");
         let stream = world.stream("cuStreamWaitValue64", stream);
-        word(address, "cuStreamWaitValue64");
         let is = |flag: F| flags == flag as c_uint;
         let until = if is(F::CU_STREAM_WAIT_VALUE_GEQ) {
             Until::GreaterOrEqual
@@ -90,7 +82,7 @@ calls! {
             return Err(code::NOT_SUPPORTED);
         };
         let mut reach = Reach::new(stream.gpu);
-        reach.claim(&world.memory, address, 8, false, "word");
+        reach.claim_words(&world.memory, address, (8, 1), false, "word");
         stream.push(Work::Await { reach, word: address, value, until });
         Ok(())
     }
@@ -98,12 +90,11 @@ calls! {
     fn cuStreamWriteValue64_v2(stream: u64, address: u64, value: u64, flags: c_uint) {
         let mut world = begin("cuStreamWriteValue64");
         let stream = world.stream("cuStreamWriteValue64", stream);
-        word(address, "cuStreamWriteValue64");
         if flags > cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER as c_uint {
             return Err(code::INVALID_VALUE);
         }
         let mut reach = Reach::new(stream.gpu);
-        reach.claim(&world.memory, address, 8, true, "word");
+        reach.claim_words(&world.memory, address, (8, 1), true, "word");
         stream.push(Work::Write { reach, word: address, value });
         Ok(())
     }
