@@ -999,6 +999,7 @@ mod tests {
             dst,
             dst_key,
             len: 1,
+            run: immwire_core::plan::PageRun::NONE,
             imm: None,
         }
     }
