@@ -42,6 +42,6 @@ pub use device::{Device, Event, Stream};
 pub use error::{CudaCode, Error};
 pub use memory::{DeviceMemory, PinnedMemory};
 pub use share::{
-    Found, Handover, IPC_HANDLE_BYTES, Opened, Pinned, Received, SharedMemory, Uuid, copy_and_wait,
+    Found, Handover, IPC_HANDLE_BYTES, Opened, Pinned, Received, SharedMemory, Shuttle, Uuid,
     hand_over, look_up,
 };

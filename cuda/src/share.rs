@@ -144,31 +144,42 @@ pub fn hand_over(device: &Device, address: u64) -> Result<Handover, Error> {
     }
 }
 
-/// Copies bytes of a GPU's memory to the host, or back, and waits for it; slow, and meant to be.
-///
-/// # Errors
-///
-/// What the driver answers; [`Error::TimedOut`], and then the copy may go on.
-///
-/// # Safety
-///
-/// Both ranges are allocated; and stay so for ever, if it times out. Nobody else uses `to` meanwhile.
-pub unsafe fn copy_and_wait(
-    device: &Device,
-    from: u64,
-    to: u64,
-    bytes: usize,
-) -> Result<(), Error> {
-    let stream = Stream::new(device)?;
-    let event = Event::new(device)?;
-    {
-        let _current = device.enter()?;
-        // SAFETY: our caller's promise.
-        let copied = unsafe { cu::cuMemcpyAsync(to, from, bytes, stream.handle()) };
-        check("cuMemcpyAsync", copied)?;
+/// Copies between a GPU's memory and the host that are waited for: slow, and meant to be.
+#[derive(Debug)]
+pub struct Shuttle {
+    stream: Stream,
+    event: Event,
+}
+
+impl Shuttle {
+    /// Takes a stream of the GPU for it.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn new(device: &Device) -> Result<Self, Error> {
+        Ok(Self { stream: Stream::new(device)?, event: Event::new(device)? })
     }
-    event.record(&stream)?;
-    event.wait(COPY_LIMIT)
+
+    /// Copies `bytes` bytes, and waits for it.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers; [`Error::TimedOut`], and then the copy may go on.
+    ///
+    /// # Safety
+    ///
+    /// Both ranges are allocated; and stay so for ever, if it times out. Nobody else uses `to` meanwhile.
+    pub unsafe fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+        {
+            let _current = self.stream.device().enter()?;
+            // SAFETY: our caller's promise.
+            let copied = unsafe { cu::cuMemcpyAsync(to, from, bytes, self.stream.handle()) };
+            check("cuMemcpyAsync", copied)?;
+        }
+        self.event.record(&self.stream)?;
+        self.event.wait(COPY_LIMIT)
+    }
 }
 
 /// Physical memory; a reference to it.

@@ -14,6 +14,8 @@
 //!
 //! - A copy is enqueued under a [`Claim`] on its destination, which ends when the copy has. The owner of the region waits
 //!   for it (`Link::is_quiet`), also after our process has died: until the kernel has let go of all that was ours.
+//! - What was opened by a legacy handle is claimed as long as it is open: its owner may not free it before (CUDA driver
+//!   API, `cuIpcOpenMemHandle`).
 //! - What a copy uses is kept by its [`Flight`]: destination, tables, and by the engine's own rule the source.
 //! - Every piece that was staged is reported once: as copied, or as failed.
 //! - After set-up nothing here allocates but the driver.
@@ -21,8 +23,8 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire_core::group::{WorkError, WorkRequest};
@@ -32,7 +34,7 @@ use immwire_core::plan::RunLayout;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Copier, Device, Error, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory, Received,
-    Release, Stream, Uuid,
+    Release, Shuttle, Stream, Uuid,
 };
 
 use super::memory::{Link, id_of};
@@ -51,6 +53,8 @@ const FIRST_PAGES: usize = 1024;
 const PIECES: usize = 256;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
+/// How long a GPU may take, at the end, for what it was given.
+const STUCK_AFTER: Duration = Duration::from_secs(5);
 
 /// Which memory a key is of, in bits 24 to 31 of it. An engine's own numbers: a peer's only say whether it is a GPU's.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -88,7 +92,16 @@ pub(super) const GPUS_MAX: usize = 64;
 /// The GPUs that an engine uses, as far as all of its threads know them.
 #[derive(Debug)]
 pub(super) struct Known {
-    devices: Vec<(Device, Uuid)>,
+    devices: Vec<One>,
+}
+
+/// One of them.
+#[derive(Debug)]
+pub(super) struct One {
+    pub(super) device: Device,
+    pub(super) uuid: Uuid,
+    /// For copies that the application waits for.
+    pub(super) shuttle: Mutex<Shuttle>,
 }
 
 impl Known {
@@ -97,11 +110,12 @@ impl Known {
         let open = |&ordinal: &u32| {
             let device = Device::open(ordinal).map_err(|why| (ordinal, why))?;
             let uuid = device.uuid().map_err(|why| (ordinal, why))?;
-            Ok((device, uuid))
+            let shuttle = Shuttle::new(&device).map_err(|why| (ordinal, why))?;
+            Ok(One { device, uuid, shuttle: Mutex::new(shuttle) })
         };
-        let devices: Vec<(Device, Uuid)> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
-        for (one, _) in &devices {
-            for (other, _) in &devices {
+        let devices: Vec<One> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
+        for One { device: one, .. } in &devices {
+            for One { device: other, .. } in &devices {
                 match one.reach(other) {
                     // Then a write from one to the other is refused, when there is one.
                     Ok(()) | Err(Error::NoPeerAccess { .. }) => {}
@@ -114,23 +128,22 @@ impl Known {
 
     /// Any of them, for calls that need one.
     pub(super) fn first(&self) -> Option<&Device> {
-        self.devices.first().map(|(device, _)| device)
+        self.devices.first().map(|one| &one.device)
     }
 
-    /// By its number in this process: the index in a key, the GPU, and its name for others.
-    pub(super) fn by_ordinal(&self, ordinal: u32) -> Option<(u8, &Device, Uuid)> {
-        let at = self.devices.iter().position(|(device, _)| device.ordinal() == ordinal)?;
-        let (device, uuid) = self.devices.get(at)?;
-        Some((u8::try_from(at).ok()?, device, *uuid))
+    /// By its number in this process: the index in a key, and the GPU.
+    pub(super) fn by_ordinal(&self, ordinal: u32) -> Option<(u8, &One)> {
+        let at = self.devices.iter().position(|one| one.device.ordinal() == ordinal)?;
+        Some((u8::try_from(at).ok()?, self.devices.get(at)?))
     }
 
     /// The number, in this process, of the GPU of an index.
     pub(super) fn ordinal(&self, index: u8) -> Option<u32> {
-        self.devices.get(usize::from(index)).map(|(device, _)| device.ordinal())
+        self.devices.get(usize::from(index)).map(|one| one.device.ordinal())
     }
 
     fn by_uuid(&self, uuid: Uuid) -> Option<usize> {
-        self.devices.iter().position(|(_, have)| *have == uuid)
+        self.devices.iter().position(|one| one.uuid == uuid)
     }
 }
 
@@ -176,6 +189,8 @@ pub(super) struct Reached {
     ways: Vec<Option<Way>>,
     /// Claims on it.
     claims: AtomicU32,
+    /// One of them is its own.
+    is_held: bool,
     /// For host memory: after the ways, so that it is unpinned before it is unmapped.
     _host: Option<(Option<Pinned>, Arc<Mapping>)>,
 }
@@ -195,10 +210,10 @@ impl Reached {
             return None;
         }
         let offset = described.base - described.start;
-        let way = |(device, _): &(Device, Uuid)| {
+        let way = |One { device, .. }: &One| {
             // A handle opens nothing in the process that it is from, where the address itself will do.
             if same_process && matches!(received, Received::Handle(_)) {
-                let owner = &known.devices.get(home?)?.0;
+                let owner = &known.devices.get(home?)?.device;
                 device.reach(owner).ok()?;
                 return Some(Way { address: described.base, _opened: None });
             }
@@ -213,17 +228,26 @@ impl Reached {
                 }
             }
         };
-        let ways: Vec<_> = known.devices.iter().map(way).collect();
-        ways.iter().any(Option::is_some).then(|| Self {
+        let mut reached = Self {
             link: Arc::clone(link),
             key,
             base: described.base,
             len: described.len,
             home,
-            ways,
+            ways: Vec::new(),
             claims: AtomicU32::new(0),
+            is_held: false,
             _host: None,
-        })
+        };
+        let by_handle = matches!(received, Received::Handle(_)) && !same_process;
+        if by_handle {
+            reached.is_held = reached.enter();
+            if !reached.is_held {
+                return None;
+            }
+        }
+        reached.ways = known.devices.iter().map(way).collect();
+        reached.ways.iter().any(Option::is_some).then_some(reached)
     }
 
     /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to its owner. `None`: it cannot be pinned.
@@ -242,7 +266,7 @@ impl Reached {
         let pinned = pinned
             .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
             .ok()?;
-        let way = |_: &(Device, Uuid)| Some(Way { address, _opened: None });
+        let way = |_: &One| Some(Way { address, _opened: None });
         Some(Self {
             link: Arc::clone(link),
             key,
@@ -251,6 +275,7 @@ impl Reached {
             home: None,
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
+            is_held: false,
             _host: Some((pinned, Arc::clone(mapping))),
         })
     }
@@ -261,6 +286,44 @@ impl Reached {
         let offset = dst.checked_sub(self.base)?;
         let end = offset.checked_add(len)?;
         if end <= self.len { way.address.checked_add(offset) } else { None }
+    }
+
+    /// Claims the region; `false`: it was withdrawn. Ends with [`Reached::leave`].
+    fn enter(&self) -> bool {
+        let out = self.link.segment.outbound();
+        let id = id_of(self.key);
+        let (Some(grant), Some(active)) = (out.grant(id), out.gpu_active(id)) else {
+            return false;
+        };
+        // Relaxed: claims of a session are made and ended by the engine's thread.
+        let may = match self.claims.load(Ordering::Relaxed) {
+            0 => {
+                let total = out.gpu_claims();
+                total.store(total.load(Ordering::Relaxed) + 1, Ordering::Release);
+                let may = hazard::enter(active, grant, self.key);
+                if !may {
+                    total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
+                }
+                may
+            }
+            _ => hazard::may_continue(grant, self.key),
+        };
+        if may {
+            self.claims.fetch_add(1, Ordering::Relaxed);
+        }
+        may
+    }
+
+    fn leave(&self) {
+        if self.claims.fetch_sub(1, Ordering::Relaxed) != 1 {
+            return;
+        }
+        let out = self.link.segment.outbound();
+        if let Some(active) = out.gpu_active(id_of(self.key)) {
+            hazard::leave(active);
+        }
+        let total = out.gpu_claims();
+        total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
     }
 
     fn may_continue(&self) -> bool {
@@ -276,35 +339,26 @@ struct Claim(Arc<Reached>);
 impl Claim {
     /// `None`: the region was withdrawn.
     fn new(reached: &Arc<Reached>) -> Option<Self> {
-        let out = reached.link.segment.outbound();
-        let (grant, active) = (out.grant(id_of(reached.key))?, out.gpu_active(id_of(reached.key))?);
-        // Relaxed: claims of a session are made and ended by the engine's thread.
-        if reached.claims.load(Ordering::Relaxed) == 0 {
-            let total = out.gpu_claims();
-            total.store(total.load(Ordering::Relaxed) + 1, Ordering::Release);
-            if !hazard::enter(active, grant, reached.key) {
-                total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
-                return None;
-            }
-        } else if !hazard::may_continue(grant, reached.key) {
+        if !reached.enter() {
             return None;
         }
-        reached.claims.fetch_add(1, Ordering::Relaxed);
         Some(Self(Arc::clone(reached)))
     }
 }
 
 impl Drop for Claim {
     fn drop(&mut self) {
-        if self.0.claims.fetch_sub(1, Ordering::Relaxed) != 1 {
-            return;
+        self.0.leave();
+    }
+}
+
+impl Drop for Reached {
+    fn drop(&mut self) {
+        // Closed first: its owner may free it as soon as it is not claimed.
+        self.ways.clear();
+        if self.is_held {
+            self.leave();
         }
-        let out = self.0.link.segment.outbound();
-        if let Some(active) = out.gpu_active(id_of(self.0.key)) {
-            hazard::leave(active);
-        }
-        let total = out.gpu_claims();
-        total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
     }
 }
 
@@ -313,7 +367,7 @@ impl Drop for Claim {
 struct Flight {
     number: u64,
     pieces: usize,
-    _claim: Claim,
+    _claim: Option<Claim>,
 }
 
 /// Copies of one GPU that are made in order.
@@ -438,7 +492,7 @@ fn number(why: Error) -> i32 {
 impl Gpus {
     /// Prepares copies on GPUs that are open, each on at most `sms` SMs.
     pub(super) fn new(known: Arc<Known>, sms: NonZeroU32) -> Result<Self, (u32, Error)> {
-        let gpu = |(device, _): &(Device, Uuid)| {
+        let gpu = |One { device, .. }: &One| {
             let queues = (0..QUEUES).map(|_| Queue::new(device)).collect::<Result<_, _>>();
             let queues = queues.map_err(|why| (device.ordinal(), why))?;
             Ok(Gpu { queues, next: 0, failed: None })
@@ -461,6 +515,11 @@ impl Gpus {
 
     pub(super) fn known(&self) -> &Known {
         &self.known
+    }
+
+    /// Whether anything is under way, also to peers that are gone.
+    pub(super) fn is_flying(&self) -> bool {
+        self.flying > 0
     }
 
     /// Takes a piece to a region of a peer's; its range was checked. [`Gpus::launch`] is to be called before control goes
@@ -603,20 +662,30 @@ impl Gpus {
     /// Enqueues what is staged.
     pub(super) fn launch(&mut self) {
         let staged = &mut self.staged;
-        let Some(claim) = staged.claim.take() else { return };
+        let mut claim = staged.claim.take();
+        if claim.is_none() {
+            return;
+        }
         let state = self.gpus.get_mut(staged.gpu);
-        let enqueued = state.ok_or(0).and_then(|state| {
-            let queue = state.queues.get_mut(state.next).ok_or(0)?;
+        let enqueued = state.ok_or((0, true)).and_then(|state| {
+            let queue = state.queues.get_mut(state.next).ok_or((0, true))?;
             let number = queue.issued + 1;
-            let enqueued = enqueue(queue, staged, number, self.sms);
-            enqueued.map_err(self::number)?;
+            if let Err(why) = enqueue(queue, staged, number, self.sms) {
+                // Part may have been enqueued, without a word of its end.
+                return Err((self::number(why), settle(queue)));
+            }
             queue.issued = number;
+            let claim = claim.take();
             queue.flights.push_back(Flight { number, pieces: staged.pieces.len(), _claim: claim });
             queue.pieces.extend(staged.pieces.iter().copied());
             state.next = (state.next + 1) % QUEUES;
             Ok(())
         });
-        if let Err(code) = enqueued {
+        if let Err((code, settled)) = enqueued {
+            if !settled {
+                // Stuck: the region stays claimed for ever.
+                std::mem::forget(claim);
+            }
             self.refused.extend(staged.pieces.iter().map(|work| (*work, code)));
         }
         staged.pieces.clear();
@@ -682,6 +751,15 @@ impl Gpus {
             }
         }
     }
+}
+
+/// Waits until all that is in the queue is done; a GPU that has failed does nothing any more. `false`: it is stuck.
+fn settle(queue: &Queue) -> bool {
+    let stream = queue.copier.stream();
+    let over = immwire_cuda::Event::new(stream.device())
+        .and_then(|event| event.record(stream).map(|()| event))
+        .and_then(|event| event.wait(STUCK_AFTER));
+    !matches!(over, Err(Error::TimedOut { .. }))
 }
 
 /// Enqueues a copy, and the storing of its number.
@@ -771,11 +849,7 @@ impl Drop for Gpus {
     fn drop(&mut self) {
         for gpu in &mut self.gpus {
             for queue in &mut gpu.queues {
-                let stream = queue.copier.stream();
-                let over = immwire_cuda::Event::new(stream.device())
-                    .and_then(|event| event.record(stream).map(|()| event))
-                    .and_then(|event| event.wait(Duration::from_secs(5)));
-                if matches!(over, Err(Error::TimedOut { .. })) {
+                if !settle(queue) {
                     std::mem::forget(std::mem::take(&mut queue.flights));
                 }
             }

@@ -364,9 +364,9 @@ impl ShmMemory {
     ) -> Result<Registered, RegisterError> {
         let ordinal = found.ordinal;
         let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
-        let (index, device, uuid) =
-            gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
-        let shared = Shared::new(device, found.start).map_err(RegisterError::Gpu)?;
+        let (index, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
+        let uuid = gpu.uuid;
+        let shared = Shared::new(&gpu.device, found.start).map_err(RegisterError::Gpu)?;
         let backing = Backing::Gpu { index, found, uuid, shared, _owned: owned };
         self.insert(Region { base, len, rights, _pinned: None, backing, withdrawn: false })
     }
@@ -394,8 +394,8 @@ impl Memory for ShmMemory {
             return Err(RegisterError::Empty);
         }
         let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
-        let (_, device, _) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
-        let owned = SharedMemory::zeroed(device, bytes).map_err(RegisterError::Gpu)?;
+        let (_, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
+        let owned = SharedMemory::zeroed(&gpu.device, bytes).map_err(RegisterError::Gpu)?;
         let found = Found { ordinal, start: owned.address(), bytes: owned.bytes() as u64 };
         // PROOF: no driver gives out address 0.
         let base = NonNull::new(owned.address() as *mut u8).ok_or(RegisterError::Empty)?;
@@ -428,15 +428,15 @@ impl Memory for ShmMemory {
         len: usize,
         to_host: bool,
     ) -> Result<(), immwire_cuda::Error> {
-        let device = match (region.place, &self.gpus) {
+        let gpu = match (region.place, &self.gpus) {
             (Place::Gpu(ordinal), Some(gpus)) => gpus.by_ordinal(ordinal).map(|found| found.1),
             _ => None,
         };
-        let device = device.ok_or(immwire_cuda::Error::NoDriver)?;
+        let mut shuttle = lock(&gpu.ok_or(immwire_cuda::Error::NoDriver)?.shuttle);
         let (there, here) = (region.desc.base.saturating_add(offset as u64), host as u64);
         let (from, to) = if to_host { (there, here) } else { (here, there) };
         // SAFETY: our caller's promise.
-        unsafe { immwire_cuda::copy_and_wait(device, from, to, len) }
+        unsafe { shuttle.copy(from, to, len) }
     }
 
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {

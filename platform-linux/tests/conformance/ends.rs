@@ -57,6 +57,8 @@ fn every_way(case: &Case, test: fn(&Case, Way)) {
 /// Two sides, and memory on each, filled.
 struct Scene {
     own: Own,
+    /// Pages of a long transfer.
+    many: u32,
     me: Host,
     other: Agent,
     peer: PeerId,
@@ -72,14 +74,15 @@ impl Scene {
         let (there, desc) = other.memory(&me, SIZE, own);
         poison(&src, 0, SIZE, OLD);
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
-        Self { own, me, other, peer, src, there, desc }
+        Self { own, many: case.many(), me, other, peer, src, there, desc }
     }
 
     /// A transfer that takes a while: each page of the region many times.
     fn long(&self, engine: &TransferEngine) -> Result<Transfer, SubmitError> {
         let pages = u32::try_from(SIZE / PAGE).expect("small");
-        let from: Vec<u32> = (0..100_000).map(|i| i * 7 % pages).collect();
-        let to: Vec<u32> = (0..100_000).map(|i| i * 11 % pages).collect();
+        let many = self.many;
+        let from: Vec<u32> = (0..many).map(|i| i * 7 % pages).collect();
+        let to: Vec<u32> = (0..many).map(|i| i * 11 % pages).collect();
         let pages = |list: Vec<u32>| Pages { indices: list.into(), stride: PAGE, offset: 0 };
         engine.submit_paged_writes(&PagedWrite {
             peer: self.peer,

@@ -119,8 +119,9 @@ fn receiver_killed(case: &Case) {
         let (_, desc) = other.memory(&me, 1 << 20, own);
         let (_, tag) = other.counter(&me);
         let transfers: Vec<_> =
-            (0..5).map(|_| pages(&me, peer, &src, &desc, 100_000, Some(tag), None)).collect();
-        me.until(PATIENCE, || (me.engine.stats().completed > 2000).then_some(()));
+            (0..5).map(|_| pages(&me, peer, &src, &desc, case.many(), Some(tag), None)).collect();
+        let some = if case.facts().has_gpus { 64 } else { 2000 };
+        me.until(PATIENCE, || (me.engine.stats().completed > some).then_some(()));
         other.signal(Signal::KILL);
         let killed = Instant::now();
         for transfer in &transfers {

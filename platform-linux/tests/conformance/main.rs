@@ -280,6 +280,11 @@ impl Case {
         Duration::from_secs(if self.facts().tells_death { 2 } else { 6 })
     }
 
+    /// Pages of a transfer that takes a while. GPUs take them by the hundred.
+    pub fn many(&self) -> u32 {
+        if self.facts().has_gpus { 1_000_000 } else { 100_000 }
+    }
+
     /// Our side.
     pub fn me(&self) -> Host {
         Host::new(&self.setup(self.nics.0))
