@@ -22,6 +22,9 @@ use crate::{
     ScatterWrite, SingleWrite, SubmitError, Transfer, TransferEngine,
 };
 
+/// Between two looks at paths, and at who is connected.
+const LOOK_EVERY: Duration = Duration::from_micros(20);
+
 /// A program under way.
 pub(super) struct Program<'w, W> {
     pub(super) world: &'w mut W,
@@ -237,6 +240,7 @@ impl<'w, W: World> Program<'w, W> {
             peers: vec![None; self.sides.len()],
             received: Left::default(),
             senders: BTreeMap::new(),
+            met: BTreeMap::new(),
             windows: (0..self.config.windows).map(|i| Window::new(bytes, i % 2 == 1)).collect(),
             source: Source::new(bytes),
             engine,
@@ -283,7 +287,9 @@ impl<'w, W: World> Program<'w, W> {
         let Some(serial) = self.side(from).map(|side| side.serial) else { return Ok(false) };
         match added {
             Ok(id) => {
-                let since = now.saturating_sub(self.config.news);
+                // It may have been connected for long, by the other's call.
+                let met = self.side(from).and_then(|side| side.met.get(&id)).copied();
+                let since = now.saturating_sub(self.config.news).min(met.unwrap_or(now));
                 if let Some(old) = self.side(from).and_then(|side| side.known(to))
                     && old.id != id
                     && !self.was_disturbed((from, serial), (to, old.serial), old.since)
@@ -409,7 +415,12 @@ impl<'w, W: World> Program<'w, W> {
         }
         if now >= self.next_look {
             self.look_at_paths();
-            self.next_look = now + Duration::from_micros(20);
+            for side in self.sides.iter_mut().flatten() {
+                for id in side.engine.peers() {
+                    side.met.entry(id).or_insert(now.saturating_sub(LOOK_EVERY));
+                }
+            }
+            self.next_look = now + LOOK_EVERY;
         }
     }
 

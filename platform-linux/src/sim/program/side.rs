@@ -27,6 +27,8 @@ pub(super) struct Side {
     pub(super) received: Left<Message>,
     /// Who a `PeerId` of ours is, as messages told.
     pub(super) senders: BTreeMap<PeerId, (u32, PeerId)>,
+    /// Since when a `PeerId` of ours names somebody, whoever called.
+    pub(super) met: BTreeMap<PeerId, Duration>,
     pub(super) windows: Vec<Window>,
     pub(super) source: Source,
     pub(super) engine: TransferEngine,
