@@ -868,7 +868,7 @@ where
     #[must_use]
     pub fn has_work(&self, nic: NicIndex) -> bool {
         let nic = self.nics.get(usize::from(nic));
-        nic.is_some_and(|nic| (self.aside > 0 || !nic.lanes.is_empty()) && nic.usable())
+        nic.is_some_and(|nic| (!nic.lanes.is_empty() || self.aside > 0) && nic.usable())
     }
 
     /// Transfers that have not ended, or whose end has not been polled.
@@ -907,7 +907,7 @@ where
         nic: NicIndex,
         pieces: usize,
         bytes: u64,
-        mut take: impl FnMut(WorkRequest),
+        take: impl FnMut(WorkRequest),
     ) {
         let more = |group: &Self, room: Room| group.has_work(nic) && room.is_some();
         let mut room = Room { pieces, bytes };
@@ -915,6 +915,7 @@ where
         if !more(self, room) {
             return;
         }
+        let mut take = take;
         loop {
             if let Some(len) = self.poll_small(nic, false, &mut take) {
                 room.use_up(len);

@@ -183,7 +183,7 @@ where
         // There is no other piece of it.
         active.outstanding = 1;
         active.started = true;
-        take(work_of(id, nic, piece));
+        take(WorkRequest { run: PageRun::NONE, ..work_of(id, nic, piece) });
         let len = piece.len;
         state.credits.take(lane);
         queue.pop_front(&mut NicLinks { slots, nic: at });

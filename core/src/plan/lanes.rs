@@ -253,7 +253,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     /// See [`super::Plan::pages`].
     #[inline]
     pub(super) fn pages(&mut self, nic: NicIndex, mut take: impl FnMut(&Piece) -> bool) {
-        if self.walk != Walk::Pages && self.walk != Walk::Runs {
+        if self.walk != Walk::Pages {
             return;
         }
         // The lane that was looked at last, and the page that it stands on.
@@ -261,15 +261,9 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         while self.has_work(nic) {
             let Some(r) = self.lane_of(nic) else { return };
             let Some(mut lane) = self.lanes.get(r).copied() else { return };
-            let piece = if self.walk == Walk::Runs {
-                let Some(piece) = self.run_piece(nic, r, &mut lane) else { return };
-                piece
-            } else {
-                let known = ahead.take().filter(|(of, _)| *of == r).map(|(_, page)| page);
-                let Some((piece, next)) = self.page_piece(nic, r, &mut lane, known) else { return };
-                ahead = next.map(|page| (r, page));
-                piece
-            };
+            let known = ahead.take().filter(|(of, _)| *of == r).map(|(_, page)| page);
+            let Some((piece, next)) = self.page_piece(nic, r, &mut lane, known) else { return };
+            ahead = next.map(|page| (r, page));
             self.served |= bit(r);
             if let Some(slot) = self.lanes.get_mut(r) {
                 slot.at = lane.at;
@@ -541,7 +535,6 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
 
     /// The lane's next pages, wherever they lie. Of their numbers only the last is looked at: a list that has
     /// become shorter is not to be found out by whoever posts.
-    #[inline]
     fn run_piece(&self, nic: NicIndex, r: usize, lane: &mut Lane) -> Option<Piece> {
         let Long::Paged(write) = &self.request else {
             return None;

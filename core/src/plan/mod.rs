@@ -349,8 +349,8 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         }
     }
 
-    /// The next pieces on `nic`, if they are whole pages: gives each to `take`, as long as that
-    /// returns `true`. Nothing for any other plan.
+    /// The next pieces on `nic`, if they are ranges of whole pages: gives each to `take`, as long as that
+    /// returns `true`. Nothing for any other plan: a run has so many pages that what it costs does not matter.
     #[inline]
     pub(crate) fn pages(&mut self, nic: NicIndex, take: impl FnMut(&Piece) -> bool) {
         if let Shape::Lanes(lanes) = &mut self.0 {
