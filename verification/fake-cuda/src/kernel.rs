@@ -119,7 +119,7 @@ impl Launch {
                     false,
                     "table",
                 );
-                reach.claim_if_any(memory, pages.base);
+                reach.claim_if_any(memory, pages.base, write);
                 continue;
             }
             for page in 0..a.page_count {

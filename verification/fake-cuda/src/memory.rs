@@ -280,21 +280,25 @@ impl Table {
         self.ranges.values()
     }
 
-    /// What GPU `gpu` reaches at `address`; anything else is a violation, of `what`.
-    pub(crate) fn reached(&self, gpu: u8, address: u64, write: bool, what: &str) -> &Arc<Range> {
-        let Some(range) = self.at(address) else {
-            broken!(NotMemory, "{what} {address:#x}, for GPU {gpu}");
-        };
+    /// Whether GPU `gpu` has access to what lives there.
+    pub(crate) fn is_reached(&self, gpu: u8, range: &Range, write: bool) -> bool {
         let reaches = |owner: u8| owner == gpu || self.peers.contains(&(gpu, owner));
-        let may = match &range.kind {
+        match &range.kind {
             Kind::Allocated { backing, .. } => reaches(backing.gpu),
             Kind::Opened { backing, by, .. } => {
                 *by == gpu || (*by == backing.gpu && reaches(backing.gpu))
             }
             Kind::Mapped { .. } => range.allows(gpu, write),
             Kind::Pinned { .. } | Kind::Registered => true,
+        }
+    }
+
+    /// What GPU `gpu` reaches at `address`; anything else is a violation, of `what`.
+    pub(crate) fn reached(&self, gpu: u8, address: u64, write: bool, what: &str) -> &Arc<Range> {
+        let Some(range) = self.at(address) else {
+            broken!(NotMemory, "{what} {address:#x}, for GPU {gpu}");
         };
-        if !may {
+        if !self.is_reached(gpu, range, write) {
             broken!(NoAccess, "GPU {gpu} to the {what} {address:#x}, {range}");
         }
         range

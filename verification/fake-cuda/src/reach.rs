@@ -79,9 +79,11 @@ impl Reach {
         self.claim(table, address, bytes * count, write, what);
     }
 
-    /// Claims what is at `address`, if anything is.
-    pub(crate) fn claim_if_any(&mut self, table: &Table, address: u64) {
-        if let Some(range) = table.at(address) {
+    /// Claims what is at `address`, if that is memory that the GPU has access to.
+    pub(crate) fn claim_if_any(&mut self, table: &Table, address: u64, write: bool) {
+        if let Some(range) = table.at(address)
+            && table.is_reached(self.gpu, range, write)
+        {
             self.held.insert(range.start, Arc::clone(range));
         }
     }

@@ -387,6 +387,18 @@ fn memory_of_a_peer_without_access() {
 }
 
 #[test]
+fn pages_of_a_peer_by_a_table_without_access() {
+    run("broken::pages_of_a_peer_by_a_table_without_access", End::Broken("no access"), &[], || {
+        let from = Gpu::open(0).alloc(1 << 16);
+        let gpu = Gpu::open(1);
+        let (to, table) = (gpu.alloc(1 << 16), pinned(64));
+        table.bytes(64).fill(0);
+        gpu.launch(&pages(Kernel::Any, from, to, 1).with(|a| a.source.table = table.0));
+        gpu.settle();
+    });
+}
+
+#[test]
 fn access_is_not_mutual() {
     run("broken::access_is_not_mutual", End::Broken("no access"), &[], || {
         let gpu = Gpu::open(0);
