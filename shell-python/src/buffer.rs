@@ -110,6 +110,19 @@ impl View {
         self.0.len.unsigned_abs()
     }
 
+    /// A copy of it. What others write meanwhile comes torn.
+    pub(crate) fn to_vec(&self) -> Vec<u8> {
+        let mut bytes: Vec<u8> = Vec::with_capacity(self.len());
+        // SAFETY: for `copy_nonoverlapping` and `set_len`: the memory is valid for its length while the view is
+        // held, `bytes` is new and has room for as many, and all of them are written. Others may write to the
+        // view's memory meanwhile: then the copy is torn, and no reference was formed.
+        unsafe {
+            ptr::copy_nonoverlapping(self.ptr(), bytes.as_mut_ptr(), self.len());
+            bytes.set_len(self.len());
+        }
+        bytes
+    }
+
     pub(crate) fn readonly(&self) -> bool {
         self.0.readonly != 0
     }

@@ -6,6 +6,7 @@
 //!   they may need to end.
 //! - Memory that was registered is let go of only when they have been joined.
 
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
@@ -41,13 +42,15 @@ pub(crate) struct Core {
     pub(crate) engine: immwire::TransferEngine,
     pub(crate) manner: Manner,
     pub(crate) mailbox: Arc<Mailbox>,
+    /// It writes from and to the memory of GPUs.
+    has_gpus: bool,
     lingering: Arc<Lingering>,
 }
 
 impl Core {
     /// Stops the engine: its transfers end, its threads are joined, and then its memory is let go of.
     fn stop(self) {
-        let Self { engine, manner, mailbox, lingering } = self;
+        let Self { engine, manner, mailbox, lingering, .. } = self;
         // The last handle: the others are made for one call each, and `Core` is counted.
         drop(engine);
         mailbox.close();
@@ -122,6 +125,9 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
 /// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices (``["mlx5_0"]``), which entry of
 ///   their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
+/// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to,
+///   by copies that they make themselves; for ``"shm"``. All memory of the host that is registered is then pinned.
+/// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
 /// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, the others take the devices in turn.
 /// - ``transfers``, ``peers``, ``counters``: how many there may be at a time.
 /// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
@@ -255,7 +261,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, gpus = None, sms = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -269,6 +275,8 @@ impl TransferEngine {
         devices: Option<Vec<String>>,
         gid_index: Option<u8>,
         traffic_class: Option<u8>,
+        gpus: Option<Vec<u32>>,
+        sms: Option<u32>,
         nics: u8,
         transfers: u16,
         peers: u16,
@@ -299,6 +307,15 @@ impl TransferEngine {
             let message = "devices, gid_index and traffic_class are for provider=\"verbs\"";
             return Err(errors::config(message));
         }
+        let gpus = gpus.unwrap_or_default();
+        if provider != "shm" && !gpus.is_empty() {
+            return Err(errors::config(
+                "gpus are for provider=\"shm\": no other transport reaches them",
+            ));
+        }
+        if gpus.is_empty() && sms.is_some() {
+            return Err(errors::config("sms are those of gpus: give both"));
+        }
         let transport = match provider {
             "libfabric" => Transport::Libfabric(LibfabricOptions {
                 library,
@@ -316,6 +333,7 @@ impl TransferEngine {
             }
             _ => Transport::Shm,
         };
+        let has_gpus = !gpus.is_empty();
         let mut builder = Builder::default()
             .transport(transport)
             .nics(nics)
@@ -324,7 +342,12 @@ impl TransferEngine {
             .counters(counters)
             .drain(seconds(drain)?)
             .mailbox(mailbox_slots, mailbox_slot_bytes)
-            .latency_bytes(latency_bytes);
+            .latency_bytes(latency_bytes)
+            .gpus(gpus);
+        if let Some(sms) = sms {
+            let none = || errors::config("a GPU copies on one of its SMs at least");
+            builder = builder.sms(NonZeroU32::new(sms).ok_or_else(none)?);
+        }
         builder = builder.idle(if idle_spin.is_infinite() {
             IdlePolicy::busy()
         } else {
@@ -350,7 +373,7 @@ impl TransferEngine {
         let manner = Manner { caller: Arc::default(), timeout, spin };
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
         let lingering = Arc::default();
-        let core = Core { engine, manner: manner.clone(), mailbox, lingering };
+        let core = Core { engine, manner: manner.clone(), mailbox, has_gpus, lingering };
         let core = Mutex::new(Some(Arc::new(Running(Some(core)))));
         let handle = Arc::new(Handle { core, made_in: fork::generation() });
         let mut engines = lock(&ENGINES);
@@ -381,11 +404,22 @@ impl TransferEngine {
 
     /// Zeroed memory that peers on this host can map: the fastest to write to. It has a buffer, for
     /// ``memoryview`` or ``numpy.frombuffer``.
-    #[pyo3(signature = (nbytes, /))]
-    fn alloc<'py>(&self, py: Python<'py>, nbytes: usize) -> PyResult<Bound<'py, PyAny>> {
+    ///
+    /// With ``device``, memory of that GPU, one of the engine's ``gpus``: it has ``__cuda_array_interface__``, for
+    /// ``torch.as_tensor`` or ``cupy.asarray``, and no buffer.
+    #[pyo3(signature = (nbytes, /, *, device = None))]
+    fn alloc<'py>(
+        &self,
+        py: Python<'py>,
+        nbytes: usize,
+        device: Option<u32>,
+    ) -> PyResult<Bound<'py, PyAny>> {
         let core = self.core()?;
         core.lingering.sweep();
-        let allocated = py.detach(|| core.engine.alloc(nbytes));
+        let allocated = py.detach(|| match device {
+            None => core.engine.alloc(nbytes),
+            Some(ordinal) => core.engine.alloc_gpu(ordinal, nbytes),
+        });
         let region = allocated.map_err(|error| errors::register(&error))?;
         region::make(py, region, Keep::Nothing, false, &core.lingering)
     }
@@ -395,6 +429,9 @@ impl TransferEngine {
     ///
     /// Peers may write to it, unless it is read only or ``remote_write`` is false. The object is held until
     /// the region is closed. What lies at an address is the caller's to keep until then.
+    ///
+    /// Memory of a GPU (``__cuda_array_interface__``, ``__dlpack__`` or an address) is taken if the engine uses that GPU.
+    /// The GPU's work on it is not waited for: what is to be written elsewhere must be there when it is submitted.
     #[pyo3(signature = (memory, /, *, remote_write = None))]
     fn register<'py>(
         &self,
@@ -404,7 +441,7 @@ impl TransferEngine {
     ) -> PyResult<Bound<'py, PyAny>> {
         let core = self.core()?;
         core.lingering.sweep();
-        let found = memory::find(memory)?;
+        let found = memory::find(memory, core.has_gpus)?;
         let writable = remote_write.unwrap_or(!found.readonly);
         if writable && found.readonly {
             let message = "peers cannot be let write to memory that is read only";
@@ -648,14 +685,7 @@ impl TransferEngine {
         deadline: Option<f64>,
     ) -> PyResult<Transfer> {
         let view = View::contiguous(data, false)?;
-        let mut bytes: Vec<u8> = Vec::with_capacity(view.len());
-        // SAFETY: for `copy_nonoverlapping` and `set_len`: the view's memory is valid for its length while
-        // it is held, `bytes` is new and has room for as many, and all of them are written. Others may write
-        // to the view meanwhile: then the copy is torn, and no reference was formed.
-        unsafe {
-            std::ptr::copy_nonoverlapping(view.ptr(), bytes.as_mut_ptr(), view.len());
-            bytes.set_len(view.len());
-        }
+        let bytes = view.to_vec();
         self.submit("a message", deadline, |engine| engine.submit_send(peer.into(), &bytes))
     }
 

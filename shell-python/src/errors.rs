@@ -7,8 +7,8 @@ use immwire::core::group;
 use immwire::core::id::PeerId;
 use immwire::provider::RevokeError;
 use immwire::{
-    AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
-    RegisterError, SubmitError, TransferError,
+    AccessError, AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare,
+    RecvError, RegisterError, SubmitError, TransferError,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -87,6 +87,13 @@ pub(crate) fn region(error: &impl ToString) -> PyErr {
     plain("RequestError", error)
 }
 
+pub(crate) fn access(error: &AccessError) -> PyErr {
+    match error {
+        AccessError::Region(error) => region(error),
+        _ => plain("RegionError", error),
+    }
+}
+
 pub(crate) fn build(error: &BuildError) -> PyErr {
     match error {
         BuildError::Config { .. } | BuildError::Group(_) => plain("ConfigError", error),
@@ -110,6 +117,7 @@ pub(crate) fn register(error: &RegisterError) -> PyErr {
     match error {
         RegisterError::Empty => plain("RequestError", error),
         RegisterError::TableFull { capacity: room } => capacity(error, *room),
+        RegisterError::NoGpu { .. } => plain("UnsupportedMemory", error),
         _ => plain("RegionError", error),
     }
 }

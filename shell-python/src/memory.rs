@@ -1,7 +1,8 @@
 //! Where an object's memory lies: by the buffer protocol, `__array_interface__`, DLPack, or an address.
 //!
 //! Memory of a GPU is told apart first: `__cuda_array_interface__`, or a DLPack device that is not the
-//! host. Whatever is found is held for as long as peers may write there.
+//! host. Which GPU it is of, the engine finds out by the address. Whatever is found is held for as long as peers
+//! may write there.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -15,7 +16,7 @@ use pyo3::types::{PyCapsule, PyCapsuleMethods, PyDict, PyTuple};
 use crate::buffer::View;
 use crate::errors;
 
-/// Memory of the host, and what keeps it there.
+/// Memory, and what keeps it there.
 pub(crate) struct Memory {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) len: usize,
@@ -33,14 +34,14 @@ pub(crate) enum Keep {
     Object { _object: Py<PyAny> },
 }
 
-/// Finds the memory of `object`.
-pub(crate) fn find(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+/// Finds the memory of `object`; a GPU's only if `gpus` are used.
+pub(crate) fn find(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     let py = object.py();
     if let Ok(pair) = object.cast::<PyTuple>() {
         return address(pair);
     }
-    if object.hasattr(intern!(py, "__cuda_array_interface__"))? {
-        return Err(gpu(&kind(object)));
+    if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
+        return if gpus { array(object, &interface) } else { Err(gpu(&kind(object))) };
     }
     if View::offered(object) {
         return viewed(object);
@@ -49,7 +50,7 @@ pub(crate) fn find(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
         return array(object, &interface);
     }
     if object.hasattr(intern!(py, "__dlpack__"))? {
-        return dlpack(object);
+        return dlpack(object, gpus);
     }
     let message = format!(
         "{} has no memory to register: neither a buffer, __array_interface__ nor __dlpack__, nor is it \
@@ -68,7 +69,8 @@ fn kind(object: &Bound<'_, PyAny>) -> String {
 
 fn gpu(what: &str) -> PyErr {
     errors::unsupported(&format!(
-        "{what} is in GPU memory, which the provider \"shm\" cannot reach: copy it to the host first"
+        "{what} is in GPU memory, which this engine cannot reach: name its GPU when the engine is made (gpus=[0], \
+         with provider=\"shm\"), or copy it to the host first"
     ))
 }
 
@@ -100,16 +102,20 @@ fn viewed(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
     found(ptr.expose_provenance(), len, readonly, Keep::View { _view: view })
 }
 
-/// numpy's array interface, version 3.
+/// numpy's array interface, version 3, or Numba's for CUDA, which has the same fields and two more: a mask, and a
+/// stream, which is its owner's to wait for.
 fn array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>) -> PyResult<Memory> {
     let py = object.py();
     let fields = interface.cast::<PyDict>()?;
+    if fields.get_item(intern!(py, "mask"))?.is_some_and(|mask| !mask.is_none()) {
+        return Err(errors::unsupported("an array with a mask cannot be registered"));
+    }
     let wanted = |name: &str| {
-        let missing = || PyTypeError::new_err(format!("__array_interface__ has no {name}"));
+        let missing = || PyTypeError::new_err(format!("the array's interface has no {name}"));
         fields.get_item(name)?.ok_or_else(missing)
     };
     let (ptr, readonly): (usize, bool) = wanted("data")?.extract().map_err(|_| {
-        PyTypeError::new_err("data of __array_interface__ is not (address, read only)")
+        PyTypeError::new_err("data of the array's interface is not (address, read only)")
     })?;
     let shape: Vec<i64> = wanted("shape")?.extract()?;
     // A letter for the byte order, one for the kind, then the bytes of an item.
@@ -167,19 +173,26 @@ struct DlVersioned {
 }
 
 const DL_CPU: i32 = 1;
+/// Memory of a GPU.
+const DL_CUDA: i32 = 2;
 /// Memory of the host that CUDA has pinned.
 const DL_CUDA_HOST: i32 = 3;
 const DL_READ_ONLY: u64 = 1;
 const UNVERSIONED: &CStr = c"dltensor";
 const VERSIONED: &CStr = c"dltensor_versioned";
 
+/// Whether memory of a DLPack device can be registered.
+fn reaches(device: i32, gpus: bool) -> bool {
+    matches!(device, DL_CPU | DL_CUDA_HOST) || (gpus && device == DL_CUDA)
+}
+
 /// The tensor is left in its capsule, which frees it when it is dropped: so nothing is to be renamed, and
 /// no deleter called.
-fn dlpack(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+fn dlpack(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     let py = object.py();
     let (device, _): (i32, i32) =
         object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
-    if device != DL_CPU && device != DL_CUDA_HOST {
+    if !reaches(device, gpus) {
         return Err(gpu(&kind(object)));
     }
     let asked = PyDict::new(py);
@@ -207,7 +220,7 @@ fn dlpack(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
             (managed, 0)
         }
     };
-    if tensor.device_type != DL_CPU && tensor.device_type != DL_CUDA_HOST {
+    if !reaches(tensor.device_type, gpus) {
         return Err(gpu(&kind(object)));
     }
     let bits = i64::from(tensor.bits) * i64::from(tensor.lanes);

@@ -2,7 +2,8 @@
 //!
 //! # Invariants
 //!
-//! - While a view of a region's memory exists, the region cannot be closed.
+//! - While a view of a region's memory exists, the region cannot be closed. Of a GPU's memory there are none: what
+//!   its `__cuda_array_interface__` is given to cannot be counted.
 //! - Memory of another object is held until its region was closed, or the engine has stopped: a region
 //!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
 
@@ -12,9 +13,12 @@ use std::time::{Duration, Instant};
 
 use immwire::CloseError;
 use immwire::core::region::Keys;
+use immwire::provider::Place;
+use pyo3::exceptions::{PyAttributeError, PyBufferError};
+use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
-use pyo3::types::{PyBytes, PyTuple};
+use pyo3::types::{PyBytes, PyDict, PyTuple};
 
 use crate::buffer::{Exporter, Offer, View, exporting_class};
 use crate::errors;
@@ -133,6 +137,8 @@ pub(crate) struct RegionBase {
     inner: Owned<Inner>,
     desc: immwire::MrDesc,
     ptr: usize,
+    /// The GPU that has the memory.
+    device: Option<u32>,
     readonly: bool,
 }
 
@@ -181,10 +187,14 @@ pub(crate) fn make<'py>(
     lingering: &Arc<Lingering>,
 ) -> PyResult<Bound<'py, PyAny>> {
     let (desc, ptr) = (region.desc(), region.as_ptr().expose_provenance());
+    let device = match region.place() {
+        Place::Host => None,
+        Place::Gpu(ordinal) => Some(ordinal),
+    };
     let is_part = lingering.enter(desc.keys);
     let state = Mutex::new(State { held: Some(Held { region, keep: vec![keep] }), views: 0 });
     let inner = Owned::new(Inner { state, lingering: Arc::clone(lingering), is_part });
-    let base = RegionBase { inner, desc, ptr, readonly };
+    let base = RegionBase { inner, desc, ptr, device, readonly };
     class(py)?.call1((NewRegion(Mutex::new(Some(base))),))
 }
 
@@ -201,6 +211,12 @@ impl Exporter for RegionBase {
     fn exported(&self) -> PyResult<Offer> {
         let mut state = lock(&self.inner.get()?.state);
         let held = state.held.as_ref().ok_or_else(errors::region_closed)?;
+        if let Some(device) = self.device {
+            return Err(PyBufferError::new_err(format!(
+                "the region is memory of GPU {device}, which has no buffer: copy bytes with read and write, or give the \
+                 region to torch.as_tensor or cupy.asarray"
+            )));
+        }
         let offer =
             Offer { ptr: held.region.as_ptr(), len: held.region.len(), readonly: self.readonly };
         state.views += 1;
@@ -244,6 +260,32 @@ impl RegionBase {
         self.ptr
     }
 
+    /// The number of the GPU that has the memory; ``None``: it is the host's.
+    #[getter]
+    fn device(&self) -> Option<u32> {
+        self.device
+    }
+
+    /// The bytes, for ``torch.as_tensor``, ``cupy.asarray`` and others; of a GPU's memory only. What was made of it must not
+    /// be used once the region is closed.
+    #[getter(__cuda_array_interface__)]
+    fn cuda_array_interface<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        if self.device.is_none() {
+            // So that `hasattr` says no.
+            return Err(PyAttributeError::new_err("__cuda_array_interface__ is of a GPU's memory"));
+        }
+        self.region()?;
+        let fields = PyDict::new(py);
+        fields.set_item(intern!(py, "shape"), (self.desc.len,))?;
+        fields.set_item(intern!(py, "typestr"), "|u1")?;
+        fields.set_item(intern!(py, "data"), (self.ptr, self.readonly))?;
+        fields.set_item(intern!(py, "version"), 3)?;
+        fields.set_item(intern!(py, "strides"), py.None())?;
+        // Nobody need wait for a stream: what a counter has counted is there.
+        fields.set_item(intern!(py, "stream"), py.None())?;
+        Ok(fields)
+    }
+
     /// Whether it is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
@@ -273,13 +315,14 @@ impl RegionBase {
         let length = length.unwrap_or_else(|| region.len().saturating_sub(offset));
         region.slice(offset, length).map_err(|error| errors::region(&error))?;
         PyBytes::new_with(py, usize::try_from(length).unwrap_or(usize::MAX), |bytes| {
-            region.read(offset, bytes).map_err(|error| errors::region(&error))
+            // A GPU is waited for.
+            py.detach(|| region.read(offset, bytes)).map_err(|error| errors::access(&error))
         })
     }
 
-    /// Copies bytes in.
+    /// Copies bytes in. Of a GPU's memory this, as ``read``, takes some hundred microseconds at least.
     #[pyo3(signature = (offset, data, /))]
-    fn write(&self, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
+    fn write(&self, py: Python<'_>, offset: u64, data: &Bound<'_, PyAny>) -> PyResult<()> {
         if self.readonly {
             return Err(errors::request("the region's memory is read only"));
         }
@@ -287,6 +330,11 @@ impl RegionBase {
         let view = View::contiguous(data, false)?;
         let length = u64::try_from(view.len()).unwrap_or(u64::MAX);
         region.slice(offset, length).map_err(|error| errors::region(&error))?;
+        if self.device.is_some() {
+            let bytes = view.to_vec();
+            let written = py.detach(|| region.write(offset, &bytes));
+            return written.map_err(|error| errors::access(&error));
+        }
         let to = region.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX));
         // SAFETY: for `copy`:
         // - `to` is valid for `length` bytes: `slice` checked the range, and `region` keeps it mapped;
@@ -371,6 +419,7 @@ impl RegionBase {
             Ok(_) => "",
             Err(_) => ", of the parent process",
         };
-        format!("<Region {len} bytes at {ptr:#x}, {rights}{closed}>")
+        let of = self.device.map_or(String::new(), |device| format!(" of GPU {device}"));
+        format!("<Region {len} bytes at {ptr:#x}{of}, {rights}{closed}>")
     }
 }

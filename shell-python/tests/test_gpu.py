@@ -1,0 +1,279 @@
+"""Memory of GPUs, on the stand-in for the CUDA driver (`verification/fake-cuda`), which aborts at a broken rule.
+
+Each case is a process of its own, for the loader has to find the stand-in as the driver: in the folder that
+`IMMWIRE_FAKE_CUDA` names. `shell-python/check` sets it. A machine's own GPUs are not used.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import immwire
+import pytest
+from conftest import PATIENCE, Pair
+
+BYTES = 1_000_003
+PAGE, PAGES = 4096, 300
+
+
+def interface(address, **more):
+    """Something that offers __cuda_array_interface__ alone."""
+
+    class Array:
+        __cuda_array_interface__: ClassVar = {
+            "data": (address, False),
+            "shape": (BYTES,),
+            "typestr": "|u1",
+            "version": 3,
+            **more,
+        }
+
+    return Array()
+
+
+class _Tensor(ctypes.Structure):
+    _fields_: ClassVar = [
+        ("data", ctypes.c_void_p),
+        ("device_type", ctypes.c_int32),
+        ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8),
+        ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.c_void_p),
+        ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p),
+        ("deleter", ctypes.c_void_p),
+    ]
+
+
+def dlpack(address, device):
+    """Something that offers DLPack alone: bytes of GPU `device`, without a version."""
+    shape = (ctypes.c_int64 * 1)(BYTES)
+    tensor = _Tensor(address, 2, device, 1, 1, 8, 1, shape, None, 0, None, None)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+
+    class Tensor:
+        keep = tensor, shape
+
+        def __dlpack__(self):
+            return new(ctypes.addressof(tensor), b"dltensor", None)
+
+        def __dlpack_device__(self):
+            return 2, device
+
+    return Tensor()
+
+
+def allocated(device, nbytes):
+    """The address of memory of a GPU that another library has allocated."""
+    # The one that the engine has loaded: another copy would know nothing of its memory.
+    maps = Path("/proc/self/maps").read_text().splitlines()
+    cuda = ctypes.CDLL(next(line.split()[-1] for line in maps if "libcuda.so" in line))
+    context, address = ctypes.c_void_p(), ctypes.c_uint64()
+    for status in (
+        cuda.cuInit(0),
+        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
+        cuda.cuCtxPushCurrent_v2(context),
+        cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)),
+        cuda.cuCtxPopCurrent_v2(ctypes.byref(context)),
+    ):
+        assert status == 0
+    return address.value
+
+
+def sent(pair, src, dst):
+    """Whether all of a write arrives, bit by bit."""
+    data = random.randbytes(src.nbytes)
+    src.write(0, data)
+    with pair.receiver.counter() as counter:
+        transfer = pair.sender.submit_single_write(peer=pair.peer, src=src, dst=dst.desc, imm=counter.tag)
+        counter.wait_blocking(1)
+        transfer.wait_blocking()
+    return dst.read() == data
+
+
+def case_every_way_between_two_gpus_and_the_host():
+    pair = Pair(gpus=[0, 1], sms=4)
+    for here in (None, 0, 1):
+        for there in (None, 0, 1):
+            src, dst = pair.sender.alloc(BYTES, device=here), pair.receiver.alloc(BYTES, device=there)
+            assert (src.device, dst.device) == (here, there)
+            assert dst.read() == bytes(BYTES)
+            assert sent(pair, src, dst), (here, there)
+            src.close()
+            dst.close()
+    src, dst = pair.sender.register(bytearray(BYTES)), pair.receiver.alloc(BYTES, device=1)
+    assert src.device is None
+    assert sent(pair, src, dst)
+    pair.close()
+
+
+def case_pages_go_where_the_lists_say():
+    pair = Pair(gpus=[0, 1])
+    src, dst = pair.sender.alloc(PAGE * PAGES, device=0), pair.receiver.alloc(PAGE * PAGES, device=1)
+    data = random.randbytes(PAGE * PAGES)
+    src.write(0, data)
+    pages = range(PAGES)
+    here, there = random.sample(pages, PAGES), random.sample(pages, PAGES)
+    counter = pair.receiver.counter()
+    pair.sender.submit_paged_writes(
+        peer=pair.peer,
+        page_bytes=PAGE,
+        src=src,
+        src_pages=here,
+        dst=dst.desc,
+        dst_pages=there,
+        imm=counter.tag,
+    ).wait_blocking()
+    counter.wait_blocking(PAGES)
+    for one, other in zip(here, there, strict=True):
+        assert dst.read(other * PAGE, PAGE) == data[one * PAGE : (one + 1) * PAGE]
+    pair.close()
+
+
+def receive(connection):
+    """The other process: says where to write, and then what is there."""
+    with immwire.TransferEngine(gpus=[1], timeout=PATIENCE) as engine:
+        memory, counter = engine.alloc(BYTES, device=1), engine.counter()
+        connection.send((bytes(engine.address), bytes(memory.desc), counter.tag))
+        counter.wait_blocking(1)
+        connection.send_bytes(memory.read())
+        connection.recv()
+
+
+def case_another_process_is_written_to():
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=receive, args=(theirs,), daemon=True)
+    process.start()
+    with immwire.TransferEngine(gpus=[0, 1], timeout=PATIENCE) as engine:
+        assert ours.poll(PATIENCE)
+        address, desc, tag = ours.recv()
+        src, data = engine.alloc(BYTES, device=0), random.randbytes(BYTES)
+        src.write(0, data)
+        peer, dst = engine.add_peer(address), immwire.MrDesc.from_bytes(desc)
+        engine.submit_single_write(peer=peer, src=src, dst=dst, imm=tag).wait_blocking()
+        assert ours.poll(PATIENCE)
+        assert ours.recv_bytes() == data
+        ours.send(None)
+        process.join(PATIENCE)
+    assert process.exitcode == 0
+
+
+def case_memory_of_other_libraries_is_registered():
+    pair = Pair(gpus=[0, 1])
+    region = pair.receiver.alloc(BYTES, device=1)
+    fields = region.__cuda_array_interface__
+    assert fields["data"] == (region.ptr, False)
+    assert (fields["shape"], fields["typestr"], fields["version"]) == ((BYTES,), "|u1", 3)
+    assert fields["stream"] is None
+    here, there = allocated(0, BYTES), allocated(1, BYTES)
+    for src, dst in (
+        (interface(here), region),
+        (interface(here, stream=1), dlpack(there, 1)),
+        (dlpack(here, 0), interface(there, strides=None, mask=None)),
+        ((here, BYTES), (there, BYTES)),
+    ):
+        src, dst = pair.sender.register(src), pair.receiver.register(dst)
+        assert (src.device, dst.device) == (0, 1), (src, dst)
+        assert sent(pair, src, dst)
+        dst.close()
+        src.close()
+    source = pair.sender.register(interface(here, data=(here, True)))
+    assert not source.desc.remote_write
+    with pytest.raises(immwire.RequestError, match="read only"):
+        source.write(0, b"x")
+    with pytest.raises(immwire.RequestError, match="contiguous"):
+        pair.sender.register(interface(here, strides=(2,)))
+    with pytest.raises(immwire.UnsupportedMemory, match="mask"):
+        pair.sender.register(interface(here, mask=object()))
+    pair.close()
+
+
+def case_what_cannot_be_is_refused():
+    with pytest.raises(immwire.ImmwireError, match="GPU 9"):
+        immwire.TransferEngine(gpus=[9])
+    with pytest.raises(immwire.ImmwireError, match="once"):
+        immwire.TransferEngine(gpus=[0, 0])
+    with immwire.TransferEngine(gpus=[0]) as engine:
+        with pytest.raises(immwire.UnsupportedMemory, match="GPU 1"):
+            engine.alloc(BYTES, device=1)
+        with pytest.raises(immwire.UnsupportedMemory, match="GPU 1"):
+            engine.register((allocated(1, BYTES), BYTES))
+        with pytest.raises(immwire.RequestError, match="zero"):
+            engine.alloc(0, device=0)
+        region = engine.alloc(BYTES, device=0)
+        for part in (region, region.slice(5, 100)):
+            with pytest.raises(BufferError, match=r"torch\.as_tensor"):
+                memoryview(part)
+            assert part.__cuda_array_interface__["data"] == (part.ptr, False)
+            assert "of GPU 0" in repr(part)
+        del part
+        region.write(10, b"abc")
+        assert region.slice(9, 5).read() == b"\0abc\0"
+        for outside in (BYTES - 2, BYTES + 1, 2**63):
+            with pytest.raises(immwire.RequestError):
+                region.write(outside, b"abc")
+            with pytest.raises(immwire.RequestError):
+                region.read(outside, 3)
+        # A view that was refused is not counted.
+        region.close()
+        with pytest.raises(immwire.RegionError, match="closed"):
+            region.__cuda_array_interface__  # noqa: B018
+    with immwire.TransferEngine() as engine:
+        with pytest.raises(immwire.UnsupportedMemory, match="GPU 0"):
+            engine.alloc(BYTES, device=0)
+        with pytest.raises(immwire.UnsupportedMemory, match=r"gpus=\[0\]"):
+            engine.register(dlpack(allocated(0, BYTES), 0))
+
+
+CASES = [name for name in dir() if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_stand_in(case, tmp_path):
+    place = os.environ.get("IMMWIRE_FAKE_CUDA")
+    assert place, "IMMWIRE_FAKE_CUDA must name the folder that verification/fake-cuda/check --place prints"
+    assert (Path(place) / "libcuda.so.1").exists()
+    log = tmp_path / "broken-rules"
+    environment = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
+    environment |= dict(LD_LIBRARY_PATH=place, IMMWIRE_FAKE_CUDA_GPUS="2", IMMWIRE_FAKE_CUDA_LOG=str(log))
+    ran = subprocess.run(
+        [sys.executable, __file__, case],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout == f"{case} holds\n"
+    assert not log.exists(), log.read_text()
+
+
+def test_options_that_contradict_each_other_are_refused():
+    with pytest.raises(immwire.ConfigError, match='provider="shm"'):
+        immwire.TransferEngine(provider="libfabric", gpus=[0])
+    with pytest.raises(immwire.ConfigError, match="sms"):
+        immwire.TransferEngine(sms=4)
+    with pytest.raises(immwire.ConfigError, match="SMs"):
+        immwire.TransferEngine(gpus=[0], sms=0)
+
+
+def test_memory_of_the_host_is_of_no_gpu(pair):
+    region = pair.sender.alloc(8)
+    assert region.device is None
+    assert not hasattr(region, "__cuda_array_interface__")
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(sys.argv[1], "holds")
