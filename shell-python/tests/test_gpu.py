@@ -1,4 +1,4 @@
-"""Memory of GPUs, on the stand-in for the CUDA driver (`verification/fake-cuda`), which aborts at a broken rule.
+"""Memory of GPUs, on the stand-in for the CUDA driver (`verification/fake-cuda`): it aborts at a broken rule.
 
 Each case is a process of its own, for the loader has to find the stand-in as the driver: in the folder that
 `IMMWIRE_FAKE_CUDA` names. `shell-python/check` sets it. A machine's own GPUs are not used.
