@@ -486,6 +486,8 @@ impl<'w, W: World> Program<'w, W> {
         if !self.faults.remove(&opposite) {
             self.faults.insert(fault);
         }
+        // It may be put right before the next look.
+        self.look_at_paths();
         let pairs = self.pairs();
         let hit = |(a, b): &(usize, usize)| match fault {
             Fault::Nic { engine, .. } => engine == *a || engine == *b,
@@ -592,6 +594,7 @@ impl<'w, W: World> Program<'w, W> {
             self.unhealthy.insert((at, nic));
         }
         self.health_changed = self.world.now();
+        self.look_at_paths();
         self.say(|| format!("engine {at} sets the health of NIC {nic} to {healthy}"));
         true
     }
