@@ -15,6 +15,7 @@ use std::time::{Duration, Instant};
 
 use immwire::core::wire::Wire;
 use immwire::{ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, SingleWrite, SubmitError};
+use immwire_cuda::Device;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
@@ -32,7 +33,10 @@ pub enum Ask {
     /// Drops the engine and all that belongs to it.
     Drop,
     /// Threads and open files of the process.
-    Census,
+    /// What a GPU's driver keeps in a process that has used it is there before the first.
+    Census {
+        gpus: bool,
+    },
     /// Microseconds of processor time that the process has used.
     Cpu,
     Peer {
@@ -299,7 +303,7 @@ impl State {
                 *self = Self::default();
                 Say::Fine
             }
-            Ask::Census => census(),
+            Ask::Census { gpus } => census(gpus),
             Ask::Cpu => Say::Number(cpu_micros()),
             Ask::Peer { address } => Say::Peer(plain(self.host().peer(&parse(&address)))),
             Ask::TryPeer { address } => match self.host().try_peer(&parse(&address)) {
@@ -575,7 +579,12 @@ impl Drop for Flood {
 }
 
 /// Threads and open files of this process.
-fn census() -> Say {
+fn census(gpus: bool) -> Say {
+    static HELD: OnceLock<Vec<Device>> = OnceLock::new();
+    if gpus {
+        let all = || (0..Device::count().expect("GPUs")).map(|i| Device::open(i).expect("a GPU"));
+        HELD.get_or_init(|| all().collect());
+    }
     let threads = std::fs::read_dir("/proc/self/task").expect("procfs").count() as u64;
     let open = std::fs::read_dir("/proc/self/fd").expect("procfs");
     // The listing itself is one that is closed by then.

@@ -10,8 +10,8 @@
 use std::time::{Duration, Instant};
 
 use immwire::{
-    End, MrDesc, PagedWrite, Pages, PeerId, Region, SubmitError, Transfer, TransferEngine,
-    TransferError,
+    End, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, SubmitError, Transfer,
+    TransferEngine, TransferError,
 };
 use rustix::process::Signal;
 
@@ -57,8 +57,8 @@ fn every_way(case: &Case, test: fn(&Case, Way)) {
 /// Two sides, and memory on each, filled.
 struct Scene {
     own: Own,
-    /// Pages of a long transfer.
-    many: u32,
+    /// Pages of a long transfer, here and there.
+    lists: (PageIndices, PageIndices),
     me: Host,
     other: Agent,
     peer: PeerId,
@@ -74,23 +74,22 @@ impl Scene {
         let (there, desc) = other.memory(&me, SIZE, own);
         poison(&src, 0, SIZE, OLD);
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
-        Self { own, many: case.many(), me, other, peer, src, there, desc }
+        let pages = u32::try_from(SIZE / PAGE).expect("small");
+        let list = |by| (0..case.many()).map(|i| i % pages * by % pages).collect::<Vec<_>>();
+        let lists = (list(7).into(), list(11).into());
+        Self { own, lists, me, other, peer, src, there, desc }
     }
 
     /// A transfer that takes a while: each page of the region many times.
     fn long(&self, engine: &TransferEngine) -> Result<Transfer, SubmitError> {
-        let pages = u32::try_from(SIZE / PAGE).expect("small");
-        let many = self.many;
-        let from: Vec<u32> = (0..many).map(|i| i * 7 % pages).collect();
-        let to: Vec<u32> = (0..many).map(|i| i * 11 % pages).collect();
-        let pages = |list: Vec<u32>| Pages { indices: list.into(), stride: PAGE, offset: 0 };
+        let pages = |list: &PageIndices| Pages { indices: list.clone(), stride: PAGE, offset: 0 };
         engine.submit_paged_writes(&PagedWrite {
             peer: self.peer,
             page_bytes: PAGE,
             src: &self.src,
-            src_pages: pages(from),
+            src_pages: pages(&self.lists.0),
             dst: &self.desc,
-            dst_pages: pages(to),
+            dst_pages: pages(&self.lists.1),
             imm: None,
         })
     }

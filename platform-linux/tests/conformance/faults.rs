@@ -194,7 +194,8 @@ fn peer_stopped(case: &Case) {
     // More announcements than there is room for.
     let limit = Duration::from_millis(200);
     let start = Instant::now();
-    let transfer = pages(&me, peer, &src, &desc, 5000, Some(tag), Some(limit));
+    let many = if case.facts().has_gpus { case.many() } else { 5000 };
+    let transfer = pages(&me, peer, &src, &desc, many, Some(tag), Some(limit));
     third.is_served(&me);
     let end = me.end(&transfer);
     assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());

@@ -26,8 +26,8 @@ pub const TESTS: &[Test] = &[
 /// Threads, and what each open file is.
 type Census = (u64, Vec<String>);
 
-fn census(me: &Host, agent: &mut Agent) -> Census {
-    match agent.ask(me, Ask::Census) {
+fn census(case: &Case, me: &Host, agent: &mut Agent) -> Census {
+    match agent.ask(me, Ask::Census { gpus: case.facts().has_gpus }) {
         Say::Census { threads, files } => (threads, files),
         other => panic!("{other:?}"),
     }
@@ -50,10 +50,10 @@ fn back_to(case: &Case, me: &Host, agent: &mut Agent, before: &Census) {
     };
     // A thread that was joined may be listed for a moment more; that of a flood ends by itself.
     let start = Instant::now();
-    let mut now = census(me, agent);
+    let mut now = census(case, me, agent);
     while !is_back(&now) && start.elapsed() < Duration::from_secs(2) {
         me.linger(Duration::from_millis(2));
-        now = census(me, agent);
+        now = census(case, me, agent);
     }
     assert!(is_back(&now), "threads and files, after and before: {now:?}, {before:?}");
 }
@@ -63,7 +63,7 @@ fn stop_under_load(case: &Case, sender_stops: bool) {
     let me = case.me();
     for &(foreign, own) in case.facts().ways {
         let (mut sender, mut receiver) = (case.bare_agent("sender"), case.bare_agent("receiver"));
-        let before = (census(&me, &mut sender), census(&me, &mut receiver));
+        let before = (census(case, &me, &mut sender), census(case, &me, &mut receiver));
         for round in 0..3 {
             let setup = Setup { foreign, ..case.setup(if round == 2 { 4 } else { 1 }) };
             sender.build(&setup);
@@ -112,7 +112,7 @@ fn both_stop(case: &Case) {
     let me = case.me();
     // The agent's process hosts one engine, and the flood comes from a thread agent in it.
     let mut agent = case.bare_agent("both");
-    let before = census(&me, &mut agent);
+    let before = census(case, &me, &mut agent);
     for round in 0..5 {
         let setup = case.setup(if round % 2 == 0 { 1 } else { 4 });
         match agent.ask(&me, Ask::LoadAndDrop(setup)) {

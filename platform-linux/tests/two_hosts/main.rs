@@ -157,7 +157,7 @@ fn setup(nics: u8, silent_ms: Option<u64>) -> Setup {
 /// The other host: up, in a network of its own, without an engine.
 fn other_host() -> Agent {
     let mut agent = Agent::process("the other host");
-    agent.post(Ask::Census);
+    agent.post(Ask::Census { gpus: false });
     let up = agent.answer(None);
     assert!(matches!(up, Say::Census { .. }), "{up:?}");
     agent
