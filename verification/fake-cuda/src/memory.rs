@@ -14,7 +14,7 @@
 use crate::code::{self, Answer};
 use crate::config;
 use crate::violation::broken;
-use rustix::fs::{FlockOperation, MemfdFlags, Mode, OFlags};
+use rustix::fs::{FallocateFlags, FlockOperation, MemfdFlags, Mode, OFlags};
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags};
 use std::collections::{BTreeMap, BTreeSet};
@@ -234,6 +234,14 @@ impl Range {
     pub(crate) fn shadow(&self, address: u64) -> *mut u8 {
         let start = self.backing().map_or(self.start, |backing| backing.shadow);
         (start + (address - self.start)) as *mut u8
+    }
+
+    /// Makes holes of `bytes` bytes from `address`, which read as zeroes; false: not possible.
+    pub(crate) fn clear(&self, address: u64, bytes: u64) -> bool {
+        let hole = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        self.backing().is_some_and(|backing| {
+            rustix::fs::fallocate(&backing.file, hole, address - self.start, bytes).is_ok()
+        })
     }
 
     /// Whether the access that was set for memory mapped by hand allows this.

@@ -13,6 +13,9 @@ use std::ptr;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicU64};
 
+/// From how many bytes on memory is cleared by the kernel.
+const CLEARED_BYTES: u64 = 1 << 20;
+
 /// Which side of a copy is host memory that is neither pinned nor registered.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Host {
@@ -174,13 +177,18 @@ impl Reach {
         }
     }
 
-    /// Fills.
+    /// Fills. Much that is cleared takes no memory until it is written.
     pub(crate) fn fill(&mut self, mut at: u64, byte: u8, mut bytes: u64) {
         while bytes > 0 {
             let (target, room) = self.find(at, true, "target");
             let step = bytes.min(room);
-            // SAFETY: `step` bytes of memory that is mapped while it is held.
-            unsafe { ptr::write_bytes(target, byte, crate::memory::size(step)) };
+            let cleared = byte == 0
+                && step >= CLEARED_BYTES
+                && self.held(at, true).is_some_and(|range| range.clear(at, step));
+            if !cleared {
+                // SAFETY: `step` bytes of memory that is mapped while it is held.
+                unsafe { ptr::write_bytes(target, byte, crate::memory::size(step)) };
+            }
             (at, bytes) = (at + step, bytes - step);
         }
     }

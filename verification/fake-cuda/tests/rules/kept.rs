@@ -289,6 +289,15 @@ fn copies_and_fills() {
             ok!(cuMemFree_v2(memory));
             ok!(cuMemFree_v2(other));
         }
+        // Cleared in part, by the page and across pages.
+        let long = 40 << 20;
+        let memory = got!(cuMemAlloc_v2(long));
+        ok!(cuMemsetD8Async(memory, 7, long, gpu.stream));
+        ok!(cuMemsetD8Async(memory + 100, 0, long - 300, gpu.stream));
+        let read = gpu.read(memory, long);
+        let cleared = |i: usize| (100..long - 200).contains(&i);
+        assert!((0..long).all(|i| (read[i] == 0) == cleared(i) && [0, 7].contains(&read[i])));
+        ok!(cuMemFree_v2(memory));
         let address: u64 = got!(cuMemAlloc_v2(64));
         assert!(gpu.read(address, 64).iter().all(|&byte| byte != 0), "new memory is not zero");
         let mut host = pattern(64, 2);
