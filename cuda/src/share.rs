@@ -68,7 +68,8 @@ pub enum Received<'a> {
 ///
 /// # Errors
 ///
-/// [`Error::Managed`]; [`Error::OutOfBounds`] if the range leaves its allocation; or what the driver answers.
+/// [`Error::Managed`]; [`Error::OutOfBounds`] if the range leaves its allocation; [`Error::NotShareable`] if it is of a GPU
+/// that this process does not see; or what the driver answers.
 pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found>, Error> {
     use cu::CUpointer_attribute as A;
     const DEVICE: u32 = cu::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
@@ -96,7 +97,9 @@ pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found
             fact::<usize>(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)?,
         )
     };
-    let found = Found { ordinal: ordinal.unsigned_abs(), start, bytes: whole as u64 };
+    // Of a GPU that this process does not see it is negative.
+    let ordinal = u32::try_from(ordinal).map_err(|_| Error::NotShareable { address })?;
+    let found = Found { ordinal, start, bytes: whole as u64 };
     let end = address.checked_sub(start).and_then(|offset| offset.checked_add(bytes));
     match end {
         Some(end) if end <= found.bytes => Ok(Some(found)),
@@ -303,10 +306,18 @@ impl SharedMemory {
         check("cuMemsetD8Async", unsafe {
             cu::cuMemsetD8Async(mapped.at, 0, whole, stream.handle())
         })?;
-        let event = Event::new(device)?;
-        event.record(&stream)?;
-        event.wait(COPY_LIMIT)?;
-        Ok(Self { mapped, _physical: physical })
+        let done = Event::new(device)
+            .and_then(|event| event.record(&stream).map(|()| event))
+            .and_then(|event| event.wait(COPY_LIMIT));
+        let memory = Self { mapped, _physical: physical };
+        match done {
+            Ok(()) => Ok(memory),
+            Err(why) => {
+                // It may be written to for as long as the GPU likes.
+                std::mem::forget(memory);
+                Err(why)
+            }
+        }
     }
 
     /// The first byte.
