@@ -27,7 +27,7 @@
 //!    notes ([`Token::is_note`]: heartbeats, asks, answers) to each peer, or for as many to some peers as its queues are
 //!    long enough for. So peers that take nothing do not cost the connections to the others.
 //!
-//! 6. *Runs of pages.* A piece whose [`WorkRequest::run`] counts pages is not one range: it is as many pages,
+//! 7. *Runs of pages.* A piece whose [`WorkRequest::run`] counts pages is not one range: it is as many pages,
 //!    anywhere in the two regions, and one piece in every other respect. [`Sink::page_run`] says where they lie,
 //!    from `post` on until the piece is reported; a piece of which it says nothing is reported as failed. Only
 //!    NICs all of which say that they take more than one page in a piece are given any.
