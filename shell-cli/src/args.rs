@@ -4,8 +4,9 @@ use crate::bench::plan::{What, parse_bytes};
 use crate::motor::Mode;
 use crate::sim::WORLD_MAX;
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use immwire::NetAddr;
 use immwire::sim::NicModel;
+use immwire::{NetAddr, Place};
+use std::num::NonZeroU32;
 use std::path::PathBuf;
 
 /// Moves memory between processes by one-sided writes with immediate: measures it, moves files with
@@ -25,6 +26,7 @@ Examples:
   immwire recv --dir inbox           prints an address; then, in another terminal:
   immwire push model.safetensors iw1:...
   immwire bench --provider libfabric over TCP on this host; --listen and --connect for two hosts
+  immwire bench --provider nvlink --gpus 0,1      between the memory of two GPUs
   immwire sim ep --sweep             what 8 to 512 ranks would take on ConnectX-7
 
 IMMWIRE_LOG=debug (or a filter such as immwire=trace) writes a log to standard error.";
@@ -55,6 +57,9 @@ pub enum Command {
     /// The child that loads libibverbs for `doctor`.
     #[command(name = "__probe-verbs", hide = true)]
     ProbeVerbs,
+    /// The child that loads the CUDA driver for `doctor`.
+    #[command(name = "__probe-cuda", hide = true)]
+    ProbeCuda,
 }
 
 /// Which transport.
@@ -66,6 +71,27 @@ pub enum Provider {
     Libfabric,
     /// libibverbs: RDMA NICs, RoCE and InfiniBand
     Verbs,
+    /// Shared memory with GPUs' memory, over NVLink or PCIe; for `bench`
+    Nvlink,
+}
+
+/// Whose memory a benchmark writes from and to.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
+pub struct GpuArgs {
+    /// Source and destination, with --provider nvlink: numbers of GPUs, or host; one GPU for both
+    #[arg(long, value_delimiter = ',', value_parser = place, value_name = "GPU|host")]
+    pub gpus: Vec<Place>,
+    /// SMs of a GPU that one copy takes [default: 8]
+    #[arg(long, value_name = "N")]
+    pub sms: Option<NonZeroU32>,
+}
+
+fn place(text: &str) -> Result<Place, String> {
+    if text == "host" {
+        return Ok(Place::Host);
+    }
+    let number = text.parse().map_err(|_| format!("\"{text}\" is neither a GPU's number nor host"));
+    number.map(Place::Gpu)
 }
 
 /// What carries the writes.
@@ -104,6 +130,10 @@ Rates are timed at the sender, over a window with --depth transfers in flight, u
 each window the receiver checks its counter and every byte; the bytes change each time. Latency ends at
 the receiver: its counter has fired, and it has read the bytes and answered.
 
+Between GPUs (nvlink) the source is this process's memory of the first, the destination the peer's of the
+second; write, pages and rate are measured. The baseline is the driver's own copy (cuMemcpyAsync) of the same bytes, to
+memory of the second GPU's that this process has; of pages, of as many bytes in one piece.
+
 The baseline is measured in turns with ours, in the same processes and over the same memory. For shm it is
 memcpy into the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory.
 For libfabric and verbs it is a loop over fi_writedata or ibv_post_send on an endpoint of its own, with
@@ -128,7 +158,9 @@ Examples:
   immwire bench write --connect iw1:...
   immwire bench --listen --provider libfabric --interface eth0     on one host, and on another:
   immwire bench latency --connect iw1:... --interface eth0
-  immwire bench write --provider verbs --device mlx5_0";
+  immwire bench write --provider verbs --device mlx5_0
+  immwire bench --provider nvlink --gpus 0,1
+  immwire bench write --provider nvlink --gpus host,1 --size 1M,64M --sms 16";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]
@@ -146,6 +178,9 @@ pub struct BenchArgs {
     /// What carries the writes
     #[command(flatten)]
     pub transport: TransportArgs,
+    /// Whose memory is written from and to
+    #[command(flatten)]
+    pub gpus: GpuArgs,
     /// NICs of each engine: 1 to 8
     #[arg(long, default_value_t = 1, value_parser = clap::value_parser!(u8).range(1..=8))]
     pub nics: u8,
@@ -247,12 +282,11 @@ pub struct RecvArgs {
 
 const DOCTOR_HELP: &str = "\
 No privilege is needed. Libraries are searched for by name where the loader would look, not opened, since
-that would run their code; but libfabric and libibverbs, if they are there, are loaded by child processes,
-and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name others.
+that would run their code; but libfabric, libibverbs and the CUDA driver, if they are there, are loaded by
+child processes, and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name others.
 
-Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What no
-machine can do with this version (GPU memory), and what needs a library that is not installed (other
-hosts), is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
+Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What needs
+a library or a device that is not there (other hosts, GPU memory) is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
 
 Examples:
   immwire doctor
@@ -403,6 +437,9 @@ pub struct PeerArgs {
     /// What carries the writes.
     #[command(flatten)]
     pub transport: TransportArgs,
+    /// Whose memory is written from and to.
+    #[command(flatten)]
+    pub gpus: GpuArgs,
 }
 
 #[cfg(test)]
@@ -437,6 +474,8 @@ mod tests {
             "immwire bench --listen write",
             "immwire bench write --connect nowhere",
             "immwire bench --provider infiniband",
+            "immwire bench --provider nvlink --gpus 0,guest",
+            "immwire bench --provider nvlink --gpus 0,1 --sms 0",
             "immwire push x",
             "immwire push x y",
             "immwire recv",

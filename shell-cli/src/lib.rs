@@ -95,6 +95,9 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
         Command::ProbeLibfabric => {
             doctor::fabric::tell().map_err(|error| failed(error.to_string())).map(|()| 0)
         }
+        Command::ProbeCuda => {
+            doctor::cuda::tell().map_err(|error| failed(error.to_string())).map(|()| 0)
+        }
         Command::ProbeVerbs => {
             doctor::rdma::tell().map_err(|error| failed(error.to_string())).map(|()| 0)
         }

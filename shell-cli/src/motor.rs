@@ -4,13 +4,13 @@
 //! think of either.
 
 use crate::signals;
-use crate::transport::TransportError;
+use crate::transport::{Carrier, TransportError};
 use clap::ValueEnum;
 use immwire::core::wire::Wire;
 use immwire::{
     AddPeerError, BuildError, CountError, CounterTaken, Driver, End, ImmCounter, Message, MrDesc,
-    NetAddr, PeerError, PeerId, RecvError, RegisterError, SingleWrite, SubmitError, Transfer,
-    TransferEngine, TransferError, Transport,
+    NetAddr, PeerError, PeerId, Place, RecvError, Region, RegisterError, SingleWrite, SubmitError,
+    Transfer, TransferEngine, TransferError, Transport,
 };
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -84,13 +84,39 @@ impl Motor {
     ///
     /// [`MotorError::Build`].
     pub fn new(transport: &Transport, nics: u8, mode: Mode) -> Result<Self, MotorError> {
-        let builder = TransferEngine::builder().transport(transport.clone()).nics(nics);
+        Self::on(&Carrier { transport: transport.clone(), gpus: None }, nics, mode)
+    }
+
+    /// The same, with the GPUs of `carrier`.
+    ///
+    /// # Errors
+    ///
+    /// [`MotorError::Build`].
+    pub fn on(carrier: &Carrier, nics: u8, mode: Mode) -> Result<Self, MotorError> {
+        let mut builder = TransferEngine::builder().transport(carrier.transport.clone()).nics(nics);
+        if let Some(pair) = &carrier.gpus {
+            builder = builder.gpus(pair.ordinals());
+            builder = if let Some(sms) = pair.sms { builder.sms(sms) } else { builder };
+        }
         Ok(match mode {
             Mode::Thread => Self { engine: builder.build()?, driver: None },
             Mode::Polled => {
                 let (engine, driver) = builder.build_polled()?;
                 Self { engine, driver: Some(driver) }
             }
+        })
+    }
+
+    /// Zeroed memory, where it is to be.
+    ///
+    /// # Errors
+    ///
+    /// [`MotorError::Memory`].
+    pub fn alloc(&self, place: Place, bytes: u64) -> Result<Region, MotorError> {
+        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+        Ok(match place {
+            Place::Host => self.engine.alloc(bytes)?,
+            Place::Gpu(ordinal) => self.engine.alloc_gpu(ordinal, bytes)?,
         })
     }
 

@@ -2,16 +2,18 @@
 //!
 //! Pure: opens nothing. The words for a failure are the engine's own; here the next step is added.
 
-use crate::args::{Provider, TransportArgs};
+use crate::args::{GpuArgs, Provider, TransportArgs};
 use crate::motor::MotorError;
 use immwire::core::peer::DownReason;
 use immwire::core::wire::ProviderKind;
 use immwire::libfabric::LibfabricError;
 use immwire::provider::ConnectError;
+use immwire::shm::ShmError;
 use immwire::verbs::VerbsError;
 use immwire::{
-    AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Transport, VerbsOptions,
+    AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Place, Transport, VerbsOptions,
 };
+use std::num::NonZeroU32;
 
 /// The interface that reaches this host alone.
 const LOOPBACK: &str = "lo";
@@ -31,6 +33,77 @@ pub enum TransportError {
         /// For which transport.
         provider: &'static str,
     },
+    /// Files and messages are in the host's memory.
+    #[error("--provider nvlink is for bench: files are in the memory of the host; leave it out")]
+    OnlyMeasured,
+    /// No GPU was named, or too many.
+    #[error(
+        "--provider nvlink needs --gpus: one GPU, or a source and a destination of which one may be host"
+    )]
+    Gpus,
+}
+
+/// Whose memory is written from and to, where GPUs write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct GpuPair {
+    /// The measuring process's.
+    pub src: Place,
+    /// The peer's.
+    pub dst: Place,
+    /// SMs that a copy takes at most.
+    pub sms: Option<NonZeroU32>,
+    /// The one that copies, as the engine chooses it: the source's, or else the destination's.
+    writer: u32,
+}
+
+impl GpuPair {
+    /// The GPU that copies.
+    #[must_use]
+    pub const fn writer(&self) -> u32 {
+        self.writer
+    }
+
+    /// Both, each once.
+    #[must_use]
+    pub fn ordinals(&self) -> Vec<u32> {
+        let other = [self.src, self.dst].into_iter().find_map(|place| match place {
+            Place::Gpu(ordinal) if ordinal != self.writer => Some(ordinal),
+            _ => None,
+        });
+        std::iter::once(self.writer).chain(other).collect()
+    }
+}
+
+/// What an engine of a benchmark is made on.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Carrier {
+    /// The transport.
+    pub transport: Transport,
+    /// GPUs that write over it.
+    pub gpus: Option<GpuPair>,
+}
+
+impl Carrier {
+    /// Its name, as in a row and on the command line.
+    #[must_use]
+    pub const fn name(&self) -> &'static str {
+        if self.gpus.is_some() { label(Provider::Nvlink) } else { name(&self.transport) }
+    }
+
+    /// The flags that say the same to another process of this program.
+    #[must_use]
+    pub fn flags(&self) -> Vec<String> {
+        let Some(pair) = &self.gpus else { return flags(&self.transport) };
+        let text = |place| match place {
+            Place::Host => "host".to_owned(),
+            Place::Gpu(ordinal) => ordinal.to_string(),
+        };
+        let gpus = format!("{},{}", text(pair.src), text(pair.dst));
+        let mut flags = vec!["--provider".to_owned(), self.name().to_owned()];
+        flags.extend(["--gpus".to_owned(), gpus]);
+        flags.extend(pair.sms.into_iter().flat_map(|sms| ["--sms".to_owned(), sms.to_string()]));
+        flags
+    }
 }
 
 /// Where the peers of the engine are.
@@ -58,6 +131,44 @@ impl TransportArgs {
         .filter_map(|(option, of, given)| given.then_some((option, of)))
     }
 
+    /// As [`TransportArgs::choose`], with GPUs where they were asked for.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`].
+    pub fn carrier(&self, gpus: &GpuArgs, peers: Peers<'_>) -> Result<Carrier, TransportError> {
+        let of = label(Provider::Nvlink);
+        let option = if gpus.gpus.is_empty() { "sms" } else { "gpus" };
+        let given = *gpus != GpuArgs::default();
+        match (self.provider, self.given().next()) {
+            (Some(Provider::Nvlink), None) => {}
+            (None, None) if given => {}
+            (Some(Provider::Nvlink), Some((option, of))) => {
+                let (of, provider) = (label(of), label(Provider::Nvlink));
+                return Err(TransportError::NoMeaning { option, of, provider });
+            }
+            _ => {
+                let transport = self.choose(peers)?;
+                if given {
+                    let provider = name(&transport);
+                    return Err(TransportError::NoMeaning { option, of, provider });
+                }
+                return Ok(Carrier { transport, gpus: None });
+            }
+        }
+        let (src, dst) = match *gpus.gpus.as_slice() {
+            [both] => (both, both),
+            [src, dst] => (src, dst),
+            _ => return Err(TransportError::Gpus),
+        };
+        let writer = match (src, dst) {
+            (Place::Gpu(writer), _) | (Place::Host, Place::Gpu(writer)) => writer,
+            (Place::Host, Place::Host) => return Err(TransportError::Gpus),
+        };
+        let pair = GpuPair { src, dst, sms: gpus.sms, writer };
+        Ok(Carrier { transport: Transport::Shm, gpus: Some(pair) })
+    }
+
     /// The transport that was asked for. Without `--provider` it is the address's, the first flag's, or else
     /// shared memory. Own peers are on this host, so over libfabric they are reached by loopback, if no interface was
     /// named and its provider has one.
@@ -75,11 +186,12 @@ impl TransportArgs {
             Peers::Come | Peers::Own => self.given().next().map_or(Provider::Shm, |(_, of)| of),
         });
         if let Some((option, of)) = self.given().find(|(_, of)| *of != provider) {
-            let (of, provider) = (kind(of).name(), kind(provider).name());
+            let (of, provider) = (label(of), label(provider));
             return Err(TransportError::NoMeaning { option, of, provider });
         }
         Ok(match provider {
             Provider::Shm => Transport::Shm,
+            Provider::Nvlink => return Err(TransportError::OnlyMeasured),
             Provider::Libfabric => {
                 let near = peers == Peers::Own && self.fabric.as_deref() != Some(EFA);
                 let domain = self.interface.clone().or_else(|| near.then(|| LOOPBACK.to_owned()));
@@ -99,11 +211,13 @@ impl TransportArgs {
     }
 }
 
-const fn kind(provider: Provider) -> ProviderKind {
+/// As on the command line.
+const fn label(provider: Provider) -> &'static str {
     match provider {
-        Provider::Shm => ProviderKind::Shm,
-        Provider::Libfabric => ProviderKind::Libfabric,
-        Provider::Verbs => ProviderKind::Verbs,
+        Provider::Shm => ProviderKind::Shm.name(),
+        Provider::Libfabric => ProviderKind::Libfabric.name(),
+        Provider::Verbs => ProviderKind::Verbs.name(),
+        Provider::Nvlink => "nvlink",
     }
 }
 
@@ -146,6 +260,9 @@ pub fn advice(error: &MotorError) -> Option<String> {
     match error {
         MotorError::Build(BuildError::Libfabric(error)) => fabric_advice(error),
         MotorError::Build(BuildError::Verbs(error)) => verbs_advice(error),
+        MotorError::Build(BuildError::Provider(ShmError::Gpu { source, .. })) => {
+            cuda_advice(source).map(str::to_owned)
+        }
         MotorError::AddPeer(AddPeerError::Connect(ConnectError::OtherProvider { found, .. })) => {
             Some(format!("leave --provider out, or give --provider {found}"))
         }
@@ -180,6 +297,25 @@ fn fabric_advice(error: &LibfabricError) -> Option<String> {
         _ => "`immwire doctor` says what libfabric has here; FI_LOG_LEVEL=warn makes it say more",
     };
     Some(next.to_owned())
+}
+
+/// What to do about GPUs that cannot be used; none if the error says it all.
+#[must_use]
+pub const fn cuda_advice(error: &immwire_cuda::Error) -> Option<&'static str> {
+    use immwire_cuda::Error as Cuda;
+    Some(match error {
+        Cuda::NoDriver => {
+            "install NVIDIA's driver; a container must be started with the GPUs and their driver (libcuda.so.1)"
+        }
+        Cuda::DriverLacks { .. } => "install a later driver",
+        Cuda::NoDevice { .. } => {
+            "name GPUs that are there; `immwire doctor` lists them, and CUDA_VISIBLE_DEVICES hides some"
+        }
+        Cuda::KernelsAbsent => {
+            "build it again where there is an nvcc, or with IMMWIRE_NVCC naming one (cuda/toolchain gets one)"
+        }
+        _ => return None,
+    })
 }
 
 fn verbs_advice(error: &VerbsError) -> Option<String> {
@@ -284,12 +420,65 @@ mod tests {
     }
 
     #[test]
+    fn gpus_are_a_pair_of_which_one_copies() {
+        let sms = NonZeroU32::new(4);
+        let ask = |places: &[Place]| {
+            let gpus = GpuArgs { gpus: places.to_vec(), sms };
+            args(Some(Provider::Nvlink), None, None).carrier(&gpus, Peers::Own)
+        };
+        let (host, gpu) = (Place::Host, Place::Gpu);
+        for (places, src, dst, ordinals) in [
+            (vec![gpu(0), gpu(1)], gpu(0), gpu(1), vec![0, 1]),
+            (vec![gpu(3)], gpu(3), gpu(3), vec![3]),
+            (vec![host, gpu(1)], host, gpu(1), vec![1]),
+            (vec![gpu(2), host], gpu(2), host, vec![2]),
+        ] {
+            let carrier = ask(&places).unwrap();
+            let pair = carrier.gpus.unwrap();
+            assert_eq!((pair.src, pair.dst, pair.ordinals()), (src, dst, ordinals.clone()));
+            assert_eq!((pair.writer(), carrier.name()), (ordinals[0], "nvlink"));
+        }
+        for none in [vec![], vec![host], vec![host, host], vec![gpu(0), gpu(1), gpu(2)]] {
+            assert_eq!(ask(&none), Err(TransportError::Gpus), "{none:?}");
+        }
+        let two = GpuArgs { gpus: vec![gpu(0), gpu(1)], sms: None };
+        let implied = args(None, None, None).carrier(&two, Peers::Own).unwrap();
+        assert!(implied.gpus.is_some());
+        let (of, provider) = ("nvlink", "libfabric");
+        assert_eq!(
+            args(None, Some("tcp"), None).carrier(&two, Peers::Own),
+            Err(TransportError::NoMeaning { option: "gpus", of, provider })
+        );
+        let (of, provider) = (provider, of);
+        assert_eq!(
+            args(Some(Provider::Nvlink), Some("tcp"), None).carrier(&two, Peers::Own),
+            Err(TransportError::NoMeaning { option: "fabric", of, provider })
+        );
+        let files = args(Some(Provider::Nvlink), None, None).choose(Peers::Own);
+        assert_eq!(files, Err(TransportError::OnlyMeasured));
+        let plain = args(None, None, None).carrier(&GpuArgs::default(), Peers::Own);
+        assert_eq!(plain, Ok(Carrier { transport: Transport::Shm, gpus: None }));
+    }
+
+    #[test]
     fn the_flags_of_a_transport_give_it_again() {
         use clap::Parser;
         #[derive(Parser)]
         struct Only {
             #[command(flatten)]
             transport: TransportArgs,
+            #[command(flatten)]
+            gpus: GpuArgs,
+        }
+        for (src, dst, writer) in
+            [(Place::Gpu(0), Place::Gpu(1), 0), (Place::Host, Place::Gpu(7), 7)]
+        {
+            for sms in [None, NonZeroU32::new(9)] {
+                let gpus = Some(GpuPair { src, dst, sms, writer });
+                let carrier = Carrier { transport: Transport::Shm, gpus };
+                let only = Only::parse_from(["x".to_owned()].into_iter().chain(carrier.flags()));
+                assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));
+            }
         }
         for transport in [
             Transport::Shm,

@@ -7,8 +7,8 @@ use super::serve::serve;
 use crate::args::{BenchArgs, PeerArgs};
 use crate::motor::{Mode, Motor, MotorError};
 use crate::report::{PlotError, Row, plot, table};
-use crate::transport::Peers;
-use immwire::Transport;
+use crate::transport::{Carrier, Peers};
+use immwire::Place;
 use indicatif::{ProgressBar, ProgressStyle};
 use std::io::{IsTerminal, Write};
 use std::time::Duration;
@@ -74,18 +74,18 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// [`CommandError`].
 pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
     if args.listen {
-        let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
-        return listen(&transport, args.nics, args.mode.unwrap_or(Mode::Polled));
+        let carrier = args.transport.carrier(&args.gpus, Peers::Come).map_err(MotorError::from)?;
+        return listen(&carrier, args.nics, args.mode.unwrap_or(Mode::Polled));
     }
-    let cases = wish(args).plan()?;
     let peers = args.connect.first().map_or(Peers::Own, Peers::At);
-    let transport = args.transport.choose(peers).map_err(MotorError::from)?;
+    let carrier = args.transport.carrier(&args.gpus, peers).map_err(MotorError::from)?;
+    let cases = Wish { gpus: carrier.gpus.is_some(), ..wish(args) }.plan()?;
     let bar = progress_bar(args, cases.len());
     let mut rows = Vec::new();
     let mut wrong = None;
     for (number, case) in cases.iter().enumerate() {
         bar.set_message(case.what.name());
-        let (row, found) = measure(args, &transport, case, &mut |share| {
+        let (row, found) = measure(args, &carrier, case, &mut |share| {
             #[expect(
                 clippy::cast_possible_truncation,
                 clippy::cast_sign_loss,
@@ -124,19 +124,20 @@ pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
 /// [`CommandError`].
 pub fn peer(args: &PeerArgs) -> Result<(), CommandError> {
     super::process::end_with_input();
-    let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
-    listen(&transport, args.nics, args.mode)
+    let carrier = args.transport.carrier(&args.gpus, Peers::Come).map_err(MotorError::from)?;
+    listen(&carrier, args.nics, args.mode)
 }
 
-fn listen(transport: &Transport, nics: u8, mode: Mode) -> Result<(), CommandError> {
-    let mut motor = Motor::new(transport, nics, mode)?;
+fn listen(carrier: &Carrier, nics: u8, mode: Mode) -> Result<(), CommandError> {
+    let mut motor = Motor::on(carrier, nics, mode)?;
     let mut out = std::io::stdout();
     writeln!(out, "{}", motor.engine().address())?;
     out.flush()?;
     if out.is_terminal() {
         eprintln!("serving until Ctrl-C; in another terminal: immwire bench write --connect ADDR");
     }
-    Ok(serve(&mut motor)?)
+    let place = carrier.gpus.map_or(Place::Host, |pair| pair.dst);
+    Ok(serve(&mut motor, place)?)
 }
 
 fn wish(args: &BenchArgs) -> Wish {
@@ -152,6 +153,7 @@ fn wish(args: &BenchArgs) -> Wish {
         peers: args.peers.or((connected > 1).then_some(connected)),
         mode: args.mode,
         seconds: args.seconds,
+        gpus: false,
         processors: u32::try_from(processors).unwrap_or(u32::MAX),
     }
 }
@@ -170,16 +172,16 @@ impl<E: Into<CommandError>> From<E> for Failure {
 /// One row, with peers of its own.
 fn measure(
     args: &BenchArgs,
-    transport: &Transport,
+    carrier: &Carrier,
     case: &Case,
     progress: &mut dyn FnMut(f64),
 ) -> Result<(Row, Option<String>), Failure> {
-    let mut motor = Motor::new(transport, args.nics, case.mode)?;
+    let mut motor = Motor::on(carrier, args.nics, case.mode)?;
     let mut processes = Vec::new();
     let mut addresses = args.connect.clone();
     if addresses.is_empty() {
         for _ in 0..case.peers {
-            let process = PeerProcess::start(transport, args.nics, case.mode)?;
+            let process = PeerProcess::start(carrier, args.nics, case.mode)?;
             addresses.push(process.address().clone());
             processes.push(process);
         }
@@ -189,7 +191,7 @@ fn measure(
         peers.push((motor.connect(address, CONNECT)?, address.to_string()));
     }
     let baseline = !args.no_baseline;
-    let mut bench = Bench { motor: &mut motor, transport, peers: &peers, baseline, progress };
+    let mut bench = Bench { motor: &mut motor, carrier, peers: &peers, baseline, progress };
     let measured = bench.run(case).map_err(Failure::Row);
     // The engine leaves before its peers do.
     drop(motor);

@@ -10,9 +10,11 @@
 //! | [`pattern`] | bytes that tell when and where they belong |
 //! | [`mapping`] | the transfers' memory, for the baseline |
 //! | [`process`] | peer processes |
+//! | [`driver_copy`] | the driver's own copies between GPUs, for the baseline |
 //! | [`raw`] | libfabric and libibverbs without an engine, for the baseline |
 
 pub mod command;
+pub mod driver_copy;
 pub mod mapping;
 pub mod pattern;
 pub mod plan;

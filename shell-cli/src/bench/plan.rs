@@ -74,6 +74,8 @@ pub struct Wish {
     pub mode: Option<Mode>,
     /// Seconds a row.
     pub seconds: Option<f64>,
+    /// Whether GPUs write.
+    pub gpus: bool,
     /// Processors there are.
     pub processors: u32,
 }
@@ -94,6 +96,12 @@ pub enum PlanError {
     /// The time is no time.
     #[error("--seconds {0} is no time to measure in; it must be 0.05 to 3600")]
     Seconds(f64),
+    /// The benchmark looks at its bytes each turn, or is of many peers.
+    #[error("{bench} is not measured between GPUs: only write, pages and rate are")]
+    NotOnGpus {
+        /// Which benchmark.
+        bench: &'static str,
+    },
     /// An option has no meaning for the benchmark.
     #[error("--{option} has no meaning for {bench}")]
     NoMeaning {
@@ -126,6 +134,12 @@ impl Wish {
         let benches = self.what.map_or_else(|| What::value_variants().to_vec(), |what| vec![what]);
         let mut cases = Vec::new();
         for what in benches {
+            if self.gpus && !matches!(what, What::Write | What::Pages | What::Rate) {
+                if summary {
+                    continue;
+                }
+                return Err(PlanError::NotOnGpus { bench: what.name() });
+            }
             self.check_meaning(what)?;
             for (bytes, pages) in self.shapes(what, summary) {
                 let case = self.case(what, bytes, pages, time);
@@ -297,6 +311,17 @@ mod tests {
         assert_eq!(cases[0].time, Duration::from_millis(500));
         let asked = Wish { page_bytes: Some(64), ..wish(Some(What::Pages)) };
         assert_eq!(asked.plan().unwrap()[0].pages, Some((1024, 64)));
+    }
+
+    #[test]
+    fn between_gpus_there_are_writes_pages_and_rates() {
+        let all = Wish { gpus: true, ..wish(None) }.plan().unwrap();
+        for what in What::value_variants() {
+            let measured = matches!(what, What::Write | What::Pages | What::Rate);
+            assert_eq!(all.iter().any(|case| case.what == *what), measured, "{what:?}");
+            let alone = Wish { gpus: true, ..wish(Some(*what)) }.plan();
+            assert_eq!(alone.is_ok(), measured, "{what:?}");
+        }
     }
 
     #[test]

@@ -6,8 +6,8 @@
 //! when the starter is killed; a starter that is alive waits for it, and kills it if it dawdles.
 
 use crate::motor::Mode;
-use crate::transport;
-use immwire::{NetAddr, Transport};
+use crate::transport::Carrier;
+use immwire::NetAddr;
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::CommandExt;
 use std::process::{Child, Stdio};
@@ -39,19 +39,19 @@ pub struct PeerProcess {
 }
 
 impl PeerProcess {
-    /// Starts a peer with `nics` NICs on a transport, and waits for its address.
+    /// Starts a peer with `nics` NICs on the same as this process, and waits for its address.
     ///
     /// # Errors
     ///
     /// [`ProcessError`]; nothing is left running.
-    pub fn start(transport: &Transport, nics: u8, mode: Mode) -> Result<Self, ProcessError> {
+    pub fn start(carrier: &Carrier, nics: u8, mode: Mode) -> Result<Self, ProcessError> {
         let mode = match mode {
             Mode::Polled => "polled",
             Mode::Thread => "thread",
         };
         let child = crate::again::command()?
             .args([PEER_COMMAND, "--mode", mode, "--nics", &nics.to_string()])
-            .args(transport::flags(transport))
+            .args(carrier.flags())
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             // Ctrl-C is for the starter, who ends the peer in order.

@@ -5,21 +5,23 @@
 //! nothing, or the bytes of an earlier one, is found out, and what disturbs the machine disturbs both
 //! sides of the comparison.
 
+use super::driver_copy::{DriverCopy, DriverCopyError};
 use super::mapping::{self, Place};
 use super::plan::{Case, What};
 use super::raw::{self, DEPTH_MAX, Done, Ends, Far, Memory, Piece, Raw, RawError};
-use super::say::{Answer, Ask, Layout, fill, page_lists};
+use super::say::{Answer, Ask, Layout, fill, page_lists, wrong_bytes};
 use super::serve::{Echo, WrongTurn, barriers, join};
 use crate::baseline::{PingPong, PingPongError, Side, Slots};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
 use crate::report::{Measure, Row, Shape};
 use crate::shared::{SharedError, SharedMemory};
 use crate::signals;
-use crate::transport;
+use crate::transport::Carrier;
 use immwire::{
     ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, ScatterWrite, SingleWrite,
-    SubmitError, Target, Transfer, Transport,
+    SubmitError, Target, Transfer,
 };
+use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
@@ -61,6 +63,9 @@ pub enum BenchError {
     /// The baseline's endpoint.
     #[error(transparent)]
     Raw(#[from] RawError),
+    /// The driver's own copies.
+    #[error(transparent)]
+    DriverCopy(#[from] DriverCopyError),
     /// The row needs other peers.
     #[error("{bench} needs {needed} peers, not {found}")]
     Peers {
@@ -81,7 +86,7 @@ pub struct Bench<'a> {
     /// Our engine.
     pub motor: &'a mut Motor,
     /// What carries its writes.
-    pub transport: &'a Transport,
+    pub carrier: &'a Carrier,
     /// Peers, each with the address it was reached at.
     pub peers: &'a [(PeerId, String)],
     /// Whether to measure the baseline too.
@@ -131,7 +136,7 @@ impl Bench<'_> {
         let nics = u8::try_from(self.motor.engine().nics().len()).unwrap_or(u8::MAX);
         let shape = Shape {
             bench: case.what.name(),
-            provider: transport::name(self.transport),
+            provider: self.carrier.name(),
             fabric: match raw::device(self.motor.engine()) {
                 Some(raw::Device::Fabric { provider, .. }) => Some(provider),
                 _ => None,
@@ -227,13 +232,21 @@ impl Bench<'_> {
     }
 
     fn alloc(&self, bytes: u64) -> Result<Region, BenchError> {
-        let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
-        Ok(self.motor.engine().alloc(bytes).map_err(MotorError::from)?)
+        let place = self.carrier.gpus.map_or(immwire::Place::Host, |pair| pair.src);
+        Ok(self.motor.alloc(place, bytes)?)
+    }
+
+    /// The driver's own copies of `bytes` bytes; `None` if no baseline is wanted, GPUs write nothing, or it cannot be.
+    fn driver_copy(&self, bytes: u64) -> Option<DriverCopy> {
+        let pair = self.carrier.gpus.as_ref().filter(|_| self.baseline)?;
+        let copies = DriverCopy::new(self.motor, pair, bytes);
+        copies.inspect_err(|error| tracing::warn!(%error, "no baseline")).ok()
     }
 
     /// The peer's memory without the engine; `None` if no baseline is wanted or it cannot be reached.
     fn mapped(&self, there: &There) -> Option<Mapped> {
-        let place = there.place.filter(|_| self.baseline)?;
+        // What GPUs write is compared with `driver_copy`; their memory is not to be followed.
+        let place = there.place.filter(|_| self.baseline && self.carrier.gpus.is_none())?;
         match mapping::open(place) {
             Ok(memory) => Some(Mapped { offset: usize::try_from(place.offset).ok()?, memory }),
             Err(error) => {
@@ -406,6 +419,7 @@ impl Bench<'_> {
         let mapped = self.mapped(&there);
         let places = mapped.as_ref().and_then(|mapped| mapped.slots(&src, slot, slot_count));
         let mut raw = self.raw(&there, &src);
+        let copies = RefCell::new(self.driver_copy(total));
         let (desc, tag, to) = (there.desc, there.tag, there.peer);
         let arrivals = AtomicU64::new(0);
         let (bytes, source) = (case.bytes, src.clone());
@@ -433,6 +447,11 @@ impl Bench<'_> {
                         Piece { from: at, to: at, len: bytes }
                     });
                 }
+                if let (Some(copies), Done::Delivered) = (&mut *copies.borrow_mut(), done) {
+                    let at = |number: u64| (number % slots) * slot;
+                    let piece = |number| Piece { from: at(number), to: at(number), len: bytes };
+                    return Ok(Some(copies.copy(&src, (0..count).map(piece))?));
+                }
                 let sizes = usize::try_from(count).ok().zip(usize::try_from(bytes).ok());
                 let sizes = sizes.filter(|_| done == Done::Delivered);
                 Ok(places.as_ref().zip(sizes).map(|(places, (count, bytes))| {
@@ -447,6 +466,9 @@ impl Bench<'_> {
                 // A round begins at the first slot, and may end before the last.
                 let written = slot_count.min(u32::try_from(count).unwrap_or(u32::MAX));
                 let layout = Layout::Slots { from: 0, stride: slot, bytes, slots: written };
+                if let (Some(copies), 0) = (&*copies.borrow(), writes) {
+                    return Ok(wrong_bytes(&copies.arrived()?, seed, layout));
+                }
                 bench.check(&there, writes, seed, layout)
             },
         )
@@ -461,6 +483,7 @@ impl Bench<'_> {
         let mapped = self.mapped(&there);
         let slots = mapped.as_ref().and_then(|mapped| mapped.slots(&src, page_bytes, pages));
         let mut raw = self.raw(&there, &src);
+        let copies = RefCell::new(self.driver_copy(case.bytes));
         let (from, to) = page_lists(pages);
         let [src_pages, dst_pages] = [&from, &to].map(|list| Pages {
             indices: PageIndices::from(list.as_slice()),
@@ -497,10 +520,18 @@ impl Bench<'_> {
                         Piece { from: offset(&from), to: offset(&to), len: page_bytes }
                     });
                 }
+                if let (Some(copies), Done::Delivered) = (&mut *copies.borrow_mut(), done) {
+                    let whole = Piece { from: 0, to: 0, len: case.bytes };
+                    return Ok(Some(copies.copy(&src, (0..count).map(|_| whole))?));
+                }
                 let slots = slots.as_ref().filter(|_| done == Done::Delivered);
                 Ok((0..count).map(|_| slots?.copy_pages(&from, &to)).sum())
             },
             |bench, writes, _, seed| {
+                if let (Some(copies), 0) = (&*copies.borrow(), writes) {
+                    let whole = Layout::Slots { from: 0, stride: 0, bytes: case.bytes, slots: 1 };
+                    return Ok(wrong_bytes(&copies.arrived()?, seed, whole));
+                }
                 let layout = Layout::Shuffled { pages, page_bytes };
                 bench.check(&there, writes * u64::from(pages), seed, layout)
             },

@@ -152,13 +152,17 @@ pub fn page_lists(pages: u32) -> (Vec<u32>, Vec<u32>) {
 
 /// Bytes looked at, or made, at a time.
 const PIECE: usize = 64 << 10;
+/// Bytes made at a time for a GPU's memory, where each time costs some hundred microseconds.
+const GPU_PIECE: usize = 8 << 20;
 
 /// Fills the first `bytes` bytes of `region` with the pattern of `seed`.
 pub fn fill(region: &Region, seed: u64, bytes: u64) {
-    let mut piece = vec![0; PIECE];
+    let most = if region.place() == immwire::Place::Host { PIECE } else { GPU_PIECE };
+    let most = most.min(usize::try_from(bytes).unwrap_or(most));
+    let mut piece = vec![0; most];
     let mut at = 0;
     while at < bytes {
-        let len = usize::try_from(bytes - at).unwrap_or(PIECE).min(PIECE);
+        let len = usize::try_from(bytes - at).unwrap_or(most).min(most);
         if let Some(piece) = piece.get_mut(..len) {
             pattern::fill(seed, at, piece);
             // What lies outside of the region is not filled, and will be found wrong.
@@ -168,36 +172,86 @@ pub fn fill(region: &Region, seed: u64, bytes: u64) {
     }
 }
 
+impl Layout {
+    /// Bytes from the region's first to the end of the last that was written.
+    fn extent(self) -> u64 {
+        match self {
+            Self::Slots { stride, bytes, slots, .. } => {
+                stride.saturating_mul(slots.saturating_sub(1).into()).saturating_add(bytes)
+            }
+            Self::Shuffled { pages, page_bytes } => u64::from(pages).saturating_mul(page_bytes),
+        }
+    }
+}
+
 /// What is wrong with the bytes in `region`; `None` if all are those of `seed` in `layout`.
+///
+/// Of a GPU's memory a copy is looked at: pieces of it are slow to read.
 #[must_use]
 pub fn wrong(region: &Region, seed: u64, layout: Layout) -> Option<String> {
+    if region.place() == immwire::Place::Host {
+        let read = |at, piece: &mut [u8]| region.read(at, piece).map_err(|error| error.to_string());
+        return wrong_in(region.len(), read, seed, layout);
+    }
+    let extent = layout.extent().min(region.len());
+    let mut copy = vec![0; usize::try_from(extent).unwrap_or(usize::MAX)];
+    match region.read(0, &mut copy) {
+        Ok(()) => wrong_bytes(&copy, seed, layout),
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// The same of bytes that are here.
+#[must_use]
+pub fn wrong_bytes(bytes: &[u8], seed: u64, layout: Layout) -> Option<String> {
+    let read = |at: u64, piece: &mut [u8]| {
+        let from = usize::try_from(at).ok().and_then(|at| bytes.get(at..));
+        let found = from.and_then(|from| from.get(..piece.len()));
+        piece.copy_from_slice(found.ok_or_else(|| format!("byte {at} lies outside"))?);
+        Ok(())
+    };
+    wrong_in(bytes.len() as u64, read, seed, layout)
+}
+
+fn wrong_in(
+    len: u64,
+    read: impl Fn(u64, &mut [u8]) -> Result<(), String>,
+    seed: u64,
+    layout: Layout,
+) -> Option<String> {
     match layout {
         Layout::Slots { from, stride, bytes, slots } => (0..slots).find_map(|slot| {
             let at = stride.saturating_mul(slot.into());
-            wrong_range(region, seed, at, from.saturating_add(at), bytes)
+            wrong_range(&read, seed, at, from.saturating_add(at), bytes)
         }),
         Layout::Shuffled { pages, page_bytes } => {
             // Before lists are made of a number that came from outside.
-            if u64::from(pages).saturating_mul(page_bytes.max(1)) > region.len() {
+            if u64::from(pages).saturating_mul(page_bytes.max(1)) > len {
                 return Some(format!("{pages} pages of {page_bytes} bytes do not fit the memory"));
             }
             let (from, to) = page_lists(pages);
             from.iter().zip(&to).find_map(|(from, to)| {
                 let at = |page: u32| u64::from(page).saturating_mul(page_bytes);
-                wrong_range(region, seed, at(*to), at(*from), page_bytes)
+                wrong_range(&read, seed, at(*to), at(*from), page_bytes)
             })
         }
     }
 }
 
-fn wrong_range(region: &Region, seed: u64, at: u64, from: u64, bytes: u64) -> Option<String> {
+fn wrong_range(
+    read: &impl Fn(u64, &mut [u8]) -> Result<(), String>,
+    seed: u64,
+    at: u64,
+    from: u64,
+    bytes: u64,
+) -> Option<String> {
     let mut piece = vec![0; PIECE.min(usize::try_from(bytes).unwrap_or(PIECE))];
     let mut done = 0;
     while done < bytes {
         let len = usize::try_from(bytes - done).unwrap_or(PIECE).min(PIECE);
         let piece = piece.get_mut(..len)?;
-        if let Err(error) = region.read(at.saturating_add(done), piece) {
-            return Some(error.to_string());
+        if let Err(error) = read(at.saturating_add(done), piece) {
+            return Some(error);
         }
         if let Some(wrong) = pattern::first_wrong(seed, from.saturating_add(done), piece) {
             let at = at.saturating_add(done).saturating_add(wrong as u64);

@@ -7,7 +7,7 @@ use super::raw::{self, Ends, Memory, Raw, RawError};
 use super::say::{Answer, Ask, Layout, wrong};
 use crate::baseline::{PingPong, Side};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
-use immwire::{ImmCounter, ImmTag, NetAddr, PeerGroup, PeerId, Region, SingleWrite};
+use immwire::{ImmCounter, ImmTag, NetAddr, PeerGroup, PeerId, Place, Region, SingleWrite};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
@@ -50,12 +50,12 @@ enum ServeError {
     WrongTurn { turn: u64, found: u64 },
 }
 
-/// Serves whoever asks, until Ctrl-C.
+/// Serves whoever asks, until Ctrl-C, with memory at `place`.
 ///
 /// # Errors
 ///
 /// [`MotorError`]: the engine stopped.
-pub fn serve(motor: &mut Motor) -> Result<(), MotorError> {
+pub fn serve(motor: &mut Motor, place: Place) -> Result<(), MotorError> {
     let mut clients: HashMap<PeerId, Client> = HashMap::new();
     let mut last = Instant::now();
     loop {
@@ -75,7 +75,7 @@ pub fn serve(motor: &mut Motor) -> Result<(), MotorError> {
         };
         let client = clients.entry(message.from).or_default();
         let answer = match serde_json::from_slice(&message.bytes) {
-            Ok(ask) => meet(motor, message.from, client, ask),
+            Ok(ask) => meet(motor, place, message.from, client, ask),
             Err(_) => Err(ServeError::Bad("not a question of this protocol")),
         };
         let answer = match answer {
@@ -100,6 +100,7 @@ fn say(motor: &mut Motor, to: PeerId, answer: &Answer) -> Result<(), MotorError>
 
 fn meet(
     motor: &mut Motor,
+    place: Place,
     from: PeerId,
     client: &mut Client,
     ask: Ask,
@@ -107,13 +108,15 @@ fn meet(
     match ask {
         Ask::Prepare { bytes } => {
             (client.raw, client.memory) = (None, None);
-            let bytes = usize::try_from(bytes).map_err(|_| ServeError::Bad("too many bytes"))?;
-            let region = motor.engine().alloc(bytes).map_err(MotorError::from)?;
+            let region = motor.alloc(place, bytes)?;
             let counter = motor.engine().counter().map_err(MotorError::from)?;
             let answer = Answer::Prepared {
                 region: desc_text(&region.desc()),
                 tag: counter.tag().bits(),
-                place: mapping::locate(region.as_ptr().addr()).ok(),
+                // A GPU's memory is no file, whatever its addresses look like.
+                place: (region.place() == Place::Host)
+                    .then(|| mapping::locate(region.as_ptr().addr()).ok())
+                    .flatten(),
             };
             client.memory = Some((region, counter));
             Ok(Some(answer))

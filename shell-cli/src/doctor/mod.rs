@@ -1,9 +1,10 @@
 //! What the machine has, which path each pair takes, why not a faster one, what to do about it.
 //!
-//! Four parts: [`facts`] reads, [`probe`], [`fabric`] and [`rdma`] try, [`verdict`] judges, [`topology`] pairs GPUs and
+//! Four parts: [`facts`] reads, [`probe`], [`fabric`], [`rdma`] and [`cuda`] try, [`verdict`] judges, [`topology`] pairs GPUs and
 //! NICs; here it is put into words.
 
 pub mod child;
+pub mod cuda;
 pub mod fabric;
 pub mod facts;
 pub mod probe;
@@ -13,6 +14,7 @@ pub mod verdict;
 
 use crate::report::bytes_text;
 use comfy_table::{ContentArrangement, Table, presets};
+use cuda::Cuda;
 use fabric::Libfabric;
 use facts::{Facts, Limit};
 use probe::{Attempt, Probes};
@@ -46,7 +48,7 @@ pub fn examine() -> std::io::Result<Diagnosis> {
     let root = std::path::Path::new("/");
     let facts = facts::gather(root, library_path.as_deref());
     let again = crate::again::command;
-    let probes = probe::probe([again()?, again()?, again()?]);
+    let probes = probe::probe([again()?, again()?, again()?, again()?]);
     let topology = topology::pair(&immwire::topology::Table::capture(root));
     let verdict = verdict::judge(&facts, &probes);
     Ok(Diagnosis { facts, probes, topology, verdict })
@@ -125,6 +127,7 @@ impl Diagnosis {
         }
         rows.push(["libfabric".into(), fabric_text(&self.probes.libfabric)]);
         rows.push(["GPUs".into(), gpu_text(facts)]);
+        rows.push(["CUDA".into(), cuda_text(&self.probes.cuda)]);
         rows.push(["RDMA".into(), rdma_text(facts)]);
         rows.push(["libibverbs".into(), verbs_text(&self.probes.verbs)]);
         rows.push(["network".into(), network_text(facts)]);
@@ -214,6 +217,25 @@ fn gpu_text(facts: &Facts) -> String {
     text
 }
 
+fn cuda_text(cuda: &Cuda) -> String {
+    let gpu = |gpu: &cuda::CudaGpu| {
+        let cuda::CudaGpu { ordinal, name, uuid, pci, reaches, why_not } = gpu;
+        if let Some(why) = why_not {
+            return format!("{ordinal}: {name} cannot be used: {why}");
+        }
+        let reached: Vec<_> = reaches.iter().map(u32::to_string).collect();
+        let reached = if reached.is_empty() { "no other".into() } else { reached.join(", ") };
+        format!("{ordinal}: {name} at {pci}, {uuid}, reaches {reached}")
+    };
+    match cuda {
+        Cuda::Found(found) => {
+            let kernels = if found.kernels { "kernels built in" } else { "built without kernels" };
+            format!("{}; {kernels}", joined(found.gpus.iter().map(gpu), "no GPU"))
+        }
+        Cuda::NotFound(why) | Cuda::Fails(why) => why.clone(),
+    }
+}
+
 fn rdma_text(facts: &Facts) -> String {
     let port = |port: &facts::RdmaPort| {
         let state = if port.active { "active" } else { "down" };
@@ -264,6 +286,7 @@ mod tests {
             unix_socket: Attempt::Works,
             libfabric: Libfabric::NotFound("no libfabric could be loaded".into()),
             verbs: Verbs::NotFound("no libibverbs at all".into()),
+            cuda: Cuda::NotFound("no driver anywhere".into()),
         };
         let mut facts = Facts::default();
         facts.cpu.online = Some(1);
@@ -277,6 +300,7 @@ mod tests {
             "no NIC with a link",
             "could be loaded",
             "no libibverbs at all",
+            "no driver anywhere",
             "note: one processor",
             "slower path",
         ] {

@@ -2,9 +2,11 @@
 //!
 //! Sandboxes refuse calls that version numbers promise, so each is made once, harmlessly: a memfd is
 //! sealed and thrown away, and a child of our own is written to. The child is this program again,
-//! started with [`TARGET_COMMAND`]. Others ask libfabric ([`super::fabric`]) and libibverbs ([`super::rdma`]).
+//! started with [`TARGET_COMMAND`]. Others ask libfabric ([`super::fabric`]), libibverbs
+//! ([`super::rdma`]) and the CUDA driver ([`super::cuda`]).
 
 use super::child;
+use super::cuda::{self, Cuda};
 use super::fabric::{self, Libfabric};
 use super::rdma::{self, Verbs};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
@@ -57,17 +59,20 @@ pub struct Probes {
     pub libfabric: Libfabric,
     /// Loading libibverbs, and asking for its devices.
     pub verbs: Verbs,
+    /// Loading the CUDA driver, and trying each GPU.
+    pub cuda: Cuda,
 }
 
 /// Tries everything. Each of `programs` starts this program, as a child.
 #[must_use]
-pub fn probe([target, fabrics, devices]: [Command; 3]) -> Probes {
+pub fn probe([target, fabrics, devices, gpus]: [Command; 4]) -> Probes {
     Probes {
         memfd_sealing: Attempt::of(memfd_sealing()),
         process_vm_writev: Attempt::of(write_to_child(target)),
         unix_socket: Attempt::of(std::os::unix::net::UnixDatagram::pair().map(|_| ())),
         libfabric: child::ask(fabrics, fabric::CHILD_COMMAND),
         verbs: child::ask(devices, rdma::CHILD_COMMAND),
+        cuda: child::ask(gpus, cuda::CHILD_COMMAND),
     }
 }
 
@@ -164,13 +169,13 @@ mod tests {
     #[test]
     fn a_program_that_is_not_ours_fails_with_what_it_said() {
         let Attempt::Fails(why) =
-            probe([(); 3].map(|()| Command::new("/bin/echo"))).process_vm_writev
+            probe([(); 4].map(|()| Command::new("/bin/echo"))).process_vm_writev
         else {
             panic!("echo printed no address")
         };
         assert!(why.contains("__probe-target"), "{why}");
         let Attempt::Fails(why) =
-            probe([(); 3].map(|()| Command::new("/nonexistent"))).process_vm_writev
+            probe([(); 4].map(|()| Command::new("/nonexistent"))).process_vm_writev
         else {
             panic!("there is no such program")
         };

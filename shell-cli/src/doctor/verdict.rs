@@ -5,9 +5,10 @@
 //! # Invariants
 //!
 //! - Every row that is not the fastest says why and what to do.
-//! - The level follows from the rows alone: what this version cannot do on any machine, and what a
-//!   machine alone has no need of, is said, but is not held against this machine.
+//! - The level follows from the rows alone: what a machine alone has no need of is said, but is not held against this
+//!   machine.
 
+use super::cuda::Cuda;
 use super::fabric::{Fabric, Libfabric};
 use super::facts::{Facts, Limit};
 use super::probe::{Attempt, Probes};
@@ -24,8 +25,6 @@ pub enum State {
     Degraded,
     /// Not, for a reason of this machine.
     Broken,
-    /// Not, because this version has no provider for it.
-    NotInThisVersion,
     /// Not, until something is installed or set up that not every machine needs.
     Missing,
 }
@@ -70,7 +69,12 @@ pub struct Verdict {
 pub fn judge(facts: &Facts, probes: &Probes) -> Verdict {
     let mapped = mapped(probes);
     let runs = mapped.state == State::Best;
-    let paths = vec![mapped, registered(facts, probes, runs), gpus(facts), hosts(facts, probes)];
+    let paths = vec![
+        mapped,
+        registered(facts, probes, runs),
+        gpus(facts, &probes.cuda),
+        hosts(facts, probes),
+    ];
     let any = |state| paths.iter().any(|path| path.state == state);
     let exit_code = if any(State::Broken) { 2 } else { u8::from(any(State::Degraded)) };
     Verdict { exit_code, notes: notes(facts), paths }
@@ -145,18 +149,52 @@ fn registered(facts: &Facts, probes: &Probes, runs: bool) -> Path {
     }
 }
 
-fn gpus(facts: &Facts) -> Path {
-    let count = facts.gpus.len();
-    Path {
-        pair: "GPU memory",
+fn gpus(facts: &Facts, cuda: &Cuda) -> Path {
+    let pair = "same host, GPU memory";
+    let none = |why: String, todo: &str| Path {
+        pair,
         path: "none: stage through host memory".into(),
-        state: State::NotInThisVersion,
-        why: match count {
-            0 => "no GPU found; GPU memory is not part of this version".into(),
-            _ => format!("{count} GPU(s) found; GPU memory is not part of this version"),
-        },
-        todo: "copy to memory from the engine's alloc".into(),
+        state: State::Missing,
+        why,
+        todo: todo.into(),
+    };
+    let count = facts.gpus.len();
+    let found = match cuda {
+        Cuda::Found(found) => found,
+        Cuda::NotFound(_) if count == 0 => return none("no GPU found".into(), "-"),
+        Cuda::NotFound(_) => {
+            let why = format!("{count} GPU(s) on the PCI bus, and no CUDA driver");
+            return none(why, "install NVIDIA's driver, if they are NVIDIA's");
+        }
+        Cuda::Fails(why) => {
+            return none(format!("the CUDA driver fails: {why}"), "see that nvidia-smi works");
+        }
+    };
+    let usable: Vec<_> = found.usable().map(|gpu| gpu.ordinal.to_string()).collect();
+    let Some(unused) = found.gpus.iter().find(|gpu| gpu.why_not.is_some()) else {
+        if usable.is_empty() {
+            return none("the CUDA driver has no GPU".into(), "see CUDA_VISIBLE_DEVICES");
+        }
+        return Path {
+            pair,
+            path: format!("shm: copies by GPUs {}", usable.join(", ")),
+            state: State::Best,
+            why: "over NVLink where it is, else PCIe; engines must name their GPUs".into(),
+            todo: "-".into(),
+        };
+    };
+    let why = unused.why_not.as_deref().unwrap_or_default();
+    let why = format!("GPU {} cannot be used: {why}", unused.ordinal);
+    let todo = if found.kernels {
+        "leave it out"
+    } else {
+        "build it again where there is an nvcc, or with IMMWIRE_NVCC naming one"
+    };
+    if usable.is_empty() {
+        return none(why, todo);
     }
+    let path = format!("shm: copies by GPUs {}", usable.join(", "));
+    Path { pair, path, state: State::Degraded, why, todo: todo.into() }
 }
 
 fn hosts(facts: &Facts, probes: &Probes) -> Path {
@@ -301,6 +339,7 @@ fn notes(facts: &Facts) -> Vec<Note> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::doctor::cuda::{CudaGpu, Gpus};
     use crate::doctor::fabric::FabricProvider;
     use crate::doctor::facts::{Gpu, NumaNode, RdmaDevice, RdmaPort};
     use crate::doctor::rdma::{Fitting, Rdma, Unfitting};
@@ -315,6 +354,35 @@ mod tests {
             unix_socket: attempt(socket),
             libfabric: Libfabric::NotFound("not there".into()),
             verbs: Verbs::NotFound("not there".into()),
+            cuda: Cuda::NotFound("not there".into()),
+        }
+    }
+
+    #[test]
+    fn gpus_are_used_where_the_driver_and_the_kernels_are() {
+        let gpu = |ordinal, why_not: Option<&str>| CudaGpu {
+            ordinal,
+            why_not: why_not.map(str::to_owned),
+            ..CudaGpu::default()
+        };
+        let found = |kernels, gpus| Cuda::Found(Gpus { kernels, gpus });
+        let whole = found(true, vec![gpu(0, None), gpu(1, None)]);
+        let part = found(true, vec![gpu(0, None), gpu(1, Some("too old"))]);
+        let bare = found(false, vec![gpu(0, Some("no kernels"))]);
+        for (cuda, state, path, why) in [
+            (whole, State::Best, "GPUs 0, 1", "NVLink"),
+            (part, State::Degraded, "GPUs 0", "too old"),
+            (bare, State::Missing, "none", "no kernels"),
+            (found(true, Vec::new()), State::Missing, "none", "has no GPU"),
+            (Cuda::Fails("it crashed".into()), State::Missing, "none", "it crashed"),
+            (Cuda::NotFound("x".into()), State::Missing, "none", "no GPU found"),
+        ] {
+            let probes = Probes { cuda, ..probes(true, true, true) };
+            let verdict = judge(&Facts::default(), &probes);
+            let row = &verdict.paths[2];
+            assert_eq!(row.state, state, "{row:?}");
+            assert!(row.path.contains(path) && row.why.contains(why), "{row:?}");
+            assert_eq!(verdict.exit_code, u8::from(state == State::Degraded));
         }
     }
 
@@ -413,7 +481,7 @@ mod tests {
         };
         let verdict = judge(&facts, &tcp());
         assert!(verdict.paths[2].why.starts_with("2 GPU(s)"));
-        assert_eq!(verdict.paths[2].state, State::NotInThisVersion);
+        assert_eq!(verdict.paths[2].state, State::Missing);
         let found = &verdict.paths[3];
         assert!(found.why.starts_with("RDMA found: mlx5_0; no libibverbs"), "{found:?}");
         assert_eq!((found.state, verdict.exit_code), (State::Degraded, 1));
