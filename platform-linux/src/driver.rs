@@ -396,7 +396,7 @@ impl<P: Provider> Engine<P> {
             match event {
                 Event::Ended { user, end, .. } => self.state.ended(user, end),
                 Event::Abort { peer } => {
-                    self.flush_unposted(peer, WorkError::Flushed);
+                    self.flush_transfers(peer);
                     // It may have been no more than that: then the connection is none the worse.
                     if self.is_in_flight(peer) {
                         self.provider.abort(peer, &mut self.state);
@@ -456,17 +456,32 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Whether the provider holds pieces to the peer.
+    /// Whether the provider holds pieces to the peer: more are in flight than wait here, notes all of them.
     fn is_in_flight(&self, peer: PeerId) -> bool {
+        let waiting = |at: usize| {
+            let queues = self.staged.get(at).into_iter().chain(self.parked.get(at));
+            queues.flatten().filter(|work| work.peer == peer).count()
+        };
         let nics = 0..self.provider.nics().len();
-        let mut nics = nics.filter_map(|nic| NicIndex::try_from(nic).ok());
-        nics.any(|nic| self.state.group.in_flight(peer, nic) > 0)
+        let mut nics = nics.filter_map(|at| Some((at, NicIndex::try_from(at).ok()?)));
+        nics.any(|(at, nic)| usize::from(self.state.group.in_flight(peer, nic)) > waiting(at))
     }
 
     /// Drops the connection; what was staged for it fails with what was posted.
     fn drop_peer(&mut self, peer: PeerId) {
         self.flush_unposted(peer, WorkError::PeerGone);
         self.provider.disconnect(peer, &mut self.state);
+    }
+
+    /// Ends what the provider has not taken of transfers to the peer. Notes go on waiting for room: that there is none
+    /// for them says nothing against the connection.
+    fn flush_transfers(&mut self, peer: PeerId) {
+        let of_it = |work: &mut WorkRequest| work.peer == peer && !work.token.is_note();
+        for queue in self.staged.iter_mut().chain(&mut self.parked) {
+            for work in queue.extract_if(.., of_it) {
+                self.state.work_done(work.nic, work.token, Err(WorkError::Flushed));
+            }
+        }
     }
 
     /// Ends what the provider has not taken of the peer's pieces; nothing of them was written.
