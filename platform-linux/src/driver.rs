@@ -476,7 +476,7 @@ impl<P: Provider> Engine<P> {
     /// Ends what the provider has not taken of transfers to the peer. Notes go on waiting for room: that there is none
     /// for them says nothing against the connection.
     fn flush_transfers(&mut self, peer: PeerId) {
-        let of_it = |work: &mut WorkRequest| work.peer == peer && !work.token.is_note();
+        let of_it = |work: &mut WorkRequest| !work.token.is_note() && work.peer == peer;
         for queue in self.staged.iter_mut().chain(&mut self.parked) {
             for work in queue.extract_if(.., of_it) {
                 self.state.work_done(work.nic, work.token, Err(WorkError::Flushed));

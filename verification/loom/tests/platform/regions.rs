@@ -8,7 +8,7 @@ use immwire_core::id::{EngineId, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_verification_loom::{Bound, clause, explore, thread};
 
-use crate::provider::{Memory, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::region::{CloseError, Region, Registry};
 
 /// A registrar that keeps a record. It is no part of the model: nothing is ordered by it.
@@ -41,7 +41,7 @@ impl Memory for Book {
         let (base, bytes) = (ptr.addr().get() as u64, len as u64);
         let desc = MrDesc { owner: EngineId(1), base, len: bytes, generation, rights, keys };
         let local = LocalMr { base, len: bytes, generation, keys };
-        Ok(Registered { ptr, len, local, desc, id: generation })
+        Ok(Registered { ptr, len, local, desc, id: generation, place: Place::Host })
     }
 
     fn revoke(&self, region: &Registered, _patience: Duration) -> Result<(), RevokeError> {
