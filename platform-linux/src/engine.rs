@@ -1,5 +1,6 @@
 //! The engine as callers hold it: [`TransferEngine`], its [`Builder`], and the polled [`Driver`].
 
+use std::ffi::c_void;
 use std::fmt;
 use std::num::{NonZeroU16, NonZeroU32, NonZeroU64};
 use std::os::fd::OwnedFd;
@@ -672,6 +673,31 @@ impl TransferEngine {
     /// [`RegisterError`].
     pub fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Region, RegisterError> {
         self.inner.registry.alloc_gpu(ordinal, bytes)
+    }
+
+    /// Orders what is submitted after this behind what is in a stream now: GPU `ordinal` copies nothing for this engine that
+    /// it has not begun to, until the stream has come so far. So a source that kernels of the stream are writing may be
+    /// submitted at once. Waits for nothing itself; some microseconds. Writes from other GPUs go on; those from the host to
+    /// this GPU wait, too.
+    ///
+    /// Without it, whatever writes a source must have ended before the submission: streams of the application's know nothing
+    /// of the engine's.
+    ///
+    /// # Safety
+    ///
+    /// `stream` is a stream (`cudaStream_t`, `CUstream`; null: the default one) of that GPU's primary context, which the CUDA
+    /// runtime and PyTorch use.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::NoGpu`], or [`RegisterError::Gpu`] with the driver's answer.
+    pub unsafe fn after_stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<(), RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.inner.registry.after_stream(ordinal, stream) }
     }
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.

@@ -34,6 +34,7 @@
 //!
 //! Every provider runs the suite in `tests/conformance`.
 
+use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -298,6 +299,20 @@ pub trait Memory: Send + Sync + 'static {
         len: usize,
         rights: Rights,
     ) -> Result<Registered, RegisterError>;
+
+    /// Holds back the copies of GPU `ordinal` that are enqueued from now on until what is in `stream` now is done.
+    ///
+    /// # Safety
+    ///
+    /// `stream` is a stream of that GPU's primary context.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::NoGpu`], [`RegisterError::Gpu`].
+    unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
+        let _ = stream;
+        Err(RegisterError::NoGpu { ordinal })
+    }
 
     /// Whether pages from one region to another may be handed over in runs, where the NICs take any.
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {

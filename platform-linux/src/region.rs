@@ -5,6 +5,7 @@
 //! registration costs a look-up and yields another handle to it.
 
 use std::collections::BTreeMap;
+use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
@@ -272,6 +273,18 @@ impl Registry {
         let registration = self.adopt(registered);
         self.remember(&registration);
         Ok(Region::whole(registration))
+    }
+
+    /// # Safety
+    ///
+    /// As [`Memory::after_stream`].
+    pub(crate) unsafe fn after_stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<(), RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.memory.after_stream(ordinal, stream) }
     }
 
     /// # Safety

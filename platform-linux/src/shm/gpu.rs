@@ -21,10 +21,11 @@
 //! - After set-up nothing here allocates but the driver.
 
 use std::collections::VecDeque;
+use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use immwire_core::group::{WorkError, WorkRequest};
@@ -33,8 +34,8 @@ use immwire_core::id::Time;
 use immwire_core::plan::RunLayout;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    Copier, Device, Error, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory, Received,
-    Release, Shuttle, Stream, Uuid,
+    Copier, Device, Error, Event, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory,
+    Received, Release, Shuttle, Stream, Uuid,
 };
 
 use super::memory::{Link, id_of};
@@ -102,6 +103,24 @@ pub(super) struct One {
     pub(super) uuid: Uuid,
     /// For copies that the application waits for.
     pub(super) shuttle: Mutex<Shuttle>,
+    /// Those that the engine's copies are enqueued in.
+    streams: OnceLock<Vec<Stream>>,
+}
+
+impl One {
+    /// Holds back copies that are enqueued from now on until what is in `stream` now is done.
+    ///
+    /// # Safety
+    ///
+    /// It is a stream of the GPU's primary context.
+    pub(super) unsafe fn after(&self, stream: *mut c_void) -> Result<(), Error> {
+        // SAFETY: our caller's promise; the borrowing ends here.
+        let stream = unsafe { Stream::borrow(&self.device, stream) };
+        let event = Event::new(&self.device)?;
+        event.record(&stream)?;
+        // The event may go: the driver keeps what is waited for.
+        self.streams.get().into_iter().flatten().try_for_each(|own| own.after(&event))
+    }
 }
 
 impl Known {
@@ -111,7 +130,8 @@ impl Known {
             let device = Device::open(ordinal).map_err(|why| (ordinal, why))?;
             let uuid = device.uuid().map_err(|why| (ordinal, why))?;
             let shuttle = Shuttle::new(&device).map_err(|why| (ordinal, why))?;
-            Ok(One { device, uuid, shuttle: Mutex::new(shuttle) })
+            let streams = OnceLock::new();
+            Ok(One { device, uuid, shuttle: Mutex::new(shuttle), streams })
         };
         let devices: Vec<One> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
         for One { device: one, .. } in &devices {
@@ -492,9 +512,11 @@ fn number(why: Error) -> i32 {
 impl Gpus {
     /// Prepares copies on GPUs that are open, each on at most `sms` SMs.
     pub(super) fn new(known: Arc<Known>, sms: NonZeroU32) -> Result<Self, (u32, Error)> {
-        let gpu = |One { device, .. }: &One| {
-            let queues = (0..QUEUES).map(|_| Queue::new(device)).collect::<Result<_, _>>();
+        let gpu = |One { device, streams, .. }: &One| {
+            let queues = (0..QUEUES).map(|_| Queue::new(device)).collect::<Result<Vec<_>, _>>();
             let queues = queues.map_err(|why| (device.ordinal(), why))?;
+            streams
+                .get_or_init(|| queues.iter().map(|queue| queue.copier.stream().clone()).collect());
             Ok(Gpu { queues, next: 0, failed: None })
         };
         let gpus = known.devices.iter().map(gpu).collect::<Result<_, (u32, Error)>>()?;
@@ -756,7 +778,7 @@ impl Gpus {
 /// Waits until all that is in the queue is done; a GPU that has failed does nothing any more. `false`: it is stuck.
 fn settle(queue: &Queue) -> bool {
     let stream = queue.copier.stream();
-    let over = immwire_cuda::Event::new(stream.device())
+    let over = Event::new(stream.device())
         .and_then(|event| event.record(stream).map(|()| event))
         .and_then(|event| event.wait(STUCK_AFTER));
     !matches!(over, Err(Error::TimedOut { .. }))

@@ -19,6 +19,7 @@
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
 //!   records.
 
+use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
@@ -437,6 +438,13 @@ impl Memory for ShmMemory {
         let (from, to) = if to_host { (there, here) } else { (here, there) };
         // SAFETY: our caller's promise.
         unsafe { shuttle.copy(from, to, len) }
+    }
+
+    unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
+        let found = self.gpus.as_ref().and_then(|gpus| gpus.by_ordinal(ordinal));
+        let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
+        // SAFETY: our caller's promise.
+        unsafe { gpu.after(stream) }.map_err(RegisterError::Gpu)
     }
 
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {

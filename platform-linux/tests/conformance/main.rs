@@ -27,6 +27,7 @@ mod door;
 mod ends;
 mod faults;
 mod foreign;
+mod gpus;
 mod host;
 mod hostile;
 mod life;
@@ -461,6 +462,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.door.is_some() {
         modules.push(door::TESTS);
+    }
+    if facts.has_gpus {
+        modules.push(gpus::TESTS);
     }
     if facts.survives_lost_ports {
         modules.extend(ports::tests());

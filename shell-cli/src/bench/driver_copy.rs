@@ -13,7 +13,7 @@ use crate::transport::GpuPair;
 use immwire::{Place, Region};
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    Copier, Device, DeviceMemory, Error, Event, PagedCopy, Release, Stream, copy_and_wait,
+    Copier, Device, DeviceMemory, Error, Event, PagedCopy, Release, Shuttle, Stream,
 };
 use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
@@ -107,8 +107,10 @@ impl DriverCopy {
             }
             Target::Gpu(owner, memory) => {
                 let to = bytes.as_mut_ptr().expose_provenance() as u64;
-                // SAFETY: both are of this length and ours alone; what a late copy may still write to is not freed.
-                let copied = unsafe { copy_and_wait(owner, memory.address(), to, bytes.len()) };
+                let copied = Shuttle::new(owner).and_then(|mut shuttle| {
+                    // SAFETY: both are of this length and ours alone; what a late copy may still write to is not freed.
+                    unsafe { shuttle.copy(memory.address(), to, bytes.len()) }
+                });
                 if let Err(error) = copied {
                     std::mem::forget(bytes);
                     return Err(error.into());
