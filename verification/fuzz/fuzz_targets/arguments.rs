@@ -75,6 +75,7 @@ struct Asked {
     processors: u8,
     /// Whether numbers are folded into what may be possible.
     fold: bool,
+    gpus: bool,
 }
 
 impl Asked {
@@ -92,6 +93,7 @@ impl Asked {
             peers: self.peers.map(|peers| small(peers, 64)),
             mode: None,
             seconds: self.seconds,
+            gpus: self.gpus,
             processors: self.processors.into(),
         };
         let Ok(cases) = wish.plan() else { return };
