@@ -1157,7 +1157,7 @@ where
         let active =
             slot.filter(|slot| slot.generation == id.generation).and_then(TransferSlot::active);
         let Some(active) = active.filter(|active| active.outstanding > 0) else {
-            let end = if outcome.is_ok() { NoteEnd::Arrived } else { NoteEnd::Failed };
+            let end = outcome.map_or_else(NoteEnd::Failed, |()| NoteEnd::Arrived);
             return self.note_ended(now, nic, token, end);
         };
         let peer_index = token.peer_index();

@@ -340,7 +340,8 @@ pub(super) enum Note {
 pub(super) enum NoteEnd {
     Arrived,
     Undelivered,
-    Failed,
+    /// With the connection, or for a reason of its path's.
+    Failed(WorkError),
 }
 
 /// What a transfer does whose next piece was refused.
@@ -801,8 +802,12 @@ where
         entry.last_progress = now;
         self.mark_dirty(peer.index);
         self.count_notes(peer.index);
-        if end == NoteEnd::Failed {
-            self.remove_peer(now, peer, DownReason::PathLost { nic });
+        match end {
+            NoteEnd::Arrived | NoteEnd::Undelivered => {}
+            NoteEnd::Failed(WorkError::PeerGone) => {
+                self.remove_peer(now, peer, DownReason::Disconnected);
+            }
+            NoteEnd::Failed(_) => self.remove_peer(now, peer, DownReason::PathLost { nic }),
         }
         true
     }

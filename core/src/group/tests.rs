@@ -1918,6 +1918,24 @@ fn heartbeats_outlast_their_path() {
     assert!(!world.group.has_work(0) && !world.group.has_work(1));
 }
 
+/// A note that fails costs the connection. Why it did so is told as it was: that the peer went is no news of a path.
+#[test]
+fn what_a_failed_note_says_of_its_peer() {
+    use WorkError::{Device, Flushed, LocalAccess, PeerGone, RemoteAccess};
+    for error in [Flushed, PeerGone, RemoteAccess, LocalAccess, Device(5)] {
+        let mut world = World::new(Setup { peers: 1, ..SMALL });
+        let peer = world.live(0).unwrap();
+        assert!(world.apply(Do::Beat(0)) && world.apply(Do::Post(0)));
+        let note = world.posted[0];
+        assert!(world.group.handle_completion(world.now, 0, note.token, Err(error)));
+        let reason = match error {
+            PeerGone => DownReason::Disconnected,
+            _ => DownReason::PathLost { nic: 0 },
+        };
+        assert_eq!(world.group.peer_state(peer), Some(PeerState::Down(reason)), "{error:?}");
+    }
+}
+
 /// The peer does not hear of bytes without an immediate, so they are no sign of life to it.
 #[test]
 fn bytes_alone_do_not_stand_for_a_heartbeat() {
