@@ -39,6 +39,8 @@ pub enum Ask {
     },
     /// Microseconds of processor time that the process has used.
     Cpu,
+    /// How often a thread of the process has gone to sleep.
+    Naps,
     Peer {
         address: String,
     },
@@ -304,7 +306,8 @@ impl State {
                 Say::Fine
             }
             Ask::Census { gpus } => census(gpus),
-            Ask::Cpu => Say::Number(cpu_micros()),
+            Ask::Cpu => Say::Number(usage().0),
+            Ask::Naps => Say::Number(usage().1),
             Ask::Peer { address } => Say::Peer(plain(self.host().peer(&parse(&address)))),
             Ask::TryPeer { address } => match self.host().try_peer(&parse(&address)) {
                 Ok(peer) => Say::Peer(plain(peer)),
@@ -602,7 +605,8 @@ fn census(gpus: bool) -> Say {
     Say::Census { threads, files }
 }
 
-fn cpu_micros() -> u64 {
+/// Microseconds of processor time, and how often a thread went to sleep: of this process, since its start.
+fn usage() -> (u64, u64) {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::uninit();
     // SAFETY: `usage` is writable and of the right size; the call fills it when it returns 0.
     let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
@@ -613,7 +617,8 @@ fn cpu_micros() -> u64 {
         u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000
             + u64::try_from(time.tv_usec).unwrap_or(0)
     };
-    micros(usage.ru_utime) + micros(usage.ru_stime)
+    let naps = u64::try_from(usage.ru_nvcsw).unwrap_or(0);
+    (micros(usage.ru_utime) + micros(usage.ru_stime), naps)
 }
 
 fn load_and_drop(setup: &Setup) -> Say {
