@@ -471,7 +471,13 @@ impl Parts {
     fn polled(self, drain: Duration) -> (TransferEngine, Driver) {
         let inner = Arc::new(self.inner);
         let shared = Arc::clone(&inner.shared);
-        let driver = Driver { engine: self.drive, shared, drain, spare: None };
+        let driver = Driver {
+            engine: self.drive,
+            _last: LastCallbacks(Arc::clone(&shared)),
+            shared,
+            drain,
+            spare: None,
+        };
         (TransferEngine { inner, deadline: None }, driver)
     }
 }
@@ -981,10 +987,12 @@ fn single(write: &SingleWrite<'_>) -> plan::SingleWrite {
     }
 }
 
-/// The polled engine's motor: nothing moves unless [`Driver::poll`] is called. Dropping it stops the
-/// engine.
+/// The polled engine's motor: nothing moves unless [`Driver::poll`] is called, heartbeats neither. Peers take an engine
+/// for gone that was not polled for as long as their [`LivenessConfig::down_after`]. Dropping it stops the engine.
 pub struct Driver {
     engine: Box<dyn Drive>,
+    /// After the engine.
+    _last: LastCallbacks,
     shared: Arc<Shared>,
     drain: Duration,
     /// Taken beforehand, for the next small write.
@@ -1204,6 +1212,14 @@ impl Drop for Driver {
             self.shared.cells.put_back(cell, ticket);
         }
         self.engine.shut_down(self.drain);
-        self.shared.callbacks.run_pending();
+    }
+}
+
+/// Runs, when it is dropped, the callbacks of what ended with an engine.
+struct LastCallbacks(Arc<Shared>);
+
+impl Drop for LastCallbacks {
+    fn drop(&mut self) {
+        self.0.callbacks.run_pending();
     }
 }

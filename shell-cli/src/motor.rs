@@ -284,6 +284,14 @@ impl Motor {
         Ok(peer)
     }
 
+    /// One step, if it is ours to do. For work of seconds between waits: peers take an engine for gone that nobody
+    /// polls.
+    pub fn step(&mut self) {
+        if let Some(driver) = &mut self.driver {
+            driver.poll();
+        }
+    }
+
     /// Lets time pass: polls if that is ours to do, sleeps otherwise. For servers with nothing to do.
     pub fn rest(&mut self, limit: Duration) {
         match &mut self.driver {

@@ -327,12 +327,12 @@ impl Bench<'_> {
     }
 
     /// Rounds in turns until the case's time is over. `ours` and `baseline` do so many transfers and
-    /// say how long it took; `fresh` gives the source the bytes of a seed; `check` finds what is wrong
-    /// after so many writes of the engine's.
+    /// say how long it took; `fresh` gives the source of so many the bytes of a seed; `check` finds what is
+    /// wrong after so many writes of the engine's.
     fn rounds(
         &mut self,
         case: &Case,
-        mut fresh: impl FnMut(u64),
+        mut fresh: impl FnMut(&mut Motor, u64, u64),
         mut ours: impl FnMut(&mut Self, u64) -> Result<Duration, BenchError>,
         mut baseline: impl FnMut(&mut Self, u64, Done) -> Result<Option<Duration>, BenchError>,
         mut check: impl FnMut(&mut Self, u64, u64, u64) -> Result<Option<String>, BenchError>,
@@ -345,13 +345,13 @@ impl Bench<'_> {
         let start = Instant::now();
         while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
             seed += 1;
-            fresh(seed);
+            fresh(self.motor, seed, count);
             let took = ours(self, count)?;
             samples.wrong = samples.wrong.take().or(check(self, count, count, seed)?);
             let mut bare = [None; 2];
             for (took, done) in bare.iter_mut().zip([Done::Delivered, Done::Early]) {
                 seed += 1;
-                fresh(seed);
+                fresh(self.motor, seed, count);
                 *took = baseline(self, count, done)?;
                 if took.is_some() {
                     // Of writes that the engine knows nothing of.
@@ -425,7 +425,7 @@ impl Bench<'_> {
         let (bytes, source) = (case.bytes, src.clone());
         self.rounds(
             case,
-            |seed| fill(&source, seed, total),
+            |motor, seed, count| fill(&source, seed, slot * slots.min(count), || motor.step()),
             |bench, count| {
                 Ok(bench.window(case.depth, count, |motor, number| {
                     let offset = (number % slots) * slot;
@@ -502,7 +502,7 @@ impl Bench<'_> {
         };
         self.rounds(
             case,
-            |seed| fill(&source, seed, case.bytes),
+            |motor, seed, _| fill(&source, seed, case.bytes, || motor.step()),
             |bench, count| {
                 Ok(bench.window(case.depth, count, |motor, _| {
                     motor.engine().submit_paged_writes(&write)
@@ -567,7 +567,7 @@ impl Bench<'_> {
         let source = src.clone();
         self.rounds(
             case,
-            |seed| fill(&source, seed, total),
+            |motor, seed, _| fill(&source, seed, total, || motor.step()),
             |bench, count| {
                 let write = ScatterWrite { src: &src, targets: Arc::clone(&targets), imm };
                 Ok(bench

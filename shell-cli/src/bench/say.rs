@@ -155,8 +155,8 @@ const PIECE: usize = 64 << 10;
 /// Bytes made at a time for a GPU's memory, where each time costs some hundred microseconds.
 const GPU_PIECE: usize = 8 << 20;
 
-/// Fills the first `bytes` bytes of `region` with the pattern of `seed`.
-pub fn fill(region: &Region, seed: u64, bytes: u64) {
+/// Fills the first `bytes` bytes of `region` with the pattern of `seed`; between pieces, `between` is called.
+pub fn fill(region: &Region, seed: u64, bytes: u64, mut between: impl FnMut()) {
     let most = if region.place() == immwire::Place::Host { PIECE } else { GPU_PIECE };
     let most = most.min(usize::try_from(bytes).unwrap_or(most));
     let mut piece = vec![0; most];
@@ -168,6 +168,7 @@ pub fn fill(region: &Region, seed: u64, bytes: u64) {
             // What lies outside of the region is not filled, and will be found wrong.
             let _ = region.write(at, piece);
         }
+        between();
         at += len as u64;
     }
 }
@@ -186,11 +187,20 @@ impl Layout {
 
 /// What is wrong with the bytes in `region`; `None` if all are those of `seed` in `layout`.
 ///
-/// Of a GPU's memory a copy is looked at: pieces of it are slow to read.
+/// Of a GPU's memory a copy is looked at: pieces of it are slow to read. Between pieces of the host's, `between` is
+/// called.
 #[must_use]
-pub fn wrong(region: &Region, seed: u64, layout: Layout) -> Option<String> {
+pub fn wrong(
+    region: &Region,
+    seed: u64,
+    layout: Layout,
+    mut between: impl FnMut(),
+) -> Option<String> {
     if region.place() == immwire::Place::Host {
-        let read = |at, piece: &mut [u8]| region.read(at, piece).map_err(|error| error.to_string());
+        let read = |at, piece: &mut [u8]| {
+            between();
+            region.read(at, piece).map_err(|error| error.to_string())
+        };
         return wrong_in(region.len(), read, seed, layout);
     }
     let extent = layout.extent().min(region.len());
@@ -215,14 +225,14 @@ pub fn wrong_bytes(bytes: &[u8], seed: u64, layout: Layout) -> Option<String> {
 
 fn wrong_in(
     len: u64,
-    read: impl Fn(u64, &mut [u8]) -> Result<(), String>,
+    mut read: impl FnMut(u64, &mut [u8]) -> Result<(), String>,
     seed: u64,
     layout: Layout,
 ) -> Option<String> {
     match layout {
         Layout::Slots { from, stride, bytes, slots } => (0..slots).find_map(|slot| {
             let at = stride.saturating_mul(slot.into());
-            wrong_range(&read, seed, at, from.saturating_add(at), bytes)
+            wrong_range(&mut read, seed, at, from.saturating_add(at), bytes)
         }),
         Layout::Shuffled { pages, page_bytes } => {
             // Before lists are made of a number that came from outside.
@@ -232,14 +242,14 @@ fn wrong_in(
             let (from, to) = page_lists(pages);
             from.iter().zip(&to).find_map(|(from, to)| {
                 let at = |page: u32| u64::from(page).saturating_mul(page_bytes);
-                wrong_range(&read, seed, at(*to), at(*from), page_bytes)
+                wrong_range(&mut read, seed, at(*to), at(*from), page_bytes)
             })
         }
     }
 }
 
 fn wrong_range(
-    read: &impl Fn(u64, &mut [u8]) -> Result<(), String>,
+    read: &mut impl FnMut(u64, &mut [u8]) -> Result<(), String>,
     seed: u64,
     at: u64,
     from: u64,
@@ -275,21 +285,28 @@ mod tests {
         let bytes = 200_000;
         let region = motor.engine().alloc(bytes).unwrap();
         let bytes = bytes as u64;
-        fill(&region, 9, bytes);
+        fill(&region, 9, bytes, || ());
         let all = Layout::Slots { from: 0, stride: 0, bytes, slots: 1 };
-        assert_eq!(wrong(&region, 9, all), None);
-        assert!(wrong(&region, 8, all).is_some());
-        assert!(wrong(&region, 9, Layout::Slots { from: 8, stride: 0, bytes, slots: 1 }).is_some());
+        assert_eq!(wrong(&region, 9, all, || ()), None);
+        assert!(wrong(&region, 8, all, || ()).is_some());
+        assert!(
+            wrong(&region, 9, Layout::Slots { from: 8, stride: 0, bytes, slots: 1 }, || ())
+                .is_some()
+        );
         region.write(150_000, &[0, 0]).unwrap();
-        assert!(wrong(&region, 9, all).unwrap().contains("byte 15000"));
+        assert!(wrong(&region, 9, all, || ()).unwrap().contains("byte 15000"));
         let parts = |bytes| Layout::Slots { from: 0, stride: 1000, bytes, slots: 150 };
-        assert_eq!(wrong(&region, 9, parts(1000)), None, "the wrong bytes are behind these slots");
+        assert_eq!(
+            wrong(&region, 9, parts(1000), || ()),
+            None,
+            "the wrong bytes are behind these slots"
+        );
         region.write(149_999, &[0, 0]).unwrap();
-        assert!(wrong(&region, 9, parts(1000)).is_some());
-        assert_eq!(wrong(&region, 9, parts(999)), None, "and now between them");
+        assert!(wrong(&region, 9, parts(1000), || ()).is_some());
+        assert_eq!(wrong(&region, 9, parts(999), || ()), None, "and now between them");
         let beyond = Layout::Slots { from: 0, stride: 0, bytes: bytes + 1, slots: 1 };
-        fill(&region, 9, bytes);
-        assert!(wrong(&region, 9, beyond).is_some());
+        fill(&region, 9, bytes, || ());
+        assert!(wrong(&region, 9, beyond, || ()).is_some());
     }
 
     #[test]
@@ -297,19 +314,19 @@ mod tests {
         let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Polled).unwrap();
         let (pages, page_bytes) = (50, 4096);
         let [src, dst] = [(); 2].map(|()| motor.engine().alloc(50 * 4096).unwrap());
-        fill(&src, 4, 50 * 4096);
+        fill(&src, 4, 50 * 4096, || ());
         let layout = Layout::Shuffled { pages, page_bytes };
-        assert!(wrong(&dst, 4, layout).is_some());
+        assert!(wrong(&dst, 4, layout, || ()).is_some());
         let (from, to) = page_lists(pages);
         let mut page = vec![0; 4096];
         for (from, to) in from.iter().zip(&to) {
             src.read(u64::from(*from) * page_bytes, &mut page).unwrap();
             dst.write(u64::from(*to) * page_bytes, &page).unwrap();
         }
-        assert_eq!(wrong(&dst, 4, layout), None);
-        assert!(wrong(&src, 4, layout).is_some());
+        assert_eq!(wrong(&dst, 4, layout, || ()), None);
+        assert!(wrong(&src, 4, layout, || ()).is_some());
         for (pages, page_bytes) in [(51, 4096), (u32::MAX, 8), (u32::MAX, 0)] {
-            assert!(wrong(&dst, 4, Layout::Shuffled { pages, page_bytes }).is_some());
+            assert!(wrong(&dst, 4, Layout::Shuffled { pages, page_bytes }, || ()).is_some());
         }
     }
 }

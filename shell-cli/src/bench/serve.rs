@@ -208,7 +208,7 @@ fn check(
         counted => counted?,
     }
     Ok(match counter.available() {
-        0 => wrong(region, seed, layout),
+        0 => wrong(region, seed, layout, || motor.step()),
         more => Some(format!("{more} writes more than were sent")),
     })
 }
