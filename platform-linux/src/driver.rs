@@ -92,7 +92,7 @@ struct Hook {
     hold: Option<Region>,
 }
 
-/// An engine with its provider.
+/// An engine with its provider, which goes first: what is left ends when nothing can be read or written for it any more.
 pub(crate) struct Engine<P: Provider> {
     provider: P,
     state: State,
@@ -183,7 +183,8 @@ pub(crate) trait Drive: Send {
     ) -> bool;
     /// Starts to connect to a peer.
     fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError>;
-    /// Ends every transfer and every connection, within about twice the drain time.
+    /// Ends transfers and connections, within about four times the drain time. What is left then ends when the engine is
+    /// dropped.
     fn shut_down(&mut self, drain: Duration);
 }
 
@@ -625,8 +626,6 @@ impl<P: Provider> Drive for Engine<P> {
         if left > 0 {
             tracing::warn!(left, "peers were still writing to regions when the engine stopped");
         }
-        self.state.abandon();
-        self.state.shared.stop();
     }
 }
 
@@ -832,18 +831,21 @@ impl State {
         }
         self.drop_messages();
     }
+}
 
-    /// After the last step: whatever is left ends now. The provider is dropped next, and with it
-    /// everything that could still have been written.
-    fn abandon(&mut self) {
+impl Drop for State {
+    /// Whatever is left ends now. The provider is gone, and with it everything that could still have read or written.
+    fn drop(&mut self) {
         let error = TransferError::EngineStopped;
         for at in 0..self.hooks.len() {
             let Some(hook) = self.hooks.get_mut(at) else { continue };
-            let Hook { ticket, .. } = std::mem::take(hook);
+            let Hook { ticket, hold, .. } = std::mem::take(hook);
             if let (Some(ticket), Ok(cell)) = (ticket, u16::try_from(at)) {
                 self.shared.finish(cell, ticket, End::Quiesced { error });
             }
+            drop(hold);
         }
+        self.shared.stop();
     }
 }
 

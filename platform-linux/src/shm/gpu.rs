@@ -387,7 +387,7 @@ impl Drop for Reached {
 struct Flight {
     number: u64,
     pieces: usize,
-    _claim: Option<Claim>,
+    _claim: Claim,
 }
 
 /// Copies of one GPU that are made in order.
@@ -397,6 +397,9 @@ struct Queue {
     /// The number of the last copy that has ended: the GPU's to write.
     ended: PinnedMemory,
     issued: u64,
+    /// The driver's answer when it would not take all of the last copy, whose number is never stored then: it ends, as
+    /// failed, when nothing is in the queue any more. Until then nothing is added.
+    refused: Option<i32>,
     /// By the number of the copy that reads it, modulo how many there are: page numbers of the source, then of the target.
     tables: Vec<PinnedMemory>,
     flights: VecDeque<Flight>,
@@ -413,6 +416,7 @@ impl Queue {
             copier,
             ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
             issued: 0,
+            refused: None,
             tables: (0..COPIES).map(table).collect::<Result<_, _>>()?,
             flights: VecDeque::with_capacity(COPIES),
             pieces: VecDeque::with_capacity(COPIES * PIECES),
@@ -420,7 +424,7 @@ impl Queue {
     }
 
     fn has_room(&self) -> bool {
-        self.flights.len() < COPIES
+        self.flights.len() < COPIES && self.refused.is_none()
     }
 
     /// The table of the next copy. Nobody reads it: with room for another copy, the one that did has ended.
@@ -439,6 +443,18 @@ impl Queue {
     /// The number of the last copy that has ended. Acquire: with it come the bytes of all copies up to it.
     fn ended(&self) -> u64 {
         self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire))
+    }
+
+    /// Whether the GPU has done all that it was given, of a copy that was refused, too.
+    fn is_over(&self) -> bool {
+        self.refused.is_some() && self.copier.stream().is_done().is_ok_and(|done| done)
+    }
+
+    /// Ends all copies as failed. Nothing of them runs any more.
+    fn fail(&mut self, report: impl FnMut(WorkRequest)) {
+        self.refused = None;
+        self.flights.clear();
+        self.pieces.drain(..).for_each(report);
     }
 }
 
@@ -493,8 +509,6 @@ pub(super) struct Gpus {
     gpus: Vec<Gpu>,
     sms: NonZeroU32,
     staged: Staged,
-    /// Pieces that the driver would not take, and its answer; to be reported.
-    refused: VecDeque<(WorkRequest, i32)>,
     /// Pieces under way.
     flying: usize,
     /// When something ended last, or nothing was under way.
@@ -531,8 +545,7 @@ impl Gpus {
             run: None,
             pages: 0,
         };
-        let refused = VecDeque::with_capacity(PIECES);
-        Ok(Self { known, gpus, sms, staged, refused, flying: 0, progress: Time::ZERO })
+        Ok(Self { known, gpus, sms, staged, flying: 0, progress: Time::ZERO })
     }
 
     pub(super) fn known(&self) -> &Known {
@@ -684,32 +697,23 @@ impl Gpus {
     /// Enqueues what is staged.
     pub(super) fn launch(&mut self) {
         let staged = &mut self.staged;
-        let mut claim = staged.claim.take();
-        if claim.is_none() {
-            return;
-        }
-        let state = self.gpus.get_mut(staged.gpu);
-        let enqueued = state.ok_or((0, true)).and_then(|state| {
-            let queue = state.queues.get_mut(state.next).ok_or((0, true))?;
-            let number = queue.issued + 1;
-            if let Err(why) = enqueue(queue, staged, number, self.sms) {
-                // Part may have been enqueued, without a word of its end.
-                return Err((self::number(why), settle(queue)));
-            }
-            queue.issued = number;
-            let claim = claim.take();
-            queue.flights.push_back(Flight { number, pieces: staged.pieces.len(), _claim: claim });
-            queue.pieces.extend(staged.pieces.iter().copied());
-            state.next = (state.next + 1) % QUEUES;
-            Ok(())
+        let Some(claim) = staged.claim.take() else { return };
+        let gpu = self.gpus.get_mut(staged.gpu);
+        let queue = gpu.and_then(|gpu| {
+            let at = gpu.next;
+            gpu.next = (at + 1) % QUEUES;
+            gpu.queues.get_mut(at)
         });
-        if let Err((code, settled)) = enqueued {
-            if !settled {
-                // Stuck: the region stays claimed for ever.
-                std::mem::forget(claim);
-            }
-            self.refused.extend(staged.pieces.iter().map(|work| (*work, code)));
+        // There is one: `begin` has found it.
+        let Some(queue) = queue else { return };
+        let number = queue.issued + 1;
+        if let Err(why) = enqueue(queue, staged, number, self.sms) {
+            tracing::error!(%why, "a GPU's driver does not take a copy");
+            queue.refused = Some(self::number(why));
         }
+        queue.issued = number;
+        queue.flights.push_back(Flight { number, pieces: staged.pieces.len(), _claim: claim });
+        queue.pieces.extend(staged.pieces.iter().copied());
         staged.pieces.clear();
         staged.places.clear();
         (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
@@ -727,15 +731,13 @@ impl Gpus {
             return false;
         }
         let before = self.flying;
-        while let Some((work, code)) = self.refused.pop_front() {
-            self.flying -= 1;
-            report(work, Err(WorkError::Device(code)));
-        }
         for gpu in &mut self.gpus {
             for queue in &mut gpu.queues {
                 if queue.flights.is_empty() {
                     continue;
                 }
+                // First: then all copies before the one that was refused have stored their numbers.
+                let is_over = queue.is_over();
                 let ended = queue.ended();
                 while queue.flights.front().is_some_and(|flight| flight.number <= ended) {
                     let Some(flight) = queue.flights.pop_front() else { break };
@@ -743,6 +745,12 @@ impl Gpus {
                         self.flying -= 1;
                         report(work, Ok(()));
                     }
+                }
+                if let Some(code) = queue.refused.filter(|_| is_over) {
+                    queue.fail(|work| {
+                        self.flying -= 1;
+                        report(work, Err(WorkError::Device(code)));
+                    });
                 }
             }
         }
@@ -765,11 +773,10 @@ impl Gpus {
             tracing::error!(%why, "a GPU has failed: nothing is copied by it any more");
             gpu.failed = Some(code);
             for queue in &mut gpu.queues {
-                queue.flights.clear();
-                for work in queue.pieces.drain(..) {
+                queue.fail(|work| {
                     self.flying -= 1;
                     report(work, Err(WorkError::Device(code)));
-                }
+                });
             }
         }
     }

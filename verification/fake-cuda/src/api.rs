@@ -81,6 +81,13 @@ macro_rules! calls {
 }
 pub(crate) use calls;
 
+/// No driver's: of the kernels, copies and words to be written that this process enqueues, the `nth` from now on is answered
+/// `CUDA_ERROR_OUT_OF_MEMORY`, and not enqueued. 0: none.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_refuse(nth: u32) {
+    crate::world::begin("immwire_fake_cuda_refuse").refused_in = nth;
+}
+
 /// The address of a call, by its name with or without the suffix of its version.
 fn find(name: &str) -> Option<*mut c_void> {
     let one = |name: &str| {

@@ -28,6 +28,7 @@
 //!   delays up to 200 us between operations, and some within each.
 //! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
 //! - Everything that belongs to a context goes when its last retention does.
+//! - A command is refused, if a test asks for that (`immwire_fake_cuda_refuse`).
 //!
 //! # What it has not
 //!

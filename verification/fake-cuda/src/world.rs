@@ -6,6 +6,7 @@
 //! 2. The lock is taken first, and others (a stream's, an event's) while it is held; never the other way round. Nobody
 //!    waits for work while holding it.
 
+use crate::code::{self, Answer};
 use crate::memory::{Backing, Reserved, Table};
 use crate::stream::{Event, Stream};
 use crate::violation::broken;
@@ -70,6 +71,8 @@ pub(crate) struct World {
     handles: u64,
     streams_made: u64,
     ended: Vec<JoinHandle<()>>,
+    /// How many commands it is to the one that is refused; 0: none is.
+    pub(crate) refused_in: u32,
 }
 
 static WORLD: Mutex<World> = Mutex::new(World {
@@ -85,6 +88,7 @@ static WORLD: Mutex<World> = Mutex::new(World {
     handles: 0,
     streams_made: 0,
     ended: Vec::new(),
+    refused_in: 0,
 });
 
 /// Whether `cuInit` has succeeded.
@@ -197,6 +201,13 @@ impl World {
             broken!(WrongContext, "{call}: a stream of GPU {}'s", stream.gpu);
         }
         stream
+    }
+
+    /// Takes one more command, unless it is the one to be refused.
+    pub(crate) fn take_command(&mut self) -> Answer {
+        let is_it = self.refused_in == 1;
+        self.refused_in = self.refused_in.saturating_sub(1);
+        if is_it { Err(code::OUT_OF_MEMORY) } else { Ok(()) }
     }
 
     fn default_stream(&mut self, current: Current) -> Arc<Stream> {

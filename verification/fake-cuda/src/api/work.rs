@@ -90,6 +90,7 @@ calls! {
     fn cuStreamWriteValue64_v2(stream: u64, address: u64, value: u64, flags: c_uint) {
         let mut world = begin("cuStreamWriteValue64");
         let stream = world.stream("cuStreamWriteValue64", stream);
+        world.take_command()?;
         if flags > cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_NO_MEMORY_BARRIER as c_uint {
             return Err(code::INVALID_VALUE);
         }
@@ -111,6 +112,7 @@ calls! {
     fn cuMemcpyAsync(to: u64, from: u64, bytes: usize, stream: u64) {
         let mut world = begin("cuMemcpyAsync");
         let stream = world.stream("cuMemcpyAsync", stream);
+        world.take_command()?;
         let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
         let (host, plain, known) = match [from, to].map(|side| world.memory.at(side).is_some()) {
             [false, true] => (Host::Source, from, to),
@@ -266,6 +268,7 @@ calls! {
     ) {
         let mut world = begin("cuLaunchKernel");
         let stream = world.stream("cuLaunchKernel", stream);
+        world.take_command()?;
         let &mut Function { module, kernel, most_shared_bytes } =
             world.function("cuLaunchKernel", function);
         let module = Arc::clone(world.module("cuLaunchKernel", module));
