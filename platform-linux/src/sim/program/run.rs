@@ -47,6 +47,8 @@ pub(super) struct Program<'w, W> {
     mute: BTreeMap<usize, Duration>,
     /// When each path (from, NIC there, to, NIC there) was last cut, or without one of its NICs.
     hurt: BTreeMap<(usize, u8, usize, u8), Duration>,
+    /// The same, not counting NICs that their owner took out of use: nothing breaks by that.
+    broken: BTreeMap<(usize, u8, usize, u8), Duration>,
     /// When two engines last lost a path between them.
     struck: BTreeMap<(u32, u32), Duration>,
     next_look: Duration,
@@ -88,6 +90,7 @@ impl<'w, W: World> Program<'w, W> {
             health_changed: Duration::ZERO,
             mute: BTreeMap::new(),
             hurt: BTreeMap::new(),
+            broken: BTreeMap::new(),
             struck: BTreeMap::new(),
             next_look: Duration::ZERO,
             registrations_failed: false,
@@ -429,39 +432,48 @@ impl<'w, W: World> Program<'w, W> {
         self.world.fails_over() && !self.registrations_failed
     }
 
-    fn is_hurt(&self, (from, nic, to, remote): (usize, u8, usize, u8)) -> bool {
-        self.unhealthy.contains(&(from, nic))
-            || self.faults.iter().any(|fault| match *fault {
-                Fault::Nic { engine, nic: lost, .. } => {
-                    (engine, lost) == (from, nic) || (engine, lost) == (to, remote)
-                }
-                Fault::Path { engine, to: other, nic: near, remote_nic, .. } => {
-                    (engine, near, other, remote_nic) == (from, nic, to, remote)
-                }
-                Fault::Registration { .. } => false,
-            })
+    fn is_broken(&self, (from, nic, to, remote): (usize, u8, usize, u8)) -> bool {
+        self.faults.iter().any(|fault| match *fault {
+            Fault::Nic { engine, nic: lost, .. } => {
+                (engine, lost) == (from, nic) || (engine, lost) == (to, remote)
+            }
+            Fault::Path { engine, to: other, nic: near, remote_nic, .. } => {
+                (engine, near, other, remote_nic) == (from, nic, to, remote)
+            }
+            Fault::Registration { .. } => false,
+        })
     }
 
-    /// Two engines may lose each other that had, either way, no path that was whole for long enough to be in
-    /// use: one that is back is first settled, and then connected anew.
+    /// Two engines may lose each other of whose paths, either way, one broke, while none was whole for long enough to be
+    /// in use: one that is back is first settled, and then connected anew. That the owner takes all NICs out of use is
+    /// no reason; only the silence that may come of it is.
     fn look_at_paths(&mut self) {
         if self.faults.is_empty() && self.unhealthy.is_empty() && self.hurt.is_empty() {
             return;
         }
         let (now, back) = (self.world.now(), self.config.silence);
         self.hurt.retain(|_, at| now < *at + back);
-        for (from, to) in self.pairs() {
-            let (Some(a), Some(b)) = (self.side(from), self.side(to)) else { continue };
-            let (serials, nics) = ((a.serial, b.serial), (a.nics, b.nics));
-            let mut whole = false;
+        self.broken.retain(|_, at| now < *at + back);
+        // Each two engines once: what breaks one way is settled by the other.
+        for (a, b) in self.pairs().into_iter().filter(|(a, b)| a < b) {
+            let (Some(one), Some(other)) = (self.side(a), self.side(b)) else { continue };
+            let (serials, nics) = ((one.serial, other.serial), (one.nics, other.nics));
+            let (mut whole, mut broke) = ([false; 2], false);
             for (nic, remote) in (0..nics.0).flat_map(|nic| (0..nics.1).map(move |it| (nic, it))) {
-                let path = (from, nic, to, remote);
-                if self.is_hurt(path) {
-                    self.hurt.insert(path, now);
+                let ways = [(a, nic, b, remote), (b, remote, a, nic)];
+                for (path, whole) in ways.into_iter().zip(&mut whole) {
+                    let is_broken = self.is_broken(path);
+                    if is_broken {
+                        self.broken.insert(path, now);
+                    }
+                    if is_broken || self.unhealthy.contains(&(path.0, path.1)) {
+                        self.hurt.insert(path, now);
+                    }
+                    broke |= self.broken.contains_key(&path);
+                    *whole |= !self.hurt.contains_key(&path);
                 }
-                whole |= !self.hurt.contains_key(&path);
             }
-            if !whole {
+            if broke && whole != [true; 2] {
                 self.disturb(serials.0, serials.1);
             }
         }
