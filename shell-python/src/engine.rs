@@ -431,7 +431,8 @@ impl TransferEngine {
     /// the region is closed. What lies at an address is the caller's to keep until then.
     ///
     /// Memory of a GPU (``__cuda_array_interface__``, ``__dlpack__`` or an address) is taken if the engine uses that GPU.
-    /// The GPU's work on it is not waited for: what is to be written elsewhere must be there when it is submitted.
+    /// The GPU's work on it is not waited for: what is to be written elsewhere must be there when it is submitted, or come
+    /// from a stream that ``after_stream`` was told of.
     #[pyo3(signature = (memory, /, *, remote_write = None))]
     fn register<'py>(
         &self,
@@ -454,6 +455,21 @@ impl TransferEngine {
         let registered = unsafe { core.engine.register(found.ptr, found.len, rights) };
         let region = registered.map_err(|error| errors::register(&error))?;
         region::make(py, region, found.keep, found.readonly, &core.lingering)
+    }
+
+    /// Orders what is submitted after this behind what is in a stream of GPU ``device`` now: a source that kernels are
+    /// still writing may be submitted at once. Waits for nothing itself.
+    ///
+    /// ``stream`` is one of that GPU's primary context, which the CUDA runtime and torch use: anything with
+    /// ``__cuda_stream__``, or its handle (``torch.cuda.current_stream().cuda_stream``; 0 is the default stream). A number
+    /// that is no stream's handle ends the process.
+    #[pyo3(signature = (stream, /, *, device))]
+    fn after_stream(&self, stream: &Bound<'_, PyAny>, device: u32) -> PyResult<()> {
+        let core = self.core()?;
+        let stream = memory::stream(stream)?;
+        // SAFETY: a stream of the GPU's primary context, as the caller promises.
+        let ordered = unsafe { core.engine.after_stream(device, stream) };
+        ordered.map_err(|error| errors::register(&error))
     }
 
     // ---- peers ----

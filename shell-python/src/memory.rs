@@ -2,7 +2,7 @@
 //!
 //! Memory of a GPU is told apart first: `__cuda_array_interface__`, or a DLPack device that is not the
 //! host. Which GPU it is of, the engine finds out by the address. Whatever is found is held for as long as peers
-//! may write there.
+//! may write there. Streams of GPUs are found here, too.
 
 use std::ffi::{CStr, c_void};
 use std::ptr::NonNull;
@@ -58,6 +58,28 @@ pub(crate) fn find(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
         kind(object)
     );
     Err(errors::unsupported(&message))
+}
+
+/// The handle of a GPU's stream: of an object that has `__cuda_stream__`, whose version 0 is a pair of version and handle,
+/// or the number itself.
+pub(crate) fn stream(object: &Bound<'_, PyAny>) -> PyResult<*mut c_void> {
+    let protocol = object.getattr_opt(intern!(object.py(), "__cuda_stream__"))?;
+    let handle = match protocol {
+        None => object.extract().map_err(|_| {
+            let kind = kind(object);
+            PyTypeError::new_err(format!(
+                "a stream is an integer or has __cuda_stream__, not {kind}"
+            ))
+        })?,
+        Some(protocol) => match protocol.call0()?.extract::<(u32, usize)>()? {
+            (0, handle) => handle,
+            (version, _) => {
+                let message = format!("__cuda_stream__ of version {version}: only 0 is known");
+                return Err(errors::unsupported(&message));
+            }
+        },
+    };
+    Ok(std::ptr::with_exposed_provenance_mut(handle))
 }
 
 fn kind(object: &Bound<'_, PyAny>) -> String {

@@ -72,20 +72,24 @@ def dlpack(address, device):
     return Tensor()
 
 
-def allocated(device, nbytes):
-    """The address of memory of a GPU that another library has allocated."""
+def driver(device, calls):
+    """Calls the driver as another library does that uses this GPU."""
     # The one that the engine has loaded: another copy would know nothing of its memory.
     maps = Path("/proc/self/maps").read_text().splitlines()
     cuda = ctypes.CDLL(next(line.split()[-1] for line in maps if "libcuda.so" in line))
-    context, address = ctypes.c_void_p(), ctypes.c_uint64()
-    for status in (
-        cuda.cuInit(0),
-        cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device),
-        cuda.cuCtxPushCurrent_v2(context),
-        cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(nbytes)),
-        cuda.cuCtxPopCurrent_v2(ctypes.byref(context)),
-    ):
-        assert status == 0
+    context = ctypes.c_void_p()
+    assert cuda.cuInit(0) == 0
+    assert cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), device) == 0
+    assert cuda.cuCtxPushCurrent_v2(context) == 0
+    for name, *arguments in calls:
+        assert getattr(cuda, name)(*arguments) == 0, name
+    assert cuda.cuCtxPopCurrent_v2(ctypes.byref(context)) == 0
+
+
+def allocated(device, nbytes):
+    """The address of memory of a GPU that another library has allocated."""
+    address = ctypes.c_uint64()
+    driver(device, [("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))])
     return address.value
 
 
@@ -195,6 +199,46 @@ def case_memory_of_other_libraries_is_registered():
         pair.sender.register(interface(here, strides=(2,)))
     with pytest.raises(immwire.UnsupportedMemory, match="mask"):
         pair.sender.register(interface(here, mask=object()))
+    pair.close()
+
+
+class Stream:
+    """Something that has __cuda_stream__ alone."""
+
+    def __init__(self, handle, version=0):
+        self.pair = version, handle
+
+    def __cuda_stream__(self):
+        return self.pair
+
+
+def case_a_write_waits_for_a_stream():
+    pair = Pair(gpus=[0, 1])
+    src, dst = pair.sender.alloc(BYTES, device=0), pair.receiver.alloc(BYTES, device=1)
+    assert sent(pair, src, dst)
+    word, stream = ctypes.c_uint64(), ctypes.c_uint64()
+    driver(0, [("cuMemHostAlloc", ctypes.byref(word), ctypes.c_size_t(8), 0)])
+    driver(0, [("cuStreamCreate", ctypes.byref(stream), 0)])
+    released = ctypes.c_uint64.from_address(word.value)
+    for number, given in enumerate((Stream(stream.value), stream.value), 1):
+        # Until the word is as high.
+        driver(0, [("cuStreamWaitValue64_v2", stream, word, ctypes.c_uint64(number), 0)])
+        pair.sender.after_stream(given, device=0)
+        before, data = dst.read(), random.randbytes(BYTES)
+        src.write(0, data)
+        transfer = pair.sender.submit_single_write(peer=pair.peer, src=src, dst=dst.desc)
+        with pytest.raises(TimeoutError):
+            transfer.wait_blocking(timeout=0.2)
+        assert dst.read() == before
+        released.value = number
+        transfer.wait_blocking()
+        assert dst.read() == data
+    with pytest.raises(immwire.UnsupportedMemory, match="version 1"):
+        pair.sender.after_stream(Stream(stream.value, version=1), device=0)
+    with pytest.raises(immwire.UnsupportedMemory, match="GPU 7"):
+        pair.sender.after_stream(stream.value, device=7)
+    with pytest.raises(TypeError, match="__cuda_stream__"):
+        pair.sender.after_stream("0", device=0)
     pair.close()
 
 
