@@ -124,10 +124,12 @@ fn receiver_killed(case: &Case) {
         me.until(PATIENCE, || (me.engine.stats().completed > some).then_some(()));
         other.signal(Signal::KILL);
         let killed = Instant::now();
-        for transfer in &transfers {
-            let end = me.end_within(transfer, case.soon()).expect("ends soon");
-            assert!(names(end, peer), "{way:?} {end:?}");
-        }
+        let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
+        let ends: Vec<_> = ends.collect();
+        // GPUs may have been through with some.
+        let may_be_done = |end| case.facts().has_gpus && end == immwire::End::Done;
+        assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{way:?} {ends:?}");
+        assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
         assert!(killed.elapsed() < case.soon(), "{way:?}: took {:?}", killed.elapsed());
         let state = me.peer_down(peer, case.soon());
         assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
@@ -208,7 +210,9 @@ fn peer_stopped(case: &Case) {
     assert!(waited.elapsed() < SOON);
     other.signal(Signal::CONT);
     other.count(&me, counter, 1);
-    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    // At its next heartbeat.
+    let is_up = || (me.engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
+    me.until(PATIENCE, is_up).expect("up again");
     pattern.fill(&src, 0, 1 << 20, 0);
     me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
     other.check(&me, there, 0, 1 << 20, pattern);
