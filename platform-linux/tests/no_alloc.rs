@@ -2,6 +2,9 @@
 //!
 //! The allocator of this process counts; both engines live in it, with all their threads. A process of its
 //! own, with nothing else in it, so that every allocation is a write's.
+//!
+//! With memory of GPUs it is to be asked for (`--ignored`): it needs two, or the stand-in for their driver
+//! (`verification/fake-cuda`), which has an allocator of its own.
 
 #![allow(
     missing_docs,
@@ -55,6 +58,8 @@ static ALLOCATOR: Counting = Counting;
 const LIMIT: Duration = Duration::from_secs(60);
 /// Writes of each kind, in steady state.
 const WRITES: u64 = 1_000_000;
+/// The same with memory of GPUs, where each copy is some microseconds of a driver's.
+const GPU_WRITES: u64 = 100_000;
 /// Before that.
 const WARM_UP: u64 = 20_000;
 /// Writes that one count is waited for.
@@ -84,8 +89,10 @@ enum Kind {
 }
 
 impl Pair {
-    fn new(polled: bool, nics: u8) -> Self {
-        let builder = || TransferEngine::builder().nics(nics);
+    /// Engines with `nics` NICs, and memory of the host or of GPUs 0 and 1.
+    fn new(polled: bool, nics: u8, with_gpus: bool) -> Self {
+        let gpus: &[u32] = if with_gpus { &[0, 1] } else { &[] };
+        let builder = || TransferEngine::builder().nics(nics).gpus(gpus);
         let (sender, receiver, mut drivers) = if polled {
             let (sender, first) = builder().build_polled().expect("build");
             let (receiver, second) = builder().build_polled().expect("build");
@@ -103,8 +110,12 @@ impl Pair {
             step(&mut drivers);
             assert!(start.elapsed() < LIMIT, "not connected");
         }
-        let src = sender.alloc(1 << 20).expect("alloc");
-        let there = receiver.alloc(1 << 20).expect("alloc");
+        let alloc = |engine: &TransferEngine, gpu| match with_gpus {
+            true => engine.alloc_gpu(gpu, 1 << 20),
+            false => engine.alloc(1 << 20),
+        };
+        let src = alloc(&sender, 0).expect("alloc");
+        let there = alloc(&receiver, 1).expect("alloc");
         let list: Arc<[u32]> = (0..32).map(|i| i * 7 % 256).collect();
         Self {
             dst: there.desc(),
@@ -211,30 +222,37 @@ fn step(drivers: &mut Option<(Driver, Driver)>) {
 }
 
 fn main() -> ExitCode {
-    let test = || catch_unwind(steady_state).map_err(|_| Failed::from("see above"));
-    let trial = Trial::test("the_steady_state_allocates_nothing", test);
-    libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code()
+    let trial = |name: &str, test: fn()| {
+        Trial::test(name, move || catch_unwind(test).map_err(|_| Failed::from("see above")))
+    };
+    let trials = vec![
+        trial("the_steady_state_allocates_nothing", || steady_state(false)),
+        trial("nor_with_memory_of_gpus", || steady_state(true)).with_ignored_flag(true),
+    ];
+    libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
-fn steady_state() {
+fn steady_state(with_gpus: bool) {
     // That the allocator counts at all.
     let before = ALLOCATIONS.load(Ordering::Relaxed);
     drop(std::hint::black_box(Box::new([0_u8; 100])));
     assert_eq!(ALLOCATIONS.load(Ordering::Relaxed), before + 1);
 
     let kinds = [Kind::Single(8), Kind::Single(3000), Kind::Imm, Kind::Paged];
+    let writes = if with_gpus { GPU_WRITES } else { WRITES };
+    let place = if with_gpus { "GPUs" } else { "host" };
     let mut wrong = 0;
     for (polled, nics) in [(false, 1), (true, 1), (false, 4)] {
-        let mut pair = Pair::new(polled, nics);
+        let mut pair = Pair::new(polled, nics, with_gpus);
         for kind in kinds {
             pair.run(kind, WARM_UP);
             let (before, start) = (ALLOCATIONS.load(Ordering::Relaxed), Instant::now());
-            pair.run(kind, WRITES);
+            pair.run(kind, writes);
             let allocations = ALLOCATIONS.load(Ordering::Relaxed) - before;
             let seconds = start.elapsed().as_secs_f64();
             let motor = if polled { "polled" } else { "thread" };
             println!(
-                "{kind:?}, {motor}, {nics} NICs: {allocations} allocations in {WRITES} writes, {seconds:.2} s"
+                "{kind:?}, {motor}, {nics} NICs, {place}: {allocations} allocations in {writes} writes, {seconds:.2} s"
             );
             wrong += u64::from(allocations > 0);
         }
