@@ -24,6 +24,7 @@
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
+//! | [`watch`] | whether a watched word's callback may be called |
 //! | [`region`], [`id`] | the vocabulary of the rest |
 //!
 //! # Invariants
@@ -64,5 +65,6 @@ pub mod tenant;
 pub mod topology;
 pub mod verdict;
 pub mod wake;
+pub mod watch;
 pub mod way;
 pub mod wire;

@@ -40,6 +40,7 @@ use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::sync::lock;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
+use crate::watch::{UvmWatcher, Watch};
 
 /// A polled engine that waits looks for arrivals so often for each full step.
 const LOOKS_PER_STEP: u32 = 4;
@@ -416,8 +417,15 @@ impl Builder {
         };
         let drive: Box<dyn Drive> = Box::new(Engine::new(provider, setup));
         let max_message = geometry.max_message_bytes() as usize;
-        let inner =
-            Inner { shared, registry, address, nics, max_message, threads: Mutex::default() };
+        let inner = Inner {
+            shared,
+            registry,
+            address,
+            nics,
+            max_message,
+            threads: Mutex::default(),
+            watch: Arc::default(),
+        };
         Ok(Parts { inner, drive })
     }
 
@@ -560,10 +568,12 @@ struct Inner {
     nics: Vec<NicInfo>,
     max_message: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
+    watch: Arc<Watch>,
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
+        self.watch.stop();
         self.shared.intake.request_stop();
         let me = std::thread::current().id();
         let threads = std::mem::take(&mut *lock(&self.threads));
@@ -679,6 +689,33 @@ impl TransferEngine {
     /// [`RegisterError`].
     pub fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Region, RegisterError> {
         self.inner.registry.alloc_gpu(ordinal, bytes)
+    }
+
+    /// A word that GPUs store to, and a callback that is told the number before and the number now each time it has changed:
+    /// how a kernel, inside of a CUDA graph too, says how far it is. Numbers that were stored in between are not told.
+    ///
+    /// Callbacks run one after another on a thread of their own, which takes a processor as long as anything is watched. One
+    /// that holds the engine, to submit what has become ready, keeps it until the watcher is dropped.
+    ///
+    /// ```no_run
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// let engine = immwire::TransferEngine::builder().gpus([0]).build()?;
+    /// let layers = engine.alloc_uvm_watcher(|before, now| println!("layers {before}..{now} are ready"))?;
+    /// // To the kernel: adds one to it when a layer is done.
+    /// println!("{:#x}", layers.address());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::NoGpus`], [`RegisterError::Gpu`] with the driver's answer, [`RegisterError::Os`].
+    pub fn alloc_uvm_watcher(
+        &self,
+        callback: impl Fn(u64, u64) + Send + Sync + 'static,
+    ) -> Result<UvmWatcher, RegisterError> {
+        let pin = |bytes| self.inner.registry.pin(bytes);
+        self.inner.watch.add(pin, Box::new(callback))
     }
 
     /// Orders what is submitted after this behind what is in a stream now: GPU `ordinal` copies nothing for this engine that

@@ -74,6 +74,7 @@ pub mod topology;
 mod transfer;
 pub mod verbs;
 mod wait;
+mod watch;
 
 pub use immwire_core as core;
 pub use immwire_core::id::{EngineId, PeerId};
@@ -96,3 +97,4 @@ pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, Singl
 pub use shared::Message;
 pub use transfer::Transfer;
 pub use verbs::VerbsOptions;
+pub use watch::UvmWatcher;

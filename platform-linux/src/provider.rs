@@ -261,6 +261,16 @@ pub trait Memory: Send + Sync + 'static {
         Err(RegisterError::NoGpu { ordinal })
     }
 
+    /// Zeroed host memory that all GPUs reach at the CPU's address, for words.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::Gpu`]; [`RegisterError::NoGpus`] where no GPU is used.
+    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+        let _ = bytes;
+        Err(RegisterError::NoGpus)
+    }
+
     /// Copies `len` bytes between a region of GPU memory, from `offset` on, and `host`; waits for it.
     ///
     /// # Safety
@@ -383,6 +393,9 @@ pub enum RegisterError {
         /// Its number in this process.
         ordinal: u32,
     },
+    /// The engine uses no GPU: some are to be named when the engine is built.
+    #[error("the engine uses no GPU: name those that it is to use when it is built")]
+    NoGpus,
     /// The memory is a GPU's or is to be pinned for one, and cannot be.
     #[error("{0}")]
     Gpu(immwire_cuda::Error),

@@ -275,6 +275,11 @@ impl Registry {
         Ok(Region::whole(registration))
     }
 
+    /// As [`Memory::pin`].
+    pub(crate) fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+        self.memory.pin(bytes)
+    }
+
     /// # Safety
     ///
     /// As [`Memory::after_stream`].

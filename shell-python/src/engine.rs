@@ -33,6 +33,7 @@ use crate::sync::{call_back, in_callback, lock, wait};
 use crate::transfer::{Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
+use crate::watcher::UvmWatcher;
 
 /// Transports by name.
 const PROVIDERS: [&str; 3] = ["shm", "libfabric", "verbs"];
@@ -470,6 +471,21 @@ impl TransferEngine {
         // SAFETY: a stream of the GPU's primary context, as the caller promises.
         let ordered = unsafe { core.engine.after_stream(device, stream) };
         ordered.map_err(|error| errors::register(&error))
+    }
+
+    /// A word that GPUs store to: calls ``callback(before, now)`` when it has changed, on a thread of its own, which takes
+    /// a processor as long as anything is watched. Numbers that were stored in between are not told. So a kernel, inside of
+    /// a CUDA graph too, says how far it is; the callback may submit what has become ready.
+    #[pyo3(signature = (callback, /))]
+    fn alloc_uvm_watcher(
+        &self,
+        py: Python<'_>,
+        callback: Bound<'_, PyAny>,
+    ) -> PyResult<UvmWatcher> {
+        let (core, call) = (self.core()?, callable(callback)?);
+        let job = move |before: u64, now: u64| call_back(&call, |call| call.call1((before, now)));
+        let watcher = py.detach(|| core.engine.alloc_uvm_watcher(job));
+        watcher.map(UvmWatcher::new).map_err(|error| errors::register(&error))
     }
 
     // ---- peers ----

@@ -117,7 +117,7 @@ pub(crate) fn register(error: &RegisterError) -> PyErr {
     match error {
         RegisterError::Empty => plain("RequestError", error),
         RegisterError::TableFull { capacity: room } => capacity(error, *room),
-        RegisterError::NoGpu { .. } => plain("UnsupportedMemory", error),
+        RegisterError::NoGpu { .. } | RegisterError::NoGpus => plain("UnsupportedMemory", error),
         _ => plain("RegionError", error),
     }
 }

@@ -6,6 +6,7 @@
 //! | `engine` | `TransferEngine` |
 //! | `region`, `memory`, `buffer` | memory, given out and taken in |
 //! | `transfer`, `counter`, `messages` | what is waited for |
+//! | `watcher` | words that GPUs store to |
 //! | `waiting` | `await`, on any event loop |
 //! | `pages`, `values`, `errors` | arguments, values, exceptions |
 //! | `fork`, `sync` | processes and threads |
@@ -31,6 +32,7 @@ mod sync;
 mod transfer;
 mod values;
 mod waiting;
+mod watcher;
 
 use pyo3::prelude::*;
 
@@ -52,6 +54,8 @@ mod _immwire {
     use super::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target};
     #[pymodule_export]
     use super::waiting::Waiting;
+    #[pymodule_export]
+    use super::watcher::UvmWatcher;
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {

@@ -10,6 +10,7 @@ import os
 import random
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import ClassVar
 
@@ -240,6 +241,39 @@ def case_a_write_waits_for_a_stream():
     with pytest.raises(TypeError, match="__cuda_stream__"):
         pair.sender.after_stream("0", device=0)
     pair.close()
+
+
+def case_words_that_a_gpu_stores_to_are_watched():
+    told, over = [], threading.Event()
+
+    def note(before, now):
+        told.append((before, now))
+        if now == 9:
+            watcher.close()
+            over.set()
+
+    with immwire.TransferEngine(gpus=[0]) as engine, engine.alloc_uvm_watcher(note) as watcher:
+        assert watcher.address % 8 == 0
+        assert watcher.value == 0
+        word, stream = ctypes.c_uint64(watcher.address), ctypes.c_uint64()
+        driver(0, [("cuStreamCreate", ctypes.byref(stream), 0)])
+        for number in (5, 9):
+            driver(0, [("cuStreamWriteValue64_v2", stream, word, ctypes.c_uint64(number), 0)])
+        assert over.wait(PATIENCE)
+        # Both, or what was between two looks is left out.
+        assert told in ([(0, 5), (5, 9)], [(0, 9)])
+        with pytest.raises(immwire.ImmwireError, match="closed"):
+            watcher.value  # noqa: B018
+        driver(0, [("cuStreamSynchronize", stream)])
+        # The place is another's now, and zero.
+        silent = engine.alloc_uvm_watcher(note)
+        assert (silent.address, silent.value) == (word.value, 0)
+        with pytest.raises(TypeError, match="call"):
+            engine.alloc_uvm_watcher(3)
+        count = len(told)
+    assert len(told) == count
+    with immwire.TransferEngine() as engine, pytest.raises(immwire.UnsupportedMemory, match="no GPU"):
+        engine.alloc_uvm_watcher(note)
 
 
 def case_what_cannot_be_is_refused():

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Found, Pinned, SharedMemory, Uuid};
+use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Uuid};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -401,6 +401,11 @@ impl Memory for ShmMemory {
         // PROOF: no driver gives out address 0.
         let base = NonNull::new(owned.address() as *mut u8).ok_or(RegisterError::Empty)?;
         self.insert_gpu(found, base, bytes, Rights::REMOTE_WRITE, Some(owned))
+    }
+
+    fn pin(&self, bytes: usize) -> Result<PinnedMemory, RegisterError> {
+        let gpu = self.gpus.as_ref().and_then(|gpus| gpus.first()).ok_or(RegisterError::NoGpus)?;
+        PinnedMemory::zeroed(gpu, bytes).map_err(RegisterError::Gpu)
     }
 
     unsafe fn register(

@@ -1,8 +1,13 @@
 //! What is there only where memory is of GPUs.
 
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use immwire_cuda::{Device, PinnedMemory, Stream};
+use immwire::{PeerState, UvmWatcher};
+use immwire_cuda::geometry::{Method, Tuning};
+use immwire_cuda::{Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream};
 
 use crate::agent::Ask;
 use crate::host::{Host, Own, PATIENCE, Setup};
@@ -13,11 +18,12 @@ pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
     ("refused_copies", Spread::Places, refused_copies),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
+    ("watched_words", Spread::Once, watched_words),
+    ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
 ];
 
 /// A write that is to come after what a stream does waits for that, and for nothing else.
 fn after_stream(case: &Case) {
-    use std::sync::atomic::Ordering;
     const BYTES: u64 = 64 << 10;
     let (me, mut other, peer) = case.pair();
     let src = me.memory(BYTES, Own::Engine);
@@ -110,7 +116,6 @@ fn refused_copies(case: &Case) {
 
 /// An engine is dropped while a GPU has not begun to read: the transfer ends when the GPU is through, not before.
 fn the_end_waits_for_the_gpu(case: &Case) {
-    use std::sync::atomic::Ordering;
     const BYTES: u64 = 64 << 10;
     let setup = Setup { drain_ms: 20, ..case.setup(case.nics.0) };
     let me = Host::new(&setup);
@@ -140,4 +145,132 @@ fn the_end_waits_for_the_gpu(case: &Case) {
     });
     assert_eq!(early, None, "the GPU was still to read");
     assert!(transfer.poll_end().is_some());
+}
+
+/// Stores numbers to words, as kernels do.
+struct Storing {
+    copier: Copier,
+    bytes: DeviceMemory,
+}
+
+impl Storing {
+    fn new() -> Self {
+        let device = Device::open(0).expect("GPU 0");
+        let stream = Stream::new(&device).expect("a stream");
+        let bytes = DeviceMemory::zeroed(&stream, 128).expect("memory");
+        Self { copier: Copier::new(&stream, Tuning::default()).expect("a copier"), bytes }
+    }
+
+    fn store(&self, watcher: &UvmWatcher, value: u64) {
+        let (from, to) = (self.bytes.address(), self.bytes.address() + 64);
+        let (copy, word) = (PagedCopy::contiguous(from, to, 64), watcher.address());
+        let release = Release::Store { word, value };
+        // SAFETY: memory and word are there until `drain`, which comes before they go; nobody else uses the memory.
+        unsafe { self.copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN) }
+            .expect("submit");
+    }
+
+    fn drain(&self, host: &Host) {
+        let is_done = || self.copier.stream().is_done().expect("no error").then_some(());
+        host.until(PATIENCE, is_done).expect("the GPU is through");
+    }
+}
+
+/// What a callback was told.
+type Told = Vec<(u64, u64)>;
+
+/// Changes of words are told in order, each with the number told before, none twice, and the last one always.
+fn watched_words(case: &Case) {
+    const LAST: u64 = 500;
+    let me = case.me();
+    let storing = Storing::new();
+    let told: Arc<[Mutex<Told>; 3]> = Arc::default();
+    let watch = |n: usize| {
+        let told = Arc::clone(&told);
+        let note = move |old, new| told[n].lock().unwrap().push((old, new));
+        me.engine.alloc_uvm_watcher(note).expect("a watcher")
+    };
+    let watchers = [watch(0), watch(1), watch(2)];
+    for value in 1..=LAST {
+        storing.store(&watchers[usize::try_from(value % 2).expect("small")], value);
+    }
+    storing.drain(&me);
+    for (n, last) in [(0, LAST), (1, LAST - 1)] {
+        let has_all = || told[n].lock().unwrap().last().is_some_and(|told| told.1 == last);
+        me.until(PATIENCE, || has_all().then_some(())).expect("the last is told");
+        assert_eq!(watchers[n].value(), last);
+        let told = told[n].lock().unwrap();
+        let old = std::iter::once(0).chain(told.iter().map(|told| told.1));
+        assert!(old.zip(told.iter()).all(|(before, &(old, new))| old == before && new > old));
+    }
+    assert!(told[2].lock().unwrap().is_empty());
+}
+
+/// Watchers are dropped while others are watched, by their own callback too; their places are used again, and a callback
+/// that holds the engine ends it.
+fn watchers_come_and_go(case: &Case) {
+    let (me, _other, peer) = case.pair();
+    let storing = Storing::new();
+    // More than a page has, and that twice.
+    let calls = Arc::new(AtomicU64::new(0));
+    for round in 1..=2 {
+        let watchers: Vec<_> = (0..600)
+            .map(|_| {
+                let calls = Arc::clone(&calls);
+                let count = move |old, _| {
+                    assert_eq!(old, 0);
+                    calls.fetch_add(1, Ordering::Relaxed);
+                };
+                me.engine.alloc_uvm_watcher(count).expect("a watcher")
+            })
+            .collect();
+        assert!(watchers.iter().all(|it| it.value() == 0 && it.address().is_multiple_of(8)));
+        let mut addresses: Vec<_> = watchers.iter().map(UvmWatcher::address).collect();
+        addresses.sort_unstable();
+        addresses.dedup();
+        assert_eq!(addresses.len(), 600);
+        for watcher in watchers.iter().step_by(100) {
+            storing.store(watcher, 7);
+        }
+        storing.drain(&me);
+        let all = || (calls.load(Ordering::Relaxed) == 6 * round).then_some(());
+        me.until(PATIENCE, all).expect("all are told");
+    }
+    // One whose callback panics is told again; one whose callback drops it is not.
+    let seat: Arc<Mutex<Option<UvmWatcher>>> = Arc::default();
+    let (mine, engine) = (Arc::clone(&seat), me.engine.clone());
+    let calls = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&calls);
+    let leave = move |_, new| {
+        count.fetch_add(1, Ordering::Relaxed);
+        assert_ne!(new, 1, "what a callback panics with");
+        assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
+        drop(mine.lock().unwrap().take());
+    };
+    *seat.lock().unwrap() = Some(me.engine.alloc_uvm_watcher(leave).expect("a watcher"));
+    for value in 1..=2 {
+        storing.store(seat.lock().unwrap().as_ref().expect("not yet"), value);
+        storing.drain(&me);
+        let told = || (calls.load(Ordering::Relaxed) == value).then_some(());
+        me.until(PATIENCE, told).expect("told");
+    }
+    let gone = || seat.lock().unwrap().is_none().then_some(());
+    me.until(PATIENCE, gone).expect("dropped");
+    // An engine that only a callback keeps goes with its watcher.
+    let third = case.me();
+    let known = me.engine.peers();
+    third.peer(me.engine.address());
+    let new = || me.engine.peers().into_iter().find(|peer| !known.contains(peer));
+    let theirs = me.until(PATIENCE, new).expect("the third");
+    let held = third.engine.clone();
+    let last = third
+        .engine
+        .alloc_uvm_watcher(move |_, _| assert!(!held.nics().is_empty()))
+        .expect("a watcher");
+    drop(third);
+    me.linger(Duration::from_millis(100));
+    assert_eq!(me.engine.peer_state(theirs), Some(PeerState::Up));
+    drop(last);
+    let state = me.peer_down(theirs, PATIENCE);
+    assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
 }
