@@ -49,9 +49,10 @@ def expected():
 def build(target, flags=""):
     env = environment(CARGO_TARGET_DIR=str(BUILD), RUSTFLAGS=flags)
     command = ["cargo", "rustc", "--release", "--quiet", "--locked", "-Zbuild-std=core", "--target", target]
-    # Only the newest assembly is looked at; cargo names it by a hash.
-    for old in (BUILD / target / "release" / "deps").glob("hot_paths-*.s"):
-        old.unlink()
+    # Only the newest assembly is looked at; cargo names it by a hash, and makes it only along with what it knows of.
+    for name in ("hot_paths-*.s", "libhot_paths*"):
+        for old in (BUILD / target / "release" / "deps").glob(name):
+            old.unlink()
     (BUILD / target / "release" / "libhot_paths.a").unlink(missing_ok=True)
     done = call([*command, "--", "--emit", "asm,link"], cwd=NOALLOC, env=env)
     if done.returncode != 0:
