@@ -265,9 +265,9 @@ def case_words_that_a_gpu_stores_to_are_watched():
         with pytest.raises(immwire.ImmwireError, match="closed"):
             watcher.value  # noqa: B018
         driver(0, [("cuStreamSynchronize", stream)])
-        # The place is another's now, and zero.
+        # Its place may be this one's already.
         silent = engine.alloc_uvm_watcher(note)
-        assert (silent.address, silent.value) == (word.value, 0)
+        assert silent.value == 0
         with pytest.raises(TypeError, match="call"):
             engine.alloc_uvm_watcher(3)
         count = len(told)
