@@ -200,7 +200,9 @@ fn peer_stopped(case: &Case) {
     let transfer = pages(&me, peer, &src, &desc, many, Some(tag), Some(limit));
     third.is_served(&me);
     let end = me.end(&transfer);
-    assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
+    // When the connection is cut, a GPU still makes the copies that it was given.
+    let soon = if case.facts().has_gpus { 2 * SOON } else { SOON };
+    assert!(start.elapsed() >= limit && start.elapsed() < soon, "{:?}", start.elapsed());
     assert!(names(end, peer), "{end:?}");
     third.is_served(&me);
     let mine = me.engine.counter().expect("a counter");
