@@ -804,7 +804,8 @@ where
         self.count_notes(peer.index);
         match end {
             NoteEnd::Arrived | NoteEnd::Undelivered => {}
-            NoteEnd::Failed(WorkError::PeerGone) => {
+            // The peer, or the connection with all its paths.
+            NoteEnd::Failed(WorkError::PeerGone | WorkError::Flushed) => {
                 self.remove_peer(now, peer, DownReason::Disconnected);
             }
             NoteEnd::Failed(_) => self.remove_peer(now, peer, DownReason::PathLost { nic }),

@@ -1918,7 +1918,8 @@ fn heartbeats_outlast_their_path() {
     assert!(!world.group.has_work(0) && !world.group.has_work(1));
 }
 
-/// A note that fails costs the connection. Why it did so is told as it was: that the peer went is no news of a path.
+/// A note that fails costs the connection. Why it did so is told as it was: that the peer went, or the connection was cut, is
+/// no news of a path.
 #[test]
 fn what_a_failed_note_says_of_its_peer() {
     use WorkError::{Device, Flushed, LocalAccess, PeerGone, RemoteAccess};
@@ -1929,7 +1930,7 @@ fn what_a_failed_note_says_of_its_peer() {
         let note = world.posted[0];
         assert!(world.group.handle_completion(world.now, 0, note.token, Err(error)));
         let reason = match error {
-            PeerGone => DownReason::Disconnected,
+            PeerGone | Flushed => DownReason::Disconnected,
             _ => DownReason::PathLost { nic: 0 },
         };
         assert_eq!(world.group.peer_state(peer), Some(PeerState::Down(reason)), "{error:?}");
