@@ -110,16 +110,16 @@ impl Watch {
         callback: Callback,
     ) -> Result<UvmWatcher, RegisterError> {
         let mut table = self.lock();
+        if table.free.is_empty() {
+            let page = Arc::new(pin(WORDS * WORD_BYTES)?);
+            let places = (0..WORDS).rev().map(|at| at * WORD_BYTES);
+            table.free.extend(places.map(|offset| Place { page: Arc::clone(&page), offset }));
+        }
         if table.thread.is_none() {
             let watch = Arc::clone(self);
             let thread = std::thread::Builder::new().name("immwire-watch".to_owned());
             let os = |source| RegisterError::Os { call: "starting a thread", bytes: 0, source };
             table.thread = Some(thread.spawn(move || watch.serve()).map_err(os)?);
-        }
-        if table.free.is_empty() {
-            let page = Arc::new(pin(WORDS * WORD_BYTES)?);
-            let places = (0..WORDS).rev().map(|at| at * WORD_BYTES);
-            table.free.extend(places.map(|offset| Place { page: Arc::clone(&page), offset }));
         }
         // PROOF: there was one, or there are 512 new ones.
         let Some(place) = table.free.pop() else { return Err(RegisterError::Empty) };

@@ -33,6 +33,9 @@ fn census(case: &Case, me: &Host, agent: &mut Agent) -> Census {
     }
 }
 
+/// Sockets that libfabric was seen to forget at an engine's end: five, of connections that were being made.
+const FORGOTTEN_MAX: usize = 8;
+
 /// What an agent had before its engines, and whether any of them has left nothing behind.
 struct Tidy {
     before: Census,
@@ -45,7 +48,7 @@ impl Tidy {
     }
 
     /// Waits until the agent's threads and files are as many as before its last engine. Where sockets are forgotten now
-    /// and then, they may be more.
+    /// and then, they may be a few more.
     fn check(&mut self, case: &Case, me: &Host, agent: &mut Agent) {
         // A thread that was joined may be listed for a moment more; that of a flood ends by itself.
         let start = Instant::now();
@@ -60,7 +63,9 @@ impl Tidy {
             let others = census.1.iter().filter(|file| *file != "socket");
             (census.0, others.cloned().collect::<Vec<_>>())
         };
-        let may_be = !case.facts().closes_all_sockets && but_sockets(&now) == but_sockets(&before);
+        let may_be = !case.facts().closes_all_sockets
+            && but_sockets(&now) == but_sockets(&before)
+            && now.1.len() <= before.1.len() + FORGOTTEN_MAX;
         assert!(is_clean || may_be, "threads and files, after and before: {now:?}, {before:?}");
         self.one_was_clean |= is_clean;
     }
@@ -345,7 +350,7 @@ fn idle_costs_nothing(case: &Case) {
         let wall = u64::try_from(start.elapsed().as_micros()).expect("small");
         let facts = format!("an idle engine woke {naps} times, and used {cpu} us of {wall}");
         eprintln!("    {facts}");
-        assert!(naps < 200 && cpu * 10 < wall, "{facts}");
+        assert!(naps < 100 && cpu * 10 < wall, "{facts}");
     }
 }
 
