@@ -23,9 +23,12 @@
 //!    direction: what closing cuts off is of peers that are given up.
 //! 2. A replacement ends within the patience that it was begun with: whoever is not over by then is given
 //!    up, and [`Recycle::verdict`] then says [`Verdict::Close`].
-//! 3. An answer to an earlier replacement does not count for this one.
+//! 3. Only time in which we looked ([`Recycle::look`]) uses up patience: while our own thread does not run, the
+//!    answer of a peer that is well may lie there unread.
+//! 4. An answer to an earlier replacement does not count for this one.
 //!
-//! The tests below enumerate three peers, and every order in which they answer, drain, fail or are late.
+//! The tests below enumerate three peers, and every order in which they answer, drain, fail or are late, and in
+//! which we look in time or do not.
 
 use core::time::Duration;
 
@@ -60,7 +63,7 @@ pub enum Which {
 pub enum Verdict {
     /// No endpoint is being replaced.
     Idle,
-    /// Wait, until this instant at most.
+    /// Wait, and look again at this instant at the latest.
     Wait(Time),
     /// Give up those for whom [`Recycle::is_late`] says so, and ask again.
     GiveUp,
@@ -72,8 +75,18 @@ pub enum Verdict {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Recycle {
     turn: Turn,
-    until: Option<Time>,
+    under_way: Option<UnderWay>,
 }
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+struct UnderWay {
+    patience: Duration,
+    looked: Time,
+}
+
+/// What passes between two looks uses up so much patience at most. A thread that polls, or is woken by what
+/// comes, looks more often; if it did not, it was not run.
+pub const BLINK: Duration = Duration::from_millis(5);
 
 impl Recycle {
     /// The present endpoint's number.
@@ -96,7 +109,7 @@ impl Recycle {
     /// Whether one is under way.
     #[must_use]
     pub const fn is_under_way(&self) -> bool {
-        self.until.is_some()
+        self.under_way.is_some()
     }
 
     /// Begins to replace the endpoint; `None` while that is under way already. The new endpoint's number
@@ -106,8 +119,16 @@ impl Recycle {
             return None;
         }
         self.turn.0 = self.turn.0.wrapping_add(1);
-        self.until = Some(now.after(patience));
+        self.under_way = Some(UnderWay { patience, looked: now });
         Some(self.turn)
+    }
+
+    /// To be called whenever what has come is about to be seen to.
+    pub fn look(&mut self, now: Time) {
+        if let Some(it) = &mut self.under_way {
+            it.patience = it.patience.saturating_sub(now.since(it.looked).min(BLINK));
+            it.looked = it.looked.max(now);
+        }
     }
 
     /// Whether an answer is to this replacement, or to the last.
@@ -124,18 +145,18 @@ impl Recycle {
 
     /// What is to be done, `peers` being all there are. O(peers).
     #[must_use]
-    pub fn verdict(&self, now: Time, mut peers: impl Iterator<Item = Standing>) -> Verdict {
-        match self.until {
+    pub fn verdict(&self, mut peers: impl Iterator<Item = Standing>) -> Verdict {
+        match self.under_way {
             None => Verdict::Idle,
             Some(_) if !peers.any(|peer| self.is_late(peer)) => Verdict::Close,
-            Some(until) if now >= until => Verdict::GiveUp,
-            Some(until) => Verdict::Wait(until),
+            Some(UnderWay { patience: Duration::ZERO, .. }) => Verdict::GiveUp,
+            Some(UnderWay { patience, looked }) => Verdict::Wait(looked.after(patience.min(BLINK))),
         }
     }
 
     /// The old endpoint is closed.
     pub const fn closed(&mut self) {
-        self.until = None;
+        self.under_way = None;
     }
 }
 
@@ -146,21 +167,23 @@ mod tests {
 
     use super::*;
 
-    const PATIENCE: Duration = Duration::from_nanos(3);
+    /// Not a multiple of what a look may use up.
+    const PATIENCE: Duration = Duration::from_millis(12);
+    const LOOKS: u32 = 3;
 
     #[derive(Debug, Clone, PartialEq, Eq, Hash)]
     struct World {
         recycle: Recycle,
-        now: u64,
+        now: Time,
+        looks: u32,
         peers: [Standing; 3],
         /// What is on its way to us.
         answers: [Option<Turn>; 3],
-        closed: u32,
     }
 
     impl World {
         fn verdict(&self) -> Verdict {
-            self.recycle.verdict(Time::from_nanos(self.now), self.peers.into_iter())
+            self.recycle.verdict(self.peers.into_iter())
         }
 
         /// Everything that can happen next.
@@ -191,8 +214,13 @@ mod tests {
                     });
                 }
             }
-            if self.recycle.is_under_way() && self.now < 3 {
-                step(&|world| world.now += 1);
+            // In time, and after a time in which we were not run.
+            for late in [Duration::ZERO, Duration::from_secs(9)] {
+                step(&|world| {
+                    world.now = world.now.after(BLINK + late);
+                    world.recycle.look(world.now);
+                    world.looks += 1;
+                });
             }
             all
         }
@@ -203,7 +231,7 @@ mod tests {
     fn an_endpoint_is_closed_when_nobody_who_is_well_needs_it() {
         let fresh = |in_flight| Standing { well: true, moved: Turn(0), in_flight };
         let mut recycle = Recycle::default();
-        assert_eq!(recycle.verdict(Time::ZERO, [fresh(1)].into_iter()), Verdict::Idle);
+        assert_eq!(recycle.verdict([fresh(1)].into_iter()), Verdict::Idle);
         let turn = recycle.begin(Time::ZERO, PATIENCE).unwrap();
         assert_eq!(recycle.begin(Time::ZERO, PATIENCE), None);
         assert_eq!(turn, Turn(1));
@@ -213,7 +241,7 @@ mod tests {
         let peers = [fresh(0), fresh(1), Standing { well: false, ..fresh(1) }];
         // Of an earlier replacement, and late.
         let answers = [Some(Turn(0)), None, None];
-        let mut open = Vec::from([World { recycle, now: 0, peers, answers, closed: 0 }]);
+        let mut open = Vec::from([World { recycle, now: Time::ZERO, looks: 0, peers, answers }]);
         let (mut seen, mut closed, mut given_up) = (HashSet::new(), 0, 0);
         while let Some(mut world) = open.pop() {
             if !seen.insert(world.clone()) {
@@ -230,7 +258,7 @@ mod tests {
                     continue;
                 }
                 Verdict::GiveUp => {
-                    assert!(world.now >= 3);
+                    assert_eq!(world.looks, LOOKS, "{world:?}");
                     let recycle = world.recycle;
                     for peer in world.peers.iter_mut().filter(|peer| recycle.is_late(**peer)) {
                         peer.well = false;
@@ -239,7 +267,10 @@ mod tests {
                     given_up += 1;
                 }
                 Verdict::Wait(until) => {
-                    assert_eq!(until, Time::from_nanos(3));
+                    assert!(world.looks < LOOKS, "{world:?}");
+                    let last = world.looks + 1 == LOOKS;
+                    let wait = if last { Duration::from_millis(2) } else { BLINK };
+                    assert_eq!(until, world.now.after(wait), "{world:?}");
                     let next = world.next();
                     assert!(!next.is_empty());
                     open.extend(next);

@@ -103,9 +103,9 @@ const ENTRIES_MAX_SOFTWARE: usize = 128 << 10;
 const COMPLETIONS_PER_POLL: usize = 64;
 /// Completions read in one call of libfabric.
 const BATCH: usize = 16;
-/// What can wait is looked at once in so many polls: with a software provider that is a system call or two,
-/// which a ping-pong of small writes feels.
-const UPKEEP_EVERY: u32 = 256;
+/// What can wait is looked at so often: with a software provider that is a system call or two, which a ping-pong of
+/// small writes feels. Counted in time, as a poll takes one microsecond or, where it moves long writes, a hundred.
+const UPKEEP_EVERY: Duration = Duration::from_micros(500);
 /// How long a sleeping engine whose provider has no descriptor sleeps at most.
 const NAP: Duration = Duration::from_millis(1);
 /// After so long without anything to read, descriptors that stay readable are seen to: that may take a moment, in which
@@ -376,7 +376,8 @@ pub struct LibfabricProvider {
     /// The first write between two endpoints opens a connection: it is to come from one end.
     connects: bool,
     own_keys: bool,
-    polls: u32,
+    /// When that which can wait was last looked at.
+    tended: Time,
     /// Something is to be done beside the way of data.
     urgent: bool,
     /// Pieces wait for one that asks, and none may come.
@@ -490,7 +491,7 @@ impl LibfabricProvider {
             wide: facts.protocol.data_bytes >= 8,
             connects: facts.connects,
             own_keys: facts.own_keys,
-            polls: 0,
+            tended: Time::ZERO,
             urgent: true,
             owing: false,
             now: Time::ZERO,
@@ -1021,8 +1022,8 @@ impl Provider for LibfabricProvider {
                 any |= self.poll_lane(nic, true, rounds, sink);
             }
         }
-        self.polls = self.polls.wrapping_add(1);
-        if self.urgent || self.polls.is_multiple_of(UPKEEP_EVERY) {
+        if self.urgent || self.now.since(self.tended) >= UPKEEP_EVERY {
+            self.tended = self.now;
             any |= self.upkeep(sink);
         }
         if any {

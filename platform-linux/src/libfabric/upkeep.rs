@@ -27,7 +27,7 @@ use crate::provider::Sink;
 const MESSAGES_MAX: usize = 64;
 /// How long what is in flight to a peer that has failed may take to fail by itself.
 const GRACE: Duration = Duration::from_millis(20);
-/// How long the other peers may take to move to new endpoints.
+/// How long the other peers may take to move to new endpoints, while we look.
 const MOVE_PATIENCE: Duration = Duration::from_millis(500);
 /// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
 /// while it connects, and also when nobody is there to connect to.
@@ -48,6 +48,7 @@ impl LibfabricProvider {
             let _ = rustix::io::read(self.memory.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
         }
+        self.recycle.look(self.now);
         let heard = self.hear(sink);
         self.repeat_calls(sink);
         self.tell_withdrawals();
@@ -532,13 +533,13 @@ impl LibfabricProvider {
         self.ports.iter().map(|port| port.lane.endpoint.name().clone()).collect()
     }
 
-    /// Until when the replacement under way may take.
+    /// When the replacement under way is to be looked at again.
     pub(super) fn recycle_deadline(&self) -> Time {
         let standings = self
             .live
             .iter()
             .filter_map(|&index| Some(self.sessions.get(usize::from(index))?.as_ref()?.standing()));
-        match self.recycle.verdict(self.now, standings) {
+        match self.recycle.verdict(standings) {
             Verdict::Idle => Time::NEVER,
             Verdict::Wait(until) => until,
             Verdict::GiveUp | Verdict::Close => self.now,
@@ -642,7 +643,7 @@ impl LibfabricProvider {
             let standings = self.live.iter().filter_map(|&index| {
                 Some(self.sessions.get(usize::from(index))?.as_ref()?.standing())
             });
-            match self.recycle.verdict(self.now, standings) {
+            match self.recycle.verdict(standings) {
                 Verdict::Idle | Verdict::Wait(_) => break,
                 Verdict::GiveUp => {
                     let (now, recycle) = (self.now, self.recycle);
