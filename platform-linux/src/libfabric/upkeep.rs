@@ -27,11 +27,12 @@ use crate::provider::Sink;
 const MESSAGES_MAX: usize = 64;
 /// How long what is in flight to a peer that has failed may take to fail by itself.
 const GRACE: Duration = Duration::from_millis(20);
-/// How long the other peers may take to move to new endpoints, while we look.
-const MOVE_PATIENCE: Duration = Duration::from_millis(500);
+/// How long the other peers may take to move to new endpoints, while we look. Milliseconds if they run; but one whose
+/// machine lets it wait for a moment is not to be lost for another that is got rid of.
+const MOVE_PATIENCE: Duration = Duration::from_secs(2);
 /// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
 /// while it connects, and also when nobody is there to connect to.
-const STUCK: Duration = Duration::from_secs(1);
+const STUCK: Duration = Duration::from_secs(2);
 /// The same, for a peer that has not been written to yet: connecting takes longer than going on.
 const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
 /// How long leaving may take at the end.
