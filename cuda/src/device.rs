@@ -305,6 +305,21 @@ impl Stream {
         }
     }
 
+    /// Whether what is enqueued now is not done, but made a part of a CUDA graph.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn is_capturing(&self) -> Result<bool, Error> {
+        use cu::CUstreamCaptureStatus as Status;
+        let _current = self.device().enter()?;
+        let mut status = Status::CU_STREAM_CAPTURE_STATUS_NONE;
+        // SAFETY: the stream is alive; writes the one number.
+        let answer = unsafe { cu::cuStreamIsCapturing(self.0.raw, &raw mut status) };
+        check("cuStreamIsCapturing", answer)?;
+        Ok(status != Status::CU_STREAM_CAPTURE_STATUS_NONE)
+    }
+
     /// Holds back what is enqueued from now on until `event` has been recorded. Waits for nothing itself.
     ///
     /// # Errors

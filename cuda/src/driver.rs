@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 52] = [
+const SYMBOLS: [&str; 53] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxPopCurrent_v2",
@@ -62,6 +62,7 @@ const SYMBOLS: [&str; 52] = [
     "cuPointerGetAttribute",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
+    "cuStreamIsCapturing",
     "cuStreamQuery",
     "cuStreamWaitEvent",
     "cuStreamWaitValue64_v2",

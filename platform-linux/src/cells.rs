@@ -162,7 +162,7 @@ impl<F: Copy> Cells<F> {
         let Some(slot) = self.slot(cell) else { return Err(job) };
         match slot.wait.leave(ticket, Waiter::Callback(job)) {
             Err((Waiter::Callback(job), _)) => Err(job),
-            Ok(()) | Err((Waiter::Waker(_), _)) => Ok(()),
+            Ok(()) | Err((Waiter::Waker(_) | Waiter::Inline(_), _)) => Ok(()),
         }
     }
 

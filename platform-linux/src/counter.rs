@@ -157,6 +157,26 @@ impl ImmCounter {
         Reached { counter: self, writes, state: State::Idle }
     }
 
+    /// Has `call` called with the code when the wait ends, by whoever ends it.
+    pub(crate) fn leave(&self, ticket: Ticket, call: impl FnOnce(u8) + Send + 'static) {
+        let Some(cell) = self.shared.counting.wait_cell(self.tag) else { return };
+        if let Err((Waiter::Inline(call), code)) =
+            cell.leave(ticket, Waiter::Inline(Box::new(call)))
+        {
+            call(code);
+        }
+    }
+
+    /// Gives up a wait whose end nobody asks after: what had arrived is there for the next.
+    pub(crate) fn abandon(&self, ticket: Ticket, writes: u64) {
+        self.shared.counting.abandon(self.tag, ticket, writes, &self.shared.callbacks);
+    }
+
+    /// Puts back what a wait had consumed.
+    pub(crate) fn restore(&self, writes: u64) {
+        self.shared.counting.restore(self.tag, writes, &self.shared.callbacks);
+    }
+
     /// Arms the counter; `None` if enough was there, and is consumed.
     pub(crate) fn arm(&self, writes: u64) -> Result<Option<Ticket>, CountError> {
         let shared = &self.shared;
@@ -274,8 +294,7 @@ impl Future for Reached<'_> {
 impl Drop for Reached<'_> {
     fn drop(&mut self) {
         if let State::Waiting(ticket) = self.state {
-            let ImmCounter { shared, tag, .. } = self.counter;
-            shared.counting.abandon(*tag, ticket, self.writes, &shared.callbacks);
+            self.counter.abandon(ticket, self.writes);
         }
     }
 }

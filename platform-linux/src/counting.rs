@@ -175,7 +175,7 @@ impl Counting {
     }
 
     /// Puts back what a wait had consumed.
-    fn restore(&self, tag: ImmTag, writes: u64, callbacks: &Callbacks) {
+    pub(crate) fn restore(&self, tag: ImmTag, writes: u64, callbacks: &Callbacks) {
         let mut units = writes.saturating_mul(WRITE_UNITS.into());
         while units > 0 {
             let part = u16::try_from(units).unwrap_or(u16::MAX).min(MAX_IMM_UNITS);

@@ -523,6 +523,9 @@ impl<P: Provider> Drive for Engine<P> {
                 self.next_sweep = now.after(SWEEP_EVERY);
                 self.state.registry.sweep();
             }
+            if now >= self.state.shared.gates.due() {
+                self.state.shared.gates.expire(now);
+            }
             self.state.finish_messages();
         }
         self.steps -= 1;
@@ -546,7 +549,7 @@ impl<P: Provider> Drive for Engine<P> {
             // Nobody says when a peer that parks pieces has room again.
             let parked = self.parked.iter().any(|parked| !parked.is_empty());
             let limit = if parked { limit.min(PARKED_NAP) } else { limit };
-            let due = self.state.group.poll_timeout().min(self.state.message_timeout());
+            let due = self.next_timeout();
             let timeout = due.since(self.state.now).min(limit);
             bump(&shared.stats.sleeps, 1);
             wait_readable(&self.provider, &shared, timeout);
@@ -561,7 +564,8 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn next_timeout(&self) -> Time {
-        self.state.group.poll_timeout().min(self.state.message_timeout())
+        let state = &self.state;
+        state.group.poll_timeout().min(state.message_timeout()).min(state.shared.gates.due())
     }
 
     fn submit(&mut self, submission: Submission) {

@@ -29,6 +29,7 @@ use crate::error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
     WaitTimeout,
 };
+use crate::gate::{StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
 use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
 use crate::region::{CloseError, Region, Registry};
@@ -741,6 +742,52 @@ impl TransferEngine {
     ) -> Result<(), RegisterError> {
         // SAFETY: our caller's promise.
         unsafe { self.inner.registry.after_stream(ordinal, stream) }
+    }
+
+    /// Holds a stream of GPU `ordinal` back until `writes` have arrived at `counter`, and consumes them: what the stream is
+    /// given after this finds their bytes. Waits for nothing itself, and no thread does; some microseconds. Early ones count.
+    ///
+    /// The stream goes on in any case: at the latest after `timeout`, or when the engine ends. The [`StreamWait`] says why;
+    /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile.
+    ///
+    /// ```no_run
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # use std::time::Duration;
+    /// # let kernels_stream: *mut std::ffi::c_void = std::ptr::null_mut();
+    /// let engine = immwire::TransferEngine::builder().gpus([0]).build()?;
+    /// let layer = std::sync::Arc::new(engine.counter()?);
+    /// // SAFETY: a stream of GPU 0 that outlives the wait.
+    /// let wait = unsafe { engine.wait_on_stream(0, kernels_stream, &layer, 64, Duration::from_secs(1)) }?;
+    /// // ... launches kernels that read the 64 pages; and when their results are there:
+    /// wait.poll().expect("the stream has gone on")?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Safety
+    ///
+    /// `stream` is a stream of that GPU's primary context, as for [`TransferEngine::after_stream`].
+    ///
+    /// # Errors
+    ///
+    /// [`StreamWaitError`]: nothing was consumed, and the stream does not wait.
+    pub unsafe fn wait_on_stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+        counter: &Arc<ImmCounter>,
+        writes: u64,
+        timeout: Duration,
+    ) -> Result<StreamWait, StreamWaitError> {
+        let (shared, registry) = (&self.inner.shared, &self.inner.registry);
+        // SAFETY: our caller's promise; the borrowing ends here.
+        let stream = unsafe { registry.stream(ordinal, stream) }?;
+        let until = (shared.clock.deadline(Some(timeout)), timeout);
+        let wait =
+            shared.gates.hold(&stream, counter, writes, until, |bytes| registry.pin(bytes))?;
+        // An engine that sleeps has another time to get up at.
+        shared.intake.ring();
+        Ok(wait)
     }
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.

@@ -56,6 +56,7 @@ mod counting;
 mod driver;
 mod engine;
 mod error;
+mod gate;
 mod intake;
 pub mod libfabric;
 mod message;
@@ -75,6 +76,7 @@ mod transfer;
 pub mod verbs;
 mod wait;
 mod watch;
+mod words;
 
 pub use immwire_core as core;
 pub use immwire_core::id::{EngineId, PeerId};
@@ -91,6 +93,7 @@ pub use error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
     SubmitError, TransferError, WaitTimeout,
 };
+pub use gate::{StreamWait, StreamWaitError};
 pub use provider::{Place, RegisterError};
 pub use region::{AccessError, CloseError, Region};
 pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, SingleWrite};

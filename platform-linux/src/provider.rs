@@ -324,6 +324,24 @@ pub trait Memory: Send + Sync + 'static {
         Err(RegisterError::NoGpu { ordinal })
     }
 
+    /// A stream of the application's, of GPU `ordinal`; null is the default one.
+    ///
+    /// # Safety
+    ///
+    /// As for [`immwire_cuda::Stream::borrow`].
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::NoGpu`].
+    unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        let _ = stream;
+        Err(RegisterError::NoGpu { ordinal })
+    }
+
     /// Whether pages from one region to another may be handed over in runs, where the NICs take any.
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
         let _ = (src, dst);

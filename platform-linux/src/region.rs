@@ -282,6 +282,18 @@ impl Registry {
 
     /// # Safety
     ///
+    /// As [`Memory::stream`].
+    pub(crate) unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.memory.stream(ordinal, stream) }
+    }
+
+    /// # Safety
+    ///
     /// As [`Memory::after_stream`].
     pub(crate) unsafe fn after_stream(
         &self,

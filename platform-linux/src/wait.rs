@@ -6,7 +6,7 @@
 //! # Invariants
 //!
 //! 1. Whoever waits is woken by the completion of its own tenancy: a sleeper, the waker that was left
-//!    last, or the callback, which runs once.
+//!    last, or the function, which runs once.
 //! 2. A completer that is slow to wake touches no waiter of a later tenancy.
 //!
 //! The tests below check 2 step by step, the loom models of `verification/loom` both, on this text.
@@ -23,8 +23,10 @@ use crate::sync::{Mutex, Timer, lock, sleep_on, wake_all};
 pub(crate) enum Waiter {
     /// A future was polled.
     Waker(Waker),
-    /// A function was left.
+    /// A function was left, to be called by whoever runs callbacks.
     Callback(Job),
+    /// A function was left, to be called with the code by whoever completes. It is short, and waits for nothing.
+    Inline(Box<dyn FnOnce(u8) + Send>),
 }
 
 /// A completion, and who waits for it.
@@ -46,17 +48,18 @@ impl WaitCell {
         match self.completion.complete(ticket, code) {
             Completed::TooLate => return false,
             Completed::Quiet => {}
-            Completed::Wake => self.wake(ticket, callbacks),
+            Completed::Wake => self.wake(ticket, code, callbacks),
         }
         true
     }
 
     /// Wakes whoever waits for the tenancy. By now it may have ended, and another have begun.
-    fn wake(&self, ticket: Ticket, callbacks: &Callbacks) {
+    fn wake(&self, ticket: Ticket, code: u8, callbacks: &Callbacks) {
         wake_all(self.completion.word());
         match self.take_waiter(ticket) {
             Some(Waiter::Waker(waker)) => waker.wake(),
             Some(Waiter::Callback(job)) => callbacks.push(job),
+            Some(Waiter::Inline(call)) => call(code),
             None => {}
         }
     }
@@ -147,7 +150,7 @@ mod tests {
         assert!(cell.completion.reset(first));
         let second = cell.completion.begin().unwrap();
         assert!(cell.leave(second, Waiter::Callback(count_in(&ran))).is_ok());
-        cell.wake(first, &callbacks);
+        cell.wake(first, 0, &callbacks);
         callbacks.run_pending();
         assert_eq!(ran.load(Ordering::Relaxed), 0, "called before its own completion");
         assert!(cell.complete(second, 0, &callbacks));

@@ -1,7 +1,7 @@
 //! Words that GPUs store to, and a thread that calls back when one has changed: how a kernel, inside of a CUDA graph too,
 //! tells the CPU how far it is.
 //!
-//! The words lie in pinned host memory, 512 to a page. A thread looks at those that are watched without pause, and takes a
+//! The words lie in pinned host memory. A thread looks at those that are watched without pause, and takes a
 //! processor for it, as long as there are any; without, it sleeps. What changes several times between two looks is told once.
 //!
 //! # What it refuses to know
@@ -10,7 +10,7 @@
 //!
 //! # Invariants
 //!
-//! - A place is given to another watcher when its last call has returned, and is zero then.
+//! - A word is given to another watcher when its last call has returned, and is zero then.
 //! - Callbacks, which are the caller's code, run and are dropped without the lock.
 //! - Nobody waits for a callback, but whoever ends the engine, on another thread.
 
@@ -24,34 +24,13 @@ use immwire_core::watch::Watched;
 use immwire_cuda::PinnedMemory;
 
 use crate::provider::RegisterError;
-
-/// Words of a page.
-const WORDS: usize = 512;
-const WORD_BYTES: usize = size_of::<u64>();
+use crate::words::Word;
 
 type Callback = Box<dyn Fn(u64, u64) + Send + Sync>;
 
-/// A word.
-#[derive(Debug, Clone)]
-struct Place {
-    page: Arc<PinnedMemory>,
-    offset: usize,
-}
-
-impl Place {
-    fn word(&self) -> Option<&AtomicU64> {
-        self.page.word(self.offset).ok()
-    }
-
-    fn value(&self) -> u64 {
-        // Acquire: what the GPU released with the number is there.
-        self.word().map_or(0, |word| word.load(Ordering::Acquire))
-    }
-}
-
 /// A word that is watched.
 struct Entry {
-    place: Place,
+    word: Word,
     watched: Watched,
     /// What was told last. The watching thread's.
     last: AtomicU64,
@@ -61,7 +40,7 @@ struct Entry {
 impl Entry {
     /// Calls back if the word has changed. Returns whether that was the last call.
     fn look(&self) -> bool {
-        let (last, now) = (self.last.load(Ordering::Relaxed), self.place.value());
+        let (last, now) = (self.last.load(Ordering::Relaxed), self.word.get());
         if last == now || !self.watched.begin() {
             return false;
         }
@@ -76,7 +55,7 @@ impl Entry {
 #[derive(Default)]
 struct Table {
     entries: Vec<Arc<Entry>>,
-    free: Vec<Place>,
+    free: Vec<Word>,
     thread: Option<JoinHandle<()>>,
     /// The engine has ended.
     is_stopped: bool,
@@ -103,7 +82,7 @@ impl Watch {
         self.changed.notify_all();
     }
 
-    /// Watches a word, in a page that `pin` makes if there is no place left.
+    /// Watches a word, in a page that `pin` makes if there is no word left.
     pub(crate) fn add(
         self: &Arc<Self>,
         pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
@@ -111,9 +90,7 @@ impl Watch {
     ) -> Result<UvmWatcher, RegisterError> {
         let mut table = self.lock();
         if table.free.is_empty() {
-            let page = Arc::new(pin(WORDS * WORD_BYTES)?);
-            let places = (0..WORDS).rev().map(|at| at * WORD_BYTES);
-            table.free.extend(places.map(|offset| Place { page: Arc::clone(&page), offset }));
+            table.free.extend(Word::page(pin)?);
         }
         if table.thread.is_none() {
             let watch = Arc::clone(self);
@@ -122,21 +99,19 @@ impl Watch {
             table.thread = Some(thread.spawn(move || watch.serve()).map_err(os)?);
         }
         // PROOF: there was one, or there are 512 new ones.
-        let Some(place) = table.free.pop() else { return Err(RegisterError::Empty) };
+        let Some(word) = table.free.pop() else { return Err(RegisterError::Empty) };
         let (watched, last) = (Watched::new(), AtomicU64::new(0));
-        let entry = Arc::new(Entry { place, watched, last, callback });
+        let entry = Arc::new(Entry { word, watched, last, callback });
         table.entries.push(Arc::clone(&entry));
         self.tell();
         drop(table);
         Ok(UvmWatcher { entry, watch: Arc::clone(self) })
     }
 
-    /// Nothing of the entry is used any more: its place is another's to have.
+    /// Nothing of the entry is used any more: its word is another's to have.
     fn recycle(&self, entry: &Entry) {
-        if let Some(word) = entry.place.word() {
-            word.store(0, Ordering::Relaxed);
-        }
-        self.lock().free.push(entry.place.clone());
+        entry.word.set(0);
+        self.lock().free.push(entry.word.clone());
     }
 
     fn serve(&self) {
@@ -184,7 +159,7 @@ impl Watch {
 /// A word that GPUs store to. While there is this handle, and the engine, a callback is told of its changes.
 ///
 /// Dropping it ends that: no call begins afterwards. One that is under way is not waited for, so a callback may drop its
-/// own watcher. What stores to the word must have ended before: the place is given to others.
+/// own watcher. What stores to the word must have ended before: the word is given to others.
 pub struct UvmWatcher {
     entry: Arc<Entry>,
     watch: Arc<Watch>,
@@ -194,13 +169,13 @@ impl UvmWatcher {
     /// Where the word is, for GPUs and for the CPU; a multiple of 8.
     #[must_use]
     pub fn address(&self) -> u64 {
-        self.entry.place.page.address() + self.entry.place.offset as u64
+        self.entry.word.address()
     }
 
     /// What it is now. Zero at first.
     #[must_use]
     pub fn value(&self) -> u64 {
-        self.entry.place.value()
+        self.entry.word.get()
     }
 }
 

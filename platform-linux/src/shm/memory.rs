@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Uuid};
+use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -450,6 +450,13 @@ impl Memory for ShmMemory {
         let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
         // SAFETY: our caller's promise.
         unsafe { gpu.after(stream) }.map_err(RegisterError::Gpu)
+    }
+
+    unsafe fn stream(&self, ordinal: u32, stream: *mut c_void) -> Result<Stream, RegisterError> {
+        let found = self.gpus.as_ref().and_then(|gpus| gpus.by_ordinal(ordinal));
+        let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
+        // SAFETY: our caller's promise.
+        Ok(unsafe { Stream::borrow(&gpu.device, stream) })
     }
 
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {

@@ -5,11 +5,13 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use immwire::{PeerState, UvmWatcher};
+use immwire::{
+    CountError, ImmCounter, PeerState, RegisterError, StreamWait, StreamWaitError, UvmWatcher,
+};
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream};
 
-use crate::agent::Ask;
+use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Own, PATIENCE, Setup};
 use crate::operations::write;
 use crate::{Case, Spread, Test};
@@ -18,6 +20,8 @@ pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
     ("refused_copies", Spread::Places, refused_copies),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
+    ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
+    ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
 ];
@@ -273,4 +277,130 @@ fn watchers_come_and_go(case: &Case) {
     drop(last);
     let state = me.peer_down(theirs, PATIENCE);
     assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+}
+
+/// Has a stream of GPU 0 wait.
+fn hold(
+    me: &Host,
+    stream: &Stream,
+    counter: &Arc<ImmCounter>,
+    writes: u64,
+    limit: Duration,
+) -> Result<StreamWait, StreamWaitError> {
+    // SAFETY: a stream of the GPU's primary context; it outlives the call.
+    unsafe { me.engine.wait_on_stream(0, stream.raw(), counter, writes, limit) }
+}
+
+fn passes(me: &Host, stream: &Stream) {
+    let is_done = || stream.is_done().expect("no error").then_some(());
+    me.until(PATIENCE, is_done).expect("the stream goes on");
+}
+
+/// What a stream is given behind a wait finds the bytes that were counted, whether they came before or after.
+fn streams_wait_for_counts(case: &Case) {
+    const LEN: usize = 64 << 10;
+    const BYTES: u64 = LEN as u64;
+    let (me, mut other, _) = case.pair();
+    let src = other.memory(&me, BYTES, Own::Engine).0;
+    let [landing, seen] = [(); 2].map(|()| me.engine.alloc_gpu(0, LEN).expect("memory"));
+    let counter = Arc::new(me.engine.counter().expect("a counter"));
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let copier = Copier::new(&stream, Tuning::default()).expect("a copier");
+    let copy = PagedCopy::contiguous(landing.desc().base, seen.desc().base, BYTES);
+    let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+    let peer = plain(other.peer(&me, me.engine.address()));
+    for round in 0..20 {
+        let pattern = case.pattern(round);
+        let writes = 1 + round % 3;
+        other.tell(&me, Ask::Fill { region: src, offset: 0, len: BYTES, pattern, at: 0 });
+        let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
+        let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: BYTES, tag };
+        // None, some or all of them are there when the stream begins to wait.
+        let early = (round / 3) % (writes + 1);
+        let mut arrive = |count| {
+            for _ in 0..count {
+                assert_eq!(other.ask(&me, Ask::Write(write.clone())), Say::Text("Done".into()));
+            }
+        };
+        arrive(early);
+        let there = || (counter.available() == early).then_some(());
+        me.until(PATIENCE, there).expect("early ones");
+        let wait = hold(&me, &stream, &counter, writes, PATIENCE).expect("a wait");
+        let release = Release::Store { word: word.address(), value: round + 1 };
+        // SAFETY: regions and word are there until the stream is through, which is waited for; nobody else uses `seen`.
+        unsafe { copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN) }.expect("submit");
+        if early < writes {
+            let second = hold(&me, &stream, &counter, 1, PATIENCE).map(drop);
+            assert!(matches!(second, Err(StreamWaitError::Count(CountError::Busy))), "{second:?}");
+            arrive(writes - early - 1);
+            me.linger(Duration::from_millis(5));
+            assert!(!stream.is_done().expect("no error") && wait.poll().is_none());
+            assert_eq!(word.word(0).expect("a word").load(Ordering::Acquire), round);
+            arrive(1);
+        }
+        passes(&me, &stream);
+        assert_eq!(wait.poll(), Some(Ok(())));
+        assert_eq!((pattern.mismatch(&seen, 0, BYTES, 0), counter.available()), (None, 0));
+    }
+}
+
+/// A stream goes on at its deadline, when the engine ends, and when the driver does not take the wait; its counter is as
+/// good as before.
+fn waits_of_streams_end(case: &Case) {
+    let (me, mut other, _) = case.pair();
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let counter = || Arc::new(me.engine.counter().expect("a counter"));
+    // More than a page has words, and words that are used again.
+    for _ in 0..2 {
+        let limit = Duration::from_millis(50);
+        let waits: Vec<_> =
+            (0..600).map(|_| hold(&me, &stream, &counter(), 1, limit).expect("a wait")).collect();
+        passes(&me, &stream);
+        for wait in &waits {
+            let end = wait.poll().expect("it is there before the stream goes on");
+            let Err(CountError::Timeout { target: 1, missing: 1, after, .. }) = end else {
+                panic!("{end:?}")
+            };
+            assert_eq!(after, limit);
+        }
+    }
+    let (first, second) = (counter(), counter());
+    // SAFETY: the stream is not used: there is no such GPU.
+    let absent = unsafe { me.engine.wait_on_stream(9, stream.raw(), &first, 1, PATIENCE) };
+    assert!(
+        matches!(absent, Err(StreamWaitError::Memory(RegisterError::NoGpu { ordinal: 9 }))),
+        "{absent:?}"
+    );
+    if refuse(1) {
+        let refused = hold(&me, &stream, &first, 1, PATIENCE);
+        refuse(0);
+        assert!(matches!(refused, Err(StreamWaitError::Driver(_))), "{refused:?}");
+        passes(&me, &stream);
+    }
+    // What timed out, or was refused, can be waited for again; whether anybody looks or not.
+    let late = hold(&me, &stream, &first, 2, Duration::from_millis(20)).expect("a wait");
+    passes(&me, &stream);
+    assert!(matches!(late.wait(PATIENCE), Some(Err(CountError::Timeout { missing: 2, .. }))));
+    drop(hold(&me, &stream, &first, 2, PATIENCE).expect("a wait"));
+    let peer = plain(other.peer(&me, me.engine.address()));
+    let tag = first.tag().bits();
+    let mut arrive = || {
+        let done = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
+        assert_eq!(done, Say::Text("Done".into()));
+    };
+    arrive();
+    me.linger(Duration::from_millis(5));
+    assert!(!stream.is_done().expect("no error"));
+    arrive();
+    passes(&me, &stream);
+    let wait = hold(&me, &stream, &second, 1, Duration::MAX).expect("a wait");
+    assert!(!stream.is_done().expect("no error"));
+    drop((first, second, late, me));
+    assert_eq!(wait.poll(), Some(Err(CountError::EngineStopped)));
+    let start = std::time::Instant::now();
+    while !stream.is_done().expect("no error") {
+        assert!(start.elapsed() < PATIENCE, "the stream goes on");
+    }
 }

@@ -46,6 +46,12 @@ calls! {
         if stream.has_done(stream.enqueued()) { Ok(()) } else { Err(code::NOT_READY) }
     }
 
+    /// Nothing is ever captured.
+    fn cuStreamIsCapturing(stream: u64, status: Out<c_uint>) {
+        begin("cuStreamIsCapturing").any_stream("cuStreamIsCapturing", stream);
+        status.put(cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
+    }
+
     fn cuStreamSynchronize(stream: u64) {
         let stream = begin("cuStreamSynchronize").any_stream("cuStreamSynchronize", stream);
         stream.wait(stream.enqueued());
@@ -69,6 +75,7 @@ calls! {
         use cu::CUstreamWaitValue_flags as F;
         let mut world = begin("cuStreamWaitValue64");
         let stream = world.stream("cuStreamWaitValue64", stream);
+        world.take_command()?;
         let is = |flag: F| flags == flag as c_uint;
         let until = if is(F::CU_STREAM_WAIT_VALUE_GEQ) {
             Until::GreaterOrEqual
