@@ -29,6 +29,7 @@ use crate::memory::{self, Keep};
 use crate::messages::{Mailbox, Recv};
 use crate::pages;
 use crate::region::{self, Lingering, RegionBase};
+use crate::streams::StreamWait;
 use crate::sync::{call_back, in_callback, lock, wait};
 use crate::transfer::{Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
@@ -471,6 +472,28 @@ impl TransferEngine {
         // SAFETY: a stream of the GPU's primary context, as the caller promises.
         let ordered = unsafe { core.engine.after_stream(device, stream) };
         ordered.map_err(|error| errors::register(&error))
+    }
+
+    /// Holds a stream of GPU ``device`` back until ``writes`` have arrived at ``counter``, and consumes them: what the stream is
+    /// given after this finds their bytes. Waits for nothing itself. ``stream`` is as for ``after_stream``.
+    ///
+    /// The stream goes on in any case, at the latest after ``timeout`` seconds, the engine's if none are given, or when the
+    /// engine is closed; the result says why.
+    #[pyo3(signature = (stream, /, *, device, counter, writes, timeout = None))]
+    fn wait_on_stream(
+        &self,
+        stream: &Bound<'_, PyAny>,
+        device: u32,
+        counter: &ImmCounter,
+        writes: u64,
+        timeout: Option<f64>,
+    ) -> PyResult<StreamWait> {
+        let (core, imm) = (self.core()?, counter.imm()?);
+        let (stream, timeout) = (memory::stream(stream)?, self.timeout(timeout)?);
+        // SAFETY: a stream of the GPU's primary context, as the caller promises.
+        let held = unsafe { core.engine.wait_on_stream(device, stream, &imm, writes, timeout) };
+        let held = held.map_err(|error| errors::stream(&error))?;
+        Ok(StreamWait::new(held, self.timeout(None)?))
     }
 
     /// A word that GPUs store to: calls ``callback(before, now)`` when it has changed, on a thread of its own, which takes

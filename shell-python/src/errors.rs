@@ -8,7 +8,7 @@ use immwire::core::id::PeerId;
 use immwire::provider::RevokeError;
 use immwire::{
     AccessError, AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare,
-    RecvError, RegisterError, SubmitError, TransferError,
+    RecvError, RegisterError, StreamWaitError, SubmitError, TransferError,
 };
 use pyo3::intern;
 use pyo3::prelude::*;
@@ -118,6 +118,15 @@ pub(crate) fn register(error: &RegisterError) -> PyErr {
         RegisterError::Empty => plain("RequestError", error),
         RegisterError::TableFull { capacity: room } => capacity(error, *room),
         RegisterError::NoGpu { .. } | RegisterError::NoGpus => plain("UnsupportedMemory", error),
+        _ => plain("RegionError", error),
+    }
+}
+
+pub(crate) fn stream(error: &StreamWaitError) -> PyErr {
+    match error {
+        StreamWaitError::Memory(error) => register(error),
+        StreamWaitError::Count(error) => count(error),
+        StreamWaitError::Capturing => plain("RequestError", error),
         _ => plain("RegionError", error),
     }
 }

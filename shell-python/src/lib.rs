@@ -28,6 +28,7 @@ mod memory;
 mod messages;
 mod pages;
 mod region;
+mod streams;
 mod sync;
 mod transfer;
 mod values;
@@ -48,6 +49,8 @@ mod _immwire {
     use super::engine::{TransferEngine, close_all};
     #[pymodule_export]
     use super::pages::PageIndices;
+    #[pymodule_export]
+    use super::streams::StreamWait;
     #[pymodule_export]
     use super::transfer::Transfer;
     #[pymodule_export]

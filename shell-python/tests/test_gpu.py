@@ -243,6 +243,67 @@ def case_a_write_waits_for_a_stream():
     pair.close()
 
 
+def case_a_stream_waits_for_writes():
+    pair = Pair(gpus=[0, 1])
+    src, dst = pair.sender.alloc(BYTES, device=0), pair.receiver.alloc(BYTES, device=1)
+    assert sent(pair, src, dst)
+    seen, stream = pair.receiver.alloc(BYTES, device=1), ctypes.c_uint64()
+    driver(1, [("cuStreamCreate", ctypes.byref(stream), 0)])
+    copy = (
+        "cuMemcpyAsync",
+        ctypes.c_uint64(seen.ptr),
+        ctypes.c_uint64(dst.ptr),
+        ctypes.c_size_t(BYTES),
+        stream,
+    )
+    with pair.receiver.counter() as counter:
+
+        def write():
+            pair.sender.submit_single_write(
+                peer=pair.peer, src=src, dst=dst.desc, imm=counter.tag
+            ).wait_blocking()
+
+        def hold(given=stream.value, timeout=None):
+            return pair.receiver.wait_on_stream(given, device=1, counter=counter, writes=2, timeout=timeout)
+
+        for given in (Stream(stream.value), stream.value):
+            src.write(0, random.randbytes(BYTES))
+            write()
+            held = hold(given)
+            driver(1, [copy])
+            with pytest.raises(immwire.WaitTimeout, match="held still"):
+                held.result(timeout=0.1)
+            assert not held.done()
+            assert "held" in repr(held)
+            with pytest.raises(immwire.CounterError, match="one waits at a time"):
+                hold()
+            write()
+            driver(1, [("cuStreamSynchronize", stream)])
+            held.result(timeout=0)
+            assert seen.read() == src.read()
+        # What is there already is not waited for.
+        write()
+        write()
+        assert hold().done()
+        write()
+        late = hold(timeout=0.05)
+        driver(1, [("cuStreamSynchronize", stream)])
+        with pytest.raises(immwire.WaitTimeout, match="1 of 2 writes") as error:
+            late.result()
+        assert (error.value.target, error.value.missing) == (2, 1)
+        write()
+        hold().result()
+        with pytest.raises(immwire.UnsupportedMemory, match="GPU 7"):
+            pair.receiver.wait_on_stream(stream.value, device=7, counter=counter, writes=1)
+        with pytest.raises(TypeError, match="__cuda_stream__"):
+            hold("0")
+        last = hold()
+        pair.close()
+        driver(1, [("cuStreamSynchronize", stream)])
+        with pytest.raises(immwire.EngineClosed):
+            last.result()
+
+
 def case_words_that_a_gpu_stores_to_are_watched():
     told, over = [], threading.Event()
 

@@ -1,8 +1,9 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
-//!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS
+//!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS | signals FROM TO
 //!
-//! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another.
+//! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
+//! how long a watcher's callback and a waiting stream take to hear of something.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
@@ -10,6 +11,7 @@
 mod check;
 mod ends;
 mod rig;
+mod signals;
 mod time;
 
 use serde_json::{Map, Value, json};
@@ -25,8 +27,12 @@ fn main() -> ExitCode {
         ["ends", from, to, sms] => {
             sms.parse().map_err(Into::into).and_then(|sms| ends::measure(from, to, sms))
         }
+        ["signals", from, to] => match (from.parse(), to.parse()) {
+            (Ok(from), Ok(to)) => signals::measure(from, to),
+            _ => Err("GPUs are numbers".into()),
+        },
         [what] => run(what),
-        _ => Err("check, check-few, time, or ends FROM TO SMS".into()),
+        _ => Err("check, check-few, time, ends FROM TO SMS, or signals FROM TO".into()),
     };
     match done {
         Ok(Value::Null) => ExitCode::SUCCESS,
