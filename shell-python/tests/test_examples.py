@@ -1,6 +1,7 @@
 """The examples run, and the README's programs, and the documentation's."""
 
 import doctest
+import os
 import re
 import subprocess
 import sys
@@ -12,13 +13,19 @@ from conftest import PATIENCE
 from immwire import bootstrap
 
 HERE = Path(__file__).parent.parent
-EXAMPLES = sorted((HERE / "examples").glob("*.py"))
+ON_GPUS = HERE / "examples" / "graph_pages.py"
+EXAMPLES = sorted(set((HERE / "examples").glob("*.py")) - {ON_GPUS})
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
-def run(*args):
+def run(*args, **environment):
     return subprocess.run(
-        [sys.executable, *args], capture_output=True, text=True, timeout=2 * PATIENCE, check=False
+        [sys.executable, *args],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE,
+        check=False,
     )
 
 
@@ -28,6 +35,12 @@ def test_examples(example):
     assert ended.returncode == 0, ended.stderr
     assert not ended.stderr
     assert len(ended.stdout.splitlines()) == 1
+
+
+def test_the_example_for_gpus_says_what_it_needs():
+    ended = run(ON_GPUS, CUDA_VISIBLE_DEVICES="")
+    assert ended.returncode == 1
+    assert ended.stderr.startswith("graph_pages.py needs")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0])
