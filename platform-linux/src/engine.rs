@@ -748,7 +748,8 @@ impl TransferEngine {
     /// given after this finds their bytes. Waits for nothing itself, and no thread does; some microseconds. Early ones count.
     ///
     /// The stream goes on in any case: at the latest after `timeout`, or when the engine ends. The [`StreamWait`] says why;
-    /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile.
+    /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile. Calls of CUDA's that wait for
+    /// all of a GPU (`cudaFree`, the loading of a kernel) wait for the stream, too; so they may hold up what it waits for.
     ///
     /// ```no_run
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

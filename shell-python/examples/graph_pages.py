@@ -13,7 +13,8 @@ Each round goes so:
 1. The decoder requests it: a message with the numbers of free pages, and the tag of a counter.
 2. The prefiller replays its graph, and submits the pages at once: `after_stream` has the GPU copy them when
    the graph has written them. Nobody waits for the graph.
-3. The decoder's counter has counted all pages, whatever their order: what is replayed then finds them there.
+3. The decoder replays its graph at once, too: `wait_on_stream` holds its stream until the counter has counted
+   all pages, whatever their order. Nobody waits for the pages but the GPU.
 4. When that graph has ended, its pages are free, and the round after the next is requested.
 
 Two rounds are under way at a time, on pages of their own and with a counter each: two rounds that are counted
@@ -73,12 +74,16 @@ class Cache:
         count.zero_()
         torch.cuda.synchronize()
 
-    def replay(self, table):
-        """Have the graph work on these pages. Returns before it has."""
+    def replay(self, table, counter=None):
+        """Have the graph work on these pages, when they are counted. Returns before it has."""
+        pinned = torch.from_numpy(table.astype(np.int64)).pin_memory()
+        held = counter and self.engine.wait_on_stream(
+            self.stream.cuda_stream, device=self.gpu, counter=counter, writes=PAGES
+        )
         with torch.cuda.stream(self.stream):
-            pinned = torch.from_numpy(table.astype(np.int64)).pin_memory()
             self.table.copy_(pinned, non_blocking=True)
             self.graph.replay()
+        return held
 
 
 def prefill(directory, gpu, rounds, ordered):
@@ -144,9 +149,9 @@ def decode(directory, gpu, rounds):
         for number in range(min(DEPTH, rounds)):
             request(number)
         for number in range(rounds):
-            counters[number % DEPTH].wait_blocking(PAGES)
-            cache.replay(tables[number])
+            held = cache.replay(tables[number], counters[number % DEPTH])
             cache.stream.synchronize()
+            held.result()  # Raises if the stream has gone on for another reason: say, too late.
             free = np.concatenate([free, tables.pop(number)])
             if number + DEPTH < rounds:
                 request(number + DEPTH)
