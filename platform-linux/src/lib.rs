@@ -76,6 +76,7 @@ mod transfer;
 pub mod verbs;
 mod wait;
 mod watch;
+mod withdrawal;
 mod words;
 
 pub use immwire_core as core;

@@ -548,8 +548,7 @@ impl LibfabricProvider {
         }
         session.holds_door = self.door.hold(door);
         // From now on it is told what is withdrawn; and now, what was.
-        self.memory.with_ledger(|ledger| ledger.open(token, peer));
-        session.says.gone = self.memory.gone();
+        session.says.gone = self.memory.open(token, peer);
         session.gone_parts = u8::try_from(session.says.gone.len()).unwrap_or(u8::MAX);
         if let Some(slot) = self.sessions.get_mut(at) {
             *slot = Some(Box::new(session));

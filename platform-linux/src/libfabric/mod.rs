@@ -503,7 +503,7 @@ impl LibfabricProvider {
             config,
         };
         let watched = || -> rustix::io::Result<()> {
-            provider.watch(provider.memory.wake_fd())?;
+            provider.watch(provider.memory.regions.wake_fd())?;
             provider.watch(provider.timer.as_fd())?;
             provider.watch_endpoint(provider.door.endpoint())?;
             provider.ports.iter().try_for_each(|port| provider.watch_endpoint(&port.lane.endpoint))
@@ -1120,6 +1120,6 @@ impl Drop for LibfabricProvider {
     fn drop(&mut self) {
         self.farewell();
         self.ports.clear();
-        self.memory.with_ledger(|ledger| ledger.stopped = true);
+        self.memory.regions.with_ledger(|ledger| ledger.stop());
     }
 }

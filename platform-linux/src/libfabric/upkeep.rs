@@ -5,7 +5,7 @@
 //! # Invariants
 //!
 //! - A session is over only when none of its pieces is in flight. Then its peer is told, and what its peer
-//!   may still have under way is remembered, until that is known to be over (`Ghost`).
+//!   may still have under way is remembered, until that is known to be over: a ghost (`withdrawal`).
 //! - Pieces are reported as flushed after the endpoint that they were on is closed, never before.
 
 use std::time::Duration;
@@ -46,7 +46,7 @@ impl LibfabricProvider {
             self.urgent = false;
             let mut word = [0; 8];
             // Empty is as good: they only wake.
-            let _ = rustix::io::read(self.memory.wake_fd(), &mut word);
+            let _ = rustix::io::read(self.memory.regions.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
         }
         self.recycle.look(self.now);
@@ -114,11 +114,8 @@ impl LibfabricProvider {
             if say != (Say::Bye { quiet: true }) {
                 return None;
             }
-            return self.memory.with_ledger(|ledger| {
-                let before = ledger.ghosts.len();
-                ledger.ghosts.retain(|ghost| ghost.token != token);
-                (ledger.ghosts.len() < before).then_some(())
-            });
+            let laid = self.memory.regions.with_ledger(|ledger| ledger.lay(&[token]));
+            return laid.then_some(());
         };
         if matches!(session.state, State::Greeting { .. }) {
             session.state = State::Open;
@@ -150,7 +147,7 @@ impl LibfabricProvider {
                 }
             }
             Say::Withdrawn(tenant) => {
-                self.memory.with_ledger(|ledger| ledger.withdrawn(token, tenant));
+                self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
             }
             Say::Move { turn, ports } => {
                 if ports.len() != session.ports.len() {
@@ -210,18 +207,9 @@ impl LibfabricProvider {
 
     /// Tells peers which regions they are not to write to any more.
     fn tell_withdrawals(&mut self) {
-        let sessions = &mut self.sessions;
-        self.memory.with_ledger(|ledger| {
-            for withdrawal in ledger.withdrawals.iter_mut().filter(|it| !it.told) {
-                withdrawal.told = true;
-                for session in sessions.iter_mut().flatten() {
-                    let waits = withdrawal.waiting.iter().any(|&(token, _)| token == session.token);
-                    if waits && !session.says.withdraw.contains(&withdrawal.tenant) {
-                        session.says.withdraw.push(withdrawal.tenant);
-                    }
-                }
-            }
-        });
+        let sessions = self.sessions.iter_mut().flatten();
+        let says = sessions.map(|it| (it.token, &mut it.says.withdraw));
+        self.memory.regions.with_ledger(|ledger| ledger.tell(says));
     }
 
     /// Does what is due, and ends what can end.
@@ -263,8 +251,7 @@ impl LibfabricProvider {
             self.speak(index);
             at += 1;
         }
-        let fences = self.ports.first().is_some_and(|port| port.facts().closing_fences);
-        replace |= !fences && self.memory.with_ledger(|ledger| ledger.is_haunted());
+        replace |= self.memory.regions.with_ledger(|ledger| ledger.is_haunted());
         if replace
             && !self.recycle.is_under_way()
             && let Err(error) = self.begin_replacing()
@@ -288,7 +275,7 @@ impl LibfabricProvider {
         if session.holds_door {
             self.door.release(&session.door);
         }
-        self.memory.with_ledger(|ledger| ledger.close(session.token, session.is_quiet));
+        self.memory.regions.with_ledger(|it| it.close(session.token, session.is_quiet));
         if let State::Leaving { reason: Some(reason), .. } = session.state {
             sink.disconnected(session.peer, reason);
         }
@@ -602,9 +589,7 @@ impl LibfabricProvider {
                 tracing::error!(%error, "a new endpoint cannot wake the engine");
             }
         }
-        self.haunting = self
-            .memory
-            .with_ledger(|ledger| ledger.ghosts.iter().map(|ghost| ghost.token).collect());
+        self.haunting = self.memory.regions.with_ledger(|ledger| ledger.ghosts());
         let turn = self.recycle.turn();
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
@@ -694,9 +679,7 @@ impl LibfabricProvider {
         }
         self.recycle.closed();
         let haunting = std::mem::take(&mut self.haunting);
-        self.memory.with_ledger(|ledger| {
-            ledger.ghosts.retain(|ghost| !haunting.contains(&ghost.token));
-        });
+        self.memory.regions.with_ledger(|ledger| ledger.lay(&haunting));
         for session in self.sessions.iter_mut().flatten() {
             session.old_routes = Routes::default();
             session.retired.old_routes = Routes::default();

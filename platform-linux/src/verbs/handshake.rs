@@ -531,11 +531,10 @@ impl VerbsProvider {
         }
         let ports = stands.iter().map(|stand| stand.port).collect();
         let made = Made { peer, token, nonce, door, ports, lines, granted, nics };
-        self.memory.with_ledger(|ledger| ledger.open(token, peer));
         let mut session = Box::new(Session::new(made, claim));
         // What was withdrawn while there was no session, its peer may hold descriptors of all the same. It hears of it
         // before it may write: notes keep their order.
-        session.says.withdraw = self.memory.gone();
+        session.says.withdraw = self.memory.regions.open(token, peer);
         let session = Some(session);
         match self.sessions.get_mut(at) {
             Some(slot) => *slot = session,

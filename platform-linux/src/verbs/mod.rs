@@ -584,7 +584,7 @@ impl VerbsProvider {
     fn watch_all(&self, devices: &[Arc<Device>]) -> rustix::io::Result<()> {
         let watch =
             |fd: BorrowedFd<'_>| epoll::add(&self.epoll, fd, EventData::new_u64(0), EventFlags::IN);
-        watch(self.memory.wake_fd())?;
+        watch(self.memory.regions.wake_fd())?;
         watch(self.timer.as_fd())?;
         watch(self.door.fd())?;
         self.ports.iter().try_for_each(|port| watch(port.completed.fd()))?;
@@ -1191,7 +1191,7 @@ impl Drop for VerbsProvider {
         self.sessions.clear();
         self.lanes.clear();
         self.handshakes.clear();
-        self.memory.with_ledger(|ledger| ledger.stopped = true);
+        self.memory.regions.with_ledger(|ledger| ledger.stop());
     }
 }
 

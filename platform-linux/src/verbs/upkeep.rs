@@ -68,7 +68,7 @@ impl VerbsProvider {
             self.urgent = false;
             let mut word = [0; 8];
             // Empty is as good: they only wake.
-            let _ = rustix::io::read(self.memory.wake_fd(), &mut word);
+            let _ = rustix::io::read(self.memory.regions.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
         }
         let leaving = self.sessions.iter().flatten().any(|session| session.is_leaving());
@@ -315,7 +315,7 @@ impl VerbsProvider {
             }
             Note::Withdrawn(tenant) => {
                 let token = session.token;
-                self.memory.with_ledger(|ledger| ledger.withdrawn(token, tenant));
+                self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
                 Some(())
             }
             Note::Connect(passage, theirs) => self.open_inlet(index, passage, theirs),
@@ -811,18 +811,9 @@ impl VerbsProvider {
 
     /// Tells peers which regions they are not to write to any more.
     fn tell_withdrawals(&mut self) {
-        let sessions = &mut self.sessions;
-        self.memory.with_ledger(|ledger| {
-            for withdrawal in ledger.withdrawals.iter_mut().filter(|it| !it.told) {
-                withdrawal.told = true;
-                for session in sessions.iter_mut().flatten() {
-                    let waits = withdrawal.waiting.iter().any(|&(token, _)| token == session.token);
-                    if waits && !session.says.withdraw.contains(&withdrawal.tenant) {
-                        session.says.withdraw.push(withdrawal.tenant);
-                    }
-                }
-            }
-        });
+        let sessions = self.sessions.iter_mut().flatten();
+        let says = sessions.map(|it| (it.token, &mut it.says.withdraw));
+        self.memory.regions.with_ledger(|ledger| ledger.tell(says));
     }
 
     /// Does what is due, and ends what can end.
@@ -985,7 +976,7 @@ impl VerbsProvider {
         {
             *seat = None;
         }
-        self.memory.with_ledger(|ledger| ledger.close(token));
+        self.memory.regions.with_ledger(|ledger| ledger.close(token, true));
         if let State::Leaving { reason: Some(reason), .. } = state {
             sink.disconnected(peer, reason);
         }
