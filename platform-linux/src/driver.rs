@@ -523,9 +523,6 @@ impl<P: Provider> Drive for Engine<P> {
                 self.next_sweep = now.after(SWEEP_EVERY);
                 self.state.registry.sweep();
             }
-            if now >= self.state.shared.gates.due() {
-                self.state.shared.gates.expire(now);
-            }
             self.state.finish_messages();
         }
         self.steps -= 1;
@@ -564,8 +561,7 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn next_timeout(&self) -> Time {
-        let state = &self.state;
-        state.group.poll_timeout().min(state.message_timeout()).min(state.shared.gates.due())
+        self.state.group.poll_timeout().min(self.state.message_timeout())
     }
 
     fn submit(&mut self, submission: Submission) {

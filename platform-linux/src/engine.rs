@@ -29,7 +29,7 @@ use crate::error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
     WaitTimeout,
 };
-use crate::gate::{StreamWait, StreamWaitError};
+use crate::gate::{Gates, StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
 use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
 use crate::region::{CloseError, Region, Registry};
@@ -405,6 +405,9 @@ impl Builder {
         let shared = Arc::new(shared);
         let memory = Arc::clone(provider.memory());
         let registry = Registry::new(memory);
+        // Made now: to pin memory waits for all streams, and so for those that are held.
+        let words = if self.gpus.is_empty() { 0 } else { 2 * usize::from(self.counters) };
+        let gates = Gates::new(words, |bytes| registry.pin(bytes)).map_err(BuildError::Memory)?;
         let group = self.group(&nics, limits).map_err(BuildError::Group)?;
         let address = provider.address();
         let setup = Setup {
@@ -426,6 +429,7 @@ impl Builder {
             max_message,
             threads: Mutex::default(),
             watch: Arc::default(),
+            gates,
         };
         Ok(Parts { inner, drive })
     }
@@ -570,6 +574,7 @@ struct Inner {
     max_message: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
     watch: Arc<Watch>,
+    gates: Arc<Gates>,
 }
 
 impl Drop for Inner {
@@ -580,15 +585,15 @@ impl Drop for Inner {
         let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:
         // both end by themselves, right after.
-        if threads.first().is_some_and(|engine| engine.thread().id() == me) {
-            return;
-        }
-        for thread in threads {
+        let is_engines = threads.first().is_some_and(|engine| engine.thread().id() == me);
+        for thread in threads.into_iter().filter(|_| !is_engines) {
             // A callback may drop the last handle: its thread ends by itself, right after.
             if thread.thread().id() != me && thread.join().is_err() {
                 tracing::error!("a thread of the engine panicked");
             }
         }
+        // After the threads, which a stream that is held may hold up.
+        self.gates.stop();
     }
 }
 
@@ -749,7 +754,8 @@ impl TransferEngine {
     ///
     /// The stream goes on in any case: at the latest after `timeout`, or when the engine ends. The [`StreamWait`] says why;
     /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile. Calls of CUDA's that wait for
-    /// all of a GPU (`cudaFree`, the loading of a kernel) wait for the stream, too; so they may hold up what it waits for.
+    /// all of a GPU (`cudaFree`, `cudaMallocHost`, the loading of a kernel) wait for the stream, too, and may hold up what it
+    /// waits for: until the deadline at most.
     ///
     /// ```no_run
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -780,15 +786,9 @@ impl TransferEngine {
         writes: u64,
         timeout: Duration,
     ) -> Result<StreamWait, StreamWaitError> {
-        let (shared, registry) = (&self.inner.shared, &self.inner.registry);
         // SAFETY: our caller's promise; the borrowing ends here.
-        let stream = unsafe { registry.stream(ordinal, stream) }?;
-        let until = (shared.clock.deadline(Some(timeout)), timeout);
-        let wait =
-            shared.gates.hold(&stream, counter, writes, until, |bytes| registry.pin(bytes))?;
-        // An engine that sleeps has another time to get up at.
-        shared.intake.ring();
-        Ok(wait)
+        let stream = unsafe { self.inner.registry.stream(ordinal, stream) }?;
+        self.inner.gates.hold(&stream, counter, writes, timeout)
     }
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.

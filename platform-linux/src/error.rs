@@ -38,6 +38,9 @@ pub enum BuildError {
     /// The same, of verbs'.
     #[error("the verbs provider could not start: {0}")]
     Verbs(#[source] crate::verbs::VerbsError),
+    /// Memory for signals between GPUs and the CPU could not be had.
+    #[error("memory for signals of GPUs: {0}")]
+    Memory(#[source] crate::provider::RegisterError),
     /// The kernel refused something else that an engine needs.
     #[error("{call}: {source}")]
     Os {

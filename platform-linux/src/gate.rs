@@ -1,11 +1,11 @@
 //! Streams of GPUs that wait for counts.
 //!
 //! A gate is a word of pinned host memory that a stream waits for (`cuStreamWaitValue64`): no thread waits, and no SM is
-//! taken. Whoever counts the last write opens it. At its deadline the engine does, and when the engine ends: a stream is
-//! never held for good. Why it went on is in the [`StreamWait`].
+//! taken. Whoever counts the last write opens it; a thread of its own does at the deadline, and the engine's end does: a
+//! stream is never held for good. Why it went on is in the [`StreamWait`].
 //!
 //! ```text
-//!   caller                                      whoever counts, or the engine
+//!   caller                                      whoever counts, the deadline, the end
 //!   arm the counter
 //!   leave the gate where a waker would be  ───▶ end it: settle the counter, note the result,
 //!   enqueue the wait, then an event             then open the word
@@ -14,21 +14,22 @@
 //!
 //! # What it refuses to know
 //!
-//! What a count is (`counting`), what the clock says, and what the streams do besides.
+//! What a count is (`counting`), and what the streams do besides.
 //!
 //! # Invariants
 //!
 //! - Each gate is ended once, by whoever takes its counter out of it, and its word is opened after the result is there: a
 //!   caller that has waited for the stream finds it.
 //! - A word is used again, and its page freed, only when the stream that waited for it is past it.
+//! - Whoever ends gates calls nothing of CUDA's, nor waits for anybody who does: much of CUDA waits for streams, held ones
+//!   too. So the words are made with the engine.
 
 use std::collections::VecDeque;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use immwire_core::id::Time;
 use immwire_core::wake::Ticket;
 use immwire_cuda::{Event, PinnedMemory, Stream};
 
@@ -40,16 +41,24 @@ use crate::words::Word;
 
 const SHUT: u64 = 0;
 const OPEN: u64 = 1;
-/// Words that are looked at for one that is free, before another page is made.
-const LOOKS: usize = 8;
+/// Words that are looked at for one that is free.
+const LOOKS: usize = 16;
 
 /// Why a stream does not wait.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum StreamWaitError {
-    /// The engine does not use the GPU, or memory could not be pinned for it.
+    /// The engine does not use the GPU, or the thread for deadlines could not be started.
     #[error(transparent)]
     Memory(#[from] RegisterError),
+    /// As many waits as there can be are in streams that have not come so far.
+    #[error(
+        "all {capacity} waits of streams are in use: let some streams go on, or build the engine with more counters"
+    )]
+    Full {
+        /// Twice the engine's counters.
+        capacity: usize,
+    },
     /// The wait on the counter could not begin.
     #[error(transparent)]
     Count(#[from] CountError),
@@ -128,51 +137,33 @@ impl Used {
 }
 
 #[derive(Default)]
-struct Table {
+struct Words {
     fresh: Vec<Word>,
     used: VecDeque<Used>,
-    /// Gates with a deadline.
-    timed: Vec<(Time, Weak<Gate>)>,
+    capacity: usize,
 }
 
-impl Table {
+impl Words {
     /// A word that no stream waits for.
-    fn take(
-        &mut self,
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
-    ) -> Result<Word, RegisterError> {
+    fn take(&mut self) -> Option<Word> {
+        if let Some(word) = self.fresh.pop() {
+            return Some(word);
+        }
         for _ in 0..self.used.len().min(LOOKS) {
-            let Some(used) = self.used.pop_front() else { break };
+            let used = self.used.pop_front()?;
             if used.is_free() {
                 used.word.set(SHUT);
-                return Ok(used.word);
+                return Some(used.word);
             }
             self.used.push_back(used);
         }
-        if self.fresh.is_empty() {
-            self.fresh.extend(Word::page(pin)?);
-        }
-        self.fresh.pop().ok_or(RegisterError::Empty)
+        None
     }
 }
 
-/// The gates of an engine.
-pub(crate) struct Gates {
-    table: Mutex<Table>,
-    /// The first deadline there may be, in nanoseconds.
-    due: AtomicU64,
-}
-
-impl Default for Gates {
-    fn default() -> Self {
-        Self { table: Mutex::default(), due: AtomicU64::new(Time::NEVER.as_nanos()) }
-    }
-}
-
-impl Drop for Gates {
+impl Drop for Words {
     fn drop(&mut self) {
-        let table = self.table.get_mut().unwrap_or_else(std::sync::PoisonError::into_inner);
-        for used in table.used.drain(..) {
+        for used in self.used.drain(..) {
             if !used.is_free() {
                 used.word.leak();
             }
@@ -180,20 +171,57 @@ impl Drop for Gates {
     }
 }
 
+#[derive(Default)]
+struct Held {
+    /// With their deadlines, if they have one; some that are over among them.
+    gates: Vec<(Option<Instant>, Weak<Gate>)>,
+    /// So many of them may there be before those that are over are looked for.
+    room: usize,
+    /// When the thread will look, if it sleeps.
+    next: Option<Instant>,
+    thread: Option<JoinHandle<()>>,
+    is_stopped: bool,
+}
+
+/// The gates of an engine.
+pub(crate) struct Gates {
+    words: Mutex<Words>,
+    held: Mutex<Held>,
+    changed: Condvar,
+}
+
 impl Gates {
-    /// Holds `stream` back until `writes` have arrived at `counter`, or `deadline`, which is `timeout` from now.
+    /// Room for so many waits that streams have not come past.
+    pub(crate) fn new(
+        words: usize,
+        pin: impl Fn(usize) -> Result<PinnedMemory, RegisterError>,
+    ) -> Result<Arc<Self>, RegisterError> {
+        let mut fresh = Vec::new();
+        while fresh.len() < words {
+            fresh.extend(Word::page(&pin)?);
+        }
+        let words = Words { capacity: fresh.len(), fresh, used: VecDeque::new() };
+        let (words, held, changed) = (Mutex::new(words), Mutex::default(), Condvar::new());
+        Ok(Arc::new(Self { words, held, changed }))
+    }
+
+    /// Holds `stream` back until `writes` have arrived at `counter`, or `timeout` has passed.
     pub(crate) fn hold(
-        &self,
+        self: &Arc<Self>,
         stream: &Stream,
         counter: &Arc<ImmCounter>,
         writes: u64,
-        (deadline, timeout): (Time, Duration),
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
+        timeout: Duration,
     ) -> Result<StreamWait, StreamWaitError> {
         if stream.is_capturing().map_err(StreamWaitError::Driver)? {
             return Err(StreamWaitError::Capturing);
         }
-        let word = lock(&self.table).take(pin)?;
+        self.start()?;
+        let word = {
+            let mut words = lock(&self.words);
+            let capacity = words.capacity;
+            words.take().ok_or(StreamWaitError::Full { capacity })?
+        };
         let armed = counter.arm(writes).inspect_err(|_| self.give_back(word.clone(), None))?;
         let Some(ticket) = armed else {
             // What is there is there for whatever the stream is given next.
@@ -203,9 +231,7 @@ impl Gates {
         let state = Mutex::new(State::Waiting(Arc::clone(counter)));
         let over = Condvar::new();
         let gate = Arc::new(Gate { word, ticket, writes, timeout, state, over });
-        if deadline != Time::NEVER {
-            self.time(&gate, deadline);
-        }
+        self.time(&gate);
         let left = Arc::clone(&gate);
         counter.leave(ticket, move |code| left.reached(code));
         match self.enqueue(stream, &gate.word) {
@@ -226,7 +252,7 @@ impl Gates {
     }
 
     fn give_back(&self, word: Word, passed: Option<Event>) {
-        lock(&self.table).used.push_back(Used { word, passed });
+        lock(&self.words).used.push_back(Used { word, passed });
     }
 
     /// Has the stream wait for the word.
@@ -242,34 +268,76 @@ impl Gates {
         Ok(())
     }
 
-    /// Ends the gate at a time.
-    fn time(&self, gate: &Arc<Gate>, deadline: Time) {
-        let mut table = lock(&self.table);
-        table.timed.retain(|(_, gate)| gate.strong_count() > 0);
-        table.timed.push((deadline, Arc::downgrade(gate)));
-        self.due.fetch_min(deadline.as_nanos(), Ordering::Release);
+    /// Starts the thread, the first time.
+    fn start(self: &Arc<Self>) -> Result<(), RegisterError> {
+        let mut held = lock(&self.held);
+        if held.thread.is_none() {
+            let gates = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("immwire-gates".to_owned());
+            let os = |source| RegisterError::Os { call: "starting a thread", bytes: 0, source };
+            held.thread = Some(thread.spawn(move || gates.serve()).map_err(os)?);
+        }
+        Ok(())
     }
 
-    /// When [`Gates::expire`] has something to do, at the earliest. A load.
-    pub(crate) fn due(&self) -> Time {
-        Time::from_nanos(self.due.load(Ordering::Acquire))
+    /// Notes the gate, to be ended in time.
+    fn time(&self, gate: &Arc<Gate>) {
+        let deadline = Instant::now().checked_add(gate.timeout);
+        let mut held = lock(&self.held);
+        if held.gates.len() >= held.room {
+            held.gates.retain(|(_, gate)| gate.upgrade().is_some_and(|gate| !gate.is_over()));
+            held.room = 2 * held.gates.len() + 64;
+        }
+        held.gates.push((deadline, Arc::downgrade(gate)));
+        let later = |at| held.next.is_none_or(|next| at < next);
+        if deadline.is_some_and(later) {
+            self.changed.notify_all();
+        }
     }
 
-    /// Opens the gates whose time is up.
-    pub(crate) fn expire(&self, now: Time) {
-        let mut table = lock(&self.table);
-        let late: Vec<_> = table.timed.extract_if(.., |(deadline, _)| *deadline <= now).collect();
-        table.timed.retain(|(_, gate)| gate.strong_count() > 0);
-        let next = table.timed.iter().map(|(deadline, _)| *deadline).min();
-        self.due.store(next.unwrap_or(Time::NEVER).as_nanos(), Ordering::Release);
-        drop(table);
-        for gate in late.iter().filter_map(|(_, gate)| gate.upgrade()) {
-            gate.expire();
+    /// Ends gates whose time is up, until the engine ends.
+    fn serve(&self) {
+        let mut held = lock(&self.held);
+        while !held.is_stopped {
+            let now = Instant::now();
+            let is_late = |at: &Option<Instant>| at.is_some_and(|at| at <= now);
+            let late: Vec<_> = held.gates.extract_if(.., |(at, _)| is_late(at)).collect();
+            if !late.is_empty() {
+                drop(held);
+                late.iter().filter_map(|(_, gate)| gate.upgrade()).for_each(|gate| gate.expire());
+                held = lock(&self.held);
+                continue;
+            }
+            held.next = held.gates.iter().filter_map(|&(at, _)| at).min();
+            let left = held.next.map_or(Duration::MAX, |at| at.saturating_duration_since(now));
+            held = sleep_locked(&self.changed, held, left);
+        }
+    }
+
+    /// Ends the thread and all gates: the engine has ended, and nobody holds streams any more.
+    pub(crate) fn stop(&self) {
+        let mut held = lock(&self.held);
+        held.is_stopped = true;
+        let (thread, gates) = (held.thread.take(), std::mem::take(&mut held.gates));
+        self.changed.notify_all();
+        drop(held);
+        if thread.is_some_and(|thread| thread.join().is_err()) {
+            tracing::error!("the thread that opens gates panicked");
+        }
+        for gate in gates.iter().filter_map(|(_, gate)| gate.upgrade()) {
+            gate.end(|counter| {
+                counter.abandon(gate.ticket, gate.writes);
+                Err(CountError::EngineStopped)
+            });
         }
     }
 }
 
 impl Gate {
+    fn is_over(&self) -> bool {
+        matches!(*lock(&self.state), State::Over(_))
+    }
+
     /// The result, which is waited for for `timeout` at most.
     fn outcome(&self, timeout: Duration) -> Option<Result<(), CountError>> {
         let deadline = Instant::now().checked_add(timeout);

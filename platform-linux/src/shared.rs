@@ -23,7 +23,6 @@ use crate::counter::Baseline;
 use crate::counting::Counting;
 use crate::driver::Submission;
 use crate::error::{AddPeerError, End, RecvError, SubmitError, TransferError};
-use crate::gate::Gates;
 use crate::intake::{Intake, Wake};
 use crate::sync::lock;
 
@@ -196,7 +195,6 @@ pub(crate) struct Shared {
     baselines: Box<[Baseline]>,
     counters_taken: Mutex<Box<[bool]>>,
     pub(crate) callbacks: Callbacks,
-    pub(crate) gates: Gates,
     pub(crate) inbox: Inbox,
     pub(crate) peers: PeerBook,
     pub(crate) stats: Counters,
@@ -249,7 +247,6 @@ impl Shared {
             baselines: (0..sizes.counters).map(|_| Baseline::default()).collect(),
             counters_taken: Mutex::new(vec![false; counters].into_boxed_slice()),
             callbacks: Callbacks::new(transfers + counters + Inbox::CAPACITY)?,
-            gates: Gates::default(),
             inbox: Inbox::default(),
             peers: PeerBook::default(),
             stats: Counters::default(),

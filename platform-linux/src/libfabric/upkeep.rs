@@ -209,7 +209,7 @@ impl LibfabricProvider {
     fn tell_withdrawals(&mut self) {
         let sessions = self.sessions.iter_mut().flatten();
         let says = sessions.map(|it| (it.token, &mut it.says.withdraw));
-        self.memory.regions.with_ledger(|ledger| ledger.tell(says));
+        self.memory.regions.look(|ledger| ledger.tell(says));
     }
 
     /// Does what is due, and ends what can end.
@@ -251,7 +251,7 @@ impl LibfabricProvider {
             self.speak(index);
             at += 1;
         }
-        replace |= self.memory.regions.with_ledger(|ledger| ledger.is_haunted());
+        replace |= self.memory.regions.look(|ledger| ledger.is_haunted());
         if replace
             && !self.recycle.is_under_way()
             && let Err(error) = self.begin_replacing()
@@ -589,7 +589,7 @@ impl LibfabricProvider {
                 tracing::error!(%error, "a new endpoint cannot wake the engine");
             }
         }
-        self.haunting = self.memory.regions.with_ledger(|ledger| ledger.ghosts());
+        self.haunting = self.memory.regions.look(|ledger| ledger.ghosts());
         let turn = self.recycle.turn();
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };

@@ -813,7 +813,7 @@ impl VerbsProvider {
     fn tell_withdrawals(&mut self) {
         let sessions = self.sessions.iter_mut().flatten();
         let says = sessions.map(|it| (it.token, &mut it.says.withdraw));
-        self.memory.regions.with_ledger(|ledger| ledger.tell(says));
+        self.memory.regions.look(|ledger| ledger.tell(says));
     }
 
     /// Does what is due, and ends what can end.

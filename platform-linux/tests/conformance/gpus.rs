@@ -373,6 +373,28 @@ fn waits_of_streams_end(case: &Case) {
         matches!(absent, Err(StreamWaitError::Memory(RegisterError::NoGpu { ordinal: 9 }))),
         "{absent:?}"
     );
+    // On GPUs whoever gives a stream so much waits for it.
+    if refuse(0) {
+        let held = hold(&me, &stream, &second, 1, Duration::MAX).expect("a wait");
+        let mut words = 1;
+        let full = loop {
+            match hold(&me, &stream, &first, 1, Duration::ZERO) {
+                Ok(wait) => assert!(me.until(PATIENCE, || wait.poll()).is_some()),
+                Err(why) => break why,
+            }
+            words += 1;
+        };
+        assert!(
+            matches!(full, StreamWaitError::Full { capacity } if capacity == words),
+            "{full:?}"
+        );
+        assert!(held.poll().is_none());
+        let peer = plain(other.peer(&me, me.engine.address()));
+        let tag = second.tag().bits();
+        let done = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
+        assert_eq!((done, held.wait(PATIENCE)), (Say::Text("Done".into()), Some(Ok(()))));
+        passes(&me, &stream);
+    }
     if refuse(1) {
         let refused = hold(&me, &stream, &first, 1, PATIENCE);
         refuse(0);

@@ -203,6 +203,13 @@ impl World {
         stream
     }
 
+    /// All streams of a context that have been used.
+    pub(crate) fn streams_of(&self, context: u64) -> Vec<Arc<Stream>> {
+        let default = self.contexts.get(&context).and_then(|it| it.default_stream.clone());
+        let made = self.streams.values().filter(|stream| stream.context == context).cloned();
+        made.chain(default).collect()
+    }
+
     /// Takes one more command, unless it is the one to be refused.
     pub(crate) fn take_command(&mut self) -> Answer {
         let is_it = self.refused_in == 1;

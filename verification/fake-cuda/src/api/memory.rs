@@ -42,9 +42,15 @@ calls! {
         Ok(())
     }
 
+    /// Waits until what the context's streams have been given is done ("Implicit Synchronization" in CUDA's programming
+    /// guide).
     fn cuMemHostAlloc(address: Out<u64>, bytes: usize, flags: c_uint) {
         let mut world = begin("cuMemHostAlloc");
         let current = world.current("cuMemHostAlloc");
+        let streams = world.streams_of(current.context);
+        drop(world);
+        streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
+        let mut world = begin("cuMemHostAlloc");
         address.is_there()?;
         if bytes == 0 || flags & !HOST_FLAGS != 0 {
             return Err(code::INVALID_VALUE);
