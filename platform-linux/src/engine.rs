@@ -487,6 +487,7 @@ impl Parts {
         let driver = Driver {
             engine: self.drive,
             _last: LastCallbacks(Arc::clone(&shared)),
+            gates: Arc::clone(&inner.gates),
             shared,
             drain,
             spare: None,
@@ -581,6 +582,8 @@ impl Drop for Inner {
     fn drop(&mut self) {
         self.watch.stop();
         self.shared.intake.request_stop();
+        // Before the threads end: they give memory back, which waits for streams.
+        self.gates.stop();
         let me = std::thread::current().id();
         let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:
@@ -592,8 +595,6 @@ impl Drop for Inner {
                 tracing::error!("a thread of the engine panicked");
             }
         }
-        // After the threads, which a stream that is held may hold up.
-        self.gates.stop();
     }
 }
 
@@ -1078,6 +1079,7 @@ pub struct Driver {
     engine: Box<dyn Drive>,
     /// After the engine.
     _last: LastCallbacks,
+    gates: Arc<Gates>,
     shared: Arc<Shared>,
     drain: Duration,
     /// Taken beforehand, for the next small write.
@@ -1296,6 +1298,8 @@ impl Drop for Driver {
         if let Some((cell, ticket)) = self.spare.take() {
             self.shared.cells.put_back(cell, ticket);
         }
+        // As in `Inner`.
+        self.gates.stop();
         self.engine.shut_down(self.drain);
     }
 }

@@ -117,6 +117,14 @@ impl Gate {
         self.end(|counter| counter.settle(self.ticket, code, self.writes));
     }
 
+    /// The engine ends.
+    fn stop(&self) {
+        self.end(|counter| {
+            counter.abandon(self.ticket, self.writes);
+            Err(CountError::EngineStopped)
+        });
+    }
+
     /// The time is up.
     fn expire(&self) {
         self.end(|counter| counter.give_up(self.ticket, self.writes, &[], self.timeout));
@@ -271,7 +279,7 @@ impl Gates {
     /// Starts the thread, the first time.
     fn start(self: &Arc<Self>) -> Result<(), RegisterError> {
         let mut held = lock(&self.held);
-        if held.thread.is_none() {
+        if held.thread.is_none() && !held.is_stopped {
             let gates = Arc::clone(self);
             let thread = std::thread::Builder::new().name("immwire-gates".to_owned());
             let os = |source| RegisterError::Os { call: "starting a thread", bytes: 0, source };
@@ -284,6 +292,10 @@ impl Gates {
     fn time(&self, gate: &Arc<Gate>) {
         let deadline = Instant::now().checked_add(gate.timeout);
         let mut held = lock(&self.held);
+        if held.is_stopped {
+            drop(held);
+            return gate.stop();
+        }
         if held.gates.len() >= held.room {
             held.gates.retain(|(_, gate)| gate.upgrade().is_some_and(|gate| !gate.is_over()));
             held.room = 2 * held.gates.len() + 64;
@@ -314,7 +326,7 @@ impl Gates {
         }
     }
 
-    /// Ends the thread and all gates: the engine has ended, and nobody holds streams any more.
+    /// Ends the thread and all gates: the engine ends, and holds no streams any more. The second time, it does nothing.
     pub(crate) fn stop(&self) {
         let mut held = lock(&self.held);
         held.is_stopped = true;
@@ -324,12 +336,7 @@ impl Gates {
         if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the thread that opens gates panicked");
         }
-        for gate in gates.iter().filter_map(|(_, gate)| gate.upgrade()) {
-            gate.end(|counter| {
-                counter.abandon(gate.ticket, gate.writes);
-                Err(CountError::EngineStopped)
-            });
-        }
+        gates.iter().filter_map(|(_, gate)| gate.upgrade()).for_each(|gate| gate.stop());
     }
 }
 

@@ -419,7 +419,8 @@ fn waits_of_streams_end(case: &Case) {
     passes(&me, &stream);
     let wait = hold(&me, &stream, &second, 1, Duration::MAX).expect("a wait");
     assert!(!stream.is_done().expect("no error"));
-    drop((first, second, late, me));
+    drop((first, second, late));
+    me.drop_driver_first();
     assert_eq!(wait.poll(), Some(Err(CountError::EngineStopped)));
     let start = std::time::Instant::now();
     while !stream.is_done().expect("no error") {

@@ -92,6 +92,12 @@ impl Host {
         Self { engine, driver: Some(RefCell::new(driver)), turn: None }
     }
 
+    /// Drops the driver before the handle; a thread's engine has none.
+    pub fn drop_driver_first(self) {
+        drop(self.driver);
+        drop(self.engine);
+    }
+
     /// Whether somebody has to call [`Host::step`].
     pub fn is_polled(&self) -> bool {
         self.driver.is_some()

@@ -6,14 +6,21 @@ use crate::code;
 use crate::ipc::Named;
 use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Reserved, open_file_of};
 use crate::violation::broken;
-use crate::world::begin;
+use crate::world::{Current, World, begin};
 use cudarc::driver::sys as cu;
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::AsRawFd as _;
-use std::sync::Arc;
+use std::sync::{Arc, MutexGuard};
 
 /// `CU_MEMHOSTREGISTER_*` and `CU_MEMHOSTALLOC_*`.
 const HOST_FLAGS: c_uint = 0xf;
+
+/// Waits until what the context's streams have been given by now is done.
+fn wait_for_all(world: MutexGuard<'_, World>, current: Current) {
+    let streams = world.streams_of(current.context);
+    drop(world);
+    streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
+}
 
 calls! {
     fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
@@ -31,25 +38,24 @@ calls! {
         address.put(start)
     }
 
+    /// Waits for the context's streams, which do not use it.
     fn cuMemFree_v2(address: u64) {
         let mut world = begin("cuMemFree");
-        world.current("cuMemFree");
+        let current = world.current("cuMemFree");
         if address != 0 {
             world
                 .memory
                 .remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. }));
         }
+        wait_for_all(world, current);
         Ok(())
     }
 
-    /// Waits until what the context's streams have been given is done ("Implicit Synchronization" in CUDA's programming
-    /// guide).
+    /// Waits for the context's streams ("Implicit Synchronization" in CUDA's programming guide).
     fn cuMemHostAlloc(address: Out<u64>, bytes: usize, flags: c_uint) {
-        let mut world = begin("cuMemHostAlloc");
+        let world = begin("cuMemHostAlloc");
         let current = world.current("cuMemHostAlloc");
-        let streams = world.streams_of(current.context);
-        drop(world);
-        streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
+        wait_for_all(world, current);
         let mut world = begin("cuMemHostAlloc");
         address.is_there()?;
         if bytes == 0 || flags & !HOST_FLAGS != 0 {
@@ -66,10 +72,12 @@ calls! {
         address.put(start)
     }
 
+    /// Waits for the context's streams, which do not use it.
     fn cuMemFreeHost(address: u64) {
         let mut world = begin("cuMemFreeHost");
-        world.current("cuMemFreeHost");
+        let current = world.current("cuMemFreeHost");
         world.memory.remove(address, "cuMemFreeHost", |kind| matches!(kind, Kind::Pinned { .. }));
+        wait_for_all(world, current);
         Ok(())
     }
 
