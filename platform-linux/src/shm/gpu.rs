@@ -50,6 +50,19 @@ const COPIES: usize = 8;
 const LAUNCH_PAGES: usize = 8192;
 /// The same where nothing is under way: a GPU that waits is given its first pages soon.
 const FIRST_PAGES: usize = 1024;
+
+/// How many pages a GPU is to be given next that has so many to copy. It copies a page in more than twice the time that it
+/// takes us to list one, so that it has not ended by then.
+const fn next_pages(under_way: usize) -> usize {
+    let next = under_way.saturating_mul(2);
+    if next < FIRST_PAGES {
+        FIRST_PAGES
+    } else if next > LAUNCH_PAGES {
+        LAUNCH_PAGES
+    } else {
+        next
+    }
+}
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
@@ -387,6 +400,7 @@ impl Drop for Reached {
 struct Flight {
     number: u64,
     pieces: usize,
+    pages: usize,
     _claim: Claim,
 }
 
@@ -594,10 +608,10 @@ impl Gpus {
         Staging::Taken
     }
 
-    /// Whether nothing is under way on `gpu`.
-    fn is_idle(&self, gpu: usize) -> bool {
-        let gpu = self.gpus.get(gpu);
-        gpu.is_some_and(|gpu| gpu.queues.iter().all(|queue| queue.flights.is_empty()))
+    /// Pages of runs that are under way on `gpu`.
+    fn pages_under_way(&self, gpu: usize) -> usize {
+        let queues = self.gpus.get(gpu).into_iter().flat_map(|gpu| &gpu.queues);
+        queues.flat_map(|queue| &queue.flights).map(|flight| flight.pages).sum()
     }
 
     /// Makes room for a copy of `gpu` to a region, unless one that can be added to is staged.
@@ -632,8 +646,7 @@ impl Gpus {
             || staged.gpu != gpu
             || staged.run.is_none()
             || staged.pieces.len() >= PIECES
-            || count > LAUNCH_PAGES - staged.pages
-            || (staged.pages + count > FIRST_PAGES && self.is_idle(gpu));
+            || staged.pages + count > next_pages(self.pages_under_way(gpu));
         if other {
             self.launch();
         }
@@ -712,7 +725,12 @@ impl Gpus {
             queue.refused = Some(self::number(why));
         }
         queue.issued = number;
-        queue.flights.push_back(Flight { number, pieces: staged.pieces.len(), _claim: claim });
+        queue.flights.push_back(Flight {
+            number,
+            pieces: staged.pieces.len(),
+            pages: staged.pages,
+            _claim: claim,
+        });
         queue.pieces.extend(staged.pieces.iter().copied());
         staged.pieces.clear();
         staged.places.clear();
@@ -931,6 +949,18 @@ mod tests {
             let key = 7 << 32 | kind.bits() | 0x00ab_cdef;
             assert_eq!((Kind::of(key), id_of(key)), (kind, 0x00ab_cdef));
         }
+    }
+
+    #[test]
+    fn launches_grow_while_there_is_work_and_are_never_too_large() {
+        let mut under_way = 0;
+        let grown = std::array::from_fn(|_| {
+            let next = next_pages(under_way);
+            under_way += next;
+            next
+        });
+        assert_eq!(grown, [1024, 2048, 6144, 8192, 8192]);
+        assert_eq!(next_pages(usize::MAX), LAUNCH_PAGES);
     }
 
     #[test]

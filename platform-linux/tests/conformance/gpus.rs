@@ -383,6 +383,7 @@ fn waits_of_streams_end(case: &Case) {
                 Err(why) => break why,
             }
             words += 1;
+            assert!(words < 10_000, "a word was used twice");
         };
         assert!(
             matches!(full, StreamWaitError::Full { capacity } if capacity == words),
