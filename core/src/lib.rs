@@ -18,6 +18,7 @@
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
 //! | [`courier`] | notes over lines that break |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
+//! | [`resolve`] | which addresses are looked up, and how long the answers count |
 //! | [`parting`] | how a session over queue pairs ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`] | which NICs belong to which GPU |
@@ -58,6 +59,7 @@ pub mod port;
 pub mod receipt;
 pub mod recycle;
 pub mod region;
+pub mod resolve;
 pub mod ring;
 pub mod signal;
 mod sync;

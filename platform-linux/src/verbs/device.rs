@@ -831,7 +831,8 @@ impl QueuePair {
         unsafe { (*self.raw.as_ptr()).qp_num }
     }
 
-    /// Connects it to `theirs`: from now on it receives, and sends. On RoCE the kernel looks the address up.
+    /// Connects it to `theirs`: from now on it receives, and sends. On RoCE the kernel looks the address up, unless it was
+    /// asked for it a moment ago: up to a second if nobody answers.
     pub(super) fn connect(
         &self,
         route: &Route,

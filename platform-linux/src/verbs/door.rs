@@ -1,7 +1,7 @@
 //! The queue pair that takes datagrams from anybody: where an engine is reached.
 //!
 //! It carries calls and their answers, each in one packet, any of which may be lost. Knows buffers and where they go;
-//! what the bytes mean is `immwire_core::datagram`'s.
+//! what the bytes mean is `immwire_core::datagram`'s, and where a port is found `resolver`'s.
 //!
 //! # Invariants
 //!
@@ -11,7 +11,6 @@
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
 use ibverbs_sys as sys;
 use immwire_core::datagram::{Address, Message};
@@ -19,19 +18,17 @@ use immwire_core::id::Time;
 use immwire_core::port::{
     Door as Place, HEADER_BYTES, Link, Number24, PACKET_MAX, Port, source_of,
 };
+use immwire_core::resolve::Asker;
 
+use super::VerbsError;
 use super::device::{AddressHandle, Completed, Completions, Depths, Domain, QueuePair};
+use super::resolver::{Resolver, Way};
 use super::slab::Slab;
-use super::{VerbsError, VerbsOptions};
 
 /// Receives that are posted.
 const RECEIVES: u16 = 256;
 /// Sends under way at most.
 const SENDS: u16 = 128;
-/// How long a way to a port is not looked up again: an address may move to another device.
-const KNOWN_FOR: Duration = Duration::from_secs(10);
-/// Ways that are known at a time.
-const KNOWN_MAX: usize = 64;
 /// What each datagram shows: that it means to be one of ours.
 const KEY: u32 = 0x0049_5764;
 const BUFFER: usize = HEADER_BYTES + PACKET_MAX;
@@ -47,14 +44,10 @@ pub(super) struct Door {
     completed: Arc<Completed>,
     stash: Completions,
     buffers: Slab,
-    domain: Arc<Domain>,
-    port: Port,
     place: Place,
     address: Address,
     /// By send buffer, while it is under way.
     sending: Vec<Option<Arc<AddressHandle>>>,
-    /// Ways that were looked up a while ago.
-    known: Vec<(Port, Time, Arc<AddressHandle>)>,
     free: Vec<u16>,
     /// Receives that could not be posted again yet.
     unposted: Vec<u16>,
@@ -76,6 +69,17 @@ impl From {
             Link::Infiniband => self.lid == port.lid,
         }
     }
+}
+
+/// What has become of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Sent {
+    /// It is under way, and may be lost.
+    Posted,
+    /// It is not sent: where it is to go is being looked up. Later it can be.
+    Waits,
+    /// It is not sent, for want of room or of a way there.
+    Lost,
 }
 
 /// Whether the door hears anything.
@@ -103,12 +107,9 @@ impl Door {
             completed,
             stash: Completions::new(),
             buffers,
-            domain: Arc::clone(domain),
-            port,
             place,
             address: place.encode(),
             sending: (0..SENDS).map(|_| None).collect(),
-            known: Vec::new(),
             free: (0..SENDS).rev().collect(),
             unposted: (0..RECEIVES).collect(),
         };
@@ -141,58 +142,45 @@ impl Door {
         }
     }
 
-    /// The way to a port, which is looked up once in a while: that takes the kernel its time.
-    fn way_to(
-        &mut self,
-        port: &Port,
-        now: Time,
-        options: &VerbsOptions,
-    ) -> Result<Arc<AddressHandle>, VerbsError> {
-        self.known.retain(|(_, since, _)| now.since(*since) < KNOWN_FOR);
-        if let Some((_, _, handle)) = self.known.iter().find(|(known, ..)| known == port) {
-            return Ok(Arc::clone(handle));
-        }
-        let route = self.port.route(port).ok_or(VerbsError::Unreachable)?;
-        let handle = Arc::new(AddressHandle::new(&self.domain, &route, options)?);
-        if self.known.len() >= KNOWN_MAX {
-            self.known.remove(0);
-        }
-        self.known.push((*port, now, Arc::clone(&handle)));
-        Ok(handle)
-    }
-
-    /// Sends a message, which may be lost. `false`: it was not sent, for want of room or of a way there.
+    /// Sends a message, which may be lost.
     pub(super) fn send(
         &mut self,
-        to: &Place,
+        resolver: &mut Resolver,
+        (to, asker): (&Place, Asker),
         message: &Message<'_>,
         now: Time,
-        options: &VerbsOptions,
-    ) -> bool {
-        let Some(&index) = self.free.last() else { return false };
-        let handle = match self.way_to(&to.port, now, options) {
-            Ok(handle) => handle,
-            Err(error) => {
-                tracing::debug!(%error, "an address leads nowhere");
-                return false;
-            }
+    ) -> Sent {
+        let handle = match resolver.way(now, &to.port, asker) {
+            Way::Known(handle) => handle,
+            Way::Waits => return Sent::Waits,
+            Way::Nowhere => return Sent::Lost,
         };
+        self.post(to, handle, message).map_or(Sent::Lost, |()| Sent::Posted)
+    }
+
+    fn post(
+        &mut self,
+        to: &Place,
+        handle: Arc<AddressHandle>,
+        message: &Message<'_>,
+    ) -> Option<()> {
+        let &index = self.free.last()?;
         let buffer = RECEIVES + index;
         let fill = |bytes: &mut [u8]| message.encode(bytes.get_mut(..PACKET_MAX)?);
         // SAFETY: the buffer is free, so nothing is under way.
-        let Some(len) = (unsafe { self.buffers.write(buffer.into(), fill) }) else { return false };
+        let len = unsafe { self.buffers.write(buffer.into(), fill) }?;
         let from = self.buffers.sge(buffer.into(), len);
         // SAFETY: registered, and ours until the completion, as is the handle.
         let sent = unsafe { self.pair.send_to(&handle, to.number, to.key, buffer.into(), from) };
         if let Err(error) = sent {
             tracing::debug!(%error, "a message could not be sent");
-            return false;
+            return None;
         }
         self.free.pop();
         if let Some(slot) = self.sending.get_mut(usize::from(index)) {
             *slot = Some(handle);
         }
-        true
+        Some(())
     }
 
     /// What has come next, if anything; its bytes are put into `into`.

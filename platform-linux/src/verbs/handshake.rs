@@ -13,7 +13,9 @@
 //!
 //! # Invariants
 //!
-//! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where it says.
+//! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where it says; but
+//!   for messages that are put off until an address was looked up, which are so many at most.
+//! - Nobody is waited for: what needs an address that is not known is put off, and heard again when it is.
 //! - A session is open here before its peer learns that it may write, and written to only when that has been said.
 
 use std::io;
@@ -27,12 +29,14 @@ use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Stand};
 use immwire_core::recycle::Turn;
+use immwire_core::resolve::Asker;
 use immwire_core::way::Way;
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::device::QueuePair;
-use super::door::From;
+use super::door::{From, Sent};
 use super::lane::{Owner, Role};
+use super::resolver::Reach;
 use super::session::{Line, Made, Session, State};
 use super::{Nic, VerbsError, VerbsProvider, new_token, random};
 use crate::proof::{Prover, challenge, is_proven, proof};
@@ -43,6 +47,11 @@ const GREETING_PATIENCE: Duration = Duration::from_secs(3);
 /// How long nothing may be heard of an engine that is called, until nobody is believed to be there: datagrams to nobody
 /// are not refused. Whoever is there answers each message that is repeated.
 const UNANSWERED: Duration = Duration::from_millis(2500);
+/// How long a message is kept that waits for addresses, at most: each of them is known, or known not to answer, long
+/// before.
+const PUT_OFF_FOR: Duration = Duration::from_secs(3);
+/// Messages that wait for addresses, at most: others are repeated by who sent them.
+const PUT_OFF_MAX: usize = 64;
 /// Calls that were given up, and are answered so, at most.
 const GIVEN_UP: usize = 64;
 /// What both ends must have in common: notes, paths and immediates as they are here.
@@ -65,6 +74,10 @@ struct Call {
     retry: Retry,
     /// When it is given up if nothing more is heard.
     until: Time,
+    /// What is to be said next waits for the address.
+    waits: bool,
+    /// Its answer has waited for addresses.
+    put_off: bool,
 }
 
 impl Call {
@@ -80,17 +93,39 @@ impl Call {
     }
 }
 
+/// What has become of a message that makes sense.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Hearing {
+    Done,
+    /// Nothing yet: it is to be heard again when addresses that it needs were looked up.
+    Later,
+}
+
+/// A message that is to be heard again.
+#[derive(Debug)]
+struct PutOff {
+    bytes: Vec<u8>,
+    from: From,
+    until: Time,
+}
+
 /// The calls of ours, and what our answers to others' follow from.
 #[derive(Debug)]
 pub(super) struct Handshakes {
     secret: [u8; 32],
     calls: Vec<Call>,
     given_up: GivenUp<Place, GIVEN_UP>,
+    put_off: Vec<PutOff>,
 }
 
 impl Handshakes {
     pub(super) fn new() -> io::Result<Self> {
-        Ok(Self { secret: random()?, calls: Vec::new(), given_up: GivenUp::new() })
+        Ok(Self {
+            secret: random()?,
+            calls: Vec::new(),
+            given_up: GivenUp::new(),
+            put_off: Vec::new(),
+        })
     }
 
     /// When a call is to be repeated.
@@ -106,6 +141,15 @@ impl Handshakes {
     /// What a caller has to show that it has received.
     fn challenge(&self, initiator: &Nonce, door: &Address) -> Nonces {
         challenge(&self.secret, initiator, door)
+    }
+
+    /// A message waits for addresses.
+    pub(super) fn put_off(&mut self, now: Time, bytes: &[u8], from: From) {
+        let known = self.put_off.iter().any(|it| it.bytes == bytes);
+        if !known && self.put_off.len() < PUT_OFF_MAX {
+            let until = now.after(PUT_OFF_FOR);
+            self.put_off.push(PutOff { bytes: bytes.to_vec(), from, until });
+        }
     }
 
     /// The call of that nonce, which has been answered.
@@ -160,6 +204,8 @@ impl VerbsProvider {
             acceptor: None,
             retry: Retry::start(self.now),
             until: self.now.after(UNANSWERED),
+            waits: false,
+            put_off: false,
         };
         self.handshakes.calls.push(call);
         self.say_call(self.handshakes.calls.len() - 1);
@@ -188,7 +234,37 @@ impl VerbsProvider {
     /// Says of a call of ours that it is given up; that may be lost.
     fn revoke_call(&mut self, nonce: Nonce, door: &Place) {
         let message = Message::Refuse { nonce, why: Refusal::Stale };
-        self.door.send(door, &message, self.now, &self.config.options);
+        self.door.send(&mut self.resolver, (door, Asker::Us), &message, self.now);
+    }
+
+    /// Addresses were looked up: says and hears what has waited for them.
+    pub(super) fn resume<S: Sink>(&mut self, sink: &mut S) {
+        let now = self.now;
+        for at in 0..self.handshakes.calls.len() {
+            let Some(call) = self.handshakes.calls.get_mut(at) else { break };
+            if std::mem::take(&mut call.waits) {
+                call.retry = Retry::start(now);
+                self.say_call(at);
+            }
+        }
+        for PutOff { bytes, from, until } in std::mem::take(&mut self.handshakes.put_off) {
+            if now < until && self.hear_packet(&bytes, &from, sink) == Some(Hearing::Later) {
+                self.handshakes.put_off.push(PutOff { bytes, from, until });
+            }
+        }
+    }
+
+    /// What has come through the door.
+    pub(super) fn hear_packet<S: Sink>(
+        &mut self,
+        bytes: &[u8],
+        from: &From,
+        sink: &mut S,
+    ) -> Option<Hearing> {
+        let message = Message::decode(bytes).ok();
+        let heard = message.and_then(|message| self.hear_handshake(&message, from, sink));
+        self.stats.ignored += u64::from(heard.is_none());
+        heard
     }
 
     /// Repeats what has not been answered; gives up whom nothing is heard of.
@@ -213,10 +289,13 @@ impl VerbsProvider {
     fn say_call(&mut self, at: usize) {
         let Some(call) = self.handshakes.calls.get(at) else { return };
         let door = self.door.address().clone();
-        let options = &self.config.options;
+        let to = (&call.door, Asker::Us);
         let Some(acceptor) = call.acceptor else {
             let message = Message::Call { nonce: call.initiator, target: call.target, door };
-            self.door.send(&call.door, &message, self.now, options);
+            let sent = self.door.send(&mut self.resolver, to, &message, self.now);
+            if let Some(call) = self.handshakes.calls.get_mut(at) {
+                call.waits = sent == Sent::Waits;
+            }
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
@@ -226,7 +305,10 @@ impl VerbsProvider {
         let key = self.config.group_key.as_ref();
         let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
         let message = Message::Prove { nonces, door, proof: *proof.as_bytes(), claim };
-        self.door.send(&call.door, &message, self.now, options);
+        let sent = self.door.send(&mut self.resolver, to, &message, self.now);
+        if let Some(call) = self.handshakes.calls.get_mut(at) {
+            call.waits = sent == Sent::Waits;
+        }
     }
 
     /// What we say of ourselves.
@@ -250,12 +332,12 @@ impl VerbsProvider {
     // ---- hearing ----
 
     /// A message that belongs to a handshake; `None` if it is none, or not to be believed.
-    pub(super) fn hear_handshake<S: Sink>(
+    fn hear_handshake<S: Sink>(
         &mut self,
         message: &Message<'_>,
         from: &From,
         sink: &mut S,
-    ) -> Option<()> {
+    ) -> Option<Hearing> {
         match *message {
             Message::Call { nonce, target, ref door } => self.challenge(nonce, target, door, from),
             Message::Challenge(nonces) => self.challenged(&nonces),
@@ -269,11 +351,31 @@ impl VerbsProvider {
         }
     }
 
-    fn refuse(&mut self, nonce: Nonce, door: &Place, why: Refusal) -> Option<()> {
-        self.stats.refused += 1;
+    fn refuse(&mut self, nonce: Nonce, door: &Place, why: Refusal) -> Option<Hearing> {
+        let message = Message::Refuse { nonce, why };
+        let to = (door, Asker::Stranger);
         // If it is lost, the caller repeats its message.
-        self.door.send(door, &Message::Refuse { nonce, why }, self.now, &self.config.options);
-        Some(())
+        if self.door.send(&mut self.resolver, to, &message, self.now) == Sent::Waits {
+            return Some(Hearing::Later);
+        }
+        self.stats.refused += 1;
+        Some(Hearing::Done)
+    }
+
+    /// Whether all can be connected that can be connected of a session's lines; if not, it is later, or never.
+    fn can_connect(&mut self, stands: &[Stand], asker: Asker) -> Reach {
+        let mut worst = Reach::Reached;
+        // All of them, so that they are looked up at a time.
+        for ((nic, port), stand) in self.ports.iter().enumerate().zip(stands) {
+            if port.is_usable() && stand.queue.is_some() {
+                match self.resolver.reach(self.now, nic, &stand.port, asker) {
+                    Reach::Reached | Reach::Lost => {}
+                    Reach::Waits if worst == Reach::Full => {}
+                    reach => worst = reach,
+                }
+            }
+        }
+        worst
     }
 
     fn challenge(
@@ -282,19 +384,22 @@ impl VerbsProvider {
         target: EngineId,
         door: &Address,
         from: &From,
-    ) -> Option<()> {
+    ) -> Option<Hearing> {
         // Nobody has us answer somebody else, or look for somebody who is not there.
         let place = Place::decode(door).filter(|place| from.is(&place.port))?;
         if target != self.config.engine {
             // Somebody else had this address before us.
             return self.refuse(nonce, &place, Refusal::Malformed);
         }
-        let nonces = self.handshakes.challenge(&nonce, door);
-        self.door.send(&place, &Message::Challenge(nonces), self.now, &self.config.options);
-        Some(())
+        let message = Message::Challenge(self.handshakes.challenge(&nonce, door));
+        let to = (&place, Asker::Stranger);
+        Some(match self.door.send(&mut self.resolver, to, &message, self.now) {
+            Sent::Waits => Hearing::Later,
+            Sent::Posted | Sent::Lost => Hearing::Done,
+        })
     }
 
-    fn challenged(&mut self, nonces: &Nonces) -> Option<()> {
+    fn challenged(&mut self, nonces: &Nonces) -> Option<Hearing> {
         let mut calls = self.handshakes.calls.iter();
         let at = calls.position(|call| call.initiator == nonces.initiator)?;
         let call = self.handshakes.calls.get_mut(at)?;
@@ -304,7 +409,7 @@ impl VerbsProvider {
             call.heard(self.now);
             self.say_call(at);
         }
-        Some(())
+        Some(Hearing::Done)
     }
 
     fn proven<S: Sink>(
@@ -314,7 +419,7 @@ impl VerbsProvider {
         shown: Proof,
         (claim, from): (&[u8], &From),
         sink: &mut S,
-    ) -> Option<()> {
+    ) -> Option<Hearing> {
         let initiator = nonces.initiator;
         let place = Place::decode(door).filter(|place| from.is(&place.port))?;
         if self.handshakes.challenge(&initiator, door) != *nonces {
@@ -333,7 +438,7 @@ impl VerbsProvider {
             // Our answer was lost, or is late.
             session.says.accept = matches!(session.state, State::Greeting { .. });
             self.urgent = true;
-            return Some(());
+            return Some(Hearing::Done);
         }
         let claim = match Claim::decode(claim) {
             Ok(claim) if claim.protocol == PROTOCOL => claim,
@@ -345,8 +450,17 @@ impl VerbsProvider {
                 return self.refuse(initiator, &place, Refusal::Version { ours, theirs });
             }
         };
-        if stands(&claim).is_none() {
+        let Some(stands) = stands(&claim) else {
             return self.refuse(initiator, &place, Refusal::Malformed);
+        };
+        // Whoever holds the key may have us look for more.
+        let has_key = self.config.group_key.is_some();
+        let asker = if has_key { Asker::Us } else { Asker::Stranger };
+        match self.can_connect(&stands, asker) {
+            Reach::Waits => return Some(Hearing::Later),
+            // It is repeated.
+            Reach::Full => return Some(Hearing::Done),
+            Reach::Reached | Reach::Lost => {}
         }
         let (peer, hello) = match sink.incoming(&claim.hello) {
             Ok(answer) => answer,
@@ -361,7 +475,7 @@ impl VerbsProvider {
                 sink.disconnected(peer, DownReason::Disconnected);
             }
         }
-        Some(())
+        Some(Hearing::Done)
     }
 
     /// Opens our side for one who has called.
@@ -402,19 +516,19 @@ impl VerbsProvider {
         shown: Proof,
         bytes: &[u8],
         sink: &mut S,
-    ) -> Option<()> {
+    ) -> Option<Hearing> {
         let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
         let Some(call) = call else {
             if let Some(door) = self.handshakes.given_up.answered(nonce).copied() {
                 self.revoke_call(*nonce, &door);
-                return Some(());
+                return Some(Hearing::Done);
             }
             // Repeated, while our word that we know was on its way.
             let claim = Claim::decode(bytes).ok()?;
             let sessions = self.sessions.iter().flatten();
             let known = |session: &Session| session.nonce == *nonce;
             return (claim.protocol == PROTOCOL && sessions.map(Box::as_ref).any(known))
-                .then_some(());
+                .then_some(Hearing::Done);
         };
         let nonces = Nonces { initiator: *nonce, acceptor: call.acceptor? };
         let key = self.config.group_key.as_ref();
@@ -422,17 +536,25 @@ impl VerbsProvider {
         let peer = call.peer;
         if key.is_some() && !is_proven(expected, shown) {
             self.fail_call(peer, DownReason::Refused(Refusal::Unauthorised), sink);
-            return Some(());
+            return Some(Hearing::Done);
         }
-        let claim = Claim::decode(bytes).ok().filter(|claim| {
-            claim.hello.engine() == call.target
-                && claim.protocol == PROTOCOL
-                && stands(claim).is_some()
-        });
-        let Some(claim) = claim else {
+        let claim = Claim::decode(bytes).ok();
+        let claim =
+            claim.filter(|claim| claim.hello.engine() == call.target && claim.protocol == PROTOCOL);
+        let Some((claim, stands)) = claim.and_then(|it| stands(&it).map(|stands| (it, stands)))
+        else {
             self.fail_call(peer, DownReason::Protocol, sink);
-            return Some(());
+            return Some(Hearing::Done);
         };
+        if matches!(self.can_connect(&stands, Asker::Us), Reach::Waits | Reach::Full) {
+            let now = self.now;
+            let call = self.handshakes.calls.iter_mut().find(|call| call.initiator == *nonce)?;
+            // The peer is there. It is given time once, however often it answers.
+            if !std::mem::replace(&mut call.put_off, true) {
+                call.heard(now);
+            }
+            return Some(Hearing::Later);
+        }
         let Call { token, door, lines, .. } = self.handshakes.take(nonce)?;
         match self.open_session(peer, token, &claim, door, *nonce, lines) {
             Ok(index) => {
@@ -448,7 +570,7 @@ impl VerbsProvider {
                 sink.disconnected(peer, DownReason::Disconnected);
             }
         }
-        Some(())
+        Some(Hearing::Done)
     }
 
     /// A call of ours is refused, or a peer's is taken back that we have answered.
@@ -458,17 +580,17 @@ impl VerbsProvider {
         why: Refusal,
         from: &From,
         sink: &mut S,
-    ) -> Option<()> {
+    ) -> Option<Hearing> {
         if why == Refusal::Crossed {
             // The peer keeps its own call to us. When that is answered ours is over; but the peer may give its up,
             // so that ours is repeated until then.
             let mut calls = self.handshakes.calls.iter_mut();
             calls.find(|call| call.initiator == *nonce)?.heard(self.now);
-            return Some(());
+            return Some(Hearing::Done);
         }
         if let Some(call) = self.handshakes.take(nonce) {
             sink.disconnected(call.peer, DownReason::Refused(why));
-            return Some(());
+            return Some(Hearing::Done);
         }
         let now = self.now;
         let session = self.sessions.iter_mut().flatten().find(|session| {
@@ -478,7 +600,7 @@ impl VerbsProvider {
         })?;
         session.leave(now, Some(DownReason::Disconnected));
         self.urgent = true;
-        Some(())
+        Some(Hearing::Done)
     }
 
     // ---- sessions ----
@@ -505,13 +627,12 @@ impl VerbsProvider {
         let at = vacant.unwrap_or(self.sessions.len());
         let index = u16::try_from(at).map_err(|_| VerbsError::Unreachable)?;
         let mut lines = heapless::Vec::new();
-        for ((pair, stand), port) in pairs.into_iter().zip(&stands).zip(&mut self.ports) {
+        let ports = self.ports.iter_mut().enumerate();
+        for ((pair, stand), (at, port)) in pairs.into_iter().zip(&stands).zip(ports) {
             let pair = pair.filter(|_| stand.queue.is_some()).and_then(|pair| {
-                let route = port.device().facts.port.route(&stand.port);
-                let route = route.ok_or(VerbsError::Unreachable);
-                let connected =
-                    route.and_then(|route| pair.connect(&route, stand.queue, &self.config.options));
-                connected
+                let there = (&stand.port, stand.queue);
+                self.resolver
+                    .connect(self.now, (at, &pair), there)
                     .inspect_err(
                         |error| tracing::warn!(%peer, %error, "a line could not be opened"),
                     )

@@ -9,6 +9,7 @@
 //! | `slab` | registered memory for messages |
 //! | `lane` | queue pairs for writes, what is in flight on them, and whose a queue pair is |
 //! | `door` | the queue pair that takes datagrams, where the engine is reached |
+//! | `resolver` | addresses, looked up on threads of its own |
 //! | `session` | one peer |
 //! | `handshake` | calls, and how both ends prove who they are |
 //! | `memory` | regions, and how they are taken back |
@@ -74,13 +75,13 @@
 //! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
 //!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
 //! - A port that comes back under another address is not found by peers.
-//! - On RoCE the kernel looks an address up while the engine waits: some microseconds, or up to a second if nobody answers
-//!   there. It is the address of somebody that is called, or that a call came from; or of a NIC that a path is opened to
-//!   anew, whose port is up on both sides.
+//! - On RoCE the kernel looks addresses up, which takes up to a second if nobody answers. Threads have it do so before the
+//!   engine does anything that needs it; but if the kernel forgets an address again within three seconds, because nobody
+//!   answers there any more, the engine may wait. And an engine that ends waits for lookups that are under way.
 //!
 //! # Invariants
 //!
-//! - Nothing here waits for a peer. Each poll does a bounded amount of work.
+//! - Nothing here waits for a peer, nor for the network to say where one is. Each poll does a bounded amount of work.
 //! - The way of data neither allocates nor locks nor hashes: tables are made with the session.
 //! - A piece is reported once: when its completion, or a later one of its queue pair, was read, or the queue pair has
 //!   been destroyed; and one on a broken path when that is settled, or its session ends.
@@ -90,6 +91,7 @@ mod door;
 mod handshake;
 mod lane;
 mod memory;
+mod resolver;
 mod session;
 mod slab;
 mod survey;
@@ -128,6 +130,7 @@ use self::door::Door;
 use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
+use self::resolver::Resolver;
 use self::session::{Session, State};
 use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
@@ -472,6 +475,7 @@ pub struct VerbsProvider {
     lanes: Lanes,
     handshakes: Handshakes,
     door: Door,
+    resolver: Resolver,
     ports: Vec<Nic>,
     memory: Arc<VerbsMemory>,
     /// Sessions that there are.
@@ -531,7 +535,10 @@ impl VerbsProvider {
         for device in &devices {
             ports.push(Nic::open(Domain::open(device)?, lengths)?);
         }
-        let door = Door::open(&Domain::open(first)?)?;
+        let entrance = Domain::open(first)?;
+        let door = Door::open(&entrance)?;
+        let others = ports.iter().skip(1).map(|port| Arc::clone(&port.domain));
+        let resolver = Resolver::new([entrance].into_iter().chain(others), &config.options)?;
         let os = |call| move |source: io::Error| VerbsError::Os { call, source };
         let domains = ports.iter().map(|port| Arc::clone(&port.domain)).collect();
         let memory = VerbsMemory::new(config.engine, domains).map_err(os("eventfd"))?;
@@ -554,6 +561,7 @@ impl VerbsProvider {
             seats: Vec::new(),
             lanes: Lanes::default(),
             door,
+            resolver,
             ports,
             memory: Arc::new(memory),
             live: Vec::new(),
@@ -587,6 +595,7 @@ impl VerbsProvider {
         watch(self.memory.regions.wake_fd())?;
         watch(self.timer.as_fd())?;
         watch(self.door.fd())?;
+        watch(self.resolver.fd())?;
         self.ports.iter().try_for_each(|port| watch(port.completed.fd()))?;
         let used = devices.iter().take(self.ports.len());
         used.map(|device| device.event_fd()).try_for_each(watch)

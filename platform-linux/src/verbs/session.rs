@@ -41,6 +41,8 @@ pub(super) struct Outlet {
     pub(super) way: Way,
     /// Of the last attempt, until all of it has ended.
     pub(super) lanes: Option<[LaneId; LANES]>,
+    /// The peer's ends of that attempt, until its address is known.
+    pub(super) answer: Option<(Passage, Queues)>,
 }
 
 impl Outlet {
@@ -59,6 +61,8 @@ pub(super) struct Inlet {
     pub(super) pairs: Option<[(QueuePair, bool); LANES]>,
     /// Immediates that were taken, on each lane.
     pub(super) arrived: [u64; LANES],
+    /// The peer's ends of the next, until its address is known.
+    pub(super) asked: Option<(Passage, Queues)>,
 }
 
 /// A queue pair for letters, from one of our NICs to the peer's of the same number.
@@ -70,8 +74,10 @@ pub(super) struct Line {
     pub(super) posted: u16,
     /// Something has come or got through between these NICs since that was last looked at.
     pub(super) is_heard: bool,
-    /// At the end that has called: how far it is, when it is made anew.
+    /// At the end that has called: how far it is, when it is made anew;
     pub(super) way: Way,
+    /// and the other end, until its address is known.
+    pub(super) answer: Option<(Passage, Queue)>,
     /// At the other: what is asked for, and not done;
     pub(super) asked: Option<(u32, Queue)>,
     /// and that it is done, and nothing was heard over it yet.

@@ -5,6 +5,7 @@
 //!
 //! - A session is over only when each of its pieces is reported, and then none of its queue pairs is left. What is
 //!   told of its end comes after that.
+//! - A queue pair is connected when the address of its other end is known; what needs it waits until then.
 //! - A path is posted on only when the receiver has said that its ends receive.
 //! - What was in flight on a path that broke stays there until it is settled, or its session ends; and its queue pairs
 //!   are there as long, cut. A path is opened anew when they are gone.
@@ -18,19 +19,22 @@ use std::time::{Duration, Instant};
 use immwire_core::courier::Letter;
 use immwire_core::datagram::Message;
 use immwire_core::group::{Token, WorkError, WorkRequest};
-use immwire_core::id::{NicIndex, PeerId, Time};
+use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
 use immwire_core::plan::RunLayout;
 use immwire_core::port::{PACKET_MAX, Queue};
+use immwire_core::resolve::Asker;
 use immwire_core::tenant::{Tenant, device_key};
 use immwire_core::way::{Answered, Failed};
 use immwire_core::wire::{Hello, Refusal};
 
 use super::device::{Depths, Event, QueuePair};
-use super::door::Heard;
+use super::door::{Heard, Sent};
+use super::handshake::Hearing;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
+use super::resolver::Reach;
 use super::session::{Inlet, Outlet, Session, State};
 use super::{
     INLINE_BYTES, LAST_ROUNDS, NOTES, QUEUE_DEPTH, Tiding, UPKEEP_EVERY, VerbsError, VerbsProvider,
@@ -38,6 +42,8 @@ use super::{
 };
 use crate::provider::{Path, Sink};
 
+/// Paths between two engines, one way, at most.
+const PATHS: usize = MAX_NICS * MAX_NICS;
 /// Messages heard in one go.
 const MESSAGES_MAX: usize = 64;
 /// How long a peer may take to hear that we leave.
@@ -70,12 +76,16 @@ impl VerbsProvider {
             // Empty is as good: they only wake.
             let _ = rustix::io::read(self.memory.regions.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
+            self.resolver.disarm();
         }
         let leaving = self.sessions.iter().flatten().any(|session| session.is_leaving());
         if leaving || std::mem::take(&mut self.woken) || self.polls.is_multiple_of(UPKEEP_EVERY) {
             self.hear_devices();
         }
         let heard = self.hear_door(sink);
+        if self.resolver.take(self.now) {
+            self.resume(sink);
+        }
         self.repeat_calls(sink);
         self.tell_withdrawals();
         self.tell(sink);
@@ -199,6 +209,7 @@ impl VerbsProvider {
             };
             port.is_up = is_up;
             tracing::warn!(nic, is_up, "a port has changed");
+            self.resolver.forget_nic(nic.into());
             self.tidings.push(Tiding::Nic(nic, is_up));
             for session in self.sessions.iter_mut().flatten() {
                 session.doubt(bit(nic), !is_up);
@@ -249,11 +260,9 @@ impl VerbsProvider {
             match self.door.read(&mut bytes) {
                 None => return round > 0,
                 Some(Heard::Message { len, from }) => {
-                    let message = Message::decode(bytes.get(..len).unwrap_or(&[])).ok();
-                    let understood =
-                        message.and_then(|message| self.hear_handshake(&message, &from, sink));
-                    if understood.is_none() {
-                        self.stats.ignored += 1;
+                    let bytes = bytes.get(..len).unwrap_or(&[]);
+                    if self.hear_packet(bytes, &from, sink) == Some(Hearing::Later) {
+                        self.handshakes.put_off(self.now, bytes, from);
                     }
                 }
                 Some(Heard::Broken) => {
@@ -292,7 +301,8 @@ impl VerbsProvider {
     /// What a peer says in its session. What makes no sense ends it.
     fn hear_note(&mut self, index: u16, note: Note) {
         let now = self.now;
-        let Some(session) = self.session(index) else { return };
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session else { return };
         if matches!(session.state, State::Greeting { .. }) {
             session.state = State::Open;
         }
@@ -318,16 +328,23 @@ impl VerbsProvider {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
                 Some(())
             }
-            Note::Connect(passage, theirs) => self.open_inlet(index, passage, theirs),
-            Note::Connected(passage, theirs) => self.finish_outlet(index, passage, theirs),
+            Note::Connect(passage, theirs) => self.asked(index, passage, theirs),
+            Note::Connected(passage, theirs) => self.answered(index, passage, theirs),
             Note::Declined(passage) => self.declined(index, passage),
             Note::Link(passage, queue) => {
                 let line = session.lines.get_mut(usize::from(passage.from));
                 let line = line.filter(|_| passage.from == passage.to && !session.is_caller);
                 line.map(|line| line.asked = Some((passage.epoch, queue)))
             }
-            Note::Linked(passage, queue) => self.finish_line(index, passage, queue),
+            Note::Linked(passage, queue) => {
+                let line = session.lines.get_mut(usize::from(passage.from));
+                let line = line.filter(|_| session.is_caller);
+                line.map(|line| line.answer = Some((passage, queue)))
+            }
             Note::Back { nic } => {
+                if let Some(port) = session.ports.get(usize::from(nic)) {
+                    self.resolver.forget_port(port);
+                }
                 session.hurry(now, None, Some(nic));
                 Some(())
             }
@@ -429,24 +446,78 @@ impl VerbsProvider {
         Ok(())
     }
 
-    /// The peer's ends receive: ours send. `None` if there is no such path.
+    /// The peer's ends receive: ours send, once its address is known. `None` if there is no such path.
+    fn answered(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
+        self.ports.get(usize::from(passage.from))?;
+        let session = self.session(index)?;
+        session.ports.get(usize::from(passage.to))?;
+        session.mailbox.keys.get(passage.to)?;
+        let outlet = session.outlet(passage.from, passage.to);
+        let outlet = outlet.and_then(|at| session.outlets.get_mut(at))?;
+        if passage.epoch == outlet.way.epoch() {
+            outlet.answer = Some((passage, theirs));
+        }
+        Some(())
+    }
+
+    /// Whether a queue pair of this NIC can be connected to a NIC of the peer's.
+    fn reach(&mut self, index: u16, nic: NicIndex, remote_nic: NicIndex) -> Reach {
+        let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
+        let there = session.and_then(|session| session.ports.get(usize::from(remote_nic)));
+        let Some(there) = there else { return Reach::Lost };
+        match self.resolver.reach(self.now, nic.into(), there, Asker::Us) {
+            // Not for long: all that there is room for is answered.
+            Reach::Full => Reach::Waits,
+            reach => reach,
+        }
+    }
+
+    /// Does what has waited for addresses of the peer's that are known by now, or known not to answer.
+    fn connect_paths(&mut self, index: u16) {
+        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+            return;
+        };
+        // There are no more of each than there is room for: neither end has more NICs.
+        let answers: heapless::Vec<_, PATHS> =
+            session.outlets.iter().filter_map(|it| it.answer).collect();
+        let asked: heapless::Vec<_, PATHS> =
+            session.inlets.iter().filter_map(|it| it.asked).collect();
+        let linked: heapless::Vec<_, MAX_NICS> =
+            session.lines.iter().filter_map(|it| it.answer).collect();
+        for (passage, theirs) in answers {
+            if self.reach(index, passage.from, passage.to) != Reach::Waits {
+                self.finish_outlet(index, passage, theirs);
+            }
+        }
+        for (passage, theirs) in asked {
+            if self.reach(index, passage.to, passage.from) != Reach::Waits {
+                self.open_inlet(index, passage, theirs);
+            }
+        }
+        for (passage, theirs) in linked {
+            if self.reach(index, passage.from, passage.from) != Reach::Waits {
+                self.finish_line(index, passage, theirs);
+            }
+        }
+    }
+
     fn finish_outlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
         let now = self.now;
-        let options = self.config.options.clone();
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
         let at = session.outlet(passage.from, passage.to)?;
         let there = session.ports.get(usize::from(passage.to))?;
         let port = self.ports.get_mut(usize::from(passage.from))?;
         let outlet = session.outlets.get_mut(at)?;
+        outlet.answer = None;
         let answered = outlet.way.answered(now, passage.epoch);
         if answered == Answered::Stale {
             return Some(());
         }
-        let route = port.device().facts.port.route(there)?;
         let (to, key) = (session.mailbox.base, session.mailbox.keys.get(passage.to)?);
         for (id, theirs) in outlet.lanes().zip(theirs) {
             let lane = self.lanes.get(id)?;
-            let connected = lane.pair.connect(&route, theirs, &options).and_then(|()| {
+            let pair = (usize::from(passage.from), &lane.pair);
+            let connected = self.resolver.connect(now, pair, (there, theirs)).and_then(|()| {
                 if answered == Answered::Open {
                     return Ok(());
                 }
@@ -578,14 +649,24 @@ impl VerbsProvider {
         }
     }
 
-    /// The peer wants to write over a path: opens our ends, or says that we cannot. `None` if that makes no sense.
-    fn open_inlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
+    /// The peer wants to write over a path: our ends are opened when its address is known. `None` if that makes no sense.
+    fn asked(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
         let nics = self.ports.len();
         let at = usize::from(passage.from) * nics + usize::from(passage.to);
         self.ports.get(usize::from(passage.to))?;
         let session = self.session(index)?;
         session.ports.get(usize::from(passage.from))?;
-        session.inlets.get(at).filter(|inlet| inlet.epoch < passage.epoch)?;
+        let inlet = session.inlets.get_mut(at).filter(|inlet| inlet.epoch < passage.epoch)?;
+        if inlet.asked.is_some_and(|(other, _)| passage.epoch <= other.epoch) {
+            return None;
+        }
+        inlet.asked = Some((passage, theirs));
+        Some(())
+    }
+
+    /// Opens our ends of a path of the peer's, or says that we cannot.
+    fn open_inlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
+        let at = usize::from(passage.from) * self.ports.len() + usize::from(passage.to);
         // Nothing is in flight there, or the peer would have asked what arrived first.
         self.close_inlet(index, at);
         let opened = self.inlet_pairs(index, passage, theirs);
@@ -618,13 +699,12 @@ impl VerbsProvider {
         let there = self.session(index).and_then(|it| it.ports.get(usize::from(from)).copied());
         let port = self.ports.get_mut(usize::from(to)).filter(|port| port.is_usable());
         let port = port.ok_or_else(unreachable)?;
-        let route = there.and_then(|there| port.device().facts.port.route(&there));
-        let route = route.ok_or_else(unreachable)?;
+        let there = there.ok_or_else(unreachable)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
         for theirs in theirs {
             let depths = Depths { sends: 1, receives: 0, inline: 0 };
             let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths)?;
-            pair.connect(&route, theirs, &self.config.options)?;
+            self.resolver.connect(self.now, (to.into(), &pair), (&there, theirs))?;
             let _ = pairs.push(pair);
         }
         for (pair, lane) in pairs.iter().zip(0..) {
@@ -704,6 +784,9 @@ impl VerbsProvider {
                     }
                 }
             } else if line.asked.is_some() {
+                if usable && self.reach(index, nic, nic) == Reach::Waits {
+                    continue;
+                }
                 // Ours is of no use any more, if it is not cut yet.
                 self.break_line(index, nic);
                 let line = self.session(index).and_then(|session| session.lines.get_mut(at));
@@ -731,8 +814,7 @@ impl VerbsProvider {
         let there = session.ports.get(at).ok_or(())?;
         let pair = port.line().and_then(|pair| {
             if let Some(theirs) = theirs {
-                let route = port.device().facts.port.route(there).ok_or(VerbsError::Unreachable)?;
-                pair.connect(&route, theirs, &self.config.options)?;
+                self.resolver.connect(self.now, (at, &pair), (there, theirs))?;
             }
             Ok(pair)
         });
@@ -752,16 +834,17 @@ impl VerbsProvider {
         let nic = passage.from;
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
         let there = session.ports.get(usize::from(nic))?;
-        let here = self.ports.get(usize::from(nic))?.device().facts.port;
         let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
         let line = session.lines.get_mut(usize::from(nic)).filter(|_| session.is_caller)?;
+        line.answer = None;
         if line.way.answered(now, passage.epoch) == Answered::Stale {
             return Some(());
         }
         let (word, len) = session.courier.word().encode();
         let pair = line.pair.as_ref().filter(|_| theirs.is_some());
-        let said = pair.zip(here.route(there)).is_some_and(|(pair, route)| {
-            pair.connect(&route, theirs, &self.config.options).is_ok()
+        let said = pair.is_some_and(|pair| {
+            let pairing = (usize::from(nic), pair);
+            self.resolver.connect(now, pairing, (there, theirs)).is_ok()
                 && pair.send_inline(id, word.get(..len).unwrap_or(&[])).is_ok()
         });
         line.posted += u16::from(said);
@@ -822,6 +905,7 @@ impl VerbsProvider {
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.live.get(at) {
             self.release(index);
+            self.connect_paths(index);
             self.open_lines(index);
             self.open_outlets(index);
             self.greet(index);
@@ -852,7 +936,9 @@ impl VerbsProvider {
             let (nonce, proof) = (session.nonce, session.accept_proof);
             let message = Message::Accept { nonce, proof, claim: &session.accept };
             // If there is no room, it is repeated.
-            self.door.send(&session.door, &message, self.now, &self.config.options);
+            let to = (&session.door, Asker::Us);
+            let sent = self.door.send(&mut self.resolver, to, &message, now);
+            session.says.accept = sent == Sent::Waits;
         }
     }
 

@@ -19,6 +19,7 @@
     reason = "a test says what is wrong by panicking"
 )]
 
+mod absent;
 mod agent;
 mod close;
 mod crowd;

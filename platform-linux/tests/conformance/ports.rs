@@ -47,7 +47,13 @@ pub const APART: Devices = [&["rxe0", "rxe1"], &["rxe2", "rxe3"]];
 /// Those that the guest has devices for.
 pub fn tests() -> Vec<&'static [Test]> {
     let devices = std::env::var("IMMWIRE_GUEST_NICS").unwrap_or_default().parse().unwrap_or(0);
-    let all = [(2, TWO_DEVICES), (4, FOUR_DEVICES), (4, crate::disturbed::TESTS)];
+    let all = [
+        (1, crate::absent::TESTS),
+        (2, TWO_DEVICES),
+        (4, FOUR_DEVICES),
+        (4, crate::absent::FOUR_DEVICES),
+        (4, crate::disturbed::TESTS),
+    ];
     all.into_iter().filter(|(needed, _)| *needed <= devices).map(|(_, tests)| tests).collect()
 }
 

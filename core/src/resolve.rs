@@ -1,0 +1,390 @@
+//! Which addresses are looked up, in which order, and for how long the answers count.
+//!
+//! On Ethernet the kernel finds out which device has an address, and takes a second when nobody has. Whoever may not
+//! wait so long has others look it up, some at a time, and goes on meanwhile. Knows neither addresses nor lookups:
+//! *keys* and *values* are the platform's, and so are the threads that do it.
+//!
+//! ```text
+//!            look               begin                  answered: a value
+//!   unknown ───────▶ waiting ───────────▶ under way ─────────────────────▶ found
+//!      ▲                ▲                     │                              │ look, when it is too old
+//!      │ for room       ├─────────────────────│──────────────────────────────┘
+//!      │                │ look, after a rest  │ answered: none
+//!      └─ idle          └────── failed ◀──────┘
+//! ```
+//!
+//! *Strangers* are whoever sends something from anywhere, to whom an answer would be due. They have us look for
+//! addresses of their choice; so only some lookups are for them at a time, and only some of them may wait.
+//!
+//! # Invariants
+//!
+//! 1. An address is looked up once at a time; no more are under way than [`Limits::at_once`], and for strangers no more
+//!    than [`Limits::strangers_at_once`].
+//! 2. What is waited for ([`Look::Waits`]) comes: if whatever is under way is answered, and what is
+//!    [`begin`](Resolve::begin) names is looked up. Ours before strangers', and otherwise in the order of asking.
+//! 3. A value is no older than who asks for it wants it.
+//! 4. An address that was not found rests before it is looked up again; unless others took its place, or there is reason
+//!    to think that it can be found now ([`Resolve::forget`]).
+//!
+//! The tests below run all orders of what can happen to three addresses.
+
+use core::time::Duration;
+
+use heapless::Vec;
+
+use crate::id::Time;
+
+/// For whom an address is looked up.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum Asker {
+    /// For us, or for a peer that is let in.
+    Us,
+    /// For one who has sent something.
+    Stranger,
+}
+
+/// How many lookups there may be, and how long what follows from them counts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Limits {
+    /// Lookups under way.
+    pub at_once: usize,
+    /// Of these for strangers.
+    pub strangers_at_once: usize,
+    /// Beside these, for strangers: they wait.
+    pub strangers_waiting: usize,
+    /// How long an address that was not found is not looked up again.
+    pub rest: Duration,
+    /// How long an address is remembered that nobody asks for.
+    pub kept: Duration,
+}
+
+/// What is known of an address.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "what waits is to be handed out, see `Resolve::begin`"]
+pub enum Look<V> {
+    /// It was found, not too long ago.
+    Found(V),
+    /// It is being looked up, or will be: ask again when there is an answer.
+    Waits,
+    /// It was looked up a moment ago, and was not found.
+    Failed,
+    /// There is no room to wait in: ask again later, if at all.
+    Full,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Stage {
+    Idle,
+    Waiting { asker: Asker, turn: u64 },
+    UnderWay { asker: Asker },
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Entry<K, V> {
+    key: K,
+    found: Option<(Time, V)>,
+    /// It was not found, and rests until then.
+    failed: Option<Time>,
+    stage: Stage,
+    /// When it was last asked for.
+    used: Time,
+}
+
+/// What is known of up to `N` addresses.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub struct Resolve<K, V, const N: usize> {
+    entries: Vec<Entry<K, V>, N>,
+    limits: Limits,
+    turn: u64,
+}
+
+impl<K: Copy + Eq, V: Clone, const N: usize> Resolve<K, V, N> {
+    /// Nothing is known.
+    #[must_use]
+    pub const fn new(limits: Limits) -> Self {
+        Self { entries: Vec::new(), limits, turn: 0 }
+    }
+
+    /// What is known of an address, for one who wants to know what was so less than `within` ago. O(N).
+    pub fn look(&mut self, now: Time, key: K, asker: Asker, within: Duration) -> Look<V> {
+        let known = self.entries.iter().position(|entry| entry.key == key);
+        if let Some(entry) = known.and_then(|at| self.entries.get_mut(at)) {
+            entry.used = now;
+            if let Some((at, value)) = &entry.found
+                && now.since(*at) < within
+            {
+                return Look::Found(value.clone());
+            }
+            match &mut entry.stage {
+                Stage::Waiting { asker: first, .. } => {
+                    *first = asker.min(*first);
+                    return Look::Waits;
+                }
+                Stage::UnderWay { .. } => return Look::Waits,
+                Stage::Idle if entry.failed.is_some_and(|until| now < until) => {
+                    return Look::Failed;
+                }
+                Stage::Idle => {}
+            }
+        }
+        if asker == Asker::Stranger && self.strangers_waiting() >= self.limits.strangers_waiting {
+            return Look::Full;
+        }
+        let stage = Stage::Waiting { asker, turn: self.turn };
+        match known.and_then(|at| self.entries.get_mut(at)) {
+            Some(entry) => entry.stage = stage,
+            None => {
+                self.make_room(now);
+                let entry = Entry { key, found: None, failed: None, stage, used: now };
+                if self.entries.push(entry).is_err() {
+                    return Look::Full;
+                }
+            }
+        }
+        self.turn = self.turn.wrapping_add(1);
+        Look::Waits
+    }
+
+    /// What was found when the address was last looked up, however long ago. O(N).
+    #[must_use]
+    pub fn last(&self, key: K) -> Option<V> {
+        let entry = self.entries.iter().find(|entry| entry.key == key)?;
+        entry.found.as_ref().map(|(_, value)| value.clone())
+    }
+
+    /// The address that is to be looked up next, if there is one and it may be now: it is under way. O(N).
+    #[must_use = "it counts as under way until it is answered"]
+    pub fn begin(&mut self) -> Option<K> {
+        let under_way = |asker| self.count(|stage| *stage == Stage::UnderWay { asker });
+        let strangers = under_way(Asker::Stranger);
+        if strangers.saturating_add(under_way(Asker::Us)) >= self.limits.at_once {
+            return None;
+        }
+        let full = strangers >= self.limits.strangers_at_once;
+        let waiting = self.entries.iter_mut().filter_map(|entry| match entry.stage {
+            Stage::Waiting { asker: Asker::Stranger, .. } if full => None,
+            Stage::Waiting { asker, turn } => Some((asker, turn, entry)),
+            _ => None,
+        });
+        let (asker, _, entry) = waiting.min_by_key(|(asker, turn, _)| (*asker, *turn))?;
+        entry.stage = Stage::UnderWay { asker };
+        Some(entry.key)
+    }
+
+    /// An address that was under way has been looked up. O(N).
+    pub fn answered(&mut self, now: Time, key: K, value: Option<V>) {
+        let mut entries = self.entries.iter_mut();
+        let under_way = |entry: &Entry<K, V>| matches!(entry.stage, Stage::UnderWay { .. });
+        let Some(entry) = entries.find(|entry| entry.key == key && under_way(entry)) else {
+            return;
+        };
+        entry.stage = Stage::Idle;
+        entry.failed = value.is_none().then(|| now.after(self.limits.rest));
+        entry.found = value.map(|value| (now, value));
+    }
+
+    /// What was found, or not found, of these addresses does not count any more. What is under way is answered all the
+    /// same. O(N).
+    pub fn forget(&mut self, which: impl Fn(&K) -> bool) {
+        for entry in self.entries.iter_mut().filter(|entry| which(&entry.key)) {
+            (entry.found, entry.failed) = (None, None);
+        }
+    }
+
+    fn count(&self, which: impl Fn(&Stage) -> bool) -> usize {
+        self.entries.iter().filter(|entry| which(&entry.stage)).count()
+    }
+
+    fn strangers_waiting(&self) -> usize {
+        self.count(|stage| matches!(stage, Stage::Waiting { asker: Asker::Stranger, .. }))
+    }
+
+    /// Makes room for one more, if there is any that nobody waits for.
+    fn make_room(&mut self, now: Time) {
+        let kept = self.limits.kept;
+        self.entries.retain(|entry| entry.stage != Stage::Idle || now.since(entry.used) < kept);
+        if !self.entries.is_full() {
+            return;
+        }
+        let entries = self.entries.iter().enumerate();
+        let idle = entries.filter(|(_, entry)| entry.stage == Stage::Idle);
+        if let Some((at, _)) = idle.min_by_key(|(_, entry)| entry.used) {
+            self.entries.swap_remove(at);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::HashSet;
+    use std::vec::Vec;
+
+    use super::*;
+
+    const KEYS: [u8; 3] = [0, 1, 2];
+    const WITHIN: Duration = Duration::from_nanos(2);
+    const LIMITS: Limits = Limits {
+        at_once: 2,
+        strangers_at_once: 1,
+        strangers_waiting: 1,
+        rest: Duration::from_nanos(2),
+        kept: Duration::MAX,
+    };
+
+    /// What must be so, kept apart: by key the last answer that counts, who waits in which order, what is under way.
+    #[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+    struct Model {
+        last: [Option<(Time, bool)>; 3],
+        waiting: Vec<(u8, Asker)>,
+        under_way: Vec<(u8, Asker)>,
+    }
+
+    #[derive(Debug, Clone, PartialEq, Eq, Hash)]
+    struct World<const N: usize> {
+        resolve: Resolve<u8, (), N>,
+        model: Model,
+        now: Time,
+    }
+
+    impl<const N: usize> World<N> {
+        fn look(&mut self, key: u8, asker: Asker) {
+            let (model, now) = (&mut self.model, self.now);
+            let said = self.resolve.look(now, key, asker, WITHIN);
+            let busy = model.under_way.iter().any(|it| it.0 == key);
+            let waits = model.waiting.iter_mut().find(|it| it.0 == key);
+            let last = model.last[usize::from(key)];
+            let fresh = last.is_some_and(|(at, good)| good && now.since(at) < WITHIN);
+            let rests = last.is_some_and(|(at, good)| !good && now.since(at) < LIMITS.rest);
+            // One that was forgotten for room is not known to have failed, or been found.
+            let knows_all = N >= KEYS.len();
+            match said {
+                Look::Found(()) => assert!(fresh),
+                _ if knows_all && fresh => panic!("{said:?}"),
+                Look::Failed => assert!(rests && !busy && waits.is_none()),
+                Look::Waits if busy => {}
+                Look::Waits => match waits {
+                    Some(it) => it.1 = asker.min(it.1),
+                    None => {
+                        assert!(!knows_all || !rests);
+                        model.waiting.push((key, asker));
+                        assert!(self.strangers() <= LIMITS.strangers_waiting + LIMITS.at_once);
+                    }
+                },
+                Look::Full => {
+                    assert!(!busy && waits.is_none());
+                    let full = model.waiting.len() + model.under_way.len() >= N;
+                    let strangers = model.waiting.iter().filter(|it| it.1 == Asker::Stranger);
+                    let many = strangers.count() >= LIMITS.strangers_waiting;
+                    assert!(full || (many && asker == Asker::Stranger));
+                }
+            }
+        }
+
+        fn strangers(&self) -> usize {
+            let all = self.model.waiting.iter().chain(&self.model.under_way);
+            all.filter(|it| it.1 == Asker::Stranger).count()
+        }
+
+        /// Returns what is under way now.
+        fn take(&mut self) -> Option<u8> {
+            let model = &mut self.model;
+            let strangers = model.under_way.iter().filter(|it| it.1 == Asker::Stranger).count();
+            let may = |asker| asker == Asker::Us || strangers < LIMITS.strangers_at_once;
+            let find = |who| model.waiting.iter().position(|it| it.1 == who && may(who));
+            let at = find(Asker::Us).or_else(|| find(Asker::Stranger));
+            let at = at.filter(|_| model.under_way.len() < LIMITS.at_once);
+            let taken = at.map(|at| model.waiting.remove(at));
+            assert_eq!(self.resolve.begin(), taken.map(|it| it.0));
+            model.under_way.extend(taken);
+            taken.map(|it| it.0)
+        }
+
+        fn answer(&mut self, key: u8, good: bool) {
+            self.resolve.answered(self.now, key, good.then_some(()));
+            let model = &mut self.model;
+            if let Some(at) = model.under_way.iter().position(|it| it.0 == key) {
+                model.under_way.remove(at);
+                model.last[usize::from(key)] = Some((self.now, good));
+            }
+        }
+
+        /// All that is waited for comes.
+        fn drain(mut self) {
+            for _ in 0..KEYS.len() {
+                while self.take().is_some() {}
+                for (key, _) in self.model.under_way.clone() {
+                    self.answer(key, true);
+                }
+            }
+            assert!(self.model.waiting.is_empty(), "{self:?}");
+        }
+
+        /// Everything that can happen next.
+        fn next(&self) -> Vec<Self> {
+            let mut all = Vec::new();
+            let mut step = |change: &dyn Fn(&mut Self)| {
+                let mut world = self.clone();
+                change(&mut world);
+                all.push(world);
+            };
+            for key in KEYS {
+                step(&|world| world.look(key, Asker::Us));
+                step(&|world| world.look(key, Asker::Stranger));
+                // Also of one that nobody has asked for.
+                step(&|world| world.answer(key, true));
+                step(&|world| world.answer(key, false));
+            }
+            step(&|world| {
+                world.take();
+            });
+            step(&|world| world.now = world.now.after(Duration::from_nanos(1)));
+            step(&|world| {
+                world.resolve.forget(|&key| key != 1);
+                (world.model.last[0], world.model.last[2]) = (None, None);
+            });
+            all
+        }
+    }
+
+    fn explore<const N: usize>(kept: Duration, depth: u32) -> usize {
+        let resolve = Resolve::new(Limits { kept, ..LIMITS });
+        let world = World::<N> { resolve, model: Model::default(), now: Time::ZERO };
+        let (mut seen, mut layer) = (HashSet::new(), Vec::from([world]));
+        for _ in 0..depth {
+            let mut below = Vec::new();
+            for world in layer {
+                world.clone().drain();
+                below.extend(world.next().into_iter().filter(|next| seen.insert(next.clone())));
+            }
+            layer = below;
+        }
+        seen.len()
+    }
+
+    #[test]
+    fn all_that_is_waited_for_comes_within_its_limits() {
+        let seen = explore::<3>(Duration::MAX, 8);
+        assert!(seen > 20_000, "{seen}");
+    }
+
+    /// The same where there is no room for all, and what nobody asks for is forgotten.
+    #[test]
+    fn what_is_forgotten_is_looked_up_again() {
+        let seen = explore::<2>(Duration::from_nanos(3), 8);
+        assert!(seen > 20_000, "{seen}");
+        let mut one = Resolve::<u8, u8, 1>::new(LIMITS);
+        let mut look = |key, at| one.look(Time::from_nanos(at), key, Asker::Us, WITHIN);
+        assert_eq!([look(1, 0), look(2, 0)], [Look::Waits, Look::Full]);
+        assert_eq!(one.begin(), Some(1));
+        one.answered(Time::ZERO, 1, Some(7));
+        assert_eq!(one.look(Time::ZERO, 1, Asker::Us, WITHIN), Look::Found(7));
+        // What is old is better than nothing, until it is known to be wrong.
+        let late = Time::from_nanos(9);
+        assert_eq!(one.look(late, 1, Asker::Us, WITHIN), Look::Waits);
+        assert_eq!((one.last(1), one.begin()), (Some(7), Some(1)));
+        one.answered(late, 1, None);
+        assert_eq!(one.last(1), None);
+        assert_eq!(one.look(late, 1, Asker::Us, WITHIN), Look::Failed);
+        assert_eq!(one.look(late, 2, Asker::Us, WITHIN), Look::Waits);
+    }
+}
