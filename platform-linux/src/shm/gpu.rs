@@ -46,23 +46,21 @@ use crate::provider::Sink;
 const QUEUES: usize = 2;
 /// Copies under way in one queue. Few: their tables are to stay in the caches.
 const COPIES: usize = 8;
-/// Pages that one launch copies at most: those of the pieces of one call of `post`.
-const LAUNCH_PAGES: usize = 8192;
+/// Pages that one launch copies at most. Longer ones leave one queue with more to do than the other in the end.
+const LAUNCH_PAGES: usize = 4096;
 /// The same where nothing is under way: a GPU that waits is given its first pages soon.
 const FIRST_PAGES: usize = 1024;
 
-/// How many pages a GPU is to be given next that has so many to copy. It copies a page in more than twice the time that it
-/// takes us to list one, so that it has not ended by then.
+/// How many pages a GPU is to be given next that has so many to copy: it is not to end before they are listed, which takes
+/// a third of the time that it takes to copy them.
 const fn next_pages(under_way: usize) -> usize {
-    let next = under_way.saturating_mul(2);
-    if next < FIRST_PAGES {
-        FIRST_PAGES
-    } else if next > LAUNCH_PAGES {
-        LAUNCH_PAGES
-    } else {
-        next
+    match under_way {
+        0..FIRST_PAGES => FIRST_PAGES,
+        pages if pages < LAUNCH_PAGES / 2 => 2 * pages,
+        _ => LAUNCH_PAGES,
     }
 }
+
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
@@ -401,6 +399,7 @@ struct Flight {
     number: u64,
     pieces: usize,
     pages: usize,
+    bytes: u64,
     _claim: Claim,
 }
 
@@ -439,6 +438,11 @@ impl Queue {
 
     fn has_room(&self) -> bool {
         self.flights.len() < COPIES && self.refused.is_none()
+    }
+
+    /// Bytes that it is still to copy.
+    fn bytes(&self) -> u64 {
+        self.flights.iter().map(|flight| flight.bytes).sum()
     }
 
     /// The table of the next copy. Nobody reads it: with room for another copy, the one that did has ended.
@@ -624,9 +628,11 @@ impl Gpus {
         if let Some(code) = state.failed {
             return Err(Staging::Failed(WorkError::Device(code)));
         }
-        let mut turns = (0..QUEUES).map(|turn| (state.next + turn) % QUEUES);
-        let free = turns.find(|at| state.queues.get(*at).is_some_and(Queue::has_room));
-        state.next = free.ok_or(Staging::NoRoom)?;
+        let turns = (0..QUEUES).map(|turn| (state.next + turn) % QUEUES);
+        let queues = turns.filter_map(|at| Some((at, state.queues.get(at)?)));
+        // The one that has least to do, so that both end about the same time: one alone does not fill a link.
+        let free = queues.filter(|(_, queue)| queue.has_room()).min_by_key(|it| it.1.bytes());
+        state.next = free.map(|(at, _)| at).ok_or(Staging::NoRoom)?;
         self.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
         self.staged.gpu = gpu;
         Ok(())
@@ -684,6 +690,8 @@ impl Gpus {
             }
             staged.run = Some(layout);
             staged.pages += count;
+            staged.bytes =
+                staged.bytes.saturating_add(layout.page_bytes.saturating_mul(count as u64));
             staged.pieces.push(*work);
             self.flying += 1;
             return Staging::Taken;
@@ -729,6 +737,7 @@ impl Gpus {
             number,
             pieces: staged.pieces.len(),
             pages: staged.pages,
+            bytes: staged.bytes,
             _claim: claim,
         });
         queue.pieces.extend(staged.pieces.iter().copied());
@@ -959,7 +968,7 @@ mod tests {
             under_way += next;
             next
         });
-        assert_eq!(grown, [1024, 2048, 6144, 8192, 8192]);
+        assert_eq!(grown, [1024, 2048, 4096, 4096, 4096]);
         assert_eq!(next_pages(usize::MAX), LAUNCH_PAGES);
     }
 
