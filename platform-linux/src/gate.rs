@@ -56,7 +56,7 @@ pub enum StreamWaitError {
         "all {capacity} waits of streams are in use: let some streams go on, or build the engine with more counters"
     )]
     Full {
-        /// Twice the engine's counters.
+        /// Twice the engine's counters, or a little more.
         capacity: usize,
     },
     /// The wait on the counter could not begin.
