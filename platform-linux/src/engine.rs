@@ -755,8 +755,8 @@ impl TransferEngine {
     ///
     /// The stream goes on in any case: at the latest after `timeout`, or when the engine ends. The [`StreamWait`] says why;
     /// what runs in the stream cannot tell. Whoever polls an engine must go on polling it meanwhile. Calls of CUDA's that wait for
-    /// all of a GPU (`cudaFree`, `cudaMallocHost`, the loading of a kernel) wait for the stream, too, and may hold up what it
-    /// waits for: until the deadline at most.
+    /// all of a GPU (`cudaFree`, `cudaMallocHost`, the loading of a kernel; so does another engine of the process when it
+    /// ends) wait for the stream, too, and may hold up what it waits for: until the deadline at most.
     ///
     /// ```no_run
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {

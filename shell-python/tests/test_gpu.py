@@ -298,10 +298,12 @@ def case_a_stream_waits_for_writes():
         with pytest.raises(TypeError, match="__cuda_stream__"):
             hold("0")
         last = hold()
-        pair.close()
+        # This one first: the other's end waits for streams that are held.
+        pair.receiver.close()
         driver(1, [("cuStreamSynchronize", stream)])
         with pytest.raises(immwire.EngineClosed):
             last.result()
+    pair.close()
 
 
 def case_words_that_a_gpu_stores_to_are_watched():
