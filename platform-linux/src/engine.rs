@@ -172,7 +172,8 @@ impl Builder {
         self
     }
 
-    /// Counters: 1 to 16,381. Default 1024. They take memory only as they are used.
+    /// Counters: 1 to 16,381. Default 1024. They take memory only as they are used; with GPUs each has 16 bytes of
+    /// pinned memory, for streams that wait.
     #[must_use]
     pub const fn counters(mut self, counters: u16) -> Self {
         self.counters = counters;

@@ -36,7 +36,7 @@ use immwire_cuda::{Event, PinnedMemory, Stream};
 use crate::counter::ImmCounter;
 use crate::error::CountError;
 use crate::provider::RegisterError;
-use crate::sync::{lock, sleep_locked};
+use crate::sync::{Timer, lock, sleep_locked};
 use crate::words::Word;
 
 const SHUT: u64 = 0;
@@ -249,8 +249,9 @@ impl Gates {
                     counter.abandon(ticket, writes);
                     Ok(())
                 });
+                // Somebody else is ending it, and waits for nobody meanwhile: there is no deadline to miss.
                 if !ended && gate.outcome(Duration::MAX) == Some(Ok(())) {
-                    // It was reached meanwhile, and nobody goes on for it.
+                    // It was reached, and nobody goes on for it.
                     counter.restore(writes);
                 }
                 self.give_back(gate.word.clone(), None);
@@ -347,17 +348,13 @@ impl Gate {
 
     /// The result, which is waited for for `timeout` at most.
     fn outcome(&self, timeout: Duration) -> Option<Result<(), CountError>> {
-        let deadline = Instant::now().checked_add(timeout);
+        let timer = Timer::start(timeout);
         let mut state = lock(&self.state);
         loop {
             if let State::Over(result) = &*state {
                 return Some(result.clone());
             }
-            let left = deadline.map(|at| at.saturating_duration_since(Instant::now()));
-            if left.is_some_and(|left| left.is_zero()) {
-                return None;
-            }
-            state = sleep_locked(&self.over, state, left.unwrap_or(Duration::MAX));
+            state = sleep_locked(&self.over, state, timer.left()?);
         }
     }
 }

@@ -276,7 +276,10 @@ impl Resolver {
     /// Has threads do what they may do now.
     fn hand_out(&mut self, now: Time) {
         while let Some(key) = self.table.begin() {
-            let Some(here) = self.here.get(usize::from(key.nic)) else { continue };
+            let Some(here) = self.here.get(usize::from(key.nic)) else {
+                self.table.answered(now, key, None);
+                continue;
+            };
             // Handles know nothing of the length of packets.
             let route = Route { mtu: here.port.mtu, dlid: key.dlid, dgid: key.dgid };
             let job = Job { key, route, domain: Arc::clone(&here.domain) };

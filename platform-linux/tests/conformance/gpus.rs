@@ -373,7 +373,7 @@ fn waits_of_streams_end(case: &Case) {
         matches!(absent, Err(StreamWaitError::Memory(RegisterError::NoGpu { ordinal: 9 }))),
         "{absent:?}"
     );
-    // On GPUs whoever gives a stream so much waits for it.
+    // A GPU's driver may have whoever gives a stream so much wait for the stream.
     if refuse(0) {
         let held = hold(&me, &stream, &second, 1, Duration::MAX).expect("a wait");
         let mut words = 1;
