@@ -641,7 +641,7 @@ impl LibfabricProvider {
         if let Some(error) = error
             && error != WorkError::RemoteAccess
         {
-            self.stumble(flight.peer);
+            self.stumble(flight.peer, &error);
         }
     }
 
@@ -848,7 +848,7 @@ impl LibfabricProvider {
                 match self.post_empty(index, which, pair, Purpose::Answer) {
                     Posted::NoRoom => (self.owing, self.urgent) = (true, true),
                     Posted::UnderWay | Posted::Refused(_) => {}
-                    Posted::Failed(_) => self.stumble(index),
+                    Posted::Failed(error) => self.stumble(index, &error),
                 }
             }
         }
@@ -1004,7 +1004,7 @@ impl Provider for LibfabricProvider {
                 Posted::Refused(error) => sink.work_done(nic, piece.token, Err(error)),
                 Posted::Failed(error) => {
                     sink.work_done(nic, piece.token, Err(error));
-                    self.stumble(piece.peer.index);
+                    self.stumble(piece.peer.index, &error);
                 }
             }
         }

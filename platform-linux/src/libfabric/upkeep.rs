@@ -82,9 +82,11 @@ impl LibfabricProvider {
                     }
                 }
                 Heard::Undelivered { index, token, code } => {
-                    tracing::debug!(index, code, "a message was not delivered");
                     if self.session(index).is_some_and(|session| session.token == token) {
-                        self.stumble(index);
+                        self.stumble(
+                            index,
+                            &format_args!("a message to its door ended with {code}"),
+                        );
                     } else {
                         self.call_undelivered(token, sink);
                     }
@@ -130,6 +132,7 @@ impl LibfabricProvider {
                 tenants.iter().for_each(|&tenant| session.withdrawn.withdraw(tenant));
             }
             Say::Bye { quiet } => {
+                tracing::debug!(peer = %session.peer, "it says that it leaves");
                 session.is_quiet = quiet;
                 session.leave(now.after(GRACE), Some(DownReason::Disconnected));
             }
@@ -186,9 +189,12 @@ impl LibfabricProvider {
     // ---- sessions ----
 
     /// Something failed that concerns this peer alone: it is given up.
-    pub(super) fn stumble(&mut self, index: u16) {
+    pub(super) fn stumble(&mut self, index: u16, why: &dyn std::fmt::Debug) {
         let cut = self.now.after(GRACE);
         if let Some(session) = self.session(index) {
+            if !session.is_leaving() {
+                tracing::warn!(peer = %session.peer, ?why, "the peer is given up");
+            }
             session.was_cut = true;
             session.leave(cut, Some(DownReason::Disconnected));
         }
@@ -200,7 +206,7 @@ impl LibfabricProvider {
         tracing::error!(code = failure.code, "a completion queue failed: all peers are lost");
         for at in 0..self.live.len() {
             if let Some(&index) = self.live.get(at) {
-                self.stumble(index);
+                self.stumble(index, &"its completion queue failed");
             }
         }
     }
@@ -234,7 +240,10 @@ impl LibfabricProvider {
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
             let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
             match &mut session.state {
-                State::Open if stuck => session.leave(now, Some(DownReason::Disconnected)),
+                State::Open if stuck => {
+                    tracing::warn!(peer = %session.peer, ?limit, "libfabric takes nothing for the peer: it is given up");
+                    session.leave(now, Some(DownReason::Disconnected));
+                }
                 State::Open => {}
                 State::Greeting { until, .. } if now >= *until => {
                     session.leave(now, Some(DownReason::NeverAnswered));
@@ -402,8 +411,8 @@ impl LibfabricProvider {
                     Posted::UnderWay | Posted::Refused(_) => {
                         *pairs = pairs.without(Pairs::one(remote, nic));
                     }
-                    Posted::Failed(_) => {
-                        self.stumble(index);
+                    Posted::Failed(error) => {
+                        self.stumble(index, &error);
                         return false;
                     }
                 }
@@ -616,8 +625,7 @@ impl LibfabricProvider {
                 Ok(())
             });
             if let Err(error) = learnt {
-                tracing::warn!(index, %error, "the new endpoints do not reach a peer");
-                self.stumble(index);
+                self.stumble(index, &error);
             }
         }
         Ok(())

@@ -131,6 +131,18 @@ impl Host {
         }
     }
 
+    /// Does what takes its time, while the engine moves: to start a process, or to see it die, may take the kernel seconds
+    /// where disks and memory are short, and a polled engine would be silent meanwhile.
+    pub fn meanwhile<R: Send>(&self, work: impl FnOnce() -> R + Send) -> R {
+        std::thread::scope(|scope| {
+            let working = scope.spawn(work);
+            while !working.is_finished() {
+                self.linger(Duration::from_micros(100));
+            }
+            working.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+        })
+    }
+
     /// Lets the engine move for a while, in which something must not happen.
     pub fn linger(&self, time: Duration) {
         self.until(time, || None::<()>);

@@ -473,7 +473,15 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     modules
 }
 
+/// What engines have to say, as the command shows it: a failure comes with their reasons.
+fn show_log() {
+    use tracing_subscriber::EnvFilter;
+    let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
+    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+}
+
 fn main() -> ExitCode {
+    show_log();
     if agent::serve_if_asked() {
         return ExitCode::SUCCESS;
     }

@@ -27,6 +27,7 @@ const LEN: u64 = 48 << 10;
 /// One that is not to notice: it writes to us, and is written to.
 struct Other {
     agent: Agent,
+    peer: immwire::PeerId,
     /// Ours, to it.
     flood: Flood,
     counter: usize,
@@ -38,7 +39,7 @@ struct Other {
 
 impl Other {
     fn new(case: &Case, me: &Host, name: &str) -> Self {
-        let (mut agent, address) = case.agent(name);
+        let (mut agent, address) = me.meanwhile(|| case.agent(name));
         let peer = me.peer(&address);
         let (src, dst) = (me.memory(LEN, Own::Engine), me.memory(LEN, Own::Engine));
         let (there, desc) = agent.memory(me, LEN, Own::Engine);
@@ -56,14 +57,15 @@ impl Other {
         let back = only_peer(me, &mut agent);
         agent.tell(me, Ask::Flood(write(back, there, &dst.desc(), mine.tag())));
         let flood = Flood::of(me, &write(peer, 0, &desc, tag), src.region.clone());
-        Self { agent, flood, counter, mine, seen: (0, 0), _memory: [src, dst] }
+        Self { agent, peer, flood, counter, mine, seen: (0, 0), _memory: [src, dst] }
     }
 
     /// Both floods go on: neither has failed.
     fn goes_on(&mut self, me: &Host, when: &str) {
         let more = || self.flood.done() > self.seen.0 + 4 || self.flood.failure().is_some();
         let moved = me.until(PATIENCE, || more().then_some(()));
-        assert_eq!(self.flood.failure(), None, "{when}");
+        let state = me.engine.peer_state(self.peer);
+        assert_eq!(self.flood.failure(), None, "{when}: the peer is {state:?}");
         assert!(moved.is_some(), "{when}: nothing is written any more");
         self.seen.0 = self.flood.done();
         let start = Instant::now();
@@ -93,11 +95,11 @@ fn others_go_on(case: &Case, rounds: u32) {
     let mut others = ["one", "two", "three"].map(|name| Other::new(case, &me, name));
     let src = me.memory(1 << 20, Own::Engine);
     for round in 0..rounds {
-        let (mut stopped, address) = case.agent("stopped");
+        let (mut stopped, address) = me.meanwhile(|| case.agent("stopped"));
         let peer = me.peer(&address);
         let (_, desc) = stopped.memory(&me, 1 << 20, Own::Engine);
         me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
-        stopped.signal(Signal::STOP);
+        me.meanwhile(|| stopped.signal(Signal::STOP));
         // More than a connection holds, so that something stays in flight.
         let limit = Duration::from_millis(100);
         let hurried = me.engine.with_deadline(limit);
@@ -146,7 +148,7 @@ fn others_go_on(case: &Case, rounds: u32) {
             me.done(&write(&me, again, &src, &desc, (0, 0, 1 << 20), None));
             me.engine.remove_peer(again);
         } else {
-            stopped.signal(Signal::KILL);
+            me.meanwhile(|| stopped.signal(Signal::KILL));
         }
     }
     for other in others {
