@@ -176,7 +176,7 @@ pub(crate) trait Drive: Send {
     /// something does.
     fn express(
         &mut self,
-        write: &plan::SingleWrite,
+        write: &plan::SingleRef<'_>,
         cell: u16,
         ticket: Ticket,
         src: &Region,
@@ -312,7 +312,7 @@ impl<P: Provider> Engine<P> {
         let Submission { cell, ticket, request, deadline, hold } = submission;
         let options = Options { deadline, user: u64::from(cell) };
         if let PlanRequest::Single(write) = request.request()
-            && let Some(work) = self.state.group.express(write, options)
+            && let Some(work) = self.state.group.express(&write.by_ref(), options)
         {
             self.state.hook(cell, ticket, work.token.transfer(), hold);
             return self.post_now(work);
@@ -565,6 +565,10 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn submit(&mut self, submission: Submission) {
+        // As for what comes by the ring: what its sender asked before it is done before it.
+        if self.state.shared.intake.is_asked() {
+            self.control();
+        }
         self.take(submission);
         for nic in 0..self.provider.nics().len() {
             self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
@@ -574,12 +578,16 @@ impl<P: Provider> Drive for Engine<P> {
 
     fn express(
         &mut self,
-        write: &plan::SingleWrite,
+        write: &plan::SingleRef<'_>,
         cell: u16,
         ticket: Ticket,
         src: &Region,
     ) -> bool {
         let options = Options { deadline: Time::NEVER, user: u64::from(cell) };
+        // Questions are answered first, by `submit`.
+        if self.state.shared.intake.is_asked() {
+            return false;
+        }
         let Some(work) = self.state.group.express(write, options) else { return false };
         let id = work.token.transfer();
         // The bookkeeping comes after the write, while that is on its way.

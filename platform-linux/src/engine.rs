@@ -1152,15 +1152,19 @@ impl Driver {
         &mut self,
         write: &SingleWrite<'_>,
     ) -> Result<Transfer, SubmitError> {
-        let request = single(write);
         let (cell, ticket) = self.take_cell()?;
-        if self.engine.express(&request, cell, ticket, write.src) {
+        let SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm } = *write;
+        let posted = src.part(src_offset, len).is_some_and(|(local, src_offset)| {
+            let write = plan::SingleRef { peer, src: local, src_offset, dst, dst_offset, len, imm };
+            self.engine.express(&write, cell, ticket, src)
+        });
+        if posted {
             // For the next one; without one now, it will be asked for then.
             self.spare = self.shared.take_cell().ok();
             return Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket));
         }
         self.spare = Some((cell, ticket));
-        self.submit(plan::Request::Single(request), Some(write.src))
+        self.submit(plan::Request::Single(single(write)), Some(src))
     }
 
     fn take_cell(&mut self) -> Result<(u16, Ticket), SubmitError> {

@@ -70,6 +70,14 @@ impl Region {
         LocalMr { base: whole.base.saturating_add(self.offset), len: self.len, ..whole }
     }
 
+    /// The same of part of it, without a copy: the registration, and where in it the part begins. `None`: it is not all
+    /// inside.
+    #[inline]
+    pub(crate) fn part(&self, offset: u64, len: u64) -> Option<(&LocalMr, u64)> {
+        let inside = offset.checked_add(len).is_some_and(|end| end <= self.len);
+        inside.then_some((&self.registration.registered.local, self.offset.saturating_add(offset)))
+    }
+
     /// Part of this region, with a descriptor of its own. Peers still may write to the whole.
     ///
     /// # Errors

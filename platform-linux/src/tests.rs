@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use crate::{AddPeerError, CountError, Driver, End, NetAddr, PeerId, TransferEngine};
+use crate::{AddPeerError, CountError, Driver, End, NetAddr, PeerId, SingleWrite, TransferEngine};
 
 const LONG: Duration = Duration::from_secs(10);
 
@@ -188,6 +188,41 @@ fn messages_that_wait_while_both_sides_call_each_other_arrive_once() {
             for transfer in sent {
                 driver.wait(transfer, LONG).unwrap().ok().unwrap();
             }
+        }
+    }
+}
+
+/// What was asked of a polled engine is done before what is submitted after it, by whichever way: its NIC was lost
+/// and is back, or is lost.
+#[test]
+fn a_polled_engine_answers_before_it_takes_what_was_submitted_later() {
+    let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+    let other = TransferEngine::builder().build().unwrap();
+    let counter = other.counter().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+    let (desc, tag) = (dst.desc(), counter.tag());
+    let write = SingleWrite {
+        peer,
+        src: &src,
+        src_offset: 0,
+        dst: &desc,
+        dst_offset: 0,
+        len: 8,
+        imm: Some(tag),
+    };
+    for round in 0..20 {
+        for healthy in [false, true] {
+            // Each way in turn is the first to come after the change.
+            engine.set_nic_health(0, healthy);
+            let submitted = match round % 3 {
+                0 => driver.submit_single_write(&write),
+                1 => driver.submit_imm(peer, tag, 1),
+                _ => engine.submit_single_write(&write),
+            };
+            let end = driver.wait(&submitted.unwrap(), LONG).unwrap();
+            assert_eq!(end == End::Done, healthy, "round {round}: {end:?}");
         }
     }
 }

@@ -9,7 +9,7 @@ use immwire_benches::{
 use immwire_core::group::{Event, Options, WorkRequest};
 use immwire_core::id::Time;
 use immwire_core::imm::{Added, CounterSlot, CounterTable, Imm, ImmTag};
-use immwire_core::plan::{Request, SingleWrite};
+use immwire_core::plan::{Request, SingleRef};
 
 const ROUNDS: u32 = 1000;
 
@@ -26,7 +26,7 @@ fn hot_submit<'a>(group: &mut Group<'a>, request: BenchRequest<'a>) {
 }
 
 #[inline(never)]
-fn hot_express<'a>(group: &mut Group<'a>, write: &SingleWrite) -> Option<WorkRequest> {
+fn hot_express<'a>(group: &mut Group<'a>, write: &SingleRef<'_>) -> Option<WorkRequest> {
     group.express(write, Options { deadline: Time::NEVER, user: 0 })
 }
 
@@ -102,7 +102,7 @@ fn main() {
             let request = single(peer, 1, 8);
             let Request::Single(write) = *request.request() else { return };
             let ended = |_| {
-                work.extend(hot_express(&mut group, black_box(&write)));
+                work.extend(hot_express(&mut group, &black_box(write.by_ref())));
                 u64::from(hot_complete(&mut group, &mut work))
             };
             (0..ROUNDS).map(ended).sum()

@@ -118,6 +118,17 @@ impl Line {
         self.tail = index;
     }
 
+    /// Puts `index`, which is loose, before all others.
+    #[inline(always)]
+    pub(super) fn push_front(&mut self, links: &mut impl Links, index: u16) {
+        if self.tail == NIL {
+            self.tail = index;
+        } else {
+            links.set(index, Link { prev: NIL, next: self.head });
+        }
+        self.head = index;
+    }
+
     /// Takes out the first.
     #[inline(always)]
     pub(super) fn pop_front(&mut self, links: &mut impl Links) -> Option<u16> {

@@ -53,7 +53,7 @@ use crate::nic::NicState;
 use crate::peer::{self, DownReason, LivenessConfig, Peer, PeerState};
 use crate::plan::{
     Checked, Next, PageList, PageRun, Piece, Plan, PlanError, PlanLimits, Request, RunLayout,
-    SingleWrite, TargetList, Whole,
+    TargetList, Whole,
 };
 use crate::receipt::Epoch;
 use crate::region::MrDesc;
@@ -788,7 +788,7 @@ where
             Some(whole) => {
                 let mut plan = Plan::of(whole);
                 if let Request::Single(write) = request.request()
-                    && self.is_movable(write)
+                    && self.is_movable(&write.dst)
                 {
                     plan.keep_whole(write);
                 }
@@ -811,8 +811,8 @@ where
 
     /// Whether a single piece can have another path than the one it was planned for, and needs its keys.
     #[inline(always)]
-    const fn is_movable(&self, write: &SingleWrite) -> bool {
-        self.nic_count > 1 || write.dst.keys.nics() > 1
+    const fn is_movable(&self, dst: &MrDesc) -> bool {
+        self.nic_count > 1 || dst.keys.nics() > 1
     }
 
     /// Notes that a piece to this peer goes out on this NIC, and whether the peer will hear of it.
@@ -1327,7 +1327,8 @@ where
         slot.state = SlotState::Free;
         slot.generation = slot.generation.wrapping_add(1);
         self.active = self.active.saturating_sub(1);
-        self.free.push_back(&mut NicLinks { slots, nic: 0 }, index);
+        // The next to be taken, while it is in the caches.
+        self.free.push_front(&mut NicLinks { slots, nic: 0 }, index);
         Some(Event::Ended { id, user, end })
     }
 

@@ -721,7 +721,7 @@ impl World {
         };
         let before = self.group.clone();
         let options = Options { deadline: Time::NEVER, user: kind as u64 };
-        let Some(work) = self.group.express(&write, options) else {
+        let Some(work) = self.group.express(&write.by_ref(), options) else {
             assert_eq!(self.group, before, "refused, and yet something changed");
             return false;
         };

@@ -25,7 +25,7 @@ use core::num::{NonZeroU16, NonZeroU64};
 
 pub use self::request::{
     Barrier, Checked, ControlWrite, ImmWrite, MAX_ITEMS, PageList, PagedWrite, Pages, Request,
-    RequestError, ScatterWrite, Side, SingleWrite, Target, TargetList,
+    RequestError, ScatterWrite, Side, SingleRef, SingleWrite, Target, TargetList,
 };
 use crate::id::{MAX_NICS, NicIndex, PeerId};
 use crate::imm::{Imm, ImmTag, WRITE_UNITS};

@@ -146,6 +146,35 @@ pub struct SingleWrite {
     pub imm: Option<ImmTag>,
 }
 
+impl SingleWrite {
+    /// The same, with both regions where they are here.
+    #[must_use]
+    pub const fn by_ref(&self) -> SingleRef<'_> {
+        let Self { peer, ref src, src_offset, ref dst, dst_offset, len, imm } = *self;
+        SingleRef { peer, src, src_offset, dst, dst_offset, len, imm }
+    }
+}
+
+/// A [`SingleWrite`] whose regions are looked at where they are: to copy both descriptors takes as long as all else
+/// that is done for a small write.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct SingleRef<'a> {
+    /// Who receives.
+    pub peer: PeerId,
+    /// Region the bytes come from.
+    pub src: &'a LocalMr,
+    /// Where in it they start.
+    pub src_offset: u64,
+    /// The peer's region.
+    pub dst: &'a MrDesc,
+    /// Where in it they go.
+    pub dst_offset: u64,
+    /// How many.
+    pub len: u64,
+    /// What the receiver counts one write at.
+    pub imm: Option<ImmTag>,
+}
+
 /// Where pages lie in a region: page `i` at `offset + stride * indices[i]`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Pages<P> {

@@ -29,6 +29,22 @@ pub(super) unsafe fn copy(src: *const u8, dst: *mut u8, len: usize, area: usize)
     unsafe { std::ptr::copy_nonoverlapping(src, dst, len) }
 }
 
+/// As [`copy`], for what fits the caches whatever the area; a word in one move.
+///
+/// # Safety
+///
+/// As for [`copy`].
+#[inline(always)]
+pub(super) unsafe fn copy_short(src: *const u8, dst: *mut u8, len: usize) {
+    // SAFETY: our caller's promise, of as many bytes; bytes have no alignment.
+    unsafe {
+        match len {
+            8 => std::ptr::copy_nonoverlapping(src, dst, 8),
+            len => std::ptr::copy_nonoverlapping(src, dst, len),
+        }
+    }
+}
+
 /// Whether a copy of `len` bytes into an area of `area` goes past the caches.
 ///
 /// Where the lines are not cached anyway, it need not fetch them first: a fifth to a half more bytes

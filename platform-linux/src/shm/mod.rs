@@ -13,6 +13,7 @@
 //! | `session` | one connection's data path |
 //! | `bounce` | bytes for memory that cannot be mapped |
 //! | `copy` | moving bytes |
+//! | `probe` | words at which peers try whether the kernel moves them |
 //! | `gpu` | GPUs' memory, and the copies that they make |
 //!
 //! Each engine has one listening socket, and one socket and one segment for each peer. The NICs are
@@ -43,6 +44,7 @@ pub mod fuzzing;
 mod gpu;
 mod handshake;
 mod memory;
+mod probe;
 mod segment;
 mod session;
 mod socket;
@@ -54,7 +56,6 @@ use std::io;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
 
 use immwire_core::group::{WorkError, WorkRequest};
@@ -71,6 +72,7 @@ pub use self::memory::ShmMemory;
 use self::gpu::{Copying, Gpus, Known};
 use self::handshake::{Claim, Malformed, Message, Nonce, Prover, Terms};
 use self::memory::Link;
+use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
 use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
@@ -221,7 +223,7 @@ struct Call {
     terms: Terms,
     /// Once we have shown who we are.
     segment: Option<Segment>,
-    probe: Arc<AtomicU64>,
+    probe: Probe,
 }
 
 #[derive(Debug)]
@@ -635,9 +637,9 @@ impl ShmProvider {
         // A call of our own to the same peer has crossed with this one, and is given up for it.
         self.hang_up(peer.index);
         let up = self.take_stranger(at).and_then(|stranger| {
-            let probe = Arc::new(AtomicU64::new(0));
+            let probe = Probe::deal();
             let (pid, nics) = (stranger.pid, geometry.initiator_nics);
-            self.answer(&stranger.socket, &terms, geometry, &ours, &probe).ok()?;
+            self.answer(&stranger.socket, &terms, geometry, &ours, probe).ok()?;
             let link = Arc::new(Link::new(peer, segment, stranger.socket));
             self.open(link, nics, pid, probe, claim.probe_address)
         });
@@ -653,13 +655,12 @@ impl ShmProvider {
         terms: &Terms,
         geometry: Geometry,
         hello: &Hello,
-        probe: &AtomicU64,
+        probe: Probe,
     ) -> Result<(), Errno> {
         let mut bytes = [0; Hello::ENCODED_MAX];
         let len = hello.encode(&mut bytes).map_err(|_| Errno::INVAL)?;
         let hello = bytes.get(..len).ok_or(Errno::INVAL)?;
-        let probe_address = std::ptr::from_ref(probe) as u64;
-        let claim = Claim { probe_address, geometry, hello };
+        let claim = Claim { probe_address: probe.address(), geometry, hello };
         let proof = self.prove(terms, Prover::Acceptor, &claim);
         tell(socket, &Message::Accept { proof, claim }, None)
     }
@@ -777,7 +778,7 @@ impl ShmProvider {
         let mut bytes = [0; Hello::ENCODED_MAX];
         let len = call.hello.encode(&mut bytes).map_err(|_| Errno::INVAL)?;
         let hello = bytes.get(..len).ok_or(Errno::INVAL)?;
-        let claim = Claim { probe_address: Arc::as_ptr(&call.probe) as u64, geometry, hello };
+        let claim = Claim { probe_address: call.probe.address(), geometry, hello };
         let proof = self.prove(&call.terms, Prover::Initiator, &claim);
         let socket = call.socket.as_ref().ok_or(Errno::NOTCONN)?;
         tell(socket, &Message::Prove { proof, claim }, Some(&file))
@@ -824,7 +825,7 @@ impl ShmProvider {
         link: Arc<Link>,
         their_nics: u8,
         pid: i32,
-        probe: Arc<AtomicU64>,
+        probe: Probe,
         their_probe_address: u64,
     ) -> Option<()> {
         let (index, serial) = (link.peer.index, self.next_serial());
@@ -999,6 +1000,15 @@ impl Provider for ShmProvider {
     /// Copies here and now, at most about 2 MiB a call: that not all was accepted need not mean that
     /// something is full.
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
+        if let [piece] = work
+            && let Some(session) = self.session(piece.peer)
+            && let Some(Step::Ended(end)) = session.write_short(piece)
+        {
+            // Reported first: the look at whether the peer sleeps waits until the write has left this core.
+            sink.work_done(nic, piece.token, end);
+            self.settle(Some(piece.peer));
+            return 1;
+        }
         let mut copied = 0_u64;
         let mut accepted = 0;
         let mut last = None;
@@ -1080,7 +1090,7 @@ impl Provider for ShmProvider {
             hello: hello.clone(),
             terms,
             segment: None,
-            probe: Arc::new(AtomicU64::new(0)),
+            probe: Probe::deal(),
         };
         self.dial(&mut call).map_err(unreachable)?;
         *self.slot(peer.index) = Slot::Calling(Box::new(call));

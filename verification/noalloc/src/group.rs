@@ -107,7 +107,7 @@ extern "C" fn hp_group_express(
     options: &Options,
     out: &mut Option<WorkRequest>,
 ) {
-    *out = group.express(write, *options);
+    *out = group.express(&write.by_ref(), *options);
 }
 
 #[unsafe(no_mangle)]

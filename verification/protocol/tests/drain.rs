@@ -266,7 +266,7 @@ impl Drain {
             peers,
         };
         if let (Kind::Express, Request::Single(write)) = (self.script[k].kind, &request)
-            && let Some(work) = state.group.change(|group| group.express(write, options))
+            && let Some(work) = state.group.change(|group| group.express(&write.by_ref(), options))
         {
             state.sent.push(new(work.token.transfer()));
             self.posted(state, work);

@@ -47,7 +47,16 @@ impl<W: World> Program<'_, W> {
         let now = self.world.now();
         // What is not drained in time costs the connection, whoever was to blame.
         let drain = self.config.drain;
-        let forced = |flight: &&Flight| flight.stopped().is_some_and(|at| now >= at + drain);
+        // Who is refused a region that was taken back is stopped, too, and who lost a NIC may be. On a machine nobody can
+        // tell when that was, and threads may not run for as long.
+        let real = !self.world.is_virtual();
+        let stopped = |flight: &Flight| {
+            let refused = flight.parts.iter().any(|part| self.was_withdrawn(part));
+            let shaken = self.health_changed >= flight.submitted;
+            let perhaps = (real && (refused || shaken)).then_some(flight.submitted);
+            flight.stopped().into_iter().chain(perhaps).min()
+        };
+        let forced = |flight: &&Flight| stopped(flight).is_some_and(|at| now >= at + drain);
         let pairs = |flight: &Flight| {
             let serial = flight.serial;
             let peers: Vec<u32> = flight.parts.iter().map(|part| part.peer_serial).collect();

@@ -1210,6 +1210,19 @@ impl<'w, W: World> Program<'w, W> {
         Ok(true)
     }
 
+    /// Whether transfers go on reading from the source of an engine's. A thread lets go of a region before it says that the
+    /// transfer has ended, and may not run in between.
+    fn is_source_in_use(&mut self, at: usize) -> Result<bool, String> {
+        for _ in 0..if self.world.is_virtual() { 1 } else { 1000 } {
+            self.observe()?;
+            if !self.side(at).is_some_and(|side| side.source.in_use()) {
+                return Ok(false);
+            }
+            self.pass(Duration::from_millis(1))?;
+        }
+        Ok(true)
+    }
+
     fn close_source(&mut self, n: &mut Numbers) -> Result<bool, String> {
         let Some(at) = self.alive(n) else { return Ok(false) };
         // Whatever has ended is known to have.
@@ -1218,16 +1231,20 @@ impl<'w, W: World> Program<'w, W> {
         let Some(side) = self.side_mut(at) else { return Ok(false) };
         let (engine, in_use) = (side.engine.clone(), side.source.in_use());
         if let Some(region) = side.source.region.take() {
-            match region.close(Duration::ZERO) {
-                Ok(()) if in_use => {
+            let left = match region.close(Duration::ZERO) {
+                Ok(()) if in_use && self.is_source_in_use(at)? => {
                     return Err("a region that transfers read from was closed".into());
                 }
-                Ok(()) => {}
-                Err(CloseError::InUse { region }) if in_use => side.source.region = Some(region),
-                Err(CloseError::StillWriting { region, .. }) => side.source.region = Some(region),
+                Ok(()) => None,
+                Err(CloseError::InUse { region }) if in_use => Some(region),
+                Err(CloseError::StillWriting { region, .. }) => Some(region),
                 Err(error) => return Err(format!("a source that nobody reads: {error}")),
+            };
+            if let Some(side) = self.side_mut(at) {
+                side.source.region = left;
             }
         }
+        let Some(side) = self.side_mut(at) else { return Ok(false) };
         let opened = side.source.open(&engine);
         if let (Err(error), false) = (opened, fails) {
             return Err(format!("a source could not be registered again: {error}"));
