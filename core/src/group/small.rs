@@ -33,8 +33,8 @@ where
     /// `None`, and nothing changes, unless nothing at all stands in the way: the write is a single piece
     /// and in bounds, its peer is up, a slot and credits are free, and nobody waits for them. Submit it then:
     /// that says what is wrong, or waits. O(1), a fraction of what submitting and polling cost.
-    // Inlined, so that the piece is made where it is posted from. Copied there, its halves would be read as one
-    // before they are written, and a processor waits for that longer than all of this takes.
+    // Inlined, so that the piece is made where it is posted from: what was written in parts a moment ago, and is
+    // copied in larger ones, has to wait until it is out of the store buffer.
     #[inline(always)]
     pub fn express(&mut self, write: &SingleRef<'_>, options: Options) -> Option<WorkRequest> {
         let (peer, len) = (write.peer, write.len);

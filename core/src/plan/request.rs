@@ -155,8 +155,8 @@ impl SingleWrite {
     }
 }
 
-/// A [`SingleWrite`] whose regions are looked at where they are: to copy both descriptors takes as long as all else
-/// that is done for a small write.
+/// A [`SingleWrite`] whose regions are looked at where they are, so that nobody who waits for a small write waits for
+/// copies of two descriptors.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct SingleRef<'a> {
     /// Who receives.

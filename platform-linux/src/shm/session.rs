@@ -303,7 +303,7 @@ impl Session {
     }
 
     /// Writes a short piece where nothing is to be found out first: the region was written to before, the lane was
-    /// used before and has room. Does then what [`Session::submit`] does, in a third of its instructions. `None`: it did
+    /// used before and has room. Does then what [`Session::submit`] does, in fewer instructions. `None`: it did
     /// nothing.
     #[inline]
     pub(super) fn write_short(&mut self, work: &WorkRequest) -> Option<Step> {
@@ -326,7 +326,8 @@ impl Session {
             return None;
         }
         // SAFETY:
-        // - the source may be read: as in `move_bytes`;
+        // - the source may be read: the engine posts ranges of regions that stay registered, and so mapped, until
+        //   the piece is reported (`Provider::post`);
         // - the destination lies inside the mapping: `offset_in` checked it, the file behind it cannot shrink, and
         //   `targets` keeps it mapped;
         // - no overlap: the mapping is one of our own making, and no region is in it.
