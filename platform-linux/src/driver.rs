@@ -400,6 +400,7 @@ impl<P: Provider> Engine<P> {
                     self.flush_transfers(peer);
                     // It may have been no more than that: then the connection is none the worse.
                     if self.is_in_flight(peer) {
+                        tracing::debug!(%peer, "what is in flight has not ended in time: it is cut off");
                         self.provider.abort(peer, &mut self.state);
                     }
                 }

@@ -17,7 +17,7 @@ use std::sync::Arc;
 use immwire_core::datagram::{Address, DATAGRAM_MAX, Message};
 
 use super::LibfabricError;
-use super::fabric::{Completions, Domain, Done, Endpoint, Registration};
+use super::fabric::{Completions, Domain, Done, Endpoint, Failure, Registration};
 
 /// Receives that are posted.
 const RECEIVES: u16 = 128;
@@ -27,6 +27,8 @@ const SENDS: u16 = 512;
 const SENDS_TO_ONE: u8 = 8;
 /// To strangers, all together.
 const SENDS_TO_STRANGERS: u16 = 128;
+/// How often a message is sent that never left, for its connection was closed.
+const TRIES: u8 = 10;
 
 /// Whom a message goes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -52,6 +54,9 @@ pub(super) enum Heard {
 struct Sending {
     to: To,
     address: Address,
+    handle: u64,
+    len: usize,
+    tries: u8,
 }
 
 /// The door.
@@ -67,6 +72,12 @@ pub(super) struct Door {
     free: Vec<u16>,
     /// Receives that could not be posted again yet.
     unposted: Vec<u16>,
+    /// Messages to peers that are to be sent once more.
+    unsent: Vec<u16>,
+    /// Whether a message ends with "not connected" when its connection was closed before it left. A provider of
+    /// sockets closes one of two connections that cross, and sometimes (net of libfabric 1.17) the one in use; the
+    /// next message makes another. To EFA the words mean that the peer is gone.
+    loses_connections: bool,
     strangers: u16,
 }
 
@@ -105,7 +116,11 @@ const fn context_of(send: u16) -> u16 {
 
 impl Door {
     /// Opens the door, with all receives posted.
-    pub(super) fn open(domain: &Arc<Domain>, peers: u16) -> Result<Self, LibfabricError> {
+    pub(super) fn open(
+        domain: &Arc<Domain>,
+        peers: u16,
+        loses_connections: bool,
+    ) -> Result<Self, LibfabricError> {
         let contexts = RECEIVES + SENDS;
         let endpoint =
             Endpoint::open(domain, contexts, usize::from(contexts) * 2, peers, Completions::All)?;
@@ -123,6 +138,8 @@ impl Door {
             sending: (0..SENDS).map(|_| None).collect(),
             free: (0..SENDS).rev().collect(),
             unposted: (0..RECEIVES).collect(),
+            unsent: Vec::with_capacity(usize::from(SENDS)),
+            loses_connections,
             strangers: 0,
         };
         door.post_receives();
@@ -195,9 +212,45 @@ impl Door {
             To::Stranger => self.strangers += 1,
         }
         if let Some(slot) = self.sending.get_mut(usize::from(send)) {
-            *slot = Some(Sending { to: to.clone(), address: address.clone() });
+            *slot =
+                Some(Sending { to: to.clone(), address: address.clone(), handle, len, tries: 1 });
         }
         true
+    }
+
+    /// Posts what is to be sent once more, as far as it is taken. Returns one that never will be, if there is one.
+    fn send_again(&mut self) -> Option<u16> {
+        let Self { unsent, sending, endpoint, buffers, desc, .. } = self;
+        let mut refused = None;
+        unsent.retain(|&send| {
+            let Some(Some(it)) = sending.get_mut(usize::from(send)) else { return false };
+            let (from, context) = (buffers.at(context_of(send)), context_of(send));
+            // SAFETY: registered, and ours until the completion: nothing of it is under way. Its address is kept known.
+            match unsafe { endpoint.send(from, it.len, *desc, it.handle, context) } {
+                Ok(true) => it.tries += 1,
+                Err(_) if refused.is_none() => refused = Some(send),
+                Ok(false) | Err(_) => return true,
+            }
+            false
+        });
+        refused
+    }
+
+    /// What was to be sent to the peer once more is not.
+    pub(super) fn give_up(&mut self, token: u64) {
+        let Self { unsent, sending, endpoint, free, .. } = self;
+        unsent.retain(|&send| {
+            let Some(slot) = sending.get_mut(usize::from(send)) else { return false };
+            let of_it = |it: &Sending| matches!(it.to, To::Peer { token: its, .. } if its == token);
+            if !slot.as_ref().is_some_and(of_it) {
+                return true;
+            }
+            if let Some(it) = slot.take() {
+                endpoint.forget(&it.address);
+            }
+            free.push(send);
+            false
+        });
     }
 
     /// Keeps an address known until [`Door::release`], and with it what libfabric has begun with it: some
@@ -236,7 +289,12 @@ impl Door {
             self.endpoint.read(&mut batch);
             let Some(done) = batch.pop() else {
                 self.post_receives();
-                return None;
+                let refused = self.send_again()?;
+                let failure = Err(Failure { code: libc::ENOTCONN, detail: 0 });
+                if let Some(heard) = self.end(refused, failure, &mut ended) {
+                    return Some(heard);
+                }
+                continue;
             };
             let (context, outcome, bytes) = match done {
                 Done::Ours { context, outcome, bytes } => (context, outcome, bytes),
@@ -258,19 +316,36 @@ impl Door {
                 continue;
             }
             let send = context - RECEIVES;
-            let slot = self.sending.get_mut(usize::from(send));
-            let Some(Sending { to, address }) = slot.and_then(Option::take) else { continue };
-            self.free.push(send);
-            self.endpoint.forget(&address);
-            match to {
-                To::Stranger => self.strangers -= 1,
-                To::Peer { index, token } => {
-                    ended(index, token);
-                    if let Err(failure) = outcome {
-                        return Some(Heard::Undelivered { index, token, code: failure.code });
-                    }
-                }
+            let lost = outcome.is_err_and(|failure| failure.code == libc::ENOTCONN);
+            if lost && self.loses_connections && self.may_try_again(send) {
+                self.unsent.push(send);
+            } else if let Some(heard) = self.end(send, outcome, &mut ended) {
+                return Some(heard);
             }
         }
+    }
+
+    fn may_try_again(&self, send: u16) -> bool {
+        let it = self.sending.get(usize::from(send)).and_then(Option::as_ref);
+        it.is_some_and(|it| it.to != To::Stranger && it.tries < TRIES)
+    }
+
+    /// A message is under way no more.
+    fn end(
+        &mut self,
+        send: u16,
+        outcome: Result<(), Failure>,
+        ended: &mut impl FnMut(u16, u64),
+    ) -> Option<Heard> {
+        let Sending { to, address, .. } = self.sending.get_mut(usize::from(send))?.take()?;
+        self.free.push(send);
+        self.endpoint.forget(&address);
+        let To::Peer { index, token } = to else {
+            self.strangers -= 1;
+            return None;
+        };
+        ended(index, token);
+        let failure = outcome.err()?;
+        Some(Heard::Undelivered { index, token, code: failure.code })
     }
 }

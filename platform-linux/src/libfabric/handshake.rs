@@ -162,6 +162,7 @@ impl LibfabricProvider {
                 self.revoke(call.initiator, &call.door);
                 self.handshakes.given_up.note(call.initiator, call.door.clone());
             }
+            self.door.give_up(call.token);
             self.let_go(&call);
         }
     }
@@ -505,6 +506,7 @@ impl LibfabricProvider {
             return Some(());
         }
         if let Some(call) = self.take_call(nonce) {
+            self.door.give_up(call.token);
             self.let_go(&call);
             sink.disconnected(call.peer, DownReason::Refused(why));
             return Some(());

@@ -438,8 +438,8 @@ impl LibfabricProvider {
         }
         let shared = ports.first().and_then(|port| port.domain.clone());
         let door = match shared {
-            Some(domain) => Door::open(&domain, peers)?,
-            None => Door::open(&Domain::open(first)?, peers)?,
+            Some(domain) => Door::open(&domain, peers, facts.connects)?,
+            None => Door::open(&Domain::open(first)?, peers, facts.connects)?,
         };
         let limits = |port: &Port| NicLimits {
             // A device carries several at a time, whatever their length; and its acknowledgement does not say

@@ -278,6 +278,7 @@ impl LibfabricProvider {
         self.live.retain(|&live| live != index);
         self.forget_ports(&session.ports, &session.routes, &session.old_routes);
         self.forget_retired(&session.retired);
+        self.door.give_up(session.token);
         let say = Say::Bye { quiet: !session.was_cut };
         let message = Message::Session { token: session.their_token, say };
         self.door.send(&To::Stranger, &session.door, &mut 0, &message);

@@ -110,6 +110,8 @@ pub const STRANGER_PATIENCE: Duration = Duration::from_secs(2);
 const OUT_OF_FILES_PAUSE: Duration = Duration::from_millis(100);
 /// How long the end of a session waits for a peer that is copying out of the bounce ring right then.
 const QUIET_PATIENCE: Duration = Duration::from_millis(1);
+/// A peer whose call has crossed with ours, and is kept, has called within this, or is asked what became of it.
+const CROSSED_PATIENCE: Duration = Duration::from_millis(10);
 
 /// How memory is written that peers cannot map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -215,8 +217,10 @@ struct Stranger {
 #[derive(Debug)]
 struct Call {
     peer: PeerId,
-    /// `None` while the listener's backlog is full.
+    /// `None` while the listener's backlog is full, or the peer's own call is waited for.
     socket: Option<OwnedFd>,
+    /// It is not placed again before.
+    again: Time,
     serial: u64,
     address: NetAddr,
     hello: Hello,
@@ -454,7 +458,7 @@ impl ShmProvider {
             match Source::of(event.data) {
                 Source::Listener => self.accept(now),
                 Source::Stranger { at, serial } => self.hear_stranger(at, serial, sink),
-                Source::Peer { index, serial } => self.hear_peer(index, serial, sink),
+                Source::Peer { index, serial } => self.hear_peer(index, serial, now, sink),
             }
         }
         self.tend(now, sink);
@@ -477,7 +481,7 @@ impl ShmProvider {
                 }
             }
             for index in (0..self.slots.len()).filter_map(|at| u16::try_from(at).ok()) {
-                self.dial_again(index, sink);
+                self.dial_again(index, now, sink);
             }
         }
         self.expecting = false;
@@ -690,9 +694,9 @@ impl ShmProvider {
         Ok(())
     }
 
-    fn dial_again<S: Sink>(&mut self, index: u16, sink: &mut S) {
+    fn dial_again<S: Sink>(&mut self, index: u16, now: Time, sink: &mut S) {
         let slot = self.slot(index);
-        if !matches!(slot, Slot::Calling(call) if call.socket.is_none()) {
+        if !matches!(slot, Slot::Calling(call) if call.socket.is_none() && now >= call.again) {
             return;
         }
         let Slot::Calling(mut call) = std::mem::replace(slot, Slot::Vacant) else {
@@ -706,6 +710,21 @@ impl ShmProvider {
             Ok(()) => {}
             Err(Errno::PERM) => self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink),
             Err(_) => self.fail(peer, DownReason::NeverAnswered, sink),
+        }
+    }
+
+    /// Waits for the peer's own call, which it keeps. Should the peer die before it has called, or be turned away
+    /// here, nothing else would tell us: ours is placed again.
+    fn put_off(&mut self, index: u16, now: Time) {
+        let serial = self.next_serial();
+        if let Slot::Calling(call) = self.slot(index) {
+            let socket = call.socket.take();
+            call.segment = None;
+            call.serial = serial;
+            call.again = now.after(CROSSED_PATIENCE);
+            if let Some(socket) = socket {
+                self.unwatch(&socket);
+            }
         }
     }
 
@@ -726,7 +745,7 @@ impl ShmProvider {
         sink.disconnected(peer, reason);
     }
 
-    fn hear_answer<S: Sink>(&mut self, index: u16, serial: u64, sink: &mut S) {
+    fn hear_answer<S: Sink>(&mut self, index: u16, serial: u64, now: Time, sink: &mut S) {
         let Slot::Calling(call) = self.slot(index) else {
             return;
         };
@@ -751,8 +770,7 @@ impl ShmProvider {
             (Ok(Message::Accept { proof, claim }), None) if proved => {
                 self.accepted(index, proof, &claim, sink);
             }
-            // The peer keeps its own call to us, which is answered, or has been already.
-            (Ok(Message::Refuse(Refusal::Crossed)), None) => self.hang_up(index),
+            (Ok(Message::Refuse(Refusal::Crossed)), None) => self.put_off(index, now),
             (Ok(Message::Refuse(why)), None) => self.fail(peer, DownReason::Refused(why), sink),
             (Err(Malformed::Version { theirs }), _) => {
                 let why = Refusal::Version { ours: PROTOCOL_VERSION, theirs };
@@ -852,9 +870,9 @@ impl ShmProvider {
         Some(())
     }
 
-    fn hear_peer<S: Sink>(&mut self, index: u16, serial: u64, sink: &mut S) {
+    fn hear_peer<S: Sink>(&mut self, index: u16, serial: u64, now: Time, sink: &mut S) {
         if matches!(self.slot(index), Slot::Calling(_)) {
-            return self.hear_answer(index, serial, sink);
+            return self.hear_answer(index, serial, now, sink);
         }
         let mut buffer = [0; MESSAGE_MAX];
         for _ in 0..MESSAGES_MAX {
@@ -1085,6 +1103,7 @@ impl Provider for ShmProvider {
         let mut call = Call {
             peer,
             socket: None,
+            again: Time::ZERO,
             serial: self.next_serial(),
             address: address.clone(),
             hello: hello.clone(),

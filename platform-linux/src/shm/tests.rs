@@ -269,19 +269,42 @@ fn both_sides_learn_of_each_other() {
 #[test]
 fn a_refusal_reaches_the_caller() {
     let _alone = alone();
-    for refusal in [Refusal::Busy, Refusal::ShuttingDown, Refusal::Crossed] {
+    for refusal in [Refusal::Busy, Refusal::ShuttingDown] {
         let (mut a, mut b) = (Node::new(1), Node::new(2));
         b.record.refuse = Some(refusal);
         let peer = a.call(&b);
         run(&mut a, &mut b, |a, b| b.provider.stats.refused == 1 && a.provider.handshakes == 0);
-        // The side that keeps the other call says nothing: that one is under way.
-        let told = if refusal == Refusal::Crossed {
-            vec![]
-        } else {
-            vec![(peer, DownReason::Refused(refusal))]
-        };
-        assert_eq!(a.record.lost, told);
+        assert_eq!(a.record.lost, [(peer, DownReason::Refused(refusal))]);
         assert!(b.record.connected.is_empty());
+    }
+}
+
+/// The peer's own call is waited for; should it not come, the peer is asked again, and what it says then holds.
+#[test]
+fn who_keeps_its_own_call_is_called_again_if_it_does_not_come() {
+    let _alone = alone();
+    for stays in [true, false] {
+        let (mut a, mut b) = (Node::new(1), Node::new(2));
+        b.record.refuse = Some(Refusal::Crossed);
+        let peer = a.call(&b);
+        run(&mut a, &mut b, |_, b| b.provider.stats.refused == 3);
+        assert!(a.record.lost.is_empty() && a.record.connected.is_empty());
+        if stays {
+            b.record.refuse = None;
+            run(&mut a, &mut b, |a, _| a.record.connected == [peer]);
+            assert!(a.record.lost.is_empty());
+        } else {
+            let mut other = Node::new(3);
+            drop(b);
+            run(&mut a, &mut other, |a, _| !a.record.lost.is_empty());
+            let why = a.record.lost.first().map(|lost| lost.1);
+            // As it was on its way, or was to be placed again.
+            assert!(
+                matches!(why, Some(DownReason::NeverAnswered | DownReason::Disconnected)),
+                "{why:?}"
+            );
+        }
+        assert_eq!(a.provider.handshakes, 0);
     }
 }
 

@@ -47,13 +47,14 @@ impl<W: World> Program<'_, W> {
         let now = self.world.now();
         // What is not drained in time costs the connection, whoever was to blame.
         let drain = self.config.drain;
-        // Who is refused a region that was taken back is stopped, too, and who lost a NIC may be. On a machine nobody can
-        // tell when that was, and threads may not run for as long.
+        // Who is refused a region that was taken back is stopped, too, and who lost one of several peers, or the NICs
+        // that it had left. On a machine nobody can tell when that was, and threads may not run for as long.
         let real = !self.world.is_virtual();
         let stopped = |flight: &Flight| {
             let refused = flight.parts.iter().any(|part| self.was_withdrawn(part));
-            let shaken = self.health_changed >= flight.submitted;
-            let perhaps = (real && (refused || shaken)).then_some(flight.submitted);
+            let bereaved = flight.parts.iter().any(|part| self.pair_failed(flight, part).is_ok());
+            let muted = self.health_changed >= flight.submitted;
+            let perhaps = (real && (refused || bereaved || muted)).then_some(flight.submitted);
             flight.stopped().into_iter().chain(perhaps).min()
         };
         let forced = |flight: &&Flight| stopped(flight).is_some_and(|at| now >= at + drain);
@@ -353,7 +354,10 @@ impl<W: World> Program<'_, W> {
                 self.pair_failed(flight, part)
             }
             group::TransferError::NoNic => {
-                let lost = self.health_changed >= flight.submitted || !self.unhealthy.is_empty();
+                // On a machine the news of a NIC take a while to come to a peer.
+                let news = if self.world.is_virtual() { Duration::ZERO } else { self.config.news };
+                let lost =
+                    self.health_changed + news >= flight.submitted || !self.unhealthy.is_empty();
                 let failed = |part: &Part| self.pair_failed(flight, part).is_ok();
                 if lost || flight.parts.iter().any(failed) {
                     return Ok(());

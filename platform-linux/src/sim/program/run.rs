@@ -586,6 +586,9 @@ impl<'w, W: World> Program<'w, W> {
         for fault in self.faults.clone() {
             self.fault(opposite(fault));
         }
+        if !self.unhealthy.is_empty() {
+            self.health_changed = self.world.now();
+        }
         for (at, nic) in std::mem::take(&mut self.unhealthy) {
             if let Some(side) = self.side(at) {
                 side.engine.set_nic_health(nic, true);
