@@ -495,8 +495,8 @@ impl Friend {
     }
 }
 
-/// Bytes of which some are right.
-fn mangled(random: &mut Random, good: &[u8]) -> Vec<u8> {
+/// Bytes of which some are right; more than a message has, where that is survived.
+fn mangled(case: &Case, random: &mut Random, good: &[u8]) -> Vec<u8> {
     let mut bytes = good.to_vec();
     let byte = |random: &mut Random| u8::try_from(random.below(256)).expect("small");
     match random.below(4) {
@@ -508,6 +508,9 @@ fn mangled(random: &mut Random, good: &[u8]) -> Vec<u8> {
                 bytes[at] = byte(random);
             }
         }
+    }
+    if !case.facts().survives_long_messages {
+        bytes.truncate(DATAGRAM_MAX);
     }
     bytes
 }
@@ -606,7 +609,7 @@ fn noise_at_the_door(case: &Case) {
 
     // A storm of messages of which parts are right, longer ones than there may be among them.
     let good: Vec<Vec<u8>> = kinds.into_iter().flat_map(|(_, messages)| messages).collect();
-    // `net` drops the connection of whoever sends such a one, and what is under way there: it is sent more.
+    // A provider may drop the connection of whoever sends such a one, and what is under way there: it is sent more.
     let (before, start) = (me.stats(), Instant::now());
     for n in 0_usize.. {
         let ignored = me.stats().ignored - before.ignored;
@@ -616,7 +619,7 @@ fn noise_at_the_door(case: &Case) {
         assert!(start.elapsed() < PATIENCE, "{:?} of {n}, {before:?}", me.stats());
         let at = usize::try_from(random.below(good.len() as u64)).expect("small");
         let bytes = if good[at].is_empty() { call.clone() } else { good[at].clone() };
-        stranger.say(host, to, &mangled(&mut random, &bytes));
+        stranger.say(host, to, &mangled(case, &mut random, &bytes));
         stranger.heard.clear();
         if n % 300 == 0 {
             friend.is_served(case, host);
@@ -637,7 +640,7 @@ fn doors_of_impostors(case: &Case) {
         let mut stranger = Stranger::open(case);
         let address = stranger.as_engine(EngineId(random.number()));
         let (seed, stop) = (random.number(), Arc::new(AtomicBool::new(false)));
-        let stopping = Arc::clone(&stop);
+        let (stopping, copy) = (Arc::clone(&stop), case.clone());
         let quiet = round % 4 == 0;
         let answering = std::thread::spawn(move || {
             let mut random = Random(seed | 1);
@@ -657,7 +660,7 @@ fn doors_of_impostors(case: &Case) {
                 let accept = Message::Accept { nonce: initiator, proof: [0; 32], claim: &heard };
                 let answers = [encoded(&Message::Challenge(nonces)), encoded(&accept)];
                 for answer in &answers {
-                    stranger.say(&Nobody, to, &mangled(&mut random, answer));
+                    stranger.say(&Nobody, to, &mangled(&copy, &mut random, answer));
                     stranger.say(&Nobody, to, answer);
                 }
             }

@@ -81,6 +81,9 @@ pub struct Facts {
     /// An engine's end closes all its sockets. libfabric forgets, now and then, both ends of a connection
     /// that was being made when an endpoint was closed.
     pub closes_all_sockets: bool,
+    /// A stranger's message that is longer than any costs that message. `net` of libfabric 1.17 closes the connection,
+    /// and with it loses, now and then, what it knows of others that are being made, or takes none any more.
+    pub survives_long_messages: bool,
     /// A NIC whose port goes down takes no peer along.
     pub survives_lost_ports: bool,
     /// Memory of GPUs is written, and read.
@@ -99,7 +102,7 @@ const PROVIDERS: [Provider; 7] = [
     SHM,
     NVLINK,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
-    libfabric("net", "net", |setup| over_libfabric(setup, "net")),
+    NET,
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
     EFA,
     VERBS,
@@ -112,6 +115,13 @@ const fn libfabric(
 ) -> Provider {
     Provider { name, builder, facts: Facts { door: Some(door), ..OVER_TCP } }
 }
+
+/// What libfabric 1.17 has for TCP.
+const NET: Provider = Provider {
+    name: "net",
+    builder: |setup| over_libfabric(setup, "net"),
+    facts: Facts { door: Some("net"), survives_long_messages: false, ..OVER_TCP },
+};
 
 /// A device: it writes, acknowledges and refuses without the peer's processor.
 const EFA: Provider = Provider {
@@ -139,6 +149,7 @@ const VERBS: Provider = Provider {
     facts: Facts {
         writes_into_the_stopped: true,
         closes_all_sockets: true,
+        survives_long_messages: true,
         survives_lost_ports: true,
         ..OVER_TCP
     },
@@ -154,6 +165,7 @@ const OVER_TCP: Facts = Facts {
     refuses_access_softly: false,
     flushes_at_the_receiver: false,
     closes_all_sockets: false,
+    survives_long_messages: true,
     survives_lost_ports: false,
     has_gpus: false,
     is_slow: true,
@@ -202,6 +214,7 @@ const SHM: Provider = Provider {
         refuses_access_softly: true,
         flushes_at_the_receiver: true,
         closes_all_sockets: true,
+        survives_long_messages: true,
         survives_lost_ports: false,
         has_gpus: false,
         is_slow: false,
