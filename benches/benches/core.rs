@@ -10,7 +10,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use immwire_benches::{drive, group, group_with_runs, paged, shuffled, single};
 use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
-use immwire_core::lane::{Consumer, Producer, Word};
+use immwire_core::lane::{Consumer, Entry, Producer, Word};
 use immwire_core::ring::{Cell, Ring};
 
 fn counter(c: &mut Criterion) {
@@ -68,13 +68,14 @@ fn queues(c: &mut Criterion) {
     bench.bench_function("ring push and pop", |b| {
         b.iter(|| ring.try_push(black_box(1)).map(|()| ring.try_pop()));
     });
-    let words: Vec<Word> = (0..1024).map(|_| Word::new(0)).collect();
+    let entries: Vec<Entry> = (0..1024).map(|_| [Word::new(0), Word::new(0)]).collect();
     let credit = Word::new(0);
     let mut producer = Producer::new(1024).expect("a power of two");
     let mut consumer = Consumer::new(1024).expect("a power of two");
     bench.bench_function("lane push and pop", |b| {
         b.iter(|| {
-            producer.push(&words, &credit, black_box(7)).map(|()| consumer.pop(&words, &credit))
+            let pushed = producer.push(&entries, &credit, black_box(7), black_box(8));
+            pushed.map(|()| consumer.pop(&entries, &credit))
         });
     });
     bench.finish();

@@ -1,28 +1,28 @@
 //! A queue of 32-bit words from one process to another, through memory that both map.
 //!
 //! Neither side trusts the other. What decides is private: each side keeps its own position, a count
-//! of entries that never wraps in practice. Shared are the entries, one atomic word each, and one
+//! of entries that never wraps in practice. Shared are the entries, two atomic words each, and one
 //! *credit* word in which the consumer says how far it has read.
 //!
 //! ```text
-//!   entry, 64 bits: value (32) | lap (32)      lap of position p = p / capacity + 1, modulo 2^32
+//!   entry, 2 x 64 bits: value (32) | lap (32), note (64)      lap of position p = p / capacity + 1, modulo 2^32
 //!
 //!   producer ── store(Release) ──▶ entries ── load(Acquire) ──▶ consumer
 //!      ▲                                                           │
 //!      └────────────── load(Acquire) ── credit ◀── store(Release) ─┘   every quarter of a lap
 //! ```
 //!
-//! The lap says whether an entry is new, so that an entry is one store and one load, and zeroed memory
-//! is an empty lane. The memory is passed at each call: a half is plain data, and may be cloned,
-//! compared and hashed.
+//! The lap says whether an entry is new, so that one store publishes it and one load finds it, and zeroed memory
+//! is an empty lane. The note comes with its value and in the same cache line: the consumer knows it for no more than it
+//! pays anyway. The memory is passed at each call: a half is plain data, and may be cloned, compared and hashed.
 //!
 //! # Invariants
 //!
 //! 1. The producer never overwrites an entry that the consumer has not read: it goes by the last
 //!    credit that was possible (not backwards, not past its own position).
-//! 2. The consumer takes entries in order, each once.
+//! 2. The consumer takes entries in order, each once, and each with its own note.
 //! 3. Whatever the other side writes, a call takes a bounded number of steps, stays inside the slices
-//!    it was given, and answers with a value that was written or with an error. A lying producer can
+//!    it was given, and answers with words that were written or with an error. A lying producer can
 //!    only send words, which it may do anyway; a lying consumer can only lose words of its own.
 //!
 //! The tests below check 1 and 2 for every short schedule, and 3 for hostile words; the loom model of
@@ -34,6 +34,9 @@ use crate::sync::{AtomicU64, Ordering};
 
 /// A word that two processes share; 8 bytes, and any bits are a valid one.
 pub type Word = AtomicU64;
+
+/// What one value takes: a word for it and its lap, and its note. Aligned to 16 bytes it lies in one cache line.
+pub type Entry = [Word; 2];
 
 /// Why a word did not pass.
 #[non_exhaustive]
@@ -57,10 +60,10 @@ pub enum LaneError {
         /// The lap found.
         lap: u32,
     },
-    /// The lane was made for another number of words; the caller's fault.
+    /// The lane was made for another number of entries; the caller's fault.
     WrongCapacity {
-        /// Words given.
-        words: usize,
+        /// Entries given.
+        entries: usize,
     },
 }
 
@@ -74,7 +77,7 @@ impl fmt::Display for LaneError {
             Self::CorruptEntry { position, lap } => {
                 write!(f, "the peer wrote lap {lap} to the lane's position {position}")
             }
-            Self::WrongCapacity { words } => write!(f, "a lane cannot have {words} words"),
+            Self::WrongCapacity { entries } => write!(f, "a lane cannot have {entries} entries"),
         }
     }
 }
@@ -92,20 +95,20 @@ impl Geometry {
         if capacity.is_power_of_two() {
             Ok(Self { capacity })
         } else {
-            Err(LaneError::WrongCapacity { words: capacity as usize })
+            Err(LaneError::WrongCapacity { entries: capacity as usize })
         }
     }
 
-    /// The word of `position`, and the lap that an entry there has.
-    fn locate(self, words: &[Word], position: u64) -> Result<(&Word, u32), LaneError> {
-        let wrong = LaneError::WrongCapacity { words: words.len() };
-        if words.len() != self.capacity as usize {
+    /// The entry of `position`, and its lap.
+    fn locate(self, entries: &[Entry], position: u64) -> Result<(&Entry, u32), LaneError> {
+        let wrong = LaneError::WrongCapacity { entries: entries.len() };
+        if entries.len() != self.capacity as usize {
             return Err(wrong);
         }
         let index = position & (u64::from(self.capacity) - 1);
         let lap = (position >> self.capacity.trailing_zeros()).wrapping_add(1);
-        let word = usize::try_from(index).ok().and_then(|index| words.get(index)).ok_or(wrong)?;
-        Ok((word, low(lap)))
+        let entry = usize::try_from(index).ok().and_then(|at| entries.get(at)).ok_or(wrong)?;
+        Ok((entry, low(lap)))
     }
 }
 
@@ -125,7 +128,7 @@ pub struct Producer {
 }
 
 impl Producer {
-    /// The writing half of a new lane of `capacity` words.
+    /// The writing half of a new lane of `capacity` entries.
     ///
     /// # Errors
     ///
@@ -137,29 +140,37 @@ impl Producer {
         }
     }
 
-    /// Appends `value` to the lane in `words`, whose consumer publishes its position in `credit`.
+    /// Appends `value` with its `note` to the lane in `entries`, whose consumer publishes its position in `credit`.
     ///
-    /// What this thread wrote before is visible to whoever pops the value. One store; `credit` is
+    /// What this thread wrote before is visible to whoever pops the value. Two stores to one line; `credit` is
     /// loaded only when the lane looks full.
     ///
     /// # Errors
     ///
     /// [`LaneError`]; the value was not appended.
-    pub fn push(&mut self, words: &[Word], credit: &Word, value: u32) -> Result<(), LaneError> {
-        let (word, lap) = self.geometry.locate(words, self.position)?;
+    pub fn push(
+        &mut self,
+        entries: &[Entry],
+        credit: &Word,
+        value: u32,
+        note: u64,
+    ) -> Result<(), LaneError> {
+        let ([word, beside], lap) = self.geometry.locate(entries, self.position)?;
         if self.in_use() >= u64::from(self.geometry.capacity) {
             self.refresh(credit)?;
             if self.in_use() >= u64::from(self.geometry.capacity) {
                 return Err(LaneError::Full);
             }
         }
-        // Release: whoever pops this entry sees what this side wrote before it, payload included.
+        // Relaxed: published by the next store.
+        beside.store(note, Ordering::Relaxed);
+        // Release: whoever pops this entry sees what this side wrote before it, note and payload included.
         word.store(u64::from(value) << 32 | u64::from(lap), Ordering::Release);
         self.position = self.position.wrapping_add(1);
         Ok(())
     }
 
-    /// Words that can be pushed now without [`LaneError::Full`], after a look at `credit`.
+    /// Values that can be pushed now without [`LaneError::Full`], after a look at `credit`.
     ///
     /// # Errors
     ///
@@ -203,7 +214,7 @@ pub struct Consumer {
 }
 
 impl Consumer {
-    /// The reading half of a new lane of `capacity` words, all 0, with a credit word of 0.
+    /// The reading half of a new lane of `capacity` entries, all 0, with a credit word of 0.
     ///
     /// # Errors
     ///
@@ -215,17 +226,22 @@ impl Consumer {
         }
     }
 
-    /// Takes the oldest value of the lane in `words`; `None` if it is empty.
+    /// Takes the oldest value of the lane in `entries`, and its note; `None` if it is empty.
     ///
-    /// What the producer wrote before it pushed the value is visible. One load. The position goes to
+    /// What the producer wrote before it pushed the value is visible. One load of an empty lane, two of one line
+    /// otherwise. The position goes to
     /// `credit` once a quarter of the lane has been read, so that the line does not bounce for each
     /// entry: a consumer that has read all leaves the producer at least three quarters of the lane.
     ///
     /// # Errors
     ///
     /// [`LaneError`]; nothing was taken, and the same call fails again unless the entry is repaired.
-    pub fn pop(&mut self, words: &[Word], credit: &Word) -> Result<Option<u32>, LaneError> {
-        let (word, lap) = self.geometry.locate(words, self.position)?;
+    pub fn pop(
+        &mut self,
+        entries: &[Entry],
+        credit: &Word,
+    ) -> Result<Option<(u32, u64)>, LaneError> {
+        let ([word, beside], lap) = self.geometry.locate(entries, self.position)?;
         // Acquire: pairs with the producer's release; its payload is visible from here on.
         let entry = word.load(Ordering::Acquire);
         let found = low(entry);
@@ -238,14 +254,16 @@ impl Consumer {
                 Err(LaneError::CorruptEntry { position: self.position, lap: found })
             };
         }
+        // Relaxed: read after what published it, and before the credit that lets it be overwritten.
+        let note = beside.load(Ordering::Relaxed);
         self.position = self.position.wrapping_add(1);
         let unpublished = self.position.wrapping_sub(self.published);
         if unpublished >= u64::from((self.geometry.capacity / 4).max(1)) {
             self.published = self.position;
-            // Release: our load of the entries happens before the producer's next store to them.
+            // Release: our loads of the entries happen before the producer's next store to them.
             credit.store(self.position, Ordering::Release);
         }
-        Ok(Some((entry >> 32) as u32))
+        Ok(Some(((entry >> 32) as u32, note)))
     }
 
     /// How many entries were read, ever.
@@ -272,7 +290,7 @@ mod tests {
     use super::*;
 
     struct Lane {
-        words: Vec<Word>,
+        entries: Vec<Entry>,
         credit: Word,
         producer: Producer,
         consumer: Consumer,
@@ -281,18 +299,18 @@ mod tests {
     impl Lane {
         fn new(capacity: u32) -> Self {
             Self {
-                words: (0..capacity).map(|_| Word::new(0)).collect(),
+                entries: (0..capacity).map(|_| [Word::new(0), Word::new(0)]).collect(),
                 credit: Word::new(0),
                 producer: Producer::new(capacity).unwrap(),
                 consumer: Consumer::new(capacity).unwrap(),
             }
         }
 
-        /// A lane that `position` words have gone through, at least a lap.
+        /// A lane that `position` values have gone through, at least a lap.
         fn at(capacity: u32, position: u64) -> Self {
             let mut lane = Self::new(capacity);
             for last in position - u64::from(capacity)..position {
-                let (word, lap) = lane.producer.geometry.locate(&lane.words, last).unwrap();
+                let ([word, _], lap) = lane.producer.geometry.locate(&lane.entries, last).unwrap();
                 word.store(u64::from(lap), Ordering::Relaxed);
             }
             lane.credit.store(position, Ordering::Relaxed);
@@ -302,11 +320,20 @@ mod tests {
         }
 
         fn push(&mut self, value: u32) -> Result<(), LaneError> {
-            self.producer.push(&self.words, &self.credit, value)
+            self.producer.push(&self.entries, &self.credit, value, Self::note_of(value))
         }
 
         fn pop(&mut self) -> Result<Option<u32>, LaneError> {
-            self.consumer.pop(&self.words, &self.credit)
+            let popped = self.consumer.pop(&self.entries, &self.credit)?;
+            Ok(popped.map(|(value, note)| {
+                assert_eq!(note, Self::note_of(value));
+                value
+            }))
+        }
+
+        /// All bits of it depend on the value.
+        fn note_of(value: u32) -> u64 {
+            u64::from(value).wrapping_mul(0x9e37_79b9_7f4a_7c15).rotate_left(17)
         }
     }
 
@@ -314,15 +341,14 @@ mod tests {
     fn only_powers_of_two_make_a_lane() {
         for capacity in 0..70u32 {
             let fits = [1, 2, 4, 8, 16, 32, 64].contains(&capacity);
-            let words = capacity as usize;
-            let wrong = LaneError::WrongCapacity { words };
+            let wrong = LaneError::WrongCapacity { entries: capacity as usize };
             assert_eq!(Producer::new(capacity).err(), (!fits).then_some(wrong));
             assert_eq!(Consumer::new(capacity).err(), (!fits).then_some(wrong));
         }
         let mut lane = Lane::new(4);
-        let few = &lane.words[..3];
-        let wrong = LaneError::WrongCapacity { words: 3 };
-        assert_eq!(lane.producer.push(few, &lane.credit, 1), Err(wrong));
+        let few = &lane.entries[..3];
+        let wrong = LaneError::WrongCapacity { entries: 3 };
+        assert_eq!(lane.producer.push(few, &lane.credit, 1, 0), Err(wrong));
         assert_eq!(lane.consumer.pop(few, &lane.credit), Err(wrong));
     }
 
@@ -409,7 +435,8 @@ mod tests {
     fn an_entry_of_another_lap_is_reported_and_not_taken() {
         for lap in [0u32, 1, 2, 3, 4, 5, u32::MAX] {
             let mut lane = Lane::at(2, 4);
-            lane.words[0].store(9 << 32 | u64::from(lap), Ordering::Relaxed);
+            lane.entries[0][0].store(9 << 32 | u64::from(lap), Ordering::Relaxed);
+            lane.entries[0][1].store(Lane::note_of(9), Ordering::Relaxed);
             let before = lane.consumer.clone();
             let expected = match lap {
                 3 => Ok(Some(9)),
@@ -425,21 +452,23 @@ mod tests {
         #[test]
         fn hostile_words_get_an_answer(
             position in any::<u64>(), published in any::<u64>(), credit in any::<u64>(),
-            words in proptest::collection::vec(any::<u64>(), 8)
+            words in proptest::collection::vec(any::<(u64, u64)>(), 8)
         ) {
             let mut lane = Lane::new(8);
-            for (word, bits) in lane.words.iter().zip(&words) {
+            for ([word, beside], (bits, note)) in lane.entries.iter().zip(&words) {
                 word.store(*bits, Ordering::Relaxed);
+                beside.store(*note, Ordering::Relaxed);
             }
             lane.credit.store(credit, Ordering::Relaxed);
             (lane.producer.position, lane.producer.read) = (position, published.min(position));
             (lane.consumer.position, lane.consumer.published) = (position, published.min(position));
             for value in 0..20 {
-                if let Ok(Some(value)) = lane.pop() {
-                    prop_assert!(words.iter().any(|word| word >> 32 == u64::from(value)));
+                if let Ok(Some(popped)) = lane.consumer.pop(&lane.entries, &lane.credit) {
+                    let written = |(word, note)| ((word >> 32) as u32, note) == popped;
+                    prop_assert!(words.iter().copied().any(written));
                 }
                 let _ = lane.producer.room(&lane.credit);
-                let _ = lane.producer.push(&[], &lane.credit, value);
+                let _ = lane.producer.push(&[], &lane.credit, value, 0);
             }
             let pushed = (0..20).take_while(|value| lane.push(*value).is_ok()).count();
             prop_assert!(pushed <= 16, "{pushed}: an old credit and a new one, a lap each");

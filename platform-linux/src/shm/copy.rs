@@ -101,6 +101,50 @@ unsafe fn stream(src: *const u8, dst: *mut u8, len: usize) {
     }
 }
 
+/// Has the cache line at an address brought to this core while it does other things. A hint: what the address is does not
+/// matter, not even that a peer made it up.
+#[inline]
+pub(super) fn bring(at: u64) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch may name any address; it changes nothing that a program can see, and never faults.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(at as *const i8);
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
+/// Whether [`demote`] does anything here.
+pub(super) fn can_demote() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::{__cpuid, __cpuid_count};
+        // CPUID leaf 7, ECX bit 25 (Intel SDM, volume 2A, CPUID).
+        __cpuid(0).eax >= 7 && __cpuid_count(7, 0).ecx >> 25 & 1 == 1
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Has the cache line at an address moved to the cache that all cores share, where the next reader finds it sooner than
+/// in this core's: CLDEMOTE (Intel SDM, volume 2A). A hint, and nothing where [`can_demote`] says no.
+#[inline]
+pub(super) fn demote(at: *const u8) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: encodes CLDEMOTE [rax], which changes nothing that a program can see, never faults, and is a no-operation
+    // on a processor that does not know it.
+    unsafe {
+        std::arch::asm!(
+            ".byte 0x0f, 0x1c, 0x00",
+            in("rax") at,
+            options(nostack, preserves_flags, readonly)
+        );
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// Copies `len` bytes from `src` in this process to `dst` in process `pid`.
 ///
 /// `FAULT` if part of either range is not mapped, or `dst` not writable; a prefix may have been written.

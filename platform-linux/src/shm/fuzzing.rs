@@ -177,7 +177,8 @@ impl Rogue {
             Place::Credit(number) => half.credit(lane(number)),
             Place::Grant(id) => half.grant(u32::from(id) % 16)?,
             Place::Lane(number, entry) => {
-                half.lane(lane(number)).get(usize::from(entry) % LANE_ENTRIES)?
+                let at = usize::from(entry) % (2 * LANE_ENTRIES);
+                half.lane(lane(number)).as_flattened().get(at)?
             }
             Place::Bounce(number) => {
                 let at = usize::try_from(number).ok()? % (BOUNCE_BYTES / 8);

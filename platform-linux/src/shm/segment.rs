@@ -28,6 +28,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{self, NonNull};
 use std::sync::atomic::AtomicU64;
 
+use immwire_core::lane::Entry;
 use immwire_core::wake::Doorbell;
 use rustix::fs::{MemfdFlags, SealFlags};
 use rustix::io::Errno;
@@ -40,6 +41,7 @@ const WORD: usize = 8;
 const CONTROL_LINES: usize = 8;
 /// Immediates under way in one lane.
 pub(super) const LANE_ENTRIES: usize = 1024;
+const LANE_BYTES: usize = LANE_ENTRIES * size_of::<Entry>();
 /// Regions one engine may have at a time.
 pub(super) const REGIONS_MAX: usize = 16_384;
 /// Bytes of a bounce ring; a power of two.
@@ -186,7 +188,7 @@ impl Geometry {
         let grants_at = CREDITS_AT + lanes * LINE;
         let gpu_at = (grants_at + REGIONS_MAX * WORD).next_multiple_of(PAGE);
         let lanes_at = (gpu_at + REGIONS_MAX * WORD).next_multiple_of(PAGE);
-        let bounce_at = (lanes_at + lanes * LANE_ENTRIES * WORD).next_multiple_of(PAGE);
+        let bounce_at = (lanes_at + lanes * LANE_BYTES).next_multiple_of(PAGE);
         let half_bytes = bounce_at + BOUNCE_BYTES;
         Layout { lanes, grants_at, gpu_at, lanes_at, bounce_at, half_bytes }
     }
@@ -357,9 +359,9 @@ impl<'a> Half<'a> {
     }
 
     /// Writer's: the ring of `lane`. `lane` is below [`Segment::lanes`].
-    pub(super) fn lane(self, lane: usize) -> &'a [AtomicU64] {
-        let offset = self.segment.layout.lanes_at + lane * LANE_ENTRIES * WORD;
-        self.words(offset, LANE_ENTRIES)
+    pub(super) fn lane(self, lane: usize) -> &'a [Entry] {
+        let offset = self.segment.layout.lanes_at + lane * LANE_BYTES;
+        self.words(offset, LANE_BYTES / WORD).as_chunks().0
     }
 
     /// Writer's, status words the reader's: the bounce ring.
@@ -389,7 +391,7 @@ mod tests {
                     }
                     for lane in 0..s.lanes() {
                         parts.push((half.credit(lane).as_ptr() as usize, LINE));
-                        parts.push(span(half.lane(lane)));
+                        parts.push(span(half.lane(lane).as_flattened()));
                     }
                     parts.push(span(half.words(g.layout().grants_at, REGIONS_MAX)));
                     parts.push(span(half.bounce()));

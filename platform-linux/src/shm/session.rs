@@ -33,7 +33,7 @@ use rustix::io::Errno;
 
 use super::ForeignPath;
 use super::bounce;
-use super::copy::{copy, copy_short, write_process};
+use super::copy::{bring, can_demote, copy, copy_short, demote, write_process};
 use super::gpu::{Copying, Kind, Known, Reached, Shared, Staging, received};
 use super::handshake::{Answer, Message};
 use super::memory::{Granted, Link, ShmMemory, id_of};
@@ -51,7 +51,7 @@ const ASKED_MAX: usize = 16;
 const SHORT_BYTES: usize = 4 << 10;
 /// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
 /// next line holds any is a question to another core's cache, and what was taken should not wait for it.
-const LINE_ENTRIES: u64 = 8;
+const LINE_ENTRIES: u64 = 4;
 /// Bounced records taken in one poll.
 const RECORD_BATCH: usize = 4;
 /// Waiting pieces tried in one poll.
@@ -192,6 +192,11 @@ pub(super) struct Session {
     held: u64,
     /// Something was made visible that the peer has not been rung for.
     unrung: bool,
+    /// Something was sent since the peer was last heard, and the other way round: where both answer each other, the one
+    /// who has to answer reads the bytes next. In a stream, they had better stay with who writes them.
+    spoke: bool,
+    heard: bool,
+    demotes: bool,
     pid: i32,
     foreign: ForeignPath,
     by_kernel: ByKernel,
@@ -243,6 +248,9 @@ impl Session {
             closing: None,
             held: NO_KEY,
             unrung: false,
+            spoke: false,
+            heard: false,
+            demotes: can_demote(),
             pid: start.pid,
             foreign: start.foreign,
             by_kernel: ByKernel::No,
@@ -332,7 +340,10 @@ impl Session {
         //   `targets` keeps it mapped;
         // - no overlap: the mapping is one of our own making, and no region is in it.
         unsafe { copy_short(work.src as *const u8, dst, len) };
-        Some(self.announce(work, lane))
+        if std::mem::replace(&mut self.heard, false) && self.demotes {
+            demote(dst);
+        }
+        Some(self.announce(work, lane, work.dst))
     }
 
     fn step<S: Sink>(&mut self, work: &WorkRequest, gpus: &mut Copying, sink: &S) -> Step {
@@ -360,23 +371,24 @@ impl Session {
                 return step;
             }
         }
-        self.announce(work, lane)
+        self.announce(work, lane, 0)
     }
 
     fn lane_of(&self, work: &WorkRequest) -> usize {
         usize::from(work.nic) * usize::from(self.their_nics) + usize::from(work.remote_nic)
     }
 
-    /// Sends a piece's immediate, for which its lane has room.
+    /// Sends a piece's immediate, for which its lane has room. `place` is where the peer will look for the bytes, as it
+    /// calls it, if they are few: it can have them brought while it counts.
     #[inline(always)]
-    fn announce(&mut self, work: &WorkRequest, lane: usize) -> Step {
+    fn announce(&mut self, work: &WorkRequest, lane: usize, place: u64) -> Step {
         if let Some(imm) = work.imm {
             let out = self.link.segment.outbound();
             let bit = 1_u64 << lane;
             let Some(to) = self.lanes_out.get_mut(lane) else {
                 return self.broken();
             };
-            if to.producer.push(out.lane(lane), out.credit(lane), imm.bits()).is_err() {
+            if to.producer.push(out.lane(lane), out.credit(lane), imm.bits(), place).is_err() {
                 return self.broken();
             }
             to.room = to.room.saturating_sub(1);
@@ -385,7 +397,7 @@ impl Session {
                 // Release: whoever looks into the lane because of it sees the entry.
                 out.lanes_used().store(self.lanes_used, Ordering::Release);
             }
-            self.unrung = true;
+            (self.unrung, self.spoke) = (true, true);
             if work.len >= RING_EARLY_BYTES {
                 self.ring();
             }
@@ -461,7 +473,7 @@ impl Session {
         while let Some(work) = self.landed.front().copied() {
             let lane = self.lane_of(&work);
             let end = match self.has_room(lane) {
-                Ok(true) => match self.announce(&work, lane) {
+                Ok(true) => match self.announce(&work, lane, 0) {
                     Step::Ended(end) => end,
                     Step::UnderWay | Step::NotYet | Step::NoRoom => Ok(()),
                 },
@@ -710,7 +722,10 @@ impl Session {
             // A bit of a lane that does not exist is a lie.
             let LaneIn { consumer, nic } = self.lanes_in.get_mut(lane).ok_or(Broken)?;
             let published = consumer.published();
-            while let Some(imm) = consumer.pop(inn.lane(lane), inn.credit(lane))? {
+            while let Some((imm, place)) = consumer.pop(inn.lane(lane), inn.credit(lane))? {
+                if std::mem::replace(&mut self.spoke, false) {
+                    bring(place);
+                }
                 sink.immediate(*nic, self.link.peer, imm);
                 any = true;
                 if consumer.position().is_multiple_of(LINE_ENTRIES) {
@@ -719,6 +734,7 @@ impl Session {
             }
             freed |= consumer.published() != published;
         }
+        self.heard |= any;
         self.unrung |= freed;
         Ok(any)
     }

@@ -488,7 +488,7 @@ fn a_peer_that_scribbles_into_the_segment_loses_its_session_only() {
             s.outbound().lanes_used().store(u64::MAX, Ordering::SeqCst)
         }),
         ("a lap that cannot be", |s| {
-            s.outbound().lane(0)[0].store(77, Ordering::SeqCst);
+            s.outbound().lane(0)[0][0].store(77, Ordering::SeqCst);
             s.outbound().lanes_used().store(1, Ordering::SeqCst);
         }),
         ("a bounce head too far on", |s| {

@@ -640,7 +640,7 @@ fn doors_of_impostors(case: &Case) {
         let mut stranger = Stranger::open(case);
         let address = stranger.as_engine(EngineId(random.number()));
         let (seed, stop) = (random.number(), Arc::new(AtomicBool::new(false)));
-        let (stopping, copy) = (Arc::clone(&stop), case.clone());
+        let (stopping, copy) = (Arc::clone(&stop), *case);
         let quiet = round % 4 == 0;
         let answering = std::thread::spawn(move || {
             let mut random = Random(seed | 1);

@@ -5,7 +5,7 @@ use std::collections::VecDeque;
 use std::sync::atomic::Ordering;
 
 use arbitrary::Arbitrary;
-use immwire_core::lane::{Consumer, LaneError, Producer, Word};
+use immwire_core::lane::{Consumer, Entry, LaneError, Producer, Word};
 use libfuzzer_sys::fuzz_target;
 
 #[derive(Debug, Arbitrary)]
@@ -36,7 +36,7 @@ fuzz_target!(|input: (u8, Vec<Call>)| {
 });
 
 struct Lane {
-    words: Vec<Word>,
+    entries: Vec<Entry>,
     credit: Word,
     producer: Producer,
     consumer: Consumer,
@@ -50,7 +50,7 @@ struct Lane {
 impl Lane {
     fn new(capacity: u32) -> Self {
         Self {
-            words: (0..capacity).map(|_| Word::new(0)).collect(),
+            entries: (0..capacity).map(|_| [Word::new(0), Word::new(0)]).collect(),
             credit: Word::new(0),
             producer: Producer::new(capacity).expect("a power of two"),
             consumer: Consumer::new(capacity).expect("a power of two"),
@@ -61,7 +61,7 @@ impl Lane {
     }
 
     fn call(&mut self, call: &Call) {
-        let at = |entry: u8| usize::from(entry) % self.words.len();
+        let at = |entry: u8| usize::from(entry) % self.entries.len();
         match *call {
             Call::Push(value) => self.push(value),
             Call::Pop => self.pop(),
@@ -72,12 +72,12 @@ impl Lane {
             }),
             Call::Entry(entry, word) => {
                 self.honest = None;
-                self.words[at(entry)].store(word, Ordering::Relaxed);
+                self.entries[at(entry)][0].store(word, Ordering::Relaxed);
             }
             Call::Lap { entry, value, lap } => {
                 self.honest = None;
                 let word = u64::from(value) << 32 | u64::from(lap);
-                self.words[at(entry)].store(word, Ordering::Relaxed);
+                self.entries[at(entry)][0].store(word, Ordering::Relaxed);
             }
             Call::Credit(credit) => {
                 self.honest = None;
@@ -93,8 +93,8 @@ impl Lane {
 
     fn push(&mut self, value: u32) {
         let before = (self.producer.clone(), self.words());
-        let pushed = self.producer.push(&self.words, &self.credit, value);
-        let capacity = self.words.len();
+        let pushed = self.producer.push(&self.entries, &self.credit, value, note_of(value));
+        let capacity = self.entries.len();
         if let Some(held) = &mut self.honest {
             match pushed {
                 Ok(()) => held.push_back(value),
@@ -107,8 +107,9 @@ impl Lane {
         if pushed.is_ok() {
             self.pushed += 1;
             assert_eq!(self.producer.position(), u64::from(self.pushed));
-            let changed = before.1.iter().zip(self.words()).filter(|(old, new)| **old != *new);
-            assert!(changed.count() <= 1, "a push is one store");
+            let (old, new) = (before.1.as_flattened(), self.words());
+            let changed = old.iter().zip(new.as_flattened()).filter(|(old, new)| old != new);
+            assert!(changed.count() <= 2, "a push is two stores");
         } else {
             // Only what is known of the consumer may have changed.
             assert_eq!((before.1, before.0.position()), (self.words(), self.producer.position()));
@@ -117,18 +118,19 @@ impl Lane {
 
     fn pop(&mut self) {
         let before = self.consumer.clone();
-        let popped = self.consumer.pop(&self.words, &self.credit);
+        let popped = self.consumer.pop(&self.entries, &self.credit);
         if let Some(held) = &mut self.honest {
-            assert_eq!(popped, Ok(held.pop_front()));
+            let expected = held.pop_front().map(|value| (value, note_of(value)));
+            assert_eq!(popped, Ok(expected));
         }
         match popped {
-            Ok(Some(value)) => {
+            Ok(Some((value, note))) => {
                 assert_eq!(self.consumer.position(), before.position() + 1);
-                let there = self
-                    .words
+                let words = self.words();
+                let there = words
                     .iter()
-                    .any(|word| word.load(Ordering::Relaxed) >> 32 == value.into());
-                assert!(there, "{value} was never written");
+                    .any(|[word, beside]| (word >> 32, *beside) == (value.into(), note));
+                assert!(there, "{value} was never written with {note}");
             }
             Ok(None) | Err(_) => assert_eq!(self.consumer, before),
         }
@@ -142,14 +144,20 @@ impl Lane {
                 assert!(credit >= self.credited, "the consumer went backwards");
                 self.credited = credit;
                 let in_use = self.producer.position() - credit;
-                let capacity = self.words.len() as u64;
+                let capacity = self.entries.len() as u64;
                 assert_eq!(u64::from(room), capacity.saturating_sub(in_use));
             }
             Err(_) => assert_eq!(self.producer, before),
         }
     }
 
-    fn words(&self) -> Vec<u64> {
-        self.words.iter().map(|word| word.load(Ordering::Relaxed)).collect()
+    fn words(&self) -> Vec<[u64; 2]> {
+        let load = |entry: &Entry| entry.each_ref().map(|word| word.load(Ordering::Relaxed));
+        self.entries.iter().map(load).collect()
     }
+}
+
+/// What an honest producer sends with a value.
+fn note_of(value: u32) -> u64 {
+    !u64::from(value)
 }

@@ -2,7 +2,7 @@
 #![cfg(loom)]
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A panic is how a model fails.
 
-use immwire_core::lane::{Consumer, LaneError, Producer, Word};
+use immwire_core::lane::{Consumer, Entry, LaneError, Producer, Word};
 use immwire_verification_loom::{Bound, clause, explore, thread};
 use loom::cell::UnsafeCell;
 use loom::sync::Arc;
@@ -11,7 +11,7 @@ const CAPACITY: u32 = 2;
 const VALUES: u32 = 3;
 
 struct Shared {
-    words: [Word; CAPACITY as usize],
+    entries: [Entry; CAPACITY as usize],
     credit: Word,
     /// Bytes that a write has brought, one for each value.
     payloads: [UnsafeCell<u32>; VALUES as usize],
@@ -24,7 +24,7 @@ unsafe impl Sync for Shared {}
 
 fn shared() -> Arc<Shared> {
     Arc::new(Shared {
-        words: [Word::new(0), Word::new(0)],
+        entries: [(); CAPACITY as usize].map(|()| [Word::new(0), Word::new(0)]),
         credit: Word::new(0),
         payloads: [0; VALUES as usize].map(UnsafeCell::new),
         answers: [0; VALUES as usize].map(UnsafeCell::new),
@@ -41,11 +41,16 @@ fn get(cell: &UnsafeCell<u32>) -> u32 {
     cell.with(|cell| unsafe { *cell })
 }
 
-/// Three words through a lane of two, each with a payload.
+/// What comes with a value.
+fn note(value: u32) -> u64 {
+    u64::from(value) + 300
+}
+
+/// Three words through a lane of two, each with a note and a payload.
 ///
-/// *Fails if* the entry is published or read `Relaxed` (the payload races), if the producer does not
-/// go by the credit (an entry is overwritten: a later lap), or if the lap does not change (an old
-/// entry is taken again).
+/// *Fails if* the entry is published or read `Relaxed` (the payload races), if the note is stored after it is published
+/// (an old note comes), if the producer does not go by the credit (an entry is overwritten: a later lap), or if the lap
+/// does not change (an old entry is taken again).
 #[test]
 fn words_come_in_order_with_their_payload() {
     explore(clause::TRANSPORT, Bound::None, 4000, || {
@@ -57,7 +62,7 @@ fn words_come_in_order_with_their_payload() {
                 for value in 0..VALUES {
                     set(&shared.payloads[value as usize], value + 100);
                     loop {
-                        match producer.push(&shared.words, &shared.credit, value) {
+                        match producer.push(&shared.entries, &shared.credit, value, note(value)) {
                             Ok(()) => break,
                             Err(LaneError::Full) => thread::yield_now(),
                             Err(error) => panic!("{error}"),
@@ -68,16 +73,16 @@ fn words_come_in_order_with_their_payload() {
         };
         let mut consumer = Consumer::new(CAPACITY).unwrap();
         for expected in 0..VALUES {
-            let value = loop {
-                match consumer.pop(&shared.words, &shared.credit).unwrap() {
-                    Some(value) => break value,
+            let (value, beside) = loop {
+                match consumer.pop(&shared.entries, &shared.credit).unwrap() {
+                    Some(popped) => break popped,
                     None => thread::yield_now(),
                 }
             };
-            assert_eq!(value, expected);
+            assert_eq!((value, beside), (expected, note(expected)));
             assert_eq!(get(&shared.payloads[value as usize]), value + 100);
         }
-        assert_eq!(consumer.pop(&shared.words, &shared.credit), Ok(None));
+        assert_eq!(consumer.pop(&shared.entries, &shared.credit), Ok(None));
         writer.join().unwrap();
     });
 }
@@ -91,7 +96,7 @@ fn credit_carries_what_the_consumer_did() {
         let shared = shared();
         let mut producer = Producer::new(CAPACITY).unwrap();
         for value in 0..2 {
-            producer.push(&shared.words, &shared.credit, value).unwrap();
+            producer.push(&shared.entries, &shared.credit, value, note(value)).unwrap();
         }
         let reader = {
             let shared = shared.clone();
@@ -99,7 +104,8 @@ fn credit_carries_what_the_consumer_did() {
                 let mut consumer = Consumer::new(CAPACITY).unwrap();
                 for value in 0..2 {
                     set(&shared.answers[value as usize], value + 200);
-                    assert_eq!(consumer.pop(&shared.words, &shared.credit), Ok(Some(value)));
+                    let popped = consumer.pop(&shared.entries, &shared.credit);
+                    assert_eq!(popped, Ok(Some((value, note(value)))));
                 }
             })
         };

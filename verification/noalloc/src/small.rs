@@ -8,7 +8,7 @@ use immwire_core::imm::{
     Added, Armed, CounterError, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tallies, Tally,
     TallyError, TallyWriter,
 };
-use immwire_core::lane::{Consumer, LaneError, Producer, Word};
+use immwire_core::lane::{Consumer, Entry, LaneError, Producer, Word};
 use immwire_core::mailbox::{
     Control, CreditError, Delivery, HEADER_BYTES, HeaderError, Inbox, InboxError, MessageHeader,
     Outbox, Reserved, SendError,
@@ -116,12 +116,12 @@ extern "C" fn hp_ring_pop(ring: &Commands, out: &mut Option<Command>) {
 #[unsafe(no_mangle)]
 extern "C" fn hp_lane_push(
     lane: &mut Producer,
-    words: &&[Word],
+    entries: &&[Entry],
     credit: &Word,
-    value: u32,
+    value: &(u32, u64),
     out: &mut Result<(), LaneError>,
 ) {
-    *out = lane.push(words, credit, value);
+    *out = lane.push(entries, credit, value.0, value.1);
 }
 
 #[unsafe(no_mangle)]
@@ -132,11 +132,11 @@ extern "C" fn hp_lane_room(lane: &mut Producer, credit: &Word, out: &mut Result<
 #[unsafe(no_mangle)]
 extern "C" fn hp_lane_pop(
     lane: &mut Consumer,
-    words: &&[Word],
+    entries: &&[Entry],
     credit: &Word,
-    out: &mut Result<Option<u32>, LaneError>,
+    out: &mut Result<Option<(u32, u64)>, LaneError>,
 ) {
-    *out = lane.pop(words, credit);
+    *out = lane.pop(entries, credit);
 }
 
 // ---- sleeping, and taking memory back ----
