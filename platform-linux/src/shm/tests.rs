@@ -652,29 +652,39 @@ fn writes_out_of_bounds_or_under_a_wrong_key_are_refused_and_write_nothing() {
         // SAFETY: `far` lives on; peers are not to write to it.
         let local = unsafe { b.provider.memory().register(far.region.ptr, 64, Rights::LOCAL) };
         let local = local.unwrap();
-        for dst in [&near, &far.region] {
-            let good = write(1, peer, &src, dst);
-            for bad in [
-                WorkRequest { dst: good.dst + 1, ..good },
-                WorkRequest { dst: good.dst - 1, ..good },
-                WorkRequest { dst: u64::MAX, ..good },
-                WorkRequest { dst_key: good.dst_key + (1 << 32), ..good },
-                WorkRequest { dst_key: 0, ..good },
-                WorkRequest { dst_key: u64::MAX, ..good },
-                WorkRequest { dst_key: local.desc.keys.get(0).unwrap(), ..good },
-            ] {
-                a.record.done.clear();
-                assert_eq!(a.post(&[bad]), 1);
-                run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
-                assert_eq!(a.record.done, [(1, Err(WorkError::RemoteAccess))], "{bad:?}");
+        let are_refused = |a: &mut Node, b: &mut Node, byte: u8| {
+            let left = (bytes(&near), far.bytes(), b.record.immediates.len());
+            let src = source(a, 64, byte);
+            for dst in [&near, &far.region] {
+                let good = write(1, peer, &src, dst);
+                for bad in [
+                    WorkRequest { dst: good.dst + 1, ..good },
+                    WorkRequest { dst: good.dst - 1, ..good },
+                    WorkRequest { dst: u64::MAX, ..good },
+                    WorkRequest { dst_key: good.dst_key + (1 << 32), ..good },
+                    WorkRequest { dst_key: 0, ..good },
+                    WorkRequest { dst_key: u64::MAX, ..good },
+                    WorkRequest { dst_key: local.desc.keys.get(0).unwrap(), ..good },
+                ] {
+                    a.record.done.clear();
+                    assert_eq!(a.post(&[bad]), 1);
+                    run(a, b, |a, _| a.record.done.len() == 1);
+                    assert_eq!(a.record.done, [(1, Err(WorkError::RemoteAccess))], "{bad:?}");
+                }
             }
-            assert!(bytes(&near).iter().chain(&far.bytes()).all(|byte| *byte == 0));
-        }
-        assert!(b.record.immediates.is_empty());
+            assert_eq!((bytes(&near), far.bytes(), b.record.immediates.len()), left);
+        };
+        are_refused(&mut a, &mut b, 1);
+        a.record.done.clear();
         for fine in [&near, &far.region] {
             a.post(&[write(2, peer, &src, fine)]);
         }
-        run(&mut a, &mut b, |_, b| b.record.immediates.len() == 2);
+        run(&mut a, &mut b, |a, b| a.record.done.len() == 2 && b.record.immediates.len() == 2);
+        // Known now, `near` is written by the short way.
+        are_refused(&mut a, &mut b, 3);
+        a.post(&[write(4, peer, &source(&a, 64, 5), &near)]);
+        run(&mut a, &mut b, |_, b| b.record.immediates.len() == 3);
+        assert_eq!(bytes(&near), bytes(&source(&a, 64, 5)));
     }
 }
 
@@ -697,16 +707,18 @@ fn many_new_regions_at_once_are_all_asked_for() {
 #[test]
 fn after_a_region_is_taken_back_nothing_writes_to_it() {
     let _alone = alone();
-    for (path, mapped) in [
-        (ForeignPath::Auto, true),
-        (ForeignPath::KernelOnly, false),
-        (ForeignPath::BounceOnly, false),
+    for (path, mapped, len) in [
+        (ForeignPath::Auto, true, 256 << 10),
+        // One at a time: they go by the short way.
+        (ForeignPath::Auto, true, 64),
+        (ForeignPath::KernelOnly, false, 256 << 10),
+        (ForeignPath::BounceOnly, false, 256 << 10),
     ] {
         let (mut a, mut b) = pair_by(path);
         let peer = a.peer(&b);
-        let len = 256 << 10;
         let src = source(&a, len, 0xff);
         let memory = Arc::clone(b.provider.memory());
+        let at_once = if len > 4096 { 2 } else { 1 };
         for _ in 0..20 {
             let near = memory.alloc(len).unwrap();
             let far = foreign(&b, len);
@@ -717,7 +729,7 @@ fn after_a_region_is_taken_back_nothing_writes_to_it() {
             std::thread::scope(|scope| {
                 scope.spawn(|| {
                     while !stop.load(Ordering::Relaxed) {
-                        a.post(&[base; 2]);
+                        a.post(&[base; 2][..at_once]);
                         a.poll();
                         b.poll();
                     }
