@@ -688,6 +688,33 @@ fn writes_out_of_bounds_or_under_a_wrong_key_are_refused_and_write_nothing() {
     }
 }
 
+/// A region that has the number of one that is gone, of which the writer still has the mapping.
+#[test]
+fn short_writes_go_to_the_region_that_there_is() {
+    let _alone = alone();
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let memory = Arc::clone(b.provider.memory());
+    let mut numbers = BTreeMap::new();
+    for round in 0..8_u8 {
+        let (src, dst) = (source(&a, 64, round), memory.alloc(64).unwrap());
+        let key = dst.desc.keys.get(0).unwrap();
+        *numbers.entry(key & u64::from(u32::MAX)).or_insert(0) += 1;
+        for token in 0..3 {
+            a.record.done.clear();
+            while a.post(&[write(token, peer, &src, &dst)]) == 0 {
+                a.poll();
+                b.poll();
+            }
+            run(&mut a, &mut b, |a, _| a.record.done == [(token, Ok(()))]);
+        }
+        assert_eq!(bytes(&dst), bytes(&src), "round {round}");
+        memory.revoke(&dst, Duration::from_secs(2)).unwrap();
+        memory.release(dst);
+    }
+    assert!(numbers.values().any(|regions| *regions > 1), "no number was used twice: {numbers:?}");
+}
+
 #[test]
 fn many_new_regions_at_once_are_all_asked_for() {
     let _alone = alone();
