@@ -22,6 +22,7 @@
 //! | [`parting`] | how a session over queue pairs ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`] | which NICs belong to which GPU |
+//! | [`moe`] | where tokens go when experts are spread over ranks |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
@@ -49,6 +50,7 @@ pub mod id;
 pub mod imm;
 pub mod lane;
 pub mod mailbox;
+pub mod moe;
 pub mod nic;
 pub mod note;
 pub mod opening;
