@@ -40,6 +40,7 @@
 //! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
 //! | [`verbs`] | the transport for RDMA NICs |
 //! | [`topology`] | which NICs belong to which GPU |
+//! | [`moe`] | tokens to the ranks of their experts, and back |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
 //!
 //! # Invariants
@@ -60,6 +61,7 @@ mod gate;
 mod intake;
 pub mod libfabric;
 mod message;
+pub mod moe;
 mod proof;
 pub mod provider;
 mod region;

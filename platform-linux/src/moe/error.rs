@@ -1,0 +1,185 @@
+//! What can go wrong in an exchange, and who is missing.
+
+use std::time::Duration;
+
+use immwire_core::moe::{
+    ChunkError, LayoutError, PlacementError, RoutingError, SizesError, TableError,
+};
+use immwire_core::region::RegionError;
+use immwire_core::wire::WireError;
+
+use crate::error::{AddPeerError, CountError, CounterTaken, PeerError, SubmitError, TransferError};
+use crate::provider::RegisterError;
+use crate::region::AccessError;
+
+/// Why an exchange could not be made, or a round did not complete.
+///
+/// Of a round that was refused before anything was sent ([`MoeError::Argument`], [`MoeError::Routing`],
+/// [`MoeError::OutOfTurn`]) nothing is left, and the call can be made again. After any other error the exchange is
+/// over: all calls return [`MoeError::Over`].
+#[non_exhaustive]
+#[derive(Debug, thiserror::Error)]
+pub enum MoeError {
+    /// The experts cannot be placed so.
+    #[error("{0}")]
+    Placement(#[from] PlacementError),
+    /// The shape cannot be.
+    #[error("{0}")]
+    Sizes(#[from] SizesError),
+    /// There is no such rank.
+    #[error("rank {rank} of {world}")]
+    Rank {
+        /// The rank.
+        rank: u32,
+        /// Ranks there are.
+        world: u32,
+    },
+    /// As many seats as ranks are needed.
+    #[error("{found} seats for {world} ranks")]
+    Seats {
+        /// Seats given.
+        found: usize,
+        /// Ranks there are.
+        world: u32,
+    },
+    /// A rank's exchange is of another shape or placement.
+    #[error("rank {rank} was set up for another shape or placement: give all ranks the same")]
+    OtherShape {
+        /// The rank.
+        rank: u32,
+    },
+    /// A slice has another length than it must have.
+    #[error("{what} has {found} entries instead of {needed}")]
+    Argument {
+        /// Which.
+        what: &'static str,
+        /// Its length.
+        found: usize,
+        /// What it must be.
+        needed: usize,
+    },
+    /// More rows arrived than the caller lent memory for.
+    #[error("{rows} rows arrived, memory was lent for {lent}")]
+    RowsTooMany {
+        /// Rows, padding included.
+        rows: u32,
+        /// Rows lent.
+        lent: usize,
+    },
+    /// This rank's own choices are none.
+    #[error("{0}")]
+    Routing(RoutingError),
+    /// Another rank's are none.
+    #[error("from rank {rank}: {error}")]
+    PeerRouting {
+        /// The rank.
+        rank: u32,
+        /// What is wrong with them.
+        error: RoutingError,
+    },
+    /// What came from a rank is no table of this round.
+    #[error("from rank {rank}: {error}")]
+    Table {
+        /// The rank; our own, if ours could not be written.
+        rank: u32,
+        /// Why.
+        error: TableError,
+    },
+    /// Rows cannot be laid out.
+    #[error("{0}")]
+    Layout(#[from] LayoutError),
+    /// Tokens cannot be cut.
+    #[error("{0}")]
+    Chunk(#[from] ChunkError),
+    /// Dispatch and combine take turns.
+    #[error("{found} was called where {expected} comes next")]
+    OutOfTurn {
+        /// What was called.
+        found: &'static str,
+        /// What comes next.
+        expected: &'static str,
+    },
+    /// An earlier round failed.
+    #[error("an earlier round failed: make a new exchange with those who are left")]
+    Over,
+    /// Some ranks sent nothing in time, or did not take what was sent.
+    #[error("chunk {chunk} of {phase}: nothing from ranks {ranks:?} within {after:?}")]
+    Late {
+        /// Dispatch, combine, or the set-up.
+        phase: &'static str,
+        /// Which chunk of it.
+        chunk: u32,
+        /// Who.
+        ranks: Vec<u32>,
+        /// The time given.
+        after: Duration,
+    },
+    /// A rank is gone.
+    #[error("rank {rank}: {error}")]
+    Gone {
+        /// The rank.
+        rank: u32,
+        /// How it is known.
+        error: PeerError,
+    },
+    /// A write to a rank failed.
+    #[error("write to rank {rank}: {error}")]
+    Write {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        error: TransferError,
+    },
+    /// A write could not be submitted.
+    #[error("write to rank {rank}: {error}")]
+    Submit {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        error: SubmitError,
+    },
+    /// A rank cannot be reached.
+    #[error("rank {rank}: {error}")]
+    Reach {
+        /// The rank.
+        rank: u32,
+        /// Why.
+        error: AddPeerError,
+    },
+    /// The engine does not count.
+    #[error("{0}")]
+    Count(CountError),
+    /// No counter is free.
+    #[error("{0}")]
+    Counter(#[from] CounterTaken),
+    /// Buffers could not be had.
+    #[error("{0}")]
+    Memory(#[from] RegisterError),
+    /// Buffers could not be read or written.
+    #[error("{0}")]
+    Access(#[from] AccessError),
+    /// Part of a buffer lies outside of it.
+    #[error("{0}")]
+    Region(#[from] RegionError),
+}
+
+/// Why bytes are no seat.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+pub enum SeatError {
+    /// They end too early, or too late.
+    #[error("a seat does not have {found} bytes")]
+    Length {
+        /// Bytes given.
+        found: usize,
+    },
+    /// The address or the descriptor in them is none.
+    #[error("{0}")]
+    Wire(#[from] WireError),
+    /// No counter has such a tag.
+    #[error("{bits:#x} is no counter's tag")]
+    Tag {
+        /// What was found.
+        bits: u32,
+    },
+}

@@ -1,0 +1,1015 @@
+//! Tokens to the ranks of their experts, and results back: dispatch and combine in host memory, over any transport.
+//!
+//! Every rank calls [`AllToAll::dispatch`] and then [`AllToAll::combine`], round after round. Dispatch gives each rank the
+//! tokens that chose one of its experts, by expert and padded for a grouped GEMM; combine brings the results
+//! back, weighted and summed. What goes where is decided by [`immwire_core::moe`]; here bytes are copied, written and
+//! waited for.
+//!
+//! It needs no GPU and no NIC. It is what kernels are compared with, and is not made for speed: each row is
+//! copied once on either side.
+//!
+//! ```
+//! use std::num::NonZeroU32;
+//! use std::time::Duration;
+//! use immwire::TransferEngine;
+//! use immwire::moe::{AllToAll, Config, Format, Joining, Rows, Seat, Tokens};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! const SECOND: Duration = Duration::from_secs(5);
+//! // Two ranks, two experts each; a token chooses two, and has 8 values of bf16.
+//! let config = |rank| Config {
+//!     rank, firsts: vec![0, 2, 4], top_k: 2, max_tokens: 4, token_bytes: 16, scale_bytes: 0,
+//!     hidden: 8, format: Format::Bf16,
+//!     padding: NonZeroU32::MIN, chunk_tokens: NonZeroU32::new(4).unwrap(),
+//! };
+//! let engines = [TransferEngine::builder().build()?, TransferEngine::builder().build()?];
+//! let joining = [
+//!     AllToAll::open(&engines[0], &config(0))?, AllToAll::open(&engines[1], &config(1))?,
+//! ];
+//! // Seats travel as bytes, by whatever the ranks find each other with.
+//! let seats: Vec<Seat> = joining.iter().map(Joining::seat).collect();
+//!
+//! std::thread::scope(|scope| {
+//!     for joining in joining {
+//!         let seats = &seats;
+//!         scope.spawn(move || {
+//!             let mut exchange = joining.join(seats, SECOND).unwrap();
+//!             let mut x = vec![0; exchange.max_rows() * 16];
+//!             // One token of ones, to an expert of each rank. 0x3f80 is 1 in bf16.
+//!             let token = [0x3f80_u16; 8].map(u16::to_le_bytes).concat();
+//!             let tokens = Tokens { x: &token, scales: &[], indices: &[1, 2], weights: &[0.5, 0.25] };
+//!             let rows = Rows { x: &mut x, scales: &mut [] };
+//!             let received = exchange.dispatch(&tokens, rows, SECOND).unwrap();
+//!             assert_eq!(received.counts.iter().sum::<u32>(), 2); // One from each rank.
+//!             // The experts do nothing: 0.5 * 1 + 0.25 * 1.
+//!             let mut out = vec![0; 16];
+//!             exchange.combine(&x, &mut out, SECOND).unwrap();
+//!             assert_eq!(out, [0x3f40_u16; 8].map(u16::to_le_bytes).concat());
+//!         });
+//!     }
+//! });
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Invariants
+//!
+//! - Rows and results are the same bytes in every run: rows by expert, source and token; a rank's part of a result is summed
+//!   in `f32` in the order of the token's choices and rounded once, the parts in the order of ranks and rounded once more.
+//! - A round goes in steps, and in each step every rank sends every other one the same number of writes, whatever the routes.
+//!   Nobody begins a step before all have begun the one before, so two counters in turn tell steps apart, and two slots in
+//!   turn are enough for every buffer. Tables carry the number of their round besides.
+//! - Every wait has a deadline, and names the ranks that are missing. Whose engine is known to be gone is not waited for.
+//! - Dispatch and combine allocate nothing that grows with tokens.
+
+use std::num::NonZeroU32;
+use std::ops::Range;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use immwire_core::id::PeerId;
+use immwire_core::imm::ImmTag;
+use immwire_core::moe::{
+    Arrival, Chunk, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
+    TableShape, Vector, padded_offsets,
+};
+use immwire_core::peer::PeerState;
+use immwire_core::region::MrDesc;
+
+use crate::counter::{Expected, ImmCounter};
+use crate::engine::TransferEngine;
+use crate::error::{CountError, PeerError, SubmitError};
+use crate::region::Region;
+use crate::request::SingleWrite;
+use crate::transfer::Transfer;
+
+pub use error::{MoeError, SeatError};
+pub use number::Format;
+pub use seat::Seat;
+
+mod error;
+mod number;
+mod seat;
+#[cfg(test)]
+mod tests;
+
+/// Chunks from each rank for which there is room: one that is read, and one that comes already.
+const DEPTH: NonZeroU32 = NonZeroU32::MIN.saturating_add(1);
+
+/// How long is waited before it is looked whether those that are missing are gone.
+const GLANCE: Duration = Duration::from_millis(20);
+
+/// What an exchange is made for; the same at every rank but for `rank`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Config {
+    /// This rank.
+    pub rank: u32,
+    /// The first expert of each rank, and the number of experts: see [`Placement::new`].
+    pub firsts: Vec<u32>,
+    /// Choices of a token, 1 to 32.
+    pub top_k: u32,
+    /// The most tokens that any rank has.
+    pub max_tokens: u32,
+    /// Bytes of a token on the way out, a multiple of 16. They are not looked at.
+    pub token_bytes: u32,
+    /// Bytes of its scales. They are not looked at either.
+    pub scale_bytes: u32,
+    /// Values of a result, a multiple of 8.
+    pub hidden: u32,
+    /// What results are made of.
+    pub format: Format,
+    /// Rows of an expert start on a multiple of this, and are padded to it with zeros.
+    pub padding: NonZeroU32,
+    /// Tokens that travel together: fewer bound the buffers.
+    pub chunk_tokens: NonZeroU32,
+}
+
+/// One rank's tokens.
+#[derive(Debug, Clone, Copy)]
+pub struct Tokens<'a> {
+    /// `[tokens][token_bytes]`.
+    pub x: &'a [u8],
+    /// `[tokens][scale_bytes]`.
+    pub scales: &'a [u8],
+    /// `[tokens][top_k]`: experts, each once for a token, or -1 for a choice that was dropped.
+    pub indices: &'a [i32],
+    /// `[tokens][top_k]`: what results are multiplied with.
+    pub weights: &'a [f32],
+}
+
+/// Where received tokens go: memory for [`AllToAll::max_rows`] rows is always enough.
+#[derive(Debug)]
+pub struct Rows<'a> {
+    /// `[rows][token_bytes]`, whole rows.
+    pub x: &'a mut [u8],
+    /// `[rows][scale_bytes]`, of at least as many rows.
+    pub scales: &'a mut [u8],
+}
+
+/// What was received.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Received<'a> {
+    /// Tokens for each of this rank's experts.
+    pub counts: &'a [u32],
+    /// The first row of each, and one entry more: all rows, padding included.
+    pub offsets: &'a [u32],
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Turn {
+    Dispatch,
+    Combine,
+    Over,
+}
+
+/// Where the parts of the receiving region begin.
+#[derive(Debug, Clone, Copy)]
+struct Places {
+    dispatch: u64,
+    combine: u64,
+    len: u64,
+}
+
+/// An exchange whose buffers are there, and which waits to be told of the others.
+#[derive(Debug)]
+pub struct Joining {
+    engine: TransferEngine,
+    config: Config,
+    sizes: Sizes,
+    places: Places,
+    inbox: Region,
+    outbox: Region,
+    counters: [ImmCounter; 2],
+}
+
+/// Another rank.
+#[derive(Debug)]
+struct Peer {
+    rank: u32,
+    id: PeerId,
+    inbox: MrDesc,
+    tags: [ImmTag; 2],
+}
+
+/// What one rank's tokens chose in this round, and where their rows lie here.
+#[derive(Debug)]
+struct Source {
+    tokens: u32,
+    indices: Box<[i32]>,
+    weights: Box<[f32]>,
+    rows: Box<[u32]>,
+}
+
+/// Dispatch and combine among ranks, in host memory.
+#[derive(Debug)]
+pub struct AllToAll {
+    engine: TransferEngine,
+    config: Arc<Config>,
+    sizes: Sizes,
+    places: Places,
+    chunks: Chunks,
+    inbox: Region,
+    outbox: Region,
+    counters: [ImmCounter; 2],
+    /// All ranks but this one, from the next one on.
+    peers: Vec<Peer>,
+    expected: Vec<Expected>,
+    sent: Vec<(u32, Transfer)>,
+    turn: Turn,
+    round: u64,
+    step: u64,
+    sources: Vec<Source>,
+    counts: Vec<u32>,
+    offsets: Vec<u32>,
+    given: Vec<u32>,
+    /// Tokens for each rank, and where their rows start.
+    by_rank: Vec<u32>,
+    starts: Vec<u32>,
+    vectors: Vec<Vector>,
+    bytes: Vec<u8>,
+    sum: Vec<f32>,
+    total: Vec<f32>,
+}
+
+impl AllToAll {
+    /// Makes the buffers of one rank. The engine needs a thread, or somebody who polls it during every call here, and two
+    /// counters that are free.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`]: such an exchange cannot be, or memory or counters cannot be had.
+    pub fn open(engine: &TransferEngine, config: &Config) -> Result<Joining, MoeError> {
+        let placement = Placement::new(&config.firsts)?;
+        let (rank, world) = (config.rank, placement.world());
+        if rank >= world {
+            return Err(MoeError::Rank { rank, world });
+        }
+        let sizes = Sizes::new(&config.shape(), &placement)?;
+        let places = Places::new(&sizes)?;
+        // What is sent: this rank's table, and behind it the rows of one chunk, out or back. Out, a token goes to
+        // no more than `fan` ranks; back, any rank's tokens may all have been here.
+        let chunk = u64::from(config.chunk_tokens.get().min(config.max_tokens));
+        let out = chunk * u64::from(sizes.fan) * sizes.dispatch_row_bytes;
+        let back = (chunk * u64::from(world)).checked_mul(sizes.combine_row_bytes);
+        let outbox = back.and_then(|back| out.max(back).checked_add(sizes.table_bytes));
+        let bytes = |len: u64| usize::try_from(len).unwrap_or(usize::MAX).max(1);
+        Ok(Joining {
+            engine: engine.clone(),
+            config: config.clone(),
+            sizes,
+            places,
+            inbox: engine.alloc(bytes(places.len))?,
+            outbox: engine.alloc(bytes(outbox.unwrap_or(u64::MAX)))?,
+            counters: [engine.counter()?, engine.counter()?],
+        })
+    }
+
+    /// The most rows that a round can bring here.
+    #[must_use]
+    pub fn max_rows(&self) -> usize {
+        usize::try_from(self.sizes.expanded_rows).unwrap_or(usize::MAX)
+    }
+
+    /// How many rounds are complete.
+    #[must_use]
+    pub const fn rounds(&self) -> u64 {
+        self.round
+    }
+
+    /// Sends this rank's tokens, and receives those that chose its experts.
+    ///
+    /// Every rank has to call it, those without tokens too. `timeout` is for the whole call. Copies each row once to
+    /// send it and once for each expert that it is for.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`], which says after which of them the exchange can be used further.
+    pub fn dispatch(
+        &mut self,
+        tokens: &Tokens<'_>,
+        rows: Rows<'_>,
+        timeout: Duration,
+    ) -> Result<Received<'_>, MoeError> {
+        let until = Until::new(timeout);
+        self.is_turn(Turn::Dispatch)?;
+        let count = self.check_tokens(tokens)?;
+        self.turn = Turn::Over;
+        self.run_dispatch(tokens, count, rows, until).inspect_err(|_| self.stop())?;
+        self.turn = Turn::Combine;
+        Ok(Received { counts: &self.counts, offsets: &self.offsets })
+    }
+
+    /// Sends the results of the tokens received, and receives those of this rank's own: for each the sum of its choices'
+    /// results, times their weights; zero for a token that chose none.
+    ///
+    /// `y` is `[rows][hidden]`, in the rows of the dispatch before; what pads is not read. `out` is `[tokens][hidden]`.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`], which says after which of them the exchange can be used further.
+    pub fn combine(&mut self, y: &[u8], out: &mut [u8], timeout: Duration) -> Result<(), MoeError> {
+        let until = Until::new(timeout);
+        self.is_turn(Turn::Combine)?;
+        let row = self.result_bytes();
+        let rows = self.offsets.last().copied().unwrap_or(0);
+        if y.len() < index(rows) * row {
+            return Err(argument("y", y.len(), index(rows) * row));
+        }
+        let tokens = self.own().map_or(0, |own| own.tokens);
+        exact("out", out.len(), index(tokens) * row)?;
+        self.turn = Turn::Over;
+        self.run_combine(y, out, until).inspect_err(|_| self.stop())?;
+        self.turn = Turn::Dispatch;
+        self.round += 1;
+        Ok(())
+    }
+
+    fn result_bytes(&self) -> usize {
+        index(self.config.hidden) * Format::BYTES
+    }
+
+    fn own(&self) -> Option<&Source> {
+        self.sources.get(index(self.config.rank))
+    }
+
+    fn is_turn(&self, called: Turn) -> Result<(), MoeError> {
+        let name = |turn| if turn == Turn::Dispatch { "dispatch" } else { "combine" };
+        match self.turn {
+            Turn::Over => Err(MoeError::Over),
+            turn if turn == called => Ok(()),
+            turn => Err(MoeError::OutOfTurn { found: name(called), expected: name(turn) }),
+        }
+    }
+
+    fn check_tokens(&self, tokens: &Tokens<'_>) -> Result<u32, MoeError> {
+        let config = &self.config;
+        let experts = config.firsts.last().copied().unwrap_or(0);
+        let routing =
+            Routing::new(tokens.indices, config.top_k, experts).map_err(MoeError::Routing)?;
+        let count = routing.tokens();
+        if count > config.max_tokens {
+            return Err(argument("tokens", index(count), index(config.max_tokens)));
+        }
+        exact("weights", tokens.weights.len(), tokens.indices.len())?;
+        exact("x", tokens.x.len(), index(count) * index(config.token_bytes))?;
+        exact("scales", tokens.scales.len(), index(count) * index(config.scale_bytes))?;
+        Ok(count)
+    }
+
+    /// A round has failed: what is under way is stopped, and ends by itself.
+    fn stop(&mut self) {
+        for (_, transfer) in self.sent.drain(..) {
+            transfer.cancel();
+        }
+    }
+
+    // ---- the way out ----
+
+    fn run_dispatch(
+        &mut self,
+        tokens: &Tokens<'_>,
+        count: u32,
+        mut rows: Rows<'_>,
+        until: Until,
+    ) -> Result<(), MoeError> {
+        self.send_table(tokens, count, until)?;
+        for at in 0..self.chunks.count() {
+            let chunk = self.chunks.get(self.round, at, count)?;
+            self.send_tokens(tokens, &chunk, until)?;
+            // With the first chunk come the tables.
+            self.arrive("dispatch", at, if at == 0 { 2 } else { 1 }, until)?;
+            if at == 0 {
+                self.read_tables()?;
+                self.lay_out()?;
+                self.clear_padding(&mut rows)?;
+            }
+            self.take_tokens(tokens, at, &mut rows)?;
+        }
+        Ok(())
+    }
+
+    fn epoch(&self) -> u32 {
+        // Its lower half: rounds that are 2^32 apart do not meet.
+        u32::try_from(self.round & u64::from(u32::MAX)).unwrap_or(0)
+    }
+
+    fn table(&self) -> TableShape {
+        TableShape { top_k: self.config.top_k, max_tokens: self.config.max_tokens }
+    }
+
+    /// Where the table of `rank` lies at every receiver.
+    fn table_at(&self, rank: u32) -> u64 {
+        let world = u64::from(self.world());
+        (self.round % 2 * world + u64::from(rank)) * self.sizes.table_bytes
+    }
+
+    fn world(&self) -> u32 {
+        // As many as sources, at most 512.
+        u32::try_from(self.sources.len()).unwrap_or(0)
+    }
+
+    fn send_table(
+        &mut self,
+        tokens: &Tokens<'_>,
+        count: u32,
+        until: Until,
+    ) -> Result<(), MoeError> {
+        let rank = self.config.rank;
+        let (table, epoch) = (self.table(), self.epoch());
+        let vectors = table.encode(epoch, tokens.indices, tokens.weights, &mut self.vectors);
+        let vectors = vectors.map_err(|error| MoeError::Table { rank, error })?;
+        if let Some(own) = self.sources.get_mut(index(rank)) {
+            own.tokens = count;
+            own.indices[..tokens.indices.len()].copy_from_slice(tokens.indices);
+            own.weights[..tokens.weights.len()].copy_from_slice(tokens.weights);
+        }
+        self.bytes.clear();
+        let words = self.vectors.iter().take(vectors).flatten();
+        self.bytes.extend(words.flat_map(|word| word.to_le_bytes()));
+        self.outbox.write(0, &self.bytes)?;
+        let len = self.bytes.len() as u64;
+        let at = self.table_at(rank);
+        for peer in 0..self.peers.len() {
+            self.write(peer, 0, at, len, until)?;
+        }
+        Ok(())
+    }
+
+    /// Where rows of `rank` in a slot begin at every receiver.
+    fn tokens_at(&self, rank: u32, slot: u32) -> u64 {
+        let slots = u64::from(rank) * u64::from(DEPTH.get()) + u64::from(slot);
+        self.places.dispatch + slots * self.chunk_rows() * self.sizes.dispatch_row_bytes
+    }
+
+    fn chunk_rows(&self) -> u64 {
+        u64::from(self.config.chunk_tokens.get().min(self.config.max_tokens))
+    }
+
+    fn send_tokens(
+        &mut self,
+        tokens: &Tokens<'_>,
+        chunk: &Chunk,
+        until: Until,
+    ) -> Result<(), MoeError> {
+        let config = Arc::clone(&self.config);
+        let placement = Placement::new(&config.firsts)?;
+        let experts = placement.experts();
+        let routing = Routing::new(tokens.indices, config.top_k, experts);
+        let part = routing.map_err(MoeError::Routing)?.part(chunk.tokens.clone());
+        let (token_bytes, scale_bytes) = (index(config.token_bytes), index(config.scale_bytes));
+        let stride = self.sizes.dispatch_row_bytes;
+        let to = self.tokens_at(config.rank, chunk.slot);
+        let mut at = self.sizes.table_bytes;
+        for peer in 0..self.peers.len() {
+            let local = placement.experts_of(self.peers[peer].rank);
+            let first = at;
+            for token in part.tokens_at(local) {
+                let token = index(chunk.tokens.start + token);
+                self.outbox.write(at, nth(tokens.x, token, token_bytes))?;
+                let scales = nth(tokens.scales, token, scale_bytes);
+                self.outbox.write(at + token_bytes as u64, scales)?;
+                at += stride;
+            }
+            self.write(peer, first, to, at - first, until)?;
+        }
+        Ok(())
+    }
+
+    fn read_tables(&mut self) -> Result<(), MoeError> {
+        let (table, epoch) = (self.table(), self.epoch());
+        let experts = self.config.firsts.last().copied().unwrap_or(0);
+        for peer in 0..self.peers.len() {
+            let rank = self.peers[peer].rank;
+            let at = self.table_at(rank);
+            // The largest is there whatever its head says; the core says how much of it counts.
+            self.bytes.resize(index_of(self.sizes.table_bytes), 0);
+            self.inbox.read(at, &mut self.bytes)?;
+            for (vector, bytes) in self.vectors.iter_mut().zip(self.bytes.chunks_exact(16)) {
+                for (word, bytes) in vector.iter_mut().zip(bytes.chunks_exact(4)) {
+                    *word = bytes.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte));
+                }
+            }
+            let Some(source) = self.sources.get_mut(index(rank)) else { continue };
+            let decoded =
+                table.decode(epoch, &self.vectors, &mut source.indices, &mut source.weights);
+            source.tokens = decoded.map_err(|error| MoeError::Table { rank, error })?;
+            source
+                .routing(self.config.top_k, experts)
+                .map_err(|error| MoeError::PeerRouting { rank, error })?;
+        }
+        Ok(())
+    }
+
+    /// Finds the row of every choice that ends here.
+    fn lay_out(&mut self) -> Result<(), MoeError> {
+        let placement = Placement::new(&self.config.firsts)?;
+        let (experts, top_k) = (placement.experts(), self.config.top_k);
+        let mine = placement.experts_of(self.config.rank);
+        self.counts.fill(0);
+        for (rank, source) in (0..).zip(&self.sources) {
+            let wrong = |error| MoeError::PeerRouting { rank, error };
+            let routing = source.routing(top_k, experts).map_err(wrong)?;
+            routing.count_experts(mine.clone(), &mut self.counts).map_err(wrong)?;
+        }
+        let padding = self.config.padding;
+        let mut layout =
+            Layout::new(mine, &self.counts, padding, &mut self.offsets, &mut self.given)?;
+        for (rank, source) in (0..).zip(&mut self.sources) {
+            let Source { tokens, indices, rows, .. } = source;
+            let routing = routing(indices, *tokens, top_k, experts);
+            let routing = routing.map_err(|error| MoeError::PeerRouting { rank, error })?;
+            layout.place(&routing, |arrival: Arrival| {
+                let choice = index(arrival.token) * index(top_k) + index(arrival.choice);
+                if let Some(row) = rows.get_mut(choice) {
+                    *row = arrival.row;
+                }
+            })?;
+        }
+        Ok(())
+    }
+
+    /// Checks that all rows fit what the caller lent, and writes zeros to those that only pad.
+    fn clear_padding(&self, rows: &mut Rows<'_>) -> Result<(), MoeError> {
+        let total = self.offsets.last().copied().unwrap_or(0);
+        let sized = [
+            (&mut *rows.x, index(self.config.token_bytes)),
+            (&mut *rows.scales, index(self.config.scale_bytes)),
+        ];
+        for (memory, bytes) in sized {
+            let lent = memory.len().checked_div(bytes).unwrap_or(usize::MAX);
+            if index(total) > lent {
+                return Err(MoeError::RowsTooMany { rows: total, lent });
+            }
+            let edges = self.offsets.iter().zip(self.offsets.iter().skip(1));
+            for ((first, next), count) in edges.zip(&self.counts) {
+                let padding = index(first + count) * bytes..index(*next) * bytes;
+                memory.get_mut(padding).unwrap_or_default().fill(0);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the tokens of one chunk of all ranks to their rows.
+    fn take_tokens(&self, own: &Tokens<'_>, at: u32, rows: &mut Rows<'_>) -> Result<(), MoeError> {
+        let config = &self.config;
+        let (top_k, experts) = (config.top_k, config.firsts.last().copied().unwrap_or(0));
+        let mine = Placement::new(&config.firsts)?.experts_of(config.rank);
+        let (x, scales) = (index(config.token_bytes), index(config.scale_bytes));
+        for (rank, source) in (0..).zip(&self.sources) {
+            let wrong = |error| MoeError::PeerRouting { rank, error };
+            let routing = source.routing(top_k, experts).map_err(wrong)?;
+            let chunk = self.chunks.get(self.round, at, source.tokens)?;
+            let mut from = self.tokens_at(rank, chunk.slot);
+            let part = routing.part(chunk.tokens.clone());
+            for token in part.tokens_at(mine.clone()) {
+                let token = chunk.tokens.start + token;
+                for row in source.rows_at(&routing, token, &mine) {
+                    let to_x = nth_mut(rows.x, row, x);
+                    let to_scales = nth_mut(rows.scales, row, scales);
+                    if rank == config.rank {
+                        to_x.copy_from_slice(nth(own.x, index(token), x));
+                        to_scales.copy_from_slice(nth(own.scales, index(token), scales));
+                    } else {
+                        self.inbox.read(from, to_x)?;
+                        self.inbox.read(from + x as u64, to_scales)?;
+                    }
+                }
+                from += self.sizes.dispatch_row_bytes;
+            }
+        }
+        Ok(())
+    }
+
+    // ---- the way back ----
+
+    fn run_combine(&mut self, y: &[u8], out: &mut [u8], until: Until) -> Result<(), MoeError> {
+        for at in 0..self.chunks.count() {
+            self.send_results(y, at, until)?;
+            self.arrive("combine", at, 1, until)?;
+            self.take_results(y, at, out)?;
+        }
+        Ok(())
+    }
+
+    /// Where the results of a slot begin at every receiver.
+    fn results_at(&self, slot: u32) -> u64 {
+        let rows = u64::from(slot) * self.chunk_rows() * u64::from(self.sizes.fan);
+        self.places.combine + rows * self.sizes.combine_row_bytes
+    }
+
+    fn send_results(&mut self, y: &[u8], at: u32, until: Until) -> Result<(), MoeError> {
+        let mut from = self.sizes.table_bytes;
+        for peer in 0..self.peers.len() {
+            let (first, rank) = (from, self.peers[peer].rank);
+            let config = &self.config;
+            let placement = Placement::new(&config.firsts)?;
+            let mine = placement.experts_of(config.rank);
+            let Some(source) = self.sources.get(index(rank)) else { continue };
+            let wrong = |error| MoeError::PeerRouting { rank, error };
+            let routing = source.routing(config.top_k, placement.experts()).map_err(wrong)?;
+            let chunk = self.chunks.get(self.round, at, source.tokens)?;
+            let part = routing.part(chunk.tokens.clone());
+            for token in part.tokens_at(mine.clone()) {
+                let token = chunk.tokens.start + token;
+                source.partial(&routing, token, &mine, y, config.format, &mut self.sum);
+                self.bytes.clear();
+                let stored = self.sum.iter().map(|value| config.format.store(*value));
+                self.bytes.extend(stored.flat_map(u16::to_le_bytes));
+                self.outbox.write(from, &self.bytes)?;
+                from += self.sizes.combine_row_bytes;
+            }
+            // At the receiver the rows of lower ranks come first.
+            part.count_ranks(&placement, &mut self.by_rank).map_err(wrong)?;
+            padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
+            let start = self.starts.get(index(config.rank)).copied().unwrap_or(0);
+            let to = self.results_at(chunk.slot) + u64::from(start) * self.sizes.combine_row_bytes;
+            self.write(peer, first, to, from - first, until)?;
+        }
+        Ok(())
+    }
+
+    /// Adds up what came for this rank's own tokens of a chunk.
+    fn take_results(&mut self, y: &[u8], at: u32, out: &mut [u8]) -> Result<(), MoeError> {
+        let config = &self.config;
+        let placement = Placement::new(&config.firsts)?;
+        let (rank, format) = (config.rank, config.format);
+        let mine = placement.experts_of(rank);
+        let Some(own) = self.sources.get(index(rank)) else { return Ok(()) };
+        let routing = own.routing(config.top_k, placement.experts()).map_err(MoeError::Routing)?;
+        let chunk = self.chunks.get(self.round, at, own.tokens)?;
+        let part = routing.part(chunk.tokens.clone());
+        part.count_ranks(&placement, &mut self.by_rank).map_err(MoeError::Routing)?;
+        padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
+        let results = self.results_at(chunk.slot);
+        let row_bytes = index(config.hidden) * Format::BYTES;
+        let mut total = std::mem::take(&mut self.total);
+        for token in chunk.tokens.clone() {
+            total.fill(0.0);
+            for from in routing.ranks_of(token, &placement).iter() {
+                let Some(next) = self.starts.get_mut(index(from)) else { continue };
+                let at = results + u64::from(*next) * self.sizes.combine_row_bytes;
+                *next += 1;
+                if from == rank {
+                    own.partial(&routing, token, &mine, y, format, &mut self.sum);
+                    for (total, value) in total.iter_mut().zip(&self.sum) {
+                        // Rounded as what comes from elsewhere: results do not depend on who holds an expert.
+                        *total += format.load(format.store(*value));
+                    }
+                } else {
+                    self.bytes.resize(row_bytes, 0);
+                    self.inbox.read(at, &mut self.bytes)?;
+                    for (total, value) in total.iter_mut().zip(values(&self.bytes)) {
+                        *total += format.load(value);
+                    }
+                }
+            }
+            let to = nth_mut(out, token, row_bytes).chunks_exact_mut(Format::BYTES);
+            for (to, value) in to.zip(&total) {
+                to.copy_from_slice(&format.store(*value).to_le_bytes());
+            }
+        }
+        self.total = total;
+        Ok(())
+    }
+
+    // ---- one step: so many writes to everybody, as many from everybody ----
+
+    /// Writes part of the outbox to a peer, as one of this step's writes; also if it has no bytes.
+    fn write(
+        &mut self,
+        peer: usize,
+        from: u64,
+        to: u64,
+        len: u64,
+        until: Until,
+    ) -> Result<(), MoeError> {
+        let Some(peer) = self.peers.get(peer) else { return Ok(()) };
+        let [even, odd] = peer.tags;
+        let tag = if self.step.is_multiple_of(2) { even } else { odd };
+        loop {
+            let submitted = if len == 0 {
+                self.engine.submit_imm(peer.id, tag, 1)
+            } else {
+                self.engine.submit_single_write(&SingleWrite {
+                    peer: peer.id,
+                    src: &self.outbox,
+                    src_offset: from,
+                    dst: &peer.inbox,
+                    dst_offset: to,
+                    len,
+                    imm: Some(tag),
+                })
+            };
+            match submitted {
+                Ok(transfer) => {
+                    self.sent.push((peer.rank, transfer));
+                    return Ok(());
+                }
+                Err(SubmitError::Full { .. }) if self.engine.wait_capacity(until.left()) => {}
+                Err(error) => return Err(MoeError::Submit { rank: peer.rank, error }),
+            }
+        }
+    }
+
+    /// Ends a step: waits for the same number of writes from each rank, and until what was sent is no longer read.
+    fn arrive(
+        &mut self,
+        phase: &'static str,
+        chunk: u32,
+        writes: u64,
+        until: Until,
+    ) -> Result<(), MoeError> {
+        let late = |ranks| MoeError::Late { phase, chunk, ranks, after: until.timeout };
+        for expected in &mut self.expected {
+            expected.writes = writes;
+        }
+        let [even, odd] = &self.counters;
+        let counter = if self.step.is_multiple_of(2) { even } else { odd };
+        while !self.peers.is_empty() {
+            let left = until.left();
+            let missing = match counter.wait_from(&self.expected, left.min(GLANCE)) {
+                Ok(()) => break,
+                Err(CountError::Timeout { peers, .. }) => peers,
+                Err(error) => return Err(MoeError::Count(error)),
+            };
+            let mut ranks = Vec::new();
+            for (peer, share) in self.peers.iter().zip(missing) {
+                if share.arrived < writes {
+                    ranks.push(peer.rank);
+                    gone(&self.engine, peer)?;
+                }
+            }
+            if left.is_zero() {
+                ranks.sort_unstable();
+                return Err(late(ranks));
+            }
+        }
+        for (rank, transfer) in &self.sent {
+            let end = transfer.wait(until.left()).map_err(|_| late(vec![*rank]))?;
+            end.ok().map_err(|error| MoeError::Write { rank: *rank, error })?;
+        }
+        self.sent.clear();
+        self.step += 1;
+        Ok(())
+    }
+}
+
+/// Whether a peer is known to be gone.
+fn gone(engine: &TransferEngine, peer: &Peer) -> Result<(), MoeError> {
+    let error = match engine.peer_state(peer.id) {
+        Some(PeerState::Down(reason)) => PeerError::Down { peer: peer.id, reason },
+        None => PeerError::Unknown { peer: peer.id },
+        Some(_) => return Ok(()),
+    };
+    Err(MoeError::Gone { rank: peer.rank, error })
+}
+
+impl Joining {
+    /// What the other ranks need.
+    #[must_use]
+    pub fn seat(&self) -> Seat {
+        let [even, odd] = &self.counters;
+        Seat {
+            address: self.engine.address().clone(),
+            inbox: self.inbox.desc(),
+            tags: [even.tag(), odd.tag()],
+            digest: self.config.digest(),
+        }
+    }
+
+    /// Connects to the others, of whose ranks `seats` are, this one's included.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`] names the rank that does not fit, or cannot be reached in time.
+    pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<AllToAll, MoeError> {
+        let until = Until::new(timeout);
+        let placement = Placement::new(&self.config.firsts)?;
+        let (world, rank) = (placement.world(), self.config.rank);
+        if seats.len() != index(world) {
+            return Err(MoeError::Seats { found: seats.len(), world });
+        }
+        let digest = self.config.digest();
+        let mut peers = Vec::new();
+        for (other, seat) in (0..).zip(seats).filter(|(other, _)| *other != rank) {
+            if seat.digest != digest || seat.inbox.len < self.places.len {
+                return Err(MoeError::OtherShape { rank: other });
+            }
+            let reach = |error| MoeError::Reach { rank: other, error };
+            let id = self.engine.add_peer(&seat.address).map_err(reach)?;
+            peers.push(Peer { rank: other, id, inbox: seat.inbox, tags: seat.tags });
+        }
+        // Everybody begins with the next one: the first writes of all do not go to one rank.
+        let lower = peers.iter().take_while(|peer| peer.rank < rank).count();
+        peers.rotate_left(lower);
+        for peer in &peers {
+            self.engine.wait_peer(peer.id, until.left()).map_err(|error| match error {
+                PeerError::Timeout { .. } => MoeError::Late {
+                    phase: "set-up",
+                    chunk: 0,
+                    ranks: vec![peer.rank],
+                    after: timeout,
+                },
+                error => MoeError::Gone { rank: peer.rank, error },
+            })?;
+        }
+        let local = placement.experts_of(rank).len();
+        Ok(AllToAll::new(self, peers, index(world), local))
+    }
+}
+
+impl AllToAll {
+    fn new(joining: Joining, peers: Vec<Peer>, world: usize, local: usize) -> Self {
+        let Joining { engine, config, sizes, places, inbox, outbox, counters } = joining;
+        let choices = index(config.max_tokens) * index(config.top_k);
+        let source = |_| Source {
+            tokens: 0,
+            indices: vec![0; choices].into(),
+            weights: vec![0.0; choices].into(),
+            rows: vec![0; choices].into(),
+        };
+        Self {
+            chunks: Chunks::new(config.max_tokens, config.chunk_tokens, DEPTH),
+            expected: peers.iter().map(|peer| Expected { peer: peer.id, writes: 0 }).collect(),
+            sent: Vec::with_capacity(2 * peers.len()),
+            turn: Turn::Dispatch,
+            round: 0,
+            step: 0,
+            sources: (0..world).map(source).collect(),
+            counts: vec![0; local],
+            offsets: vec![0; local + 1],
+            given: vec![0; local],
+            by_rank: vec![0; world],
+            starts: vec![0; world + 1],
+            vectors: vec![[0; 4]; index_of(sizes.table_bytes / 16)],
+            bytes: Vec::new(),
+            sum: vec![0.0; index(config.hidden)],
+            total: vec![0.0; index(config.hidden)],
+            engine,
+            config: Arc::new(config),
+            sizes,
+            places,
+            inbox,
+            outbox,
+            counters,
+            peers,
+        }
+    }
+}
+
+impl Source {
+    fn routing(&self, top_k: u32, experts: u32) -> Result<Routing<'_>, RoutingError> {
+        routing(&self.indices, self.tokens, top_k, experts)
+    }
+
+    /// The rows of a token's choices among `experts`, in the order of choices.
+    fn rows_at(
+        &self,
+        routing: &Routing<'_>,
+        token: u32,
+        experts: &Range<u32>,
+    ) -> impl Iterator<Item = u32> + use<'_> {
+        self.chosen(routing, token, experts).map(|(row, _)| row)
+    }
+
+    fn chosen(
+        &self,
+        routing: &Routing<'_>,
+        token: u32,
+        experts: &Range<u32>,
+    ) -> impl Iterator<Item = (u32, f32)> + use<'_> {
+        let first = index(token) * index(routing.top_k());
+        let mask = routing.choices_among(token, experts);
+        let chosen = (0..routing.top_k()).filter(move |choice| mask >> choice & 1 == 1);
+        chosen.filter_map(move |choice| {
+            let at = first + index(choice);
+            Some((*self.rows.get(at)?, *self.weights.get(at)?))
+        })
+    }
+
+    /// The weighted sum of a token's rows here, in the order of its choices.
+    fn partial(
+        &self,
+        routing: &Routing<'_>,
+        token: u32,
+        experts: &Range<u32>,
+        y: &[u8],
+        format: Format,
+        sum: &mut [f32],
+    ) {
+        sum.fill(0.0);
+        let bytes = sum.len() * Format::BYTES;
+        for (row, weight) in self.chosen(routing, token, experts) {
+            for (sum, value) in sum.iter_mut().zip(values(nth(y, index(row), bytes))) {
+                *sum += weight * format.load(value);
+            }
+        }
+    }
+}
+
+fn routing(
+    indices: &[i32],
+    tokens: u32,
+    top_k: u32,
+    experts: u32,
+) -> Result<Routing<'_>, RoutingError> {
+    let len = index(tokens) * index(top_k);
+    Routing::new(indices.get(..len).unwrap_or_default(), top_k, experts)
+}
+
+impl Config {
+    fn shape(&self) -> Shape {
+        Shape {
+            top_k: self.top_k,
+            max_tokens: self.max_tokens,
+            token_bytes: self.token_bytes,
+            scale_bytes: self.scale_bytes,
+            // What does not fit is no multiple of 16 either, and refused.
+            result_bytes: self.hidden.checked_mul(2).unwrap_or(1),
+            padding: self.padding,
+            chunk_tokens: self.chunk_tokens,
+            dispatch_depth: DEPTH,
+            combine_depth: DEPTH,
+        }
+    }
+
+    /// Tells two configurations apart that cannot work together (FNV-1a of all but the rank).
+    fn digest(&self) -> u64 {
+        let format = if self.format == Format::Bf16 { 0 } else { 1 };
+        let numbers = [
+            self.top_k,
+            self.max_tokens,
+            self.token_bytes,
+            self.scale_bytes,
+            self.hidden,
+            format,
+            self.padding.get(),
+            self.chunk_tokens.get(),
+        ];
+        let bytes = numbers.iter().chain(&self.firsts).flat_map(|number| number.to_le_bytes());
+        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        })
+    }
+}
+
+impl Places {
+    fn new(sizes: &Sizes) -> Result<Self, MoeError> {
+        // Tables end on 16 bytes, rows start on a cache line.
+        let dispatch = sizes.tables_bytes.checked_next_multiple_of(128);
+        let combine = dispatch.and_then(|at| at.checked_add(sizes.dispatch_bytes));
+        let len = combine.and_then(|at| at.checked_add(sizes.combine_bytes));
+        match (dispatch, combine, len) {
+            (Some(dispatch), Some(combine), Some(len)) => Ok(Self { dispatch, combine, len }),
+            _ => Err(SizesError::Overflow.into()),
+        }
+    }
+}
+
+/// When a call has to be over.
+#[derive(Debug, Clone, Copy)]
+struct Until {
+    begun: Instant,
+    timeout: Duration,
+}
+
+impl Until {
+    fn new(timeout: Duration) -> Self {
+        Self { begun: Instant::now(), timeout }
+    }
+
+    fn left(&self) -> Duration {
+        self.timeout.saturating_sub(self.begun.elapsed())
+    }
+}
+
+const fn argument(what: &'static str, found: usize, needed: usize) -> MoeError {
+    MoeError::Argument { what, found, needed }
+}
+
+const fn exact(what: &'static str, found: usize, needed: usize) -> Result<(), MoeError> {
+    if found == needed { Ok(()) } else { Err(argument(what, found, needed)) }
+}
+
+const fn index(number: u32) -> usize {
+    number as usize
+}
+
+/// A size of memory that was had.
+fn index_of(number: u64) -> usize {
+    usize::try_from(number).unwrap_or(usize::MAX)
+}
+
+/// Row `n` of rows of so many bytes; empty if it is not there.
+fn nth(rows: &[u8], n: usize, bytes: usize) -> &[u8] {
+    rows.get(n * bytes..(n + 1) * bytes).unwrap_or_default()
+}
+
+fn nth_mut(rows: &mut [u8], n: u32, bytes: usize) -> &mut [u8] {
+    rows.get_mut(index(n) * bytes..(index(n) + 1) * bytes).unwrap_or_default()
+}
+
+fn values(bytes: &[u8]) -> impl Iterator<Item = u16> + '_ {
+    let words = bytes.chunks_exact(Format::BYTES);
+    words.map(|word| word.iter().rev().fold(0, |value, byte| value << 8 | u16::from(*byte)))
+}

@@ -1,0 +1,503 @@
+//! Ranks in one process, over shared memory, against a gather by routes; bit for bit.
+
+#![expect(clippy::cast_possible_truncation, reason = "small numbers")]
+
+use std::ops::Range;
+use std::thread;
+
+use super::*;
+use crate::engine::{LibfabricOptions, Transport};
+
+const LONG: Duration = Duration::from_secs(60);
+
+/// Numbers that follow from a seed.
+#[derive(Clone)]
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u32 {
+        self.0 =
+            self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+        (self.0 >> 32) as u32
+    }
+
+    fn below(&mut self, end: u32) -> u32 {
+        self.next() % end
+    }
+
+    /// Between -2 and 2.
+    fn value(&mut self) -> f32 {
+        f32::from(self.next() as i16) / 16384.0
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Routes {
+    Uniform,
+    /// Low experts more often, a quarter dropped.
+    Skewed,
+    AllToOne,
+    None,
+}
+
+/// One rank's tokens in one round.
+#[derive(Debug, Clone, PartialEq)]
+struct Batch {
+    tokens: usize,
+    x: Vec<u8>,
+    scales: Vec<u8>,
+    indices: Vec<i32>,
+    weights: Vec<f32>,
+}
+
+impl Batch {
+    fn new(config: &Config, routes: Routes, tokens: u32, random: &mut Random) -> Self {
+        let experts = *config.firsts.last().unwrap();
+        let top_k = config.top_k.min(experts) as usize;
+        let mut indices = Vec::new();
+        for _ in 0..tokens {
+            let mut chosen: Vec<i32> = Vec::new();
+            while chosen.len() < top_k {
+                let expert = match routes {
+                    Routes::Uniform => random.below(experts) as i32,
+                    Routes::Skewed if random.below(4) == 0 => -1,
+                    Routes::Skewed => {
+                        (random.below(experts) * random.below(experts) / experts) as i32
+                    }
+                    Routes::AllToOne if chosen.is_empty() => experts as i32 - 1,
+                    Routes::AllToOne | Routes::None => -1,
+                };
+                if expert == -1 || !chosen.contains(&expert) {
+                    chosen.push(expert);
+                }
+            }
+            chosen.resize(config.top_k as usize, -1);
+            indices.extend(chosen);
+        }
+        let value = |random: &mut Random| config.format.store(random.value()).to_le_bytes();
+        let values = tokens * config.token_bytes / 2;
+        Self {
+            tokens: tokens as usize,
+            x: (0..values).flat_map(|_| value(random)).collect(),
+            scales: (0..tokens * config.scale_bytes).map(|_| random.next() as u8).collect(),
+            weights: indices.iter().map(|_| random.value()).collect(),
+            indices,
+        }
+    }
+
+    fn tokens(&self) -> Tokens<'_> {
+        Tokens { x: &self.x, scales: &self.scales, indices: &self.indices, weights: &self.weights }
+    }
+}
+
+/// What an expert makes of a token: each value times a number of its own, plus one of its place.
+fn expert(format: Format, number: u32, x: &[u8], hidden: u32) -> Vec<u16> {
+    let values: Vec<_> = values(x).map(|bits| format.load(bits)).collect();
+    let at = |place: u32| values[place as usize % values.len()];
+    let factor = 0.3 + number as f32;
+    (0..hidden).map(|place| format.store(at(place).mul_add(factor, place as f32 / 7.0))).collect()
+}
+
+/// What one rank has of a round: rows, their scales, offsets, and results.
+#[derive(Debug, Clone, PartialEq)]
+struct Outcome {
+    counts: Vec<u32>,
+    offsets: Vec<u32>,
+    x: Vec<u8>,
+    scales: Vec<u8>,
+    out: Vec<u8>,
+}
+
+/// The same by looking up each route, without any of the exchange.
+fn oracle(config: &Config, batches: &[Batch], rank: usize) -> Outcome {
+    let (top_k, format) = (config.top_k as usize, config.format);
+    let (bytes, scale_bytes) = (config.token_bytes as usize, config.scale_bytes as usize);
+    let experts = |rank: usize| config.firsts[rank]..config.firsts[rank + 1];
+    let token = |batch: &Batch, token: usize| batch.x[token * bytes..][..bytes].to_vec();
+    let (mut counts, mut offsets) = (vec![], vec![0]);
+    let (mut x, mut scales) = (vec![], vec![]);
+    for number in experts(rank) {
+        let mut count = 0;
+        for batch in batches {
+            for at in (0..batch.tokens)
+                .filter(|at| batch.indices[at * top_k..][..top_k].contains(&(number as i32)))
+            {
+                x.extend(token(batch, at));
+                scales.extend(&batch.scales[at * scale_bytes..][..scale_bytes]);
+                count += 1;
+            }
+        }
+        counts.push(count);
+        let rows = u32::try_from(x.len() / bytes).unwrap();
+        let rows = rows.next_multiple_of(config.padding.get());
+        x.resize(rows as usize * bytes, 0);
+        scales.resize(rows as usize * scale_bytes, 0);
+        offsets.push(rows);
+    }
+    let mut out = vec![];
+    let batch = &batches[rank];
+    for at in 0..batch.tokens {
+        let mut total = vec![0.0_f32; config.hidden as usize];
+        for rank in 0..batches.len() {
+            let mut part = vec![0.0_f32; config.hidden as usize];
+            let mut chosen = false;
+            for choice in at * top_k..(at + 1) * top_k {
+                let Ok(number) = u32::try_from(batch.indices[choice]) else { continue };
+                if !experts(rank).contains(&number) {
+                    continue;
+                }
+                chosen = true;
+                let y = expert(format, number, &token(batch, at), config.hidden);
+                for (part, y) in part.iter_mut().zip(y) {
+                    *part += batch.weights[choice] * format.load(y);
+                }
+            }
+            for (total, part) in total.iter_mut().zip(part).filter(|_| chosen) {
+                *total += format.load(format.store(part));
+            }
+        }
+        out.extend(total.into_iter().flat_map(|value| format.store(value).to_le_bytes()));
+    }
+    Outcome { counts, offsets, x, scales, out }
+}
+
+/// One round of one rank.
+fn round(exchange: &mut AllToAll, config: &Config, batch: &Batch) -> Result<Outcome, MoeError> {
+    let (bytes, scale_bytes) = (config.token_bytes as usize, config.scale_bytes as usize);
+    let rows = exchange.max_rows();
+    // Padding must become zeros.
+    let (mut x, mut scales) = (vec![0xee; rows * bytes], vec![0xee; rows * scale_bytes]);
+    let rows = Rows { x: &mut x, scales: &mut scales };
+    let received = exchange.dispatch(&batch.tokens(), rows, LONG)?;
+    let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
+    let rows = *offsets.last().unwrap() as usize;
+    let row = config.hidden as usize * 2;
+    let mut y = vec![0xee; rows * row];
+    let first = config.firsts[config.rank as usize];
+    for (local, (count, offset)) in (0..).zip(counts.iter().zip(&offsets)) {
+        for at in (*offset..offset + count).map(|at| at as usize) {
+            let made =
+                expert(config.format, first + local, &x[at * bytes..][..bytes], config.hidden);
+            let made: Vec<_> = made.into_iter().flat_map(u16::to_le_bytes).collect();
+            y[at * row..][..row].copy_from_slice(&made);
+        }
+    }
+    let mut out = vec![0xee; batch.tokens * row];
+    exchange.combine(&y, &mut out, LONG)?;
+    x.truncate(rows * bytes);
+    scales.truncate(rows * scale_bytes);
+    Ok(Outcome { counts, offsets, x, scales, out })
+}
+
+/// So many engines, with threads.
+fn engines(world: usize, transport: &Transport) -> Vec<TransferEngine> {
+    let engine = || TransferEngine::builder().transport(transport.clone()).build().unwrap();
+    (0..world).map(|_| engine()).collect()
+}
+
+fn of_rank(config: &Config, rank: u32) -> Config {
+    Config { rank, ..config.clone() }
+}
+
+/// Exchanges among these engines, joined.
+fn join(engines: &[TransferEngine], config: &Config) -> Vec<AllToAll> {
+    let open = |(rank, engine)| AllToAll::open(engine, &of_rank(config, rank)).unwrap();
+    let joining: Vec<_> = (0..).zip(engines).map(open).collect();
+    let seats: Vec<_> = joining.iter().map(Joining::seat).collect();
+    thread::scope(|scope| {
+        let seats = &seats;
+        let join = |joining: Joining| scope.spawn(move || joining.join(seats, LONG).unwrap());
+        let threads: Vec<_> = joining.into_iter().map(join).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    })
+}
+
+/// All rounds, by round and rank; ranks pause as `pauses` has it.
+fn run(
+    engines: &[TransferEngine],
+    config: &Config,
+    batches: &[Vec<Batch>],
+    pauses: u64,
+) -> Vec<Vec<Outcome>> {
+    let exchanges = join(engines, config);
+    let of_ranks: Vec<Vec<Outcome>> = thread::scope(|scope| {
+        let rank = |(rank, mut exchange): (usize, AllToAll)| {
+            scope.spawn(move || {
+                let mut random = Random(pauses ^ rank as u64);
+                let config = of_rank(config, rank as u32);
+                let round = |batches: &Vec<Batch>| {
+                    thread::sleep(Duration::from_micros(random.below(300).into()));
+                    round(&mut exchange, &config, &batches[rank]).unwrap()
+                };
+                let rounds = batches.iter().map(round).collect();
+                assert_eq!(exchange.rounds(), batches.len() as u64);
+                rounds
+            })
+        };
+        let threads: Vec<_> = exchanges.into_iter().enumerate().map(rank).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    (0..batches.len())
+        .map(|at| of_ranks.iter().map(|rounds| rounds[at].clone()).collect())
+        .collect()
+}
+
+fn config(firsts: &[u32]) -> Config {
+    Config {
+        rank: 0,
+        firsts: firsts.to_vec(),
+        top_k: 3,
+        max_tokens: 7,
+        token_bytes: 32,
+        scale_bytes: 4,
+        hidden: 24,
+        format: Format::Bf16,
+        padding: NonZeroU32::new(4).unwrap(),
+        chunk_tokens: NonZeroU32::new(7).unwrap(),
+    }
+}
+
+/// Rounds of batches: by round and rank.
+fn batches(config: &Config, routes: &[Routes], random: &mut Random) -> Vec<Vec<Batch>> {
+    let world = config.firsts.len() - 1;
+    let round = |routes: &Routes, random: &mut Random| {
+        (0..world)
+            .map(|rank| {
+                // One rank in three has nothing.
+                let tokens = random.below(config.max_tokens + 1);
+                let tokens = if random.below(3) == 0 && rank > 0 { 0 } else { tokens };
+                Batch::new(config, *routes, tokens, random)
+            })
+            .collect()
+    };
+    routes.iter().map(|routes| round(routes, random)).collect()
+}
+
+const ROUTES: [Routes; 6] = [
+    Routes::Uniform,
+    Routes::Skewed,
+    Routes::AllToOne,
+    Routes::None,
+    Routes::Uniform,
+    Routes::Skewed,
+];
+
+fn check(engines: &[TransferEngine], config: &Config, seed: u64) -> u32 {
+    let mut random = Random(seed);
+    let batches = batches(config, &ROUTES, &mut random);
+    let first = run(engines, config, &batches, seed);
+    let again = run(engines, config, &batches, !seed);
+    assert!(first == again, "seed {seed}: another run, other bytes");
+    let mut compared = 0;
+    for (round, (outcomes, batches)) in first.iter().zip(&batches).enumerate() {
+        for (rank, outcome) in outcomes.iter().enumerate() {
+            let oracle = oracle(config, batches, rank);
+            assert!(*outcome == oracle, "seed {seed}, round {round}, rank {rank} of {config:?}");
+            compared += 1;
+        }
+    }
+    compared
+}
+
+/// Every world up to four, experts spread in every manner, each format, chunks of one, some and all tokens.
+#[test]
+fn rounds_are_what_a_gather_by_routes_says() {
+    let (mut compared, mut seed) = (0, 0);
+    let placements: [&[&[u32]]; 4] = [
+        &[&[0, 1], &[0, 5]],
+        &[&[0, 3, 6], &[0, 0, 4], &[0, 7, 8]],
+        &[&[0, 2, 4, 6], &[0, 1, 1, 9]],
+        &[&[0, 2, 4, 6, 8], &[0, 5, 5, 6, 9]],
+    ];
+    for (world, placements) in (1..).zip(placements) {
+        let engines = engines(world, &Transport::Shm);
+        for firsts in placements {
+            for (format, scale_bytes) in [(Format::Bf16, 4), (Format::Fp16, 0)] {
+                for (chunk, top_k) in [(1, 1), (3, 3), (7, 4), (u32::MAX, 3)] {
+                    let chunk_tokens = NonZeroU32::new(chunk).unwrap();
+                    let config =
+                        Config { format, scale_bytes, chunk_tokens, top_k, ..config(firsts) };
+                    compared += check(&engines, &config, seed);
+                    seed += 1;
+                }
+            }
+        }
+    }
+    // Placements of each world, times formats, times chunks, times rounds, times ranks.
+    assert_eq!(compared, 2 * 4 * 6 * (2 + 3 * 2 + 2 * 3 + 2 * 4));
+}
+
+#[test]
+#[ignore = "needs libfabric with a provider for TCP"]
+fn rounds_over_tcp_are_the_same() {
+    let options = LibfabricOptions::default();
+    let engines = engines(3, &Transport::Libfabric(options));
+    let chunk_tokens = NonZeroU32::new(3).unwrap();
+    assert_eq!(check(&engines, &Config { chunk_tokens, ..config(&[0, 1, 5, 8]) }, 1), 18);
+}
+
+/// Large enough that writes are cut and sent past the caches, and no token's bytes are another's.
+#[test]
+fn rows_of_a_large_model_arrive_whole() {
+    let engines = engines(2, &Transport::Shm);
+    let config = Config {
+        top_k: 8,
+        max_tokens: 96,
+        token_bytes: 7168,
+        scale_bytes: 224,
+        hidden: 256,
+        chunk_tokens: NonZeroU32::new(64).unwrap(),
+        ..config(&[0, 16, 32])
+    };
+    let mut random = Random(9);
+    let batch = |_| Batch::new(&config, Routes::Uniform, 96, &mut random);
+    let batches = vec![(0..2).map(batch).collect::<Vec<_>>()];
+    let outcomes = run(&engines, &config, &batches, 3);
+    for (rank, outcome) in outcomes[0].iter().enumerate() {
+        assert!(*outcome == oracle(&config, &batches[0], rank), "rank {rank}");
+    }
+}
+
+/// Calls `dispatch`, and `combine` if that went well, with nothing at all.
+fn silent(exchange: &mut AllToAll, timeout: Duration) -> Result<(), MoeError> {
+    let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
+    exchange.dispatch(&none, Rows { x: &mut [], scales: &mut [] }, timeout)?;
+    exchange.combine(&[], &mut [], timeout)
+}
+
+#[test]
+fn a_rank_that_never_comes_is_named_within_the_deadline() {
+    let engines = engines(4, &Transport::Shm);
+    let short = Duration::from_millis(300);
+    for (phase, absent) in [("dispatch", 2), ("combine", 1)] {
+        let exchanges = join(&engines, &config(&[0, 1, 2, 3, 4]));
+        thread::scope(|scope| {
+            for (rank, mut exchange) in (0..).zip(exchanges) {
+                scope.spawn(move || {
+                    if rank == absent {
+                        if phase == "combine" {
+                            let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
+                            let rows = Rows { x: &mut [], scales: &mut [] };
+                            exchange.dispatch(&none, rows, LONG).unwrap();
+                        }
+                        // It lives, and says nothing.
+                        thread::sleep(3 * short);
+                        return;
+                    }
+                    let begun = Instant::now();
+                    let error = silent(&mut exchange, short).unwrap_err();
+                    let took = begun.elapsed();
+                    let MoeError::Late { phase: found, chunk: 0, ranks, after } = error else {
+                        panic!("{error:?}");
+                    };
+                    assert_eq!((found, ranks, after), (phase, vec![absent], short));
+                    // Two calls, and room for a busy machine.
+                    assert!(took >= short && took < 2 * short + Duration::from_secs(2), "{took:?}");
+                    let over = silent(&mut exchange, LONG);
+                    assert!(matches!(over, Err(MoeError::Over)), "{over:?}");
+                });
+            }
+        });
+    }
+    // What is left of those rounds is counted by no later exchange.
+    assert_eq!(check(&engines, &config(&[0, 1, 2, 3, 4]), 5), 24);
+}
+
+#[test]
+fn a_rank_that_is_gone_is_not_waited_for() {
+    let mut engines = engines(3, &Transport::Shm);
+    let mut exchanges = join(&engines, &config(&[0, 1, 2, 3]));
+    drop((engines.pop(), exchanges.pop()));
+    thread::scope(|scope| {
+        for mut exchange in exchanges {
+            scope.spawn(move || {
+                let begun = Instant::now();
+                let error = silent(&mut exchange, LONG).unwrap_err();
+                let named = match &error {
+                    MoeError::Gone { rank, .. } | MoeError::Write { rank, .. } => Some(*rank),
+                    _ => None,
+                };
+                assert_eq!(named, Some(2), "{error:?}");
+                assert!(begun.elapsed() < LONG / 2);
+            });
+        }
+    });
+}
+
+#[test]
+fn what_cannot_be_sent_is_refused_and_leaves_the_exchange_as_it_was() {
+    let engines = engines(1, &Transport::Shm);
+    let config = config(&[0, 4]);
+    let mut exchange = join(&engines, &config).pop().unwrap();
+    let batch = Batch::new(&config, Routes::Uniform, 2, &mut Random(1));
+    let (mut x, mut scales) = (vec![0; 32 * 99], vec![0; 4 * 99]);
+    let mut refused = |tokens: Tokens<'_>| {
+        let rows = Rows { x: &mut x, scales: &mut scales };
+        exchange.dispatch(&tokens, rows, LONG).map(drop).unwrap_err()
+    };
+    let good = batch.tokens();
+    let what = |error| match error {
+        MoeError::Argument { what, .. } => what,
+        error => panic!("{error:?}"),
+    };
+    assert_eq!(what(refused(Tokens { x: &batch.x[1..], ..good })), "x");
+    assert_eq!(what(refused(Tokens { scales: &[], ..good })), "scales");
+    assert_eq!(what(refused(Tokens { weights: &[], ..good })), "weights");
+    assert_eq!(what(refused(Tokens { indices: &[-1; 24], ..good })), "tokens");
+    for indices in [&[0; 6][..], &[4, 1, 2, 0, 1, 2], &[0; 5]] {
+        let error = refused(Tokens { indices, ..good });
+        assert!(matches!(error, MoeError::Routing(_)), "{error:?}");
+    }
+    let early = exchange.combine(&[], &mut [], LONG);
+    assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
+    let outcome = round(&mut exchange, &config, &batch).unwrap();
+    assert_eq!(outcome, oracle(&config, std::slice::from_ref(&batch), 0));
+    // Memory for too few rows is found out when they have arrived: that is the end.
+    let rows = Rows { x: &mut [0; 32], scales: &mut [0; 4] };
+    let error = exchange.dispatch(&good, rows, LONG).unwrap_err();
+    assert!(matches!(error, MoeError::RowsTooMany { lent: 1, .. }), "{error:?}");
+    assert!(matches!(silent(&mut exchange, LONG), Err(MoeError::Over)));
+}
+
+#[test]
+fn what_cannot_be_joined_is_refused() {
+    let engines = engines(2, &Transport::Shm);
+    let good = config(&[0, 2, 4]);
+    let open =
+        |rank, config: &Config| AllToAll::open(&engines[rank as usize % 2], &of_rank(config, rank));
+    assert!(matches!(open(2, &good), Err(MoeError::Rank { rank: 2, world: 2 })));
+    let bad = |config: Config| open(0, &config).unwrap_err();
+    assert!(matches!(bad(config(&[1, 2])), MoeError::Placement(_)));
+    assert!(matches!(bad(Config { hidden: 12, ..good.clone() }), MoeError::Sizes(_)));
+    assert!(matches!(bad(Config { hidden: u32::MAX, ..good.clone() }), MoeError::Sizes(_)));
+    assert!(matches!(bad(Config { top_k: 33, ..good.clone() }), MoeError::Sizes(_)));
+    let padding = NonZeroU32::new(8).unwrap();
+    let (ours, theirs) =
+        (open(0, &good).unwrap(), open(1, &Config { padding, ..good.clone() }).unwrap());
+    let seats = [ours.seat(), theirs.seat()];
+    let error = ours.join(&seats, LONG).unwrap_err();
+    assert!(matches!(error, MoeError::OtherShape { rank: 1 }), "{error:?}");
+    let error = theirs.join(&seats[..1], LONG).unwrap_err();
+    assert!(matches!(error, MoeError::Seats { found: 1, world: 2 }), "{error:?}");
+    // Counters of exchanges that came to nothing are free again.
+    for _ in 0..2000 {
+        drop(open(0, &config(&[0, 1])).unwrap());
+    }
+}
+
+#[test]
+fn seats_are_read_back_and_every_shorter_or_longer_one_is_refused() {
+    let engines = engines(1, &Transport::Shm);
+    let joining = AllToAll::open(&engines[0], &config(&[0, 3])).unwrap();
+    let bytes = joining.seat().to_bytes();
+    assert_eq!(Seat::from_bytes(&bytes), Ok(joining.seat()));
+    assert_eq!(joining.seat().address(), engines[0].address());
+    let cut = |range: Range<usize>| Seat::from_bytes(&bytes[range]);
+    assert!((0..bytes.len()).all(|len| cut(0..len).is_err()));
+    assert!((1..bytes.len()).all(|start| cut(start..bytes.len()).is_err()));
+    let long = [&bytes[..], &[0]].concat();
+    assert_eq!(Seat::from_bytes(&long), Err(SeatError::Length { found: long.len() }));
+    let mut tag = bytes.clone();
+    tag[bytes.len() - 13] = 0xff;
+    assert!(matches!(Seat::from_bytes(&tag), Err(SeatError::Tag { .. })));
+}
