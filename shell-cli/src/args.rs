@@ -164,8 +164,11 @@ Examples:
 
 /// `immwire bench`.
 #[derive(Debug, Args)]
-#[command(after_help = BENCH_HELP)]
+#[command(after_help = BENCH_HELP, args_conflicts_with_subcommands = true)]
 pub struct BenchArgs {
+    /// What is measured with arguments of its own
+    #[command(subcommand)]
+    pub apart: Option<BenchCommand>,
     /// What to measure; without it, a summary of all
     #[arg(value_enum)]
     pub what: Option<What>,
@@ -217,6 +220,55 @@ pub struct BenchArgs {
     /// Draw the rows into an SVG file
     #[arg(long, value_name = "FILE")]
     pub plot: Option<PathBuf>,
+}
+
+/// What is measured with arguments of its own.
+#[derive(Debug, Subcommand)]
+pub enum BenchCommand {
+    /// Dispatch and combine of a mixture of experts, among ranks of this host, in host memory
+    #[command(after_help = BENCH_MOE_HELP)]
+    Moe(MoeBenchArgs),
+}
+
+const BENCH_MOE_HELP: &str = "\
+Each rank is a thread of this process with an engine of its own; they write to each other through shared memory. Tokens
+are bf16 both ways, routed uniformly. Times are those of each round's slowest rank. GB/s counts what leaves any rank for
+another one, once; the last column is how long one thread takes to copy as much. Every result is checked.
+
+Examples:
+  immwire bench moe --ep 4 --tokens 128
+  immwire bench moe --ep 2 --tokens 4096 --chunk 512 --rounds 10 --json";
+
+/// `immwire bench moe`.
+#[derive(Debug, Args)]
+pub struct MoeBenchArgs {
+    /// Ranks
+    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub ep: u32,
+    /// Tokens of each rank
+    #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(0..=65_536))]
+    pub tokens: u32,
+    /// Values of a token; a multiple of 8
+    #[arg(long, default_value_t = 7168, value_parser = clap::value_parser!(u32).range(8..=65_536))]
+    pub hidden: u32,
+    /// Experts of all ranks
+    #[arg(long, default_value_t = 256, value_parser = clap::value_parser!(u32).range(1..=1024))]
+    pub experts: u32,
+    /// Experts of each token
+    #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
+    pub top_k: u32,
+    /// Tokens that travel together
+    #[arg(long, default_value = "512")]
+    pub chunk: NonZeroU32,
+    /// Rounds that are timed
+    #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
+    pub rounds: u32,
+    /// Seed of tokens and routes
+    #[arg(long, default_value_t = 1)]
+    pub seed: u64,
+    /// One JSON object for each operation
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// `immwire push`.

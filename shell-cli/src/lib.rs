@@ -33,7 +33,7 @@ pub mod signals;
 pub mod sim;
 pub mod transport;
 
-use args::{Cli, Command, DoctorArgs, SimArgs, SimCommand};
+use args::{BenchCommand, Cli, Command, DoctorArgs, MoeBenchArgs, SimArgs, SimCommand};
 use clap::Parser;
 use std::ffi::OsString;
 use std::io::{IsTerminal, Write};
@@ -85,7 +85,10 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
         message: advised(error.to_string(), error.motor()),
     };
     match command {
-        Command::Bench(args) => bench::command::bench(args).map_err(bench_failure).map(|()| 0),
+        Command::Bench(args) => match &args.apart {
+            Some(BenchCommand::Moe(args)) => measure_moe(args),
+            None => bench::command::bench(args).map_err(bench_failure).map(|()| 0),
+        },
         Command::Peer(args) => bench::command::peer(args).map_err(bench_failure).map(|()| 0),
         Command::Doctor(args) => diagnose(args),
         Command::Sim(args) => simulate(args),
@@ -127,6 +130,14 @@ fn advised(said: String, error: Option<&motor::MotorError>) -> String {
 
 fn failed(message: String) -> Failure {
     Failure { code: FAILED, message }
+}
+
+fn measure_moe(args: &MoeBenchArgs) -> Result<u8, Failure> {
+    bench::moe::bench(args).map(|()| 0).map_err(|error| {
+        let interrupted = matches!(error, bench::moe::MoeBenchError::Interrupted);
+        let code = if interrupted { signals::INTERRUPTED } else { FAILED };
+        Failure { code, message: error.to_string() }
+    })
 }
 
 fn simulate(args: &SimArgs) -> Result<u8, Failure> {

@@ -53,6 +53,29 @@ fn rows(args: &[&str]) -> Vec<Value> {
     rows
 }
 
+#[test]
+fn dispatch_and_combine_are_measured_and_checked() {
+    let small = ["--tokens", "5", "--hidden", "64", "--experts", "6", "--top-k", "3"];
+    for ranks in ["1", "3"] {
+        let more = ["--ep", ranks, "--chunk", "2", "--rounds", "4", "--json"];
+        let output = run(["bench", "moe"].iter().chain(&small).chain(&more));
+        assert!(output.status.success(), "{}", text(&output.stderr));
+        let rows: Vec<Value> =
+            text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let ops: Vec<_> = rows.iter().map(|row| row["op"].as_str().unwrap()).collect();
+        assert_eq!(ops, ["dispatch", "combine"]);
+        for row in &rows {
+            assert!(positive(row, "p50_us") && row["p99_us"].as_f64() >= row["p50_us"].as_f64());
+            assert_eq!(positive(row, "gb_per_s"), ranks != "1", "one rank writes to nobody: {row}");
+        }
+    }
+    for refused in [&["--experts", "2", "--top-k", "3"][..], &["--hidden", "12"]] {
+        let output = run(["bench", "moe", "--json"].iter().chain(refused));
+        assert_eq!(output.status.code(), Some(1), "{refused:?}");
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty());
+    }
+}
+
 fn positive(row: &Value, field: &str) -> bool {
     row[field].as_f64().is_some_and(|value| value > 0.0)
 }

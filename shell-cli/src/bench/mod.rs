@@ -7,6 +7,7 @@
 //! | [`run`] | measuring one row |
 //! | [`serve`] | the peer's side |
 //! | [`say`] | what the two say to each other |
+//! | [`moe`] | dispatch and combine among ranks of this host |
 //! | [`pattern`] | bytes that tell when and where they belong |
 //! | [`mapping`] | the transfers' memory, for the baseline |
 //! | [`process`] | peer processes |
@@ -16,6 +17,7 @@
 pub mod command;
 pub mod driver_copy;
 pub mod mapping;
+pub mod moe;
 pub mod pattern;
 pub mod plan;
 pub mod process;
