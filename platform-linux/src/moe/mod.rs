@@ -388,9 +388,10 @@ impl AllToAll {
         Ok(())
     }
 
+    /// What tables of this round carry: never 0, which is what memory holds that nobody has written to.
     fn epoch(&self) -> u32 {
-        // Its lower half: rounds that are 2^32 apart do not meet.
-        u32::try_from(self.round & u64::from(u32::MAX)).unwrap_or(0)
+        // A remainder of 32 bits; rounds so far apart do not meet.
+        u32::try_from(self.round % u64::from(u32::MAX)).map_or(u32::MAX, |round| round + 1)
     }
 
     fn table(&self) -> TableShape {

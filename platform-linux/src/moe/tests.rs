@@ -5,6 +5,8 @@
 use std::ops::Range;
 use std::thread;
 
+use immwire_core::moe::TableError;
+
 use super::*;
 use crate::engine::{LibfabricOptions, Transport};
 
@@ -419,6 +421,30 @@ fn a_rank_that_is_gone_is_not_waited_for() {
                 };
                 assert_eq!(named, Some(2), "{error:?}");
                 assert!(begun.elapsed() < LONG / 2);
+            });
+        }
+    });
+}
+
+/// A rank that is two rounds ahead, which cannot be, writes to the right places and counts right.
+#[test]
+fn what_is_of_another_round_is_not_taken_for_this_one() {
+    let engines = engines(2, &Transport::Shm);
+    let mut exchanges = join(&engines, &config(&[0, 1, 2]));
+    exchanges[1].round = 2;
+    thread::scope(|scope| {
+        for (rank, mut exchange) in (0..).zip(exchanges) {
+            scope.spawn(move || {
+                let error = silent(&mut exchange, LONG).unwrap_err();
+                let MoeError::Table {
+                    rank: from,
+                    error: TableError::Stale { epoch, expected, .. },
+                } = error
+                else {
+                    panic!("{error:?}");
+                };
+                let epochs = if rank == 0 { (3, 1) } else { (1, 3) };
+                assert_eq!((from, (epoch, expected)), (1 - rank, epochs));
             });
         }
     });
