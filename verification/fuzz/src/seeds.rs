@@ -12,6 +12,7 @@ use immwire_cli::push::path::RelPath;
 use immwire_cli::push::recv::STAGING;
 use immwire_core::datagram::{Address, Claim, DATAGRAM_MAX, Message, Nonces, Protocol, Say};
 use immwire_core::mailbox::{Control, MessageHeader};
+use immwire_core::moe::TableShape;
 use immwire_core::recycle::Turn;
 use immwire_core::wire::Hello;
 use immwire_fuzz::{address, consistent, descriptor, hello, refusal, round_trip};
@@ -40,6 +41,7 @@ fn main() -> std::io::Result<()> {
             &format!("refusal-{seed}"),
             &round_trip(&refusal(&mut from()).expect("enough")),
         )?;
+        write("moe_table", &name, &table(seed))?;
         if let Ok(hello) = hello(&mut from()).map(consistent) {
             write("datagram", &name, &prove(&hello))?;
             write("hello", &name, &round_trip(&hello))?;
@@ -143,4 +145,18 @@ fn session() -> Vec<u8> {
         text.push(b'\n');
     }
     text
+}
+
+/// Shape, number of tokens, epoch, and the table: as the target takes it.
+fn table(seed: u8) -> Vec<u8> {
+    let (top_k, tokens, epoch) = (1 + seed, 3 + seed, 5);
+    let shape = TableShape { top_k: top_k.into(), max_tokens: tokens.into() };
+    let choices = usize::from(top_k) * usize::from(tokens);
+    let indices: Vec<i32> =
+        (0..choices as i32).map(|n| (n * 7 + i32::from(seed)) % 40 - 1).collect();
+    let weights: Vec<f32> = indices.iter().map(|index| *index as f32 / 64.0).collect();
+    let mut vectors = vec![[0; 4]; shape.vectors(tokens.into()).expect("few")];
+    shape.encode(epoch, &indices, &weights, &mut vectors).expect("a table");
+    let words = vectors.iter().flatten().flat_map(|word| word.to_le_bytes());
+    [top_k, tokens, tokens, epoch as u8].into_iter().chain(words).collect()
 }
