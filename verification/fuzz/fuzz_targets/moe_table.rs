@@ -33,7 +33,8 @@ fn vector(bytes: &[u8]) -> Vector {
 /// What is let through is inside the shape, and is the same table when it is written again.
 fn read(shape: TableShape, epoch: u32, table: &[Vector]) {
     let top_k = shape.top_k as usize;
-    let room = shape.max_tokens as usize * top_k;
+    // More than the shape needs: that it holds is not for want of room.
+    let room = (shape.max_tokens as usize + 64) * top_k;
     let (mut indices, mut weights) = (vec![BEFORE; room], vec![0.5; room]);
     let Ok(tokens) = shape.decode(epoch, table, &mut indices, &mut weights) else { return };
     assert!(tokens <= shape.max_tokens);
