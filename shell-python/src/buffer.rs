@@ -90,6 +90,11 @@ impl View {
         Self::take(object, STRIDES | FORMAT)
     }
 
+    /// Contiguous items of a known format, to be read.
+    pub(crate) fn typed(object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        Self::take(object, C_CONTIGUOUS | FORMAT)
+    }
+
     fn take(object: &Bound<'_, PyAny>, flags: c_int) -> PyResult<Self> {
         let mut view = Box::new(EMPTY);
         // SAFETY: the object is alive, the interpreter attached, and `view` a place for the answer, which
@@ -137,6 +142,24 @@ impl View {
         let format = NonNull::new(self.0.format);
         // SAFETY: not null, it is a string that lives as long as the view.
         format.map_or(b"B", |format| unsafe { CStr::from_ptr(format.as_ptr()) }.to_bytes())
+    }
+
+    /// What an item is, in one letter, if it is in this machine's order of bytes.
+    pub(crate) fn letter(&self) -> Option<u8> {
+        match self.format() {
+            [letter] | [b'@' | b'=', letter] => Some(*letter),
+            [b'<', letter] if cfg!(target_endian = "little") => Some(*letter),
+            _ => None,
+        }
+    }
+
+    /// Items by dimension.
+    pub(crate) fn shape(&self) -> Vec<usize> {
+        let axes = usize::try_from(self.0.ndim).unwrap_or(0);
+        let shape = NonNull::new(self.0.shape);
+        // SAFETY: asked for with strides, it points to `ndim` numbers, which live as long as the view.
+        let extent = |axis| shape.map(|shape| unsafe { shape.add(axis).read() }.unsigned_abs());
+        (0..axes).filter_map(extent).collect()
     }
 
     /// Items, and bytes from one to the next, of memory that has one dimension.

@@ -27,6 +27,7 @@ use crate::errors;
 use crate::fork::{self, Owned};
 use crate::memory::{self, Keep};
 use crate::messages::{Mailbox, Recv};
+use crate::moe::Exchanges;
 use crate::pages;
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
@@ -47,12 +48,15 @@ pub(crate) struct Core {
     /// It writes from and to the memory of GPUs.
     has_gpus: bool,
     lingering: Arc<Lingering>,
+    /// They hold handles of the engine.
+    pub(crate) exchanges: Exchanges,
 }
 
 impl Core {
     /// Stops the engine: its transfers end, its threads are joined, and then its memory is let go of.
     fn stop(self) {
-        let Self { engine, manner, mailbox, lingering, .. } = self;
+        let Self { engine, manner, mailbox, lingering, exchanges, .. } = self;
+        exchanges.close();
         // The last handle: the others are made for one call each, and `Core` is counted.
         drop(engine);
         mailbox.close();
@@ -152,11 +156,11 @@ pub(crate) struct TransferEngine {
 }
 
 impl TransferEngine {
-    fn core(&self) -> PyResult<Arc<Running>> {
+    pub(crate) fn core(&self) -> PyResult<Arc<Running>> {
         lock(&self.handle.get()?.core).clone().ok_or_else(|| errors::closed("engine"))
     }
 
-    fn timeout(&self, timeout: Option<f64>) -> PyResult<Duration> {
+    pub(crate) fn timeout(&self, timeout: Option<f64>) -> PyResult<Duration> {
         timeout.map_or(Ok(self.manner.peek().timeout), seconds)
     }
 
@@ -375,7 +379,8 @@ impl TransferEngine {
         let manner = Manner { caller: Arc::default(), timeout, spin };
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
         let lingering = Arc::default();
-        let core = Core { engine, manner: manner.clone(), mailbox, has_gpus, lingering };
+        let exchanges = Exchanges::default();
+        let core = Core { engine, manner: manner.clone(), mailbox, has_gpus, lingering, exchanges };
         let core = Mutex::new(Some(Arc::new(Running(Some(core)))));
         let handle = Arc::new(Handle { core, made_in: fork::generation() });
         let mut engines = lock(&ENGINES);

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use immwire::core::group;
 use immwire::core::id::PeerId;
+use immwire::moe::{MoeError, SeatError};
 use immwire::provider::RevokeError;
 use immwire::{
     AccessError, AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare,
@@ -12,7 +13,7 @@ use immwire::{
 };
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyDict, PyList};
+use pyo3::types::{PyDict, PyList, PyTuple};
 
 use crate::values;
 
@@ -257,4 +258,61 @@ pub(crate) fn end(end: End, deadline: Option<Duration>) -> Option<PyErr> {
         }
         nic.map_or(Ok(()), |nic| fields.set_item("nic", nic))
     }))
+}
+
+/// An exchange could not be made, or a round failed.
+pub(crate) fn moe(error: &MoeError) -> PyErr {
+    let message = error.to_string();
+    let one = |rank: u32| vec![rank];
+    let (class, ranks) = match error {
+        MoeError::Placement(_) | MoeError::Sizes(_) | MoeError::Rank { .. } => {
+            return config(&message);
+        }
+        // Nothing was sent.
+        MoeError::Seats { .. }
+        | MoeError::Argument { .. }
+        | MoeError::Routing(_)
+        | MoeError::OutOfTurn { .. } => return request(&message),
+        MoeError::Count(error) => return count(error),
+        MoeError::Counter(error) => return counter_taken(*error),
+        MoeError::Memory(error) => return register(error),
+        MoeError::Access(error) => return access(error),
+        MoeError::Late { ranks, .. } => ("MoeTimeout", ranks.clone()),
+        MoeError::Gone { rank, .. }
+        | MoeError::Write { rank, .. }
+        | MoeError::Submit { rank, .. }
+        | MoeError::Reach { rank, .. } => ("RankError", one(*rank)),
+        MoeError::OtherShape { rank }
+        | MoeError::PeerRouting { rank, .. }
+        | MoeError::Table { rank, .. } => ("MoeError", one(*rank)),
+        _ => ("MoeError", Vec::new()),
+    };
+    raise(class, &message, |fields| {
+        fields.set_item("ranks", PyTuple::new(fields.py(), ranks)?)?;
+        match error {
+            MoeError::Late { phase, chunk, after, .. } => {
+                fields.set_item("phase", phase)?;
+                fields.set_item("chunk", chunk)?;
+                set_deadline(fields, *after)
+            }
+            MoeError::Gone {
+                error:
+                    PeerError::Down { peer, .. }
+                    | PeerError::Unknown { peer }
+                    | PeerError::Timeout { peer, .. },
+                ..
+            } => set_peer(fields, *peer),
+            _ => Ok(()),
+        }
+    })
+}
+
+/// What was given as the seat of `rank` is none.
+pub(crate) fn seat(rank: usize, error: SeatError) -> PyErr {
+    request(&format!("seat {rank}: {error}"))
+}
+
+/// Another thread is in a call on the same exchange.
+pub(crate) fn exchange_busy() -> PyErr {
+    request("another thread is in a call on this exchange, which takes one at a time")
 }

@@ -7,6 +7,7 @@
 //! | `region`, `memory`, `buffer` | memory, given out and taken in |
 //! | `transfer`, `counter`, `messages` | what is waited for |
 //! | `watcher` | words that GPUs store to |
+//! | `moe` | dispatch and combine among ranks |
 //! | `waiting` | `await`, on any event loop |
 //! | `pages`, `values`, `errors` | arguments, values, exceptions |
 //! | `fork`, `sync` | processes and threads |
@@ -26,6 +27,7 @@ mod errors;
 mod fork;
 mod memory;
 mod messages;
+mod moe;
 mod pages;
 mod region;
 mod streams;
@@ -47,6 +49,8 @@ mod _immwire {
     use super::counter::ImmCounter;
     #[pymodule_export]
     use super::engine::{TransferEngine, close_all};
+    #[pymodule_export]
+    use super::moe::{AllToAll, Joining, Received};
     #[pymodule_export]
     use super::pages::PageIndices;
     #[pymodule_export]

@@ -34,8 +34,50 @@ pub(crate) enum Keep {
     Object { _object: Py<PyAny> },
 }
 
-/// Finds the memory of `object`; a GPU's only if `gpus` are used.
+// SAFETY: an address, and holders that may be shared between threads. What lies there is only ever copied,
+// through pointers.
+unsafe impl Sync for Memory {}
+
+impl Memory {
+    /// Copies the first `len` bytes of it to `bytes`, or all if it has fewer. What others write meanwhile comes torn.
+    pub(crate) fn copy_to(&self, bytes: &mut Vec<u8>, len: usize) {
+        let len = len.min(self.len);
+        bytes.resize(len, 0);
+        // SAFETY: the memory is valid for `self.len` bytes while this is held, or its caller has promised it;
+        // `bytes` has `len` of its own. Others may write to the memory meanwhile: then the copy is torn, and no
+        // reference was formed.
+        unsafe { std::ptr::copy(self.ptr.as_ptr(), bytes.as_mut_ptr(), len) };
+    }
+
+    /// Copies `bytes` to its beginning, as many as fit. It must not be read only.
+    pub(crate) fn copy_from(&self, bytes: &[u8]) {
+        // SAFETY: as above, the other way round: not read only, the memory may be written to.
+        unsafe { std::ptr::copy(bytes.as_ptr(), self.ptr.as_ptr(), bytes.len().min(self.len)) };
+    }
+}
+
+/// Finds the memory of `object`, of some bytes; a GPU's only if `gpus` are used.
 pub(crate) fn find(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
+    match look(object, gpus)? {
+        Memory { len: 0, .. } => {
+            Err(errors::request("a region of zero bytes cannot be registered"))
+        }
+        memory => Ok(memory),
+    }
+}
+
+/// Finds memory of the host, perhaps of no bytes, to be copied from or to during a call.
+pub(crate) fn lent(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    if object.hasattr(intern!(object.py(), "__cuda_array_interface__"))? {
+        return Err(errors::unsupported(&format!(
+            "{} is in GPU memory: copy it to the host first",
+            kind(object)
+        )));
+    }
+    look(object, false)
+}
+
+fn look(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     let py = object.py();
     if let Ok(pair) = object.cast::<PyTuple>() {
         return address(pair);
@@ -97,11 +139,10 @@ fn gpu(what: &str) -> PyErr {
 }
 
 fn found(ptr: usize, len: usize, readonly: bool, keep: Keep) -> PyResult<Memory> {
-    let ptr = NonNull::new(std::ptr::with_exposed_provenance_mut(ptr));
-    match ptr {
-        Some(ptr) if len > 0 => Ok(Memory { ptr, len, readonly, keep }),
-        _ => Err(errors::request("a region of zero bytes cannot be registered")),
-    }
+    // Nothing lies at address zero.
+    let (ptr, len) = NonNull::new(std::ptr::with_exposed_provenance_mut(ptr))
+        .map_or((NonNull::dangling(), 0), |ptr| (ptr, len));
+    Ok(Memory { ptr, len, readonly, keep })
 }
 
 fn address(pair: &Bound<'_, PyTuple>) -> PyResult<Memory> {

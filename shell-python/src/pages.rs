@@ -110,13 +110,7 @@ fn from_view(view: &View) -> PyResult<Arc<[u32]>> {
     let Some((len, stride)) = view.line() else {
         return Err(errors::request("page numbers come in one dimension"));
     };
-    // The order of bytes is this machine's, unless it is said to be another.
-    let letter = match view.format() {
-        [letter] | [b'@' | b'=', letter] => *letter,
-        [b'<', letter] if cfg!(target_endian = "little") => *letter,
-        _ => b'?',
-    };
-    let copied = match (letter, view.itemsize()) {
+    let copied = match (view.letter().unwrap_or(b'?'), view.itemsize()) {
         (b'I' | b'L', 4) => copy::<u32>(view, len, stride),
         (b'i' | b'l', 4) => copy::<i32>(view, len, stride),
         (b'L' | b'Q' | b'N', 8) => copy::<u64>(view, len, stride),

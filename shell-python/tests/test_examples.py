@@ -10,7 +10,7 @@ from pathlib import Path
 import immwire
 import pytest
 from conftest import PATIENCE
-from immwire import bootstrap
+from immwire import bootstrap, moe
 
 HERE = Path(__file__).parent.parent
 ON_GPUS = HERE / "examples" / "graph_pages.py"
@@ -52,7 +52,7 @@ def test_readme(program):
     assert ended.stdout.splitlines() == expected
 
 
-@pytest.mark.parametrize("module", [immwire, bootstrap], ids=lambda module: module.__name__)
+@pytest.mark.parametrize("module", [immwire, bootstrap, moe], ids=lambda module: module.__name__)
 def test_documentation(module):
     results = doctest.testmod(module)
     assert results.attempted

@@ -20,11 +20,13 @@ b'hello'
 
 What takes time can be awaited, on asyncio's event loop or uvloop's; the method of the same name with
 ``_blocking`` behind waits without a loop, and lets other threads run. Errors are exceptions with
-fields, below ``ImmwireError``. ``immwire.bootstrap`` helps peers find each other.
+fields, below ``ImmwireError``. ``immwire.bootstrap`` helps peers find each other;
+``immwire.moe`` is dispatch and combine of a mixture of experts.
 """
 
 import atexit as _atexit
 
+from . import moe
 from ._errors import (
     CapacityError,
     ConfigError,
@@ -33,9 +35,12 @@ from ._errors import (
     EngineClosed,
     ForkedError,
     ImmwireError,
+    MoeError,
+    MoeTimeout,
     PeerDown,
     PeerError,
     PeerShare,
+    RankError,
     RegionError,
     RegionInUse,
     RequestError,
@@ -78,6 +83,8 @@ __all__ = [
     "ImmCounter",
     "ImmwireError",
     "Message",
+    "MoeError",
+    "MoeTimeout",
     "MrDesc",
     "NetAddr",
     "Nic",
@@ -87,6 +94,7 @@ __all__ = [
     "PeerGroup",
     "PeerId",
     "PeerShare",
+    "RankError",
     "Region",
     "RegionError",
     "RegionInUse",
@@ -103,4 +111,5 @@ __all__ = [
     "WaitTimeout",
     "Waiting",
     "__version__",
+    "moe",
 ]

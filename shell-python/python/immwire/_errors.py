@@ -50,7 +50,7 @@ class ImmwireError(Exception):
 
 
 class ConfigError(ImmwireError, ValueError):
-    """An engine cannot be made of what was given."""
+    """An engine, or an exchange, cannot be made of what was given."""
 
 
 class RequestError(ImmwireError, ValueError):
@@ -153,3 +153,40 @@ class RegionInUse(RegionError, BufferError):
 
 class UnsupportedMemory(RegionError, TypeError):
     """The provider cannot reach this kind of memory, or the object has none to offer."""
+
+
+class MoeError(ImmwireError):
+    """An exchange among ranks failed; it is over. Make a new one with those who are left.
+
+    What is refused before anything was sent is a ``RequestError`` instead, and the call can be made again.
+    """
+
+    #: The ranks it is about: who is missing, or whose fault it is.
+    ranks: tuple[int, ...]
+    #: ``"set-up"``, ``"dispatch"`` or ``"combine"``.
+    phase: str | None
+    #: Which chunk of it.
+    chunk: int | None
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        ranks: tuple[int, ...] = (),
+        phase: str | None = None,
+        chunk: int | None = None,
+        peer: PeerId | None = None,
+        deadline: float | None = None,
+    ) -> None:
+        super().__init__(message, peer=peer, deadline=deadline)
+        self.ranks = ranks
+        self.phase = phase
+        self.chunk = chunk
+
+
+class MoeTimeout(MoeError, TimeoutError):
+    """Some ranks sent nothing in time: ``ranks`` says which."""
+
+
+class RankError(MoeError, PeerError):
+    """A rank is gone, or cannot be reached or written to: ``ranks`` says which."""

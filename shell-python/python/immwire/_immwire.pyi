@@ -1,10 +1,10 @@
 """The compiled part. What each thing is for, its own documentation says; here are the types."""
 
 from asyncio import Future
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import GenericAlias, TracebackType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer, CapsuleType, Self
 
@@ -28,6 +28,7 @@ class _SupportsCudaStream(Protocol):
 _Memory: TypeAlias = (
     Buffer | _SupportsArrayInterface | _SupportsCudaArrayInterface | _SupportsDLPack | tuple[int, int]
 )
+_HostMemory: TypeAlias = Buffer | _SupportsArrayInterface | _SupportsDLPack | tuple[int, int]
 _Pages: TypeAlias = PageIndices | Buffer | Sequence[int]
 
 __version__: str
@@ -36,6 +37,9 @@ __all__ = [
     "ImmCounter",
     "TransferEngine",
     "_close_all",
+    "AllToAll",
+    "Joining",
+    "Received",
     "PageIndices",
     "Transfer",
     "Message",
@@ -363,6 +367,87 @@ class TransferEngine:
     def recv_blocking(self, *, timeout: float | None = None) -> Message: ...
     def wait_capacity(self, *, timeout: float | None = None) -> Future[bool]: ...
     def wait_capacity_blocking(self, *, timeout: float | None = None) -> bool: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class Received:
+    @property
+    def counts(self) -> list[int]: ...
+    @property
+    def offsets(self) -> list[int]: ...
+
+@final
+class Joining:
+    @property
+    def seat(self) -> bytes: ...
+    def join(self, seats: Iterable[Buffer], /, *, timeout: float | None = None) -> AllToAll: ...
+
+@final
+class AllToAll:
+    @overload
+    @staticmethod
+    def open(
+        engine: TransferEngine,
+        /,
+        *,
+        rank: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        experts: int,
+        world: int,
+        firsts: None = None,
+        token_bytes: int | None = None,
+        scale_bytes: int = 0,
+        dtype: str = "bfloat16",
+        padding: int = 1,
+        chunk_tokens: int | None = None,
+    ) -> Joining: ...
+    @overload
+    @staticmethod
+    def open(
+        engine: TransferEngine,
+        /,
+        *,
+        rank: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        experts: None = None,
+        world: None = None,
+        firsts: Sequence[int],
+        token_bytes: int | None = None,
+        scale_bytes: int = 0,
+        dtype: str = "bfloat16",
+        padding: int = 1,
+        chunk_tokens: int | None = None,
+    ) -> Joining: ...
+    def dispatch(
+        self,
+        x: _HostMemory,
+        indices: Buffer,
+        weights: Buffer,
+        scales: _HostMemory | None = None,
+        *,
+        out: _HostMemory,
+        out_scales: _HostMemory | None = None,
+        timeout: float | None = None,
+    ) -> Received: ...
+    def combine(self, y: _HostMemory, *, out: _HostMemory, timeout: float | None = None) -> None: ...
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def rounds(self) -> int: ...
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...

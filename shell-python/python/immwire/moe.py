@@ -1,0 +1,33 @@
+"""Dispatch and combine of a mixture of experts: tokens to the ranks of their experts, and results back.
+
+In host memory, over any transport. Dispatch gives each rank the tokens that chose one of its experts, by
+expert and padded for a grouped GEMM; combine brings the results back, weighted and summed. It needs neither
+GPU nor NIC, and is made to be right, not fast.
+
+>>> import numpy, threading
+>>> import immwire
+>>> def rank(rank, engine, joining, seats):
+...     with joining.join(seats) as exchange:
+...         rows = numpy.zeros((exchange.max_rows, 8), numpy.float16)
+...         x, out = numpy.ones((1, 8), numpy.float16), numpy.empty((1, 8), numpy.float16)
+...         # One token, to an expert of each rank.
+...         choices = numpy.array([[1, 2]], numpy.int32), numpy.array([[0.5, 0.25]], numpy.float32)
+...         received = exchange.dispatch(x, *choices, out=rows)
+...         exchange.combine(rows, out=out)  # The experts do nothing.
+...         results[rank] = received.counts, out[0, 0].item()
+>>> engines, results = [immwire.TransferEngine() for _ in range(2)], {}
+>>> shape = dict(experts=4, world=2, top_k=2, max_tokens=4, hidden=8, dtype="float16")
+>>> joining = [immwire.moe.AllToAll.open(engine, rank=i, **shape) for i, engine in enumerate(engines)]
+>>> seats = [each.seat for each in joining]  # Bytes: they travel by whatever the ranks find each other with.
+>>> both = [threading.Thread(target=rank, args=(i, engines[i], joining[i], seats)) for i in range(2)]
+>>> for thread in both: thread.start()
+>>> for thread in both: thread.join()
+>>> for engine in engines: engine.close()
+>>> results == {0: ([0, 2], 0.75), 1: ([2, 0], 0.75)}
+True
+"""
+
+from ._errors import MoeError, MoeTimeout, RankError
+from ._immwire import AllToAll, Joining, Received
+
+__all__ = ["AllToAll", "Joining", "MoeError", "MoeTimeout", "RankError", "Received"]

@@ -1,0 +1,542 @@
+//! `immwire.moe`: dispatch and combine among ranks. Arguments are copied in, the exchange runs detached, and
+//! results are copied out. It refuses to know what goes where: `immwire::moe` does.
+//!
+//! # Invariants
+//!
+//! - One call at a time: the exchange is behind a lock, which only threads that detached hold, and for which
+//!   none but a close waits. A second call is refused.
+//! - The exchange never sees memory of Python objects, which other threads may write to: it works on copies, and
+//!   what the caller lent is written to when the call has succeeded, and only then.
+//! - An exchange holds a handle of its engine, and is closed before the engine is stopped.
+
+use std::num::NonZeroU32;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+
+use immwire::core::moe::{Placement, PlacementError};
+use immwire::moe::{Config, Format, MoeError, Rows, Seat, Tokens};
+use pyo3::exceptions::PyTypeError;
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use crate::buffer::View;
+use crate::engine::TransferEngine;
+use crate::errors;
+use crate::fork::Owned;
+use crate::memory::{self, Memory};
+use crate::sync::lock;
+
+/// Where an exchange stands.
+#[derive(Default)]
+enum State {
+    Joining(Box<immwire::moe::Joining>),
+    Joined(Box<immwire::moe::AllToAll>),
+    #[default]
+    Closed,
+}
+
+/// Copies of what was lent; they keep their memory from round to round.
+#[derive(Default)]
+struct Stage {
+    x: Vec<u8>,
+    scales: Vec<u8>,
+    rows: Vec<u8>,
+    row_scales: Vec<u8>,
+    /// Rows of the dispatch before.
+    received: usize,
+}
+
+#[derive(Default)]
+struct Held {
+    state: State,
+    stage: Stage,
+}
+
+/// Why a call on a slot failed.
+enum Failure {
+    Busy,
+    Closed,
+    Moe(MoeError),
+}
+
+impl From<MoeError> for Failure {
+    fn from(error: MoeError) -> Self {
+        Self::Moe(error)
+    }
+}
+
+impl From<Failure> for PyErr {
+    fn from(failure: Failure) -> Self {
+        match failure {
+            Failure::Busy => errors::exchange_busy(),
+            Failure::Closed => errors::closed("exchange"),
+            Failure::Moe(error) => errors::moe(&error),
+        }
+    }
+}
+
+/// The place of an exchange, shared by its Python object and its engine.
+struct Slot {
+    held: Mutex<Held>,
+    /// To be asked while a call is under way, and without being in the way of one.
+    closed: AtomicBool,
+}
+
+impl Slot {
+    fn take(&self) -> Result<MutexGuard<'_, Held>, Failure> {
+        match self.held.try_lock() {
+            Ok(held) => Ok(held),
+            // A panic inside a round leaves an exchange that knows that it is over.
+            Err(TryLockError::Poisoned(held)) => Ok(PoisonError::into_inner(held)),
+            Err(TryLockError::WouldBlock) => Err(Failure::Busy),
+        }
+    }
+
+    /// Ends the exchange, once the call under way has.
+    fn close(&self) {
+        let mut held = lock(&self.held);
+        *held = Held::default();
+        // It tells no more than itself.
+        self.closed.store(true, Ordering::Relaxed);
+    }
+
+    fn is_closed(&self) -> bool {
+        self.closed.load(Ordering::Relaxed)
+    }
+}
+
+/// The exchanges of one engine.
+#[derive(Default)]
+pub(crate) struct Exchanges(Mutex<Vec<Arc<Slot>>>);
+
+impl Exchanges {
+    fn add(&self, slot: Arc<Slot>) {
+        let mut slots = lock(&self.0);
+        slots.retain(|slot| !slot.is_closed());
+        slots.push(slot);
+    }
+
+    /// Ends all; waits for calls under way, which have deadlines.
+    pub(crate) fn close(self) {
+        let slots = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
+        for slot in slots {
+            slot.close();
+        }
+    }
+}
+
+/// What a Python object has of a slot. Dropped, it closes it.
+struct Ours(Arc<Slot>);
+
+impl Drop for Ours {
+    fn drop(&mut self) {
+        // At the interpreter's end nobody is left to do it, or to need it.
+        let _ = Python::try_attach(|py| py.detach(|| self.0.close()));
+    }
+}
+
+/// What both halves of an exchange share.
+struct Common {
+    slot: Owned<Ours>,
+    /// Not to be stopped while it is needed.
+    engine: Py<TransferEngine>,
+    config: Config,
+    rounds: AtomicU64,
+}
+
+impl Common {
+    fn describe(&self) -> String {
+        let (rank, firsts) = (self.config.rank, &self.config.firsts);
+        let at = usize::try_from(rank).unwrap_or(usize::MAX);
+        let bound = |at: usize| firsts.get(at).copied().unwrap_or(0);
+        let (first, next) = (bound(at), bound(at.saturating_add(1)));
+        let experts = firsts.last().copied().unwrap_or(0);
+        let world = firsts.len().saturating_sub(1);
+        format!(
+            "rank {rank} of {world}, {} of {experts} experts from {first} on",
+            next.saturating_sub(first)
+        )
+    }
+
+    /// Runs `run`, detached, unless another thread is in a call.
+    fn call<R: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut Held) -> Result<R, Failure> + Send,
+    ) -> PyResult<R> {
+        let slot = &self.slot.get()?.0;
+        Ok(py.detach(|| run(&mut *slot.take()?))?)
+    }
+
+    fn is_closed(&self) -> bool {
+        !self.slot.is_ours() || self.slot.peek().0.is_closed()
+    }
+}
+
+/// What was received: tokens for each of this rank's experts, and where their rows are.
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct Received {
+    /// Tokens for each of this rank's experts.
+    #[pyo3(get)]
+    counts: Vec<u32>,
+    /// The first row of each, and one entry more: all rows, padding included.
+    #[pyo3(get)]
+    offsets: Vec<u32>,
+}
+
+#[pymethods]
+impl Received {
+    fn __repr__(&self) -> String {
+        format!("Received(counts={:?}, offsets={:?})", self.counts, self.offsets)
+    }
+}
+
+/// An exchange whose buffers are there, and which waits to be told of the other ranks.
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct Joining {
+    common: Arc<Common>,
+    seat: Vec<u8>,
+}
+
+#[pymethods]
+impl Joining {
+    /// What the other ranks need of this one: bytes, to be passed to all by whatever they find each other with.
+    #[getter]
+    fn seat<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.seat)
+    }
+
+    /// Connects to the others. ``seats`` are those of all ranks, in their order, this one's included.
+    ///
+    /// It can be called once: if it fails, open anew. Other threads run meanwhile.
+    #[pyo3(signature = (seats, /, *, timeout = None))]
+    fn join(
+        &self,
+        py: Python<'_>,
+        seats: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<AllToAll> {
+        let common = &self.common;
+        let timeout = common.engine.get().timeout(timeout)?;
+        let mut read = Vec::new();
+        for (rank, seat) in seats.try_iter()?.enumerate() {
+            let bytes = View::contiguous(&seat?, false)?.to_vec();
+            read.push(Seat::from_bytes(&bytes).map_err(|error| errors::seat(rank, error))?);
+        }
+        let max_rows = common.call(py, |held| match std::mem::take(&mut held.state) {
+            State::Joining(joining) => {
+                let exchange = joining.join(&read, timeout)?;
+                let max_rows = exchange.max_rows();
+                held.state = State::Joined(Box::new(exchange));
+                Ok(max_rows)
+            }
+            other => {
+                held.state = other;
+                Err(Failure::Closed)
+            }
+        })?;
+        Ok(AllToAll { common: Arc::clone(common), max_rows })
+    }
+
+    fn __repr__(&self) -> String {
+        format!("<Joining {}, {} bytes of seat>", self.common.describe(), self.seat.len())
+    }
+}
+
+/// Dispatch and combine among ranks, in host memory, over any transport. Made by ``AllToAll.open`` and ``join``.
+///
+/// Every rank calls ``dispatch`` and then ``combine``, round after round. One thread at a time: a second call
+/// meanwhile raises ``RequestError``. Whatever a round needs is copied in and out once more than in Rust, so that
+/// other threads may do with the arrays what they like.
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct AllToAll {
+    common: Arc<Common>,
+    max_rows: usize,
+}
+
+impl AllToAll {
+    /// Refuses scales where there are none, and none where there are some: before anything is sent.
+    fn needs(&self, what: &str, given: bool) -> PyResult<()> {
+        match (self.common.config.scale_bytes, given) {
+            (0, true) => {
+                Err(errors::request(&format!("{what} was given, but tokens have no scales")))
+            }
+            (1.., false) => Err(errors::request(&format!("{what} is missing: tokens have scales"))),
+            _ => Ok(()),
+        }
+    }
+}
+
+#[pymethods]
+impl AllToAll {
+    /// Makes the buffers of one rank.
+    ///
+    /// All but ``rank`` must be the same at every rank:
+    ///
+    /// - ``experts`` and ``world``: so many experts over so many ranks, as evenly as can be; or ``firsts``: the first
+    ///   expert of each rank, and the number of experts.
+    /// - ``top_k``: choices of a token, 1 to 32. ``max_tokens``: the most tokens that any rank has.
+    /// - ``hidden``: values of a result, a multiple of 8, of ``dtype``, ``"bfloat16"`` or ``"float16"``.
+    /// - ``token_bytes``: bytes of a token on the way out, a multiple of 16; as a result has, unless told.
+    ///   ``scale_bytes``: bytes of its scales. Neither are looked at.
+    /// - ``padding``: rows of an expert start on a multiple of this, and are padded to it with zeros.
+    /// - ``chunk_tokens``: tokens that travel together; all, unless told. Fewer bound the buffers.
+    #[staticmethod]
+    #[pyo3(signature = (
+        engine, /, *, rank, top_k, max_tokens, hidden, experts = None, world = None, firsts = None,
+        token_bytes = None, scale_bytes = 0, dtype = "bfloat16", padding = 1, chunk_tokens = None,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
+    fn open(
+        engine: &Bound<'_, TransferEngine>,
+        rank: u32,
+        top_k: u32,
+        max_tokens: u32,
+        hidden: u32,
+        experts: Option<u32>,
+        world: Option<u32>,
+        firsts: Option<Vec<u32>>,
+        token_bytes: Option<u32>,
+        scale_bytes: u32,
+        dtype: &str,
+        padding: u32,
+        chunk_tokens: Option<u32>,
+    ) -> PyResult<Joining> {
+        let firsts = match (experts, world, firsts) {
+            (None, None, Some(firsts)) => firsts,
+            (Some(experts), Some(world), None) => even(experts, world)?,
+            _ => {
+                let message = "experts and world are for an even spread, firsts for any other: \
+                               give the two, or the one";
+                return Err(errors::config(message));
+            }
+        };
+        let format = match dtype {
+            "bfloat16" => Format::Bf16,
+            "float16" => Format::Fp16,
+            _ => {
+                let message = format!("results of {dtype:?}: \"bfloat16\" and \"float16\" can be");
+                return Err(errors::config(&message));
+            }
+        };
+        let some = |what, number| {
+            let none = || errors::config(&format!("{what} is 1 at least"));
+            NonZeroU32::new(number).ok_or_else(none)
+        };
+        let config = Config {
+            rank,
+            firsts,
+            top_k,
+            max_tokens,
+            // What does not fit is no multiple of 16 either, and refused.
+            token_bytes: token_bytes.unwrap_or_else(|| hidden.checked_mul(2).unwrap_or(1)),
+            scale_bytes,
+            hidden,
+            format,
+            padding: some("padding", padding)?,
+            chunk_tokens: some("chunk_tokens", chunk_tokens.unwrap_or(max_tokens.max(1)))?,
+        };
+        let py = engine.py();
+        let core = engine.get().core()?;
+        let opened = py.detach(|| immwire::moe::AllToAll::open(&core.engine, &config));
+        let opened = opened.map_err(|error| errors::moe(&error))?;
+        let seat = opened.seat().to_bytes();
+        let state = State::Joining(Box::new(opened));
+        let held = Mutex::new(Held { state, stage: Stage::default() });
+        let slot = Arc::new(Slot { held, closed: AtomicBool::new(false) });
+        core.exchanges.add(Arc::clone(&slot));
+        let common = Common {
+            slot: Owned::new(Ours(slot)),
+            engine: engine.clone().unbind(),
+            config,
+            rounds: AtomicU64::new(0),
+        };
+        Ok(Joining { common: Arc::new(common), seat })
+    }
+
+    /// Sends this rank's tokens, and receives those that chose its experts. Every rank has to call it, those without
+    /// tokens too.
+    ///
+    /// - ``x``: ``[tokens][token_bytes]``, and ``scales``: ``[tokens][scale_bytes]``, of any element type.
+    /// - ``indices``: ``int32`` of ``[tokens][top_k]``: experts, each once for a token, or -1 for a choice that was
+    ///   dropped. ``weights``: ``float32`` of the same shape.
+    /// - ``out`` and ``out_scales``: whole rows for what arrives; ``max_rows`` are always enough. Rows beyond those
+    ///   that arrive are left as they are.
+    ///
+    /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
+    #[pyo3(signature = (
+        x, indices, weights, scales = None, *, out, out_scales = None, timeout = None
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is an array")]
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        weights: &Bound<'_, PyAny>,
+        scales: Option<&Bound<'_, PyAny>>,
+        out: &Bound<'_, PyAny>,
+        out_scales: Option<&Bound<'_, PyAny>>,
+        timeout: Option<f64>,
+    ) -> PyResult<Received> {
+        let common = &self.common;
+        let timeout = common.engine.get().timeout(timeout)?;
+        self.needs("scales", scales.is_some())?;
+        self.needs("out_scales", out_scales.is_some())?;
+        let top_k = common.config.top_k;
+        let indices = words(indices, "indices", "int32", b"il", top_k, i32::from_ne_bytes)?;
+        let weights = words(weights, "weights", "float32", b"f", top_k, f32::from_ne_bytes)?;
+        let (x, scales) = (memory::lent(x)?, scales.map(memory::lent).transpose()?);
+        let (out, out_scales) =
+            (writable("out", out)?, out_scales.map(|out| writable("out_scales", out)).transpose()?);
+        let bytes = |bytes: u32| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let (row, row_scales) =
+            (bytes(common.config.token_bytes), bytes(common.config.scale_bytes));
+        let max_rows = self.max_rows;
+        common.call(py, |held| {
+            let Held { state: State::Joined(exchange), stage } = held else {
+                return Err(Failure::Closed);
+            };
+            x.copy_to(&mut stage.x, usize::MAX);
+            stage.scales.clear();
+            if let Some(scales) = &scales {
+                scales.copy_to(&mut stage.scales, usize::MAX);
+            }
+            let lent = |memory: Option<&Memory>, row: usize| {
+                memory.map_or(0, |memory| memory.len.min(max_rows.saturating_mul(row)))
+            };
+            stage.rows.resize(lent(Some(&out), row), 0);
+            stage.row_scales.resize(lent(out_scales.as_ref(), row_scales), 0);
+            let tokens =
+                Tokens { x: &stage.x, scales: &stage.scales, indices: &indices, weights: &weights };
+            let rows = Rows { x: &mut stage.rows, scales: &mut stage.row_scales };
+            let received = exchange.dispatch(&tokens, rows, timeout)?;
+            let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
+            stage.received = bytes(offsets.last().copied().unwrap_or(0));
+            let arrived = |from: &[u8], row: usize, to: &Memory| {
+                to.copy_from(from.get(..stage.received * row).unwrap_or(from));
+            };
+            arrived(&stage.rows, row, &out);
+            if let Some(out_scales) = &out_scales {
+                arrived(&stage.row_scales, row_scales, out_scales);
+            }
+            Ok(Received { counts, offsets })
+        })
+    }
+
+    /// Sends the results of the tokens received, and receives those of this rank's own: for each the sum of its
+    /// choices' results, times their weights; zero for a token that chose none.
+    ///
+    /// ``y`` is ``[rows][hidden]`` of ``dtype``, in the rows of the dispatch before; ``out`` is ``[tokens][hidden]``.
+    ///
+    /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
+    #[pyo3(signature = (y, *, out, timeout = None))]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        y: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<()> {
+        let common = &self.common;
+        let timeout = common.engine.get().timeout(timeout)?;
+        let (y, out) = (memory::lent(y)?, writable("out", out)?);
+        let hidden = usize::try_from(common.config.hidden).unwrap_or(usize::MAX);
+        let rounds = common.call(py, |held| {
+            let Held { state: State::Joined(exchange), stage } = held else {
+                return Err(Failure::Closed);
+            };
+            // What lies behind the rows of this round need not be copied.
+            let rows = stage.received.saturating_mul(hidden).saturating_mul(Format::BYTES);
+            y.copy_to(&mut stage.x, rows);
+            stage.rows.resize(out.len, 0);
+            exchange.combine(&stage.x, &mut stage.rows, timeout)?;
+            out.copy_from(&stage.rows);
+            Ok(exchange.rounds())
+        })?;
+        common.rounds.store(rounds, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The most rows that a round can bring here.
+    #[getter]
+    fn max_rows(&self) -> usize {
+        self.max_rows
+    }
+
+    /// How many rounds are complete.
+    #[getter]
+    fn rounds(&self) -> u64 {
+        self.common.rounds.load(Ordering::Relaxed)
+    }
+
+    /// Ends the exchange, once a call under way in another thread has. Closing its engine does so, too.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        let slot = &self.common.slot.get()?.0;
+        py.detach(|| slot.close());
+        Ok(())
+    }
+
+    /// Whether it is closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.common.is_closed()
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let state = if self.common.is_closed() { ", closed" } else { "" };
+        format!("<AllToAll {}, {} rounds{state}>", self.common.describe(), self.rounds())
+    }
+}
+
+fn even(experts: u32, world: u32) -> PyResult<Vec<u32>> {
+    let wrong = |error: PlacementError| errors::config(&error.to_string());
+    // More than there can be are refused, without memory for them.
+    let entries = usize::try_from(world.min(1 << 16)).unwrap_or(0) + 1;
+    let mut firsts = vec![0; entries];
+    Placement::even(experts, &mut firsts).map_err(wrong)?;
+    Ok(firsts)
+}
+
+fn writable(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let memory = memory::lent(object)?;
+    if memory.readonly {
+        return Err(errors::request(&format!("{what} is read only")));
+    }
+    Ok(memory)
+}
+
+/// A copy of an array of `[tokens][top_k]`, of items of four bytes whose letter is one of `letters`.
+fn words<T>(
+    object: &Bound<'_, PyAny>,
+    what: &str,
+    dtype: &str,
+    letters: &[u8],
+    top_k: u32,
+    read: impl Fn([u8; 4]) -> T,
+) -> PyResult<Vec<T>> {
+    let view = View::typed(object)?;
+    if view.itemsize() != 4 || !view.letter().is_some_and(|letter| letters.contains(&letter)) {
+        let (format, bytes) = (String::from_utf8_lossy(view.format()), view.itemsize());
+        return Err(PyTypeError::new_err(format!(
+            "{what} are {dtype}, not {format:?} of {bytes} bytes"
+        )));
+    }
+    let shape = view.shape();
+    if !matches!(shape[..], [_, choices] if u32::try_from(choices) == Ok(top_k)) {
+        let message = format!("{what} have the shape {shape:?} instead of [tokens, {top_k}]");
+        return Err(errors::request(&message));
+    }
+    let bytes = view.to_vec();
+    let (items, _) = bytes.as_chunks();
+    Ok(items.iter().map(|item| read(*item)).collect())
+}

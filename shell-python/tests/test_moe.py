@@ -1,0 +1,445 @@
+"""The exchange of a mixture of experts, against a gather by routes in numpy, whose numbers are all exact."""
+
+import multiprocessing
+import os
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+
+import immwire
+import numpy as np
+import pytest
+from conftest import PATIENCE
+from immwire import moe
+
+HIDDEN = 16
+TOP_K = 4
+MAX_TOKENS = 12
+
+
+def to_bf16(values):
+    """Values that bf16 has exactly, as its bits."""
+    bits = np.asarray(values, np.float32).view(np.uint32)
+    assert not (bits & 0xFFFF).any()
+    return (bits >> 16).astype(np.uint16)
+
+
+def from_bf16(bits):
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
+#: How numbers are stored, and read again.
+FORMATS = {
+    "bfloat16": (to_bf16, from_bf16),
+    "float16": (lambda values: np.asarray(values, np.float16), lambda stored: stored.astype(np.float32)),
+}
+
+
+def made_up(seed, tokens, experts, scale_bytes=0):
+    """Small whole numbers, distinct experts or none, weights that are powers of two."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(-2, 3, (tokens, HIDDEN)).astype(np.float32)
+    indices = np.array([rng.permutation(experts)[:TOP_K] for _ in range(tokens)], np.int32)
+    indices = indices.reshape(tokens, TOP_K)
+    indices[rng.random(indices.shape) < 0.25] = -1
+    weights = rng.choice([0.25, 0.5, 1, 2], indices.shape).astype(np.float32)
+    return x, indices, weights, rng.integers(0, 256, (tokens, scale_bytes), np.uint8)
+
+
+def expected_results(x, indices, weights):
+    """What experts make of it that multiply by their number and one more."""
+    factors = np.where(indices < 0, 0, (indices + 1) * weights).sum(axis=1, dtype=np.float32)
+    return factors[:, None] * x
+
+
+class World:
+    """Ranks of this process, each with an engine and, while it works, a thread of its own."""
+
+    def __init__(self, ranks, **shape):
+        self.shape = dict(top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN) | shape
+        self.engines = [immwire.TransferEngine(timeout=PATIENCE) for _ in range(ranks)]
+        opened = [moe.AllToAll.open(engine, rank=i, **self.shape) for i, engine in enumerate(self.engines)]
+        self.seats = [bytes(joining.seat) for joining in opened]
+        self.pool = ThreadPoolExecutor(ranks)
+        self.exchanges = list(self.pool.map(lambda joining: joining.join(self.seats), opened))
+
+    def each(self, function):
+        """``function(rank, exchange)`` at every rank."""
+        return list(self.pool.map(function, range(len(self.exchanges)), self.exchanges))
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.pool.shutdown()
+        for exchange in self.exchanges:
+            exchange.close()
+        for engine in self.engines:
+            engine.close()
+
+
+def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1):
+    """One round; returns what was received, its rows and scales, and the results."""
+    to, back = FORMATS[dtype]
+    x, indices, weights, scales = inputs
+    stored = to(x)
+    rows = np.full((exchange.max_rows, HIDDEN), 77, stored.dtype)
+    row_scales = np.full((exchange.max_rows, scale_bytes), 77, np.uint8)
+    with_scales = dict(scales=scales, out_scales=row_scales) if scale_bytes else {}
+    received = exchange.dispatch(stored, indices, weights, out=rows, **with_scales)
+    y = np.full_like(rows, 99)
+    bounds = zip(received.offsets, received.offsets[1:], received.counts, strict=False)
+    for expert, (start, stop, count) in enumerate(bounds, first):
+        assert start % padding == 0
+        y[start : start + count] = to(back(rows[start : start + count]) * (expert + 1))
+        assert not rows[start + count : stop].any()
+    assert (rows[received.offsets[-1] :] == 77).all()
+    out = np.full_like(stored, 55)
+    exchange.combine(y, out=out)
+    return received, rows, row_scales, back(out)
+
+
+SHAPES = {
+    "two ranks": (2, dict(experts=8, world=2), [0, 4, 8]),
+    "three ranks, uneven": (3, dict(firsts=[0, 5, 5, 9], padding=4, chunk_tokens=5), [0, 5, 5, 9]),
+    "three ranks, fp16, scales": (3, dict(experts=7, world=3, dtype="float16", scale_bytes=8), [0, 3, 5, 7]),
+    "alone": (1, dict(experts=4, world=1), [0, 4]),
+}
+
+
+@pytest.mark.parametrize(("world", "shape", "firsts"), SHAPES.values(), ids=SHAPES.keys())
+def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
+    options = {key: shape[key] for key in ("dtype", "scale_bytes", "padding") if key in shape}
+    _, back = FORMATS[shape.get("dtype", "bfloat16")]
+    with World(world, **shape) as ranks:
+        for turn in range(3):
+            # In the second round rank 0 has no tokens, in the third none has but one.
+            tokens = [0 if turn == 1 and rank == 0 else MAX_TOKENS - rank for rank in range(world)]
+            if turn == 2:
+                tokens = [0] * (world - 1) + [1]
+            inputs = [
+                made_up(10 * turn + rank, tokens[rank], firsts[-1], shape.get("scale_bytes", 0))
+                for rank in range(world)
+            ]
+            rounds = ranks.each(
+                lambda rank, exchange, inputs=inputs: layer(exchange, inputs[rank], firsts[rank], **options)
+            )
+            for rank, (received, rows, row_scales, results) in enumerate(rounds):
+                local = range(firsts[rank], firsts[rank + 1])
+                assert len(received.counts) == len(local)
+                assert len(received.offsets) == len(local) + 1
+                for start, count, expert in zip(received.offsets, received.counts, local, strict=False):
+                    # By source, then by token.
+                    chosen = [(indices == expert).any(axis=1) for _, indices, _, _ in inputs]
+                    wanted = np.concatenate([x[mask] for (x, *_), mask in zip(inputs, chosen, strict=True)])
+                    assert count == len(wanted)
+                    assert (back(rows[start : start + count]) == wanted).all()
+                    wanted = np.concatenate([own[3][mask] for own, mask in zip(inputs, chosen, strict=True)])
+                    assert (row_scales[start : start + count] == wanted).all()
+                assert (results == expected_results(*inputs[rank][:3])).all()
+        assert [exchange.rounds for exchange in ranks.exchanges] == [3] * world
+
+
+def process(connection, rank, world):
+    with immwire.TransferEngine(timeout=PATIENCE) as engine:
+        shape = dict(experts=6, world=world, top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN)
+        joining = moe.AllToAll.open(engine, rank=rank, **shape)
+        connection.send(joining.seat)
+        with joining.join(connection.recv()) as exchange:
+            for turn in range(3):
+                inputs = made_up(10 * turn + rank, 3 * rank, 6)
+                _, _, _, results = layer(exchange, inputs, 6 // world * rank)
+                connection.send(bool((results == expected_results(*inputs[:3])).all()))
+            connection.recv()
+
+
+def test_three_processes():
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(3)]
+    started = [
+        context.Process(target=process, args=(theirs, rank, 3), daemon=True)
+        for rank, (_, theirs) in enumerate(pipes)
+    ]
+    for each in started:
+        each.start()
+    ours = [mine for mine, _ in pipes]
+    seats = [connection.recv() for connection in ours]
+    for connection in ours:
+        connection.send(seats)
+    for _ in range(3):
+        assert [connection.recv() for connection in ours] == [True] * 3
+    for connection in ours:
+        connection.send(None)
+    for each in started:
+        each.join(PATIENCE)
+        assert each.exitcode == 0
+
+
+def test_whatever_has_memory_is_taken():
+    class Interface:
+        def __init__(self, array):
+            self.array = array
+            self.__array_interface__ = array.__array_interface__
+
+    class Tensor:
+        def __init__(self, array):
+            self.__dlpack__, self.__dlpack_device__ = array.__dlpack__, array.__dlpack_device__
+
+    with World(1, experts=4, world=1) as ranks:
+        (exchange,) = ranks.exchanges
+        x, indices, weights, _ = made_up(1, 5, 4)
+        rows = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
+        for lent in (bytes, bytearray, memoryview, Interface, Tensor, lambda a: (a.ctypes.data, a.nbytes)):
+            stored, out = to_bf16(x), np.zeros((5, HIDDEN), np.uint16)
+            exchange.dispatch(lent(stored), indices, weights, out=rows)
+            exchange.combine(lent(rows), out=memoryview(out))
+            factors = np.where(indices < 0, 0, weights).sum(axis=1)
+            assert (from_bf16(out) == factors[:, None] * x).all()
+        # Regions of an engine, too.
+        engine = ranks.engines[0]
+        source, rows = engine.alloc(stored.nbytes), engine.alloc(rows.nbytes)
+        source.write(0, stored)
+        exchange.dispatch(source, indices, weights, out=rows)
+        exchange.combine(rows, out=source)
+        assert (source.read() == out.tobytes()) and out.any()
+
+
+def test_what_does_not_fit_is_refused_and_the_round_can_go_on():
+    with World(1, experts=4, world=1) as ranks:
+        (exchange,) = ranks.exchanges
+        x, indices, weights, _ = made_up(3, 6, 4)
+        x = to_bf16(x)
+        rows, out = np.zeros((exchange.max_rows, HIDDEN), np.uint16), np.zeros((6, HIDDEN), np.uint16)
+
+        def refused(error, match, x=x, indices=indices, weights=weights, out=rows, **more):
+            with pytest.raises(error, match=match):
+                exchange.dispatch(x, indices, weights, out=out, **more)
+
+        refused(TypeError, 'indices are int32, not "l" of 8 bytes', indices=indices.astype(np.int64))
+        refused(TypeError, "indices are int32", indices=indices.astype(np.uint32))
+        refused(TypeError, "indices are int32", indices=indices.astype(">i4"))
+        refused(TypeError, 'weights are float32, not "d"', weights=weights.astype(np.float64))
+        refused(TypeError, "weights are float32", weights=weights.view(np.int32))
+        refused(TypeError, "bytes-like", indices=indices.tolist())
+        refused(immwire.RequestError, r"indices have the shape \[24\]", indices=indices.ravel())
+        refused(immwire.RequestError, r"weights have the shape \[6, 3\]", weights=weights[:, :3].copy())
+        refused(immwire.RequestError, "weights has 20 entries instead of 24", weights=weights[:5])
+        refused(immwire.RequestError, "x has 160 entries instead of 192", x=x[:5])
+        refused(ValueError, "contiguous", x=np.asfortranarray(x))
+        refused(ValueError, "contiguous", weights=np.asfortranarray(weights))
+        refused(immwire.RequestError, "of 4 experts", indices=indices + 9)
+        refused(immwire.RequestError, "once more", indices=np.zeros_like(indices))
+        refused(immwire.RequestError, "out is read only", out=bytes(rows))
+        refused(immwire.UnsupportedMemory, "no memory", x=17)
+        refused(immwire.RequestError, "scales was given", scales=x)
+        refused(immwire.RequestError, "out_scales was given", out_scales=rows)
+        refused(ValueError, "not a time", timeout=-1)
+        many = made_up(3, MAX_TOKENS + 1, 4)
+        refused(immwire.RequestError, "tokens", to_bf16(many[0]), many[1], many[2])
+        with pytest.raises(immwire.RequestError, match="dispatch comes next"):
+            exchange.combine(rows, out=out)
+        # Nothing of all that was sent.
+        received = exchange.dispatch(x, indices, weights, out=rows)
+        with pytest.raises(immwire.RequestError, match="combine comes next"):
+            exchange.dispatch(x, indices, weights, out=rows)
+        with pytest.raises(immwire.RequestError, match="out has 160 entries"):
+            exchange.combine(rows, out=out[:5])
+        with pytest.raises(immwire.RequestError, match="y has"):
+            exchange.combine(rows[: received.offsets[-1] - 1], out=out)
+        exchange.combine(rows, out=out)
+        assert exchange.rounds == 1
+
+
+def test_scales_are_missed_before_anything_is_sent():
+    with World(1, experts=4, world=1, scale_bytes=8) as ranks:
+        (exchange,) = ranks.exchanges
+        x, indices, weights, scales = made_up(3, 2, 4, 8)
+        rows = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
+        call = dict(x=to_bf16(x), indices=indices, weights=weights, out=rows)
+        with pytest.raises(immwire.RequestError, match="scales is missing"):
+            exchange.dispatch(**call, out_scales=bytearray(1000))
+        with pytest.raises(immwire.RequestError, match="out_scales is missing"):
+            exchange.dispatch(**call, scales=scales)
+        exchange.dispatch(**call, scales=scales, out_scales=bytearray(1000))
+
+
+def test_memory_for_too_few_rows_ends_the_exchange():
+    with World(1, experts=4, world=1) as ranks:
+        (exchange,) = ranks.exchanges
+        x, _, weights, _ = made_up(3, 2, 4)
+        indices = np.tile(np.arange(4, dtype=np.int32), (2, 1))
+        rows = np.full((7, HIDDEN), 3, np.uint16)
+        with pytest.raises(moe.MoeError, match="8 rows arrived, memory was lent for 7"):
+            exchange.dispatch(to_bf16(x), indices, weights, out=rows)
+        assert (rows == 3).all()
+        with pytest.raises(moe.MoeError, match="earlier round failed"):
+            exchange.dispatch(to_bf16(x), indices, weights, out=rows)
+
+
+def test_shapes_that_cannot_be():
+    with immwire.TransferEngine() as engine:
+
+        def refused(match, **shape):
+            given = dict(rank=0, top_k=2, max_tokens=4, hidden=8, experts=4, world=2) | shape
+            with pytest.raises(immwire.ConfigError, match=match):
+                moe.AllToAll.open(engine, **given)
+
+        refused("rank 2 of 2", rank=2)
+        refused("choices", top_k=0)
+        refused("16", hidden=7)
+        refused("float16", dtype="float32")
+        refused("give the two, or the one", firsts=[0, 2, 4])
+        refused("give the two, or the one", world=None)
+        refused("experts", experts=0)
+        refused("1 entries|ranks", world=0)
+        refused("entries|ranks", world=2**32 - 1)
+        refused("padding is 1", padding=0)
+        refused("chunk_tokens is 1", chunk_tokens=0)
+        joining = moe.AllToAll.open(engine, rank=0, top_k=2, max_tokens=4, hidden=8, firsts=[0, 3, 4])
+        assert repr(joining).startswith("<Joining rank 0 of 2, 3 of 4 experts from 0 on")
+        with pytest.raises(immwire.RequestError, match="seat 1: a seat does not have 3 bytes"):
+            joining.join([joining.seat, b"abc"])
+        with pytest.raises(immwire.RequestError, match="1 seats for 2 ranks"):
+            joining.join([joining.seat])
+        with pytest.raises(immwire.EngineClosed, match="exchange is closed"):
+            joining.join([joining.seat])
+
+
+def test_another_shape_is_told_by_its_rank():
+    with immwire.TransferEngine() as one, immwire.TransferEngine() as other:
+        shape = dict(top_k=2, max_tokens=4, hidden=8, world=2)
+        mine = moe.AllToAll.open(one, rank=0, experts=4, **shape)
+        theirs = moe.AllToAll.open(other, rank=1, experts=6, **shape)
+        with pytest.raises(moe.MoeError, match="another shape") as raised:
+            mine.join([mine.seat, theirs.seat])
+        assert raised.value.ranks == (1,)
+
+
+@pytest.mark.parametrize("phase", ["dispatch", "combine"])
+def test_a_rank_that_does_not_come_is_named_in_time(phase):
+    with World(3, experts=6, world=3) as ranks:
+        inputs = [made_up(rank, 4, 6) for rank in range(3)]
+        rows = [np.zeros((exchange.max_rows, HIDDEN), np.uint16) for exchange in ranks.exchanges]
+
+        def dispatch(rank, exchange, timeout=None):
+            x, indices, weights, _ = inputs[rank]
+            return exchange.dispatch(to_bf16(x), indices, weights, out=rows[rank], timeout=timeout)
+
+        def late(rank, exchange):
+            if rank == 2:
+                return None
+            begun = time.monotonic()
+            with pytest.raises(moe.MoeTimeout) as raised:
+                if phase == "dispatch":
+                    dispatch(rank, exchange, 0.5)
+                else:
+                    exchange.combine(rows[rank], out=np.zeros((4, HIDDEN), np.uint16), timeout=0.5)
+            assert 0.4 < time.monotonic() - begun < PATIENCE / 2
+            return raised.value
+
+        if phase == "combine":
+            ranks.each(dispatch)
+        for error in ranks.each(late)[:2]:
+            assert (error.ranks, error.phase, error.chunk, error.deadline) == ((2,), phase, 0, 0.5)
+            assert isinstance(error, immwire.ImmwireError)
+            assert isinstance(error, TimeoutError)
+        with pytest.raises(moe.MoeError, match="earlier round failed") as raised:
+            dispatch(0, ranks.exchanges[0])
+        assert raised.value.ranks == ()
+
+
+def test_a_rank_that_is_gone_is_named():
+    with World(2, experts=4, world=2) as ranks:
+        ranks.engines[1].close()
+        x, indices, weights, _ = made_up(1, 4, 4)
+        rows = np.full((ranks.exchanges[0].max_rows, HIDDEN), 7, np.uint16)
+        with pytest.raises(moe.RankError) as raised:
+            ranks.exchanges[0].dispatch(to_bf16(x), indices, weights, out=rows)
+        assert raised.value.ranks == (1,)
+        assert isinstance(raised.value, immwire.PeerError)
+        assert (rows == 7).all()
+        assert ranks.exchanges[1].closed
+        with pytest.raises(immwire.EngineClosed):
+            ranks.exchanges[1].dispatch(to_bf16(x), indices, weights, out=rows)
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_forked_child_is_told():
+    with World(1, experts=4, world=1) as ranks:
+        (exchange,) = ranks.exchanges
+        x, indices, weights, _ = made_up(1, 2, 4)
+        rows = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                for attempt in (
+                    lambda: exchange.dispatch(to_bf16(x), indices, weights, out=rows),
+                    lambda: exchange.combine(rows, out=rows[:2]),
+                    exchange.close,
+                ):
+                    with pytest.raises(immwire.ForkedError):
+                        attempt()
+                os.write(write, b"told")
+            finally:
+                os._exit(0)
+        os.close(write)
+        with os.fdopen(read, "rb") as answer:
+            assert answer.read() == b"told"
+        os.waitpid(child, 0)
+        exchange.dispatch(to_bf16(x), indices, weights, out=rows)
+
+
+def test_two_threads_do_not_share_a_call_and_others_run_meanwhile():
+    with World(2, experts=4, world=2) as ranks:
+        exchange = ranks.exchanges[0]
+        x, indices, weights, _ = made_up(1, 4, 4)
+        x = to_bf16(x)
+        rows = bytearray(exchange.max_rows * HIDDEN * 2)
+        begun = threading.Event()
+
+        def wait():
+            begun.set()
+            with pytest.raises(moe.MoeTimeout):
+                exchange.dispatch(x, indices, weights, out=rows, timeout=2)
+
+        call = ranks.pool.submit(wait)
+        begun.wait(PATIENCE)
+        time.sleep(0.3)
+        with pytest.raises(immwire.RequestError, match="another thread"):
+            exchange.dispatch(x, indices, weights, out=bytearray(len(rows)))
+        with pytest.raises(BufferError):
+            rows.append(0)  # It stays where it is while it may be written to.
+        assert not exchange.closed
+        assert not call.done()
+        call.result(PATIENCE)
+        rows.append(0)
+
+
+def test_the_engine_lives_as_long_as_its_exchange_and_closes_it():
+    def alone():
+        joining = moe.AllToAll.open(
+            immwire.TransferEngine(), rank=0, top_k=1, max_tokens=4, hidden=8, experts=1, world=1
+        )
+        return joining.join([joining.seat])
+
+    exchange = alone()
+    x, indices, weights = np.ones((1, 8), np.uint16), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    rows = np.zeros((exchange.max_rows, 8), np.uint16)
+    assert repr(exchange) == "<AllToAll rank 0 of 1, 1 of 1 experts from 0 on, 0 rounds>"
+    received = exchange.dispatch(x, indices, weights, out=rows)
+    assert repr(received) == "Received(counts=[1], offsets=[0, 1])"
+    exchange.close()
+    exchange.close()
+    assert repr(exchange).endswith("0 rounds, closed>")
+    with pytest.raises(immwire.EngineClosed, match="exchange"):
+        exchange.combine(rows, out=x)
+
+    with ExitStack() as stack:
+        engine = stack.enter_context(immwire.TransferEngine())
+        joining = moe.AllToAll.open(engine, rank=0, top_k=1, max_tokens=4, hidden=8, experts=1, world=1)
+        exchange = joining.join([joining.seat])
+        stack.enter_context(exchange)
+        engine.close()
+        assert exchange.closed
