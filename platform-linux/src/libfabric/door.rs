@@ -13,8 +13,10 @@
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::time::Duration;
 
 use immwire_core::datagram::{Address, DATAGRAM_MAX, Message};
+use immwire_core::id::Time;
 
 use super::LibfabricError;
 use super::fabric::{Completions, Domain, Done, Endpoint, Failure, Registration};
@@ -29,6 +31,9 @@ const SENDS_TO_ONE: u8 = 8;
 const SENDS_TO_STRANGERS: u16 = 128;
 /// How often a message is sent that never left, for its connection was closed.
 const TRIES: u8 = 10;
+/// How long libfabric may not take it again, until its receiver is given up: as a provider may wait for a connection that
+/// it has lost for ever, this is what ends it.
+const AGAIN_PATIENCE: Duration = Duration::from_secs(2);
 
 /// Whom a message goes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -72,8 +77,8 @@ pub(super) struct Door {
     free: Vec<u16>,
     /// Receives that could not be posted again yet.
     unposted: Vec<u16>,
-    /// Messages to peers that are to be sent once more.
-    unsent: Vec<u16>,
+    /// Messages to peers that are to be sent once more, and since when.
+    unsent: Vec<(u16, Time)>,
     /// Whether a message ends with "not connected" when its connection was closed before it left. A provider of
     /// sockets closes one of two connections that cross, and sometimes (net of libfabric 1.17) the one in use; the
     /// next message makes another. To EFA the words mean that the peer is gone.
@@ -218,17 +223,19 @@ impl Door {
         true
     }
 
-    /// Posts what is to be sent once more, as far as it is taken. Returns one that never will be, if there is one.
-    fn send_again(&mut self) -> Option<u16> {
+    /// Posts what is to be sent once more, as far as it is taken. Returns one that is not, and will not be, if there is one.
+    fn send_again(&mut self, now: Time) -> Option<u16> {
         let Self { unsent, sending, endpoint, buffers, desc, .. } = self;
         let mut refused = None;
-        unsent.retain(|&send| {
+        unsent.retain(|&(send, since)| {
             let Some(Some(it)) = sending.get_mut(usize::from(send)) else { return false };
             let (from, context) = (buffers.at(context_of(send)), context_of(send));
             // SAFETY: registered, and ours until the completion: nothing of it is under way. Its address is kept known.
             match unsafe { endpoint.send(from, it.len, *desc, it.handle, context) } {
                 Ok(true) => it.tries += 1,
-                Err(_) if refused.is_none() => refused = Some(send),
+                Ok(false) if now.since(since) < AGAIN_PATIENCE => return true,
+                Ok(false) | Err(_) if refused.is_none() => refused = Some(send),
+                // One at a time: the next call returns it.
                 Ok(false) | Err(_) => return true,
             }
             false
@@ -239,7 +246,7 @@ impl Door {
     /// What was to be sent to the peer once more is not.
     pub(super) fn give_up(&mut self, token: u64) {
         let Self { unsent, sending, endpoint, free, .. } = self;
-        unsent.retain(|&send| {
+        unsent.retain(|&(send, _)| {
             let Some(slot) = sending.get_mut(usize::from(send)) else { return false };
             let of_it = |it: &Sending| matches!(it.to, To::Peer { token: its, .. } if its == token);
             if !slot.as_ref().is_some_and(of_it) {
@@ -281,6 +288,7 @@ impl Door {
     pub(super) fn read(
         &mut self,
         into: &mut [u8; DATAGRAM_MAX],
+        now: Time,
         mut ended: impl FnMut(u16, u64),
     ) -> Option<Heard> {
         loop {
@@ -289,7 +297,7 @@ impl Door {
             self.endpoint.read(&mut batch);
             let Some(done) = batch.pop() else {
                 self.post_receives();
-                let refused = self.send_again()?;
+                let refused = self.send_again(now)?;
                 let failure = Err(Failure { code: libc::ENOTCONN, detail: 0 });
                 if let Some(heard) = self.end(refused, failure, &mut ended) {
                     return Some(heard);
@@ -318,7 +326,7 @@ impl Door {
             let send = context - RECEIVES;
             let lost = outcome.is_err_and(|failure| failure.code == libc::ENOTCONN);
             if lost && self.loses_connections && self.may_try_again(send) {
-                self.unsent.push(send);
+                self.unsent.push((send, now));
             } else if let Some(heard) = self.end(send, outcome, &mut ended) {
                 return Some(heard);
             }

@@ -58,7 +58,7 @@ impl LibfabricProvider {
     }
 
     fn hear<S: Sink>(&mut self, sink: &mut S) -> bool {
-        let mut bytes = [0; DATAGRAM_MAX];
+        let (mut bytes, now) = ([0; DATAGRAM_MAX], self.now);
         for round in 0..MESSAGES_MAX {
             let (sessions, handshakes) = (&mut self.sessions, &mut self.handshakes);
             let ended = |index: u16, token: u64| {
@@ -68,7 +68,7 @@ impl LibfabricProvider {
                     None => handshakes.delivered(token),
                 }
             };
-            let Some(heard) = self.door.read(&mut bytes, ended) else { return round > 0 };
+            let Some(heard) = self.door.read(&mut bytes, now, ended) else { return round > 0 };
             match heard {
                 Heard::Message { len } => {
                     let bytes = bytes.get(..len).unwrap_or(&[]);
@@ -721,7 +721,7 @@ impl LibfabricProvider {
         let until = std::time::Instant::now() + FAREWELL;
         let mut bytes = [0; DATAGRAM_MAX];
         while self.door.is_sending_to_strangers() && std::time::Instant::now() < until {
-            while self.door.read(&mut bytes, |_, _| ()).is_some() {}
+            while self.door.read(&mut bytes, self.now, |_, _| ()).is_some() {}
             std::thread::yield_now();
         }
     }
