@@ -7,11 +7,12 @@
 use std::env;
 use std::error::Error;
 use std::fs;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::Command;
 
-const SOURCE: &str = "kernels/copy.cu";
-const HEADER: &str = "kernels/immwire_cuda.h";
+/// Each becomes an image of its own name.
+const SOURCES: [&str; 2] = ["copy", "moe"];
+const HEADERS: [&str; 3] = ["immwire_cuda.h", "immwire_moe.h", "machine.cuh"];
 
 /// Code for Ampere and Hopper, and for later GPUs text that their driver compiles.
 const TARGETS: [&str; 3] = [
@@ -21,27 +22,39 @@ const TARGETS: [&str; 3] = [
 ];
 
 fn main() -> Result<(), Box<dyn Error>> {
-    for file in ["build.rs", SOURCE, HEADER] {
-        println!("cargo::rerun-if-changed={file}");
+    println!("cargo::rerun-if-changed=build.rs");
+    for source in SOURCES {
+        println!("cargo::rerun-if-changed=kernels/{source}.cu");
+    }
+    for header in HEADERS {
+        println!("cargo::rerun-if-changed=kernels/{header}");
     }
     for variable in ["IMMWIRE_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH"] {
         println!("cargo::rerun-if-env-changed={variable}");
     }
-    let image = PathBuf::from(env::var_os("OUT_DIR").ok_or("no OUT_DIR")?).join("kernels.fatbin");
+    let folder = PathBuf::from(env::var_os("OUT_DIR").ok_or("no OUT_DIR")?);
     match env::var_os("IMMWIRE_NVCC") {
-        Some(none) if none == "none" => fs::write(&image, [])?,
-        Some(named) => compile(&named.into(), &image)?,
+        Some(none) if none == "none" => leave_empty(&folder)?,
+        Some(named) => compile(Path::new(&named), &folder)?,
         None => match found() {
-            None => fs::write(&image, [])?,
+            None => leave_empty(&folder)?,
             Some(nvcc) => {
-                if let Err(why) = compile(&nvcc, &image) {
+                if let Err(why) = compile(&nvcc, &folder) {
                     println!("cargo::warning=built without GPU kernels: {why}");
-                    fs::write(&image, [])?;
+                    leave_empty(&folder)?;
                 }
             }
         },
     }
     Ok(())
+}
+
+fn image(folder: &Path, source: &str) -> PathBuf {
+    folder.join(source).with_extension("fatbin")
+}
+
+fn leave_empty(folder: &Path) -> std::io::Result<()> {
+    SOURCES.iter().try_for_each(|source| fs::write(image(folder, source), []))
 }
 
 fn found() -> Option<PathBuf> {
@@ -51,18 +64,23 @@ fn found() -> Option<PathBuf> {
     folders.chain(env::split_paths(&path)).map(|f| f.join("nvcc")).find(|nvcc| nvcc.is_file())
 }
 
-fn compile(nvcc: &PathBuf, image: &PathBuf) -> Result<(), Box<dyn Error>> {
+fn compile(nvcc: &Path, folder: &Path) -> Result<(), Box<dyn Error>> {
+    SOURCES.iter().try_for_each(|source| compile_one(nvcc, source, &image(folder, source)))
+}
+
+fn compile_one(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Error>> {
+    let source = format!("kernels/{name}.cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"]);
     command.args(["-Xfatbin", "-compress-all"]);
     for target in TARGETS {
         command.args(["-gencode", target]);
     }
-    let output = command.arg(SOURCE).arg("-o").arg(image).output();
+    let output = command.arg(&source).arg("-o").arg(image).output();
     let output = output.map_err(|e| format!("{}: {e}", nvcc.display()))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
-        return Err(format!("{} cannot compile {SOURCE}: {said}", nvcc.display()).into());
+        return Err(format!("{} cannot compile {source}: {said}", nvcc.display()).into());
     }
     Ok(())
 }

@@ -15,14 +15,14 @@ use crate::driver::{check, cu};
 use crate::error::Error;
 use crate::geometry::{self, GeometryError, Kernel, Launch, Method, Plan, Shape, Tuning};
 use crate::memory::DeviceMemory;
-use std::ffi::CStr;
+use crate::module::{Function, Module};
 use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
 use std::ptr;
 use std::time::Duration;
 
 /// The compiled kernels; empty where there was no compiler.
-static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/kernels.fatbin"));
+static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/copy.fatbin"));
 
 /// Whether the crate was built with a CUDA compiler, and so has kernels.
 #[must_use]
@@ -117,7 +117,7 @@ pub enum Submitted {
 pub struct Copier {
     stream: Stream,
     tuning: Tuning,
-    kernels: ManuallyDrop<Module>,
+    kernels: ManuallyDrop<Kernels>,
     arrivals: ManuallyDrop<DeviceMemory>,
 }
 
@@ -130,7 +130,7 @@ impl Copier {
     ///
     /// [`Error::KernelsAbsent`], [`Error::NoKernelsFor`], or what the driver answers.
     pub fn new(stream: &Stream, tuning: Tuning) -> Result<Self, Error> {
-        let kernels = Module::load(stream.device())?;
+        let kernels = Kernels::load(stream.device())?;
         let arrivals = DeviceMemory::zeroed(stream, 4)?;
         Ok(Self {
             stream: stream.clone(),
@@ -327,74 +327,32 @@ impl Drop for Copier {
 
 /// The kernels, loaded into one GPU.
 #[derive(Debug)]
-struct Module {
-    device: Device,
-    raw: cu::CUmodule,
-    any: cu::CUfunction,
-    vector: cu::CUfunction,
-    bulk: cu::CUfunction,
+struct Kernels {
+    _module: Module,
+    any: Function,
+    vector: Function,
+    bulk: Function,
 }
 
-// SAFETY: modules and functions may be used by any thread, and by several at once; the handles are only ever passed to
-// the driver.
-unsafe impl Send for Module {}
-// SAFETY: as above.
-unsafe impl Sync for Module {}
-
-impl Module {
+impl Kernels {
     fn load(device: &Device) -> Result<Self, Error> {
-        if !kernels_built_in() {
-            return Err(Error::KernelsAbsent);
+        let module = Module::load(device, IMAGE)?;
+        let any = module.function(c"immwire_copy_any")?;
+        let vector = module.function(c"immwire_copy_vector")?;
+        let bulk = module.function(c"immwire_copy_bulk")?;
+        if device.gpu().capability >= (9, 0) {
+            module.allow_shared(bulk, geometry::BULK_SHARED_BYTES)?;
         }
-        let capability = device.gpu().capability;
-        let _current = device.enter()?;
-        let mut raw = ptr::null_mut();
-        // SAFETY: the image is a fatbin, which states its own length; writes the one handle.
-        match unsafe { cu::cuModuleLoadData(&raw mut raw, IMAGE.as_ptr().cast()) } {
-            cu::CUresult::CUDA_ERROR_NO_BINARY_FOR_GPU => {
-                return Err(Error::NoKernelsFor { capability });
-            }
-            answer => check("cuModuleLoadData", answer)?,
-        }
-        let none = ptr::null_mut();
-        let mut module = Self { device: device.clone(), raw, any: none, vector: none, bulk: none };
-        module.any = module.find(c"immwire_copy_any")?;
-        module.vector = module.find(c"immwire_copy_vector")?;
-        module.bulk = module.find(c"immwire_copy_bulk")?;
-        if capability >= (9, 0) {
-            let most = i32::try_from(geometry::BULK_SHARED_BYTES).unwrap_or(i32::MAX);
-            let which = cu::CUfunction_attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            // SAFETY: the function is of this module.
-            check("cuFuncSetAttribute", unsafe {
-                cu::cuFuncSetAttribute(module.bulk, which, most)
-            })?;
-        }
-        Ok(module)
-    }
-
-    fn find(&self, name: &CStr) -> Result<cu::CUfunction, Error> {
-        let mut function = ptr::null_mut();
-        // SAFETY: the module is loaded, the name ends in a zero; writes the one handle.
-        let found = unsafe { cu::cuModuleGetFunction(&raw mut function, self.raw, name.as_ptr()) };
-        check("cuModuleGetFunction", found)?;
-        Ok(function)
+        Ok(Self { _module: module, any, vector, bulk })
     }
 
     fn function(&self, kernel: Kernel) -> cu::CUfunction {
-        match kernel {
+        let function = match kernel {
             Kernel::Any => self.any,
             Kernel::Vector => self.vector,
             Kernel::Bulk => self.bulk,
-        }
-    }
-}
-
-impl Drop for Module {
-    fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
-            // SAFETY: loaded by `load`, unloaded here only; no launch of it goes on (`Copier`'s drop).
-            let _ = unsafe { cu::cuModuleUnload(self.raw) };
-        }
+        };
+        function.handle()
     }
 }
 

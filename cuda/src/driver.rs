@@ -135,6 +135,8 @@ mod tests {
             include_str!("device.rs"),
             include_str!("driver.rs"),
             include_str!("memory.rs"),
+            include_str!("module.rs"),
+            include_str!("moe/exchange.rs"),
             include_str!("share.rs"),
         ];
         let mut called = BTreeSet::new();

@@ -73,6 +73,15 @@ pub enum Error {
     },
     /// The request does not fit the kernel that was asked for, or any.
     Geometry(crate::geometry::GeometryError),
+    /// There can be no such exchange of tokens.
+    Shape(crate::moe::geometry::ShapeError),
+    /// There is no such rank, or the inboxes given are not as many as ranks.
+    NoRank {
+        /// Which, or how many.
+        rank: u32,
+        /// Ranks there are.
+        world: u32,
+    },
     /// An address is not a multiple of what it must be.
     Misaligned {
         /// What it is the address of.
@@ -121,13 +130,18 @@ impl fmt::Display for Error {
             Self::NoKernelsFor { capability: (major, minor) } => {
                 write!(
                     f,
-                    "no kernels for compute capability {major}.{minor}: 8.0 and later are served"
+                    "no kernels for compute capability {major}.{minor}: 8.0 and later are served, 8.9 and later where tokens are \
+                     quantised"
                 )
             }
             Self::WrongDevice { belongs_to, used_with } => {
                 write!(f, "what belongs to GPU {belongs_to} was used with GPU {used_with}")
             }
             Self::Geometry(why) => why.fmt(f),
+            Self::Shape(why) => why.fmt(f),
+            Self::NoRank { rank, world } => {
+                write!(f, "rank {rank}, or so many inboxes, of {world} ranks")
+            }
             Self::Misaligned { what, address, multiple } => {
                 write!(f, "the {what} at {address:#x} is not at a multiple of {multiple}")
             }

@@ -1,4 +1,5 @@
-//! GPU memory for immwire: kernels that copy pages to wherever the GPU can reach, and say when they are there.
+//! GPU memory for immwire: kernels that copy pages to wherever the GPU can reach, and say when they are there; and kernels
+//! that exchange tokens among experts.
 //!
 //! [`Copier::submit`] copies pages, or one range, between any two of: memory of this GPU, of a peer that it has access
 //! to, and pinned host memory; one launch for the whole request, on the caller's [`Stream`], in the primary context that
@@ -11,6 +12,7 @@
 //! | [`oracle`] | the same copies in host memory, the plain way | no |
 //! | [`Device`], [`Stream`], [`Event`], [`DeviceMemory`], [`PinnedMemory`] | what of CUDA is used, with owners | yes |
 //! | [`Copier`] | launches | yes |
+//! | [`moe`] | tokens to the GPUs of their experts, and results back: dispatch and combine | yes |
 //! | [`look_up`], [`hand_over`], [`Opened`], [`SharedMemory`], [`Pinned`] | memory that several processes use | yes |
 //!
 //! # Without CUDA
@@ -34,6 +36,8 @@ mod driver;
 mod error;
 pub mod geometry;
 mod memory;
+mod module;
+pub mod moe;
 pub mod oracle;
 mod share;
 

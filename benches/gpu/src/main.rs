@@ -1,6 +1,7 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS | signals FROM TO
+//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time
 //!
 //! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
 //! how long a watcher's callback and a waiting stream take to hear of something.
@@ -10,6 +11,7 @@
 
 mod check;
 mod ends;
+mod moe;
 mod rig;
 mod signals;
 mod time;
@@ -32,7 +34,7 @@ fn main() -> ExitCode {
             _ => Err("GPUs are numbers".into()),
         },
         [what] => run(what),
-        _ => Err("check, check-few, time, ends FROM TO SMS, or signals FROM TO".into()),
+        _ => Err("check, check-few, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time".into()),
     };
     match done {
         Ok(Value::Null) => ExitCode::SUCCESS,
@@ -61,6 +63,15 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         "check" | "check-few" => {
             result.insert("checked".into(), check::run(&gpus, what == "check-few")?);
         }
+        "moe-check" | "moe-check-few" => {
+            result.insert("moe".into(), moe::check(&gpus, what == "moe-check-few")?);
+        }
+        "moe-replay" => {
+            result.insert("moe".into(), moe::replay(&gpus, 100_000)?);
+        }
+        "moe-time" => {
+            result.insert("moe".into(), moe::time(&gpus)?);
+        }
         "time" => {
             let mut bench = time::Bench::new(&gpus)?;
             type Part<'a> = fn(&mut time::Bench<'a>) -> Result<Value, Box<dyn Error>>;
@@ -78,7 +89,11 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
                 eprintln!("{name}: {:.1} s", started.elapsed().as_secs_f64());
             }
         }
-        _ => return Err("check, check-few or time".into()),
+        _ => {
+            return Err(
+                "check, check-few, time, moe-check, moe-check-few, moe-replay or moe-time".into()
+            );
+        }
     }
     Ok(Value::Object(result))
 }

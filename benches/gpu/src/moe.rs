@@ -1,0 +1,738 @@
+//! Dispatch and combine among GPUs: every kind of exchange against the oracle, bit by bit, and how long rounds take.
+//!
+//! All ranks are in this process, each with a stream; ranks share GPUs where they are more. Times are the GPU's: rounds are
+//! captured in a graph for each rank, with events between the launches, and replayed. Of each round the slowest rank counts.
+
+use crate::rig::{Gpu, LIMIT};
+use cudarc::driver::sys as cu;
+use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
+use immwire_cuda::moe::{Count, Exchange, Half, Rows, Tokens};
+use immwire_cuda::{DeviceMemory, Event, PinnedMemory, Stream};
+use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens as Sent, bytes_of};
+use serde_json::{Value, json};
+use std::error::Error;
+use std::ptr;
+use std::time::{Duration, Instant};
+
+type Outcome<T> = Result<T, Box<dyn Error>>;
+
+/// How long tokens are waited for.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// What is there before it is written.
+const UNTOUCHED: u8 = 0xa5;
+
+fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
+    if answer == cu::CUresult::CUDA_SUCCESS {
+        Ok(())
+    } else {
+        Err(format!("{what}: {answer:?}").into())
+    }
+}
+
+/// Makes a GPU's context current while something is done that `immwire_cuda` does not do.
+fn within<T>(gpu: &Gpu, work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+    // SAFETY: the context lives as long as the device; it is taken off again below.
+    call("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(gpu.device.context().cast()) })?;
+    let done = work();
+    let mut popped = ptr::null_mut();
+    // SAFETY: takes off what was put on above.
+    call("cuCtxPopCurrent", unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) })?;
+    done
+}
+
+/// Memory of a GPU for one rank, and what it holds in host memory.
+struct Buffer {
+    there: DeviceMemory,
+    here: PinnedMemory,
+}
+
+impl Buffer {
+    fn new(gpu: &Gpu, bytes: usize) -> Outcome<Self> {
+        let bytes = bytes.max(16);
+        Ok(Self { there: gpu.memory(bytes)?, here: gpu.pinned(bytes)? })
+    }
+
+    fn at(&self) -> u64 {
+        self.there.address()
+    }
+
+    fn put(&mut self, gpu: &Gpu, bytes: &[u8]) -> Outcome<()> {
+        self.here.as_mut_slice()[..bytes.len()].copy_from_slice(bytes);
+        if !bytes.is_empty() {
+            gpu.move_range(self.here.address(), self.at(), bytes.len())?;
+        }
+        Ok(())
+    }
+
+    fn fill(&mut self, gpu: &Gpu, byte: u8) -> Outcome<()> {
+        self.here.as_mut_slice().fill(byte);
+        Ok(gpu.move_range(self.here.address(), self.at(), self.here.bytes())?)
+    }
+
+    fn get(&mut self, gpu: &Gpu) -> Outcome<&[u8]> {
+        gpu.move_range(self.at(), self.here.address(), self.here.bytes())?;
+        Ok(self.here.as_slice())
+    }
+}
+
+struct Rank {
+    gpu: usize,
+    stream: Stream,
+    exchange: Exchange,
+    inbox: DeviceMemory,
+    x: Buffer,
+    scales: Buffer,
+    indices: Buffer,
+    weights: Buffer,
+    count: Buffer,
+    rows_x: Buffer,
+    rows_scales: Buffer,
+    counts: Buffer,
+    offsets: Buffer,
+    y: Buffer,
+    out: Buffer,
+}
+
+struct World<'a> {
+    gpus: &'a [Gpu],
+    shape: Shape,
+    geometry: Geometry,
+    rows: u32,
+    ranks: Vec<Rank>,
+}
+
+impl<'a> World<'a> {
+    /// Ranks on GPUs in turn, each with `sms` blocks (0: all).
+    fn new(gpus: &'a [Gpu], shape: &Shape, sms: u32, rows: Option<u32>) -> Outcome<Self> {
+        let geometry = Geometry::new(shape)?;
+        let rows = rows.unwrap_or(u32::try_from(geometry.max_rows)?);
+        let rank = |rank: u32| -> Outcome<Rank> {
+            let number = rank as usize % gpus.len();
+            let gpu = &gpus[number];
+            let stream = Stream::new(&gpu.device)?;
+            let exchange = Exchange::new(&stream, shape, rank, sms, PATIENCE)?;
+            let inbox = DeviceMemory::zeroed(&stream, usize::try_from(geometry.inbox_bytes)?)?;
+            // SAFETY: it was allocated just now.
+            unsafe { exchange.clear_inbox(&stream, inbox.address())? };
+            let tokens = shape.max_tokens as usize;
+            let (x, choices) = (tokens * shape.values as usize * 2, tokens * shape.top_k as usize);
+            let local = (shape.firsts[rank as usize + 1] - shape.firsts[rank as usize]) as usize;
+            let rows = rows as usize;
+            Ok(Rank {
+                gpu: number,
+                exchange,
+                inbox,
+                x: Buffer::new(gpu, x.max(tokens * geometry.token_bytes as usize))?,
+                scales: Buffer::new(gpu, tokens * geometry.scale_bytes as usize)?,
+                indices: Buffer::new(gpu, choices * 8)?,
+                weights: Buffer::new(gpu, choices * 4)?,
+                count: Buffer::new(gpu, 4)?,
+                rows_x: Buffer::new(gpu, rows * geometry.token_bytes as usize)?,
+                rows_scales: Buffer::new(gpu, rows * geometry.scale_bytes as usize)?,
+                counts: Buffer::new(gpu, local * 4)?,
+                offsets: Buffer::new(gpu, local * 4 + 4)?,
+                y: Buffer::new(gpu, rows * shape.values as usize * 2)?,
+                out: Buffer::new(gpu, x)?,
+                stream,
+            })
+        };
+        let mut ranks = (0..geometry.world).map(rank).collect::<Outcome<Vec<_>>>()?;
+        let inboxes: Vec<u64> = ranks.iter().map(|rank| rank.inbox.address()).collect();
+        for rank in &mut ranks {
+            rank.exchange.connect(&inboxes)?;
+        }
+        let world = Self { gpus, shape: shape.clone(), geometry, rows, ranks };
+        world.settle()?;
+        Ok(world)
+    }
+
+    fn maker(&self) -> Maker<'_> {
+        Maker { shape: &self.shape }
+    }
+
+    fn settle(&self) -> Outcome<()> {
+        for rank in &self.ranks {
+            let event = Event::new(rank.stream.device())?;
+            event.record(&rank.stream)?;
+            event.wait(LIMIT)?;
+        }
+        Ok(())
+    }
+
+    fn put(&mut self, tokens: &[Sent], results: Option<&[Vec<u8>]>, wide: bool) -> Outcome<()> {
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let (gpu, sent) = (&self.gpus[rank.gpu], &tokens[number]);
+            rank.x.put(gpu, &sent.x)?;
+            rank.scales.put(gpu, &sent.scales)?;
+            let indices = if wide {
+                bytes_of(&sent.indices.iter().map(|index| i64::from(*index)).collect::<Vec<_>>())
+            } else {
+                bytes_of(&sent.indices)
+            };
+            rank.indices.put(gpu, &indices)?;
+            rank.weights.put(gpu, &bytes_of(&sent.weights))?;
+            rank.count.put(gpu, &sent.count.to_ne_bytes())?;
+            if let Some(results) = results {
+                rank.y.put(gpu, &results[number])?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues one launch of a rank.
+    fn enqueue(&self, rank: usize, way: Way, style: Style) -> Outcome<()> {
+        let rank = &self.ranks[rank];
+        let halves: &[Half] =
+            if style.split { &[Half::Send, Half::Receive] } else { &[Half::Both] };
+        for half in halves {
+            match way {
+                Way::Out => {
+                    let tokens = Tokens {
+                        count: Count::At(rank.count.at()),
+                        x: rank.x.at(),
+                        scales: rank.scales.at(),
+                        indices: rank.indices.at(),
+                        wide_indices: style.wide,
+                        weights: rank.weights.at(),
+                    };
+                    let rows = Rows {
+                        x: rank.rows_x.at(),
+                        scales: rank.rows_scales.at(),
+                        rows: self.rows,
+                        counts: rank.counts.at(),
+                        offsets: rank.offsets.at(),
+                        clear_padding: style.clear,
+                    };
+                    // SAFETY: all memory is the world's, which waits for launches before it goes; GPUs do nothing else.
+                    unsafe { rank.exchange.dispatch(&rank.stream, *half, &tokens, &rows)? };
+                }
+                Way::Back => {
+                    // SAFETY: as above.
+                    unsafe {
+                        rank.exchange.combine(&rank.stream, *half, rank.y.at(), rank.out.at())?;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Compares one round, whose launches have ended.
+    fn check(&mut self, tokens: &[Sent], results: &[Vec<u8>], clear: bool) -> Outcome<()> {
+        let all: Vec<usize> = (0..self.ranks.len()).collect();
+        let round = Round { shape: &self.shape, geometry: &self.geometry, tokens, results };
+        let layouts: Vec<Option<Layout>> =
+            all.iter().map(|rank| Some(round.layout(*rank, &all))).collect();
+        let (x, scales) = (self.geometry.token_bytes as usize, self.geometry.scale_bytes as usize);
+        for (number, rank) in self.ranks.iter_mut().enumerate() {
+            let (gpu, layout) =
+                (&self.gpus[rank.gpu], layouts[number].as_ref().ok_or("no layout")?);
+            let differs = |what: &str, at: usize| -> Box<dyn Error> {
+                format!("{what} {at} of rank {number} differs: {:?}", round.shape).into()
+            };
+            let report = rank.exchange.report();
+            if report != Default::default() {
+                return Err(format!("rank {number} reports {report:?}").into());
+            }
+            let counts = bytes_of(&layout.counts);
+            if rank.counts.get(gpu)?[..counts.len()] != counts {
+                return Err(differs("the count", 0));
+            }
+            let offsets = bytes_of(&layout.offsets);
+            if rank.offsets.get(gpu)?[..offsets.len()] != offsets {
+                return Err(differs("the offset", 0));
+            }
+            let (found_x, found_scales) = (rank.rows_x.get(gpu)?, rank.rows_scales.get(gpu)?);
+            let mut used = vec![false; self.rows as usize];
+            let mut last = None;
+            for (&(source, token, _), &row) in &layout.rows {
+                let row = row as usize;
+                used[row] = true;
+                if last.as_ref().is_none_or(|(at, _)| *at != (source, token)) {
+                    last = Some(((source, token), round.arrives(source, token)));
+                }
+                let Some((_, expected)) = &last else { continue };
+                if found_x[row * x..][..x] != expected.0
+                    || found_scales[row * scales..][..scales] != expected.1
+                {
+                    return Err(differs("row", row));
+                }
+            }
+            let end = layout.offsets[layout.offsets.len() - 1] as usize;
+            for row in (0..used.len()).filter(|row| !used[*row]) {
+                let byte = if clear && row < end { 0 } else { UNTOUCHED };
+                let blank = |bytes: &[u8]| bytes.iter().all(|found| *found == byte);
+                if !blank(&found_x[row * x..][..x])
+                    || !blank(&found_scales[row * scales..][..scales])
+                {
+                    return Err(differs("what nobody has in row", row));
+                }
+            }
+            let bytes = self.shape.values as usize * 2;
+            let found = rank.out.get(gpu)?;
+            for token in 0..tokens[number].count {
+                let at = token as usize * bytes;
+                if found[at..][..bytes] != round.result(number, token, &layouts) {
+                    return Err(differs("the result of token", token as usize));
+                }
+            }
+            let written = tokens[number].count as usize * bytes;
+            let rest = self.shape.max_tokens as usize * bytes;
+            if found[written..rest].iter().any(|byte| *byte != UNTOUCHED) {
+                return Err(differs("the result of no token", written / bytes));
+            }
+        }
+        Ok(())
+    }
+
+    fn blank(&mut self) -> Outcome<()> {
+        for rank in &mut self.ranks {
+            let gpu = &self.gpus[rank.gpu];
+            for buffer in [&mut rank.rows_x, &mut rank.rows_scales, &mut rank.out] {
+                buffer.fill(gpu, UNTOUCHED)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Every slot of every inbox holds poison again.
+    fn check_poison(&self) -> Outcome<()> {
+        for (number, rank) in self.ranks.iter().enumerate() {
+            let gpu = &self.gpus[rank.gpu];
+            let bytes = usize::try_from(self.geometry.inbox_bytes)?;
+            let here = gpu.pinned(bytes)?;
+            gpu.move_range(rank.inbox.address(), here.address(), bytes)?;
+            let slots = &here.as_slice()[usize::try_from(self.geometry.dispatch_at)?..];
+            if let Some(at) = slots.iter().position(|byte| *byte != 0xff) {
+                return Err(format!(
+                    "something is left at {at} of rank {number}: {:?}",
+                    self.shape
+                )
+                .into());
+            }
+        }
+        Ok(())
+    }
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Out,
+    Back,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+struct Style {
+    split: bool,
+    wide: bool,
+    clear: bool,
+}
+
+/// Ranks that share a GPU share its SMs; two blocks fit each.
+fn sms(gpus: &[Gpu], world: u32) -> u32 {
+    let each = world.div_ceil(u32::try_from(gpus.len()).unwrap_or(1));
+    if each <= 2 { 0 } else { gpus[0].device.gpu().sms * 2 / each }
+}
+
+fn firsts(world: u32, experts: u32) -> Vec<u32> {
+    (0..=world).map(|rank| rank * experts / world).collect()
+}
+
+fn random_shape(random: &mut Random, world: u32, large: bool) -> Shape {
+    let mut firsts = vec![0];
+    for rank in 0..world {
+        let most = 1 + random.below(if large { 32 } else { 6 });
+        let local = if random.one_in(6) && rank + 1 < world { 0 } else { most };
+        firsts.push(firsts[rank as usize] + local);
+    }
+    let of = [Number::Bf16, Number::Fp16][usize::from(random.one_in(2))];
+    let scales = [Scales::Float, Scales::Power][usize::from(random.one_in(2))];
+    let payload = if random.one_in(2) {
+        Payload::Fp8 { from: of, scales }
+    } else {
+        Payload::Raw {
+            token_bytes: 16 * (1 + random.below(if large { 1000 } else { 60 })),
+            scale_bytes: 4 * random.below(120),
+        }
+    };
+    Shape {
+        firsts,
+        top_k: 1 + random.below(if large { 32 } else { 8 }),
+        max_tokens: 1 + random.below(if large { 300 } else { 40 }),
+        payload,
+        values: 16 * (1 + random.below(if large { 500 } else { 60 })),
+        results: [Number::Bf16, Number::Fp16][usize::from(random.one_in(2))],
+        padding: [1, 4, 16, 128][random.below(4) as usize],
+    }
+}
+
+/// Random exchanges of 1 to 8 ranks against the oracle.
+pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
+    let mut counts = serde_json::Map::new();
+    for world in [1, 2, 3, 4, 8] {
+        let started = Instant::now();
+        let cases = if few { 1 } else { 12 };
+        for case in 0..cases {
+            let mut random = Random(case * 100 + u64::from(world));
+            let shape = random_shape(&mut random, world, case % 3 == 2 && !few);
+            let mut all = World::new(gpus, &shape, sms(gpus, world), None)?;
+            for _ in 0..3 {
+                let tokens: Vec<Sent> =
+                    (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
+                let results: Vec<Vec<u8>> = (0..world)
+                    .map(|_| all.maker().numbers(&mut random, all.rows, shape.results))
+                    .collect();
+                let style = Style {
+                    split: random.one_in(3),
+                    wide: random.one_in(2),
+                    clear: random.one_in(2),
+                };
+                all.put(&tokens, Some(&results), style.wide)?;
+                all.blank()?;
+                for way in [Way::Out, Way::Back] {
+                    for rank in 0..all.ranks.len() {
+                        all.enqueue(rank, way, style)?;
+                    }
+                }
+                all.settle()?;
+                all.check(&tokens, &results, style.clear)?;
+            }
+            all.check_poison()?;
+        }
+        eprintln!(
+            "{world} ranks: {cases} exchanges of 3 rounds right, {:.1} s",
+            started.elapsed().as_secs_f64()
+        );
+        counts.insert(world.to_string(), json!(cases));
+    }
+    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3 }))
+}
+
+/// Two captured rounds of each rank, replayed over and over with other routes and other numbers of tokens, each rank as fast as it
+/// goes; now and then compared.
+pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
+    let world = u32::try_from(gpus.len())?;
+    let shape = Shape {
+        firsts: firsts(world, 16),
+        top_k: 4,
+        max_tokens: 24,
+        payload: Payload::Raw { token_bytes: 512, scale_bytes: 16 },
+        values: 256,
+        results: Number::Bf16,
+        padding: 4,
+    };
+    let mut all = World::new(gpus, &shape, 0, None)?;
+    let mut random = Random(5);
+    let results: Vec<Vec<u8>> =
+        (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
+    const EACH: u32 = 50;
+    let graphs = (0..all.ranks.len())
+        .map(|rank| {
+            Graph::new(&all, rank, |_| {
+                for _ in 0..EACH {
+                    for way in [Way::Out, Way::Back] {
+                        all.enqueue(rank, way, Style { clear: true, ..Style::default() })?;
+                    }
+                }
+                Ok(())
+            })
+        })
+        .collect::<Outcome<Vec<_>>>()?;
+    let mut compared = 0;
+    for turn in 0..rounds / EACH {
+        // Between replays routes and numbers of tokens change, in the same memory.
+        let tokens: Vec<Sent> =
+            (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
+        all.put(&tokens, Some(&results), false)?;
+        if turn % 20 == 0 {
+            all.blank()?;
+        }
+        for rank in 0..all.ranks.len() {
+            // One may be far ahead of the other: up to where it has to wait.
+            if random.one_in(4) {
+                std::thread::sleep(Duration::from_micros(u64::from(random.below(300))));
+            }
+            graphs[rank].launch(&all, rank)?;
+        }
+        all.settle()?;
+        if turn % 20 == 0 {
+            all.check(&tokens, &results, true)?;
+            compared += 1;
+        }
+    }
+    for (number, rank) in all.ranks.iter().enumerate() {
+        if rank.exchange.report() != Default::default() {
+            return Err(format!("rank {number} reports {:?}", rank.exchange.report()).into());
+        }
+    }
+    all.check_poison()?;
+    Ok(json!({ "ranks": world, "rounds": rounds / EACH * EACH, "compared": compared }))
+}
+
+/// Work of one rank, captured.
+struct Graph {
+    graph: cu::CUgraph,
+    ready: cu::CUgraphExec,
+}
+
+impl Graph {
+    fn new(
+        all: &World<'_>,
+        rank: usize,
+        work: impl FnOnce(&Stream) -> Outcome<()>,
+    ) -> Outcome<Self> {
+        let rank = &all.ranks[rank];
+        let stream: cu::CUstream = rank.stream.raw().cast();
+        within(&all.gpus[rank.gpu], || {
+            let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
+            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            // SAFETY: the stream is alive, and nobody else captures it; so below.
+            call("cuStreamBeginCapture", unsafe { cu::cuStreamBeginCapture_v2(stream, mode) })?;
+            work(&rank.stream)?;
+            // SAFETY: writes the one handle.
+            call("cuStreamEndCapture", unsafe { cu::cuStreamEndCapture(stream, &raw mut graph) })?;
+            // SAFETY: writes the one handle; the graph is alive.
+            call("cuGraphInstantiate", unsafe {
+                cu::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0)
+            })?;
+            // SAFETY: both are alive.
+            call("cuGraphUpload", unsafe { cu::cuGraphUpload(ready, stream) })?;
+            Ok(Self { graph, ready })
+        })
+    }
+
+    fn launch(&self, all: &World<'_>, rank: usize) -> Outcome<()> {
+        let rank = &all.ranks[rank];
+        within(&all.gpus[rank.gpu], || {
+            // SAFETY: graph and stream are alive, and so is all memory that the graph names.
+            call("cuGraphLaunch", unsafe {
+                cu::cuGraphLaunch(self.ready, rank.stream.raw().cast())
+            })
+        })
+    }
+}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: made by `new`, destroyed here only, after its launches have been waited for.
+        unsafe {
+            let _ = cu::cuGraphExecDestroy(self.ready);
+            let _ = cu::cuGraphDestroy(self.graph);
+        }
+    }
+}
+
+fn percentile(sorted: &[f64], share: f64) -> f64 {
+    let at = ((sorted.len() as f64 - 1.0) * share).round();
+    sorted.get(at as usize).copied().unwrap_or(f64::NAN)
+}
+
+/// Rounds of one shape: of each launch the slowest rank's time, with events in between, and whole rounds without them.
+fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
+    const ROUNDS: usize = 40;
+    const REPLAYS: usize = 12;
+    let world = u32::try_from(shape.firsts.len() - 1)?;
+    let tokens_all = shape.max_tokens as usize * world as usize * shape.top_k as usize;
+    // Routes are even: no rank has twice its part.
+    let rows = u32::try_from(
+        (tokens_all / world as usize * 2 + 4096)
+            .min(usize::try_from(Geometry::new(shape)?.max_rows)?),
+    )?;
+    let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows))?;
+    let mut random = Random(11);
+    let experts = shape.firsts[world as usize];
+    let tokens: Vec<Sent> = (0..world)
+        .map(|_| {
+            let mut sent = all.maker().tokens(&mut random, shape.max_tokens);
+            for row in sent.indices.chunks_exact_mut(shape.top_k as usize) {
+                let mut chosen: Vec<i32> = Vec::new();
+                while chosen.len() < row.len() {
+                    let expert = random.below(experts).cast_signed();
+                    if !chosen.contains(&expert) {
+                        chosen.push(expert);
+                    }
+                }
+                row.copy_from_slice(&chosen);
+            }
+            sent
+        })
+        .collect();
+    let results: Vec<Vec<u8>> =
+        (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
+    all.put(&tokens, Some(&results), style.wide)?;
+    all.blank()?;
+    for way in [Way::Out, Way::Back] {
+        for rank in 0..all.ranks.len() {
+            all.enqueue(rank, way, style)?;
+        }
+    }
+    all.settle()?;
+    all.check(&tokens, &results, style.clear)?;
+
+    let external = cu::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
+    let mut marks: Vec<Vec<cu::CUevent>> = Vec::new();
+    for rank in &all.ranks {
+        let mut events = Vec::new();
+        within(&gpus[rank.gpu], || {
+            for _ in 0..=2 * ROUNDS {
+                let mut event = ptr::null_mut();
+                // SAFETY: writes the one handle.
+                call("cuEventCreate", unsafe { cu::cuEventCreate(&raw mut event, 0) })?;
+                events.push(event);
+            }
+            Ok(())
+        })?;
+        marks.push(events);
+    }
+    let record = |stream: &Stream, event: cu::CUevent| {
+        // SAFETY: both are alive; into a graph it goes as a node.
+        call("cuEventRecordWithFlags", unsafe {
+            cu::cuEventRecordWithFlags(event, stream.raw().cast(), external)
+        })
+    };
+    let marked = (0..all.ranks.len())
+        .map(|rank| {
+            Graph::new(&all, rank, |stream| {
+                record(stream, marks[rank][0])?;
+                for round in 0..ROUNDS {
+                    all.enqueue(rank, Way::Out, style)?;
+                    record(stream, marks[rank][2 * round + 1])?;
+                    all.enqueue(rank, Way::Back, style)?;
+                    record(stream, marks[rank][2 * round + 2])?;
+                }
+                Ok(())
+            })
+        })
+        .collect::<Outcome<Vec<_>>>()?;
+    let plain = (0..all.ranks.len())
+        .map(|rank| {
+            Graph::new(&all, rank, |stream| {
+                let events = &marks[rank];
+                // The first rounds bring the ranks together.
+                for round in 0..ROUNDS + 4 {
+                    if round == 4 {
+                        record(stream, events[0])?;
+                    }
+                    all.enqueue(rank, Way::Out, style)?;
+                    all.enqueue(rank, Way::Back, style)?;
+                }
+                record(stream, events[1])
+            })
+        })
+        .collect::<Outcome<Vec<_>>>()?;
+    let between = |rank: usize, from: usize, to: usize| -> Outcome<f64> {
+        let mut milliseconds = 0.0;
+        // SAFETY: writes the one number.
+        call("cuEventElapsedTime", unsafe {
+            cu::cuEventElapsedTime_v2(&raw mut milliseconds, marks[rank][from], marks[rank][to])
+        })?;
+        Ok(f64::from(milliseconds) * 1e3)
+    };
+    let (mut out, mut back, mut rounds) = (Vec::new(), Vec::new(), Vec::new());
+    for replay in 0..REPLAYS {
+        for (rank, graph) in marked.iter().enumerate() {
+            graph.launch(&all, rank)?;
+        }
+        all.settle()?;
+        for round in 4..ROUNDS {
+            let slowest = |from: usize| -> Outcome<f64> {
+                let mut most = 0f64;
+                for rank in 0..all.ranks.len() {
+                    most = most.max(between(rank, from, from + 1)?);
+                }
+                Ok(most)
+            };
+            if replay > 0 {
+                out.push(slowest(2 * round)?);
+                back.push(slowest(2 * round + 1)?);
+            }
+        }
+        for (rank, graph) in plain.iter().enumerate() {
+            graph.launch(&all, rank)?;
+        }
+        all.settle()?;
+        let mut most = 0f64;
+        for rank in 0..all.ranks.len() {
+            most = most.max(between(rank, 0, 1)? / ROUNDS as f64);
+        }
+        rounds.push(most);
+    }
+    all.check(&tokens, &results, style.clear)?;
+    for events in marks.iter().flatten() {
+        // SAFETY: made above, used by graphs that have ended.
+        let _ = unsafe { cu::cuEventDestroy_v2(*events) };
+    }
+    for times in [&mut out, &mut back, &mut rounds] {
+        times.sort_by(f64::total_cmp);
+    }
+    let times = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
+    // What the busiest rank receives from others, over what a link carries of stores from all sides at once.
+    let remote = |bytes: u64| {
+        let into = |at: usize| {
+            let experts = shape.firsts[at] as i32..shape.firsts[at + 1] as i32;
+            let from = |rank: &usize| *rank != at && all.ranks[*rank].gpu != all.ranks[at].gpu;
+            (0..tokens.len())
+                .filter(from)
+                .map(|rank| {
+                    let rows = tokens[rank].indices.chunks_exact(shape.top_k as usize);
+                    rows.filter(|row| row.iter().any(|e| experts.contains(e))).count() as u64
+                })
+                .sum::<u64>()
+                * bytes
+        };
+        (0..tokens.len()).map(into).max().unwrap_or(0)
+    };
+    let floor = |bytes: u64| remote(bytes) as f64 / 354e3;
+    let out_bytes = u64::from(all.geometry.token_bytes + all.geometry.scale_bytes);
+    let result = json!({
+        "what": name, "ranks": world, "gpus": gpus.len(), "tokens": shape.max_tokens, "split": style.split,
+        "dispatch_us": times(&out), "combine_us": times(&back), "round_us": times(&rounds),
+        "dispatch_wire_us": floor(out_bytes), "combine_wire_us": floor(u64::from(shape.values) * 2),
+    });
+    eprintln!("{result}");
+    Ok(result)
+}
+
+/// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters.
+pub(crate) fn time(gpus: &[Gpu]) -> Outcome<Value> {
+    let pairs = u32::try_from(gpus.len())?;
+    let shape = |world: u32, tokens: u32| Shape {
+        firsts: firsts(world, 256),
+        top_k: 8,
+        max_tokens: tokens,
+        payload: Payload::Fp8 { from: Number::Bf16, scales: Scales::Float },
+        values: 7168,
+        results: Number::Bf16,
+        padding: 1,
+    };
+    let mut all = Vec::new();
+    for tokens in [1, 8, 32, 64, 128, 256, 512] {
+        all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, tokens), Style::default())?);
+    }
+    let split = Style { split: true, ..Style::default() };
+    all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, 128), split)?);
+    let raw = Payload::Raw { token_bytes: 7168, scale_bytes: 224 };
+    all.push(measure(
+        gpus,
+        "7,168 bytes and 224 of scales out",
+        &Shape { payload: raw, ..shape(pairs, 128) },
+        Style::default(),
+    )?);
+    let raw = Payload::Raw { token_bytes: 14336, scale_bytes: 0 };
+    all.push(measure(
+        gpus,
+        "bf16 out",
+        &Shape { payload: raw, ..shape(pairs, 128) },
+        Style::default(),
+    )?);
+    for ranks in [2, 4] {
+        all.push(measure(
+            gpus,
+            "several ranks on a GPU",
+            &shape(pairs * ranks, 128),
+            Style::default(),
+        )?);
+    }
+    all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, 4096), Style::default())?);
+    Ok(Value::Array(all))
+}

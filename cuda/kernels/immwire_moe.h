@@ -1,0 +1,133 @@
+/* What is handed to immwire's kernels for mixtures of experts: one structure, by value, what lies in the memory that it
+ * names, and the names and limits of the kernels.
+ *
+ * Plain C11 and C++17, as immwire_cuda.h. `cuda/src/moe/args.rs` is the same in Rust; sizes and offsets are compared by a C
+ * compiler (cuda/tests/header.rs).
+ *
+ * Each rank lends an inbox in memory of its GPU, to which all ranks write. Parts of it, from its first byte on:
+ *
+ *   tables     [2][world][table_bytes]                           a rank's choices, of this round and of the one before
+ *   dispatch   [world][2][max_tokens][dispatch_stride], from dispatch_at   tokens
+ *   combine    [max_tokens][world][combine_stride], from combine_at        results
+ *
+ * Before the first round tables hold zeros, and the rest bytes of 0xff: the poison of kernels/moe.cu. */
+#ifndef IMMWIRE_MOE_H
+#define IMMWIRE_MOE_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* Sets of ranks are words of 32 bits. */
+#define IMMWIRE_MOE_MAX_RANKS 32
+#define IMMWIRE_MOE_MAX_TOP_K 32
+#define IMMWIRE_MOE_MAX_EXPERTS 1024
+/* Threads of a block on a GPU. */
+#define IMMWIRE_MOE_THREADS 512
+/* Tokens that a block receives at a time. */
+#define IMMWIRE_MOE_BATCH 4
+/* Values that share a scale. */
+#define IMMWIRE_MOE_SCALE_VALUES 128
+
+/* immwire_moe_args.flags */
+enum {
+  IMMWIRE_MOE_SEND = 1,          /* this launch sends */
+  IMMWIRE_MOE_RECEIVE = 2,       /* this launch receives; with the above, first the one and then the other */
+  IMMWIRE_MOE_WIDE_INDICES = 4,  /* indices are int64_t, not int32_t */
+  IMMWIRE_MOE_CLEAR_PADDING = 8, /* rows that only pad are written with zeros */
+  IMMWIRE_MOE_POWER_SCALES = 16  /* scales are powers of two, a byte each (UE8M0), not floats */
+};
+
+/* No row: in plans, of a choice that ends elsewhere. */
+#define IMMWIRE_MOE_NO_ROW 0xffffffffu
+
+/* What of a rank lasts from launch to launch. In memory of its GPU; zeros before the first round but for epoch, 1. */
+typedef struct immwire_moe_control {
+  uint32_t epoch;    /* of this round, never 0: what tables carry */
+  uint32_t parity;   /* of this round: which half of tables and of dispatch */
+  uint32_t finished; /* blocks of a combine that are done */
+  uint32_t absent;   /* ranks that were late */
+  uint32_t suspects; /* ranks whose table somebody has missed in this round */
+  uint32_t tokens;   /* of this rank, in this round */
+  uint32_t pairs;    /* tokens that this rank received, in this round */
+  uint32_t refused;  /* set by the first who reports a choice that is none */
+  uint32_t left_out; /* those of them that were so before this round: not heard, and not written to */
+  uint32_t reserved;
+  uint64_t abort;    /* not 0: nobody waits any more */
+  uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
+} immwire_moe_control;
+
+/* What went wrong, in pinned host memory; zeros before the first round. Words change from zero once: to the epoch. */
+typedef struct immwire_moe_report {
+  uint32_t late_table[IMMWIRE_MOE_MAX_RANKS];
+  uint32_t late_tokens[IMMWIRE_MOE_MAX_RANKS];
+  uint32_t late_results[IMMWIRE_MOE_MAX_RANKS];
+  uint32_t refused; /* the epoch, of the first choice that is no expert, or one that the token names twice; it was dropped */
+  uint32_t token;
+  uint32_t choice;
+  int32_t index;
+  uint32_t rows_left_out; /* the epoch in which more rows came than there is room for */
+  uint32_t tokens_left_out; /* the epoch in which there were more than max_tokens */
+  uint32_t reserved[2];
+} immwire_moe_report;
+
+/* A token received, with its rows: one for each pair of source and token, in the order in which results are sent back.
+ * Followed by top_k rows (IMMWIRE_MOE_NO_ROW for choices that end elsewhere), and top_k weights. */
+typedef struct immwire_moe_pair {
+  uint32_t source;
+  uint32_t token;
+  uint32_t reserved[2];
+} immwire_moe_pair;
+
+/* One launch, of either kind. Addresses are those of the launching GPU's address space; all are multiples of 16 but those of
+ * indices and weights, which are multiples of their elements. */
+typedef struct immwire_moe_args {
+  uint64_t inbox[IMMWIRE_MOE_MAX_RANKS]; /* of each rank, its own too */
+  uint32_t firsts[IMMWIRE_MOE_MAX_RANKS + 2]; /* rank r has the experts from firsts[r] to before firsts[r + 1] */
+  uint64_t control;     /* immwire_moe_control */
+  uint64_t report;      /* immwire_moe_report */
+  uint64_t plan;        /* [world * max_tokens][plan_stride] */
+  uint64_t masks;       /* uint32_t[max_tokens]: which ranks each token of this rank went to */
+  uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: see tokens */
+  uint64_t x;           /* [tokens][token_bytes], or [tokens][values] of 16 bits where the kernel quantises */
+  uint64_t scales;      /* [tokens][scale_bytes]; 0 where the kernel quantises */
+  uint64_t indices;     /* [tokens][top_k] */
+  uint64_t weights;     /* float[tokens][top_k] */
+  uint64_t rows_x;      /* [rows][token_bytes] */
+  uint64_t rows_scales; /* [rows][scale_bytes] */
+  uint64_t counts;      /* uint32_t[local experts] */
+  uint64_t offsets;     /* uint32_t[local experts + 1] */
+  uint64_t y;           /* [rows][values] of 16 bits */
+  uint64_t out;         /* [tokens][values] of 16 bits */
+  uint64_t timeout_ns;  /* for tokens, once all choices are there; twice that for results, three times for choices */
+  uint64_t table_bytes;
+  uint64_t dispatch_at;
+  uint64_t combine_at;
+  uint32_t dispatch_stride; /* token_bytes, then scale_bytes, then a word; a multiple of 128 */
+  uint32_t combine_stride;  /* a multiple of 128 */
+  uint32_t plan_stride;     /* a multiple of 16 */
+  uint32_t rank;
+  uint32_t world;
+  uint32_t top_k;
+  uint32_t max_tokens;
+  uint32_t tokens;
+  uint32_t token_bytes; /* a multiple of 16, not 0 */
+  uint32_t scale_bytes; /* a multiple of 4 */
+  uint32_t values;      /* a multiple of 8, where the kernel quantises of 16 */
+  uint32_t padding;     /* not 0 */
+  uint32_t rows;        /* room in rows_x */
+  uint32_t flags;
+} immwire_moe_args;
+
+/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads. All
+ * blocks of a launch that receives, and of what else the ranks of a GPU launch at the same time, must find room at once.
+ *
+ *   immwire_moe_dispatch_raw          tokens of any bytes
+ *   immwire_moe_dispatch_fp8_bf16     from bf16 to e4m3, a scale for each 128 values
+ *   immwire_moe_dispatch_fp8_fp16     from fp16
+ *   immwire_moe_combine_bf16, _fp16   results
+ *
+ * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
+ * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only. */
+#define IMMWIRE_MOE_FIXED_WORDS 640
+
+#endif

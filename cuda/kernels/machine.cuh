@@ -1,0 +1,97 @@
+// What kernels/moe.cu asks of a GPU beyond CUDA's own C++: loads and stores of a certain strength, the clock, and numbers of
+// 16 and 8 bits.
+//
+// verification/moe/machine.h is the same for a CPU. Kept apart, so that the kernels' own text is what is checked there.
+
+#ifndef IMMWIRE_MACHINE_CUH
+#define IMMWIRE_MACHINE_CUH
+
+#include <stdint.h>
+
+// The launch's dynamic shared memory, as words.
+#define MACHINE_SHARED(name) extern __shared__ __align__(16) uint32_t name[]
+
+namespace machine {
+
+// Words that other GPUs write, or that are written for them. Relaxed: each word is seen whole, in any order.
+__device__ inline uint4 load_shared_vector(uint64_t from) {
+  uint4 held;
+  asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w)
+               : "l"(from)
+               : "memory");
+  return held;
+}
+__device__ inline void store_shared_vector(uint64_t to, uint4 held) {
+  asm volatile("st.relaxed.sys.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(held.x), "r"(held.y), "r"(held.z),
+               "r"(held.w)
+               : "memory");
+}
+// The same, where it matters that the 16 bytes are seen at once. GPUs do it with every store of a vector, and NCCL rests on it;
+// what CUDA promises is words.
+__device__ inline void store_whole_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
+__device__ inline uint32_t load_shared_word(uint64_t from) {
+  uint32_t held;
+  asm volatile("ld.relaxed.sys.global.u32 %0, [%1];" : "=r"(held) : "l"(from) : "memory");
+  return held;
+}
+__device__ inline void store_shared_word(uint64_t to, uint32_t held) {
+  asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(to), "r"(held) : "memory");
+}
+
+// Memory that only this launch uses, or launches before and after it.
+__device__ inline uint4 load_vector(uint64_t from) {
+  uint4 held;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w)
+               : "l"(from));
+  return held;
+}
+__device__ inline void store_vector(uint64_t to, uint4 held) {
+  asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(held.x), "r"(held.y), "r"(held.z), "r"(held.w)
+               : "memory");
+}
+
+// Nanoseconds, of one clock for all blocks.
+__device__ inline uint64_t now() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// Between looks at something that takes long.
+__device__ inline void pause() {}
+
+// To nearest, ties to even, the first in the lower half; what is not a number becomes 0x7fff.
+__device__ inline uint32_t to_bf16(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ inline uint32_t to_fp16(float low, float high) {
+  uint32_t both;
+  asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+  return both;
+}
+__device__ inline float from_fp16(uint32_t half) {
+  float value;
+  asm("{ .reg .b16 h; cvt.u16.u32 h, %1; cvt.f32.f16 %0, h; }" : "=f"(value) : "r"(half));
+  return value;
+}
+
+// Four values to e4m3, to nearest, ties to even; past the largest, the largest.
+__device__ inline uint32_t to_e4m3(float a, float b, float c, float d) {
+#if __CUDA_ARCH__ >= 890
+  uint16_t low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(b), "f"(a));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(d), "f"(c));
+  return uint32_t(high) << 16 | low;
+#else
+  __trap(); // Never launched: the host asks for the capability first.
+  return 0;
+#endif
+}
+
+} // namespace machine
+
+#endif

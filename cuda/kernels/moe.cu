@@ -1,0 +1,922 @@
+// Tokens to the ranks of their experts, and results back, by stores into the memory of other GPUs.
+//
+// Every rank sends each token once to each rank that has one of its experts, into a slot that needs no agreement: it is
+// numbered as the token is at its source. The choices of all ranks go everywhere first; from them each block works out by
+// itself, and as all others do, how many rows each expert has and where each token's lie.
+//
+// It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, none between blocks,
+// no fence and no flag: what is written announces itself.
+//
+// - Slots hold poison, words of 0xffffffff. A word that was written is never that: values that are rounded here never are, and
+//   payload that is not looked at is combined with a key, found so that none is (`Escape`). Who waits for a vector looks at
+//   it until all of its words are something else, takes it, and puts the poison back.
+// - Tables of choices are looked at by all blocks, and so cannot be put back: their vectors carry the number of the round.
+//   That alone rests on 16 bytes that one thread stores at once being seen at once.
+//
+// Invariants:
+// 1. What a launch needs to send is there when it starts. So it sends all it has before it waits for anything, and ranks whose
+//    launches overlap at all end.
+// 2. A slot is written again only when its reader has put the poison back. A table of round n + 1 says that its rank has ended
+//    round n, and nobody begins round n + 2 without it: two halves of tables and dispatch are enough, and one of combine,
+//    because nobody sends results of a round without having the table of whom they are for.
+// 3. No argument changes from round to round, and no word has to be cleared: the number of the round lies in memory, and the last
+//    block of a combine counts it up.
+// 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
+//    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`).
+// 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
+//    once each: the same bits in every run.
+//
+// Checked by verification/moe on a CPU, with ranks, blocks and threads in any order, and by benches/gpu/run on GPUs.
+
+#include "immwire_moe.h"
+
+#ifdef __CUDACC__
+#include "machine.cuh"
+#else
+#include "machine.h"
+#endif
+
+namespace {
+
+constexpr uint32_t WARP = 32;
+constexpr uint32_t ALL_LANES = 0xffffffffu;
+constexpr uint32_t POISON = 0xffffffffu;
+constexpr uint32_t NO_EXPERT = 0xffffu; // Of a choice, as tables have it.
+constexpr uint32_t BATCH = IMMWIRE_MOE_BATCH;
+constexpr float LARGEST_E4M3 = 448.0f;
+constexpr float SMALLEST_PEAK = 1e-4f; // Groups of smaller values are scaled as if this were the largest of them.
+
+using machine::load_shared_vector;
+using machine::load_shared_word;
+using machine::load_vector;
+using machine::store_shared_vector;
+using machine::store_shared_word;
+using machine::store_whole_vector;
+using machine::store_vector;
+
+using Args = immwire_moe_args;
+
+__device__ immwire_moe_control *control_of(const Args &args) {
+  return reinterpret_cast<immwire_moe_control *>(args.control);
+}
+__device__ immwire_moe_report *report_of(const Args &args) { return reinterpret_cast<immwire_moe_report *>(args.report); }
+
+__device__ void put_down(uint32_t &word, uint32_t value) {
+  store_shared_word(reinterpret_cast<uint64_t>(&word), value);
+}
+
+__device__ uint32_t ranks_below(uint32_t rank) { return rank < 32 ? (1u << rank) - 1 : ALL_LANES; }
+
+__device__ uint4 vector_of(uint32_t word) { return {word, word, word, word}; }
+
+// ---- waiting ----
+
+// One thread's patience, from when it is made. Once it is over, everything is looked at once more, and not again.
+//
+// A rank that waits for a dead one keeps others waiting, who must not take it for dead too. It may wait for tokens while others
+// wait for its results already, and for results while others wait for its next table: so for each the patience is longer.
+class Patience {
+ public:
+  enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3 };
+
+  __device__ Patience(const Args &args, Kind kind)
+      : abort(&control_of(args)->abort), end(machine::now() + kind * args.timeout_ns) {}
+
+  // To be asked after each look that was in vain.
+  __device__ bool is_over() {
+    if (over || ++looks % 64 != 0) return over;
+    machine::pause();
+    over = machine::now() > end || load_shared_word(reinterpret_cast<uint64_t>(abort)) != 0;
+    return over;
+  }
+
+ private:
+  const uint64_t *abort;
+  uint64_t end;
+  uint32_t looks = 0;
+  bool over = false;
+};
+
+// What a look is made of, and when it was not in vain.
+struct Vector {
+  using Held = uint4;
+  __device__ static Held look(uint64_t from) { return load_shared_vector(from); }
+  __device__ static bool is_there(const Held &held) {
+    return held.x != POISON && held.y != POISON && held.z != POISON && held.w != POISON;
+  }
+};
+struct Word {
+  using Held = uint32_t;
+  __device__ static Held look(uint64_t from) { return load_shared_word(from); }
+  __device__ static bool is_there(Held held) { return held != POISON; }
+};
+
+// Looks at those of `from` whose bit is set in `wanted`, side by side, until all are there. Returns a bit for each that never was.
+template <typename T, uint32_t COUNT>
+__device__ uint32_t await(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted, Patience &patience) {
+  while (wanted != 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; ++i)
+      if (wanted >> i & 1) held[i] = T::look(from[i]);
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; ++i)
+      if ((wanted >> i & 1) && T::is_there(held[i])) wanted &= ~(1u << i);
+    if (wanted != 0 && patience.is_over()) break;
+  }
+  return wanted;
+}
+
+// ---- memory ----
+
+__device__ uint64_t table_of(const Args &args, uint32_t at, uint32_t from, uint32_t parity) {
+  return args.inbox[at] + (uint64_t(parity) * args.world + from) * args.table_bytes;
+}
+
+__device__ uint64_t token_slot(const Args &args, uint32_t at, uint32_t from, uint32_t parity, uint32_t token) {
+  const uint64_t slot = (uint64_t(from) * 2 + parity) * args.max_tokens + token;
+  return args.inbox[at] + args.dispatch_at + slot * args.dispatch_stride;
+}
+
+__device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t from, uint32_t token) {
+  return args.inbox[at] + args.combine_at + (uint64_t(token) * args.world + from) * args.combine_stride;
+}
+
+__device__ uint32_t vectors_per_token(const Args &args) { return (args.top_k + 1) / 2; }
+
+__device__ uint32_t rank_of(const Args &args, uint32_t expert) {
+  uint32_t rank = 0;
+  for (uint32_t next = 1; next < args.world; ++next) rank += expert >= args.firsts[next];
+  return rank;
+}
+
+// The words of shared memory that every block has, and where the others begin.
+struct Fixed {
+  uint32_t routes[2];   // Ranks of the token that is sent, and of the next one.
+  uint32_t missing;     // Ranks whose tables are not whole.
+  uint32_t missing_too; // The same of the look after.
+  uint32_t absent;      // Ranks whose tables do not count.
+  uint32_t total;       // Tokens that are here.
+  uint32_t doubted;     // Ranks whose tables somebody has missed.
+  uint32_t spare;
+  uint32_t source[2][BATCH];
+  uint32_t token[2][BATCH];
+  uint32_t count[2][BATCH];
+  uint32_t row[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
+  float weight[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
+};
+static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
+
+// What blocks work out from the tables: for each expert here a bit for each token that chose it, by source and number; and
+// a bit for each token that is here, by number and source, in the order in which they are dealt to blocks.
+class Routes {
+ public:
+  __device__ Routes(const Args &args, uint32_t *words)
+      : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), first(args.firsts[args.rank]),
+        local(args.firsts[args.rank + 1] - first), here_words((world * args.max_tokens + 31) / 32), rank(args.rank) {
+    fixed = reinterpret_cast<Fixed *>(words);
+    offsets = words + IMMWIRE_MOE_FIXED_WORDS;
+    here = offsets + local + 1;
+    here_before = here + here_words;
+    chosen = here_before + here_words;
+    before = reinterpret_cast<uint16_t *>(chosen + local * this->words);
+  }
+
+  __device__ void clear() {
+    for (uint32_t i = threadIdx.x; i < here_words; i += blockDim.x) here[i] = 0;
+    for (uint32_t i = threadIdx.x; i < local * words; i += blockDim.x) chosen[i] = 0;
+  }
+
+  // Takes one choice of a token; whether it is for here.
+  __device__ bool take(uint32_t source, uint32_t token, uint32_t expert) {
+    const uint32_t mine = expert - first;
+    if (mine >= local) return false;
+    atomicOr(&chosen[mine * words + source * span + token / 32], 1u << token % 32);
+    return true;
+  }
+  __device__ void take_token(uint32_t source, uint32_t token) {
+    // The next rank's first, so that those who send results do not all begin with one.
+    const uint32_t turn = source > rank ? source - rank - 1 : source + world - rank - 1;
+    const uint32_t place = token * world + turn;
+    atomicOr(&here[place / 32], 1u << place % 32);
+  }
+
+  // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it.
+  __device__ void count(uint32_t padding) {
+    uint32_t width = 1;
+    while (width < words && width < WARP) width *= 2;
+    const uint32_t lane = threadIdx.x % width, lists = blockDim.x / width;
+    for (uint32_t list = threadIdx.x / width; list < (local + lists - 1) / lists * lists; list += lists) {
+      uint32_t total = 0;
+      for (uint32_t start = 0; start < words; start += width) {
+        const uint32_t i = start + lane;
+        const uint32_t bits = list < local && i < words ? __popc(chosen[list * words + i]) : 0;
+        uint32_t sum = bits;
+        for (uint32_t step = 1; step < width; step *= 2) {
+          const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step, width);
+          if (lane >= step) sum += lower;
+        }
+        if (list < local && i < words) before[list * words + i] = uint16_t(total + sum - bits);
+        total += __shfl_sync(ALL_LANES, sum, width - 1, width);
+      }
+      if (list < local && lane == 0) offsets[list] = total;
+    }
+    __syncthreads();
+    // Two warps, for two sums; one after the other where there is only one.
+    const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
+    if (warp == 0) sum_up(local, offsets, offsets, padding, nullptr);
+    if (warp == (warps > 1 ? 1 : 0)) sum_up(here_words, here, here_before, 0, &fixed->total);
+    __syncthreads();
+  }
+
+  // The rows of an expert; after `count`.
+  __device__ uint32_t rows_of(uint32_t expert) const {
+    const uint32_t last = expert * words + words - 1;
+    return before[last] + __popc(chosen[last]);
+  }
+
+  // The row of a token that chose expert `mine` of this rank's.
+  __device__ uint32_t row(uint32_t mine, uint32_t source, uint32_t token) const {
+    const uint32_t at = mine * words + source * span + token / 32;
+    return offsets[mine] + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
+  }
+
+  // The `n`-th token that is here, of more than so many.
+  __device__ void find(uint32_t n, uint32_t &source, uint32_t &token) const {
+    uint32_t low = 0, high = here_words;
+    while (high - low > 1) {
+      const uint32_t middle = (low + high) / 2;
+      if (here_before[middle] <= n) low = middle; else high = middle;
+    }
+    uint32_t bits = here[low];
+    for (uint32_t skip = n - here_before[low]; skip > 0; --skip) bits &= bits - 1;
+    const uint32_t place = low * 32 + __ffs(bits) - 1;
+    token = place / world;
+    source = (rank + 1 + place % world) % world;
+  }
+
+  Fixed *fixed;
+  uint32_t *offsets;
+  uint32_t world, span, words, first, local;
+
+ private:
+  // Exclusive sums, by one warp: of `from` rounded up to a multiple of `padding`, with the total behind them; or, with 0, of
+  // the bits set in it, with the total in `total`.
+  __device__ static void sum_up(uint32_t count, const uint32_t *from, uint32_t *to, uint32_t padding, uint32_t *total) {
+    const uint32_t lane = threadIdx.x % WARP;
+    uint32_t all = 0;
+    for (uint32_t start = 0; start < count; start += WARP) {
+      const uint32_t i = start + lane;
+      uint32_t own = i < count ? from[i] : 0;
+      own = padding == 0 ? __popc(own) : (own + padding - 1) / padding * padding;
+      uint32_t sum = own;
+      for (uint32_t step = 1; step < WARP; step *= 2) {
+        const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += lower;
+      }
+      if (i < count) to[i] = all + sum - own;
+      all += __shfl_sync(ALL_LANES, sum, WARP - 1);
+    }
+    if (lane != 0) return;
+    if (total != nullptr) *total = all; else to[count] = all;
+  }
+
+  uint32_t *here, *here_before, *chosen;
+  uint16_t *before;
+  uint32_t here_words, rank;
+};
+
+// ---- the way out: sending ----
+
+__device__ int64_t choice_at(const Args &args, uint64_t at) {
+  if (args.flags & IMMWIRE_MOE_WIDE_INDICES) return reinterpret_cast<const int64_t *>(args.indices)[at];
+  return reinterpret_cast<const int32_t *>(args.indices)[at];
+}
+
+__device__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_t choice, int64_t index) {
+  if (atomicExch(&control_of(args)->refused, 1u) != 0) return;
+  immwire_moe_report &report = *report_of(args);
+  put_down(report.token, token);
+  put_down(report.choice, choice);
+  // What does not fit is as wrong at either end.
+  const int64_t fits = index > INT32_MAX ? INT32_MAX : index < INT32_MIN ? INT32_MIN : index;
+  put_down(reinterpret_cast<uint32_t &>(report.index), uint32_t(int32_t(fits)));
+  put_down(report.refused, epoch);
+}
+
+// One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
+__device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t lane = threadIdx.x % WARP;
+  const uint64_t at = uint64_t(token) * args.top_k + lane;
+  uint32_t expert = NO_EXPERT, weight = 0, goes_to = 0;
+  int64_t index = -1;
+  if (lane < args.top_k) {
+    index = choice_at(args, at);
+    weight = reinterpret_cast<const uint32_t *>(args.weights)[at];
+    if (uint64_t(index) < args.firsts[args.world]) expert = uint32_t(index);
+    else if (index != -1) refuse(args, epoch, token, lane, index);
+  }
+  // Of choices that are the same the first counts. Those of no expert are told apart by their lanes.
+  const uint32_t same = __match_any_sync(ALL_LANES, expert == NO_EXPERT ? 0x10000u + lane : expert);
+  if ((same & ranks_below(lane)) != 0) {
+    refuse(args, epoch, token, lane, index);
+    expert = NO_EXPERT;
+  }
+  if (expert != NO_EXPERT) goes_to = 1u << rank_of(args, expert);
+  for (uint32_t step = 1; step < WARP; step *= 2) goes_to |= __shfl_xor_sync(ALL_LANES, goes_to, step);
+
+  const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
+  uint4 vector;
+  vector.x = __shfl_sync(ALL_LANES, weight, low);
+  vector.y = __shfl_sync(ALL_LANES, weight, high);
+  vector.z = __shfl_sync(ALL_LANES, expert, low) | __shfl_sync(ALL_LANES, expert, high) << 16;
+  vector.w = epoch;
+  if (lane < each) {
+    const uint64_t offset = 16 * (1 + uint64_t(token) * each + lane);
+    for (uint32_t rest = present; rest != 0; rest &= rest - 1)
+      store_whole_vector(table_of(args, __ffs(rest) - 1, args.rank, parity) + offset, vector);
+  }
+  return goes_to & present;
+}
+
+// Ranks of a set, beginning with another for each token: those who send do not all begin with one.
+class Ranks {
+ public:
+  __device__ Ranks(uint32_t set, uint32_t first, uint32_t world)
+      : rest(first == 0 ? set : (set >> first | set << (world - first)) & ranks_below(world)), first(first), world(world) {}
+  __device__ bool any() const { return rest != 0; }
+  __device__ uint32_t next() {
+    const uint32_t rank = __ffs(rest) - 1 + first;
+    rest &= rest - 1;
+    return rank < world ? rank : rank - world;
+  }
+
+ private:
+  uint32_t rest, first, world;
+};
+
+__device__ void store_everywhere(const Args &args, Ranks ranks, uint32_t parity, uint32_t token, uint32_t offset, uint4 held) {
+  while (ranks.any()) store_shared_vector(token_slot(args, ranks.next(), args.rank, parity, token) + offset, held);
+}
+__device__ void store_everywhere(const Args &args, Ranks ranks, uint32_t parity, uint32_t token, uint32_t offset, uint32_t held) {
+  while (ranks.any()) store_shared_word(token_slot(args, ranks.next(), args.rank, parity, token) + offset, held);
+}
+
+// Tokens of any bytes. Words are combined with a key by exclusive or, such that none becomes poison, and the key comes last.
+struct Raw {
+  static constexpr bool KEYED = true;
+
+  __device__ static bool is_bad(uint4 held, uint32_t key) {
+    return (held.x ^ key) == POISON || (held.y ^ key) == POISON || (held.z ^ key) == POISON || (held.w ^ key) == POISON;
+  }
+
+  // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
+  __device__ static uint32_t key(uint32_t turn) { return turn * 0x9e3779b1u; }
+
+  template <typename RANKS>
+  __device__ static void send(const Args &args, uint32_t token, uint32_t parity, RANKS routes) {
+    const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
+    const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = blockDim.x - 1 - threadIdx.x;
+    // The first ones are read while it is found out where they go.
+    const uint4 first = threadIdx.x < vectors ? load_vector(x + 16 * threadIdx.x) : vector_of(0);
+    const Ranks ranks = routes();
+    for (uint32_t turn = 0;; ++turn) {
+      const uint32_t with = key(turn);
+      bool bad = is_bad(first, with);
+      for (uint32_t v = threadIdx.x + blockDim.x; v < vectors; v += blockDim.x) bad |= is_bad(load_vector(x + 16 * v), with);
+      for (uint32_t w = last; w < words; w += blockDim.x)
+        bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
+      if (__syncthreads_or(bad) != 0) continue;
+      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+        uint4 held = v < blockDim.x ? first : load_vector(x + 16 * v);
+        held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
+        store_everywhere(args, ranks, parity, token, 16 * v, held);
+      }
+      for (uint32_t w = last; w < words; w += blockDim.x)
+        store_everywhere(args, ranks, parity, token, args.token_bytes + 4 * w,
+                         reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
+      if (last == 0) store_everywhere(args, ranks, parity, token, args.token_bytes + args.scale_bytes, with);
+      return;
+    }
+  }
+};
+
+struct Bf16 {
+  __device__ static float low(uint32_t both) { return __uint_as_float(both << 16); }
+  __device__ static float high(uint32_t both) { return __uint_as_float(both & 0xffff0000u); }
+  __device__ static uint32_t both(float low, float high) { return machine::to_bf16(low, high); }
+};
+struct Fp16 {
+  __device__ static float low(uint32_t both) { return machine::from_fp16(both & 0xffff); }
+  __device__ static float high(uint32_t both) { return machine::from_fp16(both >> 16); }
+  __device__ static uint32_t both(float low, float high) { return machine::to_fp16(low, high); }
+};
+
+template <typename FORMAT>
+__device__ void unpack(float (&values)[8], uint4 held) {
+  values[0] = FORMAT::low(held.x), values[1] = FORMAT::high(held.x);
+  values[2] = FORMAT::low(held.y), values[3] = FORMAT::high(held.y);
+  values[4] = FORMAT::low(held.z), values[5] = FORMAT::high(held.z);
+  values[6] = FORMAT::low(held.w), values[7] = FORMAT::high(held.w);
+}
+
+// Values of 16 bits, to e4m3 on the way. A thread has 16 of them, eight threads share a scale.
+template <typename FORMAT>
+struct Quantised {
+  static constexpr bool KEYED = false;
+  static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
+
+  template <typename RANKS>
+  __device__ static void send(const Args &args, uint32_t token, uint32_t parity, RANKS routes) {
+    const uint64_t x = args.x + uint64_t(token) * args.values * 2;
+    const uint32_t vectors = args.values / 16;
+    uint4 low = vector_of(0), high = vector_of(0);
+    if (threadIdx.x < vectors) low = load_vector(x + 32 * threadIdx.x), high = load_vector(x + 32 * threadIdx.x + 16);
+    const Ranks ranks = routes();
+    // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros.
+    for (uint32_t start = 0; start < vectors; start += blockDim.x) {
+      const uint32_t v = start + threadIdx.x;
+      if (start != 0) {
+        low = high = vector_of(0);
+        if (v < vectors) low = load_vector(x + 32 * v), high = load_vector(x + 32 * v + 16);
+      }
+      float values[2][8];
+      unpack<FORMAT>(values[0], low), unpack<FORMAT>(values[1], high);
+      float peak = SMALLEST_PEAK;
+#pragma unroll
+      for (uint32_t i = 0; i < 16; ++i) peak = fmaxf(peak, fabsf(values[i / 8][i % 8]));
+      for (uint32_t step = 1; step < SHARE; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, step));
+
+      float scale = __fdiv_rn(peak, LARGEST_E4M3), factor;
+      uint32_t exponent = 0;
+      const bool powers = (args.flags & IMMWIRE_MOE_POWER_SCALES) != 0;
+      if (powers) {
+        // The least power of two that is not below; 255 would stand for no number.
+        const uint32_t bits = __float_as_uint(scale);
+        exponent = min(254u, (bits >> 23) + ((bits & 0x7fffff) != 0));
+        factor = __uint_as_float(exponent < 254 ? (254 - exponent) << 23 : 1u << 22);
+      } else {
+        factor = __fdiv_rn(LARGEST_E4M3, peak);
+      }
+      uint32_t word[4];
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) {
+        const float *four = &values[i / 2][i % 2 * 4];
+        word[i] = machine::to_e4m3(__fmul_rn(four[0], factor), __fmul_rn(four[1], factor), __fmul_rn(four[2], factor),
+                                   __fmul_rn(four[3], factor));
+      }
+      uint32_t bytes = exponent;
+      if (powers) {
+        // Four of them make up a word; none where there are no values any more.
+        if (v >= vectors) bytes = 0;
+        bytes |= __shfl_down_sync(ALL_LANES, bytes, SHARE) << 8;
+        bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
+      }
+      if (v >= vectors) continue;
+      store_everywhere(args, ranks, parity, token, 16 * v, uint4{word[0], word[1], word[2], word[3]});
+      if (powers && v % WARP == 0) store_everywhere(args, ranks, parity, token, args.token_bytes + v / WARP * 4, bytes);
+      if (!powers && v % SHARE == 0)
+        store_everywhere(args, ranks, parity, token, args.token_bytes + v / SHARE * 4, __float_as_uint(scale));
+    }
+  }
+};
+
+template <typename PAYLOAD>
+__device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t given = args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
+  const uint32_t tokens = min(given, args.max_tokens);
+  if (given > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
+  const uint32_t last_warp = blockDim.x / WARP - 1;
+  if (blockIdx.x == gridDim.x - 1 && threadIdx.x < args.world) {
+    if (present >> threadIdx.x & 1)
+      store_whole_vector(table_of(args, threadIdx.x, args.rank, parity), {tokens, args.max_tokens, epoch, epoch});
+    if (threadIdx.x == 0) control_of(args)->tokens = tokens;
+  }
+  uint32_t turn = 0;
+  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
+    PAYLOAD::send(args, token, parity, [&] {
+      if (threadIdx.x / WARP == last_warp) {
+        const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
+        if (threadIdx.x % WARP == 0) {
+          fixed.routes[turn] = goes_to;
+          reinterpret_cast<uint32_t *>(args.masks)[token] = goes_to;
+        }
+      }
+      __syncthreads(); // One for each token is enough: the word of the next one is another.
+      return Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world);
+    });
+  }
+}
+
+// ---- the way out: receiving ----
+
+// Reads the tables of `wanted`, which all threads have the same, and takes their choices. Returns who is missing, to all threads.
+__device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wanted, uint32_t epoch, uint32_t parity,
+                                uint32_t &missing_word, Patience &patience) {
+  const uint32_t lane = threadIdx.x % WARP;
+  routes.clear();
+  if (threadIdx.x == 0) missing_word = 0;
+  __syncthreads();
+
+  // How many tokens each has: every warp looks at all heads, a lane at each.
+  uint32_t tokens = 0;
+  bool waits = lane < args.world && (wanted >> lane & 1);
+  while (__ballot_sync(ALL_LANES, waits) != 0) {
+    if (waits) {
+      const uint4 head = load_shared_vector(table_of(args, args.rank, lane, parity));
+      if (head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
+    }
+    if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
+  }
+  uint32_t missing = __ballot_sync(ALL_LANES, waits);
+
+  // The choices: up to BATCH tables side by side.
+  const uint32_t each = vectors_per_token(args);
+  for (uint32_t low = 0; low < args.world; low += BATCH) {
+    uint32_t vectors[BATCH], most = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      vectors[i] = __shfl_sync(ALL_LANES, tokens, low + i) * each; // Zero past the last rank.
+      most = max(most, vectors[i]);
+    }
+    for (uint32_t v = threadIdx.x; v < most; v += blockDim.x) {
+      uint4 held[BATCH];
+      uint32_t rest = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) rest |= (v < vectors[i] ? 1u : 0u) << i;
+      for (uint32_t open = rest; open != 0;) {
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i)
+          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(v)));
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i)
+          if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
+        if (open != 0 && patience.is_over()) {
+          missing |= open << low;
+          rest &= ~open;
+          break;
+        }
+      }
+      const uint32_t token = v / each;
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        if (!(rest >> i & 1)) continue;
+        // Both, whatever becomes of the first.
+        const bool one = routes.take(low + i, token, held[i].z & 0xffff), other = routes.take(low + i, token, held[i].z >> 16);
+        if (one || other) routes.take_token(low + i, token);
+      }
+    }
+  }
+  if (missing != 0) atomicOr(&missing_word, missing);
+  __syncthreads();
+  return missing_word;
+}
+
+// Somebody's table was missed, by this block or by another. Decides for all blocks alike whose tables count, and reads
+// those; to be called by all threads.
+//
+// Who misses a table says so first, and then looks again. So if it is still missing, then no block has found it whole before
+// that was said: those who find it whole later hear of it, and ask for the decision as well. The first to decide does.
+__device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32_t missing, uint32_t doubted, uint32_t epoch,
+                       uint32_t parity, Patience &patience) {
+  immwire_moe_control &control = *control_of(args);
+  Fixed &fixed = *routes.fixed;
+  if (threadIdx.x == 0) {
+    atomicOr(&control.suspects, missing);
+    fixed.absent = 0;
+    __threadfence();
+  }
+  __syncthreads();
+  missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing_too, patience);
+  const uint32_t rank = threadIdx.x;
+  if (rank < args.world && ((doubted | missing) >> rank & 1)) {
+    const uint32_t mine = 2 * epoch + (missing >> rank & 1 ? 0 : 1);
+    uint32_t found = atomicAdd(&control.decisions[rank], 0u);
+    while (found / 2 != (2 * epoch) / 2) {
+      const uint32_t other = atomicCAS(&control.decisions[rank], found, mine);
+      found = other == found ? mine : other;
+    }
+    if (found % 2 == 0) {
+      atomicOr(&fixed.absent, 1u << rank);
+      atomicOr(&control.absent, 1u << rank);
+      put_down(report_of(args)->late_table[rank], epoch);
+    }
+  }
+  __syncthreads();
+  read_tables(args, routes, wanted & ~fixed.absent, epoch, parity, fixed.missing, patience);
+}
+
+// Takes tokens to their rows.
+template <typename PAYLOAD>
+__device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present,
+                               Patience for_tables) {
+  immwire_moe_control &control = *control_of(args);
+  immwire_moe_report &report = *report_of(args);
+  Routes routes(args, shared);
+  Fixed &fixed = *routes.fixed;
+  const uint32_t missing = read_tables(args, routes, present, epoch, parity, fixed.missing, for_tables);
+  // Read after the tables: see `settle`.
+  const uint32_t doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
+  if (__syncthreads_or(missing | doubted) != 0) {
+    if (threadIdx.x == 0) fixed.doubted = missing | doubted;
+    __syncthreads();
+    settle(args, routes, present, missing, fixed.doubted, epoch, parity, for_tables);
+  }
+  Patience patience(args, Patience::FOR_TOKENS);
+  routes.count(args.padding);
+
+  if (blockIdx.x == 0) {
+    uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
+    for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
+      if (e < routes.local) counts[e] = routes.rows_of(e);
+      offsets[e] = routes.offsets[e];
+    }
+    if (threadIdx.x == 0) control.pairs = fixed.total;
+  }
+  const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4, lane = threadIdx.x % WARP;
+  const uint32_t warps = blockDim.x / WARP;
+  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
+    for (uint32_t e = blockIdx.x; e < routes.local; e += gridDim.x) {
+      const uint32_t end = min(routes.offsets[e + 1], args.rows);
+      for (uint32_t row = routes.offsets[e] + routes.rows_of(e); row < end; ++row) {
+        for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x)
+          store_vector(args.rows_x + uint64_t(row) * args.token_bytes + 16 * v, vector_of(0));
+        for (uint32_t w = threadIdx.x; w < scale_words; w += blockDim.x)
+          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(row) * args.scale_bytes)[w] = 0;
+      }
+    }
+  }
+
+  uint32_t turn = 0;
+  for (uint32_t first = blockIdx.x; first < fixed.total; first += gridDim.x * BATCH, turn ^= 1) {
+    // A warp for each token: where its rows lie.
+    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
+      const uint32_t n = first + i * gridDim.x;
+      uint32_t count = 0;
+      if (n < fixed.total) {
+        uint32_t source, token;
+        routes.find(n, source, token);
+        uint32_t row = IMMWIRE_MOE_NO_ROW, weight = 0;
+        if (lane < args.top_k) {
+          const uint64_t at = table_of(args, args.rank, source, parity) +
+                              16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2);
+          const uint4 two = load_shared_vector(at);
+          weight = lane % 2 == 0 ? two.x : two.y;
+          const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
+          if (mine < routes.local) row = routes.row(mine, source, token);
+          if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
+            put_down(report.rows_left_out, epoch);
+            row = IMMWIRE_MOE_NO_ROW;
+          }
+        }
+        const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
+        if (row != IMMWIRE_MOE_NO_ROW) fixed.row[turn][i][__popc(has & ranks_below(lane))] = row;
+        count = __popc(has);
+        const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+        if (lane < args.top_k) {
+          reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] = row;
+          reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane] = weight;
+        }
+        if (lane == 0) {
+          store_vector(plan, {source, token, 0, 0});
+          fixed.source[turn][i] = source;
+          fixed.token[turn][i] = token;
+        }
+      }
+      if (lane == 0) fixed.count[turn][i] = count;
+    }
+    __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
+
+    uint64_t slot[BATCH];
+    uint32_t key[BATCH] = {}, here = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      slot[i] = 0;
+      if (first + i * gridDim.x >= fixed.total) continue;
+      here |= 1u << i;
+      slot[i] = token_slot(args, args.rank, fixed.source[turn][i], parity, fixed.token[turn][i]);
+    }
+    uint32_t late = 0;
+    auto read_keys = [&] {
+      if constexpr (PAYLOAD::KEYED) {
+        uint64_t from[BATCH];
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + args.token_bytes + args.scale_bytes;
+        late |= await<Word>(key, from, here, patience);
+      }
+    };
+    bool has_keys = false;
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      uint4 held[BATCH];
+      uint64_t from[BATCH];
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + 16 * v;
+      const uint32_t lost = await<Vector>(held, from, here, patience);
+      late |= lost;
+      if (!has_keys) read_keys(), has_keys = true;
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        if (!(here >> i & 1)) continue;
+        held[i].x ^= key[i], held[i].y ^= key[i], held[i].z ^= key[i], held[i].w ^= key[i];
+        if (late >> i & 1) held[i] = vector_of(0);
+        for (uint32_t n = 0; n < fixed.count[turn][i]; ++n)
+          store_vector(args.rows_x + uint64_t(fixed.row[turn][i][n]) * args.token_bytes + 16 * v, held[i]);
+        store_vector(from[i], vector_of(POISON));
+      }
+    }
+    // From the other end of the block, where threads have less to do. The key is a word behind them, for the last thread.
+    for (uint32_t w = blockDim.x - 1 - threadIdx.x; w < scale_words; w += blockDim.x) {
+      uint32_t held[BATCH];
+      uint64_t from[BATCH];
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + args.token_bytes + 4 * w;
+      const uint32_t lost = await<Word>(held, from, here, patience);
+      late |= lost;
+      if (!has_keys) read_keys(), has_keys = true;
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        if (!(here >> i & 1)) continue;
+        held[i] = late >> i & 1 ? 0 : held[i] ^ key[i];
+        for (uint32_t n = 0; n < fixed.count[turn][i]; ++n)
+          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(fixed.row[turn][i][n]) * args.scale_bytes)[w] = held[i];
+        *reinterpret_cast<uint32_t *>(from[i]) = POISON;
+      }
+    }
+    if (late != 0) {
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        if (!(late >> i & 1)) continue;
+        const uint32_t source = fixed.source[turn][i];
+        atomicOr(&control.absent, 1u << source);
+        put_down(report.late_tokens[source], epoch);
+      }
+    }
+    if (PAYLOAD::KEYED) {
+      __syncthreads(); // All have the keys.
+      if (threadIdx.x < BATCH && (here >> threadIdx.x & 1)) {
+        const uint32_t source = fixed.source[turn][threadIdx.x], token = fixed.token[turn][threadIdx.x];
+        const uint64_t at = token_slot(args, args.rank, source, parity, token);
+        *reinterpret_cast<uint32_t *>(at + args.token_bytes + args.scale_bytes) = POISON;
+      }
+    }
+  }
+}
+
+template <typename PAYLOAD>
+__device__ void dispatch(const Args &args) {
+  MACHINE_SHARED(shared);
+  const immwire_moe_control &control = *control_of(args);
+  const Patience patience(args, Patience::FOR_TABLES);
+  const uint32_t epoch = control.epoch, parity = control.parity;
+  // Not those found absent meanwhile: all blocks need the same.
+  const uint32_t present = ranks_below(args.world) & ~control.left_out;
+  if (args.flags & IMMWIRE_MOE_SEND)
+    send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present);
+  if (args.flags & IMMWIRE_MOE_RECEIVE) {
+    __syncthreads();
+    receive_tokens<PAYLOAD>(args, shared, epoch, parity, present, patience);
+  }
+}
+
+// ---- the way back ----
+
+template <typename FORMAT>
+__device__ uint4 pack(const float (&values)[8]) {
+  return {FORMAT::both(values[0], values[1]), FORMAT::both(values[2], values[3]), FORMAT::both(values[4], values[5]),
+          FORMAT::both(values[6], values[7])};
+}
+
+// Sends, for each token received, the weighted sum of its rows.
+template <typename FORMAT>
+__device__ void send_results(const Args &args, Fixed &fixed, uint32_t present) {
+  const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
+  const uint32_t warps = blockDim.x / WARP;
+  uint32_t turn = 0;
+  for (uint32_t first = blockIdx.x; first < pairs; first += gridDim.x * BATCH, turn ^= 1) {
+    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
+      const uint32_t n = first + i * gridDim.x;
+      if (n >= pairs) continue;
+      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+      const uint4 pair = load_vector(plan);
+      uint32_t row = IMMWIRE_MOE_NO_ROW;
+      float weight = 0.0f;
+      if (lane < args.top_k) {
+        row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
+        weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
+      }
+      const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
+      if (row != IMMWIRE_MOE_NO_ROW) {
+        const uint32_t place = __popc(has & ranks_below(lane));
+        fixed.row[turn][i][place] = row;
+        fixed.weight[turn][i][place] = weight;
+      }
+      if (lane == 0) {
+        fixed.source[turn][i] = pair.x;
+        fixed.token[turn][i] = pair.y;
+        fixed.count[turn][i] = __popc(has);
+      }
+    }
+    __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      if (first + i * gridDim.x >= pairs) break;
+      const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i];
+      if (!(present >> source & 1)) continue;
+      const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i]);
+      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+        float sum[8] = {};
+        for (uint32_t low = 0; low < count; low += BATCH) {
+          uint4 held[BATCH];
+#pragma unroll
+          for (uint32_t n = 0; n < BATCH; ++n)
+            if (low + n < count) held[n] = load_vector(args.y + uint64_t(fixed.row[turn][i][low + n]) * args.values * 2 + 16 * v);
+#pragma unroll
+          for (uint32_t n = 0; n < BATCH; ++n) {
+            if (low + n >= count) break;
+            const float weight = fixed.weight[turn][i][low + n];
+            float values[8];
+            unpack<FORMAT>(values, held[n]);
+#pragma unroll
+            for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, values[k]));
+          }
+        }
+        store_shared_vector(to + 16 * v, pack<FORMAT>(sum));
+      }
+    }
+  }
+}
+
+// Adds up what ranks sent for this rank's tokens.
+template <typename FORMAT>
+__device__ void receive_results(const Args &args, uint32_t epoch, uint32_t present, Patience &patience) {
+  immwire_moe_control &control = *control_of(args);
+  const uint32_t tokens = control.tokens, vectors = args.values / 8;
+  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      float sum[8] = {};
+      for (uint32_t rest = ranks; rest != 0;) {
+        uint4 held[BATCH];
+        uint64_t from[BATCH];
+        uint32_t rank[BATCH], wanted = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          rank[i] = rest != 0 ? __ffs(rest) - 1 : 0;
+          from[i] = result_slot(args, args.rank, rank[i], token) + 16 * v;
+          wanted |= (rest != 0 ? 1u : 0u) << i;
+          rest &= rest - 1;
+        }
+        const uint32_t lost = await<Vector>(held, from, wanted, patience);
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          if (!(wanted >> i & 1)) continue;
+          if (lost >> i & 1) {
+            atomicOr(&control.absent, 1u << rank[i]);
+            put_down(report_of(args)->late_results[rank[i]], epoch);
+            continue;
+          }
+          store_vector(from[i], vector_of(POISON));
+          float values[8];
+          unpack<FORMAT>(values, held[i]);
+#pragma unroll
+          for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], values[k]);
+        }
+      }
+      store_vector(args.out + (uint64_t(token) * args.values + 8 * v) * 2, pack<FORMAT>(sum));
+    }
+  }
+}
+
+template <typename FORMAT>
+__device__ void combine(const Args &args) {
+  MACHINE_SHARED(shared);
+  immwire_moe_control &control = *control_of(args);
+  Patience patience(args, Patience::FOR_RESULTS);
+  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~control.absent;
+  if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), present);
+  if (args.flags & IMMWIRE_MOE_RECEIVE) {
+    receive_results<FORMAT>(args, epoch, present, patience);
+    // The last block ends the round; all have read its number when they began.
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      if (atomicAdd(&control.finished, 1u) == gridDim.x - 1) {
+        control.finished = 0;
+        control.suspects = 0;
+        control.left_out = control.absent;
+        control.parity ^= 1;
+        control.epoch = epoch == POISON ? 1 : epoch + 1;
+      }
+    }
+  }
+}
+
+} // namespace
+
+#define IMMWIRE_MOE_KERNEL(name, body)                                                 \
+  extern "C" __global__ void __launch_bounds__(IMMWIRE_MOE_THREADS, 2) name(const __grid_constant__ immwire_moe_args args) { \
+    body(args);                                                                        \
+  }
+
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_raw, dispatch<Raw>)
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_bf16, dispatch<Quantised<Bf16>>)
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_fp16, dispatch<Quantised<Fp16>>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_bf16, combine<Bf16>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_fp16, combine<Fp16>)

@@ -1,0 +1,439 @@
+//! Launches of dispatch and combine, and what of a rank lasts between them.
+//!
+//! # Invariants
+//!
+//! 1. What a launch is handed is checked by [`Geometry`], but for addresses: those are the callers' promise.
+//! 2. Nothing that changes from round to round is an argument, so that a launch that was captured in a CUDA graph can be
+//!    replayed.
+
+use super::args::{self, MAX_RANKS, MoeArgs, MoeControl, MoeReport};
+use super::geometry::{Geometry, Number, Payload, Scales, Shape};
+use crate::device::{Device, Stream};
+use crate::driver::{check, cu};
+use crate::error::Error;
+use crate::memory::{DeviceMemory, PinnedMemory};
+use crate::module::{Function, Module};
+use std::mem::offset_of;
+use std::num::NonZeroU32;
+use std::ptr;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/moe.fatbin"));
+
+/// Thirty years: three times as much added to any clock does not wrap.
+const LONGEST_NS: u64 = 1 << 60;
+
+/// What a launch is to do. Both in one, or first the one and later the other, with no SM taken in between.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Half {
+    /// Send, then receive.
+    #[default]
+    Both,
+    /// Send what this rank has; waits for nothing.
+    Send,
+    /// Receive what was sent to it.
+    Receive,
+}
+
+/// How many tokens there are.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Count {
+    /// So many.
+    Here(u32),
+    /// As many as the `u32` at this address of the GPU's memory says when the launch starts.
+    At(u64),
+}
+
+/// This rank's tokens, by addresses that the GPU reaches.
+#[derive(Debug, Clone, Copy)]
+pub struct Tokens {
+    /// How many; more than the shape allows are left out, and reported.
+    pub count: Count,
+    /// `[tokens][token_bytes]`, or `[tokens][values]` of 16 bits that are to be quantised. A multiple of 16.
+    pub x: u64,
+    /// `[tokens][scale_bytes]`, a multiple of 4; not looked at where tokens are quantised.
+    pub scales: u64,
+    /// `[tokens][top_k]`: experts, each once for a token, or -1. What is neither is dropped, and reported.
+    pub indices: u64,
+    /// Whether indices are `i64`, not `i32`.
+    pub wide_indices: bool,
+    /// `f32[tokens][top_k]`.
+    pub weights: u64,
+}
+
+/// Where received tokens go, by addresses of the GPU's memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows {
+    /// `[rows][token_bytes]`, a multiple of 16.
+    pub x: u64,
+    /// `[rows][scale_bytes]`, a multiple of 4.
+    pub scales: u64,
+    /// Room in both. More rows than that are left out, and reported; [`Geometry::max_rows`] is always enough.
+    pub rows: u32,
+    /// `u32[local experts]`: tokens for each.
+    pub counts: u64,
+    /// `u32[local experts + 1]`: the first row of each, and all rows.
+    pub offsets: u64,
+    /// Whether rows that only pad are written with zeros. Else they stay as they are.
+    pub clear_padding: bool,
+}
+
+/// Dispatch and combine for one rank.
+#[derive(Debug)]
+pub struct Exchange {
+    device: Device,
+    geometry: Geometry,
+    args: MoeArgs,
+    blocks: NonZeroU32,
+    dispatch: Function,
+    combine: Function,
+    _module: Module,
+    control: DeviceMemory,
+    _plan: DeviceMemory,
+    _masks: DeviceMemory,
+    report: PinnedMemory,
+}
+
+impl Exchange {
+    /// Loads the kernels into the GPU of `stream`, and takes what memory a rank needs beside its inbox. `blocks` is how many SMs
+    /// are taken at most, and no more than there are; 0 stands for all.
+    ///
+    /// A launch waits for other ranks' with all of its blocks: where several ranks share a GPU, give each its part of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Shape`], [`Error::KernelsAbsent`], [`Error::NoKernelsFor`] (quantising needs compute capability 8.9), or what the
+    /// driver answers.
+    pub fn new(
+        stream: &Stream,
+        shape: &Shape,
+        rank: u32,
+        blocks: u32,
+        timeout: Duration,
+    ) -> Result<Self, Error> {
+        let device = stream.device();
+        let geometry = Geometry::new(shape).map_err(Error::Shape)?;
+        if rank >= geometry.world {
+            return Err(Error::NoRank { rank, world: geometry.world });
+        }
+        let gpu = device.gpu();
+        let module = Module::load(device, IMAGE)?;
+        let dispatch = module.function(match shape.payload {
+            Payload::Raw { .. } => c"immwire_moe_dispatch_raw",
+            Payload::Fp8 { .. } if gpu.capability < (8, 9) => {
+                return Err(Error::NoKernelsFor { capability: gpu.capability });
+            }
+            Payload::Fp8 { from: Number::Bf16, .. } => c"immwire_moe_dispatch_fp8_bf16",
+            Payload::Fp8 { from: Number::Fp16, .. } => c"immwire_moe_dispatch_fp8_fp16",
+        })?;
+        let combine = module.function(match shape.results {
+            Number::Bf16 => c"immwire_moe_combine_bf16",
+            Number::Fp16 => c"immwire_moe_combine_fp16",
+        })?;
+        module.allow_shared(dispatch, geometry.dispatch_shared_bytes)?;
+        let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
+        let control = DeviceMemory::zeroed(stream, size_of::<MoeControl>())?;
+        let plan = DeviceMemory::zeroed(stream, bytes(geometry.plan_bytes))?;
+        let masks = DeviceMemory::zeroed(stream, bytes(u64::from(shape.max_tokens) * 4))?;
+        let report = PinnedMemory::zeroed(device, size_of::<MoeReport>())?;
+        let mut firsts = [[0; 2]; MAX_RANKS / 2 + 1];
+        for (place, first) in firsts.as_flattened_mut().iter_mut().zip(&shape.firsts) {
+            *place = *first;
+        }
+        let powers = matches!(shape.payload, Payload::Fp8 { scales: Scales::Power, .. });
+        let args = MoeArgs {
+            firsts,
+            control: control.address(),
+            report: report.address(),
+            plan: plan.address(),
+            masks: masks.address(),
+            timeout_ns: u64::try_from(timeout.as_nanos())
+                .map_or(LONGEST_NS, |ns| ns.min(LONGEST_NS)),
+            table_bytes: geometry.table_bytes,
+            dispatch_at: geometry.dispatch_at,
+            combine_at: geometry.combine_at,
+            dispatch_stride: geometry.dispatch_stride,
+            combine_stride: geometry.combine_stride,
+            plan_stride: geometry.plan_stride,
+            rank,
+            world: geometry.world,
+            top_k: shape.top_k,
+            max_tokens: shape.max_tokens,
+            token_bytes: geometry.token_bytes,
+            scale_bytes: geometry.scale_bytes,
+            values: shape.values,
+            padding: shape.padding,
+            flags: if powers { args::POWER_SCALES } else { 0 },
+            ..MoeArgs::default()
+        };
+        let blocks = NonZeroU32::new(blocks).map_or(gpu.sms, |blocks| blocks.get().min(gpu.sms));
+        let exchange = Self {
+            device: device.clone(),
+            geometry,
+            args,
+            blocks: NonZeroU32::new(blocks).unwrap_or(NonZeroU32::MIN),
+            dispatch,
+            combine,
+            _module: module,
+            control,
+            _plan: plan,
+            _masks: masks,
+            report,
+        };
+        exchange.start_over(stream)?;
+        Ok(exchange)
+    }
+
+    /// Sizes of everything.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        &self.geometry
+    }
+
+    /// Prepares memory of [`Geometry::inbox_bytes`] to be written to by all ranks, in the order of `stream`. To be done before
+    /// any of them begins its first round.
+    ///
+    /// # Safety
+    ///
+    /// The memory is this GPU's, aligned to 128 bytes, and nobody uses it meanwhile.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub unsafe fn clear_inbox(&self, stream: &Stream, inbox: u64) -> Result<(), Error> {
+        self.device.must_be(stream.device())?;
+        let _current = self.device.enter()?;
+        let tables = self.geometry.dispatch_at;
+        for (at, bytes, byte) in
+            [(inbox, tables, 0), (inbox + tables, self.geometry.inbox_bytes - tables, u8::MAX)]
+        {
+            let bytes = usize::try_from(bytes).unwrap_or(usize::MAX);
+            // SAFETY: our caller's promise.
+            let set = unsafe { cu::cuMemsetD8Async(at, byte, bytes, stream.handle()) };
+            check("cuMemsetD8Async", set)?;
+        }
+        Ok(())
+    }
+
+    /// Says where the inboxes of all ranks are, this one's too, as this GPU reaches them.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::NoRank`] if they are not as many as ranks; [`Error::Misaligned`].
+    pub fn connect(&mut self, inboxes: &[u64]) -> Result<(), Error> {
+        let world = self.geometry.world;
+        if inboxes.len() != world as usize {
+            let rank = u32::try_from(inboxes.len()).unwrap_or(u32::MAX);
+            return Err(Error::NoRank { rank, world });
+        }
+        if let Some(&address) = inboxes.iter().find(|inbox| !inbox.is_multiple_of(128)) {
+            return Err(Error::Misaligned { what: "inbox", address, multiple: 128 });
+        }
+        for (place, inbox) in self.args.inbox.iter_mut().zip(inboxes) {
+            *place = *inbox;
+        }
+        Ok(())
+    }
+
+    /// Enqueues the way out: this rank's tokens to the ranks of their experts, and those of all ranks to their rows here. Waits
+    /// for nothing; some microseconds.
+    ///
+    /// All ranks take turns with dispatch and combine, those without tokens too.
+    ///
+    /// # Safety
+    ///
+    /// - [`Exchange::connect`] was called, with memory that was cleared ([`Exchange::clear_inbox`]) before any rank began, and
+    ///   that stays mapped until this launch and all others of all ranks have ended;
+    /// - until the launch has ended the memory of `tokens` is not written, and that of `rows` not used;
+    /// - all launches of this exchange are ordered one after the other, and each combine after its dispatch;
+    /// - what this rank's GPU runs at the same time leaves room for all blocks of the launch.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Misaligned`], or what the driver answers: nothing was enqueued.
+    pub unsafe fn dispatch(
+        &self,
+        stream: &Stream,
+        half: Half,
+        tokens: &Tokens,
+        rows: &Rows,
+    ) -> Result<(), Error> {
+        let index_bytes = if tokens.wide_indices { 8 } else { 4 };
+        for (what, address, multiple) in [
+            ("tokens", tokens.x, 16),
+            ("scales", tokens.scales, 4),
+            ("indices", tokens.indices, index_bytes),
+            ("weights", tokens.weights, 4),
+            ("rows", rows.x, 16),
+            ("scales of rows", rows.scales, 4),
+            ("counts", rows.counts, 4),
+            ("offsets", rows.offsets, 4),
+        ] {
+            aligned(what, address, multiple)?;
+        }
+        let (count, tokens_at) = match tokens.count {
+            Count::Here(count) => (count, 0),
+            Count::At(address) => (0, address),
+        };
+        aligned("the number of tokens", tokens_at, 4)?;
+        let mut flags = half.flags();
+        flags |= if tokens.wide_indices { args::WIDE_INDICES } else { 0 };
+        flags |= if rows.clear_padding { args::CLEAR_PADDING } else { 0 };
+        let args = MoeArgs {
+            tokens_at,
+            tokens: count,
+            x: tokens.x,
+            scales: tokens.scales,
+            indices: tokens.indices,
+            weights: tokens.weights,
+            rows_x: rows.x,
+            rows_scales: rows.scales,
+            rows: rows.rows,
+            counts: rows.counts,
+            offsets: rows.offsets,
+            flags: self.args.flags | flags,
+            ..self.args
+        };
+        // SAFETY: our caller's promise.
+        unsafe { self.launch(stream, self.dispatch, self.geometry.dispatch_shared_bytes, args) }
+    }
+
+    /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
+    /// rank's own tokens' results to `out`, zeros for tokens that chose nobody.
+    ///
+    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read. `out` is `[tokens][values]`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Exchange::dispatch`]: `y` is not written, and `out` not used, until the launch has ended.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Misaligned`], or what the driver answers: nothing was enqueued.
+    pub unsafe fn combine(
+        &self,
+        stream: &Stream,
+        half: Half,
+        y: u64,
+        out: u64,
+    ) -> Result<(), Error> {
+        aligned("results", y, 16)?;
+        aligned("sums", out, 16)?;
+        let args = MoeArgs { y, out, flags: half.flags(), ..self.args };
+        // SAFETY: our caller's promise.
+        unsafe { self.launch(stream, self.combine, self.geometry.combine_shared_bytes, args) }
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Exchange::dispatch`].
+    unsafe fn launch(
+        &self,
+        stream: &Stream,
+        function: Function,
+        shared_bytes: u32,
+        mut args: MoeArgs,
+    ) -> Result<(), Error> {
+        self.device.must_be(stream.device())?;
+        let _current = self.device.enter()?;
+        let mut parameters = [(&raw mut args).cast()];
+        // SAFETY: the function takes one `MoeArgs` by value (compared on both sides), which the driver copies before it
+        // returns; threads and shared memory are what the header asks for; function and stream are of the context that is
+        // current; memory is our caller's promise.
+        let launched = unsafe {
+            cu::cuLaunchKernel(
+                function.handle(),
+                self.blocks.get(),
+                1,
+                1,
+                args::THREADS,
+                1,
+                1,
+                shared_bytes,
+                stream.handle(),
+                parameters.as_mut_ptr(),
+                ptr::null_mut(),
+            )
+        };
+        check("cuLaunchKernel", launched)
+    }
+
+    /// What went wrong until now, with the number of the round, from 1: each kind of thing once.
+    #[must_use]
+    pub fn report(&self) -> MoeReport {
+        let at = |offset: usize| {
+            // SAFETY: inside of the pinned report, aligned, alive with `self`; the GPU writes it word by word.
+            unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(offset / 4)) }
+                .load(Ordering::Relaxed)
+        };
+        let all = |offset: usize| std::array::from_fn(|rank| at(offset + rank * 4));
+        MoeReport {
+            late_table: all(offset_of!(MoeReport, late_table)),
+            late_tokens: all(offset_of!(MoeReport, late_tokens)),
+            late_results: all(offset_of!(MoeReport, late_results)),
+            refused: at(offset_of!(MoeReport, refused)),
+            token: at(offset_of!(MoeReport, token)),
+            choice: at(offset_of!(MoeReport, choice)),
+            index: at(offset_of!(MoeReport, index)).cast_signed(),
+            rows_left_out: at(offset_of!(MoeReport, rows_left_out)),
+            tokens_left_out: at(offset_of!(MoeReport, tokens_left_out)),
+            reserved: [0; 2],
+        }
+    }
+
+    /// Ends all waits of this rank's launches, those that go on too, as if they had lasted too long. `stream` is another one than
+    /// theirs.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn abort(&self, stream: &Stream) -> Result<(), Error> {
+        self.device.must_be(stream.device())?;
+        self.set(stream, offset_of!(MoeControl, abort), 1, 1)
+    }
+
+    /// Begins with the first round again, in the order of `stream`: after something went wrong, at all ranks, each with its
+    /// inbox cleared. No launch of any rank goes on.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn start_over(&self, stream: &Stream) -> Result<(), Error> {
+        self.device.must_be(stream.device())?;
+        self.set(stream, 0, 0, size_of::<MoeControl>())?;
+        self.set(stream, offset_of!(MoeControl, epoch), 1, 1)?;
+        for word in 0..size_of::<MoeReport>() / 4 {
+            // SAFETY: inside of the pinned report, aligned, alive with `self`.
+            unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(word)) }
+                .store(0, Ordering::Relaxed);
+        }
+        Ok(())
+    }
+
+    /// Sets bytes of the control structure, in the order of `stream`.
+    fn set(&self, stream: &Stream, offset: usize, byte: u8, bytes: usize) -> Result<(), Error> {
+        let _current = self.device.enter()?;
+        let at = self.control.address() + offset as u64;
+        // SAFETY: inside of `control`, which outlives the stream's work by the callers' promises.
+        check("cuMemsetD8Async", unsafe { cu::cuMemsetD8Async(at, byte, bytes, stream.handle()) })
+    }
+}
+
+impl Half {
+    const fn flags(self) -> u32 {
+        match self {
+            Self::Both => args::SEND | args::RECEIVE,
+            Self::Send => args::SEND,
+            Self::Receive => args::RECEIVE,
+        }
+    }
+}
+
+const fn aligned(what: &'static str, address: u64, multiple: u64) -> Result<(), Error> {
+    if address.is_multiple_of(multiple) {
+        Ok(())
+    } else {
+        Err(Error::Misaligned { what, address, multiple })
+    }
+}

@@ -1,0 +1,302 @@
+//! What an exchange among GPUs is made for, and how large everything is that it needs.
+//!
+//! Pure arithmetic: no address, no device, no allocation.
+//!
+//! # Invariants
+//!
+//! 1. The parts of an inbox lie one after the other, none overlaps another, and all rows start on a cache line.
+//! 2. What passes [`Geometry::new`] keeps every limit that `kernels/immwire_moe.h` names: counts of rows fit the kernels' halves of
+//!    words, and their shared memory what a block may have.
+
+use super::args::{self, MAX_EXPERTS, MAX_RANKS, MAX_TOP_K, SCALE_VALUES};
+use std::fmt;
+use std::mem::size_of;
+
+/// Rows start on this boundary.
+const ROW_ALIGN_BYTES: u64 = 128;
+/// What a block may have of shared memory on Hopper; on what has less, the driver refuses what needs more.
+const SHARED_BYTES: u64 = 224 << 10;
+
+/// How results are stored, and tokens that the kernel quantises.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Number {
+    /// The upper half of an `f32`.
+    Bf16,
+    /// IEEE 754 binary16.
+    Fp16,
+}
+
+/// What scales are made of, one for 128 values.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Scales {
+    /// `f32`: the largest value of the 128, over 448.
+    Float,
+    /// A byte for the least power of two that is not below that (UE8M0). Four make up a word; the last word is filled with zeros.
+    Power,
+}
+
+/// What tokens are on the way out.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Payload {
+    /// Any bytes, and any bytes of scales, which arrive as they are.
+    Raw {
+        /// Bytes of a token, a multiple of 16.
+        token_bytes: u32,
+        /// Bytes of its scales, a multiple of 4.
+        scale_bytes: u32,
+    },
+    /// Values that the kernel makes e4m3 of. Compute capability 8.9.
+    Fp8 {
+        /// What they are made of.
+        from: Number,
+        /// What scales are made of.
+        scales: Scales,
+    },
+}
+
+/// What an exchange is made for; the same at every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Shape {
+    /// Rank `r` has the experts from `firsts[r]` to before `firsts[r + 1]`: one entry more than ranks.
+    pub firsts: Vec<u32>,
+    /// Choices of a token, 1 to 32.
+    pub top_k: u32,
+    /// The most tokens that any rank has.
+    pub max_tokens: u32,
+    /// What tokens are on the way out.
+    pub payload: Payload,
+    /// Values of a result, and of a token that is quantised: a multiple of 8, there of 16.
+    pub values: u32,
+    /// How results are stored.
+    pub results: Number,
+    /// Rows of an expert start on a multiple of this.
+    pub padding: u32,
+}
+
+/// Why there can be no such exchange.
+#[non_exhaustive]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum ShapeError {
+    /// There must be 1 to 32 ranks.
+    World {
+        /// Entries of `firsts`.
+        entries: usize,
+    },
+    /// `firsts` must start with 0, never fall, and end with 1 to 1,024 experts.
+    Placement {
+        /// The entry that is wrong.
+        entry: usize,
+    },
+    /// A token must choose 1 to 32 experts.
+    TopK {
+        /// What was given.
+        top_k: u32,
+    },
+    /// A size is zero, or no multiple of what it must be.
+    Multiple {
+        /// Of what.
+        what: &'static str,
+        /// What was given.
+        found: u32,
+        /// What it must be a multiple of.
+        of: u32,
+    },
+    /// More tokens may come for one expert than can be counted.
+    Tokens {
+        /// Of all ranks together.
+        tokens: u64,
+        /// How many there may be.
+        most: u64,
+    },
+    /// The bits of all tokens for all experts of a rank do not fit the shared memory of a block. Fewer tokens at a time do.
+    Shared {
+        /// Bytes needed.
+        needed: u64,
+        /// Bytes that there are.
+        available: u64,
+    },
+    /// A buffer would have more than 2^63 bytes, or a row more than 2^32.
+    Overflow,
+}
+
+impl fmt::Display for ShapeError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::World { entries } => write!(
+                f,
+                "{entries} first experts: one more are needed than ranks, of which there are 1 to {MAX_RANKS}"
+            ),
+            Self::Placement { entry } => write!(
+                f,
+                "entry {entry} of the first experts: they start with 0, never fall, and end with 1 to {MAX_EXPERTS}"
+            ),
+            Self::TopK { top_k } => write!(f, "{top_k} choices a token, 1 to {MAX_TOP_K} may be"),
+            Self::Multiple { what, found, of } => {
+                write!(f, "{what} is {found}, not one or more times {of}")
+            }
+            Self::Tokens { tokens, most } => {
+                write!(f, "{tokens} tokens of all ranks, {most} may be: make it fewer at a time")
+            }
+            Self::Shared { needed, available } => write!(
+                f,
+                "{needed} bytes of shared memory for the choices of all tokens, there are {available}: make it fewer \
+                 tokens at a time, or fewer experts a rank"
+            ),
+            Self::Overflow => f.write_str("a buffer's size does not fit"),
+        }
+    }
+}
+
+impl std::error::Error for ShapeError {}
+
+/// Sizes and distances, in bytes where nothing else is said.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Geometry {
+    /// Ranks.
+    pub world: u32,
+    /// The most experts of any rank.
+    pub most_local: u32,
+    /// A token's bytes on the way.
+    pub token_bytes: u32,
+    /// Bytes of its scales on the way.
+    pub scale_bytes: u32,
+    /// One rank's choices.
+    pub table_bytes: u64,
+    /// Where tokens begin in an inbox.
+    pub dispatch_at: u64,
+    /// From one token to the next there.
+    pub dispatch_stride: u32,
+    /// Where results begin.
+    pub combine_at: u64,
+    /// From one result to the next there.
+    pub combine_stride: u32,
+    /// An inbox.
+    pub inbox_bytes: u64,
+    /// From one received token's plan to the next.
+    pub plan_stride: u32,
+    /// All plans.
+    pub plan_bytes: u64,
+    /// The most rows that a round can bring to any rank, padding included.
+    pub max_rows: u64,
+    /// Shared memory of a block of dispatch.
+    pub dispatch_shared_bytes: u32,
+    /// Shared memory of a block of combine.
+    pub combine_shared_bytes: u32,
+}
+
+impl Geometry {
+    /// The geometry of an exchange. O(world).
+    ///
+    /// # Errors
+    ///
+    /// [`ShapeError`]: there can be no such exchange.
+    pub fn new(shape: &Shape) -> Result<Self, ShapeError> {
+        let entries = shape.firsts.len();
+        if !(2..=MAX_RANKS + 1).contains(&entries) {
+            return Err(ShapeError::World { entries });
+        }
+        let falls = shape.firsts.windows(2).position(|pair| pair[1] < pair[0]);
+        let experts = shape.firsts[entries - 1];
+        if shape.firsts[0] != 0 {
+            return Err(ShapeError::Placement { entry: 0 });
+        }
+        if let Some(before) = falls {
+            return Err(ShapeError::Placement { entry: before + 1 });
+        }
+        if experts == 0 || experts > MAX_EXPERTS {
+            return Err(ShapeError::Placement { entry: entries - 1 });
+        }
+        if shape.top_k == 0 || shape.top_k > MAX_TOP_K {
+            return Err(ShapeError::TopK { top_k: shape.top_k });
+        }
+        let (token_bytes, scale_bytes) = shape.payload(shape.values)?;
+        multiple("values of a result", shape.values, 8)?;
+        multiple("the padding", shape.padding, 1)?;
+        multiple("the most tokens", shape.max_tokens, 1)?;
+
+        let (world, tokens) = (entries as u64 - 1, u64::from(shape.max_tokens));
+        let all = world * tokens;
+        // Counts of an expert's rows are halves of words.
+        let most = u64::from(u16::MAX);
+        if all > most {
+            return Err(ShapeError::Tokens { tokens: all, most });
+        }
+        let most_local =
+            shape.firsts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
+        let local = u64::from(most_local);
+        let words = world * tokens.div_ceil(32);
+        let shared = 4
+            * (u64::from(args::FIXED_WORDS) + local + 1 + 2 * all.div_ceil(32) + local * words)
+            + 2 * local * words;
+        if shared > SHARED_BYTES {
+            return Err(ShapeError::Shared { needed: shared, available: SHARED_BYTES });
+        }
+        let dispatch_stride =
+            (u64::from(token_bytes) + u64::from(scale_bytes) + 4).next_multiple_of(ROW_ALIGN_BYTES);
+        let combine_stride = (u64::from(shape.values) * 2).next_multiple_of(ROW_ALIGN_BYTES);
+        let table_bytes = 16 * (1 + tokens * u64::from(shape.top_k.div_ceil(2)));
+        let dispatch_at = (2 * world * table_bytes).next_multiple_of(ROW_ALIGN_BYTES);
+        let plan_stride =
+            (size_of::<args::MoePair>() as u64 + 8 * u64::from(shape.top_k)).next_multiple_of(16);
+        // Below 2^16 rows of at most 2^33 bytes: nothing wraps.
+        let combine_at = dispatch_at + 2 * all * dispatch_stride;
+        let padding = u64::from(shape.padding);
+        // Of two bounds the smaller: each token is there as often as it chooses, and each expert that it chose pads less than
+        // `padding`; no expert has more than all tokens.
+        let rows = all * local.min(u64::from(shape.top_k));
+        let padded = (rows + local.min(rows) * (padding - 1)) / padding * padding;
+        let max_rows = padded.min(local * all.next_multiple_of(padding));
+        let narrow = |bytes: u64| u32::try_from(bytes).map_err(|_| ShapeError::Overflow);
+        narrow(max_rows)?;
+        Ok(Self {
+            world: narrow(world)?,
+            most_local,
+            token_bytes,
+            scale_bytes,
+            table_bytes,
+            dispatch_at,
+            dispatch_stride: narrow(dispatch_stride)?,
+            combine_at,
+            combine_stride: narrow(combine_stride)?,
+            inbox_bytes: combine_at + all * combine_stride,
+            plan_stride: narrow(plan_stride)?,
+            plan_bytes: all * plan_stride,
+            max_rows,
+            dispatch_shared_bytes: narrow(shared)?,
+            combine_shared_bytes: 4 * args::FIXED_WORDS,
+        })
+    }
+}
+
+impl Shape {
+    /// Bytes of a token and of its scales.
+    fn payload(&self, values: u32) -> Result<(u32, u32), ShapeError> {
+        match self.payload {
+            Payload::Raw { token_bytes, scale_bytes } => {
+                multiple("bytes of a token", token_bytes, 16)?;
+                if scale_bytes != 0 {
+                    multiple("bytes of scales", scale_bytes, 4)?;
+                }
+                Ok((token_bytes, scale_bytes))
+            }
+            Payload::Fp8 { scales, .. } => {
+                multiple("values of a token", values, 16)?;
+                let groups = values.div_ceil(SCALE_VALUES);
+                Ok((
+                    values,
+                    match scales {
+                        Scales::Float => 4 * groups,
+                        Scales::Power => groups.next_multiple_of(4),
+                    },
+                ))
+            }
+        }
+    }
+}
+
+const fn multiple(what: &'static str, found: u32, of: u32) -> Result<(), ShapeError> {
+    if found == 0 || !found.is_multiple_of(of) {
+        return Err(ShapeError::Multiple { what, found, of });
+    }
+    Ok(())
+}

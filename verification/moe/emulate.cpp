@@ -1,0 +1,337 @@
+// Runs the kernels of cuda/kernels/moe.cu on a CPU: see machine.h for what is kept and what is left to chance.
+
+#include <algorithm>
+#include <cstdio>
+#include <deque>
+#include <memory>
+#include <string>
+#include <ucontext.h>
+#include <vector>
+
+#include "moe.cu"
+
+namespace {
+
+using Kernel = void (*)(immwire_moe_args);
+const Kernel KERNELS[] = {immwire_moe_dispatch_raw, immwire_moe_dispatch_fp8_bf16, immwire_moe_dispatch_fp8_fp16,
+                          immwire_moe_combine_bf16, immwire_moe_combine_fp16};
+
+constexpr size_t STACK_BYTES = 64 << 10;
+constexpr uint32_t LANES = 32;
+
+// Splitmix64.
+struct Random {
+  uint64_t state;
+  uint64_t next() {
+    state += 0x9e3779b97f4a7c15u;
+    uint64_t z = (state ^ state >> 30) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ z >> 27) * 0x94d049bb133111ebu;
+    return z ^ z >> 31;
+  }
+  uint64_t below(uint64_t limit) { return next() % limit; }
+};
+
+// What one thread waits for.
+enum class Wait { NOTHING, BLOCK, WARP };
+
+struct Block;
+
+struct Thread {
+  ucontext_t context;
+  std::unique_ptr<char[]> stack;
+  Block *block;
+  Dimension index;
+  Wait wait = Wait::NOTHING;
+  uint32_t exchanges = 0;
+  bool done = false;
+};
+
+struct Stream;
+
+struct Block {
+  Stream *stream;
+  Dimension index, grid, size;
+  immwire_moe_args args;
+  Kernel kernel;
+  std::vector<uint32_t> shared;
+  std::vector<std::unique_ptr<Thread>> threads;
+  uint32_t at_barrier = 0, gathered = 0, result = 0, ended = 0;
+  struct Warp {
+    uint32_t arrived = 0;
+    uint32_t given[2][LANES];
+  };
+  std::vector<Warp> warps;
+  uint64_t sleeps_until = 0;
+};
+
+// A store under way, of one word or of four that are seen at once.
+struct Store {
+  uint64_t to;
+  uint32_t words[4];
+  uint32_t count;
+};
+
+extern "C" struct Launch {
+  uint32_t stream, kernel, blocks, threads, shared_bytes, reserved;
+  immwire_moe_args args;
+};
+
+struct Stream {
+  std::deque<const Launch *> launches;
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::deque<Store> stores;
+  uint32_t running = 0;
+};
+
+struct World {
+  Random random;
+  std::vector<Stream> streams;
+  std::vector<Thread *> ready;
+  Thread *current = nullptr;
+  ucontext_t scheduler;
+  uint64_t time = 0;
+  std::string failure;
+};
+
+World *world;
+
+[[noreturn]] void switch_for_good() {
+  swapcontext(&world->current->context, &world->scheduler);
+  std::abort(); // Not gone on with after that.
+}
+
+void perform(const Store &store) {
+  for (uint32_t i = 0; i < store.count; ++i) *reinterpret_cast<volatile uint32_t *>(store.to + 4 * i) = store.words[i];
+}
+
+// Performs the first of the stores to a place that is drawn: those to one word keep their order.
+void perform_any(Stream &stream) {
+  if (stream.stores.empty()) return;
+  // Of the older ones: the others' turn comes.
+  const size_t drawn = world->random.below(std::min<size_t>(stream.stores.size(), 256));
+  const Store chosen = stream.stores[drawn];
+  auto overlaps = [&](const Store &other) {
+    return other.to < chosen.to + 4 * chosen.count && chosen.to < other.to + 4 * other.count;
+  };
+  for (size_t i = 0; i < drawn; ++i)
+    if (overlaps(stream.stores[i])) return; // Another time.
+  perform(chosen);
+  stream.stores.erase(stream.stores.begin() + long(drawn));
+}
+
+void give_up(bool ready) {
+  Thread *self = world->current;
+  if (ready) world->ready.push_back(self);
+  swapcontext(&self->context, &world->scheduler);
+}
+
+void wake(Block &block, uint32_t first, uint32_t last) {
+  for (uint32_t i = first; i < last; ++i) {
+    Thread &thread = *block.threads[i];
+    if (thread.done || thread.wait == Wait::NOTHING) continue;
+    thread.wait = Wait::NOTHING;
+    world->ready.push_back(&thread);
+  }
+}
+
+// Whether all that go on have come to the barrier.
+void release_barrier(Block &block) {
+  if (block.at_barrier == 0 || block.at_barrier + block.ended < block.size.x) return;
+  for (auto &thread : block.threads) {
+    if (!thread->done && thread->wait == Wait::WARP && world->failure.empty())
+      world->failure = "a warp's exchange and a barrier wait for each other";
+  }
+  block.result = block.gathered;
+  block.gathered = 0;
+  block.at_barrier = 0;
+  wake(block, 0, block.size.x);
+}
+
+void warp_barrier(Block::Warp &warp, uint32_t number) {
+  Thread *self = world->current;
+  if (++warp.arrived == LANES) {
+    warp.arrived = 0;
+    wake(*self->block, number * LANES, (number + 1) * LANES);
+    give_up(true);
+    return;
+  }
+  self->wait = Wait::WARP;
+  give_up(false);
+}
+
+Block::Warp &own_warp() { return world->current->block->warps[world->current->index.x / LANES]; }
+
+// Everybody's values, once all have come. They stay until all have come to the next but one.
+const uint32_t *gather(uint32_t value) {
+  Block::Warp &warp = own_warp();
+  uint32_t *given = warp.given[world->current->exchanges++ % 2];
+  given[emulated::lane()] = value;
+  warp_barrier(warp, world->current->index.x / LANES);
+  return given;
+}
+
+void thread_main() {
+  Thread *self = world->current;
+  self->block->kernel(self->block->args);
+  self->done = true;
+  Block &block = *self->block;
+  ++block.ended;
+  release_barrier(block);
+  if (block.ended == block.size.x) --block.stream->running;
+  switch_for_good();
+}
+
+void prepare(ucontext_t &context, char *stack) {
+  getcontext(&context);
+  context.uc_stack.ss_sp = stack;
+  context.uc_stack.ss_size = STACK_BYTES;
+  context.uc_link = nullptr;
+  makecontext(&context, thread_main, 0);
+}
+
+void start(Stream &stream) {
+  const Launch &launch = *stream.launches.front();
+  stream.launches.pop_front();
+  stream.blocks.clear();
+  for (uint32_t b = 0; b < launch.blocks; ++b) {
+    auto block = std::make_unique<Block>();
+    block->stream = &stream;
+    block->index = {b}, block->grid = {launch.blocks}, block->size = {launch.threads};
+    block->args = launch.args;
+    block->kernel = KERNELS[launch.kernel];
+    // What lies there at first is anybody's.
+    block->shared.resize((launch.shared_bytes + 3) / 4 + 64);
+    for (auto &word : block->shared) word = uint32_t(world->random.next());
+    for (size_t i = block->shared.size() - 64; i < block->shared.size(); ++i) block->shared[i] = 0xc0ffee;
+    block->warps.resize(launch.threads / LANES);
+    for (uint32_t t = 0; t < launch.threads; ++t) {
+      auto thread = std::make_unique<Thread>();
+      thread->stack = std::make_unique<char[]>(STACK_BYTES);
+      thread->block = block.get();
+      thread->index = {t};
+      prepare(thread->context, thread->stack.get());
+      world->ready.push_back(thread.get());
+      block->threads.push_back(std::move(thread));
+    }
+    stream.blocks.push_back(std::move(block));
+  }
+  stream.running = launch.blocks;
+}
+
+void finish(Stream &stream) {
+  for (const Store &store : stream.stores) perform(store);
+  stream.stores.clear();
+  for (auto &block : stream.blocks) {
+    for (size_t i = block->shared.size() - 64; i < block->shared.size(); ++i)
+      if (block->shared[i] != 0xc0ffee && world->failure.empty()) world->failure = "more shared memory was used than launched with";
+  }
+  stream.blocks.clear();
+}
+
+} // namespace
+
+namespace emulated {
+
+uint32_t *shared() { return world->current->block->shared.data(); }
+const Dimension &thread_index() { return world->current->index; }
+const Dimension &block_index() { return world->current->block->index; }
+const Dimension &grid_size() { return world->current->block->grid; }
+const Dimension &block_size() { return world->current->block->size; }
+uint32_t lane() { return world->current->index.x % LANES; }
+
+void rest() { give_up(true); }
+void step() {
+  ++world->time;
+  if (world->random.below(8) == 0) give_up(true);
+}
+
+void block_barrier() { block_or(0); }
+uint32_t block_or(uint32_t value) {
+  Thread *self = world->current;
+  Block &block = *self->block;
+  block.gathered |= value;
+  ++block.at_barrier;
+  self->wait = Wait::BLOCK;
+  release_barrier(block); // If it is the last one, it is among those who may go on.
+  give_up(false);
+  return block.result;
+}
+
+uint32_t exchange(uint32_t value, uint32_t from) { return gather(value)[from]; }
+uint32_t ballot(bool value) {
+  const uint32_t *given = gather(value ? 1 : 0);
+  uint32_t all = 0;
+  for (uint32_t i = 0; i < LANES; ++i) all |= given[i] << i;
+  return all;
+}
+uint32_t match(uint32_t value) {
+  const uint32_t *given = gather(value);
+  uint32_t same = 0;
+  for (uint32_t i = 0; i < LANES; ++i) same |= uint32_t(given[i] == value) << i;
+  return same;
+}
+
+void store_later(uint64_t to, uint32_t word) {
+  step();
+  world->current->block->stream->stores.push_back({to, {word}, 1});
+}
+void store_whole_later(uint64_t to, const uint4 &held) {
+  step();
+  world->current->block->stream->stores.push_back({to, {held.x, held.y, held.z, held.w}, 4});
+}
+
+uint64_t clock() { return ++world->time; }
+
+} // namespace emulated
+
+// Runs the launches of each stream one after the other, and those of different streams at the same time. Returns 0, or 1 and
+// why not.
+extern "C" int immwire_moe_emulate(const Launch *launches, uint32_t count, uint32_t streams, uint64_t seed, char *why,
+                                   uint32_t why_bytes) {
+  World here;
+  here.random.state = seed;
+  here.streams = std::vector<Stream>(streams);
+  for (uint32_t i = 0; i < count; ++i) here.streams[launches[i].stream].launches.push_back(&launches[i]);
+  world = &here;
+  auto fail = [&](const std::string &text) {
+    std::snprintf(why, why_bytes, "%s", text.c_str());
+    world = nullptr;
+    return 1;
+  };
+  for (;;) {
+    bool any = false;
+    for (auto &stream : here.streams) {
+      if (stream.running == 0) {
+        finish(stream);
+        if (!stream.launches.empty() && here.random.below(4) == 0) start(stream);
+      }
+      any |= stream.running != 0 || !stream.launches.empty();
+    }
+    if (!here.failure.empty()) return fail(here.failure);
+    if (!any) break;
+    if (here.ready.empty()) {
+      for (auto &stream : here.streams)
+        if (stream.running != 0) return fail("threads wait for each other at barriers");
+      continue;
+    }
+    // For a while, between looks at what has ended.
+    for (uint32_t turn = 0; turn < 256 && !here.ready.empty(); ++turn) {
+      ++here.time;
+      const size_t drawn = here.random.below(here.ready.size());
+      Thread *thread = here.ready[drawn];
+      // Now and then a block is left alone for long, while the others go on.
+      Block &block = *thread->block;
+      if (block.sleeps_until > here.time && here.random.below(64) != 0) continue;
+      if (here.random.below(5000) == 0) block.sleeps_until = here.time + here.random.below(20000);
+      here.ready[drawn] = here.ready.back();
+      here.ready.pop_back();
+      here.current = thread;
+      swapcontext(&here.scheduler, &thread->context);
+      Stream &stream = here.streams[here.random.below(here.streams.size())];
+      for (int i = 0; i < 4; ++i) perform_any(stream);
+      if (thread->block->stream->running == 0) break;
+    }
+  }
+  world = nullptr;
+  return 0;
+}

@@ -1,0 +1,84 @@
+//! The kernels for mixtures of experts, run on a CPU.
+//!
+//! `cuda/kernels/moe.cu` is compiled as it is, with `machine.h` in the place of the GPU. Every thread of every block of every
+//! rank takes its turn when a seed says so, stores to memory that ranks share are performed late and in any order, word by
+//! word, and shared memory holds anything at first. It is no model of a GPU: what GPUs guarantee and the kernels do not need
+//! is taken away, so that needing it is noticed.
+//!
+//! What it cannot tell: what a compiler for GPUs makes of the text, and how long anything takes.
+
+pub mod oracle;
+
+use immwire_cuda::moe::args::MoeArgs;
+use std::ffi::{CStr, c_char, c_int};
+use std::sync::{Mutex, PoisonError};
+
+static ALONE: Mutex<()> = Mutex::new(());
+
+/// The kernels, in the order of `emulate.cpp`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(u32)]
+#[allow(missing_docs, reason = "named as in immwire_moe.h")]
+pub enum Kernel {
+    DispatchRaw = 0,
+    DispatchFp8Bf16 = 1,
+    DispatchFp8Fp16 = 2,
+    CombineBf16 = 3,
+    CombineFp16 = 4,
+}
+
+/// One launch.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Launch {
+    /// Launches of one stream are done one after the other.
+    pub stream: u32,
+    /// Of what.
+    pub kernel: Kernel,
+    /// Blocks.
+    pub blocks: u32,
+    /// Threads of each, a multiple of 32.
+    pub threads: u32,
+    /// Dynamic shared memory of each.
+    pub shared_bytes: u32,
+    /// Zero.
+    pub reserved: u32,
+    /// What the kernel is handed.
+    pub args: MoeArgs,
+}
+
+unsafe extern "C" {
+    fn immwire_moe_emulate(
+        launches: *const Launch,
+        count: u32,
+        streams: u32,
+        seed: u64,
+        why: *mut c_char,
+        why_bytes: u32,
+    ) -> c_int;
+}
+
+/// Runs all launches to their end, those of different streams at the same time. A nanosecond passes now and then.
+///
+/// # Errors
+///
+/// Why it could not go on: threads that wait for each other, or shared memory that was not asked for.
+///
+/// # Safety
+///
+/// The addresses in all `args` are of live memory, as the kernels' header asks for.
+pub unsafe fn emulate(launches: &[Launch], streams: u32, seed: u64) -> Result<(), String> {
+    let mut why: [c_char; 256] = [0; 256];
+    let count = u32::try_from(launches.len()).map_err(|e| e.to_string())?;
+    // The other side has one world.
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    // SAFETY: the list has so many entries, the text so much room; nobody else calls it; memory is our caller's promise.
+    let failed = unsafe {
+        immwire_moe_emulate(launches.as_ptr(), count, streams, seed, why.as_mut_ptr(), 256)
+    };
+    if failed == 0 {
+        return Ok(());
+    }
+    // SAFETY: it was filled with a text that ends in a zero.
+    Err(unsafe { CStr::from_ptr(why.as_ptr()) }.to_string_lossy().into_owned())
+}

@@ -1,0 +1,483 @@
+//! The kernels against what must come of them, on a CPU: random worlds, shapes, routes and orders; ranks that are late, dead,
+//! or wrong. Each case prints its seed if it fails; `IMMWIRE_SEEDS=FIRST..LAST` runs others.
+
+mod world;
+
+use immwire_cuda::moe::args::{self, MoeArgs, MoeControl};
+use immwire_cuda::moe::geometry::{Number, Payload, Scales, Shape};
+use immwire_verification_moe::oracle::{Layout, Random, Tokens};
+use immwire_verification_moe::{Launch, emulate};
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use world::{Style, UNTOUCHED, World};
+
+/// Runs one case for each of so many seeds.
+fn for_seeds(cases: u64, case: impl Fn(u64)) {
+    let seeds = match std::env::var("IMMWIRE_SEEDS") {
+        Ok(given) => {
+            let (first, last) = given.split_once("..").unwrap();
+            first.parse().unwrap()..last.parse().unwrap()
+        }
+        Err(_) => 0..cases,
+    };
+    for seed in seeds {
+        if let Err(why) = catch_unwind(AssertUnwindSafe(|| case(seed))) {
+            eprintln!("IMMWIRE_SEEDS={seed}..{}", seed + 1);
+            std::panic::resume_unwind(why);
+        }
+    }
+}
+
+fn run(world: &World, launches: &[Launch], seed: u64) {
+    // SAFETY: all addresses are of memory that the world owns.
+    unsafe { emulate(launches, world.ranks.len() as u32, seed) }.unwrap();
+}
+
+fn random_shape(random: &mut Random, world: u32) -> Shape {
+    let mut firsts = vec![0];
+    for rank in 0..world {
+        let most = 1 + random.below(5);
+        let local = if random.one_in(6) && rank + 1 < world { 0 } else { most };
+        firsts.push(firsts[rank as usize] + local);
+    }
+    let values = 16 * (1 + random.below(20));
+    let of = if random.one_in(2) { Number::Bf16 } else { Number::Fp16 };
+    let payload = match random.below(3) {
+        0 => {
+            let scales = if random.one_in(2) { Scales::Float } else { Scales::Power };
+            Payload::Fp8 { from: of, scales }
+        }
+        _ => Payload::Raw {
+            token_bytes: 16 * (1 + random.below(40)),
+            scale_bytes: 4 * random.below(12),
+        },
+    };
+    Shape {
+        firsts,
+        top_k: 1 + random.below(6),
+        max_tokens: [1 + random.below(8), 1 + random.below(70)][usize::from(random.one_in(5))],
+        payload,
+        values,
+        results: if random.one_in(2) { Number::Bf16 } else { Number::Fp16 },
+        padding: [1, 1, 4, 16][random.below(4) as usize],
+    }
+}
+
+fn random_style(random: &mut Random) -> Style {
+    Style {
+        blocks: 1 + random.below(3),
+        threads: if random.one_in(3) { 64 } else { 32 },
+        split: random.one_in(3),
+        wide: random.one_in(3),
+        clear: random.one_in(2),
+        tokens_in_memory: random.one_in(2),
+    }
+}
+
+/// Rounds in which everybody takes part, each rank as it likes.
+fn exchange(world: &World, random: &mut Random, rounds: usize) -> Vec<Vec<Style>> {
+    let ranks = world.ranks.len();
+    let mut styles = vec![Vec::new(); ranks];
+    for rank in &mut styles {
+        rank.extend((0..rounds).map(|_| random_style(random)));
+    }
+    let mut launches = Vec::new();
+    for (rank, styles) in styles.iter().enumerate() {
+        for (turn, style) in styles.iter().enumerate() {
+            launches.extend(world.launches(rank, turn, *style));
+        }
+    }
+    run(world, &launches, random.draw());
+    styles
+}
+
+fn whole_rounds(seed: u64, world: u32, rounds: usize) {
+    let mut random = Random(seed * 1000 + u64::from(world));
+    let shape = random_shape(&mut random, world);
+    let mut world = World::new(&shape);
+    for _ in 0..rounds {
+        let tokens = world.ranks.iter().map(|_| world.maker().random_tokens(&mut random)).collect();
+        world.add_turn(tokens, &mut random);
+    }
+    let styles = exchange(&world, &mut random, rounds);
+    for turn in 0..rounds {
+        for rank in 0..world.ranks.len() {
+            let all: Vec<usize> = (0..world.ranks.len()).collect();
+            let layout = world.round(turn).layout(rank, &all);
+            world.check_rows(rank, turn, &layout, styles[rank][turn], |_| true);
+        }
+        world.check_results(turn);
+    }
+    world.check_poison();
+    for rank in 0..world.ranks.len() {
+        assert_eq!(world.report(rank), Default::default(), "nothing was wrong, at rank {rank}");
+        let control = world.control(rank);
+        assert_eq!(control.epoch, rounds as u32 + 1);
+        assert_eq!(control.parity, rounds as u32 % 2);
+        assert_eq!((control.absent, control.left_out, control.suspects), (0, 0, 0));
+    }
+}
+
+#[test]
+fn one_rank() {
+    for_seeds(30, |seed| whole_rounds(seed, 1, 3));
+}
+
+#[test]
+fn two_ranks() {
+    for_seeds(40, |seed| whole_rounds(seed, 2, 4));
+}
+
+#[test]
+fn three_to_five_ranks() {
+    for_seeds(30, |seed| whole_rounds(seed, 3 + (seed % 3) as u32, 3));
+}
+
+/// Blocks as on a GPU, the most choices, many experts, more tokens than blocks.
+#[test]
+fn the_largest_of_each() {
+    let shape = Shape {
+        firsts: vec![0, 500, 1024],
+        top_k: 32,
+        max_tokens: 9,
+        payload: Payload::Raw { token_bytes: 16 * 530, scale_bytes: 4 * 520 },
+        values: 8 * 520,
+        results: Number::Bf16,
+        padding: 1,
+    };
+    let mut random = Random(7);
+    let mut world = World::new(&shape);
+    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 9)).collect();
+    world.add_turn(tokens, &mut random);
+    let style = Style {
+        blocks: 2,
+        threads: args::THREADS,
+        split: false,
+        wide: false,
+        clear: false,
+        tokens_in_memory: false,
+    };
+    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
+    run(&world, &launches, 1);
+    world.check_whole(0, style);
+    world.check_poison();
+}
+
+/// Epochs start anew after the last one, and are never what memory holds at first.
+#[test]
+fn epochs_wrap() {
+    for_seeds(4, |seed| {
+        let mut random = Random(seed);
+        let shape = random_shape(&mut random, 2);
+        let mut world = World::new(&shape);
+        for rank in 0..2 {
+            world.set_control(rank, MoeControl { epoch: u32::MAX - 1, ..MoeControl::default() });
+        }
+        for _ in 0..4 {
+            let tokens = (0..2).map(|_| world.maker().random_tokens(&mut random)).collect();
+            world.add_turn(tokens, &mut random);
+        }
+        exchange(&world, &mut random, 4);
+        (0..4).for_each(|turn| world.check_results(turn));
+        assert_eq!(world.control(0).epoch, 3);
+    });
+}
+
+const PLAIN: Style = Style {
+    blocks: 2,
+    threads: 32,
+    split: false,
+    wide: false,
+    clear: true,
+    tokens_in_memory: false,
+};
+
+/// A small world, some rounds.
+fn small(random: &mut Random, ranks: u32, rounds: usize) -> World {
+    let mut shape = random_shape(random, ranks);
+    shape.max_tokens = shape.max_tokens.min(6);
+    let mut world = World::new(&shape);
+    world.timeout_ns = 400_000;
+    for _ in 0..rounds {
+        let tokens = (0..ranks).map(|_| world.maker().random_tokens(random)).collect();
+        world.add_turn(tokens, random);
+    }
+    world
+}
+
+/// What a round brings if only some ranks are there.
+fn check_without(world: &World, turn: usize, there: &[usize]) {
+    let layouts: Vec<Option<Layout>> = (0..world.ranks.len())
+        .map(|rank| there.contains(&rank).then(|| world.round(turn).layout(rank, there)))
+        .collect();
+    for &rank in there {
+        let layout = layouts[rank].as_ref().unwrap();
+        world.check_rows(rank, turn, layout, PLAIN, |_| true);
+        for token in 0..world.tokens[turn][rank].count {
+            let expected = world.round(turn).result(rank, token, &layouts);
+            assert_eq!(world.found(rank, turn, token), expected, "result {token} at {rank}");
+        }
+    }
+}
+
+/// A rank that never comes is named, and the others have all the rest, in this round and in those after.
+#[test]
+fn a_rank_that_never_comes() {
+    for_seeds(12, |seed| {
+        let mut random = Random(seed + 100);
+        let world = small(&mut random, 3, 3);
+        let dead = random.below(3) as usize;
+        let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
+        let mut launches = Vec::new();
+        for &rank in &there {
+            (0..3).for_each(|turn| launches.extend(world.launches(rank, turn, PLAIN)));
+        }
+        run(&world, &launches, random.draw());
+        (0..3).for_each(|turn| check_without(&world, turn, &there));
+        for rank in there {
+            let (report, control) = (world.report(rank), world.control(rank));
+            let mut late = [0; args::MAX_RANKS];
+            late[dead] = 1;
+            assert_eq!(report.late_table, late, "at rank {rank}");
+            assert_eq!((report.late_tokens, report.late_results), Default::default());
+            assert_eq!((control.absent, control.left_out), (1 << dead, 1 << dead));
+        }
+    });
+}
+
+/// A rank that says what it will send, and does not: its rows are zeros, and no others.
+#[test]
+fn tokens_that_never_come() {
+    for_seeds(12, |seed| {
+        let mut random = Random(seed + 200);
+        let mut shape = random_shape(&mut random, 3);
+        shape.firsts = vec![0, 2, 4, 6];
+        shape.top_k = shape.top_k.min(4);
+        let mut world = World::new(&shape);
+        world.timeout_ns = 400_000;
+        let most = shape.max_tokens;
+        let tokens = (0..3).map(|_| world.maker().tokens(&mut random, most)).collect();
+        world.add_turn(tokens, &mut random);
+        let dead = random.below(3) as usize;
+        let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
+        let mut launches = Vec::new();
+        for &rank in &there {
+            world.put_table(dead, rank, 0, 1, 0);
+            launches.extend(world.launches(rank, 0, PLAIN));
+        }
+        run(&world, &launches, random.draw());
+        let layouts: Vec<Option<Layout>> = (0..3)
+            .map(|rank| (rank != dead).then(|| world.round(0).layout(rank, &[0, 1, 2])))
+            .collect();
+        for rank in there {
+            let layout = layouts[rank].as_ref().unwrap();
+            world.check_rows(rank, 0, layout, PLAIN, |source| source != dead);
+            let own = &world.ranks[rank].turns[0];
+            let (x, scales) =
+                (u64::from(world.geometry.token_bytes), u64::from(world.geometry.scale_bytes));
+            let missed: Vec<u32> =
+                layout.rows.iter().filter(|(at, _)| at.0 == dead).map(|(_, row)| *row).collect();
+            for row in &missed {
+                let found = own.rows_x.bytes(u64::from(*row) * x, x as usize);
+                assert!(found.iter().all(|byte| *byte == 0), "row {row} at rank {rank}");
+                let found = own.rows_scales.bytes(u64::from(*row) * scales, scales as usize);
+                assert!(found.iter().all(|byte| *byte == 0), "scales {row} at rank {rank}");
+            }
+            let report = world.report(rank);
+            assert_eq!(report.late_table, [0; args::MAX_RANKS]);
+            assert_eq!(report.late_tokens[dead] != 0, !missed.is_empty(), "at rank {rank}");
+            for token in 0..world.tokens[0][rank].count {
+                let expected = world.round(0).result(rank, token, &layouts);
+                assert_eq!(world.found(rank, 0, token), expected, "result {token} at {rank}");
+            }
+        }
+    });
+}
+
+/// A rank that dies between the way out and the way back: what it owed is left out, and it is named by those it owed.
+#[test]
+fn results_that_never_come() {
+    for_seeds(12, |seed| {
+        let mut random = Random(seed + 300);
+        let world = small(&mut random, 3, 2);
+        let dead = random.below(3) as usize;
+        let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
+        let mut launches = vec![world.launches(dead, 0, PLAIN)[0]];
+        for &rank in &there {
+            (0..2).for_each(|turn| launches.extend(world.launches(rank, turn, PLAIN)));
+        }
+        run(&world, &launches, random.draw());
+        let layouts: Vec<Option<Layout>> = (0..3)
+            .map(|rank| (rank != dead).then(|| world.round(0).layout(rank, &[0, 1, 2])))
+            .collect();
+        let all_of_dead = world.round(0).layout(dead, &[0, 1, 2]);
+        for &rank in &there {
+            let layout = layouts[rank].as_ref().unwrap();
+            world.check_rows(rank, 0, layout, PLAIN, |_| true);
+            for token in 0..world.tokens[0][rank].count {
+                let expected = world.round(0).result(rank, token, &layouts);
+                assert_eq!(world.found(rank, 0, token), expected, "result {token} at {rank}");
+            }
+            let (report, owed) =
+                (world.report(rank), all_of_dead.rows.keys().any(|at| at.0 == rank));
+            assert_eq!(report.late_results[dead] == 1, owed, "at rank {rank}");
+            assert_eq!(report.late_table[dead] == 2, !owed, "at rank {rank}");
+        }
+        check_without(&world, 1, &there);
+    });
+}
+
+/// Ranks that are about as late as is waited for: blocks find different things, and still agree. What a rank has of ranks it
+/// never missed is right, and everything ends.
+#[test]
+fn ranks_that_are_just_too_late() {
+    for_seeds(150, |seed| {
+        let mut random = Random(seed + 400);
+        let ranks = 2 + random.below(2);
+        let mut world = small(&mut random, ranks, 2);
+        world.timeout_ns = 1000 << random.below(9);
+        let mut launches = Vec::new();
+        let style = Style { blocks: 4, ..PLAIN };
+        for rank in 0..ranks as usize {
+            (0..2).for_each(|turn| launches.extend(world.launches(rank, turn, style)));
+        }
+        run(&world, &launches, random.draw());
+        for rank in 0..ranks as usize {
+            let report = world.report(rank);
+            let mut absent: Vec<usize> = Vec::new();
+            for turn in 0..2 {
+                let epoch = turn as u32 + 1;
+                let missed_by_all = |other: usize| {
+                    report.late_table[other] != 0 && report.late_table[other] <= epoch
+                };
+                let left_out = |other: usize, from: &[u32; args::MAX_RANKS]| {
+                    from[other] != 0 && from[other] < epoch
+                };
+                for other in 0..ranks as usize {
+                    let gone = missed_by_all(other)
+                        || left_out(other, &report.late_tokens)
+                        || left_out(other, &report.late_results);
+                    if gone && !absent.contains(&other) {
+                        absent.push(other);
+                    }
+                }
+                let there: Vec<usize> =
+                    (0..ranks as usize).filter(|r| !absent.contains(r)).collect();
+                // One layout at all blocks, whatever each has seen.
+                let layout = world.round(turn).layout(rank, &there);
+                world.check_rows(rank, turn, &layout, style, |source| {
+                    report.late_tokens[source] == 0
+                });
+            }
+        }
+    });
+}
+
+/// Whoever sets the word ends all waits.
+#[test]
+fn an_abort_ends_waits() {
+    let mut random = Random(500);
+    let mut world = small(&mut random, 2, 1);
+    world.timeout_ns = 1 << 60;
+    world.set_control(0, MoeControl { epoch: 1, abort: 1, ..MoeControl::default() });
+    let launches = world.launches(0, 0, PLAIN);
+    run(&world, &launches, 1);
+    assert_eq!(world.report(0).late_table[1], 1);
+}
+
+/// A choice that is none is dropped and reported, and the rest goes on.
+#[test]
+fn choices_that_are_none() {
+    for (wrong, at) in [(vec![4, 1], 0), (vec![0, -2], 1), (vec![2, 2], 1), (vec![i32::MAX, 0], 0)]
+    {
+        for wide in [false, true] {
+            let shape = Shape {
+                firsts: vec![0, 2, 4],
+                top_k: 2,
+                max_tokens: 3,
+                payload: Payload::Raw { token_bytes: 32, scale_bytes: 4 },
+                values: 16,
+                results: Number::Bf16,
+                padding: 1,
+            };
+            let mut random = Random(600);
+            let mut world = World::new(&shape);
+            let mut tokens: Vec<Tokens> =
+                (0..2).map(|_| world.maker().tokens(&mut random, 3)).collect();
+            tokens[0].indices = vec![0, 3, wrong[0], wrong[1], 3, -1];
+            world.add_turn(tokens.clone(), &mut random);
+            let style = Style { wide, ..PLAIN };
+            let launches: Vec<Launch> =
+                (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
+            run(&world, &launches, 3);
+            let report = world.report(0);
+            assert_eq!(
+                (report.refused, report.token, report.choice),
+                (1, 1, at as u32),
+                "{wrong:?}"
+            );
+            assert_eq!(report.index, wrong[at]);
+            assert_eq!(world.report(1).refused, 0);
+            // As if it had been dropped.
+            world.tokens[0][0].indices[2 + at] = -1;
+            world.check_whole(0, style);
+        }
+    }
+}
+
+/// Rows for which there is no room are left out and reported, and so are tokens that are too many.
+#[test]
+fn no_room() {
+    let mut random = Random(700);
+    let shape = Shape {
+        firsts: vec![0, 1, 2],
+        top_k: 1,
+        max_tokens: 4,
+        payload: Payload::Raw { token_bytes: 16, scale_bytes: 0 },
+        values: 8,
+        results: Number::Bf16,
+        padding: 1,
+    };
+    let mut world = World::new(&shape);
+    let tokens = (0..2)
+        .map(|_| Tokens { indices: vec![0; 4], ..world.maker().tokens(&mut random, 4) })
+        .collect();
+    world.add_turn(tokens, &mut random);
+    world.rows = 5;
+    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, PLAIN)).collect();
+    run(&world, &launches, 3);
+    let mut layout = world.round(0).layout(0, &[0, 1]);
+    world.check_rows(0, 0, &layout, PLAIN, |_| true);
+    assert_eq!((world.report(0).rows_left_out, world.report(1).rows_left_out), (1, 0));
+    // What was left out counts as nothing.
+    layout.rows.retain(|_, row| *row < 5);
+    let layouts = [Some(layout), Some(world.round(0).layout(1, &[0, 1]))];
+    for rank in 0..2 {
+        for token in 0..4 {
+            assert_eq!(world.found(rank, 0, token), world.round(0).result(rank, token, &layouts));
+        }
+    }
+
+    let mut world = World::new(&shape);
+    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
+    world.add_turn(tokens, &mut random);
+    let launches: Vec<Launch> = (0..2)
+        .flat_map(|rank| world.launches(rank, 0, PLAIN))
+        .map(|launch| Launch {
+            args: MoeArgs { tokens: 4 + u32::from(launch.stream == 1), ..launch.args },
+            ..launch
+        })
+        .collect();
+    run(&world, &launches, 4);
+    world.check_whole(0, PLAIN);
+    assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
+    assert_eq!(UNTOUCHED, 0xa5);
+}
+
+/// Keys are different for more turns than a token has words, and none of them is poison.
+#[test]
+fn keys_are_enough() {
+    let key = |turn: u32| turn.wrapping_mul(0x9e37_79b1);
+    // Odd, so that all are different; the turn whose key is poison is far away.
+    let poison = (1..=u32::MAX).find(|turn| key(*turn) == u32::MAX).unwrap();
+    assert!(poison > 1 << 24, "{poison}");
+}

@@ -1,0 +1,384 @@
+//! Ranks in host memory, what they send each other, and what must come of it, worked out another way.
+
+use immwire_core::moe::{NO_SLOT, TableShape};
+use immwire_cuda::moe::args::{self, MoeArgs, MoeControl, MoeReport};
+use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
+use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens, bytes_of};
+use immwire_verification_moe::{Kernel, Launch};
+use std::cell::UnsafeCell;
+
+/// Memory that kernels write, in vectors.
+pub struct Memory(Box<[UnsafeCell<[u32; 4]>]>);
+
+impl Memory {
+    pub fn filled(bytes: u64, byte: u8) -> Self {
+        let word = u32::from_ne_bytes([byte; 4]);
+        let vectors = (bytes as usize).div_ceil(16).max(1);
+        Self((0..vectors).map(|_| UnsafeCell::new([word; 4])).collect())
+    }
+
+    pub fn of_bytes(bytes: &[u8]) -> Self {
+        let memory = Self::filled(bytes.len() as u64, 0);
+        // SAFETY: as many bytes as were asked for, and nobody else has them yet.
+        unsafe { std::ptr::copy(bytes.as_ptr(), memory.0.as_ptr() as *mut u8, bytes.len()) };
+        memory
+    }
+
+    pub fn at(&self) -> u64 {
+        self.0.as_ptr() as u64
+    }
+
+    /// What is there. No kernel runs.
+    pub fn bytes(&self, from: u64, len: usize) -> &[u8] {
+        assert!(from as usize + len <= self.0.len() * 16);
+        // SAFETY: inside, initialised, and no kernel runs.
+        unsafe {
+            std::slice::from_raw_parts((self.0.as_ptr() as *const u8).add(from as usize), len)
+        }
+    }
+
+    pub fn words(&self, count: usize) -> Vec<u32> {
+        let words = self.bytes(0, count * 4).chunks_exact(4);
+        words.map(|w| u32::from_ne_bytes([w[0], w[1], w[2], w[3]])).collect()
+    }
+
+    pub fn write(&self, from: u64, bytes: &[u8]) {
+        assert!(from as usize + bytes.len() <= self.0.len() * 16);
+        // SAFETY: inside, and no kernel runs.
+        unsafe {
+            std::ptr::copy(
+                bytes.as_ptr(),
+                (self.0.as_ptr() as *mut u8).add(from as usize),
+                bytes.len(),
+            );
+        }
+    }
+}
+
+/// How launches are made.
+#[derive(Debug, Clone, Copy)]
+pub struct Style {
+    pub blocks: u32,
+    pub threads: u32,
+    pub split: bool,
+    pub wide: bool,
+    pub clear: bool,
+    pub tokens_in_memory: bool,
+}
+
+/// Everything of a rank in one round, but for what it sends and answers.
+pub struct Turn {
+    inputs: Vec<Memory>,
+    pub rows_x: Memory,
+    pub rows_scales: Memory,
+    pub counts: Memory,
+    pub offsets: Memory,
+    pub out: Memory,
+}
+
+pub struct Rank {
+    pub inbox: Memory,
+    pub control: Memory,
+    pub report: Memory,
+    plan: Memory,
+    masks: Memory,
+    pub turns: Vec<Turn>,
+}
+
+pub struct World {
+    pub shape: Shape,
+    pub geometry: Geometry,
+    pub ranks: Vec<Rank>,
+    /// By round and rank: what each sends, and what its experts answer.
+    pub tokens: Vec<Vec<Tokens>>,
+    pub results: Vec<Vec<Vec<u8>>>,
+    pub timeout_ns: u64,
+    pub rows: u32,
+}
+
+/// What rows and results hold before anybody writes them.
+pub const UNTOUCHED: u8 = 0xa5;
+
+impl World {
+    pub fn new(shape: &Shape) -> Self {
+        let geometry = Geometry::new(shape).unwrap();
+        let rank = |_| {
+            let inbox = Memory::filled(geometry.inbox_bytes, 0xff);
+            inbox.write(0, &vec![0; geometry.dispatch_at as usize]);
+            let control = MoeControl { epoch: 1, ..MoeControl::default() };
+            Rank {
+                inbox,
+                control: Memory::of_bytes(&bytes_of(&[control])),
+                report: Memory::filled(size_of::<MoeReport>() as u64, 0),
+                plan: Memory::filled(geometry.plan_bytes, UNTOUCHED),
+                masks: Memory::filled(u64::from(shape.max_tokens) * 4, UNTOUCHED),
+                turns: Vec::new(),
+            }
+        };
+        Self {
+            ranks: (0..geometry.world).map(rank).collect(),
+            tokens: Vec::new(),
+            results: Vec::new(),
+            shape: shape.clone(),
+            timeout_ns: 1 << 60,
+            rows: u32::try_from(geometry.max_rows).unwrap(),
+            geometry,
+        }
+    }
+
+    pub fn maker(&self) -> Maker<'_> {
+        Maker { shape: &self.shape }
+    }
+
+    pub fn report(&self, rank: usize) -> MoeReport {
+        let bytes = self.ranks[rank].report.bytes(0, size_of::<MoeReport>());
+        // SAFETY: as many bytes, of numbers only.
+        unsafe { bytes.as_ptr().cast::<MoeReport>().read_unaligned() }
+    }
+
+    pub fn control(&self, rank: usize) -> MoeControl {
+        let bytes = self.ranks[rank].control.bytes(0, size_of::<MoeControl>());
+        // SAFETY: as many bytes, of numbers only.
+        unsafe { bytes.as_ptr().cast::<MoeControl>().read_unaligned() }
+    }
+
+    pub fn set_control(&self, rank: usize, control: MoeControl) {
+        self.ranks[rank].control.write(0, &bytes_of(&[control]));
+    }
+
+    /// Adds a round: what each rank sends in it, and what its experts answer.
+    pub fn add_turn(&mut self, tokens: Vec<Tokens>, random: &mut Random) {
+        let mut all_results = Vec::new();
+        for (rank, tokens) in tokens.iter().enumerate() {
+            let results = self.maker().numbers(random, self.rows, self.shape.results);
+            let local = self.shape.firsts[rank + 1] - self.shape.firsts[rank];
+            let (g, rows) = (&self.geometry, u64::from(self.rows));
+            let out = u64::from(self.shape.max_tokens) * u64::from(self.shape.values) * 2;
+            let wide: Vec<i64> = tokens.indices.iter().map(|index| i64::from(*index)).collect();
+            let turn = Turn {
+                inputs: vec![
+                    Memory::of_bytes(&tokens.x),
+                    Memory::of_bytes(&tokens.scales),
+                    Memory::of_bytes(&bytes_of(&tokens.indices)),
+                    Memory::of_bytes(&bytes_of(&wide)),
+                    Memory::of_bytes(&bytes_of(&tokens.weights)),
+                    Memory::of_bytes(&bytes_of(&[tokens.count])),
+                    Memory::of_bytes(&results),
+                ],
+                rows_x: Memory::filled(rows * u64::from(g.token_bytes), UNTOUCHED),
+                rows_scales: Memory::filled(rows * u64::from(g.scale_bytes), UNTOUCHED),
+                counts: Memory::filled(u64::from(local) * 4, UNTOUCHED),
+                offsets: Memory::filled(u64::from(local) * 4 + 4, UNTOUCHED),
+                out: Memory::filled(out, UNTOUCHED),
+            };
+            self.ranks[rank].turns.push(turn);
+            all_results.push(results);
+        }
+        self.tokens.push(tokens);
+        self.results.push(all_results);
+    }
+
+    pub fn args(&self, rank: usize, turn: usize, style: Style) -> MoeArgs {
+        let g = &self.geometry;
+        let mut firsts = [[0; 2]; args::MAX_RANKS / 2 + 1];
+        for (at, first) in self.shape.firsts.iter().enumerate() {
+            firsts[at / 2][at % 2] = *first;
+        }
+        let mut inbox = [0; args::MAX_RANKS];
+        for (to, rank) in inbox.iter_mut().zip(&self.ranks) {
+            *to = rank.inbox.at();
+        }
+        let (me, own) = (&self.ranks[rank], &self.ranks[rank].turns[turn]);
+        let mut flags = 0;
+        for (wanted, flag) in [
+            (style.wide, args::WIDE_INDICES),
+            (style.clear, args::CLEAR_PADDING),
+            (
+                matches!(self.shape.payload, Payload::Fp8 { scales: Scales::Power, .. }),
+                args::POWER_SCALES,
+            ),
+        ] {
+            flags |= if wanted { flag } else { 0 };
+        }
+        MoeArgs {
+            inbox,
+            firsts,
+            control: me.control.at(),
+            report: me.report.at(),
+            plan: me.plan.at(),
+            masks: me.masks.at(),
+            tokens_at: if style.tokens_in_memory { own.inputs[5].at() } else { 0 },
+            x: own.inputs[0].at(),
+            scales: own.inputs[1].at(),
+            indices: own.inputs[if style.wide { 3 } else { 2 }].at(),
+            weights: own.inputs[4].at(),
+            rows_x: own.rows_x.at(),
+            rows_scales: own.rows_scales.at(),
+            counts: own.counts.at(),
+            offsets: own.offsets.at(),
+            y: own.inputs[6].at(),
+            out: own.out.at(),
+            timeout_ns: self.timeout_ns,
+            table_bytes: g.table_bytes,
+            dispatch_at: g.dispatch_at,
+            combine_at: g.combine_at,
+            dispatch_stride: g.dispatch_stride,
+            combine_stride: g.combine_stride,
+            plan_stride: g.plan_stride,
+            rank: rank as u32,
+            world: g.world,
+            top_k: self.shape.top_k,
+            max_tokens: self.shape.max_tokens,
+            tokens: if style.tokens_in_memory { 0 } else { self.tokens[turn][rank].count },
+            token_bytes: g.token_bytes,
+            scale_bytes: g.scale_bytes,
+            values: self.shape.values,
+            padding: self.shape.padding,
+            rows: self.rows,
+            flags,
+        }
+    }
+
+    /// What must come of a round.
+    pub fn round(&self, turn: usize) -> Round<'_> {
+        Round {
+            shape: &self.shape,
+            geometry: &self.geometry,
+            tokens: &self.tokens[turn],
+            results: &self.results[turn],
+        }
+    }
+
+    /// The launches of a rank's round.
+    pub fn launches(&self, rank: usize, turn: usize, style: Style) -> Vec<Launch> {
+        let dispatch = match self.shape.payload {
+            Payload::Raw { .. } => Kernel::DispatchRaw,
+            Payload::Fp8 { from: Number::Bf16, .. } => Kernel::DispatchFp8Bf16,
+            Payload::Fp8 { from: Number::Fp16, .. } => Kernel::DispatchFp8Fp16,
+        };
+        let combine = match self.shape.results {
+            Number::Bf16 => Kernel::CombineBf16,
+            Number::Fp16 => Kernel::CombineFp16,
+        };
+        let args = self.args(rank, turn, style);
+        let g = &self.geometry;
+        let mut all = Vec::new();
+        for (kernel, shared_bytes) in
+            [(dispatch, g.dispatch_shared_bytes), (combine, g.combine_shared_bytes)]
+        {
+            let halves: &[u32] = if style.split {
+                &[args::SEND, args::RECEIVE]
+            } else {
+                &[args::SEND | args::RECEIVE]
+            };
+            for half in halves {
+                all.push(Launch {
+                    stream: rank as u32,
+                    kernel,
+                    blocks: style.blocks,
+                    threads: style.threads,
+                    shared_bytes,
+                    reserved: 0,
+                    args: MoeArgs { flags: args.flags | half, ..args },
+                });
+            }
+        }
+        all
+    }
+
+    /// Rows and counts of a round are those of `layout`, with all that comes from ranks for which `whole` holds.
+    pub fn check_rows(
+        &self,
+        rank: usize,
+        turn: usize,
+        layout: &Layout,
+        style: Style,
+        whole: impl Fn(usize) -> bool,
+    ) {
+        let own = &self.ranks[rank].turns[turn];
+        assert_eq!(own.counts.words(layout.counts.len()), layout.counts, "counts at rank {rank}");
+        assert_eq!(own.offsets.words(layout.offsets.len()), layout.offsets, "offsets at {rank}");
+        let (x, scales) = (self.geometry.token_bytes as usize, self.geometry.scale_bytes as usize);
+        let mut used = vec![false; self.rows as usize];
+        for (&(source, token, _), &row) in &layout.rows {
+            if row >= self.rows {
+                continue;
+            }
+            used[row as usize] = true;
+            if !whole(source) {
+                continue;
+            }
+            let expected = self.round(turn).arrives(source, token);
+            let found = (
+                own.rows_x.bytes(u64::from(row) * x as u64, x).to_vec(),
+                own.rows_scales.bytes(u64::from(row) * scales as u64, scales).to_vec(),
+            );
+            assert_eq!(found, expected, "row {row} at rank {rank}: token {token} of rank {source}");
+        }
+        let last = layout.offsets[layout.offsets.len() - 1];
+        for (row, used) in used.iter().enumerate() {
+            let pads = style.clear && (row as u32) < last;
+            let byte = if pads { 0 } else { UNTOUCHED };
+            let blank = own.rows_x.bytes((row * x) as u64, x).iter().all(|b| *b == byte)
+                && own.rows_scales.bytes((row * scales) as u64, scales).iter().all(|b| *b == byte);
+            assert!(*used || blank, "row {row} at rank {rank} belongs to nobody, and was written");
+        }
+    }
+
+    /// The result of one token.
+    pub fn found(&self, rank: usize, turn: usize, token: u32) -> Vec<u8> {
+        let bytes = self.shape.values as usize * 2;
+        let out = &self.ranks[rank].turns[turn].out;
+        out.bytes(u64::from(token) * bytes as u64, bytes).to_vec()
+    }
+
+    /// All of a round in which everybody took part.
+    pub fn check_whole(&self, turn: usize, style: Style) {
+        let all: Vec<usize> = (0..self.ranks.len()).collect();
+        for rank in &all {
+            self.check_rows(*rank, turn, &self.round(turn).layout(*rank, &all), style, |_| true);
+        }
+        self.check_results(turn);
+    }
+
+    /// All results of such a round.
+    pub fn check_results(&self, turn: usize) {
+        let all: Vec<usize> = (0..self.ranks.len()).collect();
+        let layouts: Vec<Option<Layout>> =
+            all.iter().map(|rank| Some(self.round(turn).layout(*rank, &all))).collect();
+        for rank in &all {
+            let own = &self.ranks[*rank].turns[turn];
+            for token in 0..self.tokens[turn][*rank].count {
+                let expected = self.round(turn).result(*rank, token, &layouts);
+                assert_eq!(self.found(*rank, turn, token), expected, "result {token} at {rank}");
+            }
+            let written = self.tokens[turn][*rank].count as usize * self.shape.values as usize * 2;
+            let out = self.shape.max_tokens as usize * self.shape.values as usize * 2;
+            let rest = own.out.bytes(written as u64, out - written);
+            assert!(rest.iter().all(|byte| *byte == UNTOUCHED), "results of no token at {rank}");
+        }
+    }
+
+    /// Every slot holds poison again.
+    pub fn check_poison(&self) {
+        for (rank, memory) in self.ranks.iter().enumerate() {
+            let from = self.geometry.dispatch_at;
+            let slots = memory.inbox.bytes(from, (self.geometry.inbox_bytes - from) as usize);
+            assert!(slots.iter().all(|byte| *byte == 0xff), "something is left at rank {rank}");
+        }
+    }
+
+    /// A rank's table, as the core writes it, at `to`: as if it had sent nothing else.
+    pub fn put_table(&self, from: usize, to: usize, turn: usize, epoch: u32, parity: u64) {
+        let tokens = &self.tokens[turn][from];
+        let table = TableShape { top_k: self.shape.top_k, max_tokens: self.shape.max_tokens };
+        let mut vectors = vec![[0; 4]; table.vectors(self.shape.max_tokens).unwrap()];
+        let count = table.encode(epoch, &tokens.indices, &tokens.weights, &mut vectors).unwrap();
+        let at =
+            (parity * u64::from(self.geometry.world) + from as u64) * self.geometry.table_bytes;
+        self.ranks[to].inbox.write(at, &bytes_of(&vectors[..count]));
+    }
+}
+
+/// Numbers of ranks that no slot has: the two sides agree on what is no row.
+const _: () = assert!(NO_SLOT == args::NO_ROW);
