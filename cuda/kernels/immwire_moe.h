@@ -40,17 +40,25 @@ enum {
 /* No row: in plans, of a choice that ends elsewhere. */
 #define IMMWIRE_MOE_NO_ROW 0xffffffffu
 
-/* What of a rank lasts from launch to launch. In memory of its GPU; zeros before the first round but for epoch, 1. */
+/* What of a rank lasts from launch to launch. In memory of its GPU; zeros before the first round but for next_epoch, 1.
+ *
+ * What all blocks of a launch must read alike is written by launches of the other kind only. */
 typedef struct immwire_moe_control {
-  uint32_t epoch;    /* of this round, never 0: what tables carry */
-  uint32_t parity;   /* of this round: which half of tables and of dispatch */
-  uint32_t finished; /* blocks of a combine that are done */
-  uint32_t absent;   /* ranks that were late */
-  uint32_t suspects; /* ranks whose table somebody has missed in this round */
+  /* Written by combine, for the next dispatch. */
+  uint32_t next_epoch;  /* of its round, never 0: what tables carry */
+  uint32_t next_parity; /* which half of tables and of dispatch */
+  uint32_t missed;      /* ranks whose results did not come */
+  uint32_t left_out;    /* ranks whose choices or tokens did not, in the dispatch before */
+  /* Written by dispatch, for the combine after it. */
+  uint32_t epoch;
+  uint32_t parity;
+  uint32_t absent;   /* ranks whose choices or tokens did not come */
   uint32_t tokens;   /* of this rank, in this round */
   uint32_t pairs;    /* tokens that this rank received, in this round */
+  /* Within a dispatch; zero again after the combine. */
+  uint32_t suspects; /* ranks whose table somebody has missed */
+  /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
-  uint32_t left_out; /* those of them that were so before this round: not heard, and not written to */
   uint32_t reserved;
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
@@ -118,7 +126,7 @@ typedef struct immwire_moe_args {
   uint32_t flags;
 } immwire_moe_args;
 
-/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads. All
+/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, one an SM. All
  * blocks of a launch that receives, and of what else the ranks of a GPU launch at the same time, must find room at once.
  *
  *   immwire_moe_dispatch_raw          tokens of any bytes

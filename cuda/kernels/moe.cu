@@ -19,8 +19,8 @@
 // 2. A slot is written again only when its reader has put the poison back. A table of round n + 1 says that its rank has ended
 //    round n, and nobody begins round n + 2 without it: two halves of tables and dispatch are enough, and one of combine,
 //    because nobody sends results of a round without having the table of whom they are for.
-// 3. No argument changes from round to round, and no word has to be cleared: the number of the round lies in memory, and the last
-//    block of a combine counts it up.
+// 3. No argument changes from round to round, and no word has to be cleared: the number of the round lies in memory. What all
+//    blocks of a launch read there is written by launches of the other kind only.
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
 //    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
@@ -71,7 +71,8 @@ __device__ uint4 vector_of(uint32_t word) { return {word, word, word, word}; }
 
 // ---- waiting ----
 
-// One thread's patience, from when it is made. Once it is over, everything is looked at once more, and not again.
+// One thread's patience. Once it is over, everything is looked at once more, and not again. It begins when some looks have been in
+// vain: to read the clock takes longer than most waits.
 //
 // A rank that waits for a dead one keeps others waiting, who must not take it for dead too. It may wait for tokens while others
 // wait for its results already, and for results while others wait for its next table: so for each the patience is longer.
@@ -79,20 +80,21 @@ class Patience {
  public:
   enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3 };
 
-  __device__ Patience(const Args &args, Kind kind)
-      : abort(&control_of(args)->abort), end(machine::now() + kind * args.timeout_ns) {}
+  __device__ Patience(const Args &args, Kind kind) : abort(&control_of(args)->abort), lasts(kind * args.timeout_ns) {}
 
   // To be asked after each look that was in vain.
   __device__ bool is_over() {
     if (over || ++looks % 64 != 0) return over;
     machine::pause();
-    over = machine::now() > end || load_shared_word(reinterpret_cast<uint64_t>(abort)) != 0;
+    const uint64_t now = machine::now();
+    if (end == 0) end = now + lasts;
+    over = now > end || load_shared_word(reinterpret_cast<uint64_t>(abort)) != 0;
     return over;
   }
 
  private:
   const uint64_t *abort;
-  uint64_t end;
+  uint64_t lasts, end = 0;
   uint32_t looks = 0;
   bool over = false;
 };
@@ -200,7 +202,8 @@ class Routes {
     atomicOr(&here[place / 32], 1u << place % 32);
   }
 
-  // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it.
+  // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it, and
+  // then come to a barrier.
   __device__ void count(uint32_t padding) {
     uint32_t width = 1;
     while (width < words && width < WARP) width *= 2;
@@ -225,7 +228,7 @@ class Routes {
     const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     if (warp == 0) sum_up(local, offsets, offsets, padding, nullptr);
     if (warp == (warps > 1 ? 1 : 0)) sum_up(here_words, here, here_before, 0, &fixed->total);
-    __syncthreads();
+    // Nobody may use any of it before another barrier.
   }
 
   // The rows of an expert; after `count`.
@@ -234,7 +237,12 @@ class Routes {
     return before[last] + __popc(chosen[last]);
   }
 
-  // The row of a token that chose expert `mine` of this rank's.
+  // Whether a token chose expert `mine` of this rank's.
+  __device__ bool has(uint32_t mine, uint32_t source, uint32_t token) const {
+    return chosen[mine * words + source * span + token / 32] >> token % 32 & 1;
+  }
+
+  // The row of a token that did.
   __device__ uint32_t row(uint32_t mine, uint32_t source, uint32_t token) const {
     const uint32_t at = mine * words + source * span + token / 32;
     return offsets[mine] + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
@@ -517,20 +525,26 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
   if (threadIdx.x == 0) missing_word = 0;
   __syncthreads();
 
-  // How many tokens each has: every warp looks at all heads, a lane at each.
+  // How many tokens each has: every warp looks at all heads, a lane at each. And with each look, so that no time is lost, every
+  // thread at a vector of choices of each of the first tables, whether they are that long or not.
+  const uint32_t each = vectors_per_token(args);
+  uint4 early[BATCH];
   uint32_t tokens = 0;
   bool waits = lane < args.world && (wanted >> lane & 1);
-  while (__ballot_sync(ALL_LANES, waits) != 0) {
-    if (waits) {
-      const uint4 head = load_shared_vector(table_of(args, args.rank, lane, parity));
-      if (head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
-    }
+  for (;;) {
+    uint4 head;
+    if (waits) head = load_shared_vector(table_of(args, args.rank, lane, parity));
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i)
+      if (i < args.world && threadIdx.x < args.max_tokens * each)
+        early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(threadIdx.x)));
+    if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
+    if (__ballot_sync(ALL_LANES, waits) == 0) break;
     if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
   }
   uint32_t missing = __ballot_sync(ALL_LANES, waits);
 
   // The choices: up to BATCH tables side by side.
-  const uint32_t each = vectors_per_token(args);
   for (uint32_t low = 0; low < args.world; low += BATCH) {
     uint32_t vectors[BATCH], most = 0;
 #pragma unroll
@@ -543,7 +557,15 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
       uint32_t rest = 0;
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) rest |= (v < vectors[i] ? 1u : 0u) << i;
-      for (uint32_t open = rest; open != 0;) {
+      uint32_t open = rest;
+      if (low == 0 && v < blockDim.x) {
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          held[i] = early[i];
+          if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
+        }
+      }
+      while (open != 0) {
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i)
           if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(v)));
@@ -614,15 +636,18 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
   Routes routes(args, shared);
   Fixed &fixed = *routes.fixed;
   const uint32_t missing = read_tables(args, routes, present, epoch, parity, fixed.missing, for_tables);
-  // Read after the tables: see `settle`.
-  const uint32_t doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
+  // Read after the tables (see `settle`), and not waited for before it is needed.
+  uint32_t doubted = 0;
+  if (threadIdx.x == 0) doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
+  routes.count(args.padding);
   if (__syncthreads_or(missing | doubted) != 0) {
     if (threadIdx.x == 0) fixed.doubted = missing | doubted;
     __syncthreads();
     settle(args, routes, present, missing, fixed.doubted, epoch, parity, for_tables);
+    routes.count(args.padding);
+    __syncthreads();
   }
   Patience patience(args, Patience::FOR_TOKENS);
-  routes.count(args.padding);
 
   if (blockIdx.x == 0) {
     uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
@@ -648,36 +673,36 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
 
   uint32_t turn = 0;
   for (uint32_t first = blockIdx.x; first < fixed.total; first += gridDim.x * BATCH, turn ^= 1) {
-    // A warp for each token: where its rows lie.
+    // What comes first of each is looked at before it is known where it goes.
+    uint64_t slot[BATCH];
+    uint4 early[BATCH];
+    uint32_t key[BATCH] = {}, here = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      slot[i] = 0;
+      if (first + i * gridDim.x >= fixed.total) continue;
+      here |= 1u << i;
+      uint32_t source, token;
+      routes.find(first + i * gridDim.x, source, token);
+      slot[i] = token_slot(args, args.rank, source, parity, token);
+      if (threadIdx.x < vectors) early[i] = load_shared_vector(slot[i] + 16 * threadIdx.x);
+    }
+    // A warp for each token: its rows, by expert.
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
       uint32_t count = 0;
       if (n < fixed.total) {
         uint32_t source, token;
         routes.find(n, source, token);
-        uint32_t row = IMMWIRE_MOE_NO_ROW, weight = 0;
-        if (lane < args.top_k) {
-          const uint64_t at = table_of(args, args.rank, source, parity) +
-                              16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2);
-          const uint4 two = load_shared_vector(at);
-          weight = lane % 2 == 0 ? two.x : two.y;
-          const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
-          if (mine < routes.local) row = routes.row(mine, source, token);
-          if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
-            put_down(report.rows_left_out, epoch);
-            row = IMMWIRE_MOE_NO_ROW;
-          }
-        }
-        const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
-        if (row != IMMWIRE_MOE_NO_ROW) fixed.row[turn][i][__popc(has & ranks_below(lane))] = row;
-        count = __popc(has);
-        const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-        if (lane < args.top_k) {
-          reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] = row;
-          reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane] = weight;
+        for (uint32_t low = 0; low < routes.local; low += WARP) {
+          const uint32_t mine = low + lane;
+          uint32_t row = IMMWIRE_MOE_NO_ROW;
+          if (mine < routes.local && routes.has(mine, source, token)) row = routes.row(mine, source, token);
+          const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
+          if (row < args.rows) fixed.row[turn][i][count + __popc(has & ranks_below(lane))] = row;
+          count += __popc(has);
         }
         if (lane == 0) {
-          store_vector(plan, {source, token, 0, 0});
           fixed.source[turn][i] = source;
           fixed.token[turn][i] = token;
         }
@@ -686,15 +711,6 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
 
-    uint64_t slot[BATCH];
-    uint32_t key[BATCH] = {}, here = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < BATCH; ++i) {
-      slot[i] = 0;
-      if (first + i * gridDim.x >= fixed.total) continue;
-      here |= 1u << i;
-      slot[i] = token_slot(args, args.rank, fixed.source[turn][i], parity, fixed.token[turn][i]);
-    }
     uint32_t late = 0;
     auto read_keys = [&] {
       if constexpr (PAYLOAD::KEYED) {
@@ -710,8 +726,15 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       uint64_t from[BATCH];
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + 16 * v;
-      const uint32_t lost = await<Vector>(held, from, here, patience);
-      late |= lost;
+      uint32_t wanted = here;
+      if (v < blockDim.x) {
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          held[i] = early[i];
+          if ((here >> i & 1) && Vector::is_there(held[i])) wanted &= ~(1u << i);
+        }
+      }
+      late |= await<Vector>(held, from, wanted, patience);
       if (!has_keys) read_keys(), has_keys = true;
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) {
@@ -729,8 +752,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       uint64_t from[BATCH];
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + args.token_bytes + 4 * w;
-      const uint32_t lost = await<Word>(held, from, here, patience);
-      late |= lost;
+      late |= await<Word>(held, from, here, patience);
       if (!has_keys) read_keys(), has_keys = true;
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) {
@@ -740,6 +762,27 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
           reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(fixed.row[turn][i][n]) * args.scale_bytes)[w] = held[i];
         *reinterpret_cast<uint32_t *>(from[i]) = POISON;
       }
+    }
+    // For the way back, which nobody waits for yet: the rows again, in the order of choices, with the weights.
+    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
+      const uint32_t n = first + i * gridDim.x;
+      if (n >= fixed.total) continue;
+      const uint32_t source = fixed.source[turn][i], token = fixed.token[turn][i];
+      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+      if (lane < args.top_k) {
+        const uint4 two = load_shared_vector(table_of(args, args.rank, source, parity) +
+                                             16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
+        const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
+        uint32_t row = mine < routes.local ? routes.row(mine, source, token) : IMMWIRE_MOE_NO_ROW;
+        if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
+          put_down(report.rows_left_out, epoch);
+          row = IMMWIRE_MOE_NO_ROW;
+        }
+        uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
+        rows[lane] = row;
+        rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
+      }
+      if (lane == 0) store_vector(plan, {source, token, 0, 0});
     }
     if (late != 0) {
 #pragma unroll
@@ -764,11 +807,12 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
 template <typename PAYLOAD>
 __device__ void dispatch(const Args &args) {
   MACHINE_SHARED(shared);
-  const immwire_moe_control &control = *control_of(args);
+  immwire_moe_control &control = *control_of(args);
   const Patience patience(args, Patience::FOR_TABLES);
-  const uint32_t epoch = control.epoch, parity = control.parity;
+  const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   // Not those found absent meanwhile: all blocks need the same.
-  const uint32_t present = ranks_below(args.world) & ~control.left_out;
+  const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity;
   if (args.flags & IMMWIRE_MOE_SEND)
     send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present);
   if (args.flags & IMMWIRE_MOE_RECEIVE) {
@@ -821,24 +865,33 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t present) {
       const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i];
       if (!(present >> source & 1)) continue;
       const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i]);
-      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-        float sum[8] = {};
+      // Two vectors side by side, of up to BATCH rows each: all are read before any is used.
+      for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
+        const uint32_t at[2] = {v, v + blockDim.x};
+        float sum[2][8] = {};
         for (uint32_t low = 0; low < count; low += BATCH) {
-          uint4 held[BATCH];
+          uint4 held[2][BATCH];
 #pragma unroll
-          for (uint32_t n = 0; n < BATCH; ++n)
-            if (low + n < count) held[n] = load_vector(args.y + uint64_t(fixed.row[turn][i][low + n]) * args.values * 2 + 16 * v);
+          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
+            const uint32_t n = low + j % BATCH, of = at[j / BATCH];
+            if (n < count && of < vectors)
+              held[j / BATCH][j % BATCH] = load_vector(args.y + uint64_t(fixed.row[turn][i][n]) * args.values * 2 + 16 * of);
+          }
 #pragma unroll
-          for (uint32_t n = 0; n < BATCH; ++n) {
-            if (low + n >= count) break;
-            const float weight = fixed.weight[turn][i][low + n];
+          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
+            const uint32_t n = low + j % BATCH;
+            if (n >= count) continue;
+            const float weight = fixed.weight[turn][i][n];
             float values[8];
-            unpack<FORMAT>(values, held[n]);
+            unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
 #pragma unroll
-            for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, values[k]));
+            for (uint32_t k = 0; k < 8; ++k)
+              sum[j / BATCH][k] = __fadd_rn(sum[j / BATCH][k], __fmul_rn(weight, values[k]));
           }
         }
-        store_shared_vector(to + 16 * v, pack<FORMAT>(sum));
+#pragma unroll
+        for (uint32_t j = 0; j < 2; ++j)
+          if (at[j] < vectors) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
       }
     }
   }
@@ -869,7 +922,7 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
         for (uint32_t i = 0; i < BATCH; ++i) {
           if (!(wanted >> i & 1)) continue;
           if (lost >> i & 1) {
-            atomicOr(&control.absent, 1u << rank[i]);
+            atomicOr(&control.missed, 1u << rank[i]);
             put_down(report_of(args)->late_results[rank[i]], epoch);
             continue;
           }
@@ -890,28 +943,23 @@ __device__ void combine(const Args &args) {
   MACHINE_SHARED(shared);
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_RESULTS);
-  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~control.absent;
+  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), present);
-  if (args.flags & IMMWIRE_MOE_RECEIVE) {
-    receive_results<FORMAT>(args, epoch, present, patience);
-    // The last block ends the round; all have read its number when they began.
-    __syncthreads();
-    if (threadIdx.x == 0) {
-      if (atomicAdd(&control.finished, 1u) == gridDim.x - 1) {
-        control.finished = 0;
-        control.suspects = 0;
-        control.left_out = control.absent;
-        control.parity ^= 1;
-        control.epoch = epoch == POISON ? 1 : epoch + 1;
-      }
-    }
+  if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    // The next round's dispatch reads these, and no block of this launch does.
+    control.next_epoch = epoch == POISON ? 1 : epoch + 1;
+    control.next_parity = control.parity ^ 1;
+    control.left_out = control.absent;
+    control.suspects = 0;
   }
+  receive_results<FORMAT>(args, epoch, present, patience);
 }
 
 } // namespace
 
-#define IMMWIRE_MOE_KERNEL(name, body)                                                 \
-  extern "C" __global__ void __launch_bounds__(IMMWIRE_MOE_THREADS, 2) name(const __grid_constant__ immwire_moe_args args) { \
+#define IMMWIRE_MOE_KERNEL(name, body)                                                        \
+  extern "C" __global__ void __launch_bounds__(IMMWIRE_MOE_THREADS, 1) name(const __grid_constant__ immwire_moe_args args) { \
     body(args);                                                                        \
   }
 

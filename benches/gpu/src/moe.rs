@@ -1,7 +1,8 @@
 //! Dispatch and combine among GPUs: every kind of exchange against the oracle, bit by bit, and how long rounds take.
 //!
 //! All ranks are in this process, each with a stream; ranks share GPUs where they are more. Times are the GPU's: rounds are
-//! captured in a graph for each rank, with events between the launches, and replayed. Of each round the slowest rank counts.
+//! captured in a graph for each rank and replayed, with the clock taken between the launches: a kernel of its own, whose half
+//! microsecond is part of the figures. Whole rounds are measured without it. Of each round the slowest rank counts.
 
 use crate::rig::{Gpu, LIMIT};
 use cudarc::driver::sys as cu;
@@ -11,7 +12,9 @@ use immwire_cuda::{DeviceMemory, Event, PinnedMemory, Stream};
 use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens as Sent, bytes_of};
 use serde_json::{Value, json};
 use std::error::Error;
+use std::ffi::CStr;
 use std::ptr;
+use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -328,10 +331,10 @@ struct Style {
     clear: bool,
 }
 
-/// Ranks that share a GPU share its SMs; two blocks fit each.
+/// Ranks that share a GPU share its SMs.
 fn sms(gpus: &[Gpu], world: u32) -> u32 {
     let each = world.div_ceil(u32::try_from(gpus.len()).unwrap_or(1));
-    if each <= 2 { 0 } else { gpus[0].device.gpu().sms * 2 / each }
+    gpus[0].device.gpu().sms / each.max(1)
 }
 
 fn firsts(world: u32, experts: u32) -> Vec<u32> {
@@ -522,15 +525,87 @@ impl Drop for Graph {
     }
 }
 
+/// A kernel that writes down the GPU's clock.
+const CLOCK: &CStr = c"
+.version 7.8
+.target sm_80
+.address_size 64
+.visible .entry stamp(.param .u64 place) {
+  .reg .u64 %at, %time;
+  ld.param.u64 %at, [place];
+  mov.u64 %time, %globaltimer;
+  st.global.u64 [%at], %time;
+  ret;
+}
+";
+
+/// Points in time of one GPU. To take one takes about half a microsecond.
+struct Stamps {
+    function: cu::CUfunction,
+    places: PinnedMemory,
+}
+
+impl Stamps {
+    fn new(gpu: &Gpu, count: usize) -> Outcome<Self> {
+        let function = within(gpu, || {
+            let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
+            // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
+            unsafe {
+                call(
+                    "cuModuleLoadData",
+                    cu::cuModuleLoadData(&raw mut module, CLOCK.as_ptr().cast()),
+                )?;
+                let name = c"stamp".as_ptr();
+                call(
+                    "cuModuleGetFunction",
+                    cu::cuModuleGetFunction(&raw mut function, module, name),
+                )?;
+            }
+            Ok(function)
+        })?;
+        Ok(Self { function, places: gpu.pinned(count * 8)? })
+    }
+
+    /// To be called with the GPU's context current.
+    fn take(&self, stream: &Stream, place: usize) -> Outcome<()> {
+        let mut at = self.places.address() + 8 * place as u64;
+        let mut parameters = [(&raw mut at).cast()];
+        // SAFETY: the kernel takes one address, of pinned memory that lives as long as the graphs do.
+        call("cuLaunchKernel", unsafe {
+            let (stream, none) = (stream.raw().cast(), ptr::null_mut());
+            cu::cuLaunchKernel(
+                self.function,
+                1,
+                1,
+                1,
+                1,
+                1,
+                1,
+                0,
+                stream,
+                parameters.as_mut_ptr(),
+                none,
+            )
+        })
+    }
+
+    /// In microseconds. The launches have ended.
+    fn at(&self, place: usize) -> f64 {
+        let word = self.places.word(8 * place).map(|word| word.load(Ordering::Relaxed));
+        word.map_or(f64::NAN, |word| (word % (1 << 52)) as f64 / 1e3)
+    }
+}
+
 fn percentile(sorted: &[f64], share: f64) -> f64 {
     let at = ((sorted.len() as f64 - 1.0) * share).round();
     sorted.get(at as usize).copied().unwrap_or(f64::NAN)
 }
 
-/// Rounds of one shape: of each launch the slowest rank's time, with events in between, and whole rounds without them.
+/// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
 fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
     const ROUNDS: usize = 40;
     const REPLAYS: usize = 12;
+    const SETTLING: usize = 4;
     let world = u32::try_from(shape.firsts.len() - 1)?;
     let tokens_all = shape.max_tokens as usize * world as usize * shape.top_k as usize;
     // Routes are even: no rank has twice its part.
@@ -569,99 +644,60 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
     all.settle()?;
     all.check(&tokens, &results, style.clear)?;
 
-    let external = cu::CUevent_record_flags_enum::CU_EVENT_RECORD_EXTERNAL as u32;
-    let mut marks: Vec<Vec<cu::CUevent>> = Vec::new();
-    for rank in &all.ranks {
-        let mut events = Vec::new();
-        within(&gpus[rank.gpu], || {
-            for _ in 0..=2 * ROUNDS {
-                let mut event = ptr::null_mut();
-                // SAFETY: writes the one handle.
-                call("cuEventCreate", unsafe { cu::cuEventCreate(&raw mut event, 0) })?;
-                events.push(event);
-            }
-            Ok(())
-        })?;
-        marks.push(events);
-    }
-    let record = |stream: &Stream, event: cu::CUevent| {
-        // SAFETY: both are alive; into a graph it goes as a node.
-        call("cuEventRecordWithFlags", unsafe {
-            cu::cuEventRecordWithFlags(event, stream.raw().cast(), external)
-        })
-    };
-    let marked = (0..all.ranks.len())
-        .map(|rank| {
-            Graph::new(&all, rank, |stream| {
-                record(stream, marks[rank][0])?;
-                for round in 0..ROUNDS {
-                    all.enqueue(rank, Way::Out, style)?;
-                    record(stream, marks[rank][2 * round + 1])?;
-                    all.enqueue(rank, Way::Back, style)?;
-                    record(stream, marks[rank][2 * round + 2])?;
-                }
-                Ok(())
-            })
-        })
+    let stamps = (0..all.ranks.len())
+        .map(|rank| Stamps::new(&gpus[all.ranks[rank].gpu], 2 * ROUNDS + 1))
         .collect::<Outcome<Vec<_>>>()?;
-    let plain = (0..all.ranks.len())
-        .map(|rank| {
-            Graph::new(&all, rank, |stream| {
-                let events = &marks[rank];
-                // The first rounds bring the ranks together.
-                for round in 0..ROUNDS + 4 {
-                    if round == 4 {
-                        record(stream, events[0])?;
+    // The first rounds bring the ranks together.
+    let graph = |every: usize| {
+        let all = &all;
+        (0..all.ranks.len())
+            .map(|rank| {
+                let stamps = &stamps[rank];
+                Graph::new(all, rank, |stream| {
+                    for round in 0..ROUNDS + SETTLING {
+                        let at = round.checked_sub(SETTLING);
+                        if at == Some(0) {
+                            stamps.take(stream, 0)?;
+                        }
+                        all.enqueue(rank, Way::Out, style)?;
+                        if let Some(at) = at.filter(|_| every == 1) {
+                            stamps.take(stream, 2 * at + 1)?;
+                        }
+                        all.enqueue(rank, Way::Back, style)?;
+                        if let Some(at) = at.filter(|at| (at + 1) % every == 0) {
+                            stamps.take(stream, 2 * at + 2)?;
+                        }
                     }
-                    all.enqueue(rank, Way::Out, style)?;
-                    all.enqueue(rank, Way::Back, style)?;
-                }
-                record(stream, events[1])
+                    Ok(())
+                })
             })
-        })
-        .collect::<Outcome<Vec<_>>>()?;
-    let between = |rank: usize, from: usize, to: usize| -> Outcome<f64> {
-        let mut milliseconds = 0.0;
-        // SAFETY: writes the one number.
-        call("cuEventElapsedTime", unsafe {
-            cu::cuEventElapsedTime_v2(&raw mut milliseconds, marks[rank][from], marks[rank][to])
-        })?;
-        Ok(f64::from(milliseconds) * 1e3)
+            .collect::<Outcome<Vec<_>>>()
     };
+    let (marked, plain) = (graph(1)?, graph(ROUNDS)?);
+    let between = |rank: usize, from: usize, to: usize| stamps[rank].at(to) - stamps[rank].at(from);
     let (mut out, mut back, mut rounds) = (Vec::new(), Vec::new(), Vec::new());
     for replay in 0..REPLAYS {
         for (rank, graph) in marked.iter().enumerate() {
             graph.launch(&all, rank)?;
         }
         all.settle()?;
-        for round in 4..ROUNDS {
-            let slowest = |from: usize| -> Outcome<f64> {
-                let mut most = 0f64;
-                for rank in 0..all.ranks.len() {
-                    most = most.max(between(rank, from, from + 1)?);
-                }
-                Ok(most)
+        for round in 0..ROUNDS {
+            let slowest = |from: usize| {
+                (0..all.ranks.len()).map(|rank| between(rank, from, from + 1)).fold(0f64, f64::max)
             };
             if replay > 0 {
-                out.push(slowest(2 * round)?);
-                back.push(slowest(2 * round + 1)?);
+                out.push(slowest(2 * round));
+                back.push(slowest(2 * round + 1));
             }
         }
         for (rank, graph) in plain.iter().enumerate() {
             graph.launch(&all, rank)?;
         }
         all.settle()?;
-        let mut most = 0f64;
-        for rank in 0..all.ranks.len() {
-            most = most.max(between(rank, 0, 1)? / ROUNDS as f64);
-        }
-        rounds.push(most);
+        let whole = (0..all.ranks.len()).map(|rank| between(rank, 0, 2 * ROUNDS));
+        rounds.push(whole.fold(0f64, f64::max) / ROUNDS as f64);
     }
     all.check(&tokens, &results, style.clear)?;
-    for events in marks.iter().flatten() {
-        // SAFETY: made above, used by graphs that have ended.
-        let _ = unsafe { cu::cuEventDestroy_v2(*events) };
-    }
     for times in [&mut out, &mut back, &mut rounds] {
         times.sort_by(f64::total_cmp);
     }

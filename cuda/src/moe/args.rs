@@ -39,24 +39,28 @@ pub const FIXED_WORDS: u32 = 640;
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MoeControl {
-    /// Of this round, never 0.
+    /// Of the next dispatch's round, never 0.
+    pub next_epoch: u32,
+    /// Which half of tables and of tokens that is.
+    pub next_parity: u32,
+    /// Ranks whose results did not come.
+    pub missed: u32,
+    /// Ranks whose choices or tokens did not, in the dispatch before.
+    pub left_out: u32,
+    /// Of this round.
     pub epoch: u32,
-    /// Of this round: which half of tables and of tokens.
+    /// Which half of tables and of tokens.
     pub parity: u32,
-    /// Blocks of a combine that are done.
-    pub finished: u32,
-    /// Ranks that were late.
+    /// Ranks whose choices or tokens did not come.
     pub absent: u32,
-    /// Ranks whose table somebody has missed in this round.
-    pub suspects: u32,
     /// Tokens of this rank, in this round.
     pub tokens: u32,
     /// Tokens that this rank received, in this round.
     pub pairs: u32,
+    /// Ranks whose table somebody has missed in this dispatch.
+    pub suspects: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
-    /// Ranks that were absent before this round: not heard, and not written to.
-    pub left_out: u32,
     /// Zero.
     pub reserved: u32,
     /// Not 0: nobody waits any more.

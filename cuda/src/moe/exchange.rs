@@ -85,7 +85,7 @@ pub struct Exchange {
     device: Device,
     geometry: Geometry,
     args: MoeArgs,
-    blocks: NonZeroU32,
+    sms: NonZeroU32,
     dispatch: Function,
     combine: Function,
     _module: Module,
@@ -96,7 +96,7 @@ pub struct Exchange {
 }
 
 impl Exchange {
-    /// Loads the kernels into the GPU of `stream`, and takes what memory a rank needs beside its inbox. `blocks` is how many SMs
+    /// Loads the kernels into the GPU of `stream`, and takes what memory a rank needs beside its inbox. `sms` is how many SMs
     /// are taken at most, and no more than there are; 0 stands for all.
     ///
     /// A launch waits for other ranks' with all of its blocks: where several ranks share a GPU, give each its part of it.
@@ -109,7 +109,7 @@ impl Exchange {
         stream: &Stream,
         shape: &Shape,
         rank: u32,
-        blocks: u32,
+        sms: u32,
         timeout: Duration,
     ) -> Result<Self, Error> {
         let device = stream.device();
@@ -167,12 +167,14 @@ impl Exchange {
             flags: if powers { args::POWER_SCALES } else { 0 },
             ..MoeArgs::default()
         };
-        let blocks = NonZeroU32::new(blocks).map_or(gpu.sms, |blocks| blocks.get().min(gpu.sms));
+        let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
+        // No more than there can be tokens: a block without any waits, too.
+        let sms = sms.min(geometry.world * shape.max_tokens);
         let exchange = Self {
             device: device.clone(),
             geometry,
             args,
-            blocks: NonZeroU32::new(blocks).unwrap_or(NonZeroU32::MIN),
+            sms: NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN),
             dispatch,
             combine,
             _module: module,
@@ -322,7 +324,10 @@ impl Exchange {
         aligned("sums", out, 16)?;
         let args = MoeArgs { y, out, flags: half.flags(), ..self.args };
         // SAFETY: our caller's promise.
-        unsafe { self.launch(stream, self.combine, self.geometry.combine_shared_bytes, args) }
+        unsafe {
+            let shared = self.geometry.combine_shared_bytes;
+            self.launch(stream, self.combine, shared, args)
+        }
     }
 
     /// # Safety
@@ -344,7 +349,7 @@ impl Exchange {
         let launched = unsafe {
             cu::cuLaunchKernel(
                 function.handle(),
-                self.blocks.get(),
+                self.sms.get(),
                 1,
                 1,
                 args::THREADS,
@@ -402,7 +407,7 @@ impl Exchange {
     pub fn start_over(&self, stream: &Stream) -> Result<(), Error> {
         self.device.must_be(stream.device())?;
         self.set(stream, 0, 0, size_of::<MoeControl>())?;
-        self.set(stream, offset_of!(MoeControl, epoch), 1, 1)?;
+        self.set(stream, offset_of!(MoeControl, next_epoch), 1, 1)?;
         for word in 0..size_of::<MoeReport>() / 4 {
             // SAFETY: inside of the pinned report, aligned, alive with `self`.
             unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(word)) }

@@ -111,9 +111,12 @@ fn whole_rounds(seed: u64, world: u32, rounds: usize) {
     for rank in 0..world.ranks.len() {
         assert_eq!(world.report(rank), Default::default(), "nothing was wrong, at rank {rank}");
         let control = world.control(rank);
-        assert_eq!(control.epoch, rounds as u32 + 1);
-        assert_eq!(control.parity, rounds as u32 % 2);
-        assert_eq!((control.absent, control.left_out, control.suspects), (0, 0, 0));
+        assert_eq!(control.next_epoch, rounds as u32 + 1);
+        assert_eq!(control.next_parity, rounds as u32 % 2);
+        assert_eq!(
+            (control.absent, control.left_out, control.missed, control.suspects),
+            (0, 0, 0, 0)
+        );
     }
 }
 
@@ -170,7 +173,10 @@ fn epochs_wrap() {
         let shape = random_shape(&mut random, 2);
         let mut world = World::new(&shape);
         for rank in 0..2 {
-            world.set_control(rank, MoeControl { epoch: u32::MAX - 1, ..MoeControl::default() });
+            world.set_control(
+                rank,
+                MoeControl { next_epoch: u32::MAX - 1, ..MoeControl::default() },
+            );
         }
         for _ in 0..4 {
             let tokens = (0..2).map(|_| world.maker().random_tokens(&mut random)).collect();
@@ -178,7 +184,7 @@ fn epochs_wrap() {
         }
         exchange(&world, &mut random, 4);
         (0..4).for_each(|turn| world.check_results(turn));
-        assert_eq!(world.control(0).epoch, 3);
+        assert_eq!(world.control(0).next_epoch, 3);
     });
 }
 
@@ -378,7 +384,7 @@ fn an_abort_ends_waits() {
     let mut random = Random(500);
     let mut world = small(&mut random, 2, 1);
     world.timeout_ns = 1 << 60;
-    world.set_control(0, MoeControl { epoch: 1, abort: 1, ..MoeControl::default() });
+    world.set_control(0, MoeControl { next_epoch: 1, abort: 1, ..MoeControl::default() });
     let launches = world.launches(0, 0, PLAIN);
     run(&world, &launches, 1);
     assert_eq!(world.report(0).late_table[1], 1);

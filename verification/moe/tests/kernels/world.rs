@@ -105,7 +105,7 @@ impl World {
         let rank = |_| {
             let inbox = Memory::filled(geometry.inbox_bytes, 0xff);
             inbox.write(0, &vec![0; geometry.dispatch_at as usize]);
-            let control = MoeControl { epoch: 1, ..MoeControl::default() };
+            let control = MoeControl { next_epoch: 1, ..MoeControl::default() };
             Rank {
                 inbox,
                 control: Memory::of_bytes(&bytes_of(&[control])),
