@@ -7,7 +7,7 @@
  * Each rank lends an inbox in memory of its GPU, to which all ranks write. Parts of it, from its first byte on:
  *
  *   tables     [2][world][table_bytes]                           a rank's choices, of this round and of the one before
- *   dispatch   [world][2][max_tokens][dispatch_stride], from dispatch_at   tokens
+ *   dispatch   [world][max_tokens][dispatch_stride], from dispatch_at      tokens
  *   combine    [max_tokens][world][combine_stride], from combine_at        results
  *
  * Before the first round tables hold zeros, and the rest bytes of 0xff: the poison of kernels/moe.cu. */
@@ -46,7 +46,7 @@ enum {
 typedef struct immwire_moe_control {
   /* Written by combine, for the next dispatch. */
   uint32_t next_epoch;  /* of its round, never 0: what tables carry */
-  uint32_t next_parity; /* which half of tables and of dispatch */
+  uint32_t next_parity; /* which half of tables */
   uint32_t missed;      /* ranks whose results did not come */
   uint32_t left_out;    /* ranks whose choices or tokens did not, in the dispatch before */
   /* Written by dispatch, for the combine after it. */

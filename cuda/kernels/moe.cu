@@ -16,9 +16,10 @@
 // Invariants:
 // 1. What a launch needs to send is there when it starts. So it sends all it has before it waits for anything, and ranks whose
 //    launches overlap at all end.
-// 2. A slot is written again only when its reader has put the poison back. A table of round n + 1 says that its rank has ended
-//    round n, and nobody begins round n + 2 without it: two halves of tables and dispatch are enough, and one of combine,
-//    because nobody sends results of a round without having the table of whom they are for.
+// 2. A slot is written again only when its reader has put the poison back. Who sent a token waits for its result, which is
+//    sent when the reader's dispatch has ended; and nobody sends results of a round without having the table of whom they are
+//    for, who has ended the round before. Tables are answered by nothing: a table of round n + 1 says that its rank has ended
+//    round n, and nobody begins round n + 2 without it, so two of them take turns.
 // 3. No argument changes from round to round, and no word has to be cleared: the number of the round lies in memory. What all
 //    blocks of a launch read there is written by launches of the other kind only.
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
@@ -134,11 +135,6 @@ __device__ uint64_t table_of(const Args &args, uint32_t at, uint32_t from, uint3
   return args.inbox[at] + (uint64_t(parity) * args.world + from) * args.table_bytes;
 }
 
-__device__ uint64_t token_slot(const Args &args, uint32_t at, uint32_t from, uint32_t parity, uint32_t token) {
-  const uint64_t slot = (uint64_t(from) * 2 + parity) * args.max_tokens + token;
-  return args.inbox[at] + args.dispatch_at + slot * args.dispatch_stride;
-}
-
 __device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t from, uint32_t token) {
   return args.inbox[at] + args.combine_at + (uint64_t(token) * args.world + from) * args.combine_stride;
 }
@@ -160,6 +156,7 @@ struct Fixed {
   uint32_t total;       // Tokens that are here.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
   uint32_t spare;
+  uint64_t slot[2][BATCH];
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
   uint32_t count[2][BATCH];
@@ -205,30 +202,34 @@ class Routes {
   // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it, and
   // then come to a barrier.
   __device__ void count(uint32_t padding) {
-    uint32_t width = 1;
-    while (width < words && width < WARP) width *= 2;
-    const uint32_t lane = threadIdx.x % width, lists = blockDim.x / width;
-    for (uint32_t list = threadIdx.x / width; list < (local + lists - 1) / lists * lists; list += lists) {
-      uint32_t total = 0;
-      for (uint32_t start = 0; start < words; start += width) {
-        const uint32_t i = start + lane;
-        const uint32_t bits = list < local && i < words ? __popc(chosen[list * words + i]) : 0;
-        uint32_t sum = bits;
-        for (uint32_t step = 1; step < width; step *= 2) {
-          const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step, width);
-          if (lane >= step) sum += lower;
-        }
-        if (list < local && i < words) before[list * words + i] = uint16_t(total + sum - bits);
-        total += __shfl_sync(ALL_LANES, sum, width - 1, width);
+    const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
+    if (words <= 16) {
+      // A thread for each expert.
+      for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
+        uint32_t sum = 0;
+        for (uint32_t i = expert * words; i < (expert + 1) * words; ++i) before[i] = uint16_t(sum), sum += __popc(chosen[i]);
+        offsets[expert] = sum;
       }
-      if (list < local && lane == 0) offsets[list] = total;
+    } else {
+      // A warp for each.
+      for (uint32_t expert = warp; expert < local; expert += warps) {
+        const uint32_t *from = chosen + expert * words;
+        uint16_t *to = before + expert * words;
+        const uint32_t all = prefix(words, [&](uint32_t i) { return __popc(from[i]); }, [&](uint32_t i, uint32_t sum) { to[i] = uint16_t(sum); });
+        if (lane == 0) offsets[expert] = all;
+      }
     }
     __syncthreads();
     // Two warps, for two sums; one after the other where there is only one.
-    const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
-    if (warp == 0) sum_up(local, offsets, offsets, padding, nullptr);
-    if (warp == (warps > 1 ? 1 : 0)) sum_up(here_words, here, here_before, 0, &fixed->total);
-    // Nobody may use any of it before another barrier.
+    if (warp == 0) {
+      const uint32_t all = prefix(local, [&](uint32_t i) { return padding == 1 ? offsets[i] : (offsets[i] + padding - 1) / padding * padding; },
+                                  [&](uint32_t i, uint32_t sum) { offsets[i] = sum; });
+      if (lane == 0) offsets[local] = all;
+    }
+    if (warp == (warps > 1 ? 1 : 0)) {
+      const uint32_t all = prefix(here_words, [&](uint32_t i) { return __popc(here[i]); }, [&](uint32_t i, uint32_t sum) { here_before[i] = sum; });
+      if (lane == 0) fixed->total = all;
+    }
   }
 
   // The rows of an expert; after `count`.
@@ -259,7 +260,8 @@ class Routes {
     for (uint32_t skip = n - here_before[low]; skip > 0; --skip) bits &= bits - 1;
     const uint32_t place = low * 32 + __ffs(bits) - 1;
     token = place / world;
-    source = (rank + 1 + place % world) % world;
+    source = rank + 1 + (place - token * world);
+    if (source >= world) source -= world;
   }
 
   Fixed *fixed;
@@ -267,25 +269,32 @@ class Routes {
   uint32_t world, span, words, first, local;
 
  private:
-  // Exclusive sums, by one warp: of `from` rounded up to a multiple of `padding`, with the total behind them; or, with 0, of
-  // the bits set in it, with the total in `total`.
-  __device__ static void sum_up(uint32_t count, const uint32_t *from, uint32_t *to, uint32_t padding, uint32_t *total) {
+  // Exclusive sums of `get`, given to `put`, by one warp; the total. A lane adds up four in a row.
+  template <typename GET, typename PUT>
+  __device__ static uint32_t prefix(uint32_t count, GET get, PUT put) {
+    constexpr uint32_t EACH = 4;
     const uint32_t lane = threadIdx.x % WARP;
     uint32_t all = 0;
-    for (uint32_t start = 0; start < count; start += WARP) {
-      const uint32_t i = start + lane;
-      uint32_t own = i < count ? from[i] : 0;
-      own = padding == 0 ? __popc(own) : (own + padding - 1) / padding * padding;
-      uint32_t sum = own;
+    for (uint32_t start = 0; start < count; start += WARP * EACH) {
+      const uint32_t first = start + lane * EACH;
+      uint32_t own[EACH], sum = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < EACH; ++i) own[i] = first + i < count ? get(first + i) : 0, sum += own[i];
+      const uint32_t mine = sum;
+#pragma unroll
       for (uint32_t step = 1; step < WARP; step *= 2) {
         const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
         if (lane >= step) sum += lower;
       }
-      if (i < count) to[i] = all + sum - own;
+      uint32_t so_far = all + sum - mine;
+#pragma unroll
+      for (uint32_t i = 0; i < EACH; ++i) {
+        if (first + i < count) put(first + i, so_far);
+        so_far += own[i];
+      }
       all += __shfl_sync(ALL_LANES, sum, WARP - 1);
     }
-    if (lane != 0) return;
-    if (total != nullptr) *total = all; else to[count] = all;
+    return all;
   }
 
   uint32_t *here, *here_before, *chosen;
@@ -362,11 +371,16 @@ class Ranks {
   uint32_t rest, first, world;
 };
 
-__device__ void store_everywhere(const Args &args, Ranks ranks, uint32_t parity, uint32_t token, uint32_t offset, uint4 held) {
-  while (ranks.any()) store_shared_vector(token_slot(args, ranks.next(), args.rank, parity, token) + offset, held);
+// Where a token lies in every inbox.
+__device__ uint64_t token_offset(const Args &args, uint32_t from, uint32_t token) {
+  return args.dispatch_at + uint64_t(from * args.max_tokens + token) * args.dispatch_stride;
 }
-__device__ void store_everywhere(const Args &args, Ranks ranks, uint32_t parity, uint32_t token, uint32_t offset, uint32_t held) {
-  while (ranks.any()) store_shared_word(token_slot(args, ranks.next(), args.rank, parity, token) + offset, held);
+
+__device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint4 held) {
+  while (ranks.any()) store_shared_vector(args.inbox[ranks.next()] + offset, held);
+}
+__device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint32_t held) {
+  while (ranks.any()) store_shared_word(args.inbox[ranks.next()] + offset, held);
 }
 
 // Tokens of any bytes. Words are combined with a key by exclusive or, such that none becomes poison, and the key comes last.
@@ -381,7 +395,7 @@ struct Raw {
   __device__ static uint32_t key(uint32_t turn) { return turn * 0x9e3779b1u; }
 
   template <typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint32_t parity, RANKS routes) {
+  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, RANKS routes) {
     const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
     const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = blockDim.x - 1 - threadIdx.x;
     // The first ones are read while it is found out where they go.
@@ -397,12 +411,11 @@ struct Raw {
       for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
         uint4 held = v < blockDim.x ? first : load_vector(x + 16 * v);
         held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
-        store_everywhere(args, ranks, parity, token, 16 * v, held);
+        store_everywhere(args, ranks, slot + 16 * v, held);
       }
       for (uint32_t w = last; w < words; w += blockDim.x)
-        store_everywhere(args, ranks, parity, token, args.token_bytes + 4 * w,
-                         reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
-      if (last == 0) store_everywhere(args, ranks, parity, token, args.token_bytes + args.scale_bytes, with);
+        store_everywhere(args, ranks, slot + args.token_bytes + 4 * w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
+      if (last == 0) store_everywhere(args, ranks, slot + args.token_bytes + args.scale_bytes, with);
       return;
     }
   }
@@ -434,7 +447,7 @@ struct Quantised {
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
 
   template <typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint32_t parity, RANKS routes) {
+  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, RANKS routes) {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
     const uint32_t vectors = args.values / 16;
     uint4 low = vector_of(0), high = vector_of(0);
@@ -454,7 +467,7 @@ struct Quantised {
       for (uint32_t i = 0; i < 16; ++i) peak = fmaxf(peak, fabsf(values[i / 8][i % 8]));
       for (uint32_t step = 1; step < SHARE; step *= 2) peak = fmaxf(peak, __shfl_xor_sync(ALL_LANES, peak, step));
 
-      float scale = __fdiv_rn(peak, LARGEST_E4M3), factor;
+      float scale = __fmul_rn(peak, 1.0f / LARGEST_E4M3), factor;
       uint32_t exponent = 0;
       const bool powers = (args.flags & IMMWIRE_MOE_POWER_SCALES) != 0;
       if (powers) {
@@ -480,10 +493,10 @@ struct Quantised {
         bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
       }
       if (v >= vectors) continue;
-      store_everywhere(args, ranks, parity, token, 16 * v, uint4{word[0], word[1], word[2], word[3]});
-      if (powers && v % WARP == 0) store_everywhere(args, ranks, parity, token, args.token_bytes + v / WARP * 4, bytes);
+      store_everywhere(args, ranks, slot + 16 * v, uint4{word[0], word[1], word[2], word[3]});
+      if (powers && v % WARP == 0) store_everywhere(args, ranks, slot + args.token_bytes + v / WARP * 4, bytes);
       if (!powers && v % SHARE == 0)
-        store_everywhere(args, ranks, parity, token, args.token_bytes + v / SHARE * 4, __float_as_uint(scale));
+        store_everywhere(args, ranks, slot + args.token_bytes + v / SHARE * 4, __float_as_uint(scale));
     }
   }
 };
@@ -501,7 +514,7 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint
   }
   uint32_t turn = 0;
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    PAYLOAD::send(args, token, parity, [&] {
+    PAYLOAD::send(args, token, token_offset(args, args.rank, token), [&] {
       if (threadIdx.x / WARP == last_warp) {
         const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
         if (threadIdx.x % WARP == 0) {
@@ -673,20 +686,6 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
 
   uint32_t turn = 0;
   for (uint32_t first = blockIdx.x; first < fixed.total; first += gridDim.x * BATCH, turn ^= 1) {
-    // What comes first of each is looked at before it is known where it goes.
-    uint64_t slot[BATCH];
-    uint4 early[BATCH];
-    uint32_t key[BATCH] = {}, here = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < BATCH; ++i) {
-      slot[i] = 0;
-      if (first + i * gridDim.x >= fixed.total) continue;
-      here |= 1u << i;
-      uint32_t source, token;
-      routes.find(first + i * gridDim.x, source, token);
-      slot[i] = token_slot(args, args.rank, source, parity, token);
-      if (threadIdx.x < vectors) early[i] = load_shared_vector(slot[i] + 16 * threadIdx.x);
-    }
     // A warp for each token: its rows, by expert.
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
@@ -705,12 +704,20 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
         if (lane == 0) {
           fixed.source[turn][i] = source;
           fixed.token[turn][i] = token;
+          fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
         }
       }
       if (lane == 0) fixed.count[turn][i] = count;
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
 
+    uint64_t slot[BATCH];
+    uint32_t key[BATCH] = {}, here = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      slot[i] = fixed.slot[turn][i];
+      here |= (first + i * gridDim.x < fixed.total ? 1u : 0u) << i;
+    }
     uint32_t late = 0;
     auto read_keys = [&] {
       if constexpr (PAYLOAD::KEYED) {
@@ -726,15 +733,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       uint64_t from[BATCH];
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + 16 * v;
-      uint32_t wanted = here;
-      if (v < blockDim.x) {
-#pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) {
-          held[i] = early[i];
-          if ((here >> i & 1) && Vector::is_there(held[i])) wanted &= ~(1u << i);
-        }
-      }
-      late |= await<Vector>(held, from, wanted, patience);
+      late |= await<Vector>(held, from, here, patience);
       if (!has_keys) read_keys(), has_keys = true;
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) {
@@ -796,9 +795,8 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
     if (PAYLOAD::KEYED) {
       __syncthreads(); // All have the keys.
       if (threadIdx.x < BATCH && (here >> threadIdx.x & 1)) {
-        const uint32_t source = fixed.source[turn][threadIdx.x], token = fixed.token[turn][threadIdx.x];
-        const uint64_t at = token_slot(args, args.rank, source, parity, token);
-        *reinterpret_cast<uint32_t *>(at + args.token_bytes + args.scale_bytes) = POISON;
+        const uint64_t at = fixed.slot[turn][threadIdx.x] + args.token_bytes + args.scale_bytes;
+        *reinterpret_cast<uint32_t *>(at) = POISON;
       }
     }
   }

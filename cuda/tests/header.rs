@@ -1,6 +1,7 @@
 //! The kernels' header: plain C, without a framework, and the same as the Rust side. Needs a C compiler, and no GPU.
 
 use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use immwire_cuda::moe::args::{self as moe, MoeArgs, MoeControl, MoePair, MoeReport};
 use std::mem::{align_of, offset_of, size_of};
 use std::path::PathBuf;
 use std::process::Command;
@@ -9,7 +10,9 @@ use std::process::Command;
 fn compile(name: &str, body: &str) -> Result<(), String> {
     let folder = PathBuf::from(env!("CARGO_TARGET_TMPDIR"));
     let source = folder.join(format!("{name}.c"));
-    let text = format!("#include \"immwire_cuda.h\"\nvoid f(void);\nvoid f(void) {{\n{body}}}\n");
+    let text = format!(
+        "#include \"immwire_cuda.h\"\n#include \"immwire_moe.h\"\nvoid f(void);\nvoid f(void) {{\n{body}}}\n"
+    );
     std::fs::write(&source, text).map_err(|e| e.to_string())?;
     let kernels = concat!(env!("CARGO_MANIFEST_DIR"), "/kernels");
     let done = Command::new("cc")
@@ -70,6 +73,102 @@ fn structures_are_the_same_in_c() {
             stage_count
         );
     compile("structures", &text).unwrap();
+}
+
+#[test]
+fn structures_of_moe_are_the_same_in_c() {
+    let text = fields!(
+        "immwire_moe_control",
+        MoeControl,
+        next_epoch,
+        next_parity,
+        missed,
+        left_out,
+        epoch,
+        parity,
+        absent,
+        tokens,
+        pairs,
+        suspects,
+        refused,
+        reserved,
+        abort,
+        decisions
+    ) + &fields!(
+        "immwire_moe_report",
+        MoeReport,
+        late_table,
+        late_tokens,
+        late_results,
+        refused,
+        token,
+        choice,
+        index,
+        rows_left_out,
+        tokens_left_out,
+        reserved
+    ) + &fields!("immwire_moe_pair", MoePair, source, token, reserved)
+        + &fields!(
+            "immwire_moe_args",
+            MoeArgs,
+            inbox,
+            firsts,
+            control,
+            report,
+            plan,
+            masks,
+            tokens_at,
+            x,
+            scales,
+            indices,
+            weights,
+            rows_x,
+            rows_scales,
+            counts,
+            offsets,
+            y,
+            out,
+            timeout_ns,
+            table_bytes,
+            dispatch_at,
+            combine_at,
+            dispatch_stride,
+            combine_stride,
+            plan_stride,
+            rank,
+            world,
+            top_k,
+            max_tokens,
+            tokens,
+            token_bytes,
+            scale_bytes,
+            values,
+            padding,
+            rows,
+            flags
+        );
+    compile("structures_of_moe", &text).unwrap();
+}
+
+#[test]
+fn constants_of_moe_are_the_same_in_c() {
+    let constants = [
+        ("IMMWIRE_MOE_MAX_RANKS", moe::MAX_RANKS),
+        ("IMMWIRE_MOE_MAX_TOP_K", moe::MAX_TOP_K as usize),
+        ("IMMWIRE_MOE_MAX_EXPERTS", moe::MAX_EXPERTS as usize),
+        ("IMMWIRE_MOE_THREADS", moe::THREADS as usize),
+        ("IMMWIRE_MOE_BATCH", moe::BATCH as usize),
+        ("IMMWIRE_MOE_SCALE_VALUES", moe::SCALE_VALUES as usize),
+        ("IMMWIRE_MOE_FIXED_WORDS", moe::FIXED_WORDS as usize),
+        ("IMMWIRE_MOE_SEND", moe::SEND as usize),
+        ("IMMWIRE_MOE_RECEIVE", moe::RECEIVE as usize),
+        ("IMMWIRE_MOE_WIDE_INDICES", moe::WIDE_INDICES as usize),
+        ("IMMWIRE_MOE_CLEAR_PADDING", moe::CLEAR_PADDING as usize),
+        ("IMMWIRE_MOE_POWER_SCALES", moe::POWER_SCALES as usize),
+        ("IMMWIRE_MOE_NO_ROW", moe::NO_ROW as usize),
+    ];
+    let text: String = constants.iter().map(|(name, value)| equal(name, *value)).collect();
+    compile("constants_of_moe", &text).unwrap();
 }
 
 #[test]

@@ -377,7 +377,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         let cases = if few { 1 } else { 12 };
         for case in 0..cases {
             let mut random = Random(case * 100 + u64::from(world));
-            let shape = random_shape(&mut random, world, case % 3 == 2 && !few);
+            let shape = random_shape(&mut random, world, case % 3 == 2 && !few && world < 8);
             let mut all = World::new(gpus, &shape, sms(gpus, world), None)?;
             for _ in 0..3 {
                 let tokens: Vec<Sent> =
@@ -450,12 +450,12 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         if turn % 20 == 0 {
             all.blank()?;
         }
-        for rank in 0..all.ranks.len() {
+        for (rank, graph) in graphs.iter().enumerate() {
             // One may be far ahead of the other: up to where it has to wait.
             if random.one_in(4) {
                 std::thread::sleep(Duration::from_micros(u64::from(random.below(300))));
             }
-            graphs[rank].launch(&all, rank)?;
+            graph.launch(&all, rank)?;
         }
         all.settle()?;
         if turn % 20 == 0 {
@@ -598,7 +598,9 @@ impl Stamps {
 
 fn percentile(sorted: &[f64], share: f64) -> f64 {
     let at = ((sorted.len() as f64 - 1.0) * share).round();
-    sorted.get(at as usize).copied().unwrap_or(f64::NAN)
+    #[allow(clippy::cast_possible_truncation, reason = "the place in a list")]
+    let at = at as usize;
+    sorted.get(at).copied().unwrap_or(f64::NAN)
 }
 
 /// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.

@@ -41,7 +41,7 @@ pub const FIXED_WORDS: u32 = 640;
 pub struct MoeControl {
     /// Of the next dispatch's round, never 0.
     pub next_epoch: u32,
-    /// Which half of tables and of tokens that is.
+    /// Which half of tables that is.
     pub next_parity: u32,
     /// Ranks whose results did not come.
     pub missed: u32,
@@ -49,7 +49,7 @@ pub struct MoeControl {
     pub left_out: u32,
     /// Of this round.
     pub epoch: u32,
-    /// Which half of tables and of tokens.
+    /// Which half of tables.
     pub parity: u32,
     /// Ranks whose choices or tokens did not come.
     pub absent: u32,

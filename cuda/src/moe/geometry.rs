@@ -29,7 +29,7 @@ pub enum Number {
 /// What scales are made of, one for 128 values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Scales {
-    /// `f32`: the largest value of the 128, over 448.
+    /// `f32`: the largest value of the 128, times the `f32` nearest to 1/448.
     Float,
     /// A byte for the least power of two that is not below that (UE8M0). Four make up a word; the last word is filled with zeros.
     Power,
@@ -239,7 +239,7 @@ impl Geometry {
         let plan_stride =
             (size_of::<args::MoePair>() as u64 + 8 * u64::from(shape.top_k)).next_multiple_of(16);
         // Below 2^16 rows of at most 2^33 bytes: nothing wraps.
-        let combine_at = dispatch_at + 2 * all * dispatch_stride;
+        let combine_at = dispatch_at + all * dispatch_stride;
         let padding = u64::from(shape.padding);
         // Of two bounds the smaller: each token is there as often as it chooses, and each expert that it chose pads less than
         // `padding`; no expert has more than all tokens.
@@ -299,4 +299,143 @@ const fn multiple(what: &'static str, found: u32, of: u32) -> Result<(), ShapeEr
         return Err(ShapeError::Multiple { what, found, of });
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn shape() -> Shape {
+        Shape {
+            firsts: vec![0, 128, 256],
+            top_k: 8,
+            max_tokens: 128,
+            payload: Payload::Fp8 { from: Number::Bf16, scales: Scales::Float },
+            values: 7168,
+            results: Number::Bf16,
+            padding: 1,
+        }
+    }
+
+    #[test]
+    fn parts_of_an_inbox_lie_one_after_the_other() {
+        for world in 1..=5_u32 {
+            for (max_tokens, top_k) in [(1, 1), (3, 3), (33, 32)] {
+                let firsts = (0..=world).map(|rank| rank * 7).collect();
+                let all = Shape { firsts, max_tokens, top_k, ..shape() };
+                let g = Geometry::new(&all).unwrap();
+                let (world, tokens) = (u64::from(world), u64::from(max_tokens));
+                assert_eq!(g.table_bytes, 16 * (1 + tokens * u64::from(top_k.div_ceil(2))));
+                assert!(g.dispatch_at >= 2 * world * g.table_bytes);
+                assert!(g.dispatch_stride >= g.token_bytes + g.scale_bytes + 4);
+                assert!(
+                    g.combine_at >= g.dispatch_at + world * tokens * u64::from(g.dispatch_stride)
+                );
+                assert!(
+                    g.inbox_bytes >= g.combine_at + tokens * world * u64::from(g.combine_stride)
+                );
+                assert!(u64::from(g.combine_stride) >= u64::from(all.values) * 2);
+                for at in
+                    [g.dispatch_at, g.combine_at, g.dispatch_stride.into(), g.combine_stride.into()]
+                {
+                    assert_eq!(at % 128, 0, "{g:?}");
+                }
+                assert!(g.plan_stride >= 16 + 8 * top_k && g.plan_stride.is_multiple_of(16));
+                assert_eq!(g.plan_bytes, world * tokens * u64::from(g.plan_stride));
+            }
+        }
+    }
+
+    #[test]
+    fn payloads_have_their_bytes() {
+        let of = |payload, values| {
+            let g = Geometry::new(&Shape { payload, values, ..shape() }).unwrap();
+            (g.token_bytes, g.scale_bytes)
+        };
+        let fp8 = |scales| Payload::Fp8 { from: Number::Fp16, scales };
+        assert_eq!(of(fp8(Scales::Float), 7168), (7168, 224));
+        assert_eq!(of(fp8(Scales::Float), 144), (144, 8));
+        assert_eq!(of(fp8(Scales::Power), 7168), (7168, 56));
+        assert_eq!(of(fp8(Scales::Power), 16), (16, 4));
+        assert_eq!(of(Payload::Raw { token_bytes: 48, scale_bytes: 12 }, 8), (48, 12));
+    }
+
+    /// No routes bring more rows than are foreseen, and some bring as many.
+    #[test]
+    fn rows_are_enough_and_not_too_many() {
+        for world in 1..=3_u32 {
+            for local in 1..=3_u32 {
+                for top_k in 1..=3 {
+                    for padding in [1, 3, 4] {
+                        let firsts = (0..=world).map(|rank| rank * local).collect();
+                        let all = Shape { firsts, top_k, max_tokens: 2, padding, ..shape() };
+                        let found = Geometry::new(&all).unwrap().max_rows;
+                        assert_eq!(found, most_rows(world * 2, local, top_k, padding), "{all:?}");
+                    }
+                }
+            }
+        }
+    }
+
+    /// The most rows of any numbers of tokens for each expert that tokens can make.
+    fn most_rows(tokens: u32, local: u32, top_k: u32, padding: u32) -> u64 {
+        // Each token chooses some of the experts, `top_k` at most: what matters is how many each expert has.
+        let mut most = 0;
+        let each = tokens + 1;
+        for code in 0..each.pow(local) {
+            let counts: Vec<u32> = (0..local).map(|e| code / each.pow(e) % each).collect();
+            // Possible if no expert has more than all tokens, and all together no more than tokens choose.
+            if counts.iter().sum::<u32>() <= tokens * top_k.min(local) {
+                let rows = counts.iter().map(|count| u64::from(count.next_multiple_of(padding)));
+                most = most.max(rows.sum());
+            }
+        }
+        most
+    }
+
+    #[test]
+    fn what_cannot_be_is_refused() {
+        let of = |change: &dyn Fn(&mut Shape)| {
+            let mut all = shape();
+            change(&mut all);
+            Geometry::new(&all).unwrap_err()
+        };
+        let entries = |firsts: Vec<u32>| of(&|s| s.firsts.clone_from(&firsts));
+        assert_eq!(entries(vec![]), ShapeError::World { entries: 0 });
+        assert_eq!(entries(vec![0]), ShapeError::World { entries: 1 });
+        assert_eq!(entries((0..34).collect()), ShapeError::World { entries: 34 });
+        assert_eq!(entries(vec![1, 2]), ShapeError::Placement { entry: 0 });
+        assert_eq!(entries(vec![0, 3, 2]), ShapeError::Placement { entry: 2 });
+        assert_eq!(entries(vec![0, 0]), ShapeError::Placement { entry: 1 });
+        assert_eq!(entries(vec![0, 1025]), ShapeError::Placement { entry: 1 });
+        assert_eq!(of(&|s| s.top_k = 0), ShapeError::TopK { top_k: 0 });
+        assert_eq!(of(&|s| s.top_k = 33), ShapeError::TopK { top_k: 33 });
+        for values in [0, 8, 24] {
+            assert!(matches!(of(&|s| s.values = values), ShapeError::Multiple { of: 16, .. }));
+        }
+        assert!(matches!(of(&|s| s.padding = 0), ShapeError::Multiple { .. }));
+        assert!(matches!(of(&|s| s.max_tokens = 0), ShapeError::Multiple { .. }));
+        let raw = |token_bytes, scale_bytes| Payload::Raw { token_bytes, scale_bytes };
+        assert!(matches!(of(&|s| s.payload = raw(8, 0)), ShapeError::Multiple { .. }));
+        assert!(matches!(of(&|s| s.payload = raw(16, 6)), ShapeError::Multiple { .. }));
+        assert_eq!(
+            of(&|s| s.max_tokens = 1 << 15),
+            ShapeError::Tokens { tokens: 1 << 16, most: 65_535 }
+        );
+        assert!(matches!(of(&|s| s.max_tokens = 8192), ShapeError::Shared { .. }));
+        assert!(matches!(of(&|s| s.padding = u32::MAX), ShapeError::Overflow));
+        for error in [entries(vec![]), of(&|s| s.max_tokens = 8192)] {
+            assert!(!error.to_string().is_empty());
+        }
+    }
+
+    /// 4,096 tokens of each of two ranks fit, at 256 experts.
+    #[test]
+    fn the_largest_shapes_fit() {
+        let all = Shape { max_tokens: 4096, ..shape() };
+        assert!(Geometry::new(&all).is_ok());
+        let firsts = (0..=8).map(|rank| rank * 32).collect();
+        let eight = Geometry::new(&Shape { firsts, max_tokens: 4096, ..shape() }).unwrap();
+        assert!(eight.inbox_bytes + eight.plan_bytes < 3 << 28, "{eight:?}");
+    }
 }

@@ -302,7 +302,7 @@ fn quantised(values: &[f32], scales: Scales, scale_bytes: usize) -> (Vec<u8>, Ve
     let (mut codes, mut out) = (Vec::new(), Vec::new());
     for group in values.chunks(args::SCALE_VALUES as usize) {
         let peak = group.iter().fold(1e-4f32, |peak, value| peak.max(value.abs()));
-        let scale = peak / 448.0;
+        let scale = peak * (1.0 / 448.0);
         let factor = match scales {
             Scales::Float => {
                 out.extend(scale.to_ne_bytes());
