@@ -25,6 +25,10 @@
 #define IMMWIRE_MOE_THREADS 512
 /* Tokens that a block receives at a time. */
 #define IMMWIRE_MOE_BATCH 4
+/* Of tables; 1 comes after it. */
+#define IMMWIRE_MOE_LAST_EPOCH 0x7fffffffu
+/* Keys that payload may be combined with are multiples of this: odd, so that all are different. */
+#define IMMWIRE_MOE_KEY 0x9e3779b1u
 /* Values that share a scale. */
 #define IMMWIRE_MOE_SCALE_VALUES 128
 
@@ -64,12 +68,13 @@ typedef struct immwire_moe_control {
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
 } immwire_moe_control;
 
-/* What went wrong, in pinned host memory; zeros before the first round. Words change from zero once: to the epoch. */
+/* What went wrong, in pinned host memory; zeros before the first round. Words become the epoch in which it did, the last one of
+ * some; what is refused is put down once. */
 typedef struct immwire_moe_report {
   uint32_t late_table[IMMWIRE_MOE_MAX_RANKS];
   uint32_t late_tokens[IMMWIRE_MOE_MAX_RANKS];
   uint32_t late_results[IMMWIRE_MOE_MAX_RANKS];
-  uint32_t refused; /* the epoch, of the first choice that is no expert, or one that the token names twice; it was dropped */
+  uint32_t refused; /* put down after the three below: the epoch, of the first choice that is no expert, or one that the token names twice; it was dropped */
   uint32_t token;
   uint32_t choice;
   int32_t index;
@@ -86,8 +91,8 @@ typedef struct immwire_moe_pair {
   uint32_t reserved[2];
 } immwire_moe_pair;
 
-/* One launch, of either kind. Addresses are those of the launching GPU's address space; all are multiples of 16 but those of
- * indices and weights, which are multiples of their elements. */
+/* One launch, of either kind. Addresses are those of the launching GPU's address space: inboxes at multiples of 128, x, rows_x, y, out
+ * and plan of 16, all others of their elements. */
 typedef struct immwire_moe_args {
   uint64_t inbox[IMMWIRE_MOE_MAX_RANKS]; /* of each rank, its own too */
   uint32_t firsts[IMMWIRE_MOE_MAX_RANKS + 2]; /* rank r has the experts from firsts[r] to before firsts[r + 1] */

@@ -52,6 +52,9 @@ __device__ inline void store_vector(uint64_t to, uint4 held) {
                : "memory");
 }
 
+// What was stored before is seen by whoever sees what is stored after.
+__device__ inline void fence_for_all() { __threadfence_system(); }
+
 // Nanoseconds, of one clock for all blocks.
 __device__ inline uint64_t now() {
   uint64_t time;

@@ -8,7 +8,7 @@
 // no fence and no flag: what is written announces itself.
 //
 // - Slots hold poison, words of 0xffffffff. A word that was written is never that: values that are rounded here never are, and
-//   payload that is not looked at is combined with a key, found so that none is (`Escape`). Who waits for a vector looks at
+//   payload that is not looked at is combined with a key, found so that none is (`Raw`). Who waits for a vector looks at
 //   it until all of its words are something else, takes it, and puts the poison back.
 // - Tables of choices are looked at by all blocks, and so cannot be put back: their vectors carry the number of the round.
 //   That alone rests on 16 bytes that one thread stores at once being seen at once.
@@ -20,8 +20,9 @@
 //    sent when the reader's dispatch has ended; and nobody sends results of a round without having the table of whom they are
 //    for, who has ended the round before. Tables are answered by nothing: a table of round n + 1 says that its rank has ended
 //    round n, and nobody begins round n + 2 without it, so two of them take turns.
-// 3. No argument changes from round to round, and no word has to be cleared: the number of the round lies in memory. What all
-//    blocks of a launch read there is written by launches of the other kind only.
+// 3. No argument changes from round to round but the number of tokens, which may lie in memory too, and no word has to be cleared:
+//    the number of the round lies in memory. What all blocks of a launch must read alike there is written by launches of the other
+//    kind only. (Who is waited for in a combine they need not: each result is one block's own.)
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
 //    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
@@ -76,7 +77,9 @@ __device__ uint4 vector_of(uint32_t word) { return {word, word, word, word}; }
 // vain: to read the clock takes longer than most waits.
 //
 // A rank that waits for a dead one keeps others waiting, who must not take it for dead too. It may wait for tokens while others
-// wait for its results already, and for results while others wait for its next table: so for each the patience is longer.
+// wait for its results already, and for results while others wait for its next table: so for each the patience is longer. That
+// covers ranks that die before they send, between tokens, and between results. Of one that dies while its choices reach some
+// ranks and not others, those who lack them may in turn be taken for dead by the others: both are named.
 class Patience {
  public:
   enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3 };
@@ -155,7 +158,6 @@ struct Fixed {
   uint32_t absent;      // Ranks whose tables do not count.
   uint32_t total;       // Tokens that are here.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
-  uint32_t spare;
   uint64_t slot[2][BATCH];
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
@@ -317,6 +319,7 @@ __device__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_
   // What does not fit is as wrong at either end.
   const int64_t fits = index > INT32_MAX ? INT32_MAX : index < INT32_MIN ? INT32_MIN : index;
   put_down(reinterpret_cast<uint32_t &>(report.index), uint32_t(int32_t(fits)));
+  machine::fence_for_all(); // Who finds the epoch finds the rest.
   put_down(report.refused, epoch);
 }
 
@@ -392,7 +395,7 @@ struct Raw {
   }
 
   // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
-  __device__ static uint32_t key(uint32_t turn) { return turn * 0x9e3779b1u; }
+  __device__ static uint32_t key(uint32_t turn) { return turn * IMMWIRE_MOE_KEY; }
 
   template <typename RANKS>
   __device__ static void send(const Args &args, uint32_t token, uint64_t slot, RANKS routes) {
@@ -610,7 +613,8 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
 // those; to be called by all threads.
 //
 // Who misses a table says so first, and then looks again. So if it is still missing, then no block has found it whole before
-// that was said: those who find it whole later hear of it, and ask for the decision as well. The first to decide does.
+// that was said: those who find it whole later hear of it, and ask for the decision as well. The first to decide does. That rests
+// on a thread's look at the word coming after its looks at the table, which it begins when they have ended; no fence says so.
 __device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32_t missing, uint32_t doubted, uint32_t epoch,
                        uint32_t parity, Patience &patience) {
   immwire_moe_control &control = *control_of(args);
@@ -745,7 +749,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
         store_vector(from[i], vector_of(POISON));
       }
     }
-    // From the other end of the block, where threads have less to do. The key is a word behind them, for the last thread.
+    // From the other end of the block, where threads have less to do.
     for (uint32_t w = blockDim.x - 1 - threadIdx.x; w < scale_words; w += blockDim.x) {
       uint32_t held[BATCH];
       uint64_t from[BATCH];
@@ -878,7 +882,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t present) {
 #pragma unroll
           for (uint32_t j = 0; j < 2 * BATCH; ++j) {
             const uint32_t n = low + j % BATCH;
-            if (n >= count) continue;
+            if (n >= count || at[j / BATCH] >= vectors) continue;
             const float weight = fixed.weight[turn][i][n];
             float values[8];
             unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
@@ -946,7 +950,7 @@ __device__ void combine(const Args &args) {
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     // The next round's dispatch reads these, and no block of this launch does.
-    control.next_epoch = epoch == POISON ? 1 : epoch + 1;
+    control.next_epoch = epoch == IMMWIRE_MOE_LAST_EPOCH ? 1 : epoch + 1;
     control.next_parity = control.parity ^ 1;
     control.left_out = control.absent;
     control.suspects = 0;

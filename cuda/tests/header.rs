@@ -158,6 +158,8 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_MAX_EXPERTS", moe::MAX_EXPERTS as usize),
         ("IMMWIRE_MOE_THREADS", moe::THREADS as usize),
         ("IMMWIRE_MOE_BATCH", moe::BATCH as usize),
+        ("IMMWIRE_MOE_LAST_EPOCH", moe::LAST_EPOCH as usize),
+        ("IMMWIRE_MOE_KEY", moe::KEY as usize),
         ("IMMWIRE_MOE_SCALE_VALUES", moe::SCALE_VALUES as usize),
         ("IMMWIRE_MOE_FIXED_WORDS", moe::FIXED_WORDS as usize),
         ("IMMWIRE_MOE_SEND", moe::SEND as usize),

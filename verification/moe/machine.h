@@ -2,7 +2,8 @@
 //
 // Every thread of every block is a fiber, all in one thread of the CPU; which goes on is drawn wherever one might notice another:
 // at barriers, exchanges of a warp, and accesses to memory that is shared between launches. Stores to such memory are
-// performed later, in any order but that of one word, and vectors word by word: at the latest when their launch ends. Threads
+// performed later, in any order but that of one word, and vectors word by word: at the latest when their launch ends. Loads and
+// atomics are performed at once, and fences do nothing: what would only go wrong without them is not found here. Threads
 // that wait for each other in vain are found at once. The same seed gives the same run.
 
 #ifndef IMMWIRE_MACHINE_H
@@ -154,6 +155,7 @@ inline uint4 load_vector(uint64_t from) {
   return held;
 }
 inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
+inline void fence_for_all() { emulated::step(); }
 inline uint64_t now() { return emulated::clock(); }
 inline void pause() { emulated::rest(); }
 

@@ -83,6 +83,12 @@ struct Rank {
     stream: Stream,
     exchange: Exchange,
     inbox: DeviceMemory,
+    /// What takes turns from round to round.
+    sets: Vec<Set>,
+}
+
+/// What a round reads and writes.
+struct Set {
     x: Buffer,
     scales: Buffer,
     indices: Buffer,
@@ -106,14 +112,21 @@ struct World<'a> {
 
 impl<'a> World<'a> {
     /// Ranks on GPUs in turn, each with `sms` blocks (0: all).
-    fn new(gpus: &'a [Gpu], shape: &Shape, sms: u32, rows: Option<u32>) -> Outcome<Self> {
+    fn new(
+        gpus: &'a [Gpu],
+        shape: &Shape,
+        sms: u32,
+        rows: Option<u32>,
+        sets: usize,
+        patience: Duration,
+    ) -> Outcome<Self> {
         let geometry = Geometry::new(shape)?;
         let rows = rows.unwrap_or(u32::try_from(geometry.max_rows)?);
         let rank = |rank: u32| -> Outcome<Rank> {
             let number = rank as usize % gpus.len();
             let gpu = &gpus[number];
             let stream = Stream::new(&gpu.device)?;
-            let exchange = Exchange::new(&stream, shape, rank, sms, PATIENCE)?;
+            let exchange = Exchange::new(&stream, shape, rank, sms, patience)?;
             let inbox = DeviceMemory::zeroed(&stream, usize::try_from(geometry.inbox_bytes)?)?;
             // SAFETY: it was allocated just now.
             unsafe { exchange.clear_inbox(&stream, inbox.address())? };
@@ -121,23 +134,23 @@ impl<'a> World<'a> {
             let (x, choices) = (tokens * shape.values as usize * 2, tokens * shape.top_k as usize);
             let local = (shape.firsts[rank as usize + 1] - shape.firsts[rank as usize]) as usize;
             let rows = rows as usize;
-            Ok(Rank {
-                gpu: number,
-                exchange,
-                inbox,
-                x: Buffer::new(gpu, x.max(tokens * geometry.token_bytes as usize))?,
-                scales: Buffer::new(gpu, tokens * geometry.scale_bytes as usize)?,
-                indices: Buffer::new(gpu, choices * 8)?,
-                weights: Buffer::new(gpu, choices * 4)?,
-                count: Buffer::new(gpu, 4)?,
-                rows_x: Buffer::new(gpu, rows * geometry.token_bytes as usize)?,
-                rows_scales: Buffer::new(gpu, rows * geometry.scale_bytes as usize)?,
-                counts: Buffer::new(gpu, local * 4)?,
-                offsets: Buffer::new(gpu, local * 4 + 4)?,
-                y: Buffer::new(gpu, rows * shape.values as usize * 2)?,
-                out: Buffer::new(gpu, x)?,
-                stream,
-            })
+            let set = |_| -> Outcome<Set> {
+                Ok(Set {
+                    x: Buffer::new(gpu, x.max(tokens * geometry.token_bytes as usize))?,
+                    scales: Buffer::new(gpu, tokens * geometry.scale_bytes as usize)?,
+                    indices: Buffer::new(gpu, choices * 8)?,
+                    weights: Buffer::new(gpu, choices * 4)?,
+                    count: Buffer::new(gpu, 4)?,
+                    rows_x: Buffer::new(gpu, rows * geometry.token_bytes as usize)?,
+                    rows_scales: Buffer::new(gpu, rows * geometry.scale_bytes as usize)?,
+                    counts: Buffer::new(gpu, local * 4)?,
+                    offsets: Buffer::new(gpu, local * 4 + 4)?,
+                    y: Buffer::new(gpu, rows * shape.values as usize * 2)?,
+                    out: Buffer::new(gpu, x)?,
+                })
+            };
+            let sets = (0..sets).map(set).collect::<Outcome<_>>()?;
+            Ok(Rank { gpu: number, exchange, inbox, sets, stream })
         };
         let mut ranks = (0..geometry.world).map(rank).collect::<Outcome<Vec<_>>>()?;
         let inboxes: Vec<u64> = ranks.iter().map(|rank| rank.inbox.address()).collect();
@@ -162,48 +175,48 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    fn put(&mut self, tokens: &[Sent], results: Option<&[Vec<u8>]>, wide: bool) -> Outcome<()> {
+    fn put(&mut self, set: usize, tokens: &[Sent], results: &[Vec<u8>], wide: bool) -> Outcome<()> {
         for (number, rank) in self.ranks.iter_mut().enumerate() {
             let (gpu, sent) = (&self.gpus[rank.gpu], &tokens[number]);
-            rank.x.put(gpu, &sent.x)?;
-            rank.scales.put(gpu, &sent.scales)?;
+            let set = &mut rank.sets[set];
+            set.x.put(gpu, &sent.x)?;
+            set.scales.put(gpu, &sent.scales)?;
             let indices = if wide {
                 bytes_of(&sent.indices.iter().map(|index| i64::from(*index)).collect::<Vec<_>>())
             } else {
                 bytes_of(&sent.indices)
             };
-            rank.indices.put(gpu, &indices)?;
-            rank.weights.put(gpu, &bytes_of(&sent.weights))?;
-            rank.count.put(gpu, &sent.count.to_ne_bytes())?;
-            if let Some(results) = results {
-                rank.y.put(gpu, &results[number])?;
-            }
+            set.indices.put(gpu, &indices)?;
+            set.weights.put(gpu, &bytes_of(&sent.weights))?;
+            set.count.put(gpu, &sent.count.to_ne_bytes())?;
+            set.y.put(gpu, &results[number])?;
         }
         Ok(())
     }
 
     /// Enqueues one launch of a rank.
-    fn enqueue(&self, rank: usize, way: Way, style: Style) -> Outcome<()> {
+    fn enqueue(&self, rank: usize, set: usize, way: Way, style: Style) -> Outcome<()> {
         let rank = &self.ranks[rank];
+        let set = &rank.sets[set];
         let halves: &[Half] =
             if style.split { &[Half::Send, Half::Receive] } else { &[Half::Both] };
         for half in halves {
             match way {
                 Way::Out => {
                     let tokens = Tokens {
-                        count: Count::At(rank.count.at()),
-                        x: rank.x.at(),
-                        scales: rank.scales.at(),
-                        indices: rank.indices.at(),
+                        count: Count::At(set.count.at()),
+                        x: set.x.at(),
+                        scales: set.scales.at(),
+                        indices: set.indices.at(),
                         wide_indices: style.wide,
-                        weights: rank.weights.at(),
+                        weights: set.weights.at(),
                     };
                     let rows = Rows {
-                        x: rank.rows_x.at(),
-                        scales: rank.rows_scales.at(),
+                        x: set.rows_x.at(),
+                        scales: set.rows_scales.at(),
                         rows: self.rows,
-                        counts: rank.counts.at(),
-                        offsets: rank.offsets.at(),
+                        counts: set.counts.at(),
+                        offsets: set.offsets.at(),
                         clear_padding: style.clear,
                     };
                     // SAFETY: all memory is the world's, which waits for launches before it goes; GPUs do nothing else.
@@ -212,7 +225,7 @@ impl<'a> World<'a> {
                 Way::Back => {
                     // SAFETY: as above.
                     unsafe {
-                        rank.exchange.combine(&rank.stream, *half, rank.y.at(), rank.out.at())?;
+                        rank.exchange.combine(&rank.stream, *half, set.y.at(), set.out.at())?;
                     }
                 }
             }
@@ -221,7 +234,13 @@ impl<'a> World<'a> {
     }
 
     /// Compares one round, whose launches have ended.
-    fn check(&mut self, tokens: &[Sent], results: &[Vec<u8>], clear: bool) -> Outcome<()> {
+    fn check(
+        &mut self,
+        set: usize,
+        tokens: &[Sent],
+        results: &[Vec<u8>],
+        clear: bool,
+    ) -> Outcome<()> {
         let all: Vec<usize> = (0..self.ranks.len()).collect();
         let round = Round { shape: &self.shape, geometry: &self.geometry, tokens, results };
         let layouts: Vec<Option<Layout>> =
@@ -233,19 +252,20 @@ impl<'a> World<'a> {
             let differs = |what: &str, at: usize| -> Box<dyn Error> {
                 format!("{what} {at} of rank {number} differs: {:?}", round.shape).into()
             };
+            let own = &mut rank.sets[set];
             let report = rank.exchange.report();
             if report != Default::default() {
                 return Err(format!("rank {number} reports {report:?}").into());
             }
             let counts = bytes_of(&layout.counts);
-            if rank.counts.get(gpu)?[..counts.len()] != counts {
+            if own.counts.get(gpu)?[..counts.len()] != counts {
                 return Err(differs("the count", 0));
             }
             let offsets = bytes_of(&layout.offsets);
-            if rank.offsets.get(gpu)?[..offsets.len()] != offsets {
+            if own.offsets.get(gpu)?[..offsets.len()] != offsets {
                 return Err(differs("the offset", 0));
             }
-            let (found_x, found_scales) = (rank.rows_x.get(gpu)?, rank.rows_scales.get(gpu)?);
+            let (found_x, found_scales) = (own.rows_x.get(gpu)?, own.rows_scales.get(gpu)?);
             let mut used = vec![false; self.rows as usize];
             let mut last = None;
             for (&(source, token, _), &row) in &layout.rows {
@@ -272,7 +292,7 @@ impl<'a> World<'a> {
                 }
             }
             let bytes = self.shape.values as usize * 2;
-            let found = rank.out.get(gpu)?;
+            let found = own.out.get(gpu)?;
             for token in 0..tokens[number].count {
                 let at = token as usize * bytes;
                 if found[at..][..bytes] != round.result(number, token, &layouts) {
@@ -291,8 +311,10 @@ impl<'a> World<'a> {
     fn blank(&mut self) -> Outcome<()> {
         for rank in &mut self.ranks {
             let gpu = &self.gpus[rank.gpu];
-            for buffer in [&mut rank.rows_x, &mut rank.rows_scales, &mut rank.out] {
-                buffer.fill(gpu, UNTOUCHED)?;
+            for set in &mut rank.sets {
+                for buffer in [&mut set.rows_x, &mut set.rows_scales, &mut set.out] {
+                    buffer.fill(gpu, UNTOUCHED)?;
+                }
             }
         }
         Ok(())
@@ -315,6 +337,13 @@ impl<'a> World<'a> {
             }
         }
         Ok(())
+    }
+}
+
+impl Drop for World<'_> {
+    fn drop(&mut self) {
+        // Launches use what goes now.
+        let _ = self.settle();
     }
 }
 
@@ -378,7 +407,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         for case in 0..cases {
             let mut random = Random(case * 100 + u64::from(world));
             let shape = random_shape(&mut random, world, case % 3 == 2 && !few && world < 8);
-            let mut all = World::new(gpus, &shape, sms(gpus, world), None)?;
+            let mut all = World::new(gpus, &shape, sms(gpus, world), None, 1, PATIENCE)?;
             for _ in 0..3 {
                 let tokens: Vec<Sent> =
                     (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
@@ -390,15 +419,15 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
                     wide: random.one_in(2),
                     clear: random.one_in(2),
                 };
-                all.put(&tokens, Some(&results), style.wide)?;
+                all.put(0, &tokens, &results, style.wide)?;
                 all.blank()?;
                 for way in [Way::Out, Way::Back] {
                     for rank in 0..all.ranks.len() {
-                        all.enqueue(rank, way, style)?;
+                        all.enqueue(rank, 0, way, style)?;
                     }
                 }
                 all.settle()?;
-                all.check(&tokens, &results, style.clear)?;
+                all.check(0, &tokens, &results, style.clear)?;
             }
             all.check_poison()?;
         }
@@ -408,12 +437,37 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         );
         counts.insert(world.to_string(), json!(cases));
     }
-    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3 }))
+    abort(gpus)?;
+    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3, "aborted": true }))
 }
 
-/// Two captured rounds of each rank, replayed over and over with other routes and other numbers of tokens, each rank as fast as it
-/// goes; now and then compared.
+/// A launch on all SMs that waits for a rank which never comes ends when it is told to.
+fn abort(gpus: &[Gpu]) -> Outcome<()> {
+    let shape = Shape { max_tokens: 200, ..random_shape(&mut Random(1), 2, false) };
+    let mut all = World::new(gpus, &shape, 0, None, 1, Duration::from_secs(3600))?;
+    let mut random = Random(2);
+    let tokens: Vec<Sent> = (0..2).map(|_| all.maker().tokens(&mut random, 200)).collect();
+    let results = vec![Vec::new(); 2];
+    all.put(0, &tokens, &results, false)?;
+    all.enqueue(0, 0, Way::Out, Style::default())?;
+    let another = Stream::new(&gpus[0].device)?;
+    std::thread::sleep(Duration::from_millis(50));
+    if all.ranks[0].stream.is_done()? {
+        return Err("a launch did not wait for a rank that never came".into());
+    }
+    all.ranks[0].exchange.abort(&another)?;
+    all.settle()?;
+    if all.ranks[0].exchange.report().late_table[1] != 1 {
+        return Err("the rank that never came was not named".into());
+    }
+    Ok(())
+}
+
+/// Captured rounds of each rank, replayed over and over, each rank as fast as it goes. Three sets of tokens, routes and results take
+/// turns from round to round, so that what is left of another round is wrong; they change between replays.
 pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
+    const EACH: usize = 50;
+    const SETS: usize = 3;
     let world = u32::try_from(gpus.len())?;
     let shape = Shape {
         firsts: firsts(world, 16),
@@ -424,17 +478,21 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         results: Number::Bf16,
         padding: 4,
     };
-    let mut all = World::new(gpus, &shape, 0, None)?;
+    let mut all = World::new(gpus, &shape, 0, None, SETS, PATIENCE)?;
     let mut random = Random(5);
-    let results: Vec<Vec<u8>> =
-        (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
-    const EACH: u32 = 50;
+    let results: Vec<Vec<Vec<u8>>> = (0..SETS)
+        .map(|_| {
+            let each = |_| all.maker().numbers(&mut random, all.rows, shape.results);
+            (0..world).map(each).collect()
+        })
+        .collect();
+    let style = Style { clear: true, ..Style::default() };
     let graphs = (0..all.ranks.len())
         .map(|rank| {
             Graph::new(&all, rank, |_| {
-                for _ in 0..EACH {
+                for round in 0..EACH {
                     for way in [Way::Out, Way::Back] {
-                        all.enqueue(rank, way, Style { clear: true, ..Style::default() })?;
+                        all.enqueue(rank, round % SETS, way, style)?;
                     }
                 }
                 Ok(())
@@ -442,12 +500,17 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         })
         .collect::<Outcome<Vec<_>>>()?;
     let mut compared = 0;
-    for turn in 0..rounds / EACH {
-        // Between replays routes and numbers of tokens change, in the same memory.
-        let tokens: Vec<Sent> =
-            (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
-        all.put(&tokens, Some(&results), false)?;
-        if turn % 20 == 0 {
+    let replays = rounds as usize / EACH;
+    for turn in 0..replays {
+        let mut tokens = Vec::new();
+        for (set, results) in results.iter().enumerate() {
+            let sent: Vec<Sent> =
+                (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
+            all.put(set, &sent, results, false)?;
+            tokens.push(sent);
+        }
+        let compares = turn % 20 == 0;
+        if compares {
             all.blank()?;
         }
         for (rank, graph) in graphs.iter().enumerate() {
@@ -458,8 +521,10 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
             graph.launch(&all, rank)?;
         }
         all.settle()?;
-        if turn % 20 == 0 {
-            all.check(&tokens, &results, true)?;
+        if compares {
+            for set in 0..SETS {
+                all.check(set, &tokens[set], &results[set], true)?;
+            }
             compared += 1;
         }
     }
@@ -469,7 +534,7 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         }
     }
     all.check_poison()?;
-    Ok(json!({ "ranks": world, "rounds": rounds / EACH * EACH, "compared": compared }))
+    Ok(json!({ "ranks": world, "rounds": replays * EACH, "compared": compared }))
 }
 
 /// Work of one rank, captured.
@@ -615,7 +680,7 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
         (tokens_all / world as usize * 2 + 4096)
             .min(usize::try_from(Geometry::new(shape)?.max_rows)?),
     )?;
-    let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows))?;
+    let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows), 1, PATIENCE)?;
     let mut random = Random(11);
     let experts = shape.firsts[world as usize];
     let tokens: Vec<Sent> = (0..world)
@@ -636,15 +701,15 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
         .collect();
     let results: Vec<Vec<u8>> =
         (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
-    all.put(&tokens, Some(&results), style.wide)?;
+    all.put(0, &tokens, &results, style.wide)?;
     all.blank()?;
     for way in [Way::Out, Way::Back] {
         for rank in 0..all.ranks.len() {
-            all.enqueue(rank, way, style)?;
+            all.enqueue(rank, 0, way, style)?;
         }
     }
     all.settle()?;
-    all.check(&tokens, &results, style.clear)?;
+    all.check(0, &tokens, &results, style.clear)?;
 
     let stamps = (0..all.ranks.len())
         .map(|rank| Stamps::new(&gpus[all.ranks[rank].gpu], 2 * ROUNDS + 1))
@@ -661,11 +726,11 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
                         if at == Some(0) {
                             stamps.take(stream, 0)?;
                         }
-                        all.enqueue(rank, Way::Out, style)?;
+                        all.enqueue(rank, 0, Way::Out, style)?;
                         if let Some(at) = at.filter(|_| every == 1) {
                             stamps.take(stream, 2 * at + 1)?;
                         }
-                        all.enqueue(rank, Way::Back, style)?;
+                        all.enqueue(rank, 0, Way::Back, style)?;
                         if let Some(at) = at.filter(|at| (at + 1) % every == 0) {
                             stamps.take(stream, 2 * at + 2)?;
                         }
@@ -699,7 +764,14 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
         let whole = (0..all.ranks.len()).map(|rank| between(rank, 0, 2 * ROUNDS));
         rounds.push(whole.fold(0f64, f64::max) / ROUNDS as f64);
     }
-    all.check(&tokens, &results, style.clear)?;
+    // Once more, and compared: the rounds before left what is right there.
+    all.blank()?;
+    for (rank, graph) in plain.iter().enumerate() {
+        graph.launch(&all, rank)?;
+    }
+    all.settle()?;
+    all.check(0, &tokens, &results, style.clear)?;
+    all.check_poison()?;
     for times in [&mut out, &mut back, &mut rounds] {
         times.sort_by(f64::total_cmp);
     }

@@ -16,6 +16,10 @@ pub const MAX_EXPERTS: u32 = 1024;
 pub const THREADS: u32 = 512;
 /// Tokens that a block receives at a time.
 pub const BATCH: u32 = 4;
+/// The last number of a round; 1 comes after it.
+pub const LAST_EPOCH: u32 = 0x7fff_ffff;
+/// Keys that payload may be combined with are multiples of this.
+pub const KEY: u32 = 0x9e37_79b1;
 /// Values that share a scale, where the kernel quantises.
 pub const SCALE_VALUES: u32 = 128;
 
@@ -69,7 +73,7 @@ pub struct MoeControl {
     pub decisions: [u32; MAX_RANKS],
 }
 
-/// What went wrong, in pinned host memory: words that change from zero, once, to the round's epoch.
+/// What went wrong, in pinned host memory: words that become the epoch of the round in which it did, the last one of some.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MoeReport {

@@ -3,12 +3,12 @@
 //! # Invariants
 //!
 //! 1. What a launch is handed is checked by [`Geometry`], but for addresses: those are the callers' promise.
-//! 2. Nothing that changes from round to round is an argument, so that a launch that was captured in a CUDA graph can be
-//!    replayed.
+//! 2. Nothing that changes from round to round is an argument but [`Count::Here`], so that a launch that was captured in a CUDA graph
+//!    can be replayed.
 
 use super::args::{self, MAX_RANKS, MoeArgs, MoeControl, MoeReport};
 use super::geometry::{Geometry, Number, Payload, Scales, Shape};
-use crate::device::{Device, Stream};
+use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
 use crate::memory::{DeviceMemory, PinnedMemory};
@@ -20,6 +20,9 @@ use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/moe.fatbin"));
+
+/// How long the memory of a rank may take to be cleared.
+const SET_UP_LIMIT: Duration = Duration::from_secs(10);
 
 /// Thirty years: three times as much added to any clock does not wrap.
 const LONGEST_NS: u64 = 1 << 60;
@@ -88,22 +91,23 @@ pub struct Exchange {
     sms: NonZeroU32,
     dispatch: Function,
     combine: Function,
-    _module: Module,
     control: DeviceMemory,
     _plan: DeviceMemory,
     _masks: DeviceMemory,
     report: PinnedMemory,
+    /// After what waits for the GPU when it is freed.
+    _module: Module,
 }
 
 impl Exchange {
     /// Loads the kernels into the GPU of `stream`, and takes what memory a rank needs beside its inbox. `sms` is how many SMs
-    /// are taken at most, and no more than there are; 0 stands for all.
+    /// are taken at most, and no more than there are; 0 stands for all. Waits until the memory is ready, after all that is in `stream`.
     ///
     /// A launch waits for other ranks' with all of its blocks: where several ranks share a GPU, give each its part of it.
     ///
     /// # Errors
     ///
-    /// [`Error::Shape`], [`Error::KernelsAbsent`], [`Error::NoKernelsFor`] (quantising needs compute capability 8.9), or what the
+    /// [`Error::Shape`], [`Error::NoRank`], [`Error::TimedOut`], [`Error::KernelsAbsent`], [`Error::NoKernelsFor`] (quantising needs compute capability 8.9), or what the
     /// driver answers.
     pub fn new(
         stream: &Stream,
@@ -177,13 +181,17 @@ impl Exchange {
             sms: NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN),
             dispatch,
             combine,
-            _module: module,
             control,
             _plan: plan,
             _masks: masks,
             report,
+            _module: module,
         };
         exchange.start_over(stream)?;
+        // The first launch may be in another stream.
+        let ready = Event::new(device)?;
+        ready.record(stream)?;
+        ready.wait(SET_UP_LIMIT)?;
         Ok(exchange)
     }
 
@@ -245,10 +253,14 @@ impl Exchange {
     ///
     /// # Safety
     ///
-    /// - [`Exchange::connect`] was called, with memory that was cleared ([`Exchange::clear_inbox`]) before any rank began, and
-    ///   that stays mapped until this launch and all others of all ranks have ended;
-    /// - until the launch has ended the memory of `tokens` is not written, and that of `rows` not used;
-    /// - all launches of this exchange are ordered one after the other, and each combine after its dispatch;
+    /// - all ranks have the same [`Shape`], and each a number of its own;
+    /// - [`Exchange::connect`] was called, with the ranks' inboxes in their order, each of [`Geometry::inbox_bytes`], cleared
+    ///   ([`Exchange::clear_inbox`]) before any rank began, and mapped until this launch and all others of all ranks have ended;
+    /// - the memory of `tokens` and `rows` is as long as they say; until the launch has ended the former is not written, and the
+    ///   latter not used;
+    /// - all launches of this exchange are ordered one after the other: dispatch and combine in turn, of both the same halves, and
+    ///   sending before receiving, with the same arguments;
+    /// - this exchange is kept until the launch has ended, and so have all replays of graphs that captured it;
     /// - what this rank's GPU runs at the same time leaves room for all blocks of the launch.
     ///
     /// # Errors
@@ -308,7 +320,8 @@ impl Exchange {
     ///
     /// # Safety
     ///
-    /// As for [`Exchange::dispatch`]: `y` is not written, and `out` not used, until the launch has ended.
+    /// As for [`Exchange::dispatch`]: `y` has all rows of the dispatch before it, and is not written, and `out` not used, until the launch
+    /// has ended.
     ///
     /// # Errors
     ///
@@ -364,20 +377,23 @@ impl Exchange {
         check("cuLaunchKernel", launched)
     }
 
-    /// What went wrong until now, with the number of the round, from 1: each kind of thing once.
+    /// What went wrong until now, with the number of the round, from 1: see [`MoeReport`].
     #[must_use]
     pub fn report(&self) -> MoeReport {
-        let at = |offset: usize| {
+        let read = |offset: usize, order| {
             // SAFETY: inside of the pinned report, aligned, alive with `self`; the GPU writes it word by word.
             unsafe { AtomicU32::from_ptr((self.report.address() as *mut u32).add(offset / 4)) }
-                .load(Ordering::Relaxed)
+                .load(order)
         };
+        // What belongs to it was there before.
+        let refused = read(offset_of!(MoeReport, refused), Ordering::Acquire);
+        let at = |offset: usize| read(offset, Ordering::Relaxed);
         let all = |offset: usize| std::array::from_fn(|rank| at(offset + rank * 4));
         MoeReport {
             late_table: all(offset_of!(MoeReport, late_table)),
             late_tokens: all(offset_of!(MoeReport, late_tokens)),
             late_results: all(offset_of!(MoeReport, late_results)),
-            refused: at(offset_of!(MoeReport, refused)),
+            refused,
             token: at(offset_of!(MoeReport, token)),
             choice: at(offset_of!(MoeReport, choice)),
             index: at(offset_of!(MoeReport, index)).cast_signed(),
@@ -388,18 +404,23 @@ impl Exchange {
     }
 
     /// Ends all waits of this rank's launches, those that go on too, as if they had lasted too long. `stream` is another one than
-    /// theirs.
+    /// theirs. Takes no SM: they may all be waiting.
     ///
     /// # Errors
     ///
     /// What the driver answers.
     pub fn abort(&self, stream: &Stream) -> Result<(), Error> {
         self.device.must_be(stream.device())?;
-        self.set(stream, offset_of!(MoeControl, abort), 1, 1)
+        let _current = self.device.enter()?;
+        let at = self.control.address() + offset_of!(MoeControl, abort) as u64;
+        let fenced = cu::CUstreamWriteValue_flags::CU_STREAM_WRITE_VALUE_DEFAULT as u32;
+        // SAFETY: a word of `control`, at a multiple of 8; the stream is alive.
+        let written = unsafe { cu::cuStreamWriteValue64_v2(stream.handle(), at, 1, fenced) };
+        check("cuStreamWriteValue64", written)
     }
 
     /// Begins with the first round again, in the order of `stream`: after something went wrong, at all ranks, each with its
-    /// inbox cleared. No launch of any rank goes on.
+    /// inbox cleared. No launch of any rank goes on, and none is queued.
     ///
     /// # Errors
     ///

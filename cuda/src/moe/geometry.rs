@@ -17,6 +17,9 @@ const ROW_ALIGN_BYTES: u64 = 128;
 /// What a block may have of shared memory on Hopper; on what has less, the driver refuses what needs more.
 const SHARED_BYTES: u64 = 224 << 10;
 
+/// More words than that a key need not be found for.
+const MAX_TOKEN_BYTES: u64 = 64 << 20;
+
 /// How results are stored, and tokens that the kernel quantises.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Number {
@@ -115,7 +118,7 @@ pub enum ShapeError {
         /// Bytes that there are.
         available: u64,
     },
-    /// A buffer would have more than 2^63 bytes, or a row more than 2^32.
+    /// A token would have more than 64 MiB, or there would be more than 2^32 rows.
     Overflow,
 }
 
@@ -142,7 +145,9 @@ impl fmt::Display for ShapeError {
                 "{needed} bytes of shared memory for the choices of all tokens, there are {available}: make it fewer \
                  tokens at a time, or fewer experts a rank"
             ),
-            Self::Overflow => f.write_str("a buffer's size does not fit"),
+            Self::Overflow => {
+                f.write_str("a token of more than 64 MiB, or more than 2^32 rows with padding")
+            }
         }
     }
 }
@@ -247,7 +252,11 @@ impl Geometry {
         let padded = (rows + local.min(rows) * (padding - 1)) / padding * padding;
         let max_rows = padded.min(local * all.next_multiple_of(padding));
         let narrow = |bytes: u64| u32::try_from(bytes).map_err(|_| ShapeError::Overflow);
-        narrow(max_rows)?;
+        // What rounds up to the padding does not wrap either.
+        narrow(max_rows + padding)?;
+        if u64::from(token_bytes) + u64::from(scale_bytes) > MAX_TOKEN_BYTES {
+            return Err(ShapeError::Overflow);
+        }
         Ok(Self {
             world: narrow(world)?,
             most_local,
@@ -424,6 +433,9 @@ mod tests {
         );
         assert!(matches!(of(&|s| s.max_tokens = 8192), ShapeError::Shared { .. }));
         assert!(matches!(of(&|s| s.padding = u32::MAX), ShapeError::Overflow));
+        let one = |s: &mut Shape| (s.firsts, s.padding) = (vec![0, 1, 2], u32::MAX);
+        assert!(matches!(of(&one), ShapeError::Overflow));
+        assert!(matches!(of(&|s| s.payload = raw(65 << 20, 0)), ShapeError::Overflow));
         for error in [entries(vec![]), of(&|s| s.max_tokens = 8192)] {
             assert!(!error.to_string().is_empty());
         }

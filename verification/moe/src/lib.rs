@@ -2,10 +2,10 @@
 //!
 //! `cuda/kernels/moe.cu` is compiled as it is, with `machine.h` in the place of the GPU. Every thread of every block of every
 //! rank takes its turn when a seed says so, stores to memory that ranks share are performed late and in any order, word by
-//! word, and shared memory holds anything at first. It is no model of a GPU: what GPUs guarantee and the kernels do not need
-//! is taken away, so that needing it is noticed.
+//! word, and shared memory holds anything at first. It is no model of a GPU: stores are weaker there than on any, loads and
+//! atomics as strong as on none.
 //!
-//! What it cannot tell: what a compiler for GPUs makes of the text, and how long anything takes.
+//! What it cannot tell: whether a fence is missing between loads, what a compiler for GPUs makes of the text, and how long anything takes.
 
 pub mod oracle;
 

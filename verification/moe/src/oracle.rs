@@ -237,9 +237,25 @@ fn experts(shape: &Shape) -> u32 {
     shape.firsts.last().copied().unwrap_or(0)
 }
 
+mod plain {
+    /// # Safety
+    ///
+    /// Without padding.
+    pub unsafe trait Plain: Copy {}
+}
+use plain::Plain;
+
+macro_rules! plain {
+    ($($type:ty),+) => {
+        // SAFETY: numbers, or structures of words that the header has without gaps.
+        $(unsafe impl Plain for $type {})+
+    };
+}
+plain!(u8, u16, u32, [u32; 4], i32, i64, f32, args::MoeControl);
+
 /// The bytes of numbers, as this machine orders them.
 #[must_use]
-pub fn bytes_of<T: Copy>(values: &[T]) -> Vec<u8> {
+pub fn bytes_of<T: Plain>(values: &[T]) -> Vec<u8> {
     // SAFETY: numbers without padding.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast::<u8>(), size_of_val(values)) }
         .to_vec()
