@@ -5,6 +5,7 @@
 //! microsecond is part of the figures. Whole rounds are measured without it. Of each round the slowest rank counts.
 
 use crate::rig::{Gpu, LIMIT};
+use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
 use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
 use immwire_cuda::moe::{Count, Exchange, Half, Rows, Tokens};
@@ -23,25 +24,6 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 const PATIENCE: Duration = Duration::from_secs(2);
 /// What is there before it is written.
 const UNTOUCHED: u8 = 0xa5;
-
-fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
-    if answer == cu::CUresult::CUDA_SUCCESS {
-        Ok(())
-    } else {
-        Err(format!("{what}: {answer:?}").into())
-    }
-}
-
-/// Makes a GPU's context current while something is done that `immwire_cuda` does not do.
-fn within<T>(gpu: &Gpu, work: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
-    // SAFETY: the context lives as long as the device; it is taken off again below.
-    call("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(gpu.device.context().cast()) })?;
-    let done = work();
-    let mut popped = ptr::null_mut();
-    // SAFETY: takes off what was put on above.
-    call("cuCtxPopCurrent", unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) })?;
-    done
-}
 
 /// Memory of a GPU for one rank, and what it holds in host memory.
 struct Buffer {
@@ -551,7 +533,7 @@ impl Graph {
     ) -> Outcome<Self> {
         let rank = &all.ranks[rank];
         let stream: cu::CUstream = rank.stream.raw().cast();
-        within(&all.gpus[rank.gpu], || {
+        within(&all.gpus[rank.gpu].device, || {
             let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
             let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
             // SAFETY: the stream is alive, and nobody else captures it; so below.
@@ -571,7 +553,7 @@ impl Graph {
 
     fn launch(&self, all: &World<'_>, rank: usize) -> Outcome<()> {
         let rank = &all.ranks[rank];
-        within(&all.gpus[rank.gpu], || {
+        within(&all.gpus[rank.gpu].device, || {
             // SAFETY: graph and stream are alive, and so is all memory that the graph names.
             call("cuGraphLaunch", unsafe {
                 cu::cuGraphLaunch(self.ready, rank.stream.raw().cast())
@@ -612,7 +594,7 @@ struct Stamps {
 
 impl Stamps {
     fn new(gpu: &Gpu, count: usize) -> Outcome<Self> {
-        let function = within(gpu, || {
+        let function = within(&gpu.device, || {
             let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
             // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
             unsafe {

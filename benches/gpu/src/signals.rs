@@ -90,7 +90,7 @@ fn spread(mut all: Vec<i64>) -> Value {
     })
 }
 
-fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
+pub(crate) fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
     if answer == cu::CUresult::CUDA_SUCCESS {
         Ok(())
     } else {
@@ -99,7 +99,7 @@ fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
 }
 
 /// Makes a GPU's context current while `f` runs.
-fn within<T>(device: &Device, f: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
+pub(crate) fn within<T>(device: &Device, f: impl FnOnce() -> Outcome<T>) -> Outcome<T> {
     // SAFETY: the context lives while `device` does; what is pushed is popped.
     call("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(device.context().cast()) })?;
     let done = f();
