@@ -78,8 +78,8 @@ typedef struct immwire_moe_report {
   uint32_t token;
   uint32_t choice;
   int32_t index;
-  uint32_t rows_left_out; /* the epoch in which more rows came than there is room for */
-  uint32_t tokens_left_out; /* the epoch in which there were more than max_tokens */
+  uint32_t rows_left_out; /* the epoch in which more rows came than there is room for, or than have results */
+  uint32_t tokens_left_out; /* the epoch in which there were more than there may be */
   uint32_t reserved[2];
 } immwire_moe_report;
 
@@ -100,7 +100,7 @@ typedef struct immwire_moe_args {
   uint64_t report;      /* immwire_moe_report */
   uint64_t plan;        /* [world * max_tokens][plan_stride] */
   uint64_t masks;       /* uint32_t[max_tokens]: which ranks each token of this rank went to */
-  uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: see tokens */
+  uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: as many as tokens says */
   uint64_t x;           /* [tokens][token_bytes], or [tokens][values] of 16 bits where the kernel quantises */
   uint64_t scales;      /* [tokens][scale_bytes]; 0 where the kernel quantises */
   uint64_t indices;     /* [tokens][top_k] */
@@ -122,12 +122,12 @@ typedef struct immwire_moe_args {
   uint32_t world;
   uint32_t top_k;
   uint32_t max_tokens;
-  uint32_t tokens;
+  uint32_t tokens;      /* no more than these, whatever lies at tokens_at */
   uint32_t token_bytes; /* a multiple of 16, not 0 */
   uint32_t scale_bytes; /* a multiple of 4 */
   uint32_t values;      /* a multiple of 8, where the kernel quantises of 16 */
   uint32_t padding;     /* not 0 */
-  uint32_t rows;        /* room in rows_x */
+  uint32_t rows;        /* room in rows_x; for combine, rows in y */
   uint32_t flags;
 } immwire_moe_args;
 

@@ -507,7 +507,7 @@ struct Quantised {
 template <typename PAYLOAD>
 __device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present) {
   const uint32_t given = args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
-  const uint32_t tokens = min(given, args.max_tokens);
+  const uint32_t tokens = min(min(given, args.tokens), args.max_tokens);
   if (given > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
   const uint32_t last_warp = blockDim.x / WARP - 1;
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < args.world) {
@@ -833,7 +833,7 @@ __device__ uint4 pack(const float (&values)[8]) {
 
 // Sends, for each token received, the weighted sum of its rows.
 template <typename FORMAT>
-__device__ void send_results(const Args &args, Fixed &fixed, uint32_t present) {
+__device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
   const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
   const uint32_t warps = blockDim.x / WARP;
   uint32_t turn = 0;
@@ -849,8 +849,9 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t present) {
         row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
         weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
       }
-      const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
-      if (row != IMMWIRE_MOE_NO_ROW) {
+      const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
+      if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
+      if (row < args.rows) {
         const uint32_t place = __popc(has & ranks_below(lane));
         fixed.row[turn][i][place] = row;
         fixed.weight[turn][i][place] = weight;
@@ -946,7 +947,7 @@ __device__ void combine(const Args &args) {
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_RESULTS);
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
-  if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), present);
+  if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), epoch, present);
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   if (blockIdx.x == 0 && threadIdx.x == 0) {
     // The next round's dispatch reads these, and no block of this launch does.

@@ -192,6 +192,17 @@ impl Device {
         }
     }
 
+    /// Waits until all that was given to the GPU's primary context is done, whoever gave it: as long as that takes.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers: that the GPU has failed, too.
+    pub fn synchronize(&self) -> Result<(), Error> {
+        let _current = self.enter()?;
+        // SAFETY: the context is current.
+        check("cuCtxSynchronize", unsafe { cu::cuCtxSynchronize() })
+    }
+
     /// The primary context, a `CUcontext`, for calls of CUDA's that this crate does not make. Valid while this lives.
     #[must_use]
     pub fn context(&self) -> *mut c_void {

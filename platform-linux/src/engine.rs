@@ -18,7 +18,7 @@ use immwire_core::mailbox::{Geometry, USER_COUNTERS};
 use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::{LivenessConfig, PeerState};
 use immwire_core::plan::{self, PlanLimits};
-use immwire_core::region::Rights;
+use immwire_core::region::{MrDesc, Rights};
 use immwire_core::wake::Ticket;
 use immwire_core::wire::NetAddr;
 
@@ -31,7 +31,7 @@ use crate::error::{
 };
 use crate::gate::{Gates, StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
-use crate::provider::{NicInfo, NicLimits, Provider, RegisterError};
+use crate::provider::{NicInfo, NicLimits, Provider, RegisterError, Window};
 use crate::region::{CloseError, Region, Registry};
 use crate::request::{
     Checked, PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets,
@@ -791,6 +791,25 @@ impl TransferEngine {
         // SAFETY: our caller's promise; the borrowing ends here.
         let stream = unsafe { self.inner.registry.stream(ordinal, stream) }?;
         self.inner.gates.hold(&stream, counter, writes, timeout)
+    }
+
+    /// As [`Memory::stream`](crate::provider::Memory::stream).
+    ///
+    /// # Safety
+    ///
+    /// As there.
+    pub(crate) unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.inner.registry.stream(ordinal, stream) }
+    }
+
+    /// As [`Memory::window`](crate::provider::Memory::window).
+    pub(crate) fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
+        self.inner.registry.window(peer, dst, ordinal)
     }
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.

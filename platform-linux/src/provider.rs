@@ -242,6 +242,26 @@ pub struct Receipt(pub heapless::Vec<u8, MAX_RECEIPT_BYTES>);
 #[error("it is not known what arrived over the broken path")]
 pub struct Unfenced;
 
+/// A peer's region of GPU memory, as kernels of one of our GPUs reach it. The memory stays until this is dropped, also when its
+/// owner has given it back, or is gone: then nobody reads there any more.
+#[derive(Debug, Clone)]
+pub struct Window {
+    address: u64,
+    _opened: Arc<immwire_cuda::Opened>,
+}
+
+impl Window {
+    pub(crate) const fn new(address: u64, opened: Arc<immwire_cuda::Opened>) -> Self {
+        Self { address, _opened: opened }
+    }
+
+    /// What stands for the region's first byte.
+    #[must_use]
+    pub const fn address(&self) -> u64 {
+        self.address
+    }
+}
+
 /// Registration of memory, from any thread and off the data path.
 pub trait Memory: Send + Sync + 'static {
     /// Memory that peers on this host can map, zeroed.
@@ -340,6 +360,13 @@ pub trait Memory: Send + Sync + 'static {
     ) -> Result<immwire_cuda::Stream, RegisterError> {
         let _ = stream;
         Err(RegisterError::NoGpu { ordinal })
+    }
+
+    /// Where kernels of GPU `ordinal` reach a peer's region, once something was written there from here. `None`: nothing was,
+    /// it was withdrawn, or it is not memory that may be reached so.
+    fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
+        let _ = (peer, dst, ordinal);
+        None
     }
 
     /// Whether pages from one region to another may be handed over in runs, where the NICs take any.

@@ -11,9 +11,10 @@ use std::ptr::NonNull;
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
+use immwire_core::id::PeerId;
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
 
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
 use crate::sync::{Counted, Mutex, Uncounted, lock};
 
 /// A range of registered memory. Cloning it is cheap.
@@ -286,6 +287,11 @@ impl Registry {
     /// As [`Memory::pin`].
     pub(crate) fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
         self.memory.pin(bytes)
+    }
+
+    /// As [`Memory::window`].
+    pub(crate) fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
+        self.memory.window(peer, dst, ordinal)
     }
 
     /// # Safety

@@ -186,7 +186,7 @@ impl<'a> World<'a> {
             match way {
                 Way::Out => {
                     let tokens = Tokens {
-                        count: Count::At(set.count.at()),
+                        count: Count::At { address: set.count.at(), most: self.shape.max_tokens },
                         x: set.x.at(),
                         scales: set.scales.at(),
                         indices: set.indices.at(),
@@ -207,7 +207,8 @@ impl<'a> World<'a> {
                 Way::Back => {
                     // SAFETY: as above.
                     unsafe {
-                        rank.exchange.combine(&rank.stream, *half, set.y.at(), set.out.at())?;
+                        let (y, out) = (set.y.at(), set.out.at());
+                        rank.exchange.combine(&rank.stream, *half, y, self.rows, out)?;
                     }
                 }
             }

@@ -45,7 +45,12 @@ pub enum Count {
     /// So many.
     Here(u32),
     /// As many as the `u32` at this address of the GPU's memory says when the launch starts.
-    At(u64),
+    At {
+        /// Where.
+        address: u64,
+        /// For how many there is memory. More are left out, and reported.
+        most: u32,
+    },
 }
 
 /// This rank's tokens, by addresses that the GPU reaches.
@@ -288,7 +293,7 @@ impl Exchange {
         }
         let (count, tokens_at) = match tokens.count {
             Count::Here(count) => (count, 0),
-            Count::At(address) => (0, address),
+            Count::At { address, most } => (most, address),
         };
         aligned("the number of tokens", tokens_at, 4)?;
         let mut flags = half.flags();
@@ -316,12 +321,12 @@ impl Exchange {
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
     /// rank's own tokens' results to `out`, zeros for tokens that chose nobody.
     ///
-    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read. `out` is `[tokens][values]`.
+    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read, and rows behind its end count as zeros, and
+    /// are reported. `out` is `[tokens][values]`.
     ///
     /// # Safety
     ///
-    /// As for [`Exchange::dispatch`]: `y` has all rows of the dispatch before it, and is not written, and `out` not used, until the launch
-    /// has ended.
+    /// As for [`Exchange::dispatch`]: `y` has so many rows, and is not written, and `out` not used, until the launch has ended.
     ///
     /// # Errors
     ///
@@ -331,11 +336,12 @@ impl Exchange {
         stream: &Stream,
         half: Half,
         y: u64,
+        rows: u32,
         out: u64,
     ) -> Result<(), Error> {
         aligned("results", y, 16)?;
         aligned("sums", out, 16)?;
-        let args = MoeArgs { y, out, flags: half.flags(), ..self.args };
+        let args = MoeArgs { y, rows, out, flags: half.flags(), ..self.args };
         // SAFETY: our caller's promise.
         unsafe {
             let shared = self.geometry.combine_shared_bytes;

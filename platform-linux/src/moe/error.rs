@@ -149,6 +149,20 @@ pub enum MoeError {
     /// The engine does not count.
     #[error("{0}")]
     Count(CountError),
+    /// What the driver of the GPUs answered, or why there can be no such exchange among them.
+    #[error("{0}")]
+    Gpu(#[from] immwire_cuda::Error),
+    /// Our GPU's kernels cannot write to a rank's inbox.
+    #[error(
+        "GPU {gpu} does not reach the inbox of rank {rank}: both engines need gpus and shared memory, on one host, and the GPUs \
+         a link (`nvidia-smi topo -p2p w`)"
+    )]
+    NotReached {
+        /// The rank.
+        rank: u32,
+        /// Our GPU.
+        gpu: u32,
+    },
     /// No counter is free.
     #[error("{0}")]
     Counter(#[from] CounterTaken),

@@ -65,39 +65,32 @@
 use std::num::NonZeroU32;
 use std::ops::Range;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use immwire_core::id::PeerId;
-use immwire_core::imm::ImmTag;
 use immwire_core::moe::{
     Arrival, Chunk, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
     TableShape, Vector, padded_offsets,
 };
-use immwire_core::peer::PeerState;
-use immwire_core::region::MrDesc;
 
-use crate::counter::{Expected, ImmCounter};
+use self::others::{Circle, Others, Own, Until, digest};
 use crate::engine::TransferEngine;
-use crate::error::{CountError, PeerError, SubmitError};
 use crate::region::Region;
-use crate::request::SingleWrite;
-use crate::transfer::Transfer;
 
 pub use error::{MoeError, SeatError};
+pub use gpu::{GpuAllToAll, GpuConfig, GpuJoining};
 pub use number::Format;
 pub use seat::Seat;
 
 mod error;
+mod gpu;
 mod number;
+mod others;
 mod seat;
 #[cfg(test)]
 mod tests;
 
 /// Chunks from each rank for which there is room: one that is read, and one that comes already.
 const DEPTH: NonZeroU32 = NonZeroU32::MIN.saturating_add(1);
-
-/// How long is waited before it is looked whether those that are missing are gone.
-const GLANCE: Duration = Duration::from_millis(20);
 
 /// What an exchange is made for; the same at every rank but for `rank`.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -173,22 +166,12 @@ struct Places {
 /// An exchange whose buffers are there, and which waits to be told of the others.
 #[derive(Debug)]
 pub struct Joining {
-    engine: TransferEngine,
     config: Config,
     sizes: Sizes,
     places: Places,
     inbox: Region,
     outbox: Region,
-    counters: [ImmCounter; 2],
-}
-
-/// Another rank.
-#[derive(Debug)]
-struct Peer {
-    rank: u32,
-    id: PeerId,
-    inbox: MrDesc,
-    tags: [ImmTag; 2],
+    own: Own,
 }
 
 /// What one rank's tokens chose in this round, and where their rows lie here.
@@ -203,21 +186,15 @@ struct Source {
 /// Dispatch and combine among ranks, in host memory.
 #[derive(Debug)]
 pub struct AllToAll {
-    engine: TransferEngine,
+    others: Others,
     config: Arc<Config>,
     sizes: Sizes,
     places: Places,
     chunks: Chunks,
     inbox: Region,
     outbox: Region,
-    counters: [ImmCounter; 2],
-    /// All ranks but this one, from the next one on.
-    peers: Vec<Peer>,
-    expected: Vec<Expected>,
-    sent: Vec<(u32, Transfer)>,
     turn: Turn,
     round: u64,
-    step: u64,
     sources: Vec<Source>,
     counts: Vec<u32>,
     offsets: Vec<u32>,
@@ -254,13 +231,12 @@ impl AllToAll {
         let outbox = back.and_then(|back| out.max(back).checked_add(sizes.table_bytes));
         let bytes = |len: u64| usize::try_from(len).unwrap_or(usize::MAX).max(1);
         Ok(Joining {
-            engine: engine.clone(),
             config: config.clone(),
             sizes,
             places,
             inbox: engine.alloc(bytes(places.len))?,
             outbox: engine.alloc(bytes(outbox.unwrap_or(u64::MAX)))?,
-            counters: [engine.counter()?, engine.counter()?],
+            own: Own::new(engine, rank)?,
         })
     }
 
@@ -294,7 +270,7 @@ impl AllToAll {
         self.is_turn(Turn::Dispatch)?;
         let count = self.check_tokens(tokens)?;
         self.turn = Turn::Over;
-        self.run_dispatch(tokens, count, rows, until).inspect_err(|_| self.stop())?;
+        self.run_dispatch(tokens, count, rows, until).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Combine;
         Ok(Received { counts: &self.counts, offsets: &self.offsets })
     }
@@ -318,7 +294,7 @@ impl AllToAll {
         let tokens = self.own().map_or(0, |own| own.tokens);
         exact("out", out.len(), index(tokens) * row)?;
         self.turn = Turn::Over;
-        self.run_combine(y, out, until).inspect_err(|_| self.stop())?;
+        self.run_combine(y, out, until).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Dispatch;
         self.round += 1;
         Ok(())
@@ -356,13 +332,6 @@ impl AllToAll {
         Ok(count)
     }
 
-    /// A round has failed: what is under way is stopped, and ends by itself.
-    fn stop(&mut self) {
-        for (_, transfer) in self.sent.drain(..) {
-            transfer.cancel();
-        }
-    }
-
     // ---- the way out ----
 
     fn run_dispatch(
@@ -377,7 +346,7 @@ impl AllToAll {
             let chunk = self.chunks.get(self.round, at, count)?;
             self.send_tokens(tokens, &chunk, until)?;
             // With the first chunk come the tables.
-            self.arrive("dispatch", at, if at == 0 { 2 } else { 1 }, until)?;
+            self.others.arrive("dispatch", at, if at == 0 { 2 } else { 1 }, until)?;
             if at == 0 {
                 self.read_tables()?;
                 self.lay_out()?;
@@ -430,8 +399,8 @@ impl AllToAll {
         self.outbox.write(0, &self.bytes)?;
         let len = self.bytes.len() as u64;
         let at = self.table_at(rank);
-        for peer in 0..self.peers.len() {
-            self.write(peer, 0, at, len, until)?;
+        for peer in 0..self.others.len() {
+            self.others.write(peer, (&self.outbox, 0), at, len, until)?;
         }
         Ok(())
     }
@@ -461,8 +430,8 @@ impl AllToAll {
         let stride = self.sizes.dispatch_row_bytes;
         let to = self.tokens_at(config.rank, chunk.slot);
         let mut at = self.sizes.table_bytes;
-        for peer in 0..self.peers.len() {
-            let local = placement.experts_of(self.peers[peer].rank);
+        for peer in 0..self.others.len() {
+            let local = placement.experts_of(self.others.rank(peer));
             let first = at;
             for token in part.tokens_at(local) {
                 let token = index(chunk.tokens.start + token);
@@ -471,7 +440,7 @@ impl AllToAll {
                 self.outbox.write(at + token_bytes as u64, scales)?;
                 at += stride;
             }
-            self.write(peer, first, to, at - first, until)?;
+            self.others.write(peer, (&self.outbox, first), to, at - first, until)?;
         }
         Ok(())
     }
@@ -479,8 +448,8 @@ impl AllToAll {
     fn read_tables(&mut self) -> Result<(), MoeError> {
         let (table, epoch) = (self.table(), self.epoch());
         let experts = self.config.firsts.last().copied().unwrap_or(0);
-        for peer in 0..self.peers.len() {
-            let rank = self.peers[peer].rank;
+        for peer in 0..self.others.len() {
+            let rank = self.others.rank(peer);
             let at = self.table_at(rank);
             // The largest is there whatever its head says; the core says how much of it counts.
             self.bytes.resize(index_of(self.sizes.table_bytes), 0);
@@ -586,7 +555,7 @@ impl AllToAll {
     fn run_combine(&mut self, y: &[u8], out: &mut [u8], until: Until) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
             self.send_results(y, at, until)?;
-            self.arrive("combine", at, 1, until)?;
+            self.others.arrive("combine", at, 1, until)?;
             self.take_results(y, at, out)?;
         }
         Ok(())
@@ -600,8 +569,8 @@ impl AllToAll {
 
     fn send_results(&mut self, y: &[u8], at: u32, until: Until) -> Result<(), MoeError> {
         let mut from = self.sizes.table_bytes;
-        for peer in 0..self.peers.len() {
-            let (first, rank) = (from, self.peers[peer].rank);
+        for peer in 0..self.others.len() {
+            let (first, rank) = (from, self.others.rank(peer));
             let config = &self.config;
             let placement = Placement::new(&config.firsts)?;
             let mine = placement.experts_of(config.rank);
@@ -624,7 +593,7 @@ impl AllToAll {
             padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
             let start = self.starts.get(index(config.rank)).copied().unwrap_or(0);
             let to = self.results_at(chunk.slot) + u64::from(start) * self.sizes.combine_row_bytes;
-            self.write(peer, first, to, from - first, until)?;
+            self.others.write(peer, (&self.outbox, first), to, from - first, until)?;
         }
         Ok(())
     }
@@ -672,110 +641,13 @@ impl AllToAll {
         self.total = total;
         Ok(())
     }
-
-    // ---- one step: so many writes to everybody, as many from everybody ----
-
-    /// Writes part of the outbox to a peer, as one of this step's writes; also if it has no bytes.
-    fn write(
-        &mut self,
-        peer: usize,
-        from: u64,
-        to: u64,
-        len: u64,
-        until: Until,
-    ) -> Result<(), MoeError> {
-        let Some(peer) = self.peers.get(peer) else { return Ok(()) };
-        let [even, odd] = peer.tags;
-        let tag = if self.step.is_multiple_of(2) { even } else { odd };
-        loop {
-            let submitted = if len == 0 {
-                self.engine.submit_imm(peer.id, tag, 1)
-            } else {
-                self.engine.submit_single_write(&SingleWrite {
-                    peer: peer.id,
-                    src: &self.outbox,
-                    src_offset: from,
-                    dst: &peer.inbox,
-                    dst_offset: to,
-                    len,
-                    imm: Some(tag),
-                })
-            };
-            match submitted {
-                Ok(transfer) => {
-                    self.sent.push((peer.rank, transfer));
-                    return Ok(());
-                }
-                Err(SubmitError::Full { .. }) if self.engine.wait_capacity(until.left()) => {}
-                Err(error) => return Err(MoeError::Submit { rank: peer.rank, error }),
-            }
-        }
-    }
-
-    /// Ends a step: waits for the same number of writes from each rank, and until what was sent is no longer read.
-    fn arrive(
-        &mut self,
-        phase: &'static str,
-        chunk: u32,
-        writes: u64,
-        until: Until,
-    ) -> Result<(), MoeError> {
-        let late = |ranks| MoeError::Late { phase, chunk, ranks, after: until.timeout };
-        for expected in &mut self.expected {
-            expected.writes = writes;
-        }
-        let [even, odd] = &self.counters;
-        let counter = if self.step.is_multiple_of(2) { even } else { odd };
-        while !self.peers.is_empty() {
-            let left = until.left();
-            let missing = match counter.wait_from(&self.expected, left.min(GLANCE)) {
-                Ok(()) => break,
-                Err(CountError::Timeout { peers, .. }) => peers,
-                Err(error) => return Err(MoeError::Count(error)),
-            };
-            let mut ranks = Vec::new();
-            for (peer, share) in self.peers.iter().zip(missing) {
-                if share.arrived < writes {
-                    ranks.push(peer.rank);
-                    gone(&self.engine, peer)?;
-                }
-            }
-            if left.is_zero() {
-                ranks.sort_unstable();
-                return Err(late(ranks));
-            }
-        }
-        for (rank, transfer) in &self.sent {
-            let end = transfer.wait(until.left()).map_err(|_| late(vec![*rank]))?;
-            end.ok().map_err(|error| MoeError::Write { rank: *rank, error })?;
-        }
-        self.sent.clear();
-        self.step += 1;
-        Ok(())
-    }
-}
-
-/// Whether a peer is known to be gone.
-fn gone(engine: &TransferEngine, peer: &Peer) -> Result<(), MoeError> {
-    let error = match engine.peer_state(peer.id) {
-        Some(PeerState::Down(reason)) => PeerError::Down { peer: peer.id, reason },
-        None => PeerError::Unknown { peer: peer.id },
-        Some(_) => return Ok(()),
-    };
-    Err(MoeError::Gone { rank: peer.rank, error })
 }
 
 impl Joining {
     /// What the other ranks need.
     #[must_use]
     pub fn seat(&self) -> Seat {
-        let [even, odd] = &self.counters;
-        Seat {
-            address: self.engine.address().clone(),
-            inbox: self.inbox.desc(),
-            tags: [even.tag(), odd.tag()],
-            digest: self.config.digest(),
-        }
+        self.own.seat(&self.inbox, self.config.digest())
     }
 
     /// Connects to the others, of whose ranks `seats` are, this one's included.
@@ -784,44 +656,13 @@ impl Joining {
     ///
     /// [`MoeError`] names the rank that does not fit, or cannot be reached in time.
     pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<AllToAll, MoeError> {
-        let until = Until::new(timeout);
-        let placement = Placement::new(&self.config.firsts)?;
-        let (world, rank) = (placement.world(), self.config.rank);
-        if seats.len() != index(world) {
-            return Err(MoeError::Seats { found: seats.len(), world });
-        }
-        let digest = self.config.digest();
-        let mut peers = Vec::new();
-        for (other, seat) in (0..).zip(seats).filter(|(other, _)| *other != rank) {
-            if seat.digest != digest || seat.inbox.len < self.places.len {
-                return Err(MoeError::OtherShape { rank: other });
-            }
-            let reach = |error| MoeError::Reach { rank: other, error };
-            let id = self.engine.add_peer(&seat.address).map_err(reach)?;
-            peers.push(Peer { rank: other, id, inbox: seat.inbox, tags: seat.tags });
-        }
-        // Everybody begins with the next one: the first writes of all do not go to one rank.
-        let lower = peers.iter().take_while(|peer| peer.rank < rank).count();
-        peers.rotate_left(lower);
-        for peer in &peers {
-            self.engine.wait_peer(peer.id, until.left()).map_err(|error| match error {
-                PeerError::Timeout { .. } => MoeError::Late {
-                    phase: "set-up",
-                    chunk: 0,
-                    ranks: vec![peer.rank],
-                    after: timeout,
-                },
-                error => MoeError::Gone { rank: peer.rank, error },
-            })?;
-        }
-        let local = placement.experts_of(rank).len();
-        Ok(AllToAll::new(self, peers, index(world), local))
-    }
-}
-
-impl AllToAll {
-    fn new(joining: Joining, peers: Vec<Peer>, world: usize, local: usize) -> Self {
-        let Joining { engine, config, sizes, places, inbox, outbox, counters } = joining;
+        let Self { config, sizes, places, inbox, outbox, own } = self;
+        let placement = Placement::new(&config.firsts)?;
+        let world = placement.world();
+        let circle = Circle { world, digest: config.digest(), inbox_bytes: places.len };
+        let others = own.join(seats, &circle, Until::new(timeout))?;
+        let local = placement.experts_of(config.rank).len();
+        let world = index(world);
         let choices = index(config.max_tokens) * index(config.top_k);
         let source = |_| Source {
             tokens: 0,
@@ -829,13 +670,10 @@ impl AllToAll {
             weights: vec![0.0; choices].into(),
             rows: vec![0; choices].into(),
         };
-        Self {
+        Ok(AllToAll {
             chunks: Chunks::new(config.max_tokens, config.chunk_tokens, DEPTH),
-            expected: peers.iter().map(|peer| Expected { peer: peer.id, writes: 0 }).collect(),
-            sent: Vec::with_capacity(2 * peers.len()),
             turn: Turn::Dispatch,
             round: 0,
-            step: 0,
             sources: (0..world).map(source).collect(),
             counts: vec![0; local],
             offsets: vec![0; local + 1],
@@ -846,15 +684,13 @@ impl AllToAll {
             bytes: Vec::new(),
             sum: vec![0.0; index(config.hidden)],
             total: vec![0.0; index(config.hidden)],
-            engine,
+            others,
             config: Arc::new(config),
             sizes,
             places,
             inbox,
             outbox,
-            counters,
-            peers,
-        }
+        })
     }
 }
 
@@ -934,7 +770,7 @@ impl Config {
         }
     }
 
-    /// Tells two configurations apart that cannot work together (FNV-1a of all but the rank).
+    /// Tells two configurations apart that cannot work together: of all but the rank.
     fn digest(&self) -> u64 {
         let format = if self.format == Format::Bf16 { 0 } else { 1 };
         let numbers = [
@@ -947,10 +783,7 @@ impl Config {
             self.padding.get(),
             self.chunk_tokens.get(),
         ];
-        let bytes = numbers.iter().chain(&self.firsts).flat_map(|number| number.to_le_bytes());
-        bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
-            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
-        })
+        digest(numbers.iter().chain(&self.firsts))
     }
 }
 
@@ -964,23 +797,6 @@ impl Places {
             (Some(dispatch), Some(combine), Some(len)) => Ok(Self { dispatch, combine, len }),
             _ => Err(SizesError::Overflow.into()),
         }
-    }
-}
-
-/// When a call has to be over.
-#[derive(Debug, Clone, Copy)]
-struct Until {
-    begun: Instant,
-    timeout: Duration,
-}
-
-impl Until {
-    fn new(timeout: Duration) -> Self {
-        Self { begun: Instant::now(), timeout }
-    }
-
-    fn left(&self) -> Duration {
-        self.timeout.saturating_sub(self.begun.elapsed())
     }
 }
 

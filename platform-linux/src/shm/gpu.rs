@@ -32,6 +32,7 @@ use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;
 use immwire_core::id::Time;
 use immwire_core::plan::RunLayout;
+use immwire_core::region::MrDesc;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Copier, Device, Error, Event, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory,
@@ -40,7 +41,7 @@ use immwire_cuda::{
 
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
-use crate::provider::Sink;
+use crate::provider::{Sink, Window};
 
 /// Queues of each GPU: one launch begins while another ends.
 const QUEUES: usize = 2;
@@ -203,7 +204,7 @@ impl Described {
 struct Way {
     address: u64,
     /// Keeps it so. `None`: the region is of this process, and its owner's rules keep it.
-    _opened: Option<Opened>,
+    opened: Option<Arc<Opened>>,
 }
 
 /// A peer's region that our GPUs write to.
@@ -216,6 +217,8 @@ pub(super) struct Reached {
     len: u64,
     /// The one of our GPUs that has the memory.
     home: Option<usize>,
+    /// It stays what it is until the last of those who opened it has closed it, whatever its owner does.
+    outlives_owner: bool,
     /// By index of our GPU.
     ways: Vec<Option<Way>>,
     /// Claims on it.
@@ -246,12 +249,12 @@ impl Reached {
             if same_process && matches!(received, Received::Handle(_)) {
                 let owner = &known.devices.get(home?)?.device;
                 device.reach(owner).ok()?;
-                return Some(Way { address: described.base, _opened: None });
+                return Some(Way { address: described.base, opened: None });
             }
             match Opened::new(device, received, described.whole) {
                 Ok(opened) => {
                     let address = opened.address().checked_add(offset)?;
-                    Some(Way { address, _opened: Some(opened) })
+                    Some(Way { address, opened: Some(Arc::new(opened)) })
                 }
                 Err(why) => {
                     tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
@@ -265,6 +268,7 @@ impl Reached {
             base: described.base,
             len: described.len,
             home,
+            outlives_owner: matches!(received, Received::File(_)),
             ways: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
@@ -297,13 +301,14 @@ impl Reached {
         let pinned = pinned
             .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
             .ok()?;
-        let way = |_: &One| Some(Way { address, _opened: None });
+        let way = |_: &One| Some(Way { address, opened: None });
         Some(Self {
             link: Arc::clone(link),
             key,
             base,
             len: bytes as u64,
             home: None,
+            outlives_owner: false,
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
             is_held: false,
@@ -317,6 +322,13 @@ impl Reached {
         let offset = dst.checked_sub(self.base)?;
         let end = offset.checked_add(len)?;
         if end <= self.len { way.address.checked_add(offset) } else { None }
+    }
+
+    /// Where kernels of one of our GPUs reach the region, for as long as they like: only what outlives its owner.
+    pub(super) fn window(&self, gpu: usize, region: &MrDesc) -> Option<Window> {
+        let way = self.ways.get(gpu)?.as_ref().filter(|_| self.outlives_owner)?;
+        let address = self.address(gpu, region.base, region.len)?;
+        Some(Window::new(address, Arc::clone(way.opened.as_ref()?)))
     }
 
     /// Claims the region; `false`: it was withdrawn. Ends with [`Reached::leave`].

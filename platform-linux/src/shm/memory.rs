@@ -24,7 +24,7 @@ use std::num::NonZeroU32;
 use std::os::fd::OwnedFd;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use immwire_core::hazard::{self, NO_KEY};
@@ -35,12 +35,12 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Known, Shared};
+use super::gpu::{Described, Kind, Known, Reached, Shared};
 use super::handshake::Message;
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
 fn key_of(id: u32, generation: NonZeroU32, kind: Kind) -> u64 {
@@ -65,6 +65,8 @@ pub(super) struct Link {
     process: Option<OwnedFd>,
     /// We have ended the session. What the peer may be in the middle of is still awaited.
     closed: AtomicBool,
+    /// Its regions of GPU memory that were opened, by key. The session keeps them.
+    reached: Mutex<Vec<(u64, Weak<Reached>)>>,
 }
 
 impl Link {
@@ -73,7 +75,14 @@ impl Link {
         let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
         // A number that was dealt anew while we looked would be of a peer that is gone.
         let process = process.filter(|_| !socket::is_gone(&socket));
-        Self { peer, segment, socket, process, closed: AtomicBool::new(false) }
+        Self {
+            peer,
+            segment,
+            socket,
+            process,
+            closed: AtomicBool::new(false),
+            reached: Mutex::default(),
+        }
     }
 
     /// Whether no GPU writes for the peer any more because the kernel has let go of all that was its.
@@ -94,6 +103,13 @@ impl Link {
         if let Some(message) = Message::Kick.encode(&mut bytes).and_then(|len| bytes.get(..len)) {
             let _ = socket::send(&self.socket, message, None);
         }
+    }
+
+    /// Lists a region of the peer's that was opened.
+    pub(super) fn has_reached(&self, key: u64, reached: &Arc<Reached>) {
+        let mut all = lock(&self.reached);
+        all.retain(|(_, reached)| reached.strong_count() > 0);
+        all.push((key, Arc::downgrade(reached)));
     }
 
     fn withdraw(&self, id: u32) {
@@ -457,6 +473,19 @@ impl Memory for ShmMemory {
         let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
         // SAFETY: our caller's promise.
         Ok(unsafe { Stream::borrow(&gpu.device, stream) })
+    }
+
+    fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
+        let (gpu, _) = self.gpus.as_ref()?.by_ordinal(ordinal)?;
+        let key = dst.keys.get(0)?;
+        let links = lock(&self.links);
+        let mut open =
+            links.iter().filter(|link| link.peer == peer && !link.closed.load(Ordering::Relaxed));
+        let reached = open.find_map(|link| {
+            let all = lock(&link.reached);
+            all.iter().find(|(known, _)| *known == key)?.1.upgrade()
+        })?;
+        reached.window(usize::from(gpu), dst)
     }
 
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {

@@ -889,9 +889,10 @@ impl Session {
                 .and_then(|(received, gpus)| {
                     Reached::device(gpus, link, key, &region, received, same)
                 })
-                .map_or(Target::Refused { key }, |reached| Target::Gpu {
-                    key,
-                    reached: Arc::new(reached),
+                .map_or(Target::Refused { key }, |reached| {
+                    let reached = Arc::new(reached);
+                    link.has_reached(key, &reached);
+                    Target::Gpu { key, reached }
                 }),
             Answer::Refused => Target::Refused { key },
         };

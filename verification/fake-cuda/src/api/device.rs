@@ -207,6 +207,17 @@ calls! {
         Ok(())
     }
 
+    fn cuCtxSynchronize() {
+        let streams = {
+            let world = begin("cuCtxSynchronize");
+            world.streams_of(world.current("cuCtxSynchronize").context)
+        };
+        for stream in streams {
+            stream.wait(stream.enqueued());
+        }
+        Ok(())
+    }
+
     /// 0 if none is.
     fn cuCtxGetCurrent(context: Out<u64>) {
         drop(begin("cuCtxGetCurrent"));

@@ -12,7 +12,7 @@ mod world;
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl};
 use immwire_cuda::moe::geometry::{Number, Payload, Scales, Shape};
 use immwire_verification_moe::oracle::{Layout, Random, Tokens};
-use immwire_verification_moe::{Launch, emulate};
+use immwire_verification_moe::{Kernel, Launch, emulate};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::{Style, UNTOUCHED, World};
@@ -505,6 +505,37 @@ fn no_room() {
     run(&world, &launches, 4);
     world.check_whole(0, PLAIN);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
+
+    // Rows that have no results, and tokens that have no memory, whatever the number in memory says.
+    let mut world = World::new(&shape);
+    let tokens = (0..2)
+        .map(|_| Tokens { indices: vec![0; 3], ..world.maker().tokens(&mut random, 3) })
+        .collect();
+    world.add_turn(tokens, &mut random);
+    let style = Style { tokens_in_memory: true, ..PLAIN };
+    let launches: Vec<Launch> = (0..2)
+        .flat_map(|rank| world.launches(rank, 0, style))
+        .map(|launch| {
+            let is_combine = matches!(launch.kernel, Kernel::CombineBf16 | Kernel::CombineFp16);
+            let rows = if is_combine { 4 } else { launch.args.rows };
+            let tokens = if launch.stream == 1 { 2 } else { launch.args.tokens };
+            Launch { args: MoeArgs { rows, tokens, ..launch.args }, ..launch }
+        })
+        .collect();
+    run(&world, &launches, 5);
+    assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
+    assert_eq!((world.report(0).rows_left_out, world.report(1).rows_left_out), (1, 0));
+    world.tokens[0][1].count = 2;
+    world.tokens[0][1].indices.truncate(2);
+    let mut layout = world.round(0).layout(0, &[0, 1]);
+    world.check_rows(0, 0, &layout, style, |_| true);
+    layout.rows.retain(|_, row| *row < 4);
+    let layouts = [Some(layout), Some(world.round(0).layout(1, &[0, 1]))];
+    for rank in 0..2 {
+        for token in 0..world.tokens[0][rank].count {
+            assert_eq!(world.found(rank, 0, token), world.round(0).result(rank, token, &layouts));
+        }
+    }
 }
 
 /// Keys are different for more turns than a token has words, and none of them is poison.

@@ -236,7 +236,11 @@ impl World {
             world: g.world,
             top_k: self.shape.top_k,
             max_tokens: self.shape.max_tokens,
-            tokens: if style.tokens_in_memory { 0 } else { self.tokens[turn][rank].count },
+            tokens: if style.tokens_in_memory {
+                self.shape.max_tokens
+            } else {
+                self.tokens[turn][rank].count
+            },
             token_bytes: g.token_bytes,
             scale_bytes: g.scale_bytes,
             values: self.shape.values,

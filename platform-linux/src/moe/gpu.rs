@@ -1,0 +1,317 @@
+//! Dispatch and combine among GPUs of one host: the kernels of [`immwire_cuda::moe`], for ranks that find each other by an
+//! engine, in one process or in many.
+//!
+//! The engine is needed to set up and to start over: inboxes are memory of its ([`TransferEngine::alloc_gpu`]), which the other
+//! ranks' engines open for their GPUs. Rounds are the kernels' alone. It refuses to know what goes where (they do), and
+//! which streams there are (the caller does).
+//!
+//! # Invariants
+//!
+//! - Nobody's first round begins before all inboxes are cleared, and opened by everybody.
+//! - What other ranks' kernels write to stays while any of them may write: each keeps what it has opened.
+//! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work.
+
+use std::ffi::c_void;
+use std::ptr;
+use std::time::Duration;
+
+use immwire_cuda::moe::args::MoeReport;
+use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
+use immwire_cuda::moe::{Exchange, Half, Rows, Tokens};
+use immwire_cuda::{Event, Stream};
+
+use super::error::MoeError;
+use super::others::{Circle, Others, Own, Until, digest};
+use super::seat::Seat;
+use crate::engine::TransferEngine;
+use crate::provider::Window;
+use crate::region::Region;
+
+/// What each rank writes to the others when it joins, behind the inbox: it takes a write to open one.
+const GREETING_BYTES: u64 = 16;
+
+/// How long clearing an inbox may take.
+const CLEAR_LIMIT: Duration = Duration::from_secs(10);
+
+/// What an exchange is made for. The shape is the same at every rank.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct GpuConfig {
+    /// This rank.
+    pub rank: u32,
+    /// Its GPU: one of the engine's ([`Builder::gpus`](crate::Builder::gpus)).
+    pub gpu: u32,
+    /// Experts, tokens, and what they are made of.
+    pub shape: Shape,
+    /// SMs that a launch takes at most; 0 stands for all. All ranks of one GPU together have no more than it has.
+    pub sms: u32,
+    /// How long kernels wait for tokens, once all choices are there; twice that for results, three times for choices.
+    pub timeout: Duration,
+}
+
+/// An exchange whose buffers are there, and which waits to be told of the others.
+#[derive(Debug)]
+pub struct GpuJoining {
+    config: GpuConfig,
+    exchange: Exchange,
+    stream: Stream,
+    inbox: Region,
+    own: Own,
+}
+
+/// Dispatch and combine among GPUs.
+#[derive(Debug)]
+pub struct GpuAllToAll {
+    config: GpuConfig,
+    exchange: Exchange,
+    /// Of our own, in the way of nobody.
+    stream: Stream,
+    inbox: Region,
+    others: Others,
+    /// The other ranks' inboxes; as many as `others`.
+    _windows: Vec<Window>,
+    is_over: bool,
+}
+
+impl GpuAllToAll {
+    /// Makes the buffers of one rank, and loads the kernels. The engine needs a thread, or somebody who polls it during the calls that
+    /// take a timeout, and two counters that are free.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Gpu`]: there can be no such exchange, or the driver refused; [`MoeError::Memory`], [`MoeError::Counter`].
+    pub fn open(engine: &TransferEngine, config: &GpuConfig) -> Result<GpuJoining, MoeError> {
+        // SAFETY: the default stream, which is always there.
+        let default = unsafe { engine.stream(config.gpu, ptr::null_mut())? };
+        let stream = Stream::new(default.device())?;
+        let exchange =
+            Exchange::new(&stream, &config.shape, config.rank, config.sms, config.timeout)?;
+        let geometry = exchange.geometry();
+        let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
+        let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
+        let own = Own::new(engine, config.rank)?;
+        let joining = GpuJoining { config: config.clone(), exchange, stream, inbox, own };
+        clear(&joining.exchange, &joining.stream, &joining.inbox)?;
+        Ok(joining)
+    }
+
+    /// Sizes of everything.
+    #[must_use]
+    pub fn geometry(&self) -> &Geometry {
+        self.exchange.geometry()
+    }
+
+    /// What it was made for.
+    #[must_use]
+    pub const fn config(&self) -> &GpuConfig {
+        &self.config
+    }
+
+    /// Enqueues the way out: this rank's tokens to the ranks of their experts, and those of all ranks to their rows here. Waits
+    /// for nothing; some microseconds. Can be captured in a CUDA graph, and replayed.
+    ///
+    /// All ranks take turns with dispatch and combine, those without tokens too.
+    ///
+    /// # Safety
+    ///
+    /// - `stream` is a stream of the GPU's primary context (null: the default one);
+    /// - the memory of `tokens` and `rows` is as long as they say, and the GPU reaches it; until the launch has ended the former is
+    ///   not written, and the latter not used;
+    /// - all launches of this exchange are ordered one after the other: dispatch and combine in turn, of both the same halves, and
+    ///   sending before receiving, with the same arguments;
+    /// - graphs that captured a launch are not replayed once this is dropped;
+    /// - what this rank's GPU runs at the same time leaves room for all blocks of the launch.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Gpu`], [`MoeError::Over`]: nothing was enqueued.
+    pub unsafe fn dispatch(
+        &self,
+        stream: *mut c_void,
+        half: Half,
+        tokens: &Tokens,
+        rows: &Rows,
+    ) -> Result<(), MoeError> {
+        self.is_alive()?;
+        // SAFETY: our caller's promise. Ranks are connected, and their inboxes cleared, since there is an exchange (`join`),
+        // which compared their shapes; each keeps the inboxes that it writes to, and this one is kept by `self`.
+        unsafe { self.exchange.dispatch(&self.borrow(stream), half, tokens, rows)? };
+        Ok(())
+    }
+
+    /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
+    /// rank's own tokens' results to `out`, zeros for tokens that chose nobody.
+    ///
+    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read, and rows behind its end count as zeros, and
+    /// are reported. `out` is `[tokens][values]`.
+    ///
+    /// # Safety
+    ///
+    /// As for [`GpuAllToAll::dispatch`]: `y` has so many rows, and is not written, and `out` not used, until the launch has ended.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Gpu`], [`MoeError::Over`]: nothing was enqueued.
+    pub unsafe fn combine(
+        &self,
+        stream: *mut c_void,
+        half: Half,
+        y: u64,
+        rows: u32,
+        out: u64,
+    ) -> Result<(), MoeError> {
+        self.is_alive()?;
+        // SAFETY: as above.
+        unsafe { self.exchange.combine(&self.borrow(stream), half, y, rows, out)? };
+        Ok(())
+    }
+
+    /// What went wrong in the kernels until now: which ranks were late, in which round, and what was left out.
+    #[must_use]
+    pub fn report(&self) -> MoeReport {
+        self.exchange.report()
+    }
+
+    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Gpu`].
+    pub fn abort(&self) -> Result<(), MoeError> {
+        Ok(self.exchange.abort(&self.stream)?)
+    }
+
+    /// Begins with the first round again, after something went wrong: nobody is left out any more, and the report is empty. All ranks have
+    /// to call it. Waits for all that was given to this rank's GPU, and then for the others, for `timeout` in all.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`]. If a rank is gone, or does not come, the exchange is over: make a new one with those who are left.
+    pub fn start_over(&mut self, timeout: Duration) -> Result<(), MoeError> {
+        self.is_alive()?;
+        self.is_over = true;
+        let until = Until::new(timeout);
+        self.stream.device().synchronize()?;
+        // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
+        self.meet(until)?;
+        self.exchange.start_over(&self.stream)?;
+        clear(&self.exchange, &self.stream, &self.inbox)?;
+        self.meet(until)?;
+        self.is_over = false;
+        Ok(())
+    }
+
+    /// Waits until all ranks are here.
+    fn meet(&mut self, until: Until) -> Result<(), MoeError> {
+        let met = self.others.meet("set-up", until);
+        met.inspect_err(|_| self.others.stop())
+    }
+
+    fn is_alive(&self) -> Result<(), MoeError> {
+        if self.is_over { Err(MoeError::Over) } else { Ok(()) }
+    }
+
+    /// # Safety
+    ///
+    /// A stream of the GPU's primary context, for as long as the borrowing lasts.
+    unsafe fn borrow(&self, stream: *mut c_void) -> Stream {
+        // SAFETY: our caller's promise.
+        unsafe { Stream::borrow(self.stream.device(), stream) }
+    }
+}
+
+impl Drop for GpuAllToAll {
+    fn drop(&mut self) {
+        // Kernels' waits have deadlines, so this ends unless the caller's own do not.
+        if let Err(why) = self.stream.device().synchronize() {
+            tracing::warn!(%why, "a GPU that has failed is not waited for");
+        }
+    }
+}
+
+/// Clears an inbox, and waits for it.
+fn clear(exchange: &Exchange, stream: &Stream, inbox: &Region) -> Result<(), MoeError> {
+    // SAFETY: of this GPU and as long as the geometry says, at the start of an allocation of its own; no rank writes to it: they do
+    // not know it yet, or have all stopped.
+    unsafe { exchange.clear_inbox(stream, inbox.as_ptr() as u64)? };
+    let cleared = Event::new(stream.device())?;
+    cleared.record(stream)?;
+    Ok(cleared.wait(CLEAR_LIMIT)?)
+}
+
+impl GpuJoining {
+    /// What the other ranks need.
+    #[must_use]
+    pub fn seat(&self) -> Seat {
+        self.own.seat(&self.inbox, shape_digest(&self.config.shape))
+    }
+
+    /// Connects to the others, of whose ranks `seats` are, this one's included, and opens their inboxes.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError`] names the rank that does not fit, or cannot be reached, or not in time.
+    pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<GpuAllToAll, MoeError> {
+        let Self { config, mut exchange, stream, inbox, own } = self;
+        let until = Until::new(timeout);
+        let engine = own.engine().clone();
+        let geometry = exchange.geometry();
+        let circle = Circle {
+            world: geometry.world,
+            digest: shape_digest(&config.shape),
+            inbox_bytes: inbox.len(),
+        };
+        let mut others = own.join(seats, &circle, until)?;
+        let at = |rank: u32| geometry.inbox_bytes + u64::from(rank) * GREETING_BYTES;
+        let (from, to) = (at(0), at(config.rank));
+        let mut greet = || {
+            for peer in 0..others.len() {
+                others.write(peer, (&inbox, from), to, GREETING_BYTES, until)?;
+            }
+            others.arrive("set-up", 0, 1, until)
+        };
+        if let Err(error) = greet() {
+            others.stop();
+            return Err(match error {
+                MoeError::Write { rank, .. } => MoeError::NotReached { rank, gpu: config.gpu },
+                error => error,
+            });
+        }
+        let mut inboxes = vec![inbox.as_ptr() as u64; seats.len()];
+        let mut windows = Vec::with_capacity(others.len());
+        for peer in 0..others.len() {
+            let (rank, gpu) = (others.rank(peer), config.gpu);
+            let window = others.inbox(peer).and_then(|(id, desc)| engine.window(id, desc, gpu));
+            let window = window.ok_or(MoeError::NotReached { rank, gpu })?;
+            // PROOF: as many seats as ranks.
+            inboxes[rank as usize] = window.address();
+            windows.push(window);
+        }
+        exchange.connect(&inboxes)?;
+        let mut joined = GpuAllToAll {
+            config,
+            exchange,
+            stream,
+            inbox,
+            others,
+            _windows: windows,
+            is_over: false,
+        };
+        // Who cannot open an inbox does not come here: then nobody begins.
+        joined.meet(until)?;
+        Ok(joined)
+    }
+}
+
+/// Tells two shapes apart that cannot work together.
+fn shape_digest(shape: &Shape) -> u64 {
+    // Other than that of an exchange in host memory.
+    const GPU: u32 = u32::from_le_bytes(*b"GPU1");
+    let number = |number| u32::from(number == Number::Fp16);
+    let payload = match shape.payload {
+        Payload::Raw { token_bytes, scale_bytes } => [0, token_bytes, scale_bytes],
+        Payload::Fp8 { from, scales } => [1, number(from), u32::from(scales == Scales::Power)],
+    };
+    let numbers =
+        [GPU, shape.top_k, shape.max_tokens, shape.values, number(shape.results), shape.padding];
+    digest(numbers.iter().chain(&payload).chain(&shape.firsts))
+}
