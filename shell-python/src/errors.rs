@@ -265,7 +265,10 @@ pub(crate) fn moe(error: &MoeError) -> PyErr {
     let message = error.to_string();
     let one = |rank: u32| vec![rank];
     let (class, ranks) = match error {
-        MoeError::Placement(_) | MoeError::Sizes(_) | MoeError::Rank { .. } => {
+        MoeError::Placement(_)
+        | MoeError::Sizes(_)
+        | MoeError::Shape(_)
+        | MoeError::Rank { .. } => {
             return config(&message);
         }
         // Nothing was sent.
@@ -281,6 +284,7 @@ pub(crate) fn moe(error: &MoeError) -> PyErr {
         MoeError::Gone { rank, .. }
         | MoeError::Write { rank, .. }
         | MoeError::Submit { rank, .. }
+        | MoeError::NotReached { rank, .. }
         | MoeError::Reach { rank, .. } => ("RankError", one(*rank)),
         MoeError::OtherShape { rank }
         | MoeError::PeerRouting { rank, .. }

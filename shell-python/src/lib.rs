@@ -50,7 +50,7 @@ mod _immwire {
     #[pymodule_export]
     use super::engine::{TransferEngine, close_all};
     #[pymodule_export]
-    use super::moe::{AllToAll, Joining, Received};
+    use super::moe::{AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received};
     #[pymodule_export]
     use super::pages::PageIndices;
     #[pymodule_export]

@@ -77,6 +77,35 @@ pub(crate) fn lent(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
     look(object, false)
 }
 
+/// Finds memory of a GPU, perhaps of no bytes, that kernels are told of: of the object's streams nothing is asked.
+pub(crate) fn on_gpu(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> {
+    let py = object.py();
+    if let Ok(pair) = object.cast::<PyTuple>() {
+        return address(pair);
+    }
+    match object.getattr_opt(intern!(py, "__cuda_array_interface__")) {
+        Ok(Some(interface)) => return array(object, &interface),
+        Ok(None) => {}
+        // Some have the interface, but not for all element types.
+        Err(error) => {
+            let message = format!(
+                "{what}: __cuda_array_interface__ of {} raised {error}: pass a view of its bytes",
+                kind(object)
+            );
+            return Err(errors::unsupported(&message));
+        }
+    }
+    if object.hasattr(intern!(py, "__dlpack_device__"))? {
+        let (device, _): (i32, i32) =
+            object.call_method0(intern!(py, "__dlpack_device__"))?.extract()?;
+        if device == DL_CUDA {
+            return dlpack(object, true);
+        }
+    }
+    let message = format!("{what}: {} is not in GPU memory: copy it there first", kind(object));
+    Err(errors::unsupported(&message))
+}
+
 fn look(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     let py = object.py();
     if let Ok(pair) = object.cast::<PyTuple>() {
@@ -259,12 +288,23 @@ fn dlpack(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
         return Err(gpu(&kind(object)));
     }
     let asked = PyDict::new(py);
+    if device == DL_CUDA {
+        // No stream is to wait for the tensor's: whose work comes when is the caller's to say.
+        asked.set_item(intern!(py, "stream"), -1)?;
+    }
     asked.set_item(intern!(py, "max_version"), (1, 0))?;
     let export = object.getattr(intern!(py, "__dlpack__"))?;
-    let capsule = match export.call((), Some(&asked)) {
-        Err(error) if error.is_instance_of::<PyTypeError>(py) => export.call0()?,
-        answer => answer?,
-    };
+    let mut answer = export.call((), Some(&asked));
+    // What is older takes no version, or nothing.
+    for older in ["max_version", "stream"] {
+        if answer.as_ref().is_err_and(|error| error.is_instance_of::<PyTypeError>(py)) {
+            if asked.contains(older)? {
+                asked.del_item(older)?;
+            }
+            answer = export.call((), Some(&asked));
+        }
+    }
+    let capsule = answer?;
     let capsule = capsule.cast_into::<PyCapsule>()?;
     // SAFETY: a capsule of that name holds a pointer to such a struct (DLPack, "Python Specification"),
     // valid while the capsule is alive and not renamed; it is ours alone.

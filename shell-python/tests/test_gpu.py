@@ -391,8 +391,8 @@ def case_what_cannot_be_is_refused():
 CASES = [name for name in dir() if name.startswith("case_")]
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_on_the_stand_in(case, tmp_path):
+def on_the_stand_in(program, case, tmp_path):
+    """Runs one case of a program in a process of its own."""
     place = os.environ.get("IMMWIRE_FAKE_CUDA")
     assert place, "IMMWIRE_FAKE_CUDA must name the folder that verification/fake-cuda/check --place prints"
     assert (Path(place) / "libcuda.so.1").exists()
@@ -400,7 +400,7 @@ def test_on_the_stand_in(case, tmp_path):
     environment = {name: text for name, text in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     environment |= dict(LD_LIBRARY_PATH=place, IMMWIRE_FAKE_CUDA_GPUS="2", IMMWIRE_FAKE_CUDA_LOG=str(log))
     ran = subprocess.run(
-        [sys.executable, __file__, case],
+        [sys.executable, program, case],
         env=environment,
         capture_output=True,
         text=True,
@@ -410,6 +410,11 @@ def test_on_the_stand_in(case, tmp_path):
     assert ran.returncode == 0, ran.stderr
     assert ran.stdout == f"{case} holds\n"
     assert not log.exists(), log.read_text()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_stand_in(case, tmp_path):
+    on_the_stand_in(__file__, case, tmp_path)
 
 
 def test_options_that_contradict_each_other_are_refused():

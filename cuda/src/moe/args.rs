@@ -99,6 +99,17 @@ pub struct MoeReport {
     pub reserved: [u32; 2],
 }
 
+impl MoeReport {
+    /// The set of ranks of which something was late, a bit each.
+    #[must_use]
+    pub fn late(&self) -> u32 {
+        (0..MAX_RANKS).fold(0, |late, rank| {
+            let any = self.late_table[rank] | self.late_tokens[rank] | self.late_results[rank];
+            late | u32::from(any != 0) << rank
+        })
+    }
+}
+
 /// The head of a token received; its rows and weights follow.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]

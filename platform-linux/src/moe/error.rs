@@ -149,7 +149,10 @@ pub enum MoeError {
     /// The engine does not count.
     #[error("{0}")]
     Count(CountError),
-    /// What the driver of the GPUs answered, or why there can be no such exchange among them.
+    /// The shape cannot be among GPUs.
+    #[error("{0}")]
+    Shape(super::gpu::ShapeError),
+    /// What the driver of the GPUs answered.
     #[error("{0}")]
     Gpu(#[from] immwire_cuda::Error),
     /// Our GPU's kernels cannot write to a rank's inbox.

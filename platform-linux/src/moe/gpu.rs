@@ -15,10 +15,12 @@ use std::ffi::c_void;
 use std::ptr;
 use std::time::Duration;
 
-use immwire_cuda::moe::args::MoeReport;
-use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
-use immwire_cuda::moe::{Exchange, Half, Rows, Tokens};
+use immwire_cuda::moe::Exchange;
 use immwire_cuda::{Event, Stream};
+
+pub use immwire_cuda::moe::args::MoeReport;
+pub use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape, ShapeError};
+pub use immwire_cuda::moe::{Count, Half, Rows, Tokens};
 
 use super::error::MoeError;
 use super::others::{Circle, Others, Own, Until, digest};
@@ -35,7 +37,7 @@ const CLEAR_LIMIT: Duration = Duration::from_secs(10);
 
 /// What an exchange is made for. The shape is the same at every rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct GpuConfig {
+pub struct Config {
     /// This rank.
     pub rank: u32,
     /// Its GPU: one of the engine's ([`Builder::gpus`](crate::Builder::gpus)).
@@ -50,8 +52,8 @@ pub struct GpuConfig {
 
 /// An exchange whose buffers are there, and which waits to be told of the others.
 #[derive(Debug)]
-pub struct GpuJoining {
-    config: GpuConfig,
+pub struct Joining {
+    config: Config,
     exchange: Exchange,
     stream: Stream,
     inbox: Region,
@@ -60,8 +62,8 @@ pub struct GpuJoining {
 
 /// Dispatch and combine among GPUs.
 #[derive(Debug)]
-pub struct GpuAllToAll {
-    config: GpuConfig,
+pub struct AllToAll {
+    config: Config,
     exchange: Exchange,
     /// Of our own, in the way of nobody.
     stream: Stream,
@@ -72,14 +74,19 @@ pub struct GpuAllToAll {
     is_over: bool,
 }
 
-impl GpuAllToAll {
+impl AllToAll {
     /// Makes the buffers of one rank, and loads the kernels. The engine needs a thread, or somebody who polls it during the calls that
     /// take a timeout, and two counters that are free.
     ///
     /// # Errors
     ///
-    /// [`MoeError::Gpu`]: there can be no such exchange, or the driver refused; [`MoeError::Memory`], [`MoeError::Counter`].
-    pub fn open(engine: &TransferEngine, config: &GpuConfig) -> Result<GpuJoining, MoeError> {
+    /// [`MoeError::Shape`], [`MoeError::Rank`]: there can be no such exchange; [`MoeError::Gpu`]: the driver refused;
+    /// [`MoeError::Memory`], [`MoeError::Counter`].
+    pub fn open(engine: &TransferEngine, config: &Config) -> Result<Joining, MoeError> {
+        let world = Geometry::new(&config.shape).map_err(MoeError::Shape)?.world;
+        if config.rank >= world {
+            return Err(MoeError::Rank { rank: config.rank, world });
+        }
         // SAFETY: the default stream, which is always there.
         let default = unsafe { engine.stream(config.gpu, ptr::null_mut())? };
         let stream = Stream::new(default.device())?;
@@ -89,7 +96,7 @@ impl GpuAllToAll {
         let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
         let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let own = Own::new(engine, config.rank)?;
-        let joining = GpuJoining { config: config.clone(), exchange, stream, inbox, own };
+        let joining = Joining { config: config.clone(), exchange, stream, inbox, own };
         clear(&joining.exchange, &joining.stream, &joining.inbox)?;
         Ok(joining)
     }
@@ -102,7 +109,7 @@ impl GpuAllToAll {
 
     /// What it was made for.
     #[must_use]
-    pub const fn config(&self) -> &GpuConfig {
+    pub const fn config(&self) -> &Config {
         &self.config
     }
 
@@ -146,7 +153,7 @@ impl GpuAllToAll {
     ///
     /// # Safety
     ///
-    /// As for [`GpuAllToAll::dispatch`]: `y` has so many rows, and is not written, and `out` not used, until the launch has ended.
+    /// As for [`AllToAll::dispatch`]: `y` has so many rows, and is not written, and `out` not used, until the launch has ended.
     ///
     /// # Errors
     ///
@@ -219,7 +226,7 @@ impl GpuAllToAll {
     }
 }
 
-impl Drop for GpuAllToAll {
+impl Drop for AllToAll {
     fn drop(&mut self) {
         // Kernels' waits have deadlines, so this ends unless the caller's own do not.
         if let Err(why) = self.stream.device().synchronize() {
@@ -238,7 +245,7 @@ fn clear(exchange: &Exchange, stream: &Stream, inbox: &Region) -> Result<(), Moe
     Ok(cleared.wait(CLEAR_LIMIT)?)
 }
 
-impl GpuJoining {
+impl Joining {
     /// What the other ranks need.
     #[must_use]
     pub fn seat(&self) -> Seat {
@@ -250,7 +257,7 @@ impl GpuJoining {
     /// # Errors
     ///
     /// [`MoeError`] names the rank that does not fit, or cannot be reached, or not in time.
-    pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<GpuAllToAll, MoeError> {
+    pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<AllToAll, MoeError> {
         let Self { config, mut exchange, stream, inbox, own } = self;
         let until = Until::new(timeout);
         let engine = own.engine().clone();
@@ -287,15 +294,8 @@ impl GpuJoining {
             windows.push(window);
         }
         exchange.connect(&inboxes)?;
-        let mut joined = GpuAllToAll {
-            config,
-            exchange,
-            stream,
-            inbox,
-            others,
-            _windows: windows,
-            is_over: false,
-        };
+        let mut joined =
+            AllToAll { config, exchange, stream, inbox, others, _windows: windows, is_over: false };
         // Who cannot open an inbox does not come here: then nobody begins.
         joined.meet(until)?;
         Ok(joined)

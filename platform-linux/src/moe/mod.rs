@@ -77,12 +77,12 @@ use crate::engine::TransferEngine;
 use crate::region::Region;
 
 pub use error::{MoeError, SeatError};
-pub use gpu::{GpuAllToAll, GpuConfig, GpuJoining};
 pub use number::Format;
 pub use seat::Seat;
 
+pub mod gpu;
+
 mod error;
-mod gpu;
 mod number;
 mod others;
 mod seat;

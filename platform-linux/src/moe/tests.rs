@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 use std::thread;
+use std::time::Instant;
 
 use immwire_core::moe::TableError;
 

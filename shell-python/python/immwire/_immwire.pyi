@@ -29,6 +29,7 @@ _Memory: TypeAlias = (
     Buffer | _SupportsArrayInterface | _SupportsCudaArrayInterface | _SupportsDLPack | tuple[int, int]
 )
 _HostMemory: TypeAlias = Buffer | _SupportsArrayInterface | _SupportsDLPack | tuple[int, int]
+_GpuMemory: TypeAlias = _SupportsCudaArrayInterface | _SupportsDLPack | tuple[int, int]
 _Pages: TypeAlias = PageIndices | Buffer | Sequence[int]
 
 __version__: str
@@ -38,7 +39,10 @@ __all__ = [
     "TransferEngine",
     "_close_all",
     "AllToAll",
+    "GpuAllToAll",
+    "GpuJoining",
     "Joining",
+    "MoeReport",
     "Received",
     "PageIndices",
     "Transfer",
@@ -448,6 +452,118 @@ class AllToAll:
     def max_rows(self) -> int: ...
     @property
     def rounds(self) -> int: ...
+    def close(self) -> None: ...
+    @property
+    def closed(self) -> bool: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
+class MoeReport:
+    @property
+    def late_tables(self) -> dict[int, int]: ...
+    @property
+    def late_tokens(self) -> dict[int, int]: ...
+    @property
+    def late_results(self) -> dict[int, int]: ...
+    @property
+    def refused(self) -> tuple[int, int, int, int] | None: ...
+    @property
+    def rows_left_out(self) -> int | None: ...
+    @property
+    def tokens_left_out(self) -> int | None: ...
+    def __bool__(self) -> bool: ...
+
+@final
+class GpuJoining:
+    @property
+    def seat(self) -> bytes: ...
+    def join(self, seats: Iterable[Buffer], /, *, timeout: float | None = None) -> GpuAllToAll: ...
+
+@final
+class GpuAllToAll:
+    @overload
+    @staticmethod
+    def open(
+        engine: TransferEngine,
+        /,
+        *,
+        rank: int,
+        device: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        experts: int,
+        world: int,
+        firsts: None = None,
+        dtype: str = "bfloat16",
+        quantize: str | None = None,
+        token_bytes: int | None = None,
+        scale_bytes: int = 0,
+        padding: int = 1,
+        sms: int = 0,
+        patience: float = 5.0,
+    ) -> GpuJoining: ...
+    @overload
+    @staticmethod
+    def open(
+        engine: TransferEngine,
+        /,
+        *,
+        rank: int,
+        device: int,
+        top_k: int,
+        max_tokens: int,
+        hidden: int,
+        experts: None = None,
+        world: None = None,
+        firsts: Sequence[int],
+        dtype: str = "bfloat16",
+        quantize: str | None = None,
+        token_bytes: int | None = None,
+        scale_bytes: int = 0,
+        padding: int = 1,
+        sms: int = 0,
+        patience: float = 5.0,
+    ) -> GpuJoining: ...
+    def dispatch(
+        self,
+        x: _GpuMemory,
+        indices: _GpuMemory,
+        weights: _GpuMemory,
+        scales: _GpuMemory | None = None,
+        *,
+        out: _GpuMemory,
+        out_scales: _GpuMemory | None = None,
+        counts: _GpuMemory,
+        offsets: _GpuMemory,
+        count: _GpuMemory | None = None,
+        clear_padding: bool = True,
+        stream: _SupportsCudaStream | int,
+        half: str = "both",
+    ) -> None: ...
+    def combine(
+        self, y: _GpuMemory, *, out: _GpuMemory, stream: _SupportsCudaStream | int, half: str = "both"
+    ) -> None: ...
+    def report(self) -> MoeReport: ...
+    @property
+    def active_ranks(self) -> list[int]: ...
+    def abort(self) -> None: ...
+    def start_over(self, *, timeout: float | None = None) -> None: ...
+    @property
+    def max_rows(self) -> int: ...
+    @property
+    def token_bytes(self) -> int: ...
+    @property
+    def scale_bytes(self) -> int: ...
+    @property
+    def nbytes(self) -> int: ...
     def close(self) -> None: ...
     @property
     def closed(self) -> bool: ...

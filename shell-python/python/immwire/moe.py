@@ -1,8 +1,9 @@
 """Dispatch and combine of a mixture of experts: tokens to the ranks of their experts, and results back.
 
-In host memory, over any transport. Dispatch gives each rank the tokens that chose one of its experts, by
-expert and padded for a grouped GEMM; combine brings the results back, weighted and summed. It needs neither
-GPU nor NIC, and is made to be right, not fast.
+Dispatch gives each rank the tokens that chose one of its experts, by expert and padded for a grouped GEMM;
+combine brings the results back, weighted and summed. ``AllToAll`` is in host memory, over any transport: it
+needs neither GPU nor NIC, and is made to be right, not fast. ``GpuAllToAll`` is among GPUs of one host, by
+kernels in the order of the caller's streams, with the same results.
 
 >>> import numpy, threading
 >>> import immwire
@@ -28,6 +29,16 @@ True
 """
 
 from ._errors import MoeError, MoeTimeout, RankError
-from ._immwire import AllToAll, Joining, Received
+from ._immwire import AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received
 
-__all__ = ["AllToAll", "Joining", "MoeError", "MoeTimeout", "RankError", "Received"]
+__all__ = [
+    "AllToAll",
+    "GpuAllToAll",
+    "GpuJoining",
+    "Joining",
+    "MoeError",
+    "MoeReport",
+    "MoeTimeout",
+    "RankError",
+    "Received",
+]

@@ -1,30 +1,25 @@
-//! `immwire.moe`: dispatch and combine among ranks. Arguments are copied in, the exchange runs detached, and
-//! results are copied out. It refuses to know what goes where: `immwire::moe` does.
+//! `immwire.moe.AllToAll`: the exchange in host memory. Arguments are copied in, the exchange runs detached, and results are
+//! copied out.
 //!
 //! # Invariants
 //!
-//! - One call at a time: the exchange is behind a lock, which only threads that detached hold, and for which
-//!   none but a close waits. A second call is refused.
 //! - The exchange never sees memory of Python objects, which other threads may write to: it works on copies, and
 //!   what the caller lent is written to when the call has succeeded, and only then.
-//! - An exchange holds a handle of its engine, and is closed before the engine is stopped.
 
 use std::num::NonZeroU32;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
-use immwire::core::moe::{Placement, PlacementError};
-use immwire::moe::{Config, Format, MoeError, Rows, Seat, Tokens};
+use immwire::moe::{Config, Format, Rows, Tokens};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
+use super::{Common, Failure, format, placement, writable};
 use crate::buffer::View;
 use crate::engine::TransferEngine;
 use crate::errors;
-use crate::fork::Owned;
 use crate::memory::{self, Memory};
-use crate::sync::lock;
 
 /// Where an exchange stands.
 #[derive(Default)]
@@ -52,125 +47,11 @@ struct Held {
     stage: Stage,
 }
 
-/// Why a call on a slot failed.
-enum Failure {
-    Busy,
-    Closed,
-    Moe(MoeError),
-}
-
-impl From<MoeError> for Failure {
-    fn from(error: MoeError) -> Self {
-        Self::Moe(error)
-    }
-}
-
-impl From<Failure> for PyErr {
-    fn from(failure: Failure) -> Self {
-        match failure {
-            Failure::Busy => errors::exchange_busy(),
-            Failure::Closed => errors::closed("exchange"),
-            Failure::Moe(error) => errors::moe(&error),
-        }
-    }
-}
-
-/// The place of an exchange, shared by its Python object and its engine.
-struct Slot {
-    held: Mutex<Held>,
-    /// To be asked while a call is under way, and without being in the way of one.
-    closed: AtomicBool,
-}
-
-impl Slot {
-    fn take(&self) -> Result<MutexGuard<'_, Held>, Failure> {
-        match self.held.try_lock() {
-            Ok(held) => Ok(held),
-            // A panic inside a round leaves an exchange that knows that it is over.
-            Err(TryLockError::Poisoned(held)) => Ok(PoisonError::into_inner(held)),
-            Err(TryLockError::WouldBlock) => Err(Failure::Busy),
-        }
-    }
-
-    /// Ends the exchange, once the call under way has.
-    fn close(&self) {
-        let mut held = lock(&self.held);
-        *held = Held::default();
-        // It tells no more than itself.
-        self.closed.store(true, Ordering::Relaxed);
-    }
-
-    fn is_closed(&self) -> bool {
-        self.closed.load(Ordering::Relaxed)
-    }
-}
-
-/// The exchanges of one engine.
-#[derive(Default)]
-pub(crate) struct Exchanges(Mutex<Vec<Arc<Slot>>>);
-
-impl Exchanges {
-    fn add(&self, slot: Arc<Slot>) {
-        let mut slots = lock(&self.0);
-        slots.retain(|slot| !slot.is_closed());
-        slots.push(slot);
-    }
-
-    /// Ends all; waits for calls under way, which have deadlines.
-    pub(crate) fn close(self) {
-        let slots = self.0.into_inner().unwrap_or_else(PoisonError::into_inner);
-        for slot in slots {
-            slot.close();
-        }
-    }
-}
-
-/// What a Python object has of a slot. Dropped, it closes it.
-struct Ours(Arc<Slot>);
-
-impl Drop for Ours {
-    fn drop(&mut self) {
-        // At the interpreter's end nobody is left to do it, or to need it.
-        let _ = Python::try_attach(|py| py.detach(|| self.0.close()));
-    }
-}
-
-/// What both halves of an exchange share.
-struct Common {
-    slot: Owned<Ours>,
-    /// Not to be stopped while it is needed.
-    engine: Py<TransferEngine>,
+/// What both halves share.
+struct Shared {
+    common: Common<Held>,
     config: Config,
     rounds: AtomicU64,
-}
-
-impl Common {
-    fn describe(&self) -> String {
-        let (rank, firsts) = (self.config.rank, &self.config.firsts);
-        let at = usize::try_from(rank).unwrap_or(usize::MAX);
-        let bound = |at: usize| firsts.get(at).copied().unwrap_or(0);
-        let (first, next) = (bound(at), bound(at.saturating_add(1)));
-        let experts = firsts.last().copied().unwrap_or(0);
-        let world = firsts.len().saturating_sub(1);
-        format!(
-            "rank {rank} of {world}, {} of {experts} experts from {first} on",
-            next.saturating_sub(first)
-        )
-    }
-
-    /// Runs `run`, detached, unless another thread is in a call.
-    fn call<R: Send>(
-        &self,
-        py: Python<'_>,
-        run: impl FnOnce(&mut Held) -> Result<R, Failure> + Send,
-    ) -> PyResult<R> {
-        let slot = &self.slot.get()?.0;
-        Ok(py.detach(|| run(&mut *slot.take()?))?)
-    }
-
-    fn is_closed(&self) -> bool {
-        !self.slot.is_ours() || self.slot.peek().0.is_closed()
-    }
 }
 
 /// What was received: tokens for each of this rank's experts, and where their rows are.
@@ -194,7 +75,7 @@ impl Received {
 /// An exchange whose buffers are there, and which waits to be told of the other ranks.
 #[pyclass(module = "immwire.moe", frozen)]
 pub(crate) struct Joining {
-    common: Arc<Common>,
+    shared: Arc<Shared>,
     seat: Vec<u8>,
 }
 
@@ -216,16 +97,12 @@ impl Joining {
         seats: &Bound<'_, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<AllToAll> {
-        let common = &self.common;
-        let timeout = common.engine.get().timeout(timeout)?;
-        let mut read = Vec::new();
-        for (rank, seat) in seats.try_iter()?.enumerate() {
-            let bytes = View::contiguous(&seat?, false)?.to_vec();
-            read.push(Seat::from_bytes(&bytes).map_err(|error| errors::seat(rank, error))?);
-        }
+        let common = &self.shared.common;
+        let timeout = common.timeout(timeout)?;
+        let seats = super::seats(seats)?;
         let max_rows = common.call(py, |held| match std::mem::take(&mut held.state) {
             State::Joining(joining) => {
-                let exchange = joining.join(&read, timeout)?;
+                let exchange = joining.join(&seats, timeout)?;
                 let max_rows = exchange.max_rows();
                 held.state = State::Joined(Box::new(exchange));
                 Ok(max_rows)
@@ -235,11 +112,11 @@ impl Joining {
                 Err(Failure::Closed)
             }
         })?;
-        Ok(AllToAll { common: Arc::clone(common), max_rows })
+        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows })
     }
 
     fn __repr__(&self) -> String {
-        format!("<Joining {}, {} bytes of seat>", self.common.describe(), self.seat.len())
+        format!("<Joining {}, {} bytes of seat>", self.shared.common.describe(), self.seat.len())
     }
 }
 
@@ -250,14 +127,14 @@ impl Joining {
 /// other threads may do with the arrays what they like.
 #[pyclass(module = "immwire.moe", frozen)]
 pub(crate) struct AllToAll {
-    common: Arc<Common>,
+    shared: Arc<Shared>,
     max_rows: usize,
 }
 
 impl AllToAll {
     /// Refuses scales where there are none, and none where there are some: before anything is sent.
     fn needs(&self, what: &str, given: bool) -> PyResult<()> {
-        match (self.common.config.scale_bytes, given) {
+        match (self.shared.config.scale_bytes, given) {
             (0, true) => {
                 Err(errors::request(&format!("{what} was given, but tokens have no scales")))
             }
@@ -302,23 +179,8 @@ impl AllToAll {
         padding: u32,
         chunk_tokens: Option<u32>,
     ) -> PyResult<Joining> {
-        let firsts = match (experts, world, firsts) {
-            (None, None, Some(firsts)) => firsts,
-            (Some(experts), Some(world), None) => even(experts, world)?,
-            _ => {
-                let message = "experts and world are for an even spread, firsts for any other: \
-                               give the two, or the one";
-                return Err(errors::config(message));
-            }
-        };
-        let format = match dtype {
-            "bfloat16" => Format::Bf16,
-            "float16" => Format::Fp16,
-            _ => {
-                let message = format!("results of {dtype:?}: \"bfloat16\" and \"float16\" can be");
-                return Err(errors::config(&message));
-            }
-        };
+        let firsts = placement(experts, world, firsts)?;
+        let format = format(dtype)?;
         let some = |what, number| {
             let none = || errors::config(&format!("{what} is 1 at least"));
             NonZeroU32::new(number).ok_or_else(none)
@@ -341,17 +203,10 @@ impl AllToAll {
         let opened = py.detach(|| immwire::moe::AllToAll::open(&core.engine, &config));
         let opened = opened.map_err(|error| errors::moe(&error))?;
         let seat = opened.seat().to_bytes();
-        let state = State::Joining(Box::new(opened));
-        let held = Mutex::new(Held { state, stage: Stage::default() });
-        let slot = Arc::new(Slot { held, closed: AtomicBool::new(false) });
-        core.exchanges.add(Arc::clone(&slot));
-        let common = Common {
-            slot: Owned::new(Ours(slot)),
-            engine: engine.clone().unbind(),
-            config,
-            rounds: AtomicU64::new(0),
-        };
-        Ok(Joining { common: Arc::new(common), seat })
+        let held = Held { state: State::Joining(Box::new(opened)), stage: Stage::default() };
+        let common = Common::new(engine, &core.exchanges, held, rank, &config.firsts);
+        let shared = Shared { common, config, rounds: AtomicU64::new(0) };
+        Ok(Joining { shared: Arc::new(shared), seat })
     }
 
     /// Sends this rank's tokens, and receives those that chose its experts. Every rank has to call it, those without
@@ -379,19 +234,18 @@ impl AllToAll {
         out_scales: Option<&Bound<'_, PyAny>>,
         timeout: Option<f64>,
     ) -> PyResult<Received> {
-        let common = &self.common;
-        let timeout = common.engine.get().timeout(timeout)?;
+        let Shared { common, config, .. } = &*self.shared;
+        let timeout = common.timeout(timeout)?;
         self.needs("scales", scales.is_some())?;
         self.needs("out_scales", out_scales.is_some())?;
-        let top_k = common.config.top_k;
+        let top_k = config.top_k;
         let indices = words(indices, "indices", "int32", b"il", top_k, i32::from_ne_bytes)?;
         let weights = words(weights, "weights", "float32", b"f", top_k, f32::from_ne_bytes)?;
         let (x, scales) = (memory::lent(x)?, scales.map(memory::lent).transpose()?);
         let (out, out_scales) =
             (writable("out", out)?, out_scales.map(|out| writable("out_scales", out)).transpose()?);
         let bytes = |bytes: u32| usize::try_from(bytes).unwrap_or(usize::MAX);
-        let (row, row_scales) =
-            (bytes(common.config.token_bytes), bytes(common.config.scale_bytes));
+        let (row, row_scales) = (bytes(config.token_bytes), bytes(config.scale_bytes));
         let max_rows = self.max_rows;
         common.call(py, |held| {
             let Held { state: State::Joined(exchange), stage } = held else {
@@ -438,10 +292,10 @@ impl AllToAll {
         out: &Bound<'_, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let common = &self.common;
-        let timeout = common.engine.get().timeout(timeout)?;
+        let Shared { common, config, .. } = &*self.shared;
+        let timeout = common.timeout(timeout)?;
         let (y, out) = (memory::lent(y)?, writable("out", out)?);
-        let hidden = usize::try_from(common.config.hidden).unwrap_or(usize::MAX);
+        let hidden = usize::try_from(config.hidden).unwrap_or(usize::MAX);
         let rounds = common.call(py, |held| {
             let Held { state: State::Joined(exchange), stage } = held else {
                 return Err(Failure::Closed);
@@ -454,7 +308,7 @@ impl AllToAll {
             out.copy_from(&stage.rows);
             Ok(exchange.rounds())
         })?;
-        common.rounds.store(rounds, Ordering::Relaxed);
+        self.shared.rounds.store(rounds, Ordering::Relaxed);
         Ok(())
     }
 
@@ -467,20 +321,18 @@ impl AllToAll {
     /// How many rounds are complete.
     #[getter]
     fn rounds(&self) -> u64 {
-        self.common.rounds.load(Ordering::Relaxed)
+        self.shared.rounds.load(Ordering::Relaxed)
     }
 
     /// Ends the exchange, once a call under way in another thread has. Closing its engine does so, too.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
-        let slot = &self.common.slot.get()?.0;
-        py.detach(|| slot.close());
-        Ok(())
+        self.shared.common.close(py)
     }
 
     /// Whether it is closed.
     #[getter]
     fn closed(&self) -> bool {
-        self.common.is_closed()
+        self.shared.common.is_closed()
     }
 
     fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
@@ -493,26 +345,9 @@ impl AllToAll {
     }
 
     fn __repr__(&self) -> String {
-        let state = if self.common.is_closed() { ", closed" } else { "" };
-        format!("<AllToAll {}, {} rounds{state}>", self.common.describe(), self.rounds())
+        let state = if self.shared.common.is_closed() { ", closed" } else { "" };
+        format!("<AllToAll {}, {} rounds{state}>", self.shared.common.describe(), self.rounds())
     }
-}
-
-fn even(experts: u32, world: u32) -> PyResult<Vec<u32>> {
-    let wrong = |error: PlacementError| errors::config(&error.to_string());
-    // More than there can be are refused, without memory for them.
-    let entries = usize::try_from(world.min(1 << 16)).unwrap_or(0) + 1;
-    let mut firsts = vec![0; entries];
-    Placement::even(experts, &mut firsts).map_err(wrong)?;
-    Ok(firsts)
-}
-
-fn writable(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> {
-    let memory = memory::lent(object)?;
-    if memory.readonly {
-        return Err(errors::request(&format!("{what} is read only")));
-    }
-    Ok(memory)
 }
 
 /// A copy of an array of `[tokens][top_k]`, of items of four bytes whose letter is one of `letters`.

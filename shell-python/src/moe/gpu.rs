@@ -1,0 +1,591 @@
+//! `immwire.moe.GpuAllToAll`: the exchange among GPUs, in the order of the caller's streams. Arrays are looked at for where they
+//! lie and how long they are; what is in them, the host does not see.
+//!
+//! # Invariants
+//!
+//! - No launch is told of more than the arrays have that were given: counts of tokens and rows follow from their bytes.
+//! - Who closes an exchange waits for the GPU first: no kernel uses what is gone.
+
+use std::collections::BTreeMap;
+use std::ptr::with_exposed_provenance_mut;
+use std::sync::Arc;
+use std::time::Duration;
+
+use immwire::moe::gpu::{
+    self, Config, Count, Geometry, Half, Number, Payload, Rows, Scales, Shape, Tokens,
+};
+use immwire::moe::{Format, MoeError};
+use pyo3::prelude::*;
+use pyo3::types::{PyBytes, PyTuple};
+
+use super::{Common, Failure, format, placement};
+use crate::engine::TransferEngine;
+use crate::errors;
+use crate::memory::{self, Memory};
+use crate::values::seconds;
+
+/// Where an exchange stands.
+#[derive(Default)]
+enum State {
+    Joining(Box<gpu::Joining>),
+    Joined(Box<Joined>),
+    #[default]
+    Closed,
+}
+
+struct Joined {
+    exchange: gpu::AllToAll,
+    /// For how many tokens the dispatch before had memory.
+    tokens: u32,
+}
+
+/// What both halves share.
+struct Shared {
+    common: Common<State>,
+    shape: Shape,
+    geometry: Geometry,
+    gpu: u32,
+}
+
+impl Shared {
+    /// This rank's experts.
+    fn experts(&self) -> u64 {
+        let at = |rank: u32| {
+            let rank = usize::try_from(rank).unwrap_or(usize::MAX);
+            self.shape.firsts.get(rank).copied().unwrap_or(0)
+        };
+        u64::from(at(self.common.rank + 1).saturating_sub(at(self.common.rank)))
+    }
+
+    /// Runs `run` on the exchange.
+    fn call<R: Send>(
+        &self,
+        py: Python<'_>,
+        run: impl FnOnce(&mut Joined) -> Result<R, MoeError> + Send,
+    ) -> PyResult<R> {
+        self.common.call(py, |state| match state {
+            State::Joined(joined) => Ok(run(joined)?),
+            _ => Err(Failure::Closed),
+        })
+    }
+}
+
+/// What went wrong in the kernels of one rank, with the rounds in which it did, from 1 on. True if anything did.
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct MoeReport(gpu::MoeReport);
+
+#[pymethods]
+impl MoeReport {
+    /// Ranks whose choices did not come in time, with the last round of which that is so.
+    #[getter]
+    fn late_tables(&self) -> BTreeMap<usize, u32> {
+        rounds(&self.0.late_table)
+    }
+
+    /// Ranks whose tokens did not come in time.
+    #[getter]
+    fn late_tokens(&self) -> BTreeMap<usize, u32> {
+        rounds(&self.0.late_tokens)
+    }
+
+    /// Ranks whose results did not come in time.
+    #[getter]
+    fn late_results(&self) -> BTreeMap<usize, u32> {
+        rounds(&self.0.late_results)
+    }
+
+    /// The first of this rank's choices that is no expert, or one that its token names twice, and was dropped: the round, the token, which
+    /// of its choices, and what it was.
+    #[getter]
+    fn refused(&self) -> Option<(u32, u32, u32, i32)> {
+        let it = &self.0;
+        (it.refused != 0).then_some((it.refused, it.token, it.choice, it.index))
+    }
+
+    /// The last round in which there were more rows than ``out`` had room for, or ``y`` had.
+    #[getter]
+    fn rows_left_out(&self) -> Option<u32> {
+        Some(self.0.rows_left_out).filter(|round| *round != 0)
+    }
+
+    /// The last round in which ``count`` said more tokens than there may be.
+    #[getter]
+    fn tokens_left_out(&self) -> Option<u32> {
+        Some(self.0.tokens_left_out).filter(|round| *round != 0)
+    }
+
+    fn __bool__(&self) -> bool {
+        self.0 != gpu::MoeReport::default()
+    }
+
+    fn __repr__(&self) -> String {
+        if !self.__bool__() {
+            return "MoeReport(nothing went wrong)".into();
+        }
+        format!(
+            "MoeReport(late_tables={:?}, late_tokens={:?}, late_results={:?}, refused={:?}, rows_left_out={:?}, \
+             tokens_left_out={:?})",
+            self.late_tables(),
+            self.late_tokens(),
+            self.late_results(),
+            self.refused(),
+            self.rows_left_out(),
+            self.tokens_left_out()
+        )
+    }
+}
+
+fn rounds(words: &[u32]) -> BTreeMap<usize, u32> {
+    words.iter().copied().enumerate().filter(|(_, round)| *round != 0).collect()
+}
+
+/// An exchange whose buffers are there, and which waits to be told of the other ranks.
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct GpuJoining {
+    shared: Arc<Shared>,
+    seat: Vec<u8>,
+}
+
+#[pymethods]
+impl GpuJoining {
+    /// What the other ranks need of this one: bytes, to be passed to all by whatever they find each other with.
+    #[getter]
+    fn seat<'py>(&self, py: Python<'py>) -> Bound<'py, PyBytes> {
+        PyBytes::new(py, &self.seat)
+    }
+
+    /// Connects to the others, and opens their inboxes. ``seats`` are those of all ranks, in their order, this one's included.
+    ///
+    /// It can be called once: if it fails, open anew. Other threads run meanwhile.
+    #[pyo3(signature = (seats, /, *, timeout = None))]
+    fn join(
+        &self,
+        py: Python<'_>,
+        seats: &Bound<'_, PyAny>,
+        timeout: Option<f64>,
+    ) -> PyResult<GpuAllToAll> {
+        let common = &self.shared.common;
+        let timeout = common.timeout(timeout)?;
+        let seats = super::seats(seats)?;
+        common.call(py, |state| match std::mem::take(state) {
+            State::Joining(joining) => {
+                let exchange = joining.join(&seats, timeout)?;
+                *state = State::Joined(Box::new(Joined { exchange, tokens: 0 }));
+                Ok(())
+            }
+            other => {
+                *state = other;
+                Err(Failure::Closed)
+            }
+        })?;
+        Ok(GpuAllToAll { shared: Arc::clone(&self.shared) })
+    }
+
+    fn __repr__(&self) -> String {
+        let (rank, gpu) = (self.shared.common.describe(), self.shared.gpu);
+        format!("<GpuJoining {rank}, GPU {gpu}, {} bytes of seat>", self.seat.len())
+    }
+}
+
+/// Dispatch and combine among GPUs of one host. Made by ``GpuAllToAll.open`` and ``join``.
+///
+/// Every rank enqueues ``dispatch`` and then ``combine``, round after round; nothing waits for the host, and nothing that is passed
+/// need change from round to round, so that both can be captured in a CUDA graph. Arrays are anything of the GPU's that has
+/// ``__cuda_array_interface__`` or DLPack, of whatever element type and shape, or a tuple ``(address, nbytes)``; as with any kernel,
+/// they stay as they are until the stream has come past. Where a framework's type has no such interface, pass a view of
+/// its bytes (``tensor.view(torch.uint8)``).
+#[pyclass(module = "immwire.moe", frozen)]
+pub(crate) struct GpuAllToAll {
+    shared: Arc<Shared>,
+}
+
+#[pymethods]
+impl GpuAllToAll {
+    /// Makes the buffers of one rank on GPU ``device``, one of the engine's, and loads the kernels.
+    ///
+    /// All but ``rank``, ``device``, ``sms`` and ``patience`` must be the same at every rank:
+    ///
+    /// - ``experts`` and ``world``: so many experts over so many ranks, as evenly as can be; or ``firsts``: the first
+    ///   expert of each rank, and the number of experts.
+    /// - ``top_k``: choices of a token, 1 to 32. ``max_tokens``: the most tokens that any rank has.
+    /// - ``hidden``: values of a result, a multiple of 8, of ``dtype``, ``"bfloat16"`` or ``"float16"``.
+    /// - ``quantize``: tokens are of ``hidden`` values of ``dtype``, and arrive as e4m3 with a scale for each 128: ``"float32"``, or
+    ///   ``"ue8m0"`` for powers of two in a byte each. Compute capability 8.9.
+    /// - else ``token_bytes``: bytes of a token, a multiple of 16; as a result has, unless told; and ``scale_bytes``: bytes of its
+    ///   scales, a multiple of 4. Neither are looked at.
+    /// - ``padding``: rows of an expert start on a multiple of this.
+    ///
+    /// ``sms`` is how many SMs a launch takes at most; 0 stands for all. ``patience``: for how many seconds kernels wait for tokens
+    /// once all choices are there; twice that for results, three times for choices.
+    #[staticmethod]
+    #[pyo3(signature = (
+        engine, /, *, rank, device, top_k, max_tokens, hidden, experts = None, world = None, firsts = None,
+        dtype = "bfloat16", quantize = None, token_bytes = None, scale_bytes = 0, padding = 1, sms = 0, patience = 5.0,
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
+    fn open(
+        engine: &Bound<'_, TransferEngine>,
+        rank: u32,
+        device: u32,
+        top_k: u32,
+        max_tokens: u32,
+        hidden: u32,
+        experts: Option<u32>,
+        world: Option<u32>,
+        firsts: Option<Vec<u32>>,
+        dtype: &str,
+        quantize: Option<&str>,
+        token_bytes: Option<u32>,
+        scale_bytes: u32,
+        padding: u32,
+        sms: u32,
+        patience: f64,
+    ) -> PyResult<GpuJoining> {
+        let number = match format(dtype)? {
+            Format::Bf16 => Number::Bf16,
+            Format::Fp16 => Number::Fp16,
+        };
+        let fp8 = |scales| Payload::Fp8 { from: number, scales };
+        let payload = match (quantize, token_bytes, scale_bytes) {
+            // What does not fit is no multiple of 16 either, and refused.
+            (None, token_bytes, scale_bytes) => Payload::Raw {
+                token_bytes: token_bytes.unwrap_or_else(|| hidden.checked_mul(2).unwrap_or(1)),
+                scale_bytes,
+            },
+            (Some("float32"), None, 0) => fp8(Scales::Float),
+            (Some("ue8m0"), None, 0) => fp8(Scales::Power),
+            (Some("float32" | "ue8m0"), ..) => {
+                let message = "token_bytes and scale_bytes are of tokens that are not quantised";
+                return Err(errors::config(message));
+            }
+            (Some(other), ..) => {
+                let message = format!("scales of {other:?}: \"float32\" and \"ue8m0\" can be");
+                return Err(errors::config(&message));
+            }
+        };
+        let firsts = placement(experts, world, firsts)?;
+        let shape =
+            Shape { firsts, top_k, max_tokens, payload, values: hidden, results: number, padding };
+        let geometry =
+            Geometry::new(&shape).map_err(|error| errors::moe(&MoeError::Shape(error)))?;
+        let timeout = seconds(patience)?;
+        let config = Config { rank, gpu: device, shape: shape.clone(), sms, timeout };
+        let py = engine.py();
+        let core = engine.get().core()?;
+        let opened = py.detach(|| gpu::AllToAll::open(&core.engine, &config));
+        let opened = opened.map_err(|error| errors::moe(&error))?;
+        let seat = opened.seat().to_bytes();
+        let state = State::Joining(Box::new(opened));
+        let common = Common::new(engine, &core.exchanges, state, rank, &shape.firsts);
+        Ok(GpuJoining { shared: Arc::new(Shared { common, shape, geometry, gpu: device }), seat })
+    }
+
+    /// Enqueues the way out: this rank's tokens, and those of all ranks that chose its experts. Every rank has to, those without
+    /// tokens too.
+    ///
+    /// - ``x``: ``[tokens][token_bytes]``, or ``[tokens][hidden]`` of ``dtype`` if they are quantised. ``scales``:
+    ///   ``[tokens][scale_bytes]``, if they are not, and have some.
+    /// - ``indices``: ``int32`` or ``int64`` of ``[tokens][top_k]``: experts, each once for a token, or -1 for a choice that was
+    ///   dropped. ``weights``: ``float32`` of the same shape.
+    /// - ``count``: if given, the ``int32`` in it is the number of tokens when the stream comes here; the arrays say for how many
+    ///   there is memory.
+    /// - ``out`` and ``out_scales``: whole rows for what arrives; ``max_rows`` are always enough. ``counts``: ``int32``, tokens for
+    ///   each of this rank's experts. ``offsets``: ``int32``, the first row of each, and one entry more: all rows, padding
+    ///   included.
+    /// - ``clear_padding``: write zeros to rows that only pad.
+    /// - ``stream``: an object that has ``__cuda_stream__``, or a handle. ``half``: ``"both"``, or first ``"send"``, which waits for nothing,
+    ///   and later ``"receive"`` with the same arguments; no SM is taken in between.
+    #[pyo3(signature = (
+        x, indices, weights, scales = None, *, out, out_scales = None, counts, offsets, count = None, clear_padding = true,
+        stream, half = "both"
+    ))]
+    #[expect(clippy::too_many_arguments, reason = "each is an array")]
+    fn dispatch(
+        &self,
+        py: Python<'_>,
+        x: &Bound<'_, PyAny>,
+        indices: &Bound<'_, PyAny>,
+        weights: &Bound<'_, PyAny>,
+        scales: Option<&Bound<'_, PyAny>>,
+        out: &Bound<'_, PyAny>,
+        out_scales: Option<&Bound<'_, PyAny>>,
+        counts: &Bound<'_, PyAny>,
+        offsets: &Bound<'_, PyAny>,
+        count: Option<&Bound<'_, PyAny>>,
+        clear_padding: bool,
+        stream: &Bound<'_, PyAny>,
+        half: &str,
+    ) -> PyResult<()> {
+        let Shared { shape, geometry, .. } = &*self.shared;
+        let half = self::half(half)?;
+        // A number goes to other threads.
+        let stream = memory::stream(stream)?.expose_provenance();
+        let (scale_bytes, quantised) =
+            (geometry.scale_bytes, matches!(shape.payload, Payload::Fp8 { .. }));
+        needs("scales", scale_bytes != 0 && !quantised, scales.is_some())?;
+        needs("out_scales", scale_bytes != 0, out_scales.is_some())?;
+        let x_bytes = if quantised { shape.values * 2 } else { geometry.token_bytes };
+        let x = Array::of("x", x)?;
+        let tokens = x.rows(x_bytes)?;
+        let choices = u64::from(tokens) * u64::from(shape.top_k);
+        let indices = Array::of("indices", indices)?;
+        let wide_indices = choices > 0 && indices.bytes == choices * 8;
+        if !wide_indices {
+            indices.exactly(choices * 4, "int32 or int64 of [tokens, top_k]")?;
+        }
+        let weights = Array::of("weights", weights)?;
+        weights.exactly(choices * 4, "float32 of [tokens, top_k]")?;
+        let scales = scales.map(|scales| Array::of("scales", scales)).transpose()?;
+        if let Some(scales) = &scales {
+            let bytes = u64::from(tokens) * u64::from(scale_bytes);
+            scales.exactly(bytes, "of [tokens, scale_bytes]")?;
+        }
+        let count = count.map(|count| Array::of("count", count)).transpose()?;
+        if let Some(count) = &count {
+            count.exactly(4, "one int32")?;
+        }
+        let out = Array::to("out", out)?;
+        let rows = out.rows(geometry.token_bytes)?;
+        let out_scales = out_scales.map(|to| Array::to("out_scales", to)).transpose()?;
+        if let Some(out_scales) = &out_scales {
+            let bytes = u64::from(rows) * u64::from(scale_bytes);
+            out_scales.at_least(bytes, "of as many rows as out, of scale_bytes")?;
+        }
+        let experts = self.shared.experts();
+        let (counts, offsets) = (Array::to("counts", counts)?, Array::to("offsets", offsets)?);
+        counts.at_least(experts * 4, "int32, one for each of this rank's experts")?;
+        offsets.at_least(
+            (experts + 1) * 4,
+            "int32, one for each of this rank's experts, and one more",
+        )?;
+        let at = |array: &Option<Array>| array.as_ref().map_or(0, |array| array.address);
+        let sent = Tokens {
+            count: match &count {
+                None => Count::Here(tokens),
+                Some(count) => Count::At { address: count.address, most: tokens },
+            },
+            x: x.address,
+            scales: at(&scales),
+            indices: indices.address,
+            wide_indices,
+            weights: weights.address,
+        };
+        let received = Rows {
+            x: out.address,
+            scales: at(&out_scales),
+            rows,
+            counts: counts.address,
+            offsets: offsets.address,
+            clear_padding,
+        };
+        if tokens > shape.max_tokens && count.is_none() {
+            let message = format!("{tokens} tokens, max_tokens is {}", shape.max_tokens);
+            return Err(errors::request(&message));
+        }
+        self.shared.call(py, |joined| {
+            // SAFETY: a stream of the GPU, and arrays of its that stay as they are until it has come past, as the caller
+            // promises; they are as long as is said here. Graphs, turns and SMs are the caller's, too.
+            unsafe {
+                joined.exchange.dispatch(
+                    with_exposed_provenance_mut(stream),
+                    half,
+                    &sent,
+                    &received,
+                )?
+            };
+            joined.tokens = tokens.min(shape.max_tokens);
+            Ok(())
+        })
+    }
+
+    /// Enqueues the way back: the results of the tokens received, and those of this rank's own: for each the sum of its
+    /// choices' results, times their weights; zero for a token that chose none.
+    ///
+    /// ``y`` is ``[rows][hidden]`` of ``dtype``, in the rows of the dispatch before; ``out`` is ``[tokens][hidden]``, for as many
+    /// tokens as that had memory for. ``stream`` and ``half`` as there.
+    #[pyo3(signature = (y, *, out, stream, half = "both"))]
+    fn combine(
+        &self,
+        py: Python<'_>,
+        y: &Bound<'_, PyAny>,
+        out: &Bound<'_, PyAny>,
+        stream: &Bound<'_, PyAny>,
+        half: &str,
+    ) -> PyResult<()> {
+        let half = self::half(half)?;
+        // A number goes to other threads.
+        let stream = memory::stream(stream)?.expose_provenance();
+        let row = self.shared.shape.values * 2;
+        let y = Array::of("y", y)?;
+        let rows = y.rows(row)?;
+        let out = Array::to("out", out)?;
+        let had = self.shared.call(py, |joined| {
+            let needed = u64::from(joined.tokens) * u64::from(row);
+            if out.bytes < needed {
+                return Ok(Err(needed));
+            }
+            // SAFETY: as for dispatch.
+            unsafe {
+                joined.exchange.combine(
+                    with_exposed_provenance_mut(stream),
+                    half,
+                    y.address,
+                    rows,
+                    out.address,
+                )?
+            };
+            Ok(Ok(()))
+        })?;
+        had.map_err(|needed| short("out", out.bytes, needed, "of [tokens, hidden]"))
+    }
+
+    /// What went wrong in the kernels until now. Waits for nothing: what is under way may not be in it yet.
+    fn report(&self, py: Python<'_>) -> PyResult<MoeReport> {
+        self.shared.call(py, |joined| Ok(MoeReport(joined.exchange.report())))
+    }
+
+    /// The ranks of which nothing was late until now. Who was, is left out from the next round on.
+    #[getter]
+    fn active_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
+        let late = self.shared.call(py, |joined| Ok(joined.exchange.report().late()))?;
+        Ok((0..self.shared.geometry.world).filter(|rank| late >> rank & 1 == 0).collect())
+    }
+
+    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too.
+    fn abort(&self, py: Python<'_>) -> PyResult<()> {
+        self.shared.call(py, |joined| joined.exchange.abort())
+    }
+
+    /// Begins with the first round again, after something went wrong: nobody is left out any more. All ranks have to call it. Waits
+    /// for all that was given to this rank's GPU, and then for the others; other threads run meanwhile.
+    ///
+    /// If a rank is gone, or does not come in time, the exchange is over: open a new one with those who are left.
+    #[pyo3(signature = (*, timeout = None))]
+    fn start_over(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
+        let timeout: Duration = self.shared.common.timeout(timeout)?;
+        self.shared.call(py, |joined| joined.exchange.start_over(timeout))
+    }
+
+    /// The most rows that a round can bring here.
+    #[getter]
+    fn max_rows(&self) -> u64 {
+        self.shared.geometry.max_rows
+    }
+
+    /// Bytes of a row that arrives.
+    #[getter]
+    fn token_bytes(&self) -> u32 {
+        self.shared.geometry.token_bytes
+    }
+
+    /// Bytes of its scales.
+    #[getter]
+    fn scale_bytes(&self) -> u32 {
+        self.shared.geometry.scale_bytes
+    }
+
+    /// Bytes of the GPU's memory that this rank takes, beside what is passed.
+    #[getter]
+    fn nbytes(&self) -> u64 {
+        self.shared.geometry.inbox_bytes + self.shared.geometry.plan_bytes
+    }
+
+    /// Ends the exchange, once the GPU has done all that it was given. Closing its engine does so, too. Graphs that captured it must
+    /// not be replayed any more.
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
+        self.shared.common.close(py)
+    }
+
+    /// Whether it is closed.
+    #[getter]
+    fn closed(&self) -> bool {
+        self.shared.common.is_closed()
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
+    }
+
+    fn __repr__(&self) -> String {
+        let common = &self.shared.common;
+        let state = if common.is_closed() { ", closed" } else { "" };
+        format!("<GpuAllToAll {}, GPU {}{state}>", common.describe(), self.shared.gpu)
+    }
+}
+
+/// Memory of the GPU, as it was given.
+struct Array {
+    what: &'static str,
+    address: u64,
+    bytes: u64,
+    _memory: Memory,
+}
+
+impl Array {
+    /// To be read.
+    fn of(what: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let memory = memory::on_gpu(what, object)?;
+        // An empty array may lie nowhere.
+        let address = if memory.len == 0 { 0 } else { memory.ptr.as_ptr() as u64 };
+        Ok(Self { what, address, bytes: memory.len as u64, _memory: memory })
+    }
+
+    /// To be written.
+    fn to(what: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
+        let array = Self::of(what, object)?;
+        if array._memory.readonly {
+            return Err(errors::request(&format!("{what} is read only")));
+        }
+        Ok(array)
+    }
+
+    /// How many rows of so many bytes.
+    fn rows(&self, row: u32) -> PyResult<u32> {
+        let (bytes, what) = (self.bytes, self.what);
+        if !bytes.is_multiple_of(u64::from(row)) {
+            let message = format!("{what} has {bytes} bytes, which are no whole rows of {row}");
+            return Err(errors::request(&message));
+        }
+        // More rows than a launch can be told of are never used.
+        Ok(u32::try_from(bytes / u64::from(row)).unwrap_or(u32::MAX - 1))
+    }
+
+    fn exactly(&self, needed: u64, kind: &str) -> PyResult<()> {
+        if self.bytes == needed { Ok(()) } else { Err(short(self.what, self.bytes, needed, kind)) }
+    }
+
+    fn at_least(&self, needed: u64, kind: &str) -> PyResult<()> {
+        if self.bytes >= needed { Ok(()) } else { Err(short(self.what, self.bytes, needed, kind)) }
+    }
+}
+
+fn short(what: &str, bytes: u64, needed: u64, kind: &str) -> PyErr {
+    errors::request(&format!("{what} has {bytes} bytes instead of {needed}: {kind}"))
+}
+
+/// Refuses scales where there are none, and none where there are some: before anything is enqueued.
+fn needs(what: &str, needed: bool, given: bool) -> PyResult<()> {
+    match (needed, given) {
+        (false, true) => {
+            Err(errors::request(&format!("{what} was given, but there are none here")))
+        }
+        (true, false) => Err(errors::request(&format!("{what} is missing: tokens have scales"))),
+        _ => Ok(()),
+    }
+}
+
+fn half(name: &str) -> PyResult<Half> {
+    match name {
+        "both" => Ok(Half::Both),
+        "send" => Ok(Half::Send),
+        "receive" => Ok(Half::Receive),
+        _ => Err(errors::request(&format!(
+            "half is {name:?}: \"both\", \"send\" and \"receive\" can be"
+        ))),
+    }
+}

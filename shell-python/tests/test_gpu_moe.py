@@ -1,0 +1,455 @@
+"""The exchange among GPUs, on the stand-in for the CUDA driver, which runs the kernels' own text on the CPU.
+
+Cases are processes of their own, as in test_gpu. On a machine with two GPUs they run on these as well:
+`python test_gpu_moe.py` runs all, and `python test_gpu_moe.py case_...` one.
+"""
+
+import multiprocessing.pool
+import os
+import signal
+import sys
+import time
+from contextlib import ExitStack
+
+import immwire
+import numpy as np
+import pytest
+from conftest import PATIENCE
+from immwire import moe
+from test_gpu import driver, interface, on_the_stand_in
+from test_moe import FORMATS, HIDDEN, MAX_TOKENS, TOP_K, expected_results, from_bf16, made_up, to_bf16
+
+EXPERTS, SCALES, PADDING = 6, 8, 4
+
+
+class Array:
+    """Memory of a GPU, to be passed as a framework's tensor is."""
+
+    def __init__(self, engine, device, content):
+        content = np.ascontiguousarray(content)
+        self.dtype, self.shape = content.dtype, content.shape
+        self.region = engine.alloc(max(content.nbytes, 1), device=device)
+        self.region.write(0, content)
+        self.__cuda_array_interface__ = dict(
+            data=(self.region.ptr if content.nbytes else 0, False),
+            shape=self.shape,
+            typestr=self.dtype.str,
+            version=3,
+        )
+
+    def read(self):
+        count = int(np.prod(self.shape))
+        return np.frombuffer(self.region.read(), self.dtype, count).reshape(self.shape)
+
+
+class Rank:
+    """One rank: an engine, and an exchange on its GPU."""
+
+    def __init__(self, number, world, **shape):
+        self.number, self.device = number, number % 2
+        self.engine = immwire.TransferEngine(gpus=[self.device], timeout=PATIENCE)
+        options = dict(experts=EXPERTS, world=world, top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN, sms=2)
+        options |= dict(patience=PATIENCE) | shape
+        self.joining = moe.GpuAllToAll.open(self.engine, rank=number, device=self.device, **options)
+        self.first = EXPERTS // world * number
+        self.experts = EXPERTS // world
+
+    def join(self, seats):
+        self.exchange = self.joining.join(seats)
+        return self
+
+    def array(self, content):
+        return Array(self.engine, self.device, content)
+
+    def space(self, *shape, dtype=np.uint8):
+        return self.array(np.full(shape, 77, dtype))
+
+    def settle(self):
+        driver(self.device, [("cuCtxSynchronize",)])
+
+    def close(self):
+        self.engine.close()
+
+
+def start(*ranks):
+    """Ranks of this process, joined in threads of their own."""
+    seats = [rank.joining.seat for rank in ranks]
+    with multiprocessing.pool.ThreadPool(len(ranks)) as pool:
+        return pool.map(lambda rank: rank.join(seats), ranks)
+
+
+class Round:
+    """One rank's part of a round, half by half."""
+
+    def __init__(self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, dtype="bfloat16"):
+        self.rank, (self.to, self.back) = rank, FORMATS[dtype]
+        self.inputs = x, indices, weights, scales = made_up(seed, tokens, EXPERTS, scale_bytes)
+        self.tokens = tokens
+        if counted:  # There is memory for one more, of which nothing is to be seen.
+            x, indices, weights, scales = made_up(seed + 1, tokens + 1, EXPERTS, scale_bytes)
+            for array, content in zip((x, indices, weights, scales), self.inputs, strict=True):
+                array[:tokens] = content
+        rows = rank.exchange.max_rows
+        self.x = rank.array(self.to(x))
+        self.out = rank.space(rows, HIDDEN * 2)
+        self.counts, self.offsets = (
+            rank.space(rank.experts, dtype=np.int32),
+            rank.space(rank.experts + 1, dtype=np.int32),
+        )
+        self.call = dict(
+            x=self.x,
+            indices=rank.array(indices.astype(np.int64) if wide else indices),
+            weights=rank.array(weights),
+            out=self.out,
+            counts=self.counts,
+            offsets=self.offsets,
+            stream=0,
+        )
+        if scale_bytes:
+            self.scales = rank.space(rows, scale_bytes)
+            self.call |= dict(scales=rank.array(scales), out_scales=self.scales)
+        if counted:
+            self.call["count"] = rank.array(np.array([tokens], np.int32))
+        self.results = rank.space(len(x), HIDDEN, dtype=np.uint16)
+
+    def dispatch(self, half="both"):
+        self.rank.exchange.dispatch(**self.call, half=half)
+
+    def work(self):
+        """What the experts do: they multiply by their number and one more."""
+        self.rank.settle()
+        self.rows = self.out.read().view(np.uint16)
+        y = np.full_like(self.rows, 99)
+        offsets = self.offsets.read()
+        for expert, (row, count) in enumerate(
+            zip(offsets, self.counts.read(), strict=False), self.rank.first
+        ):
+            y[row : row + count] = self.to(self.back(self.rows[row : row + count]) * (expert + 1)).view(
+                np.uint16
+            )
+        # Rows that nobody needs have no results.
+        self.y = self.rank.array(y[: max(offsets[-1], 1)])
+
+    def combine(self, half="both"):
+        self.rank.exchange.combine(self.y, out=self.results, stream=0, half=half)
+
+    def check(self, others):
+        """Rows and results are what follows from all ranks' inputs."""
+        self.rank.settle()
+        assert not self.rank.exchange.report(), self.rank.exchange.report()
+        offsets, counts = self.offsets.read(), self.counts.read()
+        for number in range(self.rank.experts):
+            expert, row = self.rank.first + number, offsets[number]
+            chosen = [(indices == expert).any(axis=1) for _, indices, _, _ in others]
+            wanted = [
+                np.concatenate([own[i][mask] for own, mask in zip(others, chosen, strict=True)])
+                for i in (0, 3)
+            ]
+            assert (counts[number], row % PADDING) == (len(wanted[0]), 0)
+            assert offsets[number + 1] == row + -(-counts[number] // PADDING) * PADDING
+            found = self.back(self.rows[row : row + counts[number]])
+            assert (found == wanted[0]).all(), (number, found, wanted[0])
+            assert not self.rows[row + counts[number] : offsets[number + 1]].any()
+            if wanted[1].size:
+                assert (self.scales.read()[row : row + counts[number]] == wanted[1]).all()
+        assert (self.rows[offsets[-1] :] == 0x4D4D).all(), "rows that nobody sent"
+        found = self.results.read()
+        assert (self.back(found[: self.tokens]) == expected_results(*self.inputs[:3])).all()
+        assert (found[self.tokens :] == 77).all(), "results of no token"
+
+
+#: Whether indices have 64 bits, whether the number of tokens is in memory, and whether in halves.
+STYLES = [(False, False, False), (True, True, True), (False, True, False)]
+
+
+def tokens_of(turn, rank):
+    return (5, 0, MAX_TOKENS, 1)[(turn + rank) % 4]
+
+
+def another(connection, number, world):
+    """A rank in a process of its own."""
+    rank = Rank(number, world, scale_bytes=SCALES, padding=PADDING)
+    connection.send(rank.joining.seat)
+    rank.join(connection.recv())
+    for turn, (wide, counted, halves) in enumerate(STYLES):
+        own = Round(rank, 10 * turn + number, tokens_of(turn, number), wide=wide, counted=counted)
+        for step in (own.dispatch, own.combine):
+            for half in ("send", "receive") if halves else ("both",):
+                step(half=half)
+            if step == own.dispatch:
+                own.work()
+        own.check([made_up(10 * turn + i, tokens_of(turn, i), EXPERTS, SCALES) for i in range(world)])
+        connection.send(f"round {turn}")
+    connection.recv()
+    rank.close()
+
+
+def processes(world, function, *more):
+    """One for each rank, with the seats of all; returns them and their pipes."""
+    context = multiprocessing.get_context("spawn")
+    pipes = [context.Pipe() for _ in range(world)]
+    started = []
+    for number, (_, theirs) in enumerate(pipes):
+        process = context.Process(target=function, args=(theirs, number, world, *more), daemon=True)
+        process.start()
+        theirs.close()
+        started.append(process)
+    ours = [mine for mine, _ in pipes]
+    seats = [connection.recv() for connection in ours]
+    for connection in ours:
+        connection.send(seats)
+    return started, ours
+
+
+def case_ranks_in_processes():
+    for world in (2, 3):  # On two GPUs.
+        started, ours = processes(world, another)
+        for turn in range(len(STYLES)):
+            assert [connection.recv() for connection in ours] == [f"round {turn}"] * world
+        for connection in ours:
+            connection.send(None)
+        for process in started:
+            process.join(PATIENCE)
+            assert process.exitcode == 0
+
+
+def case_ranks_in_one_process():
+    with ExitStack() as stack:
+        ranks = start(*(Rank(number, 2, dtype="float16") for number in range(2)))
+        for rank in ranks:
+            stack.callback(rank.close)
+        assert repr(ranks[1].exchange) == "<GpuAllToAll rank 1 of 2, 3 of 6 experts from 3 on, GPU 1>"
+        assert ranks[0].exchange.token_bytes == HIDDEN * 2
+        assert ranks[0].exchange.nbytes > 2 * MAX_TOKENS * HIDDEN * 4
+        for turn in range(2):
+            both = [Round(rank, turn + rank.number, 4, 0, dtype="float16") for rank in ranks]
+            for step in ("dispatch", "work", "combine"):
+                for one in both:
+                    getattr(one, step)()
+            for one in both:
+                one.rank.settle()
+                found = one.back(one.results.read().view(np.float16))
+                assert (found == expected_results(*one.inputs[:3])).all()
+        ranks[0].exchange.close()
+        assert ranks[0].exchange.closed
+        assert "closed" in repr(ranks[0].exchange)
+        with pytest.raises(immwire.EngineClosed):
+            both[0].dispatch()
+
+
+def case_quantised():
+    with ExitStack() as stack:
+        ranks = start(*(Rank(number, 2, quantize="float32", hidden=256) for number in range(2)))
+        for rank in ranks:
+            stack.callback(rank.close)
+        assert (ranks[0].exchange.token_bytes, ranks[0].exchange.scale_bytes) == (256, 8)
+        # Exactly what e4m3 has: the largest of each 128 is 448, or 448 / 4.
+        values = np.tile(np.array([1, -2, 0.5, 448], np.float32), (3, 64))
+        values[:, 128:] /= 4
+        codes = np.tile(np.array([0x38, 0xC0, 0x30, 0x7E], np.uint8), (3, 64))
+        arrived = []
+        for rank in ranks:
+            out, scales = (
+                rank.space(rank.exchange.max_rows, 256),
+                rank.space(rank.exchange.max_rows, 2, dtype=np.float32),
+            )
+            counts, offsets = rank.space(3, dtype=np.int32), rank.space(4, dtype=np.int32)
+            indices = np.tile(np.array([0, 3, -1, -1], np.int32), (3, 1))
+            rank.exchange.dispatch(
+                rank.array(to_bf16(values)),
+                rank.array(indices),
+                rank.array(np.ones((3, TOP_K), np.float32)),
+                out=out,
+                out_scales=scales,
+                counts=counts,
+                offsets=offsets,
+                stream=0,
+            )
+            arrived.append((rank, out, scales, counts))
+        for rank, out, scales, counts in arrived:
+            rank.settle()
+            assert counts.read().tolist() == [6, 0, 0]
+            assert (out.read()[:6].reshape(2, 3, 256) == codes).all()
+            assert (scales.read()[:6] == [1, 0.25]).all()
+            results = rank.space(3, 256, dtype=np.uint16)
+            y = rank.array(np.tile(to_bf16(values), (2, 1)))
+            rank.exchange.combine(y, out=results, stream=0)
+            arrived[rank.number] += (results, y)
+        for rank, *_, results, _ in arrived:
+            rank.settle()
+            assert (from_bf16(results.read()) == 2 * values).all()
+
+
+def case_a_rank_that_is_late_is_named_and_all_start_over():
+    with ExitStack() as stack:
+        ranks = start(*(Rank(number, 2, patience=0.2) for number in range(2)))
+        for rank in ranks:
+            stack.callback(rank.close)
+        alone, never = (Round(rank, 3, 4, 0) for rank in ranks)
+        assert ranks[0].exchange.active_ranks == [0, 1]
+        alone.dispatch()
+        ranks[0].settle()
+        report = ranks[0].exchange.report()
+        assert report
+        assert (report.late_tables, report.late_tokens) == ({1: 1}, {})
+        assert ranks[0].exchange.active_ranks == [0]
+        assert "late_tables={1: 1}" in repr(report)
+        alone.work()
+        alone.combine()
+        ranks[0].settle()
+        # The results of the other's experts count as zeros.
+        x, indices, weights, _ = alone.inputs
+        mine = np.where(indices < ranks[1].first, indices, -1)
+        assert (from_bf16(alone.results.read()) == expected_results(x, mine, weights)).all()
+        # In the next round it is not waited for.
+        begun = time.monotonic()
+        alone.dispatch()
+        alone.combine()
+        ranks[0].settle()
+        waited = time.monotonic() - begun
+        assert ranks[0].exchange.report().late_tables == {1: 1}, waited
+        with multiprocessing.pool.ThreadPool(2) as pool:
+            pool.map(lambda rank: rank.exchange.start_over(), ranks)
+        assert not ranks[0].exchange.report()
+        assert ranks[0].exchange.active_ranks == [0, 1]
+        for step in ("dispatch", "work", "combine"):
+            for one in (alone, never):
+                getattr(one, step)()
+        for one in (alone, never):
+            one.rank.settle()
+            assert (from_bf16(one.results.read()) == expected_results(*one.inputs[:3])).all()
+        # An abort ends waits at once.
+        ranks[0].exchange.abort()
+        alone.dispatch()
+        ranks[0].settle()
+        assert ranks[0].exchange.active_ranks == [0]
+        with pytest.raises(moe.MoeTimeout) as raised:
+            ranks[0].exchange.start_over(timeout=0.2)
+        assert raised.value.ranks == (1,)
+        with pytest.raises(moe.MoeError, match="earlier round failed"):
+            alone.dispatch()
+
+
+def victim(connection, number, world):
+    rank = Rank(number, world, patience=0.3)
+    connection.send(rank.joining.seat)
+    rank.join(connection.recv())
+    connection.send("joined")
+    if number == 1:
+        time.sleep(PATIENCE)
+    assert connection.recv() == "it is dead"
+    own = Round(rank, 3, 4, 0)
+    own.dispatch()
+    own.work()
+    own.combine()
+    rank.settle()
+    with pytest.raises(moe.RankError) as raised:
+        rank.exchange.start_over()
+    connection.send((rank.exchange.active_ranks, raised.value.ranks))
+    rank.close()
+
+
+def case_a_process_that_is_killed_is_named():
+    started, ours = processes(2, victim)
+    assert [connection.recv() for connection in ours] == ["joined", "joined"]
+    os.kill(started[1].pid, signal.SIGKILL)
+    started[1].join(PATIENCE)
+    ours[0].send("it is dead")
+    assert ours[0].recv() == ([0], (1,))
+    started[0].join(PATIENCE)
+    assert started[0].exitcode == 0
+
+
+def case_what_does_not_fit_is_refused():
+    with ExitStack() as stack:
+        (rank,) = start(Rank(0, 1, scale_bytes=SCALES))
+        stack.callback(rank.close)
+        own = Round(rank, 1, 5)
+
+        def refused(match, error=immwire.RequestError, **more):
+            with pytest.raises(error, match=match):
+                rank.exchange.dispatch(**own.call | more)
+
+        refused("x has 31 bytes, which are no whole rows of 32", x=rank.space(31))
+        refused(
+            "indices has 64 bytes instead of 80: int32 or int64", indices=rank.space(4, TOP_K, dtype=np.int32)
+        )
+        refused(
+            "weights has 160 bytes instead of 80: float32", weights=rank.space(5, TOP_K, dtype=np.float64)
+        )
+        refused("scales has 39 bytes instead of 40", scales=rank.space(39))
+        refused("scales is missing", scales=None)
+        refused("out_scales is missing", out_scales=None)
+        refused("out_scales has 8 bytes", out_scales=rank.space(8))
+        refused("counts has 20 bytes instead of 24", counts=rank.space(5, dtype=np.int32))
+        refused("offsets has 24 bytes instead of 28", offsets=rank.space(6, dtype=np.int32))
+        refused("count has 8 bytes instead of 4", count=rank.space(1, dtype=np.int64))
+        refused('half is "all"', half="all")
+        refused(
+            "counts is read only", counts=interface(rank.engine.alloc(99, device=0).ptr, data=(4096, True))
+        )
+        refused("not in GPU memory", immwire.UnsupportedMemory, x=np.zeros((5, HIDDEN), np.uint16))
+        refused("not in GPU memory", immwire.UnsupportedMemory, out=bytearray(100))
+        refused("__cuda_stream__", TypeError, stream="0")
+        many = dict(x=rank.space(13, HIDDEN * 2), indices=rank.space(13, TOP_K, dtype=np.int32))
+        many |= dict(weights=rank.space(13, TOP_K, dtype=np.float32), scales=rank.space(13, SCALES))
+        refused("13 tokens, max_tokens is 12", **many)
+
+        class Strange:
+            @property
+            def __cuda_array_interface__(self):
+                raise KeyError("float8_e4m3fn")
+
+        refused("x: .* raised KeyError.*view of its bytes", immwire.UnsupportedMemory, x=Strange())
+        own.dispatch()
+        own.work()
+        with pytest.raises(immwire.RequestError, match="out has 128 bytes instead of 160"):
+            rank.exchange.combine(own.y, out=rank.space(4, HIDDEN, dtype=np.uint16), stream=0)
+        own.combine()
+        rank.settle()
+        assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
+        # Too few rows of results are no results; the rank says so.
+        own.dispatch()
+        own.y = rank.array(own.y.read()[:1])
+        own.combine()
+        rank.settle()
+        assert rank.exchange.report().rows_left_out == 2
+
+        def impossible(match, error=immwire.ConfigError, **shape):
+            given = dict(rank=0, device=0, top_k=2, max_tokens=4, hidden=16, experts=4, world=2) | shape
+            with pytest.raises(error, match=match):
+                moe.GpuAllToAll.open(rank.engine, **given)
+
+        impossible("rank 2 of 2", rank=2)
+        impossible("16", hidden=24, quantize="float32")
+        impossible("not quantised", quantize="ue8m0", token_bytes=16)
+        impossible('scales of "e4m3"', quantize="e4m3")
+        impossible('numbers of "float32"', dtype="float32")
+        impossible("GPU 1", immwire.UnsupportedMemory, device=1)
+        impossible("not a time", ValueError, patience=-1)
+        with immwire.TransferEngine() as engine, pytest.raises(immwire.UnsupportedMemory, match="GPU 0"):
+            moe.GpuAllToAll.open(
+                engine, rank=0, device=0, top_k=2, max_tokens=4, hidden=16, experts=4, world=2
+            )
+        joining = moe.GpuAllToAll.open(
+            rank.engine, rank=0, device=0, top_k=2, max_tokens=4, hidden=16, firsts=[0, 1, 4]
+        )
+        host = moe.AllToAll.open(rank.engine, rank=1, top_k=2, max_tokens=4, hidden=16, firsts=[0, 1, 4])
+        with pytest.raises(moe.MoeError, match="another shape"):
+            joining.join([joining.seat, host.seat])
+        with pytest.raises(immwire.EngineClosed, match="exchange is closed"):
+            joining.join([joining.seat, host.seat])
+
+
+CASES = [name for name in dir() if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_stand_in(case, tmp_path):
+    on_the_stand_in(__file__, case, tmp_path)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        globals()[name]()
+        print(name, "holds")
