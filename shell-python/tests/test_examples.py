@@ -13,8 +13,8 @@ from conftest import PATIENCE
 from immwire import bootstrap, moe
 
 HERE = Path(__file__).parent.parent
-ON_GPUS = HERE / "examples" / "graph_pages.py"
-EXAMPLES = sorted(set((HERE / "examples").glob("*.py")) - {ON_GPUS})
+ON_GPUS = [HERE / "examples" / name for name in ("graph_pages.py", "gpu_moe_layer.py")]
+EXAMPLES = sorted(set((HERE / "examples").glob("*.py")) - set(ON_GPUS))
 PROGRAMS = re.findall(r"^```python\n(.*?)^```", (HERE / "README.md").read_text(), re.DOTALL | re.MULTILINE)
 
 
@@ -37,10 +37,11 @@ def test_examples(example):
     assert len(ended.stdout.splitlines()) == 1
 
 
-def test_the_example_for_gpus_says_what_it_needs():
-    ended = run(ON_GPUS, CUDA_VISIBLE_DEVICES="")
+@pytest.mark.parametrize("example", ON_GPUS, ids=lambda path: path.stem)
+def test_the_examples_for_gpus_say_what_they_need(example):
+    ended = run(example, CUDA_VISIBLE_DEVICES="")
     assert ended.returncode == 1
-    assert ended.stderr.startswith("graph_pages.py needs")
+    assert ended.stderr.startswith(f"{example.name} needs")
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.splitlines()[0])
