@@ -121,8 +121,9 @@ void perform_all(Stream &stream) {
 // Performs the first of the stores to a place that is drawn: those to one word keep their order.
 void perform_any(Stream &stream) {
   if (stream.stores.empty()) return;
-  // Of the older ones: the others' turn comes.
-  const size_t drawn = world->random.below(std::min<size_t>(stream.stores.size(), 256));
+  // Of the older ones: the others' turn comes. Of fewer where it matters how long it takes.
+  const size_t older = world->among_others ? 32 : 256;
+  const size_t drawn = world->random.below(std::min(stream.stores.size(), older));
   const Store chosen = stream.stores[drawn];
   auto overlaps = [&](const Store &other) {
     return other.to < chosen.to + 4 * chosen.count && chosen.to < other.to + 4 * other.count;
