@@ -1,7 +1,9 @@
 // Runs the kernels of cuda/kernels/moe.cu on a CPU: see machine.h for what is kept and what is left to chance.
 
 #include <algorithm>
+#include <csetjmp>
 #include <cstdio>
+#include <ctime>
 #include <deque>
 #include <memory>
 #include <string>
@@ -18,6 +20,9 @@ const Kernel KERNELS[] = {immwire_moe_dispatch_raw, immwire_moe_dispatch_fp8_bf1
 
 constexpr size_t STACK_BYTES = 64 << 10;
 constexpr uint32_t LANES = 32;
+// Of threads in a row, before others in this machine are let run, and for how long.
+constexpr uint32_t RESTS = 8;
+constexpr long PAUSE_NS = 20000;
 
 // Splitmix64.
 struct Random {
@@ -37,8 +42,9 @@ enum class Wait { NOTHING, BLOCK, WARP };
 struct Block;
 
 struct Thread {
-  ucontext_t context;
+  jmp_buf at;
   std::unique_ptr<char[]> stack;
+  bool started = false;
   Block *block;
   Dimension index;
   Wait wait = Wait::NOTHING;
@@ -88,27 +94,36 @@ struct World {
   std::vector<Stream> streams;
   std::vector<Thread *> ready;
   Thread *current = nullptr;
-  ucontext_t scheduler;
+  jmp_buf scheduler;
   uint64_t time = 0;
   std::string failure;
+  // Whether others run beside this one, in other threads of the CPU.
+  bool among_others = false;
+  // How often threads have rested since one did more than wait.
+  uint32_t rests = 0;
 };
 
-World *world;
+thread_local World *world;
 
-[[noreturn]] void switch_for_good() {
-  swapcontext(&world->current->context, &world->scheduler);
-  std::abort(); // Not gone on with after that.
-}
+// Not gone on with after that.
+[[noreturn]] void switch_for_good() { _longjmp(world->scheduler, 1); }
 
 void perform(const Store &store) {
-  for (uint32_t i = 0; i < store.count; ++i) *reinterpret_cast<volatile uint32_t *>(store.to + 4 * i) = store.words[i];
+  if (store.count == 4) return emulated::store_whole(store.to, store.words);
+  __atomic_store_n(reinterpret_cast<uint32_t *>(store.to), store.words[0], __ATOMIC_RELAXED);
+}
+
+void perform_all(Stream &stream) {
+  for (const Store &store : stream.stores) perform(store);
+  stream.stores.clear();
 }
 
 // Performs the first of the stores to a place that is drawn: those to one word keep their order.
 void perform_any(Stream &stream) {
   if (stream.stores.empty()) return;
-  // Of the older ones: the others' turn comes.
-  const size_t drawn = world->random.below(std::min<size_t>(stream.stores.size(), 256));
+  // Of the older ones: the others' turn comes. Of fewer where it matters how long it takes.
+  const size_t older = world->among_others ? 32 : 256;
+  const size_t drawn = world->random.below(std::min(stream.stores.size(), older));
   const Store chosen = stream.stores[drawn];
   auto overlaps = [&](const Store &other) {
     return other.to < chosen.to + 4 * chosen.count && chosen.to < other.to + 4 * other.count;
@@ -122,7 +137,7 @@ void perform_any(Stream &stream) {
 void give_up(bool ready) {
   Thread *self = world->current;
   if (ready) world->ready.push_back(self);
-  swapcontext(&self->context, &world->scheduler);
+  if (_setjmp(self->at) == 0) _longjmp(world->scheduler, 1);
 }
 
 void wake(Block &block, uint32_t first, uint32_t last) {
@@ -141,6 +156,7 @@ void release_barrier(Block &block) {
     if (!thread->done && thread->wait == Wait::WARP && world->failure.empty())
       world->failure = "a warp's exchange and a barrier wait for each other";
   }
+  world->rests = 0;
   block.result = block.gathered;
   block.gathered = 0;
   block.at_barrier = 0;
@@ -174,6 +190,7 @@ void thread_main() {
   Thread *self = world->current;
   self->block->kernel(self->block->args);
   self->done = true;
+  world->rests = 0;
   Block &block = *self->block;
   ++block.ended;
   release_barrier(block);
@@ -181,12 +198,19 @@ void thread_main() {
   switch_for_good();
 }
 
-void prepare(ucontext_t &context, char *stack) {
-  getcontext(&context);
-  context.uc_stack.ss_sp = stack;
-  context.uc_stack.ss_size = STACK_BYTES;
-  context.uc_link = nullptr;
-  makecontext(&context, thread_main, 0);
+// Goes on with a thread, until it gives up. Only its first step costs system calls.
+__attribute__((noinline)) void go_on(Thread *thread) {
+  world->current = thread;
+  if (_setjmp(world->scheduler) != 0) return;
+  if (thread->started) _longjmp(thread->at, 1);
+  thread->started = true;
+  ucontext_t first;
+  getcontext(&first);
+  first.uc_stack.ss_sp = thread->stack.get();
+  first.uc_stack.ss_size = STACK_BYTES;
+  first.uc_link = nullptr;
+  makecontext(&first, thread_main, 0);
+  setcontext(&first);
 }
 
 void start(Stream &stream) {
@@ -206,10 +230,9 @@ void start(Stream &stream) {
     block->warps.resize(launch.threads / LANES);
     for (uint32_t t = 0; t < launch.threads; ++t) {
       auto thread = std::make_unique<Thread>();
-      thread->stack = std::make_unique<char[]>(STACK_BYTES);
+      thread->stack.reset(new char[STACK_BYTES]); // Not touched before it is used.
       thread->block = block.get();
       thread->index = {t};
-      prepare(thread->context, thread->stack.get());
       world->ready.push_back(thread.get());
       block->threads.push_back(std::move(thread));
     }
@@ -219,8 +242,7 @@ void start(Stream &stream) {
 }
 
 void finish(Stream &stream) {
-  for (const Store &store : stream.stores) perform(store);
-  stream.stores.clear();
+  perform_all(stream);
   for (auto &block : stream.blocks) {
     for (size_t i = block->shared.size() - 64; i < block->shared.size(); ++i)
       if (block->shared[i] != 0xc0ffee && world->failure.empty()) world->failure = "more shared memory was used than launched with";
@@ -239,10 +261,27 @@ const Dimension &grid_size() { return world->current->block->grid; }
 const Dimension &block_size() { return world->current->block->size; }
 uint32_t lane() { return world->current->index.x % LANES; }
 
-void rest() { give_up(true); }
+void rest() {
+  if (world->among_others && ++world->rests >= RESTS) {
+    world->rests = 0;
+    // They may be what is waited for.
+    for (Stream &stream : world->streams) perform_all(stream);
+    const timespec pause = {0, PAUSE_NS};
+    nanosleep(&pause, nullptr);
+  }
+  give_up(true);
+}
 void step() {
   ++world->time;
   if (world->random.below(8) == 0) give_up(true);
+}
+void act() {
+  world->rests = 0;
+  step();
+}
+void fence() {
+  if (world->among_others) perform_all(*world->current->block->stream);
+  step();
 }
 
 void block_barrier() { block_or(0); }
@@ -272,23 +311,30 @@ uint32_t match(uint32_t value) {
 }
 
 void store_later(uint64_t to, uint32_t word) {
-  step();
+  act();
   world->current->block->stream->stores.push_back({to, {word}, 1});
 }
 void store_whole_later(uint64_t to, const uint4 &held) {
-  step();
+  act();
   world->current->block->stream->stores.push_back({to, {held.x, held.y, held.z, held.w}, 4});
 }
 
-uint64_t clock() { return ++world->time; }
+uint64_t clock() {
+  ++world->time;
+  if (!world->among_others) return world->time;
+  timespec now;
+  clock_gettime(CLOCK_MONOTONIC, &now);
+  return uint64_t(now.tv_sec) * 1000000000 + uint64_t(now.tv_nsec);
+}
 
 } // namespace emulated
 
-// Runs the launches of each stream one after the other, and those of different streams at the same time. Returns 0, or 1 and
-// why not.
-extern "C" int immwire_moe_emulate(const Launch *launches, uint32_t count, uint32_t streams, uint64_t seed, char *why,
-                                   uint32_t why_bytes) {
+// Runs the launches of each stream one after the other, and those of different streams at the same time. `among_others`: others run
+// beside them, in other threads and processes. Returns 0, or 1 and why not.
+extern "C" int immwire_moe_emulate(const Launch *launches, uint32_t count, uint32_t streams, uint64_t seed, uint32_t among_others,
+                                   char *why, uint32_t why_bytes) {
   World here;
+  here.among_others = among_others != 0;
   here.random.state = seed;
   here.streams = std::vector<Stream>(streams);
   for (uint32_t i = 0; i < count; ++i) here.streams[launches[i].stream].launches.push_back(&launches[i]);
@@ -325,8 +371,7 @@ extern "C" int immwire_moe_emulate(const Launch *launches, uint32_t count, uint3
       if (here.random.below(5000) == 0) block.sleeps_until = here.time + here.random.below(20000);
       here.ready[drawn] = here.ready.back();
       here.ready.pop_back();
-      here.current = thread;
-      swapcontext(&here.scheduler, &thread->context);
+      go_on(thread);
       Stream &stream = here.streams[here.random.below(here.streams.size())];
       for (int i = 0; i < 4; ++i) perform_any(stream);
       if (thread->block->stream->running == 0) break;

@@ -3,8 +3,12 @@
 // Every thread of every block is a fiber, all in one thread of the CPU; which goes on is drawn wherever one might notice another:
 // at barriers, exchanges of a warp, and accesses to memory that is shared between launches. Stores to such memory are
 // performed later, in any order but that of one word, and vectors word by word: at the latest when their launch ends. Loads and
-// atomics are performed at once, and fences do nothing: what would only go wrong without them is not found here. Threads
-// that wait for each other in vain are found at once. The same seed gives the same run.
+// atomics are performed at once. Threads that wait for each other in vain are found at once.
+//
+// Either all launches there are run in one call: time is counted in steps, fences do nothing (what would only go wrong without
+// them is not found here), and the same seed gives the same run. Or a launch runs among others, in other threads of the CPU and
+// in other processes: time is the machine's, fences perform what was stored before them, and who only waits lets others run.
+// Memory is used by whole words either way, as atomics do.
 
 #ifndef IMMWIRE_MACHINE_H
 #define IMMWIRE_MACHINE_H
@@ -32,8 +36,11 @@ uint32_t *shared();
 const Dimension &thread_index(), &block_index(), &grid_size(), &block_size();
 // Lets others go on, perhaps.
 void step();
+// The same, by whoever does not only wait.
+void act();
 // Lets others go on, surely.
 void rest();
+void fence();
 void block_barrier();
 uint32_t block_or(uint32_t value);
 // What lane `from` of the warp gives; all lanes of the warp take part.
@@ -59,6 +66,16 @@ T of_bits(uint32_t word) {
   return value;
 }
 
+// Seen at once by whoever loads it so: one instruction on the CPUs we know.
+typedef uint32_t Whole __attribute__((vector_size(16), may_alias));
+inline void store_whole(uint64_t to, const uint32_t (&words)[4]) {
+  *reinterpret_cast<volatile Whole *>(to) = Whole{words[0], words[1], words[2], words[3]};
+}
+inline uint4 load_whole(uint64_t from) {
+  const Whole held = *reinterpret_cast<const volatile Whole *>(from);
+  return {held[0], held[1], held[2], held[3]};
+}
+
 } // namespace emulated
 
 #define threadIdx (emulated::thread_index())
@@ -68,7 +85,7 @@ T of_bits(uint32_t word) {
 
 inline void __syncthreads() { emulated::block_barrier(); }
 inline int __syncthreads_or(uint32_t value) { return int(emulated::block_or(value)); }
-inline void __threadfence() { emulated::step(); }
+inline void __threadfence() { emulated::fence(); }
 inline uint32_t __ballot_sync(uint32_t, bool value) { return emulated::ballot(value); }
 inline uint32_t __match_any_sync(uint32_t, uint32_t value) { return emulated::match(value); }
 template <typename T>
@@ -105,41 +122,32 @@ inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 inline uint32_t atomicOr(uint32_t *word, uint32_t bits) {
-  emulated::step();
-  const uint32_t old = *word;
-  *word |= bits;
-  return old;
+  emulated::act();
+  return __atomic_fetch_or(word, bits, __ATOMIC_SEQ_CST);
 }
 inline uint32_t atomicAdd(uint32_t *word, uint32_t more) {
-  emulated::step();
-  const uint32_t old = *word;
-  *word += more;
-  return old;
+  emulated::act();
+  return __atomic_fetch_add(word, more, __ATOMIC_SEQ_CST);
 }
 inline uint32_t atomicExch(uint32_t *word, uint32_t value) {
-  emulated::step();
-  const uint32_t old = *word;
-  *word = value;
-  return old;
+  emulated::act();
+  return __atomic_exchange_n(word, value, __ATOMIC_SEQ_CST);
 }
 inline uint32_t atomicCAS(uint32_t *word, uint32_t expected, uint32_t value) {
-  emulated::step();
-  const uint32_t old = *word;
-  if (old == expected) *word = value;
-  return old;
+  emulated::act();
+  __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_SEQ_CST, __ATOMIC_SEQ_CST);
+  return expected;
 }
 
 namespace machine {
 
 inline uint32_t load_shared_word(uint64_t from) {
   emulated::step();
-  return *reinterpret_cast<const volatile uint32_t *>(from);
+  return __atomic_load_n(reinterpret_cast<const uint32_t *>(from), __ATOMIC_RELAXED);
 }
 inline uint4 load_shared_vector(uint64_t from) {
   emulated::step();
-  uint4 held;
-  std::memcpy(&held, reinterpret_cast<const void *>(from), 16);
-  return held;
+  return emulated::load_whole(from);
 }
 inline void store_shared_word(uint64_t to, uint32_t held) { emulated::store_later(to, held); }
 inline void store_shared_vector(uint64_t to, uint4 held) {
@@ -155,7 +163,7 @@ inline uint4 load_vector(uint64_t from) {
   return held;
 }
 inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
-inline void fence_for_all() { emulated::step(); }
+inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
 inline void pause() { emulated::rest(); }
 

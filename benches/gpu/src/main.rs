@@ -1,7 +1,7 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS | signals FROM TO
-//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time
+//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time | moe-processes N
 //!
 //! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
 //! how long a watcher's callback and a waiting stream take to hear of something.
@@ -33,8 +33,15 @@ fn main() -> ExitCode {
             (Ok(from), Ok(to)) => signals::measure(from, to),
             _ => Err("GPUs are numbers".into()),
         },
+        ["moe-processes", count] => count.parse().map_err(Into::into).and_then(moe::processes),
+        ["moe-process", world, rank, case] => match (world.parse(), rank.parse(), case.parse()) {
+            (Ok(world), Ok(rank), Ok(case)) => process(world, rank, case),
+            _ => Err("ranks are numbers".into()),
+        },
         [what] => run(what),
-        _ => Err("check, check-few, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time".into()),
+        _ => Err("check, check-few, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
+                  moe-processes N"
+            .into()),
     };
     match done {
         Ok(Value::Null) => ExitCode::SUCCESS,
@@ -47,6 +54,10 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn process(world: u32, rank: u32, case: u32) -> Result<Value, Box<dyn Error>> {
+    moe::process(&rig::gpus()?, world, rank, case).map(|()| Value::Null)
 }
 
 fn run(what: &str) -> Result<Value, Box<dyn Error>> {

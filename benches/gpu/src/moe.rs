@@ -1,19 +1,27 @@
 //! Dispatch and combine among GPUs: every kind of exchange against the oracle, bit by bit, and how long rounds take.
 //!
-//! All ranks are in this process, each with a stream; ranks share GPUs where they are more. Times are the GPU's: rounds are
+//! All ranks are in this process, each with a stream, but for those of `processes`; ranks share GPUs where they are more. Times are the GPU's: rounds are
 //! captured in a graph for each rank and replayed, with the clock taken between the launches: a kernel of its own, whose half
 //! microsecond is part of the figures. Whole rounds are measured without it. Of each round the slowest rank counts.
 
 use crate::rig::{Gpu, LIMIT};
 use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
+use immwire_cuda::moe::args::MoeReport;
 use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
 use immwire_cuda::moe::{Count, Exchange, Half, Rows, Tokens};
-use immwire_cuda::{DeviceMemory, Event, PinnedMemory, Stream};
+use immwire_cuda::{
+    DeviceMemory, Event, Handover, Opened, PinnedMemory, Received, SharedMemory, Stream, hand_over,
+};
 use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens as Sent, bytes_of};
 use serde_json::{Value, json};
 use std::error::Error;
 use std::ffi::CStr;
+use std::io::{IoSlice, IoSliceMut};
+use std::mem::MaybeUninit;
+use std::ops::Range;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::process::{Child, Command, Stdio};
 use std::ptr;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -21,7 +29,7 @@ use std::time::{Duration, Instant};
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// How long tokens are waited for.
-const PATIENCE: Duration = Duration::from_secs(2);
+const PATIENCE: Duration = Duration::from_secs(10);
 /// What is there before it is written.
 const UNTOUCHED: u8 = 0xa5;
 
@@ -60,11 +68,29 @@ impl Buffer {
     }
 }
 
+/// What a rank lends.
+enum Inbox {
+    /// To ranks in this process.
+    Here(DeviceMemory),
+    /// To others.
+    Shared(SharedMemory),
+}
+
+impl Inbox {
+    fn at(&self) -> u64 {
+        match self {
+            Self::Here(memory) => memory.address(),
+            Self::Shared(memory) => memory.address(),
+        }
+    }
+}
+
 struct Rank {
+    number: usize,
     gpu: usize,
     stream: Stream,
     exchange: Exchange,
-    inbox: DeviceMemory,
+    inbox: Inbox,
     /// What takes turns from round to round.
     sets: Vec<Set>,
 }
@@ -89,6 +115,7 @@ struct World<'a> {
     shape: Shape,
     geometry: Geometry,
     rows: u32,
+    /// Those of this process.
     ranks: Vec<Rank>,
 }
 
@@ -102,6 +129,31 @@ impl<'a> World<'a> {
         sets: usize,
         patience: Duration,
     ) -> Outcome<Self> {
+        let world = u32::try_from(shape.firsts.len() - 1)?;
+        let mut world = Self::apart(gpus, shape, 0..world, sms, rows, sets, patience)?;
+        let inboxes: Vec<u64> = world.ranks.iter().map(|rank| rank.inbox.at()).collect();
+        world.connect(&inboxes)?;
+        Ok(world)
+    }
+
+    fn connect(&mut self, inboxes: &[u64]) -> Outcome<()> {
+        for rank in &mut self.ranks {
+            rank.exchange.connect(inboxes)?;
+        }
+        Ok(())
+    }
+
+    /// Only these ranks, not connected yet.
+    fn apart(
+        gpus: &'a [Gpu],
+        shape: &Shape,
+        ranks: Range<u32>,
+        sms: u32,
+        rows: Option<u32>,
+        sets: usize,
+        patience: Duration,
+    ) -> Outcome<Self> {
+        let shares = ranks.len() + 1 < shape.firsts.len();
         let geometry = Geometry::new(shape)?;
         let rows = rows.unwrap_or(u32::try_from(geometry.max_rows)?);
         let rank = |rank: u32| -> Outcome<Rank> {
@@ -109,9 +161,14 @@ impl<'a> World<'a> {
             let gpu = &gpus[number];
             let stream = Stream::new(&gpu.device)?;
             let exchange = Exchange::new(&stream, shape, rank, sms, patience)?;
-            let inbox = DeviceMemory::zeroed(&stream, usize::try_from(geometry.inbox_bytes)?)?;
+            let bytes = usize::try_from(geometry.inbox_bytes)?;
+            let inbox = if shares {
+                Inbox::Shared(SharedMemory::zeroed(&gpu.device, bytes)?)
+            } else {
+                Inbox::Here(DeviceMemory::zeroed(&stream, bytes)?)
+            };
             // SAFETY: it was allocated just now.
-            unsafe { exchange.clear_inbox(&stream, inbox.address())? };
+            unsafe { exchange.clear_inbox(&stream, inbox.at())? };
             let tokens = shape.max_tokens as usize;
             let (x, choices) = (tokens * shape.values as usize * 2, tokens * shape.top_k as usize);
             let local = (shape.firsts[rank as usize + 1] - shape.firsts[rank as usize]) as usize;
@@ -132,13 +189,9 @@ impl<'a> World<'a> {
                 })
             };
             let sets = (0..sets).map(set).collect::<Outcome<_>>()?;
-            Ok(Rank { gpu: number, exchange, inbox, sets, stream })
+            Ok(Rank { number: rank as usize, gpu: number, exchange, inbox, sets, stream })
         };
-        let mut ranks = (0..geometry.world).map(rank).collect::<Outcome<Vec<_>>>()?;
-        let inboxes: Vec<u64> = ranks.iter().map(|rank| rank.inbox.address()).collect();
-        for rank in &mut ranks {
-            rank.exchange.connect(&inboxes)?;
-        }
+        let ranks = ranks.map(rank).collect::<Outcome<Vec<_>>>()?;
         let world = Self { gpus, shape: shape.clone(), geometry, rows, ranks };
         world.settle()?;
         Ok(world)
@@ -158,7 +211,8 @@ impl<'a> World<'a> {
     }
 
     fn put(&mut self, set: usize, tokens: &[Sent], results: &[Vec<u8>], wide: bool) -> Outcome<()> {
-        for (number, rank) in self.ranks.iter_mut().enumerate() {
+        for rank in &mut self.ranks {
+            let number = rank.number;
             let (gpu, sent) = (&self.gpus[rank.gpu], &tokens[number]);
             let set = &mut rank.sets[set];
             set.x.put(gpu, &sent.x)?;
@@ -224,12 +278,34 @@ impl<'a> World<'a> {
         results: &[Vec<u8>],
         clear: bool,
     ) -> Outcome<()> {
-        let all: Vec<usize> = (0..self.ranks.len()).collect();
+        self.check_without(None, set, tokens, results, clear)
+    }
+
+    /// The same, if this rank did not come, and was found missing in the first round.
+    fn check_without(
+        &mut self,
+        missing: Option<usize>,
+        set: usize,
+        tokens: &[Sent],
+        results: &[Vec<u8>],
+        clear: bool,
+    ) -> Outcome<()> {
+        let everybody = 0..self.geometry.world as usize;
+        let all: Vec<usize> = everybody.clone().filter(|rank| Some(*rank) != missing).collect();
+        let mut expected_report = MoeReport::default();
+        if let Some(missing) = missing {
+            expected_report.late_table[missing] = 1;
+        }
         let round = Round { shape: &self.shape, geometry: &self.geometry, tokens, results };
-        let layouts: Vec<Option<Layout>> =
-            all.iter().map(|rank| Some(round.layout(*rank, &all))).collect();
+        let layouts: Vec<Option<Layout>> = everybody
+            .map(|rank| (Some(rank) != missing).then(|| round.layout(rank, &all)))
+            .collect();
         let (x, scales) = (self.geometry.token_bytes as usize, self.geometry.scale_bytes as usize);
-        for (number, rank) in self.ranks.iter_mut().enumerate() {
+        for rank in &mut self.ranks {
+            let number = rank.number;
+            if Some(number) == missing {
+                continue;
+            }
             let (gpu, layout) =
                 (&self.gpus[rank.gpu], layouts[number].as_ref().ok_or("no layout")?);
             let differs = |what: &str, at: usize| -> Box<dyn Error> {
@@ -237,7 +313,7 @@ impl<'a> World<'a> {
             };
             let own = &mut rank.sets[set];
             let report = rank.exchange.report();
-            if report != Default::default() {
+            if report != expected_report {
                 return Err(format!("rank {number} reports {report:?}").into());
             }
             let counts = bytes_of(&layout.counts);
@@ -305,11 +381,11 @@ impl<'a> World<'a> {
 
     /// Every slot of every inbox holds poison again.
     fn check_poison(&self) -> Outcome<()> {
-        for (number, rank) in self.ranks.iter().enumerate() {
-            let gpu = &self.gpus[rank.gpu];
+        for rank in &self.ranks {
+            let (number, gpu) = (rank.number, &self.gpus[rank.gpu]);
             let bytes = usize::try_from(self.geometry.inbox_bytes)?;
             let here = gpu.pinned(bytes)?;
-            gpu.move_range(rank.inbox.address(), here.address(), bytes)?;
+            gpu.move_range(rank.inbox.at(), here.address(), bytes)?;
             let slots = &here.as_slice()[usize::try_from(self.geometry.dispatch_at)?..];
             if let Some(at) = slots.iter().position(|byte| *byte != 0xff) {
                 return Err(format!(
@@ -391,27 +467,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
             let mut random = Random(case * 100 + u64::from(world));
             let shape = random_shape(&mut random, world, case % 3 == 2 && !few && world < 8);
             let mut all = World::new(gpus, &shape, sms(gpus, world), None, 1, PATIENCE)?;
-            for _ in 0..3 {
-                let tokens: Vec<Sent> =
-                    (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
-                let results: Vec<Vec<u8>> = (0..world)
-                    .map(|_| all.maker().numbers(&mut random, all.rows, shape.results))
-                    .collect();
-                let style = Style {
-                    split: random.one_in(3),
-                    wide: random.one_in(2),
-                    clear: random.one_in(2),
-                };
-                all.put(0, &tokens, &results, style.wide)?;
-                all.blank()?;
-                for way in [Way::Out, Way::Back] {
-                    for rank in 0..all.ranks.len() {
-                        all.enqueue(rank, 0, way, style)?;
-                    }
-                }
-                all.settle()?;
-                all.check(0, &tokens, &results, style.clear)?;
-            }
+            rounds(&mut all, &mut random, 3)?;
             all.check_poison()?;
         }
         eprintln!(
@@ -421,8 +477,196 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         counts.insert(world.to_string(), json!(cases));
     }
     abort(gpus)?;
-    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3, "aborted": true }))
+    missing(gpus)?;
+    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3, "aborted": true, "missed": true }))
 }
+
+/// So many random rounds, each compared. All processes that have ranks of this world draw alike.
+fn rounds(all: &mut World<'_>, random: &mut Random, count: usize) -> Outcome<()> {
+    let world = all.geometry.world;
+    for _ in 0..count {
+        let tokens: Vec<Sent> = (0..world).map(|_| all.maker().random_tokens(random)).collect();
+        let results: Vec<Vec<u8>> = (0..world)
+            .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
+            .collect();
+        let style =
+            Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
+        all.put(0, &tokens, &results, style.wide)?;
+        all.blank()?;
+        for way in [Way::Out, Way::Back] {
+            for rank in 0..all.ranks.len() {
+                all.enqueue(rank, 0, way, style)?;
+            }
+        }
+        all.settle()?;
+        all.check(0, &tokens, &results, style.clear)?;
+    }
+    all.check_poison()
+}
+
+/// A rank that never comes is named by all others, who are right without it, in this round and in the next.
+fn missing(gpus: &[Gpu]) -> Outcome<()> {
+    const WORLD: u32 = 3;
+    const MISSING: usize = 1;
+    let mut random = Random(3);
+    let shape = random_shape(&mut random, WORLD, false);
+    let patience = Duration::from_secs(1);
+    let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, patience)?;
+    for _ in 0..2 {
+        let most = shape.max_tokens;
+        let tokens: Vec<Sent> =
+            (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
+        let results: Vec<Vec<u8>> = (0..WORLD)
+            .map(|_| all.maker().numbers(&mut random, all.rows, shape.results))
+            .collect();
+        all.put(0, &tokens, &results, false)?;
+        all.blank()?;
+        for way in [Way::Out, Way::Back] {
+            for rank in (0..WORLD as usize).filter(|rank| *rank != MISSING) {
+                all.enqueue(rank, 0, way, Style::default())?;
+            }
+        }
+        all.settle()?;
+        all.check_without(Some(MISSING), 0, &tokens, &results, false)?;
+    }
+    Ok(())
+}
+
+/// Random exchanges of ranks that are each in a process of its own, and lend each other shared memory.
+pub(crate) fn processes(count: u32) -> Outcome<Value> {
+    const CASES: u32 = 3;
+    if count < 2 {
+        return Err("2 processes or more".into());
+    }
+    for case in 0..CASES {
+        let ranks = (0..count)
+            .map(|rank| Process::start([count, rank, case]))
+            .collect::<Outcome<Vec<_>>>()?;
+        // Whose file has come has a clear inbox.
+        let mut files = Vec::new();
+        for rank in &ranks {
+            files.extend(rank.there.hear()?);
+        }
+        for rank in &ranks {
+            rank.there.say(&files)?;
+        }
+        // Nobody goes before all have ended their rounds: inboxes are used until then.
+        for rank in &ranks {
+            rank.there.hear()?;
+        }
+        for rank in ranks {
+            rank.end()?;
+        }
+    }
+    Ok(json!({ "processes": count, "exchanges": CASES, "rounds_each": 3 }))
+}
+
+/// One rank of them. Its standard input is a socket, of the process that has started it.
+pub(crate) fn process(gpus: &[Gpu], world: u32, rank: u32, case: u32) -> Outcome<()> {
+    let there = Line(std::io::stdin().as_fd().try_clone_to_owned()?);
+    let mut random = Random(u64::from(case * 100 + world));
+    let shape = random_shape(&mut random, world, false);
+    let blocks = sms(gpus, world);
+    let mut own = World::apart(gpus, &shape, rank..rank + 1, blocks, None, 1, PATIENCE)?;
+    let device = &gpus[own.ranks[0].gpu].device;
+    let Inbox::Shared(inbox) = &own.ranks[0].inbox else { return Err("an only rank".into()) };
+    let (at, bytes) = (inbox.address(), inbox.bytes() as u64);
+    let Handover::File(file) = hand_over(device, at)? else { return Err("no file".into()) };
+    there.say(&[file])?;
+    let files = there.hear()?;
+    let mut opened = Vec::new();
+    for file in &files {
+        opened.push(Opened::new(device, Received::File(file.as_fd()), bytes)?);
+    }
+    let mut inboxes: Vec<u64> = opened.iter().map(Opened::address).collect();
+    *inboxes.get_mut(rank as usize).ok_or("a file is missing")? = at;
+    own.connect(&inboxes)?;
+    rounds(&mut own, &mut random, 3)?;
+    there.say(&[])?;
+    // Until the end: nothing more is said.
+    let _ = there.hear();
+    // No launch of any rank goes on: all have said so.
+    drop(opened);
+    Ok(())
+}
+
+/// A process that has one rank.
+struct Process {
+    child: Child,
+    there: Line,
+}
+
+impl Process {
+    fn start(words: [u32; 3]) -> Outcome<Self> {
+        use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+        let (ours, theirs) = socketpair(
+            AddressFamily::UNIX,
+            SocketType::SEQPACKET,
+            SocketFlags::CLOEXEC,
+            None,
+        )?;
+        let child = Command::new(std::env::current_exe()?)
+            .arg("moe-process")
+            .args(words.map(|word| word.to_string()))
+            .stdin(Stdio::from(theirs))
+            .stdout(Stdio::null())
+            .spawn()?;
+        Ok(Self { child, there: Line(ours) })
+    }
+
+    /// Lets it go, and waits until it has.
+    fn end(mut self) -> Outcome<()> {
+        rustix::net::shutdown(&self.there.0, rustix::net::Shutdown::Both)?;
+        if self.child.wait()?.success() { Ok(()) } else { Err("a rank's process failed".into()) }
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+/// Between two processes: messages of files.
+struct Line(OwnedFd);
+
+impl Line {
+    fn say(&self, files: &[OwnedFd]) -> Outcome<()> {
+        use rustix::net::{SendAncillaryBuffer, SendAncillaryMessage, SendFlags, sendmsg};
+        let mut space = [MaybeUninit::uninit(); FILES_SPACE];
+        let mut control = SendAncillaryBuffer::new(&mut space);
+        let files: Vec<BorrowedFd<'_>> = files.iter().map(AsFd::as_fd).collect();
+        if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(&files)) {
+            return Err("too many files".into());
+        }
+        sendmsg(&self.0, &[IoSlice::new(&[0])], &mut control, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    /// The files of the next message; an error if the other process has ended.
+    fn hear(&self) -> Outcome<Vec<OwnedFd>> {
+        use rustix::net::{RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, recvmsg};
+        let mut space = [MaybeUninit::uninit(); FILES_SPACE];
+        let mut control = RecvAncillaryBuffer::new(&mut space);
+        let mut byte = [0];
+        let flags = RecvFlags::CMSG_CLOEXEC;
+        let got = recvmsg(&self.0, &mut [IoSliceMut::new(&mut byte)], &mut control, flags)?;
+        if got.bytes == 0 {
+            return Err("the other process has ended".into());
+        }
+        let mut files = Vec::new();
+        for message in control.drain() {
+            if let RecvAncillaryMessage::ScmRights(received) = message {
+                files.extend(received);
+            }
+        }
+        Ok(files)
+    }
+}
+
+/// Room for the files of all ranks.
+const FILES_SPACE: usize = rustix::cmsg_space!(ScmRights(32));
 
 /// A launch on all SMs that waits for a rank which never comes ends when it is told to.
 fn abort(gpus: &[Gpu]) -> Outcome<()> {

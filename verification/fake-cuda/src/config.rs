@@ -6,6 +6,8 @@ use std::sync::OnceLock;
 
 /// GPUs at most: [`crate::memory`] keeps a bit for each in a word.
 pub(crate) const MOST_GPUS: u8 = 32;
+/// SMs of a GPU: few, for kernels run as many threads on each as a GPU would.
+pub(crate) const SMS: u32 = 8;
 
 /// The machine, as this process sees it.
 #[derive(Debug, PartialEq, Eq)]

@@ -2,8 +2,8 @@
 //!
 //! It stands in for the driver where there is no GPU: found first on the library path, it is loaded in place of NVIDIA's
 //! by whatever uses GPUs through `immwire-cuda`, in as many processes as there are. It has the calls that immwire makes
-//! and those around them, and of kernels immwire's own (`cuda/kernels/immwire_cuda.h`), whatever image they are loaded
-//! from. It is written to the driver's documentation: **a model, not hardware**.
+//! and those around them, and of kernels immwire's own (`cuda/kernels/immwire_cuda.h`, `immwire_moe.h`), whatever image they
+//! are loaded from: those that copy done here, those for mixtures of experts run by `verification/moe`, as they are. It is written to the driver's documentation: **a model, not hardware**.
 //!
 //! # What it holds callers to
 //!
@@ -15,12 +15,12 @@
 //! - Kernels, copies and words use live memory that their GPU has access to: its own, a peer's with access enabled or set,
 //!   what was opened by a handle, pinned or registered host memory. Other host memory may be one side of a copy, which is
 //!   done when the call returns.
-//! - Nothing is freed, unmapped, closed or unloaded while work that uses it is enqueued or runs. (Pages that a table names
-//!   are known once the kernel runs; until then the memory at the base is taken to be used.) Nothing is freed that another
+//! - Nothing is freed, unmapped, closed or unloaded while work that uses it is enqueued or runs. (Pages that a table names,
+//!   and tokens whose number lies in memory, are known once the kernel runs; until then the memory at the base is taken to be used.) Nothing is freed that another
 //!   process has open by its handle.
 //! - Calls that need a current context have one, and are made of its own streams, events and functions. Handles are used
 //!   until they are destroyed. Host functions do not call the driver.
-//! - Launches are as the kernels' header says.
+//! - Launches are as the kernels' headers say. Of launches that wait for other ranks all blocks find room at once.
 //!
 //! # What it does to them
 //!
@@ -40,6 +40,8 @@
 mod api;
 mod code;
 mod config;
+mod copy;
+mod exchange;
 mod ipc;
 mod kernel;
 mod memory;

@@ -30,6 +30,11 @@ impl Random {
         z ^ (z >> 31)
     }
 
+    /// What another generator may start from.
+    pub(crate) fn seed(&mut self) -> u64 {
+        self.next()
+    }
+
     fn below(&mut self, limit: u64) -> u64 {
         self.next() % limit.max(1)
     }

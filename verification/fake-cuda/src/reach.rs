@@ -125,6 +125,20 @@ impl Reach {
         unsafe { AtomicU32::from_ptr(pointer.cast()) }
     }
 
+    /// Where we find `bytes` bytes in a row; 0 if there are none.
+    pub(crate) fn whole(&mut self, address: u64, bytes: u64, write: bool, what: &str) -> u64 {
+        if bytes == 0 {
+            return 0;
+        }
+        let (pointer, room) = self.find(address, write, what);
+        if room < bytes {
+            // No memory at all is another violation.
+            self.find(address.wrapping_add(room), write, what);
+            broken!(NotModelled, "{what} {address:#x}: {bytes} bytes of memory mapped in parts");
+        }
+        pointer as u64
+    }
+
     /// Whether the byte at `address` is in host memory.
     pub(crate) fn is_host(&self, address: u64) -> bool {
         self.held(address, false).is_some_and(|range| range.gpu().is_none())
@@ -205,7 +219,7 @@ impl Reach {
     }
 }
 
-fn must_be_aligned(address: u64, multiple: u64, what: &str) {
+pub(crate) fn must_be_aligned(address: u64, multiple: u64, what: &str) {
     if !address.is_multiple_of(multiple) {
         broken!(Misaligned, "{what} {address:#x}, not at a multiple of {multiple}");
     }

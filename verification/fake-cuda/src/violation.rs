@@ -48,6 +48,10 @@ rules! {
     Misaligned = "misaligned",
     /// A launch that the kernel's header does not allow.
     Geometry = "geometry",
+    /// Memory that a launch names, on another GPU than it must be, or not in host memory.
+    Misplaced = "misplaced",
+    /// A kernel that could not go on, or used more than it was launched with.
+    WentWrong = "went wrong",
     /// Two launches that share a word of arrivals, or one that is not zero.
     Arrivals = "arrivals",
     /// A call of the driver's from a function that `cuLaunchHostFunc` calls.

@@ -7,13 +7,11 @@
 //!
 //! What it cannot tell: whether a fence is missing between loads, what a compiler for GPUs makes of the text, and how long anything takes.
 
+#[cfg(feature = "oracle")]
 pub mod oracle;
 
 use immwire_cuda::moe::args::MoeArgs;
 use std::ffi::{CStr, c_char, c_int};
-use std::sync::{Mutex, PoisonError};
-
-static ALONE: Mutex<()> = Mutex::new(());
 
 /// The kernels, in the order of `emulate.cpp`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -53,6 +51,7 @@ unsafe extern "C" {
         count: u32,
         streams: u32,
         seed: u64,
+        among_others: u32,
         why: *mut c_char,
         why_bytes: u32,
     ) -> c_int;
@@ -68,13 +67,47 @@ unsafe extern "C" {
 ///
 /// The addresses in all `args` are of live memory, as the kernels' header asks for.
 pub unsafe fn emulate(launches: &[Launch], streams: u32, seed: u64) -> Result<(), String> {
+    // SAFETY: our caller's promise.
+    unsafe { run(launches, streams, seed, false) }
+}
+
+/// Runs one launch to its end, while others of other ranks run in other threads and processes. Time is the machine's, and whoever
+/// only waits leaves the CPU to others.
+///
+/// # Errors
+///
+/// As [`emulate`].
+///
+/// # Safety
+///
+/// As for [`emulate`]; what others write meanwhile they write as whole words.
+pub unsafe fn emulate_among_others(launch: &Launch, seed: u64) -> Result<(), String> {
+    // SAFETY: our caller's promise.
+    unsafe { run(&[Launch { stream: 0, ..*launch }], 1, seed, true) }
+}
+
+/// # Safety
+///
+/// As for [`emulate`].
+unsafe fn run(
+    launches: &[Launch],
+    streams: u32,
+    seed: u64,
+    among_others: bool,
+) -> Result<(), String> {
     let mut why: [c_char; 256] = [0; 256];
     let count = u32::try_from(launches.len()).map_err(|e| e.to_string())?;
-    // The other side has one world.
-    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-    // SAFETY: the list has so many entries, the text so much room; nobody else calls it; memory is our caller's promise.
+    // SAFETY: the list has so many entries, the text so much room; memory is our caller's promise.
     let failed = unsafe {
-        immwire_moe_emulate(launches.as_ptr(), count, streams, seed, why.as_mut_ptr(), 256)
+        immwire_moe_emulate(
+            launches.as_ptr(),
+            count,
+            streams,
+            seed,
+            u32::from(among_others),
+            why.as_mut_ptr(),
+            256,
+        )
     };
     if failed == 0 {
         return Ok(());

@@ -2,7 +2,7 @@
 
 use super::{Out, calls};
 use crate::code::{self, Answer};
-use crate::config::{self, Config};
+use crate::config::{self, Config, SMS};
 use crate::memory;
 use crate::violation::broken;
 use crate::world::{INITIALIZED, begin, stack};
@@ -13,9 +13,8 @@ use std::sync::atomic::Ordering;
 
 /// CUDA 13.0.
 const VERSION: c_int = 13_000;
-/// As an H200.
+/// As an H200, but for its number of SMs.
 const CAPABILITY: (c_int, c_int) = (9, 0);
-const SMS: c_int = 132;
 /// The first GPU's bus.
 const FIRST_BUS: u8 = 0x10;
 
@@ -146,7 +145,7 @@ calls! {
         } else if is(A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR) {
             CAPABILITY.1
         } else if is(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) {
-            SMS
+            c_int::try_from(SMS).map_err(|_| code::INVALID_VALUE)?
         } else if is(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
             c_int::from(FIRST_BUS + gpu)
         } else if is(A::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)

@@ -8,10 +8,8 @@ use crate::stream::{Event, Until, Work};
 use crate::violation::broken;
 use crate::world::{Function, Module, begin};
 use cudarc::driver::sys as cu;
-use immwire_cuda::args::CopyArgs;
 use immwire_cuda::geometry::BULK_SHARED_BYTES;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
-use std::ptr;
 use std::sync::Arc;
 
 /// What a kernel may have of dynamic shared memory without asking.
@@ -289,14 +287,13 @@ calls! {
         if parameters.is_null() || !extra.is_null() {
             broken!(NotModelled, "cuLaunchKernel: parameters other than by their addresses");
         }
-        // SAFETY: a list of one address, that of a structure of this layout: the kernels take no other.
-        let args = unsafe { ptr::read_unaligned((*parameters).cast::<CopyArgs>()) };
-        let launch = Launch { kernel, args };
         let size = Size {
             grid: [grid_x, grid_y, grid_z],
             block: [block_x, block_y, block_z],
             shared_bytes,
         };
+        // SAFETY: the caller's promise.
+        let launch = unsafe { Launch::read(kernel, size, parameters) };
         launch.check(size, most_shared_bytes);
         let mut reach = Reach::new(stream.gpu);
         launch.claim(&world, &mut reach);
