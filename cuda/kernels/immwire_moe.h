@@ -38,7 +38,8 @@ enum {
   IMMWIRE_MOE_RECEIVE = 2,       /* this launch receives; with the above, first the one and then the other */
   IMMWIRE_MOE_WIDE_INDICES = 4,  /* indices are int64_t, not int32_t */
   IMMWIRE_MOE_CLEAR_PADDING = 8, /* rows that only pad are written with zeros */
-  IMMWIRE_MOE_POWER_SCALES = 16  /* scales are powers of two, a byte each (UE8M0), not floats */
+  IMMWIRE_MOE_POWER_SCALES = 16, /* scales are powers of two, a byte each (UE8M0), not floats */
+  IMMWIRE_MOE_ACCUMULATE = 32    /* combine adds to what is in out */
 };
 
 /* No row: in plans, of a choice that ends elsewhere. */

@@ -908,7 +908,9 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
     const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
       float sum[8] = {};
+      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
       for (uint32_t rest = ranks; rest != 0;) {
         uint4 held[BATCH];
         uint64_t from[BATCH];
@@ -936,7 +938,7 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
           for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], values[k]);
         }
       }
-      store_vector(args.out + (uint64_t(token) * args.values + 8 * v) * 2, pack<FORMAT>(sum));
+      store_vector(to, pack<FORMAT>(sum));
     }
   }
 }

@@ -167,6 +167,7 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_WIDE_INDICES", moe::WIDE_INDICES as usize),
         ("IMMWIRE_MOE_CLEAR_PADDING", moe::CLEAR_PADDING as usize),
         ("IMMWIRE_MOE_POWER_SCALES", moe::POWER_SCALES as usize),
+        ("IMMWIRE_MOE_ACCUMULATE", moe::ACCUMULATE as usize),
         ("IMMWIRE_MOE_NO_ROW", moe::NO_ROW as usize),
     ];
     let text: String = constants.iter().map(|(name, value)| equal(name, *value)).collect();

@@ -227,6 +227,16 @@ def case_ranks_in_one_process():
                 one.rank.settle()
                 found = one.back(one.results.read().view(np.float16))
                 assert (found == expected_results(*one.inputs[:3])).all()
+        # Once more, onto what is there.
+        for step in ("dispatch", "work"):
+            for one in both:
+                getattr(one, step)()
+        for one in both:
+            one.rank.exchange.combine(one.y, out=one.results, accumulate=True, stream=0)
+        for one in both:
+            one.rank.settle()
+            found = one.back(one.results.read().view(np.float16))
+            assert (found == 2 * expected_results(*one.inputs[:3])).all()
         ranks[0].exchange.close()
         assert ranks[0].exchange.closed
         assert "closed" in repr(ranks[0].exchange)

@@ -9,7 +9,7 @@ use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
 use immwire_cuda::moe::args::MoeReport;
 use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
-use immwire_cuda::moe::{Count, Exchange, Half, Rows, Tokens};
+use immwire_cuda::moe::{Count, Exchange, Half, Results, Rows, Tokens};
 use immwire_cuda::{
     DeviceMemory, Event, Handover, Opened, PinnedMemory, Received, SharedMemory, Stream, hand_over,
 };
@@ -108,6 +108,8 @@ struct Set {
     offsets: Buffer,
     y: Buffer,
     out: Buffer,
+    /// What results are added to.
+    onto: Option<Vec<u8>>,
 }
 
 struct World<'a> {
@@ -186,6 +188,7 @@ impl<'a> World<'a> {
                     offsets: Buffer::new(gpu, local * 4 + 4)?,
                     y: Buffer::new(gpu, rows * shape.values as usize * 2)?,
                     out: Buffer::new(gpu, x)?,
+                    onto: None,
                 })
             };
             let sets = (0..sets).map(set).collect::<Outcome<_>>()?;
@@ -225,6 +228,7 @@ impl<'a> World<'a> {
             set.indices.put(gpu, &indices)?;
             set.weights.put(gpu, &bytes_of(&sent.weights))?;
             set.count.put(gpu, &sent.count.to_ne_bytes())?;
+            set.onto.clone_from(&sent.onto);
             set.y.put(gpu, &results[number])?;
         }
         Ok(())
@@ -262,7 +266,9 @@ impl<'a> World<'a> {
                     // SAFETY: as above.
                     unsafe {
                         let (y, out) = (set.y.at(), set.out.at());
-                        rank.exchange.combine(&rank.stream, *half, y, self.rows, out)?;
+                        let (rows, accumulate) = (self.rows, set.onto.is_some());
+                        let results = Results { y, rows, out, accumulate };
+                        rank.exchange.combine(&rank.stream, *half, &results)?;
                     }
                 }
             }
@@ -373,6 +379,11 @@ impl<'a> World<'a> {
             for set in &mut rank.sets {
                 for buffer in [&mut set.rows_x, &mut set.rows_scales, &mut set.out] {
                     buffer.fill(gpu, UNTOUCHED)?;
+                }
+                if let Some(onto) = &set.onto {
+                    set.out.here.as_mut_slice()[..onto.len()].copy_from_slice(onto);
+                    let bytes = set.out.here.bytes();
+                    gpu.move_range(set.out.here.address(), set.out.at(), bytes)?;
                 }
             }
         }
@@ -485,10 +496,13 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
 fn rounds(all: &mut World<'_>, random: &mut Random, count: usize) -> Outcome<()> {
     let world = all.geometry.world;
     for _ in 0..count {
-        let tokens: Vec<Sent> = (0..world).map(|_| all.maker().random_tokens(random)).collect();
-        let results: Vec<Vec<u8>> = (0..world)
-            .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
-            .collect();
+        let tokens = |_| {
+            let tokens = all.maker().random_tokens(random);
+            all.maker().perhaps_onto(random, tokens)
+        };
+        let tokens: Vec<Sent> = (0..world).map(tokens).collect();
+        let results: Vec<Vec<u8>> =
+            (0..world).map(|_| all.maker().numbers(random, all.rows, all.shape.results)).collect();
         let style =
             Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
         all.put(0, &tokens, &results, style.wide)?;
@@ -514,11 +528,9 @@ fn missing(gpus: &[Gpu]) -> Outcome<()> {
     let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, patience)?;
     for _ in 0..2 {
         let most = shape.max_tokens;
-        let tokens: Vec<Sent> =
-            (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
-        let results: Vec<Vec<u8>> = (0..WORLD)
-            .map(|_| all.maker().numbers(&mut random, all.rows, shape.results))
-            .collect();
+        let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
+        let results: Vec<Vec<u8>> =
+            (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
         all.put(0, &tokens, &results, false)?;
         all.blank()?;
         for way in [Way::Out, Way::Back] {
@@ -599,12 +611,8 @@ struct Process {
 impl Process {
     fn start(words: [u32; 3]) -> Outcome<Self> {
         use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-        let (ours, theirs) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let child = Command::new(std::env::current_exe()?)
             .arg("moe-process")
             .args(words.map(|word| word.to_string()))

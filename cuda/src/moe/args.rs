@@ -33,6 +33,8 @@ pub const WIDE_INDICES: u32 = 4;
 pub const CLEAR_PADDING: u32 = 8;
 /// Scales are powers of two, a byte each (UE8M0), not floats.
 pub const POWER_SCALES: u32 = 16;
+/// Combine adds to what is in `out`.
+pub const ACCUMULATE: u32 = 32;
 
 /// No row: in plans, of a choice that ends elsewhere.
 pub const NO_ROW: u32 = u32::MAX;

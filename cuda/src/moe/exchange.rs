@@ -87,6 +87,19 @@ pub struct Rows {
     pub clear_padding: bool,
 }
 
+/// What the experts made of the rows received, and where the sums go, by addresses of the GPU's memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Results {
+    /// `[rows][values]`, in the rows of the dispatch before. What pads is not read.
+    pub y: u64,
+    /// Rows of it. Those behind them count as zeros, and are reported.
+    pub rows: u32,
+    /// `[tokens][values]`.
+    pub out: u64,
+    /// Add to what is there already, instead of putting the sums in its place.
+    pub accumulate: bool,
+}
+
 /// Dispatch and combine for one rank.
 #[derive(Debug)]
 pub struct Exchange {
@@ -319,10 +332,7 @@ impl Exchange {
     }
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
-    /// rank's own tokens' results to `out`, zeros for tokens that chose nobody.
-    ///
-    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read, and rows behind its end count as zeros, and
-    /// are reported. `out` is `[tokens][values]`.
+    /// rank's own tokens' results, zeros for tokens that chose nobody: added up in the order of ranks, in `f32`, and rounded once.
     ///
     /// # Safety
     ///
@@ -335,13 +345,13 @@ impl Exchange {
         &self,
         stream: &Stream,
         half: Half,
-        y: u64,
-        rows: u32,
-        out: u64,
+        results: &Results,
     ) -> Result<(), Error> {
+        let Results { y, rows, out, accumulate } = *results;
         aligned("results", y, 16)?;
         aligned("sums", out, 16)?;
-        let args = MoeArgs { y, rows, out, flags: half.flags(), ..self.args };
+        let flags = half.flags() | if accumulate { args::ACCUMULATE } else { 0 };
+        let args = MoeArgs { y, rows, out, flags, ..self.args };
         // SAFETY: our caller's promise.
         unsafe {
             let shared = self.geometry.combine_shared_bytes;

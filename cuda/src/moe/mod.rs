@@ -26,4 +26,4 @@ pub mod args;
 mod exchange;
 pub mod geometry;
 
-pub use exchange::{Count, Exchange, Half, Rows, Tokens};
+pub use exchange::{Count, Exchange, Half, Results, Rows, Tokens};

@@ -20,7 +20,7 @@ use immwire_cuda::{Event, Stream};
 
 pub use immwire_cuda::moe::args::MoeReport;
 pub use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape, ShapeError};
-pub use immwire_cuda::moe::{Count, Half, Rows, Tokens};
+pub use immwire_cuda::moe::{Count, Half, Results, Rows, Tokens};
 
 use super::error::MoeError;
 use super::others::{Circle, Others, Own, Until, digest};
@@ -146,10 +146,7 @@ impl AllToAll {
     }
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
-    /// rank's own tokens' results to `out`, zeros for tokens that chose nobody.
-    ///
-    /// `y` is `[rows][values]`, in the rows of the dispatch before; what pads is not read, and rows behind its end count as zeros, and
-    /// are reported. `out` is `[tokens][values]`.
+    /// rank's own tokens' results, zeros for tokens that chose nobody: added up in the order of ranks, in `f32`, and rounded once.
     ///
     /// # Safety
     ///
@@ -162,13 +159,11 @@ impl AllToAll {
         &self,
         stream: *mut c_void,
         half: Half,
-        y: u64,
-        rows: u32,
-        out: u64,
+        results: &Results,
     ) -> Result<(), MoeError> {
         self.is_alive()?;
         // SAFETY: as above.
-        unsafe { self.exchange.combine(&self.borrow(stream), half, y, rows, out)? };
+        unsafe { self.exchange.combine(&self.borrow(stream), half, results)? };
         Ok(())
     }
 

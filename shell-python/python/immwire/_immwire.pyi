@@ -549,7 +549,13 @@ class GpuAllToAll:
         half: str = "both",
     ) -> None: ...
     def combine(
-        self, y: _GpuMemory, *, out: _GpuMemory, stream: _SupportsCudaStream | int, half: str = "both"
+        self,
+        y: _GpuMemory,
+        *,
+        out: _GpuMemory,
+        accumulate: bool = False,
+        stream: _SupportsCudaStream | int,
+        half: str = "both",
     ) -> None: ...
     def report(self) -> MoeReport: ...
     @property

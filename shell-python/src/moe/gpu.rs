@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use immwire::moe::gpu::{
-    self, Config, Count, Geometry, Half, Number, Payload, Rows, Scales, Shape, Tokens,
+    self, Config, Count, Geometry, Half, Number, Payload, Results, Rows, Scales, Shape, Tokens,
 };
 use immwire::moe::{Format, MoeError};
 use pyo3::prelude::*;
@@ -402,13 +402,14 @@ impl GpuAllToAll {
     /// choices' results, times their weights; zero for a token that chose none.
     ///
     /// ``y`` is ``[rows][hidden]`` of ``dtype``, in the rows of the dispatch before; ``out`` is ``[tokens][hidden]``, for as many
-    /// tokens as that had memory for. ``stream`` and ``half`` as there.
-    #[pyo3(signature = (y, *, out, stream, half = "both"))]
+    /// tokens as that had memory for. ``accumulate``: add to what is there. ``stream`` and ``half`` as there.
+    #[pyo3(signature = (y, *, out, accumulate = false, stream, half = "both"))]
     fn combine(
         &self,
         py: Python<'_>,
         y: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
+        accumulate: bool,
         stream: &Bound<'_, PyAny>,
         half: &str,
     ) -> PyResult<()> {
@@ -424,15 +425,10 @@ impl GpuAllToAll {
             if out.bytes < needed {
                 return Ok(Err(needed));
             }
+            let results = Results { y: y.address, rows, out: out.address, accumulate };
             // SAFETY: as for dispatch.
             unsafe {
-                joined.exchange.combine(
-                    with_exposed_provenance_mut(stream),
-                    half,
-                    y.address,
-                    rows,
-                    out.address,
-                )?
+                joined.exchange.combine(with_exposed_provenance_mut(stream), half, &results)?
             };
             Ok(Ok(()))
         })?;

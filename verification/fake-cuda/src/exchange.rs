@@ -15,8 +15,8 @@ use crate::random::Random;
 use crate::reach::{Reach, must_be_aligned};
 use crate::violation::broken;
 use crate::world::World;
-pub(crate) use immwire_verification_moe::Kernel;
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl, MoePair, MoeReport};
+pub(crate) use immwire_verification_moe::Kernel;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -26,7 +26,8 @@ const FLAGS: u32 = args::SEND
     | args::RECEIVE
     | args::WIDE_INDICES
     | args::CLEAR_PADDING
-    | args::POWER_SCALES;
+    | args::POWER_SCALES
+    | args::ACCUMULATE;
 
 /// Blocks of launches that receive, by GPU.
 static TAKEN: [AtomicU32; MOST_GPUS as usize] = [const { AtomicU32::new(0) }; MOST_GPUS as usize];
@@ -137,8 +138,7 @@ impl Launch {
         let words = u64::from(a.world) * u64::from(a.max_tokens.div_ceil(32));
         let of_tables = local + 1 + 2 * slots.div_ceil(32) + local * words;
         let fixed = 4 * u64::from(args::FIXED_WORDS);
-        let needed =
-            fixed + if self.combines() { 0 } else { 4 * of_tables + 2 * local * words };
+        let needed = fixed + if self.combines() { 0 } else { 4 * of_tables + 2 * local * words };
         must(u64::from(size.shared_bytes) >= needed, "shared memory");
     }
 
@@ -205,9 +205,8 @@ impl Launch {
         };
         // SAFETY: each address is of as many bytes as the header says, mapped while `reach` holds them; what others write there they
         // write as words: other launches by what runs this one, and streams' words as such.
-        if let Err(why) =
-            unsafe { immwire_verification_moe::emulate_among_others(&launch, random.seed()) }
-        {
+        let ran = unsafe { immwire_verification_moe::emulate_among_others(&launch, random.seed()) };
+        if let Err(why) = ran {
             broken!(WentWrong, "{:?}: {why}", self.kernel);
         }
         taken.fetch_sub(blocks, Ordering::AcqRel);
@@ -238,7 +237,7 @@ impl Launch {
                 0 => u64::from(a.tokens),
                 at => word(at, "tokens_at"),
             };
-            return Counts { tokens: given.min(u64::from(a.max_tokens)), rows: 0 };
+            return Counts { tokens: given.min(u64::from(a.tokens.min(a.max_tokens))), rows: 0 };
         }
         let tokens = word(of_control(offset_of!(MoeControl, tokens)), "control");
         let mut rows = 0;
@@ -248,7 +247,7 @@ impl Launch {
                 let plan = a.plan + pair * u64::from(a.plan_stride) + size_of::<MoePair>() as u64;
                 for choice in 0..u64::from(a.top_k) {
                     let row = word(plan + 4 * choice, "plan");
-                    if row != u64::from(args::NO_ROW) {
+                    if row < u64::from(a.rows) {
                         rows = rows.max(row + 1);
                     }
                 }

@@ -48,6 +48,8 @@ pub struct Tokens {
     pub indices: Vec<i32>,
     /// `[count][top_k]`.
     pub weights: Vec<f32>,
+    /// What results are added to, if to anything: `[count][values]`.
+    pub onto: Option<Vec<u8>>,
 }
 
 /// One round: what every rank sends, and what every rank's experts answer.
@@ -121,7 +123,14 @@ impl Maker<'_> {
             }
             Payload::Fp8 { from, .. } => (self.numbers(random, count, from), Vec::new()),
         };
-        Tokens { count, x, scales, indices, weights }
+        Tokens { count, x, scales, indices, weights, onto: None }
+    }
+
+    /// The same tokens, whose results are perhaps to be added to something.
+    pub fn perhaps_onto(&self, random: &mut Random, tokens: Tokens) -> Tokens {
+        let onto = |random| self.numbers(random, tokens.count, self.shape.results);
+        let onto = random.one_in(3).then(|| onto(random));
+        Tokens { onto, ..tokens }
     }
 
     /// Rows of values of 16 bits, of all sizes and kinds.
@@ -220,7 +229,14 @@ impl Round<'_> {
     /// The result of a token if these ranks answer.
     pub fn result(&self, source: usize, token: u32, layouts: &[Option<Layout>]) -> Vec<u8> {
         let format = format(self.shape.results);
-        let mut total = vec![0f32; self.shape.values as usize];
+        let values = self.shape.values as usize;
+        let mut total = vec![0f32; values];
+        if let Some(onto) = &self.tokens[source].onto {
+            let row = onto[token as usize * values * 2..].chunks_exact(2);
+            for (total, value) in total.iter_mut().zip(row) {
+                *total = format.load(u16::from_ne_bytes([value[0], value[1]]));
+            }
+        }
         for (rank, layout) in layouts.iter().enumerate() {
             let Some(layout) = layout else { continue };
             if let Some(part) = self.part(rank, layout, source, token) {

@@ -102,7 +102,11 @@ fn whole_rounds(seed: u64, world: u32, rounds: usize) {
     let shape = random_shape(&mut random, world);
     let mut world = World::new(&shape);
     for _ in 0..rounds {
-        let tokens = world.ranks.iter().map(|_| world.maker().random_tokens(&mut random)).collect();
+        let tokens = |_| {
+            let tokens = world.maker().random_tokens(&mut random);
+            world.maker().perhaps_onto(&mut random, tokens)
+        };
+        let tokens = (0..world.ranks.len()).map(tokens).collect();
         world.add_turn(tokens, &mut random);
     }
     let styles = exchange(&world, &mut random, rounds);

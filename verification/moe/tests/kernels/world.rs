@@ -178,6 +178,7 @@ impl World {
                 offsets: Memory::filled(u64::from(local) * 4 + 4, UNTOUCHED),
                 out: Memory::filled(out, UNTOUCHED),
             };
+            turn.out.write(0, tokens.onto.as_deref().unwrap_or_default());
             self.ranks[rank].turns.push(turn);
             all_results.push(results);
         }
@@ -200,6 +201,7 @@ impl World {
         for (wanted, flag) in [
             (style.wide, args::WIDE_INDICES),
             (style.clear, args::CLEAR_PADDING),
+            (self.tokens[turn][rank].onto.is_some(), args::ACCUMULATE),
             (
                 matches!(self.shape.payload, Payload::Fp8 { scales: Scales::Power, .. }),
                 args::POWER_SCALES,
