@@ -485,9 +485,8 @@ fn rounds(all: &mut World<'_>, random: &mut Random, count: usize) -> Outcome<()>
     let world = all.geometry.world;
     for _ in 0..count {
         let tokens: Vec<Sent> = (0..world).map(|_| all.maker().random_tokens(random)).collect();
-        let results: Vec<Vec<u8>> = (0..world)
-            .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
-            .collect();
+        let results: Vec<Vec<u8>> =
+            (0..world).map(|_| all.maker().numbers(random, all.rows, all.shape.results)).collect();
         let style =
             Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
         all.put(0, &tokens, &results, style.wide)?;
@@ -513,11 +512,9 @@ fn missing(gpus: &[Gpu]) -> Outcome<()> {
     let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, patience)?;
     for _ in 0..2 {
         let most = shape.max_tokens;
-        let tokens: Vec<Sent> =
-            (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
-        let results: Vec<Vec<u8>> = (0..WORLD)
-            .map(|_| all.maker().numbers(&mut random, all.rows, shape.results))
-            .collect();
+        let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
+        let results: Vec<Vec<u8>> =
+            (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
         all.put(0, &tokens, &results, false)?;
         all.blank()?;
         for way in [Way::Out, Way::Back] {
@@ -598,12 +595,8 @@ struct Process {
 impl Process {
     fn start(words: [u32; 3]) -> Outcome<Self> {
         use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
-        let (ours, theirs) = socketpair(
-            AddressFamily::UNIX,
-            SocketType::SEQPACKET,
-            SocketFlags::CLOEXEC,
-            None,
-        )?;
+        let (ours, theirs) =
+            socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, SocketFlags::CLOEXEC, None)?;
         let child = Command::new(std::env::current_exe()?)
             .arg("moe-process")
             .args(words.map(|word| word.to_string()))

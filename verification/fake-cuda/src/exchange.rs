@@ -15,18 +15,15 @@ use crate::random::Random;
 use crate::reach::{Reach, must_be_aligned};
 use crate::violation::broken;
 use crate::world::World;
-pub(crate) use immwire_verification_moe::Kernel;
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl, MoePair, MoeReport};
+pub(crate) use immwire_verification_moe::Kernel;
 use std::mem::{offset_of, size_of};
 use std::sync::atomic::{AtomicU32, Ordering};
 
 /// Choices of an expert are counted in halves of words.
 const MOST_TOKENS: u64 = u16::MAX as u64;
-const FLAGS: u32 = args::SEND
-    | args::RECEIVE
-    | args::WIDE_INDICES
-    | args::CLEAR_PADDING
-    | args::POWER_SCALES;
+const FLAGS: u32 =
+    args::SEND | args::RECEIVE | args::WIDE_INDICES | args::CLEAR_PADDING | args::POWER_SCALES;
 
 /// Blocks of launches that receive, by GPU.
 static TAKEN: [AtomicU32; MOST_GPUS as usize] = [const { AtomicU32::new(0) }; MOST_GPUS as usize];
@@ -137,8 +134,7 @@ impl Launch {
         let words = u64::from(a.world) * u64::from(a.max_tokens.div_ceil(32));
         let of_tables = local + 1 + 2 * slots.div_ceil(32) + local * words;
         let fixed = 4 * u64::from(args::FIXED_WORDS);
-        let needed =
-            fixed + if self.combines() { 0 } else { 4 * of_tables + 2 * local * words };
+        let needed = fixed + if self.combines() { 0 } else { 4 * of_tables + 2 * local * words };
         must(u64::from(size.shared_bytes) >= needed, "shared memory");
     }
 
