@@ -476,44 +476,62 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         let cases = if few { 1 } else { 12 };
         for case in 0..cases {
             let mut random = Random(case * 100 + u64::from(world));
-            let shape = random_shape(&mut random, world, case % 3 == 2 && !few && world < 8);
-            let mut all = World::new(gpus, &shape, sms(gpus, world), None, 1, PATIENCE)?;
-            rounds(&mut all, &mut random, 3)?;
+            let large = case % 3 == 2 && !few && world < 8;
+            let shape = random_shape(&mut random, world, large);
+            // Large ones take gigabytes each.
+            let sets = if large { 1 } else { ROUNDS_EACH };
+            let mut all = World::new(gpus, &shape, sms(gpus, world), None, sets, PATIENCE)?;
+            rounds(&mut all, &mut random)?;
             all.check_poison()?;
         }
         eprintln!(
-            "{world} ranks: {cases} exchanges of 3 rounds right, {:.1} s",
+            "{world} ranks: {cases} exchanges of {ROUNDS_EACH} rounds right, {:.1} s",
             started.elapsed().as_secs_f64()
         );
         counts.insert(world.to_string(), json!(cases));
     }
     abort(gpus)?;
     missing(gpus)?;
-    Ok(json!({ "exchanges_by_ranks": counts, "rounds_each": 3, "aborted": true, "missed": true }))
+    Ok(
+        json!({ "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true }),
+    )
 }
 
-/// So many random rounds, each compared. All processes that have ranks of this world draw alike.
-fn rounds(all: &mut World<'_>, random: &mut Random, count: usize) -> Outcome<()> {
-    let world = all.geometry.world;
-    for _ in 0..count {
-        let tokens = |_| {
-            let tokens = all.maker().random_tokens(random);
-            all.maker().perhaps_onto(random, tokens)
-        };
-        let tokens: Vec<Sent> = (0..world).map(tokens).collect();
-        let results: Vec<Vec<u8>> =
-            (0..world).map(|_| all.maker().numbers(random, all.rows, all.shape.results)).collect();
-        let style =
-            Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
-        all.put(0, &tokens, &results, style.wide)?;
+/// Rounds of a random exchange.
+const ROUNDS_EACH: usize = 3;
+
+/// Random rounds, each compared. As many are enqueued at once as there are sets for: a rank may be ahead of another as far as it need
+/// not wait. All processes that have ranks of this world draw alike.
+fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
+    let (world, sets) = (all.geometry.world, all.ranks[0].sets.len());
+    for _ in 0..ROUNDS_EACH / sets {
+        let mut drawn = Vec::new();
+        for set in 0..sets {
+            let tokens = |_| {
+                let tokens = all.maker().random_tokens(random);
+                all.maker().perhaps_onto(random, tokens)
+            };
+            let tokens: Vec<Sent> = (0..world).map(tokens).collect();
+            let results: Vec<Vec<u8>> = (0..world)
+                .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
+                .collect();
+            let style =
+                Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
+            all.put(set, &tokens, &results, style.wide)?;
+            drawn.push((tokens, results, style));
+        }
         all.blank()?;
-        for way in [Way::Out, Way::Back] {
-            for rank in 0..all.ranks.len() {
-                all.enqueue(rank, 0, way, style)?;
+        for (set, (_, _, style)) in drawn.iter().enumerate() {
+            for way in [Way::Out, Way::Back] {
+                for rank in 0..all.ranks.len() {
+                    all.enqueue(rank, set, way, *style)?;
+                }
             }
         }
         all.settle()?;
-        all.check(0, &tokens, &results, style.clear)?;
+        for (set, (tokens, results, style)) in drawn.iter().enumerate() {
+            all.check(set, tokens, results, style.clear)?;
+        }
     }
     all.check_poison()
 }
@@ -570,7 +588,7 @@ pub(crate) fn processes(count: u32) -> Outcome<Value> {
             rank.end()?;
         }
     }
-    Ok(json!({ "processes": count, "exchanges": CASES, "rounds_each": 3 }))
+    Ok(json!({ "processes": count, "exchanges": CASES, "rounds_each": ROUNDS_EACH }))
 }
 
 /// One rank of them. Its standard input is a socket, of the process that has started it.
@@ -579,7 +597,7 @@ pub(crate) fn process(gpus: &[Gpu], world: u32, rank: u32, case: u32) -> Outcome
     let mut random = Random(u64::from(case * 100 + world));
     let shape = random_shape(&mut random, world, false);
     let blocks = sms(gpus, world);
-    let mut own = World::apart(gpus, &shape, rank..rank + 1, blocks, None, 1, PATIENCE)?;
+    let mut own = World::apart(gpus, &shape, rank..rank + 1, blocks, None, ROUNDS_EACH, PATIENCE)?;
     let device = &gpus[own.ranks[0].gpu].device;
     let Inbox::Shared(inbox) = &own.ranks[0].inbox else { return Err("an only rank".into()) };
     let (at, bytes) = (inbox.address(), inbox.bytes() as u64);
@@ -593,7 +611,7 @@ pub(crate) fn process(gpus: &[Gpu], world: u32, rank: u32, case: u32) -> Outcome
     let mut inboxes: Vec<u64> = opened.iter().map(Opened::address).collect();
     *inboxes.get_mut(rank as usize).ok_or("a file is missing")? = at;
     own.connect(&inboxes)?;
-    rounds(&mut own, &mut random, 3)?;
+    rounds(&mut own, &mut random)?;
     there.say(&[])?;
     // Until the end: nothing more is said.
     let _ = there.hear();

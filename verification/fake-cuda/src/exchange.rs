@@ -205,8 +205,9 @@ impl Launch {
         };
         // SAFETY: each address is of as many bytes as the header says, mapped while `reach` holds them; what others write there they
         // write as words: other launches by what runs this one, and streams' words as such.
-        let ran = unsafe { immwire_verification_moe::emulate_among_others(&launch, random.seed()) };
-        if let Err(why) = ran {
+        let done =
+            unsafe { immwire_verification_moe::emulate_among_others(&launch, random.seed()) };
+        if let Err(why) = done {
             broken!(WentWrong, "{:?}: {why}", self.kernel);
         }
         taken.fetch_sub(blocks, Ordering::AcqRel);

@@ -5,6 +5,8 @@
 //! word, and shared memory holds anything at first. It is no model of a GPU: stores are weaker there than on any, loads and
 //! atomics as strong as on none.
 //!
+//! The stand-in for the CUDA driver, `verification/fake-cuda`, runs launches by it as well, each beside others.
+//!
 //! What it cannot tell: whether a fence is missing between loads, what a compiler for GPUs makes of the text, and how long anything takes.
 
 #[cfg(feature = "oracle")]

@@ -6,5 +6,6 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic, clippy::cast_possible_truncation)]
 
 mod broken;
+mod exchange;
 mod kept;
 mod rig;
