@@ -25,6 +25,8 @@
 #define IMMWIRE_MOE_THREADS 512
 /* Tokens that a block receives at a time. */
 #define IMMWIRE_MOE_BATCH 4
+/* Tokens of one source that are counted together where there are many; fewer if there are blocks for them. */
+#define IMMWIRE_MOE_CHUNK 64
 /* Of tables; 1 comes after it. */
 #define IMMWIRE_MOE_LAST_EPOCH 0x7fffffffu
 /* Keys that payload may be combined with are multiples of this: odd, so that all are different. */
@@ -62,9 +64,9 @@ typedef struct immwire_moe_control {
   uint32_t pairs;    /* tokens that this rank received, in this round */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
+  uint32_t gathered; /* blocks that have counted, where there are many tokens */
   /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
-  uint32_t reserved;
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
 } immwire_moe_control;
@@ -101,6 +103,7 @@ typedef struct immwire_moe_args {
   uint64_t report;      /* immwire_moe_report */
   uint64_t plan;        /* [world * max_tokens][plan_stride] */
   uint64_t masks;       /* uint32_t[max_tokens]: which ranks each token of this rank went to */
+  uint64_t scratch;     /* uint32_t[chunks][local + 1], for many tokens */
   uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: as many as tokens says */
   uint64_t x;           /* [tokens][token_bytes], or [tokens][values] of 16 bits where the kernel quantises */
   uint64_t scales;      /* [tokens][scale_bytes]; 0 where the kernel quantises */
@@ -130,6 +133,8 @@ typedef struct immwire_moe_args {
   uint32_t padding;     /* not 0 */
   uint32_t rows;        /* room in rows_x; for combine, rows in y */
   uint32_t flags;
+  uint32_t chunk_tokens; /* 1 to IMMWIRE_MOE_CHUNK, for many tokens */
+  uint32_t reserved;
 } immwire_moe_args;
 
 /* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, one an SM. All
@@ -139,9 +144,13 @@ typedef struct immwire_moe_args {
  *   immwire_moe_dispatch_fp8_bf16     from bf16 to e4m3, a scale for each 128 values
  *   immwire_moe_dispatch_fp8_fp16     from fp16
  *   immwire_moe_combine_bf16, _fp16   results
+ *   immwire_moe_dispatch_many_..., immwire_moe_combine_many_...   the same for thousands of tokens: other ranks may use either
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
- * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only. */
+ * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.
+ * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + max(IMMWIRE_MOE_THREADS, local) words;
+ * mine = ceil(chunks / blocks), chunks = world * ceil(max_tokens / chunk_tokens). Combine takes the first term only. */
 #define IMMWIRE_MOE_FIXED_WORDS 640
+#define IMMWIRE_MOE_MANY_WORDS 16
 
 #endif

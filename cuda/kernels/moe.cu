@@ -167,6 +167,34 @@ struct Fixed {
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
 
+  // Exclusive sums of `get`, given to `put`, by one warp; the total. A lane adds up four in a row.
+  template <typename GET, typename PUT>
+  __device__ uint32_t prefix(uint32_t count, GET get, PUT put) {
+    constexpr uint32_t EACH = 4;
+    const uint32_t lane = threadIdx.x % WARP;
+    uint32_t all = 0;
+    for (uint32_t start = 0; start < count; start += WARP * EACH) {
+      const uint32_t first = start + lane * EACH;
+      uint32_t own[EACH], sum = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < EACH; ++i) own[i] = first + i < count ? get(first + i) : 0, sum += own[i];
+      const uint32_t mine = sum;
+#pragma unroll
+      for (uint32_t step = 1; step < WARP; step *= 2) {
+        const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
+        if (lane >= step) sum += lower;
+      }
+      uint32_t so_far = all + sum - mine;
+#pragma unroll
+      for (uint32_t i = 0; i < EACH; ++i) {
+        if (first + i < count) put(first + i, so_far);
+        so_far += own[i];
+      }
+      all += __shfl_sync(ALL_LANES, sum, WARP - 1);
+    }
+    return all;
+  }
+
 // What blocks work out from the tables: for each expert here a bit for each token that chose it, by source and number; and
 // a bit for each token that is here, by number and source, in the order in which they are dealt to blocks.
 class Routes {
@@ -271,34 +299,6 @@ class Routes {
   uint32_t world, span, words, first, local;
 
  private:
-  // Exclusive sums of `get`, given to `put`, by one warp; the total. A lane adds up four in a row.
-  template <typename GET, typename PUT>
-  __device__ static uint32_t prefix(uint32_t count, GET get, PUT put) {
-    constexpr uint32_t EACH = 4;
-    const uint32_t lane = threadIdx.x % WARP;
-    uint32_t all = 0;
-    for (uint32_t start = 0; start < count; start += WARP * EACH) {
-      const uint32_t first = start + lane * EACH;
-      uint32_t own[EACH], sum = 0;
-#pragma unroll
-      for (uint32_t i = 0; i < EACH; ++i) own[i] = first + i < count ? get(first + i) : 0, sum += own[i];
-      const uint32_t mine = sum;
-#pragma unroll
-      for (uint32_t step = 1; step < WARP; step *= 2) {
-        const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += lower;
-      }
-      uint32_t so_far = all + sum - mine;
-#pragma unroll
-      for (uint32_t i = 0; i < EACH; ++i) {
-        if (first + i < count) put(first + i, so_far);
-        so_far += own[i];
-      }
-      all += __shfl_sync(ALL_LANES, sum, WARP - 1);
-    }
-    return all;
-  }
-
   uint32_t *here, *here_before, *chosen;
   uint16_t *before;
   uint32_t here_words, rank;
@@ -374,6 +374,16 @@ class Ranks {
   uint32_t rest, first, world;
 };
 
+// Who sends a token: a block, or a warp.
+struct BlockCrew {
+  uint32_t me = threadIdx.x, of = blockDim.x;
+  __device__ bool any(bool value) const { return __syncthreads_or(value) != 0; }
+};
+struct WarpCrew {
+  uint32_t me = threadIdx.x % WARP, of = WARP;
+  __device__ bool any(bool value) const { return __ballot_sync(ALL_LANES, value) != 0; }
+};
+
 // Where a token lies in every inbox.
 __device__ uint64_t token_offset(const Args &args, uint32_t from, uint32_t token) {
   return args.dispatch_at + uint64_t(from * args.max_tokens + token) * args.dispatch_stride;
@@ -397,26 +407,26 @@ struct Raw {
   // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
   __device__ static uint32_t key(uint32_t turn) { return turn * IMMWIRE_MOE_KEY; }
 
-  template <typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, RANKS routes) {
+  template <typename CREW, typename RANKS>
+  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, CREW crew, RANKS routes) {
     const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
-    const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = blockDim.x - 1 - threadIdx.x;
+    const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = crew.of - 1 - crew.me;
     // The first ones are read while it is found out where they go.
-    const uint4 first = threadIdx.x < vectors ? load_vector(x + 16 * threadIdx.x) : vector_of(0);
+    const uint4 first = crew.me < vectors ? load_vector(x + 16 * crew.me) : vector_of(0);
     const Ranks ranks = routes();
     for (uint32_t turn = 0;; ++turn) {
       const uint32_t with = key(turn);
       bool bad = is_bad(first, with);
-      for (uint32_t v = threadIdx.x + blockDim.x; v < vectors; v += blockDim.x) bad |= is_bad(load_vector(x + 16 * v), with);
-      for (uint32_t w = last; w < words; w += blockDim.x)
+      for (uint32_t v = crew.me + crew.of; v < vectors; v += crew.of) bad |= is_bad(load_vector(x + 16 * v), with);
+      for (uint32_t w = last; w < words; w += crew.of)
         bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
-      if (__syncthreads_or(bad) != 0) continue;
-      for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-        uint4 held = v < blockDim.x ? first : load_vector(x + 16 * v);
+      if (crew.any(bad)) continue;
+      for (uint32_t v = crew.me; v < vectors; v += crew.of) {
+        uint4 held = v < crew.of ? first : load_vector(x + 16 * v);
         held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
         store_everywhere(args, ranks, slot + 16 * v, held);
       }
-      for (uint32_t w = last; w < words; w += blockDim.x)
+      for (uint32_t w = last; w < words; w += crew.of)
         store_everywhere(args, ranks, slot + args.token_bytes + 4 * w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
       if (last == 0) store_everywhere(args, ranks, slot + args.token_bytes + args.scale_bytes, with);
       return;
@@ -449,16 +459,16 @@ struct Quantised {
   static constexpr bool KEYED = false;
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
 
-  template <typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, RANKS routes) {
+  template <typename CREW, typename RANKS>
+  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, CREW crew, RANKS routes) {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
     const uint32_t vectors = args.values / 16;
     uint4 low = vector_of(0), high = vector_of(0);
-    if (threadIdx.x < vectors) low = load_vector(x + 32 * threadIdx.x), high = load_vector(x + 32 * threadIdx.x + 16);
+    if (crew.me < vectors) low = load_vector(x + 32 * crew.me), high = load_vector(x + 32 * crew.me + 16);
     const Ranks ranks = routes();
     // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros.
-    for (uint32_t start = 0; start < vectors; start += blockDim.x) {
-      const uint32_t v = start + threadIdx.x;
+    for (uint32_t start = 0; start < vectors; start += crew.of) {
+      const uint32_t v = start + crew.me;
       if (start != 0) {
         low = high = vector_of(0);
         if (v < vectors) low = load_vector(x + 32 * v), high = load_vector(x + 32 * v + 16);
@@ -504,20 +514,25 @@ struct Quantised {
   }
 };
 
-template <typename PAYLOAD>
-__device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present) {
+// How many tokens this rank has, which the last block tells everybody.
+__device__ uint32_t announce_tokens(const Args &args, uint32_t epoch, uint32_t parity, uint32_t present) {
   const uint32_t given = args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
   const uint32_t tokens = min(min(given, args.tokens), args.max_tokens);
   if (given > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
-  const uint32_t last_warp = blockDim.x / WARP - 1;
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < args.world) {
     if (present >> threadIdx.x & 1)
       store_whole_vector(table_of(args, threadIdx.x, args.rank, parity), {tokens, args.max_tokens, epoch, epoch});
     if (threadIdx.x == 0) control_of(args)->tokens = tokens;
   }
+  return tokens;
+}
+
+template <typename PAYLOAD>
+__device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t tokens = announce_tokens(args, epoch, parity, present), last_warp = blockDim.x / WARP - 1;
   uint32_t turn = 0;
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    PAYLOAD::send(args, token, token_offset(args, args.rank, token), [&] {
+    PAYLOAD::send(args, token, token_offset(args, args.rank, token), BlockCrew(), [&] {
       if (threadIdx.x / WARP == last_warp) {
         const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
         if (threadIdx.x % WARP == 0) {
@@ -644,6 +659,17 @@ __device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32
   read_tables(args, routes, wanted & ~fixed.absent, epoch, parity, fixed.missing, patience);
 }
 
+// Writes zeros to rows, by threads of which this is one.
+__device__ void clear_padding(const Args &args, uint32_t row, uint32_t end, uint32_t me, uint32_t of) {
+  const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
+  for (; row < end; ++row) {
+    for (uint32_t v = me; v < vectors; v += of)
+      store_vector(args.rows_x + uint64_t(row) * args.token_bytes + 16 * v, vector_of(0));
+    for (uint32_t w = me; w < scale_words; w += of)
+      reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(row) * args.scale_bytes)[w] = 0;
+  }
+}
+
 // Takes tokens to their rows.
 template <typename PAYLOAD>
 __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present,
@@ -677,15 +703,8 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
   const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4, lane = threadIdx.x % WARP;
   const uint32_t warps = blockDim.x / WARP;
   if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
-    for (uint32_t e = blockIdx.x; e < routes.local; e += gridDim.x) {
-      const uint32_t end = min(routes.offsets[e + 1], args.rows);
-      for (uint32_t row = routes.offsets[e] + routes.rows_of(e); row < end; ++row) {
-        for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x)
-          store_vector(args.rows_x + uint64_t(row) * args.token_bytes + 16 * v, vector_of(0));
-        for (uint32_t w = threadIdx.x; w < scale_words; w += blockDim.x)
-          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(row) * args.scale_bytes)[w] = 0;
-      }
-    }
+    for (uint32_t e = blockIdx.x; e < routes.local; e += gridDim.x)
+      clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows), threadIdx.x, blockDim.x);
   }
 
   uint32_t turn = 0;
@@ -943,6 +962,16 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
   }
 }
 
+// Prepares the next round, whose dispatch reads these; no block of this launch does.
+__device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
+  if (blockIdx.x != 0 || threadIdx.x != 0) return;
+  control.next_epoch = epoch == IMMWIRE_MOE_LAST_EPOCH ? 1 : epoch + 1;
+  control.next_parity = control.parity ^ 1;
+  control.left_out = control.absent;
+  control.suspects = 0;
+  control.gathered = 0;
+}
+
 template <typename FORMAT>
 __device__ void combine(const Args &args) {
   MACHINE_SHARED(shared);
@@ -951,14 +980,528 @@ __device__ void combine(const Args &args) {
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), epoch, present);
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
-  if (blockIdx.x == 0 && threadIdx.x == 0) {
-    // The next round's dispatch reads these, and no block of this launch does.
-    control.next_epoch = epoch == IMMWIRE_MOE_LAST_EPOCH ? 1 : epoch + 1;
-    control.next_parity = control.parity ^ 1;
-    control.left_out = control.absent;
-    control.suspects = 0;
-  }
+  end_round(control, epoch);
   receive_results<FORMAT>(args, epoch, present, patience);
+}
+
+// ---- many tokens ----
+//
+// With thousands of tokens, no block can look at all choices, and a round must not first send and then receive. So some blocks
+// send, and others receive meanwhile: not warps of one block, for what waits for the wire holds up all that its SM does. Each block
+// that receives counts the choices of its own chunks, up to IMMWIRE_MOE_CHUNK tokens of one source; from the counts of all it works
+// out where the rows of its chunks begin. That needs a barrier among those blocks, after which they also know alike whose tables count.
+// Then every warp takes a token at a time. What is on the wire is the same as with few tokens.
+
+constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
+constexpr uint32_t DISPATCH_ONE_IN = 3; // Of so many blocks one sends tokens.
+constexpr uint32_t COMBINE_ONE_IN = 3;  // And one receives results.
+constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
+constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
+constexpr uint32_t RESULTS = 4;  // Vectors of a result that a lane adds up side by side.
+constexpr uint32_t PAIR = 2;     // Ranks whose results are looked at side by side, and rows' vectors.
+
+// Which blocks of a launch do something, and which of them this one is.
+struct Share {
+  uint32_t index, of;
+  bool has_any;
+};
+
+// Those that send, and those that receive. Of a launch that does both, one in `one_in` blocks sends if `few_send`, else all others;
+// and if there are fewer blocks, each does both.
+struct Roles {
+  __device__ Roles(const Args &args, uint32_t one_in, bool few_send) {
+    const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
+    send = {blockIdx.x, gridDim.x, sends}, receive = {blockIdx.x, gridDim.x, receives};
+    if (!sends || !receives || gridDim.x < one_in) return;
+    const uint32_t few = (gridDim.x + one_in - 1) / one_in, turn = blockIdx.x / one_in;
+    const bool is_few = blockIdx.x % one_in == 0;
+    const Share one = {turn, few, is_few}, other = {blockIdx.x - turn - 1, gridDim.x - few, !is_few};
+    send = few_send ? one : other, receive = few_send ? other : one;
+  }
+  Share send, receive;
+};
+
+// Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
+struct Chunk {
+  __device__ Chunk(const Args &args, uint32_t number) : number(number), turn(number % args.world) {
+    const uint32_t next = args.rank + 1 + turn;
+    source = next < args.world ? next : next - args.world;
+    first = number / args.world * args.chunk_tokens;
+  }
+  uint32_t number, turn, source, first;
+};
+
+// The words of shared memory of a block that receives many tokens.
+struct Many {
+  __device__ Many(const Args &args, Share share, uint32_t *words)
+      : share(share), local(args.firsts[args.rank + 1] - args.firsts[args.rank]), per_source((args.max_tokens + args.chunk_tokens - 1) / args.chunk_tokens),
+        chunks(args.world * per_source), mine((chunks + share.of - 1) / share.of) {
+    missing = words, absent = words + 1, total = words + 2, next_token = words + 3, next_pair = words + 4;
+    first_pair = words + IMMWIRE_MOE_MANY_WORDS;
+    here = first_pair + mine;
+    offsets = here + mine * CHUNK_WORDS;
+    totals = offsets + local + 1;
+    starts = totals + local;
+    chosen = starts + mine * local;
+    sums = chosen + mine * local * CHUNK_WORDS;
+  }
+  // The `m`-th chunk of this block's.
+  __device__ uint32_t number(uint32_t m) const { return share.index + m * share.of; }
+
+  Share share;
+
+  uint32_t local, per_source, chunks, mine;
+  uint32_t *missing, *absent, *total, *next_token, *next_pair;
+  uint32_t *first_pair; // [mine]
+  uint32_t *here;       // [mine][CHUNK_WORDS]: tokens that are for here
+  uint32_t *offsets;    // [local + 1]: where experts' rows begin
+  uint32_t *totals;     // [local]: how many they are
+  uint32_t *starts;     // [mine][local]: how many come before the chunk's
+  uint32_t *chosen;     // [mine][local][CHUNK_WORDS]: tokens that chose the expert
+  uint32_t *sums;       // [groups][local]
+};
+
+// The next of what a block's warps share out.
+__device__ uint32_t claim(uint32_t *next) {
+  const uint32_t number = threadIdx.x % WARP == 0 ? atomicAdd(next, 1u) : 0;
+  return __shfl_sync(ALL_LANES, number, 0);
+}
+
+__device__ uint32_t bits_of(const uint32_t *words) {
+  uint32_t count = 0;
+  for (uint32_t w = 0; w < CHUNK_WORDS; ++w) count += __popc(words[w]);
+  return count;
+}
+__device__ uint32_t bits_before(const uint32_t *words, uint32_t bit) {
+  uint32_t count = 0;
+  for (uint32_t w = 0; w < bit / 32; ++w) count += __popc(words[w]);
+  return count + __popc(words[bit / 32] & ((1u << bit % 32) - 1));
+}
+
+// Counts the choices of this block's chunks, and tells the other blocks. Returns the ranks whose tables do not count, the same to all blocks.
+__device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, uint32_t parity, uint32_t present, Patience &patience) {
+  immwire_moe_control &control = *control_of(args);
+  const uint32_t each = vectors_per_token(args), first = args.firsts[args.rank], local = many.local;
+  for (uint32_t i = threadIdx.x; i < many.mine * CHUNK_WORDS; i += blockDim.x) many.here[i] = 0;
+  for (uint32_t i = threadIdx.x; i < many.mine * local * CHUNK_WORDS; i += blockDim.x) many.chosen[i] = 0;
+  if (threadIdx.x == 0) *many.missing = 0, *many.next_token = 0, *many.next_pair = 0;
+  __syncthreads();
+  uint32_t missing = 0;
+  for (uint32_t m = 0; m < many.mine; ++m) {
+    if (many.number(m) >= many.chunks) break;
+    const Chunk chunk(args, many.number(m));
+    if (!(present >> chunk.source & 1)) continue;
+    const uint64_t table = table_of(args, args.rank, chunk.source, parity);
+    uint4 head;
+    for (;;) {
+      head = load_shared_vector(table);
+      if (head.z == epoch && head.w == epoch) break;
+      if (patience.is_over()) {
+        missing |= 1u << chunk.source;
+        head.x = 0;
+        break;
+      }
+    }
+    const uint32_t tokens = min(head.x, args.max_tokens);
+    const uint32_t count = chunk.first < tokens ? min(tokens - chunk.first, args.chunk_tokens) : 0;
+    for (uint32_t v = threadIdx.x; v < count * each; v += blockDim.x) {
+      uint4 held;
+      for (;;) {
+        held = load_shared_vector(table + 16 * (1 + uint64_t(chunk.first) * each + v));
+        if (held.w == epoch) break;
+        if (patience.is_over()) {
+          missing |= 1u << chunk.source;
+          held.z = NO_EXPERT | NO_EXPERT << 16;
+          break;
+        }
+      }
+      const uint32_t token = v / each, bit = 1u << token % 32;
+      for (uint32_t shift = 0; shift < 32; shift += 16) {
+        const uint32_t expert = (held.z >> shift & 0xffff) - first;
+        if (expert >= local) continue;
+        atomicOr(&many.chosen[(m * local + expert) * CHUNK_WORDS + token / 32], bit);
+        atomicOr(&many.here[m * CHUNK_WORDS + token / 32], bit);
+      }
+    }
+  }
+  if (missing != 0) atomicOr(many.missing, missing);
+  __syncthreads();
+  uint32_t *counts = reinterpret_cast<uint32_t *>(args.scratch);
+  for (uint32_t i = threadIdx.x; i < many.mine * (local + 1); i += blockDim.x) {
+    const uint32_t m = i / (local + 1), expert = i - m * (local + 1);
+    if (many.number(m) >= many.chunks) break;
+    const uint32_t *bits = expert < local ? many.chosen + (m * local + expert) * CHUNK_WORDS : many.here + m * CHUNK_WORDS;
+    counts[uint64_t(many.number(m)) * (local + 1) + expert] = bits_of(bits);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    // Who finds all blocks here finds their counts, and whom they miss. They all come: each of their waits ends.
+    if (*many.missing != 0) atomicOr(&control.suspects, *many.missing);
+    __threadfence();
+    atomicAdd(&control.gathered, 1u);
+    while (load_shared_word(reinterpret_cast<uint64_t>(&control.gathered)) < many.share.of) machine::pause();
+    __threadfence();
+    *many.absent = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
+  }
+  __syncthreads();
+  return *many.absent;
+}
+
+// Works out where rows are, and makes the plan of this block's chunks.
+__device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32_t parity, uint32_t present) {
+  immwire_moe_control &control = *control_of(args);
+  immwire_moe_report &report = *report_of(args);
+  const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP, local = many.local;
+  const uint32_t groups = local == 0 || local > blockDim.x ? 1 : blockDim.x / local, len = (many.chunks + groups - 1) / groups;
+  // By source and then by token, as rows lie.
+  auto count_at = [&](uint32_t place, uint32_t expert) -> uint32_t {
+    const uint32_t source = place / many.per_source, turn = source > args.rank ? source - args.rank - 1 : source + args.world - args.rank - 1;
+    if (place >= many.chunks || !(present >> source & 1)) return 0;
+    const uint32_t number = (place - source * many.per_source) * args.world + turn;
+    return load_shared_word(args.scratch + 4 * (uint64_t(number) * (local + 1) + expert));
+  };
+  auto place_of = [&](const Chunk &chunk) { return chunk.source * many.per_source + chunk.number / args.world; };
+  for (uint32_t i = threadIdx.x; i < groups * local; i += blockDim.x) {
+    const uint32_t group = i / local, expert = i - group * local, end = min((group + 1) * len, many.chunks);
+    uint32_t sum = 0;
+    for (uint32_t start = group * len; start < end; start += COUNTS) {
+      uint32_t counts[COUNTS];
+#pragma unroll
+      for (uint32_t k = 0; k < COUNTS; ++k) counts[k] = start + k < end ? count_at(start + k, expert) : 0;
+      for (uint32_t m = 0; m < many.mine; ++m) {
+        const uint32_t place = place_of(Chunk(args, many.number(m))) - start;
+        if (many.number(m) >= many.chunks || place >= COUNTS || start + place >= end) continue;
+        uint32_t before = sum;
+#pragma unroll
+        for (uint32_t k = 0; k < COUNTS; ++k) before += k < place ? counts[k] : 0;
+        many.starts[m * local + expert] = before;
+      }
+#pragma unroll
+      for (uint32_t k = 0; k < COUNTS; ++k) sum += counts[k];
+    }
+    many.sums[i] = sum;
+  }
+  __syncthreads();
+  for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
+    uint32_t sum = 0;
+    for (uint32_t group = 0; group < groups; ++group) {
+      for (uint32_t m = 0; m < many.mine; ++m)
+        if (many.number(m) < many.chunks && place_of(Chunk(args, many.number(m))) / len == group) many.starts[m * local + expert] += sum;
+      sum += many.sums[group * local + expert];
+    }
+    many.totals[expert] = sum;
+  }
+  // Pairs are numbered as chunks are dealt.
+  if (warp == warps - 1) {
+    const uint32_t all = prefix(many.chunks, [&](uint32_t i) {
+      return present >> Chunk(args, i).source & 1 ? load_shared_word(args.scratch + 4 * (uint64_t(i) * (local + 1) + local)) : 0;
+    }, [&](uint32_t i, uint32_t sum) { if (i % many.share.of == many.share.index) many.first_pair[i / many.share.of] = sum; });
+    if (lane == 0) *many.total = all;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    const uint32_t all = prefix(local, [&](uint32_t i) { return (many.totals[i] + args.padding - 1) / args.padding * args.padding; },
+                                [&](uint32_t i, uint32_t sum) { many.offsets[i] = sum; });
+    if (lane == 0) many.offsets[local] = all;
+  }
+  __syncthreads();
+  if (many.share.index == 0) {
+    uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
+    for (uint32_t e = threadIdx.x; e <= local; e += blockDim.x) {
+      if (e < local) counts[e] = many.totals[e];
+      offsets[e] = many.offsets[e];
+    }
+    if (threadIdx.x == 0) control.pairs = *many.total;
+  }
+  for (uint32_t m = 0; m < many.mine; ++m) {
+    if (many.number(m) >= many.chunks) break;
+    const Chunk chunk(args, many.number(m));
+    if (!(present >> chunk.source & 1)) continue;
+    const uint32_t *here = many.here + m * CHUNK_WORDS;
+    for (uint32_t i = warp; i < args.chunk_tokens; i += warps) {
+      if (!(here[i / 32] >> i % 32 & 1)) continue;
+      const uint64_t plan = args.plan + uint64_t(many.first_pair[m] + bits_before(here, i)) * args.plan_stride;
+      const uint32_t token = chunk.first + i;
+      if (lane < args.top_k) {
+        const uint4 two = load_shared_vector(table_of(args, args.rank, chunk.source, parity) +
+                                             16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
+        const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - args.firsts[args.rank];
+        uint32_t row = IMMWIRE_MOE_NO_ROW;
+        if (mine < local)
+          row = many.offsets[mine] + many.starts[m * local + mine] + bits_before(many.chosen + (m * local + mine) * CHUNK_WORDS, i);
+        if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
+          put_down(report.rows_left_out, epoch);
+          row = IMMWIRE_MOE_NO_ROW;
+        }
+        uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
+        rows[lane] = row;
+        rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
+      }
+      if (lane == 0) *reinterpret_cast<immwire_moe_pair *>(plan) = {chunk.source, token, {0, 0}}; // For warps of this block, too.
+    }
+  }
+}
+
+// One warp: takes a token to its rows.
+template <typename PAYLOAD>
+__device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patience &patience) {
+  const uint32_t lane = threadIdx.x % WARP, vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
+  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+  const uint4 pair = load_vector(plan);
+  const uint32_t row = lane < args.top_k ? reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] : IMMWIRE_MOE_NO_ROW;
+  const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
+  const uint64_t slot = args.inbox[args.rank] + token_offset(args, pair.x, pair.y);
+  uint32_t key[1] = {}, late = 0;
+  const uint64_t key_at[1] = {slot + args.token_bytes + args.scale_bytes};
+  if constexpr (PAYLOAD::KEYED) late |= await<Word>(key, key_at, 1, patience);
+  for (uint32_t low = 0; low < vectors; low += WARP * AHEAD) {
+    uint4 held[AHEAD];
+    uint64_t from[AHEAD];
+    uint32_t wanted = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < AHEAD; ++k) {
+      const uint32_t v = low + k * WARP + lane;
+      from[k] = slot + 16 * v;
+      wanted |= (v < vectors ? 1u : 0u) << k;
+    }
+    late |= await<Vector>(held, from, wanted, patience);
+#pragma unroll
+    for (uint32_t k = 0; k < AHEAD; ++k) {
+      held[k].x ^= key[0], held[k].y ^= key[0], held[k].z ^= key[0], held[k].w ^= key[0];
+      if (late != 0) held[k] = vector_of(0);
+      if (wanted >> k & 1) store_vector(from[k], vector_of(POISON));
+    }
+    for (uint32_t rest = has; rest != 0; rest &= rest - 1) {
+      const uint64_t to = args.rows_x + uint64_t(__shfl_sync(ALL_LANES, row, __ffs(rest) - 1)) * args.token_bytes + 16 * (low + lane);
+#pragma unroll
+      for (uint32_t k = 0; k < AHEAD; ++k)
+        if (wanted >> k & 1) store_vector(to + 16 * k * WARP, held[k]);
+    }
+  }
+  for (uint32_t low = 0; low < scale_words; low += WARP * PAIR) {
+    uint32_t held[PAIR], wanted = 0;
+    uint64_t from[PAIR];
+#pragma unroll
+    for (uint32_t k = 0; k < PAIR; ++k) {
+      const uint32_t w = low + k * WARP + lane;
+      from[k] = slot + args.token_bytes + 4 * w;
+      wanted |= (w < scale_words ? 1u : 0u) << k;
+    }
+    late |= await<Word>(held, from, wanted, patience);
+#pragma unroll
+    for (uint32_t k = 0; k < PAIR; ++k) {
+      held[k] = late != 0 ? 0 : held[k] ^ key[0];
+      if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(from[k]) = POISON;
+    }
+    for (uint32_t rest = has; rest != 0; rest &= rest - 1) {
+      const uint64_t to = args.rows_scales + uint64_t(__shfl_sync(ALL_LANES, row, __ffs(rest) - 1)) * args.scale_bytes + 4 * (low + lane);
+#pragma unroll
+      for (uint32_t k = 0; k < PAIR; ++k)
+        if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(to + 4 * k * WARP) = held[k];
+    }
+  }
+  // All have the key.
+  const uint32_t lost = __ballot_sync(ALL_LANES, late != 0);
+  if (lane != 0) return;
+  if (PAYLOAD::KEYED) *reinterpret_cast<uint32_t *>(key_at[0]) = POISON;
+  if (lost == 0) return;
+  atomicOr(&control_of(args)->absent, 1u << pair.x);
+  put_down(report_of(args)->late_tokens[pair.x], epoch);
+}
+
+// One warp after the other, as many as come: take this block's tokens to their rows.
+template <typename PAYLOAD>
+__device__ void receive_chunks(const Args &args, Many &many, uint32_t epoch, uint32_t present) {
+  Patience patience(args, Patience::FOR_TOKENS);
+  for (;;) {
+    uint32_t next = claim(many.next_pair), m = 0;
+    for (; m < many.mine && many.number(m) < many.chunks; ++m) {
+      const uint32_t count = present >> Chunk(args, many.number(m)).source & 1 ? bits_of(many.here + m * CHUNK_WORDS) : 0;
+      if (next < count) break;
+      next -= count;
+    }
+    if (m == many.mine || many.number(m) >= many.chunks) break;
+    receive_pair<PAYLOAD>(args, many.first_pair[m] + next, epoch, patience);
+  }
+}
+
+// Sends this block's share of the tokens: some that follow each other, so that all chunks come evenly.
+template <typename PAYLOAD>
+__device__ void send_share(const Args &args, Share share, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t warps = blockDim.x / WARP, lane = threadIdx.x % WARP, each = (tokens + share.of - 1) / share.of;
+  const uint32_t first = min(share.index * each, tokens) + threadIdx.x / WARP, end = min((share.index + 1) * each, tokens);
+  uint32_t *masks = reinterpret_cast<uint32_t *>(args.masks);
+  for (uint32_t token = first; token < end; token += warps) {
+    const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
+    if (lane == 0) masks[token] = goes_to;
+  }
+  for (uint32_t token = first; token < end; token += warps) {
+    const uint32_t goes_to = __shfl_sync(ALL_LANES, lane == 0 ? masks[token] : 0, 0);
+    PAYLOAD::send(args, token, token_offset(args, args.rank, token), WarpCrew(),
+                  [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); });
+  }
+}
+
+template <typename PAYLOAD>
+__device__ void dispatch_many(const Args &args) {
+  MACHINE_SHARED(shared);
+  immwire_moe_control &control = *control_of(args);
+  const Roles roles(args, DISPATCH_ONE_IN, true);
+  Patience for_tables(args, Patience::FOR_TABLES);
+  const uint32_t epoch = control.next_epoch, parity = control.next_parity;
+  const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity;
+  if (args.flags & IMMWIRE_MOE_SEND) {
+    const uint32_t tokens = announce_tokens(args, epoch, parity, present);
+    if (roles.send.has_any) send_share<PAYLOAD>(args, roles.send, tokens, epoch, parity, present);
+  }
+  if (!roles.receive.has_any) return;
+  Many many(args, roles.receive, shared);
+  const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
+  plan_chunks(args, many, epoch, parity, present & ~absent);
+  if (many.share.index == 0 && threadIdx.x < args.world && (absent >> threadIdx.x & 1)) {
+    atomicOr(&control.absent, 1u << threadIdx.x);
+    put_down(report_of(args)->late_table[threadIdx.x], epoch);
+  }
+  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
+    for (uint32_t e = many.share.index; e < many.local; e += many.share.of)
+      clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows), threadIdx.x, blockDim.x);
+  }
+  __syncthreads(); // The plan is there.
+  receive_chunks<PAYLOAD>(args, many, epoch, present & ~absent);
+}
+
+// One warp: sends the weighted sum of a received token's rows.
+template <typename FORMAT>
+__device__ void send_result(const Args &args, uint32_t n, uint32_t epoch, uint32_t present) {
+  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
+  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+  const uint4 pair = load_vector(plan);
+  uint32_t row = IMMWIRE_MOE_NO_ROW;
+  float weight = 0.0f;
+  if (lane < args.top_k) {
+    row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
+    weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
+  }
+  const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
+  if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
+  if (!(present >> pair.x & 1)) return;
+  const uint64_t to = result_slot(args, pair.x, args.rank, pair.y);
+  for (uint32_t low = 0; low < vectors; low += WARP * PAIR) {
+    float sum[PAIR][8] = {};
+    for (uint32_t rest = has; rest != 0;) {
+      uint4 held[PAIR][BATCH];
+      float times[BATCH];
+      uint32_t count = 0;
+#pragma unroll
+      for (uint32_t j = 0; j < BATCH; ++j) {
+        if (rest == 0) continue;
+        const uint32_t of = __ffs(rest) - 1;
+        rest &= rest - 1;
+        const uint64_t from = args.y + uint64_t(__shfl_sync(ALL_LANES, row, of)) * args.values * 2;
+        times[j] = __shfl_sync(ALL_LANES, weight, of);
+        count = j + 1;
+#pragma unroll
+        for (uint32_t k = 0; k < PAIR; ++k) {
+          const uint32_t v = low + k * WARP + lane;
+          if (v < vectors) held[k][j] = load_vector(from + 16 * v);
+        }
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < BATCH; ++j) {
+#pragma unroll
+        for (uint32_t k = 0; k < PAIR; ++k) {
+          if (j >= count || low + k * WARP + lane >= vectors) continue;
+          float values[8];
+          unpack<FORMAT>(values, held[k][j]);
+#pragma unroll
+          for (uint32_t i = 0; i < 8; ++i) sum[k][i] = __fadd_rn(sum[k][i], __fmul_rn(times[j], values[i]));
+        }
+      }
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < PAIR; ++k) {
+      const uint32_t v = low + k * WARP + lane;
+      if (v < vectors) store_shared_vector(to + 16 * v, pack<FORMAT>(sum[k]));
+    }
+  }
+}
+
+// One warp: adds up what ranks sent for a token.
+template <typename FORMAT>
+__device__ void receive_result(const Args &args, uint32_t token, uint32_t epoch, uint32_t present, Patience &patience) {
+  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
+  const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
+  for (uint32_t low = 0; low < vectors; low += WARP * RESULTS) {
+    const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * (low + lane)) * 2;
+    float sum[RESULTS][8] = {};
+    uint32_t inside = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < RESULTS; ++k) {
+      if (low + k * WARP + lane >= vectors) continue;
+      inside |= 1u << k;
+      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum[k], load_vector(to + 16 * k * WARP));
+    }
+    for (uint32_t rest = ranks; rest != 0;) {
+      uint4 held[RESULTS * PAIR];
+      uint64_t from[RESULTS * PAIR];
+      uint32_t rank[PAIR], wanted = 0;
+#pragma unroll
+      for (uint32_t j = 0; j < PAIR; ++j) {
+        rank[j] = rest != 0 ? __ffs(rest) - 1 : 0;
+#pragma unroll
+        for (uint32_t k = 0; k < RESULTS; ++k)
+          from[j * RESULTS + k] = result_slot(args, args.rank, rank[j], token) + 16 * (low + k * WARP + lane);
+        wanted |= (rest != 0 ? inside : 0) << j * RESULTS;
+        rest &= rest - 1;
+      }
+      const uint32_t lost = await<Vector>(held, from, wanted, patience);
+#pragma unroll
+      for (uint32_t i = 0; i < RESULTS * PAIR; ++i) {
+        if (!(wanted >> i & 1)) continue;
+        if (lost >> i & 1) {
+          atomicOr(&control_of(args)->missed, 1u << rank[i / RESULTS]);
+          put_down(report_of(args)->late_results[rank[i / RESULTS]], epoch);
+          continue;
+        }
+        store_vector(from[i], vector_of(POISON));
+        float values[8];
+        unpack<FORMAT>(values, held[i]);
+#pragma unroll
+        for (uint32_t n = 0; n < 8; ++n) sum[i % RESULTS][n] = __fadd_rn(sum[i % RESULTS][n], values[n]);
+      }
+    }
+#pragma unroll
+    for (uint32_t k = 0; k < RESULTS; ++k)
+      if (inside >> k & 1) store_vector(to + 16 * k * WARP, pack<FORMAT>(sum[k]));
+  }
+}
+
+template <typename FORMAT>
+__device__ void combine_many(const Args &args) {
+  MACHINE_SHARED(shared);
+  immwire_moe_control &control = *control_of(args);
+  const Roles roles(args, COMBINE_ONE_IN, false);
+  uint32_t *next_pair = shared, *next_token = shared + 1;
+  if (threadIdx.x == 0) *next_pair = 0, *next_token = 0;
+  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
+  const uint32_t pairs = control.pairs, tokens = control.tokens;
+  __syncthreads();
+  if (roles.send.has_any) {
+    for (;;) {
+      const uint64_t n = roles.send.index + uint64_t(claim(next_pair)) * roles.send.of;
+      if (n >= pairs) break;
+      send_result<FORMAT>(args, uint32_t(n), epoch, present);
+    }
+  }
+  if (args.flags & IMMWIRE_MOE_RECEIVE) end_round(control, epoch);
+  if (!roles.receive.has_any) return;
+  Patience patience(args, Patience::FOR_RESULTS);
+  for (;;) {
+    const uint64_t token = roles.receive.index + uint64_t(claim(next_token)) * roles.receive.of;
+    if (token >= tokens) break;
+    receive_result<FORMAT>(args, uint32_t(token), epoch, present, patience);
+  }
 }
 
 } // namespace
@@ -973,3 +1516,9 @@ IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_bf16, dispatch<Quantised<Bf16>>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_fp16, dispatch<Quantised<Fp16>>)
 IMMWIRE_MOE_KERNEL(immwire_moe_combine_bf16, combine<Bf16>)
 IMMWIRE_MOE_KERNEL(immwire_moe_combine_fp16, combine<Fp16>)
+
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_raw, dispatch_many<Raw>)
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_bf16, dispatch_many<Quantised<Bf16>>)
+IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_fp16, dispatch_many<Quantised<Fp16>>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_bf16, combine_many<Bf16>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_fp16, combine_many<Fp16>)

@@ -90,8 +90,8 @@ fn structures_of_moe_are_the_same_in_c() {
         tokens,
         pairs,
         suspects,
+        gathered,
         refused,
-        reserved,
         abort,
         decisions
     ) + &fields!(
@@ -117,6 +117,7 @@ fn structures_of_moe_are_the_same_in_c() {
             report,
             plan,
             masks,
+            scratch,
             tokens_at,
             x,
             scales,
@@ -145,7 +146,9 @@ fn structures_of_moe_are_the_same_in_c() {
             values,
             padding,
             rows,
-            flags
+            flags,
+            chunk_tokens,
+            reserved
         );
     compile("structures_of_moe", &text).unwrap();
 }
@@ -158,6 +161,8 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_MAX_EXPERTS", moe::MAX_EXPERTS as usize),
         ("IMMWIRE_MOE_THREADS", moe::THREADS as usize),
         ("IMMWIRE_MOE_BATCH", moe::BATCH as usize),
+        ("IMMWIRE_MOE_CHUNK", moe::CHUNK as usize),
+        ("IMMWIRE_MOE_MANY_WORDS", moe::MANY_WORDS as usize),
         ("IMMWIRE_MOE_LAST_EPOCH", moe::LAST_EPOCH as usize),
         ("IMMWIRE_MOE_KEY", moe::KEY as usize),
         ("IMMWIRE_MOE_SCALE_VALUES", moe::SCALE_VALUES as usize),

@@ -16,6 +16,8 @@ pub const MAX_EXPERTS: u32 = 1024;
 pub const THREADS: u32 = 512;
 /// Tokens that a block receives at a time.
 pub const BATCH: u32 = 4;
+/// Tokens of one source that are counted together, where there are many.
+pub const CHUNK: u32 = 64;
 /// The last number of a round; 1 comes after it.
 pub const LAST_EPOCH: u32 = 0x7fff_ffff;
 /// Keys that payload may be combined with are multiples of this.
@@ -40,6 +42,8 @@ pub const ACCUMULATE: u32 = 32;
 pub const NO_ROW: u32 = u32::MAX;
 /// Words of shared memory that every block has.
 pub const FIXED_WORDS: u32 = 640;
+/// The same where there are many tokens.
+pub const MANY_WORDS: u32 = 16;
 
 /// What of a rank lasts from launch to launch, in memory of its GPU.
 #[repr(C)]
@@ -65,10 +69,10 @@ pub struct MoeControl {
     pub pairs: u32,
     /// Ranks whose table somebody has missed in this dispatch.
     pub suspects: u32,
+    /// Blocks that have counted, where there are many tokens.
+    pub gathered: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
-    /// Zero.
-    pub reserved: u32,
     /// Not 0: nobody waits any more.
     pub abort: u64,
     /// For each rank `2 * epoch + whether its table counts`.
@@ -135,6 +139,7 @@ pub struct MoeArgs {
     pub report: u64,
     pub plan: u64,
     pub masks: u64,
+    pub scratch: u64,
     pub tokens_at: u64,
     pub x: u64,
     pub scales: u64,
@@ -164,4 +169,6 @@ pub struct MoeArgs {
     pub padding: u32,
     pub rows: u32,
     pub flags: u32,
+    pub chunk_tokens: u32,
+    pub reserved: u32,
 }

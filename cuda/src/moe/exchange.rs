@@ -7,12 +7,13 @@
 //!    can be replayed.
 
 use super::args::{self, MAX_RANKS, MoeArgs, MoeControl, MoeReport};
-use super::geometry::{Geometry, Number, Payload, Scales, Shape};
+use super::geometry::{Geometry, Many, Number, Payload, Scales, Shape};
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
 use crate::memory::{DeviceMemory, PinnedMemory};
 use crate::module::{Function, Module};
+use std::ffi::CStr;
 use std::mem::offset_of;
 use std::num::NonZeroU32;
 use std::ptr;
@@ -112,6 +113,9 @@ pub struct Exchange {
     control: DeviceMemory,
     _plan: DeviceMemory,
     _masks: DeviceMemory,
+    _scratch: Option<DeviceMemory>,
+    dispatch_shared_bytes: u32,
+    combine_shared_bytes: u32,
     report: PinnedMemory,
     /// After what waits for the GPU when it is freed.
     _module: Module,
@@ -141,23 +145,31 @@ impl Exchange {
         }
         let gpu = device.gpu();
         let module = Module::load(device, IMAGE)?;
-        let dispatch = module.function(match shape.payload {
-            Payload::Raw { .. } => c"immwire_moe_dispatch_raw",
-            Payload::Fp8 { .. } if gpu.capability < (8, 9) => {
-                return Err(Error::NoKernelsFor { capability: gpu.capability });
-            }
-            Payload::Fp8 { from: Number::Bf16, .. } => c"immwire_moe_dispatch_fp8_bf16",
-            Payload::Fp8 { from: Number::Fp16, .. } => c"immwire_moe_dispatch_fp8_fp16",
-        })?;
-        let combine = module.function(match shape.results {
-            Number::Bf16 => c"immwire_moe_combine_bf16",
-            Number::Fp16 => c"immwire_moe_combine_fp16",
-        })?;
-        module.allow_shared(dispatch, geometry.dispatch_shared_bytes)?;
+        let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
+        // No more than there can be tokens: a block without any waits, too.
+        let sms = sms.min(geometry.world * shape.max_tokens);
+        let many = if shape.max_tokens >= Many::FROM_TOKENS {
+            Some(Many::new(&geometry, shape, sms).map_err(Error::Shape)?)
+        } else {
+            None
+        };
+        if matches!(shape.payload, Payload::Fp8 { .. }) && gpu.capability < (8, 9) {
+            return Err(Error::NoKernelsFor { capability: gpu.capability });
+        }
+        let (dispatch_name, combine_name) = names(shape, many.is_some());
+        let dispatch_shared_bytes =
+            many.map_or(geometry.dispatch_shared_bytes, |many| many.dispatch_shared_bytes);
+        let combine_shared_bytes =
+            many.map_or(geometry.combine_shared_bytes, |many| many.combine_shared_bytes);
+        let dispatch = module.function(dispatch_name)?;
+        let combine = module.function(combine_name)?;
+        module.allow_shared(dispatch, dispatch_shared_bytes)?;
         let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let control = DeviceMemory::zeroed(stream, size_of::<MoeControl>())?;
         let plan = DeviceMemory::zeroed(stream, bytes(geometry.plan_bytes))?;
         let masks = DeviceMemory::zeroed(stream, bytes(u64::from(shape.max_tokens) * 4))?;
+        let scratch = many.map(|many| DeviceMemory::zeroed(stream, bytes(many.scratch_bytes)));
+        let scratch = scratch.transpose()?;
         let report = PinnedMemory::zeroed(device, size_of::<MoeReport>())?;
         let mut firsts = [[0; 2]; MAX_RANKS / 2 + 1];
         for (place, first) in firsts.as_flattened_mut().iter_mut().zip(&shape.firsts) {
@@ -170,6 +182,7 @@ impl Exchange {
             report: report.address(),
             plan: plan.address(),
             masks: masks.address(),
+            scratch: scratch.as_ref().map_or(0, DeviceMemory::address),
             timeout_ns: u64::try_from(timeout.as_nanos())
                 .map_or(LONGEST_NS, |ns| ns.min(LONGEST_NS)),
             table_bytes: geometry.table_bytes,
@@ -187,11 +200,9 @@ impl Exchange {
             values: shape.values,
             padding: shape.padding,
             flags: if powers { args::POWER_SCALES } else { 0 },
+            chunk_tokens: many.map_or(0, |many| many.chunk_tokens),
             ..MoeArgs::default()
         };
-        let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
-        // No more than there can be tokens: a block without any waits, too.
-        let sms = sms.min(geometry.world * shape.max_tokens);
         let exchange = Self {
             device: device.clone(),
             geometry,
@@ -202,6 +213,9 @@ impl Exchange {
             control,
             _plan: plan,
             _masks: masks,
+            _scratch: scratch,
+            dispatch_shared_bytes,
+            combine_shared_bytes,
             report,
             _module: module,
         };
@@ -328,7 +342,7 @@ impl Exchange {
             ..self.args
         };
         // SAFETY: our caller's promise.
-        unsafe { self.launch(stream, self.dispatch, self.geometry.dispatch_shared_bytes, args) }
+        unsafe { self.launch(stream, self.dispatch, self.dispatch_shared_bytes, args) }
     }
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
@@ -354,7 +368,7 @@ impl Exchange {
         let args = MoeArgs { y, rows, out, flags, ..self.args };
         // SAFETY: our caller's promise.
         unsafe {
-            let shared = self.geometry.combine_shared_bytes;
+            let shared = self.combine_shared_bytes;
             self.launch(stream, self.combine, shared, args)
         }
     }
@@ -460,6 +474,25 @@ impl Exchange {
         // SAFETY: inside of `control`, which outlives the stream's work by the callers' promises.
         check("cuMemsetD8Async", unsafe { cu::cuMemsetD8Async(at, byte, bytes, stream.handle()) })
     }
+}
+
+/// The kernels for a shape: of dispatch, and of combine.
+const fn names(shape: &Shape, many: bool) -> (&'static CStr, &'static CStr) {
+    let dispatch = match (shape.payload, many) {
+        (Payload::Raw { .. }, false) => c"immwire_moe_dispatch_raw",
+        (Payload::Fp8 { from: Number::Bf16, .. }, false) => c"immwire_moe_dispatch_fp8_bf16",
+        (Payload::Fp8 { from: Number::Fp16, .. }, false) => c"immwire_moe_dispatch_fp8_fp16",
+        (Payload::Raw { .. }, true) => c"immwire_moe_dispatch_many_raw",
+        (Payload::Fp8 { from: Number::Bf16, .. }, true) => c"immwire_moe_dispatch_many_fp8_bf16",
+        (Payload::Fp8 { from: Number::Fp16, .. }, true) => c"immwire_moe_dispatch_many_fp8_fp16",
+    };
+    let combine = match (shape.results, many) {
+        (Number::Bf16, false) => c"immwire_moe_combine_bf16",
+        (Number::Fp16, false) => c"immwire_moe_combine_fp16",
+        (Number::Bf16, true) => c"immwire_moe_combine_many_bf16",
+        (Number::Fp16, true) => c"immwire_moe_combine_many_fp16",
+    };
+    (dispatch, combine)
 }
 
 impl Half {

@@ -189,6 +189,79 @@ pub struct Geometry {
     pub combine_shared_bytes: u32,
 }
 
+/// What is different where there are many tokens: the kernels count in chunks, and every warp takes tokens by itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Many {
+    /// Tokens of one source in a chunk.
+    pub chunk_tokens: u32,
+    /// Chunks of all ranks.
+    pub chunks: u32,
+    /// Memory for their counts.
+    pub scratch_bytes: u64,
+    /// Shared memory of a block of dispatch.
+    pub dispatch_shared_bytes: u32,
+    /// Shared memory of a block of combine.
+    pub combine_shared_bytes: u32,
+}
+
+/// How many of so many blocks receive tokens, at the least.
+const fn receivers(blocks: u32) -> u32 {
+    blocks - if blocks < 3 { 0 } else { blocks.div_ceil(3) }
+}
+
+impl Many {
+    /// From how many tokens on the kernels for many are the quicker ones.
+    pub const FROM_TOKENS: u32 = 1024;
+
+    /// For so many blocks.
+    ///
+    /// # Errors
+    ///
+    /// [`ShapeError::Shared`].
+    pub fn new(geometry: &Geometry, shape: &Shape, blocks: u32) -> Result<Self, ShapeError> {
+        // As few as there are blocks for: then no block has two of them, or none has more than another by much.
+        let all = geometry.world.saturating_mul(shape.max_tokens);
+        let blocks_of = receivers(blocks.max(1));
+        let each = all.div_ceil(blocks_of);
+        let chunk = each.div_ceil(each.div_ceil(args::CHUNK)).max(1);
+        Self::of_chunks(geometry, shape, blocks, chunk)
+    }
+
+    /// For so many blocks, and chunks of so many tokens, 1 to [`args::CHUNK`].
+    ///
+    /// # Errors
+    ///
+    /// [`ShapeError::Shared`].
+    pub fn of_chunks(
+        geometry: &Geometry,
+        shape: &Shape,
+        blocks: u32,
+        chunk_tokens: u32,
+    ) -> Result<Self, ShapeError> {
+        let (blocks, chunk) = (u64::from(receivers(blocks.max(1))), u64::from(chunk_tokens.max(1)));
+        let chunks = u64::from(geometry.world) * u64::from(shape.max_tokens).div_ceil(chunk);
+        let (local, mine) = (u64::from(geometry.most_local), chunks.div_ceil(blocks));
+        let words = u64::from(args::CHUNK / 32);
+        let shared = u64::from(args::MANY_WORDS)
+            + mine * (1 + words)
+            + 2 * local
+            + 1
+            + mine * local * (1 + words)
+            + local.max(u64::from(args::THREADS));
+        let narrow = |number: u64| u32::try_from(number).map_err(|_| ShapeError::Overflow);
+        if shared * 4 > SHARED_BYTES {
+            return Err(ShapeError::Shared { needed: shared * 4, available: SHARED_BYTES });
+        }
+        Ok(Self {
+            chunk_tokens: narrow(chunk)?,
+            chunks: narrow(chunks)?,
+            scratch_bytes: chunks * (local + 1) * 4,
+            dispatch_shared_bytes: narrow(shared * 4)?,
+            combine_shared_bytes: 4 * args::MANY_WORDS,
+        })
+    }
+}
+
 impl Geometry {
     /// The geometry of an exchange. O(world).
     ///
@@ -233,7 +306,7 @@ impl Geometry {
         let shared = 4
             * (u64::from(args::FIXED_WORDS) + local + 1 + 2 * all.div_ceil(32) + local * words)
             + 2 * local * words;
-        if shared > SHARED_BYTES {
+        if shared > SHARED_BYTES && shape.max_tokens < Many::FROM_TOKENS {
             return Err(ShapeError::Shared { needed: shared, available: SHARED_BYTES });
         }
         let dispatch_stride =

@@ -12,7 +12,7 @@ mod world;
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl};
 use immwire_cuda::moe::geometry::{Number, Payload, Scales, Shape};
 use immwire_verification_moe::oracle::{Layout, Random, Tokens};
-use immwire_verification_moe::{Kernel, Launch, emulate};
+use immwire_verification_moe::{Launch, emulate};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::{Style, UNTOUCHED, World};
@@ -70,6 +70,7 @@ fn random_shape(random: &mut Random, world: u32) -> Shape {
 }
 
 fn random_style(random: &mut Random) -> Style {
+    let chunks = random.one_in(2);
     Style {
         blocks: 1 + random.below(3),
         threads: if random.one_in(3) { 64 } else { 32 },
@@ -77,6 +78,8 @@ fn random_style(random: &mut Random) -> Style {
         wide: random.one_in(3),
         clear: random.one_in(2),
         tokens_in_memory: random.one_in(2),
+        many: [random.one_in(2), random.one_in(2)],
+        chunk_tokens: 1 + random.below([4, args::CHUNK][usize::from(chunks)]),
     }
 }
 
@@ -169,10 +172,20 @@ fn the_largest_of_each() {
         wide: false,
         clear: false,
         tokens_in_memory: false,
+        many: [false; 2],
+        chunk_tokens: 5,
     };
     let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
     run(&world, &launches, 1);
     world.check_whole(0, style);
+    world.check_poison();
+    // By the kernels for many tokens, too.
+    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 9)).collect();
+    world.add_turn(tokens, &mut random);
+    let style = Style { many: [true; 2], ..style };
+    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 1, style)).collect();
+    run(&world, &launches, 2);
+    world.check_whole(1, style);
     world.check_poison();
 }
 
@@ -206,7 +219,14 @@ const PLAIN: Style = Style {
     wide: false,
     clear: true,
     tokens_in_memory: false,
+    many: [false; 2],
+    chunk_tokens: 2,
 };
+
+/// The same, perhaps for many tokens.
+fn plain(random: &mut Random) -> Style {
+    Style { many: [random.one_in(2), random.one_in(2)], ..PLAIN }
+}
 
 /// A small world, some rounds.
 fn small(random: &mut Random, ranks: u32, rounds: usize) -> World {
@@ -246,7 +266,9 @@ fn a_rank_that_never_comes() {
         let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
         let mut launches = Vec::new();
         for &rank in &there {
-            (0..3).for_each(|turn| launches.extend(world.launches(rank, turn, PLAIN)));
+            for turn in 0..3 {
+                launches.extend(world.launches(rank, turn, plain(&mut random)));
+            }
         }
         run(&world, &launches, random.draw());
         (0..3).for_each(|turn| check_without(&world, turn, &there));
@@ -283,7 +305,7 @@ fn tokens_that_never_come() {
         let mut launches = Vec::new();
         for &rank in &there {
             world.put_table(dead, rank, 0, 1, 0);
-            launches.extend(world.launches(rank, 0, PLAIN));
+            launches.extend(world.launches(rank, 0, plain(&mut random)));
         }
         run(&world, &launches, random.draw());
         let layouts: Vec<Option<Layout>> = (0..3)
@@ -322,9 +344,11 @@ fn results_that_never_come() {
         let world = small(&mut random, 3, 2);
         let dead = random.below(3) as usize;
         let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
-        let mut launches = vec![world.launches(dead, 0, PLAIN)[0]];
+        let mut launches = vec![world.launches(dead, 0, plain(&mut random))[0]];
         for &rank in &there {
-            (0..2).for_each(|turn| launches.extend(world.launches(rank, turn, PLAIN)));
+            for turn in 0..2 {
+                launches.extend(world.launches(rank, turn, plain(&mut random)));
+            }
         }
         run(&world, &launches, random.draw());
         let layouts: Vec<Option<Layout>> = (0..3)
@@ -351,14 +375,28 @@ fn results_that_never_come() {
 /// never missed is right, and everything ends.
 #[test]
 fn ranks_that_are_just_too_late() {
+    let [absent, present] = just_too_late(150, PLAIN);
+    // Or nothing was tried.
+    if std::env::var_os("IMMWIRE_SEEDS").is_none() {
+        assert!(absent > 20 && present > 0, "decided absent {absent} times, present {present}");
+    }
+}
+
+#[test]
+fn ranks_that_are_just_too_late_among_many_tokens() {
+    just_too_late(100, Style { many: [true; 2], threads: 64, ..PLAIN });
+}
+
+/// Returns how often a rank was decided upon to be absent, and to be present.
+fn just_too_late(seeds: u64, plain: Style) -> [u32; 2] {
     let outcomes = [const { Cell::new(0) }; 2];
-    for_seeds(150, |seed| {
+    for_seeds(seeds, |seed| {
         let mut random = Random(seed + 400);
         let ranks = 2 + random.below(2);
         let mut world = small(&mut random, ranks, 2);
         world.timeout_ns = 1000 << random.below(9);
         let mut launches = Vec::new();
-        let style = Style { blocks: 4, ..PLAIN };
+        let style = Style { blocks: 4, ..plain };
         // One of them is held up for about as long, by waiting for somebody else.
         let mut elsewhere = small(&mut random, 2, 1);
         elsewhere.timeout_ns = world.timeout_ns * u64::from(90 + random.below(20)) / 100;
@@ -402,11 +440,7 @@ fn ranks_that_are_just_too_late() {
             }
         }
     });
-    // Or nothing was tried.
-    if std::env::var_os("IMMWIRE_SEEDS").is_none() {
-        let [absent, present] = outcomes.map(|met| met.get());
-        assert!(absent > 20 && present > 0, "decided absent {absent} times, present {present}");
-    }
+    outcomes.map(|met| met.get())
 }
 
 /// Whoever sets the word ends all waits.
@@ -520,8 +554,7 @@ fn no_room() {
     let launches: Vec<Launch> = (0..2)
         .flat_map(|rank| world.launches(rank, 0, style))
         .map(|launch| {
-            let is_combine = matches!(launch.kernel, Kernel::CombineBf16 | Kernel::CombineFp16);
-            let rows = if is_combine { 4 } else { launch.args.rows };
+            let rows = if launch.kernel.combines() { 4 } else { launch.args.rows };
             let tokens = if launch.stream == 1 { 2 } else { launch.args.tokens };
             Launch { args: MoeArgs { rows, tokens, ..launch.args }, ..launch }
         })

@@ -8,7 +8,7 @@
 
 use immwire_core::moe::{NO_SLOT, TableShape};
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl, MoeReport};
-use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape};
+use immwire_cuda::moe::geometry::{Geometry, Many, Number, Payload, Scales, Shape};
 use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens, bytes_of};
 use immwire_verification_moe::{Kernel, Launch};
 use std::cell::UnsafeCell;
@@ -70,6 +70,9 @@ pub(crate) struct Style {
     pub(crate) wide: bool,
     pub(crate) clear: bool,
     pub(crate) tokens_in_memory: bool,
+    /// Whether dispatch and combine are those for many tokens, and how many are counted together.
+    pub(crate) many: [bool; 2],
+    pub(crate) chunk_tokens: u32,
 }
 
 /// Everything of a rank in one round, but for what it sends and answers.
@@ -88,6 +91,7 @@ pub(crate) struct Rank {
     pub(crate) report: Memory,
     plan: Memory,
     masks: Memory,
+    scratch: Memory,
     pub(crate) turns: Vec<Turn>,
 }
 
@@ -118,6 +122,12 @@ impl World {
                 report: Memory::filled(size_of::<MoeReport>() as u64, 0),
                 plan: Memory::filled(geometry.plan_bytes, UNTOUCHED),
                 masks: Memory::filled(u64::from(shape.max_tokens) * 4, UNTOUCHED),
+                // Chunks of one token at the least.
+                scratch: Memory::filled(
+                    4 * u64::from(geometry.world * shape.max_tokens)
+                        * u64::from(geometry.most_local + 1),
+                    UNTOUCHED,
+                ),
                 turns: Vec::new(),
             }
         };
@@ -216,6 +226,7 @@ impl World {
             report: me.report.at(),
             plan: me.plan.at(),
             masks: me.masks.at(),
+            scratch: me.scratch.at(),
             tokens_at: if style.tokens_in_memory { own.inputs[5].at() } else { 0 },
             x: own.inputs[0].at(),
             scales: own.inputs[1].at(),
@@ -249,6 +260,8 @@ impl World {
             padding: self.shape.padding,
             rows: self.rows,
             flags,
+            chunk_tokens: style.chunk_tokens,
+            reserved: 0,
         }
     }
 
@@ -274,11 +287,15 @@ impl World {
             Number::Fp16 => Kernel::CombineFp16,
         };
         let args = self.args(rank, turn, style);
-        let g = &self.geometry;
+        let (g, [many_out, many_back]) = (&self.geometry, style.many);
+        let many = Many::of_chunks(g, &self.shape, style.blocks, style.chunk_tokens).unwrap();
         let mut all = Vec::new();
-        for (kernel, shared_bytes) in
-            [(dispatch, g.dispatch_shared_bytes), (combine, g.combine_shared_bytes)]
-        {
+        for (kernel, is_many, few_bytes, many_bytes) in [
+            (dispatch, many_out, g.dispatch_shared_bytes, many.dispatch_shared_bytes),
+            (combine, many_back, g.combine_shared_bytes, many.combine_shared_bytes),
+        ] {
+            let kernel = if is_many { kernel.many() } else { kernel };
+            let shared_bytes = if is_many { many_bytes } else { few_bytes };
             let halves: &[u32] = if style.split {
                 &[args::SEND, args::RECEIVE]
             } else {
