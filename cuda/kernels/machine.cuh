@@ -55,14 +55,6 @@ __device__ inline void store_vector(uint64_t to, uint4 held) {
 // What was stored before is seen by whoever sees what is stored after.
 __device__ inline void fence_for_all() { __threadfence_system(); }
 
-// So many threads of a block, whole warps, at a barrier of a number from 1 on: to wait there for the others, or not.
-__device__ inline void meet(uint32_t number, uint32_t threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-__device__ inline void arrive(uint32_t number, uint32_t threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
-}
-
 // Nanoseconds, of one clock for all blocks.
 __device__ inline uint64_t now() {
   uint64_t time;

@@ -466,15 +466,14 @@ struct Quantised {
     uint4 low = vector_of(0), high = vector_of(0);
     if (crew.me < vectors) low = load_vector(x + 32 * crew.me), high = load_vector(x + 32 * crew.me + 16);
     const Ranks ranks = routes();
-    // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros.
+    // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros. The next ones are read while
+    // these are worked on.
     for (uint32_t start = 0; start < vectors; start += crew.of) {
-      const uint32_t v = start + crew.me;
-      if (start != 0) {
-        low = high = vector_of(0);
-        if (v < vectors) low = load_vector(x + 32 * v), high = load_vector(x + 32 * v + 16);
-      }
+      const uint32_t v = start + crew.me, next = v + crew.of;
       float values[2][8];
       unpack<FORMAT>(values[0], low), unpack<FORMAT>(values[1], high);
+      low = high = vector_of(0);
+      if (next < vectors) low = load_vector(x + 32 * next), high = load_vector(x + 32 * next + 16);
       float peak = SMALLEST_PEAK;
 #pragma unroll
       for (uint32_t i = 0; i < 16; ++i) peak = fmaxf(peak, fabsf(values[i / 8][i % 8]));
@@ -659,13 +658,13 @@ __device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32
   read_tables(args, routes, wanted & ~fixed.absent, epoch, parity, fixed.missing, patience);
 }
 
-// Writes zeros to rows, by threads of which this is one.
-__device__ void clear_padding(const Args &args, uint32_t row, uint32_t end, uint32_t me, uint32_t of) {
+// Writes zeros to rows, by a whole block.
+__device__ void clear_padding(const Args &args, uint32_t row, uint32_t end) {
   const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
   for (; row < end; ++row) {
-    for (uint32_t v = me; v < vectors; v += of)
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x)
       store_vector(args.rows_x + uint64_t(row) * args.token_bytes + 16 * v, vector_of(0));
-    for (uint32_t w = me; w < scale_words; w += of)
+    for (uint32_t w = threadIdx.x; w < scale_words; w += blockDim.x)
       reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(row) * args.scale_bytes)[w] = 0;
   }
 }
@@ -704,7 +703,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
   const uint32_t warps = blockDim.x / WARP;
   if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
     for (uint32_t e = blockIdx.x; e < routes.local; e += gridDim.x)
-      clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows), threadIdx.x, blockDim.x);
+      clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows));
   }
 
   uint32_t turn = 0;
@@ -993,32 +992,13 @@ __device__ void combine(const Args &args) {
 // Then every warp takes a token at a time. What is on the wire is the same as with few tokens.
 
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
-constexpr uint32_t DISPATCH_ONE_IN = 3; // Of so many blocks one sends tokens.
-constexpr uint32_t COMBINE_ONE_IN = 3;  // And one receives results.
 constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
 constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
-constexpr uint32_t RESULTS = 4;  // Vectors of a result that a lane adds up side by side.
-constexpr uint32_t PAIR = 2;     // Ranks whose results are looked at side by side, and rows' vectors.
+constexpr uint32_t PAIR = 2;     // Words of scales, too.
 
-// Which blocks of a launch do something, and which of them this one is.
+// Some blocks of a launch, of which this is one.
 struct Share {
   uint32_t index, of;
-  bool has_any;
-};
-
-// Those that send, and those that receive. Of a launch that does both, one in `one_in` blocks sends if `few_send`, else all others;
-// and if there are fewer blocks, each does both.
-struct Roles {
-  __device__ Roles(const Args &args, uint32_t one_in, bool few_send) {
-    const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
-    send = {blockIdx.x, gridDim.x, sends}, receive = {blockIdx.x, gridDim.x, receives};
-    if (!sends || !receives || gridDim.x < one_in) return;
-    const uint32_t few = (gridDim.x + one_in - 1) / one_in, turn = blockIdx.x / one_in;
-    const bool is_few = blockIdx.x % one_in == 0;
-    const Share one = {turn, few, is_few}, other = {blockIdx.x - turn - 1, gridDim.x - few, !is_few};
-    send = few_send ? one : other, receive = few_send ? other : one;
-  }
-  Share send, receive;
 };
 
 // Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
@@ -1036,7 +1016,7 @@ struct Many {
   __device__ Many(const Args &args, Share share, uint32_t *words)
       : share(share), local(args.firsts[args.rank + 1] - args.firsts[args.rank]), per_source((args.max_tokens + args.chunk_tokens - 1) / args.chunk_tokens),
         chunks(args.world * per_source), mine((chunks + share.of - 1) / share.of) {
-    missing = words, absent = words + 1, total = words + 2, next_token = words + 3, next_pair = words + 4;
+    missing = words, absent = words + 1, total = words + 2, next_pair = words + 3;
     first_pair = words + IMMWIRE_MOE_MANY_WORDS;
     here = first_pair + mine;
     offsets = here + mine * CHUNK_WORDS;
@@ -1051,7 +1031,7 @@ struct Many {
   Share share;
 
   uint32_t local, per_source, chunks, mine;
-  uint32_t *missing, *absent, *total, *next_token, *next_pair;
+  uint32_t *missing, *absent, *total, *next_pair;
   uint32_t *first_pair; // [mine]
   uint32_t *here;       // [mine][CHUNK_WORDS]: tokens that are for here
   uint32_t *offsets;    // [local + 1]: where experts' rows begin
@@ -1084,7 +1064,7 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
   const uint32_t each = vectors_per_token(args), first = args.firsts[args.rank], local = many.local;
   for (uint32_t i = threadIdx.x; i < many.mine * CHUNK_WORDS; i += blockDim.x) many.here[i] = 0;
   for (uint32_t i = threadIdx.x; i < many.mine * local * CHUNK_WORDS; i += blockDim.x) many.chosen[i] = 0;
-  if (threadIdx.x == 0) *many.missing = 0, *many.next_token = 0, *many.next_pair = 0;
+  if (threadIdx.x == 0) *many.missing = 0, *many.next_pair = 0;
   __syncthreads();
   uint32_t missing = 0;
   for (uint32_t m = 0; m < many.mine; ++m) {
@@ -1346,17 +1326,20 @@ template <typename PAYLOAD>
 __device__ void dispatch_many(const Args &args) {
   MACHINE_SHARED(shared);
   immwire_moe_control &control = *control_of(args);
-  const Roles roles(args, DISPATCH_ONE_IN, true);
+  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
+  // Every other block sends. One that is alone, or of a launch that does one thing only, does whatever there is to do.
+  const bool is_shared_out = sends && receives && gridDim.x > 1, is_even = blockIdx.x % 2 == 0;
+  const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2}, odd = {blockIdx.x / 2, gridDim.x / 2};
   Patience for_tables(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity;
-  if (args.flags & IMMWIRE_MOE_SEND) {
+  if (sends) {
     const uint32_t tokens = announce_tokens(args, epoch, parity, present);
-    if (roles.send.has_any) send_share<PAYLOAD>(args, roles.send, tokens, epoch, parity, present);
+    if (!is_shared_out || is_even) send_share<PAYLOAD>(args, is_shared_out ? even : all, tokens, epoch, parity, present);
   }
-  if (!roles.receive.has_any) return;
-  Many many(args, roles.receive, shared);
+  if (!receives || (is_shared_out && is_even)) return;
+  Many many(args, is_shared_out ? odd : all, shared);
   const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
   plan_chunks(args, many, epoch, parity, present & ~absent);
   if (many.share.index == 0 && threadIdx.x < args.world && (absent >> threadIdx.x & 1)) {
@@ -1365,143 +1348,10 @@ __device__ void dispatch_many(const Args &args) {
   }
   if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
     for (uint32_t e = many.share.index; e < many.local; e += many.share.of)
-      clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows), threadIdx.x, blockDim.x);
+      clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows));
   }
   __syncthreads(); // The plan is there.
   receive_chunks<PAYLOAD>(args, many, epoch, present & ~absent);
-}
-
-// One warp: sends the weighted sum of a received token's rows.
-template <typename FORMAT>
-__device__ void send_result(const Args &args, uint32_t n, uint32_t epoch, uint32_t present) {
-  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
-  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-  const uint4 pair = load_vector(plan);
-  uint32_t row = IMMWIRE_MOE_NO_ROW;
-  float weight = 0.0f;
-  if (lane < args.top_k) {
-    row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
-    weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
-  }
-  const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
-  if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
-  if (!(present >> pair.x & 1)) return;
-  const uint64_t to = result_slot(args, pair.x, args.rank, pair.y);
-  for (uint32_t low = 0; low < vectors; low += WARP * PAIR) {
-    float sum[PAIR][8] = {};
-    for (uint32_t rest = has; rest != 0;) {
-      uint4 held[PAIR][BATCH];
-      float times[BATCH];
-      uint32_t count = 0;
-#pragma unroll
-      for (uint32_t j = 0; j < BATCH; ++j) {
-        if (rest == 0) continue;
-        const uint32_t of = __ffs(rest) - 1;
-        rest &= rest - 1;
-        const uint64_t from = args.y + uint64_t(__shfl_sync(ALL_LANES, row, of)) * args.values * 2;
-        times[j] = __shfl_sync(ALL_LANES, weight, of);
-        count = j + 1;
-#pragma unroll
-        for (uint32_t k = 0; k < PAIR; ++k) {
-          const uint32_t v = low + k * WARP + lane;
-          if (v < vectors) held[k][j] = load_vector(from + 16 * v);
-        }
-      }
-#pragma unroll
-      for (uint32_t j = 0; j < BATCH; ++j) {
-#pragma unroll
-        for (uint32_t k = 0; k < PAIR; ++k) {
-          if (j >= count || low + k * WARP + lane >= vectors) continue;
-          float values[8];
-          unpack<FORMAT>(values, held[k][j]);
-#pragma unroll
-          for (uint32_t i = 0; i < 8; ++i) sum[k][i] = __fadd_rn(sum[k][i], __fmul_rn(times[j], values[i]));
-        }
-      }
-    }
-#pragma unroll
-    for (uint32_t k = 0; k < PAIR; ++k) {
-      const uint32_t v = low + k * WARP + lane;
-      if (v < vectors) store_shared_vector(to + 16 * v, pack<FORMAT>(sum[k]));
-    }
-  }
-}
-
-// One warp: adds up what ranks sent for a token.
-template <typename FORMAT>
-__device__ void receive_result(const Args &args, uint32_t token, uint32_t epoch, uint32_t present, Patience &patience) {
-  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
-  const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
-  for (uint32_t low = 0; low < vectors; low += WARP * RESULTS) {
-    const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * (low + lane)) * 2;
-    float sum[RESULTS][8] = {};
-    uint32_t inside = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < RESULTS; ++k) {
-      if (low + k * WARP + lane >= vectors) continue;
-      inside |= 1u << k;
-      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum[k], load_vector(to + 16 * k * WARP));
-    }
-    for (uint32_t rest = ranks; rest != 0;) {
-      uint4 held[RESULTS * PAIR];
-      uint64_t from[RESULTS * PAIR];
-      uint32_t rank[PAIR], wanted = 0;
-#pragma unroll
-      for (uint32_t j = 0; j < PAIR; ++j) {
-        rank[j] = rest != 0 ? __ffs(rest) - 1 : 0;
-#pragma unroll
-        for (uint32_t k = 0; k < RESULTS; ++k)
-          from[j * RESULTS + k] = result_slot(args, args.rank, rank[j], token) + 16 * (low + k * WARP + lane);
-        wanted |= (rest != 0 ? inside : 0) << j * RESULTS;
-        rest &= rest - 1;
-      }
-      const uint32_t lost = await<Vector>(held, from, wanted, patience);
-#pragma unroll
-      for (uint32_t i = 0; i < RESULTS * PAIR; ++i) {
-        if (!(wanted >> i & 1)) continue;
-        if (lost >> i & 1) {
-          atomicOr(&control_of(args)->missed, 1u << rank[i / RESULTS]);
-          put_down(report_of(args)->late_results[rank[i / RESULTS]], epoch);
-          continue;
-        }
-        store_vector(from[i], vector_of(POISON));
-        float values[8];
-        unpack<FORMAT>(values, held[i]);
-#pragma unroll
-        for (uint32_t n = 0; n < 8; ++n) sum[i % RESULTS][n] = __fadd_rn(sum[i % RESULTS][n], values[n]);
-      }
-    }
-#pragma unroll
-    for (uint32_t k = 0; k < RESULTS; ++k)
-      if (inside >> k & 1) store_vector(to + 16 * k * WARP, pack<FORMAT>(sum[k]));
-  }
-}
-
-template <typename FORMAT>
-__device__ void combine_many(const Args &args) {
-  MACHINE_SHARED(shared);
-  immwire_moe_control &control = *control_of(args);
-  const Roles roles(args, COMBINE_ONE_IN, false);
-  uint32_t *next_pair = shared, *next_token = shared + 1;
-  if (threadIdx.x == 0) *next_pair = 0, *next_token = 0;
-  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
-  const uint32_t pairs = control.pairs, tokens = control.tokens;
-  __syncthreads();
-  if (roles.send.has_any) {
-    for (;;) {
-      const uint64_t n = roles.send.index + uint64_t(claim(next_pair)) * roles.send.of;
-      if (n >= pairs) break;
-      send_result<FORMAT>(args, uint32_t(n), epoch, present);
-    }
-  }
-  if (args.flags & IMMWIRE_MOE_RECEIVE) end_round(control, epoch);
-  if (!roles.receive.has_any) return;
-  Patience patience(args, Patience::FOR_RESULTS);
-  for (;;) {
-    const uint64_t token = roles.receive.index + uint64_t(claim(next_token)) * roles.receive.of;
-    if (token >= tokens) break;
-    receive_result<FORMAT>(args, uint32_t(token), epoch, present, patience);
-  }
 }
 
 } // namespace
@@ -1520,5 +1370,3 @@ IMMWIRE_MOE_KERNEL(immwire_moe_combine_fp16, combine<Fp16>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_raw, dispatch_many<Raw>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_bf16, dispatch_many<Quantised<Bf16>>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_fp16, dispatch_many<Quantised<Fp16>>)
-IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_bf16, combine_many<Bf16>)
-IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_fp16, combine_many<Fp16>)

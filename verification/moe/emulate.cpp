@@ -17,13 +17,10 @@ namespace {
 using Kernel = void (*)(immwire_moe_args);
 const Kernel KERNELS[] = {immwire_moe_dispatch_raw, immwire_moe_dispatch_fp8_bf16, immwire_moe_dispatch_fp8_fp16,
                           immwire_moe_combine_bf16, immwire_moe_combine_fp16,
-                          immwire_moe_dispatch_many_raw, immwire_moe_dispatch_many_fp8_bf16, immwire_moe_dispatch_many_fp8_fp16,
-                          immwire_moe_combine_many_bf16, immwire_moe_combine_many_fp16};
+                          immwire_moe_dispatch_many_raw, immwire_moe_dispatch_many_fp8_bf16, immwire_moe_dispatch_many_fp8_fp16};
 
 constexpr size_t STACK_BYTES = 64 << 10;
 constexpr uint32_t LANES = 32;
-// Barriers of a block that have numbers.
-constexpr uint32_t NAMED = 16;
 // Of threads in a row, before others in this machine are let run, and for how long.
 constexpr uint32_t RESTS = 8;
 constexpr long PAUSE_NS = 20000;
@@ -41,7 +38,7 @@ struct Random {
 };
 
 // What one thread waits for.
-enum class Wait { NOTHING, BLOCK, WARP, NAMED };
+enum class Wait { NOTHING, BLOCK, WARP };
 
 struct Block;
 
@@ -52,7 +49,6 @@ struct Thread {
   Block *block;
   Dimension index;
   Wait wait = Wait::NOTHING;
-  uint32_t named = 0; // Which barrier.
   uint32_t exchanges = 0;
   bool done = false;
 };
@@ -72,7 +68,6 @@ struct Block {
     uint32_t given[2][LANES];
   };
   std::vector<Warp> warps;
-  uint32_t at_named[NAMED] = {};
   uint64_t sleeps_until = 0;
 };
 
@@ -300,23 +295,6 @@ uint32_t block_or(uint32_t value) {
   release_barrier(block); // If it is the last one, it is among those who may go on.
   give_up(false);
   return block.result;
-}
-
-void arrive_named(uint32_t number, uint32_t threads) {
-  Block &block = *world->current->block;
-  if (++block.at_named[number] < threads) return;
-  block.at_named[number] = 0;
-  for (auto &thread : block.threads) {
-    if (thread->wait != Wait::NAMED || thread->named != number) continue;
-    thread->wait = Wait::NOTHING;
-    world->ready.push_back(thread.get());
-  }
-}
-void meet_named(uint32_t number, uint32_t threads) {
-  Thread *self = world->current;
-  self->wait = Wait::NAMED, self->named = number;
-  arrive_named(number, threads); // If it is the last one, it is among those who may go on.
-  give_up(false);
 }
 
 uint32_t exchange(uint32_t value, uint32_t from) { return gather(value)[from]; }

@@ -43,8 +43,6 @@ void rest();
 void fence();
 void block_barrier();
 uint32_t block_or(uint32_t value);
-void arrive_named(uint32_t number, uint32_t threads);
-void meet_named(uint32_t number, uint32_t threads);
 // What lane `from` of the warp gives; all lanes of the warp take part.
 uint32_t exchange(uint32_t value, uint32_t from);
 uint32_t ballot(bool value);
@@ -166,8 +164,6 @@ inline uint4 load_vector(uint64_t from) {
 }
 inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
 inline void fence_for_all() { emulated::fence(); }
-inline void meet(uint32_t number, uint32_t threads) { emulated::meet_named(number, threads); }
-inline void arrive(uint32_t number, uint32_t threads) { emulated::arrive_named(number, threads); }
 inline uint64_t now() { return emulated::clock(); }
 inline void pause() { emulated::rest(); }
 

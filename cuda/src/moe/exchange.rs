@@ -115,7 +115,6 @@ pub struct Exchange {
     _masks: DeviceMemory,
     _scratch: Option<DeviceMemory>,
     dispatch_shared_bytes: u32,
-    combine_shared_bytes: u32,
     report: PinnedMemory,
     /// After what waits for the GPU when it is freed.
     _module: Module,
@@ -159,8 +158,6 @@ impl Exchange {
         let (dispatch_name, combine_name) = names(shape, many.is_some());
         let dispatch_shared_bytes =
             many.map_or(geometry.dispatch_shared_bytes, |many| many.dispatch_shared_bytes);
-        let combine_shared_bytes =
-            many.map_or(geometry.combine_shared_bytes, |many| many.combine_shared_bytes);
         let dispatch = module.function(dispatch_name)?;
         let combine = module.function(combine_name)?;
         module.allow_shared(dispatch, dispatch_shared_bytes)?;
@@ -215,7 +212,6 @@ impl Exchange {
             _masks: masks,
             _scratch: scratch,
             dispatch_shared_bytes,
-            combine_shared_bytes,
             report,
             _module: module,
         };
@@ -368,7 +364,7 @@ impl Exchange {
         let args = MoeArgs { y, rows, out, flags, ..self.args };
         // SAFETY: our caller's promise.
         unsafe {
-            let shared = self.combine_shared_bytes;
+            let shared = self.geometry.combine_shared_bytes;
             self.launch(stream, self.combine, shared, args)
         }
     }
@@ -486,11 +482,9 @@ const fn names(shape: &Shape, many: bool) -> (&'static CStr, &'static CStr) {
         (Payload::Fp8 { from: Number::Bf16, .. }, true) => c"immwire_moe_dispatch_many_fp8_bf16",
         (Payload::Fp8 { from: Number::Fp16, .. }, true) => c"immwire_moe_dispatch_many_fp8_fp16",
     };
-    let combine = match (shape.results, many) {
-        (Number::Bf16, false) => c"immwire_moe_combine_bf16",
-        (Number::Fp16, false) => c"immwire_moe_combine_fp16",
-        (Number::Bf16, true) => c"immwire_moe_combine_many_bf16",
-        (Number::Fp16, true) => c"immwire_moe_combine_many_fp16",
+    let combine = match shape.results {
+        Number::Bf16 => c"immwire_moe_combine_bf16",
+        Number::Fp16 => c"immwire_moe_combine_fp16",
     };
     (dispatch, combine)
 }

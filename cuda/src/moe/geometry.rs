@@ -200,13 +200,11 @@ pub struct Many {
     pub scratch_bytes: u64,
     /// Shared memory of a block of dispatch.
     pub dispatch_shared_bytes: u32,
-    /// Shared memory of a block of combine.
-    pub combine_shared_bytes: u32,
 }
 
-/// How many of so many blocks receive tokens, at the least.
+/// How many of so many blocks receive tokens, at the least: every other one, or the only one.
 const fn receivers(blocks: u32) -> u32 {
-    blocks - if blocks < 3 { 0 } else { blocks.div_ceil(3) }
+    if blocks > 1 { blocks / 2 } else { 1 }
 }
 
 impl Many {
@@ -219,10 +217,9 @@ impl Many {
     ///
     /// [`ShapeError::Shared`].
     pub fn new(geometry: &Geometry, shape: &Shape, blocks: u32) -> Result<Self, ShapeError> {
-        // As few as there are blocks for: then no block has two of them, or none has more than another by much.
+        // So many that each block has as many chunks as the others.
         let all = geometry.world.saturating_mul(shape.max_tokens);
-        let blocks_of = receivers(blocks.max(1));
-        let each = all.div_ceil(blocks_of);
+        let each = all.div_ceil(receivers(blocks));
         let chunk = each.div_ceil(each.div_ceil(args::CHUNK)).max(1);
         Self::of_chunks(geometry, shape, blocks, chunk)
     }
@@ -257,7 +254,6 @@ impl Many {
             chunks: narrow(chunks)?,
             scratch_bytes: chunks * (local + 1) * 4,
             dispatch_shared_bytes: narrow(shared * 4)?,
-            combine_shared_bytes: 4 * args::MANY_WORDS,
         })
     }
 }
@@ -504,12 +500,13 @@ mod tests {
             of(&|s| s.max_tokens = 1 << 15),
             ShapeError::Tokens { tokens: 1 << 16, most: 65_535 }
         );
-        assert!(matches!(of(&|s| s.max_tokens = 8192), ShapeError::Shared { .. }));
+        let few = |s: &mut Shape| (s.firsts, s.max_tokens) = (vec![0, 1024, 1024], 1023);
+        assert!(matches!(of(&few), ShapeError::Shared { .. }));
         assert!(matches!(of(&|s| s.padding = u32::MAX), ShapeError::Overflow));
         let one = |s: &mut Shape| (s.firsts, s.padding) = (vec![0, 1, 2], u32::MAX);
         assert!(matches!(of(&one), ShapeError::Overflow));
         assert!(matches!(of(&|s| s.payload = raw(65 << 20, 0)), ShapeError::Overflow));
-        for error in [entries(vec![]), of(&|s| s.max_tokens = 8192)] {
+        for error in [entries(vec![]), of(&few)] {
             assert!(!error.to_string().is_empty());
         }
     }

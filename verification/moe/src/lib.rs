@@ -28,33 +28,24 @@ pub enum Kernel {
     DispatchManyRaw = 5,
     DispatchManyFp8Bf16 = 6,
     DispatchManyFp8Fp16 = 7,
-    CombineManyBf16 = 8,
-    CombineManyFp16 = 9,
 }
 
 impl Kernel {
-    /// The same for many tokens.
+    /// The dispatch for many tokens in the place of one for few.
     #[must_use]
     pub const fn many(self) -> Self {
         match self {
-            Self::DispatchRaw | Self::DispatchManyRaw => Self::DispatchManyRaw,
-            Self::DispatchFp8Bf16 | Self::DispatchManyFp8Bf16 => Self::DispatchManyFp8Bf16,
-            Self::DispatchFp8Fp16 | Self::DispatchManyFp8Fp16 => Self::DispatchManyFp8Fp16,
-            Self::CombineBf16 | Self::CombineManyBf16 => Self::CombineManyBf16,
-            Self::CombineFp16 | Self::CombineManyFp16 => Self::CombineManyFp16,
+            Self::DispatchRaw => Self::DispatchManyRaw,
+            Self::DispatchFp8Bf16 => Self::DispatchManyFp8Bf16,
+            Self::DispatchFp8Fp16 => Self::DispatchManyFp8Fp16,
+            other => other,
         }
-    }
-
-    /// Whether it is for many tokens.
-    #[must_use]
-    pub fn is_many(self) -> bool {
-        self == self.many()
     }
 
     /// Whether it is a combine.
     #[must_use]
-    pub fn combines(self) -> bool {
-        matches!(self.many(), Self::CombineManyBf16 | Self::CombineManyFp16)
+    pub const fn combines(self) -> bool {
+        matches!(self, Self::CombineBf16 | Self::CombineFp16)
     }
 }
 

@@ -78,7 +78,7 @@ fn random_style(random: &mut Random) -> Style {
         wide: random.one_in(3),
         clear: random.one_in(2),
         tokens_in_memory: random.one_in(2),
-        many: [random.one_in(2), random.one_in(2)],
+        many: random.one_in(2),
         chunk_tokens: 1 + random.below([4, args::CHUNK][usize::from(chunks)]),
     }
 }
@@ -172,7 +172,7 @@ fn the_largest_of_each() {
         wide: false,
         clear: false,
         tokens_in_memory: false,
-        many: [false; 2],
+        many: false,
         chunk_tokens: 5,
     };
     let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
@@ -182,7 +182,7 @@ fn the_largest_of_each() {
     // By the kernels for many tokens, too.
     let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 9)).collect();
     world.add_turn(tokens, &mut random);
-    let style = Style { many: [true; 2], ..style };
+    let style = Style { many: true, ..style };
     let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 1, style)).collect();
     run(&world, &launches, 2);
     world.check_whole(1, style);
@@ -219,13 +219,13 @@ const PLAIN: Style = Style {
     wide: false,
     clear: true,
     tokens_in_memory: false,
-    many: [false; 2],
+    many: false,
     chunk_tokens: 2,
 };
 
 /// The same, perhaps for many tokens.
 fn plain(random: &mut Random) -> Style {
-    Style { many: [random.one_in(2), random.one_in(2)], ..PLAIN }
+    Style { many: random.one_in(2), ..PLAIN }
 }
 
 /// A small world, some rounds.
@@ -233,7 +233,7 @@ fn small(random: &mut Random, ranks: u32, rounds: usize) -> World {
     let mut shape = random_shape(random, ranks);
     shape.max_tokens = shape.max_tokens.min(6);
     let mut world = World::new(&shape);
-    world.timeout_ns = 400_000;
+    world.timeout_ns = 1_600_000;
     for _ in 0..rounds {
         let tokens = (0..ranks).map(|_| world.maker().random_tokens(random)).collect();
         world.add_turn(tokens, random);
@@ -296,7 +296,7 @@ fn tokens_that_never_come() {
         }
         shape.top_k = shape.top_k.min(4);
         let mut world = World::new(&shape);
-        world.timeout_ns = 400_000;
+        world.timeout_ns = 1_600_000;
         let most = shape.max_tokens;
         let tokens = (0..3).map(|_| world.maker().tokens(&mut random, most)).collect();
         world.add_turn(tokens, &mut random);
@@ -384,7 +384,7 @@ fn ranks_that_are_just_too_late() {
 
 #[test]
 fn ranks_that_are_just_too_late_among_many_tokens() {
-    just_too_late(100, Style { many: [true; 2], threads: 64, ..PLAIN });
+    just_too_late(100, Style { many: true, threads: 64, ..PLAIN });
 }
 
 /// Returns how often a rank was decided upon to be absent, and to be present.

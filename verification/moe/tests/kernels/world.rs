@@ -70,8 +70,8 @@ pub(crate) struct Style {
     pub(crate) wide: bool,
     pub(crate) clear: bool,
     pub(crate) tokens_in_memory: bool,
-    /// Whether dispatch and combine are those for many tokens, and how many are counted together.
-    pub(crate) many: [bool; 2],
+    /// Whether dispatch is that for many tokens, and how many are counted together.
+    pub(crate) many: bool,
     pub(crate) chunk_tokens: u32,
 }
 
@@ -287,15 +287,17 @@ impl World {
             Number::Fp16 => Kernel::CombineFp16,
         };
         let args = self.args(rank, turn, style);
-        let (g, [many_out, many_back]) = (&self.geometry, style.many);
-        let many = Many::of_chunks(g, &self.shape, style.blocks, style.chunk_tokens).unwrap();
+        let g = &self.geometry;
+        let (dispatch, dispatch_shared_bytes) = if style.many {
+            let many = Many::of_chunks(g, &self.shape, style.blocks, style.chunk_tokens).unwrap();
+            (dispatch.many(), many.dispatch_shared_bytes)
+        } else {
+            (dispatch, g.dispatch_shared_bytes)
+        };
         let mut all = Vec::new();
-        for (kernel, is_many, few_bytes, many_bytes) in [
-            (dispatch, many_out, g.dispatch_shared_bytes, many.dispatch_shared_bytes),
-            (combine, many_back, g.combine_shared_bytes, many.combine_shared_bytes),
-        ] {
-            let kernel = if is_many { kernel.many() } else { kernel };
-            let shared_bytes = if is_many { many_bytes } else { few_bytes };
+        for (kernel, shared_bytes) in
+            [(dispatch, dispatch_shared_bytes), (combine, g.combine_shared_bytes)]
+        {
             let halves: &[u32] = if style.split {
                 &[args::SEND, args::RECEIVE]
             } else {
