@@ -3,7 +3,8 @@
 Dispatch gives each rank the tokens that chose one of its experts, by expert and padded for a grouped GEMM;
 combine brings the results back, weighted and summed. ``AllToAll`` is in host memory, over any transport: it
 needs neither GPU nor NIC, and is made to be right, not fast. ``GpuAllToAll`` is among GPUs of one host, by
-kernels in the order of the caller's streams, with the same results.
+kernels in the order of the caller's streams, with the same results. ``P2PAllToAll`` is that under the
+argument names of an earlier library.
 
 >>> import numpy, threading
 >>> import immwire
@@ -30,6 +31,7 @@ True
 
 from ._errors import MoeError, MoeTimeout, RankError
 from ._immwire import AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received
+from ._p2p import P2PAllToAll
 
 __all__ = [
     "AllToAll",
@@ -39,6 +41,7 @@ __all__ = [
     "MoeError",
     "MoeReport",
     "MoeTimeout",
+    "P2PAllToAll",
     "RankError",
     "Received",
 ]
