@@ -37,6 +37,9 @@ pub(crate) fn named(name: &[u8]) -> Option<Kernel> {
         b"immwire_moe_dispatch_raw" => Some(Kernel::DispatchRaw),
         b"immwire_moe_dispatch_fp8_bf16" => Some(Kernel::DispatchFp8Bf16),
         b"immwire_moe_dispatch_fp8_fp16" => Some(Kernel::DispatchFp8Fp16),
+        b"immwire_moe_dispatch_many_raw" => Some(Kernel::DispatchManyRaw),
+        b"immwire_moe_dispatch_many_fp8_bf16" => Some(Kernel::DispatchManyFp8Bf16),
+        b"immwire_moe_dispatch_many_fp8_fp16" => Some(Kernel::DispatchManyFp8Fp16),
         b"immwire_moe_combine_bf16" => Some(Kernel::CombineBf16),
         b"immwire_moe_combine_fp16" => Some(Kernel::CombineFp16),
         _ => None,
@@ -71,7 +74,22 @@ struct Part {
 
 impl Launch {
     fn combines(&self) -> bool {
-        matches!(self.kernel, Kernel::CombineBf16 | Kernel::CombineFp16)
+        self.kernel.combines()
+    }
+
+    fn is_raw(&self) -> bool {
+        matches!(self.kernel, Kernel::DispatchRaw | Kernel::DispatchManyRaw)
+    }
+
+    /// Whether it is the dispatch for many tokens.
+    fn is_many(&self) -> bool {
+        !self.combines() && self.kernel == self.kernel.many()
+    }
+
+    /// Chunks of all ranks, where there are many tokens.
+    fn chunks(&self) -> u64 {
+        let a = &self.args;
+        u64::from(a.world) * u64::from(a.max_tokens.div_ceil(a.chunk_tokens.max(1)))
     }
 
     fn receives(&self) -> bool {
@@ -103,7 +121,7 @@ impl Launch {
         must(slots > 0 && slots <= MOST_TOKENS, "max_tokens");
         must(a.token_bytes > 0 && a.token_bytes.is_multiple_of(16), "token_bytes");
         must(a.scale_bytes.is_multiple_of(4), "scale_bytes");
-        let quantises = matches!(kernel, Kernel::DispatchFp8Bf16 | Kernel::DispatchFp8Fp16);
+        let quantises = !self.combines() && !self.is_raw();
         must(a.values > 0 && a.values.is_multiple_of(if quantises { 16 } else { 8 }), "values");
         if quantises {
             let groups = a.values.div_ceil(args::SCALE_VALUES);
@@ -133,12 +151,22 @@ impl Launch {
         must((a.dispatch_at | a.combine_at).is_multiple_of(16), "parts of an inbox");
         must(a.combine_at < 1 << 60, "combine_at");
 
-        let rank = a.rank as usize;
-        let local = u64::from(firsts[rank + 1] - firsts[rank]);
+        let local = self.local();
         let words = u64::from(a.world) * u64::from(a.max_tokens.div_ceil(32));
         let of_tables = local + 1 + 2 * slots.div_ceil(32) + local * words;
-        let fixed = 4 * u64::from(args::FIXED_WORDS);
-        let needed = fixed + if self.combines() { 0 } else { 4 * of_tables + 2 * local * words };
+        let few = 4 * (u64::from(args::FIXED_WORDS) + of_tables) + 2 * local * words;
+        let is_both = a.flags & args::SEND != 0 && self.receives() && size.grid[0] > 1;
+        let receiving = if is_both { size.grid[0] / 2 } else { size.grid[0] };
+        let mine = self.chunks().div_ceil(u64::from(receiving));
+        let of_chunks = mine * 3 + 2 * local + 1 + mine * local * 3;
+        let many =
+            4 * (u64::from(args::MANY_WORDS) + of_chunks + local.max(u64::from(args::THREADS)));
+        must(!self.is_many() || (1..=args::CHUNK).contains(&a.chunk_tokens), "chunk_tokens");
+        let needed = match () {
+            () if self.combines() => 4 * u64::from(args::FIXED_WORDS),
+            () if self.is_many() => many,
+            () => few,
+        };
         must(u64::from(size.shared_bytes) >= needed, "shared memory");
     }
 
@@ -221,6 +249,12 @@ impl Launch {
         self.args.combine_at + self.slots() * u64::from(self.args.combine_stride)
     }
 
+    /// Experts of this rank.
+    fn local(&self) -> u64 {
+        let (firsts, rank) = (self.args.firsts.as_flattened(), self.args.rank as usize);
+        u64::from(firsts[rank + 1] - firsts[rank])
+    }
+
     /// Tokens of all ranks.
     fn slots(&self) -> u64 {
         u64::from(self.args.world) * u64::from(self.args.max_tokens)
@@ -278,7 +312,7 @@ impl Launch {
         }
         let counted = if a.tokens_at == 0 { 0 } else { 4 };
         part("tokens_at", |a| &mut a.tokens_at, Some(counted), 4, false);
-        let raw = self.kernel == Kernel::DispatchRaw;
+        let raw = self.is_raw();
         let (token_bytes, scale_bytes) = (u64::from(a.token_bytes), u64::from(a.scale_bytes));
         part("x", |a| &mut a.x, tokens(if raw { token_bytes } else { values }), 16, false);
         let scales = if raw { tokens(scale_bytes) } else { Some(0) };
@@ -287,9 +321,11 @@ impl Launch {
         let top_k = u64::from(a.top_k);
         part("indices", |a| &mut a.indices, tokens(top_k * index), index, false);
         part("weights", |a| &mut a.weights, tokens(top_k * 4), 4, false);
-        let firsts = a.firsts.as_flattened();
-        let local = u64::from(firsts[a.rank as usize + 1] - firsts[a.rank as usize]);
-        let rows = u64::from(a.rows);
+        let (local, rows) = (self.local(), u64::from(a.rows));
+        if self.is_many() {
+            let scratch = self.chunks() * (self.local() + 1) * 4;
+            part("scratch", |a| &mut a.scratch, Some(scratch), 4, true);
+        }
         part("rows_x", |a| &mut a.rows_x, Some(rows * token_bytes), 16, true);
         part("rows_scales", |a| &mut a.rows_scales, Some(rows * scale_bytes), 4, true);
         part("counts", |a| &mut a.counts, Some(4 * local), 4, true);
