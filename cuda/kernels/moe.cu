@@ -2,10 +2,11 @@
 //
 // Every rank sends each token once to each rank that has one of its experts, into a slot that needs no agreement: it is
 // numbered as the token is at its source. The choices of all ranks go everywhere first; from them each block works out by
-// itself, and as all others do, how many rows each expert has and where each token's lie.
+// itself, and as all others do, how many rows each expert has and where each token's lie. Where there are thousands of
+// tokens, blocks share that out among them (`dispatch_many`).
 //
-// It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, none between blocks,
-// no fence and no flag: what is written announces itself.
+// It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, no fence and no flag for
+// what they send: what is written announces itself. There is none between blocks, but for one where there are many tokens.
 //
 // - Slots hold poison, words of 0xffffffff. A word that was written is never that: values that are rounded here never are, and
 //   payload that is not looked at is combined with a key, found so that none is (`Raw`). Who waits for a vector looks at
@@ -24,7 +25,7 @@
 //    the number of the round lies in memory. What all blocks of a launch must read alike there is written by launches of the other
 //    kind only. (Who is waited for in a combine they need not: each result is one block's own.)
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
-//    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`).
+//    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
 //    once each: the same bits in every run.
 //

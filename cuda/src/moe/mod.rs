@@ -9,8 +9,8 @@
 //! Each can be done in two halves, with no SM taken in between ([`Half`]). A rank that does not come within the time given is
 //! named ([`Exchange::report`]), and left out from the next round on; what it did not send counts as zeros.
 //!
-//! How it is done, and why that is right, is said in `kernels/moe.cu`. Made for the few hundred tokens of decoding: every block
-//! looks at the choices of all tokens. Thousands at a time are moved as well, but not as quickly as could be.
+//! How it is done, and why that is right, is said in `kernels/moe.cu`. With the few hundred tokens of decoding,
+//! every block looks at the choices of all tokens; from [`geometry::Many::FROM_TOKENS`] on, blocks share them out.
 //!
 //! | module | what | needs a GPU |
 //! |---|---|---|
