@@ -146,7 +146,7 @@ fn two_ranks() {
 
 #[test]
 fn three_to_five_ranks() {
-    for_seeds(30, |seed| whole_rounds(seed, 3 + (seed % 3) as u32, 3));
+    for_seeds(80, |seed| whole_rounds(seed, 3 + (seed % 3) as u32, 3));
 }
 
 /// Blocks as on a GPU, the most choices, many experts, more tokens than blocks.
