@@ -149,7 +149,8 @@ typedef struct immwire_moe_args {
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.
  * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + max(IMMWIRE_MOE_THREADS, local) words;
- * mine = ceil(chunks / blocks), chunks = world * ceil(max_tokens / chunk_tokens). Combine takes the first term only. */
+ * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,
+ * rounded down; of others, or if there is one, all. */
 #define IMMWIRE_MOE_FIXED_WORDS 640
 #define IMMWIRE_MOE_MANY_WORDS 16
 

@@ -995,7 +995,7 @@ __device__ void combine(const Args &args) {
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
 constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
 constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
-constexpr uint32_t PAIR = 2;     // Words of scales, too.
+constexpr uint32_t PAIR = 2;     // And words of scales.
 
 // Some blocks of a launch, of which this is one.
 struct Share {
