@@ -64,7 +64,7 @@ typedef struct immwire_moe_control {
   uint32_t pairs;    /* tokens that this rank received, in this round */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
-  uint32_t gathered; /* blocks that have counted, where there are many tokens */
+  uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
   /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
   uint64_t abort;    /* not 0: nobody waits any more */
@@ -126,7 +126,7 @@ typedef struct immwire_moe_args {
   uint32_t world;
   uint32_t top_k;
   uint32_t max_tokens;
-  uint32_t tokens;      /* no more than these, whatever lies at tokens_at */
+  uint32_t tokens;      /* no more than these, whatever lies at tokens_at; for combine, room in out */
   uint32_t token_bytes; /* a multiple of 16, not 0 */
   uint32_t scale_bytes; /* a multiple of 4 */
   uint32_t values;      /* a multiple of 8, where the kernel quantises of 16 */
@@ -144,7 +144,7 @@ typedef struct immwire_moe_args {
  *   immwire_moe_dispatch_fp8_bf16     from bf16 to e4m3, a scale for each 128 values
  *   immwire_moe_dispatch_fp8_fp16     from fp16
  *   immwire_moe_combine_bf16, _fp16   results
- *   immwire_moe_dispatch_many_..., immwire_moe_combine_many_...   the same for thousands of tokens: other ranks may use either
+ *   immwire_moe_dispatch_many_...     the same for thousands of tokens: other ranks may use either
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.

@@ -919,11 +919,12 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uin
   }
 }
 
-// Adds up what ranks sent for this rank's tokens.
+// Adds up what ranks sent for this rank's tokens, as many as there is memory for.
 template <typename FORMAT>
 __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t present, Patience &patience) {
   immwire_moe_control &control = *control_of(args);
-  const uint32_t tokens = control.tokens, vectors = args.values / 8;
+  const uint32_t tokens = min(control.tokens, args.tokens), vectors = args.values / 8;
+  if (control.tokens > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
     const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
@@ -996,6 +997,8 @@ constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
 constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
 constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
 constexpr uint32_t PAIR = 2;     // And words of scales.
+constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
+constexpr uint32_t ALL_RANKS = 0xffffffffu;
 
 // Some blocks of a launch, of which this is one.
 struct Share {
@@ -1116,13 +1119,21 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Who finds all blocks here finds their counts, and whom they miss. They all come: each of their waits ends.
+    // Who finds all blocks here finds their counts, and whom they miss.
     if (*many.missing != 0) atomicOr(&control.suspects, *many.missing);
     __threadfence();
     atomicAdd(&control.gathered, 1u);
-    while (load_shared_word(reinterpret_cast<uint64_t>(&control.gathered)) < many.share.of) machine::pause();
+    // A block that finds no room on the GPU never comes. Then nobody's table counts, for all blocks alike: once all are here, nobody can
+    // give up any more, and once somebody has, all find that.
+    Patience for_blocks(args, Patience::FOR_TABLES);
+    uint32_t gathered;
+    for (;;) {
+      gathered = load_shared_word(reinterpret_cast<uint64_t>(&control.gathered));
+      if (gathered >= many.share.of) break;
+      if (for_blocks.is_over()) atomicCAS(&control.gathered, gathered, gathered | GAVE_UP);
+    }
     __threadfence();
-    *many.absent = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
+    *many.absent = gathered & GAVE_UP ? ALL_RANKS : load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
   }
   __syncthreads();
   return *many.absent;

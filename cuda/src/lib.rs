@@ -47,5 +47,5 @@ pub use error::{CudaCode, Error};
 pub use memory::{DeviceMemory, PinnedMemory};
 pub use share::{
     Found, Handover, IPC_HANDLE_BYTES, Opened, Pinned, Received, SharedMemory, Shuttle, Uuid,
-    hand_over, look_up,
+    gpu_of, hand_over, look_up,
 };

@@ -107,6 +107,24 @@ pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found
     }
 }
 
+/// Which GPU memory is of, as this process numbers them; half a microsecond. `None`: it is not memory that the driver knows.
+///
+/// # Errors
+///
+/// What the driver answers.
+pub fn gpu_of(device: &Device, address: u64) -> Result<Option<u32>, Error> {
+    let _current = device.enter()?;
+    let ordinal = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL;
+    // SAFETY: a number of this size (CUDA driver API, `cuPointerGetAttribute`).
+    match unsafe { fact::<c_int>(ordinal, address) } {
+        Err(Error::Driver { code: CudaCode(cu::CUresult::CUDA_ERROR_INVALID_VALUE), .. }) => {
+            Ok(None)
+        }
+        // Of a GPU that this process does not see it is negative.
+        found => Ok(u32::try_from(found?).ok()),
+    }
+}
+
 /// # Safety
 ///
 /// The attribute is a number of this type.

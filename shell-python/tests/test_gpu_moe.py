@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE
 from immwire import moe
-from test_gpu import driver, interface, on_the_stand_in
+from test_gpu import allocated, driver, interface, on_the_stand_in
 from test_moe import FORMATS, HIDDEN, MAX_TOKENS, TOP_K, expected_results, from_bf16, made_up, to_bf16
 
 EXPERTS, SCALES, PADDING = 6, 8, 4
@@ -394,6 +394,8 @@ def case_what_does_not_fit_is_refused():
         refused("not in GPU memory", immwire.UnsupportedMemory, x=np.zeros((5, HIDDEN), np.uint16))
         refused("not in GPU memory", immwire.UnsupportedMemory, out=bytearray(100))
         refused("__cuda_stream__", TypeError, stream="0")
+        elsewhere = allocated(1, 5 * HIDDEN * 2)
+        refused("x is not in the memory of GPU 0", x=(elsewhere, 5 * HIDDEN * 2))
         many = dict(x=rank.space(13, HIDDEN * 2), indices=rank.space(13, TOP_K, dtype=np.int32))
         many |= dict(weights=rank.space(13, TOP_K, dtype=np.float32), scales=rank.space(13, SCALES))
         refused("13 tokens, max_tokens is 12", **many)
@@ -411,12 +413,24 @@ def case_what_does_not_fit_is_refused():
         own.combine()
         rank.settle()
         assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
+        # Halves that do not agree: no more than there is memory for.
+        few = Round(rank, 1, 2)
+        own.dispatch("send")
+        rank.exchange.dispatch(**few.call, half="receive")
+        with pytest.raises(immwire.RequestError, match="out has 64 bytes instead of 160"):
+            rank.exchange.combine(own.y, out=few.results, stream=0)
+        own.out, own.counts, own.offsets = few.out, few.counts, few.offsets
+        own.work()
+        own.combine()
+        rank.settle()
+        assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
+        own = Round(rank, 1, 5)
         # Too few rows of results are no results; the rank says so.
         own.dispatch()
         own.y = rank.array(own.y.read()[:1])
         own.combine()
         rank.settle()
-        assert rank.exchange.report().rows_left_out == 2
+        assert rank.exchange.report().rows_left_out == 3
 
         def impossible(match, error=immwire.ConfigError, **shape):
             given = dict(rank=0, device=0, top_k=2, max_tokens=4, hidden=16, experts=4, world=2) | shape

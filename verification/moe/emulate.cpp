@@ -79,7 +79,7 @@ struct Store {
 };
 
 extern "C" struct Launch {
-  uint32_t stream, kernel, blocks, threads, shared_bytes, reserved;
+  uint32_t stream, kernel, blocks, threads, shared_bytes, missing;
   immwire_moe_args args;
 };
 
@@ -218,7 +218,8 @@ void start(Stream &stream) {
   const Launch &launch = *stream.launches.front();
   stream.launches.pop_front();
   stream.blocks.clear();
-  for (uint32_t b = 0; b < launch.blocks; ++b) {
+  const uint32_t blocks = launch.blocks - launch.missing;
+  for (uint32_t b = 0; b < blocks; ++b) {
     auto block = std::make_unique<Block>();
     block->stream = &stream;
     block->index = {b}, block->grid = {launch.blocks}, block->size = {launch.threads};
@@ -239,7 +240,7 @@ void start(Stream &stream) {
     }
     stream.blocks.push_back(std::move(block));
   }
-  stream.running = launch.blocks;
+  stream.running = blocks;
 }
 
 void finish(Stream &stream) {

@@ -267,7 +267,8 @@ impl<'a> World<'a> {
                     unsafe {
                         let (y, out) = (set.y.at(), set.out.at());
                         let (rows, accumulate) = (self.rows, set.onto.is_some());
-                        let results = Results { y, rows, out, accumulate };
+                        let tokens = self.shape.max_tokens;
+                        let results = Results { y, rows, out, tokens, accumulate };
                         rank.exchange.combine(&rank.stream, *half, &results)?;
                     }
                 }

@@ -99,7 +99,7 @@ pub struct MoeReport {
     pub index: i32,
     /// More rows came than there is room for.
     pub rows_left_out: u32,
-    /// There were more tokens than a rank may have.
+    /// There were more tokens than there may be, or more than there is room for their sums.
     pub tokens_left_out: u32,
     /// Zero.
     pub reserved: [u32; 2],

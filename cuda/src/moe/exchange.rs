@@ -97,6 +97,8 @@ pub struct Results {
     pub rows: u32,
     /// `[tokens][values]`.
     pub out: u64,
+    /// Room in it. Tokens of the dispatch before beyond that are left out, and reported.
+    pub tokens: u32,
     /// Add to what is there already, instead of putting the sums in its place.
     pub accumulate: bool,
 }
@@ -357,11 +359,11 @@ impl Exchange {
         half: Half,
         results: &Results,
     ) -> Result<(), Error> {
-        let Results { y, rows, out, accumulate } = *results;
+        let Results { y, rows, out, tokens, accumulate } = *results;
         aligned("results", y, 16)?;
         aligned("sums", out, 16)?;
         let flags = half.flags() | if accumulate { args::ACCUMULATE } else { 0 };
-        let args = MoeArgs { y, rows, out, flags, ..self.args };
+        let args = MoeArgs { y, rows, out, tokens, flags, ..self.args };
         // SAFETY: our caller's promise.
         unsafe {
             let shared = self.geometry.combine_shared_bytes;

@@ -143,7 +143,7 @@ impl fmt::Display for ShapeError {
             Self::Shared { needed, available } => write!(
                 f,
                 "{needed} bytes of shared memory for the choices of all tokens, there are {available}: make it fewer \
-                 tokens at a time, or fewer experts a rank"
+                 tokens at a time, or fewer experts a rank; of a thousand tokens and more, more SMs help too"
             ),
             Self::Overflow => {
                 f.write_str("a token of more than 64 MiB, or more than 2^32 rows with padding")

@@ -12,20 +12,24 @@
 //! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work.
 
 use std::ffi::c_void;
+use std::mem::{self, ManuallyDrop};
 use std::ptr;
 use std::time::Duration;
 
 use immwire_cuda::moe::Exchange;
-use immwire_cuda::{Event, Stream};
+use immwire_cuda::{Error, Event, Stream};
 
 pub use immwire_cuda::moe::args::MoeReport;
 pub use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape, ShapeError};
 pub use immwire_cuda::moe::{Count, Half, Results, Rows, Tokens};
 
+use immwire_core::group::{TransferError as Stop, WorkError};
+
 use super::error::MoeError;
 use super::others::{Circle, Others, Own, Until, digest};
 use super::seat::Seat;
 use crate::engine::TransferEngine;
+use crate::error::TransferError;
 use crate::provider::Window;
 use crate::region::Region;
 
@@ -64,14 +68,21 @@ pub struct Joining {
 #[derive(Debug)]
 pub struct AllToAll {
     config: Config,
-    exchange: Exchange,
     /// Of our own, in the way of nobody.
     stream: Stream,
-    inbox: Region,
     others: Others,
-    /// The other ranks' inboxes; as many as `others`.
-    _windows: Vec<Window>,
     is_over: bool,
+    /// Dropped only once no kernel uses it.
+    used: ManuallyDrop<Used>,
+}
+
+/// What kernels use.
+#[derive(Debug)]
+struct Used {
+    exchange: Exchange,
+    inbox: Region,
+    /// The other ranks' inboxes.
+    _windows: Vec<Window>,
 }
 
 impl AllToAll {
@@ -91,20 +102,31 @@ impl AllToAll {
         let default = unsafe { engine.stream(config.gpu, ptr::null_mut())? };
         let stream = Stream::new(default.device())?;
         let exchange =
-            Exchange::new(&stream, &config.shape, config.rank, config.sms, config.timeout)?;
+            Exchange::new(&stream, &config.shape, config.rank, config.sms, config.timeout);
+        let exchange = exchange.map_err(|error| match error {
+            // Of so many SMs.
+            Error::Shape(error) => MoeError::Shape(error),
+            error => MoeError::Gpu(error),
+        })?;
         let geometry = exchange.geometry();
         let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
         let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let own = Own::new(engine, config.rank)?;
         let joining = Joining { config: config.clone(), exchange, stream, inbox, own };
-        clear(&joining.exchange, &joining.stream, &joining.inbox)?;
-        Ok(joining)
+        match clear(&joining.exchange, &joining.stream, &joining.inbox) {
+            Ok(()) => Ok(joining),
+            Err(error) => {
+                // The GPU may be at it still.
+                mem::forget(joining);
+                Err(error)
+            }
+        }
     }
 
     /// Sizes of everything.
     #[must_use]
     pub fn geometry(&self) -> &Geometry {
-        self.exchange.geometry()
+        self.used.exchange.geometry()
     }
 
     /// What it was made for.
@@ -141,7 +163,7 @@ impl AllToAll {
         self.is_alive()?;
         // SAFETY: our caller's promise. Ranks are connected, and their inboxes cleared, since there is an exchange (`join`),
         // which compared their shapes; each keeps the inboxes that it writes to, and this one is kept by `self`.
-        unsafe { self.exchange.dispatch(&self.borrow(stream), half, tokens, rows)? };
+        unsafe { self.used.exchange.dispatch(&self.borrow(stream), half, tokens, rows)? };
         Ok(())
     }
 
@@ -163,14 +185,20 @@ impl AllToAll {
     ) -> Result<(), MoeError> {
         self.is_alive()?;
         // SAFETY: as above.
-        unsafe { self.exchange.combine(&self.borrow(stream), half, results)? };
+        unsafe { self.used.exchange.combine(&self.borrow(stream), half, results)? };
         Ok(())
+    }
+
+    /// Whether memory is this rank's GPU's, or of the host and known to the driver; half a microsecond.
+    #[must_use]
+    pub fn is_here(&self, address: u64) -> bool {
+        immwire_cuda::gpu_of(self.stream.device(), address) == Ok(Some(self.config.gpu))
     }
 
     /// What went wrong in the kernels until now: which ranks were late, in which round, and what was left out.
     #[must_use]
     pub fn report(&self) -> MoeReport {
-        self.exchange.report()
+        self.used.exchange.report()
     }
 
     /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too.
@@ -179,24 +207,25 @@ impl AllToAll {
     ///
     /// [`MoeError::Gpu`].
     pub fn abort(&self) -> Result<(), MoeError> {
-        Ok(self.exchange.abort(&self.stream)?)
+        Ok(self.used.exchange.abort(&self.stream)?)
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more, and the report is empty. All ranks have
-    /// to call it. Waits for all that was given to this rank's GPU, and then for the others, for `timeout` in all.
+    /// to call it. Waits for all that was given to this rank's GPU, as long as that takes, and then for the others, for `timeout`.
     ///
     /// # Errors
     ///
-    /// [`MoeError`]. If a rank is gone, or does not come, the exchange is over: make a new one with those who are left.
+    /// [`MoeError`]. If a rank is gone, or does not come, the exchange is over: make a new one with those who are left. If
+    /// this rank's GPU cannot be waited for ([`MoeError::Gpu`]), nothing has changed.
     pub fn start_over(&mut self, timeout: Duration) -> Result<(), MoeError> {
         self.is_alive()?;
+        self.stream.device().synchronize()?;
         self.is_over = true;
         let until = Until::new(timeout);
-        self.stream.device().synchronize()?;
         // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
         self.meet(until)?;
-        self.exchange.start_over(&self.stream)?;
-        clear(&self.exchange, &self.stream, &self.inbox)?;
+        self.used.exchange.start_over(&self.stream)?;
+        clear(&self.used.exchange, &self.stream, &self.used.inbox)?;
         self.meet(until)?;
         self.is_over = false;
         Ok(())
@@ -224,8 +253,11 @@ impl AllToAll {
 impl Drop for AllToAll {
     fn drop(&mut self) {
         // Kernels' waits have deadlines, so this ends unless the caller's own do not.
-        if let Err(why) = self.stream.device().synchronize() {
-            tracing::warn!(%why, "a GPU that has failed is not waited for");
+        match self.stream.device().synchronize() {
+            // SAFETY: this is the only place where it is dropped, and nothing uses it afterwards.
+            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.used) },
+            // The GPU has failed, or a stream of its is captured: kernels may go on.
+            Err(why) => tracing::warn!(%why, "what kernels may use still is never freed"),
         }
     }
 }
@@ -274,7 +306,11 @@ impl Joining {
         if let Err(error) = greet() {
             others.stop();
             return Err(match error {
-                MoeError::Write { rank, .. } => MoeError::NotReached { rank, gpu: config.gpu },
+                MoeError::Write {
+                    rank,
+                    error:
+                        TransferError::Stopped(Stop::Piece { error: WorkError::RemoteAccess, .. }),
+                } => MoeError::NotReached { rank, gpu: config.gpu },
                 error => error,
             });
         }
@@ -289,8 +325,8 @@ impl Joining {
             windows.push(window);
         }
         exchange.connect(&inboxes)?;
-        let mut joined =
-            AllToAll { config, exchange, stream, inbox, others, _windows: windows, is_over: false };
+        let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
+        let mut joined = AllToAll { config, stream, others, is_over: false, used };
         // Who cannot open an inbox does not come here: then nobody begins.
         joined.meet(until)?;
         Ok(joined)

@@ -39,6 +39,22 @@ struct Joined {
     tokens: u32,
 }
 
+impl Joined {
+    /// Which of these is not in this rank's GPU.
+    fn not_here(&self, arrays: &[&Array]) -> Option<&'static str> {
+        let lost = |array: &&&Array| array.bytes > 0 && !self.exchange.is_here(array.address);
+        arrays.iter().find(lost).map(|array| array.what)
+    }
+}
+
+/// Why results were not taken.
+enum Refused {
+    /// `out` needs so many bytes.
+    Short(u64),
+    /// This array lies elsewhere.
+    Elsewhere(&'static str),
+}
+
 /// What both halves share.
 struct Shared {
     common: Common<State>,
@@ -382,7 +398,13 @@ impl GpuAllToAll {
             let message = format!("{tokens} tokens, max_tokens is {}", shape.max_tokens);
             return Err(errors::request(&message));
         }
-        self.shared.call(py, |joined| {
+        let all = [&x, &indices, &weights, &out, &counts, &offsets];
+        let others = [&scales, &out_scales, &count].into_iter().flatten();
+        let all: Vec<&Array> = all.into_iter().chain(others).collect();
+        let launched = self.shared.call(py, |joined| {
+            if let Some(what) = joined.not_here(&all) {
+                return Ok(Err(what));
+            }
             // SAFETY: a stream of the GPU, and arrays of its that stay as they are until it has come past, as the caller
             // promises; they are as long as is said here. Graphs, turns and SMs are the caller's, too.
             unsafe {
@@ -393,9 +415,12 @@ impl GpuAllToAll {
                     &received,
                 )?
             };
-            joined.tokens = tokens.min(shape.max_tokens);
-            Ok(())
-        })
+            if half != Half::Receive {
+                joined.tokens = tokens.min(shape.max_tokens);
+            }
+            Ok(Ok(()))
+        })?;
+        launched.map_err(|what| elsewhere(what, self.shared.gpu))
     }
 
     /// Enqueues the way back: the results of the tokens received, and those of this rank's own: for each the sum of its
@@ -420,19 +445,26 @@ impl GpuAllToAll {
         let y = Array::of("y", y)?;
         let rows = y.rows(row)?;
         let out = Array::to("out", out)?;
-        let had = self.shared.call(py, |joined| {
-            let needed = u64::from(joined.tokens) * u64::from(row);
-            if out.bytes < needed {
-                return Ok(Err(needed));
+        let room = out.rows(row)?;
+        let launched = self.shared.call(py, |joined| {
+            if room < joined.tokens {
+                return Ok(Err(Refused::Short(u64::from(joined.tokens) * u64::from(row))));
             }
-            let results = Results { y: y.address, rows, out: out.address, accumulate };
+            if let Some(what) = joined.not_here(&[&y, &out]) {
+                return Ok(Err(Refused::Elsewhere(what)));
+            }
+            let (y, out) = (y.address, out.address);
+            let results = Results { y, rows, out, tokens: room, accumulate };
             // SAFETY: as for dispatch.
             unsafe {
-                joined.exchange.combine(with_exposed_provenance_mut(stream), half, &results)?
+                joined.exchange.combine(with_exposed_provenance_mut(stream), half, &results)?;
             };
             Ok(Ok(()))
         })?;
-        had.map_err(|needed| short("out", out.bytes, needed, "of [tokens, hidden]"))
+        launched.map_err(|refused| match refused {
+            Refused::Short(needed) => short("out", out.bytes, needed, "of [tokens, hidden]"),
+            Refused::Elsewhere(what) => elsewhere(what, self.shared.gpu),
+        })
     }
 
     /// What went wrong in the kernels until now. Waits for nothing: what is under way may not be in it yet.
@@ -453,7 +485,8 @@ impl GpuAllToAll {
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more. All ranks have to call it. Waits
-    /// for all that was given to this rank's GPU, and then for the others; other threads run meanwhile.
+    /// for all that was given to this rank's GPU, as long as that takes, and then, for ``timeout``, for the others; other threads
+    /// run meanwhile.
     ///
     /// If a rank is gone, or does not come in time, the exchange is over: open a new one with those who are left.
     #[pyo3(signature = (*, timeout = None))]
@@ -480,7 +513,7 @@ impl GpuAllToAll {
         self.shared.geometry.scale_bytes
     }
 
-    /// Bytes of the GPU's memory that this rank takes, beside what is passed.
+    /// About how many bytes of the GPU's memory this rank takes, beside what is passed.
     #[getter]
     fn nbytes(&self) -> u64 {
         self.shared.geometry.inbox_bytes + self.shared.geometry.plan_bytes
@@ -519,7 +552,8 @@ struct Array {
     what: &'static str,
     address: u64,
     bytes: u64,
-    _memory: Memory,
+    /// Held while it is looked at.
+    memory: Memory,
 }
 
 impl Array {
@@ -528,13 +562,13 @@ impl Array {
         let memory = memory::on_gpu(what, object)?;
         // An empty array may lie nowhere.
         let address = if memory.len == 0 { 0 } else { memory.ptr.as_ptr() as u64 };
-        Ok(Self { what, address, bytes: memory.len as u64, _memory: memory })
+        Ok(Self { what, address, bytes: memory.len as u64, memory })
     }
 
     /// To be written.
     fn to(what: &'static str, object: &Bound<'_, PyAny>) -> PyResult<Self> {
         let array = Self::of(what, object)?;
-        if array._memory.readonly {
+        if array.memory.readonly {
             return Err(errors::request(&format!("{what} is read only")));
         }
         Ok(array)
@@ -562,6 +596,10 @@ impl Array {
 
 fn short(what: &str, bytes: u64, needed: u64, kind: &str) -> PyErr {
     errors::request(&format!("{what} has {bytes} bytes instead of {needed}: {kind}"))
+}
+
+fn elsewhere(what: &str, gpu: u32) -> PyErr {
+    errors::request(&format!("{what} is not in the memory of GPU {gpu}, which this rank's is"))
 }
 
 /// Refuses scales where there are none, and none where there are some: before anything is enqueued.

@@ -228,7 +228,7 @@ impl Launch {
             blocks: self.size.grid[0],
             threads: self.size.block[0],
             shared_bytes: self.size.shared_bytes,
-            reserved: 0,
+            missing: 0,
             args,
         };
         // SAFETY: each address is of as many bytes as the header says, mapped while `reach` holds them; what others write there they
@@ -288,7 +288,7 @@ impl Launch {
                 }
             }
         }
-        Counts { tokens: tokens.min(u64::from(a.max_tokens)), rows }
+        Counts { tokens: tokens.min(u64::from(a.tokens.min(a.max_tokens))), rows }
     }
 
     /// All memory but inboxes.

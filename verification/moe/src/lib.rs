@@ -63,8 +63,8 @@ pub struct Launch {
     pub threads: u32,
     /// Dynamic shared memory of each.
     pub shared_bytes: u32,
-    /// Zero.
-    pub reserved: u32,
+    /// How many of the blocks, the last ones, find no room: they never start.
+    pub missing: u32,
     /// What the kernel is handed.
     pub args: MoeArgs,
 }

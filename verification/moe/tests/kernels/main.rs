@@ -443,6 +443,29 @@ fn just_too_late(seeds: u64, plain: Style) -> [u32; 2] {
     outcomes.map(|met| met.get())
 }
 
+/// Blocks that find no room on the GPU are not waited for beyond the deadline: nobody's table counts then.
+#[test]
+fn blocks_that_never_come() {
+    for_seeds(20, |seed| {
+        let mut random = Random(seed + 600);
+        let mut world = small(&mut random, 2, 1);
+        world.timeout_ns = 200_000;
+        let style = Style { many: true, split: true, blocks: 3, ..PLAIN };
+        let mut launches = Vec::new();
+        for rank in 0..2 {
+            let [send, receive, ..] = world.launches(rank, 0, style)[..] else { unreachable!() };
+            launches.extend([send, Launch { missing: 1, ..receive }]);
+        }
+        run(&world, &launches, random.draw());
+        for rank in 0..2 {
+            assert_eq!(world.report(rank).late_table[..2], [1, 1]);
+            assert_eq!(world.control(rank).absent, 3);
+            let layout = world.round(0).layout(rank, &[]);
+            world.check_rows(rank, 0, &layout, style, |_| true);
+        }
+    });
+}
+
 /// Whoever sets the word ends all waits.
 #[test]
 fn an_abort_ends_waits() {
@@ -543,6 +566,22 @@ fn no_room() {
     run(&world, &launches, 4);
     world.check_whole(0, PLAIN);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
+
+    // Sums for which there is no room.
+    let mut world = World::new(&shape);
+    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
+    world.add_turn(tokens, &mut random);
+    let launches: Vec<Launch> = (0..2)
+        .flat_map(|rank| world.launches(rank, 0, PLAIN))
+        .map(|launch| {
+            let short = launch.kernel.combines() && launch.stream == 0;
+            let tokens = if short { 3 } else { launch.args.tokens };
+            Launch { args: MoeArgs { tokens, ..launch.args }, ..launch }
+        })
+        .collect();
+    run(&world, &launches, 6);
+    assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (1, 0));
+    assert!(world.found(0, 0, 3).iter().all(|byte| *byte == UNTOUCHED), "past the room");
 
     // Rows that have no results, and tokens that have no memory, whatever the number in memory says.
     let mut world = World::new(&shape);

@@ -310,7 +310,7 @@ impl World {
                     blocks: style.blocks,
                     threads: style.threads,
                     shared_bytes,
-                    reserved: 0,
+                    missing: 0,
                     args: MoeArgs { flags: args.flags | half, ..args },
                 });
             }
