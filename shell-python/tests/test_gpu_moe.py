@@ -427,6 +427,7 @@ def case_what_does_not_fit_is_refused():
         own = Round(rank, 1, 5)
         # Too few rows of results are no results; the rank says so.
         own.dispatch()
+        own.work()
         own.y = rank.array(own.y.read()[:1])
         own.combine()
         rank.settle()
