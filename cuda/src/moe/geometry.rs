@@ -424,6 +424,36 @@ mod tests {
         }
     }
 
+    /// All tokens are in chunks, no block is dealt much more than its part, and what a block has in shared memory fits.
+    #[test]
+    fn chunks_are_dealt_evenly() {
+        for world in [1, 2, 3, 8] {
+            for max_tokens in [1, 63, 64, 65, 1024, 1500, 4096, 8000] {
+                let firsts = (0..=world).map(|rank| rank * 32).collect();
+                let all = Shape { firsts, max_tokens, ..shape() };
+                let Ok(g) = Geometry::new(&all) else { continue };
+                for blocks in [1, 2, 3, 16, 131, 132] {
+                    let many = match Many::new(&g, &all, blocks) {
+                        Ok(many) => many,
+                        Err(error) => {
+                            assert!(blocks < 16, "{error}: {all:?} {blocks}");
+                            continue;
+                        }
+                    };
+                    assert!((1..=args::CHUNK).contains(&many.chunk_tokens), "{many:?}");
+                    assert_eq!(many.chunks, world * max_tokens.div_ceil(many.chunk_tokens));
+                    assert_eq!(many.scratch_bytes, u64::from(many.chunks) * 33 * 4);
+                    assert!(u64::from(many.dispatch_shared_bytes) <= SHARED_BYTES);
+                    // Of the tokens that a block may be dealt, less than a chunk and what rounding adds is above its part.
+                    let dealt = many.chunks.div_ceil(receivers(blocks)) * many.chunk_tokens;
+                    let part = (world * max_tokens).div_ceil(receivers(blocks));
+                    let rounding = world * many.chunk_tokens;
+                    assert!(dealt <= part + 2 * many.chunk_tokens + rounding, "{many:?} {blocks}");
+                }
+            }
+        }
+    }
+
     #[test]
     fn payloads_have_their_bytes() {
         let of = |payload, values| {

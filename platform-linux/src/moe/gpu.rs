@@ -67,7 +67,7 @@ pub struct Joining {
 /// Dispatch and combine among GPUs.
 #[derive(Debug)]
 pub struct AllToAll {
-    config: Config,
+    gpu: u32,
     /// Of our own, in the way of nobody.
     stream: Stream,
     others: Others,
@@ -129,12 +129,6 @@ impl AllToAll {
         self.used.exchange.geometry()
     }
 
-    /// What it was made for.
-    #[must_use]
-    pub const fn config(&self) -> &Config {
-        &self.config
-    }
-
     /// Enqueues the way out: this rank's tokens to the ranks of their experts, and those of all ranks to their rows here. Waits
     /// for nothing; some microseconds. Can be captured in a CUDA graph, and replayed.
     ///
@@ -192,7 +186,7 @@ impl AllToAll {
     /// Whether memory is this rank's GPU's, or of the host and known to the driver; half a microsecond.
     #[must_use]
     pub fn is_here(&self, address: u64) -> bool {
-        immwire_cuda::gpu_of(self.stream.device(), address) == Ok(Some(self.config.gpu))
+        immwire_cuda::gpu_of(self.stream.device(), address) == Ok(Some(self.gpu))
     }
 
     /// What went wrong in the kernels until now: which ranks were late, in which round, and what was left out.
@@ -326,7 +320,7 @@ impl Joining {
         }
         exchange.connect(&inboxes)?;
         let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
-        let mut joined = AllToAll { config, stream, others, is_over: false, used };
+        let mut joined = AllToAll { gpu: config.gpu, stream, others, is_over: false, used };
         // Who cannot open an inbox does not come here: then nobody begins.
         joined.meet(until)?;
         Ok(joined)
