@@ -72,6 +72,8 @@ fn compile_one(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Erro
     let source = format!("kernels/{name}.cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"]);
+    // One for each target, at once.
+    command.args(["--threads", "0"]);
     command.args(["-Xfatbin", "-compress-all"]);
     for target in TARGETS {
         command.args(["-gencode", target]);

@@ -13,8 +13,9 @@ PROGRAM = ROOT / "target" / "debug" / "immwire"
 
 
 def libraries():
-    """The shared objects that building the workspace left: what other programs load."""
-    return sorted(path for profile in ("debug", "release") for path in (ROOT / "target" / profile).glob("*.so"))
+    """The shared objects that building the workspace left: what other programs load. Stand-ins for drivers are nobody's."""
+    found = (path for profile in ("debug", "release") for path in (ROOT / "target" / profile).glob("*.so"))
+    return sorted(path for path in found if not path.name.startswith("libfake_"))
 
 
 def needed(path):

@@ -193,7 +193,7 @@ fn both_sides_insert_before_the_first_write() {
 /// ones, and from new ones to new ones. Nothing of that fails, and every count is exact.
 fn replaced_endpoints_know_their_peers() {
     let mut pair = Pair::new((2, 1), |builder| builder.drain(Duration::from_millis(50)));
-    for round in 0..3 {
+    for round in 0..8 {
         let stopped = Other::start();
         let peer = pair.connect(&stopped);
         let src = pair.here.region(1 << 20);
