@@ -271,7 +271,7 @@ pub(crate) fn moe(error: &MoeError) -> PyErr {
         | MoeError::Rank { .. } => {
             return config(&message);
         }
-        // Nothing was sent.
+        // The call has changed nothing.
         MoeError::Seats { .. }
         | MoeError::Argument { .. }
         | MoeError::Routing(_)

@@ -79,7 +79,7 @@ class World:
             engine.close()
 
 
-def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1):
+def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, halves=False, onto=None):
     """One round; returns what was received, its rows and scales, and the results."""
     to, back = FORMATS[dtype]
     x, indices, weights, scales = inputs
@@ -87,7 +87,15 @@ def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1):
     rows = np.full((exchange.max_rows, HIDDEN), 77, stored.dtype)
     row_scales = np.full((exchange.max_rows, scale_bytes), 77, np.uint8)
     with_scales = dict(scales=scales, out_scales=row_scales) if scale_bytes else {}
-    received = exchange.dispatch(stored, indices, weights, out=rows, **with_scales)
+    lent = dict(out=rows, **with_scales)
+    if halves:
+        sent = stored.copy()
+        assert exchange.dispatch(sent, indices, weights, **lent, half="send") is None
+        # What counts is what it was.
+        sent[:] = 0
+        received = exchange.dispatch(sent, indices, weights, **lent, half="receive")
+    else:
+        received = exchange.dispatch(stored, indices, weights, **lent)
     y = np.full_like(rows, 99)
     bounds = zip(received.offsets, received.offsets[1:], received.counts, strict=False)
     for expert, (start, stop, count) in enumerate(bounds, first):
@@ -95,8 +103,14 @@ def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1):
         y[start : start + count] = to(back(rows[start : start + count]) * (expert + 1))
         assert not rows[start + count : stop].any()
     assert (rows[received.offsets[-1] :] == 77).all()
-    out = np.full_like(stored, 55)
-    exchange.combine(y, out=out)
+    out = np.full_like(stored, 55) if onto is None else to(onto)
+    how = dict(out=out, accumulate=onto is not None)
+    if halves:
+        exchange.combine(y, **how, half="send")
+        y[:] = 0
+        exchange.combine(y, **how, half="receive")
+    else:
+        exchange.combine(y, **how)
     return received, rows, row_scales, back(out)
 
 
@@ -122,8 +136,16 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
                 made_up(10 * turn + rank, tokens[rank], firsts[-1], shape.get("scale_bytes", 0))
                 for rank in range(world)
             ]
+            # From the second round on in halves; in the third onto what it brings: twice that is exact.
+            wanted_results = [expected_results(*own[:3]) for own in inputs]
+            ways = [
+                dict(halves=turn > 0, onto=wanted_results[rank] if turn == 2 else None) | options
+                for rank in range(world)
+            ]
             rounds = ranks.each(
-                lambda rank, exchange, inputs=inputs: layer(exchange, inputs[rank], firsts[rank], **options)
+                lambda rank, exchange, inputs=inputs, ways=ways: layer(
+                    exchange, inputs[rank], firsts[rank], **ways[rank]
+                )
             )
             for rank, (received, rows, row_scales, results) in enumerate(rounds):
                 local = range(firsts[rank], firsts[rank + 1])
@@ -137,7 +159,7 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
                     assert (back(rows[start : start + count]) == wanted).all()
                     wanted = np.concatenate([own[3][mask] for own, mask in zip(inputs, chosen, strict=True)])
                     assert (row_scales[start : start + count] == wanted).all()
-                assert (results == expected_results(*inputs[rank][:3])).all()
+                assert (results == wanted_results[rank] * (2 if turn == 2 else 1)).all()
         assert [exchange.rounds for exchange in ranks.exchanges] == [3] * world
 
 
@@ -237,6 +259,8 @@ def test_what_does_not_fit_is_refused_and_the_round_can_go_on():
         refused(ValueError, "not a time", timeout=-1)
         many = made_up(3, MAX_TOKENS + 1, 4)
         refused(immwire.RequestError, "tokens", to_bf16(many[0]), many[1], many[2])
+        refused(immwire.RequestError, 'half is "left"', half="left")
+        refused(immwire.RequestError, "dispatch comes next", half="receive")
         with pytest.raises(immwire.RequestError, match="dispatch comes next"):
             exchange.combine(rows, out=out)
         # Nothing of all that was sent.
@@ -249,6 +273,49 @@ def test_what_does_not_fit_is_refused_and_the_round_can_go_on():
             exchange.combine(rows[: received.offsets[-1] - 1], out=out)
         exchange.combine(rows, out=out)
         assert exchange.rounds == 1
+
+
+def test_calls_refused_between_halves_change_nothing():
+    shape = dict(experts=4, world=2, chunk_tokens=2)
+    with World(2, **shape) as ranks:
+        inputs = [made_up(rank, 7, 4) for rank in range(2)]
+        rubbish = made_up(9, 7, 4)
+
+        def rank(rank, exchange):
+            x, indices, weights, _ = inputs[rank]
+            stored = to_bf16(x)
+            rows = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
+
+            def refused(call, *arguments, **more):
+                with pytest.raises(immwire.RequestError):
+                    call(*arguments, **more)
+
+            exchange.dispatch(stored, indices, weights, out=rows, half="send")
+            refused(exchange.dispatch, to_bf16(rubbish[0]), *rubbish[1:3], out=rows)
+            refused(
+                exchange.dispatch,
+                to_bf16(rubbish[0][:3]),
+                rubbish[1][:3],
+                rubbish[2][:3],
+                out=rows,
+                half="send",
+            )
+            refused(exchange.combine, np.full_like(rows, 9), out=np.zeros_like(stored))
+            received = exchange.dispatch(stored, indices, weights, out=rows, half="receive")
+            y = rows.copy()
+            for start, count, expert in zip(
+                received.offsets, received.counts, range(2 * rank, 9), strict=False
+            ):
+                y[start : start + count] = to_bf16(from_bf16(rows[start : start + count]) * (expert + 1))
+            out = np.zeros_like(stored)
+            exchange.combine(y, out=out, half="send")
+            refused(exchange.combine, np.full_like(rows, 9), out=out)
+            refused(exchange.dispatch, to_bf16(rubbish[0]), *rubbish[1:3], out=rows, half="send")
+            refused(exchange.combine, y, out=out[:3], half="receive")
+            exchange.combine(y, out=out, half="receive")
+            assert (from_bf16(out) == expected_results(x, indices, weights)).all()
+
+        ranks.each(rank)
 
 
 def test_scales_are_missed_before_anything_is_sent():

@@ -6,7 +6,7 @@ A break is a text of a file, which is there once, and what comes instead. The fu
 
 and that asks the environment, once for each process, which break is on (`VARIABLE`; none, if it is not set). Of one that
 is marked as an `expression`, that alone is chosen: in a function that returns `impl Trait`, two bodies would be of two
-types. Others than these cannot be switched outside of bodies; a `const fn` with breaks is one no longer.
+types. Nothing outside of bodies can be switched; a `const fn` with breaks is one no longer.
 
 The copy, target-broken/copy, is the same for all lists of breaks, and its files change only when their text does: what
 was compiled of it for one is there for the next. Two copies of a package in one target directory can be taken for each
@@ -38,7 +38,10 @@ VARIABLE = "IMMWIRE_BROKEN"
 RUST_ASIDE = re.compile(
     r"""//[^\n]*|/\*.*?\*/|\bb?r(?P<hashes>\#*)".*?"(?P=hashes)|b?"(?:\\.|[^"\\])*"|b?'(?:\\[^u]|\\u\{[^}]*\}|\\x..|[^'\\])'""", re.S)
 C_ASIDE = re.compile(r"""//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\])*"|(?<![0-9a-fA-F])'(?:\\.|[^'\\])+'|^[ \t]*\#(?:[^\n\\]|\\.)*""", re.S | re.M)
+BRACES, BRACKETS, ARGUMENT_ENDS = re.compile(r"[{}]"), re.compile(r"[()\[\]{};]"), re.compile(r"\s*[>,]")
 NAME = "is_switched_on"
+# None is on but by those who say which.
+os.environ.pop(VARIABLE, None)
 RUST_SWITCH = f'''
 /// Whether this break of the code is on.
 fn {NAME}(number: u32) -> bool {{
@@ -69,10 +72,10 @@ def blanked(text, aside):
 def closing(bare, start):
     """Where the brace that opens at `start` is closed."""
     depth = 0
-    for place in re.finditer(r"[{}]", bare[start:]):
+    for place in BRACES.finditer(bare, start):
         depth += 1 if place[0] == "{" else -1
         if depth == 0:
-            return start + place.start()
+            return place.start()
     raise BadBreak("a brace is not closed")
 
 
@@ -81,8 +84,8 @@ def rust_bodies(text):
     bare = blanked(text, RUST_ASIDE)
     for name in re.finditer(r"\bfn\s+\w+", bare):
         depth, past = 0, 0
-        for place in re.finditer(r"[()\[\]{};]", bare[name.end() :]):
-            at = name.end() + place.start()
+        for place in BRACKETS.finditer(bare, name.end()):
+            at = place.start()
             if place[0] in "([":
                 depth += 1
             elif place[0] in ")]":
@@ -91,7 +94,7 @@ def rust_bodies(text):
                 break
             elif at < past:
                 continue
-            elif depth == 0 and place[0] == "{" and re.match(r"\s*[>,]", bare[(past := closing(bare, at)) + 1 :]):
+            elif depth == 0 and place[0] == "{" and ARGUMENT_ENDS.match(bare, (past := closing(bare, at)) + 1):
                 continue  # A constant, as an argument of a type.
             elif depth == 0 and place[0] == "{":
                 # What stands before `fn`, back to the end of whatever comes before.
@@ -137,8 +140,10 @@ def switched(text, breaks, *, rust=True):
         if text.count(old) != 1:
             raise BadBreak(f"the old text is there {text.count(old)} times, not once: {old.strip()[:60]}")
         if one.get("expression"):
-            start = text.index(old)
-            places[start, start + len(old)] = [f"(if {NAME}({one['number']}) {{ {new} }} else {{ {old} }})"]
+            place = text.index(old), text.index(old) + len(old)
+            if place in places:
+                raise BadBreak(f"another break is at the same place: {old.strip()[:60]}")
+            places[place] = [f"(if {NAME}({one['number']}) {{ {new} }} else {{ {old} }})"]
             continue
         start, end, instead = difference(text, old, new)
         opening, closed, signature = body_around(text, start, end, rust=rust)
@@ -162,12 +167,8 @@ def switched(text, breaks, *, rust=True):
     return text + RUST_SWITCH if rust else C_SWITCH + text
 
 
-def load(name):
-    """The breaks of a list, in its order, with their numbers."""
-    return [one for one in load_all() if one["list"] == name]
-
-
 def load_all():
+    """The breaks of all lists, in their order, with their numbers."""
     found = []
     for name, entry in LISTS.items():
         mine = tomllib.loads((ROOT / name).read_text())[entry]
@@ -212,11 +213,14 @@ def broken_texts(breaks):
 
 @contextlib.contextmanager
 def broken_copy():
-    """The copy with all breaks in it, for as long as this is held: others may hold it, too, but not change it."""
-    texts = broken_texts(load_all())
+    """All breaks, and the copy that has them for as long as this is held, which only one process does at a time."""
     WORK.mkdir(exist_ok=True)
     with open(WORK / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        sync(COPY, texts)
-        fcntl.flock(lock, fcntl.LOCK_SH)
-        yield COPY
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print("waiting for another check that uses target-broken", flush=True)
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        breaks = load_all()
+        sync(COPY, broken_texts(breaks))
+        yield breaks

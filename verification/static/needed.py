@@ -35,4 +35,4 @@ def faults(path):
 
 def build():
     env = {k: v for k, v in os.environ.items() if "RUSTFLAGS" not in k}
-    return call(["cargo", "build", "--quiet", "--locked", "-p", "immwire-cli"], cwd=ROOT, env=env)
+    return call(["cargo", "build", "--quiet", "--locked", "--workspace", "--bin", "immwire"], cwd=ROOT, env=env)

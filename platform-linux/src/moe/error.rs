@@ -14,9 +14,8 @@ use crate::region::AccessError;
 
 /// Why an exchange could not be made, or a round did not complete.
 ///
-/// Of a round that was refused before anything was sent ([`MoeError::Argument`], [`MoeError::Routing`],
-/// [`MoeError::OutOfTurn`]) nothing is left, and the call can be made again. After any other error the exchange is
-/// over: all calls return [`MoeError::Over`].
+/// A call that was refused ([`MoeError::Argument`], [`MoeError::Routing`], [`MoeError::OutOfTurn`]) has changed nothing, and can
+/// be made again. After any other error the exchange is over: all calls return [`MoeError::Over`].
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum MoeError {

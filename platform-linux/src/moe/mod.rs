@@ -2,7 +2,8 @@
 //!
 //! Every rank calls [`AllToAll::dispatch`] and then [`AllToAll::combine`], round after round. Dispatch gives each rank the
 //! tokens that chose one of its experts, by expert and padded for a grouped GEMM; combine brings the results
-//! back, weighted and summed. What goes where is decided by [`immwire_core::moe`]; here bytes are copied, written and
+//! back, weighted and summed. Each can be called in two halves, with other work between them: what was sent travels
+//! meanwhile. What goes where is decided by [`immwire_core::moe`]; here bytes are copied, written and
 //! waited for.
 //!
 //! It needs no GPU and no NIC. It is what kernels are compared with, and is not made for speed: each row is
@@ -12,7 +13,7 @@
 //! use std::num::NonZeroU32;
 //! use std::time::Duration;
 //! use immwire::TransferEngine;
-//! use immwire::moe::{AllToAll, Config, Format, Joining, Rows, Seat, Tokens};
+//! use immwire::moe::{AllToAll, Config, Format, Joining, Results, Rows, Seat, Tokens};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
 //! const SECOND: Duration = Duration::from_secs(5);
@@ -43,7 +44,8 @@
 //!             assert_eq!(received.counts.iter().sum::<u32>(), 2); // One from each rank.
 //!             // The experts do nothing: 0.5 * 1 + 0.25 * 1.
 //!             let mut out = vec![0; 16];
-//!             exchange.combine(&x, &mut out, SECOND).unwrap();
+//!             let results = Results { y: &x, out: &mut out, accumulate: false };
+//!             exchange.combine(results, SECOND).unwrap();
 //!             assert_eq!(out, [0x3f40_u16; 8].map(u16::to_le_bytes).concat());
 //!         });
 //!     }
@@ -64,11 +66,10 @@
 
 use std::num::NonZeroU32;
 use std::ops::Range;
-use std::sync::Arc;
 use std::time::Duration;
 
 use immwire_core::moe::{
-    Arrival, Chunk, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
+    Arrival, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
     TableShape, Vector, padded_offsets,
 };
 
@@ -139,6 +140,17 @@ pub struct Rows<'a> {
     pub scales: &'a mut [u8],
 }
 
+/// The results of the tokens that were received, and memory for those of this rank's own.
+#[derive(Debug)]
+pub struct Results<'a> {
+    /// `[rows][hidden]`, in the rows of the dispatch before; what pads is not read.
+    pub y: &'a [u8],
+    /// `[tokens][hidden]`.
+    pub out: &'a mut [u8],
+    /// Adds to what is in `out`, before the parts of the ranks.
+    pub accumulate: bool,
+}
+
 /// What was received.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Received<'a> {
@@ -151,7 +163,9 @@ pub struct Received<'a> {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Turn {
     Dispatch,
+    ReceiveTokens,
     Combine,
+    ReceiveResults,
     Over,
 }
 
@@ -187,7 +201,7 @@ struct Source {
 #[derive(Debug)]
 pub struct AllToAll {
     others: Others,
-    config: Arc<Config>,
+    config: Config,
     sizes: Sizes,
     places: Places,
     chunks: Chunks,
@@ -209,8 +223,8 @@ pub struct AllToAll {
 }
 
 impl AllToAll {
-    /// Makes the buffers of one rank. The engine needs a thread, or somebody who polls it during every call here, and two
-    /// counters that are free.
+    /// Makes the buffers of one rank. The engine needs a thread, or somebody who polls it during every call here and between
+    /// halves, and two counters that are free.
     ///
     /// # Errors
     ///
@@ -267,10 +281,60 @@ impl AllToAll {
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
         let until = Until::new(timeout);
+        self.begin_dispatch(tokens, until)?;
+        self.end_dispatch(tokens, rows, until)
+    }
+
+    /// The first half of [`AllToAll::dispatch`]: sends a first chunk of this rank's tokens, and waits for nothing but room to
+    /// send it.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn dispatch_send(
+        &mut self,
+        tokens: &Tokens<'_>,
+        timeout: Duration,
+    ) -> Result<(), MoeError> {
+        self.begin_dispatch(tokens, Until::new(timeout))
+    }
+
+    /// The second half: sends the other chunks, and receives. `tokens` are those of the first half; of their routes what was
+    /// sent then counts.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn dispatch_receive(
+        &mut self,
+        tokens: &Tokens<'_>,
+        rows: Rows<'_>,
+        timeout: Duration,
+    ) -> Result<Received<'_>, MoeError> {
+        self.end_dispatch(tokens, rows, Until::new(timeout))
+    }
+
+    fn begin_dispatch(&mut self, tokens: &Tokens<'_>, until: Until) -> Result<(), MoeError> {
         self.is_turn(Turn::Dispatch)?;
         let count = self.check_tokens(tokens)?;
         self.turn = Turn::Over;
-        self.run_dispatch(tokens, count, rows, until).inspect_err(|_| self.others.stop())?;
+        self.send_table(tokens, count, until)
+            .and_then(|()| self.send_tokens(tokens, 0, until))
+            .inspect_err(|_| self.others.stop())?;
+        self.turn = Turn::ReceiveTokens;
+        Ok(())
+    }
+
+    fn end_dispatch(
+        &mut self,
+        tokens: &Tokens<'_>,
+        rows: Rows<'_>,
+        until: Until,
+    ) -> Result<Received<'_>, MoeError> {
+        self.is_turn(Turn::ReceiveTokens)?;
+        self.check_payload(tokens, self.own().map_or(0, |own| own.tokens))?;
+        self.turn = Turn::Over;
+        self.receive_tokens(tokens, rows, until).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Combine;
         Ok(Received { counts: &self.counts, offsets: &self.offsets })
     }
@@ -278,30 +342,58 @@ impl AllToAll {
     /// Sends the results of the tokens received, and receives those of this rank's own: for each the sum of its choices'
     /// results, times their weights; zero for a token that chose none.
     ///
-    /// `y` is `[rows][hidden]`, in the rows of the dispatch before; what pads is not read. `out` is `[tokens][hidden]`.
-    ///
     /// # Errors
     ///
     /// [`MoeError`], which says after which of them the exchange can be used further.
-    pub fn combine(&mut self, y: &[u8], out: &mut [u8], timeout: Duration) -> Result<(), MoeError> {
+    pub fn combine(&mut self, results: Results<'_>, timeout: Duration) -> Result<(), MoeError> {
         let until = Until::new(timeout);
+        // Before anything is sent.
         self.is_turn(Turn::Combine)?;
-        let row = self.result_bytes();
-        let rows = self.offsets.last().copied().unwrap_or(0);
-        if y.len() < index(rows) * row {
-            return Err(argument("y", y.len(), index(rows) * row));
-        }
-        let tokens = self.own().map_or(0, |own| own.tokens);
-        exact("out", out.len(), index(tokens) * row)?;
+        self.check_results(results.y, Some(results.out))?;
+        self.begin_combine(results.y, until)?;
+        self.end_combine(results, until)
+    }
+
+    /// The first half of [`AllToAll::combine`]: sends the results of a first chunk of every rank's tokens, and waits for
+    /// nothing but room to send them.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn combine_send(&mut self, y: &[u8], timeout: Duration) -> Result<(), MoeError> {
+        self.begin_combine(y, Until::new(timeout))
+    }
+
+    /// The second half: sends the results of the other chunks, and receives. `results.y` is that of the first half.
+    ///
+    /// # Errors
+    ///
+    /// As there.
+    pub fn combine_receive(
+        &mut self,
+        results: Results<'_>,
+        timeout: Duration,
+    ) -> Result<(), MoeError> {
+        self.end_combine(results, Until::new(timeout))
+    }
+
+    fn begin_combine(&mut self, y: &[u8], until: Until) -> Result<(), MoeError> {
+        self.is_turn(Turn::Combine)?;
+        self.check_results(y, None)?;
         self.turn = Turn::Over;
-        self.run_combine(y, out, until).inspect_err(|_| self.others.stop())?;
-        self.turn = Turn::Dispatch;
-        self.round += 1;
+        self.send_results(y, 0, until).inspect_err(|_| self.others.stop())?;
+        self.turn = Turn::ReceiveResults;
         Ok(())
     }
 
-    fn result_bytes(&self) -> usize {
-        index(self.config.hidden) * Format::BYTES
+    fn end_combine(&mut self, results: Results<'_>, until: Until) -> Result<(), MoeError> {
+        self.is_turn(Turn::ReceiveResults)?;
+        self.check_results(results.y, Some(results.out))?;
+        self.turn = Turn::Over;
+        self.receive_results(results, until).inspect_err(|_| self.others.stop())?;
+        self.turn = Turn::Dispatch;
+        self.round += 1;
+        Ok(())
     }
 
     fn own(&self) -> Option<&Source> {
@@ -309,11 +401,10 @@ impl AllToAll {
     }
 
     fn is_turn(&self, called: Turn) -> Result<(), MoeError> {
-        let name = |turn| if turn == Turn::Dispatch { "dispatch" } else { "combine" };
         match self.turn {
             Turn::Over => Err(MoeError::Over),
             turn if turn == called => Ok(()),
-            turn => Err(MoeError::OutOfTurn { found: name(called), expected: name(turn) }),
+            turn => Err(MoeError::OutOfTurn { found: called.name(), expected: turn.name() }),
         }
     }
 
@@ -327,24 +418,38 @@ impl AllToAll {
             return Err(argument("tokens", index(count), index(config.max_tokens)));
         }
         exact("weights", tokens.weights.len(), tokens.indices.len())?;
-        exact("x", tokens.x.len(), index(count) * index(config.token_bytes))?;
-        exact("scales", tokens.scales.len(), index(count) * index(config.scale_bytes))?;
+        self.check_payload(tokens, count)?;
         Ok(count)
+    }
+
+    fn check_payload(&self, tokens: &Tokens<'_>, count: u32) -> Result<(), MoeError> {
+        let count = index(count);
+        exact("x", tokens.x.len(), count * index(self.config.token_bytes))?;
+        exact("scales", tokens.scales.len(), count * index(self.config.scale_bytes))
+    }
+
+    fn check_results(&self, y: &[u8], out: Option<&[u8]>) -> Result<(), MoeError> {
+        let row = index(self.config.hidden) * Format::BYTES;
+        let rows = index(self.offsets.last().copied().unwrap_or(0));
+        if y.len() < rows * row {
+            return Err(argument("y", y.len(), rows * row));
+        }
+        let tokens = index(self.own().map_or(0, |own| own.tokens));
+        out.map_or(Ok(()), |out| exact("out", out.len(), tokens * row))
     }
 
     // ---- the way out ----
 
-    fn run_dispatch(
+    fn receive_tokens(
         &mut self,
         tokens: &Tokens<'_>,
-        count: u32,
         mut rows: Rows<'_>,
         until: Until,
     ) -> Result<(), MoeError> {
-        self.send_table(tokens, count, until)?;
         for at in 0..self.chunks.count() {
-            let chunk = self.chunks.get(self.round, at, count)?;
-            self.send_tokens(tokens, &chunk, until)?;
+            if at > 0 {
+                self.send_tokens(tokens, at, until)?;
+            }
             // With the first chunk come the tables.
             self.others.arrive("dispatch", at, if at == 0 { 2 } else { 1 }, until)?;
             if at == 0 {
@@ -415,17 +520,13 @@ impl AllToAll {
         u64::from(self.config.chunk_tokens.get().min(self.config.max_tokens))
     }
 
-    fn send_tokens(
-        &mut self,
-        tokens: &Tokens<'_>,
-        chunk: &Chunk,
-        until: Until,
-    ) -> Result<(), MoeError> {
-        let config = Arc::clone(&self.config);
+    fn send_tokens(&mut self, tokens: &Tokens<'_>, at: u32, until: Until) -> Result<(), MoeError> {
+        let config = &self.config;
         let placement = Placement::new(&config.firsts)?;
-        let experts = placement.experts();
-        let routing = Routing::new(tokens.indices, config.top_k, experts);
-        let part = routing.map_err(MoeError::Routing)?.part(chunk.tokens.clone());
+        let Some(own) = self.sources.get(index(config.rank)) else { return Ok(()) };
+        let routing = own.routing(config.top_k, placement.experts()).map_err(MoeError::Routing)?;
+        let chunk = self.chunks.get(self.round, at, own.tokens)?;
+        let part = routing.part(chunk.tokens.clone());
         let (token_bytes, scale_bytes) = (index(config.token_bytes), index(config.scale_bytes));
         let stride = self.sizes.dispatch_row_bytes;
         let to = self.tokens_at(config.rank, chunk.slot);
@@ -552,11 +653,13 @@ impl AllToAll {
 
     // ---- the way back ----
 
-    fn run_combine(&mut self, y: &[u8], out: &mut [u8], until: Until) -> Result<(), MoeError> {
+    fn receive_results(&mut self, mut results: Results<'_>, until: Until) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
-            self.send_results(y, at, until)?;
+            if at > 0 {
+                self.send_results(results.y, at, until)?;
+            }
             self.others.arrive("combine", at, 1, until)?;
-            self.take_results(y, at, out)?;
+            self.take_results(&mut results, at)?;
         }
         Ok(())
     }
@@ -599,7 +702,7 @@ impl AllToAll {
     }
 
     /// Adds up what came for this rank's own tokens of a chunk.
-    fn take_results(&mut self, y: &[u8], at: u32, out: &mut [u8]) -> Result<(), MoeError> {
+    fn take_results(&mut self, taken: &mut Results<'_>, at: u32) -> Result<(), MoeError> {
         let config = &self.config;
         let placement = Placement::new(&config.firsts)?;
         let (rank, format) = (config.rank, config.format);
@@ -614,13 +717,19 @@ impl AllToAll {
         let row_bytes = index(config.hidden) * Format::BYTES;
         let mut total = std::mem::take(&mut self.total);
         for token in chunk.tokens.clone() {
+            let to = nth_mut(taken.out, token, row_bytes);
             total.fill(0.0);
+            if taken.accumulate {
+                for (total, value) in total.iter_mut().zip(values(to)) {
+                    *total = format.load(value);
+                }
+            }
             for from in routing.ranks_of(token, &placement).iter() {
                 let Some(next) = self.starts.get_mut(index(from)) else { continue };
                 let at = results + u64::from(*next) * self.sizes.combine_row_bytes;
                 *next += 1;
                 if from == rank {
-                    own.partial(&routing, token, &mine, y, format, &mut self.sum);
+                    own.partial(&routing, token, &mine, taken.y, format, &mut self.sum);
                     for (total, value) in total.iter_mut().zip(&self.sum) {
                         // Rounded as what comes from elsewhere: results do not depend on who holds an expert.
                         *total += format.load(format.store(*value));
@@ -633,13 +742,24 @@ impl AllToAll {
                     }
                 }
             }
-            let to = nth_mut(out, token, row_bytes).chunks_exact_mut(Format::BYTES);
-            for (to, value) in to.zip(&total) {
+            for (to, value) in to.chunks_exact_mut(Format::BYTES).zip(&total) {
                 to.copy_from_slice(&format.store(*value).to_le_bytes());
             }
         }
         self.total = total;
         Ok(())
+    }
+}
+
+impl Turn {
+    const fn name(self) -> &'static str {
+        match self {
+            Self::Dispatch => "dispatch",
+            Self::ReceiveTokens => "the second half of dispatch",
+            Self::Combine => "combine",
+            Self::ReceiveResults => "the second half of combine",
+            Self::Over => "nothing",
+        }
     }
 }
 
@@ -685,7 +805,7 @@ impl Joining {
             sum: vec![0.0; index(config.hidden)],
             total: vec![0.0; index(config.hidden)],
             others,
-            config: Arc::new(config),
+            config,
             sizes,
             places,
             inbox,

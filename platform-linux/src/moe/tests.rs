@@ -51,6 +51,10 @@ struct Batch {
     scales: Vec<u8>,
     indices: Vec<i32>,
     weights: Vec<f32>,
+    /// What results are added to.
+    onto: Option<Vec<u8>>,
+    /// Whether dispatch and combine are called in halves.
+    halves: bool,
 }
 
 impl Batch {
@@ -85,6 +89,9 @@ impl Batch {
             scales: (0..tokens * config.scale_bytes).map(|_| random.next() as u8).collect(),
             weights: indices.iter().map(|_| random.value()).collect(),
             indices,
+            onto: (random.below(2) == 0)
+                .then(|| (0..tokens * config.hidden).flat_map(|_| value(random)).collect()),
+            halves: random.below(2) == 0,
         }
     }
 
@@ -140,7 +147,11 @@ fn oracle(config: &Config, batches: &[Batch], rank: usize) -> Outcome {
     let mut out = vec![];
     let batch = &batches[rank];
     for at in 0..batch.tokens {
-        let mut total = vec![0.0_f32; config.hidden as usize];
+        let hidden = config.hidden as usize;
+        let mut total = vec![0.0_f32; hidden];
+        if let Some(onto) = &batch.onto {
+            total = values(nth(onto, at, 2 * hidden)).map(|value| format.load(value)).collect();
+        }
         for rank in 0..batches.len() {
             let mut part = vec![0.0_f32; config.hidden as usize];
             let mut chosen = false;
@@ -171,7 +182,12 @@ fn round(exchange: &mut AllToAll, config: &Config, batch: &Batch) -> Result<Outc
     // Padding must become zeros.
     let (mut x, mut scales) = (vec![0xee; rows * bytes], vec![0xee; rows * scale_bytes]);
     let rows = Rows { x: &mut x, scales: &mut scales };
-    let received = exchange.dispatch(&batch.tokens(), rows, LONG)?;
+    let received = if batch.halves {
+        exchange.dispatch_send(&batch.tokens(), LONG)?;
+        exchange.dispatch_receive(&batch.tokens(), rows, LONG)?
+    } else {
+        exchange.dispatch(&batch.tokens(), rows, LONG)?
+    };
     let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
     let rows = *offsets.last().unwrap() as usize;
     let row = config.hidden as usize * 2;
@@ -185,8 +201,16 @@ fn round(exchange: &mut AllToAll, config: &Config, batch: &Batch) -> Result<Outc
             y[at * row..][..row].copy_from_slice(&made);
         }
     }
-    let mut out = vec![0xee; batch.tokens * row];
-    exchange.combine(&y, &mut out, LONG)?;
+    let mut out = batch.onto.clone().unwrap_or_else(|| vec![0xee; batch.tokens * row]);
+    if batch.halves {
+        exchange.combine_send(&y, LONG)?;
+    }
+    let results = Results { y: &y, out: &mut out, accumulate: batch.onto.is_some() };
+    if batch.halves {
+        exchange.combine_receive(results, LONG)?;
+    } else {
+        exchange.combine(results, LONG)?;
+    }
     x.truncate(rows * bytes);
     scales.truncate(rows * scale_bytes);
     Ok(Outcome { counts, offsets, x, scales, out })
@@ -361,11 +385,15 @@ fn rows_of_a_large_model_arrive_whole() {
     }
 }
 
+fn no_results() -> Results<'static> {
+    Results { y: &[], out: &mut [], accumulate: false }
+}
+
 /// Calls `dispatch`, and `combine` if that went well, with nothing at all.
 fn silent(exchange: &mut AllToAll, timeout: Duration) -> Result<(), MoeError> {
     let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
     exchange.dispatch(&none, Rows { x: &mut [], scales: &mut [] }, timeout)?;
-    exchange.combine(&[], &mut [], timeout)
+    exchange.combine(no_results(), timeout)
 }
 
 #[test]
@@ -475,15 +503,61 @@ fn what_cannot_be_sent_is_refused_and_leaves_the_exchange_as_it_was() {
         let error = refused(Tokens { indices, ..good });
         assert!(matches!(error, MoeError::Routing(_)), "{error:?}");
     }
-    let early = exchange.combine(&[], &mut [], LONG);
+    let early = exchange.combine(no_results(), LONG);
     assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
     let outcome = round(&mut exchange, &config, &batch).unwrap();
     assert_eq!(outcome, oracle(&config, std::slice::from_ref(&batch), 0));
+    // In halves: nothing else comes between them, and one that was refused can be called again.
+    exchange.dispatch_send(&good, LONG).unwrap();
+    let early = exchange.dispatch_send(&good, LONG);
+    assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
+    let rows = || Rows { x: &mut [], scales: &mut [] };
+    let other = exchange.dispatch_receive(&Tokens { x: &batch.x[1..], ..good }, rows(), LONG);
+    assert_eq!(what(other.map(drop).unwrap_err()), "x");
+    let rows = Rows { x: &mut x, scales: &mut scales };
+    let received = exchange.dispatch_receive(&good, rows, LONG).unwrap();
+    assert_eq!((received.counts, received.offsets), (&outcome.counts[..], &outcome.offsets[..]));
+    assert_eq!(x[..outcome.x.len()], outcome.x);
+    let early = exchange.combine_receive(no_results(), LONG);
+    assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
+    let y = vec![0; 48 * 99];
+    exchange.combine_send(&y, LONG).unwrap();
+    let early = exchange.combine(no_results(), LONG);
+    assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
+    let mut out = [0xee; 2 * 48];
+    let short = Results { y: &y, out: &mut out[1..], accumulate: false };
+    assert_eq!(what(exchange.combine_receive(short, LONG).unwrap_err()), "out");
+    exchange.combine_receive(Results { y: &y, out: &mut out, accumulate: false }, LONG).unwrap();
+    assert_eq!((out, exchange.rounds()), ([0; 96], 2));
     // Memory for too few rows is found out when they have arrived: that is the end.
     let rows = Rows { x: &mut [0; 32], scales: &mut [0; 4] };
     let error = exchange.dispatch(&good, rows, LONG).unwrap_err();
     assert!(matches!(error, MoeError::RowsTooMany { lent: 1, .. }), "{error:?}");
     assert!(matches!(silent(&mut exchange, LONG), Err(MoeError::Over)));
+}
+
+/// Whoever has called a first half has sent what the others need for their whole round, if it is one chunk.
+#[test]
+fn first_halves_send() {
+    let engines = engines(2, &Transport::Shm);
+    let config = config(&[0, 2, 4]);
+    let mut random = Random(2);
+    let batches = [0, 1].map(|_| Batch::new(&config, Routes::Uniform, 5, &mut random));
+    let [mut early, mut late] = <[AllToAll; 2]>::try_from(join(&engines, &config)).unwrap();
+    let memory = |exchange: &AllToAll| (vec![0; exchange.max_rows() * 32], vec![0; 1 << 10]);
+    let [(mut x, mut scales), (mut late_x, mut late_scales)] = [memory(&early), memory(&late)];
+    let (tokens, y) = (batches[0].tokens(), vec![0; 48 * 99]);
+    let mut outs = [[0xee; 5 * 48]; 2];
+    let [out, late_out] = outs.each_mut().map(|out| Results { y: &y, out, accumulate: false });
+    early.dispatch_send(&tokens, LONG).unwrap();
+    // The other's whole round goes on while this one does nothing.
+    let rows = Rows { x: &mut late_x, scales: &mut late_scales };
+    late.dispatch(&batches[1].tokens(), rows, LONG).unwrap();
+    early.dispatch_receive(&tokens, Rows { x: &mut x, scales: &mut scales }, LONG).unwrap();
+    early.combine_send(&y, LONG).unwrap();
+    late.combine(late_out, LONG).unwrap();
+    early.combine_receive(out, LONG).unwrap();
+    assert_eq!(outs, [[0; 5 * 48]; 2]);
 }
 
 #[test]

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 
 use comfy_table::{CellAlignment, Table, presets};
 use immwire::core::moe::{Placement, Routing, RoutingError};
-use immwire::moe::{AllToAll, Config, Format, Joining, MoeError, Rows, Tokens};
+use immwire::moe::{AllToAll, Config, Format, Joining, MoeError, Results, Rows, Tokens};
 use immwire::{BuildError, TransferEngine};
 use serde::Serialize;
 
@@ -261,7 +261,8 @@ fn run_round(
     }
     meeting.wait(meetings + 2)?;
     let begun = Instant::now();
-    exchange.combine(&y, &mut out, PATIENCE).map_err(failed)?;
+    let results = Results { y: &y, out: &mut out, accumulate: false };
+    exchange.combine(results, PATIENCE).map_err(failed)?;
     let combine = begun.elapsed().as_secs_f64();
     if out != batch.expected(args.top_k) {
         return Err(MoeBenchError::Wrong { rank, round: number });

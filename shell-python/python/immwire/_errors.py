@@ -158,7 +158,7 @@ class UnsupportedMemory(RegionError, TypeError):
 class MoeError(ImmwireError):
     """An exchange among ranks failed; it is over. Make a new one with those who are left.
 
-    What is refused before anything was sent is a ``RequestError`` instead, and the call can be made again.
+    A call that is refused raises ``RequestError`` instead: it has changed nothing, and can be made again.
     """
 
     #: The ranks it is about: who is missing, or whose fault it is.

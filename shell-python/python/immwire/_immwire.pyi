@@ -4,7 +4,7 @@ from asyncio import Future
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import GenericAlias, TracebackType
-from typing import Any, Generic, Protocol, TypeAlias, TypeVar, final, overload
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer, CapsuleType, Self
 
@@ -436,6 +436,7 @@ class AllToAll:
         padding: int = 1,
         chunk_tokens: int | None = None,
     ) -> Joining: ...
+    @overload
     def dispatch(
         self,
         x: _HostMemory,
@@ -445,9 +446,31 @@ class AllToAll:
         *,
         out: _HostMemory,
         out_scales: _HostMemory | None = None,
+        half: Literal["both", "receive"] = "both",
         timeout: float | None = None,
     ) -> Received: ...
-    def combine(self, y: _HostMemory, *, out: _HostMemory, timeout: float | None = None) -> None: ...
+    @overload
+    def dispatch(
+        self,
+        x: _HostMemory,
+        indices: Buffer,
+        weights: Buffer,
+        scales: _HostMemory | None = None,
+        *,
+        out: _HostMemory,
+        out_scales: _HostMemory | None = None,
+        half: Literal["send"],
+        timeout: float | None = None,
+    ) -> None: ...
+    def combine(
+        self,
+        y: _HostMemory,
+        *,
+        out: _HostMemory,
+        accumulate: bool = False,
+        half: Literal["both", "send", "receive"] = "both",
+        timeout: float | None = None,
+    ) -> None: ...
     @property
     def max_rows(self) -> int: ...
     @property

@@ -333,7 +333,7 @@ impl GpuAllToAll {
         half: &str,
     ) -> PyResult<()> {
         let Shared { shape, geometry, .. } = &*self.shared;
-        let half = self::half(half)?;
+        let half = super::half(half)?;
         // A number goes to other threads.
         let stream = memory::stream(stream)?.expose_provenance();
         let (scale_bytes, quantised) =
@@ -438,7 +438,7 @@ impl GpuAllToAll {
         stream: &Bound<'_, PyAny>,
         half: &str,
     ) -> PyResult<()> {
-        let half = self::half(half)?;
+        let half = super::half(half)?;
         // A number goes to other threads.
         let stream = memory::stream(stream)?.expose_provenance();
         let row = self.shared.shape.values * 2;
@@ -610,16 +610,5 @@ fn needs(what: &str, needed: bool, given: bool) -> PyResult<()> {
         }
         (true, false) => Err(errors::request(&format!("{what} is missing: tokens have scales"))),
         _ => Ok(()),
-    }
-}
-
-fn half(name: &str) -> PyResult<Half> {
-    match name {
-        "both" => Ok(Half::Both),
-        "send" => Ok(Half::Send),
-        "receive" => Ok(Half::Receive),
-        _ => Err(errors::request(&format!(
-            "half is {name:?}: \"both\", \"send\" and \"receive\" can be"
-        ))),
     }
 }

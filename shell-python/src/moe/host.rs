@@ -10,7 +10,8 @@ use std::num::NonZeroU32;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use immwire::moe::{Config, Format, Rows, Tokens};
+use immwire::moe::gpu::Half;
+use immwire::moe::{Config, Format, Results, Rows, Tokens};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
@@ -33,12 +34,21 @@ enum State {
 /// Copies of what was lent; they keep their memory from round to round.
 #[derive(Default)]
 struct Stage {
-    x: Vec<u8>,
-    scales: Vec<u8>,
+    /// What a call sends, until the exchange has taken it: a call that is refused changes nothing.
+    new: Sent,
+    /// What a first half has sent, and the second goes on with.
+    sent: Sent,
     rows: Vec<u8>,
     row_scales: Vec<u8>,
     /// Rows of the dispatch before.
     received: usize,
+}
+
+/// Tokens and their scales, or results.
+#[derive(Default)]
+struct Sent {
+    x: Vec<u8>,
+    scales: Vec<u8>,
 }
 
 #[derive(Default)]
@@ -218,9 +228,12 @@ impl AllToAll {
     /// - ``out`` and ``out_scales``: whole rows for what arrives; ``max_rows`` are always enough. Rows beyond those
     ///   that arrive are left as they are.
     ///
+    /// ``half``: ``"both"``, or first ``"send"``, which waits for nothing but room and returns None, and then, after other
+    /// work and with the same arguments, ``"receive"``: what counts of the tokens is what they were at the first.
+    ///
     /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
     #[pyo3(signature = (
-        x, indices, weights, scales = None, *, out, out_scales = None, timeout = None
+        x, indices, weights, scales = None, *, out, out_scales = None, half = "both", timeout = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is an array")]
     fn dispatch(
@@ -232,10 +245,11 @@ impl AllToAll {
         scales: Option<&Bound<'_, PyAny>>,
         out: &Bound<'_, PyAny>,
         out_scales: Option<&Bound<'_, PyAny>>,
+        half: &str,
         timeout: Option<f64>,
-    ) -> PyResult<Received> {
+    ) -> PyResult<Option<Received>> {
         let Shared { common, config, .. } = &*self.shared;
-        let timeout = common.timeout(timeout)?;
+        let (half, timeout) = (super::half(half)?, common.timeout(timeout)?);
         self.needs("scales", scales.is_some())?;
         self.needs("out_scales", out_scales.is_some())?;
         let top_k = config.top_k;
@@ -251,20 +265,30 @@ impl AllToAll {
             let Held { state: State::Joined(exchange), stage } = held else {
                 return Err(Failure::Closed);
             };
-            x.copy_to(&mut stage.x, usize::MAX);
-            stage.scales.clear();
-            if let Some(scales) = &scales {
-                scales.copy_to(&mut stage.scales, usize::MAX);
+            if half != Half::Receive {
+                x.copy_to(&mut stage.new.x, usize::MAX);
+                stage.new.scales.clear();
+                if let Some(scales) = &scales {
+                    scales.copy_to(&mut stage.new.scales, usize::MAX);
+                }
+            }
+            let Sent { x, scales } = if half == Half::Receive { &stage.sent } else { &stage.new };
+            let tokens = Tokens { x, scales, indices: &indices, weights: &weights };
+            if half == Half::Send {
+                exchange.dispatch_send(&tokens, timeout)?;
+                std::mem::swap(&mut stage.new, &mut stage.sent);
+                return Ok(None);
             }
             let lent = |memory: Option<&Memory>, row: usize| {
                 memory.map_or(0, |memory| memory.len.min(max_rows.saturating_mul(row)))
             };
             stage.rows.resize(lent(Some(&out), row), 0);
             stage.row_scales.resize(lent(out_scales.as_ref(), row_scales), 0);
-            let tokens =
-                Tokens { x: &stage.x, scales: &stage.scales, indices: &indices, weights: &weights };
             let rows = Rows { x: &mut stage.rows, scales: &mut stage.row_scales };
-            let received = exchange.dispatch(&tokens, rows, timeout)?;
+            let received = match half {
+                Half::Receive => exchange.dispatch_receive(&tokens, rows, timeout)?,
+                _ => exchange.dispatch(&tokens, rows, timeout)?,
+            };
             let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
             stage.received = bytes(offsets.last().copied().unwrap_or(0));
             let arrived = |from: &[u8], row: usize, to: &Memory| {
@@ -274,7 +298,7 @@ impl AllToAll {
             if let Some(out_scales) = &out_scales {
                 arrived(&stage.row_scales, row_scales, out_scales);
             }
-            Ok(Received { counts, offsets })
+            Ok(Some(Received { counts, offsets }))
         })
     }
 
@@ -282,18 +306,21 @@ impl AllToAll {
     /// choices' results, times their weights; zero for a token that chose none.
     ///
     /// ``y`` is ``[rows][hidden]`` of ``dtype``, in the rows of the dispatch before; ``out`` is ``[tokens][hidden]``.
+    /// ``accumulate``: add to what is there. ``half`` as in ``dispatch``.
     ///
     /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
-    #[pyo3(signature = (y, *, out, timeout = None))]
+    #[pyo3(signature = (y, *, out, accumulate = false, half = "both", timeout = None))]
     fn combine(
         &self,
         py: Python<'_>,
         y: &Bound<'_, PyAny>,
         out: &Bound<'_, PyAny>,
+        accumulate: bool,
+        half: &str,
         timeout: Option<f64>,
     ) -> PyResult<()> {
         let Shared { common, config, .. } = &*self.shared;
-        let timeout = common.timeout(timeout)?;
+        let (half, timeout) = (super::half(half)?, common.timeout(timeout)?);
         let (y, out) = (memory::lent(y)?, writable("out", out)?);
         let hidden = usize::try_from(config.hidden).unwrap_or(usize::MAX);
         let rounds = common.call(py, |held| {
@@ -302,9 +329,25 @@ impl AllToAll {
             };
             // What lies behind the rows of this round need not be copied.
             let rows = stage.received.saturating_mul(hidden).saturating_mul(Format::BYTES);
-            y.copy_to(&mut stage.x, rows);
-            stage.rows.resize(out.len, 0);
-            exchange.combine(&stage.x, &mut stage.rows, timeout)?;
+            if half != Half::Receive {
+                y.copy_to(&mut stage.new.x, rows);
+            }
+            if half == Half::Send {
+                exchange.combine_send(&stage.new.x, timeout)?;
+                std::mem::swap(&mut stage.new, &mut stage.sent);
+                return Ok(exchange.rounds());
+            }
+            if accumulate {
+                out.copy_to(&mut stage.rows, usize::MAX);
+            } else {
+                stage.rows.resize(out.len, 0);
+            }
+            let Sent { x: y, .. } = if half == Half::Receive { &stage.sent } else { &stage.new };
+            let results = Results { y, out: &mut stage.rows, accumulate };
+            match half {
+                Half::Receive => exchange.combine_receive(results, timeout)?,
+                _ => exchange.combine(results, timeout)?,
+            }
             out.copy_from(&stage.rows);
             Ok(exchange.rounds())
         })?;

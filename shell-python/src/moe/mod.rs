@@ -18,6 +18,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
 use std::time::Duration;
 
 use immwire::core::moe::{Placement, PlacementError};
+use immwire::moe::gpu::Half;
 use immwire::moe::{Format, MoeError, Seat};
 use pyo3::prelude::*;
 
@@ -232,4 +233,16 @@ fn writable(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> {
         return Err(errors::request(&format!("{what} is read only")));
     }
     Ok(memory)
+}
+
+/// What of a call is done, by its name.
+fn half(name: &str) -> PyResult<Half> {
+    match name {
+        "both" => Ok(Half::Both),
+        "send" => Ok(Half::Send),
+        "receive" => Ok(Half::Receive),
+        _ => Err(errors::request(&format!(
+            "half is {name:?}: \"both\", \"send\" and \"receive\" can be"
+        ))),
+    }
 }
