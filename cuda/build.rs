@@ -29,11 +29,16 @@ fn main() -> Result<(), Box<dyn Error>> {
     for header in HEADERS {
         println!("cargo::rerun-if-changed=kernels/{header}");
     }
-    for variable in ["IMMWIRE_NVCC", "CUDA_HOME", "CUDA_PATH", "PATH"] {
-        println!("cargo::rerun-if-env-changed={variable}");
-    }
+    println!("cargo::rerun-if-env-changed=IMMWIRE_NVCC");
     let folder = PathBuf::from(env::var_os("OUT_DIR").ok_or("no OUT_DIR")?);
-    match env::var_os("IMMWIRE_NVCC") {
+    let named = env::var_os("IMMWIRE_NVCC");
+    if named.is_none() {
+        // Only then: a path is another one already if a command runs cargo for its caller.
+        for variable in ["CUDA_HOME", "CUDA_PATH", "PATH"] {
+            println!("cargo::rerun-if-env-changed={variable}");
+        }
+    }
+    match named {
         Some(none) if none == "none" => leave_empty(&folder)?,
         Some(named) => compile(Path::new(&named), &folder)?,
         None => match found() {

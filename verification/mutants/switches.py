@@ -26,6 +26,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 WORK = ROOT / "target-broken"
 COPY, BUILD = WORK / "copy", WORK / "build"
+# Whatever is built of the copy for this machine is built with it: kernels run on the stand-in for the driver, if at all.
+NVCC = COPY / "verification" / "fake-cuda" / "nvcc"
 # Each a list in TOML; and what its entries are called.
 LISTS = {
     "verification/mutants/mutants.toml": "mutant",
