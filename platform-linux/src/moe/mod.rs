@@ -347,10 +347,7 @@ impl AllToAll {
     /// [`MoeError`], which says after which of them the exchange can be used further.
     pub fn combine(&mut self, results: Results<'_>, timeout: Duration) -> Result<(), MoeError> {
         let until = Until::new(timeout);
-        // Before anything is sent.
-        self.is_turn(Turn::Combine)?;
-        self.check_results(results.y, Some(results.out))?;
-        self.begin_combine(results.y, until)?;
+        self.begin_combine(results.y, Some(results.out), until)?;
         self.end_combine(results, until)
     }
 
@@ -361,7 +358,7 @@ impl AllToAll {
     ///
     /// As there.
     pub fn combine_send(&mut self, y: &[u8], timeout: Duration) -> Result<(), MoeError> {
-        self.begin_combine(y, Until::new(timeout))
+        self.begin_combine(y, None, Until::new(timeout))
     }
 
     /// The second half: sends the results of the other chunks, and receives. `results.y` is that of the first half.
@@ -377,9 +374,15 @@ impl AllToAll {
         self.end_combine(results, Until::new(timeout))
     }
 
-    fn begin_combine(&mut self, y: &[u8], until: Until) -> Result<(), MoeError> {
+    /// `out` if it is known by now: it is checked before anything is sent.
+    fn begin_combine(
+        &mut self,
+        y: &[u8],
+        out: Option<&[u8]>,
+        until: Until,
+    ) -> Result<(), MoeError> {
         self.is_turn(Turn::Combine)?;
-        self.check_results(y, None)?;
+        self.check_results(y, out)?;
         self.turn = Turn::Over;
         self.send_results(y, 0, until).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::ReceiveResults;
