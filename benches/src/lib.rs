@@ -5,10 +5,10 @@ use std::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use immwire_core::group::{
-    Answer, DomainGroup, Event, GroupConfig, NicConfig, Options, PeerSlot, TransferSlot,
-    WorkRequest,
+    Answer, DomainGroup, Event, GroupConfig, NicConfig, Options, PeerSlot, PieceLimits,
+    TransferSlot, WorkRequest,
 };
-use immwire_core::id::{EngineId, PeerId, Time};
+use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::imm::ImmTag;
 use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::LivenessConfig;
@@ -72,6 +72,7 @@ pub fn group_with_runs<'a>(nics: u8, pages_per_piece: u16) -> (Group<'a>, PeerId
             pages_per_piece: NonZeroU16::new(pages_per_piece).unwrap_or(NonZeroU16::MIN),
             rule: SplitRule { min_piece_bytes: bytes(64 << 10), granule_bytes: bytes(64) },
         },
+        unreached: [0; MAX_NICS],
         peer_depth: 256,
         latency_bytes: 8 << 10,
         latency_reserve: 16,
@@ -79,7 +80,8 @@ pub fn group_with_runs<'a>(nics: u8, pages_per_piece: u16) -> (Group<'a>, PeerId
         drain: Duration::from_secs(1),
         liveness: LivenessConfig::default(),
     };
-    let nic_configs = vec![NicConfig { state, queue_depth: 256 }; usize::from(nics)];
+    let nic_configs =
+        vec![NicConfig { state, queue_depth: 256, takes: PieceLimits::ANY }; usize::from(nics)];
     let transfers = (0..1024).map(|_| TransferSlot::new()).collect();
     let peers = (0..64).map(|_| PeerSlot::new()).collect();
     let made = DomainGroup::new(config, &nic_configs, transfers, peers);

@@ -12,6 +12,7 @@
 //! | [`group`] | which of them is posted next, and how a transfer ends |
 //! | [`peer`] | whether a peer is there |
 //! | [`calls`] | whose call is taken |
+//! | [`span`] | which of two transports leads to a peer |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
@@ -64,6 +65,7 @@ pub mod region;
 pub mod resolve;
 pub mod ring;
 pub mod signal;
+pub mod span;
 mod sync;
 pub mod tenant;
 pub mod topology;

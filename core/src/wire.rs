@@ -245,11 +245,23 @@ pub enum ProviderKind {
     Nvlink = 4,
     /// The simulated fabric of one process.
     Sim = 5,
+    /// Shared memory to peers of the own host, libfabric to others ([`crate::span`]).
+    ShmLibfabric = 6,
+    /// Shared memory to peers of the own host, libibverbs to others.
+    ShmVerbs = 7,
 }
 
 impl ProviderKind {
     /// All kinds, by number.
-    pub const ALL: [Self; 5] = [Self::Shm, Self::Verbs, Self::Libfabric, Self::Nvlink, Self::Sim];
+    pub const ALL: [Self; 7] = [
+        Self::Shm,
+        Self::Verbs,
+        Self::Libfabric,
+        Self::Nvlink,
+        Self::Sim,
+        Self::ShmLibfabric,
+        Self::ShmVerbs,
+    ];
 
     /// The name in an address's text form.
     #[must_use]
@@ -260,6 +272,8 @@ impl ProviderKind {
             Self::Libfabric => "libfabric",
             Self::Nvlink => "nvlink",
             Self::Sim => "sim",
+            Self::ShmLibfabric => "shm-libfabric",
+            Self::ShmVerbs => "shm-verbs",
         }
     }
 

@@ -16,7 +16,6 @@ use immwire_core::group::{
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
 use immwire_core::mailbox::{self, Geometry, SlotIndex};
-use immwire_core::nic::NicState;
 use immwire_core::peer::{DownReason, PeerState};
 use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout};
 use immwire_core::receipt::{Epoch, Settlement};
@@ -26,7 +25,7 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use crate::error::{AddPeerError, End, TransferError};
 use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
-use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink};
+use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink, nic_states};
 use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
 use crate::shared::{Command, Control, Shared, bump, refused};
@@ -369,7 +368,7 @@ impl<P: Provider> Engine<P> {
         if let Some(peer) = self.state.live_peer(engine) {
             return Ok(peer);
         }
-        let nics = nic_states(address);
+        let nics = self.provider.nics_at(address);
         let peer = self.state.group.add_peer(self.state.now, engine, &nics)?;
         self.state.called = self.state.called.saturating_add(1);
         let hello = match self.state.open_link(peer) {
@@ -863,12 +862,6 @@ fn live_peer(group: &Group, engine: EngineId) -> Option<PeerId> {
     let live =
         peers.find(|(_, other, state)| *other == engine && !matches!(state, PeerState::Down(_)));
     live.map(|(peer, ..)| peer)
-}
-
-/// A peer's NICs as the core sees them.
-fn nic_states(address: &NetAddr) -> heapless::Vec<NicState, MAX_NICS> {
-    let states = address.nics().iter();
-    states.map(|nic| NicState { speed: nic.speed_gbps, healthy: true }).collect()
 }
 
 impl Sink for State {

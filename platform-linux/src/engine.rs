@@ -11,7 +11,9 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
-use immwire_core::group::{DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, TransferSlot};
+use immwire_core::group::{
+    DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PieceLimits, TransferSlot,
+};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::imm::{ImmTag, Tally, tallies};
 use immwire_core::mailbox::{Geometry, USER_COUNTERS};
@@ -19,8 +21,9 @@ use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::{LivenessConfig, PeerState};
 use immwire_core::plan::{self, PlanLimits};
 use immwire_core::region::{MrDesc, Rights};
+use immwire_core::span::{self, FAR_NICS_MAX, Side};
 use immwire_core::wake::Ticket;
-use immwire_core::wire::NetAddr;
+use immwire_core::wire::{NetAddr, ProviderKind};
 
 use crate::clock::Clock;
 use crate::counter::ImmCounter;
@@ -31,13 +34,14 @@ use crate::error::{
 };
 use crate::gate::{Gates, StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
-use crate::provider::{NicInfo, NicLimits, Provider, RegisterError, Window};
+use crate::provider::{Memory, NicInfo, Provider, RegisterError, Window};
 use crate::region::{CloseError, Region, Registry};
 use crate::request::{
     Checked, PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets,
 };
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
+use crate::span::{Span, find_host};
 use crate::sync::lock;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
@@ -117,6 +121,8 @@ pub struct Builder {
     foreign_path: ForeignPath,
     gpus: Vec<u32>,
     sms: NonZeroU32,
+    shm_on_host: bool,
+    host: Option<String>,
 }
 
 impl Default for Builder {
@@ -138,6 +144,8 @@ impl Default for Builder {
             foreign_path: ForeignPath::default(),
             gpus: Vec::new(),
             sms: immwire_cuda::geometry::DEFAULT_SMS,
+            shm_on_host: false,
+            host: None,
         }
     }
 }
@@ -210,7 +218,8 @@ impl Builder {
     }
 
     /// When a silent peer is suspected and counts as gone. Default: suspected after 2 s; gone after 10 s,
-    /// but through shared memory never by silence alone, since there its death is seen at once.
+    /// but through shared memory never by silence alone, since there its death is seen at once; with
+    /// [`Builder::shm_on_host`] it is as for the other transport.
     #[must_use]
     pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
         self.liveness = Some(liveness);
@@ -241,8 +250,31 @@ impl Builder {
         self
     }
 
+    /// Peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others by the
+    /// [transport](Builder::transport): each peer by one of the two, whichever side calls. One transfer may go to both, and
+    /// one counter count what comes from both. All engines of a group choose the same.
+    ///
+    /// The engine then has one NIC more than [`Builder::nics`], which are 1 to 7: the first is shared memory. Two engines
+    /// are on one host if the same kernel has booted them into one network namespace, and if they run as one user or
+    /// have the same key. Default: no. With [`Transport::Shm`] it changes nothing.
+    #[must_use]
+    pub const fn shm_on_host(mut self, yes: bool) -> Self {
+        self.shm_on_host = yes;
+        self
+    }
+
+    /// For [`Builder::shm_on_host`]: engines that are given the same name are taken to be on one host, whatever the kernel
+    /// says, and those with different names on two. Containers that share a kernel but no shared memory have different
+    /// ones. Default: what the kernel says.
+    #[must_use]
+    pub fn host(mut self, name: impl Into<String>) -> Self {
+        self.host = Some(name.into());
+        self
+    }
+
     /// GPUs whose memory is written from and to, by their numbers in this process (`CUDA_VISIBLE_DEVICES`); over shared
-    /// memory only: peers on this host, NVLink or PCIe between them. Default: none.
+    /// memory only: peers on this host, NVLink or PCIe between them. Beside another transport that takes
+    /// [`Builder::shm_on_host`]; what is to go from there to other hosts is copied to the host's memory first. Default: none.
     ///
     /// Then all host memory that is registered is pinned for them, and while a GPU copies, the engine's thread does not
     /// sleep.
@@ -319,13 +351,23 @@ impl Builder {
             // The socket tells of a peer's death at once; silence alone may be a caller that computes, or a
             // debugger.
             Transport::Shm => LivenessConfig { down_after: Duration::MAX, ..default },
+            // With shared memory beside it or not: silence tells nothing else of a peer far away.
             Transport::Libfabric(_) | Transport::Verbs(_) => default,
         })
     }
 
+    /// Whether there are two transports.
+    fn spans(&self) -> bool {
+        self.shm_on_host && self.transport != Transport::Shm
+    }
+
     fn check(&self) -> Result<(), BuildError> {
+        let nics = match self.spans() {
+            true => ("nics beside shared memory", usize::from(self.nics), FAR_NICS_MAX, "1 to 7"),
+            false => ("nics", usize::from(self.nics), MAX_NICS, "1 to 8"),
+        };
         let limits = [
-            ("nics", usize::from(self.nics), MAX_NICS, "1 to 8"),
+            nics,
             ("transfers", usize::from(self.transfers), 60_000, "1 to 60000"),
             ("peers", usize::from(self.peers), 60_000, "1 to 60000"),
             ("counters", usize::from(self.counters), usize::from(USER_COUNTERS), "1 to 16381"),
@@ -345,20 +387,16 @@ impl Builder {
             .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
         let engine = EngineId(u64::from_ne_bytes(id));
         let group_key = self.group_key.clone();
-        if !self.gpus.is_empty() && self.transport != Transport::Shm {
+        if !self.gpus.is_empty() && self.transport != Transport::Shm && !self.shm_on_host {
             return Err(BuildError::Config {
                 what: "GPUs on this transport",
                 found: self.gpus.len(),
-                allowed: "none: GPU memory goes over shared memory",
+                allowed: "none: GPU memory goes over shared memory, which `shm_on_host` adds",
             });
         }
         match self.transport.clone() {
             Transport::Shm => {
-                let (nics, foreign, gpus, sms) =
-                    (self.nics, self.foreign_path, self.gpus.clone(), self.sms);
-                let config =
-                    ShmConfig { nics, group_key, foreign, gpus, sms, ..ShmConfig::new(engine) };
-                let provider = ShmProvider::new(config).map_err(BuildError::Provider)?;
+                let provider = self.shm(engine, self.nics, false)?;
                 self.assemble(provider, Clock::monotonic())
             }
             Transport::Libfabric(LibfabricOptions { library, provider, domain }) => {
@@ -366,22 +404,46 @@ impl Builder {
                 let config =
                     LibfabricConfig { engine, nics, peers, library, provider, domain, group_key };
                 let provider = LibfabricProvider::new(config);
-                let provider = provider.map_err(BuildError::Libfabric)?;
-                self.assemble(provider, Clock::monotonic())
+                self.assemble_with_shm(engine, provider.map_err(BuildError::Libfabric)?)
             }
             Transport::Verbs(options) => {
                 let (nics, peers) = (self.nics, self.peers);
                 let config = VerbsConfig { engine, nics, peers, options, group_key };
                 let provider = VerbsProvider::new(config).map_err(BuildError::Verbs)?;
-                self.assemble(provider, Clock::monotonic())
+                self.assemble_with_shm(engine, provider)
             }
         }
+    }
+
+    fn shm(&self, engine: EngineId, nics: u8, from_zero: bool) -> Result<ShmProvider, BuildError> {
+        let config = ShmConfig {
+            nics,
+            group_key: self.group_key.clone(),
+            foreign: self.foreign_path,
+            gpus: self.gpus.clone(),
+            sms: self.sms,
+            from_zero,
+            ..ShmConfig::new(engine)
+        };
+        ShmProvider::new(config).map_err(BuildError::Provider)
+    }
+
+    /// As [`Builder::assemble`], with shared memory beside it if that is wanted.
+    fn assemble_with_shm<P: Provider>(self, engine: EngineId, far: P) -> Result<Parts, BuildError> {
+        if !self.spans() {
+            return self.assemble(far, Clock::monotonic());
+        }
+        let from_zero = far.memory().counts_from_zero();
+        let host = find_host(self.host.as_deref(), self.group_key.as_ref(), from_zero);
+        let host = host.map_err(|source| BuildError::Os { call: "finding the host", source })?;
+        let near = self.shm(engine, 1, from_zero)?;
+        let both = Span::new(near, far, &host).map_err(BuildError::Span)?;
+        self.assemble(both, Clock::monotonic())
     }
 
     /// Puts an engine together around a provider.
     fn assemble<P: Provider>(self, provider: P, clock: Clock) -> Result<Parts, BuildError> {
         let nics: Vec<NicInfo> = provider.nics().to_vec();
-        let limits = common_limits(&nics);
         let geometry = Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes);
         let geometry = geometry.map_err(|_| BuildError::Config {
             what: "mailbox slot bytes",
@@ -409,7 +471,7 @@ impl Builder {
         // Made now: to pin memory waits for all streams, and so for those that are held.
         let words = if self.gpus.is_empty() { 0 } else { 2 * usize::from(self.counters) };
         let gates = Gates::new(words, |bytes| registry.pin(bytes)).map_err(BuildError::Memory)?;
-        let group = self.group(&nics, limits).map_err(BuildError::Group)?;
+        let group = self.group(&nics, provider.unreached()).map_err(BuildError::Group)?;
         let address = provider.address();
         let setup = Setup {
             group,
@@ -438,19 +500,22 @@ impl Builder {
     fn group(
         &self,
         nics: &[NicInfo],
-        limits: NicLimits,
+        unreached: [u8; MAX_NICS],
     ) -> Result<crate::driver::Group, immwire_core::group::ConfigError> {
         let at_least_one = |bytes: u64| NonZeroU64::new(bytes).unwrap_or(NonZeroU64::MIN);
-        let depth = limits.queue_depth;
+        let all = || nics.iter().map(|nic| &nic.limits);
+        let depth = all().map(|nic| nic.queue_depth).min().unwrap_or(0);
+        let min_piece_bytes = all().map(|nic| nic.min_piece_bytes).max().unwrap_or(1);
         let config = GroupConfig {
             limits: PlanLimits {
-                max_message_bytes: at_least_one(limits.max_message_bytes),
-                pages_per_piece: NonZeroU16::new(limits.pages_per_piece).unwrap_or(NonZeroU16::MIN),
+                max_message_bytes: NonZeroU64::MAX,
+                pages_per_piece: NonZeroU16::MAX,
                 rule: SplitRule {
-                    min_piece_bytes: at_least_one(limits.min_piece_bytes),
+                    min_piece_bytes: at_least_one(min_piece_bytes),
                     granule_bytes: at_least_one(64),
                 },
             },
+            unreached,
             // A peer that does not take what it is sent leaves the NIC to others.
             peer_depth: (depth / 4).max(1),
             latency_bytes: self.latency_bytes,
@@ -464,6 +529,11 @@ impl Builder {
             .map(|nic| NicConfig {
                 state: NicState { speed: nic.speed_gbps, healthy: true },
                 queue_depth: nic.limits.queue_depth,
+                takes: PieceLimits {
+                    max_message_bytes: at_least_one(nic.limits.max_message_bytes),
+                    pages_per_piece: NonZeroU16::new(nic.limits.pages_per_piece)
+                        .unwrap_or(NonZeroU16::MIN),
+                },
             })
             .collect();
         let slots = usize::from(self.transfers) + usize::from(OWN_TRANSFERS);
@@ -502,28 +572,6 @@ fn eventfd() -> Result<OwnedFd, BuildError> {
     use rustix::event::EventfdFlags;
     let made = rustix::event::eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK);
     made.map_err(|errno| BuildError::Os { call: "eventfd", source: errno.into() })
-}
-
-/// What all NICs of a group can do: a piece may move from one to another.
-fn common_limits(nics: &[NicInfo]) -> NicLimits {
-    let widest = NicLimits {
-        max_message_bytes: u64::MAX,
-        min_piece_bytes: 1,
-        queue_depth: u16::MAX,
-        inline_bytes: u32::MAX,
-        max_sge: u32::MAX,
-        batch_bytes: u64::MAX,
-        pages_per_piece: u16::MAX,
-    };
-    nics.iter().fold(widest, |all, nic| NicLimits {
-        max_message_bytes: all.max_message_bytes.min(nic.limits.max_message_bytes),
-        min_piece_bytes: all.min_piece_bytes.max(nic.limits.min_piece_bytes),
-        queue_depth: all.queue_depth.min(nic.limits.queue_depth),
-        inline_bytes: all.inline_bytes.min(nic.limits.inline_bytes),
-        max_sge: all.max_sge.min(nic.limits.max_sge),
-        batch_bytes: all.batch_bytes.min(nic.limits.batch_bytes),
-        pages_per_piece: all.pages_per_piece.min(nic.limits.pages_per_piece),
-    })
 }
 
 fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, BuildError> {
@@ -656,6 +704,18 @@ impl TransferEngine {
     #[must_use]
     pub fn address(&self) -> &NetAddr {
         &self.inner.address
+    }
+
+    /// The transport that leads from here to the engine at this address, by what the two addresses say. `None`: they have
+    /// none in common. Opens nothing.
+    #[must_use]
+    pub fn transport_to(&self, address: &NetAddr) -> Option<ProviderKind> {
+        let (ours, kind) = (&self.inner.address, address.provider());
+        match (kind.sides(), span::side(ours, address)) {
+            (Some((near, _)), Some(Side::Near)) => Some(near),
+            (Some((_, far)), Some(Side::Far)) => Some(far),
+            _ => (kind.sides().is_none() && kind == ours.provider()).then_some(kind),
+        }
     }
 
     /// The NICs of the group.

@@ -38,6 +38,9 @@ pub enum BuildError {
     /// The same, of verbs'.
     #[error("the verbs provider could not start: {0}")]
     Verbs(#[source] crate::verbs::VerbsError),
+    /// Shared memory and the transport make no engine.
+    #[error("shared memory beside another transport: {0}")]
+    Span(#[source] crate::span::SpanBuildError),
     /// Memory for signals between GPUs and the CPU could not be had.
     #[error("memory for signals of GPUs: {0}")]
     Memory(#[source] crate::provider::RegisterError),

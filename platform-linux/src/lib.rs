@@ -39,6 +39,7 @@
 //! | [`shm`] | the transport for processes of one host |
 //! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
 //! | [`verbs`] | the transport for RDMA NICs |
+//! | [`span`] | two transports in one: shared memory on this host, another to others |
 //! | [`topology`] | which NICs belong to which GPU |
 //! | [`moe`] | tokens to the ranks of their experts, and back |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
@@ -70,6 +71,7 @@ mod ring;
 mod shared;
 pub mod shm;
 pub mod sim;
+pub mod span;
 mod sync;
 #[cfg(test)]
 mod tests;

@@ -30,7 +30,7 @@
 //! 7. *Runs of pages.* A piece whose [`WorkRequest::run`] counts pages is not one range: it is as many pages,
 //!    anywhere in the two regions, and one piece in every other respect. [`Sink::page_run`] says where they lie,
 //!    from `post` on until the piece is reported; a piece of which it says nothing is reported as failed. Only
-//!    NICs all of which say that they take more than one page in a piece are given any.
+//!    NICs all of which say that they take more than one page in a piece, of those that lead to the peer, are given any.
 //!
 //! Every provider runs the suite in `tests/conformance`.
 
@@ -41,7 +41,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use immwire_core::group::{Token, WorkError, WorkRequest};
-use immwire_core::id::{NicIndex, PeerId, Time};
+use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::nic::NicState;
 use immwire_core::peer::DownReason;
 use immwire_core::plan::RunLayout;
 use immwire_core::receipt::MAX_RECEIPT_BYTES;
@@ -97,6 +98,17 @@ pub trait Provider: Send + 'static {
 
     /// What peers need to reach this engine.
     fn address(&self) -> NetAddr;
+
+    /// For each of the NICs those of a peer's to which no path leads, a bit each, whoever the peer is. Nothing is posted
+    /// there. Usually none.
+    fn unreached(&self) -> [u8; MAX_NICS] {
+        [0; MAX_NICS]
+    }
+
+    /// The NICs of the engine at this address as far as they lead here: those that do not have no speed.
+    fn nics_at(&self, address: &NetAddr) -> heapless::Vec<NicState, MAX_NICS> {
+        nic_states(address)
+    }
 
     /// Posts a prefix of `work`, in order, on `nic`; returns how many pieces were accepted. They may
     /// complete at once or at a later poll.
@@ -169,6 +181,12 @@ pub trait Provider: Send + 'static {
 
     /// Withdraws [`Provider::arm`]; called on waking.
     fn disarm(&mut self);
+}
+
+/// A peer's NICs as the core sees them.
+pub(crate) fn nic_states(address: &NetAddr) -> heapless::Vec<NicState, MAX_NICS> {
+    let states = address.nics().iter();
+    states.map(|nic| NicState { speed: nic.speed_gbps, healthy: true }).collect()
 }
 
 /// Where a provider reports to.
@@ -369,6 +387,11 @@ pub trait Memory: Send + Sync + 'static {
         None
     }
 
+    /// Whether descriptors count the addresses of a region from 0, not from where it is.
+    fn counts_from_zero(&self) -> bool {
+        false
+    }
+
     /// Whether pages from one region to another may be handed over in runs, where the NICs take any.
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
         let _ = (src, dst);
@@ -468,7 +491,8 @@ pub struct RevokeError {
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum ConnectError {
-    /// The address names another transport.
+    /// The address names another transport. Engines that reach peers of their own host by shared memory, and those that do
+    /// not, are not each other's peers.
     #[error("the address is for {found}, this engine uses {expected}")]
     OtherProvider {
         /// Transport of the address.

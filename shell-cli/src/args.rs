@@ -100,6 +100,9 @@ pub struct TransportArgs {
     /// Which transport [default: the address's, or shm]
     #[arg(long, value_enum)]
     pub provider: Option<Provider>,
+    /// Beside libfabric or verbs: shared memory to peers on this host; the other side does the same
+    #[arg(long)]
+    pub shm_on_host: bool,
     /// libfabric's provider: efa, tcp, net or tcp;ofi_rxm [default: the first of these with a device]
     #[arg(long, value_name = "PROVIDER")]
     pub fabric: Option<String>,

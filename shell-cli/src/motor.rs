@@ -84,7 +84,11 @@ impl Motor {
     ///
     /// [`MotorError::Build`].
     pub fn new(transport: &Transport, nics: u8, mode: Mode) -> Result<Self, MotorError> {
-        Self::on(&Carrier { transport: transport.clone(), gpus: None }, nics, mode)
+        Self::on(
+            &Carrier { transport: transport.clone(), shm_on_host: false, gpus: None },
+            nics,
+            mode,
+        )
     }
 
     /// The same, with the GPUs of `carrier`.
@@ -93,7 +97,10 @@ impl Motor {
     ///
     /// [`MotorError::Build`].
     pub fn on(carrier: &Carrier, nics: u8, mode: Mode) -> Result<Self, MotorError> {
-        let mut builder = TransferEngine::builder().transport(carrier.transport.clone()).nics(nics);
+        let mut builder = TransferEngine::builder()
+            .transport(carrier.transport.clone())
+            .shm_on_host(carrier.shm_on_host)
+            .nics(nics);
         if let Some(pair) = &carrier.gpus {
             builder = builder.gpus(pair.ordinals());
             builder = if let Some(sms) = pair.sms { builder.sms(sms) } else { builder };

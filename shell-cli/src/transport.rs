@@ -36,6 +36,9 @@ pub enum TransportError {
     /// Files and messages are in the host's memory.
     #[error("--provider nvlink is for bench: files are in the memory of the host; leave it out")]
     OnlyMeasured,
+    /// There is no other transport.
+    #[error("--shm-on-host is for --provider libfabric and verbs: leave it out")]
+    NothingBeside,
     /// No GPU was named, or too many.
     #[error(
         "--provider nvlink needs --gpus: one GPU, or a source and a destination of which one may be host"
@@ -79,6 +82,8 @@ impl GpuPair {
 pub struct Carrier {
     /// The transport.
     pub transport: Transport,
+    /// Shared memory beside it.
+    pub shm_on_host: bool,
     /// GPUs that write over it.
     pub gpus: Option<GpuPair>,
 }
@@ -87,13 +92,21 @@ impl Carrier {
     /// Its name, as in a row and on the command line.
     #[must_use]
     pub const fn name(&self) -> &'static str {
-        if self.gpus.is_some() { label(Provider::Nvlink) } else { name(&self.transport) }
+        match (&self.gpus, self.shm_on_host, &self.transport) {
+            (Some(_), ..) => label(Provider::Nvlink),
+            (None, true, Transport::Libfabric(_)) => ProviderKind::ShmLibfabric.name(),
+            (None, true, Transport::Verbs(_)) => ProviderKind::ShmVerbs.name(),
+            (None, ..) => name(&self.transport),
+        }
     }
 
     /// The flags that say the same to another process of this program.
     #[must_use]
     pub fn flags(&self) -> Vec<String> {
-        let Some(pair) = &self.gpus else { return flags(&self.transport) };
+        let Some(pair) = &self.gpus else {
+            let both = self.shm_on_host.then(|| "--shm-on-host".to_owned());
+            return flags(&self.transport).into_iter().chain(both).collect();
+        };
         let text = |place| match place {
             Place::Host => "host".to_owned(),
             Place::Gpu(ordinal) => ordinal.to_string(),
@@ -148,13 +161,16 @@ impl TransportArgs {
                 return Err(TransportError::NoMeaning { option, of, provider });
             }
             _ => {
-                let transport = self.choose(peers)?;
+                let carrier = self.without_gpus(peers)?;
                 if given {
-                    let provider = name(&transport);
+                    let provider = carrier.name();
                     return Err(TransportError::NoMeaning { option, of, provider });
                 }
-                return Ok(Carrier { transport, gpus: None });
+                return Ok(carrier);
             }
+        }
+        if self.shm_on_host {
+            return Err(TransportError::NothingBeside);
         }
         let (src, dst) = match *gpus.gpus.as_slice() {
             [both] => (both, both),
@@ -166,7 +182,25 @@ impl TransportArgs {
             (Place::Host, Place::Host) => return Err(TransportError::Gpus),
         };
         let pair = GpuPair { src, dst, sms: gpus.sms, writer };
-        Ok(Carrier { transport: Transport::Shm, gpus: Some(pair) })
+        Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: Some(pair) })
+    }
+
+    /// As [`TransportArgs::choose`], with shared memory beside it if that was asked for, or the address has it.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`].
+    pub fn without_gpus(&self, peers: Peers<'_>) -> Result<Carrier, TransportError> {
+        let transport = self.choose(peers)?;
+        let has_both = |address: &NetAddr| address.provider().sides().is_some();
+        let shm_on_host = match peers {
+            Peers::At(address) if self.provider.is_none() => self.shm_on_host || has_both(address),
+            _ => self.shm_on_host,
+        };
+        if shm_on_host && transport == Transport::Shm {
+            return Err(TransportError::NothingBeside);
+        }
+        Ok(Carrier { transport, shm_on_host, gpus: None })
     }
 
     /// The transport that was asked for. Without `--provider` it is the address's, the first flag's, or else
@@ -178,7 +212,7 @@ impl TransportArgs {
     /// [`TransportError`].
     pub fn choose(&self, peers: Peers<'_>) -> Result<Transport, TransportError> {
         let provider = self.provider.unwrap_or_else(|| match peers {
-            Peers::At(address) => match address.provider() {
+            Peers::At(address) => match far(address.provider()) {
                 ProviderKind::Libfabric => Provider::Libfabric,
                 ProviderKind::Verbs => Provider::Verbs,
                 _ => Provider::Shm,
@@ -209,6 +243,11 @@ impl TransportArgs {
             }
         })
     }
+}
+
+/// The transport to other hosts, of two.
+fn far(kind: ProviderKind) -> ProviderKind {
+    kind.sides().map_or(kind, |(_, far)| far)
 }
 
 /// As on the command line.
@@ -264,7 +303,10 @@ pub fn advice(error: &MotorError) -> Option<String> {
             cuda_advice(source).map(str::to_owned)
         }
         MotorError::AddPeer(AddPeerError::Connect(ConnectError::OtherProvider { found, .. })) => {
-            Some(format!("leave --provider out, or give --provider {found}"))
+            Some(match ProviderKind::from_name(found).and_then(ProviderKind::sides) {
+                Some((_, far)) => format!("give --provider {far} --shm-on-host"),
+                None => format!("leave --provider and --shm-on-host out, or give --provider {found}"),
+            })
         }
         MotorError::Peer(
             PeerError::Timeout { .. } | PeerError::Down { reason: DownReason::NeverAnswered, .. },
@@ -389,6 +431,36 @@ mod tests {
     }
 
     #[test]
+    fn shared_memory_is_put_beside_another_transport_alone() {
+        let none = GpuArgs::default();
+        let with = |args: TransportArgs| TransportArgs { shm_on_host: true, ..args };
+        let asked = with(args(Some(Provider::Libfabric), None, Some("eth0")));
+        let carrier = asked.carrier(&none, Peers::Own).unwrap();
+        assert_eq!(carrier.transport, libfabric(None, Some("eth0")));
+        assert_eq!((carrier.shm_on_host, carrier.name()), (true, "shm-libfabric"));
+        let flags = carrier.flags().join(" ");
+        assert_eq!(flags, "--provider libfabric --interface eth0 --shm-on-host");
+        for alone in [args(None, None, None), args(Some(Provider::Shm), None, None)] {
+            let refused = with(alone).carrier(&none, Peers::Come);
+            assert_eq!(refused, Err(TransportError::NothingBeside));
+        }
+        let gpus = GpuArgs { gpus: vec![Place::Gpu(0)], sms: None };
+        let refused = with(args(None, None, None)).carrier(&gpus, Peers::Own);
+        assert_eq!(refused, Err(TransportError::NothingBeside));
+        // An address says it.
+        let near =
+            immwire::core::wire::NicAddr { speed_gbps: 1, address: [1; 48].into_iter().collect() };
+        let nics = [near.clone(), near];
+        for (kind, name) in
+            [(ProviderKind::ShmLibfabric, "shm-libfabric"), (ProviderKind::ShmVerbs, "shm-verbs")]
+        {
+            let address = NetAddr::new(kind, immwire::EngineId(7), &nics).unwrap();
+            let carrier = args(None, None, None).carrier(&none, Peers::At(&address)).unwrap();
+            assert_eq!((carrier.name(), carrier.shm_on_host), (name, true));
+        }
+    }
+
+    #[test]
     fn flags_of_one_transport_are_refused_for_another() {
         let refused = args(Some(Provider::Shm), None, Some("eth0")).choose(Peers::Own);
         let (of, provider) = ("libfabric", "shm");
@@ -457,7 +529,10 @@ mod tests {
         let files = args(Some(Provider::Nvlink), None, None).choose(Peers::Own);
         assert_eq!(files, Err(TransportError::OnlyMeasured));
         let plain = args(None, None, None).carrier(&GpuArgs::default(), Peers::Own);
-        assert_eq!(plain, Ok(Carrier { transport: Transport::Shm, gpus: None }));
+        assert_eq!(
+            plain,
+            Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: None })
+        );
     }
 
     #[test]
@@ -475,7 +550,7 @@ mod tests {
         {
             for sms in [None, NonZeroU32::new(9)] {
                 let gpus = Some(GpuPair { src, dst, sms, writer });
-                let carrier = Carrier { transport: Transport::Shm, gpus };
+                let carrier = Carrier { transport: Transport::Shm, shm_on_host: false, gpus };
                 let only = Only::parse_from(["x".to_owned()].into_iter().chain(carrier.flags()));
                 assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));
             }

@@ -132,8 +132,12 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices (``["mlx5_0"]``), which entry of
 ///   their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
 /// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to,
-///   by copies that they make themselves; for ``"shm"``. All memory of the host that is registered is then pinned.
+///   by copies that they make themselves; for ``"shm"``, or with ``shm_on_host``. All memory of the host that is
+///   registered is then pinned.
 /// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
+/// - ``shm_on_host``: peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others
+///   by the provider; all engines of a group choose the same. There is one NIC more then, the first, and ``nics`` are
+///   1 to 7. ``host``: engines with the same name are on one host, whatever the kernel says.
 /// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, the others take the devices in turn.
 /// - ``transfers``, ``peers``, ``counters``: how many there may be at a time.
 /// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
@@ -267,7 +271,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, gpus = None, sms = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, gpus = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -283,6 +287,8 @@ impl TransferEngine {
         traffic_class: Option<u8>,
         gpus: Option<Vec<u32>>,
         sms: Option<u32>,
+        shm_on_host: bool,
+        host: Option<String>,
         nics: u8,
         transfers: u16,
         peers: u16,
@@ -314,10 +320,13 @@ impl TransferEngine {
             return Err(errors::config(message));
         }
         let gpus = gpus.unwrap_or_default();
-        if provider != "shm" && !gpus.is_empty() {
+        if provider != "shm" && !shm_on_host && !gpus.is_empty() {
             return Err(errors::config(
-                "gpus are for provider=\"shm\": no other transport reaches them",
+                "gpus are for provider=\"shm\": no other transport reaches them; shm_on_host=True has both",
             ));
+        }
+        if host.is_some() && !shm_on_host {
+            return Err(errors::config("host is for shm_on_host=True"));
         }
         if gpus.is_empty() && sms.is_some() {
             return Err(errors::config("sms are those of gpus: give both"));
@@ -349,7 +358,11 @@ impl TransferEngine {
             .drain(seconds(drain)?)
             .mailbox(mailbox_slots, mailbox_slot_bytes)
             .latency_bytes(latency_bytes)
+            .shm_on_host(shm_on_host)
             .gpus(gpus);
+        if let Some(host) = host {
+            builder = builder.host(host);
+        }
         if let Some(sms) = sms {
             let none = || errors::config("a GPU copies on one of its SMs at least");
             builder = builder.sms(NonZeroU32::new(sms).ok_or_else(none)?);
@@ -394,6 +407,14 @@ impl TransferEngine {
     #[getter]
     fn address(&self) -> NetAddr {
         NetAddr(self.address.clone())
+    }
+
+    /// The transport that leads from here to the engine at this address, by what the two addresses say: ``"shm"``,
+    /// ``"libfabric"`` or ``"verbs"``; ``None`` if they have none in common. Opens nothing.
+    #[pyo3(signature = (address, /))]
+    fn transport_to(&self, address: &Bound<'_, PyAny>) -> PyResult<Option<&'static str>> {
+        let (core, address) = (self.core()?, self::address(address)?);
+        Ok(core.engine.transport_to(&address).map(|kind| kind.name()))
     }
 
     /// The NICs of the engine.

@@ -45,6 +45,7 @@ pub use slot::{PeerSlot, Storage, Token, TransferSlot};
 
 use core::fmt;
 use core::marker::PhantomData;
+use core::num::{NonZeroU16, NonZeroU64};
 use core::time::Duration;
 
 use crate::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
@@ -276,13 +277,42 @@ pub struct NicConfig {
     pub state: NicState,
     /// Pieces of transfers that may be in flight on it.
     pub queue_depth: u16,
+    /// What it takes in a piece.
+    pub takes: PieceLimits,
+}
+
+/// What one NIC takes in a piece. [`GroupConfig::limits`] bounds it further.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct PieceLimits {
+    /// The longest message.
+    pub max_message_bytes: NonZeroU64,
+    /// Pages that it may carry without being adjacent; 1 if it takes no runs.
+    pub pages_per_piece: NonZeroU16,
+}
+
+impl PieceLimits {
+    /// Whatever the group allows.
+    pub const ANY: Self =
+        Self { max_message_bytes: NonZeroU64::MAX, pages_per_piece: NonZeroU16::MAX };
+
+    fn bound(self, limits: PlanLimits) -> PlanLimits {
+        PlanLimits {
+            max_message_bytes: limits.max_message_bytes.min(self.max_message_bytes),
+            pages_per_piece: limits.pages_per_piece.min(self.pages_per_piece),
+            rule: limits.rule,
+        }
+    }
 }
 
 /// How a group schedules.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct GroupConfig {
-    /// How transfers are cut.
+    /// How transfers are cut, where the NICs do not take less: those that lead to its peer, or, if it has several
+    /// peers, any.
     pub limits: PlanLimits,
+    /// For each of our NICs those of a peer's to which no path leads, a bit each, whoever the peer is: NICs of two
+    /// networks, say. Not the same as broken: nobody waits for them. Usually none.
+    pub unreached: [u8; MAX_NICS],
     /// Pieces of transfers that may be in flight to one peer over one NIC. A peer that is gone holds so many at
     /// most, until that is known.
     pub peer_depth: u16,
@@ -447,7 +477,11 @@ struct Nic {
 
 impl Nic {
     const ABSENT: Self = Self {
-        config: NicConfig { state: NicState { speed: 0, healthy: false }, queue_depth: 0 },
+        config: NicConfig {
+            state: NicState { speed: 0, healthy: false },
+            queue_depth: 0,
+            takes: PieceLimits::ANY,
+        },
         credits: Credits::NONE_USED,
         lanes: Queues::EMPTY,
         turn_left: 0,
@@ -466,6 +500,8 @@ impl Nic {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct DomainGroup<P, T, TS, PS, LS = [LostSlot; 0]> {
     config: GroupConfig,
+    /// How what may go over any NIC is cut.
+    common: PlanLimits,
     nics: [Nic; MAX_NICS],
     nic_count: NicIndex,
     transfers: TS,
@@ -554,8 +590,8 @@ where
             return Err(ConfigError::LostSlots { found, needed });
         }
         lost.as_mut().fill_with(LostSlot::new);
-        let limits = &config.limits;
-        let express_bytes = limits.max_message_bytes.min(limits.rule.min_piece_bytes).get();
+        let common = nics.iter().fold(config.limits, |limits, nic| nic.takes.bound(limits));
+        let express_bytes = common.max_message_bytes.min(common.rule.min_piece_bytes).get();
         let mut all = [Nic::ABSENT; MAX_NICS];
         for (nic, own) in all.iter_mut().zip(nics) {
             nic.config = *own;
@@ -571,6 +607,7 @@ where
         }
         Ok(Self {
             config,
+            common,
             nics: all,
             nic_count,
             transfers,
@@ -632,7 +669,7 @@ where
         control: Option<MrDesc>,
         machine: Peer,
     ) -> Result<PeerId, PeersFull> {
-        let own = self.nic_states();
+        let (own, unreached) = (self.nic_states(), self.config.unreached);
         let slots = self.peers.as_mut();
         let capacity = slots.len();
         let vacant = slots.iter_mut().enumerate().find(|(_, slot)| slot.entry.is_none());
@@ -653,7 +690,7 @@ where
             sent: false,
             stopped: false,
             pathless: false,
-            paths: Paths::WHOLE,
+            paths: Paths::new(unreached),
         });
         entry.set_nics(nics, &own);
         let id = PeerId { index: index_of(index), generation: slot.generation };
@@ -782,7 +819,7 @@ where
         self.turn = self.turn.wrapping_add(1);
         let view = PeerView(self.peers.as_ref());
         let unplanned = |error| reject(SubmitError::Plan(error));
-        let limits = &self.config.limits;
+        let limits = &self.limits_for(request.request());
         let whole = Whole::new(request.request(), limits, &view, self.turn).map_err(unplanned)?;
         let id = match whole {
             Some(whole) => {
@@ -807,6 +844,24 @@ where
             self.enqueue(index);
         }
         Ok(id)
+    }
+
+    /// How a request is cut: as every NIC takes it that may come to carry a piece of it.
+    #[inline]
+    fn limits_for(&self, request: &Request<P, T>) -> PlanLimits {
+        let peer = match request {
+            Request::Single(write) => write.peer,
+            Request::Paged(write) => write.peer,
+            _ => return self.common,
+        };
+        if self.config.unreached == [0; MAX_NICS] {
+            return self.common;
+        }
+        let view = PeerView(self.peers.as_ref());
+        let leads = |nic: usize| view.entry(peer).is_some_and(|entry| entry.may_reach(nic));
+        let nics = self.nics.iter().take(self.nic_count.into()).enumerate();
+        nics.filter(|(nic, _)| leads(*nic))
+            .fold(self.config.limits, |limits, (_, nic)| nic.config.takes.bound(limits))
     }
 
     /// Whether a single piece can have another path than the one it was planned for, and needs its keys.
@@ -1300,7 +1355,11 @@ where
         if active.stop.is_some() {
             return;
         }
-        let mut others = others(lost, self.nic_count);
+        // Those first that lead where it did.
+        let unreached = |nic: NicIndex| self.config.unreached.get(usize::from(nic));
+        let alike = |nic: &NicIndex| unreached(*nic) == unreached(lost);
+        let all = || others(lost, self.nic_count);
+        let mut others = all().filter(alike).chain(all().filter(|nic| !alike(nic)));
         let usable = |nic: NicIndex| self.nics.get(usize::from(nic)).is_some_and(Nic::usable);
         let left = active.plan.nic_mask() & (1 << lost) != 0;
         if others.any(|nic| usable(nic) && active.plan.reroute(lost, nic)) {

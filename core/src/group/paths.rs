@@ -99,8 +99,10 @@ pub struct AskError;
 /// What a group knows of the paths to one peer, and of the peer's to it.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(super) struct Paths {
-    /// The peer's NICs that each of ours does not reach, a bit for each.
+    /// The peer's NICs that each of ours does not reach, a bit for each: now,
     pub(super) broken: [u8; MAX_NICS],
+    /// and ever, as [`GroupConfig::unreached`](super::GroupConfig::unreached) says.
+    pub(super) unreached: [u8; MAX_NICS],
     /// For each NIC of ours.
     asks: [Ask; MAX_NICS],
     /// For each NIC of the peer's.
@@ -118,17 +120,21 @@ pub(super) struct Paths {
 }
 
 impl Paths {
-    pub(super) const WHOLE: Self = Self {
-        broken: [0; MAX_NICS],
-        asks: [Ask::IDLE; MAX_NICS],
-        replies: [Reply::IDLE; MAX_NICS],
-        beat: Beat::IDLE,
-        receipts: None,
-        pathless_until: Time::NEVER,
-        last_broken: 0,
-        lost: 0,
-        ready: false,
-    };
+    /// None is broken.
+    pub(super) const fn new(unreached: [u8; MAX_NICS]) -> Self {
+        Self {
+            broken: unreached,
+            unreached,
+            asks: [Ask::IDLE; MAX_NICS],
+            replies: [Reply::IDLE; MAX_NICS],
+            beat: Beat::IDLE,
+            receipts: None,
+            pathless_until: Time::NEVER,
+            last_broken: 0,
+            lost: 0,
+            ready: false,
+        }
+    }
 
     /// What the platform is to do next.
     pub(super) fn poll_event(&mut self, peer: PeerId) -> Option<Event> {
@@ -422,10 +428,11 @@ where
             return;
         };
         let bit = 1_u8.unbounded_shl(remote_nic.into());
+        let unreached = entry.paths.unreached.get(usize::from(nic)).copied().unwrap_or(0);
         let Some(broken) = entry.paths.broken.get_mut(usize::from(nic)) else {
             return;
         };
-        if *broken & bit == 0 {
+        if *broken & !unreached & bit == 0 {
             return;
         }
         *broken &= !bit;
@@ -857,7 +864,7 @@ where
         let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) else {
             return;
         };
-        let ready = entry.is_usable() && entry.paths.has_note();
+        let ready = entry.is_usable() && entry.routes.is_some() && entry.paths.has_note();
         let before = core::mem::replace(&mut entry.paths.ready, ready);
         match (before, ready) {
             (false, true) => self.aside = self.aside.saturating_add(1),
@@ -966,7 +973,7 @@ where
         Damaged::Moved
     }
 
-    /// The peer is not reached from `nic`: moves what the transfer has left there to a NIC that does.
+    /// The peer is not reached from `nic`: moves what the transfer has left for it there to a NIC that does.
     fn move_cut_off(&mut self, index: u16, nic: NicIndex, peer: PeerId) -> Damaged {
         let usable = self.nics_usable();
         let view = PeerView(self.peers.as_ref());
@@ -975,12 +982,12 @@ where
         else {
             return Damaged::Wait;
         };
-        let moved = others(nic, self.nic_count).any(|other| {
+        let leads = |other: NicIndex| {
             let over = entry.over.get(usize::from(other));
-            usable & 1_u8.unbounded_shl(other.into()) != 0
-                && over.is_some_and(|over| over.whole != 0)
-                && active.plan.reroute(nic, other)
-        });
+            usable & 1_u8.unbounded_shl(other.into()) != 0 && over.is_some_and(|it| it.whole != 0)
+        };
+        let (routes, others) = (entry.routes.as_ref(), others(nic, self.nic_count));
+        let moved = active.plan.reroute_next(nic, routes, others, leads);
         if moved {
             self.withdraw(index, usize::from(nic));
             self.enqueue(index);

@@ -249,7 +249,7 @@ pub(super) struct PeerNic {
     pub(super) waiting: Queues,
     /// The peer's NICs that are reached from here, a bit each.
     pub(super) whole: u8,
-    /// Some that could be are not: a path is broken.
+    /// Pieces may have to be moved: a path is broken, or no path leads there from here.
     pub(super) damaged: bool,
 }
 
@@ -333,17 +333,31 @@ impl PeerEntry {
 
     /// Our NICs are `own` now.
     pub(super) fn set_routes(&mut self, own: &[NicState]) {
+        let usable = self.usable();
         let nics = self.nics.get(..usize::from(self.nic_count)).unwrap_or(&[]);
-        let usable = nics.iter().zip(0_u32..).filter(|(nic, _)| nic.healthy && nic.speed > 0);
-        let usable = usable.fold(0_u8, |mask, (_, at)| mask | 1_u8.unbounded_shl(at));
-        for (over, broken) in self.over.iter_mut().zip(&self.paths.broken) {
+        let paths = self.paths.broken.iter().zip(&self.paths.unreached);
+        for (over, (broken, unreached)) in self.over.iter_mut().zip(paths) {
             over.whole = usable & !broken;
-            over.damaged = *broken != 0;
+            // What was moved to a NIC that does not lead there is to be moved on.
+            over.damaged = broken != unreached || *unreached != 0 && over.whole == 0;
         }
         let whole = Routes::avoiding(own, nics, &self.paths.broken);
         // Without any path, transfers are planned for when one is back.
-        self.routes = whole.or_else(|| Routes::new(own, nics));
+        self.routes = whole.or_else(|| Routes::avoiding(own, nics, &self.paths.unreached));
         self.pathless = whole.is_none() && self.routes.is_some();
+    }
+
+    /// Its NICs that can be used, a bit for each.
+    fn usable(&self) -> u8 {
+        let nics = self.nics.iter().take(self.nic_count.into()).zip(0_u32..);
+        let usable = nics.filter(|(nic, _)| nic.healthy && nic.speed > 0);
+        usable.fold(0_u8, |mask, (_, at)| mask | 1_u8.unbounded_shl(at))
+    }
+
+    /// Whether a path leads there from our NIC `nic`, broken or not.
+    pub(super) fn may_reach(&self, nic: usize) -> bool {
+        let unreached = self.paths.unreached.get(nic);
+        unreached.is_some_and(|unreached| self.usable() & !unreached != 0)
     }
 
     /// Whether pieces may be posted to it.

@@ -24,6 +24,7 @@ use crate::plan::{
     Barrier, ImmWrite, PageRun, PagedWrite, Pages, ScatterWrite, Side, SingleWrite, Target,
 };
 use crate::region::{Keys, LocalMr, Rights};
+use crate::span::{self, side_of};
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Numbers(Vec<u64>);
@@ -124,6 +125,9 @@ struct Setup {
     reserve: u16,
     max_message: u64,
     pages_per_piece: u16,
+    /// Even peers are reached from our first NIC at theirs, odd ones from the others at the others; of these none takes
+    /// runs of pages, or as much at once.
+    spans: bool,
 }
 
 const SMALL: Setup = Setup {
@@ -137,6 +141,7 @@ const SMALL: Setup = Setup {
     reserve: 1,
     max_message: 2,
     pages_per_piece: 1,
+    spans: false,
 };
 
 /// What is submitted.
@@ -276,6 +281,23 @@ struct World {
     theirs: Vec<Theirs>,
 }
 
+impl Setup {
+    fn takes(&self, nic: u8) -> PieceLimits {
+        match self.spans && side_of(nic) == span::Side::Far {
+            true => PieceLimits {
+                max_message_bytes: NonZeroU64::new(self.max_message.div_ceil(2)).unwrap(),
+                pages_per_piece: NonZeroU16::MIN,
+            },
+            false => PieceLimits::ANY,
+        }
+    }
+}
+
+/// Where a peer is reached, if not all are reached alike.
+fn side(peer: u16) -> span::Side {
+    if peer.is_multiple_of(2) { span::Side::Near } else { span::Side::Far }
+}
+
 /// A path: peer, our NIC, its NIC.
 type Way = (PeerId, u8, u8);
 
@@ -303,6 +325,7 @@ fn config(setup: Setup) -> GroupConfig {
                 granule_bytes: NonZeroU64::MIN,
             },
         },
+        unreached: if setup.spans { span::unreached() } else { [0; MAX_NICS] },
         peer_depth: setup.peer_depth,
         latency_bytes: 2,
         latency_reserve: setup.reserve,
@@ -322,8 +345,9 @@ impl World {
     }
 
     fn with(setup: Setup, config: GroupConfig) -> Self {
-        let nic = NicConfig { state: GOOD_NIC, queue_depth: setup.queue_depth };
-        let nics = vec![nic; usize::from(setup.nics)];
+        let queue_depth = setup.queue_depth;
+        let nic = |nic| NicConfig { state: GOOD_NIC, queue_depth, takes: setup.takes(nic) };
+        let nics: Vec<NicConfig> = (0..setup.nics).map(nic).collect();
         let slots = vec![Slot::new(); setup.slots];
         let peers = vec![PeerSlot::new(); usize::from(setup.peers)];
         let lost = vec![LostSlot::new(); usize::from(setup.nics) * usize::from(setup.queue_depth)];
@@ -345,7 +369,7 @@ impl World {
         };
         for peer in 0..setup.peers {
             if peer < setup.connecting {
-                let nics = world.nics();
+                let nics = world.nics(peer);
                 let id = world.group.add_peer(Time::ZERO, engine(peer), &nics);
                 world.peers[usize::from(peer)] = Some(id.unwrap());
             } else {
@@ -357,12 +381,33 @@ impl World {
         world
     }
 
-    fn nics(&self) -> Vec<NicState> {
-        vec![GOOD_NIC; usize::from(self.setup.peer_nics)]
+    fn nics(&self, peer: u16) -> Vec<NicState> {
+        let leads = |nic: u8| !self.setup.spans || side_of(nic) == side(peer);
+        let state =
+            |nic| NicState { speed: if leads(nic) { GOOD_NIC.speed } else { 0 }, ..GOOD_NIC };
+        (0..self.setup.peer_nics).map(state).collect()
+    }
+
+    /// Whether a NIC of ours that is up leads to the peer.
+    fn is_lit(&self, peer: u16) -> bool {
+        let leads = |nic: u8| !self.setup.spans || side_of(nic) == side(peer);
+        let there = (0..self.setup.peer_nics).any(leads);
+        there && (0..).zip(&self.nics_up).any(|(nic, up)| *up && leads(nic))
+    }
+
+    fn is_dark(&self) -> bool {
+        let peers = || 0..self.setup.peers;
+        // Where all are reached alike, whoever is there.
+        peers().any(|peer| !self.is_lit(peer) && (!self.setup.spans || self.live(peer).is_some()))
+    }
+
+    fn number(&self, peer: PeerId) -> u16 {
+        let at = self.peers.iter().position(|known| *known == Some(peer));
+        index_of(at.expect("a peer that is there"))
     }
 
     fn rejoin(&mut self, peer: u16) -> bool {
-        let nics = self.nics();
+        let nics = self.nics(peer);
         let answer = answer(peer, &nics);
         let id = self.group.accept_peer(self.now, engine(peer), &answer);
         // Full while the old tenant still has something in flight.
@@ -519,7 +564,9 @@ impl World {
             return false;
         };
         let way = (id, nic, remote);
+        let leads = |it: u8| !self.setup.spans || side_of(it) == side(peer);
         let known = nic < self.setup.nics && remote < self.setup.peer_nics;
+        let known = known && leads(nic) && leads(remote);
         let connecting = self.group.peer_state(id) == Some(PeerState::Connecting);
         if !known || connecting || self.broken.contains(&way) {
             return false;
@@ -643,7 +690,9 @@ impl World {
     }
 
     fn asked(&mut self, peer: u16, from: u8, to: u8) -> bool {
+        let leads = |it: u8| !self.setup.spans || side_of(it) == side(peer);
         let known = from < self.setup.peer_nics && to < self.setup.nics;
+        let known = known && leads(from) && leads(to);
         let Some(id) = self.live(peer).filter(|_| known) else {
             return false;
         };
@@ -697,17 +746,20 @@ impl World {
         match submitted {
             Ok(id) => {
                 assert!(!full);
+                self.dark |= self.is_dark();
                 self.sent.push(Sent::new(id, kind, deadline, (writes, units)));
                 true
             }
             Err(rejected) => {
-                let none_up = self.nics_up.iter().all(|up| !up);
+                let to = |id: PeerId| units.iter().any(|(peer, _)| *peer == id);
+                let unlit = |peer: u16| self.live(peer).is_some_and(to) && !self.is_lit(peer);
+                let unlit = (0..self.setup.peers).any(unlit);
                 match rejected.error {
                     SubmitError::Full { capacity } => {
                         assert!(full && capacity == self.setup.slots);
                         assert_eq!(rejected.request, Some(checked));
                     }
-                    SubmitError::Plan(PlanError::NoRoute { .. }) => assert!(none_up),
+                    SubmitError::Plan(PlanError::NoRoute { .. }) => assert!(unlit),
                     error => panic!("{error}"),
                 }
                 false
@@ -779,6 +831,9 @@ impl World {
         assert!(self.nics_up[usize::from(nic)], "posted on a lost NIC");
         assert!(work.remote_nic < self.setup.peer_nics);
         assert!(!self.broken.contains(&way_of(&work)), "posted on a broken path");
+        let side = side(self.number(work.peer));
+        let leads = |nic| !self.setup.spans || side_of(nic) == side;
+        assert!(leads(work.nic) && leads(work.remote_nic), "posted where no path leads");
         let up =
             matches!(self.group.peer_state(work.peer), Some(PeerState::Up | PeerState::Suspect));
         assert!(up && self.peers.contains(&Some(work.peer)), "posted to a peer that is not up");
@@ -792,10 +847,11 @@ impl World {
         let sent = find(&mut self.sent, work.token);
         assert!(!sent.stopped, "posted after stop");
         sent.started = true;
-        let most = u32::from(self.setup.pages_per_piece);
+        let takes = self.setup.takes(nic);
+        let most = u32::from(takes.pages_per_piece.get().min(self.setup.pages_per_piece));
         assert!(work.run.count <= most && (work.run.count == 0 || most > 1));
         if work.len > 0 {
-            assert!(work.len <= self.setup.max_message);
+            assert!(work.len <= self.setup.max_message.min(takes.max_message_bytes.get()));
         } else if !sent.writes.is_empty() {
             assert!(sent.all_painted(), "announced before all was written");
         }
@@ -844,7 +900,7 @@ impl World {
         if self.group.peer_state(id) != Some(PeerState::Connecting) {
             return false;
         }
-        let nics = self.nics();
+        let nics = self.nics(peer);
         self.group.handle_connected(self.now, id, &answer(peer, &nics));
         self.group.set_receipts(id, receipts());
         true
@@ -867,7 +923,7 @@ impl World {
             Some(known) if *known != up => *known = up,
             _ => return false,
         }
-        self.dark |= self.nics_up.iter().all(|up| !up);
+        self.dark |= self.is_dark();
         self.group.set_nic_health(self.now, nic, up);
         true
     }
@@ -938,7 +994,8 @@ impl World {
             let to_it = lost.iter().filter(|work| usize::from(work.peer.index) == index);
             assert_eq!(usize::from(entry.paths.lost), to_it.count());
             assert!(group.next_timeout <= entry.paths.next_timeout() || entry.is_down());
-            assert_eq!(entry.paths.ready, entry.is_usable() && entry.paths.has_note());
+            let goes = entry.is_usable() && entry.routes.is_some();
+            assert_eq!(entry.paths.ready, goes && entry.paths.has_note());
             aside += usize::from(entry.paths.ready);
         }
         assert_eq!(group.aside, aside);
@@ -1058,16 +1115,17 @@ impl World {
             }
             let pathless =
                 |slot: &PeerSlot| slot.entry.as_ref().is_some_and(|entry| entry.pathless);
-            let cut_off =
-                self.group.peers.iter().any(pathless) || self.nics_up.iter().all(|up| !up);
+            let cut_off = self.group.peers.iter().any(pathless) || self.is_dark();
             assert!(cut_off, "stuck: {:?}", self.sent);
             ticks += 1;
             assert!(ticks < 20 && self.apply(Do::Tick), "nothing will ever end it");
         }
-        let reached = self.nics_up.iter().any(|up| *up);
-        for theirs in
-            self.theirs.iter().filter(|theirs| reached && self.peers.contains(&Some(theirs.peer)))
-        {
+        let reached = !self.is_dark();
+        let there = |theirs: &&Theirs| self.peers.contains(&Some(theirs.peer));
+        for theirs in self.theirs.iter().filter(there) {
+            if !self.is_lit(self.number(theirs.peer)) {
+                continue;
+            }
             if !self.group.view().entry(theirs.peer).unwrap().pathless {
                 assert_eq!(theirs.heard, Some(theirs.epoch), "an ask was not answered");
             }
@@ -1406,6 +1464,67 @@ fn every_short_program_of_runs() {
     assert!(states > 23_000, "only {states} states");
 }
 
+/// One peer near, one far over two NICs of which one and another break or are lost: what goes to both, and to each.
+#[test]
+fn every_short_program_of_two_sides() {
+    let setup = Setup { nics: 3, peer_nics: 3, pages_per_piece: 2, max_message: 4, ..SMALL };
+    let menu = [
+        Do::Submit(Kind::Scatter, 0),
+        Do::Submit(Kind::Many, 0),
+        Do::Submit(Kind::Many, 1),
+        Do::Post(0),
+        Do::Post(1),
+        Do::Post(2),
+        Do::Complete(0),
+        Do::Break(1, 1, 1),
+        Do::Answer(0),
+        Do::NicDown(0),
+        Do::NicDown(1),
+        Do::NicUp(1),
+        Do::Lose(1),
+    ];
+    let states = explore(Setup { spans: true, ..setup }, &menu, 6);
+    assert!(states > 1_000, "only {states} states");
+}
+
+/// Of a scatter to peers on two sides, what goes to one peer is spread over the NICs that lead there, whoever's turn was
+/// before.
+#[test]
+fn each_lane_of_a_scatter_keeps_its_nic() {
+    let depths = Setup { queue_depth: 8, peer_depth: 8, reserve: 0, ..SMALL };
+    let setup = Setup { nics: 4, peer_nics: 4, max_message: 64, spans: true, ..depths };
+    for order in [[0, 1], [1, 0]] {
+        let mut world = World::new(setup);
+        let target = |n: u16| {
+            let owner = engine(n);
+            let (peer, dst) = (world.live(n).unwrap(), region(owner, DST));
+            Target { peer, dst, src_offset: 0, dst_offset: 0, len: 24 }
+        };
+        let targets = (0..10).flat_map(|_| order.map(target)).collect();
+        let request = Request::Scatter(ScatterWrite {
+            src: source(),
+            targets: Targets::Writes(targets),
+            imm: Some(tag()),
+        });
+        let mut bytes = [[0; 4]; 2];
+        submit(&mut world, request);
+        let mut idle = 0;
+        while idle < 2 {
+            idle += 1;
+            for nic in 0..4_u8 {
+                while let Some(work) = world.group.poll_work(nic) {
+                    let peer = usize::from(world.number(work.peer));
+                    bytes[peer][usize::from(nic)] += work.len;
+                    let now = world.now;
+                    assert!(world.group.handle_completion(now, nic, work.token, Ok(())));
+                    idle = 0;
+                }
+            }
+        }
+        assert_eq!(bytes, [[240, 0, 0, 0], [0, 80, 80, 80]], "{order:?}");
+    }
+}
+
 /// Small writes, taken and posted the short way and the general one, while paths and NICs are lost.
 #[test]
 fn every_short_program_of_small_writes() {
@@ -1469,6 +1588,7 @@ fn any_setup() -> impl Strategy<Value = Setup> {
             reserve,
             max_message,
             pages_per_piece,
+            spans: nics > 1 && peer_nics > 1 && slots % 2 == 0,
         }
     })
 }
@@ -1641,7 +1761,7 @@ fn an_answer_that_comes_too_late_is_ignored() {
     let id = world.live(0).unwrap();
     world.group.remove_peer(world.now, id, DownReason::Removed);
     let before = world.group.clone();
-    let nics = world.nics();
+    let nics = world.nics(0);
     world.group.handle_connected(world.now, id, &answer(0, &nics));
     assert_eq!(world.group, before);
     assert_eq!(world.group.peer_state(id), Some(PeerState::Down(DownReason::Removed)));
@@ -1751,7 +1871,7 @@ fn a_path_that_nobody_can_settle_is_named() {
 
 #[test]
 fn without_room_for_lost_pieces_their_transfer_ends() {
-    let nic = NicConfig { state: GOOD_NIC, queue_depth: 4 };
+    let nic = NicConfig { state: GOOD_NIC, queue_depth: 4, takes: PieceLimits::ANY };
     let new = |lost: usize| {
         let (slots, peers) = (vec![Slot::new()], vec![PeerSlot::new()]);
         let lost = vec![LostSlot::new(); lost];
@@ -1995,7 +2115,7 @@ fn a_list_that_changes_ends_its_transfer() {
         let setup = Setup { max_message: 16, pages_per_piece, ..setup };
         let mut group = DomainGroup::<Fickle, Targets, _, _>::new(
             config(setup),
-            &[NicConfig { state: GOOD_NIC, queue_depth: 8 }],
+            &[NicConfig { state: GOOD_NIC, queue_depth: 8, takes: PieceLimits::ANY }],
             [const { TransferSlot::new() }; 1],
             [const { PeerSlot::new() }; 1],
         )
@@ -2074,7 +2194,7 @@ fn a_run_of_an_ended_transfer_is_not_read() {
 
 #[test]
 fn a_group_that_cannot_work_is_not_made() {
-    let nic = NicConfig { state: GOOD_NIC, queue_depth: 2 };
+    let nic = NicConfig { state: GOOD_NIC, queue_depth: 2, takes: PieceLimits::ANY };
     let new = |nics: &[NicConfig], slots: usize, peers: usize, setup| {
         let (slots, peers) = (vec![Slot::new(); slots], vec![PeerSlot::new(); peers]);
         DomainGroup::new(config(setup), nics, slots, peers).err()

@@ -307,6 +307,30 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         true
     }
 
+    /// Moves what is next on local NIC `from`, and all that follows it in its lane, to `to`. As
+    /// [`Self::reroute`] otherwise.
+    pub(super) fn reroute_next(&mut self, from: NicIndex, to: NicIndex) -> bool {
+        let Some(r) = self.lane_of(from) else { return false };
+        let Some(all) = self.on_nic.get(usize::from(from)).copied() else { return false };
+        let moved = self.reroute(from, to);
+        if moved {
+            let stays = all & !bit(r);
+            for (nic, lanes) in (0..).zip(&mut self.on_nic) {
+                if nic == from {
+                    *lanes |= stays;
+                } else {
+                    *lanes &= !stays;
+                }
+            }
+        }
+        moved
+    }
+
+    /// The lane that is next on a local NIC.
+    pub(super) fn next_lane(&mut self, nic: NicIndex) -> Option<usize> {
+        self.lane_of(nic)
+    }
+
     /// The keys of a piece that this plan has yielded. O(targets) for a scatter.
     pub(super) fn keys(&self, piece: &Piece, table: &impl PeerTable) -> Option<PathKeys> {
         let (src, dst) = match &self.request {

@@ -44,9 +44,9 @@ mod whole;
 /// What a plan must respect.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct PlanLimits {
-    /// The longest message of any of the ports.
+    /// The longest message of any of the ports that may carry a piece.
     pub max_message_bytes: NonZeroU64,
-    /// Pages that one piece may carry without being adjacent, on any of the ports. 1: every piece is one range.
+    /// Pages that one piece may carry without being adjacent, on any of these ports. 1: every piece is one range.
     pub pages_per_piece: NonZeroU16,
     /// When a NIC is worth using, and where it may start.
     pub rule: SplitRule,
@@ -101,7 +101,11 @@ impl fmt::Display for PlanError {
         match self {
             Self::NoRoute { peer } => write!(f, "no usable route to {peer}"),
             Self::KeyMissing { side, peer, nic } => {
-                write!(f, "the {side} region of a write to {peer} is not registered with NIC {nic}")
+                write!(
+                    f,
+                    "the {side} region of a write to {peer} is not registered with NIC {nic}; that of a GPU is with none \
+                     that leads to another host"
+                )
             }
             Self::NotLong => f.write_str("a single piece is not planned as many"),
             Self::ControlRegion { peer, error } => write!(f, "control region of {peer}: {error}"),
@@ -388,6 +392,33 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
             Shape::Whole(whole, _) => whole.reroute(from, to),
             Shape::Lanes(lanes) => lanes.reroute(from, to),
         }
+    }
+
+    /// Moves what is next on local NIC `from`, which does not lead to its peer, to one that does, by these `routes`
+    /// to it or else by one that `others` names, if `leads` says so. Of a plan for one peer all goes along.
+    ///
+    /// `false`, and nothing moves, if there is none.
+    pub(crate) fn reroute_next(
+        &mut self,
+        from: NicIndex,
+        routes: Option<&Routes>,
+        others: impl Iterator<Item = NicIndex>,
+        leads: impl Fn(NicIndex) -> bool,
+    ) -> bool {
+        let several = match &mut self.0 {
+            Shape::Lanes(lanes) if lanes.sole_peer().is_none() => Some(lanes),
+            _ => None,
+        };
+        let Some(lanes) = several else {
+            let mut others = others;
+            return others.any(|to| leads(to) && self.reroute(from, to));
+        };
+        // Each lane has a NIC of its own again, when its next item is for such a peer.
+        let home = lanes.next_lane(from).zip(routes).and_then(|(lane, routes)| {
+            routes.get(lane.checked_rem(routes.as_slice().len())?).map(|route| route.local)
+        });
+        let mut nics = home.into_iter().chain(others).filter(|to| *to != from);
+        nics.any(|to| leads(to) && lanes.reroute_next(from, to))
     }
 
     /// The same piece on the path from our NIC `nic` to the peer's `remote`: `piece` was yielded by this

@@ -266,7 +266,7 @@ fn another_protocol_version_is_recognised() {
 fn provider_numbers_and_names_are_theirs_alone() {
     for number in 0..=u8::MAX {
         let kind = ProviderKind::from_number(number);
-        assert_eq!(kind.is_some(), (1..=5).contains(&number), "{number}");
+        assert_eq!(kind.is_some(), (1..=7).contains(&number), "{number}");
         assert!(kind.is_none_or(|kind| kind.number() == number));
         assert_eq!(kind.and_then(|kind| ProviderKind::from_name(kind.name())), kind);
     }
@@ -347,7 +347,7 @@ fn text_errors_say_what_is_wrong() {
     assert_eq!(parse("tcp://host"), "an address starts with \"iw1:\"");
     assert_eq!(
         parse("iw1:avian-carrier-with-quality-of-service:aaaa"),
-        "provider \"avian-carrier-wi\" is not known, only shm verbs libfabric nvlink sim"
+        "provider \"avian-carrier-wi\" is not known, only shm verbs libfabric nvlink sim shm-libfabric shm-verbs"
     );
     assert_eq!(
         parse("iw1:shm:ab cd"),

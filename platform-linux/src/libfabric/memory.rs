@@ -231,6 +231,10 @@ impl Memory for LibfabricMemory {
         unsafe { self.insert(ptr, len, rights, None) }
     }
 
+    fn counts_from_zero(&self) -> bool {
+        !self.virtual_addresses
+    }
+
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
         tenant_of(region).map_or(Ok(()), |tenant| self.regions.revoke(tenant, patience))
     }

@@ -212,7 +212,7 @@ struct Way {
 pub(super) struct Reached {
     link: Arc<Link>,
     key: u64,
-    /// The owner's address of the first byte, and how many there are.
+    /// What pieces call the first byte, and how many there are.
     base: u64,
     len: u64,
     /// The one of our GPUs that has the memory.
@@ -230,11 +230,12 @@ pub(super) struct Reached {
 }
 
 impl Reached {
-    /// A peer's GPU memory. `None`: none of our GPUs gets at it.
+    /// A peer's GPU memory, whose first byte pieces call `first`. `None`: none of our GPUs gets at it.
     pub(super) fn device(
         known: &Known,
         link: &Arc<Link>,
         key: u64,
+        first: u64,
         described: &Described,
         received: Received<'_>,
         same_process: bool,
@@ -265,7 +266,7 @@ impl Reached {
         let mut reached = Self {
             link: Arc::clone(link),
             key,
-            base: described.base,
+            base: first,
             len: described.len,
             home,
             outlives_owner: matches!(received, Received::File(_)),
@@ -285,7 +286,7 @@ impl Reached {
         reached.ways.iter().any(Option::is_some).then_some(reached)
     }
 
-    /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to its owner. `None`: it cannot be pinned.
+    /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to pieces. `None`: it cannot be pinned.
     pub(super) fn host(
         known: &Known,
         link: &Arc<Link>,
@@ -316,7 +317,7 @@ impl Reached {
         })
     }
 
-    /// Where `len` bytes from the owner's address `dst` are for GPU `gpu`, if they are all inside.
+    /// Where `len` bytes from what pieces call address `dst` are for GPU `gpu`, if they are all inside.
     fn address(&self, gpu: usize, dst: u64, len: u64) -> Option<u64> {
         let way = self.ways.get(gpu)?.as_ref()?;
         let offset = dst.checked_sub(self.base)?;

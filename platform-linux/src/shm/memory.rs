@@ -248,6 +248,8 @@ pub(super) enum Granted {
 pub struct ShmMemory {
     engine: EngineId,
     nics: usize,
+    /// Peers count a region's addresses from 0.
+    from_zero: bool,
     gpus: Option<Arc<Known>>,
     table: Mutex<Table>,
     links: Mutex<Vec<Arc<Link>>>,
@@ -260,9 +262,19 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 }
 
 impl ShmMemory {
-    pub(super) fn new(engine: EngineId, nics: u8, gpus: Option<Arc<Known>>) -> Self {
+    pub(super) fn new(
+        engine: EngineId,
+        nics: u8,
+        from_zero: bool,
+        gpus: Option<Arc<Known>>,
+    ) -> Self {
         let (table, links) = (Mutex::default(), Mutex::default());
-        Self { engine, nics: usize::from(nics).min(MAX_NICS), gpus, table, links }
+        Self { engine, nics: usize::from(nics).min(MAX_NICS), from_zero, gpus, table, links }
+    }
+
+    /// What peers call the first byte of a region that begins at `base` here.
+    const fn first(&self, base: u64) -> u64 {
+        if self.from_zero { 0 } else { base }
     }
 
     /// Lists a session, before its peer is granted anything.
@@ -303,7 +315,7 @@ impl ShmMemory {
         }
     }
 
-    /// Copies `parts`, one after the other, to address `dst` in the region of `key`; returns whether the
+    /// Copies `parts`, one after the other, to what peers call address `dst` in the region of `key`; returns whether the
     /// region is there, is writable for peers, and has room for all of it there. If not, nothing is
     /// written.
     ///
@@ -315,7 +327,8 @@ impl ShmMemory {
             return false;
         };
         let len: usize = parts.iter().map(|part| part.1).sum();
-        let offset = dst.checked_sub(region.base()).and_then(|offset| usize::try_from(offset).ok());
+        let offset = dst.checked_sub(self.first(region.base()));
+        let offset = offset.and_then(|offset| usize::try_from(offset).ok());
         let Some(mut offset) =
             offset.filter(|offset| offset.checked_add(len).is_some_and(|end| end <= region.len))
         else {
@@ -347,6 +360,7 @@ impl ShmMemory {
         };
         let (generation, owner) = (generation.get(), self.engine);
         let local = LocalMr { base, len: len as u64, generation, keys };
+        let base = self.first(base);
         let desc = MrDesc { owner, base, len: len as u64, generation, rights, keys };
         Ok(Registered { ptr, len, local, desc, id, place })
     }
@@ -455,7 +469,7 @@ impl Memory for ShmMemory {
             _ => None,
         };
         let mut shuttle = lock(&gpu.ok_or(immwire_cuda::Error::NoDriver)?.shuttle);
-        let (there, here) = (region.desc.base.saturating_add(offset as u64), host as u64);
+        let (there, here) = (region.local.base.saturating_add(offset as u64), host as u64);
         let (from, to) = if to_host { (there, here) } else { (here, there) };
         // SAFETY: our caller's promise.
         unsafe { shuttle.copy(from, to, len) }
@@ -550,7 +564,7 @@ mod tests {
     }
 
     fn memory() -> ShmMemory {
-        ShmMemory::new(EngineId(1), 2, None)
+        ShmMemory::new(EngineId(1), 2, false, None)
     }
 
     #[test]

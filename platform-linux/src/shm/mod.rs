@@ -143,6 +143,9 @@ pub struct ShmConfig {
     pub gpus: Vec<u32>,
     /// On how many SMs a GPU may make one copy. Few: they are wanted for other things.
     pub sms: NonZeroU32,
+    /// Descriptors count the addresses of a region from 0, not from where it is: as the transport does that is used beside
+    /// this one ([`crate::provider::Memory::counts_from_zero`]). The same for all engines that are to meet.
+    pub from_zero: bool,
 }
 
 impl ShmConfig {
@@ -157,6 +160,7 @@ impl ShmConfig {
             foreign: ForeignPath::Auto,
             gpus: Vec::new(),
             sms: immwire_cuda::geometry::DEFAULT_SMS,
+            from_zero: false,
         }
     }
 }
@@ -383,7 +387,7 @@ impl ShmProvider {
             uid: rustix::process::geteuid().as_raw(),
             nics,
             address,
-            memory: Arc::new(ShmMemory::new(config.engine, config.nics, known)),
+            memory: Arc::new(ShmMemory::new(config.engine, config.nics, config.from_zero, known)),
             gpus,
             listener,
             epoll,
@@ -852,6 +856,7 @@ impl ShmProvider {
         }
         self.watch(&link.socket, Source::Peer { index, serial }).ok()?;
         let (our_nics, foreign) = (self.config.nics, self.config.foreign);
+        let from_zero = self.config.from_zero;
         let start = Start {
             link: Arc::clone(&link),
             serial,
@@ -859,6 +864,7 @@ impl ShmProvider {
             their_nics,
             pid,
             foreign,
+            from_zero,
             probe,
             their_probe_address,
         };

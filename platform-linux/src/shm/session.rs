@@ -97,11 +97,13 @@ enum Target {
     Asked {
         key: u64,
     },
-    /// And, once one has written there, what our GPUs know of it.
+    /// `base` is what pieces call the first byte, `start` what its owner does. And, once one has written there, what our
+    /// GPUs know of it.
     Mapped {
         key: u64,
         mapping: Arc<Mapping>,
         base: u64,
+        start: u64,
         len: u64,
         reached: Option<Arc<Reached>>,
     },
@@ -112,6 +114,7 @@ enum Target {
     Process {
         key: u64,
         base: u64,
+        start: u64,
         len: u64,
     },
     Refused {
@@ -158,7 +161,8 @@ pub(super) enum Step {
 enum Place {
     /// At this address, in a region of so many bytes.
     Here(*mut u8, usize),
-    Process,
+    /// At this one of the peer's.
+    Process(u64),
     Bounce,
     Gpu(Arc<Reached>),
 }
@@ -199,6 +203,8 @@ pub(super) struct Session {
     demotes: bool,
     pid: i32,
     foreign: ForeignPath,
+    /// Pieces count the addresses of a region from 0.
+    from_zero: bool,
     by_kernel: ByKernel,
     /// Where the peer tries to write to us.
     probe: Probe,
@@ -212,6 +218,7 @@ pub(super) struct Start {
     pub(super) their_nics: u8,
     pub(super) pid: i32,
     pub(super) foreign: ForeignPath,
+    pub(super) from_zero: bool,
     pub(super) probe: Probe,
     pub(super) their_probe_address: u64,
 }
@@ -253,6 +260,7 @@ impl Session {
             demotes: can_demote(),
             pid: start.pid,
             foreign: start.foreign,
+            from_zero: start.from_zero,
             by_kernel: ByKernel::No,
             probe: start.probe,
         };
@@ -323,10 +331,11 @@ impl Session {
             return None;
         }
         let target = self.targets.get(usize::try_from(id_of(key)).ok()?)?;
-        let Target::Mapped { key: known, mapping, base, len: bytes, .. } = target else {
+        let Target::Mapped { key: known, mapping, base, start, len: bytes, .. } = target else {
             return None;
         };
         let offset = offset_in(work, *base, *bytes).filter(|_| *known == key)?;
+        let there = start.wrapping_add(offset as u64);
         let dst = mapping.base().as_ptr().wrapping_add(offset);
         let lane = self.lane_of(work);
         self.lanes_out.get(lane).filter(|lane| lane.room > 0)?;
@@ -343,7 +352,7 @@ impl Session {
         if std::mem::replace(&mut self.heard, false) && self.demotes {
             demote(dst);
         }
-        Some(self.announce(work, lane, work.dst))
+        Some(self.announce(work, lane, there))
     }
 
     fn step<S: Sink>(&mut self, work: &WorkRequest, gpus: &mut Copying, sink: &S) -> Step {
@@ -530,11 +539,12 @@ impl Session {
                 let area = usize::try_from(*len).unwrap_or(usize::MAX);
                 Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset), area))
             }
-            Target::Process { base, len, .. } => {
-                offset_in(work, *base, *len).ok_or(REFUSED)?;
+            Target::Process { base, start, len, .. } => {
+                let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
+                let there = start.wrapping_add(offset as u64);
                 match (self.by_kernel, self.foreign) {
                     (ByKernel::Trying, _) => Err(Step::NotYet),
-                    (ByKernel::Yes, _) => Ok(Place::Process),
+                    (ByKernel::Yes, _) => Ok(Place::Process(there)),
                     (ByKernel::No, ForeignPath::KernelOnly) => {
                         let code = Errno::PERM.raw_os_error();
                         Err(Step::Ended(Err(WorkError::Device(code))))
@@ -551,7 +561,8 @@ impl Session {
         const LOCAL: Step = Step::Ended(Err(WorkError::LocalAccess));
         const REFUSED: Step = Step::Ended(Err(WorkError::RemoteAccess));
         let gpus = gpus.as_ref().ok_or(LOCAL)?;
-        let Some(Target::Mapped { key, mapping, base, len, reached }) = self.targets.get_mut(id)
+        let Some(Target::Mapped { key, mapping, base, len, reached, .. }) =
+            self.targets.get_mut(id)
         else {
             return Err(REFUSED);
         };
@@ -606,17 +617,17 @@ impl Session {
                 unsafe { copy(work.src as *const u8, dst, len, area) };
                 Step::Ended(Ok(()))
             }
-            Place::Process => self.move_by_kernel(work, len),
+            Place::Process(there) => self.move_by_kernel(work, there, len),
             Place::Bounce | Place::Gpu(_) => Step::Ended(Err(WorkError::LocalAccess)),
         }
     }
 
-    fn move_by_kernel(&mut self, work: &WorkRequest, len: usize) -> Step {
+    fn move_by_kernel(&mut self, work: &WorkRequest, there: u64, len: usize) -> Step {
         // The pid is the peer's as long as the peer lives.
         if socket::is_gone(&self.link.socket) {
             return Step::Ended(Err(WorkError::PeerGone));
         }
-        match write_process(self.pid, work.src, work.dst, len) {
+        match write_process(self.pid, work.src, there, len) {
             Ok(()) => Step::Ended(Ok(())),
             Err(Errno::PERM) => {
                 // Allowed before, and not now: the peer has changed its credentials, or a policy.
@@ -876,18 +887,22 @@ impl Session {
         gpus: Option<&Known>,
     ) -> Result<(), Broken> {
         let (link, same) = (&self.link, self.pid == rustix::process::getpid().as_raw_pid());
+        let from_zero = self.from_zero;
+        let first = |start| if from_zero { 0 } else { start };
         let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id));
         let target = target.ok_or(Broken)?;
         if !matches!(target, Target::Asked { key: asked } if *asked == key) {
             return Err(Broken);
         }
         *target = match answer {
-            Answer::File { base, len } => map(key, base, len, file),
-            Answer::Process { base, len } => Target::Process { key, base, len },
+            Answer::File { base: start, len } => map(key, first(start), start, len, file),
+            Answer::Process { base: start, len } => {
+                Target::Process { key, base: first(start), start, len }
+            }
             Answer::Gpu { region, handle } => received(handle, file.as_ref())
                 .zip(gpus)
                 .and_then(|(received, gpus)| {
-                    Reached::device(gpus, link, key, &region, received, same)
+                    Reached::device(gpus, link, key, first(region.base), &region, received, same)
                 })
                 .map_or(Target::Refused { key }, |reached| {
                     let reached = Arc::new(reached);
@@ -987,13 +1002,13 @@ fn offset_in(work: &WorkRequest, base: u64, len: u64) -> Option<usize> {
 }
 
 /// Maps a region whose file the peer has sent.
-fn map(key: u64, base: u64, len: u64, file: Option<OwnedFd>) -> Target {
+fn map(key: u64, base: u64, start: u64, len: u64, file: Option<OwnedFd>) -> Target {
     let mapped = file
         .filter(|file| is_sealed(file, len))
         .and_then(|file| Mapping::new(file, usize::try_from(len).ok()?).ok());
     match mapped {
         Some(mapping) => {
-            Target::Mapped { key, mapping: Arc::new(mapping), base, len, reached: None }
+            Target::Mapped { key, mapping: Arc::new(mapping), base, start, len, reached: None }
         }
         None => Target::Refused { key },
     }

@@ -307,7 +307,7 @@ fn streams_wait_for_counts(case: &Case) {
     let device = Device::open(0).expect("GPU 0");
     let stream = Stream::new(&device).expect("a stream");
     let copier = Copier::new(&stream, Tuning::default()).expect("a copier");
-    let copy = PagedCopy::contiguous(landing.desc().base, seen.desc().base, BYTES);
+    let copy = PagedCopy::contiguous(landing.as_ptr() as u64, seen.as_ptr() as u64, BYTES);
     let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
     let peer = plain(other.peer(&me, me.engine.address()));
     for round in 0..20 {

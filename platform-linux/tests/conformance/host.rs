@@ -50,6 +50,8 @@ pub struct Setup {
     pub foreign: Foreign,
     /// Names of devices, for providers that have some; if none, as the environment says.
     pub devices: Vec<String>,
+    /// Where the engine is, for providers that go different ways to the same host and to others.
+    pub host: Option<String>,
 }
 
 /// An engine with its motor.

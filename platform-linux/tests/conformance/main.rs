@@ -37,10 +37,12 @@ mod ports;
 mod programs;
 mod replacing;
 mod sizes;
+mod spans;
 mod trust;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use immwire::shm::{ForeignPath, GroupKey};
@@ -69,8 +71,8 @@ pub struct Facts {
     pub socket_name: Option<fn(&TransferEngine) -> String>,
     /// libfabric's name for the provider of a door that takes messages from strangers, if there is one.
     pub door: Option<&'static str>,
-    /// Memory of a process that does not run is written all the same.
-    pub writes_into_the_stopped: bool,
+    /// Memory of a process that does not run is written all the same; not given if that depends on where it is.
+    pub writes_into_the_stopped: Option<bool>,
     /// A peer's end is told at once; if not, it shows in what is sent to it, heartbeats at least.
     pub tells_death: bool,
     /// A write that its target does not allow fails alone; if not, the peer is lost by it.
@@ -84,10 +86,14 @@ pub struct Facts {
     /// A stranger's message that is longer than any costs that message. `net` of libfabric 1.17 closes the connection,
     /// and with it loses, now and then, what it knows of others that are being made, or takes none any more.
     pub survives_long_messages: bool,
+    /// All of an engine's NICs lead to a peer, so that some may fail.
+    pub several_nics: bool,
     /// A NIC whose port goes down takes no peer along.
     pub survives_lost_ports: bool,
     /// Memory of GPUs is written, and read.
     pub has_gpus: bool,
+    /// The host of the next engine, if there is one way to engines of the same host and another to others.
+    pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
     pub is_slow: bool,
 }
@@ -98,9 +104,12 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 7] = [
+const PROVIDERS: [Provider; 10] = [
     SHM,
     NVLINK,
+    SPAN_NEAR,
+    SPAN,
+    SPAN_GPUS,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
     NET,
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
@@ -147,7 +156,7 @@ const VERBS: Provider = Provider {
         }
     },
     facts: Facts {
-        writes_into_the_stopped: true,
+        writes_into_the_stopped: Some(true),
         closes_all_sockets: true,
         survives_long_messages: true,
         survives_lost_ports: true,
@@ -160,14 +169,16 @@ const OVER_TCP: Facts = Facts {
     chooses_ways: false,
     socket_name: None,
     door: None,
-    writes_into_the_stopped: false,
+    writes_into_the_stopped: Some(false),
     tells_death: false,
     refuses_access_softly: false,
     flushes_at_the_receiver: false,
     closes_all_sockets: false,
     survives_long_messages: true,
+    several_nics: true,
     survives_lost_ports: false,
     has_gpus: false,
+    host: None,
     is_slow: true,
 };
 
@@ -186,11 +197,7 @@ fn over_libfabric(setup: &Setup, provider: &str) -> Builder {
 const SHM: Provider = Provider {
     name: "shm",
     builder: |setup| {
-        let builder = TransferEngine::builder().foreign_path(match setup.foreign {
-            Foreign::Auto => ForeignPath::Auto,
-            Foreign::Kernel => ForeignPath::KernelOnly,
-            Foreign::Bounce => ForeignPath::BounceOnly,
-        });
+        let builder = TransferEngine::builder().foreign_path(way(setup));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),
             None => builder,
@@ -209,14 +216,16 @@ const SHM: Provider = Provider {
             format!("immwire-{}", hex.collect::<String>())
         }),
         door: None,
-        writes_into_the_stopped: true,
+        writes_into_the_stopped: Some(true),
         tells_death: true,
         refuses_access_softly: true,
         flushes_at_the_receiver: true,
         closes_all_sockets: true,
         survives_long_messages: true,
+        several_nics: true,
         survives_lost_ports: false,
         has_gpus: false,
+        host: None,
         is_slow: false,
     },
 };
@@ -224,11 +233,7 @@ const SHM: Provider = Provider {
 /// The same, with memory of all GPUs in turn, and of the host: every way between them.
 const NVLINK: Provider = Provider {
     name: "nvlink",
-    builder: |setup| {
-        let gpus = Device::count().expect("GPUs");
-        assert!(gpus > 0, "no GPU here");
-        (SHM.builder)(setup).gpus((0..gpus).collect::<Vec<_>>())
-    },
+    builder: |setup| (SHM.builder)(setup).gpus(all_gpus()),
     facts: Facts {
         ways: &[(Foreign::Auto, Own::Engine), (Foreign::Auto, Own::Test)],
         chooses_ways: false,
@@ -237,6 +242,69 @@ const NVLINK: Provider = Provider {
         ..SHM.facts
     },
 };
+
+/// Shared memory beside TCP: all engines on one host.
+const SPAN_NEAR: Provider = Provider {
+    name: "span-near",
+    builder: spanning,
+    facts: Facts {
+        socket_name: None,
+        closes_all_sockets: false,
+        several_nics: false,
+        host: Some(|| "here".to_owned()),
+        is_slow: true,
+        ..SHM.facts
+    },
+};
+
+/// And on two, in turn: of two engines each is on its own, of several some are on the same. What is true of both ways.
+const SPAN: Provider = Provider {
+    name: "span",
+    builder: spanning,
+    facts: Facts {
+        host: Some(|| {
+            static ENGINES: AtomicUsize = AtomicUsize::new(0);
+            ["here", "there"][ENGINES.fetch_add(1, Ordering::Relaxed) % 2].to_owned()
+        }),
+        writes_into_the_stopped: None,
+        ..OVER_TCP
+    },
+};
+
+/// All on one host, with memory of its GPUs, which is no other host's to write to.
+const SPAN_GPUS: Provider = Provider {
+    name: "span-gpus",
+    builder: |setup| spanning(setup).gpus(all_gpus()),
+    facts: Facts {
+        socket_name: None,
+        closes_all_sockets: false,
+        several_nics: false,
+        host: SPAN_NEAR.facts.host,
+        ..NVLINK.facts
+    },
+};
+
+fn all_gpus() -> Vec<u32> {
+    let gpus = Device::count().expect("GPUs");
+    assert!(gpus > 0, "no GPU here");
+    (0..gpus).collect()
+}
+
+fn spanning(setup: &Setup) -> Builder {
+    let builder = over_libfabric(setup, "tcp").shm_on_host(true).foreign_path(way(setup));
+    match &setup.host {
+        Some(host) => builder.host(host),
+        None => builder,
+    }
+}
+
+const fn way(setup: &Setup) -> ForeignPath {
+    match setup.foreign {
+        Foreign::Auto => ForeignPath::Auto,
+        Foreign::Kernel => ForeignPath::KernelOnly,
+        Foreign::Bounce => ForeignPath::BounceOnly,
+    }
+}
 
 impl Provider {
     /// The provider of that name.
@@ -283,6 +351,7 @@ impl Case {
             key: None,
             foreign: Foreign::Auto,
             devices: Vec::new(),
+            host: self.facts().host.map(|host| host()),
         }
     }
 
@@ -464,12 +533,15 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         programs::TESTS,
     ];
     modules.push(if facts.chooses_ways { foreign::CHOSEN_WAYS } else { foreign::ONE_WAY });
-    if facts.writes_into_the_stopped {
+    match facts.writes_into_the_stopped {
         // The rest of them is about a way that is chosen.
-        let tests = faults::WRITTEN_WHILE_STOPPED;
-        modules.push(if facts.chooses_ways { tests } else { &tests[..1] });
-    } else {
-        modules.extend([faults::NOT_WRITTEN_WHILE_STOPPED, replacing::TESTS]);
+        Some(true) if !facts.chooses_ways => modules.push(&faults::WRITTEN_WHILE_STOPPED[..1]),
+        Some(true) => modules.push(faults::WRITTEN_WHILE_STOPPED),
+        Some(false) => modules.extend([faults::NOT_WRITTEN_WHILE_STOPPED, replacing::TESTS]),
+        None => {}
+    }
+    if facts.several_nics {
+        modules.push(faults::WITH_SEVERAL_NICS);
     }
     if facts.socket_name.is_some() {
         modules.extend([hostile::AT_A_SOCKET, hostile::IN_SHARED_MEMORY]);
@@ -479,6 +551,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.has_gpus {
         modules.push(gpus::TESTS);
+    }
+    if facts.host.is_some() {
+        modules.push(if facts.has_gpus { spans::WITH_GPUS } else { spans::TESTS });
     }
     if facts.survives_lost_ports {
         modules.extend(ports::tests());

@@ -151,6 +151,7 @@ fn setup(nics: u8, silent_ms: Option<u64>) -> Setup {
         key: Some("of the two hosts".to_owned()),
         foreign: Foreign::Auto,
         devices: Vec::new(),
+        host: None,
     }
 }
 

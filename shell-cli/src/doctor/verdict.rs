@@ -69,12 +69,9 @@ pub struct Verdict {
 pub fn judge(facts: &Facts, probes: &Probes) -> Verdict {
     let mapped = mapped(probes);
     let runs = mapped.state == State::Best;
-    let paths = vec![
-        mapped,
-        registered(facts, probes, runs),
-        gpus(facts, &probes.cuda),
-        hosts(facts, probes),
-    ];
+    let (gpus, hosts) = (gpus(facts, &probes.cuda), hosts(facts, probes));
+    let both = both(runs, &gpus, &hosts);
+    let paths = vec![mapped, registered(facts, probes, runs), gpus, hosts, both];
     let any = |state| paths.iter().any(|path| path.state == state);
     let exit_code = if any(State::Broken) { 2 } else { u8::from(any(State::Degraded)) };
     Verdict { exit_code, notes: notes(facts), paths }
@@ -233,6 +230,31 @@ fn hosts(facts: &Facts, probes: &Probes) -> Path {
         Libfabric::Fails(why) => {
             missing(format!("libfabric fails: {why}"), "install another version of it")
         }
+    }
+}
+
+/// What leads where from an engine with two transports.
+fn both(runs: bool, gpus: &Path, hosts: &Path) -> Path {
+    let pair = "either, from one engine";
+    let (near, far) = (runs, hosts.state != State::Missing);
+    if !(near && far) {
+        let missing =
+            if near { "nothing leads to other hosts" } else { "peers on this host cannot connect" };
+        return Path {
+            pair,
+            path: "none".into(),
+            state: State::Missing,
+            why: format!("{missing}, see above"),
+            todo: "as above".into(),
+        };
+    }
+    let near = if gpus.state == State::Degraded { "shm, GPUs' memory too" } else { "shm" };
+    Path {
+        pair,
+        path: format!("{near}, on the same host; else {}", hosts.path),
+        state: State::Best,
+        why: "the same host: one kernel and network namespace, and one user or group key".into(),
+        todo: "build engines with shm_on_host".into(),
     }
 }
 
@@ -402,7 +424,10 @@ mod tests {
         let judged = |facts: &Facts, libfabric| {
             let probes = Probes { libfabric, ..probes(true, true, true) };
             let verdict = judge(facts, &probes);
-            (verdict.paths[3].clone(), verdict.exit_code)
+            let (hosts, both) = (verdict.paths[3].clone(), &verdict.paths[4]);
+            assert_eq!(both.state == State::Missing, hosts.state == State::Missing);
+            assert!(hosts.state == State::Missing || both.path.ends_with(&hosts.path), "{both:?}");
+            (hosts, verdict.exit_code)
         };
         let none = Facts::default();
         for (libfabric, why) in [
@@ -444,7 +469,7 @@ mod tests {
                     (true, true) => 0,
                 };
                 assert_eq!(verdict.exit_code, expected, "{bits} {ptrace_scope:?}");
-                assert_eq!(verdict.paths.len(), 4);
+                assert_eq!(verdict.paths.len(), 5);
                 for path in &verdict.paths {
                     assert!(!path.why.is_empty() && !path.todo.is_empty(), "{path:?}");
                 }

@@ -81,8 +81,8 @@ impl From<StreamError> for RecvError {
 /// [`RecvError`]: it cannot start or go on; with `--once`, also that the push was not completed.
 pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
     let store = Store::open(&args.dir, args.overwrite)?;
-    let transport = args.transport.choose(Peers::Come).map_err(MotorError::from)?;
-    let motor = Motor::new(&transport, args.nics, Mode::Thread)?;
+    let carrier = args.transport.without_gpus(Peers::Come).map_err(MotorError::from)?;
+    let motor = Motor::on(&carrier, args.nics, Mode::Thread)?;
     let address = motor.engine().address().to_string();
     let mut talk = Talk::new(motor, Duration::from_secs(args.patience));
     let mut out = std::io::stdout();

@@ -101,8 +101,8 @@ pub fn push(args: &PushArgs) -> Result<Sent, PushError> {
         eprintln!("immwire: {} is neither file nor folder, and is skipped", shown(path));
     }
     let peers = Peers::At(&args.address);
-    let transport = args.transport.choose(peers).map_err(MotorError::from)?;
-    let motor = Motor::new(&transport, args.nics, Mode::Thread)?;
+    let carrier = args.transport.without_gpus(peers).map_err(MotorError::from)?;
+    let motor = Motor::on(&carrier, args.nics, Mode::Thread)?;
     let mut talk = Talk::new(motor, Duration::from_secs(args.patience));
     let peer = talk.motor().connect(&args.address, CONNECT)?;
     let credit = talk.motor().engine().counter().map_err(MotorError::from)?;

@@ -274,6 +274,8 @@ class TransferEngine:
         traffic_class: int | None = None,
         gpus: Sequence[int] | None = None,
         sms: int | None = None,
+        shm_on_host: bool = False,
+        host: str | None = None,
         nics: int = 1,
         transfers: int = 1024,
         peers: int = 256,
@@ -291,6 +293,7 @@ class TransferEngine:
     ) -> Self: ...
     @property
     def address(self) -> NetAddr: ...
+    def transport_to(self, address: NetAddr | str | bytes, /) -> str | None: ...
     @property
     def nics(self) -> list[Nic]: ...
     def stats(self) -> Stats: ...

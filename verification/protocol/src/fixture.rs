@@ -4,8 +4,8 @@ use core::num::{NonZeroU16, NonZeroU64};
 use std::time::Duration;
 
 use immwire_core::group::{
-    Answer, DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PeersFull, Storage,
-    TransferSlot,
+    Answer, DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PeersFull, PieceLimits,
+    Storage, TransferSlot,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::nic::{NicState, SplitRule};
@@ -129,6 +129,7 @@ fn made<LS: Storage<LostSlot>>(sizes: Sizes, liveness: LivenessConfig, lost: LS)
                 granule_bytes: NonZeroU64::MIN,
             },
         },
+        unreached: [0; MAX_NICS],
         peer_depth: sizes.peer_depth,
         latency_bytes: MAX_MESSAGE,
         latency_reserve: sizes.reserve,
@@ -136,7 +137,7 @@ fn made<LS: Storage<LostSlot>>(sizes: Sizes, liveness: LivenessConfig, lost: LS)
         drain: DRAIN,
         liveness,
     };
-    let nic = NicConfig { state: NIC, queue_depth: sizes.queue_depth };
+    let nic = NicConfig { state: NIC, queue_depth: sizes.queue_depth, takes: PieceLimits::ANY };
     let transfers = vec![TransferSlot::new(); sizes.transfers];
     let peers = vec![PeerSlot::new(); sizes.peers];
     let nics = vec![nic; sizes.nics];

@@ -14,10 +14,10 @@ use core::slice;
 use core::time::Duration;
 
 use immwire_core::group::{
-    Answer, DomainGroup, End, Event, GroupConfig, NicConfig, Options, PeerSlot, SubmitError,
+    Answer, DomainGroup, End, Event, GroupConfig, NicConfig, Options, PeerSlot, PieceLimits, SubmitError,
     TransferSlot, WorkError,
 };
-use immwire_core::id::{EngineId, PeerId, Time};
+use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
 use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::LivenessConfig;
@@ -47,6 +47,7 @@ const CONFIG: GroupConfig = GroupConfig {
         pages_per_piece: NonZeroU16::MIN,
         rule: SplitRule { min_piece_bytes: NonZeroU64::MIN, granule_bytes: NonZeroU64::MIN },
     },
+    unreached: [0; MAX_NICS],
     peer_depth: DEPTH,
     latency_bytes: 4096,
     latency_reserve: 4,
@@ -105,7 +106,7 @@ const _: () = assert!(size_of::<Engine>() <= ENGINE_BYTES && align_of::<Engine>(
 
 impl Engine {
     fn new(id: EngineId, base: u64, len: u64) -> Option<Self> {
-        let nics = [NicConfig { state: NIC_STATE, queue_depth: DEPTH }];
+        let nics = [NicConfig { state: NIC_STATE, queue_depth: DEPTH, takes: PieceLimits::ANY }];
         let transfers = [const { TransferSlot::new() }; TRANSFERS];
         let group = DomainGroup::new(CONFIG, &nics, transfers, [PeerSlot::new()]).ok()?;
         let arena = LocalMr { base, len, generation: 0, keys: Keys::new(&[id.0])? };

@@ -1,0 +1,215 @@
+//! Regions that both sides know: registered with each, under one name.
+//!
+//! # Invariants
+//!
+//! - A region has the near side's name and generation, and a key of the near side's before those of the far one, so that
+//!   the near part of it follows from the whole; of the far part, the rest is in `far_names`.
+//! - A region is registered with the far side after the near one, and released before it, since the near one may have
+//!   made its memory.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::ptr::NonNull;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use immwire_core::id::PeerId;
+use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
+
+use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
+use crate::sync::lock;
+
+/// What of a far registration does not follow from the whole.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct FarName {
+    id: u32,
+    generation: u32,
+}
+
+/// The registrars of both sides as one. See the [module](super).
+#[derive(Debug)]
+pub struct SpanMemory<N, F> {
+    near: Arc<N>,
+    far: Arc<F>,
+    /// By the near side's names.
+    pub(super) far_names: Mutex<BTreeMap<u32, FarName>>,
+}
+
+fn keys(keys: &Keys, which: impl FnOnce(&[u64]) -> Option<&[u64]>) -> Option<Keys> {
+    Keys::new(which(keys.as_slice())?)
+}
+
+fn joined(near: &Keys, far: &Keys) -> Option<Keys> {
+    let mut all = heapless::Vec::<u64, { immwire_core::id::MAX_NICS }>::new();
+    all.extend_from_slice(near.as_slice()).ok()?;
+    all.extend_from_slice(far.as_slice()).ok()?;
+    Keys::new(&all)
+}
+
+/// The part of a region that has these of its keys.
+fn part(
+    region: &Registered,
+    name: FarName,
+    which: fn(&[u64]) -> Option<&[u64]>,
+) -> Option<Registered> {
+    let FarName { id, generation } = name;
+    let (local, desc) = (region.local, region.desc);
+    Some(Registered {
+        ptr: region.ptr,
+        len: region.len,
+        local: LocalMr { generation, keys: keys(&local.keys, which)?, ..local },
+        desc: MrDesc { generation, keys: keys(&desc.keys, which)?, ..desc },
+        id,
+        place: region.place,
+    })
+}
+
+impl<N: Memory, F: Memory> SpanMemory<N, F> {
+    pub(super) fn new(near: Arc<N>, far: Arc<F>) -> Self {
+        Self { near, far, far_names: Mutex::default() }
+    }
+
+    /// As the near side knows it.
+    fn near_of(region: &Registered) -> Option<Registered> {
+        let name = FarName { id: region.id, generation: region.local.generation };
+        part(region, name, |keys| keys.get(..1))
+    }
+
+    /// As the far side does, if it knows it.
+    fn far_of(&self, region: &Registered) -> Option<Registered> {
+        let name = lock(&self.far_names).get(&region.id).copied()?;
+        part(region, name, |keys| keys.get(1..))
+    }
+
+    /// Registers with the far side what the near one has registered, if that is the host's.
+    fn add_far(&self, near: Registered) -> Result<Registered, RegisterError> {
+        if near.place != Place::Host {
+            return Ok(near);
+        }
+        // SAFETY: the near side has it mapped, or our caller has promised that it is, until it is revoked: by
+        // `Self::revoke`, which revokes it here too, before it says `Ok`; and `Self::release` releases it here first.
+        let far = unsafe { self.far.register(near.ptr, near.len, near.desc.rights) };
+        let far = match far {
+            Ok(far) => far,
+            Err(error) => {
+                self.undo(near);
+                return Err(error);
+            }
+        };
+        let local = joined(&near.local.keys, &far.local.keys);
+        let desc = joined(&near.desc.keys, &far.desc.keys);
+        // The core makes no engine of more NICs than there can be keys.
+        let (Some(local), Some(desc)) = (local, desc) else {
+            // Nobody was told of it.
+            if self.far.revoke(&far, Duration::ZERO).is_ok() {
+                self.far.release(far);
+            }
+            self.undo(near);
+            return Err(RegisterError::TableFull { capacity: immwire_core::id::MAX_NICS });
+        };
+        let name = FarName { id: far.id, generation: far.local.generation };
+        lock(&self.far_names).insert(near.id, name);
+        Ok(Registered {
+            local: LocalMr { keys: local, ..near.local },
+            desc: MrDesc { keys: desc, ..near.desc },
+            ..near
+        })
+    }
+
+    /// Gives back what nobody was told of.
+    fn undo(&self, near: Registered) {
+        if self.near.revoke(&near, Duration::ZERO).is_ok() {
+            self.near.release(near);
+        }
+    }
+}
+
+impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
+    fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        self.add_far(self.near.alloc(bytes)?)
+    }
+
+    fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
+        self.near.alloc_gpu(ordinal, bytes)
+    }
+
+    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+        self.near.pin(bytes)
+    }
+
+    unsafe fn copy_gpu(
+        &self,
+        region: &Registered,
+        offset: usize,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), immwire_cuda::Error> {
+        let near = Self::near_of(region).ok_or(immwire_cuda::Error::NoDriver)?;
+        // SAFETY: our caller's promises, of the same range.
+        unsafe { self.near.copy_gpu(&near, offset, host, len, to_host) }
+    }
+
+    unsafe fn register(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        // SAFETY: our caller's promise.
+        self.add_far(unsafe { self.near.register(ptr, len, rights) }?)
+    }
+
+    unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.near.after_stream(ordinal, stream) }
+    }
+
+    unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.near.stream(ordinal, stream) }
+    }
+
+    fn counts_from_zero(&self) -> bool {
+        self.far.counts_from_zero()
+    }
+
+    /// The near side's key comes first in either end's descriptors.
+    fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
+        self.near.window(peer, dst, ordinal)
+    }
+
+    /// Asked of the near side; NICs of the far one say by themselves whether they take any.
+    fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
+        self.near.takes_runs(src, dst)
+    }
+
+    fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
+        let (start, far) = (Instant::now(), self.far_of(region));
+        if let Some(far) = &far {
+            // So that far peers are told at once, too; whether they write no more is asked below.
+            let _ = self.far.revoke(far, Duration::ZERO);
+        }
+        if let Some(near) = Self::near_of(region) {
+            self.near.revoke(&near, patience)?;
+        }
+        match &far {
+            Some(far) => self.far.revoke(far, patience.saturating_sub(start.elapsed())),
+            None => Ok(()),
+        }
+    }
+
+    fn release(&self, region: Registered) {
+        if let Some(far) = self.far_of(&region) {
+            lock(&self.far_names).remove(&region.id);
+            self.far.release(far);
+        }
+        if let Some(near) = Self::near_of(&region) {
+            self.near.release(near);
+        }
+    }
+}
