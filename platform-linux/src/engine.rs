@@ -274,7 +274,7 @@ impl Builder {
 
     /// GPUs whose memory is written from and to, by their numbers in this process (`CUDA_VISIBLE_DEVICES`); over shared
     /// memory only: peers on this host, NVLink or PCIe between them. Beside another transport that takes
-    /// [`Builder::shm_on_host`]; what is to go from there to other hosts is copied to the host's memory first. Default: none.
+    /// [`Builder::shm_on_host`], and still goes to peers on this host alone. Default: none.
     ///
     /// Then all host memory that is registered is pinned for them, and while a GPU copies, the engine's thread does not
     /// sleep.

@@ -104,12 +104,13 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 10] = [
+const PROVIDERS: [Provider; 11] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
     SPAN,
     SPAN_GPUS,
+    SPAN_VERBS,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
     NET,
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
@@ -284,6 +285,13 @@ const SPAN_GPUS: Provider = Provider {
     },
 };
 
+/// On two hosts in turn, by RDMA NICs between them.
+const SPAN_VERBS: Provider = Provider {
+    name: "span-verbs",
+    builder: |setup| beside((VERBS.builder)(setup), setup),
+    facts: Facts { host: SPAN.facts.host, writes_into_the_stopped: None, ..VERBS.facts },
+};
+
 fn all_gpus() -> Vec<u32> {
     let gpus = Device::count().expect("GPUs");
     assert!(gpus > 0, "no GPU here");
@@ -291,7 +299,11 @@ fn all_gpus() -> Vec<u32> {
 }
 
 fn spanning(setup: &Setup) -> Builder {
-    let builder = over_libfabric(setup, "tcp").shm_on_host(true).foreign_path(way(setup));
+    beside(over_libfabric(setup, "tcp"), setup)
+}
+
+fn beside(other: Builder, setup: &Setup) -> Builder {
+    let builder = other.shm_on_host(true).foreign_path(way(setup));
     match &setup.host {
         Some(host) => builder.host(host),
         None => builder,

@@ -22,17 +22,15 @@ pub const WITH_GPUS: &[Test] =
     &[("gpus_stay_on_their_host", Spread::Places, gpus_stay_on_their_host)];
 
 const HERE: &str = "here";
-const NEAR: &str = "shm";
-const FAR: &str = "libfabric";
 
 /// An engine on that host, which knows us, and we it.
 fn on(case: &Case, me: &Host, host: &str) -> (Agent, PeerId) {
     let mut agent = case.bare_agent(host);
     let setup = Setup { host: Some(host.to_owned()), ..case.setup(case.nics.1) };
     let address = agent.build(&setup);
-    let by = if host == HERE { NEAR } else { FAR };
-    let kind = me.engine.transport_to(&address).expect("a way there");
-    assert_eq!(kind.name(), by);
+    let (near, far) = address.provider().sides().expect("two transports");
+    let by = if host == HERE { near } else { far };
+    assert_eq!(me.engine.transport_to(&address), Some(by));
     let peer = me.peer(&address);
     (agent, peer)
 }
