@@ -743,17 +743,18 @@ impl World {
         let submitted = self.group.submit(checked.clone(), options);
         assert_eq!(submitted, taken);
         assert!(self.group == general, "the short way leads elsewhere");
+        let to = |id: PeerId| units.iter().any(|(peer, _)| *peer == id);
+        let unlit = |peer: u16| self.live(peer).is_some_and(to) && !self.is_lit(peer);
+        let unlit = (0..self.setup.peers).any(unlit);
         match submitted {
             Ok(id) => {
                 assert!(!full);
+                assert!(!unlit || kind == Kind::Empty, "taken, though no NIC leads there");
                 self.dark |= self.is_dark();
                 self.sent.push(Sent::new(id, kind, deadline, (writes, units)));
                 true
             }
             Err(rejected) => {
-                let to = |id: PeerId| units.iter().any(|(peer, _)| *peer == id);
-                let unlit = |peer: u16| self.live(peer).is_some_and(to) && !self.is_lit(peer);
-                let unlit = (0..self.setup.peers).any(unlit);
                 match rejected.error {
                     SubmitError::Full { capacity } => {
                         assert!(full && capacity == self.setup.slots);
