@@ -14,8 +14,8 @@ use core::slice;
 use core::time::Duration;
 
 use immwire_core::group::{
-    Answer, DomainGroup, End, Event, GroupConfig, NicConfig, Options, PeerSlot, PieceLimits, SubmitError,
-    TransferSlot, WorkError,
+    Answer, DomainGroup, End, Event, GroupConfig, NicConfig, Options, PeerSlot, PieceLimits,
+    SubmitError, TransferSlot, WorkError,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
