@@ -291,6 +291,15 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     ///
     /// `false`, and nothing moves, if `to` is no NIC or the source region is not registered with it.
     pub(super) fn reroute(&mut self, from: NicIndex, to: NicIndex) -> bool {
+        self.move_lanes(from, to, u8::MAX)
+    }
+
+    /// As [`Self::reroute`], of what is next on `from`, and of all that follows it in its lane.
+    pub(super) fn reroute_next(&mut self, from: NicIndex, to: NicIndex) -> bool {
+        self.lane_of(from).is_some_and(|r| self.move_lanes(from, to, bit(r)))
+    }
+
+    fn move_lanes(&mut self, from: NicIndex, to: NicIndex, which: u8) -> bool {
         let registered = match &self.request {
             Long::Single(write) => write.src.keys.get(to).is_some(),
             Long::Paged(write) => write.src.keys.get(to).is_some(),
@@ -300,35 +309,15 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         if !registered || usize::from(to) >= MAX_NICS {
             return false;
         }
-        let moved = self.on_nic.get_mut(usize::from(from)).map_or(0, core::mem::take);
+        let mut moved = 0;
+        if let Some(lanes) = self.on_nic.get_mut(usize::from(from)) {
+            moved = *lanes & which;
+            *lanes &= !which;
+        }
         if let Some(lanes) = self.on_nic.get_mut(usize::from(to)) {
             *lanes |= moved;
         }
         true
-    }
-
-    /// Moves what is next on local NIC `from`, and all that follows it in its lane, to `to`. As
-    /// [`Self::reroute`] otherwise.
-    pub(super) fn reroute_next(&mut self, from: NicIndex, to: NicIndex) -> bool {
-        let Some(r) = self.lane_of(from) else { return false };
-        let Some(all) = self.on_nic.get(usize::from(from)).copied() else { return false };
-        let moved = self.reroute(from, to);
-        if moved {
-            let stays = all & !bit(r);
-            for (nic, lanes) in (0..).zip(&mut self.on_nic) {
-                if nic == from {
-                    *lanes |= stays;
-                } else {
-                    *lanes &= !stays;
-                }
-            }
-        }
-        moved
-    }
-
-    /// The lane that is next on a local NIC.
-    pub(super) fn next_lane(&mut self, nic: NicIndex) -> Option<usize> {
-        self.lane_of(nic)
     }
 
     /// The keys of a piece that this plan has yielded. O(targets) for a scatter.
@@ -379,7 +368,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
 
     /// The lane that is next on `nic`: those of one NIC take turns.
     #[inline]
-    fn lane_of(&mut self, nic: NicIndex) -> Option<usize> {
+    pub(super) fn lane_of(&mut self, nic: NicIndex) -> Option<usize> {
         let lanes = *self.on_nic.get(usize::from(nic))?;
         let ready = lanes & self.active;
         if ready & !self.served == 0 {

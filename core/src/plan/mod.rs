@@ -414,7 +414,7 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
             return others.any(|to| leads(to) && self.reroute(from, to));
         };
         // Each lane has a NIC of its own again, when its next item is for such a peer.
-        let home = lanes.next_lane(from).zip(routes).and_then(|(lane, routes)| {
+        let home = lanes.lane_of(from).zip(routes).and_then(|(lane, routes)| {
             routes.get(lane.checked_rem(routes.as_slice().len())?).map(|route| route.local)
         });
         let mut nics = home.into_iter().chain(others).filter(|to| *to != from);
