@@ -209,6 +209,10 @@ impl Device {
         self.0.context.cast()
     }
 
+    pub(crate) fn number(&self) -> cu::CUdevice {
+        self.0.device
+    }
+
     /// Makes the context current until the guard goes.
     pub(crate) fn enter(&self) -> Result<Current, Error> {
         // SAFETY: the context is alive while `self` is, and callers keep the guard no longer.
@@ -223,7 +227,7 @@ impl Device {
     }
 }
 
-fn attribute(device: cu::CUdevice, which: cu::CUdevice_attribute) -> Result<u32, Error> {
+pub(crate) fn attribute(device: cu::CUdevice, which: cu::CUdevice_attribute) -> Result<u32, Error> {
     let mut value = 0;
     // SAFETY: writes the one number that it is given the place of.
     let asked = unsafe { cu::cuDeviceGetAttribute(&raw mut value, which, device) };

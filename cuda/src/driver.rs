@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 54] = [
+const SYMBOLS: [&str; 57] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxPopCurrent_v2",
@@ -33,6 +33,7 @@ const SYMBOLS: [&str; 54] = [
     "cuEventElapsedTime_v2",
     "cuEventQuery",
     "cuEventRecord",
+    "cuFlushGPUDirectRDMAWrites",
     "cuFuncSetAttribute",
     "cuIpcCloseMemHandle",
     "cuIpcGetMemHandle",
@@ -46,6 +47,7 @@ const SYMBOLS: [&str; 54] = [
     "cuMemFreeHost",
     "cuMemFree_v2",
     "cuMemGetAllocationGranularity",
+    "cuMemGetHandleForAddressRange",
     "cuMemHostAlloc",
     "cuMemHostRegister_v2",
     "cuMemHostUnregister",
@@ -61,6 +63,7 @@ const SYMBOLS: [&str; 54] = [
     "cuModuleLoadData",
     "cuModuleUnload",
     "cuPointerGetAttribute",
+    "cuPointerSetAttribute",
     "cuStreamCreate",
     "cuStreamDestroy_v2",
     "cuStreamIsCapturing",
@@ -134,6 +137,7 @@ mod tests {
         let sources = [
             include_str!("copier.rs"),
             include_str!("device.rs"),
+            include_str!("direct.rs"),
             include_str!("driver.rs"),
             include_str!("memory.rs"),
             include_str!("module.rs"),

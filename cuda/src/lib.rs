@@ -13,6 +13,7 @@
 //! | [`Device`], [`Stream`], [`Event`], [`DeviceMemory`], [`PinnedMemory`] | what of CUDA is used, with owners | yes |
 //! | [`Copier`] | launches | yes |
 //! | [`moe`] | tokens to the GPUs of their experts, and results back: dispatch and combine | yes |
+//! | [`DmaBuf`], [`Direct`], [`owner_of`] | memory that NICs reach | yes |
 //! | [`look_up`], [`hand_over`], [`Opened`], [`SharedMemory`], [`Pinned`] | memory that several processes use | yes |
 //!
 //! # Without CUDA
@@ -32,6 +33,7 @@
 pub mod args;
 mod copier;
 mod device;
+mod direct;
 mod driver;
 mod error;
 pub mod geometry;
@@ -43,6 +45,7 @@ mod share;
 
 pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in};
 pub use device::{Device, Event, Stream};
+pub use direct::{Direct, DmaBuf, Seen, Visibility, owner_of, prepare, whole_pages};
 pub use error::{CudaCode, Error};
 pub use memory::{DeviceMemory, PinnedMemory};
 pub use share::{

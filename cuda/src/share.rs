@@ -71,9 +71,19 @@ pub enum Received<'a> {
 /// [`Error::Managed`]; [`Error::OutOfBounds`] if the range leaves its allocation; [`Error::NotShareable`] if it is of a GPU
 /// that this process does not see; or what the driver answers.
 pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found>, Error> {
+    let _current = device.enter()?;
+    let Some(found) = known(address)? else { return Ok(None) };
+    let end = address.checked_sub(found.start).and_then(|offset| offset.checked_add(bytes));
+    match end {
+        Some(end) if end <= found.bytes => Ok(Some(found)),
+        end => Err(Error::OutOfBounds { end: end.unwrap_or(u64::MAX), bytes: found.bytes }),
+    }
+}
+
+/// What the driver knows of the allocation that `address` is in. `None`: that is not memory of a GPU. A context is current.
+pub(crate) fn known(address: u64) -> Result<Option<Found>, Error> {
     use cu::CUpointer_attribute as A;
     const DEVICE: u32 = cu::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
-    let _current = device.enter()?;
     // SAFETY: a number of this size (CUDA driver API, `cuPointerGetAttribute`); so are those below.
     let kind = match unsafe { fact::<u32>(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) } {
         // Memory that the driver has not heard of is the host's.
@@ -99,12 +109,7 @@ pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found
     };
     // Of a GPU that this process does not see it is negative.
     let ordinal = u32::try_from(ordinal).map_err(|_| Error::NotShareable { address })?;
-    let found = Found { ordinal, start, bytes: whole as u64 };
-    let end = address.checked_sub(start).and_then(|offset| offset.checked_add(bytes));
-    match end {
-        Some(end) if end <= found.bytes => Ok(Some(found)),
-        end => Err(Error::OutOfBounds { end: end.unwrap_or(u64::MAX), bytes: found.bytes }),
-    }
+    Ok(Some(Found { ordinal, start, bytes: whole as u64 }))
 }
 
 /// Which GPU memory is of, as this process numbers them; half a microsecond. `None`: it is not memory that the driver knows.

@@ -272,12 +272,13 @@ impl Builder {
         self
     }
 
-    /// GPUs whose memory is written from and to, by their numbers in this process (`CUDA_VISIBLE_DEVICES`); over shared
-    /// memory only: peers on this host, NVLink or PCIe between them. Beside another transport that takes
-    /// [`Builder::shm_on_host`], and still goes to peers on this host alone. Default: none.
+    /// GPUs whose memory is written from and to, by their numbers in this process (`CUDA_VISIBLE_DEVICES`). Default: none.
     ///
-    /// Then all host memory that is registered is pinned for them, and while a GPU copies, the engine's thread does not
-    /// sleep.
+    /// Over shared memory GPUs copy, to peers on this host, over NVLink or PCIe; then all host memory that is registered is
+    /// pinned for them, and while a GPU copies, the engine's thread does not sleep. RDMA devices and EFA read and write a
+    /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes. With
+    /// [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not let at it, a GPU's memory
+    /// goes to peers on this host alone.
     #[must_use]
     pub fn gpus(mut self, gpus: impl Into<Vec<u32>>) -> Self {
         self.gpus = gpus.into();
@@ -386,14 +387,7 @@ impl Builder {
         rustix::rand::getrandom(&mut id, rustix::rand::GetRandomFlags::empty())
             .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
         let engine = EngineId(u64::from_ne_bytes(id));
-        let group_key = self.group_key.clone();
-        if !self.gpus.is_empty() && self.transport != Transport::Shm && !self.shm_on_host {
-            return Err(BuildError::Config {
-                what: "GPUs on this transport",
-                found: self.gpus.len(),
-                allowed: "none: GPU memory goes over shared memory, which `shm_on_host` adds",
-            });
-        }
+        let (group_key, gpus) = (self.group_key.clone(), self.gpus.clone());
         match self.transport.clone() {
             Transport::Shm => {
                 let provider = self.shm(engine, self.nics, false)?;
@@ -401,14 +395,21 @@ impl Builder {
             }
             Transport::Libfabric(LibfabricOptions { library, provider, domain }) => {
                 let (nics, peers) = (self.nics, self.peers);
-                let config =
-                    LibfabricConfig { engine, nics, peers, library, provider, domain, group_key };
-                let provider = LibfabricProvider::new(config);
+                let provider = LibfabricProvider::new(LibfabricConfig {
+                    engine,
+                    nics,
+                    peers,
+                    library,
+                    provider,
+                    domain,
+                    group_key,
+                    gpus,
+                });
                 self.assemble_with_shm(engine, provider.map_err(BuildError::Libfabric)?)
             }
             Transport::Verbs(options) => {
                 let (nics, peers) = (self.nics, self.peers);
-                let config = VerbsConfig { engine, nics, peers, options, group_key };
+                let config = VerbsConfig { engine, nics, peers, options, group_key, gpus };
                 let provider = VerbsProvider::new(config).map_err(BuildError::Verbs)?;
                 self.assemble_with_shm(engine, provider)
             }

@@ -59,6 +59,7 @@ mod driver;
 mod engine;
 mod error;
 mod gate;
+mod gpus;
 mod intake;
 pub mod libfabric;
 mod message;

@@ -467,6 +467,16 @@ pub enum RegisterError {
     /// The memory is a GPU's or is to be pinned for one, and cannot be.
     #[error("{0}")]
     Gpu(immwire_cuda::Error),
+    /// NICs do not reach the GPU's memory.
+    #[error("{nics} cannot be given memory of GPU {ordinal}: {why}")]
+    NotDirect {
+        /// What the engine's transport calls them.
+        nics: String,
+        /// The GPU's number in this process.
+        ordinal: u32,
+        /// Why, and what to do.
+        why: String,
+    },
     /// The kernel said no.
     #[error("{call} of {bytes} bytes: {source}")]
     Os {

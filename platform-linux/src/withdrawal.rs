@@ -26,6 +26,7 @@ use std::time::{Duration, Instant};
 
 use immwire_core::id::PeerId;
 use immwire_core::tenant::{LAST_SERIAL, SLOTS, Tenant};
+use immwire_cuda::SharedMemory;
 use rustix::event::EventfdFlags;
 use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous, munmap};
 
@@ -68,6 +69,13 @@ impl Drop for Mapping {
     }
 }
 
+/// Memory that we made for a region.
+#[derive(Debug)]
+pub(crate) enum Owned {
+    Mapped { _mapping: Mapping },
+    Gpu { _memory: SharedMemory },
+}
+
 /// The registration that a region is.
 pub(crate) fn tenant_of(region: &Registered) -> Option<Tenant> {
     Tenant::new(u16::try_from(region.id).ok()?, region.desc.generation)
@@ -79,8 +87,8 @@ pub(crate) struct Region<R> {
     /// What devices have of it, until it is closed.
     held: Option<R>,
     remote: bool,
-    /// Unmapped last.
-    _mapping: Option<Mapping>,
+    /// Goes last.
+    _owned: Option<Owned>,
 }
 
 #[derive(Debug)]
@@ -117,10 +125,10 @@ impl<R, C> Slots<R, C> {
         tenant: Tenant,
         held: Option<R>,
         remote: bool,
-        mapping: Option<Mapping>,
+        owned: Option<Owned>,
     ) {
         if let Some(slot) = self.slot(tenant) {
-            slot.region = Some(Region { held, remote, _mapping: mapping });
+            slot.region = Some(Region { held, remote, _owned: owned });
         }
     }
 
@@ -645,7 +653,12 @@ mod tests {
             let closed = Arc::default();
             let tenant = regions.table().claim().unwrap();
             let held = Held(Arc::downgrade(&regions), Arc::clone(&closed));
-            regions.table().put(tenant, Some(held), remote, Some(Mapping::new(1).unwrap()));
+            regions.table().put(
+                tenant,
+                Some(held),
+                remote,
+                Some(Owned::Mapped { _mapping: Mapping::new(1).unwrap() }),
+            );
             if revoked {
                 regions.revoke(tenant, Duration::ZERO).unwrap();
                 assert_eq!(*lock(&closed), 1);

@@ -127,10 +127,16 @@ macro_rules! constants {
 
 // A function that the library exports, and the version of the symbol that has this type.
 macro_rules! symbols {
-    ($($(#[$meta:meta])* $name:ident @ $version:literal: $ty:ty;)*) => {
-        /// The functions of a loaded libibverbs, under their C names.
+    (
+        needed { $($(#[$meta:meta])* $name:ident @ $version:literal: $ty:ty;)* }
+        later { $($(#[$later_meta:meta])* $later:ident @ $later_version:literal: $later_ty:ty;)* }
+    ) => {
+        /// The functions of a loaded libibverbs, under their C names. What came later than what is needed may be missing.
         #[derive(Debug, Clone, Copy)]
-        pub struct Symbols { $($(#[$meta])* pub $name: $ty,)* }
+        pub struct Symbols {
+            $($(#[$meta])* pub $name: $ty,)*
+            $($(#[$later_meta])* pub $later: Option<$later_ty>,)*
+        }
 
         impl Symbols {
             /// All of them, found by `find`, which is given a name and a version.
@@ -141,7 +147,7 @@ macro_rules! symbols {
             ///
             /// # Errors
             ///
-            /// The first of `find`'s.
+            /// The first of `find`'s, but for what may be missing.
             pub unsafe fn bind<E>(
                 find: impl Fn(&'static core::ffi::CStr, &'static core::ffi::CStr) -> Result<core::ptr::NonNull<c_void>, E>,
             ) -> Result<Self, E> {
@@ -152,12 +158,22 @@ macro_rules! symbols {
                     // SAFETY: by the caller's promise it is a function of this type; pointers to data and to code
                     // are of one size here.
                     unsafe { core::mem::transmute::<*mut c_void, $ty>(address.as_ptr()) }
+                },)* $($later: {
+                    const NAME: &core::ffi::CStr = c_str(concat!(stringify!($later), "\0"));
+                    const VERSION: &core::ffi::CStr = c_str(concat!($later_version, "\0"));
+                    // SAFETY: as above.
+                    find(NAME, VERSION).ok().map(|address| unsafe {
+                        core::mem::transmute::<*mut c_void, $later_ty>(address.as_ptr())
+                    })
                 },)* })
             }
         }
 
         /// The functions: each one's name, and its Rust type as written.
-        pub const SYMBOLS: &[(&str, &str)] = &[$((stringify!($name), stringify!($ty))),*];
+        pub const SYMBOLS: &[(&str, &str)] = &[
+            $((stringify!($name), stringify!($ty)),)*
+            $((stringify!($later), stringify!($later_ty)),)*
+        ];
     };
 }
 
@@ -171,72 +187,79 @@ const fn c_str(text: &'static str) -> &'static core::ffi::CStr {
 }
 
 symbols! {
-    /// ibv_get_device_list(3).
-    ibv_get_device_list @ "IBVERBS_1.1": unsafe extern "C" fn(num_devices: *mut c_int) -> *mut *mut ibv_device;
-    /// ibv_get_device_list(3).
-    ibv_free_device_list @ "IBVERBS_1.1": unsafe extern "C" fn(list: *mut *mut ibv_device);
-    /// ibv_get_device_name(3).
-    ibv_get_device_name @ "IBVERBS_1.1": unsafe extern "C" fn(device: *mut ibv_device) -> *const c_char;
-    /// ibv_open_device(3).
-    ibv_open_device @ "IBVERBS_1.1": unsafe extern "C" fn(device: *mut ibv_device) -> *mut ibv_context;
-    /// ibv_open_device(3).
-    ibv_close_device @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context) -> c_int;
-    /// ibv_get_async_event(3).
-    ibv_get_async_event @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context,
-        event: *mut ibv_async_event) -> c_int;
-    /// ibv_get_async_event(3).
-    ibv_ack_async_event @ "IBVERBS_1.1": unsafe extern "C" fn(event: *mut ibv_async_event);
-    /// ibv_query_device(3).
-    ibv_query_device @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context,
-        device_attr: *mut ibv_device_attr) -> c_int;
-    /// ibv_query_port(3). It fills in the [`ibv_port_attr`] up to `flags`.
-    ibv_query_port @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context, port_num: u8,
-        port_attr: *mut _compat_ibv_port_attr) -> c_int;
-    /// ibv_query_gid_ex(3).
-    _ibv_query_gid_ex @ "IBVERBS_1.11": unsafe extern "C" fn(context: *mut ibv_context, port_num: u32, gid_index: u32,
-        entry: *mut ibv_gid_entry, flags: u32, entry_size: usize) -> c_int;
-    /// ibv_alloc_pd(3).
-    ibv_alloc_pd @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_pd;
-    /// ibv_alloc_pd(3).
-    ibv_dealloc_pd @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd) -> c_int;
-    /// ibv_reg_mr(3). Optional access flags are left out where the kernel does not know them.
-    ibv_reg_mr_iova2 @ "IBVERBS_1.8": unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
-        access: u32) -> *mut ibv_mr;
-    /// ibv_reg_mr(3).
-    ibv_dereg_mr @ "IBVERBS_1.1": unsafe extern "C" fn(mr: *mut ibv_mr) -> c_int;
-    /// ibv_create_comp_channel(3).
-    ibv_create_comp_channel @ "IBVERBS_1.0": unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_comp_channel;
-    /// ibv_create_comp_channel(3).
-    ibv_destroy_comp_channel @ "IBVERBS_1.0": unsafe extern "C" fn(channel: *mut ibv_comp_channel) -> c_int;
-    /// ibv_create_cq(3).
-    ibv_create_cq @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context, cqe: c_int, cq_context: *mut c_void,
-        channel: *mut ibv_comp_channel, comp_vector: c_int) -> *mut ibv_cq;
-    /// ibv_create_cq(3).
-    ibv_destroy_cq @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq) -> c_int;
-    /// ibv_get_cq_event(3).
-    ibv_get_cq_event @ "IBVERBS_1.1": unsafe extern "C" fn(channel: *mut ibv_comp_channel, cq: *mut *mut ibv_cq,
-        cq_context: *mut *mut c_void) -> c_int;
-    /// ibv_get_cq_event(3).
-    ibv_ack_cq_events @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq, nevents: u32);
-    /// ibv_create_srq(3).
-    ibv_create_srq @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd,
-        srq_init_attr: *mut ibv_srq_init_attr) -> *mut ibv_srq;
-    /// ibv_create_srq(3).
-    ibv_destroy_srq @ "IBVERBS_1.1": unsafe extern "C" fn(srq: *mut ibv_srq) -> c_int;
-    /// ibv_create_qp(3).
-    ibv_create_qp @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd,
-        qp_init_attr: *mut ibv_qp_init_attr) -> *mut ibv_qp;
-    /// ibv_create_qp(3).
-    ibv_destroy_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp) -> c_int;
-    /// ibv_modify_qp(3).
-    ibv_modify_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp, attr: *mut ibv_qp_attr,
-        attr_mask: c_int) -> c_int;
-    /// ibv_create_ah(3).
-    ibv_create_ah @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah;
-    /// ibv_create_ah(3).
-    ibv_destroy_ah @ "IBVERBS_1.1": unsafe extern "C" fn(ah: *mut ibv_ah) -> c_int;
-    /// The status of a completion, in words.
-    ibv_wc_status_str @ "IBVERBS_1.1": unsafe extern "C" fn(status: ibv_wc_status) -> *const c_char;
+    needed {
+        /// ibv_get_device_list(3).
+        ibv_get_device_list @ "IBVERBS_1.1": unsafe extern "C" fn(num_devices: *mut c_int) -> *mut *mut ibv_device;
+        /// ibv_get_device_list(3).
+        ibv_free_device_list @ "IBVERBS_1.1": unsafe extern "C" fn(list: *mut *mut ibv_device);
+        /// ibv_get_device_name(3).
+        ibv_get_device_name @ "IBVERBS_1.1": unsafe extern "C" fn(device: *mut ibv_device) -> *const c_char;
+        /// ibv_open_device(3).
+        ibv_open_device @ "IBVERBS_1.1": unsafe extern "C" fn(device: *mut ibv_device) -> *mut ibv_context;
+        /// ibv_open_device(3).
+        ibv_close_device @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context) -> c_int;
+        /// ibv_get_async_event(3).
+        ibv_get_async_event @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context,
+            event: *mut ibv_async_event) -> c_int;
+        /// ibv_get_async_event(3).
+        ibv_ack_async_event @ "IBVERBS_1.1": unsafe extern "C" fn(event: *mut ibv_async_event);
+        /// ibv_query_device(3).
+        ibv_query_device @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context,
+            device_attr: *mut ibv_device_attr) -> c_int;
+        /// ibv_query_port(3). It fills in the [`ibv_port_attr`] up to `flags`.
+        ibv_query_port @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context, port_num: u8,
+            port_attr: *mut _compat_ibv_port_attr) -> c_int;
+        /// ibv_query_gid_ex(3).
+        _ibv_query_gid_ex @ "IBVERBS_1.11": unsafe extern "C" fn(context: *mut ibv_context, port_num: u32, gid_index: u32,
+            entry: *mut ibv_gid_entry, flags: u32, entry_size: usize) -> c_int;
+        /// ibv_alloc_pd(3).
+        ibv_alloc_pd @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_pd;
+        /// ibv_alloc_pd(3).
+        ibv_dealloc_pd @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd) -> c_int;
+        /// ibv_reg_mr(3). Optional access flags are left out where the kernel does not know them.
+        ibv_reg_mr_iova2 @ "IBVERBS_1.8": unsafe extern "C" fn(pd: *mut ibv_pd, addr: *mut c_void, length: usize, iova: u64,
+            access: u32) -> *mut ibv_mr;
+        /// ibv_reg_mr(3).
+        ibv_dereg_mr @ "IBVERBS_1.1": unsafe extern "C" fn(mr: *mut ibv_mr) -> c_int;
+        /// ibv_create_comp_channel(3).
+        ibv_create_comp_channel @ "IBVERBS_1.0": unsafe extern "C" fn(context: *mut ibv_context) -> *mut ibv_comp_channel;
+        /// ibv_create_comp_channel(3).
+        ibv_destroy_comp_channel @ "IBVERBS_1.0": unsafe extern "C" fn(channel: *mut ibv_comp_channel) -> c_int;
+        /// ibv_create_cq(3).
+        ibv_create_cq @ "IBVERBS_1.1": unsafe extern "C" fn(context: *mut ibv_context, cqe: c_int, cq_context: *mut c_void,
+            channel: *mut ibv_comp_channel, comp_vector: c_int) -> *mut ibv_cq;
+        /// ibv_create_cq(3).
+        ibv_destroy_cq @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq) -> c_int;
+        /// ibv_get_cq_event(3).
+        ibv_get_cq_event @ "IBVERBS_1.1": unsafe extern "C" fn(channel: *mut ibv_comp_channel, cq: *mut *mut ibv_cq,
+            cq_context: *mut *mut c_void) -> c_int;
+        /// ibv_get_cq_event(3).
+        ibv_ack_cq_events @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq, nevents: u32);
+        /// ibv_create_srq(3).
+        ibv_create_srq @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd,
+            srq_init_attr: *mut ibv_srq_init_attr) -> *mut ibv_srq;
+        /// ibv_create_srq(3).
+        ibv_destroy_srq @ "IBVERBS_1.1": unsafe extern "C" fn(srq: *mut ibv_srq) -> c_int;
+        /// ibv_create_qp(3).
+        ibv_create_qp @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd,
+            qp_init_attr: *mut ibv_qp_init_attr) -> *mut ibv_qp;
+        /// ibv_create_qp(3).
+        ibv_destroy_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp) -> c_int;
+        /// ibv_modify_qp(3).
+        ibv_modify_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp, attr: *mut ibv_qp_attr,
+            attr_mask: c_int) -> c_int;
+        /// ibv_create_ah(3).
+        ibv_create_ah @ "IBVERBS_1.1": unsafe extern "C" fn(pd: *mut ibv_pd, attr: *mut ibv_ah_attr) -> *mut ibv_ah;
+        /// ibv_create_ah(3).
+        ibv_destroy_ah @ "IBVERBS_1.1": unsafe extern "C" fn(ah: *mut ibv_ah) -> c_int;
+        /// The status of a completion, in words.
+        ibv_wc_status_str @ "IBVERBS_1.1": unsafe extern "C" fn(status: ibv_wc_status) -> *const c_char;
+    }
+    later {
+        /// ibv_reg_mr(3). `fd` is a DMA-BUF, and `offset` where in it the memory begins. Since rdma-core 34.
+        ibv_reg_dmabuf_mr @ "IBVERBS_1.12": unsafe extern "C" fn(pd: *mut ibv_pd, offset: u64, length: usize, iova: u64,
+            fd: c_int, access: c_int) -> *mut ibv_mr;
+    }
 }
 
 enums! {

@@ -133,7 +133,7 @@ impl Door {
         let key = u64::from_ne_bytes(super::random().map_err(LibfabricError::Random)?);
         let len = BUFFERS * DATAGRAM_MAX;
         // SAFETY: the buffers outlive the registration, whose field is dropped before theirs.
-        let registration = unsafe { domain.register(buffers.0.cast(), len, false, key) }?;
+        let registration = unsafe { domain.register(buffers.0.cast(), len, false, key, None) }?;
         let desc = registration.desc();
         let mut door = Self {
             endpoint,

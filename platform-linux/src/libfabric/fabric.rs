@@ -13,8 +13,9 @@
 use std::collections::HashMap;
 use std::ffi::{CStr, CString, c_void};
 use std::fmt;
-use std::os::fd::{BorrowedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, RawFd};
 use std::ptr::{self, NonNull};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Once};
 
 use immwire_core::datagram::{Address, Protocol};
@@ -22,6 +23,7 @@ use libfabric_sys as sys;
 use libfabric_sys::{Library, Version};
 
 use super::LibfabricError;
+use crate::gpus::Direct;
 
 /// The version of the API that is asked for, if the library has it. Behind it nothing is needed.
 pub(super) const API: Version = Version { major: 1, minor: 20 };
@@ -79,6 +81,8 @@ pub(super) struct Facts {
     pub(super) own_keys: bool,
     /// Operations need a descriptor of the local memory.
     pub(super) local_descs: bool,
+    /// It was asked for, and GPUs' memory can be registered (`FI_HMEM`).
+    pub(super) device_memory: bool,
     /// Endpoints need a domain each: `tcp` (2.5) uses what it has freed if one is closed while somebody is
     /// connecting to it, and its domain goes on being polled.
     pub(super) lonely_endpoints: bool,
@@ -114,6 +118,8 @@ impl fmt::Debug for Device {
 pub(super) struct Wanted<'a> {
     pub(super) provider: Option<&'a str>,
     pub(super) domain: Option<&'a str>,
+    /// That can be given GPUs' memory, if there are any.
+    pub(super) device_memory: bool,
 }
 
 /// Hints, until they are freed.
@@ -135,7 +141,12 @@ impl Hints {
     }
 
     /// Everything that this provider can work with.
-    fn fill(&mut self, provider: &str, fabric: Option<&str>) -> Result<(), LibfabricError> {
+    fn fill(
+        &mut self,
+        provider: &str,
+        fabric: Option<&str>,
+        device_memory: bool,
+    ) -> Result<(), LibfabricError> {
         let is_efa = provider == "efa";
         let (name, fabric) = (Self::duplicate(provider)?, fabric.map(Self::duplicate).transpose()?);
         // SAFETY: `dupinfo` of null allocates all attributes, and nobody else has this one. The names
@@ -154,6 +165,10 @@ impl Hints {
                 | sys::FI_MR_VIRT_ADDR
                 | sys::FI_MR_ALLOCATED
                 | sys::FI_MR_PROV_KEY;
+            if device_memory {
+                info.caps |= sys::FI_HMEM;
+                domain.mr_mode |= sys::FI_MR_HMEM;
+            }
             domain.threading = sys::FI_THREAD_SAFE;
             domain.data_progress = sys::FI_PROGRESS_MANUAL;
             domain.control_progress = sys::FI_PROGRESS_MANUAL;
@@ -174,13 +189,18 @@ impl Hints {
 const ENVIRONMENT: [(&str, &str); 2] = [
     // Every region is registered by its user: nobody has to patch `mmap` and `free` to watch for others.
     ("FI_MR_CACHE_MONITOR", "disabled"),
-    // No device memory is registered yet: libfabric has no reason to start a CUDA runtime in the process.
-    ("FI_HMEM", "system"),
+    NO_DEVICE_MEMORY,
 ];
 
+/// Where no GPU is used, libfabric has no reason to start a CUDA runtime in the process.
+const NO_DEVICE_MEMORY: (&str, &str) = ("FI_HMEM", "system");
+
 /// Sets what is not set, if that is safe: the environment belongs to all threads, and nothing guards it.
-fn prepare_environment() {
-    let unset = ENVIRONMENT.into_iter().filter(|(name, _)| std::env::var_os(name).is_none());
+fn prepare_environment(device_memory: bool) {
+    let unset = ENVIRONMENT
+        .into_iter()
+        .filter(|variable| !device_memory || *variable != NO_DEVICE_MEMORY)
+        .filter(|(name, _)| std::env::var_os(name).is_none());
     let threads = std::fs::read_dir("/proc/self/task").map_or(usize::MAX, Iterator::count);
     for (name, value) in unset {
         if threads == 1 {
@@ -205,7 +225,7 @@ pub(super) fn discover(
     wanted: &Wanted<'_>,
 ) -> Result<Vec<Device>, LibfabricError> {
     static PREPARED: Once = Once::new();
-    PREPARED.call_once(prepare_environment);
+    PREPARED.call_once(|| prepare_environment(wanted.device_memory));
     let mut seen = Vec::new();
     for provider in
         PREFERENCE.into_iter().filter(|it| wanted.provider.is_none_or(|want| want == *it))
@@ -215,7 +235,10 @@ pub(super) fn discover(
             _ => vec![None],
         };
         for fabric in fabrics {
-            let mut devices = list(library, provider, fabric)?;
+            let mut devices = list(library, provider, fabric, wanted.device_memory)?;
+            if devices.is_empty() && wanted.device_memory {
+                devices = list(library, provider, fabric, false)?;
+            }
             seen.extend(devices.iter().map(|device| device.facts.domain.clone()));
             devices.retain(|device| wanted.domain.is_none_or(|want| device.facts.domain == want));
             if wanted.domain.is_none() {
@@ -238,14 +261,15 @@ pub(super) fn discover(
     })
 }
 
-/// All devices of one provider.
+/// All devices of one provider; those alone that take GPUs' memory, if that is wanted.
 pub(super) fn list(
     library: &'static Library,
     provider: &str,
     fabric: Option<&str>,
+    device_memory: bool,
 ) -> Result<Vec<Device>, LibfabricError> {
     let mut hints = Hints::new(library)?;
-    hints.fill(provider, fabric)?;
+    hints.fill(provider, fabric, device_memory)?;
     let mut raw = ptr::null_mut();
     let version = library.version().min(API).code();
     // SAFETY: no node, no service; hints from this library; `raw` is written on success.
@@ -309,6 +333,7 @@ unsafe fn facts(info: &sys::fi_info) -> Option<Facts> {
             virtual_addresses: domain.mr_mode & sys::FI_MR_VIRT_ADDR != 0,
             own_keys: domain.mr_mode & sys::FI_MR_PROV_KEY != 0,
             local_descs: domain.mr_mode & sys::FI_MR_LOCAL != 0,
+            device_memory: info.caps & sys::FI_HMEM != 0 && domain.mr_mode & sys::FI_MR_HMEM != 0,
             lonely_endpoints: !is_efa && domain.mr_mode & sys::FI_MR_PROV_KEY == 0,
             tells_source: is_efa,
             connects: !is_efa,
@@ -363,6 +388,8 @@ pub(super) struct Domain {
     fabric: NonNull<sys::fid_fabric>,
     raw: NonNull<sys::fid_domain>,
     device: Arc<Device>,
+    /// It takes GPUs' memory, but its device does not reach it by itself.
+    is_indirect: AtomicBool,
 }
 
 impl fmt::Debug for Domain {
@@ -389,7 +416,8 @@ impl Domain {
             match opened(library, "fi_domain", code, domain) {
                 Ok(raw) => {
                     let device = Arc::clone(device);
-                    Ok(Arc::new(Self { library, fabric, raw, device }))
+                    let is_indirect = AtomicBool::new(false);
+                    Ok(Arc::new(Self { library, fabric, raw, device, is_indirect }))
                 }
                 Err(error) => {
                     close("fabric", &raw mut (*fabric.as_ptr()).fid);
@@ -403,30 +431,83 @@ impl Domain {
         &self.device.facts
     }
 
-    /// Registers memory, and returns it with the key that peers use.
+    /// Registers memory, and returns it with the key that peers use. `gpu` says how it is reached, if it is a GPU's.
     ///
     /// # Safety
     ///
-    /// `len` bytes from `at` stay mapped until the registration is dropped.
+    /// `len` bytes from `at` stay mapped, or allocated, until the registration is dropped.
     pub(super) unsafe fn register(
         self: &Arc<Self>,
         at: NonNull<u8>,
         len: usize,
         remote: bool,
         key: u64,
+        gpu: Option<&Direct>,
     ) -> Result<Registration, LibfabricError> {
         let access = sys::FI_SEND
             | sys::FI_RECV
             | sys::FI_WRITE
             | if remote { sys::FI_REMOTE_WRITE } else { 0 };
         let mut raw = ptr::null_mut();
+        let call = match gpu {
+            None => "fi_mr_reg",
+            Some(_) if !self.facts().device_memory => return Err(LibfabricError::HostMemoryOnly),
+            Some(_) if self.is_indirect.load(Ordering::Relaxed) => {
+                return Err(LibfabricError::NoGpuDirect);
+            }
+            Some(_) => "fi_mr_regattr",
+        };
         // SAFETY: the domain is live; the memory, by the caller's promise.
         let code = unsafe {
-            let (at, none) = (at.as_ptr().cast_const().cast(), ptr::null_mut());
-            sys::fi_mr_reg(self.raw.as_ptr(), at, len, access, 0, key, 0, &raw mut raw, none)
+            let none = ptr::null_mut();
+            let (domain, start) = (self.raw.as_ptr(), at.as_ptr().cast::<c_void>());
+            match gpu {
+                None => sys::fi_mr_reg(domain, start, len, access, 0, key, 0, &raw mut raw, none),
+                Some(gpu) => self.register_gpu((start, len), access, key, gpu, &raw mut raw),
+            }
         };
-        let raw = opened(self.library, "fi_mr_reg", code, raw)?;
+        let raw = opened(self.library, call, code, raw)?;
         Ok(Registration { raw, domain: Arc::clone(self) })
+    }
+
+    /// Memory of a GPU: as its DMA-BUF, if it has one and the library takes it. Always as CUDA's: a provider that took it for
+    /// the host's would have the CPU read short writes.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Domain::register`].
+    unsafe fn register_gpu(
+        &self,
+        (start, len): (*mut c_void, usize),
+        access: u64,
+        key: u64,
+        gpu: &Direct,
+        raw: *mut *mut sys::fid_mr,
+    ) -> i32 {
+        // fi_mr(3): with FI_MR_DMABUF, from 1.20 on, the union is this in place of an iovec.
+        let by_address = sys::iovec { iov_base: start, iov_len: len };
+        let by_file = gpu.file.as_ref().ok().map(|file| sys::fi_mr_dmabuf {
+            fd: file.as_fd().as_raw_fd(),
+            offset: file.offset(),
+            len,
+            base_addr: ptr::without_provenance_mut(
+                usize::try_from(file.start()).unwrap_or(usize::MAX),
+            ),
+        });
+        let by_file = by_file.filter(|_| self.library.version() >= API);
+        // SAFETY: numbers and addresses, of which zero is one: unused ones are to be zero.
+        let mut attr: sys::fi_mr_attr = unsafe { std::mem::zeroed() };
+        (attr.mr_iov, attr.iov_count) = (&raw const by_address, 1);
+        (attr.access, attr.requested_key) = (access, key);
+        attr.iface = sys::FI_HMEM_CUDA;
+        attr.device.cuda = i32::try_from(gpu.ordinal).unwrap_or(i32::MAX);
+        let mut flags = 0;
+        if let Some(file) = &by_file {
+            (attr.mr_iov, flags) = (ptr::from_ref(file).cast(), sys::FI_MR_DMABUF);
+        }
+        // SAFETY: the domain is live, and what the attributes point to is read during the call; the memory, by the caller's
+        // promise.
+        unsafe { sys::fi_mr_regattr(self.raw.as_ptr(), &raw const attr, flags, raw) }
     }
 }
 
@@ -623,8 +704,8 @@ impl Endpoint {
             let code = sys::fi_ep_bind(ep.as_ptr(), &raw mut (*av.as_ptr()).fid, 0);
             check(library, "fi_ep_bind", code)?;
             let is_efa = domain.facts().provider == "efa";
-            if is_efa {
-                efa_options(ep)?;
+            if is_efa && !efa_options(ep)? && domain.facts().device_memory {
+                domain.is_indirect.store(true, Ordering::Relaxed);
             }
             check(library, "fi_enable", sys::fi_enable(ep.as_ptr()))?;
             if is_efa {
@@ -984,11 +1065,13 @@ unsafe fn max_rma(ep: NonNull<sys::fid_ep>, attr: &sys::fi_ep_attr) -> u64 {
     u64::try_from(max).unwrap_or(u64::MAX).clamp(1, RMA_MAX)
 }
 
+/// Returns whether the device reaches GPUs' memory by itself, as far as that is told.
+///
 /// # Safety
 ///
 /// The endpoint is live, and not enabled yet.
-unsafe fn efa_options(ep: NonNull<sys::fid_ep>) -> Result<(), LibfabricError> {
-    let no = false;
+unsafe fn efa_options(ep: NonNull<sys::fid_ep>) -> Result<bool, LibfabricError> {
+    let (no, mut is_direct) = (false, true);
     // Neither CUDA calls nor a second way for peers on the host. A version that does not know an option
     // does not do what it switches off, or has no device memory here.
     for option in [sys::FI_OPT_CUDA_API_PERMITTED, sys::FI_OPT_SHARED_MEMORY_PERMITTED] {
@@ -997,6 +1080,10 @@ unsafe fn efa_options(ep: NonNull<sys::fid_ep>) -> Result<(), LibfabricError> {
             let level = sys::FI_OPT_ENDPOINT;
             sys::fi_setopt(ep.as_ptr(), level, option, (&raw const no).cast(), size_of::<bool>())
         };
+        if code == -sys::FI_EOPNOTSUPP && option == sys::FI_OPT_CUDA_API_PERMITTED {
+            // fi_endpoint(3): without CUDA's calls it could not.
+            is_direct = false;
+        }
         if code != 0 && ![sys::FI_ENOPROTOOPT, sys::FI_EOPNOTSUPP, sys::FI_EINVAL].contains(&-code)
         {
             return Err(LibfabricError::Call {
@@ -1006,7 +1093,7 @@ unsafe fn efa_options(ep: NonNull<sys::fid_ep>) -> Result<(), LibfabricError> {
             });
         }
     }
-    Ok(())
+    Ok(is_direct)
 }
 
 /// A write that the target's processor has to help with is none of ours: it would wait for the peer's.

@@ -12,11 +12,12 @@
 //! - The table of descriptors is read by the engine without a lock; an entry is set before the region's key
 //!   is known to anybody, and stays until the registration is closed.
 
+use std::ffi::c_void;
 use std::fmt;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, Ordering};
+use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
 use std::time::Duration;
 
 use immwire_core::datagram::Tenants;
@@ -26,8 +27,9 @@ use immwire_core::tenant::{PART, SLOTS, Tenant, device_key};
 
 use super::LibfabricError;
 use super::fabric::{Domain, Facts, Registration};
+use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
-use crate::withdrawal::{Mapping, Regions, tenant_of};
+use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// What domains have of a region.
 #[derive(Debug)]
@@ -38,6 +40,8 @@ pub(super) struct Held {
     len: usize,
     /// For each NIC.
     keys: Keys,
+    /// How it is reached, if it is a GPU's.
+    gpu: Option<Direct>,
 }
 
 // SAFETY: `base` is an address; it is passed to libfabric only, while the region's memory is there.
@@ -52,8 +56,13 @@ pub struct LibfabricMemory {
     nics: usize,
     virtual_addresses: bool,
     own_keys: bool,
+    /// What its devices are, for people.
+    devices: String,
+    pub(super) gpus: Gpus,
+    /// By slot: 1 and the index of the GPU whose memory it is; 0 for the host's. None without GPUs.
+    homes: Box<[AtomicU8]>,
     /// By slot and NIC: what an operation on the region needs.
-    descs: Box<[AtomicPtr<std::ffi::c_void>]>,
+    descs: Box<[AtomicPtr<c_void>]>,
     pub(super) regions: Regions<Held, Domains>,
 }
 
@@ -70,13 +79,22 @@ fn random_word() -> io::Result<u32> {
 }
 
 impl LibfabricMemory {
-    pub(super) fn new(engine: EngineId, nics: usize, facts: &Facts) -> io::Result<Self> {
+    pub(super) fn new(
+        engine: EngineId,
+        nics: usize,
+        facts: &Facts,
+        gpus: Option<Arc<Known>>,
+    ) -> io::Result<Self> {
         let entries = if facts.local_descs { SLOTS * nics } else { 0 };
+        let homes = if gpus.is_some() { SLOTS } else { 0 };
         Ok(Self {
             engine,
             nics,
             virtual_addresses: facts.virtual_addresses,
             own_keys: facts.own_keys,
+            devices: format!("libfabric's {}", facts.provider),
+            gpus: Gpus(gpus),
+            homes: (0..homes).map(|_| AtomicU8::new(0)).collect(),
             descs: (0..entries).map(|_| AtomicPtr::new(ptr::null_mut())).collect(),
             regions: Regions::new(facts.closing_fences)?,
         })
@@ -92,7 +110,8 @@ impl LibfabricMemory {
             let Some(key) = key else { return Ok(()) };
             // SAFETY: the region's memory is there until its registrations are closed, which takes the
             // lock that we hold.
-            let made = unsafe { domain.register(held.base, held.len, remote, key) }?;
+            let made =
+                unsafe { domain.register(held.base, held.len, remote, key, held.gpu.as_ref()) }?;
             held.registrations.push((nic, made));
             Ok(())
         });
@@ -121,7 +140,7 @@ impl LibfabricMemory {
 
     /// What an operation on `nic` needs to read from the region of `key`; `None` if the key is none. A load.
     #[inline]
-    pub(super) fn desc(&self, nic: usize, key: u64) -> Option<*mut std::ffi::c_void> {
+    pub(super) fn desc(&self, nic: usize, key: u64) -> Option<*mut c_void> {
         if self.descs.is_empty() {
             return Some(ptr::null_mut());
         }
@@ -129,6 +148,22 @@ impl LibfabricMemory {
         // Acquire, with the release in `insert`: whoever sees it sees the registration made.
         let desc = self.descs.get(slot * self.nics + nic)?.load(Ordering::Acquire);
         Some(desc)
+    }
+
+    /// Whether nothing is to be read from the region of `key` now: it is a GPU's, and a stream has not come so far. Nothing
+    /// without GPUs; else a load or two.
+    ///
+    /// # Errors
+    ///
+    /// The GPU has failed.
+    #[inline]
+    pub(super) fn is_held(&self, key: u64) -> Result<bool, immwire_cuda::Error> {
+        let Some(known) = &self.gpus.0 else { return Ok(false) };
+        let slot = Tenant::of(key).map(|tenant| usize::from(tenant.slot()));
+        // Acquire, with the release in `insert`: as for `desc`.
+        let home =
+            slot.and_then(|slot| self.homes.get(slot)).map_or(0, |it| it.load(Ordering::Acquire));
+        home.checked_sub(1).map_or(Ok(false), |index| known.is_held(index))
     }
 
     /// What goes onto the wire for a key that a descriptor has.
@@ -149,12 +184,14 @@ impl LibfabricMemory {
         random: u32,
         (base, len): (NonNull<u8>, usize),
         remote: bool,
+        gpu: Option<Direct>,
     ) -> io::Result<Held> {
         let mut keys = [0; MAX_NICS];
         let mut registrations = Vec::with_capacity(domains.len());
         for (nic, domain) in domains {
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
-            let made = unsafe { domain.register(base, len, remote, tenant.key(random)) }?;
+            let made =
+                unsafe { domain.register(base, len, remote, tenant.key(random), gpu.as_ref()) }?;
             let key = if self.own_keys {
                 // There may be devices with longer keys than EFA's.
                 let device = u32::try_from(made.key()).map_err(|_| io::ErrorKind::Unsupported)?;
@@ -168,7 +205,7 @@ impl LibfabricMemory {
             registrations.push((*nic, made));
         }
         let keys = keys.get(..self.nics).and_then(Keys::new).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Held { registrations, base, len, keys })
+        Ok(Held { registrations, base, len, keys, gpu })
     }
 
     /// # Safety
@@ -179,17 +216,29 @@ impl LibfabricMemory {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-        mapping: Option<Mapping>,
+        owned: Option<Owned>,
     ) -> Result<Registered, RegisterError> {
-        let failed =
-            |source: io::Error| RegisterError::Os { call: "fi_mr_reg", bytes: len, source };
-        let random = random_word().map_err(failed)?;
         let remote = rights.remote_write();
+        let direct = self
+            .gpus
+            .0
+            .as_ref()
+            .map_or(Ok(None), |known| known.direct(ptr, len, remote, &self.devices));
+        let gpu = direct?;
+        let home = gpu.as_ref().map(|gpu| (gpu.ordinal, gpu.index));
+        let failed = |source: io::Error| match home {
+            None => RegisterError::Os { call: "fi_mr_reg", bytes: len, source },
+            Some((ordinal, _)) => {
+                let (nics, why) = (self.devices.clone(), source.to_string());
+                RegisterError::NotDirect { nics, ordinal, why }
+            }
+        };
+        let random = random_word().map_err(failed)?;
         // Under the lock: so that a domain that is adopted meanwhile is not left out.
         let mut table = self.regions.table();
         let tenant = table.claim()?;
         // SAFETY: the caller's promise.
-        let held = unsafe { self.hold(&table.common, tenant, random, (ptr, len), remote) };
+        let held = unsafe { self.hold(&table.common, tenant, random, (ptr, len), remote, gpu) };
         let held = held.map_err(|error| {
             table.unclaim(tenant);
             failed(error)
@@ -200,22 +249,64 @@ impl LibfabricMemory {
                 desc.store(registration.desc(), Ordering::Release);
             }
         }
+        if let Some(slot) = self.homes.get(usize::from(tenant.slot())) {
+            slot.store(home.map_or(0, |(_, index)| index.saturating_add(1)), Ordering::Release);
+        }
         let keys = held.keys;
-        table.put(tenant, Some(held), remote, mapping);
+        table.put(tenant, Some(held), remote, owned);
         drop(table);
         let (address, bytes, generation) = (ptr.as_ptr() as u64, len as u64, tenant.serial());
         let base = if self.virtual_addresses { address } else { 0 };
         let local = LocalMr { base: address, len: bytes, generation, keys };
         let desc = MrDesc { owner: self.engine, base, len: bytes, generation, rights, keys };
-        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place: Place::Host })
+        let place = home.map_or(Place::Host, |(ordinal, _)| Place::Gpu(ordinal));
+        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place })
     }
 }
 
 impl Memory for LibfabricMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let mapping = Mapping::new(bytes)?;
+        let (base, rights) = (mapping.base(), Rights::REMOTE_WRITE);
         // SAFETY: the mapping lives as long as the region, which is closed before.
-        unsafe { self.insert(mapping.base(), bytes, Rights::REMOTE_WRITE, Some(mapping)) }
+        unsafe { self.insert(base, bytes, rights, Some(Owned::Mapped { _mapping: mapping })) }
+    }
+
+    fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
+        let (base, memory, _) = self.gpus.alloc(ordinal, bytes)?;
+        let rights = Rights::REMOTE_WRITE;
+        // SAFETY: the memory lives as long as the region, which is closed before.
+        unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
+    }
+
+    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+        self.gpus.pin(bytes)
+    }
+
+    unsafe fn copy_gpu(
+        &self,
+        region: &Registered,
+        offset: usize,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), immwire_cuda::Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.copy(region, offset, host, len, to_host) }
+    }
+
+    unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.after(ordinal, stream) }
+    }
+
+    unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.stream(ordinal, stream) }
     }
 
     unsafe fn register(

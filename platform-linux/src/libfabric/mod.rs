@@ -80,6 +80,7 @@ use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
 use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
+use crate::gpus::{GPUS_MAX, Known, OpenError, number};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
 
@@ -131,10 +132,12 @@ pub struct LibfabricConfig {
     pub domain: Option<String>,
     /// If given, required of every peer.
     pub group_key: Option<GroupKey>,
+    /// The GPUs whose memory it is to read and write, by their numbers in this process: where the devices can.
+    pub gpus: Vec<u32>,
 }
 
 impl LibfabricConfig {
-    /// One NIC, 256 peers, whatever the machine has.
+    /// One NIC, 256 peers, whatever the machine has, no GPU.
     #[must_use]
     pub const fn new(engine: EngineId) -> Self {
         Self {
@@ -145,6 +148,7 @@ impl LibfabricConfig {
             provider: None,
             domain: None,
             group_key: None,
+            gpus: Vec::new(),
         }
     }
 }
@@ -202,6 +206,28 @@ pub enum LibfabricError {
         /// libfabric's words for it.
         text: String,
     },
+    /// An engine uses each GPU once, and not more than it can tell apart.
+    #[error("an engine uses up to {max} GPUs, each once", max = GPUS_MAX)]
+    Gpus,
+    /// A GPU cannot be used.
+    #[error("GPU {ordinal}: {source}")]
+    Gpu {
+        /// Its number in this process.
+        ordinal: u32,
+        /// Why.
+        source: immwire_cuda::Error,
+    },
+    /// The provider has no way to a GPU's memory.
+    #[error(
+        "it takes host memory only (no FI_HMEM; if FI_HMEM is `system` in the environment, or an engine without GPUs came \
+         first in this process, libfabric never looked)"
+    )]
+    HostMemoryOnly,
+    /// The provider has one, but not by its device.
+    #[error(
+        "its device does not reach it (FI_OPT_CUDA_API_PERMITTED): GPUDirect RDMA is not available here"
+    )]
+    NoGpuDirect,
     /// The device would have the peer's processor help with writes.
     #[error("{domain} emulates RDMA writes in software: the device or its driver is too old")]
     EmulatedWrites {
@@ -233,6 +259,15 @@ pub enum LibfabricError {
         /// Why.
         source: io::Error,
     },
+}
+
+impl From<OpenError> for LibfabricError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Names => Self::Gpus,
+            OpenError::Gpu { ordinal, source } => Self::Gpu { ordinal, source },
+        }
+    }
 }
 
 /// What has happened at the door. Counts since the start.
@@ -309,7 +344,7 @@ impl Lane {
         let key = u64::from_ne_bytes(random().map_err(LibfabricError::Random)?);
         let at = std::ptr::NonNull::from(&**nothing).cast::<u8>();
         // SAFETY: on the heap, and kept by the provider until after its lanes.
-        let empty = unsafe { domain.register(at, size_of::<u64>(), false, key) }?;
+        let empty = unsafe { domain.register(at, size_of::<u64>(), false, key, None) }?;
         let in_order = device.facts.in_order;
         let told = if in_order { Completions::Asked } else { Completions::All };
         Ok(Self {
@@ -407,8 +442,13 @@ impl LibfabricProvider {
             Some(path) => Library::load_from(path)?,
             None => Library::load()?,
         };
-        let wanted =
-            Wanted { provider: config.provider.as_deref(), domain: config.domain.as_deref() };
+        // Before libfabric looks for CUDA by itself.
+        let gpus = Known::open(&config.gpus)?;
+        let wanted = Wanted {
+            provider: config.provider.as_deref(),
+            domain: config.domain.as_deref(),
+            device_memory: gpus.is_some(),
+        };
         let devices = choose_devices(library, &wanted, config.nics)?;
         let Some(first) = devices.first() else {
             return Err(LibfabricError::Nics { nics: config.nics });
@@ -425,7 +465,7 @@ impl LibfabricProvider {
         // A device whose queue has no room for one of each peer's: peers beyond that are refused.
         let granted = grant(entries, own, peers).clamp(1, GRANT_MAX);
         let os = |call| move |source: io::Error| LibfabricError::Os { call, source };
-        let memory = LibfabricMemory::new(config.engine, devices.len(), &facts);
+        let memory = LibfabricMemory::new(config.engine, devices.len(), &facts, gpus);
         let memory = Arc::new(memory.map_err(os("eventfd"))?);
         let nothing = Nothing::default();
         let mut ports = Vec::with_capacity(devices.len());
@@ -692,6 +732,7 @@ impl LibfabricProvider {
             // A read of an empty queue makes libfabric look for more, at the price of a system call: what
             // was not there a moment ago is for the next poll.
             let was_all = batch.len() < BATCH;
+            let mut shown = false;
             for done in batch {
                 match done {
                     Done::Ours { context, outcome, .. } => {
@@ -699,7 +740,13 @@ impl LibfabricProvider {
                             self.complete(nic, old, context, outcome, sink);
                         }
                     }
-                    Done::Theirs { data, source } => self.take(nic, old, data, source, sink),
+                    Done::Theirs { data, source } => {
+                        if let (Some(gpus), false) = (&self.memory.gpus.0, shown) {
+                            gpus.show();
+                        }
+                        shown = true;
+                        self.take(nic, old, data, source, sink);
+                    }
                     Done::Broken(failure) => self.lose_everybody(failure),
                 }
             }
@@ -777,6 +824,11 @@ impl LibfabricProvider {
             let Some(found) = self.memory.desc(at, work.src_key) else {
                 return Posted::Refused(WorkError::LocalAccess);
             };
+            match self.memory.is_held(work.src_key) {
+                Ok(false) => {}
+                Ok(true) => return Posted::NoRoom,
+                Err(why) => return Posted::Refused(WorkError::Device(number(why))),
+            }
             (from, desc) = (work.src, found);
         }
         let Some(context) = lane.free.pop() else { return Posted::NoRoom };

@@ -104,7 +104,7 @@ pub fn survey(library: Option<&Path>) -> Result<Survey, LibfabricError> {
         let mut devices = Vec::new();
         let mut failed = None;
         for fabric in fabrics {
-            match fabric::list(library, name, fabric) {
+            match fabric::list(library, name, fabric, false) {
                 Ok(found) => devices.extend(found.into_iter().map(|device| SurveyedDevice {
                     domain: device.facts.domain,
                     fabric: device.facts.fabric,

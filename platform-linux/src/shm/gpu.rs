@@ -21,11 +21,10 @@
 //! - After set-up nothing here allocates but the driver.
 
 use std::collections::VecDeque;
-use std::ffi::c_void;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use immwire_core::group::{WorkError, WorkRequest};
@@ -36,11 +35,12 @@ use immwire_core::region::MrDesc;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Copier, Device, Error, Event, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory,
-    Received, Release, Shuttle, Stream, Uuid,
+    Received, Release, Stream, Uuid,
 };
 
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
+use crate::gpus::{Known, One, number};
 use crate::provider::{Sink, Window};
 
 /// Queues of each GPU: one launch begins while another ends.
@@ -96,86 +96,6 @@ impl Kind {
             0 => Self::Host,
             number => Self::Gpu(number - 1),
         }
-    }
-}
-
-/// The most GPUs that one engine may use: a key has room for so many.
-pub(super) const GPUS_MAX: usize = 64;
-
-/// The GPUs that an engine uses, as far as all of its threads know them.
-#[derive(Debug)]
-pub(super) struct Known {
-    devices: Vec<One>,
-}
-
-/// One of them.
-#[derive(Debug)]
-pub(super) struct One {
-    pub(super) device: Device,
-    pub(super) uuid: Uuid,
-    /// For copies that the application waits for.
-    pub(super) shuttle: Mutex<Shuttle>,
-    /// Those that the engine's copies are enqueued in.
-    streams: OnceLock<Vec<Stream>>,
-}
-
-impl One {
-    /// Holds back copies that are enqueued from now on until what is in `stream` now is done.
-    ///
-    /// # Safety
-    ///
-    /// It is a stream of the GPU's primary context.
-    pub(super) unsafe fn after(&self, stream: *mut c_void) -> Result<(), Error> {
-        // SAFETY: our caller's promise; the borrowing ends here.
-        let stream = unsafe { Stream::borrow(&self.device, stream) };
-        let event = Event::new(&self.device)?;
-        event.record(&stream)?;
-        // The event may go: the driver keeps what is waited for.
-        self.streams.get().into_iter().flatten().try_for_each(|own| own.after(&event))
-    }
-}
-
-impl Known {
-    /// Opens GPUs, so that each reaches the memory of the others where there is a way.
-    pub(super) fn open(ordinals: &[u32]) -> Result<Self, (u32, Error)> {
-        let open = |&ordinal: &u32| {
-            let device = Device::open(ordinal).map_err(|why| (ordinal, why))?;
-            let uuid = device.uuid().map_err(|why| (ordinal, why))?;
-            let shuttle = Shuttle::new(&device).map_err(|why| (ordinal, why))?;
-            let streams = OnceLock::new();
-            Ok(One { device, uuid, shuttle: Mutex::new(shuttle), streams })
-        };
-        let devices: Vec<One> = ordinals.iter().map(open).collect::<Result<_, _>>()?;
-        for One { device: one, .. } in &devices {
-            for One { device: other, .. } in &devices {
-                match one.reach(other) {
-                    // Then a write from one to the other is refused, when there is one.
-                    Ok(()) | Err(Error::NoPeerAccess { .. }) => {}
-                    Err(why) => return Err((one.ordinal(), why)),
-                }
-            }
-        }
-        Ok(Self { devices })
-    }
-
-    /// Any of them, for calls that need one.
-    pub(super) fn first(&self) -> Option<&Device> {
-        self.devices.first().map(|one| &one.device)
-    }
-
-    /// By its number in this process: the index in a key, and the GPU.
-    pub(super) fn by_ordinal(&self, ordinal: u32) -> Option<(u8, &One)> {
-        let at = self.devices.iter().position(|one| one.device.ordinal() == ordinal)?;
-        Some((u8::try_from(at).ok()?, self.devices.get(at)?))
-    }
-
-    /// The number, in this process, of the GPU of an index.
-    pub(super) fn ordinal(&self, index: u8) -> Option<u32> {
-        self.devices.get(usize::from(index)).map(|one| one.device.ordinal())
-    }
-
-    fn by_uuid(&self, uuid: Uuid) -> Option<usize> {
-        self.devices.iter().position(|one| one.uuid == uuid)
     }
 }
 
@@ -544,14 +464,6 @@ pub(super) struct Gpus {
     flying: usize,
     /// When something ended last, or nothing was under way.
     progress: Time,
-}
-
-/// What the driver answered, as a number: of the driver's, or an `errno`.
-fn number(why: Error) -> i32 {
-    match why {
-        Error::Driver { code, .. } => i32::try_from(code.number()).unwrap_or(i32::MAX),
-        _ => rustix::io::Errno::IO.raw_os_error(),
-    }
 }
 
 impl Gpus {

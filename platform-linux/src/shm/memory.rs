@@ -35,11 +35,12 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Known, Reached, Shared};
+use super::gpu::{Described, Kind, Reached, Shared};
 use super::handshake::Message;
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
+use crate::gpus::{Gpus, Known};
 use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
@@ -250,7 +251,7 @@ pub struct ShmMemory {
     nics: usize,
     /// Peers count a region's addresses from 0.
     from_zero: bool,
-    gpus: Option<Arc<Known>>,
+    gpus: Gpus,
     table: Mutex<Table>,
     links: Mutex<Vec<Arc<Link>>>,
 }
@@ -268,7 +269,7 @@ impl ShmMemory {
         from_zero: bool,
         gpus: Option<Arc<Known>>,
     ) -> Self {
-        let (table, links) = (Mutex::default(), Mutex::default());
+        let (table, links, gpus) = (Mutex::default(), Mutex::default(), Gpus(gpus));
         Self { engine, nics: usize::from(nics).min(MAX_NICS), from_zero, gpus, table, links }
     }
 
@@ -347,7 +348,7 @@ impl ShmMemory {
     fn insert(&self, region: Region) -> Result<Registered, RegisterError> {
         let (ptr, len, rights, base) = (region.base, region.len, region.rights, region.base());
         let kind = region.backing.kind();
-        let place = match (kind, &self.gpus) {
+        let place = match (kind, &self.gpus.0) {
             (Kind::Gpu(index), Some(gpus)) => gpus.ordinal(index).map_or(Place::Host, Place::Gpu),
             _ => Place::Host,
         };
@@ -371,7 +372,7 @@ impl ShmMemory {
     ///
     /// The range stays mapped until what is returned has been dropped.
     unsafe fn pin(&self, base: NonNull<u8>, bytes: usize) -> Result<Option<Pinned>, RegisterError> {
-        let Some(device) = self.gpus.as_ref().and_then(|gpus| gpus.first()) else {
+        let Some(device) = self.gpus.0.as_ref().and_then(|gpus| gpus.first()) else {
             return Ok(None);
         };
         // SAFETY: our caller's promise.
@@ -380,7 +381,7 @@ impl ShmMemory {
 
     /// What is known of memory that may be a GPU's.
     fn look_up(&self, ptr: NonNull<u8>, len: usize) -> Result<Option<Found>, RegisterError> {
-        let device = self.gpus.as_ref().and_then(|gpus| gpus.first());
+        let device = self.gpus.0.as_ref().and_then(|gpus| gpus.first());
         let look = |device| immwire_cuda::look_up(device, ptr.as_ptr() as u64, len as u64);
         device.map_or(Ok(None), look).map_err(RegisterError::Gpu)
     }
@@ -394,7 +395,7 @@ impl ShmMemory {
         owned: Option<SharedMemory>,
     ) -> Result<Registered, RegisterError> {
         let ordinal = found.ordinal;
-        let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
+        let gpus = self.gpus.0.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
         let (index, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
         let uuid = gpu.uuid;
         let shared = Shared::new(&gpu.device, found.start).map_err(RegisterError::Gpu)?;
@@ -421,21 +422,12 @@ impl Memory for ShmMemory {
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
-        if bytes == 0 {
-            return Err(RegisterError::Empty);
-        }
-        let gpus = self.gpus.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
-        let (_, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
-        let owned = SharedMemory::zeroed(&gpu.device, bytes).map_err(RegisterError::Gpu)?;
-        let found = Found { ordinal, start: owned.address(), bytes: owned.bytes() as u64 };
-        // PROOF: no driver gives out address 0.
-        let base = NonNull::new(owned.address() as *mut u8).ok_or(RegisterError::Empty)?;
+        let (base, owned, found) = self.gpus.alloc(ordinal, bytes)?;
         self.insert_gpu(found, base, bytes, Rights::REMOTE_WRITE, Some(owned))
     }
 
     fn pin(&self, bytes: usize) -> Result<PinnedMemory, RegisterError> {
-        let gpu = self.gpus.as_ref().and_then(|gpus| gpus.first()).ok_or(RegisterError::NoGpus)?;
-        PinnedMemory::zeroed(gpu, bytes).map_err(RegisterError::Gpu)
+        self.gpus.pin(bytes)
     }
 
     unsafe fn register(
@@ -464,33 +456,22 @@ impl Memory for ShmMemory {
         len: usize,
         to_host: bool,
     ) -> Result<(), immwire_cuda::Error> {
-        let gpu = match (region.place, &self.gpus) {
-            (Place::Gpu(ordinal), Some(gpus)) => gpus.by_ordinal(ordinal).map(|found| found.1),
-            _ => None,
-        };
-        let mut shuttle = lock(&gpu.ok_or(immwire_cuda::Error::NoDriver)?.shuttle);
-        let (there, here) = (region.local.base.saturating_add(offset as u64), host as u64);
-        let (from, to) = if to_host { (there, here) } else { (here, there) };
         // SAFETY: our caller's promise.
-        unsafe { shuttle.copy(from, to, len) }
+        unsafe { self.gpus.copy(region, offset, host, len, to_host) }
     }
 
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
-        let found = self.gpus.as_ref().and_then(|gpus| gpus.by_ordinal(ordinal));
-        let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
         // SAFETY: our caller's promise.
-        unsafe { gpu.after(stream) }.map_err(RegisterError::Gpu)
+        unsafe { self.gpus.after(ordinal, stream) }
     }
 
     unsafe fn stream(&self, ordinal: u32, stream: *mut c_void) -> Result<Stream, RegisterError> {
-        let found = self.gpus.as_ref().and_then(|gpus| gpus.by_ordinal(ordinal));
-        let (_, gpu) = found.ok_or(RegisterError::NoGpu { ordinal })?;
         // SAFETY: our caller's promise.
-        Ok(unsafe { Stream::borrow(&gpu.device, stream) })
+        unsafe { self.gpus.stream(ordinal, stream) }
     }
 
     fn window(&self, peer: PeerId, dst: &MrDesc, ordinal: u32) -> Option<Window> {
-        let (gpu, _) = self.gpus.as_ref()?.by_ordinal(ordinal)?;
+        let (gpu, _) = self.gpus.0.as_ref()?.by_ordinal(ordinal)?;
         let key = dst.keys.get(0)?;
         let links = lock(&self.links);
         let mut open =

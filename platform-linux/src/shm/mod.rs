@@ -69,13 +69,14 @@ use rustix::io::Errno;
 pub use self::handshake::GroupKey;
 pub use self::memory::ShmMemory;
 
-use self::gpu::{Copying, Gpus, Known};
+use self::gpu::{Copying, Gpus};
 use self::handshake::{Claim, Malformed, Message, Nonce, Prover, Terms};
 use self::memory::Link;
 use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
 use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
+use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Path, Provider, Sink};
 
 /// The longest piece. Copies run no faster beyond, and between two pieces a cancellation is heard, and
@@ -176,7 +177,7 @@ pub enum ShmError {
         nics: u8,
     },
     /// An engine uses each GPU once, and not more than a key can tell apart.
-    #[error("an engine uses up to {max} GPUs, each once", max = gpu::GPUS_MAX)]
+    #[error("an engine uses up to {max} GPUs, each once", max = GPUS_MAX)]
     Gpus,
     /// A GPU cannot be used.
     #[error("GPU {ordinal}: {source}")]
@@ -302,19 +303,13 @@ impl Source {
     }
 }
 
-/// Opens the GPUs that an engine is to use. `None`: none.
-fn open_gpus(ordinals: &[u32]) -> Result<Option<Arc<Known>>, ShmError> {
-    let twice = |(at, ordinal)| ordinals.iter().take(at).any(|before| before == ordinal);
-    if ordinals.len() > gpu::GPUS_MAX || ordinals.iter().enumerate().any(twice) {
-        return Err(ShmError::Gpus);
+impl From<OpenError> for ShmError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Names => Self::Gpus,
+            OpenError::Gpu { ordinal, source } => Self::Gpu { ordinal, source },
+        }
     }
-    if ordinals.is_empty() {
-        return Ok(None);
-    }
-    let known = Known::open(ordinals);
-    known
-        .map(|known| Some(Arc::new(known)))
-        .map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })
 }
 
 /// Enqueues what was staged for GPUs.
@@ -353,7 +348,7 @@ impl ShmProvider {
             return Err(ShmError::Nics { nics: config.nics });
         }
         let failed = |call| move |errno: Errno| ShmError::Os { call, source: errno.into() };
-        let known = open_gpus(&config.gpus)?;
+        let known = Known::open(&config.gpus)?;
         let gpus = known.clone().map(|known| Gpus::new(known, config.sms).map(Box::new));
         let gpus = gpus.transpose();
         let gpus = gpus.map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })?;

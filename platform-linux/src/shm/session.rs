@@ -34,13 +34,14 @@ use rustix::io::Errno;
 use super::ForeignPath;
 use super::bounce;
 use super::copy::{bring, can_demote, copy, copy_short, demote, write_process};
-use super::gpu::{Copying, Kind, Known, Reached, Shared, Staging, received};
+use super::gpu::{Copying, Kind, Reached, Shared, Staging, received};
 use super::handshake::{Answer, Message};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
 use super::socket::{self, MESSAGE_MAX};
 use super::withdrawals::Seen;
+use crate::gpus::Known;
 use crate::provider::Sink;
 
 /// Pieces that may wait for a peer to answer what a region is.

@@ -81,16 +81,17 @@ impl<N: Memory, F: Memory> SpanMemory<N, F> {
         part(region, name, |keys| keys.get(1..))
     }
 
-    /// Registers with the far side what the near one has registered, if that is the host's.
+    /// Registers with the far side what the near one has registered; a GPU's memory, if it can be.
     fn add_far(&self, near: Registered) -> Result<Registered, RegisterError> {
-        if near.place != Place::Host {
-            return Ok(near);
-        }
         // SAFETY: the near side has it mapped, or our caller has promised that it is, until it is revoked: by
         // `Self::revoke`, which revokes it here too, before it says `Ok`; and `Self::release` releases it here first.
         let far = unsafe { self.far.register(near.ptr, near.len, near.desc.rights) };
         let far = match far {
             Ok(far) => far,
+            Err(error @ RegisterError::NotDirect { .. }) if near.place != Place::Host => {
+                tracing::warn!(%error, "peers on other hosts cannot write to a region, nor it to them");
+                return Ok(near);
+            }
             Err(error) => {
                 self.undo(near);
                 return Err(error);
@@ -130,7 +131,7 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
-        self.near.alloc_gpu(ordinal, bytes)
+        self.add_far(self.near.alloc_gpu(ordinal, bytes)?)
     }
 
     fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
@@ -162,7 +163,10 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
 
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
         // SAFETY: our caller's promise.
-        unsafe { self.near.after_stream(ordinal, stream) }
+        unsafe {
+            self.near.after_stream(ordinal, stream)?;
+            self.far.after_stream(ordinal, stream)
+        }
     }
 
     unsafe fn stream(

@@ -10,7 +10,7 @@
 
 use std::ffi::{CStr, c_int, c_void};
 use std::io;
-use std::os::fd::BorrowedFd;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
@@ -23,6 +23,7 @@ use immwire_core::port::{
 };
 
 use super::{VerbsError, VerbsOptions};
+use crate::gpus::Direct;
 
 /// The port of each device that is used: those with two are two devices to Linux.
 const PORT: u8 = 1;
@@ -346,12 +347,14 @@ impl Domain {
     ///
     /// # Safety
     ///
-    /// `len` bytes from `at` are mapped, and stay so while the registration lives. If `remote`, peers write there.
+    /// `len` bytes from `at` are mapped, or allocated on a GPU, and stay so while the registration lives. If `remote`, peers
+    /// write there.
     pub(super) unsafe fn register(
         self: &Arc<Self>,
         at: NonNull<u8>,
         len: usize,
         remote: bool,
+        gpu: Option<&Direct>,
     ) -> Result<Registration, VerbsError> {
         // No order is assumed of the writes to a region; that they come before the completion that announces them is
         // the device's promise all the same.
@@ -362,11 +365,43 @@ impl Domain {
         };
         let access = sys::IBV_ACCESS_LOCAL_WRITE | remote;
         let (address, iova) = (at.as_ptr().cast::<c_void>(), at.as_ptr() as u64);
+        let by_file = match gpu {
+            None => None,
+            Some(gpu) => match self.register_file(gpu, len, iova, access) {
+                Ok(raw) => return Ok(Registration { raw, domain: Arc::clone(self) }),
+                Err(why) => Some(why),
+            },
+        };
         let register = self.device.library.symbols.ibv_reg_mr_iova2;
-        // SAFETY: per ibv_reg_mr(3): a live domain; the memory is there, by the caller's promise.
+        // SAFETY: per ibv_reg_mr(3): a live domain; the memory is there, by the caller's promise. Of a GPU's the kernel finds
+        // out with nvidia-peermem's help, or refuses the address.
         let raw = unsafe { register(self.raw.as_ptr(), address, len, iova, access) };
-        let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_reg_mr"))?;
+        let raw = NonNull::new(raw).ok_or_else(|| match by_file {
+            None => failed("ibv_reg_mr"),
+            Some(by_file) => {
+                VerbsError::NoGpuDirect { by_file, by_address: io::Error::last_os_error() }
+            }
+        })?;
         Ok(Registration { raw, domain: Arc::clone(self) })
+    }
+
+    /// Registers a GPU's memory by its DMA-BUF, or says why not.
+    fn register_file(
+        &self,
+        gpu: &Direct,
+        len: usize,
+        iova: u64,
+        access: u32,
+    ) -> Result<NonNull<sys::ibv_mr>, String> {
+        let file = gpu.file.as_ref().map_err(ToString::to_string)?;
+        let register = self.device.library.symbols.ibv_reg_dmabuf_mr;
+        let register = register.ok_or("this libibverbs has no ibv_reg_dmabuf_mr")?;
+        let number = file.as_fd().as_raw_fd();
+        let access = i32::try_from(access).unwrap_or(0);
+        // SAFETY: per ibv_reg_mr(3): a live domain, and a file that holds its memory.
+        let raw = unsafe { register(self.raw.as_ptr(), file.offset(), len, iova, number, access) };
+        NonNull::new(raw)
+            .ok_or_else(|| format!("ibv_reg_dmabuf_mr: {}", io::Error::last_os_error()))
     }
 }
 

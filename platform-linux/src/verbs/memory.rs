@@ -5,6 +5,7 @@
 //! what was deregistered. But whoever writes there then loses the connection by it; so each peer is told first. One that
 //! has gone has lost its queue pairs here with its session, and leaves no ghost.
 
+use std::ffi::c_void;
 use std::io;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -16,11 +17,24 @@ use immwire_core::tenant::Tenant;
 
 use super::VerbsError;
 use super::device::{Domain, Registration};
+use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
-use crate::withdrawal::{Mapping, Regions, tenant_of};
+use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// One registration for each NIC that was not lost; and the keys for us and for peers, of all NICs.
 type Held = (Vec<Registration>, Keys, Keys);
+
+/// A key of our own: the device's below; above it 1 and the index of the GPU whose memory it is, or 0 for the host's.
+fn joined_key(device: u32, home: Option<u8>) -> u64 {
+    u64::from(home.map_or(0, |index| u32::from(index) + 1)) << 32 | u64::from(device)
+}
+
+/// What [`joined_key`] was made of.
+#[inline]
+#[expect(clippy::cast_possible_truncation, reason = "the lower half is what is meant")]
+pub(super) fn split_key(key: u64) -> (u32, Option<u8>) {
+    (key as u32, (key >> 32).checked_sub(1).map(|index| index as u8))
+}
 
 /// The regions of one engine.
 #[derive(Debug)]
@@ -28,12 +42,17 @@ pub struct VerbsMemory {
     engine: EngineId,
     /// By NIC.
     domains: Vec<Arc<Domain>>,
+    pub(super) gpus: Gpus,
     pub(super) regions: Regions<Vec<Registration>>,
 }
 
 impl VerbsMemory {
-    pub(super) fn new(engine: EngineId, domains: Vec<Arc<Domain>>) -> io::Result<Self> {
-        Ok(Self { engine, domains, regions: Regions::new(true)? })
+    pub(super) fn new(
+        engine: EngineId,
+        domains: Vec<Arc<Domain>>,
+        gpus: Option<Arc<Known>>,
+    ) -> io::Result<Self> {
+        Ok(Self { engine, domains, gpus: Gpus(gpus), regions: Regions::new(true)? })
     }
 
     /// Registers memory with all NICs.
@@ -47,16 +66,17 @@ impl VerbsMemory {
         ptr: NonNull<u8>,
         len: usize,
         remote: bool,
+        gpu: Option<&Direct>,
     ) -> Result<Held, RegisterError> {
         let (mut locals, mut remotes) = ([0; MAX_NICS], [0; MAX_NICS]);
         let mut registrations = Vec::with_capacity(self.domains.len());
         for (nic, domain) in self.domains.iter().enumerate() {
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
-            match unsafe { domain.register(ptr, len, remote) } {
+            match unsafe { domain.register(ptr, len, remote, gpu) } {
                 Ok(made) => {
                     if let (Some(ours), Some(theirs)) = (locals.get_mut(nic), remotes.get_mut(nic))
                     {
-                        *ours = u64::from(made.local_key());
+                        *ours = joined_key(made.local_key(), gpu.map(|gpu| gpu.index));
                         *theirs = tenant.key(made.remote_key());
                     }
                     registrations.push(made);
@@ -64,8 +84,17 @@ impl VerbsMemory {
                 // Nobody writes there any more.
                 Err(_) if domain.device().is_lost() => {}
                 Err(error) => {
-                    let source = error.into();
-                    return Err(RegisterError::Os { call: "ibv_reg_mr", bytes: len, source });
+                    return Err(match gpu {
+                        None => {
+                            let source = error.into();
+                            RegisterError::Os { call: "ibv_reg_mr", bytes: len, source }
+                        }
+                        Some(gpu) => RegisterError::NotDirect {
+                            nics: domain.device().name.clone(),
+                            ordinal: gpu.ordinal,
+                            why: error.to_string(),
+                        },
+                    });
                 }
             }
         }
@@ -83,31 +112,72 @@ impl VerbsMemory {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-        mapping: Option<Mapping>,
+        owned: Option<Owned>,
     ) -> Result<Registered, RegisterError> {
-        let tenant = self.regions.table().claim()?;
         let remote = rights.remote_write();
+        let known = self.gpus.0.as_ref();
+        let gpu = known.map_or(Ok(None), |known| known.direct(ptr, len, remote, "RDMA devices"))?;
+        let tenant = self.regions.table().claim()?;
         // Outside the lock: pinning takes its time, and others register meanwhile.
         // SAFETY: the caller's promise.
-        let held = unsafe { self.hold(tenant, ptr, len, remote) };
+        let held = unsafe { self.hold(tenant, ptr, len, remote, gpu.as_ref()) };
         let (registrations, locals, remotes) = held.inspect_err(|_| {
             self.regions.table().unclaim(tenant);
         })?;
         let registrations = (!registrations.is_empty()).then_some(registrations);
-        self.regions.table().put(tenant, registrations, remote, mapping);
+        self.regions.table().put(tenant, registrations, remote, owned);
         let (base, bytes, generation) = (ptr.as_ptr() as u64, len as u64, tenant.serial());
         let local = LocalMr { base, len: bytes, generation, keys: locals };
         let desc =
             MrDesc { owner: self.engine, base, len: bytes, generation, rights, keys: remotes };
-        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place: Place::Host })
+        let place = gpu.map_or(Place::Host, |gpu| Place::Gpu(gpu.ordinal));
+        Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place })
     }
 }
 
 impl Memory for VerbsMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let mapping = Mapping::new(bytes)?;
+        let (base, rights) = (mapping.base(), Rights::REMOTE_WRITE);
         // SAFETY: the mapping lives as long as the region, whose registrations are dropped before.
-        unsafe { self.insert(mapping.base(), bytes, Rights::REMOTE_WRITE, Some(mapping)) }
+        unsafe { self.insert(base, bytes, rights, Some(Owned::Mapped { _mapping: mapping })) }
+    }
+
+    fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
+        let (base, memory, _) = self.gpus.alloc(ordinal, bytes)?;
+        let rights = Rights::REMOTE_WRITE;
+        // SAFETY: the memory lives as long as the region, whose registrations are dropped before.
+        unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
+    }
+
+    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+        self.gpus.pin(bytes)
+    }
+
+    unsafe fn copy_gpu(
+        &self,
+        region: &Registered,
+        offset: usize,
+        host: *mut u8,
+        len: usize,
+        to_host: bool,
+    ) -> Result<(), immwire_cuda::Error> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.copy(region, offset, host, len, to_host) }
+    }
+
+    unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.after(ordinal, stream) }
+    }
+
+    unsafe fn stream(
+        &self,
+        ordinal: u32,
+        stream: *mut c_void,
+    ) -> Result<immwire_cuda::Stream, RegisterError> {
+        // SAFETY: the caller's promise.
+        unsafe { self.gpus.stream(ordinal, stream) }
     }
 
     unsafe fn register(
@@ -137,6 +207,20 @@ impl From<VerbsError> for io::Error {
         match error {
             VerbsError::Call { source, .. } | VerbsError::Os { source, .. } => source,
             error => Self::other(error),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_key_says_whose_memory_it_is_and_gives_the_device_s_back() {
+        for device in [0, 1, u32::MAX] {
+            for home in (0..=63).map(Some).chain([None, Some(u8::MAX)]) {
+                assert_eq!(split_key(joined_key(device, home)), (device, home));
+            }
         }
     }
 }

@@ -70,7 +70,6 @@
 //! # Limits
 //!
 //! - The first port of each device; the default partition.
-//! - Host memory only: no dmabuf yet.
 //! - The door is the first NIC's: while that is down, nobody new can connect; those who are connected are not concerned.
 //! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
 //!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
@@ -130,10 +129,12 @@ use self::door::Door;
 use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
+use self::memory::split_key;
 use self::resolver::Resolver;
 use self::session::{Session, State};
 use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
+use crate::gpus::{GPUS_MAX, Known, OpenError, number};
 use crate::provider::{
     ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
 };
@@ -211,14 +212,16 @@ pub struct VerbsConfig {
     pub options: VerbsOptions,
     /// If given, required of every peer.
     pub group_key: Option<GroupKey>,
+    /// The GPUs whose memory it is to read and write, by their numbers in this process: where the devices can.
+    pub gpus: Vec<u32>,
 }
 
 impl VerbsConfig {
-    /// One NIC, 256 peers, whatever the machine has.
+    /// One NIC, 256 peers, whatever the machine has, no GPU.
     #[must_use]
     pub fn new(engine: EngineId) -> Self {
         let options = VerbsOptions::default();
-        Self { engine, nics: 1, peers: 256, options, group_key: None }
+        Self { engine, nics: 1, peers: 256, options, group_key: None, gpus: Vec::new() }
     }
 }
 
@@ -271,6 +274,28 @@ pub enum VerbsError {
         /// Why.
         source: io::Error,
     },
+    /// An engine uses each GPU once, and not more than it can tell apart.
+    #[error("an engine uses up to {max} GPUs, each once", max = GPUS_MAX)]
+    Gpus,
+    /// A GPU cannot be used.
+    #[error("GPU {ordinal}: {source}")]
+    Gpu {
+        /// Its number in this process.
+        ordinal: u32,
+        /// Why.
+        source: immwire_cuda::Error,
+    },
+    /// A device does not take a GPU's memory, in neither of the two ways.
+    #[error(
+        "by DMA-BUF: {by_file}; by its address: {by_address}. One of two is needed: the open kernel module of NVIDIA's with \
+         Linux 5.12 or later, and a device that takes DMA-BUFs; or the module nvidia-peermem"
+    )]
+    NoGpuDirect {
+        /// Why not the one way.
+        by_file: String,
+        /// Why not the other.
+        by_address: io::Error,
+    },
     /// The peer's ports cannot be reached from ours.
     #[error("the peer's ports cannot be reached from ours")]
     Unreachable,
@@ -285,6 +310,15 @@ pub enum VerbsError {
         /// Why.
         source: io::Error,
     },
+}
+
+impl From<OpenError> for VerbsError {
+    fn from(error: OpenError) -> Self {
+        match error {
+            OpenError::Names => Self::Gpus,
+            OpenError::Gpu { ordinal, source } => Self::Gpu { ordinal, source },
+        }
+    }
 }
 
 /// What has happened at the door. Counts since the start.
@@ -524,6 +558,7 @@ impl VerbsProvider {
     /// [`VerbsError`].
     pub fn new(config: VerbsConfig) -> Result<Self, VerbsError> {
         check(&config)?;
+        let gpus = Known::open(&config.gpus)?;
         let (found, unfit) = device::discover(Library::load()?, &config.options)?;
         let nics = usize::from(config.nics);
         let devices: Vec<_> = found.iter().cycle().take(nics).cloned().collect();
@@ -541,7 +576,7 @@ impl VerbsProvider {
         let resolver = Resolver::new([entrance].into_iter().chain(others), &config.options)?;
         let os = |call| move |source: io::Error| VerbsError::Os { call, source };
         let domains = ports.iter().map(|port| Arc::clone(&port.domain)).collect();
-        let memory = VerbsMemory::new(config.engine, domains).map_err(os("eventfd"))?;
+        let memory = VerbsMemory::new(config.engine, domains, gpus).map_err(os("eventfd"))?;
         let nics: Vec<_> = devices.iter().map(|device| info(device)).collect();
         let entry =
             |nic: &NicInfo| NicAddr { speed_gbps: nic.speed_gbps, address: door.address().clone() };
@@ -623,6 +658,9 @@ impl VerbsProvider {
             if !port.read() {
                 self.lose_nic(nic);
                 break;
+            }
+            if let (Some(gpus), false) = (&self.memory.gpus.0, port.stash.is_empty()) {
+                gpus.show();
             }
             let mut count = 0;
             while let Some(done) = self.ports.get_mut(at).and_then(|port| port.stash.next()) {
@@ -814,10 +852,17 @@ impl VerbsProvider {
         if full || work.imm.is_some_and(|imm| !allowance.is_open() && !settles(imm)) {
             return Admitted::NoRoom;
         }
-        let (Ok(len), Ok(local_key)) = (u32::try_from(work.len), u32::try_from(work.src_key))
-        else {
+        let Ok(len) = u32::try_from(work.len) else {
             return Admitted::Refused(WorkError::LocalAccess);
         };
+        let (local_key, home) = split_key(work.src_key);
+        if let (Some(index), Some(gpus)) = (home, &self.memory.gpus.0) {
+            match gpus.is_held(index) {
+                Ok(false) => {}
+                Ok(true) => return Admitted::NoRoom,
+                Err(why) => return Admitted::Refused(WorkError::Device(number(why))),
+            }
+        }
         let (mut to, mut key) = (work.dst, work.dst_key);
         if len == 0 {
             // Nothing is written, but some devices look at the address and the key all the same.
@@ -838,7 +883,8 @@ impl VerbsProvider {
             to,
             remote_key: device_key(key),
             imm: work.imm.map(Imm::bits),
-            inline: is_short && len > 0 && len <= INLINE_BYTES,
+            // The CPU would read them.
+            inline: is_short && len > 0 && len <= INLINE_BYTES && home.is_none(),
         };
         Admitted::Write { session: index, lane: if is_short { short } else { long }, write }
     }

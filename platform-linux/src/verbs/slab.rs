@@ -31,7 +31,7 @@ impl Slab {
         let memory = Box::leak(vec![0_u8; each * count].into_boxed_slice());
         let mut slab = Self { registration: None, base: NonNull::from(memory).cast(), each, count };
         // SAFETY: the memory lives until after the registration is dropped.
-        slab.registration = Some(unsafe { domain.register(slab.base, each * count, false) }?);
+        slab.registration = Some(unsafe { domain.register(slab.base, each * count, false, None) }?);
         Ok(slab)
     }
 

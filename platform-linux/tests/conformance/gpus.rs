@@ -1,30 +1,131 @@
 //! What is there only where memory is of GPUs.
 
 use std::num::NonZeroU32;
+use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire::{
-    CountError, ImmCounter, PeerState, RegisterError, StreamWait, StreamWaitError, UvmWatcher,
+    CountError, ImmCounter, PeerState, Place, RegisterError, Rights, StreamWait, StreamWaitError,
+    UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, PATIENCE, Setup};
+use crate::host::{Host, Own, PATIENCE, Setup, first_other, poison};
 use crate::operations::write;
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
-    ("refused_copies", Spread::Places, refused_copies),
-    ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
 ];
+
+/// Where GPUs copy.
+pub const COPYING: &[Test] = &[
+    ("refused_copies", Spread::Places, refused_copies),
+    ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
+];
+
+/// Where NICs read and write.
+pub const BY_NICS: &[Test] = &[
+    ("any_part_of_a_gpu_s_memory", Spread::Places, any_part_of_a_gpu_s_memory),
+    ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
+];
+
+/// Parts that begin and end anywhere in pages are registered, and written from and to: each of their bytes and no other.
+fn any_part_of_a_gpu_s_memory(case: &Case) {
+    const WHOLE: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let theirs = plain(other.peer(&me, me.engine.address()));
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let memory = DeviceMemory::zeroed(&stream, usize::try_from(WHOLE).expect("small"));
+    let memory = memory.expect("memory of GPU 0");
+    // A part of what is registered would be that registration, so only one is at a time.
+    let register = |offset: u64, bytes: u64| {
+        let (ptr, len) = (NonNull::new((memory.address() + offset) as *mut u8), bytes.try_into());
+        let (ptr, len) = (ptr.expect("an address"), len.expect("small"));
+        // SAFETY: allocated until after the region is closed; no reference to it is made.
+        let region = unsafe { me.engine.register(ptr, len, Rights::REMOTE_WRITE) };
+        let region = region.expect("a part of it");
+        assert_eq!((region.place(), region.len()), (Place::Gpu(0), bytes));
+        region
+    };
+    let close = |region| me.close(region, PATIENCE).expect("nobody writes");
+    let (there, desc) = other.memory(&me, WHOLE, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let ends = [(0, 1), (1, 4096), (4095, 2), (4096, 4096), (511, 8 << 10), (12_289, 333)];
+    for (n, (offset, bytes)) in ends.into_iter().chain([(WHOLE - 7, 7), (0, WHOLE)]).enumerate() {
+        let whole = register(0, WHOLE);
+        poison(&whole, 0, WHOLE, 0x5a);
+        close(whole);
+        let part = register(offset, bytes);
+        let pattern = case.pattern(n as u64);
+        pattern.fill(&part, 0, bytes, 0);
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: WHOLE, byte: 0xa5 });
+        me.done(&write(&me, peer, &part, &desc, (0, offset, bytes), Some(tag)));
+        other.count(&me, counter, 1);
+        other.check(&me, there, offset, bytes, pattern);
+        // And back.
+        poison(&part, 0, bytes, 0x5a);
+        let back = me.engine.counter().expect("a counter");
+        let (src_offset, tag) = (offset, Some(back.tag().bits()));
+        let dst = encode(&part.desc());
+        let write =
+            Write1 { peer: theirs, src: there, src_offset, dst, dst_offset: 0, len: bytes, tag };
+        other.post(Ask::Write(write));
+        me.count(&back, 1, PATIENCE).expect("it arrives");
+        assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
+        assert_eq!(pattern.mismatch(&part, 0, bytes, 0), None, "{bytes} bytes from {offset}");
+        close(part);
+        let whole = register(0, WHOLE);
+        let around = [(0, offset), (offset + bytes, WHOLE - offset - bytes)];
+        for (from, len) in around.into_iter().filter(|(_, len)| *len > 0) {
+            assert_eq!(first_other(&whole, from, len, 0x5a), None, "{bytes} from {offset}");
+        }
+        close(whole);
+    }
+}
+
+/// What is held for a stream is what reads its GPU's memory: others go on, and are not held for it a second time.
+fn a_stream_holds_nothing_else(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let len = usize::try_from(BYTES).expect("small");
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = other.memory(&me, 2 * BYTES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let [gpu, host] = [me.engine.alloc_gpu(0, len), me.engine.alloc(len)].map(Result::unwrap);
+    let (early, late) = (case.pattern(1), case.pattern(2));
+    early.fill(&host, 0, BYTES, 0);
+    let device = Device::open(0).expect("GPU 0");
+    let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+    let stream = Stream::new(&device).expect("a stream");
+    for value in 1..4 {
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: 2 * BYTES, byte: 0xa5 });
+        // SAFETY: the word is pinned memory that outlives the wait, which ends below.
+        unsafe { stream.after_word(word.address(), value) }.expect("a wait");
+        // SAFETY: a stream of the GPU's primary context.
+        unsafe { me.engine.after_stream(0, stream.raw()) }.expect("after_stream");
+        let held = write(&me, peer, &gpu, &desc, (0, 0, BYTES), Some(tag));
+        assert_eq!(me.end_within(&held, Duration::from_millis(20)), None);
+        me.done(&write(&me, peer, &host, &desc, (0, BYTES, BYTES), Some(tag)));
+        other.count(&me, counter, 1);
+        other.check(&me, there, BYTES, BYTES, early);
+        other.check_only(&me, there, 0, BYTES, 0xa5);
+        late.fill(&gpu, 0, BYTES, 0);
+        word.word(0).expect("a word").store(value, Ordering::Release);
+        me.done(&held);
+        other.count(&me, counter, 1);
+        other.check(&me, there, 0, BYTES, late);
+        poison(&gpu, 0, BYTES, 0);
+    }
+}
 
 /// A write that is to come after what a stream does waits for that, and for nothing else.
 fn after_stream(case: &Case) {

@@ -92,6 +92,8 @@ pub struct Facts {
     pub survives_lost_ports: bool,
     /// Memory of GPUs is written, and read.
     pub has_gpus: bool,
+    /// By themselves; if not, by NICs.
+    pub gpus_copy: bool,
     /// The host of the next engine, if there is one way to engines of the same host and another to others.
     pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
@@ -104,7 +106,7 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 11] = [
+const PROVIDERS: [Provider; 13] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
@@ -115,7 +117,9 @@ const PROVIDERS: [Provider; 11] = [
     NET,
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
     EFA,
+    EFA_GPUS,
     VERBS,
+    VERBS_GPUS,
 ];
 
 const fn libfabric(
@@ -138,6 +142,20 @@ const EFA: Provider = Provider {
     name: "efa",
     builder: |setup| over_libfabric(setup, "efa"),
     facts: Facts { refuses_access_softly: true, ..OVER_TCP },
+};
+
+/// With memory of all GPUs in turn, and of the host.
+const EFA_GPUS: Provider = Provider {
+    name: "efa-gpus",
+    builder: |setup| (EFA.builder)(setup).gpus(all_gpus()),
+    facts: Facts { has_gpus: true, ..EFA.facts },
+};
+
+/// The same.
+const VERBS_GPUS: Provider = Provider {
+    name: "verbs-gpus",
+    builder: |setup| (VERBS.builder)(setup).gpus(all_gpus()),
+    facts: Facts { has_gpus: true, ..VERBS.facts },
 };
 
 /// RDMA NICs: whichever `IMMWIRE_VERBS_DEVICES` names, separated by commas, or all there are.
@@ -179,6 +197,7 @@ const OVER_TCP: Facts = Facts {
     several_nics: true,
     survives_lost_ports: false,
     has_gpus: false,
+    gpus_copy: false,
     host: None,
     is_slow: true,
 };
@@ -226,6 +245,7 @@ const SHM: Provider = Provider {
         several_nics: true,
         survives_lost_ports: false,
         has_gpus: false,
+        gpus_copy: false,
         host: None,
         is_slow: false,
     },
@@ -239,6 +259,7 @@ const NVLINK: Provider = Provider {
         ways: &[(Foreign::Auto, Own::Engine), (Foreign::Auto, Own::Test)],
         chooses_ways: false,
         has_gpus: true,
+        gpus_copy: true,
         is_slow: true,
         ..SHM.facts
     },
@@ -378,7 +399,7 @@ impl Case {
 
     /// Pages of a transfer that takes a while. GPUs take them by the hundred.
     pub fn many(&self) -> u32 {
-        if self.facts().has_gpus { 1_000_000 } else { 100_000 }
+        if self.facts().gpus_copy { 1_000_000 } else { 100_000 }
     }
 
     /// Our side.
@@ -563,6 +584,7 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.has_gpus {
         modules.push(gpus::TESTS);
+        modules.push(if facts.gpus_copy { gpus::COPYING } else { gpus::BY_NICS });
     }
     if facts.host.is_some() {
         modules.push(if facts.has_gpus { spans::WITH_GPUS } else { spans::TESTS });

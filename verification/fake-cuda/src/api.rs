@@ -6,6 +6,7 @@
 //! 2. Numbers of an enumeration are taken as numbers: a caller may have one that is not known here.
 
 mod device;
+mod direct;
 mod mapped;
 mod memory;
 mod work;
@@ -91,7 +92,7 @@ extern "C" fn immwire_fake_cuda_refuse(nth: u32) {
 /// The address of a call, by its name with or without the suffix of its version.
 fn find(name: &str) -> Option<*mut c_void> {
     let one = |name: &str| {
-        let parts = [device::find, memory::find, mapped::find, work::find];
+        let parts = [device::find, memory::find, mapped::find, work::find, direct::find];
         parts.into_iter().find_map(|find| find(name))
     };
     one(&format!("{name}_v2")).or_else(|| one(name))

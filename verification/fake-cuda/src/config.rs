@@ -19,6 +19,10 @@ pub(crate) struct Config {
     pub(crate) visible: Vec<u8>,
     /// `IMMWIRE_FAKE_CUDA_NO_PEER` (0): 1 if no GPU reaches another's memory.
     pub(crate) peers: bool,
+    /// `IMMWIRE_FAKE_CUDA_NO_DMA_BUF` (0): 1 if no DMA-BUF can be had of a GPU's memory.
+    pub(crate) dma_buf: bool,
+    /// `IMMWIRE_FAKE_CUDA_UNORDERED` (0): 1 if what NICs write is seen after a flush only.
+    pub(crate) unordered: bool,
     /// `IMMWIRE_FAKE_CUDA_SEED` (none): what delays follow from. Without one there are none; the order of pieces is
     /// mixed all the same.
     pub(crate) seed: Option<u64>,
@@ -41,8 +45,15 @@ impl Config {
                 list.split(',').map_while(|n| n.trim().parse().ok().filter(|&n| n < gpus)).collect()
             }
         };
-        let peers = number("IMMWIRE_FAKE_CUDA_NO_PEER", 1)? != Some(1);
-        Ok(Self { gpus, visible, peers, seed: number("IMMWIRE_FAKE_CUDA_SEED", u64::MAX)? })
+        let is = |name: &str| number(name, 1).map(|value| value == Some(1));
+        Ok(Self {
+            gpus,
+            visible,
+            peers: !is("IMMWIRE_FAKE_CUDA_NO_PEER")?,
+            dma_buf: !is("IMMWIRE_FAKE_CUDA_NO_DMA_BUF")?,
+            unordered: is("IMMWIRE_FAKE_CUDA_UNORDERED")?,
+            seed: number("IMMWIRE_FAKE_CUDA_SEED", u64::MAX)?,
+        })
     }
 }
 
@@ -63,7 +74,14 @@ mod tests {
 
     #[test]
     fn defaults_are_those_documented_and_nonsense_is_refused() {
-        let expected = Config { gpus: 2, visible: vec![0, 1], peers: true, seed: None };
+        let expected = Config {
+            gpus: 2,
+            visible: vec![0, 1],
+            peers: true,
+            dma_buf: true,
+            unordered: false,
+            seed: None,
+        };
         assert_eq!(read(&[]), Ok(expected));
         let visible = |list| {
             read(&[("IMMWIRE_FAKE_CUDA_GPUS", "4"), ("CUDA_VISIBLE_DEVICES", list)])
@@ -76,6 +94,8 @@ mod tests {
         for (name, value) in [
             ("IMMWIRE_FAKE_CUDA_GPUS", "33"),
             ("IMMWIRE_FAKE_CUDA_NO_PEER", "yes"),
+            ("IMMWIRE_FAKE_CUDA_NO_DMA_BUF", "2"),
+            ("IMMWIRE_FAKE_CUDA_UNORDERED", "no"),
             ("IMMWIRE_FAKE_CUDA_SEED", "-1"),
         ] {
             assert!(read(&[(name, value)]).unwrap_err().contains(name));

@@ -30,6 +30,8 @@
 //! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
 //! - Everything that belongs to a context goes when its last retention does.
 //! - A command is refused, if a test asks for that (`immwire_fake_cuda_refuse`).
+//! - NICs, which are models too, reach a GPU's memory by DMA-BUFs alone, whose allocations were told to complete copies
+//!   (`nic.rs`); where writes are unordered, nobody sees what they wrote before the GPU is flushed.
 //!
 //! # What it has not
 //!
@@ -45,6 +47,7 @@ mod exchange;
 mod ipc;
 mod kernel;
 mod memory;
+mod nic;
 mod random;
 mod reach;
 mod stream;

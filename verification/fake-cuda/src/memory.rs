@@ -21,7 +21,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 
 /// What addresses and sizes of memory that is mapped by hand are multiples of; what all memory of a GPU starts at.
 pub(crate) const GRANULE: u64 = 2 << 20;
@@ -209,6 +209,8 @@ pub(crate) struct Range {
     pub(crate) context: Option<u64>,
     /// Which memory of the process's life this is.
     pub(crate) number: u64,
+    /// Copies from and to it are over when their calls return (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`).
+    pub(crate) synchronous: AtomicBool,
 }
 
 impl Range {
@@ -268,7 +270,8 @@ impl Table {
 
     pub(crate) fn add(&mut self, start: u64, bytes: u64, kind: Kind, context: Option<u64>) {
         self.made += 1;
-        let range = Range { start, bytes, kind, context, number: self.made };
+        let (number, synchronous) = (self.made, AtomicBool::new(false));
+        let range = Range { start, bytes, kind, context, number, synchronous };
         self.ranges.insert(start, Arc::new(range));
     }
 

@@ -35,6 +35,8 @@ pub(crate) struct Config {
     pub early_ack: bool,
     /// `FAKE_EFA_EMULATED_WRITE` (0): what the option of that name says.
     pub emulated_write: bool,
+    /// `FAKE_EFA_HMEM` (1): whether GPUs' memory can be registered; not if `FI_HMEM` is `system`, as with libfabric.
+    pub hmem: bool,
     /// `FAKE_EFA_UNSOLICITED` (1): whether the device takes a write with data without a posted receive.
     pub unsolicited: bool,
 }
@@ -74,6 +76,8 @@ impl Config {
             silent: Duration::from_millis(number("FAKE_EFA_SILENT_MS", 30_000, 100..=600_000)?),
             early_ack: number("FAKE_EFA_EARLY_ACK", 1, 0..=1)? == 1,
             emulated_write: number("FAKE_EFA_EMULATED_WRITE", 0, 0..=1)? == 1,
+            hmem: number("FAKE_EFA_HMEM", 1, 0..=1)? == 1
+                && variable("FI_HMEM").as_deref() != Some("system"),
             unsolicited: number("FAKE_EFA_UNSOLICITED", 1, 0..=1)? == 1,
         })
     }
@@ -105,6 +109,10 @@ mod tests {
         let config = Config::read(|_| None).unwrap();
         assert_eq!((config.nics, config.max_rma, config.tx_size), (4, 1 << 20, 64));
         assert!(config.direct && !config.efa && config.unsolicited && !config.emulated_write);
+        let hmem = |value: &'static str| {
+            Config::read(move |name| (name == "FI_HMEM").then(|| value.into())).unwrap().hmem
+        };
+        assert!(config.hmem && hmem("cuda") && !hmem("system"));
         let both =
             Config::read(|name| (name == "FAKE_EFA_FABRICS").then(|| "efa,efa-direct".into()))
                 .unwrap();

@@ -9,6 +9,7 @@ use libfabric_sys as sys;
 
 use crate::completion;
 use crate::config::{self, Config};
+use crate::device::DmaBuf;
 use crate::disorder::{Choice, Disorder};
 use crate::endpoint;
 use crate::info;
@@ -22,6 +23,7 @@ use crate::peers::Peers;
 /// An open fabric.
 pub(crate) struct Fabric {
     direct: bool,
+    api_version: u32,
     users: Users,
 }
 
@@ -40,6 +42,10 @@ pub(crate) struct Domain {
     pub direct: bool,
     /// `FI_MR_LOCAL`: operations need descriptors.
     pub local: bool,
+    /// `FI_HMEM` and `FI_MR_HMEM`: a GPU's memory may be registered.
+    hmem: bool,
+    /// That was asked for.
+    api_version: u32,
     pub keys: Arc<Keys>,
     pub users: Users,
     /// `FI_THREAD_DOMAIN`.
@@ -209,7 +215,12 @@ pub(crate) unsafe fn open_fabric(
         api_version: attr.api_version,
     };
     // SAFETY: the caller's promise.
-    unsafe { fabric.write(object::publish(fid, Fabric { direct, users: Users::default() })) };
+    unsafe {
+        fabric.write(object::publish(
+            fid,
+            Fabric { direct, api_version: attr.api_version, users: Users::default() },
+        ))
+    };
     Ok(())
 }
 
@@ -273,6 +284,8 @@ unsafe extern "C" fn open_domain(
             nic,
             direct: fabric.direct,
             local: fabric.direct || attr.mr_mode & sys::FI_MR_LOCAL != 0,
+            hmem: info.caps & sys::FI_HMEM != 0 && attr.mr_mode & sys::FI_MR_HMEM != 0,
+            api_version: fabric.api_version,
             keys: Arc::default(),
             users: Users::default(),
             serial: attr.threading == sys::FI_THREAD_DOMAIN,
@@ -302,6 +315,8 @@ struct Asked {
     access: u64,
     offset: u64,
     flags: u64,
+    /// The file that the memory is registered by, and how far into it.
+    dma_buf: Option<(c_int, u64)>,
     context: *mut c_void,
 }
 
@@ -325,10 +340,7 @@ unsafe fn register(
     let domain = unsafe { object::find::<Domain>(fid.cast()) }?;
     let refused = |errno, text: &str| Err(refuse(Rule::MrRegister, errno, text));
     if asked.flags != 0 {
-        return refused(
-            sys::FI_EBADFLAGS,
-            "a registration with flags, FI_MR_DMABUF perhaps: there is host memory only",
-        );
+        return refused(sys::FI_EBADFLAGS, "a registration with flags other than FI_MR_DMABUF");
     }
     if asked.access == 0 || asked.access & !ACCESS != 0 {
         return refused(sys::FI_EINVAL, "a registration for no use, or for one that is unknown");
@@ -336,16 +348,22 @@ unsafe fn register(
     if asked.len == 0 || asked.offset != 0 {
         return refused(sys::FI_EINVAL, "a registration of nothing, or with an offset");
     }
-    if !is_mapped(asked.base, asked.len as u64) {
+    if asked.dma_buf.is_none() && !is_mapped(asked.base, asked.len as u64) {
         return refused(sys::FI_EFAULT, "FI_MR_ALLOCATED: memory that is not mapped");
     }
+    let device = match asked.dma_buf.map(|(file, offset)| DmaBuf::import(file, offset)) {
+        Some(None) => return refused(sys::FI_EINVAL, "a DMA-BUF of no GPU that is known here"),
+        device => device.flatten(),
+    };
     let disorder =
         Disorder::new(domain.config.seed, u64::from(std::process::id()), domain.config.delay);
     let serial = SERIAL.fetch_add(1, Ordering::Relaxed);
     let candidate = |n: u64| disorder.word(Choice::Name, n, serial);
-    // SAFETY: the caller's promise, until `close_mr`, which calls `Region::close`.
-    let make = |key| unsafe {
-        Region::new(asked.base, asked.len as u64, asked.access, key, domain.number)
+    let (range, access, number) = ((asked.base, asked.len as u64), asked.access, domain.number);
+    let make = |key| match device {
+        Some(device) => Region::on_device(range, device, access, key, number),
+        // SAFETY: the caller's promise, until `close_mr`, which calls `Region::close`.
+        None => unsafe { Region::new(range.0, range.1, access, key, number) },
     };
     let region = domain.keys.enter(candidate, make);
     let fid = sys::fid_mr {
@@ -374,7 +392,8 @@ unsafe extern "C" fn reg(
     mr: *mut *mut sys::fid_mr,
     context: *mut c_void,
 ) -> c_int {
-    let asked = Asked { base: buf.addr() as u64, len, access, offset, flags, context };
+    let base = buf.addr() as u64;
+    let asked = Asked { base, len, access, offset, flags, dma_buf: None, context };
     // SAFETY: the caller's promise, fi_mr(3).
     number(unsafe { register(fid, &asked, mr) })
 }
@@ -405,25 +424,46 @@ unsafe extern "C" fn regattr(
     flags: u64,
     mr: *mut *mut sys::fid_mr,
 ) -> c_int {
-    // SAFETY: the caller's promise, fi_mr(3). Only fields that every version has are read.
+    let refused = |errno, text: &str| refuse(Rule::MrRegister, errno, text);
+    // SAFETY: the caller's promise, fi_mr(3). Only fields that every version has are read, and with FI_MR_DMABUF, which is for
+    // those who know it, what the union is then.
     unsafe {
-        if (*attr).iface != sys::FI_HMEM_SYSTEM {
-            return refuse(
-                Rule::MrRegister,
-                sys::FI_EOPNOTSUPP,
-                "a registration of device memory, without FI_HMEM",
+        let (attr, by_file) = (&*attr, flags & sys::FI_MR_DMABUF != 0);
+        let domain = match object::find::<Domain>(fid.cast()) {
+            Ok(domain) => domain,
+            Err(code) => return code,
+        };
+        if (attr.iface != sys::FI_HMEM_SYSTEM || by_file) && !domain.hmem {
+            return refused(sys::FI_EOPNOTSUPP, "a registration of device memory, without FI_HMEM");
+        }
+        if attr.iface == sys::FI_HMEM_SYSTEM && by_file {
+            return refused(
+                sys::FI_EINVAL,
+                "a DMA-BUF as the system's memory: a CPU would read it",
             );
         }
-        let (iov, count) = ((*attr).mr_iov, (*attr).iov_count);
-        let key = (*attr).requested_key;
-        if flags & sys::FI_MR_DMABUF != 0 {
-            return refuse(
-                Rule::MrRegister,
+        if attr.iface == sys::FI_HMEM_SYSTEM {
+            let (iov, count, key) = (attr.mr_iov, attr.iov_count, attr.requested_key);
+            return regv(fid, iov, count, attr.access, attr.offset, key, flags, mr, attr.context);
+        }
+        if attr.iface != sys::FI_HMEM_CUDA || attr.device.cuda < 0 {
+            return refused(sys::FI_ENOSYS, "memory of a device other than CUDA's");
+        }
+        if !by_file {
+            return refused(
                 sys::FI_EOPNOTSUPP,
-                "a registration of a DMA-BUF, without FI_HMEM",
+                "device memory by its address: there is no peermem",
             );
         }
-        regv(fid, iov, count, (*attr).access, (*attr).offset, key, flags, mr, (*attr).context)
+        if domain.api_version < sys::FI_VERSION(1, 20) || attr.iov_count != 1 {
+            return refused(sys::FI_EINVAL, "a DMA-BUF before API 1.20, or more than one");
+        }
+        let file = &*attr.mr_iov.cast::<sys::fi_mr_dmabuf>();
+        let (access, offset, context) = (attr.access, attr.offset, attr.context);
+        let base = (file.base_addr.addr() as u64).wrapping_add(file.offset);
+        let (len, flags) = (file.len, flags & !sys::FI_MR_DMABUF);
+        let dma_buf = Some((file.fd, file.offset));
+        number(register(fid, &Asked { base, len, access, offset, flags, dma_buf, context }, mr))
     }
 }
 

@@ -340,6 +340,13 @@ unsafe fn fit(
                 return false;
             }
         }
+        // Device memory is offered to those who ask for it.
+        if hints.caps & sys::FI_HMEM != 0 && config.hmem {
+            for caps in [&mut info.caps, &mut offered_tx.caps, &mut offered_rx.caps] {
+                *caps |= sys::FI_HMEM;
+            }
+            offered_domain.mr_mode |= sys::FI_MR_HMEM;
+        }
         // What it can.
         if hints.caps & !info.caps != 0 || info.mode & !hints.mode != 0 {
             return false;
@@ -355,7 +362,7 @@ unsafe fn fit(
             info.caps &= !RMA;
         }
         if hints.caps != 0 {
-            let mut caps = hints.caps & (PRIMARY | sys::FI_SOURCE);
+            let mut caps = hints.caps & (PRIMARY | sys::FI_SOURCE | sys::FI_HMEM);
             if caps & sys::FI_MSG != 0 && caps & (sys::FI_SEND | sys::FI_RECV) == 0 {
                 caps |= sys::FI_SEND | sys::FI_RECV;
             }

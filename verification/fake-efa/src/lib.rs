@@ -58,6 +58,7 @@ use libfabric_sys as sys;
 mod completion;
 mod config;
 mod context;
+mod device;
 pub mod disorder;
 mod domain;
 mod endpoint;

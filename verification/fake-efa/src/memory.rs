@@ -9,8 +9,9 @@
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, RwLock};
+use std::sync::{Arc, Mutex, RwLock, RwLockReadGuard};
 
+use crate::device::DmaBuf;
 use crate::lock;
 
 /// A count of the local operations that use something; an [`InUse`] stands for each.
@@ -62,6 +63,8 @@ struct Held {
 pub(crate) struct Region {
     base: u64,
     len: u64,
+    /// If it is a GPU's: until it is closed.
+    device: RwLock<Option<DmaBuf>>,
     /// What `fi_mr_reg` was told that it is for.
     pub access: u64,
     /// The remote key.
@@ -83,7 +86,21 @@ impl Region {
     /// that writes; and Rust code in this process does not rely on its content, but as the owner of a device's memory may.
     pub(crate) unsafe fn new(base: u64, len: u64, access: u64, key: u32, domain: u64) -> Self {
         let (open, held) = (RwLock::new(true), Mutex::default());
-        Self { base, len, access, key, domain, users: Users::default(), open, held }
+        let (users, device) = (Users::default(), RwLock::default());
+        Self { base, len, device, access, key, domain, users, open, held }
+    }
+
+    /// Describes memory of a GPU, of `len` bytes, which operations know as `base`.
+    pub(crate) fn on_device(
+        (base, len): (u64, u64),
+        device: DmaBuf,
+        access: u64,
+        key: u32,
+        domain: u64,
+    ) -> Self {
+        // SAFETY: no byte at `base` is touched: all goes through `device`.
+        let region = unsafe { Self::new(base, len, access, key, domain) };
+        Self { device: RwLock::new(Some(device)), ..region }
     }
 
     /// Returns whether `len` bytes at `address` are all of it, or a part.
@@ -102,6 +119,9 @@ impl Region {
 
     fn copy_in(&self, address: u64, bytes: &[u8]) -> bool {
         let covered = self.covers(address, bytes.len() as u64);
+        if let Some(device) = &*read(&self.device) {
+            return covered && device.write(address.wrapping_sub(self.base), bytes);
+        }
         if covered && !bytes.is_empty() {
             // SAFETY: per `Region::new`, and the caller holds `open`:
             // - the range is a part of the region, so it is mapped and writable, and nobody relies on its content;
@@ -117,6 +137,11 @@ impl Region {
     pub(crate) fn take(&self, address: u64, len: usize, out: &mut Vec<u8>) -> bool {
         let open = self.open.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let take = *open && self.covers(address, len as u64);
+        if let Some(device) = &*read(&self.device) {
+            let (at, before) = (address.wrapping_sub(self.base), out.len());
+            out.resize(before + if take { len } else { 0 }, 0);
+            return take && device.read(at, out.get_mut(before..).unwrap_or_default());
+        }
         if take && len > 0 {
             out.reserve(len);
             // SAFETY: per `Region::new`, and `open` is held: the range is mapped and readable. `out` has room for `len`
@@ -160,7 +185,13 @@ impl Region {
             self.copy_in(held.address, &held.bytes);
         }
         *open = false;
+        // Its memory may be freed now.
+        drop(self.device.write().unwrap_or_else(|poisoned| poisoned.into_inner()).take());
     }
+}
+
+fn read<T>(lock: &RwLock<T>) -> RwLockReadGuard<'_, T> {
+    lock.read().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
 
 /// The open registrations of a domain, by key.

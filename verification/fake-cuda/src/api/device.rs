@@ -15,6 +15,8 @@ use std::sync::atomic::Ordering;
 const VERSION: c_int = 13_000;
 /// As an H200, but for its number of SMs.
 const CAPABILITY: (c_int, c_int) = (9, 0);
+/// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`.
+const OWNER_SEES: c_int = 100;
 /// The first GPU's bus.
 const FIRST_BUS: u8 = 0x10;
 
@@ -152,14 +154,18 @@ calls! {
             || is(A::CU_DEVICE_ATTRIBUTE_VIRTUAL_ADDRESS_MANAGEMENT_SUPPORTED)
             || is(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED)
             || is(A::CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS)
+            || is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
+            || is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
+            || is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_FLUSH_WRITES_OPTIONS)
         {
             1
+        } else if is(A::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED) {
+            c_int::from(config()?.dma_buf)
+        } else if is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WRITES_ORDERING) {
+            if config()?.unordered { 0 } else { OWNER_SEES }
         } else if is(A::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)
             || is(A::CU_DEVICE_ATTRIBUTE_PCI_DEVICE_ID)
             || is(A::CU_DEVICE_ATTRIBUTE_PCI_DOMAIN_ID)
-            || is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED)
-            || is(A::CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED)
-            || is(A::CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED)
             || is(A::CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_FABRIC_SUPPORTED)
             || is(A::CU_DEVICE_ATTRIBUTE_INTEGRATED)
         {
