@@ -5,7 +5,8 @@
 //! Files are of whole pages of the host, so a range that does not begin or end with one is exported with its surroundings,
 //! and what it starts at is said beside the file. The allocations that it covers, one or several that adjoin, are told to
 //! complete the driver's own copies before their calls return (`CU_POINTER_ATTRIBUTE_SYNC_MEMOPS`): a NIC that reads
-//! afterwards reads what was copied.
+//! afterwards reads what was copied. Memory that was mapped by hand (`cuMemMap`) has no such attribute; there the context is
+//! told, for all that is copied in it (`CU_CTX_SYNC_MEMOPS`).
 //!
 //! # What it refuses to know
 //!
@@ -222,13 +223,28 @@ impl AsFd for DmaBuf {
     }
 }
 
-/// Has the driver's copies from and to an allocation be over when their calls return.
+/// Has the driver's copies from and to an allocation be over when their calls return. Its GPU's context is current.
 fn complete_copies(start: u64) -> Result<(), Error> {
     let yes: u32 = 1;
     let which = cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS;
     // SAFETY: reads the one number, which is of this size (CUDA driver API, `cuPointerSetAttribute`).
-    let set = unsafe { cu::cuPointerSetAttribute((&raw const yes).cast(), which, start) };
-    check("cuPointerSetAttribute", set)
+    match unsafe { cu::cuPointerSetAttribute((&raw const yes).cast(), which, start) } {
+        cu::CUresult::CUDA_ERROR_NOT_SUPPORTED => complete_all_copies(),
+        set => check("cuPointerSetAttribute", set),
+    }
+}
+
+/// The same for all copies in the current context.
+fn complete_all_copies() -> Result<(), Error> {
+    const ALL: u32 = cu::CUctx_flags::CU_CTX_SYNC_MEMOPS as u32;
+    let mut flags = 0;
+    // SAFETY: writes the one number; a context is current.
+    check("cuCtxGetFlags", unsafe { cu::cuCtxGetFlags(&raw mut flags) })?;
+    if flags & ALL != 0 {
+        return Ok(());
+    }
+    // SAFETY: takes no pointer; a context is current, and keeps its other flags.
+    check("cuCtxSetFlags", unsafe { cu::cuCtxSetFlags(flags | ALL) })
 }
 
 /// Has the driver's copies complete for a range that NICs find by its addresses, without a [`DmaBuf`].

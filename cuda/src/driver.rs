@@ -13,11 +13,13 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 57] = [
+const SYMBOLS: [&str; 59] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
+    "cuCtxGetFlags",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
+    "cuCtxSetFlags",
     "cuCtxSynchronize",
     "cuDeviceCanAccessPeer",
     "cuDeviceGet",

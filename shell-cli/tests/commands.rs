@@ -210,7 +210,7 @@ fn doctor_says_the_same_in_words_json_and_exit_code() {
     let diagnosis: Value = serde_json::from_slice(&json.stdout).unwrap();
     let code = diagnosis["exit_code"].as_i64().unwrap();
     assert_eq!(json.status.code().map(i64::from), Some(code));
-    assert_eq!(diagnosis["paths"].as_array().unwrap().len(), 5);
+    assert_eq!(diagnosis["paths"].as_array().unwrap().len(), 6);
     assert_eq!(diagnosis["probes"]["memfd_sealing"], "works");
     assert!(diagnosis["facts"]["kernel"].is_string());
     let words = run(["doctor"]);

@@ -10,6 +10,7 @@
 //! status 0 if everything that was run was right; slow is not wrong.
 
 mod check;
+mod direct;
 mod ends;
 mod moe;
 mod rig;
@@ -72,6 +73,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
     result.insert("host_atomics".into(), json!(gpus[0].device.host_atomics()));
     match what {
         "check" | "check-few" => {
+            result.insert("direct".into(), direct::run(&gpus)?);
             result.insert("checked".into(), check::run(&gpus, what == "check-few")?);
         }
         "moe-check" | "moe-check-few" => {

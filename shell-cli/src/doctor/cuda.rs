@@ -3,7 +3,7 @@
 use super::child::{self, Asked};
 use crate::transport::cuda_advice;
 use immwire_cuda::geometry::Tuning;
-use immwire_cuda::{Copier, Device, Error, Stream, Uuid, kernels_built_in};
+use immwire_cuda::{Copier, Device, Direct, Error, Stream, Uuid, kernels_built_in};
 use serde::{Deserialize, Serialize};
 use std::fmt::Write as _;
 
@@ -35,8 +35,23 @@ pub struct CudaGpu {
     pub pci: String,
     /// Numbers of the others whose memory it reaches.
     pub reaches: Vec<u32>,
+    /// Whether NICs reach its memory, and by what.
+    pub nics: Nics,
     /// Why engines cannot use it.
     pub why_not: Option<String>,
+}
+
+/// How NICs get at a GPU's memory.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Nics {
+    /// The driver says not at all.
+    #[default]
+    Never,
+    /// By its address, for which the kernel needs `nvidia-peermem`: the driver has no DMA-BUF of it.
+    ByAddress,
+    /// By its DMA-BUF, or by its address.
+    ByDmaBuf,
 }
 
 impl Gpus {
@@ -86,6 +101,11 @@ fn describe(device: &Device, all: &[&Device]) -> CudaGpu {
         uuid: device.uuid().map_or_else(|_| String::new(), |uuid| uuid_text(&uuid)),
         pci: device.pci_address().unwrap_or_default().to_ascii_lowercase(),
         reaches: reached.map(|other| other.ordinal()).collect(),
+        nics: match device.direct() {
+            Ok(Direct { reachable: true, dma_buf: true, .. }) => Nics::ByDmaBuf,
+            Ok(Direct { reachable: true, .. }) => Nics::ByAddress,
+            Ok(_) | Err(_) => Nics::Never,
+        },
         why_not: runs.err().map(|error| error.to_string()),
     }
 }

@@ -219,13 +219,18 @@ fn gpu_text(facts: &Facts) -> String {
 
 fn cuda_text(cuda: &Cuda) -> String {
     let gpu = |gpu: &cuda::CudaGpu| {
-        let cuda::CudaGpu { ordinal, name, uuid, pci, reaches, why_not } = gpu;
+        let cuda::CudaGpu { ordinal, name, uuid, pci, reaches, nics, why_not } = gpu;
         if let Some(why) = why_not {
             return format!("{ordinal}: {name} cannot be used: {why}");
         }
         let reached: Vec<_> = reaches.iter().map(u32::to_string).collect();
         let reached = if reached.is_empty() { "no other".into() } else { reached.join(", ") };
-        format!("{ordinal}: {name} at {pci}, {uuid}, reaches {reached}")
+        let nics = match nics {
+            cuda::Nics::Never => "by no NIC",
+            cuda::Nics::ByAddress => "by NICs with nvidia-peermem",
+            cuda::Nics::ByDmaBuf => "by NICs by DMA-BUF",
+        };
+        format!("{ordinal}: {name} at {pci}, {uuid}, reaches {reached}, is reached {nics}")
     };
     match cuda {
         Cuda::Found(found) => {

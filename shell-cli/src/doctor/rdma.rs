@@ -21,7 +21,7 @@ pub struct Rdma {
 }
 
 /// A device that an engine can use.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fitting {
     /// For `--device`.
     pub name: String,

@@ -8,7 +8,7 @@
 //! - The level follows from the rows alone: what a machine alone has no need of is said, but is not held against this
 //!   machine.
 
-use super::cuda::Cuda;
+use super::cuda::{Cuda, CudaGpu, Nics};
 use super::fabric::{Fabric, Libfabric};
 use super::facts::{Facts, Limit};
 use super::probe::{Attempt, Probes};
@@ -71,7 +71,8 @@ pub fn judge(facts: &Facts, probes: &Probes) -> Verdict {
     let runs = mapped.state == State::Best;
     let (gpus, hosts) = (gpus(facts, &probes.cuda), hosts(facts, probes));
     let both = both(runs, &gpus, &hosts);
-    let paths = vec![mapped, registered(facts, probes, runs), gpus, hosts, both];
+    let far = gpus_far(facts, probes, &hosts);
+    let paths = vec![mapped, registered(facts, probes, runs), gpus, hosts, far, both];
     let any = |state| paths.iter().any(|path| path.state == state);
     let exit_code = if any(State::Broken) { 2 } else { u8::from(any(State::Degraded)) };
     Verdict { exit_code, notes: notes(facts), paths }
@@ -194,6 +195,49 @@ fn gpus(facts: &Facts, cuda: &Cuda) -> Path {
     Path { pair, path, state: State::Degraded, why, todo: todo.into() }
 }
 
+/// By which NICs a GPU's memory goes to other hosts. That it does not is held against no machine: it is staged then.
+fn gpus_far(facts: &Facts, probes: &Probes, hosts: &Path) -> Path {
+    let none = |why: String, todo: &str| Path {
+        pair: "other hosts, GPU memory",
+        path: "none: stage through host memory".into(),
+        state: State::Missing,
+        why,
+        todo: todo.into(),
+    };
+    let Cuda::Found(found) = &probes.cuda else {
+        return none("no GPU that engines can use, see above".into(), "-");
+    };
+    let reached = |gpu: &&CudaGpu| gpu.nics != Nics::Never;
+    let Some(by_address) = found.usable().find(reached).map(|gpu| gpu.nics == Nics::ByAddress)
+    else {
+        return none("CUDA lets no NIC at the memory of a GPU here".into(), "-");
+    };
+    let rdma = !facts.rdma.is_empty() && hosts.path.starts_with("verbs");
+    let efa = hosts.path.contains("efa on ");
+    if !rdma && !efa {
+        let why = "it takes RDMA devices or EFA: TCP carries host memory".into();
+        return none(why, "see the row above");
+    }
+    let peermem = ["nvidia_peermem", "nv_peer_mem"];
+    let peermem = facts.gpu_modules.iter().any(|module| peermem.contains(&module.as_str()));
+    if by_address && !peermem {
+        let why = "the driver has no DMA-BUF of a GPU's memory, and nvidia-peermem is not loaded";
+        let todo = "install NVIDIA's open kernel modules (Linux 5.12 or later), or modprobe nvidia-peermem";
+        return none(why.into(), todo);
+    }
+    Path {
+        pair: "other hosts, GPU memory",
+        path: hosts.path.clone(),
+        state: State::Best,
+        why: match by_address {
+            true => "the NIC reads and writes it itself, by nvidia-peermem; engines must name their GPUs",
+            false => "the NIC reads and writes it itself, by DMA-BUF; engines must name their GPUs",
+        }
+        .into(),
+        todo: "-".into(),
+    }
+}
+
 fn hosts(facts: &Facts, probes: &Probes) -> Path {
     let pair = "other hosts";
     if let Verbs::Found(found) = &probes.verbs
@@ -248,7 +292,7 @@ fn both(runs: bool, gpus: &Path, hosts: &Path) -> Path {
             todo: "as above".into(),
         };
     }
-    let near = if gpus.state == State::Degraded { "shm, GPUs' memory too" } else { "shm" };
+    let near = if gpus.state != State::Missing { "shm, GPUs' memory too" } else { "shm" };
     Path {
         pair,
         path: format!("{near}, on the same host; else {}", hosts.path),
@@ -361,7 +405,7 @@ fn notes(facts: &Facts) -> Vec<Note> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::cuda::{CudaGpu, Gpus};
+    use crate::doctor::cuda::Gpus;
     use crate::doctor::fabric::FabricProvider;
     use crate::doctor::facts::{Gpu, NumaNode, RdmaDevice, RdmaPort};
     use crate::doctor::rdma::{Fitting, Rdma, Unfitting};
@@ -408,6 +452,37 @@ mod tests {
         }
     }
 
+    #[test]
+    fn gpu_memory_goes_to_other_hosts_by_nics_that_reach_it() {
+        let device = |name: &str| Fitting { name: name.into(), ..Fitting::default() };
+        let mlx5 = Verbs::Found(Rdma { devices: vec![device("mlx5_0")], ..Rdma::default() });
+        let none = Verbs::NotFound("not there".into());
+        let efa = fabric(&[("efa", Ok(&["rdmap0s31-rdm"]))]);
+        let tcp = fabric(&[("tcp", Ok(&["eth0"]))]);
+        let (peermem, bare) = (vec!["nvidia_peermem".to_owned()], Vec::new());
+        for (nics, verbs, libfabric, modules, state, text) in [
+            (Nics::ByDmaBuf, &mlx5, &tcp, &bare, State::Best, "verbs: mlx5_0"),
+            (Nics::ByDmaBuf, &none, &efa, &bare, State::Best, "efa on rdmap0s31-rdm"),
+            (Nics::ByAddress, &mlx5, &tcp, &peermem, State::Best, "by nvidia-peermem"),
+            (Nics::ByAddress, &mlx5, &tcp, &bare, State::Missing, "modprobe nvidia-peermem"),
+            (Nics::ByDmaBuf, &none, &tcp, &peermem, State::Missing, "TCP carries host memory"),
+            (Nics::Never, &mlx5, &efa, &peermem, State::Missing, "lets no NIC"),
+        ] {
+            let gpus = vec![CudaGpu { nics, ..CudaGpu::default() }];
+            let cuda = Cuda::Found(Gpus { kernels: true, gpus });
+            let (verbs, libfabric) = (verbs.clone(), libfabric.clone());
+            let probes = Probes { cuda, verbs, libfabric, ..probes(true, true, true) };
+            let rdma = vec![RdmaDevice { name: "mlx5_0".into(), ..RdmaDevice::default() }];
+            let facts = Facts { rdma, gpu_modules: modules.clone(), ..Facts::default() };
+            let row = judge(&facts, &probes).paths[4].clone();
+            assert_eq!((row.pair, row.state), ("other hosts, GPU memory", state), "{row:?}");
+            assert!(format!("{row:?}").contains(text), "{row:?}");
+        }
+        let probes = probes(true, true, true);
+        let row = judge(&Facts::default(), &probes).paths[4].clone();
+        assert_eq!((row.state, row.todo.as_str()), (State::Missing, "-"));
+    }
+
     /// A libfabric with these providers: interfaces, or why not.
     fn fabric(providers: &[(&str, Result<&[&str], &str>)]) -> Libfabric {
         let provider = |(name, found): &(&str, Result<&[&str], &str>)| FabricProvider {
@@ -424,7 +499,7 @@ mod tests {
         let judged = |facts: &Facts, libfabric| {
             let probes = Probes { libfabric, ..probes(true, true, true) };
             let verdict = judge(facts, &probes);
-            let (hosts, both) = (verdict.paths[3].clone(), &verdict.paths[4]);
+            let (hosts, both) = (verdict.paths[3].clone(), &verdict.paths[5]);
             assert_eq!(both.state == State::Missing, hosts.state == State::Missing);
             assert!(hosts.state == State::Missing || both.path.ends_with(&hosts.path), "{both:?}");
             (hosts, verdict.exit_code)

@@ -14,6 +14,7 @@ use crate::config;
 use crate::memory::{Range, Table, size};
 use crate::violation::broken;
 use crate::world::world;
+use cudarc::driver::sys as cu;
 use rustix::fs::MemfdFlags;
 use std::ffi::c_int;
 use std::os::fd::{BorrowedFd, OwnedFd};
@@ -23,9 +24,11 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The host's pages, of which DMA-BUFs are made.
 const PAGE: u64 = 4096;
+/// Copies of a context are over when their calls return.
+const ALL_COPIES: u32 = cu::CUctx_flags::CU_CTX_SYNC_MEMOPS as u32;
 /// What the file begins with.
 const MAGIC: [u8; 16] = *b"fake-cuda-dmabuf";
-/// Of the file: [`MAGIC`], start, bytes; then the number of each piece of memory.
+/// Of the file: [`MAGIC`], start, bytes, and how many pieces of memory that is; then the number of each.
 const WORD: usize = 8;
 
 /// Memory that a NIC has.
@@ -88,7 +91,9 @@ pub(crate) fn export(memory: &Table, start: u64, bytes: u64) -> Answer<OwnedFd> 
     }
     let file = rustix::fs::memfd_create("fake-cuda-dma-buf", MemfdFlags::CLOEXEC);
     let file = file.map_err(|_| code::OPERATING_SYSTEM)?;
-    let words = [start, bytes].into_iter().chain(numbers).flat_map(u64::to_ne_bytes);
+    rustix::fs::ftruncate(&file, bytes).map_err(|_| code::OPERATING_SYSTEM)?;
+    let words =
+        [start, bytes, numbers.len() as u64].into_iter().chain(numbers).flat_map(u64::to_ne_bytes);
     let said: Vec<u8> = MAGIC.into_iter().chain(words).collect();
     match rustix::io::pwrite(&file, &said, 0) {
         Ok(written) if written == said.len() => Ok(file),
@@ -104,14 +109,19 @@ impl Imported {
         said.truncate(read);
         let words = said.strip_prefix(&MAGIC)?;
         let mut words = words.as_chunks::<WORD>().0.iter().map(|word| u64::from_ne_bytes(*word));
-        let (start, bytes) = (words.next()?, words.next()?);
+        let (start, bytes, count) = (words.next()?, words.next()?, words.next()?);
         let world = world();
         let ranges: Vec<_> = world.memory.within(start, bytes).cloned().collect();
-        if !ranges.iter().map(|range| range.number).eq(words) {
+        if !ranges.iter().map(|range| range.number).eq(words.take(size(count))) {
             broken!(NotMemory, "a DMA-BUF of {bytes} bytes from {start:#x}, freed since");
         }
-        if let Some(range) = ranges.iter().find(|range| !range.synchronous.load(Ordering::Relaxed))
-        {
+        let all_of = |gpu: Option<u8>| {
+            let mut of_it = world.contexts.values().filter(|context| Some(context.gpu) == gpu);
+            of_it.any(|context| context.flags & ALL_COPIES != 0)
+        };
+        let is_prepared =
+            |range: &Arc<Range>| range.synchronous.load(Ordering::Relaxed) || all_of(range.gpu());
+        if let Some(range) = ranges.iter().find(|range| !is_prepared(range)) {
             broken!(NotSynchronous, "{range}");
         }
         Some(Self { start, bytes, ranges })
@@ -152,6 +162,22 @@ extern "C" fn immwire_fake_cuda_import(file: c_int) -> u64 {
     // SAFETY: open, by the caller's promise, for the length of the call.
     let imported = Imported::of(unsafe { BorrowedFd::borrow_raw(file) });
     imported.map_or(0, |imported| Box::into_raw(Box::new(imported)) as u64)
+}
+
+/// No driver's: where the CPU finds bytes of a DMA-BUF, for a NIC that is the kernel's and takes no other memory; 0 if they
+/// are not all in one piece of memory. Nobody keeps them from being freed meanwhile.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_shadow(file: c_int, offset: u64, bytes: u64) -> u64 {
+    if file < 0 {
+        return 0;
+    }
+    // SAFETY: open, by the caller's promise, for the length of the call.
+    let Some(imported) = Imported::of(unsafe { BorrowedFd::borrow_raw(file) }) else { return 0 };
+    let mut pieces = Vec::new();
+    imported.each(offset, bytes, |range, address, _, _| {
+        pieces.push(range.shadow(address) as u64);
+    });
+    if let [one] = pieces[..] { one } else { 0 }
 }
 
 /// No driver's: gives an import back. What is on its way there arrives.

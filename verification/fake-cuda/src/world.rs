@@ -28,6 +28,8 @@ pub(crate) struct Context {
     /// The GPU's number on the machine.
     pub(crate) gpu: u8,
     pub(crate) retained: u32,
+    /// `CU_CTX_*`.
+    pub(crate) flags: u32,
     default_stream: Option<Arc<Stream>>,
 }
 
@@ -151,7 +153,7 @@ impl World {
             return handle;
         }
         let handle = self.handle();
-        self.contexts.insert(handle, Context { gpu, retained: 1, default_stream: None });
+        self.contexts.insert(handle, Context { gpu, retained: 1, flags: 0, default_stream: None });
         handle
     }
 

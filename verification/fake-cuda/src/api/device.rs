@@ -223,6 +223,25 @@ calls! {
         Ok(())
     }
 
+    fn cuCtxGetFlags(flags: Out<c_uint>) {
+        let world = begin("cuCtxGetFlags");
+        let current = world.current("cuCtxGetFlags").context;
+        flags.put(world.context("cuCtxGetFlags", current).flags)
+    }
+
+    /// Of those that may be set the one that matters here.
+    fn cuCtxSetFlags(flags: c_uint) {
+        let mut world = begin("cuCtxSetFlags");
+        let current = world.current("cuCtxSetFlags").context;
+        if flags & !(cu::CUctx_flags::CU_CTX_SYNC_MEMOPS as c_uint) != 0 {
+            broken!(NotModelled, "cuCtxSetFlags {flags:#x}");
+        }
+        if let Some(context) = world.contexts.get_mut(&current) {
+            context.flags = flags;
+        }
+        Ok(())
+    }
+
     /// 0 if none is.
     fn cuCtxGetCurrent(context: Out<u64>) {
         drop(begin("cuCtxGetCurrent"));

@@ -3,6 +3,7 @@
 use super::{Out, calls};
 use crate::code;
 use crate::config;
+use crate::memory::Kind;
 use crate::nic;
 use crate::violation::broken;
 use crate::world::begin;
@@ -33,7 +34,7 @@ calls! {
         handle.put(nic::export(&world.memory, address, bytes as u64)?.into_raw_fd())
     }
 
-    /// Of the whole allocation that the address is in.
+    /// Of the whole allocation that the address is in; none that was mapped by hand.
     fn cuPointerSetAttribute(value: *const c_void, attribute: c_uint, address: u64) {
         let world = begin("cuPointerSetAttribute");
         if attribute != cu::CUpointer_attribute::CU_POINTER_ATTRIBUTE_SYNC_MEMOPS as c_uint {
@@ -42,6 +43,9 @@ calls! {
         let range = world.memory.at(address).ok_or(code::INVALID_VALUE)?;
         if range.gpu().is_none() || value.is_null() {
             return Err(code::INVALID_VALUE);
+        }
+        if matches!(range.kind, Kind::Mapped { .. }) {
+            return Err(code::NOT_SUPPORTED);
         }
         // SAFETY: not null, so a number of the attribute's size: the caller's promise.
         let yes = unsafe { value.cast::<c_uint>().read_unaligned() } != 0;

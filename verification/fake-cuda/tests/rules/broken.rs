@@ -668,3 +668,35 @@ fn host_function_calls_the_driver() {
         },
     );
 }
+
+#[test]
+fn a_nic_is_given_memory_whose_copies_may_be_under_way() {
+    let name = "broken::a_nic_is_given_memory_whose_copies_may_be_under_way";
+    run(name, End::Broken("copies not completed for NICs"), &[], || {
+        let memory = Gpu::open(0).alloc(4096);
+        let kind = cu::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        let mut file = -1_i32;
+        ok!(cuMemGetHandleForAddressRange((&raw mut file).cast(), memory, 4096, kind, 0));
+        import(file);
+    });
+}
+
+#[test]
+fn freed_under_a_nic() {
+    run("broken::freed_under_a_nic", End::Broken("memory in use"), &[], || {
+        let memory = Gpu::open(0).alloc(4096);
+        let _import = Import::of(0, memory, 4096);
+        call!(cuMemFree_v2(memory));
+    });
+}
+
+#[test]
+fn imported_after_it_was_freed() {
+    run("broken::imported_after_it_was_freed", End::Broken("not in live memory"), &[], || {
+        let memory = Gpu::open(0).alloc(4096);
+        let device = immwire_cuda::Device::open(0).unwrap();
+        let file = immwire_cuda::DmaBuf::new(&device, memory, 4096, 4096).unwrap();
+        ok!(cuMemFree_v2(memory));
+        import(std::os::fd::AsRawFd::as_raw_fd(&std::os::fd::AsFd::as_fd(&file)));
+    });
+}

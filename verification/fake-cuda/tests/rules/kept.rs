@@ -26,12 +26,14 @@ fn painted(gpu: &Gpu, bytes: usize, seed: u64) -> u64 {
 }
 
 /// What the driver is asked for by others: all of it is there.
-const NAMES: [&str; 61] = [
+const NAMES: [&str; 66] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
+    "cuCtxGetFlags",
     "cuCtxPopCurrent",
     "cuCtxPushCurrent",
+    "cuCtxSetFlags",
     "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",
@@ -47,6 +49,7 @@ const NAMES: [&str; 61] = [
     "cuEventElapsedTime",
     "cuEventQuery",
     "cuEventRecord",
+    "cuFlushGPUDirectRDMAWrites",
     "cuFuncSetAttribute",
     "cuGetErrorName",
     "cuGetErrorString",
@@ -66,6 +69,7 @@ const NAMES: [&str; 61] = [
     "cuMemGetAddressRange",
     "cuMemGetAllocationGranularity",
     "cuMemGetAllocationPropertiesFromHandle",
+    "cuMemGetHandleForAddressRange",
     "cuMemHostAlloc",
     "cuMemHostRegister",
     "cuMemHostUnregister",
@@ -81,6 +85,7 @@ const NAMES: [&str; 61] = [
     "cuModuleLoadData",
     "cuModuleUnload",
     "cuPointerGetAttribute",
+    "cuPointerSetAttribute",
     "cuStreamCreate",
     "cuStreamDestroy",
     "cuStreamQuery",
@@ -634,5 +639,95 @@ fn another_process_maps_memory() {
         let address = map(&[handle]);
         assert_eq!(allow(address, GRANULE, 0, READ), CUresult::CUDA_SUCCESS);
         assert_eq!(gpu.read(address + 4096, 4096), pattern(4096, 10));
+    });
+}
+
+/// A range that begins in one allocation and ends in the next is one file, through which a NIC reaches both.
+#[test]
+fn nics_reach_memory_by_its_file() {
+    run("kept::nics_reach_memory_by_its_file", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let properties = properties(0);
+        let handles = [(); 2].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0)));
+        let mapped = map(&handles);
+        assert_eq!(allow(mapped, 2 * GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
+        let at = mapped + GRANULE as u64 - 5000;
+        let import = Import::of(0, at, 10_000);
+        let bytes = pattern(10_000, 3);
+        assert!(import.write(0, &bytes));
+        assert_eq!((import.read(0, 10_000), gpu.read(at, 10_000)), (Some(bytes.clone()), bytes));
+        // To the end of the last page, and not beyond.
+        let rest = (4096 - (at + 10_000) % 4096) as usize;
+        assert!(import.write(10_000, &vec![1; rest]));
+        assert!(!import.write(10_000, &vec![1; rest + 1]));
+        assert!(import.read(10_001, rest).is_none());
+        // An allocation that ends within a page: nothing is there behind it.
+        let short = gpu.alloc(100);
+        let import = Import::of(0, short + 3, 90);
+        assert!(
+            import.write(97, &[7; 0]) && import.write(90, &[7; 7]) && !import.write(91, &[7; 7])
+        );
+        assert_eq!(gpu.read(short + 93, 7), [7; 7]);
+    });
+}
+
+#[test]
+fn unordered_writes_are_seen_after_a_flush() {
+    let unordered = [("IMMWIRE_FAKE_CUDA_UNORDERED", "1")];
+    run("kept::unordered_writes_are_seen_after_a_flush", End::Kept, &unordered, || {
+        let (gpu, other) = (Gpu::open(0), 4096);
+        let memory = gpu.alloc(2 * other);
+        let import = Import::of(0, memory, 8192);
+        let device = immwire_cuda::Device::open(0).unwrap();
+        assert_eq!(device.direct().unwrap().visibility(), immwire_cuda::Visibility::Flush);
+        assert!(import.write(0, &[1; 10]));
+        assert_eq!(gpu.read(memory, 10), [0; 10]);
+        device.flush_writes().unwrap();
+        assert_eq!(gpu.read(memory, 10), [1; 10]);
+        assert!(import.write(0, &[2; 10]));
+        assert_eq!((import.read(0, 10), gpu.read(memory, 10)), (Some(vec![2; 10]), vec![2; 10]));
+        assert!(import.write(0, &[3; 10]));
+        drop(import);
+        assert_eq!(gpu.read(memory, 10), [3; 10]);
+    });
+}
+
+#[test]
+fn what_cannot_be_a_file_is_refused() {
+    run("kept::what_cannot_be_a_file_is_refused", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let memory = gpu.alloc(8192);
+        let kind = cu::CUmemRangeHandleType::CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD;
+        let export = |address, bytes| {
+            let mut file = -1_i32;
+            call!(cuMemGetHandleForAddressRange((&raw mut file).cast(), address, bytes, kind, 0))
+        };
+        assert_eq!(export(memory, 8192), CUresult::CUDA_SUCCESS);
+        for (address, bytes) in [
+            (memory + 8, 4096),
+            (memory, 100),
+            (memory, 0),
+            (memory, 12_288),
+            (pinned(4096).0, 4096),
+        ] {
+            assert_eq!(export(address, bytes), CUresult::CUDA_ERROR_INVALID_VALUE, "{bytes}");
+        }
+        let device = immwire_cuda::Device::open(0).unwrap();
+        let owner = |address, bytes| immwire_cuda::owner_of(&device, address, bytes);
+        assert_eq!((owner(memory, 8192), owner(pinned(64).0, 64)), (Ok(Some(0)), Ok(None)));
+        assert!(owner(memory, 8193).is_err() && owner(memory + 8191, 2).is_err());
+        assert!(immwire_cuda::DmaBuf::new(&device, memory, 8193, 4096).is_err());
+    });
+}
+
+#[test]
+fn machines_without_files() {
+    let none = [("IMMWIRE_FAKE_CUDA_NO_DMA_BUF", "1")];
+    run("kept::machines_without_files", End::Kept, &none, || {
+        let memory = Gpu::open(0).alloc(4096);
+        let device = immwire_cuda::Device::open(0).unwrap();
+        assert!(!device.direct().unwrap().dma_buf);
+        let why = immwire_cuda::DmaBuf::new(&device, memory, 4096, 4096).unwrap_err().to_string();
+        assert!(why.contains("cuMemGetHandleForAddressRange") && why.contains("801"), "{why}");
     });
 }

@@ -399,3 +399,56 @@ pub fn attribute<T: Default>(which: cu::CUpointer_attribute, address: u64) -> Re
         code => Err(code),
     }
 }
+
+/// The library's function of this name, which is no driver's.
+fn no_driver_s<F: Copy>(name: &std::ffi::CStr) -> F {
+    assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
+    // SAFETY: it is loaded; a name; and `F` is the type of the function of that name (`nic.rs`).
+    unsafe {
+        let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD);
+        let found = libc::dlsym(library, name.as_ptr());
+        assert!(!found.is_null(), "{name:?}");
+        std::mem::transmute_copy(&found)
+    }
+}
+
+pub fn import(file: i32) -> u64 {
+    no_driver_s::<extern "C" fn(i32) -> u64>(c"immwire_fake_cuda_import")(file)
+}
+
+/// A range as a NIC has it.
+pub struct Import {
+    handle: u64,
+    offset: u64,
+}
+
+impl Import {
+    pub fn of(ordinal: u32, address: u64, bytes: u64) -> Self {
+        use std::os::fd::{AsFd as _, AsRawFd as _};
+        let device = immwire_cuda::Device::open(ordinal).unwrap();
+        let file = immwire_cuda::DmaBuf::new(&device, address, bytes, 4096).unwrap();
+        let handle = import(file.as_fd().as_raw_fd());
+        assert_ne!(handle, 0);
+        Self { handle, offset: file.offset() }
+    }
+
+    pub fn write(&self, at: u64, bytes: &[u8]) -> bool {
+        type Call = extern "C" fn(u64, u64, *const u8, u64) -> i32;
+        let call: Call = no_driver_s(c"immwire_fake_cuda_nic_write");
+        call(self.handle, self.offset + at, bytes.as_ptr(), bytes.len() as u64) != 0
+    }
+
+    pub fn read(&self, at: u64, bytes: usize) -> Option<Vec<u8>> {
+        type Call = extern "C" fn(u64, u64, *mut u8, u64) -> i32;
+        let call: Call = no_driver_s(c"immwire_fake_cuda_nic_read");
+        let mut read = vec![0; bytes];
+        let whole = call(self.handle, self.offset + at, read.as_mut_ptr(), bytes as u64) != 0;
+        whole.then_some(read)
+    }
+}
+
+impl Drop for Import {
+    fn drop(&mut self) {
+        no_driver_s::<extern "C" fn(u64)>(c"immwire_fake_cuda_release")(self.handle);
+    }
+}

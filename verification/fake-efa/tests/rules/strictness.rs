@@ -453,3 +453,57 @@ fn one_thread_at_a_time_is_in_a_domain() {
         );
     });
 }
+
+/// Device memory is for who asked for it, in the one way that works: a file of CUDA's.
+#[test]
+fn device_memory_is_registered_by_its_file() {
+    alone("strictness::device_memory_is_registered_by_its_file", &[], |fake| {
+        let asking = |hints: &mut sys::fi_info| {
+            hints.caps |= sys::FI_HMEM;
+            domain(hints).mr_mode |= sys::FI_MR_HMEM;
+        };
+        // What is asked for is required, and what it takes must be understood.
+        let without = fake.hints(|hints| hints.caps |= sys::FI_HMEM);
+        assert_eq!(fake.getinfo(API, Some(&without)).err(), Some(sys::FI_ENODATA));
+        assert_eq!(fake.info().first().caps & sys::FI_HMEM, 0);
+        let info = fake.getinfo(API, Some(&fake.hints(asking))).unwrap();
+        assert_ne!(info.first().caps & sys::FI_HMEM, 0);
+        let node = Node::open(fake, info);
+        let one = node.memory(4096, 0);
+        let mut mr = null_mut();
+        // SAFETY: what is registered is refused, and not touched.
+        unsafe {
+            let mut attr: sys::fi_mr_attr = std::mem::zeroed();
+            let iov = libc::iovec { iov_base: one.pointer(), iov_len: 64 };
+            let (fd, offset, len, base_addr) = (0, 0, 64, one.pointer());
+            let file = sys::fi_mr_dmabuf { fd, offset, len, base_addr };
+            (attr.iov_count, attr.access) = (1, sys::FI_WRITE);
+            let mut reg = |iface, by_file: bool| {
+                attr.iface = iface;
+                attr.mr_iov = if by_file { (&raw const file).cast() } else { &raw const iov };
+                let flags = if by_file { sys::FI_MR_DMABUF } else { 0 };
+                sys::fi_mr_regattr(node.domain, &raw const attr, flags, &raw mut mr)
+            };
+            // A CPU would read short writes; peermem is not there; the file is none of a GPU's; and not CUDA's.
+            assert_eq!(reg(sys::FI_HMEM_SYSTEM, true), -sys::FI_EINVAL);
+            assert_eq!(reg(sys::FI_HMEM_CUDA, false), -sys::FI_EOPNOTSUPP);
+            assert_eq!(reg(sys::FI_HMEM_CUDA, true), -sys::FI_EINVAL);
+            assert_eq!(reg(sys::FI_HMEM_ROCR, true), -sys::FI_ENOSYS);
+        }
+        fake.broken(&["registration refused"; 4]);
+        drop(one);
+        node.close();
+    });
+}
+
+#[test]
+fn a_library_without_device_memory() {
+    let system = [("FI_HMEM", "system")];
+    alone("strictness::a_library_without_device_memory", &system, |fake| {
+        let asking = fake.hints(|hints| {
+            hints.caps |= sys::FI_HMEM;
+            domain(hints).mr_mode |= sys::FI_MR_HMEM;
+        });
+        assert_eq!(fake.getinfo(API, Some(&asking)).err(), Some(sys::FI_ENODATA));
+    });
+}
