@@ -38,6 +38,37 @@ pub const BY_NICS: &[Test] = &[
     ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
 ];
 
+/// Where no NIC reaches it.
+pub const UNREACHED: &[Test] =
+    &[("memory_that_no_nic_reaches", Spread::Processes, memory_that_no_nic_reaches)];
+
+/// It is refused with the reason, whosever it is; and the host's goes on being written.
+fn memory_that_no_nic_reaches(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let refused = |error: RegisterError| {
+        let RegisterError::NotDirect { ordinal: 0, nics, why } = error else { panic!("{error}") };
+        println!("{nics}: {why}");
+        assert!(!nics.is_empty() && why.len() > 20, "{nics}: {why}");
+    };
+    for _ in 0..3 {
+        refused(me.engine.alloc_gpu(0, 4096).expect_err("no way"));
+    }
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let memory = DeviceMemory::zeroed(&stream, 4096).expect("memory of GPU 0");
+    let ptr = NonNull::new(memory.address() as *mut u8).expect("an address");
+    // SAFETY: allocated as long as the engine is there.
+    refused(unsafe { me.engine.register(ptr, 4096, Rights::REMOTE_WRITE) }.expect_err("no way"));
+    let src = me.engine.alloc(4096).expect("memory of the host");
+    let (there, desc) = other.memory(&me, 4096, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, 4096, 0);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), Some(tag)));
+    other.count(&me, counter, 1);
+    other.check(&me, there, 0, 4096, pattern);
+}
+
 /// Parts that begin and end anywhere in pages are registered, and written from and to: each of their bytes and no other.
 fn any_part_of_a_gpu_s_memory(case: &Case) {
     const WHOLE: u64 = 64 << 10;

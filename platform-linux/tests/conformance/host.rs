@@ -86,7 +86,9 @@ impl Host {
                 (engine, Some(RefCell::new(driver)))
             }
         };
-        Self { engine, driver, turn: provider.has_gpus().then(Cell::default) }
+        let reaches_gpus = provider.has_gpus() && !are_gpus_unreached();
+        let turn = reaches_gpus.then(Cell::default);
+        Self { engine, driver, turn }
     }
 
     /// A polled engine that was built elsewhere.
@@ -272,6 +274,12 @@ fn whose(turn: u32, own: Own) -> Option<u32> {
     let gpus = Device::count().expect("GPUs");
     let turn = turn % (gpus + u32::from(own == Own::Engine));
     (turn < gpus).then_some(turn)
+}
+
+/// Whether no NIC reaches a GPU's memory: the stand-in for the driver is told to have no DMA-BUFs. What else takes a GPU's memory is
+/// nvidia-peermem, which is NVIDIA's.
+pub fn are_gpus_unreached() -> bool {
+    std::env::var_os("IMMWIRE_FAKE_CUDA_NO_DMA_BUF").is_some_and(|value| value == "1")
 }
 
 /// Whether the end is an error that names the peer.

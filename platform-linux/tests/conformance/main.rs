@@ -106,12 +106,13 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 13] = [
+const PROVIDERS: [Provider; 14] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
     SPAN,
     SPAN_GPUS,
+    SPAN_EFA_GPUS,
     SPAN_VERBS,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
     NET,
@@ -304,6 +305,13 @@ const SPAN_GPUS: Provider = Provider {
         host: SPAN_NEAR.facts.host,
         ..NVLINK.facts
     },
+};
+
+/// On two hosts in turn, by EFA between them, whose devices reach GPUs' memory as well.
+const SPAN_EFA_GPUS: Provider = Provider {
+    name: "span-efa-gpus",
+    builder: |setup| beside((EFA.builder)(setup), setup).gpus(all_gpus()),
+    facts: Facts { host: SPAN.facts.host, writes_into_the_stopped: None, ..EFA_GPUS.facts },
 };
 
 /// On two hosts in turn, by RDMA NICs between them.
@@ -553,6 +561,9 @@ fn seed() -> u64 {
 
 /// What makes sense where these are the facts: no test passes for want of something to test.
 fn tests(facts: &Facts) -> Vec<&'static [Test]> {
+    if facts.has_gpus && !facts.gpus_copy && host::are_gpus_unreached() {
+        return vec![gpus::UNREACHED];
+    }
     let mut modules = vec![
         operations::TESTS,
         sizes::TESTS,
@@ -587,7 +598,10 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         modules.push(if facts.gpus_copy { gpus::COPYING } else { gpus::BY_NICS });
     }
     if facts.host.is_some() {
-        modules.push(if facts.has_gpus { spans::WITH_GPUS } else { spans::TESTS });
+        modules.push(if facts.gpus_copy { spans::GPUS_NEAR } else { spans::TESTS });
+        if !facts.has_gpus {
+            modules.push(spans::OTHERS);
+        }
     }
     if facts.survives_lost_ports {
         modules.extend(ports::tests());

@@ -14,11 +14,13 @@ use crate::{Case, Spread, Test};
 pub const TESTS: &[Test] = &[
     ("one_transfer_goes_both_ways", Spread::Places, one_transfer_goes_both_ways),
     ("either_way_fails_alone", Spread::Processes, either_way_fails_alone),
-    ("others_are_no_peers", Spread::Processes, others_are_no_peers),
 ];
 
-/// Where memory is of GPUs.
-pub const WITH_GPUS: &[Test] =
+/// Where there is TCP.
+pub const OTHERS: &[Test] = &[("others_are_no_peers", Spread::Processes, others_are_no_peers)];
+
+/// Where only what is near is written from and to the memory of GPUs.
+pub const GPUS_NEAR: &[Test] =
     &[("gpus_stay_on_their_host", Spread::Places, gpus_stay_on_their_host)];
 
 const HERE: &str = "here";
