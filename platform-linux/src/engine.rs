@@ -751,7 +751,8 @@ impl TransferEngine {
         self.inner.registry.alloc(bytes)
     }
 
-    /// Memory of a GPU, zeroed, that peers on this host can open; one of [`Builder::gpus`]. Rounded up to 2 MiB inside.
+    /// Memory of a GPU, zeroed, that peers on this host can open, and NICs be given; one of [`Builder::gpus`]. Rounded up to
+    /// 2 MiB inside.
     ///
     /// # Errors
     ///
@@ -793,7 +794,8 @@ impl TransferEngine {
     /// this GPU wait, too.
     ///
     /// Without it, whatever writes a source must have ended before the submission: streams of the application's know nothing
-    /// of the engine's.
+    /// of the engine's. Where NICs read the memory, they are what waits; what is submitted for the same peer just then may
+    /// wait with it.
     ///
     /// # Safety
     ///

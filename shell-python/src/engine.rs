@@ -131,9 +131,9 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
 /// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices (``["mlx5_0"]``), which entry of
 ///   their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
-/// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to,
-///   by copies that they make themselves; for ``"shm"``, or with ``shm_on_host``. All memory of the host that is
-///   registered is then pinned.
+/// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to. With
+///   ``"shm"``, or ``shm_on_host``, by copies that they make themselves; all memory of the host that is registered is
+///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP none goes.
 /// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
 /// - ``shm_on_host``: peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others
 ///   by the provider; all engines of a group choose the same. There is one NIC more then, the first, and ``nics`` are
@@ -320,16 +320,13 @@ impl TransferEngine {
             return Err(errors::config(message));
         }
         let gpus = gpus.unwrap_or_default();
-        if provider != "shm" && !shm_on_host && !gpus.is_empty() {
-            return Err(errors::config(
-                "gpus are for provider=\"shm\": no other transport reaches them; shm_on_host=True has both",
-            ));
-        }
         if host.is_some() && !shm_on_host {
             return Err(errors::config("host is for shm_on_host=True"));
         }
-        if gpus.is_empty() && sms.is_some() {
-            return Err(errors::config("sms are those of gpus: give both"));
+        let gpus_copy = !gpus.is_empty() && (provider == "shm" || shm_on_host);
+        if !gpus_copy && sms.is_some() {
+            let message = "sms are those of gpus that copy, with \"shm\" or shm_on_host: give both";
+            return Err(errors::config(message));
         }
         let transport = match provider {
             "libfabric" => Transport::Libfabric(LibfabricOptions {

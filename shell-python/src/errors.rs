@@ -118,7 +118,9 @@ pub(crate) fn register(error: &RegisterError) -> PyErr {
     match error {
         RegisterError::Empty => plain("RequestError", error),
         RegisterError::TableFull { capacity: room } => capacity(error, *room),
-        RegisterError::NoGpu { .. } | RegisterError::NoGpus => plain("UnsupportedMemory", error),
+        RegisterError::NoGpu { .. } | RegisterError::NoGpus | RegisterError::NotDirect { .. } => {
+            plain("UnsupportedMemory", error)
+        }
         _ => plain("RegionError", error),
     }
 }

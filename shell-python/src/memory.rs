@@ -162,8 +162,8 @@ fn kind(object: &Bound<'_, PyAny>) -> String {
 
 fn gpu(what: &str) -> PyErr {
     errors::unsupported(&format!(
-        "{what} is in GPU memory, which this engine cannot reach: name its GPU when the engine is made (gpus=[0], \
-         with provider=\"shm\"), or copy it to the host first"
+        "{what} is in GPU memory, which this engine cannot reach: name its GPU when the engine is made (gpus=[0]), \
+         or copy it to the host first"
     ))
 }
 

@@ -1,7 +1,8 @@
 """Memory of GPUs, on the stand-in for the CUDA driver (`verification/fake-cuda`): it aborts at a broken rule.
 
 Each case is a process of its own, for the loader has to find the stand-in as the driver: in the folder that
-`IMMWIRE_FAKE_CUDA` names. `shell-python/check` sets it. A machine's own GPUs are not used.
+`IMMWIRE_FAKE_CUDA` names; NICs are those of the library that `IMMWIRE_FAKE_EFA` names. `shell-python/check`
+sets both. A machine's own GPUs are not used.
 """
 
 import ctypes
@@ -127,6 +128,42 @@ def case_every_way_between_two_gpus_and_the_host():
     src, dst = pair.sender.register(bytearray(BYTES)), pair.receiver.alloc(BYTES, device=1)
     assert src.device is None
     assert sent(pair, src, dst)
+    pair.close()
+
+
+def case_nics_read_and_write():
+    # The library of `verification/fake-efa`: NICs that reach GPUs' memory by themselves.
+    pair = Pair(provider="libfabric", fabric="efa", library=os.environ["IMMWIRE_FAKE_EFA"], gpus=[0, 1])
+    for here in (None, 0, 1):
+        for there in (None, 0, 1):
+            with (
+                pair.sender.alloc(BYTES, device=here) as src,
+                pair.receiver.alloc(BYTES, device=there) as dst,
+            ):
+                assert (src.device, dst.device) == (here, there)
+                assert sent(pair, src, dst), (here, there)
+    for offered in (
+        dlpack(allocated(1, BYTES), 1),
+        interface(allocated(0, BYTES)),
+        (allocated(0, BYTES), BYTES),
+    ):
+        with pair.sender.register(offered) as src, pair.receiver.alloc(BYTES, device=1) as dst:
+            assert src.device in (0, 1)
+            assert sent(pair, src, dst)
+    pair.close()
+
+
+def case_tcp_reaches_no_gpu():
+    pair = Pair(provider="libfabric", interface="lo", gpus=[0])
+    with pytest.raises(immwire.UnsupportedMemory, match="host memory only"):
+        pair.sender.alloc(BYTES, device=0)
+    with pytest.raises(immwire.UnsupportedMemory, match="host memory only"):
+        pair.sender.register((allocated(0, BYTES), BYTES))
+    assert sent(pair, pair.sender.alloc(BYTES), pair.receiver.alloc(BYTES))
+    pair.close()
+    # Beside shared memory it is not refused: peers on this host are written to.
+    pair = Pair(provider="libfabric", interface="lo", gpus=[0, 1], shm_on_host=True)
+    assert sent(pair, pair.sender.alloc(BYTES, device=0), pair.receiver.alloc(BYTES, device=1))
     pair.close()
 
 
@@ -418,10 +455,9 @@ def test_on_the_stand_in(case, tmp_path):
 
 
 def test_options_that_contradict_each_other_are_refused():
-    with pytest.raises(immwire.ConfigError, match='provider="shm"'):
-        immwire.TransferEngine(provider="libfabric", gpus=[0])
-    with pytest.raises(immwire.ConfigError, match="sms"):
-        immwire.TransferEngine(sms=4)
+    for none_copies in ({}, {"provider": "libfabric", "gpus": [0]}):
+        with pytest.raises(immwire.ConfigError, match="sms"):
+            immwire.TransferEngine(sms=4, **none_copies)
     with pytest.raises(immwire.ConfigError, match="SMs"):
         immwire.TransferEngine(gpus=[0], sms=0)
 
