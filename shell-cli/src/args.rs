@@ -78,7 +78,7 @@ pub enum Provider {
 /// Whose memory a benchmark writes from and to.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
 pub struct GpuArgs {
-    /// Source and destination, with --provider nvlink: numbers of GPUs, or host; one GPU for both
+    /// Source and destination, with --provider nvlink, or NICs that reach GPUs: numbers of GPUs, or host; one GPU for both
     #[arg(long, value_delimiter = ',', value_parser = place, value_name = "GPU|host")]
     pub gpus: Vec<Place>,
     /// SMs of a GPU that one copy takes [default: 8]
@@ -163,7 +163,9 @@ Examples:
   immwire bench latency --connect iw1:... --interface eth0
   immwire bench write --provider verbs --device mlx5_0
   immwire bench --provider nvlink --gpus 0,1
-  immwire bench write --provider nvlink --gpus host,1 --size 1M,64M --sms 16";
+  immwire bench write --provider nvlink --gpus host,1 --size 1M,64M --sms 16
+  immwire bench --listen --provider verbs --gpus 0                 on one host, and on another:
+  immwire bench pages --connect iw1:... --gpus 0";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]

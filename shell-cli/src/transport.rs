@@ -41,12 +41,12 @@ pub enum TransportError {
     NothingBeside,
     /// No GPU was named, or too many.
     #[error(
-        "--provider nvlink needs --gpus: one GPU, or a source and a destination of which one may be host"
+        "--gpus is one GPU, or a source and a destination of which one may be host; --provider nvlink needs it"
     )]
     Gpus,
 }
 
-/// Whose memory is written from and to, where GPUs write.
+/// Whose memory is written from and to, where some is of GPUs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct GpuPair {
     /// The measuring process's.
@@ -84,7 +84,7 @@ pub struct Carrier {
     pub transport: Transport,
     /// Shared memory beside it.
     pub shm_on_host: bool,
-    /// GPUs that write over it.
+    /// GPUs whose memory is written from and to.
     pub gpus: Option<GpuPair>,
 }
 
@@ -93,28 +93,35 @@ impl Carrier {
     #[must_use]
     pub const fn name(&self) -> &'static str {
         match (&self.gpus, self.shm_on_host, &self.transport) {
-            (Some(_), ..) => label(Provider::Nvlink),
-            (None, true, Transport::Libfabric(_)) => ProviderKind::ShmLibfabric.name(),
-            (None, true, Transport::Verbs(_)) => ProviderKind::ShmVerbs.name(),
-            (None, ..) => name(&self.transport),
+            (Some(_), _, Transport::Shm) => label(Provider::Nvlink),
+            (_, true, Transport::Libfabric(_)) => ProviderKind::ShmLibfabric.name(),
+            (_, true, Transport::Verbs(_)) => ProviderKind::ShmVerbs.name(),
+            _ => name(&self.transport),
         }
+    }
+
+    /// The GPUs, if they copy themselves, over shared memory alone.
+    #[must_use]
+    pub fn copying(&self) -> Option<&GpuPair> {
+        self.gpus.as_ref().filter(|_| self.transport == Transport::Shm)
     }
 
     /// The flags that say the same to another process of this program.
     #[must_use]
     pub fn flags(&self) -> Vec<String> {
-        let Some(pair) = &self.gpus else {
-            let both = self.shm_on_host.then(|| "--shm-on-host".to_owned());
-            return flags(&self.transport).into_iter().chain(both).collect();
+        let mut flags = match self.copying() {
+            Some(_) => vec!["--provider".to_owned(), self.name().to_owned()],
+            None => flags(&self.transport),
         };
+        flags.extend(self.shm_on_host.then(|| "--shm-on-host".to_owned()));
         let text = |place| match place {
             Place::Host => "host".to_owned(),
             Place::Gpu(ordinal) => ordinal.to_string(),
         };
-        let gpus = format!("{},{}", text(pair.src), text(pair.dst));
-        let mut flags = vec!["--provider".to_owned(), self.name().to_owned()];
-        flags.extend(["--gpus".to_owned(), gpus]);
-        flags.extend(pair.sms.into_iter().flat_map(|sms| ["--sms".to_owned(), sms.to_string()]));
+        if let Some(GpuPair { src, dst, sms, .. }) = self.gpus {
+            flags.extend(["--gpus".to_owned(), format!("{},{}", text(src), text(dst))]);
+            flags.extend(sms.into_iter().flat_map(|sms| ["--sms".to_owned(), sms.to_string()]));
+        }
         flags
     }
 }
@@ -128,6 +135,22 @@ pub enum Peers<'a> {
     Own,
     /// At this address.
     At(&'a NetAddr),
+}
+
+impl GpuArgs {
+    /// The two whose memory it is.
+    fn pair(&self) -> Result<GpuPair, TransportError> {
+        let (src, dst) = match *self.gpus.as_slice() {
+            [both] => (both, both),
+            [src, dst] => (src, dst),
+            _ => return Err(TransportError::Gpus),
+        };
+        let writer = match (src, dst) {
+            (Place::Gpu(writer), _) | (Place::Host, Place::Gpu(writer)) => writer,
+            (Place::Host, Place::Host) => return Err(TransportError::Gpus),
+        };
+        Ok(GpuPair { src, dst, sms: self.sms, writer })
+    }
 }
 
 impl TransportArgs {
@@ -144,7 +167,8 @@ impl TransportArgs {
         .filter_map(|(option, of, given)| given.then_some((option, of)))
     }
 
-    /// As [`TransportArgs::choose`], with GPUs where they were asked for.
+    /// As [`TransportArgs::choose`], with GPUs where they were asked for: by copies of theirs, or by another transport's
+    /// NICs.
     ///
     /// # Errors
     ///
@@ -162,27 +186,21 @@ impl TransportArgs {
             }
             _ => {
                 let carrier = self.without_gpus(peers)?;
-                if given {
+                let copy = carrier.transport == Transport::Shm;
+                if given && (copy || gpus.sms.is_some()) {
+                    let option = if copy { option } else { "sms" };
                     let provider = carrier.name();
                     return Err(TransportError::NoMeaning { option, of, provider });
                 }
-                return Ok(carrier);
+                let pair = if given { Some(gpus.pair()?) } else { None };
+                return Ok(Carrier { gpus: pair, ..carrier });
             }
         }
         if self.shm_on_host {
             return Err(TransportError::NothingBeside);
         }
-        let (src, dst) = match *gpus.gpus.as_slice() {
-            [both] => (both, both),
-            [src, dst] => (src, dst),
-            _ => return Err(TransportError::Gpus),
-        };
-        let writer = match (src, dst) {
-            (Place::Gpu(writer), _) | (Place::Host, Place::Gpu(writer)) => writer,
-            (Place::Host, Place::Host) => return Err(TransportError::Gpus),
-        };
-        let pair = GpuPair { src, dst, sms: gpus.sms, writer };
-        Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: Some(pair) })
+        let pair = Some(gpus.pair()?);
+        Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: pair })
     }
 
     /// As [`TransportArgs::choose`], with shared memory beside it if that was asked for, or the address has it.
@@ -516,11 +534,20 @@ mod tests {
         let two = GpuArgs { gpus: vec![gpu(0), gpu(1)], sms: None };
         let implied = args(None, None, None).carrier(&two, Peers::Own).unwrap();
         assert!(implied.gpus.is_some());
-        let (of, provider) = ("nvlink", "libfabric");
+        // NICs read and write: nobody's SMs do.
+        let efa = args(None, Some("efa"), None);
+        let carrier = efa.carrier(&two, Peers::Come).unwrap();
         assert_eq!(
-            args(None, Some("tcp"), None).carrier(&two, Peers::Own),
-            Err(TransportError::NoMeaning { option: "gpus", of, provider })
+            (carrier.transport.clone(), carrier.name()),
+            (libfabric(Some("efa"), None), "libfabric")
         );
+        assert_eq!((carrier.copying(), carrier.gpus.unwrap().ordinals()), (None, vec![0, 1]));
+        let (of, provider) = ("nvlink", "libfabric");
+        let with_sms = GpuArgs { sms, ..two.clone() };
+        let error = TransportError::NoMeaning { option: "sms", of, provider };
+        assert_eq!(efa.carrier(&with_sms, Peers::Come), Err(error));
+        let error = TransportError::NoMeaning { option: "gpus", of, provider: "shm" };
+        assert_eq!(args(Some(Provider::Shm), None, None).carrier(&two, Peers::Own), Err(error));
         let (of, provider) = (provider, of);
         assert_eq!(
             args(Some(Provider::Nvlink), Some("tcp"), None).carrier(&two, Peers::Own),
@@ -551,8 +578,14 @@ mod tests {
             for sms in [None, NonZeroU32::new(9)] {
                 let gpus = Some(GpuPair { src, dst, sms, writer });
                 let carrier = Carrier { transport: Transport::Shm, shm_on_host: false, gpus };
-                let only = Only::parse_from(["x".to_owned()].into_iter().chain(carrier.flags()));
-                assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));
+                let gpus = Some(GpuPair { src, dst, sms: None, writer });
+                let transport = Transport::Verbs(VerbsOptions::default());
+                let by_nics = Carrier { transport, shm_on_host: sms.is_some(), gpus };
+                for carrier in [carrier, by_nics] {
+                    let flags = carrier.flags();
+                    let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags));
+                    assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));
+                }
             }
         }
         for transport in [

@@ -1,5 +1,6 @@
 //! The command with GPUs: on the stand-in for the CUDA driver, in the folder that `IMMWIRE_FAKE_CUDA` names
-//! (`verification/fake-cuda/check --place` prints it), built with kernels (`IMMWIRE_NVCC`).
+//! (`verification/fake-cuda/check --place` prints it), built with kernels (`IMMWIRE_NVCC`); NICs are those of the library that
+//! `IMMWIRE_FAKE_EFA` names.
 #![allow(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -37,6 +38,28 @@ fn rows(args: &[&str]) -> Vec<Value> {
     let output = run_on_gpus(&args);
     assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
     text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect()
+}
+
+/// The same by NICs that reach GPUs: those of `verification/fake-efa`.
+#[test]
+#[ignore = "needs the stand-in for a CUDA driver, and the model of EFA"]
+fn nics_read_and_write_the_memory_of_gpus() {
+    let model = std::env::var("IMMWIRE_FAKE_EFA")
+        .expect("IMMWIRE_FAKE_EFA: the library that verification/fake-efa/check --place prints");
+    for (what, gpus) in [("write", "0,1"), ("pages", "1"), ("write", "host,1"), ("write", "0,host")]
+    {
+        let mut args = vec!["bench", what, "--json", "--seconds", "0.05", "--gpus", gpus];
+        args.extend(["--provider", "libfabric", "--fabric", "efa"]);
+        args.extend(if what == "pages" { ["--pages", "50"] } else { ["--size", "100,64K"] });
+        let mut command = on_gpus(&args);
+        let output = ended(command.env("IMMWIRE_LIBFABRIC", &model).spawn().unwrap());
+        assert!(output.status.success(), "{args:?}: {}", text(&output.stderr));
+        for line in text(&output.stdout).lines() {
+            let row: Value = serde_json::from_str(line).unwrap();
+            assert_eq!((&row["provider"], &row["verified"]), (&"libfabric".into(), &true.into()));
+            assert!(positive(&row, "gb_per_s") && row["ratio"].is_null(), "{gpus}: {row}");
+        }
+    }
 }
 
 fn positive(row: &Value, field: &str) -> bool {

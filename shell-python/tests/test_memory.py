@@ -139,7 +139,7 @@ def test_gpu_memory_is_refused_by_name(pair):
         }
 
     for tensor in (OnTheGpu(), dlpack_of(np.zeros(4), device=(2, 0))):
-        with pytest.raises(immwire.UnsupportedMemory, match=r"GPU memory.*shm"):
+        with pytest.raises(immwire.UnsupportedMemory, match=r"GPU memory.*gpus="):
             pair.sender.register(tensor)
 
 

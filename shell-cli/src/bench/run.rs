@@ -238,7 +238,7 @@ impl Bench<'_> {
 
     /// The driver's own copies of `bytes` bytes; `None` if no baseline is wanted, GPUs write nothing, or it cannot be.
     fn driver_copy(&self, bytes: u64) -> Option<DriverCopy> {
-        let pair = self.carrier.gpus.as_ref().filter(|_| self.baseline)?;
+        let pair = self.carrier.copying().filter(|_| self.baseline)?;
         let copies = DriverCopy::new(self.motor, pair, bytes);
         copies.inspect_err(|error| tracing::warn!(%error, "no baseline")).ok()
     }
@@ -259,7 +259,9 @@ impl Bench<'_> {
     /// An endpoint without an engine beside ours, and one at the peer, over the memory prepared there;
     /// `None` if no baseline is wanted, or there is none of this kind.
     fn raw(&mut self, there: &There, src: &Region) -> Option<Bare> {
-        raw::device(self.motor.engine()).filter(|_| self.baseline)?;
+        // Its registrations are of the host's memory.
+        let wanted = self.baseline && self.carrier.gpus.is_none();
+        raw::device(self.motor.engine()).filter(|_| wanted)?;
         match self.open_raw(there, src) {
             Ok(bare) => Some(bare),
             Err(error) => {
