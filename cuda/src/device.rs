@@ -370,6 +370,25 @@ impl Stream {
     }
 }
 
+/// Has captures of other threads' not mind what this one calls, until it is dropped.
+pub(crate) struct Aside(cu::CUstreamCaptureMode);
+
+impl Aside {
+    pub(crate) fn step() -> Result<Self, Error> {
+        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: reads and writes the one number, which is this thread's mode before.
+        let exchanged = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", exchanged).map(|()| Self(mode))
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        // SAFETY: as above; the number is one that the driver gave.
+        let _ = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
 /// A mark in a stream: done when everything before it is.
 #[derive(Debug)]
 pub struct Event {
@@ -429,6 +448,17 @@ impl Event {
             cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             answer => check("cuEventQuery", answer).map(|()| true),
         }
+    }
+
+    /// As [`Event::is_done`], for a thread that the application does not know of: another thread may be capturing a graph, and
+    /// would have to stop for what CUDA takes for unsafe then (driver API, `cuThreadExchangeStreamCaptureMode`).
+    ///
+    /// # Errors
+    ///
+    /// As [`Event::is_done`].
+    pub fn is_done_while_capturing(&self) -> Result<bool, Error> {
+        let _aside = Aside::step()?;
+        self.is_done()
     }
 
     /// Waits until everything before the mark is done, for `limit` at most. Spins, then yields.

@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 59] = [
+const SYMBOLS: [&str; 60] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxGetFlags",
@@ -73,6 +73,7 @@ const SYMBOLS: [&str; 59] = [
     "cuStreamWaitEvent",
     "cuStreamWaitValue64_v2",
     "cuStreamWriteValue64_v2",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Loads and initialises the driver, once in a process. Milliseconds the first time, then nothing.

@@ -17,13 +17,14 @@ use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
 use immwire_core::mailbox::{self, Geometry, SlotIndex};
 use immwire_core::peer::{DownReason, PeerState};
-use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout};
+use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout, TargetList as _};
 use immwire_core::receipt::{Epoch, Settlement};
 use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
 use crate::error::{AddPeerError, End, TransferError};
+use crate::gpus::number;
 use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
 use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink, nic_states};
 use crate::region::{Region, Registry};
@@ -120,6 +121,8 @@ pub(crate) struct State {
     pub(crate) own: u16,
     /// Messages that wait for a slot in their peer's mailbox.
     pub(crate) waiting_messages: usize,
+    /// Transfers whose sources wait for streams.
+    held: Vec<Submission>,
     /// Paths that broke, and whose pieces may still be staged or parked.
     broken: Vec<(PeerId, Path)>,
     address: NetAddr,
@@ -151,6 +154,8 @@ pub(crate) struct Submission {
     pub(crate) deadline: Time,
     /// Keeps the source registered until the end.
     pub(crate) hold: Option<Region>,
+    /// What the source is to wait for: see [`Region::behind`].
+    pub(crate) behind: u64,
 }
 
 /// One step at a time, whatever the provider.
@@ -201,6 +206,7 @@ impl<P: Provider> Engine<P> {
             unfinished: Vec::with_capacity(usize::from(setup.peers)),
             own: 0,
             waiting_messages: 0,
+            held: Vec::new(),
             broken: Vec::new(),
             address: provider.address(),
             geometry: setup.geometry,
@@ -296,6 +302,7 @@ impl<P: Provider> Engine<P> {
             }
             match command {
                 Command::Submit(submission) => self.take(submission),
+                Command::Cancel { cell, ticket } if self.cancel_held(cell, ticket) => {}
                 command => self.state.command(command),
             }
         }
@@ -306,9 +313,101 @@ impl<P: Provider> Engine<P> {
         any
     }
 
-    /// Submits to the group, and posts a piece that goes at once.
+    /// Whether its source is not to be read yet: it waits for a stream, and what reads it knows none.
+    fn is_early(&self, submission: &Submission) -> bool {
+        let Submission { request, hold: Some(src), behind: behind @ 1.., .. } = submission else {
+            return false;
+        };
+        let read_by_nics = any_peer(request.request(), |peer| self.provider.reads_gpus(peer));
+        // If it cannot be said, `release` says so.
+        read_by_nics && !src.is_through(*behind).unwrap_or(false)
+    }
+
+    /// Takes a transfer, now or when its source may be read.
     fn take(&mut self, submission: Submission) {
-        let Submission { cell, ticket, request, deadline, hold } = submission;
+        if !self.is_early(&submission) {
+            return self.begin(submission);
+        }
+        if self.state.held.capacity() == 0 {
+            self.state.held.reserve_exact(self.state.hooks.len());
+        }
+        self.state.held.push(submission);
+    }
+
+    /// Goes on with transfers that were held and whose streams are through, and ends those that have no time or no peer any
+    /// more. Returns whether there were any.
+    fn release(&mut self) -> bool {
+        let mut any = false;
+        let mut at = 0;
+        while let Some(submission) = self.state.held.get(at) {
+            let through = match &submission.hold {
+                Some(src) => src.is_through(submission.behind),
+                None => Ok(true),
+            };
+            let is_gone = |peer| {
+                let state = self.state.group.peer_state(peer);
+                state.is_none_or(|state| matches!(state, PeerState::Down(_)))
+            };
+            let is_over = self.state.now >= submission.deadline
+                || any_peer(submission.request.request(), is_gone);
+            if through == Ok(false) && !is_over {
+                at += 1;
+                continue;
+            }
+            any = true;
+            let submission = self.state.held.swap_remove(at);
+            match through {
+                Ok(true) => self.begin(submission),
+                // The group has words for why not.
+                Ok(false) => self.begin_and(submission, |group, now, id| {
+                    group.handle_timeout(now);
+                    // In case that it has none: its source is not to be read.
+                    group.cancel(now, id);
+                }),
+                Err(why) => {
+                    let (peer, nic) = (first_peer(submission.request.request()), 0);
+                    let error = WorkError::Device(number(why));
+                    let error = group::TransferError::Piece { peer, nic, error };
+                    let end = End::NeverStarted { error: TransferError::Stopped(error) };
+                    self.state.shared.finish(submission.cell, submission.ticket, end);
+                }
+            }
+        }
+        any
+    }
+
+    /// Cancels a transfer that is held; `false`: it is not.
+    fn cancel_held(&mut self, cell: u16, ticket: Ticket) -> bool {
+        let is_it = |it: &Submission| (it.cell, it.ticket) == (cell, ticket);
+        let Some(at) = self.state.held.iter().position(is_it) else { return false };
+        let submission = self.state.held.swap_remove(at);
+        self.begin_and(submission, |group, now, id| {
+            group.cancel(now, id);
+        });
+        true
+    }
+
+    /// Submits to the group what is to end before anything of it is posted.
+    fn begin_and(
+        &mut self,
+        submission: Submission,
+        stop: impl FnOnce(&mut Group, Time, TransferId),
+    ) {
+        let Submission { cell, ticket, request, deadline, hold, .. } = submission;
+        self.state.refresh();
+        let options = Options { deadline, user: u64::from(cell) };
+        match self.state.group.submit(request, options) {
+            Ok(id) => {
+                self.state.hook(cell, ticket, id, hold);
+                stop(&mut self.state.group, self.state.now, id);
+            }
+            Err(rejected) => self.state.shared.finish(cell, ticket, refused(rejected.error)),
+        }
+    }
+
+    /// Submits to the group, and posts a piece that goes at once.
+    fn begin(&mut self, submission: Submission) {
+        let Submission { cell, ticket, request, deadline, hold, .. } = submission;
         let options = Options { deadline, user: u64::from(cell) };
         if let PlanRequest::Single(write) = request.request()
             && let Some(work) = self.state.group.express(&write.by_ref(), options)
@@ -495,6 +594,31 @@ impl<P: Provider> Engine<P> {
     }
 }
 
+/// Whether one of a request's peers is such a one.
+fn any_peer(request: &Request, mut is: impl FnMut(PeerId) -> bool) -> bool {
+    let mut any = |targets: &Targets| {
+        (0..targets.len()).any(|at| targets.get(at).is_some_and(|target| is(target.peer)))
+    };
+    match request {
+        PlanRequest::Scatter(write) => any(&write.targets),
+        PlanRequest::Barrier(barrier) => any(&barrier.targets),
+        PlanRequest::Single(write) => is(write.peer),
+        PlanRequest::Paged(write) => is(write.peer),
+        PlanRequest::Imm(write) => is(write.peer),
+        PlanRequest::Control(write) => is(write.peer),
+    }
+}
+
+/// A peer of a request's, to name it by.
+fn first_peer(request: &Request) -> PeerId {
+    let mut first = PeerId { index: u16::MAX, generation: 0 };
+    any_peer(request, |peer| {
+        first = peer;
+        true
+    });
+    first
+}
+
 /// Takes what is staged for a peer out of the way of others. What there may be room for all the same, its
 /// notes, does not wait behind its transfers: it is tried before them, staged or parked.
 fn park(staged: &mut Vec<WorkRequest>, parked: &mut Vec<WorkRequest>, peer: PeerId) {
@@ -527,6 +651,9 @@ impl<P: Provider> Drive for Engine<P> {
         }
         self.steps -= 1;
         let mut busy = self.commands();
+        if !self.state.held.is_empty() {
+            busy |= self.release();
+        }
         for nic in 0..self.provider.nics().len() {
             busy |= self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
         }
@@ -543,9 +670,10 @@ impl<P: Provider> Drive for Engine<P> {
             && self.staged.iter().all(Vec::is_empty);
         if nothing && self.provider.arm() {
             self.state.refresh();
-            // Nobody says when a peer that parks pieces has room again.
+            // Nobody says when a peer that parks pieces has room again, nor when a stream is through.
             let parked = self.parked.iter().any(|parked| !parked.is_empty());
-            let limit = if parked { limit.min(PARKED_NAP) } else { limit };
+            let looks = parked || !self.state.held.is_empty();
+            let limit = if looks { limit.min(PARKED_NAP) } else { limit };
             let due = self.next_timeout();
             let timeout = due.since(self.state.now).min(limit);
             bump(&shared.stats.sleeps, 1);
@@ -584,8 +712,8 @@ impl<P: Provider> Drive for Engine<P> {
         src: &Region,
     ) -> bool {
         let options = Options { deadline: Time::NEVER, user: u64::from(cell) };
-        // Questions are answered first, by `submit`.
-        if self.state.shared.intake.is_asked() {
+        // Questions are answered first, by `submit`, and what may have to wait for a stream is told apart.
+        if self.state.shared.intake.is_asked() || src.behind() > 0 {
             return false;
         }
         let Some(work) = self.state.group.express(write, options) else { return false };
@@ -830,6 +958,7 @@ impl State {
                 Command::Cancel { .. } => {}
             }
         }
+        self.end_held();
         let now = self.now;
         for at in 0..self.hooks.len() {
             let hook = self.hooks.get(at).filter(|hook| hook.message.is_none());
@@ -841,9 +970,20 @@ impl State {
     }
 }
 
+impl State {
+    /// Ends what waits for streams.
+    fn end_held(&mut self) {
+        for Submission { cell, ticket, .. } in self.held.drain(..) {
+            let error = TransferError::EngineStopped;
+            self.shared.finish(cell, ticket, End::NeverStarted { error });
+        }
+    }
+}
+
 impl Drop for State {
     /// Whatever is left ends now. The provider is gone, and with it everything that could still have read or written.
     fn drop(&mut self) {
+        self.end_held();
         let error = TransferError::EngineStopped;
         for at in 0..self.hooks.len() {
             let Some(hook) = self.hooks.get_mut(at) else { continue };

@@ -794,8 +794,8 @@ impl TransferEngine {
     /// this GPU wait, too.
     ///
     /// Without it, whatever writes a source must have ended before the submission: streams of the application's know nothing
-    /// of the engine's. Where NICs read the memory, they are what waits; what is submitted for the same peer just then may
-    /// wait with it.
+    /// of the engine's. Where NICs read the memory, the engine waits, and takes up no transfer from it that was submitted
+    /// after this, before the stream has come so far; all others go on. A stream that is being captured is refused then.
     ///
     /// # Safety
     ///
@@ -1125,8 +1125,8 @@ impl TransferEngine {
         let shared = &self.inner.shared;
         let (cell, ticket) = shared.take_cell()?;
         let deadline = shared.clock.deadline(self.deadline);
-        let hold = src.cloned();
-        shared.send(Command::Submit(Submission { cell, ticket, request, deadline, hold }));
+        let (hold, behind) = (src.cloned(), src.map_or(0, Region::behind));
+        shared.send(Command::Submit(Submission { cell, ticket, request, deadline, hold, behind }));
         Ok(Transfer::new(Arc::clone(shared), cell, ticket))
     }
 }
@@ -1270,9 +1270,9 @@ impl Driver {
     fn submit(&mut self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
         let request = checked(request, src)?;
         let (cell, ticket) = self.take_cell()?;
-        let hold = src.cloned();
+        let (hold, behind) = (src.cloned(), src.map_or(0, Region::behind));
         let deadline = Time::NEVER;
-        self.engine.submit(Submission { cell, ticket, request, deadline, hold });
+        self.engine.submit(Submission { cell, ticket, request, deadline, hold, behind });
         Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket))
     }
 

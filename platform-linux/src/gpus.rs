@@ -3,7 +3,7 @@
 //!
 //! A transport of NICs is given a GPU's memory by its DMA-BUF, or where there is none by its address ([`Known::direct`]). Before
 //! it tells of what peers have written there, it has the GPUs see it ([`Known::show`]): a load, where none needs that. What it
-//! reads there waits for streams of the application's, if that was asked for ([`Known::is_held`]): a load, where nothing is.
+//! reads there waits for streams of the application's that were to be waited for when it was submitted ([`Known::behind`]).
 //!
 //! # What it refuses to know
 //!
@@ -13,12 +13,13 @@
 //!
 //! - Memory that NICs may write to, and whose GPU does not see what they wrote, is of a GPU that [`Known::show`] flushes, from
 //!   before its registration is made.
-//! - A hold ends when its event has, in whatever order they do, or with the GPU.
+//! - What is submitted waits for the streams that were named before, and for none that is named later: else what a stream
+//!   itself waits for could come to wait for that stream.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
 use immwire_cuda::{
@@ -36,9 +37,14 @@ pub(crate) const GPUS_MAX: usize = 64;
 #[derive(Debug)]
 pub(crate) struct Known {
     pub(crate) devices: Vec<One>,
-    /// Some of them are to be flushed.
-    flushing: AtomicBool,
+    /// A bit for each of them that NICs write to, and that does not see it by itself.
+    flushing: AtomicU64,
+    /// One of these could not be.
+    has_failed: AtomicBool,
 }
+
+/// There are as many bits.
+const _: () = assert!(GPUS_MAX <= u64::BITS as usize);
 
 /// One of them.
 #[derive(Debug)]
@@ -49,11 +55,11 @@ pub(crate) struct One {
     shuttle: Mutex<Shuttle>,
     /// Those that the engine's copies are enqueued in; none where NICs move the bytes.
     pub(crate) streams: OnceLock<Vec<Stream>>,
-    /// NICs write to its memory, and it does not see it by itself.
-    flushed: AtomicBool,
-    /// What NICs wait for before they read its memory; and how many there are.
-    holds: Mutex<Vec<Event>>,
-    held: AtomicU32,
+    /// What NICs wait for before they read its memory: by number, from 1.
+    holds: Mutex<Vec<(u64, Event)>>,
+    /// How many of these there have been; and up to which all are over.
+    issued: AtomicU64,
+    over: AtomicU64,
 }
 
 /// Why GPUs cannot be used.
@@ -83,51 +89,63 @@ impl One {
             shuttle: Mutex::new(Shuttle::new(&device)?),
             device,
             streams: OnceLock::new(),
-            flushed: AtomicBool::new(false),
             holds: Mutex::default(),
-            held: AtomicU32::new(0),
+            issued: AtomicU64::new(0),
+            over: AtomicU64::new(0),
         })
     }
 
-    /// Holds back what is enqueued or posted from now on until what is in `stream` now is done.
+    /// Holds back what is enqueued or submitted from now on until what is in `stream` now is done.
     ///
     /// # Safety
     ///
     /// It is a stream of the GPU's primary context.
-    unsafe fn after(&self, stream: *mut c_void) -> Result<(), Error> {
+    unsafe fn after(&self, stream: *mut c_void) -> Result<(), RegisterError> {
         // SAFETY: our caller's promise; the borrowing ends here.
         let stream = unsafe { Stream::borrow(&self.device, stream) };
-        let event = Event::new(&self.device)?;
-        event.record(&stream)?;
+        let failed = RegisterError::Gpu;
         if let Some(streams) = self.streams.get() {
+            let event = Event::new(&self.device).map_err(failed)?;
+            event.record(&stream).map_err(failed)?;
             // The event may go: the driver keeps what is waited for.
-            return streams.iter().try_for_each(|own| own.after(&event));
+            return streams.iter().try_for_each(|own| own.after(&event)).map_err(failed);
         }
+        // Of an event in a graph it can never be asked whether it is over.
+        if stream.is_capturing().map_err(failed)? {
+            return Err(RegisterError::Capturing);
+        }
+        let event = Event::new(&self.device).map_err(failed)?;
+        event.record(&stream).map_err(failed)?;
         let mut holds = lock(&self.holds);
-        // Those that are over go: nobody may have looked since. One that fails says so when it is looked at.
-        holds.retain(|event| !event.is_done().unwrap_or(false));
-        holds.push(event);
-        // Release: whoever is told to post after this finds it.
-        self.held.store(u32::try_from(holds.len()).unwrap_or(u32::MAX), Ordering::Release);
+        // Those that are over go: nobody may have looked since.
+        let _ = self.look(&mut holds);
+        let number = self.issued.load(Ordering::Relaxed) + 1;
+        holds.push((number, event));
+        // Release: whoever is told to submit after this finds it.
+        self.issued.store(number, Ordering::Release);
         Ok(())
     }
 
-    /// Whether NICs are to leave its memory alone for now.
-    #[cold]
-    fn look_at_holds(&self) -> Result<bool, Error> {
-        // Whoever has it adds another one.
-        let Ok(mut holds) = self.holds.try_lock() else { return Ok(true) };
-        let mut failed = None;
-        holds.retain(|event| match event.is_done() {
+    /// Forgets holds that are over. An error leaves them: nothing is to be read that may not be there.
+    fn look(&self, holds: &mut Vec<(u64, Event)>) -> Result<(), Error> {
+        let mut failed = Ok(());
+        holds.retain(|(_, event)| match event.is_done_while_capturing() {
             Ok(done) => !done,
             Err(why) => {
-                failed = Some(why);
-                false
+                failed = Err(why);
+                true
             }
         });
-        self.held.store(u32::try_from(holds.len()).unwrap_or(u32::MAX), Ordering::Relaxed);
-        failed.map_or(Ok(!holds.is_empty()), Err)
+        let issued = self.issued.load(Ordering::Relaxed);
+        let over = over(issued, holds.iter().map(|(number, _)| *number));
+        self.over.store(over, Ordering::Release);
+        failed
     }
+}
+
+/// Up to which number all are over, of so many that there have been, of which these are not.
+fn over(issued: u64, pending: impl Iterator<Item = u64>) -> u64 {
+    pending.min().map_or(issued, |first| first.saturating_sub(1))
 }
 
 impl Known {
@@ -152,7 +170,8 @@ impl Known {
                 }
             }
         }
-        Ok(Some(Arc::new(Self { devices, flushing: AtomicBool::new(false) })))
+        let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
+        Ok(Some(Arc::new(Self { devices, flushing, has_failed })))
     }
 
     /// Any of them, for calls that need one.
@@ -176,77 +195,74 @@ impl Known {
     }
 
     /// What a NIC's driver is to be given for `len` bytes from `ptr`, which peers are to write to if `remote`. `None`: it is
-    /// host memory. `nics` names those that ask, for people.
+    /// host memory. `nics` names those that ask, for people, and `able` says why they take no GPU's, if so.
     pub(crate) fn direct(
         &self,
         ptr: NonNull<u8>,
         len: usize,
         remote: bool,
         nics: &str,
+        able: Result<(), &dyn fmt::Display>,
     ) -> Result<Option<Direct>, RegisterError> {
         let (address, bytes) = (ptr.as_ptr() as u64, len as u64);
         let Some(first) = self.first() else { return Ok(None) };
         let owner = immwire_cuda::owner_of(first, address, bytes).map_err(RegisterError::Gpu)?;
         let Some(ordinal) = owner else { return Ok(None) };
         let (index, one) = self.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
-        let offers = one.device.direct().map_err(RegisterError::Gpu)?;
-        let refused = |why: &str| {
-            Err(RegisterError::NotDirect { nics: nics.into(), ordinal, why: why.into() })
+        let refused = |why: &dyn fmt::Display| {
+            Err(RegisterError::NotDirect { nics: nics.into(), ordinal, why: why.to_string() })
         };
+        // Before anything of the GPU's is changed for them.
+        if let Err(why) = able {
+            return refused(why);
+        }
+        let offers = one.device.direct().map_err(RegisterError::Gpu)?;
         if !offers.reachable {
-            return refused("CUDA says that this GPU lets no NIC at its memory");
+            return refused(&"CUDA says that this GPU lets no NIC at its memory");
         }
         match offers.visibility() {
             Visibility::Ordered => {}
             Visibility::Never if remote => {
-                return refused("the GPU may not see what NICs write, and cannot be made to");
+                return refused(&"the GPU may not see what NICs write, and cannot be made to");
             }
             Visibility::Flush if remote => {
-                one.flushed.store(true, Ordering::Relaxed);
-                // Release: whoever sees it sees which. Peers learn of the region after this.
-                self.flushing.store(true, Ordering::Release);
+                // Release: peers learn of the region after this.
+                self.flushing.fetch_or(1 << index, Ordering::Release);
             }
             Visibility::Never | Visibility::Flush => {}
         }
         let page = rustix::param::page_size() as u64;
         let file = DmaBuf::new(&one.device, address, bytes, page);
-        if file.is_err() {
-            immwire_cuda::prepare(&one.device, address, bytes).map_err(RegisterError::Gpu)?;
+        if file.is_err()
+            && let Err(why) = immwire_cuda::prepare(&one.device, address, bytes)
+        {
+            return refused(&why);
         }
         Ok(Some(Direct { ordinal, index, file }))
     }
 
     /// Has GPUs see what peers have written to their memory, as far as the calling thread has heard of it. A load, where all
     /// see it by themselves.
+    ///
+    /// A GPU that cannot be flushed has failed: what the driver answers then is that its context is gone, and so it does
+    /// whoever wants to use the memory. So counts are told all the same.
     #[inline]
     pub(crate) fn show(&self) {
-        if self.flushing.load(Ordering::Acquire) {
-            self.flush();
+        let which = self.flushing.load(Ordering::Acquire);
+        if which != 0 {
+            self.flush(which);
         }
     }
 
     #[cold]
-    fn flush(&self) {
-        for one in self.devices.iter().filter(|one| one.flushed.load(Ordering::Relaxed)) {
-            // A GPU that cannot has failed. Whoever uses its memory is told so by every call of CUDA's.
-            if let Err(why) = one.device.flush_writes() {
+    fn flush(&self, which: u64) {
+        for (index, one) in self.devices.iter().enumerate() {
+            if which >> index & 1 == 1
+                && let Err(why) = one.device.flush_writes()
+                && !self.has_failed.swap(true, Ordering::Relaxed)
+            {
                 tracing::error!(%why, gpu = one.device.ordinal(), "a GPU cannot be flushed");
             }
-        }
-    }
-
-    /// Whether NICs are not to read the memory of the GPU of this index now: a stream of the application's has not come as far
-    /// as was asked for. A load, where nothing was.
-    ///
-    /// # Errors
-    ///
-    /// The driver's: the GPU has failed.
-    #[inline]
-    pub(crate) fn is_held(&self, index: u8) -> Result<bool, Error> {
-        match self.devices.get(usize::from(index)) {
-            // Acquire, with the release in `after`.
-            Some(one) if one.held.load(Ordering::Acquire) > 0 => one.look_at_holds(),
-            _ => Ok(false),
         }
     }
 }
@@ -330,7 +346,28 @@ impl Gpus {
         stream: *mut c_void,
     ) -> Result<(), RegisterError> {
         // SAFETY: our caller's promise.
-        unsafe { self.one(ordinal)?.after(stream) }.map_err(RegisterError::Gpu)
+        unsafe { self.one(ordinal)?.after(stream) }
+    }
+
+    /// As [`crate::provider::Memory::behind`].
+    pub(crate) fn behind(&self, ordinal: u32) -> u64 {
+        let Ok(one) = self.one(ordinal) else { return 0 };
+        // Acquire, with the release in `after`.
+        match one.issued.load(Ordering::Acquire) {
+            issued if issued == one.over.load(Ordering::Acquire) => 0,
+            issued => issued,
+        }
+    }
+
+    /// As [`crate::provider::Memory::is_through`].
+    pub(crate) fn is_through(&self, ordinal: u32, behind: u64) -> Result<bool, Error> {
+        let Ok(one) = self.one(ordinal) else { return Ok(true) };
+        let is_over = || one.over.load(Ordering::Acquire) >= behind;
+        if is_over() {
+            return Ok(true);
+        }
+        one.look(&mut lock(&one.holds))?;
+        Ok(is_over())
     }
 
     /// As [`crate::provider::Memory::stream`].
@@ -345,5 +382,26 @@ impl Gpus {
     ) -> Result<Stream, RegisterError> {
         // SAFETY: our caller's promise.
         Ok(unsafe { Stream::borrow(&self.one(ordinal)?.device, stream) })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Streams end in every order: what was submitted behind the first of them goes when these are over, and not before, no
+    /// matter which others have been named since.
+    #[test]
+    fn what_waits_for_the_first_streams_waits_for_no_others() {
+        for issued in 0..6_u64 {
+            for pending in 0..1_u64 << issued {
+                let numbers = (1..=issued).filter(|number| pending >> (number - 1) & 1 == 1);
+                let over = over(issued, numbers.clone());
+                for behind in 0..=issued {
+                    let waits = numbers.clone().any(|number| number <= behind);
+                    assert_eq!(over >= behind, !waits, "{pending:b} of {issued}, behind {behind}");
+                }
+            }
+        }
     }
 }

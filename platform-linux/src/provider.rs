@@ -110,6 +110,13 @@ pub trait Provider: Send + 'static {
         nic_states(address)
     }
 
+    /// Whether sources in GPUs' memory are read for this peer by what knows no streams, a NIC: what they are to wait for
+    /// ([`Memory::behind`]) is waited for before they are posted.
+    fn reads_gpus(&self, peer: PeerId) -> bool {
+        let _ = peer;
+        false
+    }
+
     /// Posts a prefix of `work`, in order, on `nic`; returns how many pieces were accepted. They may
     /// complete at once or at a later poll.
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize;
@@ -348,7 +355,8 @@ pub trait Memory: Send + Sync + 'static {
         rights: Rights,
     ) -> Result<Registered, RegisterError>;
 
-    /// Holds back the copies of GPU `ordinal` that are enqueued from now on until what is in `stream` now is done.
+    /// Holds back the copies of GPU `ordinal` that are enqueued from now on until what is in `stream` now is done. Where NICs
+    /// read its memory, they know no streams: then [`Memory::behind`] has one more for what is submitted from now on.
     ///
     /// # Safety
     ///
@@ -360,6 +368,23 @@ pub trait Memory: Send + Sync + 'static {
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
         let _ = stream;
         Err(RegisterError::NoGpu { ordinal })
+    }
+
+    /// How many streams a source in the memory of GPU `ordinal` is to wait for that NICs read, counted from the first; 0 if
+    /// all are through. A load or two.
+    fn behind(&self, ordinal: u32) -> u64 {
+        let _ = ordinal;
+        0
+    }
+
+    /// Whether the first `behind` streams that GPU `ordinal` was to wait for are through.
+    ///
+    /// # Errors
+    ///
+    /// The driver's: the GPU has failed.
+    fn is_through(&self, ordinal: u32, behind: u64) -> Result<bool, immwire_cuda::Error> {
+        let _ = (ordinal, behind);
+        Ok(true)
     }
 
     /// A stream of the application's, of GPU `ordinal`; null is the default one.
@@ -467,6 +492,11 @@ pub enum RegisterError {
     /// The memory is a GPU's or is to be pinned for one, and cannot be.
     #[error("{0}")]
     Gpu(immwire_cuda::Error),
+    /// The stream is being captured: its order is that of a graph, which nobody knows yet.
+    #[error(
+        "the stream is being captured into a graph, which has no order yet: end the capture first"
+    )]
+    Capturing,
     /// NICs do not reach the GPU's memory.
     #[error("{nics} cannot be given memory of GPU {ordinal}: {why}")]
     NotDirect {

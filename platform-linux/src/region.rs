@@ -131,6 +131,23 @@ impl Region {
         Ok(())
     }
 
+    /// As [`Memory::behind`], of the GPU whose memory it is; 0 for the host's.
+    #[inline]
+    pub(crate) fn behind(&self) -> u64 {
+        match self.place() {
+            Place::Host => 0,
+            Place::Gpu(ordinal) => self.registration.memory.behind(ordinal),
+        }
+    }
+
+    /// As [`Memory::is_through`].
+    pub(crate) fn is_through(&self, behind: u64) -> Result<bool, immwire_cuda::Error> {
+        match self.place() {
+            Place::Host => Ok(true),
+            Place::Gpu(ordinal) => self.registration.memory.is_through(ordinal, behind),
+        }
+    }
+
     /// Whether pages from here to there may be handed over in runs.
     pub(crate) fn takes_runs(&self, dst: &MrDesc) -> bool {
         self.registration.memory.takes_runs(&self.local(), dst)

@@ -118,6 +118,7 @@ pub(crate) fn register(error: &RegisterError) -> PyErr {
     match error {
         RegisterError::Empty => plain("RequestError", error),
         RegisterError::TableFull { capacity: room } => capacity(error, *room),
+        RegisterError::Capturing => plain("RequestError", error),
         RegisterError::NoGpu { .. } | RegisterError::NoGpus | RegisterError::NotDirect { .. } => {
             plain("UnsupportedMemory", error)
         }

@@ -234,11 +234,12 @@ pub(super) fn discover(
             "efa" => EFA_FABRICS.into_iter().map(Some).collect(),
             _ => vec![None],
         };
-        for fabric in fabrics {
-            let mut devices = list(library, provider, fabric, wanted.device_memory)?;
-            if devices.is_empty() && wanted.device_memory {
-                devices = list(library, provider, fabric, false)?;
-            }
+        // Those that take GPUs' memory, of whatever fabric, before those that do not.
+        let attempts: &[bool] = if wanted.device_memory { &[true, false] } else { &[false] };
+        for (device_memory, fabric) in
+            attempts.iter().flat_map(|memory| fabrics.iter().map(move |fabric| (*memory, *fabric)))
+        {
+            let mut devices = list(library, provider, fabric, device_memory)?;
             seen.extend(devices.iter().map(|device| device.facts.domain.clone()));
             devices.retain(|device| wanted.domain.is_none_or(|want| device.facts.domain == want));
             if wanted.domain.is_none() {
@@ -457,21 +458,24 @@ impl Domain {
             }
             Some(_) => "fi_mr_regattr",
         };
+        let (domain, start) = (self.raw.as_ptr(), at.as_ptr().cast::<c_void>());
         // SAFETY: the domain is live; the memory, by the caller's promise.
         let code = unsafe {
-            let none = ptr::null_mut();
-            let (domain, start) = (self.raw.as_ptr(), at.as_ptr().cast::<c_void>());
             match gpu {
-                None => sys::fi_mr_reg(domain, start, len, access, 0, key, 0, &raw mut raw, none),
-                Some(gpu) => self.register_gpu((start, len), access, key, gpu, &raw mut raw),
+                None => {
+                    let none = ptr::null_mut();
+                    sys::fi_mr_reg(domain, start, len, access, 0, key, 0, &raw mut raw, none)
+                }
+                Some(gpu) => self.register_gpu((start, len), access, key, gpu, &raw mut raw)?,
             }
         };
         let raw = opened(self.library, call, code, raw)?;
         Ok(Registration { raw, domain: Arc::clone(self) })
     }
 
-    /// Memory of a GPU: as its DMA-BUF, if it has one and the library takes it. Always as CUDA's: a provider that took it for
-    /// the host's would have the CPU read short writes.
+    /// Memory of a GPU: by its DMA-BUF, if it has one and the library takes it; else by its address, for which the library or
+    /// the kernel has ways of its own. Always as CUDA's: a provider that took it for the host's would have the CPU read short
+    /// writes.
     ///
     /// # Safety
     ///
@@ -483,32 +487,51 @@ impl Domain {
         key: u64,
         gpu: &Direct,
         raw: *mut *mut sys::fid_mr,
-    ) -> i32 {
-        // fi_mr(3): with FI_MR_DMABUF, from 1.20 on, the union is this in place of an iovec.
-        let by_address = sys::iovec { iov_base: start, iov_len: len };
-        let by_file = gpu.file.as_ref().ok().map(|file| sys::fi_mr_dmabuf {
-            fd: file.as_fd().as_raw_fd(),
-            offset: file.offset(),
-            len,
-            base_addr: ptr::without_provenance_mut(
-                usize::try_from(file.start()).unwrap_or(usize::MAX),
-            ),
-        });
-        let by_file = by_file.filter(|_| self.library.version() >= API);
+    ) -> Result<i32, LibfabricError> {
         // SAFETY: numbers and addresses, of which zero is one: unused ones are to be zero.
         let mut attr: sys::fi_mr_attr = unsafe { std::mem::zeroed() };
-        (attr.mr_iov, attr.iov_count) = (&raw const by_address, 1);
-        (attr.access, attr.requested_key) = (access, key);
+        (attr.iov_count, attr.access, attr.requested_key) = (1, access, key);
         attr.iface = sys::FI_HMEM_CUDA;
         attr.device.cuda = i32::try_from(gpu.ordinal).unwrap_or(i32::MAX);
-        let mut flags = 0;
-        if let Some(file) = &by_file {
-            (attr.mr_iov, flags) = (ptr::from_ref(file).cast(), sys::FI_MR_DMABUF);
+        let by_file = match &gpu.file {
+            Err(why) => why.to_string(),
+            Ok(_) if self.library.version() < API => "this libfabric is older than 1.20".to_owned(),
+            Ok(file) => {
+                // fi_mr(3): with FI_MR_DMABUF, from 1.20 on, the union is this in place of an iovec.
+                let base = usize::try_from(file.start()).unwrap_or(usize::MAX);
+                let file = sys::fi_mr_dmabuf {
+                    fd: file.as_fd().as_raw_fd(),
+                    offset: file.offset(),
+                    len,
+                    base_addr: ptr::without_provenance_mut(base),
+                };
+                attr.mr_iov = (&raw const file).cast();
+                let (domain, flags) = (self.raw.as_ptr(), sys::FI_MR_DMABUF);
+                // SAFETY: the domain is live, and what the attributes point to is read during the call; the memory, by the
+                // caller's promise.
+                let code = unsafe { sys::fi_mr_regattr(domain, &raw const attr, flags, raw) };
+                if !is_unable(code) {
+                    return Ok(code);
+                }
+                self.library.strerror(-code)
+            }
+        };
+        let address = sys::iovec { iov_base: start, iov_len: len };
+        attr.mr_iov = &raw const address;
+        // SAFETY: as above.
+        let code = unsafe { sys::fi_mr_regattr(self.raw.as_ptr(), &raw const attr, 0, raw) };
+        if !is_unable(code) {
+            return Ok(code);
         }
-        // SAFETY: the domain is live, and what the attributes point to is read during the call; the memory, by the caller's
-        // promise.
-        unsafe { sys::fi_mr_regattr(self.raw.as_ptr(), &raw const attr, flags, raw) }
+        let by_address = self.library.strerror(-code);
+        Err(LibfabricError::NoWay { by_file, by_address })
     }
+}
+
+/// Whether memory is not registered for what it is, not for want of something.
+fn is_unable(code: i32) -> bool {
+    let unable = [sys::FI_EOPNOTSUPP, sys::FI_ENOSYS, sys::FI_EINVAL, libc::EFAULT, sys::FI_EPERM];
+    unable.contains(&-code)
 }
 
 impl Drop for Domain {

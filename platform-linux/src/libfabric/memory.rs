@@ -17,7 +17,7 @@ use std::fmt;
 use std::io;
 use std::ptr::{self, NonNull};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicPtr, AtomicU8, Ordering};
+use std::sync::atomic::{AtomicPtr, Ordering};
 use std::time::Duration;
 
 use immwire_core::datagram::Tenants;
@@ -59,8 +59,8 @@ pub struct LibfabricMemory {
     /// What its devices are, for people.
     devices: String,
     pub(super) gpus: Gpus,
-    /// By slot: 1 and the index of the GPU whose memory it is; 0 for the host's. None without GPUs.
-    homes: Box<[AtomicU8]>,
+    /// They take GPUs' memory.
+    device_memory: bool,
     /// By slot and NIC: what an operation on the region needs.
     descs: Box<[AtomicPtr<c_void>]>,
     pub(super) regions: Regions<Held, Domains>,
@@ -86,7 +86,6 @@ impl LibfabricMemory {
         gpus: Option<Arc<Known>>,
     ) -> io::Result<Self> {
         let entries = if facts.local_descs { SLOTS * nics } else { 0 };
-        let homes = if gpus.is_some() { SLOTS } else { 0 };
         Ok(Self {
             engine,
             nics,
@@ -94,7 +93,7 @@ impl LibfabricMemory {
             own_keys: facts.own_keys,
             devices: format!("libfabric's {}", facts.provider),
             gpus: Gpus(gpus),
-            homes: (0..homes).map(|_| AtomicU8::new(0)).collect(),
+            device_memory: facts.device_memory,
             descs: (0..entries).map(|_| AtomicPtr::new(ptr::null_mut())).collect(),
             regions: Regions::new(facts.closing_fences)?,
         })
@@ -150,22 +149,6 @@ impl LibfabricMemory {
         Some(desc)
     }
 
-    /// Whether nothing is to be read from the region of `key` now: it is a GPU's, and a stream has not come so far. Nothing
-    /// without GPUs; else a load or two.
-    ///
-    /// # Errors
-    ///
-    /// The GPU has failed.
-    #[inline]
-    pub(super) fn is_held(&self, key: u64) -> Result<bool, immwire_cuda::Error> {
-        let Some(known) = &self.gpus.0 else { return Ok(false) };
-        let slot = Tenant::of(key).map(|tenant| usize::from(tenant.slot()));
-        // Acquire, with the release in `insert`: as for `desc`.
-        let home =
-            slot.and_then(|slot| self.homes.get(slot)).map_or(0, |it| it.load(Ordering::Acquire));
-        home.checked_sub(1).map_or(Ok(false), |index| known.is_held(index))
-    }
-
     /// What goes onto the wire for a key that a descriptor has.
     #[inline]
     pub(super) const fn wire_key(own_keys: bool, key: u64) -> u64 {
@@ -219,19 +202,18 @@ impl LibfabricMemory {
         owned: Option<Owned>,
     ) -> Result<Registered, RegisterError> {
         let remote = rights.remote_write();
-        let direct = self
-            .gpus
-            .0
-            .as_ref()
-            .map_or(Ok(None), |known| known.direct(ptr, len, remote, &self.devices));
+        let able: Result<(), &dyn fmt::Display> =
+            if self.device_memory { Ok(()) } else { Err(&LibfabricError::HostMemoryOnly) };
+        let known = self.gpus.0.as_ref();
+        let direct = known.map_or(Ok(None), |it| it.direct(ptr, len, remote, &self.devices, able));
         let gpu = direct?;
-        let home = gpu.as_ref().map(|gpu| (gpu.ordinal, gpu.index));
+        let home = gpu.as_ref().map(|gpu| gpu.ordinal);
         let failed = |source: io::Error| match home {
-            None => RegisterError::Os { call: "fi_mr_reg", bytes: len, source },
-            Some((ordinal, _)) => {
+            Some(ordinal) if is_no_way(&source) => {
                 let (nics, why) = (self.devices.clone(), source.to_string());
                 RegisterError::NotDirect { nics, ordinal, why }
             }
+            _ => RegisterError::Os { call: "fi_mr_reg", bytes: len, source },
         };
         let random = random_word().map_err(failed)?;
         // Under the lock: so that a domain that is adopted meanwhile is not left out.
@@ -249,9 +231,6 @@ impl LibfabricMemory {
                 desc.store(registration.desc(), Ordering::Release);
             }
         }
-        if let Some(slot) = self.homes.get(usize::from(tenant.slot())) {
-            slot.store(home.map_or(0, |(_, index)| index.saturating_add(1)), Ordering::Release);
-        }
         let keys = held.keys;
         table.put(tenant, Some(held), remote, owned);
         drop(table);
@@ -259,7 +238,7 @@ impl LibfabricMemory {
         let base = if self.virtual_addresses { address } else { 0 };
         let local = LocalMr { base: address, len: bytes, generation, keys };
         let desc = MrDesc { owner: self.engine, base, len: bytes, generation, rights, keys };
-        let place = home.map_or(Place::Host, |(ordinal, _)| Place::Gpu(ordinal));
+        let place = home.map_or(Place::Host, Place::Gpu);
         Ok(Registered { ptr, len, local, desc, id: u32::from(tenant.slot()), place })
     }
 }
@@ -300,6 +279,14 @@ impl Memory for LibfabricMemory {
         unsafe { self.gpus.after(ordinal, stream) }
     }
 
+    fn behind(&self, ordinal: u32) -> u64 {
+        self.gpus.behind(ordinal)
+    }
+
+    fn is_through(&self, ordinal: u32, behind: u64) -> Result<bool, immwire_cuda::Error> {
+        self.gpus.is_through(ordinal, behind)
+    }
+
     unsafe fn stream(
         &self,
         ordinal: u32,
@@ -333,6 +320,12 @@ impl Memory for LibfabricMemory {
     fn release(&self, region: Registered) {
         tenant_of(&region).into_iter().for_each(|tenant| self.regions.release(tenant));
     }
+}
+
+/// Whether a GPU's memory is not registered because there is no way to it, not because something is used up.
+fn is_no_way(error: &io::Error) -> bool {
+    let inner = error.get_ref().and_then(|inner| inner.downcast_ref::<LibfabricError>());
+    matches!(inner, Some(LibfabricError::NoWay { .. } | LibfabricError::NoGpuDirect))
 }
 
 impl From<LibfabricError> for io::Error {

@@ -80,7 +80,7 @@ use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
 use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
-use crate::gpus::{GPUS_MAX, Known, OpenError, number};
+use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
 
@@ -223,6 +223,14 @@ pub enum LibfabricError {
          first in this process, libfabric never looked)"
     )]
     HostMemoryOnly,
+    /// It was tried in the ways that there are.
+    #[error("by DMA-BUF: {by_file}; by its address: {by_address}")]
+    NoWay {
+        /// Why not the one way.
+        by_file: String,
+        /// Why not the other.
+        by_address: String,
+    },
     /// The provider has one, but not by its device.
     #[error(
         "its device does not reach it (FI_OPT_CUDA_API_PERMITTED): GPUDirect RDMA is not available here"
@@ -824,11 +832,6 @@ impl LibfabricProvider {
             let Some(found) = self.memory.desc(at, work.src_key) else {
                 return Posted::Refused(WorkError::LocalAccess);
             };
-            match self.memory.is_held(work.src_key) {
-                Ok(false) => {}
-                Ok(true) => return Posted::NoRoom,
-                Err(why) => return Posted::Refused(WorkError::Device(number(why))),
-            }
             (from, desc) = (work.src, found);
         }
         let Some(context) = lane.free.pop() else { return Posted::NoRoom };
@@ -1036,6 +1039,10 @@ impl Provider for LibfabricProvider {
 
     fn address(&self) -> NetAddr {
         self.address.clone()
+    }
+
+    fn reads_gpus(&self, _: PeerId) -> bool {
+        self.memory.gpus.0.is_some()
     }
 
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {

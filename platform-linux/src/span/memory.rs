@@ -169,6 +169,15 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
         }
     }
 
+    /// The near side copies by streams, which wait by themselves.
+    fn behind(&self, ordinal: u32) -> u64 {
+        self.far.behind(ordinal)
+    }
+
+    fn is_through(&self, ordinal: u32, behind: u64) -> Result<bool, immwire_cuda::Error> {
+        self.far.is_through(ordinal, behind)
+    }
+
     unsafe fn stream(
         &self,
         ordinal: u32,

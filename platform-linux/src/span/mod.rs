@@ -15,8 +15,8 @@
 //! - A peer is one side's from its call on until it is disconnected. An engine that is known on one side is refused on the
 //!   other.
 //! - Each side is told of its own NICs and peers alone.
-//! - GPUs' memory is registered with the near side alone: what is written from there to a far peer, or the other way
-//!   round, is refused by the core, since it has no key.
+//! - A GPU's memory that the far side's NICs do not reach is registered with the near side alone: what is written from there
+//!   to a far peer, or the other way round, is refused by the core, since it has no key.
 
 mod host;
 mod memory;
@@ -242,6 +242,14 @@ impl<N: Provider, F: Provider> Provider for Span<N, F> {
         match span::side(&self.address, address) {
             Some(side) => span::states(address, side),
             None => nic_states(address),
+        }
+    }
+
+    fn reads_gpus(&self, peer: PeerId) -> bool {
+        match self.sides.get(peer) {
+            Some(Side::Near) => self.near.reads_gpus(peer),
+            Some(Side::Far) => self.far.reads_gpus(peer),
+            None => false,
         }
     }
 

@@ -376,11 +376,12 @@ impl Domain {
         // SAFETY: per ibv_reg_mr(3): a live domain; the memory is there, by the caller's promise. Of a GPU's the kernel finds
         // out with nvidia-peermem's help, or refuses the address.
         let raw = unsafe { register(self.raw.as_ptr(), address, len, iova, access) };
-        let raw = NonNull::new(raw).ok_or_else(|| match by_file {
-            None => failed("ibv_reg_mr"),
-            Some(by_file) => {
-                VerbsError::NoGpuDirect { by_file, by_address: io::Error::last_os_error() }
+        let raw = NonNull::new(raw).ok_or_else(|| match (by_file, io::Error::last_os_error()) {
+            // Not for want of something.
+            (Some(by_file), by_address) if is_unable(&by_address) => {
+                VerbsError::NoGpuDirect { by_file, by_address }
             }
+            (_, source) => VerbsError::Call { call: "ibv_reg_mr", source },
         })?;
         Ok(Registration { raw, domain: Arc::clone(self) })
     }
@@ -412,6 +413,12 @@ impl Drop for Domain {
             (self.device.library.symbols.ibv_dealloc_pd)(self.raw.as_ptr())
         });
     }
+}
+
+/// Whether memory is not registered for what it is.
+fn is_unable(error: &io::Error) -> bool {
+    let unable = [libc::EFAULT, libc::EINVAL, libc::EOPNOTSUPP, libc::ENOSYS, libc::EPERM];
+    error.raw_os_error().is_some_and(|errno| unable.contains(&errno))
 }
 
 /// Registered memory. When it is dropped, the device does not touch the memory any more.

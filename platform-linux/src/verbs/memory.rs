@@ -84,16 +84,16 @@ impl VerbsMemory {
                 // Nobody writes there any more.
                 Err(_) if domain.device().is_lost() => {}
                 Err(error) => {
-                    return Err(match gpu {
-                        None => {
-                            let source = error.into();
-                            RegisterError::Os { call: "ibv_reg_mr", bytes: len, source }
-                        }
-                        Some(gpu) => RegisterError::NotDirect {
+                    return Err(match (gpu, &error) {
+                        (Some(gpu), VerbsError::NoGpuDirect { .. }) => RegisterError::NotDirect {
                             nics: domain.device().name.clone(),
                             ordinal: gpu.ordinal,
                             why: error.to_string(),
                         },
+                        _ => {
+                            let source = error.into();
+                            RegisterError::Os { call: "ibv_reg_mr", bytes: len, source }
+                        }
                     });
                 }
             }
@@ -116,7 +116,8 @@ impl VerbsMemory {
     ) -> Result<Registered, RegisterError> {
         let remote = rights.remote_write();
         let known = self.gpus.0.as_ref();
-        let gpu = known.map_or(Ok(None), |known| known.direct(ptr, len, remote, "RDMA devices"))?;
+        let gpu = known
+            .map_or(Ok(None), |known| known.direct(ptr, len, remote, "RDMA devices", Ok(())))?;
         let tenant = self.regions.table().claim()?;
         // Outside the lock: pinning takes its time, and others register meanwhile.
         // SAFETY: the caller's promise.
@@ -169,6 +170,14 @@ impl Memory for VerbsMemory {
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
         // SAFETY: the caller's promise.
         unsafe { self.gpus.after(ordinal, stream) }
+    }
+
+    fn behind(&self, ordinal: u32) -> u64 {
+        self.gpus.behind(ordinal)
+    }
+
+    fn is_through(&self, ordinal: u32, behind: u64) -> Result<bool, immwire_cuda::Error> {
+        self.gpus.is_through(ordinal, behind)
     }
 
     unsafe fn stream(

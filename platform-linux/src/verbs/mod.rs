@@ -134,7 +134,7 @@ use self::resolver::Resolver;
 use self::session::{Session, State};
 use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
-use crate::gpus::{GPUS_MAX, Known, OpenError, number};
+use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{
     ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
 };
@@ -524,6 +524,8 @@ pub struct VerbsProvider {
     polls: u32,
     /// Something is to be done beside the way of data.
     urgent: bool,
+    /// GPUs have been shown what came with the completions that were read last.
+    is_shown: bool,
     /// The engine has slept, and may have been woken by a device.
     woken: bool,
     now: Time,
@@ -608,6 +610,7 @@ impl VerbsProvider {
             polls: 0,
             urgent: true,
             woken: true,
+            is_shown: false,
             now: Time::ZERO,
             stats: VerbsStats::default(),
             epoll,
@@ -659,9 +662,7 @@ impl VerbsProvider {
                 self.lose_nic(nic);
                 break;
             }
-            if let (Some(gpus), false) = (&self.memory.gpus.0, port.stash.is_empty()) {
-                gpus.show();
-            }
+            self.is_shown = false;
             let mut count = 0;
             while let Some(done) = self.ports.get_mut(at).and_then(|port| port.stash.next()) {
                 self.complete(nic, &done, sink);
@@ -800,6 +801,11 @@ impl VerbsProvider {
                     }
                     self.urgent = true;
                 }
+                // Once for all that was read with it.
+                if let (Some(gpus), false) = (&self.memory.gpus.0, self.is_shown) {
+                    gpus.show();
+                }
+                self.is_shown = true;
                 sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
             }
             (Role::Line, sys::IBV_WC_RECV) => {
@@ -856,13 +862,6 @@ impl VerbsProvider {
             return Admitted::Refused(WorkError::LocalAccess);
         };
         let (local_key, home) = split_key(work.src_key);
-        if let (Some(index), Some(gpus)) = (home, &self.memory.gpus.0) {
-            match gpus.is_held(index) {
-                Ok(false) => {}
-                Ok(true) => return Admitted::NoRoom,
-                Err(why) => return Admitted::Refused(WorkError::Device(number(why))),
-            }
-        }
         let (mut to, mut key) = (work.dst, work.dst_key);
         if len == 0 {
             // Nothing is written, but some devices look at the address and the key all the same.
@@ -1066,6 +1065,10 @@ impl Provider for VerbsProvider {
 
     fn address(&self) -> NetAddr {
         self.address.clone()
+    }
+
+    fn reads_gpus(&self, _: PeerId) -> bool {
+        self.memory.gpus.0.is_some()
     }
 
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {

@@ -6,15 +6,18 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use immwire::core::group;
 use immwire::{
-    CountError, ImmCounter, PeerState, Place, RegisterError, Rights, StreamWait, StreamWaitError,
-    UvmWatcher,
+    CountError, End, ImmCounter, PagedWrite, Pages, PeerState, Place, RegisterError, Rights,
+    SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
-use immwire_cuda::{Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream};
+use immwire_cuda::{
+    Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream, Visibility,
+};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, PATIENCE, Setup, first_other, poison};
+use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
 use crate::{Case, Spread, Test};
 
@@ -36,7 +39,163 @@ pub const COPYING: &[Test] = &[
 pub const BY_NICS: &[Test] = &[
     ("any_part_of_a_gpu_s_memory", Spread::Places, any_part_of_a_gpu_s_memory),
     ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
+    ("a_later_stream_holds_nothing_earlier", Spread::Places, a_later_stream_holds_nothing_earlier),
+    ("what_is_held_ends", Spread::ProcessesBothMotors, what_is_held_ends),
+    ("counts_come_after_a_flush", Spread::Processes, counts_come_after_a_flush),
 ];
+
+/// A stream of GPU 0 that goes on when a word has a number.
+struct Gated {
+    stream: Stream,
+    word: PinnedMemory,
+}
+
+impl Gated {
+    fn new() -> Self {
+        let device = Device::open(0).expect("GPU 0");
+        let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+        Self { stream: Stream::new(&device).expect("a stream"), word }
+    }
+
+    /// Has the stream wait for the number, and the engine for the stream.
+    fn hold(&self, me: &Host, number: u64) {
+        // SAFETY: the word is pinned memory that outlives the wait, which each test ends.
+        unsafe { self.stream.after_word(self.word.address(), number) }.expect("a wait");
+        // SAFETY: a stream of the GPU's primary context.
+        unsafe { me.engine.after_stream(0, self.stream.raw()) }.expect("after_stream");
+    }
+
+    fn open(&self, number: u64) {
+        self.word.word(0).expect("a word").store(number, Ordering::Release);
+    }
+}
+
+/// What a stream waits for may be what was submitted before the engine was told to wait for that stream.
+fn a_later_stream_holds_nothing_earlier(case: &Case) {
+    const BYTES: u64 = 300_000;
+    let len = usize::try_from(BYTES).expect("small");
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = other.memory(&me, 2 * BYTES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let [first, second] = [(); 2].map(|()| me.engine.alloc_gpu(0, len).expect("memory"));
+    let (one, two) = (case.pattern(1), case.pattern(2));
+    let gated = [Gated::new(), Gated::new()];
+    for round in 1..4 {
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: 2 * BYTES, byte: 0xa5 });
+        gated[0].hold(&me, round);
+        let early = write(&me, peer, &first, &desc, (0, 0, BYTES), Some(tag));
+        gated[1].hold(&me, round);
+        let late = write(&me, peer, &second, &desc, (0, BYTES, BYTES), Some(tag));
+        assert_eq!(me.end_within(&early, Duration::from_millis(20)), None);
+        one.fill(&first, 0, BYTES, 0);
+        gated[0].open(round);
+        me.done(&early);
+        other.count(&me, counter, 1);
+        other.check(&me, there, 0, BYTES, one);
+        assert_eq!(me.end_within(&late, Duration::from_millis(20)), None);
+        other.check_only(&me, there, BYTES, BYTES, 0xa5);
+        two.fill(&second, 0, BYTES, 0);
+        gated[1].open(round);
+        me.done(&late);
+        other.count(&me, counter, 1);
+        other.check(&me, there, BYTES, BYTES, two);
+    }
+}
+
+/// Cancelled, at its deadline, or with its peer; and nothing else with it.
+fn what_is_held_ends(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let (mut third, address) = case.agent("third");
+    let doomed = me.peer(&address);
+    let (there, desc) = other.memory(&me, 8192, Own::Engine);
+    let (_, of_third) = third.memory(&me, 8192, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, 8192).expect("memory");
+    let pattern = case.pattern(1);
+    pattern.fill(&src, 0, 8192, 0);
+    other.tell(&me, Ask::Poison { region: there, offset: 0, len: 8192, byte: 0xa5 });
+    let gated = Gated::new();
+    gated.hold(&me, 1);
+    let submit = |peer, desc| write(&me, peer, &src, desc, (0, 0, 8192), Some(tag));
+    let [kept, cancelled] = [(); 2].map(|()| submit(peer, &desc));
+    let lost = submit(doomed, &of_third);
+    assert_eq!(me.end_within(&cancelled, Duration::from_millis(5)), None);
+    cancelled.cancel();
+    let stopped = |error| End::NeverStarted { error: TransferError::Stopped(error) };
+    assert_eq!(me.end(&cancelled), stopped(group::TransferError::Cancelled));
+    if !me.is_polled() {
+        let hurried = me.engine.with_deadline(Duration::from_millis(30));
+        let one = SingleWrite {
+            peer,
+            src: &src,
+            src_offset: 0,
+            dst: &desc,
+            dst_offset: 0,
+            len: 8192,
+            imm: Some(tag),
+        };
+        let late = hurried.submit_single_write(&one).expect("submit");
+        let (outstanding, peer) = (0, Some(peer));
+        let error = group::TransferError::DeadlineExceeded { outstanding, peer };
+        assert_eq!(me.end(&late), stopped(error));
+    }
+    drop(third);
+    let end = me.end(&lost);
+    assert!(matches!(end, End::NeverStarted { .. }) && names(end, doomed), "{end:?}");
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    assert_eq!(me.end_within(&kept, Duration::from_millis(5)), None);
+    other.check_only(&me, there, 0, 8192, 0xa5);
+    gated.open(1);
+    me.done(&kept);
+    other.count(&me, counter, 1);
+    other.check(&me, there, 0, 8192, pattern);
+    // And with the engine.
+    gated.hold(&me, 2);
+    let last = submit(peer, &desc);
+    assert_eq!(me.end_within(&last, Duration::from_millis(5)), None);
+    let end = std::thread::scope(|scope| {
+        let watching = scope.spawn(|| {
+            let end = last.wait(PATIENCE).ok();
+            // What an engine's end gives back of CUDA's waits for all streams, after that.
+            gated.open(2);
+            end
+        });
+        drop((me, src));
+        watching.join().expect("no panic")
+    });
+    assert_eq!(end, Some(End::NeverStarted { error: TransferError::EngineStopped }));
+}
+
+/// How often the stand-in for the driver was asked to flush what NICs wrote; `None`: it is NVIDIA's.
+fn flushes() -> Option<u64> {
+    let call: extern "C" fn() -> u64 = stand_in_s(c"immwire_fake_cuda_flushes")?;
+    Some(call())
+}
+
+/// A GPU that does not see by itself what NICs write is flushed before each count, and others never are.
+fn counts_come_after_a_flush(case: &Case) {
+    let (me, mut other, _) = case.pair();
+    let landing = me.engine.alloc_gpu(0, 4096).expect("memory");
+    let (src, _) = other.memory(&me, 4096, Own::Engine);
+    let counter = me.engine.counter().expect("a counter");
+    let peer = plain(other.peer(&me, me.engine.address()));
+    let Some(mut before) = flushes() else {
+        eprintln!("    only the stand-in for the driver says how often it was asked");
+        return;
+    };
+    let direct = Device::open(0).expect("GPU 0").direct().expect("what it offers");
+    let wants = direct.visibility() == Visibility::Flush;
+    for _ in 0..20 {
+        let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
+        let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: 4096, tag };
+        other.post(Ask::Write(write));
+        me.count(&counter, 1, PATIENCE).expect("it arrives");
+        let now = flushes().expect("as before");
+        assert_eq!(now > before, wants, "{before} and {now} flushes");
+        before = now;
+        assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
+    }
+}
 
 /// Where no NIC reaches it.
 pub const UNREACHED: &[Test] =
@@ -124,38 +283,54 @@ fn any_part_of_a_gpu_s_memory(case: &Case) {
     }
 }
 
-/// What is held for a stream is what reads its GPU's memory: others go on, and are not held for it a second time.
+/// What is held for a stream is what reads its GPU's memory: others go on, to the same peer and to another one, though as
+/// much is held as all queues are long.
 fn a_stream_holds_nothing_else(case: &Case) {
-    const BYTES: u64 = 64 << 10;
-    let len = usize::try_from(BYTES).expect("small");
+    const PAGE: u64 = 4096;
+    const PAGES: u32 = 2000;
+    let len = usize::try_from(PAGE).expect("small") * PAGES as usize;
+    let bytes = PAGE * u64::from(PAGES);
     let (me, mut other, peer) = case.pair();
-    let (there, desc) = other.memory(&me, 2 * BYTES, Own::Engine);
+    let (mut third, address) = case.agent("third");
+    let another = me.peer(&address);
+    let (there, desc) = other.memory(&me, bytes, Own::Engine);
+    let places = [other.memory(&me, PAGE, Own::Engine), third.memory(&me, PAGE, Own::Engine)];
     let (counter, tag) = other.counter(&me);
-    let [gpu, host] = [me.engine.alloc_gpu(0, len), me.engine.alloc(len)].map(Result::unwrap);
+    let [gpu, host] = [me.engine.alloc_gpu(0, len), me.engine.alloc(4096)].map(Result::unwrap);
     let (early, late) = (case.pattern(1), case.pattern(2));
-    early.fill(&host, 0, BYTES, 0);
-    let device = Device::open(0).expect("GPU 0");
-    let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
-    let stream = Stream::new(&device).expect("a stream");
-    for value in 1..4 {
-        other.tell(&me, Ask::Poison { region: there, offset: 0, len: 2 * BYTES, byte: 0xa5 });
-        // SAFETY: the word is pinned memory that outlives the wait, which ends below.
-        unsafe { stream.after_word(word.address(), value) }.expect("a wait");
-        // SAFETY: a stream of the GPU's primary context.
-        unsafe { me.engine.after_stream(0, stream.raw()) }.expect("after_stream");
-        let held = write(&me, peer, &gpu, &desc, (0, 0, BYTES), Some(tag));
+    early.fill(&host, 0, PAGE, 0);
+    // No page next to the last one's.
+    let pages: Vec<u32> = (0..PAGES).map(|page| page * 999 % PAGES).collect();
+    let gated = Gated::new();
+    for round in 1..4 {
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: bytes, byte: 0xa5 });
+        gated.hold(&me, round);
+        let list = || Pages { indices: pages.clone().into(), stride: PAGE, offset: 0 };
+        let paged = PagedWrite {
+            peer,
+            page_bytes: PAGE,
+            src: &gpu,
+            src_pages: list(),
+            dst: &desc,
+            dst_pages: list(),
+            imm: Some(tag),
+        };
+        let held = me.engine.submit_paged_writes(&paged).expect("submit");
         assert_eq!(me.end_within(&held, Duration::from_millis(20)), None);
-        me.done(&write(&me, peer, &host, &desc, (0, BYTES, BYTES), Some(tag)));
-        other.count(&me, counter, 1);
-        other.check(&me, there, BYTES, BYTES, early);
-        other.check_only(&me, there, 0, BYTES, 0xa5);
-        late.fill(&gpu, 0, BYTES, 0);
-        word.word(0).expect("a word").store(value, Ordering::Release);
+        for (who, (_, desc)) in [peer, another].into_iter().zip(&places) {
+            me.done(&write(&me, who, &host, desc, (0, 0, PAGE), None));
+        }
+        other.check_only(&me, there, 0, bytes, 0xa5);
+        late.fill(&gpu, 0, bytes, 0);
+        gated.open(round);
         me.done(&held);
-        other.count(&me, counter, 1);
-        other.check(&me, there, 0, BYTES, late);
-        poison(&gpu, 0, BYTES, 0);
+        other.count(&me, counter, u64::from(PAGES));
+        other.check(&me, there, 0, bytes, late);
+        poison(&gpu, 0, bytes, 0);
     }
+    let [(near, _), (far, _)] = places;
+    other.check(&me, near, 0, PAGE, early);
+    third.check(&me, far, 0, PAGE, early);
 }
 
 /// A write that is to come after what a stream does waits for that, and for nothing else.
@@ -188,21 +363,24 @@ fn after_stream(case: &Case) {
     other.check(&me, there, 0, BYTES, late);
 }
 
-/// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.
-fn refuse(nth: u32) -> bool {
+/// A function that the stand-in for the driver has beside the driver's, if that is what there is. `F` is its type
+/// (`verification/fake-cuda/src`).
+fn stand_in_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
+    assert_eq!(size_of::<F>(), size_of::<*mut libc::c_void>());
     // SAFETY: it is loaded, by us; nothing is loaded by this.
     let driver =
         unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
     assert!(!driver.is_null(), "an engine has loaded the driver");
     // SAFETY: a library's handle, and a name.
-    let found = unsafe { libc::dlsym(driver, c"immwire_fake_cuda_refuse".as_ptr()) };
-    if found.is_null() {
-        return false;
-    }
-    // SAFETY: the function of that name has this type (`verification/fake-cuda/src/api.rs`).
-    let call = unsafe { std::mem::transmute::<*mut libc::c_void, extern "C" fn(u32)>(found) };
-    call(nth);
-    true
+    let found = unsafe { libc::dlsym(driver, name.as_ptr()) };
+    // SAFETY: the function of that name, of this type: our callers know.
+    (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
+}
+
+/// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.
+fn refuse(nth: u32) -> bool {
+    let call: Option<extern "C" fn(u32)> = stand_in_s(c"immwire_fake_cuda_refuse");
+    call.inspect(|call| call(nth)).is_some()
 }
 
 /// A copy that the driver does not take, or takes half of, fails alone: it is not counted, and the

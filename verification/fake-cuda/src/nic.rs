@@ -19,7 +19,7 @@ use rustix::fs::MemfdFlags;
 use std::ffi::c_int;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 /// The host's pages, of which DMA-BUFs are made.
@@ -67,8 +67,18 @@ fn land(is: impl Fn(&OnTheWay) -> bool) {
     }
 }
 
+/// How often somebody has asked for it.
+static FLUSHES: AtomicU64 = AtomicU64::new(0);
+
+/// No driver's: that number.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_flushes() -> u64 {
+    FLUSHES.load(Ordering::Relaxed)
+}
+
 /// Has what NICs have written to a GPU's memory arrive.
 pub(crate) fn flush(gpu: u8) {
+    FLUSHES.fetch_add(1, Ordering::Relaxed);
     land(|write| write.gpu == gpu);
 }
 

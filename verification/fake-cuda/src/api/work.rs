@@ -9,6 +9,7 @@ use crate::violation::broken;
 use crate::world::{Function, Module, begin};
 use cudarc::driver::sys as cu;
 use immwire_cuda::geometry::BULK_SHARED_BYTES;
+use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
 
@@ -48,6 +49,19 @@ calls! {
     fn cuStreamIsCapturing(stream: u64, status: Out<c_uint>) {
         begin("cuStreamIsCapturing").any_stream("cuStreamIsCapturing", stream);
         status.put(cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
+    }
+
+    /// Of this thread; what was, comes back.
+    fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
+        thread_local!(static MODE: Cell<c_uint> = const { Cell::new(0) });
+        drop(begin("cuThreadExchangeStreamCaptureMode"));
+        // SAFETY: null, or a number of the caller's.
+        let Some(mode) = (unsafe { mode.as_mut() }) else { return Err(code::INVALID_VALUE) };
+        if *mode > cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint {
+            return Err(code::INVALID_VALUE);
+        }
+        *mode = MODE.replace(*mode);
+        Ok(())
     }
 
     fn cuStreamSynchronize(stream: u64) {
