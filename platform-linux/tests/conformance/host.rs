@@ -7,7 +7,8 @@ use std::time::{Duration, Instant};
 use immwire::core::group::TransferError as Stopped;
 use immwire::{
     Builder, CloseError, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr,
-    PeerId, PeerState, RecvError, Region, Rights, Transfer, TransferEngine, TransferError,
+    PeerId, PeerState, RecvError, Region, Rights, SingleWrite, Transfer, TransferEngine,
+    TransferError,
 };
 use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 use serde::{Deserialize, Serialize};
@@ -218,6 +219,15 @@ impl Host {
             None => self.engine.recv(limit),
             Some(driver) => driver.borrow_mut().recv(limit),
         }
+    }
+
+    /// Submits a write, from the thread that polls if there is one.
+    pub fn submit(&self, write: &SingleWrite<'_>) -> Transfer {
+        let transfer = match &self.driver {
+            None => self.engine.submit_single_write(write),
+            Some(driver) => driver.borrow_mut().submit_single_write(write),
+        };
+        transfer.expect("submit")
     }
 
     /// Takes a region back.

@@ -544,7 +544,7 @@ mod tests {
                     (true, true) => 0,
                 };
                 assert_eq!(verdict.exit_code, expected, "{bits} {ptrace_scope:?}");
-                assert_eq!(verdict.paths.len(), 5);
+                assert_eq!(verdict.paths.len(), 6);
                 for path in &verdict.paths {
                     assert!(!path.why.is_empty() && !path.todo.is_empty(), "{path:?}");
                 }
