@@ -1,5 +1,6 @@
 //! What is there only where memory is of GPUs.
 
+use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -47,14 +48,15 @@ pub const BY_NICS: &[Test] = &[
 /// A stream of GPU 0 that goes on when a word has a number.
 struct Gated {
     stream: Stream,
-    word: PinnedMemory,
+    /// Never given back: that would wait for other gated streams.
+    word: ManuallyDrop<PinnedMemory>,
 }
 
 impl Gated {
     fn new() -> Self {
         let device = Device::open(0).expect("GPU 0");
         let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
-        Self { stream: Stream::new(&device).expect("a stream"), word }
+        Self { stream: Stream::new(&device).expect("a stream"), word: ManuallyDrop::new(word) }
     }
 
     /// Has the stream wait for the number, and the engine for the stream.
