@@ -32,6 +32,7 @@ use crate::error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
     WaitTimeout,
 };
+use crate::flag::{Flags, GpuFlag};
 use crate::gate::{Gates, StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
 use crate::provider::{Memory, NicInfo, Provider, RegisterError, Window};
@@ -493,6 +494,7 @@ impl Builder {
             max_message,
             threads: Mutex::default(),
             watch: Arc::default(),
+            flags: Arc::default(),
             gates,
         };
         Ok(Parts { inner, drive })
@@ -625,6 +627,7 @@ struct Inner {
     max_message: usize,
     threads: Mutex<Vec<JoinHandle<()>>>,
     watch: Arc<Watch>,
+    flags: Arc<Flags>,
     gates: Arc<Gates>,
 }
 
@@ -786,6 +789,33 @@ impl TransferEngine {
     ) -> Result<UvmWatcher, RegisterError> {
         let pin = |bytes| self.inner.registry.pin(bytes);
         self.inner.watch.add(pin, Box::new(callback))
+    }
+
+    /// A word, zero, that kernels of GPU `ordinal` look at, and that the CPU stores to: how a running kernel is told that it may
+    /// go on, by a callback of a counter's, say. With GDRCopy it lies in the GPU's memory, else in pinned memory of the host
+    /// ([`GpuFlag::place`]). The first one of a GPU takes a page, a millisecond or so; later ones nothing.
+    ///
+    /// ```no_run
+    /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+    /// # use std::time::Duration;
+    /// let engine = immwire::TransferEngine::builder().gpus([0]).build()?;
+    /// let (arrived, flag) = (engine.counter()?, engine.alloc_gpu_flag(0)?);
+    /// // ... launches a kernel that spins on the word at `flag.address()`; and when 64 writes are there:
+    /// arrived.wait(64, Duration::from_secs(1))?;
+    /// flag.set(64);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError::NoGpu`], [`RegisterError::Gpu`] with the driver's answer.
+    pub fn alloc_gpu_flag(&self, ordinal: u32) -> Result<GpuFlag, RegisterError> {
+        let registry = &self.inner.registry;
+        // SAFETY: null is the GPU's default stream; it is not used.
+        let stream = || unsafe { registry.stream(ordinal, std::ptr::null_mut()) };
+        let device = || stream().map(|stream| stream.device().clone());
+        self.inner.flags.alloc(ordinal, device, |bytes| registry.pin(bytes))
     }
 
     /// Orders what is submitted after this behind what is in a stream now: GPU `ordinal` copies nothing for this engine that

@@ -58,6 +58,7 @@ mod counting;
 mod driver;
 mod engine;
 mod error;
+mod flag;
 mod gate;
 mod gpus;
 mod intake;
@@ -99,6 +100,7 @@ pub use error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
     SubmitError, TransferError, WaitTimeout,
 };
+pub use flag::{FlagPlace, GpuFlag, gdrcopy_version};
 pub use gate::{StreamWait, StreamWaitError};
 pub use provider::{Place, RegisterError};
 pub use region::{AccessError, CloseError, Region};

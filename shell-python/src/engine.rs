@@ -24,6 +24,7 @@ use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
 use crate::buffer::View;
 use crate::counter::ImmCounter;
 use crate::errors;
+use crate::flag::GpuFlag;
 use crate::fork::{self, Owned};
 use crate::memory::{self, Keep};
 use crate::messages::{Mailbox, Recv};
@@ -532,6 +533,15 @@ impl TransferEngine {
         let job = move |before: u64, now: u64| call_back(&call, |call| call.call1((before, now)));
         let watcher = py.detach(|| core.engine.alloc_uvm_watcher(job));
         watcher.map(UvmWatcher::new).map_err(|error| errors::register(&error))
+    }
+
+    /// A word, zero, that kernels of GPU ``device`` look at, and that ``set`` stores to: how a running kernel is told
+    /// something. With GDRCopy it lies in the GPU's memory, else in pinned memory of the host.
+    #[pyo3(signature = (*, device))]
+    fn alloc_gpu_flag(&self, py: Python<'_>, device: u32) -> PyResult<GpuFlag> {
+        let core = self.core()?;
+        let flag = py.detach(|| core.engine.alloc_gpu_flag(device));
+        flag.map(GpuFlag::new).map_err(|error| errors::register(&error))
     }
 
     // ---- peers ----

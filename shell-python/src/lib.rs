@@ -24,6 +24,7 @@ mod cli;
 mod counter;
 mod engine;
 mod errors;
+mod flag;
 mod fork;
 mod memory;
 mod messages;
@@ -49,6 +50,8 @@ mod _immwire {
     use super::counter::ImmCounter;
     #[pymodule_export]
     use super::engine::{TransferEngine, close_all};
+    #[pymodule_export]
+    use super::flag::GpuFlag;
     #[pymodule_export]
     use super::moe::{AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received};
     #[pymodule_export]

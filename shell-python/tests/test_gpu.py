@@ -388,6 +388,26 @@ def case_words_that_a_gpu_stores_to_are_watched():
         engine.alloc_uvm_watcher(note)
 
 
+def case_flags_are_words_that_kernels_read():
+    by_gdrcopy = os.environ.get("IMMWIRE_GDRAPI")
+    with immwire.TransferEngine(gpus=[0, 1]) as engine:
+        with engine.alloc_gpu_flag(device=0) as one, engine.alloc_gpu_flag(device=0) as two:
+            assert (one.value, one.device, one.place) == (0, 0, "gpu" if by_gdrcopy else "host")
+            assert one.address % 8 == two.address % 8 == 0
+            assert abs(one.address - two.address) >= 8
+            one.set(7)
+            assert (one.value, two.value) == (7, 0)
+            assert "of GPU 0" in repr(one)
+            with pytest.raises(OverflowError):
+                one.set(-1)
+        with pytest.raises(immwire.ImmwireError, match="closed"):
+            one.set(1)
+        with pytest.raises(immwire.UnsupportedMemory, match="GPU 2"):
+            engine.alloc_gpu_flag(device=2)
+    with immwire.TransferEngine() as engine, pytest.raises(immwire.UnsupportedMemory):
+        engine.alloc_gpu_flag(device=0)
+
+
 def case_what_cannot_be_is_refused():
     with pytest.raises(immwire.ImmwireError, match="GPU 9"):
         immwire.TransferEngine(gpus=[9])

@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use immwire::core::group;
 use immwire::{
-    CountError, End, ImmCounter, PagedWrite, Pages, PeerState, Place, RegisterError, Rights,
-    SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
+    CountError, End, FlagPlace, GpuFlag, ImmCounter, PagedWrite, Pages, PeerState, Place,
+    RegisterError, Rights, SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
@@ -28,7 +28,65 @@ pub const TESTS: &[Test] = &[
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
+    ("flags_reach_their_gpu", Spread::Once, flags_reach_their_gpu),
 ];
+
+/// A GPU finds in a flag what was stored there, and the next one who has it finds zero. By GDRCopy, if that is there.
+fn flags_reach_their_gpu(case: &Case) {
+    let me = case.me();
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let copier = Copier::new(&stream, Tuning::default()).expect("a copier");
+    let seen = PinnedMemory::zeroed(&device, 16).expect("pinned");
+    let [value, done] = [0, 8].map(|at| seen.word(at).expect("a word"));
+    let mut rounds = 0;
+    // What kernels find where the flag is.
+    let mut look = |address| {
+        rounds += 1;
+        let copy = PagedCopy::contiguous(address, seen.address(), 8);
+        let release = Release::Store { word: seen.address() + 8, value: rounds };
+        // SAFETY: both words are there until the copy is done, which is waited for; nobody else uses the second.
+        unsafe { copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN) }.expect("submit");
+        let there = || (done.load(Ordering::Acquire) == rounds).then_some(());
+        me.until(PATIENCE, there).expect("a copy");
+        value.load(Ordering::Acquire)
+    };
+    let flags: Vec<_> = (0..3).map(|_| me.engine.alloc_gpu_flag(0).expect("a flag")).collect();
+    let by_gdrcopy = std::env::var_os("IMMWIRE_GDRAPI").is_some();
+    for flag in &flags {
+        match flag.place() {
+            FlagPlace::Gpu => assert!(by_gdrcopy),
+            FlagPlace::Host { why } => assert!(!by_gdrcopy && why.contains("libgdrapi"), "{why}"),
+        }
+        assert!(flag.address().is_multiple_of(8) && look(flag.address()) == 0);
+    }
+    for number in [1, 7, u64::MAX, 0, 3] {
+        for (n, flag) in (0..).zip(&flags) {
+            flag.set(number ^ n);
+        }
+        for (n, flag) in (0..).zip(&flags) {
+            assert_eq!((flag.value(), look(flag.address())), (number ^ n, number ^ n));
+        }
+    }
+    // A stream waits for one.
+    let held = &flags[1];
+    held.set(0);
+    // SAFETY: the flag outlives the wait, which ends below.
+    unsafe { stream.after_word(held.address(), 5) }.expect("a wait");
+    me.linger(Duration::from_millis(5));
+    assert!(!stream.is_done().expect("no error"));
+    held.set(5);
+    passes(&me, &stream);
+    let places: Vec<_> = flags.iter().map(GpuFlag::address).collect();
+    flags.iter().for_each(|flag| flag.set(9));
+    drop(flags);
+    let next = me.engine.alloc_gpu_flag(0).expect("a flag");
+    assert!(places.contains(&next.address()) && look(next.address()) == 0 && next.value() == 0);
+    assert!(matches!(me.engine.alloc_gpu_flag(99), Err(RegisterError::NoGpu { ordinal: 99 })));
+    // It may outlive its engine.
+    drop(me);
+    next.set(1);
+}
 
 /// Where GPUs copy.
 pub const COPYING: &[Test] = &[

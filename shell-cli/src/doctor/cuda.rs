@@ -18,6 +18,8 @@ pub type Cuda = Asked<Gpus>;
 pub struct Gpus {
     /// Whether this program was built with kernels for them.
     pub kernels: bool,
+    /// The GDRCopy by which flags lie in GPUs' memory, or why they lie in the host's.
+    pub flags: String,
     /// As `CUDA_VISIBLE_DEVICES` leaves them, by number.
     pub gpus: Vec<CudaGpu>,
 }
@@ -88,7 +90,11 @@ fn survey() -> Result<Gpus, Error> {
             CudaGpu { ordinal: *ordinal, why_not: Some(error.to_string()), ..CudaGpu::default() }
         }
     });
-    Ok(Gpus { kernels: kernels_built_in(), gpus: gpus.collect() })
+    let flags = match immwire::gdrcopy_version() {
+        Ok((major, minor)) => format!("in GPUs' memory, by GDRCopy {major}.{minor}"),
+        Err(why) => format!("in pinned memory of the host: {why}"),
+    };
+    Ok(Gpus { kernels: kernels_built_in(), flags, gpus: gpus.collect() })
 }
 
 fn describe(device: &Device, all: &[&Device]) -> CudaGpu {

@@ -235,7 +235,8 @@ fn cuda_text(cuda: &Cuda) -> String {
     match cuda {
         Cuda::Found(found) => {
             let kernels = if found.kernels { "kernels built in" } else { "built without kernels" };
-            format!("{}; {kernels}", joined(found.gpus.iter().map(gpu), "no GPU"))
+            let gpus = joined(found.gpus.iter().map(gpu), "no GPU");
+            format!("{gpus}; {kernels}; flags for kernels lie {}", found.flags)
         }
         Cuda::NotFound(why) | Cuda::Fails(why) => why.clone(),
     }

@@ -431,7 +431,7 @@ mod tests {
             why_not: why_not.map(str::to_owned),
             ..CudaGpu::default()
         };
-        let found = |kernels, gpus| Cuda::Found(Gpus { kernels, gpus });
+        let found = |kernels, gpus| Cuda::Found(Gpus { kernels, gpus, ..Gpus::default() });
         let whole = found(true, vec![gpu(0, None), gpu(1, None)]);
         let part = found(true, vec![gpu(0, None), gpu(1, Some("too old"))]);
         let bare = found(false, vec![gpu(0, Some("no kernels"))]);
@@ -469,7 +469,7 @@ mod tests {
             (Nics::Never, &mlx5, &efa, &peermem, State::Missing, "lets no NIC"),
         ] {
             let gpus = vec![CudaGpu { nics, ..CudaGpu::default() }];
-            let cuda = Cuda::Found(Gpus { kernels: true, gpus });
+            let cuda = Cuda::Found(Gpus { kernels: true, gpus, ..Gpus::default() });
             let (verbs, libfabric) = (verbs.clone(), libfabric.clone());
             let probes = Probes { cuda, verbs, libfabric, ..probes(true, true, true) };
             let rdma = vec![RdmaDevice { name: "mlx5_0".into(), ..RdmaDevice::default() }];

@@ -7,6 +7,7 @@
 
 mod device;
 mod direct;
+mod gdr;
 mod mapped;
 mod memory;
 mod work;

@@ -23,6 +23,8 @@ pub(crate) struct Config {
     pub(crate) dma_buf: bool,
     /// `IMMWIRE_FAKE_CUDA_UNORDERED` (0): 1 if what NICs write is seen after a flush only.
     pub(crate) unordered: bool,
+    /// `IMMWIRE_FAKE_CUDA_NO_GDRDRV` (0): 1 if GDRCopy has no kernel module.
+    pub(crate) gdrdrv: bool,
     /// `IMMWIRE_FAKE_CUDA_SEED` (none): what delays follow from. Without one there are none; the order of pieces is
     /// mixed all the same.
     pub(crate) seed: Option<u64>,
@@ -52,6 +54,7 @@ impl Config {
             peers: !is("IMMWIRE_FAKE_CUDA_NO_PEER")?,
             dma_buf: !is("IMMWIRE_FAKE_CUDA_NO_DMA_BUF")?,
             unordered: is("IMMWIRE_FAKE_CUDA_UNORDERED")?,
+            gdrdrv: !is("IMMWIRE_FAKE_CUDA_NO_GDRDRV")?,
             seed: number("IMMWIRE_FAKE_CUDA_SEED", u64::MAX)?,
         })
     }
@@ -80,6 +83,7 @@ mod tests {
             peers: true,
             dma_buf: true,
             unordered: false,
+            gdrdrv: true,
             seed: None,
         };
         assert_eq!(read(&[]), Ok(expected));
@@ -96,6 +100,7 @@ mod tests {
             ("IMMWIRE_FAKE_CUDA_NO_PEER", "yes"),
             ("IMMWIRE_FAKE_CUDA_NO_DMA_BUF", "2"),
             ("IMMWIRE_FAKE_CUDA_UNORDERED", "no"),
+            ("IMMWIRE_FAKE_CUDA_NO_GDRDRV", "off"),
             ("IMMWIRE_FAKE_CUDA_SEED", "-1"),
         ] {
             assert!(read(&[(name, value)]).unwrap_err().contains(name));

@@ -29,6 +29,7 @@
 //! - Whoever asks for pinned memory, or gives some or a GPU's back, waits for all streams of the context.
 //! - New memory is not zero. Adding to a word in host memory is not atomic for the CPU.
 //! - Everything that belongs to a context goes when its last retention does.
+//! - GDRCopy's library is in it, too, for whoever is told so (`api/gdr.rs`).
 //! - A command is refused, if a test asks for that (`immwire_fake_cuda_refuse`).
 //! - NICs, which are models too, reach a GPU's memory by DMA-BUFs alone, whose allocations were told to complete copies
 //!   (`nic.rs`); where writes are unordered, nobody sees what they wrote before the GPU is flushed.
