@@ -34,7 +34,6 @@ from ._errors import (
     DeadlineExceeded,
     EngineClosed,
     ForkedError,
-    GpuFlag,
     ImmwireError,
     MoeError,
     MoeTimeout,
@@ -51,6 +50,7 @@ from ._errors import (
     WaitTimeout,
 )
 from ._immwire import (
+    GpuFlag,
     ImmCounter,
     Message,
     MrDesc,
