@@ -26,7 +26,7 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 use crate::error::{AddPeerError, End, TransferError};
 use crate::gpus::number;
 use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
-use crate::provider::{ConnectError, Path, Provider, RemotePath, Sink, nic_states};
+use crate::provider::{ConnectError, Path, Place, Provider, RemotePath, Sink, nic_states};
 use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
 use crate::shared::{Command, Control, Shared, bump, refused};
@@ -339,11 +339,22 @@ impl<P: Provider> Engine<P> {
     fn release(&mut self) -> bool {
         let mut any = false;
         let mut at = 0;
+        // What was found not to be through: then what waits for that and more is not, and the driver is not asked again.
+        let mut early: Option<(Place, u64)> = None;
         while let Some(submission) = self.state.held.get(at) {
+            let behind = submission.behind;
             let through = match &submission.hold {
-                Some(src) => src.is_through(submission.behind),
+                Some(src) if early.is_some_and(|it| it.0 == src.place() && it.1 <= behind) => {
+                    Ok(false)
+                }
+                Some(src) => src.is_through(behind),
                 None => Ok(true),
             };
+            if let (Ok(false), Some(src)) = (&through, &submission.hold) {
+                let first =
+                    early.filter(|it| it.0 == src.place()).map_or(behind, |it| it.1.min(behind));
+                early = Some((src.place(), first));
+            }
             let is_gone = |peer| {
                 let state = self.state.group.peer_state(peer);
                 state.is_none_or(|state| matches!(state, PeerState::Down(_)))
