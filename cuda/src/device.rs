@@ -8,7 +8,7 @@
 //! 1. A context outlives what was made in it: whoever owns a handle of CUDA's owns a [`Device`] too.
 //! 2. No call waits for the GPU, but [`Event::wait`], which takes a deadline.
 
-use crate::driver::{self, Current, check, cu};
+use crate::driver::{self, Aside, Current, check, cu};
 use crate::error::Error;
 use crate::geometry::Gpu;
 use crate::share::Uuid;
@@ -86,6 +86,7 @@ impl Device {
         let sms = attribute(device, A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
         let host_atomics =
             attribute(device, A::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)? != 0;
+        let _aside = Aside::step()?;
         let mut context = ptr::null_mut();
         // SAFETY: the device is one; writes the one handle. Given back by `Primary::drop`.
         let retained = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
@@ -213,7 +214,7 @@ impl Device {
         self.0.device
     }
 
-    /// Makes the context current until the guard goes.
+    /// Makes the context current until the guard goes, and has captures of graphs not mind what is called meanwhile.
     pub(crate) fn enter(&self) -> Result<Current, Error> {
         // SAFETY: the context is alive while `self` is, and callers keep the guard no longer.
         unsafe { Current::enter(self.0.context) }
@@ -370,25 +371,6 @@ impl Stream {
     }
 }
 
-/// Has captures of other threads' not mind what this one calls, until it is dropped.
-pub(crate) struct Aside(cu::CUstreamCaptureMode);
-
-impl Aside {
-    pub(crate) fn step() -> Result<Self, Error> {
-        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
-        // SAFETY: reads and writes the one number, which is this thread's mode before.
-        let exchanged = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
-        check("cuThreadExchangeStreamCaptureMode", exchanged).map(|()| Self(mode))
-    }
-}
-
-impl Drop for Aside {
-    fn drop(&mut self) {
-        // SAFETY: as above; the number is one that the driver gave.
-        let _ = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
-    }
-}
-
 /// A mark in a stream: done when everything before it is.
 #[derive(Debug)]
 pub struct Event {
@@ -448,17 +430,6 @@ impl Event {
             cu::CUresult::CUDA_ERROR_NOT_READY => Ok(false),
             answer => check("cuEventQuery", answer).map(|()| true),
         }
-    }
-
-    /// As [`Event::is_done`], for a thread that the application does not know of: another thread may be capturing a graph, and
-    /// would have to stop for what CUDA takes for unsafe then (driver API, `cuThreadExchangeStreamCaptureMode`).
-    ///
-    /// # Errors
-    ///
-    /// As [`Event::is_done`].
-    pub fn is_done_while_capturing(&self) -> Result<bool, Error> {
-        let _aside = Aside::step()?;
-        self.is_done()
     }
 
     /// Waits until everything before the mark is done, for `limit` at most. Spins, then yields.

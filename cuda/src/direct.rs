@@ -19,7 +19,7 @@
 //!    small ranges.
 //! 2. The memory stays for as long as the file is open, or mapped by a NIC, whoever frees it.
 
-use crate::device::{Aside, Device, attribute};
+use crate::device::{Device, attribute};
 use crate::driver::{check, cu};
 use crate::error::Error;
 use crate::share::known;
@@ -116,8 +116,6 @@ impl Device {
     ///
     /// What the driver answers.
     pub fn flush_writes(&self) -> Result<(), Error> {
-        // Whoever polls calls this, while others may be capturing graphs.
-        let _aside = Aside::step()?;
         let _current = self.enter()?;
         let target =
             cu::CUflushGPUDirectRDMAWritesTarget::CU_FLUSH_GPU_DIRECT_RDMA_WRITES_TARGET_CURRENT_CTX;

@@ -106,9 +106,37 @@ pub(crate) fn check(call: &'static str, answer: cu::CUresult) -> Result<(), Erro
     }
 }
 
-/// Makes a context current on this thread until it is dropped.
+/// Has captures of graphs not mind what this thread calls, until it is dropped.
+///
+/// While any thread captures, CUDA refuses calls that it takes for unsafe then, and the capture fails by them: in the capturing
+/// thread, and in the mode that frameworks use in every other thread of the process too, such as an engine's. What they are
+/// unsafe for is work in the stream that is captured, which waits for the graph. Nothing here waits for such work (driver
+/// API, `cuThreadExchangeStreamCaptureMode`).
+#[must_use = "captures mind again when this is dropped"]
+pub(crate) struct Aside(cu::CUstreamCaptureMode);
+
+impl Aside {
+    pub(crate) fn step() -> Result<Self, Error> {
+        let mut mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        // SAFETY: reads and writes the one number, which is this thread's mode before.
+        let exchanged = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut mode) };
+        check("cuThreadExchangeStreamCaptureMode", exchanged).map(|()| Self(mode))
+    }
+}
+
+impl Drop for Aside {
+    fn drop(&mut self) {
+        // SAFETY: as above; the number is one that the driver gave.
+        let _ = unsafe { cu::cuThreadExchangeStreamCaptureMode(&raw mut self.0) };
+    }
+}
+
+/// Makes a context current on this thread until it is dropped, [aside](Aside) of captures.
 #[must_use = "the context is current until this is dropped"]
-pub(crate) struct Current(());
+pub(crate) struct Current {
+    _aside: Aside,
+    _pushed: Pushed,
+}
 
 impl Current {
     /// # Safety
@@ -117,11 +145,15 @@ impl Current {
     pub(crate) unsafe fn enter(context: cu::CUcontext) -> Result<Self, Error> {
         // SAFETY: the context is alive, by our caller's promise.
         check("cuCtxPushCurrent", unsafe { cu::cuCtxPushCurrent_v2(context) })?;
-        Ok(Self(()))
+        let pushed = Pushed(());
+        Ok(Self { _aside: Aside::step()?, _pushed: pushed })
     }
 }
 
-impl Drop for Current {
+/// A context on this thread's stack.
+struct Pushed(());
+
+impl Drop for Pushed {
     fn drop(&mut self) {
         let mut popped = ptr::null_mut();
         // SAFETY: takes off what `enter` put on this thread's stack: this type is not `Send` in use, as every value of

@@ -104,15 +104,15 @@ impl One {
         // SAFETY: our caller's promise; the borrowing ends here.
         let stream = unsafe { Stream::borrow(&self.device, stream) };
         let failed = RegisterError::Gpu;
+        // What is behind an event of a graph's is a part of that graph, or can never be asked whether it is over.
+        if stream.is_capturing().map_err(failed)? {
+            return Err(RegisterError::Capturing);
+        }
         if let Some(streams) = self.streams.get() {
             let event = Event::new(&self.device).map_err(failed)?;
             event.record(&stream).map_err(failed)?;
             // The event may go: the driver keeps what is waited for.
             return streams.iter().try_for_each(|own| own.after(&event)).map_err(failed);
-        }
-        // Of an event in a graph it can never be asked whether it is over.
-        if stream.is_capturing().map_err(failed)? {
-            return Err(RegisterError::Capturing);
         }
         let event = Event::new(&self.device).map_err(failed)?;
         event.record(&stream).map_err(failed)?;
@@ -129,7 +129,7 @@ impl One {
     /// Forgets holds that are over. An error leaves them: nothing is to be read that may not be there.
     fn look(&self, holds: &mut Vec<(u64, Event)>) -> Result<(), Error> {
         let mut failed = Ok(());
-        holds.retain(|(_, event)| match event.is_done_while_capturing() {
+        holds.retain(|(_, event)| match event.is_done() {
             Ok(done) => !done,
             Err(why) => {
                 failed = Err(why);

@@ -1,6 +1,6 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
-//!     immwire-bench-gpu check | check-few | time | ends FROM TO SMS | signals FROM TO
+//!     immwire-bench-gpu check | check-few | captures | time | ends FROM TO SMS | signals FROM TO
 //!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time | moe-processes N
 //!
 //! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
@@ -9,6 +9,7 @@
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
 
+mod captures;
 mod check;
 mod direct;
 mod ends;
@@ -40,7 +41,7 @@ fn main() -> ExitCode {
             _ => Err("ranks are numbers".into()),
         },
         [what] => run(what),
-        _ => Err("check, check-few, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
+        _ => Err("check, check-few, captures, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
                   moe-processes N"
             .into()),
     };
@@ -76,6 +77,9 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
             result.insert("direct".into(), direct::run(&gpus)?);
             result.insert("checked".into(), check::run(&gpus, what == "check-few")?);
         }
+        "captures" => {
+            result.insert("captures".into(), captures::run(&gpus)?);
+        }
         "moe-check" | "moe-check-few" => {
             result.insert("moe".into(), moe::check(&gpus, what == "moe-check-few")?);
         }
@@ -104,7 +108,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         }
         _ => {
             return Err(
-                "check, check-few, time, moe-check, moe-check-few, moe-replay or moe-time".into()
+                "check, check-few, captures, time, moe-check, moe-check-few, moe-replay or moe-time".into()
             );
         }
     }

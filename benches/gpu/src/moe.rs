@@ -812,7 +812,7 @@ impl Graph {
         let stream: cu::CUstream = rank.stream.raw().cast();
         within(&all.gpus[rank.gpu].device, || {
             let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
-            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
             // SAFETY: the stream is alive, and nobody else captures it; so below.
             call("cuStreamBeginCapture", unsafe { cu::cuStreamBeginCapture_v2(stream, mode) })?;
             work(&rank.stream)?;

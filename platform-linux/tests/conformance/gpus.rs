@@ -1,5 +1,6 @@
 //! What is there only where memory is of GPUs.
 
+use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
 use std::ptr::NonNull;
@@ -29,6 +30,7 @@ pub const TESTS: &[Test] = &[
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
     ("flags_reach_their_gpu", Spread::Once, flags_reach_their_gpu),
+    ("captures_of_graphs", Spread::ProcessesBothMotors, captures_of_graphs),
 ];
 
 /// A GPU finds in a flag what was stored there, and the next one who has it finds zero. By GDRCopy, if that is there.
@@ -239,7 +241,7 @@ fn what_is_held_ends(case: &Case) {
 
 /// How often the stand-in for the driver was asked to flush what NICs wrote; `None`: it is NVIDIA's.
 fn flushes() -> Option<u64> {
-    let call: extern "C" fn() -> u64 = stand_in_s(c"immwire_fake_cuda_flushes")?;
+    let call: extern "C" fn() -> u64 = driver_s(c"immwire_fake_cuda_flushes")?;
     Some(call())
 }
 
@@ -434,9 +436,9 @@ fn after_stream(case: &Case) {
     other.check(&me, there, 0, BYTES, late);
 }
 
-/// A function that the stand-in for the driver has beside the driver's, if that is what there is. `F` is its type
-/// (`verification/fake-cuda/src`).
-fn stand_in_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
+/// A function of the driver's, or one that only the stand-in for it has, if it is there. `F` is its type (`cuda.h`,
+/// `verification/fake-cuda/src`).
+fn driver_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
     assert_eq!(size_of::<F>(), size_of::<*mut libc::c_void>());
     // SAFETY: it is loaded, by us; nothing is loaded by this.
     let driver =
@@ -450,7 +452,7 @@ fn stand_in_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
 
 /// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.
 fn refuse(nth: u32) -> bool {
-    let call: Option<extern "C" fn(u32)> = stand_in_s(c"immwire_fake_cuda_refuse");
+    let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_refuse");
     call.inspect(|call| call(nth)).is_some()
 }
 
@@ -497,6 +499,89 @@ fn refused_copies(case: &Case) {
         }
     }
     assert!(halves > 0, "no copy has two commands");
+}
+
+/// A stream that is captured, until it is told to end.
+struct Captured<'a> {
+    stream: &'a Stream,
+}
+
+impl<'a> Captured<'a> {
+    /// `mode` is one of `CUstreamCaptureMode`.
+    fn begin(stream: &'a Stream, mode: u32) -> Self {
+        let begin: Option<extern "C" fn(*mut c_void, u32) -> u32> =
+            driver_s(c"cuStreamBeginCapture_v2");
+        let begun = Self::within(stream, || begin.expect("of the driver's")(stream.raw(), mode));
+        assert_eq!(begun, 0, "cuStreamBeginCapture");
+        Self { stream }
+    }
+
+    /// Makes the stream's context current for a call.
+    fn within(stream: &Stream, call: impl FnOnce() -> u32) -> u32 {
+        let push: Option<extern "C" fn(*mut c_void) -> u32> = driver_s(c"cuCtxPushCurrent_v2");
+        let pop: Option<extern "C" fn(&mut *mut c_void) -> u32> = driver_s(c"cuCtxPopCurrent_v2");
+        assert_eq!(push.expect("of the driver's")(stream.device().context()), 0);
+        let answer = call();
+        assert_eq!(pop.expect("of the driver's")(&mut std::ptr::null_mut()), 0);
+        answer
+    }
+
+    /// How many nodes were captured.
+    fn end(self) -> usize {
+        type End = extern "C" fn(*mut c_void, &mut *mut c_void) -> u32;
+        type Nodes = extern "C" fn(*mut c_void, *mut c_void, &mut usize) -> u32;
+        let end: Option<End> = driver_s(c"cuStreamEndCapture");
+        let nodes: Option<Nodes> = driver_s(c"cuGraphGetNodes");
+        let destroy: Option<extern "C" fn(*mut c_void) -> u32> = driver_s(c"cuGraphDestroy");
+        let (mut graph, mut count) = (std::ptr::null_mut(), 0);
+        let ended = Self::within(self.stream, || {
+            end.expect("of the driver's")(self.stream.raw(), &mut graph)
+        });
+        assert_eq!(ended, 0, "cuStreamEndCapture: the capture has failed");
+        let there = nodes.expect("of the driver's")(graph, std::ptr::null_mut(), &mut count);
+        assert_eq!((there, destroy.expect("of the driver's")(graph)), (0, 0));
+        count
+    }
+}
+
+/// An application captures a graph, in each of CUDA's modes: neither what is asked of its engine meanwhile nor what the engine does
+/// disturbs that, and nothing of the engine's gets into the graph.
+fn captures_of_graphs(case: &Case) {
+    const LEN: usize = 64 << 10;
+    const BYTES: u64 = LEN as u64;
+    let (me, mut other, peer) = case.pair();
+    let src = me.engine.alloc_gpu(0, LEN).expect("memory of GPU 0");
+    let scratch = me.engine.alloc_gpu(0, LEN).expect("memory of GPU 0");
+    let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let awaited = Arc::new(me.engine.counter().expect("a counter"));
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let copier = Copier::new(&stream, Tuning::default()).expect("a copier");
+    let copy = PagedCopy::contiguous(src.as_ptr() as u64, scratch.as_ptr() as u64, BYTES);
+    for mode in 0..3_u32 {
+        let captured = Captured::begin(&stream, mode);
+        // SAFETY: it is captured, and never done.
+        unsafe { copier.submit(&copy, Release::Nothing, Method::CopyEngine, NonZeroU32::MIN) }
+            .expect("submit");
+        for round in 0..3 {
+            let pattern = case.pattern(u64::from(3 * mode + round));
+            pattern.fill(&src, 0, BYTES, 0);
+            me.done(&write(&me, peer, &src, &desc, (0, 0, BYTES), Some(tag)));
+            other.count(&me, counter, 1);
+            other.check(&me, there, 0, BYTES, pattern);
+            // SAFETY: a stream of the GPU's primary context.
+            let behind = unsafe { me.engine.after_stream(0, stream.raw()) };
+            assert!(matches!(behind, Err(RegisterError::Capturing)), "{behind:?}");
+            let waits = hold(&me, &stream, &awaited, 1, PATIENCE).map(drop);
+            assert!(matches!(waits, Err(StreamWaitError::Capturing)), "{waits:?}");
+            drop(me.engine.alloc_gpu(0, LEN).expect("memory of GPU 0"));
+            drop(me.memory(BYTES, Own::Engine));
+            drop(me.engine.alloc_gpu_flag(0).expect("a flag"));
+            drop(me.engine.alloc_uvm_watcher(|_, _| {}).expect("a word"));
+        }
+        assert_eq!(captured.end(), 1, "the copy of ours, and nothing else");
+    }
 }
 
 /// An engine is dropped while a GPU has not begun to read: the transfer ends when the GPU is through, not before.

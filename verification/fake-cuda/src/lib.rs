@@ -20,6 +20,8 @@
 //!   process has open by its handle.
 //! - Calls that need a current context have one, and are made of its own streams, events and functions. Handles are used
 //!   until they are destroyed. Host functions do not call the driver.
+//! - While a stream is captured, no thread makes a call that the capture would fail by, but aside of it, and no other stream waits
+//!   for an event of it.
 //! - Launches are as the kernels' headers say. Of launches that wait for other ranks all blocks find room at once.
 //!
 //! # What it does to them
@@ -36,7 +38,8 @@
 //!
 //! # What it has not
 //!
-//! Order between default streams and others, streams shared by several contexts, graphs, managed memory, arrays, events
+//! Order between default streams and others, streams shared by several contexts, graphs (what is captured is counted, and cannot be
+//! launched), managed memory, arrays, events
 //! between processes, faults that only later calls report. A process that forks cannot use it in the child, as with the
 //! driver.
 

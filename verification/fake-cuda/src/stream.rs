@@ -14,7 +14,7 @@ use crate::reach::{Host, Reach};
 use crate::world::{Current, OF_A_STREAM};
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -113,6 +113,8 @@ struct Queue {
 pub(crate) struct Stream {
     pub(crate) context: u64,
     pub(crate) gpu: u8,
+    /// What is enqueued becomes a graph: so many nodes until now. `None`: it is done.
+    captured: Mutex<Option<usize>>,
     queue: Mutex<Queue>,
     changed: Condvar,
     thread: Mutex<Option<JoinHandle<()>>>,
@@ -128,6 +130,7 @@ impl Stream {
         let stream = Arc::new(Self {
             context: current.context,
             gpu: current.gpu,
+            captured: Mutex::default(),
             queue: Mutex::default(),
             changed: Condvar::new(),
             thread: Mutex::default(),
@@ -159,8 +162,26 @@ impl Stream {
         waited.unwrap_or_else(PoisonError::into_inner).work.pop_front()
     }
 
+    pub(crate) fn is_captured(&self) -> bool {
+        lock(&self.captured).is_some()
+    }
+
+    pub(crate) fn begin_capture(&self) {
+        *lock(&self.captured) = Some(0);
+    }
+
+    /// Returns how many nodes there are.
+    pub(crate) fn end_capture(&self) -> usize {
+        lock(&self.captured).take().unwrap_or(0)
+    }
+
     /// Enqueues; returns how much will have been done with it.
     pub(crate) fn push(&self, work: Work) -> u64 {
+        if let Some(nodes) = lock(&self.captured).as_mut() {
+            // Events are edges of a graph, and no nodes.
+            *nodes += usize::from(!matches!(work, Work::Mark(_) | Work::After { .. }));
+            return self.enqueued();
+        }
         let mut queue = lock(&self.queue);
         queue.work.push_back(work);
         queue.enqueued += 1;
@@ -195,6 +216,8 @@ impl Stream {
 pub(crate) struct Event {
     pub(crate) context: u64,
     pub(crate) timed: bool,
+    /// It was recorded last in a stream that was captured then.
+    pub(crate) captured: AtomicBool,
     mark: Mutex<Option<Mark>>,
 }
 
@@ -208,10 +231,12 @@ struct Mark {
 
 impl Event {
     pub(crate) fn new(context: u64, timed: bool) -> Arc<Self> {
-        Arc::new(Self { context, timed, mark: Mutex::default() })
+        let (captured, mark) = (AtomicBool::new(false), Mutex::default());
+        Arc::new(Self { context, timed, captured, mark })
     }
 
     pub(crate) fn record(self: &Arc<Self>, stream: &Arc<Stream>) {
+        self.captured.store(stream.is_captured(), Ordering::Relaxed);
         // Held meanwhile, so that the stream's thread finds the new mark.
         let mut mark = lock(&self.mark);
         let ticket = stream.push(Work::Mark(Arc::clone(self)));

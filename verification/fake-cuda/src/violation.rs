@@ -56,6 +56,8 @@ rules! {
     Arrivals = "arrivals",
     /// A call of the driver's from a function that `cuLaunchHostFunc` calls.
     CallInHostFunction = "called in a host function",
+    /// A call that makes the capture of a graph fail, or a stream drawn into one.
+    Captured = "while a stream is captured",
     /// Memory that a NIC was given, and whose copies may still be under way when their calls return.
     NotSynchronous = "copies not completed for NICs",
     /// An argument that the driver has, and this library does not.

@@ -6,12 +6,12 @@ use crate::kernel::{Kernel, Launch, Size};
 use crate::reach::{Host, Reach};
 use crate::stream::{Event, Until, Work};
 use crate::violation::broken;
-use crate::world::{Function, Module, begin};
+use crate::world::{CAPTURE_MODE, Capture, Function, Module, RELAXED, begin};
 use cudarc::driver::sys as cu;
 use immwire_cuda::geometry::BULK_SHARED_BYTES;
-use std::cell::Cell;
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 /// What a kernel may have of dynamic shared memory without asking.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -36,36 +36,92 @@ calls! {
         if world.streams.remove(&stream).is_none() {
             return Err(code::INVALID_HANDLE);
         }
+        world.captures.remove(&stream);
         world.close(&there);
         Ok(())
     }
 
     fn cuStreamQuery(stream: u64) {
         let stream = begin("cuStreamQuery").any_stream("cuStreamQuery", stream);
+        if stream.is_captured() {
+            return Err(code::STREAM_CAPTURE_UNSUPPORTED);
+        }
         if stream.has_done(stream.enqueued()) { Ok(()) } else { Err(code::NOT_READY) }
     }
 
-    /// Nothing is ever captured.
     fn cuStreamIsCapturing(stream: u64, status: Out<c_uint>) {
-        begin("cuStreamIsCapturing").any_stream("cuStreamIsCapturing", stream);
-        status.put(cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_NONE as c_uint)
+        use cu::CUstreamCaptureStatus as S;
+        let stream = begin("cuStreamIsCapturing").any_stream("cuStreamIsCapturing", stream);
+        let active = stream.is_captured();
+        let is = if active { S::CU_STREAM_CAPTURE_STATUS_ACTIVE } else { S::CU_STREAM_CAPTURE_STATUS_NONE };
+        status.put(is as c_uint)
+    }
+
+    /// From here on nothing of the stream's is done. What is captured is counted, and cannot be launched.
+    fn cuStreamBeginCapture_v2(stream: u64, mode: c_uint) {
+        let mut world = begin("cuStreamBeginCapture");
+        let there = world.stream("cuStreamBeginCapture", stream);
+        if mode > RELAXED {
+            return Err(code::INVALID_VALUE);
+        }
+        if there.is_captured() || !world.streams.contains_key(&stream) {
+            return Err(code::ILLEGAL_STATE);
+        }
+        there.begin_capture();
+        world.captures.insert(stream, Capture { mode, thread: std::thread::current().id() });
+        Ok(())
+    }
+
+    fn cuStreamEndCapture(stream: u64, graph: Out<u64>) {
+        let mut world = begin("cuStreamEndCapture");
+        let there = world.any_stream("cuStreamEndCapture", stream);
+        graph.is_there()?;
+        let capture = world.captures.get(&stream).ok_or(code::ILLEGAL_STATE)?;
+        if capture.mode != RELAXED && capture.thread != std::thread::current().id() {
+            return Err(code::STREAM_CAPTURE_WRONG_THREAD);
+        }
+        world.captures.remove(&stream);
+        let handle = world.handle();
+        world.graphs.insert(handle, there.end_capture());
+        graph.put(handle)
+    }
+
+    /// How many; not which.
+    fn cuGraphGetNodes(graph: u64, nodes: *mut c_void, count: Out<usize>) {
+        let world = begin("cuGraphGetNodes");
+        if !nodes.is_null() {
+            broken!(NotModelled, "cuGraphGetNodes: the nodes themselves");
+        }
+        match world.graphs.get(&graph) {
+            Some(there) => count.put(*there),
+            None => broken!(Handle, "cuGraphGetNodes: graph {graph:#x}"),
+        }
+    }
+
+    fn cuGraphDestroy(graph: u64) {
+        if begin("cuGraphDestroy").graphs.remove(&graph).is_none() {
+            broken!(Handle, "cuGraphDestroy: graph {graph:#x}");
+        }
+        Ok(())
     }
 
     /// Of this thread; what was, comes back.
     fn cuThreadExchangeStreamCaptureMode(mode: *mut c_uint) {
-        thread_local!(static MODE: Cell<c_uint> = const { Cell::new(0) });
         drop(begin("cuThreadExchangeStreamCaptureMode"));
         // SAFETY: null, or a number of the caller's.
         let Some(mode) = (unsafe { mode.as_mut() }) else { return Err(code::INVALID_VALUE) };
-        if *mode > cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED as c_uint {
+        if *mode > RELAXED {
             return Err(code::INVALID_VALUE);
         }
-        *mode = MODE.replace(*mode);
+        *mode = CAPTURE_MODE.replace(*mode);
         Ok(())
     }
 
     fn cuStreamSynchronize(stream: u64) {
         let stream = begin("cuStreamSynchronize").any_stream("cuStreamSynchronize", stream);
+        if stream.is_captured() {
+            return Err(code::STREAM_CAPTURE_UNSUPPORTED);
+        }
         stream.wait(stream.enqueued());
         Ok(())
     }
@@ -76,6 +132,9 @@ calls! {
             (world.stream("cuStreamWaitEvent", stream), world.event("cuStreamWaitEvent", event));
         if flags != 0 {
             return Err(code::INVALID_VALUE);
+        }
+        if event.captured.load(Ordering::Relaxed) && !stream.is_captured() {
+            broken!(Captured, "cuStreamWaitEvent: the stream would be drawn into the graph of the event");
         }
         if let Some((other, ticket)) = event.recorded() {
             stream.push(Work::After { stream: other, ticket });
@@ -197,6 +256,9 @@ calls! {
 
     fn cuEventQuery(event: u64) {
         let event = begin("cuEventQuery").event("cuEventQuery", event);
+        if event.captured.load(Ordering::Relaxed) {
+            return Err(code::CAPTURED_EVENT);
+        }
         match event.recorded() {
             Some((stream, ticket)) if !stream.has_done(ticket) => Err(code::NOT_READY),
             _ => Ok(()),

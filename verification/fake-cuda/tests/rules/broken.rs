@@ -700,3 +700,57 @@ fn imported_after_it_was_freed() {
         import(std::os::fd::AsRawFd::as_raw_fd(&std::os::fd::AsFd::as_fd(&file)));
     });
 }
+
+/// Two threads, of which the first captures and the second asks for memory; or the first does both.
+fn asks_while_captured(mode: cu::CUstreamCaptureMode, by_another: bool) {
+    let gpu = Gpu::open(0);
+    ok!(cuStreamBeginCapture_v2(gpu.stream, mode));
+    if by_another {
+        let context = gpu.context as usize;
+        let other = std::thread::spawn(move || {
+            ok!(cuCtxPushCurrent_v2(context as cu::CUcontext));
+            let _: u64 = got!(cuMemAlloc_v2(64));
+        });
+        other.join().unwrap();
+    } else {
+        gpu.alloc(64);
+    }
+    println!("nobody minded");
+}
+
+#[test]
+fn a_capture_minds_its_own_thread() {
+    const END: End = End::Broken("while a stream is captured");
+    run("broken::a_capture_minds_its_own_thread", END, &[], || {
+        asks_while_captured(cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, false);
+    });
+}
+
+#[test]
+fn a_global_capture_minds_other_threads() {
+    const END: End = End::Broken("while a stream is captured");
+    run("broken::a_global_capture_minds_other_threads", END, &[], || {
+        asks_while_captured(cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL, true);
+    });
+}
+
+#[test]
+fn a_local_capture_minds_no_other_thread() {
+    run("broken::a_local_capture_minds_no_other_thread", End::Kept, &[], || {
+        asks_while_captured(cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL, true);
+    });
+}
+
+#[test]
+fn a_stream_is_drawn_into_a_graph() {
+    const END: End = End::Broken("while a stream is captured");
+    run("broken::a_stream_is_drawn_into_a_graph", END, &[], || {
+        let gpu = Gpu::open(0);
+        let other = got!(cuStreamCreate(1));
+        let event = got!(cuEventCreate(0));
+        let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_RELAXED;
+        ok!(cuStreamBeginCapture_v2(gpu.stream, mode));
+        ok!(cuEventRecord(event, gpu.stream));
+        call!(cuStreamWaitEvent(other, event, 0));
+    });
+}

@@ -26,7 +26,7 @@ fn painted(gpu: &Gpu, bytes: usize, seed: u64) -> u64 {
 }
 
 /// What the driver is asked for by others: all of it is there.
-const NAMES: [&str; 67] = [
+const NAMES: [&str; 70] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxGetCurrent",
@@ -86,8 +86,11 @@ const NAMES: [&str; 67] = [
     "cuModuleUnload",
     "cuPointerGetAttribute",
     "cuPointerSetAttribute",
+    "cuStreamBeginCapture",
     "cuStreamCreate",
     "cuStreamDestroy",
+    "cuStreamEndCapture",
+    "cuStreamIsCapturing",
     "cuStreamQuery",
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
@@ -730,5 +733,58 @@ fn machines_without_files() {
         assert!(!device.direct().unwrap().dma_buf);
         let why = immwire_cuda::DmaBuf::new(&device, memory, 4096, 4096).unwrap_err().to_string();
         assert!(why.contains("cuMemGetHandleForAddressRange") && why.contains("801"), "{why}");
+    });
+}
+
+fn is_captured(gpu: &Gpu) -> bool {
+    let mut status = cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_INVALIDATED;
+    ok!(cuStreamIsCapturing(gpu.stream, &raw mut status));
+    status == cu::CUstreamCaptureStatus::CU_STREAM_CAPTURE_STATUS_ACTIVE
+}
+
+#[test]
+fn what_is_captured_is_counted_and_not_done() {
+    run("kept::what_is_captured_is_counted_and_not_done", End::Kept, &[], || {
+        use cu::CUstreamCaptureMode as Mode;
+        let gpu = Gpu::open(0);
+        let memory = gpu.alloc(64);
+        for mode in [
+            Mode::CU_STREAM_CAPTURE_MODE_GLOBAL,
+            Mode::CU_STREAM_CAPTURE_MODE_THREAD_LOCAL,
+            Mode::CU_STREAM_CAPTURE_MODE_RELAXED,
+        ] {
+            ok!(cuStreamBeginCapture_v2(gpu.stream, mode));
+            assert!(is_captured(&gpu));
+            let event = got!(cuEventCreate(0));
+            ok!(cuMemsetD8Async(memory, 7, 64, gpu.stream));
+            ok!(cuEventRecord(event, gpu.stream));
+            ok!(cuStreamWaitEvent(gpu.stream, event, 0));
+            ok!(cuMemsetD8Async(memory, 8, 64, gpu.stream));
+            let mut aside = Mode::CU_STREAM_CAPTURE_MODE_RELAXED;
+            ok!(cuThreadExchangeStreamCaptureMode(&raw mut aside));
+            let asked = call!(cuEventQuery(event));
+            assert_eq!(asked, CUresult::CUDA_ERROR_CAPTURED_EVENT);
+            let asked = call!(cuStreamQuery(gpu.stream));
+            assert_eq!(asked, CUresult::CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED);
+            ok!(cuThreadExchangeStreamCaptureMode(&raw mut aside));
+            if mode != Mode::CU_STREAM_CAPTURE_MODE_RELAXED {
+                let raw = gpu.stream as usize;
+                let other = std::thread::spawn(move || {
+                    let mut graph = null_mut();
+                    call!(cuStreamEndCapture(raw as cu::CUstream, &raw mut graph))
+                });
+                let answer = other.join().unwrap();
+                assert_eq!(answer, CUresult::CUDA_ERROR_STREAM_CAPTURE_WRONG_THREAD);
+            }
+            let mut graph = null_mut();
+            ok!(cuStreamEndCapture(gpu.stream, &raw mut graph));
+            let mut nodes = 0;
+            ok!(cuGraphGetNodes(graph, null_mut(), &raw mut nodes));
+            ok!(cuGraphDestroy(graph));
+            assert_eq!(nodes, 2);
+            assert!(!is_captured(&gpu));
+            ok!(cuMemsetD8Async(memory, 9, 64, gpu.stream));
+            assert_eq!(gpu.read(memory, 64), [9; 64]);
+        }
     });
 }
