@@ -1,13 +1,13 @@
 //! The thread that runs callbacks, so that a slow one never stops progress.
 //!
 //! The engine hands a job over without waiting: the queue has room for one job of every transfer and
-//! counter there can be, and for the messages that may be under way to posted receives. In polled mode
-//! there is no thread, and the caller's `poll` runs them.
+//! counter there can be, and for the messages that may be under way to posted receives; the rest goes to a list that grows.
+//! In polled mode there is no thread, and the caller's `poll` runs them.
 //!
 //! # Invariants
 //!
 //! Every job that is pushed is run, once: by the runner, or, after [`Callbacks::end`], by whoever
-//! pushes. The tests below check it, and the loom models of `verification/loom`, on this text.
+//! pushes. What one thread pushes is run in order, if one thread runs it. The tests below check it, and the loom models of `verification/loom`, on this text.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -23,7 +23,8 @@ pub(crate) type Job = Box<dyn FnOnce() + Send>;
 /// Jobs on their way to whoever runs them.
 pub(crate) struct Callbacks {
     jobs: Boxed<Job>,
-    /// What found the queue full: callers may ask for counts that are there at once without end.
+    /// What found the queue full, and what came after that: callers may ask without end for counts that are there at once,
+    /// and for ends of writes that were done when they were submitted.
     late: Mutex<VecDeque<Job>>,
     any_late: AtomicBool,
     bell: Doorbell,
@@ -53,7 +54,10 @@ impl Callbacks {
 
     /// The first half of [`Callbacks::push`]: runs nothing, so that a lock may be held.
     pub(crate) fn queue(&self, job: Job) {
-        if let Err(job) = self.jobs.try_push(job) {
+        // Behind those that are late, so that what one thread pushes is run in order.
+        let late =
+            if self.any_late.load(Ordering::Acquire) { Err(job) } else { self.jobs.try_push(job) };
+        if let Err(job) = late {
             lock(&self.late).push_back(job);
             self.any_late.store(true, Ordering::Release);
         }
@@ -163,6 +167,29 @@ mod tests {
             assert!(!callbacks.run_pending() && !callbacks.wait_for_poll());
             assert_eq!(ran.swap(0, Ordering::Relaxed), pushed);
         }
+    }
+
+    /// Jobs that push more, as callbacks that ask for the next one do, past the room that there is.
+    #[test]
+    fn what_one_thread_pushes_is_run_in_order() {
+        let callbacks = Arc::new(Callbacks::new(4).unwrap());
+        let ran = Arc::new(Mutex::new(Vec::new()));
+        let (mut pushed, mut seed) = (0_u32, 1_u32);
+        let push = |number: u32| {
+            let ran = Arc::clone(&ran);
+            callbacks.push(Box::new(move || lock(&ran).push(number)));
+        };
+        for _ in 0..2000 {
+            seed = seed.wrapping_mul(1_664_525).wrapping_add(1_013_904_223);
+            if seed >> 16 & 1 == 0 {
+                push(pushed);
+                pushed += 1;
+            } else if let Some(job) = callbacks.pop() {
+                job();
+            }
+        }
+        callbacks.run_pending();
+        assert!(lock(&ran).iter().copied().eq(0..pushed), "{:?}", lock(&ran));
     }
 
     /// Pushed before, while and after the runner ends: each job is run once, and soon.

@@ -176,6 +176,9 @@ pub(crate) trait Drive: Send {
     fn next_timeout(&self) -> Time;
     /// Takes a request, and posts it as far as that goes.
     fn submit(&mut self, submission: Submission);
+    /// Makes a small write, if nothing stands before it and the provider makes such writes while it is called; `false`, and
+    /// nothing was done, if not.
+    fn write_at_once(&mut self, write: &plan::SingleRef<'_>) -> bool;
     /// Posts a small write at once if nothing stands in its way; `false`, and nothing was done, if
     /// something does.
     fn express(
@@ -420,16 +423,43 @@ impl<P: Provider> Engine<P> {
     fn begin(&mut self, submission: Submission) {
         let Submission { cell, ticket, request, deadline, hold, .. } = submission;
         let options = Options { deadline, user: u64::from(cell) };
-        if let PlanRequest::Single(write) = request.request()
-            && let Some(work) = self.state.group.express(&write.by_ref(), options)
-        {
-            self.state.hook(cell, ticket, work.token.transfer(), hold);
-            return self.post_now(work);
+        if let PlanRequest::Single(write) = request.request() {
+            let write = write.by_ref();
+            if self.make_at_once(&write) {
+                // Before it is told: whoever hears of the end may close the source.
+                drop(hold);
+                return self.state.shared.finish(cell, ticket, End::Done);
+            }
+            if let Some(work) = self.state.group.express(&write, options) {
+                self.state.hook(cell, ticket, work.token.transfer(), hold);
+                return self.post_now(work);
+            }
         }
         match self.state.group.submit(request, options) {
             Ok(id) => self.state.hook(cell, ticket, id, hold),
-            Err(rejected) => self.state.shared.finish(cell, ticket, refused(rejected.error)),
+            Err(rejected) => {
+                drop(hold);
+                self.state.shared.finish(cell, ticket, refused(rejected.error));
+            }
         }
+    }
+
+    /// See [`Drive::write_at_once`]. The source is its caller's, who keeps it registered meanwhile.
+    #[inline(always)]
+    fn make_at_once(&mut self, write: &plan::SingleRef<'_>) -> bool {
+        if write.len > P::AT_ONCE_BYTES || write.imm.is_none() || !self.state.broken.is_empty() {
+            return false;
+        }
+        let Some((nic, piece)) = self.state.group.unhindered(write) else { return false };
+        let first = self.staged.get(usize::from(nic)).is_some_and(Vec::is_empty);
+        if !first || !self.provider.write_at_once(nic, &piece) {
+            return false;
+        }
+        self.state.group.wrote(self.state.now, nic, &piece);
+        let stats = &self.state.shared.stats;
+        bump(&stats.posted, 1);
+        bump(&stats.completed, 1);
+        true
     }
 
     /// Posts one piece, or parks it: behind others, or where its peer has no room.
@@ -713,6 +743,17 @@ impl<P: Provider> Drive for Engine<P> {
             self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
         }
         self.events();
+    }
+
+    fn write_at_once(&mut self, write: &plan::SingleRef<'_>) -> bool {
+        // Questions are answered first, by `submit`.
+        let intake = &self.state.shared.intake;
+        let made = !intake.is_asked() && !intake.is_stopping() && self.make_at_once(write);
+        if made {
+            // Of others: whoever does nothing but write at once tells them too.
+            self.events();
+        }
+        made
     }
 
     fn express(

@@ -825,7 +825,7 @@ impl TransferEngine {
     ///
     /// Without it, whatever writes a source must have ended before the submission: streams of the application's know nothing
     /// of the engine's. Where NICs read the memory, the engine waits, and takes up no transfer from it that was submitted
-    /// after this, before the stream has come so far; all others go on. A stream that is being captured is refused then.
+    /// after this, before the stream has come so far; all others go on.
     ///
     /// # Safety
     ///
@@ -834,7 +834,8 @@ impl TransferEngine {
     ///
     /// # Errors
     ///
-    /// [`RegisterError::NoGpu`], or [`RegisterError::Gpu`] with the driver's answer.
+    /// [`RegisterError::NoGpu`]; [`RegisterError::Capturing`]: what is in the stream is a graph's, and not to be waited for; or
+    /// [`RegisterError::Gpu`] with the driver's answer.
     pub unsafe fn after_stream(
         &self,
         ordinal: u32,
@@ -1255,7 +1256,8 @@ impl Driver {
     }
 
     /// As [`TransferEngine::submit_single_write`], from the thread that polls: the write is posted before
-    /// this returns, if nothing stands before it.
+    /// this returns, if nothing stands before it. Up to 4 KiB with an immediate, to memory of this host that both sides map, it is
+    /// done then, and takes none of the [`Builder::transfers`]: no [`SubmitError::Full`] says that it is time to poll.
     ///
     /// # Errors
     ///
@@ -1264,13 +1266,21 @@ impl Driver {
         &mut self,
         write: &SingleWrite<'_>,
     ) -> Result<Transfer, SubmitError> {
-        let (cell, ticket) = self.take_cell()?;
         let SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm } = *write;
-        let posted = src.part(src_offset, len).is_some_and(|(local, src_offset)| {
-            let write = plan::SingleRef { peer, src: local, src_offset, dst, dst_offset, len, imm };
-            self.engine.express(&write, cell, ticket, src)
+        let part = src.part(src_offset, len).map(|(src, src_offset)| plan::SingleRef {
+            peer,
+            src,
+            src_offset,
+            dst,
+            dst_offset,
+            len,
+            imm,
         });
-        if posted {
+        if part.is_some_and(|write| self.engine.write_at_once(&write)) {
+            return Ok(Transfer::done(Arc::clone(&self.shared)));
+        }
+        let (cell, ticket) = self.take_cell()?;
+        if part.is_some_and(|write| self.engine.express(&write, cell, ticket, src)) {
             // For the next one; without one now, it will be asked for then.
             self.spare = self.shared.take_cell().ok();
             return Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket));

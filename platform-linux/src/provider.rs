@@ -32,6 +32,10 @@
 //!    from `post` on until the piece is reported; a piece of which it says nothing is reported as failed. Only
 //!    NICs all of which say that they take more than one page in a piece, of those that lead to the peer, are given any.
 //!
+//! 8. *At once.* A transport that has written when the call returns, and whose paths do not break, can say so
+//!    ([`Provider::AT_ONCE_BYTES`]): then small writes that nothing stands before are made by [`Provider::write_at_once`],
+//!    and are never in flight. It does not block, and reads the source only until it returns.
+//!
 //! Every provider runs the suite in `tests/conformance`.
 
 use std::ffi::c_void;
@@ -44,7 +48,7 @@ use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::nic::NicState;
 use immwire_core::peer::DownReason;
-use immwire_core::plan::RunLayout;
+use immwire_core::plan::{Piece, RunLayout};
 use immwire_core::receipt::MAX_RECEIPT_BYTES;
 use immwire_core::region::{LocalMr, MrDesc, Rights};
 use immwire_core::wire::{Hello, NetAddr, Refusal};
@@ -114,6 +118,18 @@ pub trait Provider: Send + 'static {
     /// ([`Memory::behind`]) is waited for before they are posted.
     fn reads_gpus(&self, peer: PeerId) -> bool {
         let _ = peer;
+        false
+    }
+
+    /// The longest write that [`Provider::write_at_once`] makes; 0: none.
+    const AT_ONCE_BYTES: u64 = 0;
+
+    /// Makes a write with an immediate on `nic` before it returns, with all that [`Provider::post`] and a success promise.
+    /// `false`: it did nothing, since something is to be found out, waited for or reported first, as a stream is that a GPU's
+    /// memory may be behind.
+    #[inline(always)]
+    fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        let _ = (nic, piece);
         false
     }
 

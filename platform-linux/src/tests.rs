@@ -6,7 +6,9 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-use crate::{AddPeerError, CountError, Driver, End, NetAddr, PeerId, SingleWrite, TransferEngine};
+use crate::{
+    AddPeerError, CountError, Driver, End, NetAddr, PeerId, Region, SingleWrite, TransferEngine,
+};
 
 const LONG: Duration = Duration::from_secs(10);
 
@@ -190,6 +192,112 @@ fn messages_that_wait_while_both_sides_call_each_other_arrive_once() {
             }
         }
     }
+}
+
+/// A waker that closes what the transfer was from.
+struct Closes(Mutex<Option<Region>>, mpsc::Sender<bool>);
+
+impl Wake for Closes {
+    fn wake(self: Arc<Self>) {
+        let region = self.0.lock().unwrap().take();
+        let closed = region.is_none_or(|region| region.close(Duration::ZERO).is_ok());
+        self.1.send(closed).unwrap();
+    }
+}
+
+/// Whoever is told of an end may close the source at once, in the engine's thread too: nothing holds it any more.
+#[test]
+fn a_source_may_be_closed_by_whoever_is_told_of_the_end() {
+    let (a, b, peer) = pair();
+    let counter = b.counter().unwrap();
+    let dst = b.alloc(64).unwrap();
+    let (desc, tag) = (dst.desc(), counter.tag());
+    let (told, closed) = mpsc::channel();
+    let (mut pending, start) = (0, Instant::now());
+    while pending < 20 {
+        assert!(
+            start.elapsed() < LONG,
+            "{pending} transfers were pending when they were looked at"
+        );
+        // Asleep, the engine takes longer to end it than this thread to look.
+        std::thread::sleep(Duration::from_millis(1));
+        let src = a.alloc(64).unwrap();
+        let (dst, imm) = (&desc, Some(tag));
+        let write = SingleWrite { peer, src: &src, src_offset: 0, dst, dst_offset: 0, len: 8, imm };
+        let mut transfer = pin!(a.submit_single_write(&write).unwrap());
+        let waker = Waker::from(Arc::new(Closes(Mutex::new(Some(src)), told.clone())));
+        if transfer.as_mut().poll(&mut Context::from_waker(&waker)).is_pending() {
+            assert!(closed.recv_timeout(LONG).unwrap(), "the source was in use still");
+            assert_eq!(transfer.poll_end(), Some(End::Done));
+            pending += 1;
+        }
+    }
+}
+
+/// A small write to memory that is mapped is done when it was submitted, however its end is asked for, takes nobody's
+/// place, and has arrived; one that something stands before is not, and ends like any other.
+#[test]
+fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
+    let (engine, mut driver) = TransferEngine::builder().transfers(4).build_polled().unwrap();
+    let other = TransferEngine::builder().build().unwrap();
+    let counter = other.counter().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    let (src, dst) = (engine.alloc(8192).unwrap(), other.alloc(8192).unwrap());
+    let (desc, tag) = (dst.desc(), counter.tag());
+    let write = |at: u64, len: u64| SingleWrite {
+        peer,
+        src: &src,
+        src_offset: at,
+        dst: &desc,
+        dst_offset: at,
+        len,
+        imm: Some(tag),
+    };
+    // The first one finds out what the memory is.
+    let first = driver.submit_single_write(&write(0, 8)).unwrap();
+    assert_eq!((first.poll_end(), driver.wait(&first, LONG)), (None, Ok(End::Done)));
+    drop(first);
+    let before = engine.stats();
+    let (told, ends) = mpsc::channel();
+    // More than there is room for: each is over before the next one.
+    let mut held = Vec::new();
+    for at in 1..50_u64 {
+        src.write(at * 8, &at.to_le_bytes()).unwrap();
+        let mut transfer = driver.submit_single_write(&write(at * 8, 8)).unwrap();
+        assert_eq!(transfer.poll_end(), Some(End::Done));
+        transfer.cancel();
+        assert_eq!(transfer.wait(Duration::ZERO), Ok(End::Done));
+        let mut context = Context::from_waker(Waker::noop());
+        let polled = std::pin::Pin::new(&mut transfer).poll(&mut context);
+        assert_eq!(polled, Poll::Ready(End::Done));
+        assert!(format!("{transfer:?}").contains("Done"));
+        if at % 2 == 0 {
+            let told = told.clone();
+            transfer.on_done(move |end| told.send(end).unwrap());
+        } else {
+            held.push(transfer);
+        }
+    }
+    driver.poll();
+    assert_eq!(ends.try_iter().collect::<Vec<_>>(), [End::Done; 24]);
+    counter.wait(50, LONG).unwrap();
+    let mut arrived = [0; 8];
+    for at in 1..50_u64 {
+        dst.read(at * 8, &mut arrived).unwrap();
+        assert_eq!(u64::from_le_bytes(arrived), at);
+    }
+    let stats = engine.stats();
+    assert_eq!((stats.posted - before.posted, stats.completed - before.completed), (49, 49));
+    // Not so: what is longer than the provider writes at once, what is out of bounds, what comes after a question.
+    let long = driver.submit_single_write(&write(0, 8192)).unwrap();
+    assert_eq!(driver.wait(&long, LONG), Ok(End::Done));
+    assert!(driver.submit_single_write(&write(8188, 8)).is_err());
+    engine.set_nic_health(0, false);
+    let lost = driver.submit_single_write(&write(0, 8)).unwrap();
+    assert!(driver.wait(&lost, LONG).unwrap().ok().is_err());
+    counter.wait(1, LONG).unwrap();
+    assert_eq!(counter.available(), 0);
 }
 
 /// What was asked of a polled engine is done before what is submitted after it, by whichever way: its NIC was lost

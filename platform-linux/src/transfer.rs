@@ -1,7 +1,7 @@
 //! Transfers under way, as their callers see them.
 //!
-//! Every transfer has a cell of the engine's (`cells`) from submission until the engine has told its end
-//! and its handle has been dropped.
+//! A transfer has a cell of the engine's (`cells`) from submission until the engine has told its end and its
+//! handle has been dropped; one that was done when it was submitted needs none.
 
 use std::fmt;
 use std::future::Future;
@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use immwire_core::wake::Ticket;
 
+use crate::callback::Job;
 use crate::error::{End, TransferError, WaitTimeout};
 use crate::shared::{Command, Shared};
 
@@ -29,8 +30,8 @@ impl Shared {
 #[must_use = "a transfer's memory is in use until it has ended"]
 pub struct Transfer {
     shared: Arc<Shared>,
-    cell: u16,
-    ticket: Ticket,
+    /// `None`: it was done when it was submitted.
+    cell: Option<(u16, Ticket)>,
 }
 
 impl fmt::Debug for Transfer {
@@ -45,13 +46,19 @@ fn end_of(outcome: Result<(), End>) -> End {
 
 impl Transfer {
     pub(crate) const fn new(shared: Arc<Shared>, cell: u16, ticket: Ticket) -> Self {
-        Self { shared, cell, ticket }
+        Self { shared, cell: Some((cell, ticket)) }
+    }
+
+    /// One that was done when it was submitted.
+    pub(crate) const fn done(shared: Arc<Shared>) -> Self {
+        Self { shared, cell: None }
     }
 
     /// How it ended; `None` while it is under way. One load.
     #[must_use]
     pub fn poll_end(&self) -> Option<End> {
-        self.shared.cells.poll(self.cell, self.ticket).map(end_of)
+        let Some((cell, ticket)) = self.cell else { return Some(End::Done) };
+        self.shared.cells.poll(cell, ticket).map(end_of)
     }
 
     /// Waits for the end: spins for some microseconds, then sleeps.
@@ -62,14 +69,15 @@ impl Transfer {
     ///
     /// [`WaitTimeout`]: it is still under way, and its memory in use.
     pub fn wait(&self, timeout: Duration) -> Result<End, WaitTimeout> {
-        let outcome = self.shared.cells.wait(self.cell, self.ticket, timeout);
+        let Some((cell, ticket)) = self.cell else { return Ok(End::Done) };
+        let outcome = self.shared.cells.wait(cell, ticket, timeout);
         outcome.map(end_of).ok_or(WaitTimeout { after: timeout })
     }
 
     /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory.
     pub fn cancel(&self) {
-        if self.poll_end().is_none() {
-            self.shared.send(Command::Cancel { cell: self.cell, ticket: self.ticket });
+        if let (Some((cell, ticket)), None) = (self.cell, self.poll_end()) {
+            self.shared.send(Command::Cancel { cell, ticket });
         }
     }
 
@@ -77,13 +85,17 @@ impl Transfer {
     /// by whoever polls). At once, if it has ended; after the engine's end, before this returns.
     pub fn on_done(self, call: impl FnOnce(End) + Send + 'static) {
         let shared = Arc::clone(&self.shared);
-        let (cell, ticket) = (self.cell, self.ticket);
+        let cell = self.cell;
         // The job keeps the handle, and with it the cell, until it has run.
         let job = Box::new(move || {
             let stopped = End::NeverStarted { error: TransferError::EngineStopped };
             call(self.poll_end().unwrap_or(stopped));
         });
-        if let Err(job) = shared.cells.leave(cell, ticket, job) {
+        let left = match cell {
+            Some((cell, ticket)) => shared.cells.leave(cell, ticket, job),
+            None => Err(job as Job),
+        };
+        if let Err(job) = left {
             shared.call(job);
         }
     }
@@ -93,13 +105,16 @@ impl Future for Transfer {
     type Output = End;
 
     fn poll(self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<End> {
-        let outcome = self.shared.cells.watch(self.cell, self.ticket, context.waker());
+        let Some((cell, ticket)) = self.cell else { return Poll::Ready(End::Done) };
+        let outcome = self.shared.cells.watch(cell, ticket, context.waker());
         outcome.map(end_of).map_or(Poll::Pending, Poll::Ready)
     }
 }
 
 impl Drop for Transfer {
     fn drop(&mut self) {
-        self.shared.cells.let_go(self.cell, self.ticket);
+        if let Some((cell, ticket)) = self.cell {
+            self.shared.cells.let_go(cell, ticket);
+        }
     }
 }

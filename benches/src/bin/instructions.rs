@@ -30,6 +30,14 @@ fn hot_express<'a>(group: &mut Group<'a>, write: &SingleRef<'_>) -> Option<WorkR
     group.express(write, Options { deadline: Time::NEVER, user: 0 })
 }
 
+/// As somebody does who writes while it is called.
+#[inline(never)]
+fn hot_at_once(group: &mut Group<'_>, write: &SingleRef<'_>) -> bool {
+    let Some((nic, piece)) = group.unhindered(write) else { return false };
+    group.wrote(Time::ZERO, nic, black_box(&piece));
+    true
+}
+
 #[inline(never)]
 fn hot_poll(group: &mut Group<'_>, nics: u8, work: &mut Vec<WorkRequest>) {
     for nic in 0..nics {
@@ -106,6 +114,13 @@ fn main() {
                 u64::from(hot_complete(&mut group, &mut work))
             };
             (0..ROUNDS).map(ended).sum()
+        }
+        "at_once" => {
+            let (mut group, peer) = group(1);
+            let request = single(peer, 1, 8);
+            let Request::Single(write) = *request.request() else { return };
+            let written = |_| u64::from(hot_at_once(&mut group, &black_box(write.by_ref())));
+            (0..ROUNDS).map(written).sum()
         }
         "pages" | "pages_4_nics" => {
             let nics = if path == "pages" { 1 } else { 4 };

@@ -98,6 +98,44 @@ pub struct WorkRequest {
     pub imm: Option<Imm>,
 }
 
+impl WorkRequest {
+    /// A piece, as it is posted on `nic`.
+    #[inline(always)]
+    #[must_use]
+    pub const fn new(token: Token, nic: NicIndex, piece: &Piece) -> Self {
+        Self {
+            token,
+            nic,
+            remote_nic: piece.remote_nic,
+            peer: piece.peer,
+            src: piece.src,
+            src_key: piece.src_key,
+            dst: piece.dst,
+            dst_key: piece.dst_key,
+            len: piece.len,
+            run: piece.run,
+            imm: piece.imm,
+        }
+    }
+
+    /// The piece that it is, whoever posts it.
+    #[inline(always)]
+    #[must_use]
+    pub const fn piece(&self) -> Piece {
+        Piece {
+            peer: self.peer,
+            remote_nic: self.remote_nic,
+            src: self.src,
+            src_key: self.src_key,
+            dst: self.dst,
+            dst_key: self.dst_key,
+            len: self.len,
+            run: self.run,
+            imm: self.imm,
+        }
+    }
+}
+
 /// Why a posted piece failed.
 #[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -1811,19 +1849,7 @@ fn each_peer<P, T: TargetList, E>(
 /// A piece as it is posted.
 #[inline(always)]
 fn work_of(id: TransferId, nic: NicIndex, piece: &Piece) -> WorkRequest {
-    WorkRequest {
-        token: Token::new(id, piece.peer),
-        nic,
-        remote_nic: piece.remote_nic,
-        peer: piece.peer,
-        src: piece.src,
-        src_key: piece.src_key,
-        dst: piece.dst,
-        dst_key: piece.dst_key,
-        len: piece.len,
-        run: piece.run,
-        imm: piece.imm,
-    }
+    WorkRequest::new(Token::new(id, piece.peer), nic, piece)
 }
 
 /// All NICs but this one, of so many, from the one behind it on.

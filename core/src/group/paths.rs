@@ -49,7 +49,7 @@ use crate::id::{MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::imm::Imm;
 use crate::mailbox::Control;
 use crate::peer::DownReason;
-use crate::plan::{Next, PageList, PageRun, Piece, TargetList};
+use crate::plan::{Next, PageList, PageRun, TargetList};
 use crate::receipt::{Epoch, SETTLEMENT_BYTES};
 use crate::region::LocalMr;
 
@@ -675,17 +675,7 @@ where
         let id = work.token.transfer();
         let slot = self.transfers.as_ref().get(usize::from(id.index))?;
         let active = slot.active_ref().filter(|_| slot.generation == id.generation)?;
-        let piece = Piece {
-            peer: work.peer,
-            remote_nic: work.remote_nic,
-            src: work.src,
-            src_key: work.src_key,
-            dst: work.dst,
-            dst_key: work.dst_key,
-            len: work.len,
-            run: work.run,
-            imm: work.imm,
-        };
+        let piece = work.piece();
         entry.reached_from(nic).find_map(|remote| {
             if (nic, remote) == (work.nic, work.remote_nic) {
                 return Some(*work);

@@ -166,14 +166,19 @@ impl Credits {
     }
 
     pub(super) const fn take(&mut self, lane: Lane) {
+        self.pass(lane);
         self.used = self.used.saturating_add(1);
+        if matches!(lane, Lane::Bulk) {
+            self.bulk = self.bulk.saturating_add(1);
+        }
+    }
+
+    /// Takes one and gives it back.
+    pub(super) const fn pass(&mut self, lane: Lane) {
         match lane {
             // More than a burst is no more than that.
             Lane::Latency => self.latency_run += (self.latency_run < LATENCY_BURST) as u8,
-            Lane::Bulk => {
-                self.bulk = self.bulk.saturating_add(1);
-                self.latency_run = 0;
-            }
+            Lane::Bulk => self.latency_run = 0,
         }
     }
 

@@ -2,21 +2,23 @@
 //!
 //! Most writes are small, and what they cost is what users wait for. What [`super`] does for any transfer is
 //! done here for a write that is one piece whatever the NICs, with one look each at its peer, its NIC and its
-//! slot. It is taken and posted at once ([`DomainGroup::express`]), or else taken into its lane, and later
-//! posted from there. What to do when something stands in its way is not known here.
+//! slot. It is written by somebody who has done so when the call returns, and never becomes a transfer
+//! ([`DomainGroup::unhindered`]); or taken and posted at once ([`DomainGroup::express`]); or else taken into its
+//! lane, and later posted from there. What to do when something stands in its way is not known here.
 //!
 //! # Invariants
 //!
 //! 1. Taking a write into its lane, and posting it from there, leave the group as the general way does.
 //! 2. Whatever is not done leaves the group as it was. Where anything is out of the ordinary (no credit, no
 //!    peer, a broken path, a missing key) nothing is done, and the general way is taken.
+//! 3. A write passes nobody on one way that it would not pass on another: what is unhindered could be expressed, were a slot free.
 //!
 //! The tests of the group compare whole groups with those that went the general way, at every step of the
 //! programs that they enumerate.
 
 use super::slot::{Depth, Lane, NicLinks, PeerSlot, PeerView, Storage, TransferSlot};
 use super::{DomainGroup, Options, Place, WorkRequest, work_of};
-use crate::id::{NicIndex, TransferId};
+use crate::id::{NicIndex, Time, TransferId};
 use crate::imm::WRITE_UNITS;
 use crate::plan::{PageList, PageRun, Piece, Plan, SingleRef, SingleWrite, TargetList, Whole};
 
@@ -28,51 +30,95 @@ where
     PS: Storage<PeerSlot>,
     LS: Storage<super::LostSlot>,
 {
-    /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
+    /// What a write posts, and on which NIC, if nothing at all stands before it: it is a single piece and in bounds,
+    /// its peer is up, credits are free, and nobody waits for them. Changes nothing. O(1).
     ///
-    /// `None`, and nothing changes, unless nothing at all stands in the way: the write is a single piece
-    /// and in bounds, its peer is up, a slot and credits are free, and nobody waits for them. Submit it then:
-    /// that says what is wrong, or waits. O(1), a fraction of what submitting and polling cost.
-    // Inlined, so that the piece is made where it is posted from: what was written in parts a moment ago, and is
-    // copied in larger ones, has to wait until it is out of the store buffer.
+    /// For providers that write while they are called: what is done when the call returns needs no slot and no
+    /// credit meanwhile. After a success tell the group so by [`DomainGroup::wrote`].
     #[inline(always)]
-    pub fn express(&mut self, write: &SingleRef<'_>, options: Options) -> Option<WorkRequest> {
+    #[must_use]
+    pub fn unhindered(&self, write: &SingleRef<'_>) -> Option<(NicIndex, Piece)> {
+        self.clear(write).map(|(nic, _, piece)| (nic, piece))
+    }
+
+    /// The piece that [`DomainGroup::unhindered`] has just given was written: the group is as after one that was
+    /// expressed, posted and completed.
+    #[inline(always)]
+    pub fn wrote(&mut self, now: Time, nic: NicIndex, piece: &Piece) {
+        let (at, lane) = (usize::from(nic), self.lane_by_len(piece.len));
+        self.turn = self.turn.wrapping_add(1);
+        let slot = self.peers.as_mut().get_mut(usize::from(piece.peer.index));
+        if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut())
+            && let (Some(over), Some(state)) = (entry.over.get_mut(at), self.nics.get_mut(at))
+        {
+            entry.sent |= piece.imm.is_some();
+            entry.last_progress = now;
+            over.credits.pass(lane);
+            state.credits.pass(lane);
+        }
+    }
+
+    const fn lane_by_len(&self, len: u64) -> Lane {
+        if len <= self.small_bytes { Lane::Latency } else { Lane::Bulk }
+    }
+
+    /// See [`DomainGroup::unhindered`]; and the lane.
+    #[inline(always)]
+    fn clear(&self, write: &SingleRef<'_>) -> Option<(NicIndex, Lane, Piece)> {
         let (peer, len) = (write.peer, write.len);
         if len == 0 || len > self.express_bytes {
             return None;
         }
-        let small = len <= self.small_bytes;
-        let lane = if small { Lane::Latency } else { Lane::Bulk };
+        let lane = self.lane_by_len(len);
         let src = write.src.range(write.src_offset, len).ok()?;
         let dst = write.dst.range(write.dst_offset, len).ok()?;
-        let (peer_depth, movable) = (self.peer_depth(), self.is_movable(write.dst));
-        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
-        let entry = slot.entry.as_mut().filter(|_| slot.generation == peer.generation)?;
+        let slot = self.peers.as_ref().get(usize::from(peer.index))?;
+        let entry = slot.entry.as_ref().filter(|_| slot.generation == peer.generation)?;
         if !entry.is_usable() || entry.engine != write.dst.owner {
             return None;
         }
-        let turn = self.turn.wrapping_add(1);
         let routes = entry.routes.as_ref()?;
-        let route = routes.get(routes.at_turn(turn))?;
+        let route = routes.get(routes.at_turn(self.turn.wrapping_add(1)))?;
         let (nic, at) = (route.local, usize::from(route.local));
         let (src_key, dst_key) = (write.src.keys.get(nic)?, write.dst.keys.get(route.remote)?);
-        let over = entry.over.get_mut(at)?;
-        let state = self.nics.get_mut(at).filter(|nic| nic.usable())?;
+        let over = entry.over.get(at)?;
+        let state = self.nics.get(at).filter(|nic| nic.usable())?;
         let depth = Depth { all: state.config.queue_depth, reserve: self.config.latency_reserve };
+        let small = matches!(lane, Lane::Latency);
         let first = small && state.lanes.is_empty_lane(lane) && state.credits.prefers(lane);
         // Whoever stands in the peer's line has no credit for its lane, by invariant 3: behind those of
         // this lane `left` is false, and small writes may pass bulk there as they may in the lanes.
         let clear = (first || state.lanes.is_empty())
             && state.credits.left(lane, depth)
-            && over.credits.left(lane, peer_depth)
+            && over.credits.left(lane, self.peer_depth())
             && self.aside == 0;
+        if !clear {
+            return None;
+        }
         let imm = match write.imm {
             Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
             None => None,
         };
-        let index = self.free.first().filter(|_| clear)?;
-        self.turn = turn;
-        entry.sent |= imm.is_some();
+        let (remote_nic, run) = (route.remote, PageRun::NONE);
+        Some((nic, lane, Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm }))
+    }
+
+    /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
+    ///
+    /// `None`, and nothing changes, unless the write is [unhindered](DomainGroup::unhindered) and a slot is free. Submit
+    /// it then: that says what is wrong, or waits. O(1), a fraction of what submitting and polling cost.
+    // Inlined, so that the piece is made where it is posted from: what was written in parts a moment ago, and is
+    // copied in larger ones, has to wait until it is out of the store buffer.
+    #[inline(always)]
+    pub fn express(&mut self, write: &SingleRef<'_>, options: Options) -> Option<WorkRequest> {
+        let (nic, lane, piece) = self.clear(write)?;
+        let (peer, at, movable) = (write.peer, usize::from(nic), self.is_movable(write.dst));
+        let index = self.free.first()?;
+        let slot = self.peers.as_mut().get_mut(usize::from(peer.index))?;
+        let entry = slot.entry.as_mut()?;
+        let (over, state) = (entry.over.get_mut(at)?, self.nics.get_mut(at)?);
+        self.turn = self.turn.wrapping_add(1);
+        entry.sent |= piece.imm.is_some();
         over.in_flight = over.in_flight.saturating_add(1);
         over.credits.take(lane);
         state.credits.take(lane);
@@ -85,8 +131,6 @@ where
                 active.plan.keep_taken(&write.src.keys, &write.dst.keys);
             }
         }
-        let (remote_nic, run) = (route.remote, PageRun::NONE);
-        let piece = Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm };
         Some(work_of(id, nic, &piece))
     }
 

@@ -774,10 +774,31 @@ impl World {
         };
         let before = self.group.clone();
         let options = Options { deadline: Time::NEVER, user: kind as u64 };
+        let unhindered = self.group.unhindered(&write.by_ref());
+        assert_eq!(self.group, before, "looked at, and yet something changed");
         let Some(work) = self.group.express(&write.by_ref(), options) else {
             assert_eq!(self.group, before, "refused, and yet something changed");
+            assert!(unhindered.is_none() || self.sent.len() == self.setup.slots);
             return false;
         };
+        let (nic, piece) = unhindered.expect("it can be expressed, so nothing stands before it");
+        assert_eq!(work_of(work.token.transfer(), nic, &piece), work);
+        let (mut written, mut expressed) = (before.clone(), self.group.clone());
+        written.wrote(self.now, nic, &piece);
+        assert!(expressed.handle_completion(self.now, nic, work.token, Ok(())));
+        while expressed.poll_event().is_some() {}
+        while written.poll_event().is_some() {}
+        let what_it_leaves = |group: &Group| {
+            let entry = group.peers[usize::from(peer)].entry.as_ref();
+            let credits = group.nics.iter().map(|nic| nic.credits).collect::<Vec<_>>();
+            (
+                group.turn,
+                group.active,
+                credits,
+                entry.map(|it| (it.sent, it.last_progress, it.over)),
+            )
+        };
+        assert_eq!(what_it_leaves(&written), what_it_leaves(&expressed));
         // It passes bulk, as a small write may; nobody else who could go, and no bulk that is due.
         let mut polled = before;
         let due = !polled.nics[usize::from(work.nic)].credits.prefers(Lane::Latency);
@@ -2463,6 +2484,7 @@ fn bulk_does_not_creep_into_the_reserve() {
 #[test]
 fn an_express_write_passes_nobody_of_its_kind() {
     let mut world = busy(64, 8, 4);
+    world.now = DUE;
     let express = Do::Express(Kind::Tiny, 0);
     assert!(world.apply(express));
     pages(&mut world, 0, 100, 4096);

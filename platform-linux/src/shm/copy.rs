@@ -115,6 +115,36 @@ pub(super) fn bring(at: u64) {
     let _ = at;
 }
 
+/// Whether the processor knows [`claim`].
+pub(super) fn can_claim() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    {
+        use std::arch::x86_64::__cpuid;
+        const EXTENDED: u32 = 0x8000_0001;
+        // CPUID 8000_0001h, ECX bit 8 (AMD64 Architecture Programmer's Manual, volume 3, appendix E; Intel SDM, volume 2A).
+        __cpuid(0x8000_0000).eax >= EXTENDED && __cpuid(EXTENDED).ecx >> 8 & 1 == 1
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    false
+}
+
+/// Has the cache line at an address brought to this core to be written, and taken from who has it: PREFETCHW (AMD64
+/// Architecture Programmer's Manual, volume 3). A hint, as [`bring`] is; only where [`can_claim`] says so.
+#[inline(always)]
+pub(super) fn claim(at: usize) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a prefetch may name any address; it changes nothing that a program can see, and never faults.
+    unsafe {
+        std::arch::asm!(
+            "prefetchw [{at}]",
+            at = in(reg) at,
+            options(nostack, preserves_flags, readonly)
+        );
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = at;
+}
+
 /// Whether [`demote`] does anything here.
 pub(super) fn can_demote() -> bool {
     #[cfg(target_arch = "x86_64")]

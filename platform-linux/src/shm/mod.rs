@@ -61,7 +61,7 @@ use std::time::{Duration, Instant};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
-use immwire_core::plan::RunLayout;
+use immwire_core::plan::{Piece, RunLayout};
 use immwire_core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal, Wire};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -1016,18 +1016,16 @@ impl Provider for ShmProvider {
         self.address.clone()
     }
 
+    const AT_ONCE_BYTES: u64 = session::SHORT_BYTES;
+
+    #[inline(always)]
+    fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        self.session(piece.peer).is_some_and(|session| session.write_short(nic, piece))
+    }
+
     /// Copies here and now, at most about 2 MiB a call: that not all was accepted need not mean that
     /// something is full.
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {
-        if let [piece] = work
-            && let Some(session) = self.session(piece.peer)
-            && let Some(Step::Ended(end)) = session.write_short(piece)
-        {
-            // Reported first: the look at whether the peer sleeps waits until the write has left this core.
-            sink.work_done(nic, piece.token, end);
-            self.settle(Some(piece.peer));
-            return 1;
-        }
         let mut copied = 0_u64;
         let mut accepted = 0;
         let mut last = None;

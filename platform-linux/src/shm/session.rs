@@ -27,13 +27,15 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{NicIndex, PeerId};
+use immwire_core::imm::Imm;
 use immwire_core::lane::{Consumer, LaneError, Producer};
 use immwire_core::peer::DownReason;
+use immwire_core::plan::Piece;
 use rustix::io::Errno;
 
 use super::ForeignPath;
 use super::bounce;
-use super::copy::{bring, can_demote, copy, copy_short, demote, write_process};
+use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
 use super::gpu::{Copying, Kind, Reached, Shared, Staging, received};
 use super::handshake::{Answer, Message};
 use super::memory::{Granted, Link, ShmMemory, id_of};
@@ -44,12 +46,14 @@ use super::withdrawals::Seen;
 use crate::gpus::Known;
 use crate::provider::Sink;
 
+/// The place of bytes that are not few.
+const NOWHERE: u64 = 0;
 /// Pieces that may wait for a peer to answer what a region is.
 const WAITING_MAX: usize = 2048;
 /// Questions about regions that may be under way: few enough that the answers fit the socket.
 const ASKED_MAX: usize = 16;
 /// The longest piece that [`Session::write_short`] writes: well below what is copied past the caches.
-const SHORT_BYTES: usize = 4 << 10;
+pub(super) const SHORT_BYTES: u64 = 4 << 10;
 /// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
 /// next line holds any is a question to another core's cache, and what was taken should not wait for it.
 const LINE_ENTRIES: u64 = 4;
@@ -73,6 +77,60 @@ impl From<LaneError> for Broken {
 impl From<bounce::Corrupt> for Broken {
     fn from(_: bounce::Corrupt) -> Self {
         Self
+    }
+}
+
+/// Where both sides answer each other with few bytes: what had better be in this core's cache soon.
+///
+/// A message is two lines that move from core to core, one with the bytes and one with the immediate. Whoever has to
+/// answer reads the bytes next, and then most often writes its answer where the last one went: both lines are asked for
+/// while the immediate is still on its way. In a stream, lines had better stay with who writes them.
+#[derive(Debug, Default)]
+struct Turns {
+    /// Something was sent since the peer was last heard,
+    spoke: bool,
+    /// and the other way round.
+    heard: bool,
+    /// Where the last answer was, as we call it,
+    place: u64,
+    /// and where ours went; 0: nowhere yet, or the processor claims no lines.
+    dst: usize,
+    claims: bool,
+}
+
+impl Turns {
+    #[inline(always)]
+    fn spoke(&mut self) {
+        self.spoke = true;
+    }
+
+    /// The peer sent something; its bytes are at `place`.
+    #[inline(always)]
+    fn is_answered(&mut self, place: u64) {
+        self.heard = true;
+        if std::mem::replace(&mut self.spoke, false) {
+            // Of neither is the address one that has just come: a processor that foresees that something comes asks for
+            // them together with it.
+            if self.place != NOWHERE {
+                bring(self.place);
+            }
+            if self.dst != 0 {
+                claim(self.dst);
+            }
+            if place != self.place && place != NOWHERE {
+                bring(place);
+                self.place = place;
+            }
+        }
+    }
+
+    /// Bytes were written to `dst`; returns whether that answers the peer.
+    #[inline(always)]
+    fn answers(&mut self, dst: *const u8) -> bool {
+        if self.claims {
+            self.dst = dst.addr();
+        }
+        std::mem::replace(&mut self.heard, false)
     }
 }
 
@@ -197,10 +255,7 @@ pub(super) struct Session {
     held: u64,
     /// Something was made visible that the peer has not been rung for.
     unrung: bool,
-    /// Something was sent since the peer was last heard, and the other way round: where both answer each other, the one
-    /// who has to answer reads the bytes next. In a stream, they had better stay with who writes them.
-    spoke: bool,
-    heard: bool,
+    turns: Turns,
     demotes: bool,
     pid: i32,
     foreign: ForeignPath,
@@ -256,8 +311,7 @@ impl Session {
             closing: None,
             held: NO_KEY,
             unrung: false,
-            spoke: false,
-            heard: false,
+            turns: Turns { claims: can_claim(), ..Turns::default() },
             demotes: can_demote(),
             pid: start.pid,
             foreign: start.foreign,
@@ -319,48 +373,55 @@ impl Session {
         }
     }
 
-    /// Writes a short piece where nothing is to be found out first: the region was written to before, the lane was
-    /// used before and has room. Does then what [`Session::submit`] does, in fewer instructions. `None`: it did
-    /// nothing.
-    #[inline]
-    pub(super) fn write_short(&mut self, work: &WorkRequest) -> Option<Step> {
-        let key = work.dst_key;
-        let len = usize::try_from(work.len).ok().filter(|len| *len <= SHORT_BYTES)?;
-        let here = work.run.count == 0 && Kind::of(work.src_key) == Kind::Host;
-        let near = work.nic < self.our_nics && work.remote_nic < self.their_nics;
-        if !here || !near || work.imm.is_none() || self.closing.is_some() {
+    /// Writes a short piece, and settles, where nothing is to be found out first: the region was written to before, the
+    /// lane was used before and has room. `false`: it did nothing that counts. (If the peer is found to have broken the
+    /// protocol, the bytes may be there; whoever tries again is told.)
+    #[inline(always)]
+    pub(super) fn write_short(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        self.try_write_short(nic, piece).is_some()
+    }
+
+    #[inline(always)]
+    fn try_write_short(&mut self, nic: NicIndex, piece: &Piece) -> Option<()> {
+        let (key, imm) = (piece.dst_key, piece.imm?);
+        let len = usize::try_from(piece.len).ok().filter(|_| piece.len <= SHORT_BYTES)?;
+        let here = piece.run.count == 0 && Kind::of(piece.src_key) == Kind::Host;
+        let near = nic < self.our_nics && piece.remote_nic < self.their_nics;
+        if !here || !near || self.closing.is_some() {
             return None;
         }
         let target = self.targets.get(usize::try_from(id_of(key)).ok()?)?;
         let Target::Mapped { key: known, mapping, base, start, len: bytes, .. } = target else {
             return None;
         };
-        let offset = offset_in(work, *base, *bytes).filter(|_| *known == key)?;
+        let offset = offset_in(piece.dst, piece.len, *base, *bytes).filter(|_| *known == key)?;
         let there = start.wrapping_add(offset as u64);
         let dst = mapping.base().as_ptr().wrapping_add(offset);
-        let lane = self.lane_of(work);
+        let lane = self.lane_of(nic, piece.remote_nic);
         self.lanes_out.get(lane).filter(|lane| lane.room > 0)?;
         if !self.hold(key) {
             return None;
         }
         // SAFETY:
-        // - the source may be read: the engine posts ranges of regions that stay registered, and so mapped, until
-        //   the piece is reported (`Provider::post`);
+        // - the source may be read: the engine has ranges of regions written that stay registered, and so mapped,
+        //   until the call returns (`Provider::write_at_once`);
         // - the destination lies inside the mapping: `offset_in` checked it, the file behind it cannot shrink, and
         //   `targets` keeps it mapped;
         // - no overlap: the mapping is one of our own making, and no region is in it.
-        unsafe { copy_short(work.src as *const u8, dst, len) };
-        if std::mem::replace(&mut self.heard, false) && self.demotes {
+        unsafe { copy_short(piece.src as *const u8, dst, len) };
+        if self.turns.answers(dst) && self.demotes {
             demote(dst);
         }
-        Some(self.announce(work, lane, there))
+        let announced = self.announce(imm, lane, there);
+        self.settle();
+        announced.ok()
     }
 
     fn step<S: Sink>(&mut self, work: &WorkRequest, gpus: &mut Copying, sink: &S) -> Step {
         if work.nic >= self.our_nics || work.remote_nic >= self.their_nics {
             return Step::Ended(Err(WorkError::LocalAccess));
         }
-        let lane = self.lane_of(work);
+        let lane = self.lane_of(work.nic, work.remote_nic);
         if work.imm.is_some() {
             match self.has_room(lane) {
                 Ok(true) => {}
@@ -381,38 +442,43 @@ impl Session {
                 return step;
             }
         }
-        self.announce(work, lane, 0)
+        self.announce_piece(work, lane)
     }
 
-    fn lane_of(&self, work: &WorkRequest) -> usize {
-        usize::from(work.nic) * usize::from(self.their_nics) + usize::from(work.remote_nic)
+    fn lane_of(&self, nic: NicIndex, remote_nic: NicIndex) -> usize {
+        usize::from(nic) * usize::from(self.their_nics) + usize::from(remote_nic)
     }
 
-    /// Sends a piece's immediate, for which its lane has room. `place` is where the peer will look for the bytes, as it
-    /// calls it, if they are few: it can have them brought while it counts.
-    #[inline(always)]
-    fn announce(&mut self, work: &WorkRequest, lane: usize, place: u64) -> Step {
+    /// Sends a piece's immediate, if it has one, for which its lane has room.
+    fn announce_piece(&mut self, work: &WorkRequest, lane: usize) -> Step {
         if let Some(imm) = work.imm {
-            let out = self.link.segment.outbound();
-            let bit = 1_u64 << lane;
-            let Some(to) = self.lanes_out.get_mut(lane) else {
-                return self.broken();
-            };
-            if to.producer.push(out.lane(lane), out.credit(lane), imm.bits(), place).is_err() {
+            if self.announce(imm, lane, NOWHERE) == Err(Broken) {
                 return self.broken();
             }
-            to.room = to.room.saturating_sub(1);
-            if self.lanes_used & bit == 0 {
-                self.lanes_used |= bit;
-                // Release: whoever looks into the lane because of it sees the entry.
-                out.lanes_used().store(self.lanes_used, Ordering::Release);
-            }
-            (self.unrung, self.spoke) = (true, true);
             if work.len >= RING_EARLY_BYTES {
                 self.ring();
             }
         }
         Step::Ended(Ok(()))
+    }
+
+    /// Sends an immediate, for which its lane has room. `place` is where the peer will look for the bytes, as it calls it,
+    /// if they are few: it can have them brought while it counts.
+    #[inline(always)]
+    fn announce(&mut self, imm: Imm, lane: usize, place: u64) -> Result<(), Broken> {
+        let out = self.link.segment.outbound();
+        let bit = 1_u64 << lane;
+        let to = self.lanes_out.get_mut(lane).ok_or(Broken)?;
+        to.producer.push(out.lane(lane), out.credit(lane), imm.bits(), place)?;
+        to.room = to.room.saturating_sub(1);
+        if self.lanes_used & bit == 0 {
+            self.lanes_used |= bit;
+            // Release: whoever looks into the lane because of it sees the entry.
+            out.lanes_used().store(self.lanes_used, Ordering::Release);
+        }
+        self.unrung = true;
+        self.turns.spoke();
+        Ok(())
     }
 
     fn has_room(&mut self, lane: usize) -> Result<bool, Broken> {
@@ -481,9 +547,9 @@ impl Session {
     fn announce_landed<S: Sink>(&mut self, sink: &mut S) -> bool {
         let mut any = false;
         while let Some(work) = self.landed.front().copied() {
-            let lane = self.lane_of(&work);
+            let lane = self.lane_of(work.nic, work.remote_nic);
             let end = match self.has_room(lane) {
-                Ok(true) => match self.announce(&work, lane, 0) {
+                Ok(true) => match self.announce_piece(&work, lane) {
                     Step::Ended(end) => end,
                     Step::UnderWay | Step::NotYet | Step::NoRoom => Ok(()),
                 },
@@ -536,12 +602,12 @@ impl Session {
             // What is not for GPUs is never planned so: `Memory::takes_runs`.
             Target::Mapped { .. } | Target::Process { .. } if work.run.count > 0 => Err(REFUSED),
             Target::Mapped { mapping, base, len, .. } => {
-                let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
+                let offset = offset_in(work.dst, work.len, *base, *len).ok_or(REFUSED)?;
                 let area = usize::try_from(*len).unwrap_or(usize::MAX);
                 Ok(Place::Here(mapping.base().as_ptr().wrapping_add(offset), area))
             }
             Target::Process { base, start, len, .. } => {
-                let offset = offset_in(work, *base, *len).ok_or(REFUSED)?;
+                let offset = offset_in(work.dst, work.len, *base, *len).ok_or(REFUSED)?;
                 let there = start.wrapping_add(offset as u64);
                 match (self.by_kernel, self.foreign) {
                     (ByKernel::Trying, _) => Err(Step::NotYet),
@@ -735,9 +801,7 @@ impl Session {
             let LaneIn { consumer, nic } = self.lanes_in.get_mut(lane).ok_or(Broken)?;
             let published = consumer.published();
             while let Some((imm, place)) = consumer.pop(inn.lane(lane), inn.credit(lane))? {
-                if std::mem::replace(&mut self.spoke, false) {
-                    bring(place);
-                }
+                self.turns.is_answered(place);
                 sink.immediate(*nic, self.link.peer, imm);
                 any = true;
                 if consumer.position().is_multiple_of(LINE_ENTRIES) {
@@ -746,7 +810,6 @@ impl Session {
             }
             freed |= consumer.published() != published;
         }
-        self.heard |= any;
         self.unrung |= freed;
         Ok(any)
     }
@@ -995,10 +1058,11 @@ impl Session {
     }
 }
 
-/// How far into the region the piece starts, if it lies inside.
-fn offset_in(work: &WorkRequest, base: u64, len: u64) -> Option<usize> {
-    let offset = work.dst.checked_sub(base)?;
-    let end = offset.checked_add(work.len)?;
+/// How far into the region of `len` bytes from `base` on those `bytes` start that go to `dst`, if they lie inside.
+#[inline(always)]
+fn offset_in(dst: u64, bytes: u64, base: u64, len: u64) -> Option<usize> {
+    let offset = dst.checked_sub(base)?;
+    let end = offset.checked_add(bytes)?;
     if end <= len { usize::try_from(offset).ok() } else { None }
 }
 

@@ -31,7 +31,7 @@ use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::nic::NicState;
 use immwire_core::peer::DownReason;
-use immwire_core::plan::RunLayout;
+use immwire_core::plan::{Piece, RunLayout};
 use immwire_core::span::{self, Host, Side, SpanError};
 use immwire_core::wire::{Hello, NetAddr, ProviderKind, Refusal};
 use rustix::event::epoll;
@@ -251,6 +251,15 @@ impl<N: Provider, F: Provider> Provider for Span<N, F> {
             Some(Side::Far) => self.far.reads_gpus(peer),
             None => false,
         }
+    }
+
+    /// Over memory only: what goes by NICs is in flight when the call returns.
+    const AT_ONCE_BYTES: u64 = N::AT_ONCE_BYTES;
+
+    #[inline(always)]
+    fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        // Its one NIC has the same number on either end, for it and for us.
+        Side::Near.narrow(nic).is_some_and(|nic| self.near.write_at_once(nic, piece))
     }
 
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], sink: &mut S) -> usize {

@@ -163,6 +163,13 @@ impl Provider for Noted {
         NetAddr::new(self.kind, ENGINE, &nics).unwrap()
     }
 
+    const AT_ONCE_BYTES: u64 = 2;
+
+    fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        self.note(format!("write {nic} {} {}", piece.remote_nic, piece.len));
+        piece.len < 3
+    }
+
     fn post<S: Sink>(&mut self, nic: NicIndex, work: &[WorkRequest], _: &mut S) -> usize {
         for work in work {
             self.note(format!("post {nic} {} {} {}", work.nic, work.remote_nic, work.len));
@@ -409,6 +416,17 @@ fn pieces_go_to_the_side_of_their_nic() {
     assert_eq!(
         (span.far.asked[0].as_str(), span.far.asked[39].as_str()),
         ("post 1 1 0 0", "post 1 1 0 39")
+    );
+    // At once, to this host only.
+    let piece = |remote_nic, len| {
+        let (peer, run, imm) = (peer(0), PageRun::NONE, None);
+        Piece { peer, remote_nic, src: 0, src_key: 0, dst: 0, dst_key: 0, len, run, imm }
+    };
+    assert!(span.write_at_once(0, &piece(0, 2)) && !span.write_at_once(0, &piece(0, 3)));
+    assert!(!span.write_at_once(2, &piece(1, 2)));
+    assert_eq!(
+        (&span.near.asked[1..], span.far.asked.len()),
+        (&["write 0 0 2".into(), "write 0 0 3".into()][..], 50)
     );
     // A piece for a NIC of the other side's goes nowhere; those around it do.
     span.far.asked.clear();

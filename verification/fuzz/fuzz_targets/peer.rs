@@ -399,6 +399,10 @@ impl World {
             run: PageRun::NONE,
             imm: imm.map(Imm::from_bits),
         };
+        // As engines do with what is short.
+        if self.provider.write_at_once(work.nic, &work.piece()) {
+            return;
+        }
         // It may be reported before it is said to be accepted.
         self.ears.outstanding.insert(self.posted);
         if self.provider.post(work.nic, &[work], &mut self.ears) == 0 {

@@ -4,7 +4,7 @@ use immwire_core::group::{
     Answer, AskError, ConfigError, DomainGroup, Event, GroupConfig, LostSlot, NicConfig, Options,
     PeerSlot, PeersFull, Receipts, Rejected, Token, TransferSlot, WorkError, WorkRequest,
 };
-use immwire_core::id::{EngineId, PeerId, Time, TransferId};
+use immwire_core::id::{EngineId, NicIndex, PeerId, Time, TransferId};
 use immwire_core::nic::{NicState, Routes};
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{
@@ -108,6 +108,20 @@ extern "C" fn hp_group_express(
     out: &mut Option<WorkRequest>,
 ) {
     *out = group.express(&write.by_ref(), *options);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_unhindered(
+    group: &Group,
+    write: &SingleWrite,
+    out: &mut Option<(NicIndex, Piece)>,
+) {
+    *out = group.unhindered(&write.by_ref());
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_group_wrote(group: &mut Group, now: &Time, nic: u8, piece: &Piece) {
+    group.wrote(*now, nic, piece);
 }
 
 #[unsafe(no_mangle)]

@@ -9,10 +9,10 @@
 //! (a piece, an instant, one of a few blows of fate), so that every run reaches one.
 
 use immwire_core::group::{End, Event, Options, Token, WorkError, WorkRequest};
-use immwire_core::id::{EngineId, NicIndex, PeerId, Time};
+use immwire_core::id::{EngineId, NicIndex, PeerId, Time, TransferId};
 use immwire_core::imm::{ImmTag, WRITE_UNITS};
 use immwire_core::peer::{DownReason, PeerState};
-use immwire_core::plan::{Barrier, Request, ScatterWrite, SingleWrite, Target};
+use immwire_core::plan::{Barrier, Piece, Request, ScatterWrite, SingleWrite, Target};
 use immwire_verification_protocol::fixture::{
     self, Asked, DRAIN, Group, MAX_MESSAGE, PATIENT, Sizes, Targets,
 };
@@ -22,6 +22,8 @@ use stateright::{Model, Property};
 /// Where transfer number `k` writes: 0x1000 bytes of its own.
 const DST: u64 = 0x10_0000;
 const DUE: Time = Time::from_nanos(5);
+/// What the group never knew.
+const NOBODY: TransferId = TransferId { index: u16::MAX, generation: 0 };
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Kind {
@@ -29,6 +31,8 @@ enum Kind {
     Tiny,
     /// The same, offered to `express` first.
     Express,
+    /// The same, written at once if nothing stands before it.
+    AtOnce,
     /// Six bytes, three pieces.
     Split,
     /// So many pieces that the immediate trails.
@@ -110,7 +114,7 @@ struct Flight {
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Sent {
     token: Option<Token>,
-    id: immwire_core::id::TransferId,
+    id: TransferId,
     end: Option<End>,
     /// Something was posted.
     started: bool,
@@ -191,7 +195,7 @@ fn tag(transfer: usize) -> ImmTag {
 
 fn bytes_of(kind: Kind, peers: usize) -> u64 {
     match kind {
-        Kind::Tiny | Kind::Express => 2,
+        Kind::Tiny | Kind::Express | Kind::AtOnce => 2,
         Kind::Split => 6,
         Kind::Long => 17 * MAX_MESSAGE - 1,
         Kind::Scatter => 2 * peers as u64,
@@ -221,7 +225,9 @@ impl Drain {
         let live: Vec<(usize, PeerId)> =
             state.peers.iter().enumerate().filter_map(|(at, peer)| Some((at, (*peer)?))).collect();
         match work.kind {
-            Kind::Tiny | Kind::Express | Kind::Split | Kind::Long => single(bytes_of(work.kind, 0)),
+            Kind::Tiny | Kind::Express | Kind::AtOnce | Kind::Split | Kind::Long => {
+                single(bytes_of(work.kind, 0))
+            }
             Kind::Scatter => {
                 let target = |&(at, peer): &(usize, PeerId)| Target {
                     peer,
@@ -272,6 +278,12 @@ impl Drain {
             self.posted(state, work);
             return Some(());
         }
+        if let (Kind::AtOnce, Request::Single(write)) = (self.script[k].kind, &request)
+            && let Some((nic, piece)) = state.group.unhindered(&write.by_ref())
+        {
+            self.written(state, new(NOBODY), nic, &piece);
+            return Some(());
+        }
         let request = request.check().ok()?;
         match state.group.change(|group| group.submit(request, options).map_err(drop)) {
             Ok(id) => state.sent.push(new(id)),
@@ -279,6 +291,24 @@ impl Drain {
             Err(_) => state.broken = Some(Broken::Refused),
         }
         Some(())
+    }
+
+    /// Written when the call returns, and so ended.
+    fn written(&self, state: &mut State, sent: Sent, nic: NicIndex, piece: &Piece) {
+        let (now, transfer) = (state.now, state.sent.len());
+        let up = matches!(state.group.peer_state(piece.peer), Some(PeerState::Up));
+        if !up || !state.peers.contains(&Some(piece.peer)) {
+            state.broken = Some(Broken::PostedWrongly);
+        }
+        let work = WorkRequest::new(Token::from_bits(0), nic, piece);
+        state.sent.push(Sent { started: true, ..sent });
+        self.land(state, &Flight { transfer, work, landed: true, stuck: 0, ending: false });
+        let sent = &mut state.sent[transfer];
+        sent.end = Some(End::Done);
+        if !self.all_landed(transfer, &state.sent[transfer]) {
+            state.broken = Some(Broken::NotDone);
+        }
+        state.group.change(|group| group.wrote(now, nic, piece));
     }
 
     fn posted(&self, state: &mut State, work: WorkRequest) {
@@ -391,7 +421,7 @@ impl Drain {
             .sort_by_key(|flight| (flight.work.token.bits(), flight.work.nic, flight.work.dst));
     }
 
-    fn ended(&self, state: &mut State, id: immwire_core::id::TransferId, user: u64, end: End) {
+    fn ended(&self, state: &mut State, id: TransferId, user: u64, end: End) {
         let k = usize::try_from(user).unwrap_or(usize::MAX);
         let Some(sent) = state.sent.get_mut(k).filter(|sent| sent.id == id && sent.end.is_none())
         else {
@@ -762,6 +792,14 @@ fn transfers_to_one_peer_over_one_nic() {
     let (all, at_least) = if full() { (3, 344_230) } else { (2, 127_290) };
     let model = drain(ONE_NIC, &script, all);
     check("a transfer ends once, and only when nothing of it is in flight", model, at_least);
+}
+
+#[test]
+fn writes_at_once_beside_transfers() {
+    let script = [work(Kind::Split, 0), work(Kind::AtOnce, 0), work(Kind::AtOnce, 0)];
+    let (all, at_least) = if full() { (2, 305_153) } else { (1, 27_824) };
+    let model = drain(ONE_NIC, &script, all);
+    check("what is written at once ends nothing else, and keeps nobody's credit", model, at_least);
 }
 
 #[test]
