@@ -82,10 +82,10 @@ fn a_job_pushed_around_the_end_of_a_polled_engine_runs_once() {
 /// down over one that has just come.
 #[test]
 fn jobs_that_find_the_queue_full_run_too() {
-    explore(clause::ENDS, Bound::Preemptions(3), 1500, || {
+    explore(clause::ENDS, Bound::Preemptions(3), 718, || {
         let (callbacks, calls) = callbacks();
-        (0..3).for_each(|_| callbacks.push(calls.job()));
-        let pusher = push(&callbacks, &calls, 2);
+        (0..2).for_each(|_| callbacks.push(calls.job()));
+        let pusher = push(&callbacks, &calls, 3);
         callbacks.run_pending();
         pusher.join().unwrap();
         callbacks.run_pending();
