@@ -1256,7 +1256,7 @@ impl Driver {
     }
 
     /// As [`TransferEngine::submit_single_write`], from the thread that polls: the write is posted before
-    /// this returns, if nothing stands before it. Up to 4 KiB with an immediate, to memory of this host that both sides map, it is
+    /// this returns, if nothing stands before it. Up to 64 KiB with an immediate, to memory of this host that both sides map, it is
     /// done then, and takes none of the [`Builder::transfers`]: no [`SubmitError::Full`] says that it is time to poll.
     ///
     /// # Errors

@@ -243,7 +243,7 @@ fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
     let counter = other.counter().unwrap();
     let peer = driver.add_peer(other.address()).unwrap();
     driver.wait_peer(peer, LONG).unwrap();
-    let (src, dst) = (engine.alloc(8192).unwrap(), other.alloc(8192).unwrap());
+    let (src, dst) = (engine.alloc(1 << 20).unwrap(), other.alloc(1 << 20).unwrap());
     let (desc, tag) = (dst.desc(), counter.tag());
     let write = |at: u64, len: u64| SingleWrite {
         peer,
@@ -290,9 +290,9 @@ fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
     let stats = engine.stats();
     assert_eq!((stats.posted - before.posted, stats.completed - before.completed), (49, 49));
     // Not so: what is longer than the provider writes at once, what is out of bounds, what comes after a question.
-    let long = driver.submit_single_write(&write(0, 8192)).unwrap();
+    let long = driver.submit_single_write(&write(0, 1 << 20)).unwrap();
     assert_eq!(driver.wait(&long, LONG), Ok(End::Done));
-    assert!(driver.submit_single_write(&write(8188, 8)).is_err());
+    assert!(driver.submit_single_write(&write((1 << 20) - 4, 8)).is_err());
     engine.set_nic_health(0, false);
     let lost = driver.submit_single_write(&write(0, 8)).unwrap();
     assert!(driver.wait(&lost, LONG).unwrap().ok().is_err());

@@ -88,7 +88,7 @@ const GPU_PIECE_BYTES: u64 = 4 << 20;
 const GPU_BATCH_BYTES: u64 = 128 << 20;
 /// Pieces under way where GPUs copy; a quarter of them to one peer. They stand for many pages each, and end in groups.
 const GPU_QUEUE_DEPTH: u16 = 1024;
-/// The shortest piece worth a NIC of its own.
+/// The shortest piece worth a NIC of its own, and the longest that is written at once.
 const PIECE_MIN_BYTES: u64 = 64 << 10;
 const QUEUE_DEPTH: u16 = 256;
 /// Bytes copied in one call of `post`; further pieces are left to the next.
@@ -1016,11 +1016,11 @@ impl Provider for ShmProvider {
         self.address.clone()
     }
 
-    const AT_ONCE_BYTES: u64 = session::SHORT_BYTES;
+    const AT_ONCE_BYTES: u64 = PIECE_MIN_BYTES;
 
     #[inline(always)]
     fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
-        self.session(piece.peer).is_some_and(|session| session.write_short(nic, piece))
+        self.session(piece.peer).is_some_and(|session| session.write_at_once(nic, piece))
     }
 
     /// Copies here and now, at most about 2 MiB a call: that not all was accepted need not mean that

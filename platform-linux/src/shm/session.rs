@@ -33,7 +33,6 @@ use immwire_core::peer::DownReason;
 use immwire_core::plan::Piece;
 use rustix::io::Errno;
 
-use super::ForeignPath;
 use super::bounce;
 use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
 use super::gpu::{Copying, Kind, Reached, Shared, Staging, received};
@@ -43,6 +42,7 @@ use super::probe::Probe;
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
 use super::socket::{self, MESSAGE_MAX};
 use super::withdrawals::Seen;
+use super::{ForeignPath, PIECE_MIN_BYTES};
 use crate::gpus::Known;
 use crate::provider::Sink;
 
@@ -52,8 +52,8 @@ const NOWHERE: u64 = 0;
 const WAITING_MAX: usize = 2048;
 /// Questions about regions that may be under way: few enough that the answers fit the socket.
 const ASKED_MAX: usize = 16;
-/// The longest piece that [`Session::write_short`] writes: well below what is copied past the caches.
-pub(super) const SHORT_BYTES: u64 = 4 << 10;
+/// A piece that the peer reads soon after it was told, and is told where: well below what is copied past the caches.
+const SHORT_BYTES: u64 = 4 << 10;
 /// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
 /// next line holds any is a question to another core's cache, and what was taken should not wait for it.
 const LINE_ENTRIES: u64 = 4;
@@ -373,18 +373,19 @@ impl Session {
         }
     }
 
-    /// Writes a short piece, and settles, where nothing is to be found out first: the region was written to before, the
+    /// Writes a piece that is no longer than a NIC's least, and settles, where nothing is to be found out first: the region was written to before, the
     /// lane was used before and has room. `false`: it did nothing that counts. (If the peer is found to have broken the
     /// protocol, the bytes may be there; whoever tries again is told.)
     #[inline(always)]
-    pub(super) fn write_short(&mut self, nic: NicIndex, piece: &Piece) -> bool {
-        self.try_write_short(nic, piece).is_some()
+    pub(super) fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
+        self.try_write_at_once(nic, piece).is_some()
     }
 
     #[inline(always)]
-    fn try_write_short(&mut self, nic: NicIndex, piece: &Piece) -> Option<()> {
+    fn try_write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> Option<()> {
         let (key, imm) = (piece.dst_key, piece.imm?);
-        let len = usize::try_from(piece.len).ok().filter(|_| piece.len <= SHORT_BYTES)?;
+        let len = usize::try_from(piece.len).ok().filter(|_| piece.len <= PIECE_MIN_BYTES)?;
+        let short = piece.len <= SHORT_BYTES;
         let here = piece.run.count == 0 && Kind::of(piece.src_key) == Kind::Host;
         let near = nic < self.our_nics && piece.remote_nic < self.their_nics;
         if !here || !near || self.closing.is_some() {
@@ -395,7 +396,8 @@ impl Session {
             return None;
         };
         let offset = offset_in(piece.dst, piece.len, *base, *bytes).filter(|_| *known == key)?;
-        let there = start.wrapping_add(offset as u64);
+        let there = if short { start.wrapping_add(offset as u64) } else { NOWHERE };
+        let area = usize::try_from(*bytes).unwrap_or(usize::MAX);
         let dst = mapping.base().as_ptr().wrapping_add(offset);
         let lane = self.lane_of(nic, piece.remote_nic);
         self.lanes_out.get(lane).filter(|lane| lane.room > 0)?;
@@ -408,8 +410,14 @@ impl Session {
         // - the destination lies inside the mapping: `offset_in` checked it, the file behind it cannot shrink, and
         //   `targets` keeps it mapped;
         // - no overlap: the mapping is one of our own making, and no region is in it.
-        unsafe { copy_short(piece.src as *const u8, dst, len) };
-        if self.turns.answers(dst) && self.demotes {
+        unsafe {
+            if short {
+                copy_short(piece.src as *const u8, dst, len);
+            } else {
+                copy(piece.src as *const u8, dst, len, area);
+            }
+        }
+        if short && self.turns.answers(dst) && self.demotes {
             demote(dst);
         }
         let announced = self.announce(imm, lane, there);
