@@ -7,7 +7,8 @@
 //! # Invariants
 //!
 //! Every job that is pushed is run, once: by the runner, or, after [`Callbacks::end`], by whoever
-//! pushes. What one thread pushes is run in order, if one thread runs it. The tests below check it, and the loom models of `verification/loom`, on this text.
+//! pushes. The tests below check it, and the loom models of `verification/loom`, on this text. What one thread
+//! pushes is run in order, if one thread runs it: the tests alone check that.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};

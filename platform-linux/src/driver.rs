@@ -383,7 +383,8 @@ impl<P: Provider> Engine<P> {
                     let error = WorkError::Device(number(why));
                     let error = group::TransferError::Piece { peer, nic, error };
                     let end = End::NeverStarted { error: TransferError::Stopped(error) };
-                    self.state.shared.finish(submission.cell, submission.ticket, end);
+                    let Submission { cell, ticket, hold, .. } = submission;
+                    self.state.shared.finish_with(cell, ticket, hold, end);
                 }
             }
         }
@@ -415,7 +416,9 @@ impl<P: Provider> Engine<P> {
                 self.state.hook(cell, ticket, id, hold);
                 stop(&mut self.state.group, self.state.now, id);
             }
-            Err(rejected) => self.state.shared.finish(cell, ticket, refused(rejected.error)),
+            Err(rejected) => {
+                self.state.shared.finish_with(cell, ticket, hold, refused(rejected.error));
+            }
         }
     }
 
@@ -426,9 +429,7 @@ impl<P: Provider> Engine<P> {
         if let PlanRequest::Single(write) = request.request() {
             let write = write.by_ref();
             if self.make_at_once(&write) {
-                // Before it is told: whoever hears of the end may close the source.
-                drop(hold);
-                return self.state.shared.finish(cell, ticket, End::Done);
+                return self.state.shared.finish_with(cell, ticket, hold, End::Done);
             }
             if let Some(work) = self.state.group.express(&write, options) {
                 self.state.hook(cell, ticket, work.token.transfer(), hold);
@@ -438,8 +439,7 @@ impl<P: Provider> Engine<P> {
         match self.state.group.submit(request, options) {
             Ok(id) => self.state.hook(cell, ticket, id, hold),
             Err(rejected) => {
-                drop(hold);
-                self.state.shared.finish(cell, ticket, refused(rejected.error));
+                self.state.shared.finish_with(cell, ticket, hold, refused(rejected.error));
             }
         }
     }
@@ -447,7 +447,7 @@ impl<P: Provider> Engine<P> {
     /// See [`Drive::write_at_once`]. The source is its caller's, who keeps it registered meanwhile.
     #[inline(always)]
     fn make_at_once(&mut self, write: &plan::SingleRef<'_>) -> bool {
-        if write.len > P::AT_ONCE_BYTES || write.imm.is_none() || !self.state.broken.is_empty() {
+        if write.len > P::AT_ONCE_BYTES || write.imm.is_none() {
             return false;
         }
         let Some((nic, piece)) = self.state.group.unhindered(write) else { return false };
@@ -843,11 +843,7 @@ impl State {
     fn command(&mut self, command: Command) {
         match command {
             // Taken by the engine, which can post.
-            Command::Submit(submission) => {
-                let error = TransferError::EngineStopped;
-                let end = End::NeverStarted { error };
-                self.shared.finish(submission.cell, submission.ticket, end);
-            }
+            Command::Submit(submission) => self.shared.refuse(Command::Submit(submission)),
             Command::Cancel { cell, ticket } => {
                 let hook = self.hooks.get(usize::from(cell));
                 match hook.filter(|hook| hook.ticket == Some(ticket)) {
@@ -1001,14 +997,7 @@ impl State {
 
     fn stop_transfers(&mut self) {
         while let Some(command) = self.shared.intake.next() {
-            match command {
-                Command::Submit(Submission { cell, ticket, .. })
-                | Command::Send { cell, ticket, .. } => {
-                    let error = TransferError::EngineStopped;
-                    self.shared.finish(cell, ticket, End::NeverStarted { error });
-                }
-                Command::Cancel { .. } => {}
-            }
+            self.shared.refuse(command);
         }
         self.end_held();
         let now = self.now;
@@ -1025,9 +1014,8 @@ impl State {
 impl State {
     /// Ends what waits for streams.
     fn end_held(&mut self) {
-        for Submission { cell, ticket, .. } in self.held.drain(..) {
-            let error = TransferError::EngineStopped;
-            self.shared.finish(cell, ticket, End::NeverStarted { error });
+        for submission in self.held.drain(..) {
+            self.shared.refuse(Command::Submit(submission));
         }
     }
 }
@@ -1041,9 +1029,8 @@ impl Drop for State {
             let Some(hook) = self.hooks.get_mut(at) else { continue };
             let Hook { ticket, hold, .. } = std::mem::take(hook);
             if let (Some(ticket), Ok(cell)) = (ticket, u16::try_from(at)) {
-                self.shared.finish(cell, ticket, End::Quiesced { error });
+                self.shared.finish_with(cell, ticket, hold, End::Quiesced { error });
             }
-            drop(hold);
         }
         self.shared.stop();
     }

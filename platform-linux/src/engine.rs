@@ -1290,7 +1290,9 @@ impl Driver {
     }
 
     fn take_cell(&mut self) -> Result<(u16, Ticket), SubmitError> {
-        self.spare.take().map_or_else(|| self.shared.take_cell(), Ok)
+        // One that was taken before the engine began to stop is none to begin with.
+        let spare = self.spare.take_if(|_| !self.shared.intake.is_stopping());
+        spare.map_or_else(|| self.shared.take_cell(), Ok)
     }
 
     /// As [`TransferEngine::submit_imm`], from the thread that polls.

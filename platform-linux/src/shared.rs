@@ -273,14 +273,14 @@ impl Shared {
         self.intake.send(command, |command| self.refuse(command));
     }
 
-    /// Ends what was submitted to a driver that is no more.
-    fn refuse(&self, command: Command) {
-        let error = TransferError::EngineStopped;
+    /// Ends what was submitted to a driver that is no more, or takes no more.
+    pub(crate) fn refuse(&self, command: Command) {
+        let end = End::NeverStarted { error: TransferError::EngineStopped };
         match command {
-            Command::Submit(Submission { cell, ticket, .. })
-            | Command::Send { cell, ticket, .. } => {
-                self.finish(cell, ticket, End::NeverStarted { error });
+            Command::Submit(Submission { cell, ticket, hold, .. }) => {
+                self.finish_with(cell, ticket, hold, end);
             }
+            Command::Send { cell, ticket, .. } => self.finish(cell, ticket, end),
             Command::Cancel { .. } => {}
         }
     }

@@ -7,7 +7,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{
-    AddPeerError, CountError, Driver, End, NetAddr, PeerId, Region, SingleWrite, TransferEngine,
+    AddPeerError, CountError, Driver, End, NetAddr, PeerId, Region, SingleWrite, SubmitError,
+    TransferEngine,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -232,6 +233,52 @@ fn a_source_may_be_closed_by_whoever_is_told_of_the_end() {
             pending += 1;
         }
     }
+}
+
+/// The same of transfers that never start: refused by the engine, or left over when it stops.
+#[test]
+fn a_source_may_be_closed_by_whoever_is_told_that_nothing_starts() {
+    let other = TransferEngine::builder().build().unwrap();
+    let (desc, tag) = (other.alloc(64).unwrap().desc(), other.counter().unwrap().tag());
+    let nobody = PeerId { index: 3, generation: 7 };
+    let (told, closed) = mpsc::channel();
+    for polls in [true, false] {
+        let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+        let src = engine.alloc(64).unwrap();
+        let (dst, imm) = (&desc, Some(tag));
+        let write =
+            SingleWrite { peer: nobody, src: &src, src_offset: 0, dst, dst_offset: 0, len: 8, imm };
+        let mut transfer = pin!(engine.submit_single_write(&write).unwrap());
+        let waker = Waker::from(Arc::new(Closes(Mutex::new(Some(src)), told.clone())));
+        assert!(transfer.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+        if polls {
+            driver.poll();
+        }
+        drop(driver);
+        assert!(closed.try_recv().unwrap(), "the source was in use still");
+        assert!(matches!(transfer.poll_end(), Some(End::NeverStarted { .. })));
+    }
+}
+
+/// A polled engine whose last handle is gone takes nothing more, however small.
+#[test]
+fn a_stopping_engine_writes_nothing_at_once() {
+    let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+    let other = TransferEngine::builder().build().unwrap();
+    let counter = other.counter().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+    let (dst, imm) = (&dst.desc(), Some(counter.tag()));
+    let write = SingleWrite { peer, src: &src, src_offset: 0, dst, dst_offset: 0, len: 8, imm };
+    for _ in 0..2 {
+        let transfer = driver.submit_single_write(&write).unwrap();
+        assert_eq!(driver.wait(&transfer, LONG), Ok(End::Done));
+    }
+    drop(engine);
+    assert_eq!(driver.submit_single_write(&write).err(), Some(SubmitError::EngineStopped));
+    counter.wait(2, LONG).unwrap();
+    assert_eq!(counter.available(), 0);
 }
 
 /// A small write to memory that is mapped is done when it was submitted, however its end is asked for, takes nobody's

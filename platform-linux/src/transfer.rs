@@ -14,6 +14,7 @@ use immwire_core::wake::Ticket;
 
 use crate::callback::Job;
 use crate::error::{End, TransferError, WaitTimeout};
+use crate::region::Region;
 use crate::shared::{Command, Shared};
 
 impl Shared {
@@ -21,6 +22,12 @@ impl Shared {
     pub(crate) fn finish(&self, cell: u16, ticket: Ticket, end: End) {
         let outcome = if end == End::Done { Ok(()) } else { Err(end) };
         self.cells.finish(cell, ticket, outcome, &self.callbacks);
+    }
+
+    /// As [`Shared::finish`], of a transfer with a source, which is let go of first: whoever is told may close it.
+    pub(crate) fn finish_with(&self, cell: u16, ticket: Ticket, source: Option<Region>, end: End) {
+        drop(source);
+        self.finish(cell, ticket, end);
     }
 }
 

@@ -11,7 +11,8 @@
 //! 1. Taking a write into its lane, and posting it from there, leave the group as the general way does.
 //! 2. Whatever is not done leaves the group as it was. Where anything is out of the ordinary (no credit, no
 //!    peer, a broken path, a missing key) nothing is done, and the general way is taken.
-//! 3. A write passes nobody on one way that it would not pass on another: what is unhindered could be expressed, were a slot free.
+//! 3. A write passes nobody on one way that it would not pass on another: what is unhindered could be expressed,
+//!    were a slot free.
 //!
 //! The tests of the group compare whole groups with those that went the general way, at every step of the
 //! programs that they enumerate.

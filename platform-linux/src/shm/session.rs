@@ -373,9 +373,9 @@ impl Session {
         }
     }
 
-    /// Writes a piece that is no longer than a NIC's least, and settles, where nothing is to be found out first: the region was written to before, the
-    /// lane was used before and has room. `false`: it did nothing that counts. (If the peer is found to have broken the
-    /// protocol, the bytes may be there; whoever tries again is told.)
+    /// Writes a piece that is no longer than a NIC's least, and settles, where nothing is to be found out first: the region
+    /// was written to before, the lane was used before and has room. `false`: it did nothing that counts. (If the peer is
+    /// found to have broken the protocol, the bytes may be there; whoever tries again is told.)
     #[inline(always)]
     pub(super) fn write_at_once(&mut self, nic: NicIndex, piece: &Piece) -> bool {
         self.try_write_at_once(nic, piece).is_some()
