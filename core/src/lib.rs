@@ -25,6 +25,7 @@
 //! | [`topology`] | which NICs belong to which GPU |
 //! | [`moe`] | where tokens go when experts are spread over ranks |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
+//! | [`pool`] | which slots of a table are free |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
 //! | [`watch`] | whether a watched word's callback may be called |
@@ -58,6 +59,7 @@ pub mod opening;
 pub mod parting;
 pub mod peer;
 pub mod plan;
+pub mod pool;
 pub mod port;
 pub mod receipt;
 pub mod recycle;

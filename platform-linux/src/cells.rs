@@ -22,10 +22,10 @@
 use std::task::Waker;
 use std::time::Duration;
 
+use immwire_core::pool::{Link, Pool};
 use immwire_core::wake::{Progress, Ticket};
 
 use crate::callback::{Callbacks, Job};
-use crate::ring::{self, Boxed};
 use crate::sync::{AtomicBool, AtomicU8, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
 use crate::wait::{WaitCell, Waiter};
 
@@ -44,7 +44,7 @@ struct TransferCell<F> {
 /// Room for all transfers that there can be; one that fails has an `F` to say of it.
 pub(crate) struct Cells<F> {
     cells: Box<[TransferCell<F>]>,
-    free: Boxed<u16>,
+    free: Pool<Box<[Link]>>,
     /// Somebody waits for a free cell.
     wanted: AtomicBool,
     /// Whether waiting is over: no cell need come back any more.
@@ -53,25 +53,20 @@ pub(crate) struct Cells<F> {
 }
 
 impl<F: Copy> Cells<F> {
-    /// Room for `count` transfers; [`None`] if a ring cannot be so large.
-    pub(crate) fn new(count: u16) -> Option<Self> {
-        let free = ring::boxed(usize::from(count))?;
-        for cell in 0..count {
-            // The ring has room for all of them.
-            let _ = free.try_push(cell);
-        }
+    /// Room for `count` transfers.
+    pub(crate) fn new(count: u16) -> Self {
         let empty = |_| TransferCell {
             wait: WaitCell::default(),
             failure: Mutex::new(None),
             holders: AtomicU8::new(0),
         };
-        Some(Self {
+        Self {
             cells: (0..count).map(empty).collect(),
-            free,
+            free: Pool::new((0..count).map(|_| Link::new()).collect()),
             wanted: AtomicBool::new(false),
             closed: Mutex::new(false),
             returned: Condvar::new(),
-        })
+        }
     }
 
     /// How many transfers there is room for.
@@ -81,9 +76,9 @@ impl<F: Copy> Cells<F> {
 
     /// Takes a cell for a new transfer; [`None`] if none is free.
     pub(crate) fn take(&self) -> Option<(u16, Ticket)> {
-        let cell = self.free.try_pop()?;
+        let cell = self.free.take()?;
         let slot = self.slot(cell)?;
-        // Relaxed: the ring of free cells, and the one that hands the ticket to the engine, order it.
+        // Relaxed: the pool of free cells, and the one that hands the ticket to the engine, order it.
         slot.holders.store(2, Ordering::Relaxed);
         slot.wait.completion.begin().map(|ticket| (cell, ticket))
     }
@@ -191,8 +186,7 @@ impl<F: Copy> Cells<F> {
 
     /// A cell is empty again.
     fn give_back(&self, cell: u16) {
-        // The ring has room for every cell there is.
-        let _ = self.free.try_push(cell);
+        self.free.give(cell);
         if self.wanted.swap(false, Ordering::AcqRel) {
             let _guard = lock(&self.closed);
             self.returned.notify_all();

@@ -241,7 +241,7 @@ impl Shared {
             clock,
             // Each transfer has one submission and may have some cancellations under way.
             intake: Intake::new(transfers.saturating_mul(2), sleeper)?,
-            cells: Cells::new(sizes.transfers)?,
+            cells: Cells::new(sizes.transfers),
             counting: Counting::new(sizes.counters),
             tallies,
             baselines: (0..sizes.counters).map(|_| Baseline::default()).collect(),

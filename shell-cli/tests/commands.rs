@@ -95,9 +95,11 @@ fn every_bench_gives_rows_that_were_verified() {
     assert_eq!((&pages[0]["pages"], &pages[0]["page_bytes"]), (&100.into(), &4096.into()));
     assert!(positive(&pages[0], "baseline_gb_per_s"));
 
-    let latency = rows(&["latency", "--size", "8"]);
-    assert!(positive(&latency[0], "half_rtt_us") && positive(&latency[0], "baseline_half_rtt_us"));
-    assert!(latency[0]["gb_per_s"].is_null());
+    let latency = rows(&["latency", "--size", "8,12,4000"]);
+    for row in &latency {
+        assert!(positive(row, "half_rtt_us") && positive(row, "baseline_half_rtt_us"), "{row}");
+        assert!(row["gb_per_s"].is_null());
+    }
 
     let rate = rows(&["rate", "--size", "64", "--mode", "thread"]);
     assert!(positive(&rate[0], "mops"));

@@ -20,7 +20,7 @@
 
 use core::ffi::{c_char, c_int, c_void};
 
-pub use libc::iovec;
+pub use libc::{iovec, pollfd};
 
 /// A structure as it is declared here, for comparison with a header.
 #[derive(Debug, Clone, Copy)]
@@ -720,6 +720,14 @@ structs! {
         wait_cond: fi_cq_wait_cond,
         wait_set: *mut fid_wait,
         @since(2, 7) xpu_ctx: *mut fid_xpu_ctx,
+    }
+
+    /// What `FI_GETWAIT` fills in for a queue with `FI_WAIT_POLLFD`: `nfds` says how long the array at `fd` is, and then how
+    /// many there are. fi_cq(3).
+    fi_wait_pollfd {
+        change_index: u64,
+        nfds: usize,
+        fd: *mut pollfd,
     }
 
     /// A completion in format `FI_CQ_FORMAT_CONTEXT`. fi_cq(3).

@@ -176,7 +176,9 @@ impl<'a> Types<'a> {
             "isize" => "ssize_t".to_owned(),
             "fi_addr_t" => "fi_addr_t".to_owned(),
             name if ENUMS.contains(&name) => format!("enum {name}"),
-            name if name == "iovec" || name.starts_with("fi") => format!("struct {name}"),
+            name if ["iovec", "pollfd"].contains(&name) || name.starts_with("fi") => {
+                format!("struct {name}")
+            }
             name => panic!("a type that this test does not know: {name}"),
         }
     }

@@ -156,10 +156,6 @@ impl Door {
         self.endpoint.name()
     }
 
-    pub(super) const fn endpoint(&self) -> &Endpoint {
-        &self.endpoint
-    }
-
     pub(super) const fn endpoint_mut(&mut self) -> &mut Endpoint {
         &mut self.endpoint
     }

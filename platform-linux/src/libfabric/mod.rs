@@ -49,6 +49,7 @@ mod memory;
 mod session;
 mod survey;
 mod upkeep;
+mod watch;
 
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -65,7 +66,6 @@ use immwire_core::signal::{Chain, Link};
 use immwire_core::tenant::Tenant;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use libfabric_sys::{Library, LoadError};
-use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
     Itimerspec, TimerfdClockId, TimerfdFlags, TimerfdTimerFlags, Timespec, timerfd_create,
     timerfd_settime,
@@ -73,13 +73,14 @@ use rustix::time::{
 
 use self::door::Door;
 use self::fabric::{
-    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted,
-    Write,
+    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Signs,
+    Wanted, Write,
 };
 use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
 use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
+use self::watch::Watch;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
@@ -107,6 +108,8 @@ const BATCH: usize = 16;
 /// What can wait is looked at so often: with a software provider that is a system call or two, which a ping-pong of
 /// small writes feels. Counted in time, as a poll takes one microsecond or, where it moves long writes, a hundred.
 const UPKEEP_EVERY: Duration = Duration::from_micros(500);
+/// Of writes, as many again that are being replaced, and the door's.
+const ENDPOINTS_MAX: usize = 2 * MAX_NICS + 1;
 /// How long a sleeping engine whose provider has no descriptor sleeps at most.
 const NAP: Duration = Duration::from_millis(1);
 /// After so long without anything to read, descriptors that stay readable are seen to: that may take a moment, in which
@@ -429,7 +432,7 @@ pub struct LibfabricProvider {
     /// When something was last read.
     stirred: Time,
     stats: LibfabricStats,
-    epoll: OwnedFd,
+    watch: Watch,
     timer: OwnedFd,
     /// Dropped after the ports.
     nothing: Nothing,
@@ -518,12 +521,11 @@ impl LibfabricProvider {
         let addresses: Vec<_> = nics.iter().map(entry).collect();
         let address = NetAddr::new(ProviderKind::Libfabric, config.engine, &addresses)
             .map_err(|_| LibfabricError::Nics { nics: config.nics })?;
-        let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
-            .map_err(|errno| os("epoll_create")(errno.into()))?;
         let flags = TimerfdFlags::CLOEXEC | TimerfdFlags::NONBLOCK;
         let timer = timerfd_create(TimerfdClockId::Monotonic, flags)
             .map_err(|errno| os("timerfd_create")(errno.into()))?;
-        let provider = Self {
+        let watch = Watch::new(&[memory.regions.wake_fd(), timer.as_fd()]).map_err(os("epoll"))?;
+        Ok(Self {
             handshakes: Handshakes::new().map_err(LibfabricError::Random)?,
             nics,
             address,
@@ -545,33 +547,17 @@ impl LibfabricProvider {
             now: Time::ZERO,
             stirred: Time::ZERO,
             stats: LibfabricStats::default(),
-            epoll,
+            watch,
             timer,
             nothing,
             config,
-        };
-        let watched = || -> rustix::io::Result<()> {
-            provider.watch(provider.memory.regions.wake_fd())?;
-            provider.watch(provider.timer.as_fd())?;
-            provider.watch_endpoint(provider.door.endpoint())?;
-            provider.ports.iter().try_for_each(|port| provider.watch_endpoint(&port.lane.endpoint))
-        };
-        watched().map_err(|errno| os("epoll_ctl")(errno.into()))?;
-        Ok(provider)
+        })
     }
 
     /// What has happened so far.
     #[must_use]
     pub const fn stats(&self) -> LibfabricStats {
         self.stats
-    }
-
-    fn watch(&self, fd: BorrowedFd<'_>) -> rustix::io::Result<()> {
-        epoll::add(&self.epoll, fd, EventData::new_u64(0), EventFlags::IN)
-    }
-
-    fn watch_endpoint(&self, endpoint: &Endpoint) -> rustix::io::Result<()> {
-        endpoint.fd().map_or(Ok(()), |fd| self.watch(fd))
     }
 
     fn session(&mut self, index: u16) -> Option<&mut Session> {
@@ -1129,7 +1115,7 @@ impl Provider for LibfabricProvider {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.epoll.as_fd()
+        self.watch.fd()
     }
 
     fn arm(&mut self) -> bool {
@@ -1142,14 +1128,22 @@ impl Provider for LibfabricProvider {
         let lanes =
             self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
         let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
+        let mut all_signs = heapless::Vec::<Signs, ENDPOINTS_MAX>::new();
         for endpoint in endpoints {
-            if endpoint.fd().is_none() {
-                nap = nap.min(NAP);
-            } else {
+            if endpoint.has_signs() {
                 may_sleep &= endpoint.may_sleep() && (!quiet || endpoint.hush());
+            }
+            // Afterwards, as it may have made connections.
+            let is_told = endpoint.signs().is_some_and(|signs| all_signs.push(signs).is_ok());
+            if !is_told {
+                nap = nap.min(NAP);
             }
         }
         if may_sleep {
+            if let Err(error) = self.watch.queues(all_signs.iter()) {
+                tracing::warn!(%error, "nothing wakes the engine but its clock");
+                nap = nap.min(NAP);
+            }
             self.set_timer(nap.max(Duration::from_micros(1)));
         }
         may_sleep

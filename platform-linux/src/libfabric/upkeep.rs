@@ -49,6 +49,7 @@ impl LibfabricProvider {
             let _ = rustix::io::read(self.memory.regions.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
         }
+        self.watch.awake(self.now);
         self.recycle.look(self.now);
         let heard = self.hear(sink);
         self.repeat_calls(sink);
@@ -594,11 +595,7 @@ impl LibfabricProvider {
         for (port, lane) in self.ports.iter_mut().zip(lanes) {
             port.old = Some(std::mem::replace(&mut port.lane, lane));
         }
-        for port in &self.ports {
-            if let Err(error) = self.watch_endpoint(&port.lane.endpoint) {
-                tracing::error!(%error, "a new endpoint cannot wake the engine");
-            }
-        }
+        self.watch.forget();
         self.haunting = self.memory.regions.look(|ledger| ledger.ghosts());
         let turn = self.recycle.turn();
         for at in 0..self.live.len() {

@@ -274,6 +274,12 @@ fn wrong_range(
     None
 }
 
+/// Where a message of `bytes`, which are 8 at least, carries its turn: at its start and, if it has room for another 8
+/// bytes, at its end.
+pub fn marks(bytes: u64) -> impl Iterator<Item = u64> {
+    [Some(0), bytes.checked_sub(8).filter(|at| *at >= 8)].into_iter().flatten()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -307,6 +313,16 @@ mod tests {
         let beyond = Layout::Slots { from: 0, stride: 0, bytes: bytes + 1, slots: 1 };
         fill(&region, 9, bytes, || ());
         assert!(wrong(&region, 9, beyond, || ()).is_some());
+    }
+
+    #[test]
+    fn marks_are_inside_and_apart() {
+        for bytes in 8..200 {
+            let all: Vec<_> = marks(bytes).collect();
+            assert_eq!(all.len(), if bytes < 16 { 1 } else { 2 });
+            assert!(all.iter().all(|at| at + 8 <= bytes));
+            assert!(all.windows(2).all(|pair| pair[0] + 8 <= pair[1]));
+        }
     }
 
     #[test]

@@ -4,7 +4,7 @@
 
 use super::mapping;
 use super::raw::{self, Ends, Memory, Raw, RawError};
-use super::say::{Answer, Ask, Layout, wrong};
+use super::say::{Answer, Ask, Layout, marks, wrong};
 use crate::baseline::{PingPong, Side};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
 use immwire::{ImmCounter, ImmTag, NetAddr, PeerGroup, PeerId, Place, Region, SingleWrite};
@@ -213,14 +213,11 @@ fn check(
     })
 }
 
-/// One side of a ping-pong through the engine: a message carries its turn in its first 8 bytes and,
-/// if it is long enough, in its last 8 too.
+/// One side of a ping-pong through the engine: a message carries its turn at its [`marks`].
 pub(super) struct Echo<'a> {
     region: &'a Region,
     counter: &'a ImmCounter,
     out: Region,
-    received: Vec<u8>,
-    sent: Vec<u8>,
 }
 
 /// Why a turn was wrong.
@@ -250,8 +247,7 @@ impl<'a> Echo<'a> {
 
     /// Receives in `region` at `counter`, and sends from `out`, all of it each time.
     pub(super) fn over(region: &'a Region, counter: &'a ImmCounter, out: Region) -> Self {
-        let bytes = usize::try_from(out.len()).unwrap_or(0);
-        Self { region, counter, out, received: vec![0; bytes], sent: vec![0; bytes] }
+        Self { region, counter, out }
     }
 
     /// Sends the message of `turn`.
@@ -265,13 +261,9 @@ impl<'a> Echo<'a> {
         turn: u64,
     ) -> Result<(), MotorError> {
         let mark = turn.to_le_bytes();
-        if let Some(first) = self.sent.first_chunk_mut() {
-            *first = mark;
+        for at in marks(self.out.len()) {
+            let _ = self.out.write(at, &mark);
         }
-        if let Some(last) = self.sent.last_chunk_mut() {
-            *last = mark;
-        }
-        let _ = self.out.write(0, &self.sent);
         let write = SingleWrite {
             peer,
             src: &self.out,
@@ -294,13 +286,15 @@ impl<'a> Echo<'a> {
         turn: u64,
     ) -> Result<Result<(), WrongTurn>, MotorError> {
         motor.count(self.counter, 1, PATIENCE)?;
-        let _ = self.region.read(0, &mut self.received);
-        let first = self.received.first_chunk().map_or(0, |mark| u64::from_le_bytes(*mark));
-        let last = self.received.last_chunk().map_or(0, |mark| u64::from_le_bytes(*mark));
-        Ok(match [first, last].into_iter().find(|found| *found != turn) {
-            None => Ok(()),
-            Some(found) => Err(WrongTurn { turn, found }),
-        })
+        for at in marks(self.out.len()) {
+            let mut mark = [0; 8];
+            let _ = self.region.read(at, &mut mark);
+            let found = u64::from_le_bytes(mark);
+            if found != turn {
+                return Ok(Err(WrongTurn { turn, found }));
+            }
+        }
+        Ok(Ok(()))
     }
 
     fn run(

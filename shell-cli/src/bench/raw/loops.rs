@@ -1,5 +1,6 @@
 //! What is done with an endpoint without an engine: streams and ping-pongs, the same for each transport.
 
+use super::super::say::marks;
 use super::{Done, Ends, Far, Memory, Piece, RawError};
 use std::time::{Duration, Instant};
 
@@ -176,7 +177,7 @@ pub(super) fn take<W: Wire>(
     if taken == count { Ok(()) } else { Err(RawError::Wrong { expected: count, found: taken }) }
 }
 
-/// Sends the message of `turn`, all of `out`: its number in the first and the last 8 bytes.
+/// Sends the message of `turn`, all of `out`, with its number at the [`marks`].
 fn send<W: Wire>(
     wire: &mut W,
     limit: Duration,
@@ -184,8 +185,9 @@ fn send<W: Wire>(
     turn: u64,
     how: (u64, Done),
 ) -> Result<Seen, RawError> {
-    out.set_word(0, turn)?;
-    out.set_word(out.len().saturating_sub(8), turn)?;
+    for at in marks(out.len()) {
+        out.set_word(at, turn)?;
+    }
     let piece = Piece { from: 0, to: 0, len: out.len() };
     if wire.post((out, far), &piece, how, true)? {
         return Ok(Seen::default());
@@ -209,7 +211,7 @@ fn receive<W: Wire>(
         own += seen.own;
         patience.lose()?;
     }
-    for offset in [0, bytes.saturating_sub(8)] {
+    for offset in marks(bytes) {
         let found = inbox.word(offset)?;
         if found != turn {
             return Err(RawError::Wrong { expected: turn, found });

@@ -18,7 +18,7 @@ struct Engine {
 
 impl Engine {
     fn new(cells: u16) -> Arc<Self> {
-        let (cells, callbacks) = (Cells::new(cells).unwrap(), Callbacks::new(2).unwrap());
+        let (cells, callbacks) = (Cells::new(cells), Callbacks::new(2).unwrap());
         Arc::new(Self { cells, callbacks })
     }
 
@@ -159,7 +159,7 @@ fn whoever_waits_for_room_is_woken() {
 /// *Fails if* only one of them is notified: the other's word was taken with the first's.
 #[test]
 fn all_who_wait_for_room_are_woken() {
-    explore(clause::TIME, Bound::Preemptions(2), 4200, || {
+    explore(clause::TIME, Bound::Preemptions(2), 3500, || {
         let engine = Engine::new(2);
         let taken = [engine.cells.take().unwrap(), engine.cells.take().unwrap()];
         taken.into_iter().for_each(|taken| engine.let_go(taken));
