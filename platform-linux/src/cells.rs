@@ -13,7 +13,9 @@
 //! # Invariants
 //!
 //! 1. A cell is free, or has one tenancy, named by its ticket. A ticket of an earlier tenancy changes
-//!    nothing of a later one's: neither its end, nor how it failed, nor its holders.
+//!    nothing of a later one's: neither its end, nor how it failed, nor its holders. (The cell used last is taken first, so
+//!    one cell may have all tenancies; a ticket outlives its own only in a cancellation that the driver has not taken yet,
+//!    and would be mistaken after 2^21 more of them.)
 //! 2. Each cell that was taken comes back once, after both holders are done with it.
 //! 3. Whoever waits for room is woken by the next cell that comes back.
 //!

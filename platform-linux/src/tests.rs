@@ -7,8 +7,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{
-    AddPeerError, CountError, Driver, End, NetAddr, PeerId, Region, SingleWrite, SubmitError,
-    TransferEngine,
+    AddPeerError, CountError, Driver, End, ImmCounter, NetAddr, PeerId, Region, SingleWrite,
+    SubmitError, TransferEngine,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -28,6 +28,15 @@ fn pair() -> (TransferEngine, TransferEngine, PeerId) {
     let peer = a.add_peer(b.address()).unwrap();
     a.wait_peer(peer, LONG).unwrap();
     (a, b, peer)
+}
+
+/// An engine with a thread that `driver`'s knows, and a counter of it.
+fn met(driver: &mut Driver) -> (TransferEngine, ImmCounter, PeerId) {
+    let other = TransferEngine::builder().build().unwrap();
+    let counter = other.counter().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    (other, counter, peer)
 }
 
 fn address_of_nobody() -> NetAddr {
@@ -264,10 +273,7 @@ fn a_source_may_be_closed_by_whoever_is_told_that_nothing_starts() {
 #[test]
 fn a_stopping_engine_writes_nothing_at_once() {
     let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
-    let other = TransferEngine::builder().build().unwrap();
-    let counter = other.counter().unwrap();
-    let peer = driver.add_peer(other.address()).unwrap();
-    driver.wait_peer(peer, LONG).unwrap();
+    let (other, counter, peer) = met(&mut driver);
     let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
     let (dst, imm) = (&dst.desc(), Some(counter.tag()));
     let write = SingleWrite { peer, src: &src, src_offset: 0, dst, dst_offset: 0, len: 8, imm };
@@ -286,10 +292,7 @@ fn a_stopping_engine_writes_nothing_at_once() {
 #[test]
 fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
     let (engine, mut driver) = TransferEngine::builder().transfers(4).build_polled().unwrap();
-    let other = TransferEngine::builder().build().unwrap();
-    let counter = other.counter().unwrap();
-    let peer = driver.add_peer(other.address()).unwrap();
-    driver.wait_peer(peer, LONG).unwrap();
+    let (other, counter, peer) = met(&mut driver);
     let (src, dst) = (engine.alloc(1 << 20).unwrap(), other.alloc(1 << 20).unwrap());
     let (desc, tag) = (dst.desc(), counter.tag());
     let write = |at: u64, len: u64| SingleWrite {
@@ -352,10 +355,7 @@ fn a_small_write_to_this_host_is_done_when_it_was_submitted() {
 #[test]
 fn a_polled_engine_answers_before_it_takes_what_was_submitted_later() {
     let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
-    let other = TransferEngine::builder().build().unwrap();
-    let counter = other.counter().unwrap();
-    let peer = driver.add_peer(other.address()).unwrap();
-    driver.wait_peer(peer, LONG).unwrap();
+    let (other, counter, peer) = met(&mut driver);
     let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
     let (desc, tag) = (dst.desc(), counter.tag());
     let write = SingleWrite {

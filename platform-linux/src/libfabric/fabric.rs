@@ -658,7 +658,7 @@ enum Wait {
     /// A descriptor.
     One,
     /// Several. The one that stands for them all would be the `epoll` of an `epoll` of the sockets, and be woken with each
-    /// packet, whether somebody sleeps on it or not: a twentieth of the time that a write of 64 KiB takes.
+    /// packet, whether somebody sleeps on it or not.
     Several,
 }
 
@@ -676,7 +676,7 @@ impl Wait {
     }
 }
 
-/// Descriptors of one queue at most; libfabric's providers have one to three.
+/// Descriptors of one queue at most; four were the most that was seen (`tcp;ofi_rxm`).
 const SIGNS_MAX: usize = 16;
 
 /// What becomes readable when there is something in a queue: descriptors, which belong to libfabric and stay as long as the
@@ -686,6 +686,17 @@ pub(super) struct Signs {
     /// Another number when there are others.
     pub(super) change: u64,
     pub(super) all: heapless::Vec<(RawFd, i16), SIGNS_MAX>,
+}
+
+impl Signs {
+    /// Whether one of them is, now.
+    fn are_readable(&self) -> bool {
+        let polled = |&(fd, events): &(RawFd, i16)| sys::pollfd { fd, events, revents: 0 };
+        let mut all: heapless::Vec<_, SIGNS_MAX> = self.all.iter().map(polled).collect();
+        let count = libc::nfds_t::try_from(all.len()).unwrap_or(0);
+        // SAFETY: so many entries. Whatever is open by their numbers, asking changes nothing of it.
+        unsafe { libc::poll(all.as_mut_ptr(), count, 0) > 0 }
+    }
 }
 
 /// What was opened so far; closed again if the rest fails.
@@ -853,23 +864,20 @@ impl Endpoint {
             let mut fids = [&raw mut (*self.cq.as_ptr()).fid];
             sys::fi_trywait(self.domain.fabric.as_ptr(), fids.as_mut_ptr(), 1) == 0
         };
-        // What libfabric watches is put on the list of several descriptors by a read that may wait. Until then one of the list
-        // is readable, though nothing is to be read.
-        let restless = may && self.wait == Wait::Several && self.is_readable();
+        self.restless &= may;
+        may && self.kept.is_none()
+    }
+
+    /// Whether its [`Signs`] say what [`Endpoint::may_sleep`] has said. What libfabric watches is put on the list of several
+    /// descriptors by a read that may wait, and until then one of the list is readable though nothing is to be read: after the
+    /// second time in a row that is done, for a millisecond at most.
+    pub(super) fn is_calm(&mut self, signs: &Signs) -> bool {
+        let restless = self.wait == Wait::Several && signs.are_readable();
         if restless && self.restless {
             self.read_waiting();
         }
         self.restless = restless;
-        may && !restless
-    }
-
-    fn is_readable(&self) -> bool {
-        let Some(signs) = self.signs() else { return false };
-        let mut all: heapless::Vec<libc::pollfd, SIGNS_MAX> =
-            signs.all.iter().map(|&(fd, events)| libc::pollfd { fd, events, revents: 0 }).collect();
-        let count = libc::nfds_t::try_from(all.len()).unwrap_or(0);
-        // SAFETY: so many entries; their descriptors are the queue's, which is open.
-        unsafe { libc::poll(all.as_mut_ptr(), count, 0) > 0 }
+        !restless
     }
 
     /// Has the descriptor be readable for nothing but what is still to be read, where that takes a read that may wait:
@@ -883,7 +891,8 @@ impl Endpoint {
         !self.has_reported
     }
 
-    /// A read that waits for a millisecond at most. Keeps what it read for the next [`Endpoint::read`].
+    /// A read that waits for a millisecond at most, to be called when nothing is kept. Keeps what it read for the next
+    /// [`Endpoint::read`].
     fn read_waiting(&mut self) -> isize {
         const WAIT_MS: i32 = 1;
         let none = ptr::null_mut();

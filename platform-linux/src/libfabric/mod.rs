@@ -12,6 +12,7 @@
 //! | `memory` | regions, and how they are taken back |
 //! | `survey` | what the machine has, for people |
 //! | `upkeep` | what is to be done beside the way of data: sessions' ends, replaced endpoints |
+//! | `watch` | what the engine sleeps on |
 //!
 //! Each NIC has one endpoint for writes, which serves all peers, and a completion queue of its own. To be rid
 //! of what is in flight to one peer, the endpoints are replaced (`immwire_core::recycle`).
@@ -1130,18 +1131,17 @@ impl Provider for LibfabricProvider {
         let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
         let mut all_signs = heapless::Vec::<Signs, ENDPOINTS_MAX>::new();
         for endpoint in endpoints {
-            if endpoint.has_signs() {
-                may_sleep &= endpoint.may_sleep() && (!quiet || endpoint.hush());
-            }
+            let ready =
+                !endpoint.has_signs() || endpoint.may_sleep() && (!quiet || endpoint.hush());
             // Afterwards, as it may have made connections.
-            let is_told = endpoint.signs().is_some_and(|signs| all_signs.push(signs).is_ok());
-            if !is_told {
+            let signs = endpoint.signs();
+            may_sleep &= ready && signs.as_ref().is_none_or(|signs| endpoint.is_calm(signs));
+            if signs.is_none_or(|signs| all_signs.push(signs).is_err()) {
                 nap = nap.min(NAP);
             }
         }
         if may_sleep {
-            if let Err(error) = self.watch.queues(all_signs.iter()) {
-                tracing::warn!(%error, "nothing wakes the engine but its clock");
+            if !self.watch.queues(&all_signs) {
                 nap = nap.min(NAP);
             }
             self.set_timer(nap.max(Duration::from_micros(1)));

@@ -33,6 +33,8 @@ pub(super) struct Watch {
     queues: Option<(OwnedFd, Vec<Signs>)>,
     /// Since when the engine has not slept, as far as is known.
     awake: Option<Time>,
+    /// The queues could not be watched.
+    is_blind: bool,
 }
 
 fn add(epoll: &OwnedFd, fd: BorrowedFd<'_>, events: EventFlags) -> io::Result<()> {
@@ -44,7 +46,7 @@ impl Watch {
     pub(super) fn new(always: &[BorrowedFd<'_>]) -> io::Result<Self> {
         let outer = epoll::create(epoll::CreateFlags::CLOEXEC)?;
         always.iter().try_for_each(|fd| add(&outer, *fd, EventFlags::IN))?;
-        Ok(Self { outer, queues: None, awake: None })
+        Ok(Self { outer, queues: None, awake: None, is_blind: false })
     }
 
     /// Readable when anything is that is watched.
@@ -52,29 +54,37 @@ impl Watch {
         self.outer.as_fd()
     }
 
-    /// The engine is about to sleep: watches the queues with these signs, and no others. Costs a system call for each descriptor, but nothing if these
-    /// are watched already.
-    pub(super) fn queues<'a>(
-        &mut self,
-        signs: impl Iterator<Item = &'a Signs> + Clone,
-    ) -> io::Result<()> {
+    /// The engine is about to sleep: watches the queues with these signs, and no others. `false`: it cannot, and has said
+    /// so. Costs a system call for each descriptor, but nothing if these are watched already.
+    pub(super) fn queues(&mut self, signs: &[Signs]) -> bool {
         self.awake = None;
-        if let Some((_, watched)) = &self.queues
-            && watched.iter().eq(signs.clone())
-        {
-            return Ok(());
+        if self.queues.as_ref().is_some_and(|(_, watched)| watched == signs) {
+            return true;
         }
         self.queues = None;
+        match self.nest(signs) {
+            Ok(inner) => self.queues = Some((inner, signs.to_vec())),
+            // Once: it is tried again each time.
+            Err(error) if !self.is_blind => {
+                tracing::warn!(%error, "no packet wakes the engine, its clock alone does");
+            }
+            Err(_) => {}
+        }
+        self.is_blind = self.queues.is_none();
+        !self.is_blind
+    }
+
+    /// An `epoll` around the queues' descriptors.
+    fn nest(&self, signs: &[Signs]) -> io::Result<OwnedFd> {
         let inner = epoll::create(epoll::CreateFlags::CLOEXEC)?;
-        for (fd, events) in signs.clone().flat_map(|signs| &signs.all) {
+        for (fd, events) in signs.iter().flat_map(|signs| &signs.all) {
             // SAFETY: a descriptor of a queue of the caller's, which is open.
             let fd = unsafe { BorrowedFd::borrow_raw(*fd) };
             let events = u32::from(events.unsigned_abs());
             add(&inner, fd, EventFlags::from_bits_truncate(events))?;
         }
         add(&self.outer, inner.as_fd(), EventFlags::IN)?;
-        self.queues = Some((inner, signs.cloned().collect()));
-        Ok(())
+        Ok(inner)
     }
 
     /// Watches no queue, until it is told again: some of those that were watched have been closed, or replaced.

@@ -13,6 +13,11 @@ fn pool(count: u16) -> Arc<Numbers> {
     Arc::new(Pool::new((0..count).map(|_| Link::new()).collect()))
 }
 
+fn taking(pool: &Arc<Numbers>) -> thread::JoinHandle<Option<u16>> {
+    let pool = pool.clone();
+    thread::spawn(move || pool.take())
+}
+
 /// All that are free.
 fn rest(pool: &Numbers) -> Vec<u16> {
     std::iter::from_fn(|| pool.take()).collect()
@@ -26,10 +31,7 @@ fn rest(pool: &Numbers) -> Vec<u16> {
 fn a_number_has_one_taker() {
     explore(clause::STEADY_STATE, Bound::Preemptions(3), 100, || {
         let pool = pool(2);
-        let other = {
-            let pool = pool.clone();
-            thread::spawn(move || pool.take())
-        };
+        let other = taking(&pool);
         let mut held = Vec::new();
         if let Some(first) = pool.take() {
             held.extend(pool.take());
@@ -58,10 +60,7 @@ fn no_number_is_lost() {
                 pool.give(1);
             })
         };
-        let taker = {
-            let pool = pool.clone();
-            thread::spawn(move || pool.take())
-        };
+        let taker = taking(&pool);
         giver.join().unwrap();
         let mut all: Vec<_> = taker.join().unwrap().into_iter().collect();
         all.extend(rest(&pool));
