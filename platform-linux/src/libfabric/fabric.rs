@@ -187,9 +187,13 @@ impl Hints {
 /// What libfabric is told by its environment, if nobody has told it otherwise, and why.
 ///
 /// It reads these at the first `fi_getinfo` of the process.
-const ENVIRONMENT: [(&str, &str); 2] = [
+const ENVIRONMENT: [(&str, &str); 3] = [
     // Every region is registered by its user: nobody has to patch `mmap` and `free` to watch for others.
     ("FI_MR_CACHE_MONITOR", "disabled"),
+    // Writes need no buffers of ofi_rxm's to arrive in, the few messages at the door do. Over tcp 1.17 makes as many as
+    // tcp would take, a hundred megabytes for each endpoint, not the 128 that fi_rxm(7) says are the default: two seconds
+    // to open four on a busy machine, in which the engine does nothing else.
+    ("FI_OFI_RXM_MSG_RX_SIZE", "128"),
     NO_DEVICE_MEMORY,
 ];
 
@@ -209,11 +213,7 @@ fn prepare_environment(device_memory: bool) {
             // none is started here.
             unsafe { std::env::set_var(name, value) };
         } else {
-            tracing::debug!(
-                name,
-                value,
-                "not set: the process has threads; set it if devices are used"
-            );
+            tracing::debug!(name, value, "not set: the process has threads; it may be set outside");
         }
     }
 }

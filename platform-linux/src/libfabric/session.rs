@@ -270,7 +270,7 @@ impl Session {
         self.in_flight + self.old_in_flight
     }
 
-    /// Nothing more is posted; `cut` is when what is in flight is cut off.
+    /// Nothing more is posted, and the peer hears of no new endpoints; `cut` is when what is in flight is cut off.
     pub(super) fn leave(&mut self, cut: Time, reason: Option<DownReason>) {
         let (cut, reason) = match self.state {
             // The first reason is the one; but what the engine wants itself, it need not hear of.
@@ -278,5 +278,6 @@ impl Session {
             _ => (cut, reason),
         };
         self.state = State::Leaving { cut, reason };
+        self.says.moves = false;
     }
 }

@@ -596,7 +596,10 @@ impl LibfabricProvider {
             port.old = Some(std::mem::replace(&mut port.lane, lane));
         }
         self.watch.forget();
+        // With the old endpoints goes all that comes from those who hear of no new ones.
         self.haunting = self.memory.regions.look(|ledger| ledger.ghosts());
+        let sessions = self.sessions.iter().flatten();
+        self.haunting.extend(sessions.filter(|it| it.is_leaving()).map(|it| it.token));
         let turn = self.recycle.turn();
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
@@ -684,8 +687,6 @@ impl LibfabricProvider {
             }
         }
         self.recycle.closed();
-        let haunting = std::mem::take(&mut self.haunting);
-        self.memory.regions.with_ledger(|ledger| ledger.lay(&haunting));
         for session in self.sessions.iter_mut().flatten() {
             session.old_routes = Routes::default();
             session.retired.old_routes = Routes::default();
@@ -703,6 +704,8 @@ impl LibfabricProvider {
         for index in over {
             self.finish(index, sink);
         }
+        let haunting = std::mem::take(&mut self.haunting);
+        self.memory.regions.with_ledger(|ledger| ledger.lay(&haunting));
     }
 
     /// Tells all peers that it is over, and gives that a moment to leave the machine.

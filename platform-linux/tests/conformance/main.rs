@@ -84,7 +84,8 @@ pub struct Facts {
     /// that was being made when an endpoint was closed.
     pub closes_all_sockets: bool,
     /// A stranger's message that is longer than any costs that message. `net` of libfabric 1.17 closes the connection,
-    /// and with it loses, now and then, what it knows of others that are being made, or takes none any more.
+    /// and with it loses, now and then, what it knows of others that are being made, or takes none any more; `tcp;ofi_rxm`
+    /// resets connections of others.
     pub survives_long_messages: bool,
     /// All of an engine's NICs lead to a peer, so that some may fail.
     pub several_nics: bool,
@@ -114,9 +115,9 @@ const PROVIDERS: [Provider; 14] = [
     SPAN_GPUS,
     SPAN_EFA_GPUS,
     SPAN_VERBS,
-    libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp")),
-    NET,
-    libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm")),
+    libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp"), true),
+    libfabric("net", "net", |setup| over_libfabric(setup, "net"), false),
+    libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm"), false),
     EFA,
     EFA_GPUS,
     VERBS,
@@ -127,16 +128,14 @@ const fn libfabric(
     name: &'static str,
     door: &'static str,
     builder: fn(&Setup) -> Builder,
+    survives_long_messages: bool,
 ) -> Provider {
-    Provider { name, builder, facts: Facts { door: Some(door), ..OVER_TCP } }
+    Provider {
+        name,
+        builder,
+        facts: Facts { door: Some(door), survives_long_messages, ..OVER_TCP },
+    }
 }
-
-/// What libfabric 1.17 has for TCP.
-const NET: Provider = Provider {
-    name: "net",
-    builder: |setup| over_libfabric(setup, "net"),
-    facts: Facts { door: Some("net"), survives_long_messages: false, ..OVER_TCP },
-};
 
 /// A device: it writes, acknowledges and refuses without the peer's processor.
 const EFA: Provider = Provider {

@@ -39,7 +39,8 @@ const INSIDE: &str = "FAKE_EFA_TEST";
 /// No test takes longer.
 const LIFE: Duration = Duration::from_secs(60);
 /// What the provider may set for libfabric.
-const SETTINGS: [(&str, &str); 2] = [("FI_MR_CACHE_MONITOR", "disabled"), ("FI_HMEM", "system")];
+const SETTINGS: [(&str, &str); 3] =
+    [("FI_MR_CACHE_MONITOR", "disabled"), ("FI_OFI_RXM_MSG_RX_SIZE", "128"), ("FI_HMEM", "system")];
 
 struct Test {
     name: &'static str,
@@ -66,7 +67,9 @@ const TESTS: [Test; 16] = tests! {
     writes_must_be_native [("FAKE_EFA_EMULATED_WRITE", "1")],
     writes_need_no_receive [("FAKE_EFA_UNSOLICITED", "0")],
     no_cuda_and_no_shared_memory [],
-    the_users_environment_stays [("FI_MR_CACHE_MONITOR", "userfaultfd"), ("FI_HMEM", "cuda")],
+    the_users_environment_stays [
+        ("FI_MR_CACHE_MONITOR", "userfaultfd"), ("FI_OFI_RXM_MSG_RX_SIZE", "64"), ("FI_HMEM", "cuda")
+    ],
     what_is_not_set_is_set [],
     nothing_is_set_under_threads [],
     errors_say_whose_they_are [("FAKE_EFA_DEAD_MS", "50")],
