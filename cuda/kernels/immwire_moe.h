@@ -8,7 +8,7 @@
  *
  *   tables     [2][world][table_bytes]                           a rank's choices, of this round and of the one before
  *   dispatch   [world][max_tokens][dispatch_stride], from dispatch_at      tokens
- *   combine    [max_tokens][world][combine_stride], from combine_at        results
+ *   combine    [max_tokens][world][combine_stride], from combine_at        results; [max_tokens][top_k][combine_stride] where sums are exact
  *
  * Before the first round tables hold zeros, and the rest bytes of 0xff: the poison of kernels/moe.cu. */
 #ifndef IMMWIRE_MOE_H
@@ -46,6 +46,8 @@ enum {
 
 /* No row: in plans, of a choice that ends elsewhere. */
 #define IMMWIRE_MOE_NO_ROW 0xffffffffu
+/* And of one that there was no room for. Rows are less. */
+#define IMMWIRE_MOE_LEFT_OUT 0xfffffffeu
 
 /* What of a rank lasts from launch to launch. In memory of its GPU; zeros before the first round but for next_epoch, 1.
  *
@@ -87,7 +89,7 @@ typedef struct immwire_moe_report {
 } immwire_moe_report;
 
 /* A token received, with its rows: one for each pair of source and token, in the order in which results are sent back.
- * Followed by top_k rows (IMMWIRE_MOE_NO_ROW for choices that end elsewhere), and top_k weights. */
+ * Followed by top_k rows (IMMWIRE_MOE_NO_ROW for choices that end elsewhere, IMMWIRE_MOE_LEFT_OUT), and top_k weights. */
 typedef struct immwire_moe_pair {
   uint32_t source;
   uint32_t token;
@@ -144,6 +146,7 @@ typedef struct immwire_moe_args {
  *   immwire_moe_dispatch_fp8_bf16     from bf16 to e4m3, a scale for each 128 values
  *   immwire_moe_dispatch_fp8_fp16     from fp16
  *   immwire_moe_combine_bf16, _fp16   results
+ *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
  *   immwire_moe_dispatch_many_...     the same for thousands of tokens: other ranks may use either
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last

@@ -139,8 +139,9 @@ __device__ uint64_t table_of(const Args &args, uint32_t at, uint32_t from, uint3
   return args.inbox[at] + (uint64_t(parity) * args.world + from) * args.table_bytes;
 }
 
-__device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t from, uint32_t token) {
-  return args.inbox[at] + args.combine_at + (uint64_t(token) * args.world + from) * args.combine_stride;
+// The `number`-th of `of` results of a token: of ranks, or where sums are exact of choices.
+__device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t token, uint32_t number, uint32_t of) {
+  return args.inbox[at] + args.combine_at + (uint64_t(token) * of + number) * args.combine_stride;
 }
 
 __device__ uint32_t vectors_per_token(const Args &args) { return (args.top_k + 1) / 2; }
@@ -165,6 +166,7 @@ struct Fixed {
   uint32_t count[2][BATCH];
   uint32_t row[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
   float weight[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
+  uint8_t choice[2][BATCH][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact.
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
 
@@ -345,6 +347,8 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoc
   if (expert != NO_EXPERT) goes_to = 1u << rank_of(args, expert);
   for (uint32_t step = 1; step < WARP; step *= 2) goes_to |= __shfl_xor_sync(ALL_LANES, goes_to, step);
 
+  // This rank's own too, whatever happened to it: exact sums are made by it.
+  const uint32_t told = present | 1u << args.rank;
   const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
   uint4 vector;
   vector.x = __shfl_sync(ALL_LANES, weight, low);
@@ -353,7 +357,7 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoc
   vector.w = epoch;
   if (lane < each) {
     const uint64_t offset = 16 * (1 + uint64_t(token) * each + lane);
-    for (uint32_t rest = present; rest != 0; rest &= rest - 1)
+    for (uint32_t rest = told; rest != 0; rest &= rest - 1)
       store_whole_vector(table_of(args, __ffs(rest) - 1, args.rank, parity) + offset, vector);
   }
   return goes_to & present;
@@ -798,7 +802,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
         uint32_t row = mine < routes.local ? routes.row(mine, source, token) : IMMWIRE_MOE_NO_ROW;
         if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
           put_down(report.rows_left_out, epoch);
-          row = IMMWIRE_MOE_NO_ROW;
+          row = IMMWIRE_MOE_LEFT_OUT;
         }
         uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
         rows[lane] = row;
@@ -886,7 +890,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uin
       if (first + i * gridDim.x >= pairs) break;
       const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i];
       if (!(present >> source & 1)) continue;
-      const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i]);
+      const uint64_t to = result_slot(args, source, fixed.token[turn][i], args.rank, args.world);
       // Two vectors side by side, of up to BATCH rows each: all are read before any is used.
       for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
@@ -938,7 +942,7 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           rank[i] = rest != 0 ? __ffs(rest) - 1 : 0;
-          from[i] = result_slot(args, args.rank, rank[i], token) + 16 * v;
+          from[i] = result_slot(args, args.rank, token, rank[i], args.world) + 16 * v;
           wanted |= (rest != 0 ? 1u : 0u) << i;
           rest &= rest - 1;
         }
@@ -963,6 +967,132 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
   }
 }
 
+// Sends the results of all rows of each token received, each to its choice's place. Zeros for rows that there was no room for.
+template <typename FORMAT>
+__device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
+  const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
+  const uint32_t warps = blockDim.x / WARP;
+  uint32_t turn = 0;
+  for (uint32_t first = blockIdx.x; first < pairs; first += gridDim.x * BATCH, turn ^= 1) {
+    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
+      const uint32_t n = first + i * gridDim.x;
+      if (n >= pairs) continue;
+      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+      const uint4 pair = load_vector(plan);
+      uint32_t row = IMMWIRE_MOE_NO_ROW;
+      if (lane < args.top_k) row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
+      const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
+      if (row != IMMWIRE_MOE_NO_ROW) {
+        if (row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
+        const uint32_t place = __popc(has & ranks_below(lane));
+        fixed.row[turn][i][place] = row;
+        fixed.choice[turn][i][place] = uint8_t(lane);
+      }
+      if (lane == 0) {
+        fixed.source[turn][i] = pair.x;
+        fixed.token[turn][i] = pair.y;
+        fixed.count[turn][i] = __popc(has);
+      }
+    }
+    __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
+    for (uint32_t i = 0; i < BATCH; ++i) {
+      if (first + i * gridDim.x >= pairs) break;
+      const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i], token = fixed.token[turn][i];
+      if (!(present >> source & 1)) continue;
+      for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
+        const uint32_t at[2] = {v, v + blockDim.x};
+        for (uint32_t low = 0; low < count; low += BATCH) {
+          uint4 held[2][BATCH];
+#pragma unroll
+          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
+            const uint32_t n = low + j % BATCH, of = at[j / BATCH];
+            held[j / BATCH][j % BATCH] = vector_of(0);
+            if (n < count && of < vectors && fixed.row[turn][i][n] < args.rows)
+              held[j / BATCH][j % BATCH] = load_vector(args.y + uint64_t(fixed.row[turn][i][n]) * args.values * 2 + 16 * of);
+          }
+#pragma unroll
+          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
+            const uint32_t n = low + j % BATCH, of = at[j / BATCH];
+            if (n >= count || of >= vectors) continue;
+            // There and back nothing changes but what is no number, which might be poison.
+            float values[8];
+            unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
+            const uint64_t to = result_slot(args, source, token, fixed.choice[turn][i][n], args.top_k);
+            store_shared_vector(to + 16 * of, pack<FORMAT>(values));
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds up the results of this rank's tokens' choices, times their weights, in their order; as many tokens as there is memory for.
+template <typename FORMAT>
+__device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present, Patience &patience) {
+  immwire_moe_control &control = *control_of(args);
+  const uint32_t tokens = min(control.tokens, args.tokens), vectors = args.values / 8, lane = threadIdx.x % WARP;
+  if (control.tokens > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
+  const uint64_t table = table_of(args, args.rank, args.rank, control.parity);
+  uint32_t turn = 0;
+  __syncthreads(); // Who sent may read those words still.
+  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
+    // A warp finds out what is to come. Choices, ranks and weights lie where those of rows do otherwise.
+    if (threadIdx.x < WARP) {
+      uint32_t expert = NO_EXPERT, rank = 0, weight = 0;
+      if (lane < args.top_k) {
+        const uint4 two = load_shared_vector(table + 16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
+        expert = lane % 2 == 0 ? two.z & 0xffff : two.z >> 16;
+        weight = lane % 2 == 0 ? two.x : two.y;
+      }
+      if (expert != NO_EXPERT) rank = rank_of(args, expert);
+      const bool comes = expert != NO_EXPERT && (present >> rank & 1);
+      const uint32_t coming = __ballot_sync(ALL_LANES, comes), place = __popc(coming & ranks_below(lane));
+      if (comes) {
+        fixed.choice[turn][0][place] = uint8_t(lane);
+        fixed.row[turn][0][place] = rank;
+        fixed.weight[turn][0][place] = __uint_as_float(weight);
+      }
+      if (lane == 0) fixed.count[turn][0] = __popc(coming);
+    }
+    __syncthreads(); // One for each token is enough: the next one is kept elsewhere.
+    const uint32_t count = fixed.count[turn][0];
+    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
+      const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
+      float sum[8] = {};
+      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
+      for (uint32_t low = 0; low < count; low += BATCH) {
+        uint4 held[BATCH];
+        uint64_t from[BATCH];
+        uint32_t wanted = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          const uint32_t n = low + i < count ? low + i : low;
+          from[i] = result_slot(args, args.rank, token, fixed.choice[turn][0][n], args.top_k) + 16 * v;
+          wanted |= (low + i < count ? 1u : 0u) << i;
+        }
+        const uint32_t lost = await<Vector>(held, from, wanted, patience);
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) {
+          if (!(wanted >> i & 1)) continue;
+          if (lost >> i & 1) {
+            const uint32_t rank = fixed.row[turn][0][low + i];
+            atomicOr(&control.missed, 1u << rank);
+            put_down(report_of(args)->late_results[rank], epoch);
+            continue;
+          }
+          store_vector(from[i], vector_of(POISON));
+          const float weight = fixed.weight[turn][0][low + i];
+          float values[8];
+          unpack<FORMAT>(values, held[i]);
+#pragma unroll
+          for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, values[k]));
+        }
+      }
+      store_vector(to, pack<FORMAT>(sum));
+    }
+  }
+}
+
 // Prepares the next round, whose dispatch reads these; no block of this launch does.
 __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
   if (blockIdx.x != 0 || threadIdx.x != 0) return;
@@ -973,16 +1103,21 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
   control.gathered = 0;
 }
 
-template <typename FORMAT>
+template <typename FORMAT, bool EXACT>
 __device__ void combine(const Args &args) {
   MACHINE_SHARED(shared);
+  Fixed &fixed = *reinterpret_cast<Fixed *>(shared);
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_RESULTS);
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
-  if (args.flags & IMMWIRE_MOE_SEND) send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), epoch, present);
+  if (args.flags & IMMWIRE_MOE_SEND) {
+    if constexpr (EXACT) send_each_result<FORMAT>(args, fixed, epoch, present);
+    else send_results<FORMAT>(args, fixed, epoch, present);
+  }
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   end_round(control, epoch);
-  receive_results<FORMAT>(args, epoch, present, patience);
+  if constexpr (EXACT) receive_each_result<FORMAT>(args, fixed, epoch, present, patience);
+  else receive_results<FORMAT>(args, epoch, present, patience);
 }
 
 // ---- many tokens ----
@@ -1223,7 +1358,7 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
           row = many.offsets[mine] + many.starts[m * local + mine] + bits_before(many.chosen + (m * local + mine) * CHUNK_WORDS, i);
         if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
           put_down(report.rows_left_out, epoch);
-          row = IMMWIRE_MOE_NO_ROW;
+          row = IMMWIRE_MOE_LEFT_OUT;
         }
         uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
         rows[lane] = row;
@@ -1241,7 +1376,7 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patie
   const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
   const uint4 pair = load_vector(plan);
   const uint32_t row = lane < args.top_k ? reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] : IMMWIRE_MOE_NO_ROW;
-  const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
+  const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT);
   const uint64_t slot = args.inbox[args.rank] + token_offset(args, pair.x, pair.y);
   uint32_t key[1] = {}, late = 0;
   const uint64_t key_at[1] = {slot + args.token_bytes + args.scale_bytes};
@@ -1376,8 +1511,10 @@ __device__ void dispatch_many(const Args &args) {
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_raw, dispatch<Raw>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_bf16, dispatch<Quantised<Bf16>>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_fp8_fp16, dispatch<Quantised<Fp16>>)
-IMMWIRE_MOE_KERNEL(immwire_moe_combine_bf16, combine<Bf16>)
-IMMWIRE_MOE_KERNEL(immwire_moe_combine_fp16, combine<Fp16>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_bf16, (combine<Bf16, false>))
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_fp16, (combine<Fp16, false>))
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_exact_bf16, (combine<Bf16, true>))
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_exact_fp16, (combine<Fp16, true>))
 
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_raw, dispatch_many<Raw>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_bf16, dispatch_many<Quantised<Bf16>>)

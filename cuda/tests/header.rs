@@ -174,6 +174,7 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_POWER_SCALES", moe::POWER_SCALES as usize),
         ("IMMWIRE_MOE_ACCUMULATE", moe::ACCUMULATE as usize),
         ("IMMWIRE_MOE_NO_ROW", moe::NO_ROW as usize),
+        ("IMMWIRE_MOE_LEFT_OUT", moe::LEFT_OUT as usize),
     ];
     let text: String = constants.iter().map(|(name, value)| equal(name, *value)).collect();
     compile("constants_of_moe", &text).unwrap();

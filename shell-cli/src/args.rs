@@ -242,6 +242,7 @@ another one, once; the last column is how long one thread takes to copy as much.
 
 Examples:
   immwire bench moe --ep 4 --tokens 128
+  immwire bench moe --ep 4 --tokens 128 --exact
   immwire bench moe --ep 2 --tokens 4096 --chunk 512 --rounds 10 --json";
 
 /// `immwire bench moe`.
@@ -265,6 +266,9 @@ pub struct MoeBenchArgs {
     /// Tokens that travel together
     #[arg(long, default_value = "512")]
     pub chunk: NonZeroU32,
+    /// Let each expert's result come back by itself, to be summed where the token is from
+    #[arg(long)]
+    pub exact: bool,
     /// Rounds that are timed
     #[arg(long, default_value_t = 50, value_parser = clap::value_parser!(u32).range(1..=1_000_000))]
     pub rounds: u32,

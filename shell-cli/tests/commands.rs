@@ -56,9 +56,11 @@ fn rows(args: &[&str]) -> Vec<Value> {
 #[test]
 fn dispatch_and_combine_are_measured_and_checked() {
     let small = ["--tokens", "5", "--hidden", "64", "--experts", "6", "--top-k", "3"];
-    for ranks in ["1", "3"] {
+    let mut back = Vec::new();
+    for (ranks, exact) in [("1", false), ("3", false), ("3", true)] {
         let more = ["--ep", ranks, "--chunk", "2", "--rounds", "4", "--json"];
-        let output = run(["bench", "moe"].iter().chain(&small).chain(&more));
+        let exact = exact.then_some(&"--exact");
+        let output = run(["bench", "moe"].iter().chain(&small).chain(&more).chain(exact));
         assert!(output.status.success(), "{}", text(&output.stderr));
         let rows: Vec<Value> =
             text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
@@ -68,7 +70,10 @@ fn dispatch_and_combine_are_measured_and_checked() {
             assert!(positive(row, "p50_us") && row["p99_us"].as_f64() >= row["p50_us"].as_f64());
             assert_eq!(positive(row, "gb_per_s"), ranks != "1", "one rank writes to nobody: {row}");
         }
+        back.push(rows[1]["bytes_out"].as_f64().unwrap());
     }
+    // The same routes: as many results as choices elsewhere are more than ranks elsewhere.
+    assert!(back[2] > back[1], "{back:?}");
     for refused in [&["--experts", "2", "--top-k", "3"][..], &["--hidden", "12"]] {
         let output = run(["bench", "moe", "--json"].iter().chain(refused));
         assert_eq!(output.status.code(), Some(1), "{refused:?}");

@@ -119,6 +119,7 @@ SHAPES = {
     "three ranks, uneven": (3, dict(firsts=[0, 5, 5, 9], padding=4, chunk_tokens=5), [0, 5, 5, 9]),
     "three ranks, fp16, scales": (3, dict(experts=7, world=3, dtype="float16", scale_bytes=8), [0, 3, 5, 7]),
     "alone": (1, dict(experts=4, world=1), [0, 4]),
+    "three ranks, exact": (3, dict(firsts=[0, 1, 5, 9], exact=True, chunk_tokens=5), [0, 1, 5, 9]),
 }
 
 
@@ -161,6 +162,34 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
                     assert (row_scales[start : start + count] == wanted).all()
                 assert (results == wanted_results[rank] * (2 if turn == 2 else 1)).all()
         assert [exchange.rounds for exchange in ranks.exchanges] == [3] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_exact_sums_are_those_of_one_machine_wherever_experts_are(world):
+    def work(rank, exchange):
+        rng = np.random.default_rng(rank)
+        x = rng.standard_normal((MAX_TOKENS, HIDDEN)).astype(np.float16)
+        _, indices, _, _ = made_up(rank, MAX_TOKENS, 6)
+        weights = rng.random(indices.shape, np.float32)
+        rows, out = np.empty((exchange.max_rows, HIDDEN), np.float16), np.empty_like(x)
+        received = exchange.dispatch(x, indices, weights, out=rows)
+        first = 6 // world * rank
+        for expert, row, count in zip(range(first, 6), received.offsets, received.counts, strict=False):
+            rows[row : row + count] = np.tanh(rows[row : row + count] * np.float16(expert + 0.3))
+        exchange.combine(rows, out=out)
+        # In the order of choices, in float32, rounded once.
+        total = np.zeros(x.shape, np.float32)
+        for choice in range(TOP_K):
+            expert = indices[:, choice, None]
+            y = np.tanh(x * (expert + 0.3).astype(np.float16)).astype(np.float32)
+            total += np.where(expert < 0, np.float32(0), weights[:, choice, None] * y)
+        return (out.view(np.uint16) == total.astype(np.float16).view(np.uint16)).all()
+
+    with World(world, experts=6, world=world, dtype="float16", exact=True) as ranks:
+        assert ranks.each(work) == [True] * world
+    if world > 1:
+        with World(world, experts=6, world=world, dtype="float16") as ranks:
+            assert not all(ranks.each(work)), "sums of each rank are rounded once more"
 
 
 def process(connection, rank, world):

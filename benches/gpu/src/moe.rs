@@ -466,6 +466,7 @@ fn random_shape(random: &mut Random, world: u32, large: bool) -> Shape {
         values: 16 * (1 + random.below(if large { 500 } else { 60 })),
         results: [Number::Bf16, Number::Fp16][usize::from(random.one_in(2))],
         padding: [1, 4, 16, 128][random.below(4) as usize],
+        exact: random.one_in(2),
     }
 }
 
@@ -736,6 +737,7 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         values: 256,
         results: Number::Bf16,
         padding: 4,
+        exact: false,
     };
     let mut all = World::new(gpus, &shape, 0, None, SETS, PATIENCE)?;
     let mut random = Random(5);
@@ -1073,6 +1075,7 @@ pub(crate) fn time(gpus: &[Gpu]) -> Outcome<Value> {
         values: 7168,
         results: Number::Bf16,
         padding: 1,
+        exact: false,
     };
     let mut all = Vec::new();
     for tokens in [1, 8, 32, 64, 128, 256, 512] {
@@ -1094,6 +1097,10 @@ pub(crate) fn time(gpus: &[Gpu]) -> Outcome<Value> {
         &Shape { payload: raw, ..shape(pairs, 128) },
         Style::default(),
     )?);
+    for tokens in [1, 128] {
+        let exact = Shape { exact: true, ..shape(pairs, tokens) };
+        all.push(measure(gpus, "e4m3 out, bf16 of each choice back", &exact, Style::default())?);
+    }
     for ranks in [2, 4] {
         all.push(measure(
             gpus,

@@ -199,6 +199,34 @@ impl<'a> Routing<'a> {
         Ok(())
     }
 
+    /// Writes to `counts[r]` how many choices are experts of rank `r`: as many rows as tokens have there, one for each expert.
+    ///
+    /// O(indices x log world).
+    ///
+    /// # Errors
+    ///
+    /// [`RoutingError::OutputTooSmall`]: nothing was written.
+    pub fn count_choices(
+        &self,
+        placement: &Placement<'_>,
+        counts: &mut [u32],
+    ) -> Result<(), RoutingError> {
+        let world = index(placement.world());
+        holds(world, counts.len())?;
+        let counts = counts.get_mut(..world).unwrap_or_default();
+        counts.fill(0);
+        for token in 0..self.tokens {
+            for choice in self.choices(token) {
+                let expert = u32::try_from(*choice).ok();
+                let rank = expert.and_then(|expert| placement.rank_of(expert));
+                if let Some(count) = rank.and_then(|rank| counts.get_mut(index(rank))) {
+                    *count += 1; // No more than there are choices, whose number fits.
+                }
+            }
+        }
+        Ok(())
+    }
+
     /// The ranks that `token` goes to, a bit each. O(`top_k` x log world).
     #[must_use]
     pub fn ranks_of(&self, token: u32, placement: &Placement<'_>) -> RankMask {

@@ -50,6 +50,9 @@ pub struct Shape {
     pub dispatch_depth: NonZeroU32,
     /// Chunks for which there is room on the way back.
     pub combine_depth: NonZeroU32,
+    /// Whether each choice's result comes back by itself, and all are summed where the token is from. If not, those of a rank
+    /// come as one sum: fewer bytes, and a rounding more.
+    pub exact: bool,
 }
 
 /// Bytes of the buffers of each rank, and what they follow from.
@@ -63,11 +66,15 @@ pub struct Sizes {
     pub combine_row_bytes: u64,
     /// The most ranks that a token goes to.
     pub fan: u32,
+    /// The most results that come back for a token: one from each rank, or where sums are exact for each choice.
+    pub combine_fan: u32,
+    /// The most of them that one rank sends.
+    pub combine_each: u32,
     /// Choices of all ranks, of this round and the one before: `[2][world][table_bytes]`.
     pub tables_bytes: u64,
     /// Where tokens arrive: `[world][dispatch_depth][chunk_tokens][dispatch_row_bytes]`.
     pub dispatch_bytes: u64,
-    /// Where results arrive: `[combine_depth][chunk_tokens * fan][combine_row_bytes]`.
+    /// Where results arrive: `[combine_depth][chunk_tokens * combine_fan][combine_row_bytes]`.
     pub combine_bytes: u64,
     /// The three together.
     pub total_bytes: u64,
@@ -140,7 +147,12 @@ impl Sizes {
         let dispatch_depth = u64::from(shape.dispatch_depth.get());
         let dispatch_rows = product([world, dispatch_depth, chunk])?;
         let dispatch_bytes = dispatch_rows.checked_mul(dispatch_row_bytes)?;
-        let combine_rows = product([shape.combine_depth.get().into(), chunk, fan.into()])?;
+        let (combine_fan, combine_each) = if shape.exact {
+            (shape.top_k, shape.top_k.min(placement.most_local()))
+        } else {
+            (fan, 1)
+        };
+        let combine_rows = product([shape.combine_depth.get().into(), chunk, combine_fan.into()])?;
         let combine_bytes = combine_rows.checked_mul(combine_row_bytes)?;
         let total_bytes = tables_bytes.checked_add(dispatch_bytes)?.checked_add(combine_bytes)?;
         Some(Self {
@@ -148,6 +160,8 @@ impl Sizes {
             dispatch_row_bytes,
             combine_row_bytes,
             fan,
+            combine_fan,
+            combine_each,
             tables_bytes,
             dispatch_bytes,
             combine_bytes,

@@ -105,6 +105,17 @@ impl World {
             let routing = self.routing(source);
             let mut counts = vec![7; world as usize];
             routing.count_ranks(&placement, &mut counts).unwrap();
+            let mut choices = vec![7; world as usize];
+            routing.count_choices(&placement, &mut choices).unwrap();
+            for (rank, count) in (0..).zip(&choices) {
+                let experts = self.firsts[rank as usize]..self.firsts[rank as usize + 1];
+                let here =
+                    |choice: &&i32| u32::try_from(**choice).is_ok_and(|e| experts.contains(&e));
+                assert_eq!(
+                    *count as usize,
+                    self.sources[source as usize].iter().filter(here).count()
+                );
+            }
             for (rank, count) in (0..).zip(&counts) {
                 let tokens = self.tokens(source, rank);
                 assert_eq!(*count as usize, tokens.len());
@@ -178,6 +189,7 @@ impl World {
             chunk_tokens: some(1),
             dispatch_depth: some(2),
             combine_depth: some(1),
+            exact: false,
         };
         let sizes = Sizes::new(&shape, placement).unwrap();
         assert!(u64::from(total) <= sizes.expanded_rows, "{total} {sizes:?}");
@@ -288,6 +300,7 @@ fn what_is_no_routing_is_refused_with_its_place() {
     let placement = Placement::new(&[0, 512, 1024]).unwrap();
     let short = OutputTooSmall { needed: 2, available: 1 };
     assert_eq!(routing.count_ranks(&placement, &mut [0]), Err(short));
+    assert_eq!(routing.count_choices(&placement, &mut [0]), Err(short));
     assert_eq!(routing.count_experts(5..7, &mut [0]), Err(short));
     assert_eq!(routing.count_experts(1023..1024, &mut [u32::MAX]), Err(Overflow));
     assert_eq!(routing.choices(1), &[] as &[i32]);
@@ -363,6 +376,7 @@ fn deepseek(max_tokens: u32, chunk_tokens: u32, combine_depth: u32) -> Shape {
         chunk_tokens: some(chunk_tokens),
         dispatch_depth: some(2),
         combine_depth: some(combine_depth),
+        exact: false,
     }
 }
 
@@ -438,6 +452,14 @@ fn sizes_without_room_in_64_bits_are_refused() {
     let wide = sizes(&Shape { scale_bytes: 1 << 29, ..huge }).unwrap();
     let row = (7168_u128 + (1 << 29)).next_multiple_of(128);
     assert_eq!(u128::from(wide.dispatch_bytes), 2 * 2 * u128::from(u32::MAX) * row);
+    // A result of each choice, of which a rank has no more than experts.
+    let by_rank = sizes(&good).unwrap();
+    let exact = sizes(&Shape { exact: true, ..good }).unwrap();
+    assert_eq!((by_rank.combine_fan, by_rank.combine_each), (2, 1));
+    assert_eq!((exact.combine_fan, exact.combine_each), (8, 8));
+    assert_eq!((exact.fan, exact.combine_bytes), (2, 4 * by_rank.combine_bytes));
+    let few = Sizes::new(&Shape { exact: true, ..good }, &Placement::new(&[0, 3, 3]).unwrap());
+    assert_eq!(few.unwrap().combine_each, 3);
     // No tokens need no room but for the heads of the tables.
     let none = sizes(&Shape { max_tokens: 0, ..good }).unwrap();
     assert_eq!((none.total_bytes, none.expanded_rows), (2 * 2 * 16, 0));
@@ -717,6 +739,7 @@ proptest! {
         shifts in any::<[u8; 7]>(),
         experts in 1..=MAX_EXPERTS,
         world in 1..=MAX_WORLD,
+        exact in any::<bool>(),
     ) {
         let [max_tokens, token, scale_bytes, result, padding, chunk, depth] =
             core::array::from_fn(|n| widths[n] >> (shifts[n] % 32));
@@ -730,6 +753,7 @@ proptest! {
             chunk_tokens: some(chunk.max(1)),
             dispatch_depth: some(depth.max(1)),
             combine_depth: some(depth.max(1)),
+            exact,
         };
         let mut firsts = vec![0; world as usize + 1];
         let placement = Placement::even(experts, &mut firsts).unwrap();
@@ -738,7 +762,7 @@ proptest! {
         let back = wide(shape.result_bytes).next_multiple_of(128);
         let rows = wide(depth.max(1)) * wide(chunk.max(1).min(max_tokens));
         let tables = 2 * wide(world) * 16 * (1 + wide(max_tokens) * wide(top_k.div_ceil(2)));
-        let (out, home) = (wide(world).checked_mul(rows * row), rows * wide(top_k.min(world)) * back);
+        let (out, home) = (wide(world).checked_mul(rows * row), rows * wide(if exact { top_k } else { top_k.min(world) }) * back);
         let total = out.and_then(|out| out.checked_add(home + tables));
         match (Sizes::new(&shape, &placement), total) {
             (Ok(sizes), Some(total)) => prop_assert_eq!(u128::from(sizes.total_bytes), total),

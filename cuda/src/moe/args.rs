@@ -40,6 +40,8 @@ pub const ACCUMULATE: u32 = 32;
 
 /// No row: in plans, of a choice that ends elsewhere.
 pub const NO_ROW: u32 = u32::MAX;
+/// And of one that there was no room for. Rows are less.
+pub const LEFT_OUT: u32 = u32::MAX - 1;
 /// Words of shared memory that every block has.
 pub const FIXED_WORDS: u32 = 640;
 /// The same where there are many tokens.

@@ -345,6 +345,7 @@ impl Exchange {
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
     /// rank's own tokens' results, zeros for tokens that chose nobody: added up in the order of ranks, in `f32`, and rounded once.
+    /// Where sums are exact, the results themselves go back, and are added up, times their weights, in the order of choices.
     ///
     /// # Safety
     ///
@@ -484,9 +485,11 @@ const fn names(shape: &Shape, many: bool) -> (&'static CStr, &'static CStr) {
         (Payload::Fp8 { from: Number::Bf16, .. }, true) => c"immwire_moe_dispatch_many_fp8_bf16",
         (Payload::Fp8 { from: Number::Fp16, .. }, true) => c"immwire_moe_dispatch_many_fp8_fp16",
     };
-    let combine = match shape.results {
-        Number::Bf16 => c"immwire_moe_combine_bf16",
-        Number::Fp16 => c"immwire_moe_combine_fp16",
+    let combine = match (shape.results, shape.exact) {
+        (Number::Bf16, false) => c"immwire_moe_combine_bf16",
+        (Number::Fp16, false) => c"immwire_moe_combine_fp16",
+        (Number::Bf16, true) => c"immwire_moe_combine_exact_bf16",
+        (Number::Fp16, true) => c"immwire_moe_combine_exact_fp16",
     };
     (dispatch, combine)
 }

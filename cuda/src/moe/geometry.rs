@@ -74,6 +74,9 @@ pub struct Shape {
     pub results: Number,
     /// Rows of an expert start on a multiple of this.
     pub padding: u32,
+    /// Whether each choice's result comes back by itself, to be summed where the token is from, in the order of choices: sums then do
+    /// not depend on which rank has which experts, for up to `top_k` results on the way back in the place of one for each rank.
+    pub exact: bool,
 }
 
 /// Why there can be no such exchange.
@@ -312,8 +315,9 @@ impl Geometry {
         let dispatch_at = (2 * world * table_bytes).next_multiple_of(ROW_ALIGN_BYTES);
         let plan_stride =
             (size_of::<args::MoePair>() as u64 + 8 * u64::from(shape.top_k)).next_multiple_of(16);
-        // Below 2^16 rows of at most 2^33 bytes: nothing wraps.
+        // Below 2^21 rows of at most 2^33 bytes: nothing wraps.
         let combine_at = dispatch_at + all * dispatch_stride;
+        let results = tokens * if shape.exact { u64::from(shape.top_k) } else { world };
         let padding = u64::from(shape.padding);
         // Of two bounds the smaller: each token is there as often as it chooses, and each expert that it chose pads less than
         // `padding`; no expert has more than all tokens.
@@ -336,7 +340,7 @@ impl Geometry {
             dispatch_stride: narrow(dispatch_stride)?,
             combine_at,
             combine_stride: narrow(combine_stride)?,
-            inbox_bytes: combine_at + all * combine_stride,
+            inbox_bytes: combine_at + results * combine_stride,
             plan_stride: narrow(plan_stride)?,
             plan_bytes: all * plan_stride,
             max_rows,
@@ -392,6 +396,7 @@ mod tests {
             values: 7168,
             results: Number::Bf16,
             padding: 1,
+            exact: false,
         }
     }
 

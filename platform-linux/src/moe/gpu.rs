@@ -163,6 +163,7 @@ impl AllToAll {
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
     /// rank's own tokens' results, zeros for tokens that chose nobody: added up in the order of ranks, in `f32`, and rounded once.
+    /// Where sums are exact ([`Shape::exact`]), the results themselves go back, and are added up in the order of choices.
     ///
     /// # Safety
     ///
@@ -336,7 +337,14 @@ fn shape_digest(shape: &Shape) -> u64 {
         Payload::Raw { token_bytes, scale_bytes } => [0, token_bytes, scale_bytes],
         Payload::Fp8 { from, scales } => [1, number(from), u32::from(scales == Scales::Power)],
     };
-    let numbers =
-        [GPU, shape.top_k, shape.max_tokens, shape.values, number(shape.results), shape.padding];
+    let numbers = [
+        GPU,
+        shape.top_k,
+        shape.max_tokens,
+        shape.values,
+        number(shape.results),
+        shape.padding,
+        shape.exact.into(),
+    ];
     digest(numbers.iter().chain(&payload).chain(&shape.firsts))
 }

@@ -21,7 +21,7 @@
 //! let config = |rank| Config {
 //!     rank, firsts: vec![0, 2, 4], top_k: 2, max_tokens: 4, token_bytes: 16, scale_bytes: 0,
 //!     hidden: 8, format: Format::Bf16,
-//!     padding: NonZeroU32::MIN, chunk_tokens: NonZeroU32::new(4).unwrap(),
+//!     padding: NonZeroU32::MIN, chunk_tokens: NonZeroU32::new(4).unwrap(), exact: false,
 //! };
 //! let engines = [TransferEngine::builder().build()?, TransferEngine::builder().build()?];
 //! let joining = [
@@ -57,7 +57,8 @@
 //! # Invariants
 //!
 //! - Rows and results are the same bytes in every run: rows by expert, source and token; a rank's part of a result is summed
-//!   in `f32` in the order of the token's choices and rounded once, the parts in the order of ranks and rounded once more.
+//!   in `f32` in the order of the token's choices and rounded once, the parts in the order of ranks and rounded once more. Where
+//!   sums are exact ([`Config::exact`]) there are no parts: all choices in their order, rounded once.
 //! - A round goes in steps, and in each step every rank sends every other one the same number of writes, whatever the routes.
 //!   Nobody begins a step before all have begun the one before, so two counters in turn tell steps apart, and two slots in
 //!   turn are enough for every buffer. Tables carry the number of their round besides.
@@ -116,6 +117,9 @@ pub struct Config {
     pub padding: NonZeroU32,
     /// Tokens that travel together: fewer bound the buffers.
     pub chunk_tokens: NonZeroU32,
+    /// Whether each choice's result comes back by itself, to be summed where the token is from: sums then do not depend on which
+    /// rank has which experts, for up to `top_k` rows on the way back in the place of one for each rank.
+    pub exact: bool,
 }
 
 /// One rank's tokens.
@@ -238,10 +242,11 @@ impl AllToAll {
         let sizes = Sizes::new(&config.shape(), &placement)?;
         let places = Places::new(&sizes)?;
         // What is sent: this rank's table, and behind it the rows of one chunk, out or back. Out, a token goes to
-        // no more than `fan` ranks; back, any rank's tokens may all have been here.
+        // no more than `fan` ranks; back, any rank's tokens may all have been here, as often as one can be.
         let chunk = u64::from(config.chunk_tokens.get().min(config.max_tokens));
         let out = chunk * u64::from(sizes.fan) * sizes.dispatch_row_bytes;
-        let back = (chunk * u64::from(world)).checked_mul(sizes.combine_row_bytes);
+        let back = chunk * u64::from(world) * u64::from(sizes.combine_each);
+        let back = back.checked_mul(sizes.combine_row_bytes);
         let outbox = back.and_then(|back| out.max(back).checked_add(sizes.table_bytes));
         let bytes = |len: u64| usize::try_from(len).unwrap_or(usize::MAX).max(1);
         Ok(Joining {
@@ -669,7 +674,7 @@ impl AllToAll {
 
     /// Where the results of a slot begin at every receiver.
     fn results_at(&self, slot: u32) -> u64 {
-        let rows = u64::from(slot) * self.chunk_rows() * u64::from(self.sizes.fan);
+        let rows = u64::from(slot) * self.chunk_rows() * u64::from(self.sizes.combine_fan);
         self.places.combine + rows * self.sizes.combine_row_bytes
     }
 
@@ -687,6 +692,14 @@ impl AllToAll {
             let part = routing.part(chunk.tokens.clone());
             for token in part.tokens_at(mine.clone()) {
                 let token = chunk.tokens.start + token;
+                if config.exact {
+                    let row_bytes = index(config.hidden) * Format::BYTES;
+                    for row in source.rows_at(&routing, token, &mine) {
+                        self.outbox.write(from, nth(y, index(row), row_bytes))?;
+                        from += self.sizes.combine_row_bytes;
+                    }
+                    continue;
+                }
                 source.partial(&routing, token, &mine, y, config.format, &mut self.sum);
                 self.bytes.clear();
                 let stored = self.sum.iter().map(|value| config.format.store(*value));
@@ -695,7 +708,7 @@ impl AllToAll {
                 from += self.sizes.combine_row_bytes;
             }
             // At the receiver the rows of lower ranks come first.
-            part.count_ranks(&placement, &mut self.by_rank).map_err(wrong)?;
+            config.count_results(&part, &placement, &mut self.by_rank).map_err(wrong)?;
             padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
             let start = self.starts.get(index(config.rank)).copied().unwrap_or(0);
             let to = self.results_at(chunk.slot) + u64::from(start) * self.sizes.combine_row_bytes;
@@ -714,11 +727,21 @@ impl AllToAll {
         let routing = own.routing(config.top_k, placement.experts()).map_err(MoeError::Routing)?;
         let chunk = self.chunks.get(self.round, at, own.tokens)?;
         let part = routing.part(chunk.tokens.clone());
-        part.count_ranks(&placement, &mut self.by_rank).map_err(MoeError::Routing)?;
+        config.count_results(&part, &placement, &mut self.by_rank).map_err(MoeError::Routing)?;
         padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
         let results = self.results_at(chunk.slot);
         let row_bytes = index(config.hidden) * Format::BYTES;
         let mut total = std::mem::take(&mut self.total);
+        self.bytes.resize(row_bytes, 0);
+        // The next row that a rank sent.
+        let (starts, stride) = (&mut self.starts, self.sizes.combine_row_bytes);
+        let mut next_of = |rank: u32| {
+            let next = starts.get_mut(index(rank));
+            next.map_or(results, |next| {
+                *next += 1;
+                results + u64::from(*next - 1) * stride
+            })
+        };
         for token in chunk.tokens.clone() {
             let to = nth_mut(taken.out, token, row_bytes);
             total.fill(0.0);
@@ -727,21 +750,31 @@ impl AllToAll {
                     *total = format.load(value);
                 }
             }
-            for from in routing.ranks_of(token, &placement).iter() {
-                let Some(next) = self.starts.get_mut(index(from)) else { continue };
-                let at = results + u64::from(*next) * self.sizes.combine_row_bytes;
-                *next += 1;
-                if from == rank {
-                    own.partial(&routing, token, &mine, taken.y, format, &mut self.sum);
-                    for (total, value) in total.iter_mut().zip(&self.sum) {
-                        // Rounded as what comes from elsewhere: results do not depend on who holds an expert.
-                        *total += format.load(format.store(*value));
+            if config.exact {
+                for (rank_of, row, weight) in own.all_chosen(&routing, token, &placement) {
+                    let row = if rank_of == rank {
+                        nth(taken.y, index(row), row_bytes)
+                    } else {
+                        self.inbox.read(next_of(rank_of), &mut self.bytes)?;
+                        &self.bytes
+                    };
+                    for (total, value) in total.iter_mut().zip(values(row)) {
+                        *total += weight * format.load(value);
                     }
-                } else {
-                    self.bytes.resize(row_bytes, 0);
-                    self.inbox.read(at, &mut self.bytes)?;
-                    for (total, value) in total.iter_mut().zip(values(&self.bytes)) {
-                        *total += format.load(value);
+                }
+            } else {
+                for from in routing.ranks_of(token, &placement).iter() {
+                    if from == rank {
+                        own.partial(&routing, token, &mine, taken.y, format, &mut self.sum);
+                        for (total, value) in total.iter_mut().zip(&self.sum) {
+                            // Rounded as what comes from elsewhere: results do not depend on who holds an expert.
+                            *total += format.load(format.store(*value));
+                        }
+                    } else {
+                        self.inbox.read(next_of(from), &mut self.bytes)?;
+                        for (total, value) in total.iter_mut().zip(values(&self.bytes)) {
+                            *total += format.load(value);
+                        }
                     }
                 }
             }
@@ -847,6 +880,21 @@ impl Source {
         })
     }
 
+    /// Of each of a token's choices, in their order, its rank, the row that it has if that is this one, and its weight.
+    fn all_chosen<'a>(
+        &'a self,
+        routing: &Routing<'a>,
+        token: u32,
+        placement: &'a Placement<'_>,
+    ) -> impl Iterator<Item = (u32, u32, f32)> + use<'a> {
+        let first = index(token) * index(routing.top_k());
+        let all = self.rows.iter().zip(&self.weights).skip(first);
+        routing.choices(token).iter().zip(all).filter_map(|(expert, (row, weight))| {
+            let rank = placement.rank_of(u32::try_from(*expert).ok()?)?;
+            Some((rank, *row, *weight))
+        })
+    }
+
     /// The weighted sum of a token's rows here, in the order of its choices.
     fn partial(
         &self,
@@ -890,6 +938,21 @@ impl Config {
             chunk_tokens: self.chunk_tokens,
             dispatch_depth: DEPTH,
             combine_depth: DEPTH,
+            exact: self.exact,
+        }
+    }
+
+    /// How many results each rank sends back for tokens of these choices.
+    fn count_results(
+        &self,
+        routing: &Routing<'_>,
+        placement: &Placement<'_>,
+        counts: &mut [u32],
+    ) -> Result<(), RoutingError> {
+        if self.exact {
+            routing.count_choices(placement, counts)
+        } else {
+            routing.count_ranks(placement, counts)
         }
     }
 
@@ -905,6 +968,7 @@ impl Config {
             format,
             self.padding.get(),
             self.chunk_tokens.get(),
+            self.exact.into(),
         ];
         digest(numbers.iter().chain(&self.firsts))
     }

@@ -152,21 +152,26 @@ fn oracle(config: &Config, batches: &[Batch], rank: usize) -> Outcome {
         if let Some(onto) = &batch.onto {
             total = values(nth(onto, at, 2 * hidden)).map(|value| format.load(value)).collect();
         }
-        for rank in 0..batches.len() {
+        // Exact sums are those of one rank that has all experts, rounded only at the end.
+        let all = 0..*config.firsts.last().unwrap();
+        let parts = if config.exact { 1 } else { batches.len() };
+        for part in 0..parts {
+            let experts = if config.exact { all.clone() } else { experts(part) };
             let mut part = vec![0.0_f32; config.hidden as usize];
             let mut chosen = false;
             for choice in at * top_k..(at + 1) * top_k {
                 let Ok(number) = u32::try_from(batch.indices[choice]) else { continue };
-                if !experts(rank).contains(&number) {
+                if !experts.contains(&number) {
                     continue;
                 }
                 chosen = true;
                 let y = expert(format, number, &token(batch, at), config.hidden);
-                for (part, y) in part.iter_mut().zip(y) {
-                    *part += batch.weights[choice] * format.load(y);
+                let to = if config.exact { &mut total } else { &mut part };
+                for (to, y) in to.iter_mut().zip(y) {
+                    *to += batch.weights[choice] * format.load(y);
                 }
             }
-            for (total, part) in total.iter_mut().zip(part).filter(|_| chosen) {
+            for (total, part) in total.iter_mut().zip(part).filter(|_| chosen && !config.exact) {
                 *total += format.load(format.store(part));
             }
         }
@@ -281,6 +286,7 @@ fn config(firsts: &[u32]) -> Config {
         format: Format::Bf16,
         padding: NonZeroU32::new(4).unwrap(),
         chunk_tokens: NonZeroU32::new(7).unwrap(),
+        exact: false,
     }
 }
 
@@ -326,6 +332,17 @@ fn check(engines: &[TransferEngine], config: &Config, seed: u64) -> u32 {
     compared
 }
 
+/// Chunks, choices, and whether sums are exact.
+const SUMS: [(u32, u32, bool); 7] = [
+    (1, 1, false),
+    (3, 3, false),
+    (7, 4, false),
+    (u32::MAX, 3, false),
+    (1, 1, true),
+    (3, 4, true),
+    (u32::MAX, 3, true),
+];
+
 /// Every world up to four, experts spread in every manner, each format, chunks of one, some and all tokens.
 #[test]
 fn rounds_are_what_a_gather_by_routes_says() {
@@ -340,18 +357,24 @@ fn rounds_are_what_a_gather_by_routes_says() {
         let engines = engines(world, &Transport::Shm);
         for firsts in placements {
             for (format, scale_bytes) in [(Format::Bf16, 4), (Format::Fp16, 0)] {
-                for (chunk, top_k) in [(1, 1), (3, 3), (7, 4), (u32::MAX, 3)] {
+                for (chunk, top_k, exact) in SUMS {
                     let chunk_tokens = NonZeroU32::new(chunk).unwrap();
-                    let config =
-                        Config { format, scale_bytes, chunk_tokens, top_k, ..config(firsts) };
+                    let config = Config {
+                        format,
+                        scale_bytes,
+                        chunk_tokens,
+                        top_k,
+                        exact,
+                        ..config(firsts)
+                    };
                     compared += check(&engines, &config, seed);
                     seed += 1;
                 }
             }
         }
     }
-    // Placements of each world, times formats, times chunks, times rounds, times ranks.
-    assert_eq!(compared, 2 * 4 * 6 * (2 + 3 * 2 + 2 * 3 + 2 * 4));
+    // Formats, times chunks, times rounds, times placements of each world and ranks.
+    assert_eq!(compared, 2 * 7 * 6 * (2 + 3 * 2 + 2 * 3 + 2 * 4));
 }
 
 #[test]
@@ -360,7 +383,10 @@ fn rounds_over_tcp_are_the_same() {
     let options = LibfabricOptions::default();
     let engines = engines(3, &Transport::Libfabric(options));
     let chunk_tokens = NonZeroU32::new(3).unwrap();
-    assert_eq!(check(&engines, &Config { chunk_tokens, ..config(&[0, 1, 5, 8]) }, 1), 18);
+    for exact in [false, true] {
+        let config = Config { chunk_tokens, exact, ..config(&[0, 1, 5, 8]) };
+        assert_eq!(check(&engines, &config, 1), 18);
+    }
 }
 
 /// Large enough that writes are cut and sent past the caches, and no token's bytes are another's.
@@ -376,12 +402,15 @@ fn rows_of_a_large_model_arrive_whole() {
         chunk_tokens: NonZeroU32::new(64).unwrap(),
         ..config(&[0, 16, 32])
     };
-    let mut random = Random(9);
-    let batch = |_| Batch::new(&config, Routes::Uniform, 96, &mut random);
-    let batches = vec![(0..2).map(batch).collect::<Vec<_>>()];
-    let outcomes = run(&engines, &config, &batches, 3);
-    for (rank, outcome) in outcomes[0].iter().enumerate() {
-        assert!(*outcome == oracle(&config, &batches[0], rank), "rank {rank}");
+    for exact in [false, true] {
+        let config = Config { exact, ..config.clone() };
+        let mut random = Random(9);
+        let batch = |_| Batch::new(&config, Routes::Uniform, 96, &mut random);
+        let batches = vec![(0..2).map(batch).collect::<Vec<_>>()];
+        let outcomes = run(&engines, &config, &batches, 3);
+        for (rank, outcome) in outcomes[0].iter().enumerate() {
+            assert!(*outcome == oracle(&config, &batches[0], rank), "rank {rank}");
+        }
     }
 }
 

@@ -92,6 +92,8 @@ pub struct Measured {
     pub experts: u32,
     /// Choices of a token.
     pub top_k: u32,
+    /// Whether each choice's result came back by itself.
+    pub exact: bool,
     /// Rounds that were timed.
     pub rounds: u32,
     /// Microseconds of the slowest rank, median over rounds.
@@ -143,6 +145,7 @@ fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
         format: Format::Bf16,
         padding: NonZeroU32::MIN,
         chunk_tokens: args.chunk,
+        exact: args.exact,
     })
 }
 
@@ -325,17 +328,25 @@ impl Batch {
         expected
     }
 
-    /// Rows that leave the rank for others, out; and back those of others, of which each rank has as many on average.
+    /// Rows that leave the rank for others, out; and back those of others, of which each rank has as many on average: for each
+    /// token that it had, or where sums are exact for each choice.
     fn rows_out(&self, config: &Config) -> Result<[u64; 2], RoutingError> {
         let experts = config.firsts.last().copied().unwrap_or(0);
         let routing = Routing::new(&self.indices, config.top_k, experts)?;
-        let mut counts = vec![0; config.firsts.len() - 1];
+        let mut counts = [(); 2].map(|()| vec![0; config.firsts.len() - 1]);
         if let Ok(placement) = Placement::new(&config.firsts) {
-            routing.count_ranks(&placement, &mut counts)?;
+            let [out, back] = &mut counts;
+            routing.count_ranks(&placement, out)?;
+            if config.exact {
+                routing.count_choices(&placement, back)?;
+            } else {
+                routing.count_ranks(&placement, back)?;
+            }
         }
-        let others = (0..).zip(&counts).filter(|(rank, _)| *rank != config.rank);
-        let rows = others.map(|(_, count)| u64::from(*count)).sum();
-        Ok([rows, rows])
+        Ok(counts.map(|counts| {
+            let others = (0..).zip(&counts).filter(|(rank, _)| *rank != config.rank);
+            others.map(|(_, count)| u64::from(*count)).sum()
+        }))
     }
 }
 
@@ -359,6 +370,7 @@ fn rows(args: &MoeBenchArgs, ranks: &[Vec<Sample>]) -> Vec<Measured> {
             hidden: args.hidden,
             experts: args.experts,
             top_k: args.top_k,
+            exact: args.exact,
             rounds: args.rounds,
             p50_us: p50 * 1e6,
             p99_us: quantile(&seconds, 990).unwrap_or(0.0) * 1e6,
@@ -436,6 +448,7 @@ mod tests {
             experts: 4,
             top_k: 2,
             chunk: NonZeroU32::MIN,
+            exact: false,
             rounds: 3,
             seed: 1,
             json: false,

@@ -442,6 +442,7 @@ class AllToAll:
         dtype: str = "bfloat16",
         padding: int = 1,
         chunk_tokens: int | None = None,
+        exact: bool = False,
     ) -> Joining: ...
     @overload
     @staticmethod
@@ -461,6 +462,7 @@ class AllToAll:
         dtype: str = "bfloat16",
         padding: int = 1,
         chunk_tokens: int | None = None,
+        exact: bool = False,
     ) -> Joining: ...
     @overload
     def dispatch(
@@ -556,6 +558,7 @@ class GpuAllToAll:
         token_bytes: int | None = None,
         scale_bytes: int = 0,
         padding: int = 1,
+        exact: bool = False,
         sms: int = 0,
         patience: float = 5.0,
     ) -> GpuJoining: ...
@@ -578,6 +581,7 @@ class GpuAllToAll:
         token_bytes: int | None = None,
         scale_bytes: int = 0,
         padding: int = 1,
+        exact: bool = False,
         sms: int = 0,
         patience: float = 5.0,
     ) -> GpuJoining: ...

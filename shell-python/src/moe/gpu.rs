@@ -230,13 +230,16 @@ impl GpuAllToAll {
     /// - else ``token_bytes``: bytes of a token, a multiple of 16; as a result has, unless told; and ``scale_bytes``: bytes of its
     ///   scales, a multiple of 4. Neither are looked at.
     /// - ``padding``: rows of an expert start on a multiple of this.
+    /// - ``exact``: let each choice's result come back by itself, to be summed where the token is from, in the order of choices: sums
+    ///   then do not depend on which rank has which experts. Up to ``top_k`` rows come back then, not one of each rank.
     ///
     /// ``sms`` is how many SMs a launch takes at most; 0 stands for all. ``patience``: for how many seconds kernels wait for tokens
     /// once all choices are there; twice that for results, three times for choices.
     #[staticmethod]
     #[pyo3(signature = (
         engine, /, *, rank, device, top_k, max_tokens, hidden, experts = None, world = None, firsts = None,
-        dtype = "bfloat16", quantize = None, token_bytes = None, scale_bytes = 0, padding = 1, sms = 0, patience = 5.0,
+        dtype = "bfloat16", quantize = None, token_bytes = None, scale_bytes = 0, padding = 1, exact = false,
+        sms = 0, patience = 5.0,
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
     fn open(
@@ -254,6 +257,7 @@ impl GpuAllToAll {
         token_bytes: Option<u32>,
         scale_bytes: u32,
         padding: u32,
+        exact: bool,
         sms: u32,
         patience: f64,
     ) -> PyResult<GpuJoining> {
@@ -280,8 +284,16 @@ impl GpuAllToAll {
             }
         };
         let firsts = placement(experts, world, firsts)?;
-        let shape =
-            Shape { firsts, top_k, max_tokens, payload, values: hidden, results: number, padding };
+        let shape = Shape {
+            firsts,
+            top_k,
+            max_tokens,
+            payload,
+            values: hidden,
+            results: number,
+            padding,
+            exact,
+        };
         let geometry =
             Geometry::new(&shape).map_err(|error| errors::moe(&MoeError::Shape(error)))?;
         let timeout = seconds(patience)?;

@@ -168,10 +168,13 @@ impl AllToAll {
     ///   ``scale_bytes``: bytes of its scales. Neither are looked at.
     /// - ``padding``: rows of an expert start on a multiple of this, and are padded to it with zeros.
     /// - ``chunk_tokens``: tokens that travel together; all, unless told. Fewer bound the buffers.
+    /// - ``exact``: let each choice's result come back by itself, to be summed where the token is from, in the order of choices: sums
+    ///   then do not depend on which rank has which experts. Up to ``top_k`` rows come back then, not one of each rank.
     #[staticmethod]
     #[pyo3(signature = (
         engine, /, *, rank, top_k, max_tokens, hidden, experts = None, world = None, firsts = None,
         token_bytes = None, scale_bytes = 0, dtype = "bfloat16", padding = 1, chunk_tokens = None,
+        exact = false,
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword")]
     fn open(
@@ -188,6 +191,7 @@ impl AllToAll {
         dtype: &str,
         padding: u32,
         chunk_tokens: Option<u32>,
+        exact: bool,
     ) -> PyResult<Joining> {
         let firsts = placement(experts, world, firsts)?;
         let format = format(dtype)?;
@@ -207,6 +211,7 @@ impl AllToAll {
             format,
             padding: some("padding", padding)?,
             chunk_tokens: some("chunk_tokens", chunk_tokens.unwrap_or(max_tokens.max(1)))?,
+            exact,
         };
         let py = engine.py();
         let core = engine.get().core()?;

@@ -42,6 +42,8 @@ pub(crate) fn named(name: &[u8]) -> Option<Kernel> {
         b"immwire_moe_dispatch_many_fp8_fp16" => Some(Kernel::DispatchManyFp8Fp16),
         b"immwire_moe_combine_bf16" => Some(Kernel::CombineBf16),
         b"immwire_moe_combine_fp16" => Some(Kernel::CombineFp16),
+        b"immwire_moe_combine_exact_bf16" => Some(Kernel::CombineExactBf16),
+        b"immwire_moe_combine_exact_fp16" => Some(Kernel::CombineExactFp16),
         _ => None,
     }
 }
@@ -245,8 +247,16 @@ impl Launch {
         &self.args.inbox[..self.args.world as usize]
     }
 
+    /// As far as the kernel reaches: of a dispatch nothing says how many results there will be.
     fn inbox_bytes(&self) -> u64 {
-        self.args.combine_at + self.slots() * u64::from(self.args.combine_stride)
+        let results = match () {
+            () if !self.combines() => 0,
+            () if self.kernel.is_exact() => {
+                u64::from(self.args.max_tokens) * u64::from(self.args.top_k)
+            }
+            () => self.slots(),
+        };
+        self.args.combine_at + results * u64::from(self.args.combine_stride)
     }
 
     /// Experts of this rank.

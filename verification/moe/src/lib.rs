@@ -28,6 +28,8 @@ pub enum Kernel {
     DispatchManyRaw = 5,
     DispatchManyFp8Bf16 = 6,
     DispatchManyFp8Fp16 = 7,
+    CombineExactBf16 = 8,
+    CombineExactFp16 = 9,
 }
 
 impl Kernel {
@@ -45,7 +47,13 @@ impl Kernel {
     /// Whether it is a combine.
     #[must_use]
     pub const fn combines(self) -> bool {
-        matches!(self, Self::CombineBf16 | Self::CombineFp16)
+        matches!(self, Self::CombineBf16 | Self::CombineFp16) || self.is_exact()
+    }
+
+    /// Whether it is a combine of exact sums.
+    #[must_use]
+    pub const fn is_exact(self) -> bool {
+        matches!(self, Self::CombineExactBf16 | Self::CombineExactFp16)
     }
 }
 

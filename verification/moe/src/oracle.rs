@@ -237,6 +237,21 @@ impl Round<'_> {
                 *total = format.load(u16::from_ne_bytes([value[0], value[1]]));
             }
         }
+        if self.shape.exact {
+            for choice in 0..self.shape.top_k {
+                let found = layouts.iter().enumerate().find_map(|(rank, layout)| {
+                    Some((rank, *layout.as_ref()?.rows.get(&(source, token, choice))?))
+                });
+                let Some((rank, row)) = found else { continue };
+                let at = token as usize * self.shape.top_k as usize + choice as usize;
+                let weight = self.tokens[source].weights[at];
+                let bytes = &self.results[rank][row as usize * values * 2..][..values * 2];
+                for (total, value) in total.iter_mut().zip(bytes.chunks_exact(2)) {
+                    *total += weight * format.load(u16::from_ne_bytes([value[0], value[1]]));
+                }
+            }
+            return bytes_of(&total.into_iter().map(|v| format.store(v)).collect::<Vec<u16>>());
+        }
         for (rank, layout) in layouts.iter().enumerate() {
             let Some(layout) = layout else { continue };
             if let Some(part) = self.part(rank, layout, source, token) {

@@ -43,6 +43,7 @@ impl Rank {
             values: VALUES,
             results: Number::Bf16,
             padding: 1,
+            exact: false,
         };
         let geometry = Geometry::new(&shape).unwrap();
         let rows = geometry.max_rows as u32;

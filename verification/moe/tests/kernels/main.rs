@@ -66,6 +66,7 @@ fn random_shape(random: &mut Random, world: u32) -> Shape {
         values,
         results: if random.one_in(2) { Number::Bf16 } else { Number::Fp16 },
         padding: [1, 1, 4, 16][random.below(4) as usize],
+        exact: random.one_in(2),
     }
 }
 
@@ -152,6 +153,10 @@ fn three_to_five_ranks() {
 /// Blocks as on a GPU, the most choices, many experts, more tokens than blocks.
 #[test]
 fn the_largest_of_each() {
+    [false, true].into_iter().for_each(largest);
+}
+
+fn largest(exact: bool) {
     let shape = Shape {
         firsts: vec![0, 500, 1024],
         top_k: 32,
@@ -160,6 +165,7 @@ fn the_largest_of_each() {
         values: 8 * 520,
         results: Number::Bf16,
         padding: 1,
+        exact,
     };
     let mut random = Random(7);
     let mut world = World::new(&shape);
@@ -492,6 +498,7 @@ fn choices_that_are_none() {
                 values: 16,
                 results: Number::Bf16,
                 padding: 1,
+                exact: false,
             };
             let mut random = Random(600);
             let mut world = World::new(&shape);
@@ -521,6 +528,10 @@ fn choices_that_are_none() {
 /// Rows for which there is no room are left out and reported, and so are tokens that are too many.
 #[test]
 fn no_room() {
+    [false, true].into_iter().for_each(too_little_room);
+}
+
+fn too_little_room(exact: bool) {
     let mut random = Random(700);
     let shape = Shape {
         firsts: vec![0, 1, 2],
@@ -530,6 +541,7 @@ fn no_room() {
         values: 8,
         results: Number::Bf16,
         padding: 1,
+        exact,
     };
     let mut world = World::new(&shape);
     let tokens = (0..2)

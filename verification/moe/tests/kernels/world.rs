@@ -282,9 +282,11 @@ impl World {
             Payload::Fp8 { from: Number::Bf16, .. } => Kernel::DispatchFp8Bf16,
             Payload::Fp8 { from: Number::Fp16, .. } => Kernel::DispatchFp8Fp16,
         };
-        let combine = match self.shape.results {
-            Number::Bf16 => Kernel::CombineBf16,
-            Number::Fp16 => Kernel::CombineFp16,
+        let combine = match (self.shape.results, self.shape.exact) {
+            (Number::Bf16, false) => Kernel::CombineBf16,
+            (Number::Fp16, false) => Kernel::CombineFp16,
+            (Number::Bf16, true) => Kernel::CombineExactBf16,
+            (Number::Fp16, true) => Kernel::CombineExactFp16,
         };
         let args = self.args(rank, turn, style);
         let g = &self.geometry;
