@@ -1041,7 +1041,8 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epo
       uint32_t expert = NO_EXPERT, rank = 0, weight = 0;
       if (lane < args.top_k) {
         const uint4 two = load_shared_vector(table + 16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
-        expert = lane % 2 == 0 ? two.z & 0xffff : two.z >> 16;
+        // Blocks that found no room to send from have said nothing in this round.
+        if (two.w == epoch) expert = lane % 2 == 0 ? two.z & 0xffff : two.z >> 16;
         weight = lane % 2 == 0 ? two.x : two.y;
       }
       if (expert != NO_EXPERT) rank = rank_of(args, expert);

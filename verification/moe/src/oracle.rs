@@ -139,6 +139,8 @@ impl Maker<'_> {
         let value = |_: u32| match random.below(40) {
             0 => random.draw() as u16,
             1 => 0x8000,
+            // What poison is made of.
+            2 => u16::MAX,
             _ => {
                 let size = 2f32.powi(random.below(24) as i32 - 14);
                 format.store((random.below(2001) as f32 - 1000.0) / 1000.0 * size)

@@ -449,6 +449,33 @@ fn just_too_late(seeds: u64, plain: Style) -> [u32; 2] {
     outcomes.map(|met| met.get())
 }
 
+/// Who was left out by itself, too, has what the others still send it.
+#[test]
+fn a_rank_that_left_itself_out() {
+    for_seeds(12, |seed| {
+        let mut random = Random(seed + 800);
+        let world = small(&mut random, 2, 1);
+        let control =
+            MoeControl { next_epoch: 1, absent: 1, left_out: 1, ..MoeControl::default() };
+        world.set_control(0, control);
+        let launches: Vec<Launch> =
+            (0..2).flat_map(|rank| world.launches(rank, 0, plain(&mut random))).collect();
+        run(&world, &launches, random.draw());
+        let layouts = [world.round(0).layout(0, &[1]), world.round(0).layout(1, &[0, 1])];
+        for (rank, layout) in layouts.iter().enumerate() {
+            world.check_rows(rank, 0, layout, PLAIN, |_| true);
+        }
+        let [here, there] = layouts.map(Some);
+        for (rank, layouts) in [[None, there.clone()], [here, there]].iter().enumerate() {
+            assert_eq!(world.report(rank), Default::default(), "nothing was late, at rank {rank}");
+            for token in 0..world.tokens[0][rank].count {
+                let expected = world.round(0).result(rank, token, layouts);
+                assert_eq!(world.found(rank, 0, token), expected, "result {token} at {rank}");
+            }
+        }
+    });
+}
+
 /// Blocks that find no room on the GPU are not waited for beyond the deadline: nobody's table counts then.
 #[test]
 fn blocks_that_never_come() {
@@ -556,8 +583,9 @@ fn too_little_room(exact: bool) {
     let mut layout = world.round(0).layout(0, &[0, 1]);
     world.check_rows(0, 0, &layout, PLAIN, |_| true);
     assert_eq!((world.report(0).rows_left_out, world.report(1).rows_left_out), (1, 0));
-    // What was left out counts as nothing.
+    // What was left out counts as nothing, and is not waited for.
     layout.rows.retain(|_, row| *row < 5);
+    assert_eq!((world.report(0).late_results, world.report(1).late_results), Default::default());
     let layouts = [Some(layout), Some(world.round(0).layout(1, &[0, 1]))];
     for rank in 0..2 {
         for token in 0..4 {
