@@ -39,7 +39,7 @@ enum {
   IMMWIRE_MOE_SEND = 1,          /* this launch sends */
   IMMWIRE_MOE_RECEIVE = 2,       /* this launch receives; with the above, first the one and then the other */
   IMMWIRE_MOE_WIDE_INDICES = 4,  /* indices are int64_t, not int32_t */
-  IMMWIRE_MOE_CLEAR_PADDING = 8, /* rows that only pad are written with zeros */
+  IMMWIRE_MOE_CLEAR_PADDING = 8, /* rows that only pad are written with zeros, or have no slot */
   IMMWIRE_MOE_POWER_SCALES = 16, /* scales are powers of two, a byte each (UE8M0), not floats */
   IMMWIRE_MOE_ACCUMULATE = 32    /* combine adds to what is in out */
 };
@@ -111,8 +111,9 @@ typedef struct immwire_moe_args {
   uint64_t scales;      /* [tokens][scale_bytes]; 0 where the kernel quantises */
   uint64_t indices;     /* [tokens][top_k] */
   uint64_t weights;     /* float[tokens][top_k] */
-  uint64_t rows_x;      /* [rows][token_bytes] */
-  uint64_t rows_scales; /* [rows][scale_bytes] */
+  uint64_t rows_x;      /* [rows][token_bytes]; or [world][max_tokens][token_bytes], each token once */
+  uint64_t rows_scales; /* [rows][scale_bytes], or the like */
+  uint64_t slots;       /* uint32_t[rows]: which of the latter each row is, IMMWIRE_MOE_NO_ROW where it pads; 0 for the former */
   uint64_t counts;      /* uint32_t[local experts] */
   uint64_t offsets;     /* uint32_t[local experts + 1] */
   uint64_t y;           /* [rows][values] of 16 bits */
@@ -133,7 +134,7 @@ typedef struct immwire_moe_args {
   uint32_t scale_bytes; /* a multiple of 4 */
   uint32_t values;      /* a multiple of 8, where the kernel quantises of 16 */
   uint32_t padding;     /* not 0 */
-  uint32_t rows;        /* room in rows_x; for combine, rows in y */
+  uint32_t rows;        /* room in rows_x, or in slots; for combine, rows in y */
   uint32_t flags;
   uint32_t chunk_tokens; /* 1 to IMMWIRE_MOE_CHUNK, for many tokens */
   uint32_t reserved;

@@ -663,8 +663,15 @@ __device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32
   read_tables(args, routes, wanted & ~fixed.absent, epoch, parity, fixed.missing, patience);
 }
 
-// Writes zeros to rows, by a whole block.
+// Where a token goes that lies once for all its rows.
+__device__ uint32_t slot_of(const Args &args, uint32_t source, uint32_t token) { return source * args.max_tokens + token; }
+
+// Writes zeros to rows, or says that they have no slot; by a whole block.
 __device__ void clear_padding(const Args &args, uint32_t row, uint32_t end) {
+  if (args.slots != 0) {
+    for (uint32_t r = row + threadIdx.x; r < end; r += blockDim.x) reinterpret_cast<uint32_t *>(args.slots)[r] = IMMWIRE_MOE_NO_ROW;
+    return;
+  }
   const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
   for (; row < end; ++row) {
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x)
@@ -720,15 +727,21 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       if (n < fixed.total) {
         uint32_t source, token;
         routes.find(n, source, token);
+        const uint32_t slot = slot_of(args, source, token);
         for (uint32_t low = 0; low < routes.local; low += WARP) {
           const uint32_t mine = low + lane;
           uint32_t row = IMMWIRE_MOE_NO_ROW;
           if (mine < routes.local && routes.has(mine, source, token)) row = routes.row(mine, source, token);
           const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
-          if (row < args.rows) fixed.row[turn][i][count + __popc(has & ranks_below(lane))] = row;
+          if (row < args.rows) {
+            if (args.slots != 0) reinterpret_cast<uint32_t *>(args.slots)[row] = slot;
+            else fixed.row[turn][i][count + __popc(has & ranks_below(lane))] = row;
+          }
           count += __popc(has);
         }
+        if (args.slots != 0) count = 1;
         if (lane == 0) {
+          if (args.slots != 0) fixed.row[turn][i][0] = slot;
           fixed.source[turn][i] = source;
           fixed.token[turn][i] = token;
           fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
@@ -1361,6 +1374,7 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
           put_down(report.rows_left_out, epoch);
           row = IMMWIRE_MOE_LEFT_OUT;
         }
+        if (args.slots != 0 && row < args.rows) reinterpret_cast<uint32_t *>(args.slots)[row] = slot_of(args, chunk.source, token);
         uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
         rows[lane] = row;
         rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
@@ -1376,7 +1390,8 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patie
   const uint32_t lane = threadIdx.x % WARP, vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
   const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
   const uint4 pair = load_vector(plan);
-  const uint32_t row = lane < args.top_k ? reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] : IMMWIRE_MOE_NO_ROW;
+  uint32_t row = lane < args.top_k ? reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] : IMMWIRE_MOE_NO_ROW;
+  if (args.slots != 0) row = lane == 0 ? slot_of(args, pair.x, pair.y) : IMMWIRE_MOE_NO_ROW;
   const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT);
   const uint64_t slot = args.inbox[args.rank] + token_offset(args, pair.x, pair.y);
   uint32_t key[1] = {}, late = 0;

@@ -125,6 +125,7 @@ fn structures_of_moe_are_the_same_in_c() {
             weights,
             rows_x,
             rows_scales,
+            slots,
             counts,
             offsets,
             y,

@@ -81,7 +81,7 @@ def start(*ranks):
 class Round:
     """One rank's part of a round, half by half."""
 
-    def __init__(self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, dtype="bfloat16"):
+    def __init__(self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, slots=False, dtype="bfloat16"):
         self.rank, (self.to, self.back) = rank, FORMATS[dtype]
         self.inputs = x, indices, weights, scales = made_up(seed, tokens, EXPERTS, scale_bytes)
         self.tokens = tokens
@@ -89,7 +89,7 @@ class Round:
             x, indices, weights, scales = made_up(seed + 1, tokens + 1, EXPERTS, scale_bytes)
             for array, content in zip((x, indices, weights, scales), self.inputs, strict=True):
                 array[:tokens] = content
-        rows = rank.exchange.max_rows
+        rows = rank.exchange.max_slots if slots else rank.exchange.max_rows
         self.x = rank.array(self.to(x))
         self.out = rank.space(rows, HIDDEN * 2)
         self.counts, self.offsets = (
@@ -105,9 +105,13 @@ class Round:
             offsets=self.offsets,
             stream=0,
         )
+        self.scales = None
         if scale_bytes:
             self.scales = rank.space(rows, scale_bytes)
             self.call |= dict(scales=rank.array(scales), out_scales=self.scales)
+        self.slots = rank.space(rank.exchange.max_rows, dtype=np.int32) if slots else None
+        if slots:
+            self.call["slots"] = self.slots
         if counted:
             self.call["count"] = rank.array(np.array([tokens], np.int32))
         self.results = rank.space(len(x), HIDDEN, dtype=np.uint16)
@@ -119,7 +123,16 @@ class Round:
         """What the experts do: they multiply by their number and one more."""
         self.rank.settle()
         stored = self.to(np.zeros(0)).dtype
-        self.rows = self.out.read().view(stored)
+        self.rows, scales = self.out.read().view(stored), self.scales.read() if self.scales else None
+        if self.slots:
+            # As if they had come by rows.
+            slots, blank = self.slots.read(), np.full_like(self.rows[:1], 77)
+            blank.view(np.uint8)[:] = 77
+            used = slots != 77
+            named = np.where(used & (slots >= 0), slots, 0)
+            self.rows = np.where((slots < 0)[:, None], 0, np.where(used[:, None], self.rows[named], blank))
+            scales = scales[named] if scales is not None else None
+        self.row_scales = scales
         y = np.full_like(self.rows, 99)
         offsets, counts = self.offsets.read(), self.counts.read()
         for expert, (row, count) in enumerate(zip(offsets, counts, strict=False), self.rank.first):
@@ -148,7 +161,7 @@ class Round:
             assert (found == wanted[0]).all(), (number, found, wanted[0])
             assert not self.rows[row + counts[number] : offsets[number + 1]].any()
             if wanted[1].size:
-                assert (self.scales.read()[row : row + counts[number]] == wanted[1]).all()
+                assert (self.row_scales[row : row + counts[number]] == wanted[1]).all()
         assert (self.rows[offsets[-1] :].view(np.uint16) == 0x4D4D).all(), "rows that nobody sent"
         found = self.results.read()
         assert (self.back(found[: self.tokens]) == expected_results(*self.inputs[:3])).all()
@@ -158,6 +171,9 @@ class Round:
 #: Whether indices have 64 bits, whether the number of tokens is in memory, and whether in halves.
 STYLES = [(False, False, False), (True, True, True), (False, True, False)]
 
+#: And whether each token is received once, in a slot.
+SLOTS = [False, True, True]
+
 
 def tokens_of(turn, rank):
     return (5, 0, MAX_TOKENS, 1)[(turn + rank) % 4]
@@ -165,11 +181,12 @@ def tokens_of(turn, rank):
 
 def another(connection, number, world):
     """A rank in a process of its own."""
-    rank = Rank(number, world, scale_bytes=SCALES, padding=PADDING)
+    rank = Rank(number, world, scale_bytes=SCALES, padding=PADDING, exact=world == 3)
     connection.send(rank.joining.seat)
     rank.join(connection.recv())
-    for turn, (wide, counted, halves) in enumerate(STYLES):
-        own = Round(rank, 10 * turn + number, tokens_of(turn, number), wide=wide, counted=counted)
+    for turn, ((wide, counted, halves), slots) in enumerate(zip(STYLES, SLOTS, strict=True)):
+        tokens = tokens_of(turn, number)
+        own = Round(rank, 10 * turn + number, tokens, wide=wide, counted=counted, slots=slots)
         for step in (own.dispatch, own.combine):
             for half in ("send", "receive") if halves else ("both",):
                 step(half=half)

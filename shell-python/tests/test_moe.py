@@ -79,15 +79,17 @@ class World:
             engine.close()
 
 
-def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, halves=False, onto=None):
+def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, halves=False, onto=None, slots=False):
     """One round; returns what was received, its rows and scales, and the results."""
     to, back = FORMATS[dtype]
     x, indices, weights, scales = inputs
     stored = to(x)
-    rows = np.full((exchange.max_rows, HIDDEN), 77, stored.dtype)
-    row_scales = np.full((exchange.max_rows, scale_bytes), 77, np.uint8)
+    room = exchange.max_slots if slots else exchange.max_rows
+    rows = np.full((room, HIDDEN), 77, stored.dtype)
+    row_scales = np.full((room, scale_bytes), 77, np.uint8)
     with_scales = dict(scales=scales, out_scales=row_scales) if scale_bytes else {}
-    lent = dict(out=rows, **with_scales)
+    named = np.full(exchange.max_rows, 55, np.int32)
+    lent = dict(out=rows, **with_scales, **(dict(slots=named) if slots else {}))
     if halves:
         sent = stored.copy()
         assert exchange.dispatch(sent, indices, weights, **lent, half="send") is None
@@ -96,6 +98,16 @@ def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, h
         received = exchange.dispatch(sent, indices, weights, **lent, half="receive")
     else:
         received = exchange.dispatch(stored, indices, weights, **lent)
+    if slots:
+        # As if they had come by rows.
+        end = received.offsets[-1]
+        assert (named[end:] == 55).all() and (named[:end] < room).all()
+        unused = np.setdiff1d(np.arange(room), named[:end])
+        assert (rows[unused] == 77).all() and (row_scales[unused] == 77).all()
+        gathered = np.full((exchange.max_rows, HIDDEN), 77, stored.dtype)
+        gathered[:end] = np.where(named[:end, None] < 0, np.zeros_like(rows[:1]), rows[named[:end]])
+        row_scales = np.concatenate([row_scales[named[:end]], row_scales[:0]])
+        rows = gathered
     y = np.full_like(rows, 99)
     bounds = zip(received.offsets, received.offsets[1:], received.counts, strict=False)
     for expert, (start, stop, count) in enumerate(bounds, first):
@@ -140,7 +152,7 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
             # From the second round on in halves; in the third onto what it brings: twice that is exact.
             wanted_results = [expected_results(*own[:3]) for own in inputs]
             ways = [
-                dict(halves=turn > 0, onto=wanted_results[rank] if turn == 2 else None) | options
+                dict(halves=turn > 0, slots=turn != 1, onto=wanted_results[rank] if turn == 2 else None) | options
                 for rank in range(world)
             ]
             rounds = ranks.each(

@@ -7,7 +7,8 @@
 use crate::rig::{Gpu, LIMIT};
 use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
-use immwire_cuda::moe::args::MoeReport;
+use immwire::moe::slot_of;
+use immwire_cuda::moe::args::{MoeReport, NO_ROW};
 use immwire_cuda::moe::geometry::{Geometry, Many, Number, Payload, Scales, Shape};
 use immwire_cuda::moe::{Count, Exchange, Half, Results, Rows, Tokens};
 use immwire_cuda::{
@@ -104,6 +105,7 @@ struct Set {
     count: Buffer,
     rows_x: Buffer,
     rows_scales: Buffer,
+    slots: Buffer,
     counts: Buffer,
     offsets: Buffer,
     y: Buffer,
@@ -175,6 +177,8 @@ impl<'a> World<'a> {
             let (x, choices) = (tokens * shape.values as usize * 2, tokens * shape.top_k as usize);
             let local = (shape.firsts[rank as usize + 1] - shape.firsts[rank as usize]) as usize;
             let rows = rows as usize;
+            // Of rows, or of slots for the tokens of all ranks.
+            let room = rows.max(geometry.world as usize * tokens);
             let set = |_| -> Outcome<Set> {
                 Ok(Set {
                     x: Buffer::new(gpu, x.max(tokens * geometry.token_bytes as usize))?,
@@ -182,8 +186,9 @@ impl<'a> World<'a> {
                     indices: Buffer::new(gpu, choices * 8)?,
                     weights: Buffer::new(gpu, choices * 4)?,
                     count: Buffer::new(gpu, 4)?,
-                    rows_x: Buffer::new(gpu, rows * geometry.token_bytes as usize)?,
-                    rows_scales: Buffer::new(gpu, rows * geometry.scale_bytes as usize)?,
+                    rows_x: Buffer::new(gpu, room * geometry.token_bytes as usize)?,
+                    rows_scales: Buffer::new(gpu, room * geometry.scale_bytes as usize)?,
+                    slots: Buffer::new(gpu, rows * 4)?,
                     counts: Buffer::new(gpu, local * 4)?,
                     offsets: Buffer::new(gpu, local * 4 + 4)?,
                     y: Buffer::new(gpu, rows * shape.values as usize * 2)?,
@@ -254,6 +259,7 @@ impl<'a> World<'a> {
                     let rows = Rows {
                         x: set.rows_x.at(),
                         scales: set.rows_scales.at(),
+                        slots: if style.slots { set.slots.at() } else { 0 },
                         rows: self.rows,
                         counts: set.counts.at(),
                         offsets: set.offsets.at(),
@@ -283,9 +289,9 @@ impl<'a> World<'a> {
         set: usize,
         tokens: &[Sent],
         results: &[Vec<u8>],
-        clear: bool,
+        style: Style,
     ) -> Outcome<()> {
-        self.check_without(None, set, tokens, results, clear)
+        self.check_without(None, set, tokens, results, style)
     }
 
     /// The same, if this rank did not come, and was found missing in the first round.
@@ -295,7 +301,7 @@ impl<'a> World<'a> {
         set: usize,
         tokens: &[Sent],
         results: &[Vec<u8>],
-        clear: bool,
+        style: Style,
     ) -> Outcome<()> {
         let everybody = 0..self.geometry.world as usize;
         let all: Vec<usize> = everybody.clone().filter(|rank| Some(*rank) != missing).collect();
@@ -332,10 +338,21 @@ impl<'a> World<'a> {
                 return Err(differs("the offset", 0));
             }
             let (found_x, found_scales) = (own.rows_x.get(gpu)?, own.rows_scales.get(gpu)?);
-            let mut used = vec![false; self.rows as usize];
+            let end = layout.offsets[layout.offsets.len() - 1] as usize;
+            let all_slots = (self.geometry.world * self.shape.max_tokens) as usize;
+            let mut used = vec![false; if style.slots { all_slots } else { self.rows as usize }];
+            let mut slots = vec![u32::from_ne_bytes([UNTOUCHED; 4]); self.rows as usize];
+            if style.slots && style.clear {
+                slots[..end].fill(NO_ROW);
+            }
             let mut last = None;
             for (&(source, token, _), &row) in &layout.rows {
-                let row = row as usize;
+                let mut row = row as usize;
+                if style.slots {
+                    let slot = slot_of(u32::try_from(source)?, token, self.shape.max_tokens);
+                    slots[row] = slot.ok_or("no slot")?;
+                    row = slots[row] as usize;
+                }
                 used[row] = true;
                 if last.as_ref().is_none_or(|(at, _)| *at != (source, token)) {
                     last = Some(((source, token), round.arrives(source, token)));
@@ -347,9 +364,11 @@ impl<'a> World<'a> {
                     return Err(differs("row", row));
                 }
             }
-            let end = layout.offsets[layout.offsets.len() - 1] as usize;
+            if style.slots && own.slots.get(gpu)? != bytes_of(&slots) {
+                return Err(differs("the slots", 0));
+            }
             for row in (0..used.len()).filter(|row| !used[*row]) {
-                let byte = if clear && row < end { 0 } else { UNTOUCHED };
+                let byte = if style.clear && !style.slots && row < end { 0 } else { UNTOUCHED };
                 let blank = |bytes: &[u8]| bytes.iter().all(|found| *found == byte);
                 if !blank(&found_x[row * x..][..x])
                     || !blank(&found_scales[row * scales..][..scales])
@@ -378,7 +397,8 @@ impl<'a> World<'a> {
         for rank in &mut self.ranks {
             let gpu = &self.gpus[rank.gpu];
             for set in &mut rank.sets {
-                for buffer in [&mut set.rows_x, &mut set.rows_scales, &mut set.out] {
+                for buffer in [&mut set.rows_x, &mut set.rows_scales, &mut set.slots, &mut set.out]
+                {
                     buffer.fill(gpu, UNTOUCHED)?;
                 }
                 if let Some(onto) = &set.onto {
@@ -429,6 +449,8 @@ struct Style {
     split: bool,
     wide: bool,
     clear: bool,
+    /// Whether each token is received once, in a slot.
+    slots: bool,
 }
 
 /// Ranks that share a GPU share its SMs.
@@ -522,8 +544,12 @@ fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
             let results: Vec<Vec<u8>> = (0..world)
                 .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
                 .collect();
-            let style =
-                Style { split: random.one_in(3), wide: random.one_in(2), clear: random.one_in(2) };
+            let style = Style {
+                split: random.one_in(3),
+                wide: random.one_in(2),
+                clear: random.one_in(2),
+                slots: random.one_in(2),
+            };
             all.put(set, &tokens, &results, style.wide)?;
             drawn.push((tokens, results, style));
         }
@@ -537,7 +563,7 @@ fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
         }
         all.settle()?;
         for (set, (tokens, results, style)) in drawn.iter().enumerate() {
-            all.check(set, tokens, results, style.clear)?;
+            all.check(set, tokens, results, *style)?;
         }
     }
     all.check_poison()
@@ -564,7 +590,7 @@ fn missing(gpus: &[Gpu]) -> Outcome<()> {
             }
         }
         all.settle()?;
-        all.check_without(Some(MISSING), 0, &tokens, &results, false)?;
+        all.check_without(Some(MISSING), 0, &tokens, &results, Style::default())?;
     }
     Ok(())
 }
@@ -784,7 +810,7 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         all.settle()?;
         if compares {
             for set in 0..SETS {
-                all.check(set, &tokens[set], &results[set], true)?;
+                all.check(set, &tokens[set], &results[set], style)?;
             }
             compared += 1;
         }
@@ -970,7 +996,7 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
         }
     }
     all.settle()?;
-    all.check(0, &tokens, &results, style.clear)?;
+    all.check(0, &tokens, &results, style)?;
 
     let stamps = (0..all.ranks.len())
         .map(|rank| Stamps::new(&gpus[all.ranks[rank].gpu], 2 * ROUNDS + 1))
@@ -1031,7 +1057,7 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
         graph.launch(&all, rank)?;
     }
     all.settle()?;
-    all.check(0, &tokens, &results, style.clear)?;
+    all.check(0, &tokens, &results, style)?;
     all.check_poison()?;
     for times in [&mut out, &mut back, &mut rounds] {
         times.sort_by(f64::total_cmp);

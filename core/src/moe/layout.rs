@@ -9,8 +9,25 @@ use core::ops::Range;
 use super::routing::local;
 use super::{Routing, index};
 
-/// In a list of row numbers: a row that only pads.
+/// In a list of slots: a row that only pads.
 pub const NO_SLOT: u32 = u32::MAX;
+
+/// The slot of a token in memory that has one for each of every source, `[world][max_tokens]`: for experts that gather, each
+/// token lies there once, and a list says of each row which slot it is. `None` if that is no number of 32 bits below
+/// [`NO_SLOT`], or `token` is none of so many.
+#[must_use]
+pub const fn slot_of(source: u32, token: u32, max_tokens: u32) -> Option<u32> {
+    if token >= max_tokens {
+        return None;
+    }
+    match source.checked_mul(max_tokens) {
+        Some(first) => match first.checked_add(token) {
+            Some(NO_SLOT) | None => None,
+            slot => slot,
+        },
+        None => None,
+    }
+}
 
 /// Rows of local experts, filled source by source.
 #[derive(Debug)]
@@ -165,36 +182,6 @@ impl<'a> Layout<'a> {
                     visit(Arrival { token, choice, local_expert, row });
                 }
             }
-        }
-        Ok(())
-    }
-
-    /// The same for a GEMM that gathers: writes `first_slot + n` to `slots[row]` for each row of the `n`-th token that this
-    /// source sends here. `slots` is to be filled with [`NO_SLOT`] before the first source; what pads stays so.
-    ///
-    /// # Errors
-    ///
-    /// [`LayoutError::TooSmall`]: nothing was written. [`LayoutError::Uncounted`], [`LayoutError::Overflow`]: some was.
-    pub fn index(
-        &mut self,
-        source: &Routing<'_>,
-        first_slot: u32,
-        slots: &mut [u32],
-    ) -> Result<(), LayoutError> {
-        holds(index(self.rows()), slots.len())?;
-        let mut slot = first_slot;
-        for token in source.tokens_at(self.experts.clone()) {
-            for expert in source.choices(token) {
-                let Some(local_expert) = local(*expert, &self.experts) else { continue };
-                if slot == NO_SLOT {
-                    return Err(LayoutError::Overflow { local_expert });
-                }
-                let row = self.next_row(local_expert)?;
-                if let Some(at) = slots.get_mut(index(row)) {
-                    *at = slot;
-                }
-            }
-            slot = slot.saturating_add(1);
         }
         Ok(())
     }

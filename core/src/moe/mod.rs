@@ -13,7 +13,7 @@
 //! | experts to ranks, even or not | [`Placement`] |
 //! | a rank's choices: counts, masks, order of rows | [`Routing`] |
 //! | the same as 16-byte vectors, as they travel | [`TableShape`] |
-//! | rows by expert, padded for a grouped GEMM, or row numbers instead | [`Layout`] |
+//! | rows by expert, padded for a grouped GEMM, or each token once and a list of which row is which | [`Layout`], [`slot_of`] |
 //! | bytes of every buffer | [`Sizes`] |
 //! | chunks, what may be sent when, how many immediates come | [`Chunks`], [`Expected`] |
 //! | the lines by which a kernel tells its host that a chunk is complete | [`Doorbells`] |
@@ -44,7 +44,7 @@ mod tests;
 
 pub use chunk::{Chunk, ChunkError, Chunks, Expected};
 pub use doorbell::{DESTINATIONS_PER_LINE, Doorbell, DoorbellError, Doorbells, LINE_WORDS, Op};
-pub use layout::{Arrival, Layout, LayoutError, NO_SLOT, padded_offsets};
+pub use layout::{Arrival, Layout, LayoutError, NO_SLOT, padded_offsets, slot_of};
 pub use placement::{Placement, PlacementError};
 pub use routing::{DROPPED, RankMask, Routing, RoutingError};
 pub use size::{ROW_ALIGN_BYTES, Shape, Sizes, SizesError};

@@ -163,22 +163,8 @@ impl World {
             let error = layout.place(&self.routing(busiest.unwrap()), |_| ());
             assert!(matches!(error, Err(LayoutError::Uncounted { .. })), "{full} {error:?}");
         }
-        // By row numbers instead: the same rows, each with the slot of its token.
-        let mut layout =
-            Layout::new(experts.clone(), &counts, padding, &mut ours, &mut given).unwrap();
         let total = *offsets.last().unwrap();
-        let mut slots = vec![NO_SLOT; total as usize];
         let most = self.sources.iter().map(|source| source.len() as u32 / top_k).max().unwrap();
-        for source in 0..self.world() {
-            layout.index(&self.routing(source), source * most, &mut slots).unwrap();
-        }
-        let mut naive = vec![NO_SLOT; total as usize];
-        for ((_, source, token, _), row) in expected {
-            let tokens = self.tokens(source, rank);
-            let nth = tokens.iter().position(|other| *other == token).unwrap() as u32;
-            naive[row as usize] = source * most + nth;
-        }
-        assert_eq!(slots, naive);
         let shape = Shape {
             top_k,
             max_tokens: most,
@@ -354,15 +340,26 @@ fn rows_that_cannot_be_counted_are_refused() {
     let short = |needed, available| Err(LayoutError::TooSmall { needed, available });
     assert_eq!(padded_offsets(&[0; 4], some(1), &mut offsets), short(5, 4));
     assert_eq!(padded_offsets(&[], some(8), &mut []), short(1, 0));
-    let (mut given, routing) = ([0], Routing::new(&[0], 1, 1).unwrap());
-    let mut layout = Layout::new(0..1, &[1], some(4), &mut offsets, &mut given).unwrap();
-    assert_eq!(layout.rows(), 4);
-    let error = layout.index(&routing, 0, &mut [0; 3]);
-    assert_eq!(error, Err(LayoutError::TooSmall { needed: 4, available: 3 }));
-    let error = layout.index(&routing, NO_SLOT, &mut [0; 4]);
-    assert_eq!(error, Err(LayoutError::Overflow { local_expert: 0 }));
+    let layout = Layout::new(0..1, &[1], some(4), &mut offsets, &mut [0]).unwrap().rows();
+    assert_eq!(layout, 4);
     assert!(Layout::new(0..2, &[1], some(4), &mut offsets, &mut [0; 2]).is_err());
     assert!(Layout::new(0..2, &[1; 2], some(4), &mut offsets, &mut [0]).is_err());
+}
+
+#[test]
+fn every_token_of_every_source_has_a_slot_of_its_own() {
+    for max_tokens in 0..6 {
+        let all = (0..6).flat_map(|source| (0..6).map(move |token| (source, token)));
+        let slots: Vec<_> = all.filter_map(|(s, token)| slot_of(s, token, max_tokens)).collect();
+        assert!(slots.into_iter().eq(0..6 * max_tokens));
+    }
+    assert_eq!(slot_of(1, u32::MAX - 2, u32::MAX - 1), None);
+    assert_eq!(slot_of(65_536, 65_534, 65_535), Some(u32::MAX - 1));
+    // That would be the number of no slot, or wrap.
+    assert_eq!(slot_of(0, u32::MAX, u32::MAX), None);
+    assert_eq!(slot_of(1, 0, u32::MAX), None);
+    assert_eq!(slot_of(65_537, 0, 65_535), None);
+    assert_eq!(slot_of(2, 0, 1 << 31), None);
 }
 
 fn deepseek(max_tokens: u32, chunk_tokens: u32, combine_depth: u32) -> Shape {

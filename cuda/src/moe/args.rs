@@ -149,6 +149,7 @@ pub struct MoeArgs {
     pub weights: u64,
     pub rows_x: u64,
     pub rows_scales: u64,
+    pub slots: u64,
     pub counts: u64,
     pub offsets: u64,
     pub y: u64,

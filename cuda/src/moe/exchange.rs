@@ -71,20 +71,24 @@ pub struct Tokens {
     pub weights: u64,
 }
 
-/// Where received tokens go, by addresses of the GPU's memory.
+/// Where received tokens go, by addresses of the GPU's memory: each to a row for each expert that it chose, or once to a slot of its
+/// own, for experts that gather.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows {
-    /// `[rows][token_bytes]`, a multiple of 16.
+    /// `[rows][token_bytes]`, or `[world][max_tokens][token_bytes]`; a multiple of 16.
     pub x: u64,
-    /// `[rows][scale_bytes]`, a multiple of 4.
+    /// `[rows][scale_bytes]`, or `[world][max_tokens][scale_bytes]`; a multiple of 4.
     pub scales: u64,
-    /// Room in both. More rows than that are left out, and reported; [`Geometry::max_rows`] is always enough.
+    /// Not 0: tokens lie in slots, token `t` of rank `s` in slot `s * max_tokens + t`, and this is `u32[rows]`, which says of each
+    /// row which slot it is; [`NO_ROW`](args::NO_ROW) where it only pads. Slots of tokens that did not come are left as they are.
+    pub slots: u64,
+    /// Room in `x` and `scales`, or in `slots`. More rows than that are left out, and reported; [`Geometry::max_rows`] is always enough.
     pub rows: u32,
     /// `u32[local experts]`: tokens for each.
     pub counts: u64,
     /// `u32[local experts + 1]`: the first row of each, and all rows.
     pub offsets: u64,
-    /// Whether rows that only pad are written with zeros. Else they stay as they are.
+    /// Whether rows that only pad are written with zeros, or are said to have no slot. Else they stay as they are.
     pub clear_padding: bool,
 }
 
@@ -311,6 +315,7 @@ impl Exchange {
             ("weights", tokens.weights, 4),
             ("rows", rows.x, 16),
             ("scales of rows", rows.scales, 4),
+            ("slots", rows.slots, 4),
             ("counts", rows.counts, 4),
             ("offsets", rows.offsets, 4),
         ] {
@@ -333,7 +338,8 @@ impl Exchange {
             weights: tokens.weights,
             rows_x: rows.x,
             rows_scales: rows.scales,
-            rows: rows.rows,
+            slots: rows.slots,
+            rows: rows.rows.min(args::LEFT_OUT),
             counts: rows.counts,
             offsets: rows.offsets,
             flags: self.args.flags | flags,
@@ -364,6 +370,7 @@ impl Exchange {
         aligned("results", y, 16)?;
         aligned("sums", out, 16)?;
         let flags = half.flags() | if accumulate { args::ACCUMULATE } else { 0 };
+        let rows = rows.min(args::LEFT_OUT);
         let args = MoeArgs { y, rows, out, tokens, flags, ..self.args };
         // SAFETY: our caller's promise.
         unsafe {

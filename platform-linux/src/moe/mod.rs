@@ -39,7 +39,7 @@
 //!             // One token of ones, to an expert of each rank. 0x3f80 is 1 in bf16.
 //!             let token = [0x3f80_u16; 8].map(u16::to_le_bytes).concat();
 //!             let tokens = Tokens { x: &token, scales: &[], indices: &[1, 2], weights: &[0.5, 0.25] };
-//!             let rows = Rows { x: &mut x, scales: &mut [] };
+//!             let rows = Rows { x: &mut x, scales: &mut [], slots: None };
 //!             let received = exchange.dispatch(&tokens, rows, SECOND).unwrap();
 //!             assert_eq!(received.counts.iter().sum::<u32>(), 2); // One from each rank.
 //!             // The experts do nothing: 0.5 * 1 + 0.25 * 1.
@@ -73,6 +73,7 @@ use immwire_core::moe::{
     Arrival, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
     TableShape, Vector, padded_offsets,
 };
+pub use immwire_core::moe::{NO_SLOT, slot_of};
 
 use self::others::{Circle, Others, Own, Until, digest};
 use crate::engine::TransferEngine;
@@ -135,13 +136,17 @@ pub struct Tokens<'a> {
     pub weights: &'a [f32],
 }
 
-/// Where received tokens go: memory for [`AllToAll::max_rows`] rows is always enough.
+/// Where received tokens go: each to a row for each expert that it chose, or once to a slot of its own, for experts that gather.
+/// Memory for [`AllToAll::max_rows`] rows is always enough, and for [`AllToAll::max_slots`] slots needed.
 #[derive(Debug)]
 pub struct Rows<'a> {
-    /// `[rows][token_bytes]`, whole rows.
+    /// `[rows][token_bytes]`, whole rows; or `[slots][token_bytes]`.
     pub x: &'a mut [u8],
-    /// `[rows][scale_bytes]`, of at least as many rows.
+    /// `[rows][scale_bytes]`, of at least as many rows; or `[slots][scale_bytes]`.
     pub scales: &'a mut [u8],
+    /// If given, tokens lie in slots, and this says of each row which one it is: [`slot_of`], or [`NO_SLOT`] where it only pads. Slots
+    /// of tokens that did not come are left as they are.
+    pub slots: Option<&'a mut [u32]>,
 }
 
 /// The results of the tokens that were received, and memory for those of this rank's own.
@@ -265,6 +270,12 @@ impl AllToAll {
         usize::try_from(self.sizes.expanded_rows).unwrap_or(usize::MAX)
     }
 
+    /// Tokens of all ranks: slots for tokens that experts gather.
+    #[must_use]
+    pub fn max_slots(&self) -> usize {
+        self.sources.len().saturating_mul(index(self.config.max_tokens))
+    }
+
     /// How many rounds are complete.
     #[must_use]
     pub const fn rounds(&self) -> u64 {
@@ -286,6 +297,8 @@ impl AllToAll {
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
         let until = Until::new(timeout);
+        // Before anything is sent.
+        self.check_slots(&rows)?;
         self.begin_dispatch(tokens, until)?;
         self.end_dispatch(tokens, rows, until)
     }
@@ -337,6 +350,7 @@ impl AllToAll {
         until: Until,
     ) -> Result<Received<'_>, MoeError> {
         self.is_turn(Turn::ReceiveTokens)?;
+        self.check_slots(&rows)?;
         self.check_payload(tokens, self.own().map_or(0, |own| own.tokens))?;
         self.turn = Turn::Over;
         self.receive_tokens(tokens, rows, until).inspect_err(|_| self.others.stop())?;
@@ -463,7 +477,7 @@ impl AllToAll {
             if at == 0 {
                 self.read_tables()?;
                 self.lay_out()?;
-                self.clear_padding(&mut rows)?;
+                self.prepare(&mut rows)?;
             }
             self.take_tokens(tokens, at, &mut rows)?;
         }
@@ -607,9 +621,15 @@ impl AllToAll {
         Ok(())
     }
 
-    /// Checks that all rows fit what the caller lent, and writes zeros to those that only pad.
-    fn clear_padding(&self, rows: &mut Rows<'_>) -> Result<(), MoeError> {
+    /// Checks that all rows fit what the caller lent, and writes zeros to those that only pad; or says which slot each is.
+    fn prepare(&self, rows: &mut Rows<'_>) -> Result<(), MoeError> {
         let total = self.offsets.last().copied().unwrap_or(0);
+        if let Some(slots) = &mut rows.slots {
+            let lent = slots.len();
+            let slots = slots.get_mut(..index(total));
+            let slots = slots.ok_or(MoeError::RowsTooMany { rows: total, lent })?;
+            return self.name_slots(slots);
+        }
         let sized = [
             (&mut *rows.x, index(self.config.token_bytes)),
             (&mut *rows.scales, index(self.config.scale_bytes)),
@@ -628,7 +648,47 @@ impl AllToAll {
         Ok(())
     }
 
-    /// Copies the tokens of one chunk of all ranks to their rows.
+    /// Says of each row which slot its token is in.
+    fn name_slots(&self, slots: &mut [u32]) -> Result<(), MoeError> {
+        let config = &self.config;
+        let placement = Placement::new(&config.firsts)?;
+        let mine = placement.experts_of(config.rank);
+        slots.fill(NO_SLOT);
+        for (rank, source) in (0..).zip(&self.sources) {
+            let wrong = |error| MoeError::PeerRouting { rank, error };
+            let routing = source.routing(config.top_k, placement.experts()).map_err(wrong)?;
+            for token in routing.tokens_at(mine.clone()) {
+                // There is memory for all: `check_slots`.
+                let slot = slot_of(rank, token, config.max_tokens).unwrap_or(NO_SLOT);
+                for row in source.rows_at(&routing, token, &mine) {
+                    if let Some(to) = slots.get_mut(index(row)) {
+                        *to = slot;
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Checks that there is memory for all slots, if tokens are to lie in such.
+    fn check_slots(&self, rows: &Rows<'_>) -> Result<(), MoeError> {
+        if rows.slots.is_none() {
+            return Ok(());
+        }
+        let config = &self.config;
+        let needed = |bytes: u32| self.max_slots().saturating_mul(index(bytes));
+        for (what, found, needed) in [
+            ("bytes of slots for tokens", rows.x.len(), needed(config.token_bytes)),
+            ("bytes of slots for scales", rows.scales.len(), needed(config.scale_bytes)),
+        ] {
+            if found < needed {
+                return Err(argument(what, found, needed));
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies the tokens of one chunk of all ranks to their rows, or slots.
     fn take_tokens(&self, own: &Tokens<'_>, at: u32, rows: &mut Rows<'_>) -> Result<(), MoeError> {
         let config = &self.config;
         let (top_k, experts) = (config.top_k, config.firsts.last().copied().unwrap_or(0));
@@ -642,7 +702,10 @@ impl AllToAll {
             let part = routing.part(chunk.tokens.clone());
             for token in part.tokens_at(mine.clone()) {
                 let token = chunk.tokens.start + token;
-                for row in source.rows_at(&routing, token, &mine) {
+                let slot =
+                    rows.slots.as_ref().and_then(|_| slot_of(rank, token, config.max_tokens));
+                let by_expert = slot.is_none().then(|| source.rows_at(&routing, token, &mine));
+                for row in slot.into_iter().chain(by_expert.into_iter().flatten()) {
                     let to_x = nth_mut(rows.x, row, x);
                     let to_scales = nth_mut(rows.scales, row, scales);
                     if rank == config.rank {

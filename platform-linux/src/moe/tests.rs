@@ -2,6 +2,7 @@
 
 #![expect(clippy::cast_possible_truncation, reason = "small numbers")]
 
+use std::collections::BTreeSet;
 use std::ops::Range;
 use std::thread;
 use std::time::Instant;
@@ -55,6 +56,8 @@ struct Batch {
     onto: Option<Vec<u8>>,
     /// Whether dispatch and combine are called in halves.
     halves: bool,
+    /// Whether tokens are received in slots.
+    slots: bool,
 }
 
 impl Batch {
@@ -92,6 +95,7 @@ impl Batch {
             onto: (random.below(2) == 0)
                 .then(|| (0..tokens * config.hidden).flat_map(|_| value(random)).collect()),
             halves: random.below(2) == 0,
+            slots: random.below(2) == 0,
         }
     }
 
@@ -183,10 +187,13 @@ fn oracle(config: &Config, batches: &[Batch], rank: usize) -> Outcome {
 /// One round of one rank.
 fn round(exchange: &mut AllToAll, config: &Config, batch: &Batch) -> Result<Outcome, MoeError> {
     let (bytes, scale_bytes) = (config.token_bytes as usize, config.scale_bytes as usize);
-    let rows = exchange.max_rows();
+    let max_rows = exchange.max_rows();
+    let room = if batch.slots { exchange.max_slots() } else { max_rows };
     // Padding must become zeros.
-    let (mut x, mut scales) = (vec![0xee; rows * bytes], vec![0xee; rows * scale_bytes]);
-    let rows = Rows { x: &mut x, scales: &mut scales };
+    let (mut x, mut scales) = (vec![0xee; room * bytes], vec![0xee; room * scale_bytes]);
+    let mut slots = vec![77; max_rows];
+    let rows =
+        Rows { x: &mut x, scales: &mut scales, slots: batch.slots.then_some(slots.as_mut_slice()) };
     let received = if batch.halves {
         exchange.dispatch_send(&batch.tokens(), LONG)?;
         exchange.dispatch_receive(&batch.tokens(), rows, LONG)?
@@ -195,6 +202,25 @@ fn round(exchange: &mut AllToAll, config: &Config, batch: &Batch) -> Result<Outc
     };
     let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
     let rows = *offsets.last().unwrap() as usize;
+    if batch.slots {
+        // As experts would that gather: from here on it is as if they had come by rows.
+        assert!(slots[rows..].iter().all(|slot| *slot == 77));
+        let used: BTreeSet<u32> = slots[..rows].iter().copied().filter(|s| *s != NO_SLOT).collect();
+        let blank = |slot: usize| {
+            x[slot * bytes..][..bytes].iter().all(|byte| *byte == 0xee)
+                && scales[slot * scale_bytes..][..scale_bytes].iter().all(|byte| *byte == 0xee)
+        };
+        let unused = (0..room).filter(|slot| !used.contains(&(*slot as u32)));
+        assert!(unused.into_iter().all(blank), "what nobody sent was written");
+        let gather = |from: &[u8], bytes: usize| -> Vec<u8> {
+            let row = |slot: &u32| match *slot {
+                NO_SLOT => vec![0; bytes],
+                slot => nth(from, slot as usize, bytes).to_vec(),
+            };
+            slots[..rows].iter().flat_map(row).collect()
+        };
+        (x, scales) = (gather(&x, bytes), gather(&scales, scale_bytes));
+    }
     let row = config.hidden as usize * 2;
     let mut y = vec![0xee; rows * row];
     let first = config.firsts[config.rank as usize];
@@ -421,7 +447,7 @@ fn no_results() -> Results<'static> {
 /// Calls `dispatch`, and `combine` if that went well, with nothing at all.
 fn silent(exchange: &mut AllToAll, timeout: Duration) -> Result<(), MoeError> {
     let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
-    exchange.dispatch(&none, Rows { x: &mut [], scales: &mut [] }, timeout)?;
+    exchange.dispatch(&none, Rows { x: &mut [], scales: &mut [], slots: None }, timeout)?;
     exchange.combine(no_results(), timeout)
 }
 
@@ -437,7 +463,7 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
                     if rank == absent {
                         if phase == "combine" {
                             let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
-                            let rows = Rows { x: &mut [], scales: &mut [] };
+                            let rows = Rows { x: &mut [], scales: &mut [], slots: None };
                             exchange.dispatch(&none, rows, LONG).unwrap();
                         }
                         // It lives, and says nothing.
@@ -516,7 +542,7 @@ fn what_cannot_be_sent_is_refused_and_leaves_the_exchange_as_it_was() {
     let batch = Batch::new(&config, Routes::Uniform, 2, &mut Random(1));
     let (mut x, mut scales) = (vec![0; 32 * 99], vec![0; 4 * 99]);
     let mut refused = |tokens: Tokens<'_>| {
-        let rows = Rows { x: &mut x, scales: &mut scales };
+        let rows = Rows { x: &mut x, scales: &mut scales, slots: None };
         exchange.dispatch(&tokens, rows, LONG).map(drop).unwrap_err()
     };
     let good = batch.tokens();
@@ -540,10 +566,10 @@ fn what_cannot_be_sent_is_refused_and_leaves_the_exchange_as_it_was() {
     exchange.dispatch_send(&good, LONG).unwrap();
     let early = exchange.dispatch_send(&good, LONG);
     assert!(matches!(early, Err(MoeError::OutOfTurn { .. })), "{early:?}");
-    let rows = || Rows { x: &mut [], scales: &mut [] };
+    let rows = || Rows { x: &mut [], scales: &mut [], slots: None };
     let other = exchange.dispatch_receive(&Tokens { x: &batch.x[1..], ..good }, rows(), LONG);
     assert_eq!(what(other.map(drop).unwrap_err()), "x");
-    let rows = Rows { x: &mut x, scales: &mut scales };
+    let rows = Rows { x: &mut x, scales: &mut scales, slots: None };
     let received = exchange.dispatch_receive(&good, rows, LONG).unwrap();
     assert_eq!((received.counts, received.offsets), (&outcome.counts[..], &outcome.offsets[..]));
     assert_eq!(x[..outcome.x.len()], outcome.x);
@@ -559,7 +585,7 @@ fn what_cannot_be_sent_is_refused_and_leaves_the_exchange_as_it_was() {
     exchange.combine_receive(Results { y: &y, out: &mut out, accumulate: false }, LONG).unwrap();
     assert_eq!((out, exchange.rounds()), ([0; 96], 2));
     // Memory for too few rows is found out when they have arrived: that is the end.
-    let rows = Rows { x: &mut [0; 32], scales: &mut [0; 4] };
+    let rows = Rows { x: &mut [0; 32], scales: &mut [0; 4], slots: None };
     let error = exchange.dispatch(&good, rows, LONG).unwrap_err();
     assert!(matches!(error, MoeError::RowsTooMany { lent: 1, .. }), "{error:?}");
     assert!(matches!(silent(&mut exchange, LONG), Err(MoeError::Over)));
@@ -580,9 +606,11 @@ fn first_halves_send() {
     let [out, late_out] = outs.each_mut().map(|out| Results { y: &y, out, accumulate: false });
     early.dispatch_send(&tokens, LONG).unwrap();
     // The other's whole round goes on while this one does nothing.
-    let rows = Rows { x: &mut late_x, scales: &mut late_scales };
+    let rows = Rows { x: &mut late_x, scales: &mut late_scales, slots: None };
     late.dispatch(&batches[1].tokens(), rows, LONG).unwrap();
-    early.dispatch_receive(&tokens, Rows { x: &mut x, scales: &mut scales }, LONG).unwrap();
+    early
+        .dispatch_receive(&tokens, Rows { x: &mut x, scales: &mut scales, slots: None }, LONG)
+        .unwrap();
     early.combine_send(&y, LONG).unwrap();
     late.combine(late_out, LONG).unwrap();
     early.combine_receive(out, LONG).unwrap();

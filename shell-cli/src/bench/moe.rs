@@ -252,7 +252,7 @@ fn run_round(
     let meetings = u64::from(number) * 2;
     meeting.wait(meetings + 1)?;
     let begun = Instant::now();
-    let rows = Rows { x: &mut y, scales: &mut [] };
+    let rows = Rows { x: &mut y, scales: &mut [], slots: None };
     let received = exchange.dispatch(&tokens, rows, PATIENCE).map_err(failed)?;
     let dispatch = begun.elapsed().as_secs_f64();
     let first = config.firsts.get(rank as usize).copied().unwrap_or(0);

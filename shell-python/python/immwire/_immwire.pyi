@@ -474,6 +474,7 @@ class AllToAll:
         *,
         out: _HostMemory,
         out_scales: _HostMemory | None = None,
+        slots: Buffer | None = None,
         half: Literal["both", "receive"] = "both",
         timeout: float | None = None,
     ) -> Received: ...
@@ -487,6 +488,7 @@ class AllToAll:
         *,
         out: _HostMemory,
         out_scales: _HostMemory | None = None,
+        slots: Buffer | None = None,
         half: Literal["send"],
         timeout: float | None = None,
     ) -> None: ...
@@ -501,6 +503,8 @@ class AllToAll:
     ) -> None: ...
     @property
     def max_rows(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
     @property
     def rounds(self) -> int: ...
     def close(self) -> None: ...
@@ -594,6 +598,7 @@ class GpuAllToAll:
         *,
         out: _GpuMemory,
         out_scales: _GpuMemory | None = None,
+        slots: _GpuMemory | None = None,
         counts: _GpuMemory,
         offsets: _GpuMemory,
         count: _GpuMemory | None = None,
@@ -617,6 +622,8 @@ class GpuAllToAll:
     def start_over(self, *, timeout: float | None = None) -> None: ...
     @property
     def max_rows(self) -> int: ...
+    @property
+    def max_slots(self) -> int: ...
     @property
     def token_bytes(self) -> int: ...
     @property

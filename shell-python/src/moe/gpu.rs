@@ -320,12 +320,15 @@ impl GpuAllToAll {
     /// - ``out`` and ``out_scales``: whole rows for what arrives; ``max_rows`` are always enough. ``counts``: ``int32``, tokens for
     ///   each of this rank's experts. ``offsets``: ``int32``, the first row of each, and one entry more: all rows, padding
     ///   included.
-    /// - ``clear_padding``: write zeros to rows that only pad.
+    /// - ``slots``: for experts that gather. If given, each token arrives once: token ``t`` of rank ``s`` at slot
+    ///   ``s * max_tokens + t`` of ``out``, which has ``max_slots`` of them; and this, ``int32``, says of each row which slot it is,
+    ///   or -1 where it only pads; ``max_rows`` are always enough. Slots of tokens that did not come are left as they are.
+    /// - ``clear_padding``: write zeros to rows that only pad, or -1 to their slots.
     /// - ``stream``: an object that has ``__cuda_stream__``, or a handle. ``half``: ``"both"``, or first ``"send"``, which waits for nothing,
     ///   and later ``"receive"`` with the same arguments; no SM is taken in between.
     #[pyo3(signature = (
-        x, indices, weights, scales = None, *, out, out_scales = None, counts, offsets, count = None, clear_padding = true,
-        stream, half = "both"
+        x, indices, weights, scales = None, *, out, out_scales = None, slots = None, counts, offsets, count = None,
+        clear_padding = true, stream, half = "both"
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is an array")]
     fn dispatch(
@@ -337,6 +340,7 @@ impl GpuAllToAll {
         scales: Option<&Bound<'_, PyAny>>,
         out: &Bound<'_, PyAny>,
         out_scales: Option<&Bound<'_, PyAny>>,
+        slots: Option<&Bound<'_, PyAny>>,
         counts: &Bound<'_, PyAny>,
         offsets: &Bound<'_, PyAny>,
         count: Option<&Bound<'_, PyAny>>,
@@ -373,10 +377,23 @@ impl GpuAllToAll {
             count.exactly(4, "one int32")?;
         }
         let out = Array::to("out", out)?;
-        let rows = out.rows(geometry.token_bytes)?;
+        let places = out.rows(geometry.token_bytes)?;
+        let slots = slots.map(|slots| Array::to("slots", slots)).transpose()?;
+        let rows = match &slots {
+            None => places,
+            Some(_) if places < self.max_slots() => {
+                let message = format!(
+                    "out has room for {places} tokens, there are {} slots",
+                    self.max_slots()
+                );
+                return Err(errors::request(&message));
+            }
+            Some(slots) => slots.rows(4)?,
+        };
         let out_scales = out_scales.map(|to| Array::to("out_scales", to)).transpose()?;
         if let Some(out_scales) = &out_scales {
-            let bytes = u64::from(rows) * u64::from(scale_bytes);
+            let places = if slots.is_some() { self.max_slots() } else { places };
+            let bytes = u64::from(places) * u64::from(scale_bytes);
             out_scales.at_least(bytes, "of as many rows as out, of scale_bytes")?;
         }
         let experts = self.shared.experts();
@@ -401,6 +418,7 @@ impl GpuAllToAll {
         let received = Rows {
             x: out.address,
             scales: at(&out_scales),
+            slots: at(&slots),
             rows,
             counts: counts.address,
             offsets: offsets.address,
@@ -411,7 +429,7 @@ impl GpuAllToAll {
             return Err(errors::request(&message));
         }
         let all = [&x, &indices, &weights, &out, &counts, &offsets];
-        let others = [&scales, &out_scales, &count].into_iter().flatten();
+        let others = [&scales, &out_scales, &slots, &count].into_iter().flatten();
         let all: Vec<&Array> = all.into_iter().chain(others).collect();
         let launched = self.shared.call(py, |joined| {
             if let Some(what) = joined.not_here(&all) {
@@ -511,6 +529,13 @@ impl GpuAllToAll {
     #[getter]
     fn max_rows(&self) -> u64 {
         self.shared.geometry.max_rows
+    }
+
+    /// Tokens of all ranks: slots for tokens that experts gather.
+    #[getter]
+    fn max_slots(&self) -> u32 {
+        // Below 2^16.
+        self.shared.geometry.world * self.shared.shape.max_tokens
     }
 
     /// Bytes of a row that arrives.

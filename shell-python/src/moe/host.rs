@@ -40,6 +40,7 @@ struct Stage {
     sent: Sent,
     rows: Vec<u8>,
     row_scales: Vec<u8>,
+    slots: Vec<u32>,
     /// Rows of the dispatch before.
     received: usize,
 }
@@ -110,19 +111,20 @@ impl Joining {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
         let seats = super::seats(seats)?;
-        let max_rows = common.call(py, |held| match std::mem::take(&mut held.state) {
-            State::Joining(joining) => {
-                let exchange = joining.join(&seats, timeout)?;
-                let max_rows = exchange.max_rows();
-                held.state = State::Joined(Box::new(exchange));
-                Ok(max_rows)
-            }
-            other => {
-                held.state = other;
-                Err(Failure::Closed)
-            }
-        })?;
-        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows })
+        let (max_rows, max_slots) =
+            common.call(py, |held| match std::mem::take(&mut held.state) {
+                State::Joining(joining) => {
+                    let exchange = joining.join(&seats, timeout)?;
+                    let most = (exchange.max_rows(), exchange.max_slots());
+                    held.state = State::Joined(Box::new(exchange));
+                    Ok(most)
+                }
+                other => {
+                    held.state = other;
+                    Err(Failure::Closed)
+                }
+            })?;
+        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots })
     }
 
     fn __repr__(&self) -> String {
@@ -139,6 +141,7 @@ impl Joining {
 pub(crate) struct AllToAll {
     shared: Arc<Shared>,
     max_rows: usize,
+    max_slots: usize,
 }
 
 impl AllToAll {
@@ -232,13 +235,17 @@ impl AllToAll {
     ///   dropped. ``weights``: ``float32`` of the same shape.
     /// - ``out`` and ``out_scales``: whole rows for what arrives; ``max_rows`` are always enough. Rows beyond those
     ///   that arrive are left as they are.
+    /// - ``slots``: for experts that gather. If given, each token arrives once: token ``t`` of rank ``s`` at slot
+    ///   ``s * max_tokens + t`` of ``out``, which has ``max_slots`` of them; and this, ``int32``, says of each row which slot it is,
+    ///   or -1 where it only pads. Slots of tokens that did not come are left as they are.
     ///
     /// ``half``: ``"both"``, or first ``"send"``, which waits for nothing but room and returns None, and then, after other
     /// work and with the same arguments, ``"receive"``: what counts of the tokens is what they were at the first.
     ///
     /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
     #[pyo3(signature = (
-        x, indices, weights, scales = None, *, out, out_scales = None, half = "both", timeout = None
+        x, indices, weights, scales = None, *, out, out_scales = None, slots = None, half = "both",
+        timeout = None
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is an array")]
     fn dispatch(
@@ -250,6 +257,7 @@ impl AllToAll {
         scales: Option<&Bound<'_, PyAny>>,
         out: &Bound<'_, PyAny>,
         out_scales: Option<&Bound<'_, PyAny>>,
+        slots: Option<&Bound<'_, PyAny>>,
         half: &str,
         timeout: Option<f64>,
     ) -> PyResult<Option<Received>> {
@@ -265,7 +273,9 @@ impl AllToAll {
             (writable("out", out)?, out_scales.map(|out| writable("out_scales", out)).transpose()?);
         let bytes = |bytes: u32| usize::try_from(bytes).unwrap_or(usize::MAX);
         let (row, row_scales) = (bytes(config.token_bytes), bytes(config.scale_bytes));
+        let slots = slots.map(|slots| writable("slots", slots)).transpose()?;
         let max_rows = self.max_rows;
+        let max_places = if slots.is_some() { self.max_slots } else { max_rows };
         common.call(py, |held| {
             let Held { state: State::Joined(exchange), stage } = held else {
                 return Err(Failure::Closed);
@@ -285,11 +295,21 @@ impl AllToAll {
                 return Ok(None);
             }
             let lent = |memory: Option<&Memory>, row: usize| {
-                memory.map_or(0, |memory| memory.len.min(max_rows.saturating_mul(row)))
+                memory.map_or(0, |memory| memory.len.min(max_places.saturating_mul(row)))
             };
+            stage.slots.resize(slots.as_ref().map_or(0, |to| (to.len / 4).min(max_rows)), 0);
             stage.rows.resize(lent(Some(&out), row), 0);
             stage.row_scales.resize(lent(out_scales.as_ref(), row_scales), 0);
-            let rows = Rows { x: &mut stage.rows, scales: &mut stage.row_scales };
+            let named = slots.is_some().then_some(stage.slots.as_mut_slice());
+            if named.is_some() {
+                // Slots of tokens that do not come stay as they are.
+                let lens = (stage.rows.len(), stage.row_scales.len());
+                out.copy_to(&mut stage.rows, lens.0);
+                if let Some(out_scales) = &out_scales {
+                    out_scales.copy_to(&mut stage.row_scales, lens.1);
+                }
+            }
+            let rows = Rows { x: &mut stage.rows, scales: &mut stage.row_scales, slots: named };
             let received = match half {
                 Half::Receive => exchange.dispatch_receive(&tokens, rows, timeout)?,
                 _ => exchange.dispatch(&tokens, rows, timeout)?,
@@ -297,8 +317,13 @@ impl AllToAll {
             let (counts, offsets) = (received.counts.to_vec(), received.offsets.to_vec());
             stage.received = bytes(offsets.last().copied().unwrap_or(0));
             let arrived = |from: &[u8], row: usize, to: &Memory| {
-                to.copy_from(from.get(..stage.received * row).unwrap_or(from));
+                let places = if slots.is_some() { max_places } else { stage.received };
+                to.copy_from(from.get(..places * row).unwrap_or(from));
             };
+            if let Some(slots) = &slots {
+                let named = stage.slots.iter().take(stage.received);
+                slots.copy_from(&named.flat_map(|slot| slot.to_ne_bytes()).collect::<Vec<_>>());
+            }
             arrived(&stage.rows, row, &out);
             if let Some(out_scales) = &out_scales {
                 arrived(&stage.row_scales, row_scales, out_scales);
@@ -364,6 +389,12 @@ impl AllToAll {
     #[getter]
     fn max_rows(&self) -> usize {
         self.max_rows
+    }
+
+    /// Tokens of all ranks: slots for tokens that experts gather.
+    #[getter]
+    fn max_slots(&self) -> usize {
+        self.max_slots
     }
 
     /// How many rounds are complete.

@@ -336,6 +336,8 @@ impl Launch {
             let scratch = self.chunks() * (self.local() + 1) * 4;
             part("scratch", |a| &mut a.scratch, Some(scratch), 4, true);
         }
+        let (listed, rows) = if a.slots == 0 { (0, rows) } else { (4 * rows, self.slots()) };
+        part("slots", |a| &mut a.slots, Some(listed), 4, true);
         part("rows_x", |a| &mut a.rows_x, Some(rows * token_bytes), 16, true);
         part("rows_scales", |a| &mut a.rows_scales, Some(rows * scale_bytes), 4, true);
         part("counts", |a| &mut a.counts, Some(4 * local), 4, true);

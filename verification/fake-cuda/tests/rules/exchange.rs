@@ -358,8 +358,33 @@ fn misaligned_tokens() {
 fn an_inbox_too_short() {
     run("exchange::an_inbox_too_short", End::Broken("not in live memory"), &[], || {
         wrong(|rank| {
-            rank.args.inbox[0] = rank.gpu.alloc(rank.geometry.inbox_bytes as usize - 1);
+            rank.args.inbox[0] = rank.gpu.alloc(rank.args.combine_at as usize - 1);
         });
+    });
+}
+
+#[test]
+fn an_inbox_too_short_for_results() {
+    let name = "exchange::an_inbox_too_short_for_results";
+    run(name, End::Broken("not in live memory"), &[], || {
+        let mut rank = Rank::new(1);
+        rank.dispatch();
+        rank.gpu.settle();
+        rank.args.inbox[0] = rank.gpu.alloc(rank.geometry.inbox_bytes as usize - 1);
+        rank.combine();
+        rank.gpu.settle();
+    });
+}
+
+/// A result of each choice takes more than a sum of each rank.
+#[test]
+fn an_inbox_too_short_for_exact_sums() {
+    let name = "exchange::an_inbox_too_short_for_exact_sums";
+    run(name, End::Broken("not in live memory"), &[], || {
+        let rank = Rank::new(1);
+        rank.dispatch();
+        rank.launch(c"immwire_moe_combine_exact_bf16", rank.gpu.stream);
+        rank.gpu.settle();
     });
 }
 

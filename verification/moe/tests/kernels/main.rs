@@ -81,6 +81,7 @@ fn random_style(random: &mut Random) -> Style {
         tokens_in_memory: random.one_in(2),
         many: random.one_in(2),
         chunk_tokens: 1 + random.below([4, args::CHUNK][usize::from(chunks)]),
+        slots: random.one_in(2),
     }
 }
 
@@ -180,6 +181,7 @@ fn largest(exact: bool) {
         tokens_in_memory: false,
         many: false,
         chunk_tokens: 5,
+        slots: exact,
     };
     let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
     run(&world, &launches, 1);
@@ -227,6 +229,7 @@ const PLAIN: Style = Style {
     tokens_in_memory: false,
     many: false,
     chunk_tokens: 2,
+    slots: false,
 };
 
 /// The same, perhaps for many tokens.
@@ -455,8 +458,7 @@ fn a_rank_that_left_itself_out() {
     for_seeds(12, |seed| {
         let mut random = Random(seed + 800);
         let world = small(&mut random, 2, 1);
-        let control =
-            MoeControl { next_epoch: 1, absent: 1, left_out: 1, ..MoeControl::default() };
+        let control = MoeControl { next_epoch: 1, absent: 1, left_out: 1, ..MoeControl::default() };
         world.set_control(0, control);
         let launches: Vec<Launch> =
             (0..2).flat_map(|rank| world.launches(rank, 0, plain(&mut random))).collect();
@@ -559,6 +561,8 @@ fn no_room() {
 }
 
 fn too_little_room(exact: bool) {
+    // One of the two with slots.
+    let plain = Style { slots: exact, ..PLAIN };
     let mut random = Random(700);
     let shape = Shape {
         firsts: vec![0, 1, 2],
@@ -576,12 +580,13 @@ fn too_little_room(exact: bool) {
         .collect();
     world.add_turn(tokens, &mut random);
     world.rows = 5;
-    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, PLAIN)).collect();
+    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, plain)).collect();
     run(&world, &launches, 3);
     let past = world.ranks[0].turns[0].rows_x.bytes(5 * 16, 3 * 16);
-    assert!(past.iter().all(|byte| *byte == UNTOUCHED), "a row for which there is no room");
+    // Slots there are enough.
+    assert!(exact || past.iter().all(|byte| *byte == UNTOUCHED), "a row without room");
     let mut layout = world.round(0).layout(0, &[0, 1]);
-    world.check_rows(0, 0, &layout, PLAIN, |_| true);
+    world.check_rows(0, 0, &layout, plain, |_| true);
     assert_eq!((world.report(0).rows_left_out, world.report(1).rows_left_out), (1, 0));
     // What was left out counts as nothing, and is not waited for.
     layout.rows.retain(|_, row| *row < 5);
@@ -597,14 +602,14 @@ fn too_little_room(exact: bool) {
     let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
     world.add_turn(tokens, &mut random);
     let launches: Vec<Launch> = (0..2)
-        .flat_map(|rank| world.launches(rank, 0, PLAIN))
+        .flat_map(|rank| world.launches(rank, 0, plain))
         .map(|launch| Launch {
             args: MoeArgs { tokens: 4 + u32::from(launch.stream == 1), ..launch.args },
             ..launch
         })
         .collect();
     run(&world, &launches, 4);
-    world.check_whole(0, PLAIN);
+    world.check_whole(0, plain);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
 
     // Sums for which there is no room.
@@ -612,7 +617,7 @@ fn too_little_room(exact: bool) {
     let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
     world.add_turn(tokens, &mut random);
     let launches: Vec<Launch> = (0..2)
-        .flat_map(|rank| world.launches(rank, 0, PLAIN))
+        .flat_map(|rank| world.launches(rank, 0, plain))
         .map(|launch| {
             let short = launch.kernel.combines() && launch.stream == 0;
             let tokens = if short { 3 } else { launch.args.tokens };
@@ -629,7 +634,7 @@ fn too_little_room(exact: bool) {
         .map(|_| Tokens { indices: vec![0; 3], ..world.maker().tokens(&mut random, 3) })
         .collect();
     world.add_turn(tokens, &mut random);
-    let style = Style { tokens_in_memory: true, ..PLAIN };
+    let style = Style { tokens_in_memory: true, ..plain };
     let launches: Vec<Launch> = (0..2)
         .flat_map(|rank| world.launches(rank, 0, style))
         .map(|launch| {

@@ -6,7 +6,7 @@
     reason = "small numbers, and failed tests"
 )]
 
-use immwire_core::moe::{NO_SLOT, TableShape};
+use immwire_core::moe::{NO_SLOT, TableShape, slot_of};
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl, MoeReport};
 use immwire_cuda::moe::geometry::{Geometry, Many, Number, Payload, Scales, Shape};
 use immwire_verification_moe::oracle::{Layout, Maker, Random, Round, Tokens, bytes_of};
@@ -73,6 +73,8 @@ pub(crate) struct Style {
     /// Whether dispatch is that for many tokens, and how many are counted together.
     pub(crate) many: bool,
     pub(crate) chunk_tokens: u32,
+    /// Whether each token is received once, in a slot.
+    pub(crate) slots: bool,
 }
 
 /// Everything of a rank in one round, but for what it sends and answers.
@@ -80,6 +82,7 @@ pub(crate) struct Turn {
     inputs: Vec<Memory>,
     pub(crate) rows_x: Memory,
     pub(crate) rows_scales: Memory,
+    slots: Memory,
     pub(crate) counts: Memory,
     pub(crate) offsets: Memory,
     pub(crate) out: Memory,
@@ -163,13 +166,19 @@ impl World {
         self.ranks[rank].control.write(0, &bytes_of(&[control]));
     }
 
+    /// Tokens of all ranks.
+    fn slots(&self) -> u32 {
+        self.geometry.world * self.shape.max_tokens
+    }
+
     /// Adds a round: what each rank sends in it, and what its experts answer.
     pub(crate) fn add_turn(&mut self, tokens: Vec<Tokens>, random: &mut Random) {
         let mut all_results = Vec::new();
         for (rank, tokens) in tokens.iter().enumerate() {
             let results = self.maker().numbers(random, self.rows, self.shape.results);
             let local = self.shape.firsts[rank + 1] - self.shape.firsts[rank];
-            let (g, rows) = (&self.geometry, u64::from(self.rows));
+            let g = &self.geometry;
+            let room = u64::from(self.rows.max(self.slots()));
             let out = u64::from(self.shape.max_tokens) * u64::from(self.shape.values) * 2;
             let wide: Vec<i64> = tokens.indices.iter().map(|index| i64::from(*index)).collect();
             let turn = Turn {
@@ -182,8 +191,9 @@ impl World {
                     Memory::of_bytes(&bytes_of(&[tokens.count])),
                     Memory::of_bytes(&results),
                 ],
-                rows_x: Memory::filled(rows * u64::from(g.token_bytes), UNTOUCHED),
-                rows_scales: Memory::filled(rows * u64::from(g.scale_bytes), UNTOUCHED),
+                rows_x: Memory::filled(room * u64::from(g.token_bytes), UNTOUCHED),
+                rows_scales: Memory::filled(room * u64::from(g.scale_bytes), UNTOUCHED),
+                slots: Memory::filled(4 * u64::from(self.rows), UNTOUCHED),
                 counts: Memory::filled(u64::from(local) * 4, UNTOUCHED),
                 offsets: Memory::filled(u64::from(local) * 4 + 4, UNTOUCHED),
                 out: Memory::filled(out, UNTOUCHED),
@@ -234,6 +244,7 @@ impl World {
             weights: own.inputs[4].at(),
             rows_x: own.rows_x.at(),
             rows_scales: own.rows_scales.at(),
+            slots: if style.slots { own.slots.at() } else { 0 },
             counts: own.counts.at(),
             offsets: own.offsets.at(),
             y: own.inputs[6].at(),
@@ -333,11 +344,27 @@ impl World {
         assert_eq!(own.counts.words(layout.counts.len()), layout.counts, "counts at rank {rank}");
         assert_eq!(own.offsets.words(layout.offsets.len()), layout.offsets, "offsets at {rank}");
         let (x, scales) = (self.geometry.token_bytes as usize, self.geometry.scale_bytes as usize);
-        let mut used = vec![false; self.rows as usize];
+        let blank_word = u32::from_ne_bytes([UNTOUCHED; 4]);
+        let mut slots = vec![blank_word; if style.slots { self.rows as usize } else { 0 }];
+        if style.slots && style.clear {
+            let end = layout.offsets[layout.offsets.len() - 1].min(self.rows) as usize;
+            slots[..end].fill(NO_SLOT);
+        }
+        let places = if style.slots { self.slots() } else { self.rows };
+        let mut used = vec![false; places as usize];
         for (&(source, token, _), &row) in &layout.rows {
+            if style.slots {
+                // A token whose rows have no room lies in its slot all the same.
+                let slot = slot_of(source as u32, token, self.shape.max_tokens).unwrap();
+                used[slot as usize] = true;
+                if let Some(named) = slots.get_mut(row as usize) {
+                    *named = slot;
+                }
+            }
             if row >= self.rows {
                 continue;
             }
+            let row = if style.slots { slots[row as usize] } else { row };
             used[row as usize] = true;
             if !whole(source) {
                 continue;
@@ -349,7 +376,8 @@ impl World {
             );
             assert_eq!(found, expected, "row {row} at rank {rank}: token {token} of rank {source}");
         }
-        let last = layout.offsets[layout.offsets.len() - 1];
+        assert_eq!(own.slots.words(slots.len()), slots, "slots of rows at rank {rank}");
+        let last = if style.slots { 0 } else { layout.offsets[layout.offsets.len() - 1] };
         for (row, used) in used.iter().enumerate() {
             let pads = style.clear && (row as u32) < last;
             let byte = if pads { 0 } else { UNTOUCHED };
