@@ -81,7 +81,9 @@ def start(*ranks):
 class Round:
     """One rank's part of a round, half by half."""
 
-    def __init__(self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, slots=False, dtype="bfloat16"):
+    def __init__(
+        self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, slots=False, dtype="bfloat16"
+    ):
         self.rank, (self.to, self.back) = rank, FORMATS[dtype]
         self.inputs = x, indices, weights, scales = made_up(seed, tokens, EXPERTS, scale_bytes)
         self.tokens = tokens

@@ -79,7 +79,9 @@ class World:
             engine.close()
 
 
-def layer(exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, halves=False, onto=None, slots=False):
+def layer(
+    exchange, inputs, first, dtype="bfloat16", scale_bytes=0, padding=1, halves=False, onto=None, slots=False
+):
     """One round; returns what was received, its rows and scales, and the results."""
     to, back = FORMATS[dtype]
     x, indices, weights, scales = inputs
@@ -152,7 +154,8 @@ def test_rounds_are_as_a_gather_by_routes(world, shape, firsts):
             # From the second round on in halves; in the third onto what it brings: twice that is exact.
             wanted_results = [expected_results(*own[:3]) for own in inputs]
             ways = [
-                dict(halves=turn > 0, slots=turn != 1, onto=wanted_results[rank] if turn == 2 else None) | options
+                dict(halves=turn > 0, slots=turn != 1, onto=wanted_results[rank] if turn == 2 else None)
+                | options
                 for rank in range(world)
             ]
             rounds = ranks.each(
