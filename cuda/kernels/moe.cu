@@ -27,7 +27,7 @@
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
 //    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
-//    once each: the same bits in every run.
+//    once each: the same bits in every run. Exact ones are made where the token is from, of all choices, and rounded once.
 //
 // Checked by verification/moe on a CPU, with ranks, blocks and threads in any order, and by benches/gpu/run on GPUs.
 

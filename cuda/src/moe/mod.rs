@@ -2,8 +2,9 @@
 //!
 //! Every rank has an [`Exchange`] and an inbox in its GPU's memory, to which all ranks write. A round is one
 //! [`Exchange::dispatch`] and one [`Exchange::combine`] at every rank; between them the experts work. Dispatch sends each token once
-//! to every GPU that has one of its experts, where it is laid out by expert, source and token; combine sends one row a
-//! token back from each, the weighted sum of its experts' results, and adds these up.
+//! to every GPU that has one of its experts, where it is laid out by expert, source and token, or lies once for experts that gather;
+//! combine sends one row a token back from each, the weighted sum of its experts' results, and adds these up, or each result by
+//! itself where sums are to be exact ([`geometry::Shape::exact`]).
 //!
 //! Nothing waits for the host, and no argument changes from round to round: both can be captured in a CUDA graph and replayed.
 //! Each can be done in two halves, with no SM taken in between ([`Half`]). A rank that does not come within the time given is

@@ -1,8 +1,8 @@
 //! Tokens to the ranks of their experts, and results back: dispatch and combine in host memory, over any transport.
 //!
 //! Every rank calls [`AllToAll::dispatch`] and then [`AllToAll::combine`], round after round. Dispatch gives each rank the
-//! tokens that chose one of its experts, by expert and padded for a grouped GEMM; combine brings the results
-//! back, weighted and summed. Each can be called in two halves, with other work between them: what was sent travels
+//! tokens that chose one of its experts, by expert and padded for a grouped GEMM, or each once with a list of which row is which;
+//! combine brings the results back, weighted and summed. Each can be called in two halves, with other work between them: what was sent travels
 //! meanwhile. What goes where is decided by [`immwire_core::moe`]; here bytes are copied, written and
 //! waited for.
 //!
