@@ -867,6 +867,34 @@ __device__ uint4 pack(const float (&values)[8]) {
           FORMAT::both(values[6], values[7])};
 }
 
+// A token received, as dispatch planned its way back. A lane of the warp that reads it has one of its choices.
+struct Planned {
+  __device__ Planned(const Args &args, uint32_t n, uint32_t epoch) : row(IMMWIRE_MOE_NO_ROW), weight(0.0f) {
+    const uint32_t lane = threadIdx.x % WARP;
+    const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+    pair = load_vector(plan);
+    if (lane < args.top_k) {
+      row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
+      weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
+    }
+    if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
+  }
+
+  // Tells the block whose token it is, and how many of its rows were kept.
+  __device__ void keep(Fixed &fixed, uint32_t turn, uint32_t i, uint32_t rows) const {
+    if (threadIdx.x % WARP != 0) return;
+    fixed.source[turn][i] = pair.x;
+    fixed.token[turn][i] = pair.y;
+    fixed.count[turn][i] = __popc(rows);
+  }
+
+  uint32_t row;
+  float weight;
+
+ private:
+  uint4 pair;
+};
+
 // Sends, for each token received, the weighted sum of its rows.
 template <typename FORMAT>
 __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
@@ -877,26 +905,14 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uin
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
       if (n >= pairs) continue;
-      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-      const uint4 pair = load_vector(plan);
-      uint32_t row = IMMWIRE_MOE_NO_ROW;
-      float weight = 0.0f;
-      if (lane < args.top_k) {
-        row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
-        weight = reinterpret_cast<const float *>(plan + sizeof(immwire_moe_pair))[args.top_k + lane];
-      }
-      const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
-      if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
-      if (row < args.rows) {
+      const Planned planned(args, n, epoch);
+      const uint32_t has = __ballot_sync(ALL_LANES, planned.row < args.rows);
+      if (planned.row < args.rows) {
         const uint32_t place = __popc(has & ranks_below(lane));
-        fixed.row[turn][i][place] = row;
-        fixed.weight[turn][i][place] = weight;
+        fixed.row[turn][i][place] = planned.row;
+        fixed.weight[turn][i][place] = planned.weight;
       }
-      if (lane == 0) {
-        fixed.source[turn][i] = pair.x;
-        fixed.token[turn][i] = pair.y;
-        fixed.count[turn][i] = __popc(has);
-      }
+      planned.keep(fixed, turn, i, has);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
     for (uint32_t i = 0; i < BATCH; ++i) {
@@ -990,22 +1006,14 @@ __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch,
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
       if (n >= pairs) continue;
-      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-      const uint4 pair = load_vector(plan);
-      uint32_t row = IMMWIRE_MOE_NO_ROW;
-      if (lane < args.top_k) row = reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane];
-      const uint32_t has = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW);
-      if (row != IMMWIRE_MOE_NO_ROW) {
-        if (row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
+      const Planned planned(args, n, epoch);
+      const uint32_t has = __ballot_sync(ALL_LANES, planned.row != IMMWIRE_MOE_NO_ROW);
+      if (planned.row != IMMWIRE_MOE_NO_ROW) {
         const uint32_t place = __popc(has & ranks_below(lane));
-        fixed.row[turn][i][place] = row;
+        fixed.row[turn][i][place] = planned.row;
         fixed.choice[turn][i][place] = uint8_t(lane);
       }
-      if (lane == 0) {
-        fixed.source[turn][i] = pair.x;
-        fixed.token[turn][i] = pair.y;
-        fixed.count[turn][i] = __popc(has);
-      }
+      planned.keep(fixed, turn, i, has);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
     for (uint32_t i = 0; i < BATCH; ++i) {

@@ -185,10 +185,7 @@ impl<'a> Routing<'a> {
         placement: &Placement<'_>,
         counts: &mut [u32],
     ) -> Result<(), RoutingError> {
-        let world = index(placement.world());
-        holds(world, counts.len())?;
-        let counts = counts.get_mut(..world).unwrap_or_default();
-        counts.fill(0);
+        let counts = zeros(counts, index(placement.world()))?;
         for token in 0..self.tokens {
             for rank in self.ranks_of(token, placement).iter() {
                 if let Some(count) = counts.get_mut(index(rank)) {
@@ -211,10 +208,7 @@ impl<'a> Routing<'a> {
         placement: &Placement<'_>,
         counts: &mut [u32],
     ) -> Result<(), RoutingError> {
-        let world = index(placement.world());
-        holds(world, counts.len())?;
-        let counts = counts.get_mut(..world).unwrap_or_default();
-        counts.fill(0);
+        let counts = zeros(counts, index(placement.world()))?;
         for token in 0..self.tokens {
             for choice in self.choices(token) {
                 let expert = u32::try_from(*choice).ok();
@@ -286,6 +280,14 @@ pub(super) const fn holds(needed: usize, available: usize) -> Result<(), Routing
         return Err(RoutingError::OutputTooSmall { needed, available });
     }
     Ok(())
+}
+
+/// The first `needed` entries of what the caller lent, set to zero.
+fn zeros(lent: &mut [u32], needed: usize) -> Result<&mut [u32], RoutingError> {
+    holds(needed, lent.len())?;
+    let zeros = lent.get_mut(..needed).unwrap_or_default();
+    zeros.fill(0);
+    Ok(zeros)
 }
 
 const WORDS: usize = index(MAX_WORLD) / 64;
