@@ -2,9 +2,9 @@
 
 Dispatch gives each rank the tokens that chose one of its experts, by expert and padded for a grouped GEMM, or
 each once with a list of which row is which; combine brings the results back, weighted and summed.
-``AllToAll`` is in host memory, over any transport: it needs neither GPU nor NIC, and is made to be right, not fast.
-``GpuAllToAll`` is among GPUs of one host, by kernels in the order of the caller's streams, with the same
-results. ``P2PAllToAll`` is that under the argument names of an earlier library.
+``AllToAll`` is in host memory, over any transport: it needs neither GPU nor NIC, and is made to be right, not
+fast. ``GpuAllToAll`` is among GPUs of one host, by kernels in the order of the caller's streams, with the
+same results. ``P2PAllToAll`` is that under the argument names of an earlier library.
 
 >>> import numpy, threading
 >>> import immwire
