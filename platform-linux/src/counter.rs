@@ -19,7 +19,7 @@ use crate::counting::{ArmError, CODE_STOPPED};
 use crate::error::{CountError, PeerShare};
 use crate::shared::Shared;
 use crate::sync::lock;
-use crate::wait::Waiter;
+use crate::wait::{OnEnd, Waiter};
 
 /// A counter of this engine's. Dropping it retires its tag.
 pub struct ImmCounter {
@@ -157,14 +157,10 @@ impl ImmCounter {
         Reached { counter: self, writes, state: State::Idle }
     }
 
-    /// Has `call` called with the code when the wait ends, by whoever ends it.
-    pub(crate) fn leave(&self, ticket: Ticket, call: impl FnOnce(u8) + Send + 'static) {
-        let Some(cell) = self.shared.counting.wait_cell(self.tag) else { return };
-        if let Err((Waiter::Inline(call), code)) =
-            cell.leave(ticket, Waiter::Inline(Box::new(call)))
-        {
-            call(code);
-        }
+    /// Has `told` told when the wait ends, by whoever ends it. The code, if it has ended: then nobody is.
+    pub(crate) fn leave(&self, ticket: Ticket, told: Arc<dyn OnEnd>) -> Option<u8> {
+        let cell = self.shared.counting.wait_cell(self.tag)?;
+        cell.leave(ticket, Waiter::Inline(told)).err().map(|(_, code)| code)
     }
 
     /// Gives up a wait whose end nobody asks after: what had arrived is there for the next.

@@ -37,6 +37,7 @@ use crate::counter::ImmCounter;
 use crate::error::CountError;
 use crate::provider::RegisterError;
 use crate::sync::{Timer, lock, sleep_locked};
+use crate::wait::OnEnd;
 use crate::words::Word;
 
 const SHUT: u64 = 0;
@@ -128,6 +129,12 @@ impl Gate {
     /// The time is up.
     fn expire(&self) {
         self.end(|counter| counter.give_up(self.ticket, self.writes, &[], self.timeout));
+    }
+}
+
+impl OnEnd for Gate {
+    fn ended(self: Arc<Self>, _ticket: Ticket, code: u8) {
+        self.reached(code);
     }
 }
 
@@ -240,8 +247,9 @@ impl Gates {
         let over = Condvar::new();
         let gate = Arc::new(Gate { word, ticket, writes, timeout, state, over });
         self.time(&gate);
-        let left = Arc::clone(&gate);
-        counter.leave(ticket, move |code| left.reached(code));
+        if let Some(code) = counter.leave(ticket, Arc::clone(&gate) as _) {
+            gate.reached(code);
+        }
         match self.enqueue(stream, &gate.word) {
             Ok(()) => Ok(StreamWait(Outcome::Gate(gate))),
             Err(why) => {

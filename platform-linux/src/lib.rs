@@ -59,6 +59,7 @@ mod driver;
 mod engine;
 mod error;
 mod flag;
+mod follow;
 mod gate;
 mod gpus;
 mod intake;
@@ -101,6 +102,7 @@ pub use error::{
     SubmitError, TransferError, WaitTimeout,
 };
 pub use flag::{FlagPlace, GpuFlag, gdrcopy_version};
+pub use follow::Following;
 pub use gate::{StreamWait, StreamWaitError};
 pub use provider::{Place, RegisterError};
 pub use region::{AccessError, CloseError, Region};

@@ -11,6 +11,7 @@
 //!
 //! The tests below check 2 step by step, the loom models of `verification/loom` both, on this text.
 
+use std::sync::Arc;
 use std::task::Waker;
 use std::time::Duration;
 
@@ -25,8 +26,14 @@ pub(crate) enum Waiter {
     Waker(Waker),
     /// A function was left, to be called by whoever runs callbacks.
     Callback(Job),
-    /// A function was left, to be called with the code by whoever completes. It is short, and waits for nothing.
-    Inline(Box<dyn FnOnce(u8) + Send>),
+    /// To be told by whoever completes, then and there.
+    Inline(Arc<dyn OnEnd>),
+}
+
+/// Whoever is told of a completion at once.
+pub(crate) trait OnEnd: Send + Sync {
+    /// The tenancy has ended with `code`. It is short, and waits for nothing.
+    fn ended(self: Arc<Self>, ticket: Ticket, code: u8);
 }
 
 /// A completion, and who waits for it.
@@ -59,7 +66,7 @@ impl WaitCell {
         match self.take_waiter(ticket) {
             Some(Waiter::Waker(waker)) => waker.wake(),
             Some(Waiter::Callback(job)) => callbacks.push(job),
-            Some(Waiter::Inline(call)) => call(code),
+            Some(Waiter::Inline(told)) => told.ended(ticket, code),
             None => {}
         }
     }

@@ -1,10 +1,12 @@
 //! Words that kernels look at, as Python sees them.
 
-use std::sync::Mutex;
+use std::num::NonZeroU64;
+use std::sync::{Arc, Mutex};
 
 use pyo3::prelude::*;
 use pyo3::types::PyTuple;
 
+use crate::counter::ImmCounter;
 use crate::errors;
 use crate::fork::Owned;
 use crate::sync::lock;
@@ -13,7 +15,7 @@ use crate::sync::lock;
 /// dropped: the place is given to others.
 #[pyclass(module = "immwire", frozen)]
 pub(crate) struct GpuFlag {
-    flag: Owned<Mutex<Option<immwire::GpuFlag>>>,
+    flag: Owned<Mutex<Option<Arc<immwire::GpuFlag>>>>,
     address: u64,
     device: u32,
     place: &'static str,
@@ -26,10 +28,10 @@ impl GpuFlag {
             immwire::FlagPlace::Host { .. } => "host",
         };
         let (address, device) = (flag.address(), flag.ordinal());
-        Self { address, device, place, flag: Owned::new(Mutex::new(Some(flag))) }
+        Self { address, device, place, flag: Owned::new(Mutex::new(Some(Arc::new(flag)))) }
     }
 
-    fn with<R>(&self, f: impl FnOnce(&immwire::GpuFlag) -> R) -> PyResult<R> {
+    fn with<R>(&self, f: impl FnOnce(&Arc<immwire::GpuFlag>) -> R) -> PyResult<R> {
         let flag = lock(self.flag.get()?);
         flag.as_ref().map(f).ok_or_else(|| errors::closed("flag"))
     }
@@ -58,13 +60,26 @@ impl GpuFlag {
     /// What was stored last. Zero at first.
     #[getter]
     fn value(&self) -> PyResult<u64> {
-        self.with(immwire::GpuFlag::value)
+        self.with(|flag| flag.value())
     }
 
     /// Stores a number.
     #[pyo3(signature = (value, /))]
     fn set(&self, value: u64) -> PyResult<()> {
         self.with(|flag| flag.set(value))
+    }
+
+    /// Lets the number go up by one whenever ``writes`` have arrived at ``counter``, and consumes them; early ones count. Whoever counts
+    /// the last of them stores it: no thread of Python's takes part. Until what is returned is closed, or dropped, or the engine
+    /// is; meanwhile the counter takes no other wait, the flag should not be ``set``, and closing it does not give the word back.
+    #[pyo3(signature = (counter, *, writes))]
+    fn follow(&self, counter: &Bound<'_, ImmCounter>, writes: u64) -> PyResult<Following> {
+        let none = || errors::request("writes is 1 at least");
+        let writes = NonZeroU64::new(writes).ok_or_else(none)?;
+        let imm = counter.get().imm()?;
+        let following = self.with(|flag| flag.follow(&imm, writes))?;
+        let following = following.map_err(|error| errors::count(&error))?;
+        Ok(Following { following: Owned::new(Mutex::new(Some(following))) })
     }
 
     /// Gives the word back.
@@ -86,5 +101,37 @@ impl GpuFlag {
     fn __repr__(&self) -> String {
         let Self { address, device, place, .. } = self;
         format!("<immwire.GpuFlag of GPU {device} at {address:#x}, in memory of the {place}>")
+    }
+}
+
+/// A flag that goes up as a counter does. Made by ``GpuFlag.follow``.
+#[pyclass(module = "immwire", frozen)]
+pub(crate) struct Following {
+    following: Owned<Mutex<Option<immwire::Following>>>,
+}
+
+#[pymethods]
+impl Following {
+    /// Whether it goes on: not if it was closed, or the engine was.
+    #[getter]
+    fn active(&self) -> PyResult<bool> {
+        let following = lock(self.following.get()?);
+        Ok(following.as_ref().is_some_and(|following| following.why_over().is_none()))
+    }
+
+    /// Ends it. The flag stays as it is, and what had arrived for the next step is there for the next wait.
+    fn close(&self) -> PyResult<()> {
+        let following = lock(self.following.get()?).take();
+        drop(following);
+        Ok(())
+    }
+
+    fn __enter__(slf: PyRef<'_, Self>) -> PyRef<'_, Self> {
+        slf
+    }
+
+    #[pyo3(signature = (*_error))]
+    fn __exit__(&self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close()
     }
 }

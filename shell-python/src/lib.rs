@@ -51,7 +51,7 @@ mod _immwire {
     #[pymodule_export]
     use super::engine::{TransferEngine, close_all};
     #[pymodule_export]
-    use super::flag::GpuFlag;
+    use super::flag::{Following, GpuFlag};
     #[pymodule_export]
     use super::moe::{AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received};
     #[pymodule_export]

@@ -408,6 +408,34 @@ def case_flags_are_words_that_kernels_read():
         engine.alloc_gpu_flag(device=0)
 
 
+def case_flags_follow_counters():
+    with immwire.TransferEngine(gpus=[0]) as there, immwire.TransferEngine() as here:
+        peer, counter = here.add_peer(there.address), there.counter()
+        flag = there.alloc_gpu_flag(device=0)
+        with pytest.raises(immwire.RequestError, match="1 at least"):
+            flag.follow(counter, writes=0)
+        with flag.follow(counter, writes=3) as following:
+            assert (flag.value, following.active) == (0, True)
+            for step in range(1, 20):
+                for _ in range(3):
+                    assert flag.value == step - 1
+                    here.submit_imm(peer=peer, imm=counter.tag).wait_blocking()
+                while flag.value < step:
+                    time.sleep(0)
+                assert flag.value == step
+            with pytest.raises(immwire.ImmwireError, match="wait"):
+                counter.wait_blocking(1)
+            here.submit_imm(peer=peer, imm=counter.tag).wait_blocking()
+        # What was left over is there, and what comes now is nobody's step.
+        assert not following.active
+        here.submit_imm(peer=peer, imm=counter.tag).wait_blocking()
+        counter.wait_blocking(2)
+        assert flag.value == 19
+        following = flag.follow(counter, writes=1)
+        there.close()
+        assert not following.active
+
+
 def case_what_cannot_be_is_refused():
     with pytest.raises(immwire.ImmwireError, match="GPU 9"):
         immwire.TransferEngine(gpus=[9])

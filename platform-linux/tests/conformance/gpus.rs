@@ -2,7 +2,7 @@
 
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
-use std::num::NonZeroU32;
+use std::num::{NonZeroU32, NonZeroU64};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -30,6 +30,7 @@ pub const TESTS: &[Test] = &[
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
     ("flags_reach_their_gpu", Spread::Once, flags_reach_their_gpu),
+    ("flags_follow_counters", Spread::ProcessesBothMotors, flags_follow_counters),
     ("captures_of_graphs", Spread::ProcessesBothMotors, captures_of_graphs),
 ];
 
@@ -809,6 +810,57 @@ fn streams_wait_for_counts(case: &Case) {
         assert_eq!(wait.poll(), Some(Ok(())));
         assert_eq!((pattern.mismatch(&seen, 0, BYTES, 0), counter.available()), (None, 0));
     }
+}
+
+/// A stream that waits for a flag to be so large goes on when as many writes have arrived, and finds their bytes; step after step,
+/// with nothing that the application does in between.
+fn flags_follow_counters(case: &Case) {
+    const LEN: usize = 64 << 10;
+    const BYTES: u64 = LEN as u64;
+    let (me, mut other, _) = case.pair();
+    let src = other.memory(&me, BYTES, Own::Engine).0;
+    let [landing, seen] = [(); 2].map(|()| me.engine.alloc_gpu(0, LEN).expect("memory"));
+    let counter = Arc::new(me.engine.counter().expect("a counter"));
+    let flag = Arc::new(me.engine.alloc_gpu_flag(0).expect("a flag"));
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let copier = Copier::new(&stream, Tuning::default()).expect("a copier");
+    let copy = PagedCopy::contiguous(landing.as_ptr() as u64, seen.as_ptr() as u64, BYTES);
+    let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+    let peer = plain(other.peer(&me, me.engine.address()));
+    let two = NonZeroU64::new(2).expect("two");
+    let following = flag.follow(&counter, two).expect("a counter that nobody waits for");
+    for step in 1..=20 {
+        let pattern = case.pattern(step);
+        other.tell(&me, Ask::Fill { region: src, offset: 0, len: BYTES, pattern, at: 0 });
+        let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
+        let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: BYTES, tag };
+        let mut arrive =
+            || assert_eq!(other.ask(&me, Ask::Write(write.clone())), Say::Text("Done".into()));
+        let release = Release::Store { word: word.address(), value: step };
+        // SAFETY: flag, regions and word are there until the stream is through, which is waited for; nobody else uses `seen`.
+        unsafe {
+            stream.after_word(flag.address(), step).expect("a wait");
+            copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN).expect("submit");
+        }
+        arrive();
+        me.linger(Duration::from_millis(2));
+        assert!(!stream.is_done().expect("no error") && flag.value() == step - 1);
+        assert_eq!(word.word(0).expect("a word").load(Ordering::Acquire), step - 1);
+        arrive();
+        passes(&me, &stream);
+        assert_eq!((pattern.mismatch(&seen, 0, BYTES, 0), flag.value()), (None, step));
+    }
+    assert!(following.why_over().is_none());
+    drop(following);
+    let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
+    let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: BYTES, tag };
+    for arrived in 1..=2 {
+        assert_eq!(other.ask(&me, Ask::Write(write.clone())), Say::Text("Done".into()));
+        let there = || (counter.available() == arrived).then_some(());
+        me.until(PATIENCE, there).expect("a write that is nobody's step");
+    }
+    assert_eq!(flag.value(), 20);
 }
 
 /// A stream goes on at its deadline, when the engine ends, and when the driver does not take the wait; its counter is as

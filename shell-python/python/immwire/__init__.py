@@ -50,6 +50,7 @@ from ._errors import (
     WaitTimeout,
 )
 from ._immwire import (
+    Following,
     GpuFlag,
     ImmCounter,
     Message,
@@ -81,6 +82,7 @@ __all__ = [
     "DeadlineExceeded",
     "EngineClosed",
     "ForkedError",
+    "Following",
     "GpuFlag",
     "ImmCounter",
     "ImmwireError",

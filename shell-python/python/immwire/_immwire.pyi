@@ -35,6 +35,7 @@ _Pages: TypeAlias = PageIndices | Buffer | Sequence[int]
 __version__: str
 __all__ = [
     "_run_cli",
+    "Following",
     "GpuFlag",
     "ImmCounter",
     "TransferEngine",
@@ -178,6 +179,20 @@ class StreamWait:
     def result(self, *, timeout: float | None = None) -> None: ...
 
 @final
+class Following:
+    @property
+    def active(self) -> bool: ...
+    def close(self) -> None: ...
+    def __enter__(self) -> Self: ...
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+        /,
+    ) -> None: ...
+
+@final
 class GpuFlag:
     @property
     def address(self) -> int: ...
@@ -188,6 +203,7 @@ class GpuFlag:
     @property
     def value(self) -> int: ...
     def set(self, value: int, /) -> None: ...
+    def follow(self, counter: ImmCounter, *, writes: int) -> Following: ...
     def close(self) -> None: ...
     def __enter__(self) -> Self: ...
     def __exit__(
