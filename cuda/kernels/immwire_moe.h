@@ -8,7 +8,7 @@
  *
  *   tables     [2][world][table_bytes]                           a rank's choices, of this round and of the one before
  *   dispatch   [world][max_tokens][dispatch_stride], from dispatch_at      tokens
- *   combine    [max_tokens][world][combine_stride], from combine_at        results; [max_tokens][top_k][combine_stride] where sums are exact
+ *   combine    [max_tokens][world][results_each][combine_stride], from combine_at        results
  *
  * Before the first round tables hold zeros, and the rest bytes of 0xff: the poison of kernels/moe.cu. */
 #ifndef IMMWIRE_MOE_H
@@ -137,7 +137,7 @@ typedef struct immwire_moe_args {
   uint32_t rows;        /* room in rows_x, or in slots; for combine, rows in y */
   uint32_t flags;
   uint32_t chunk_tokens; /* 1 to IMMWIRE_MOE_CHUNK, for many tokens */
-  uint32_t reserved;
+  uint32_t results_each; /* of a token, from each rank: 1, or where sums are exact the most choices that it can have there */
 } immwire_moe_args;
 
 /* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, one an SM. All

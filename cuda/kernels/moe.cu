@@ -139,9 +139,11 @@ __device__ uint64_t table_of(const Args &args, uint32_t at, uint32_t from, uint3
   return args.inbox[at] + (uint64_t(parity) * args.world + from) * args.table_bytes;
 }
 
-// The `number`-th of `of` results of a token: of ranks, or where sums are exact of choices.
-__device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t token, uint32_t number, uint32_t of) {
-  return args.inbox[at] + args.combine_at + (uint64_t(token) * of + number) * args.combine_stride;
+// The `nth` result that a rank sends for a token: 0, unless sums are exact. No rank has another's slots in any round: what comes from
+// one that is not waited for any more is never taken for anybody's.
+__device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t from, uint32_t token, uint32_t nth) {
+  const uint64_t number = (uint64_t(token) * args.world + from) * args.results_each + nth;
+  return args.inbox[at] + args.combine_at + number * args.combine_stride;
 }
 
 __device__ uint32_t vectors_per_token(const Args &args) { return (args.top_k + 1) / 2; }
@@ -166,7 +168,7 @@ struct Fixed {
   uint32_t count[2][BATCH];
   uint32_t row[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
   float weight[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
-  uint8_t choice[2][BATCH][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact.
+  uint8_t nth[2][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact: which of its rank's results each is.
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
 
@@ -919,7 +921,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uin
       if (first + i * gridDim.x >= pairs) break;
       const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i];
       if (!(present >> source & 1)) continue;
-      const uint64_t to = result_slot(args, source, fixed.token[turn][i], args.rank, args.world);
+      const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i], 0);
       // Two vectors side by side, of up to BATCH rows each: all are read before any is used.
       for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
@@ -971,7 +973,7 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           rank[i] = rest != 0 ? __ffs(rest) - 1 : 0;
-          from[i] = result_slot(args, args.rank, token, rank[i], args.world) + 16 * v;
+          from[i] = result_slot(args, args.rank, rank[i], token, 0) + 16 * v;
           wanted |= (rest != 0 ? 1u : 0u) << i;
           rest &= rest - 1;
         }
@@ -996,7 +998,7 @@ __device__ void receive_results(const Args &args, uint32_t epoch, uint32_t prese
   }
 }
 
-// Sends the results of all rows of each token received, each to its choice's place. Zeros for rows that there was no room for.
+// Sends the results of all rows of each token received, in the order of its choices. Zeros for rows that there was no room for.
 template <typename FORMAT>
 __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
   const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
@@ -1008,11 +1010,7 @@ __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch,
       if (n >= pairs) continue;
       const Planned planned(args, n, epoch);
       const uint32_t has = __ballot_sync(ALL_LANES, planned.row != IMMWIRE_MOE_NO_ROW);
-      if (planned.row != IMMWIRE_MOE_NO_ROW) {
-        const uint32_t place = __popc(has & ranks_below(lane));
-        fixed.row[turn][i][place] = planned.row;
-        fixed.choice[turn][i][place] = uint8_t(lane);
-      }
+      if (planned.row != IMMWIRE_MOE_NO_ROW) fixed.row[turn][i][__popc(has & ranks_below(lane))] = planned.row;
       planned.keep(fixed, turn, i, has);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
@@ -1038,8 +1036,7 @@ __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch,
             // There and back nothing changes but what is no number, which might be poison.
             float values[8];
             unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
-            const uint64_t to = result_slot(args, source, token, fixed.choice[turn][i][n], args.top_k);
-            store_shared_vector(to + 16 * of, pack<FORMAT>(values));
+            store_shared_vector(result_slot(args, source, args.rank, token, n) + 16 * of, pack<FORMAT>(values));
           }
         }
       }
@@ -1057,7 +1054,7 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epo
   uint32_t turn = 0;
   __syncthreads(); // Who sent may read those words still.
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    // A warp finds out what is to come. Choices, ranks and weights lie where those of rows do otherwise.
+    // A warp finds out what is to come. Ranks and weights lie where rows and theirs do otherwise.
     if (threadIdx.x < WARP) {
       uint32_t expert = NO_EXPERT, rank = 0, weight = 0;
       if (lane < args.top_k) {
@@ -1069,8 +1066,9 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epo
       if (expert != NO_EXPERT) rank = rank_of(args, expert);
       const bool comes = expert != NO_EXPERT && (present >> rank & 1);
       const uint32_t coming = __ballot_sync(ALL_LANES, comes), place = __popc(coming & ranks_below(lane));
+      const uint32_t same = __match_any_sync(ALL_LANES, comes ? rank : IMMWIRE_MOE_MAX_RANKS);
       if (comes) {
-        fixed.choice[turn][0][place] = uint8_t(lane);
+        fixed.nth[turn][place] = uint8_t(__popc(same & ranks_below(lane)));
         fixed.row[turn][0][place] = rank;
         fixed.weight[turn][0][place] = __uint_as_float(weight);
       }
@@ -1089,7 +1087,7 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epo
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           const uint32_t n = low + i < count ? low + i : low;
-          from[i] = result_slot(args, args.rank, token, fixed.choice[turn][0][n], args.top_k) + 16 * v;
+          from[i] = result_slot(args, args.rank, fixed.row[turn][0][n], token, fixed.nth[turn][n]) + 16 * v;
           wanted |= (low + i < count ? 1u : 0u) << i;
         }
         const uint32_t lost = await<Vector>(held, from, wanted, patience);

@@ -149,7 +149,7 @@ fn structures_of_moe_are_the_same_in_c() {
             rows,
             flags,
             chunk_tokens,
-            reserved
+            results_each
         );
     compile("structures_of_moe", &text).unwrap();
 }

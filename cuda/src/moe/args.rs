@@ -173,5 +173,5 @@ pub struct MoeArgs {
     pub rows: u32,
     pub flags: u32,
     pub chunk_tokens: u32,
-    pub reserved: u32,
+    pub results_each: u32,
 }

@@ -204,6 +204,7 @@ impl Exchange {
             padding: shape.padding,
             flags: if powers { args::POWER_SCALES } else { 0 },
             chunk_tokens: many.map_or(0, |many| many.chunk_tokens),
+            results_each: geometry.results_each,
             ..MoeArgs::default()
         };
         let exchange = Self {

@@ -75,7 +75,8 @@ pub struct Shape {
     /// Rows of an expert start on a multiple of this.
     pub padding: u32,
     /// Whether each choice's result comes back by itself, to be summed where the token is from, in the order of choices: sums then do
-    /// not depend on which rank has which experts, for up to `top_k` results on the way back in the place of one for each rank.
+    /// not depend on which rank has which experts, for up to `top_k` results on the way back in the place of one for each rank. An
+    /// inbox has room for as many from each rank: for 4,096 tokens, the best 8 of 256 experts, 7,168 values and 8 ranks 3.5 GiB.
     pub exact: bool,
 }
 
@@ -178,6 +179,8 @@ pub struct Geometry {
     pub combine_at: u64,
     /// From one result to the next there.
     pub combine_stride: u32,
+    /// Results of a token for which there is room from each rank.
+    pub results_each: u32,
     /// An inbox.
     pub inbox_bytes: u64,
     /// From one received token's plan to the next.
@@ -317,7 +320,8 @@ impl Geometry {
             (size_of::<args::MoePair>() as u64 + 8 * u64::from(shape.top_k)).next_multiple_of(16);
         // Below 2^21 rows of at most 2^33 bytes: nothing wraps.
         let combine_at = dispatch_at + all * dispatch_stride;
-        let results = tokens * if shape.exact { u64::from(shape.top_k) } else { world };
+        let results_each = if shape.exact { shape.top_k.min(most_local).max(1) } else { 1 };
+        let results = all * u64::from(results_each);
         let padding = u64::from(shape.padding);
         // Of two bounds the smaller: each token is there as often as it chooses, and each expert that it chose pads less than
         // `padding`; no expert has more than all tokens.
@@ -340,6 +344,7 @@ impl Geometry {
             dispatch_stride: narrow(dispatch_stride)?,
             combine_at,
             combine_stride: narrow(combine_stride)?,
+            results_each,
             inbox_bytes: combine_at + results * combine_stride,
             plan_stride: narrow(plan_stride)?,
             plan_bytes: all * plan_stride,

@@ -132,6 +132,9 @@ impl Launch {
             must(a.token_bytes == a.values && a.scale_bytes == scales, "bytes of e4m3");
         }
         must(a.padding > 0, "padding");
+        let most_local = placed.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or(0);
+        let most = if self.kernel.is_exact() { a.top_k.min(most_local).max(1) } else { 1 };
+        must(!self.combines() || a.results_each >= most, "results_each");
         must(a.flags & !FLAGS == 0 && a.flags & (args::SEND | args::RECEIVE) != 0, "flags");
 
         let [tokens, scales, values, top_k] =
@@ -249,13 +252,8 @@ impl Launch {
 
     /// As far as the kernel reaches: of a dispatch nothing says how many results there will be.
     fn inbox_bytes(&self) -> u64 {
-        let results = match () {
-            () if !self.combines() => 0,
-            () if self.kernel.is_exact() => {
-                u64::from(self.args.max_tokens) * u64::from(self.args.top_k)
-            }
-            () => self.slots(),
-        };
+        let each = if self.combines() { u64::from(self.args.results_each) } else { 0 };
+        let results = self.slots() * each;
         self.args.combine_at + results * u64::from(self.args.combine_stride)
     }
 

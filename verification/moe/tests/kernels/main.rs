@@ -380,6 +380,48 @@ fn results_that_never_come() {
     });
 }
 
+/// A rank whose results come when nobody waits for them any more: they are not taken for anybody's in later rounds.
+#[test]
+fn results_that_come_too_late() {
+    for_seeds(24, |seed| {
+        let mut random = Random(seed + 900);
+        let mut shape = random_shape(&mut random, 3);
+        shape.firsts = vec![0, 2, 4, 6];
+        shape.max_tokens = shape.max_tokens.min(6);
+        shape.exact = seed % 4 != 0;
+        let mut world = World::new(&shape);
+        world.timeout_ns = 1_600_000;
+        let late = random.below(3) as usize;
+        for _ in 0..3 {
+            let most = shape.max_tokens;
+            let mut tokens: Vec<Tokens> =
+                (0..3).map(|_| world.maker().tokens(&mut random, most)).collect();
+            for tokens in &mut tokens {
+                // It owes something to everybody, who all find it missing in the first round.
+                let first = &mut tokens.indices[..shape.top_k as usize];
+                first.fill(-1);
+                first[0] = shape.firsts[late] as i32;
+            }
+            world.add_turn(tokens, &mut random);
+        }
+        let there: Vec<usize> = (0..3).filter(|rank| *rank != late).collect();
+        let halves = world.launches(late, 0, Style { split: true, ..plain(&mut random) });
+        let mut launches = halves[..2].to_vec();
+        for &rank in &there {
+            launches.extend(world.launches(rank, 0, plain(&mut random)));
+        }
+        run(&world, &launches, random.draw());
+        // Now it sends its results of the first round.
+        run(&world, &halves[2..3], random.draw());
+        let mut launches = Vec::new();
+        for &rank in &there {
+            (1..3).for_each(|turn| launches.extend(world.launches(rank, turn, plain(&mut random))));
+        }
+        run(&world, &launches, random.draw());
+        (1..3).for_each(|turn| check_without(&world, turn, &there));
+    });
+}
+
 /// Ranks that are about as late as is waited for: blocks find different things, and still agree. What a rank has of ranks it
 /// never missed is right, and everything ends.
 #[test]

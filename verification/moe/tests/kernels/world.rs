@@ -272,7 +272,7 @@ impl World {
             rows: self.rows,
             flags,
             chunk_tokens: style.chunk_tokens,
-            reserved: 0,
+            results_each: g.results_each,
         }
     }
 
