@@ -273,6 +273,9 @@ impl AllToAll {
             (writable("out", out)?, out_scales.map(|out| writable("out_scales", out)).transpose()?);
         let bytes = |bytes: u32| usize::try_from(bytes).unwrap_or(usize::MAX);
         let (row, row_scales) = (bytes(config.token_bytes), bytes(config.scale_bytes));
+        if let Some(slots) = slots {
+            four_bytes(&View::typed(slots)?, "slots", "int32", b"il")?;
+        }
         let slots = slots.map(|slots| writable("slots", slots)).transpose()?;
         let max_rows = self.max_rows;
         let max_places = if slots.is_some() { self.max_slots } else { max_rows };
@@ -429,6 +432,15 @@ impl AllToAll {
     }
 }
 
+/// Refuses arrays of other items than of four bytes whose letter is one of `letters`.
+fn four_bytes(view: &View, what: &str, dtype: &str, letters: &[u8]) -> PyResult<()> {
+    if view.itemsize() == 4 && view.letter().is_some_and(|letter| letters.contains(&letter)) {
+        return Ok(());
+    }
+    let (format, bytes) = (String::from_utf8_lossy(view.format()), view.itemsize());
+    Err(PyTypeError::new_err(format!("{what} are {dtype}, not {format:?} of {bytes} bytes")))
+}
+
 /// A copy of an array of `[tokens][top_k]`, of items of four bytes whose letter is one of `letters`.
 fn words<T>(
     object: &Bound<'_, PyAny>,
@@ -439,12 +451,7 @@ fn words<T>(
     read: impl Fn([u8; 4]) -> T,
 ) -> PyResult<Vec<T>> {
     let view = View::typed(object)?;
-    if view.itemsize() != 4 || !view.letter().is_some_and(|letter| letters.contains(&letter)) {
-        let (format, bytes) = (String::from_utf8_lossy(view.format()), view.itemsize());
-        return Err(PyTypeError::new_err(format!(
-            "{what} are {dtype}, not {format:?} of {bytes} bytes"
-        )));
-    }
+    four_bytes(&view, what, dtype, letters)?;
     let shape = view.shape();
     if !matches!(shape[..], [_, choices] if u32::try_from(choices) == Ok(top_k)) {
         let message = format!("{what} have the shape {shape:?} instead of [tokens, {top_k}]");
