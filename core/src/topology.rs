@@ -29,8 +29,9 @@
 //! 3. GPUs in equal places have equally many cards, and none in common if there are enough.
 //! 4. A GPU that an override names has what it says; the others have what they had.
 //! 5. No text panics; what is refused is refused with its place.
+//! 6. Whoever uses several GPUs has the NICs of all of them in turn, each once.
 //!
-//! The tests enumerate small tables for 1 to 4, and truncate and change texts for 5. Fixtures of whole machines
+//! The tests enumerate small tables for 1 to 4 and 6, and truncate and change texts for 5. Fixtures of whole machines
 //! are the platform's.
 
 use core::cmp::Reverse;
@@ -440,6 +441,34 @@ impl<'a> Topology<'a> {
         let host = self.gpus().next().is_none().then_some(Owner::Host);
         let owners = self.gpus().enumerate().map(|(number, gpu)| Owner::Gpu(number, gpu));
         owners.chain(host).map(move |owner| self.pair(owner))
+    }
+
+    /// The names of the NICs of whoever uses these GPUs, which are told by their PCI addresses, in either case: each GPU's
+    /// first, then each one's second, and so on, none twice, [`MAX_NICS`] at most. None, if the table has none of the GPUs.
+    ///
+    /// Decides for each rank anew what a GPU has: milliseconds on the largest machines.
+    #[must_use]
+    pub fn names_for(self, gpus: &[&str]) -> Vec<&'a str, MAX_NICS> {
+        let mut names: Vec<&str, MAX_NICS> = Vec::new();
+        for rank in 0..MAX_NICS {
+            let mut any = false;
+            for &address in gpus {
+                let mut all = self.gpus().enumerate();
+                let found = all.find(|(_, gpu)| gpu.address().eq_ignore_ascii_case(address));
+                let Some((number, gpu)) = found else { continue };
+                let pair = self.pair(Owner::Gpu(number, gpu));
+                let Some(nic) = pair.nics.get(rank) else { continue };
+                any = true;
+                if !names.contains(&nic.name) {
+                    // A ninth has no room.
+                    let _ = names.push(nic.name);
+                }
+            }
+            if !any {
+                break;
+            }
+        }
+        names
     }
 
     /// The NICs that count, in the order of the table.

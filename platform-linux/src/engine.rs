@@ -44,6 +44,7 @@ use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::span::{Span, find_host};
 use crate::sync::lock;
+use crate::topology::Pairing;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
 use crate::watch::{UvmWatcher, Watch};
@@ -122,6 +123,7 @@ pub struct Builder {
     foreign_path: ForeignPath,
     gpus: Vec<u32>,
     sms: NonZeroU32,
+    pairing: Pairing,
     shm_on_host: bool,
     host: Option<String>,
 }
@@ -145,6 +147,7 @@ impl Default for Builder {
             foreign_path: ForeignPath::default(),
             gpus: Vec::new(),
             sms: immwire_cuda::geometry::DEFAULT_SMS,
+            pairing: Pairing::default(),
             shm_on_host: false,
             host: None,
         }
@@ -159,8 +162,8 @@ impl Builder {
         self
     }
 
-    /// NICs of the group: 1 to 8. Shared memory makes as many endpoints; libfabric takes the machine's devices
-    /// in turn, and shares them if there are fewer. Default 1.
+    /// NICs of the group: 1 to 8. Shared memory makes as many endpoints; libfabric and libibverbs take the machine's devices
+    /// in turn, or those of the [GPUs](Builder::gpus), and share them if there are fewer. Default 1.
     #[must_use]
     pub const fn nics(mut self, nics: u8) -> Self {
         self.nics = nics;
@@ -286,6 +289,15 @@ impl Builder {
         self
     }
 
+    /// Which NICs belong to which GPU, where somebody knows better. Default: each GPU has those that are
+    /// [nearest](crate::topology), as `immwire doctor` says. An engine with [`Builder::gpus`] takes of RDMA and EFA devices
+    /// its GPUs' alone, in turn for [`Builder::nics`], unless devices are named.
+    #[must_use]
+    pub fn pairing(mut self, pairing: Pairing) -> Self {
+        self.pairing = pairing;
+        self
+    }
+
     /// On how many of its SMs a GPU may make one copy; two may be under way at a time. Default 8, which fill a link of
     /// NVLink 4 but for a twentieth.
     #[must_use]
@@ -389,6 +401,7 @@ impl Builder {
             .map_err(|errno| BuildError::Os { call: "getrandom", source: errno.into() })?;
         let engine = EngineId(u64::from_ne_bytes(id));
         let (group_key, gpus) = (self.group_key.clone(), self.gpus.clone());
+        let pairing = self.pairing.clone();
         match self.transport.clone() {
             Transport::Shm => {
                 let provider = self.shm(engine, self.nics, false)?;
@@ -405,12 +418,13 @@ impl Builder {
                     domain,
                     group_key,
                     gpus,
+                    pairing,
                 });
                 self.assemble_with_shm(engine, provider.map_err(BuildError::Libfabric)?)
             }
             Transport::Verbs(options) => {
                 let (nics, peers) = (self.nics, self.peers);
-                let config = VerbsConfig { engine, nics, peers, options, group_key, gpus };
+                let config = VerbsConfig { engine, nics, peers, options, group_key, gpus, pairing };
                 let provider = VerbsProvider::new(config).map_err(BuildError::Verbs)?;
                 self.assemble_with_shm(engine, provider)
             }

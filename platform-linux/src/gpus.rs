@@ -174,6 +174,15 @@ impl Known {
         Ok(Some(Arc::new(Self { devices, flushing, has_failed })))
     }
 
+    /// Where each of them is on the PCI bus.
+    pub(crate) fn addresses(&self) -> Result<Vec<String>, OpenError> {
+        let address = |one: &One| {
+            let failed = |source| OpenError::Gpu { ordinal: one.device.ordinal(), source };
+            one.device.pci_address().map_err(failed)
+        };
+        self.devices.iter().map(address).collect()
+    }
+
     /// Any of them, for calls that need one.
     pub(crate) fn first(&self) -> Option<&Device> {
         self.devices.first().map(|one| &one.device)

@@ -19,10 +19,12 @@
 //! # }
 //! ```
 //!
-//! # Invariant
+//! # Invariants
 //!
-//! The text of a [`Table`] can be read: what was captured is read back when it is made. The tests build the tree of
-//! each fixture, capture it, and compare.
+//! - The text of a [`Table`] can be read: what was captured is read back when it is made. The tests build the tree of
+//!   each fixture, capture it, and compare.
+//! - An engine with GPUs has no NIC that its provider cannot use, and one that it can, if there is any, unless an
+//!   override names others.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -196,6 +198,58 @@ impl Sysfs<'_> {
             .collect();
         found.sort_unstable_by(|a, b| a.name.cmp(&b.name));
         found
+    }
+}
+
+/// Which NICs belong to which GPU, where somebody knows better than this machine's sysfs or than distances.
+///
+/// ```
+/// use immwire::topology::{Pairing, Table};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// // A cloud's description of a machine whose bus shows nothing; and one GPU's NIC by name.
+/// let table = Table::from_text(
+///     "pci0000:10/0000:10:00.0 vendor=10de class=030200\n\
+///      pci0000:10/0000:11:00.0 rdma=mlx5_0 mbit=400000\n",
+/// )?;
+/// let pairing = Pairing { table: Some(table), overrides: "gpu0=mlx5_0".into() };
+/// let builder = immwire::TransferEngine::builder().gpus([0]).pairing(pairing);
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct Pairing {
+    /// The devices of this machine, if they are not what sysfs says.
+    pub table: Option<Table>,
+    /// `gpu0=mlx5_0,mlx5_1 0000:52:00.0=mlx5_4`, or nothing: see [`Topology::new`]. GPUs are numbered as in the table,
+    /// whatever their numbers are in a process.
+    pub overrides: String,
+}
+
+impl Pairing {
+    /// The names of the NICs of an engine with GPUs at these addresses, if it can use these alone. Empty if nobody knows,
+    /// since the table has none of the GPUs, or none of the NICs.
+    pub(crate) fn names(
+        &self,
+        gpus: &[String],
+        usable: &[&str],
+    ) -> Result<Vec<String>, Misplaced<OverrideError>> {
+        let captured;
+        let table = match &self.table {
+            Some(table) => table,
+            None => {
+                captured = Table::capture(Path::new("/"));
+                &captured
+            }
+        };
+        let mut devices = table.devices();
+        for device in &mut devices {
+            // What no provider opens is as good as without a link. An override may name it nevertheless, and is told.
+            device.down |= device.nic_name().is_some_and(|name| !usable.contains(&name));
+        }
+        let gpus: Vec<_> = gpus.iter().map(String::as_str).collect();
+        let names = Topology::new(&devices, &self.overrides)?.names_for(&gpus);
+        Ok(names.into_iter().map(Into::into).collect())
     }
 }
 

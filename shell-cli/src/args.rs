@@ -84,6 +84,20 @@ pub struct GpuArgs {
     /// SMs of a GPU that one copy takes [default: 8]
     #[arg(long, value_name = "N")]
     pub sms: Option<NonZeroU32>,
+    /// Which NICs are whose
+    #[command(flatten)]
+    pub pairing: PairingArgs,
+}
+
+/// Which NICs belong to which GPU, where somebody knows better.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
+pub struct PairingArgs {
+    /// NICs of GPUs, numbered as by `doctor`: "gpu0=mlx5_0,mlx5_1 gpu1=mlx5_2" [default: the nearest]
+    #[arg(long, value_name = "PAIRS")]
+    pub pairing: Option<String>,
+    /// The table of the machine's devices, as `doctor --json` gives it [default: what sysfs says]
+    #[arg(long, value_name = "FILE")]
+    pub topology: Option<PathBuf>,
 }
 
 fn place(text: &str) -> Result<Place, String> {
@@ -165,7 +179,7 @@ Examples:
   immwire bench --provider nvlink --gpus 0,1
   immwire bench write --provider nvlink --gpus host,1 --size 1M,64M --sms 16
   immwire bench --listen --provider verbs --gpus 0                 on one host, and on another:
-  immwire bench pages --connect iw1:... --gpus 0";
+  immwire bench pages --connect iw1:... --gpus 0 --nics 2 --pairing gpu0=mlx5_4,mlx5_5";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]
@@ -353,7 +367,8 @@ Examples:
   immwire doctor
   immwire doctor --json | jq .paths
   immwire doctor --json | jq .probes.libfabric,.probes.verbs
-  immwire doctor --json | jq -r .topology.table >table; immwire doctor --topology table";
+  immwire doctor --json | jq -r .topology.table >table; immwire doctor --topology table
+  immwire doctor --pairing 'gpu0=mlx5_4 gpu1=mlx5_5'";
 
 /// `immwire doctor`.
 #[derive(Debug, Args)]
@@ -361,9 +376,9 @@ pub struct DoctorArgs {
     /// One JSON object: facts, probes, topology, paths, notes, exit_code
     #[arg(long)]
     pub json: bool,
-    /// Say only which NICs belong to which GPU, on the machine whose table of devices this is
-    #[arg(long, value_name = "FILE")]
-    pub topology: Option<PathBuf>,
+    /// With either: say only which NICs belong to which GPU
+    #[command(flatten)]
+    pub pairing: PairingArgs,
 }
 
 /// `immwire sim`.

@@ -162,8 +162,8 @@ fn simulate(args: &SimArgs) -> Result<u8, Failure> {
 
 fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {
     let width = terminal_width();
-    let (json, text, code) = if let Some(table) = &args.topology {
-        let pairing = doctor::topology::pair_file(table).map_err(failed)?;
+    let (json, text, code) = if args.pairing != args::PairingArgs::default() {
+        let pairing = args.pairing.pair().map_err(failed)?;
         (serde_json::to_string_pretty(&pairing), pairing.text(width), 0)
     } else {
         let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;

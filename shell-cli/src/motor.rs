@@ -25,6 +25,9 @@ pub enum MotorError {
     /// The flags make no transport.
     #[error(transparent)]
     Transport(#[from] TransportError),
+    /// The table of devices cannot be read.
+    #[error("{0}")]
+    Pairing(String),
     /// The engine could not start.
     #[error("the engine cannot start: {0}")]
     Build(#[from] BuildError),
@@ -84,11 +87,7 @@ impl Motor {
     ///
     /// [`MotorError::Build`].
     pub fn new(transport: &Transport, nics: u8, mode: Mode) -> Result<Self, MotorError> {
-        Self::on(
-            &Carrier { transport: transport.clone(), shm_on_host: false, gpus: None },
-            nics,
-            mode,
-        )
+        Self::on(&Carrier::of(transport.clone()), nics, mode)
     }
 
     /// The same, with the GPUs of `carrier`.
@@ -104,6 +103,7 @@ impl Motor {
         if let Some(pair) = &carrier.gpus {
             builder = builder.gpus(pair.ordinals());
             builder = if let Some(sms) = pair.sms { builder.sms(sms) } else { builder };
+            builder = builder.pairing(carrier.pairing.read().map_err(MotorError::Pairing)?);
         }
         Ok(match mode {
             Mode::Thread => Self { engine: builder.build()?, driver: None },

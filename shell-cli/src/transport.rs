@@ -2,7 +2,7 @@
 //!
 //! Pure: opens nothing. The words for a failure are the engine's own; here the next step is added.
 
-use crate::args::{GpuArgs, Provider, TransportArgs};
+use crate::args::{GpuArgs, PairingArgs, Provider, TransportArgs};
 use crate::motor::MotorError;
 use immwire::core::peer::DownReason;
 use immwire::core::wire::ProviderKind;
@@ -14,6 +14,7 @@ use immwire::{
     AddPeerError, BuildError, LibfabricOptions, NetAddr, PeerError, Place, Transport, VerbsOptions,
 };
 use std::num::NonZeroU32;
+use std::path::PathBuf;
 
 /// The interface that reaches this host alone.
 const LOOPBACK: &str = "lo";
@@ -36,6 +37,11 @@ pub enum TransportError {
     /// Files and messages are in the host's memory.
     #[error("--provider nvlink is for bench: files are in the memory of the host; leave it out")]
     OnlyMeasured,
+    /// What NICs are for.
+    #[error(
+        "--pairing and --topology say which NICs belong to --gpus, with --provider libfabric or verbs: leave it out"
+    )]
+    NothingToPair,
     /// There is no other transport.
     #[error("--shm-on-host is for --provider libfabric and verbs: leave it out")]
     NothingBeside,
@@ -86,9 +92,17 @@ pub struct Carrier {
     pub shm_on_host: bool,
     /// GPUs whose memory is written from and to.
     pub gpus: Option<GpuPair>,
+    /// Which NICs are theirs.
+    pub pairing: PairingArgs,
 }
 
 impl Carrier {
+    /// A transport, with nothing beside it and host memory alone.
+    #[must_use]
+    pub fn of(transport: Transport) -> Self {
+        Self { transport, shm_on_host: false, gpus: None, pairing: PairingArgs::default() }
+    }
+
     /// Its name, as in a row and on the command line.
     #[must_use]
     pub const fn name(&self) -> &'static str {
@@ -122,6 +136,10 @@ impl Carrier {
             flags.extend(["--gpus".to_owned(), format!("{},{}", text(src), text(dst))]);
             flags.extend(sms.into_iter().flat_map(|sms| ["--sms".to_owned(), sms.to_string()]));
         }
+        let PairingArgs { pairing, topology } = &self.pairing;
+        flags.extend(pairing.iter().flat_map(|pairs| ["--pairing".to_owned(), pairs.clone()]));
+        let path = |file: &PathBuf| file.to_string_lossy().into_owned();
+        flags.extend(topology.iter().flat_map(|file| ["--topology".to_owned(), path(file)]));
         flags
     }
 }
@@ -176,7 +194,8 @@ impl TransportArgs {
     pub fn carrier(&self, gpus: &GpuArgs, peers: Peers<'_>) -> Result<Carrier, TransportError> {
         let of = label(Provider::Nvlink);
         let option = if gpus.gpus.is_empty() { "sms" } else { "gpus" };
-        let given = *gpus != GpuArgs::default();
+        let given = !gpus.gpus.is_empty() || gpus.sms.is_some();
+        let pairs = gpus.pairing != PairingArgs::default();
         match (self.provider, self.given().next()) {
             (Some(Provider::Nvlink), None) => {}
             (None, None) if given => {}
@@ -193,14 +212,20 @@ impl TransportArgs {
                     return Err(TransportError::NoMeaning { option, of, provider });
                 }
                 let pair = if given { Some(gpus.pair()?) } else { None };
-                return Ok(Carrier { gpus: pair, ..carrier });
+                if pairs && !given {
+                    return Err(TransportError::NothingToPair);
+                }
+                return Ok(Carrier { gpus: pair, pairing: gpus.pairing.clone(), ..carrier });
             }
+        }
+        if pairs {
+            return Err(TransportError::NothingToPair);
         }
         if self.shm_on_host {
             return Err(TransportError::NothingBeside);
         }
         let pair = Some(gpus.pair()?);
-        Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: pair })
+        Ok(Carrier { gpus: pair, ..Carrier::of(Transport::Shm) })
     }
 
     /// As [`TransportArgs::choose`], with shared memory beside it if that was asked for, or the address has it.
@@ -218,7 +243,7 @@ impl TransportArgs {
         if shm_on_host && transport == Transport::Shm {
             return Err(TransportError::NothingBeside);
         }
-        Ok(Carrier { transport, shm_on_host, gpus: None })
+        Ok(Carrier { shm_on_host, ..Carrier::of(transport) })
     }
 
     /// The transport that was asked for. Without `--provider` it is the address's, the first flag's, or else
@@ -462,7 +487,7 @@ mod tests {
             let refused = with(alone).carrier(&none, Peers::Come);
             assert_eq!(refused, Err(TransportError::NothingBeside));
         }
-        let gpus = GpuArgs { gpus: vec![Place::Gpu(0)], sms: None };
+        let gpus = GpuArgs { gpus: vec![Place::Gpu(0)], ..GpuArgs::default() };
         let refused = with(args(None, None, None)).carrier(&gpus, Peers::Own);
         assert_eq!(refused, Err(TransportError::NothingBeside));
         // An address says it.
@@ -513,7 +538,7 @@ mod tests {
     fn gpus_are_a_pair_of_which_one_copies() {
         let sms = NonZeroU32::new(4);
         let ask = |places: &[Place]| {
-            let gpus = GpuArgs { gpus: places.to_vec(), sms };
+            let gpus = GpuArgs { gpus: places.to_vec(), sms, ..GpuArgs::default() };
             args(Some(Provider::Nvlink), None, None).carrier(&gpus, Peers::Own)
         };
         let (host, gpu) = (Place::Host, Place::Gpu);
@@ -531,7 +556,7 @@ mod tests {
         for none in [vec![], vec![host], vec![host, host], vec![gpu(0), gpu(1), gpu(2)]] {
             assert_eq!(ask(&none), Err(TransportError::Gpus), "{none:?}");
         }
-        let two = GpuArgs { gpus: vec![gpu(0), gpu(1)], sms: None };
+        let two = GpuArgs { gpus: vec![gpu(0), gpu(1)], ..GpuArgs::default() };
         let implied = args(None, None, None).carrier(&two, Peers::Own).unwrap();
         assert!(implied.gpus.is_some());
         // NICs read and write: nobody's SMs do.
@@ -555,11 +580,18 @@ mod tests {
         );
         let files = args(Some(Provider::Nvlink), None, None).choose(Peers::Own);
         assert_eq!(files, Err(TransportError::OnlyMeasured));
+        // NICs are paired with GPUs, where NICs are.
+        let pairing = PairingArgs { pairing: Some("gpu0=mlx5_0".to_owned()), topology: None };
+        let paired = GpuArgs { pairing: pairing.clone(), ..two };
+        let none = GpuArgs { pairing, ..GpuArgs::default() };
+        for (provider, gpus) in
+            [(Some(Provider::Nvlink), &paired), (None, &paired), (Some(Provider::Verbs), &none)]
+        {
+            let refused = args(provider, None, None).carrier(gpus, Peers::Come);
+            assert_eq!(refused, Err(TransportError::NothingToPair), "{provider:?}");
+        }
         let plain = args(None, None, None).carrier(&GpuArgs::default(), Peers::Own);
-        assert_eq!(
-            plain,
-            Ok(Carrier { transport: Transport::Shm, shm_on_host: false, gpus: None })
-        );
+        assert_eq!(plain, Ok(Carrier::of(Transport::Shm)));
     }
 
     #[test]
@@ -577,10 +609,14 @@ mod tests {
         {
             for sms in [None, NonZeroU32::new(9)] {
                 let gpus = Some(GpuPair { src, dst, sms, writer });
-                let carrier = Carrier { transport: Transport::Shm, shm_on_host: false, gpus };
+                let carrier = Carrier { gpus, ..Carrier::of(Transport::Shm) };
                 let gpus = Some(GpuPair { src, dst, sms: None, writer });
                 let transport = Transport::Verbs(VerbsOptions::default());
-                let by_nics = Carrier { transport, shm_on_host: sms.is_some(), gpus };
+                let pairing = PairingArgs {
+                    pairing: sms.map(|_| "gpu0=a,b gpu1=c".to_owned()),
+                    topology: sms.map(|_| "a table".into()),
+                };
+                let by_nics = Carrier { transport, shm_on_host: sms.is_some(), gpus, pairing };
                 for carrier in [carrier, by_nics] {
                     let flags = carrier.flags();
                     let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags));

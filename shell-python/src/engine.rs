@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use immwire::shm::{ForeignPath, GroupKey};
+use immwire::topology::{Pairing, Table};
 use immwire::{
     Builder, IdlePolicy, ImmTag, LibfabricOptions, PagedWrite, Pages, Rights, ScatterWrite,
     SingleWrite, Transport, VerbsOptions,
@@ -135,11 +136,14 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to. With
 ///   ``"shm"``, or ``shm_on_host``, by copies that they make themselves; all memory of the host that is registered is
 ///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP none goes.
+/// - ``pairing``, ``topology``: which NICs belong to which GPU, with ``"verbs"`` and EFA: ``"gpu0=mlx5_0,mlx5_1"``, where
+///   GPUs are numbered as by ``immwire doctor``; and a file with the table of the machine's devices, as that takes and
+///   gives it. Unless told, an engine with ``gpus`` has the NICs that are nearest to these, by what sysfs says.
 /// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
 /// - ``shm_on_host``: peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others
 ///   by the provider; all engines of a group choose the same. There is one NIC more then, the first, and ``nics`` are
 ///   1 to 7. ``host``: engines with the same name are on one host, whatever the kernel says.
-/// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, the others take the devices in turn.
+/// - ``nics``: NICs, 1 to 8; ``"shm"`` makes as many, the others take the devices in turn, or those of ``gpus``.
 /// - ``transfers``, ``peers``, ``counters``: how many there may be at a time.
 /// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
 ///   processes of the same user are let in, and over a network whoever reaches the port.
@@ -272,7 +276,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, gpus = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -287,6 +291,8 @@ impl TransferEngine {
         gid_index: Option<u8>,
         traffic_class: Option<u8>,
         gpus: Option<Vec<u32>>,
+        pairing: Option<String>,
+        topology: Option<PathBuf>,
         sms: Option<u32>,
         shm_on_host: bool,
         host: Option<String>,
@@ -329,6 +335,17 @@ impl TransferEngine {
             let message = "sms are those of gpus that copy, with \"shm\" or shm_on_host: give both";
             return Err(errors::config(message));
         }
+        if (pairing.is_some() || topology.is_some()) && (gpus.is_empty() || provider == "shm") {
+            let message = "pairing and topology say which NICs belong to gpus, with \"libfabric\" or \"verbs\": give these";
+            return Err(errors::config(message));
+        }
+        let table = |path: PathBuf| {
+            let fault = |why: String| errors::config(&format!("{}: {why}", path.display()));
+            let text = std::fs::read_to_string(&path).map_err(|error| fault(error.to_string()))?;
+            Table::from_text(text).map_err(|error| fault(error.to_string()))
+        };
+        let table = topology.map(table).transpose()?;
+        let pairing = Pairing { table, overrides: pairing.unwrap_or_default() };
         let transport = match provider {
             "libfabric" => Transport::Libfabric(LibfabricOptions {
                 library,
@@ -357,7 +374,8 @@ impl TransferEngine {
             .mailbox(mailbox_slots, mailbox_slot_bytes)
             .latency_bytes(latency_bytes)
             .shm_on_host(shm_on_host)
-            .gpus(gpus);
+            .gpus(gpus)
+            .pairing(pairing);
         if let Some(host) = host {
             builder = builder.host(host);
         }

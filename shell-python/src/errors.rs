@@ -5,8 +5,10 @@ use std::time::Duration;
 
 use immwire::core::group;
 use immwire::core::id::PeerId;
+use immwire::libfabric::LibfabricError;
 use immwire::moe::{MoeError, SeatError};
 use immwire::provider::RevokeError;
+use immwire::verbs::VerbsError;
 use immwire::{
     AccessError, AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare,
     RecvError, RegisterError, StreamWaitError, SubmitError, TransferError,
@@ -97,7 +99,10 @@ pub(crate) fn access(error: &AccessError) -> PyErr {
 
 pub(crate) fn build(error: &BuildError) -> PyErr {
     match error {
-        BuildError::Config { .. } | BuildError::Group(_) => plain("ConfigError", error),
+        BuildError::Config { .. }
+        | BuildError::Group(_)
+        | BuildError::Libfabric(LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. })
+        | BuildError::Verbs(VerbsError::Pairing(_)) => plain("ConfigError", error),
         _ => plain("ImmwireError", error),
     }
 }

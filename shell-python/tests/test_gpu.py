@@ -11,6 +11,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -151,6 +152,37 @@ def case_nics_read_and_write():
             assert src.device in (0, 1)
             assert sent(pair, src, dst)
     pair.close()
+
+
+def case_gpus_have_their_nics():
+    def names(pairing=None, topology=None, gpus=(0,), nics=1):
+        options = dict(provider="libfabric", fabric="efa", library=os.environ["IMMWIRE_FAKE_EFA"])
+        with immwire.TransferEngine(
+            gpus=gpus, nics=nics, pairing=pairing, topology=topology, **options
+        ) as engine:
+            return [nic.name.removeprefix("efa:").removesuffix("-rdm") for nic in engine.nics]
+
+    # This machine's table has none of the stand-in's GPUs: all NICs, in turn.
+    assert names(nics=2) == ["rdmap0s0", "rdmap1s0"]
+    with tempfile.TemporaryDirectory() as folder:
+        table = Path(folder) / "table"
+        with pytest.raises(immwire.ConfigError, match="table: No such file"):
+            names(topology=table)
+        # The stand-in's GPUs are on buses 10 and 11.
+        table.write_text(
+            "pci0000:00/0000:10:00.0 vendor=10de class=030200\n"
+            "pci0000:00/0000:20:00.0 rdma=rdmap3s0\n"
+            "pci0000:01/0000:11:00.0 vendor=10de class=030200\n"
+            "pci0000:01/0000:21:00.0 rdma=rdmap2s0\n"
+        )
+        assert names(topology=table) == ["rdmap3s0"]
+        assert names(topology=table, gpus=(1, 0), nics=2) == ["rdmap2s0", "rdmap3s0"]
+        assert names("gpu0=rdmap2s0", table, nics=2) == ["rdmap2s0", "rdmap2s0"]
+        with pytest.raises(immwire.ConfigError, match="column 6: no such NIC"):
+            names("gpu0=rdmap0s0", table)
+        table.write_text("virtual/a up\n")
+        with pytest.raises(immwire.ConfigError, match="line 1, column 11: not a field"):
+            names(topology=table)
 
 
 def case_tcp_reaches_no_gpu():
@@ -508,6 +540,10 @@ def test_options_that_contradict_each_other_are_refused():
             immwire.TransferEngine(sms=4, **none_copies)
     with pytest.raises(immwire.ConfigError, match="SMs"):
         immwire.TransferEngine(gpus=[0], sms=0)
+    for nothing_to_pair in ({}, {"gpus": [0]}, {"provider": "verbs"}):
+        for options in ({"pairing": "gpu0=mlx5_0"}, {"topology": "table"}):
+            with pytest.raises(immwire.ConfigError, match="pairing"):
+                immwire.TransferEngine(**options, **nothing_to_pair)
 
 
 def test_memory_of_the_host_is_of_no_gpu(pair):

@@ -321,6 +321,58 @@ const LINE: &str = "pci0000:44/0000:44:00.0/0000:55:00.0 vendor=1d0f class=02000
                     mbit=200000 down";
 
 #[test]
+fn several_gpus_have_the_nics_of_each_in_turn() {
+    let mut sets = 0;
+    for (gpus, nics) in [(1, 3), (2, 2), (3, 1)] {
+        each_table(gpus, nics, |devices, _, _| {
+            let topology = Topology::new(devices, "").unwrap();
+            let pairs: Vec<_> = topology.pairs().collect();
+            let own = |gpu: usize| names(&pairs[gpu]);
+            let address = |gpu: &usize| match pairs[*gpu].owner {
+                Owner::Gpu(_, device) => device.address().to_ascii_uppercase(),
+                Owner::Host => unreachable!(),
+            };
+            let orders: [&[usize]; 5] =
+                [&[0], &[gpus - 1, 0], &[0, gpus - 1], &[0, 1, 2], &[2, 1, 0]];
+            for order in orders.iter().filter(|order| order.iter().all(|gpu| *gpu < gpus)) {
+                // By columns of the lists, what has been there left out.
+                let mut expected = Vec::new();
+                for rank in 0..MAX_NICS {
+                    let column = order.iter().filter_map(|gpu| own(*gpu).get(rank).copied());
+                    for name in column.collect::<Vec<_>>() {
+                        if !expected.contains(&name) {
+                            expected.push(name);
+                        }
+                    }
+                }
+                expected.truncate(MAX_NICS);
+                let addresses: Vec<_> = order.iter().map(address).collect();
+                let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
+                assert_eq!(&*topology.names_for(&addresses), expected, "{order:?} {devices:?}");
+                // One that is not in the table changes nothing.
+                let more = [&["0000:ff:00.0"], &*addresses].concat();
+                assert_eq!(&*topology.names_for(&more), expected);
+                sets += 1;
+            }
+            assert!(topology.names_for(&[]).is_empty());
+        });
+    }
+    assert!(sets > 1000, "{sets}");
+    // Five NICs each for two GPUs are more than an engine has.
+    let paths: Vec<_> = (0..10)
+        .map(|n| format!("pci0000:0{0}/0000:0{0}:01.0/0000:0{0}:{n:02x}.0", n / 5))
+        .collect();
+    let nics = ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"];
+    let mut devices: Vec<_> =
+        paths.iter().zip(nics).map(|(path, name)| nic_at(0, path, name)).collect();
+    devices.push(gpu_at(0, "pci0000:00/0000:00:01.0/0000:00:1f.0"));
+    devices.push(gpu_at(0, "pci0000:01/0000:01:01.0/0000:01:1f.0"));
+    let topology = Topology::new(&devices, "").unwrap();
+    let chosen = topology.names_for(&["0000:01:1f.0", "0000:00:1f.0"]);
+    assert_eq!(chosen, ["f", "a", "g", "b", "h", "c", "i", "d"]);
+}
+
+#[test]
 fn a_line_is_read_and_written() {
     let device = Device::parse(LINE).unwrap().unwrap();
     let expected = Device {

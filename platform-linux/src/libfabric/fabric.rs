@@ -102,6 +102,13 @@ pub(super) struct Facts {
     pub(super) speed_gbps: u32,
 }
 
+impl Facts {
+    /// What the kernel calls the RDMA device, if it is one: `rdmap0s31` of the domain `rdmap0s31-rdm`.
+    pub(super) fn rdma_name(&self) -> Option<&str> {
+        if self.provider == "efa" { self.domain.strip_suffix("-rdm") } else { None }
+    }
+}
+
 /// One device: a way to open a domain.
 pub(super) struct Device {
     pub(super) info: Info,

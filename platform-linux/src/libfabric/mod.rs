@@ -85,6 +85,7 @@ use self::watch::Watch;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
+use crate::topology::{Misplaced, OverrideError, Pairing};
 
 /// Pieces in flight on a NIC.
 const QUEUE_DEPTH: u16 = 256;
@@ -131,13 +132,15 @@ pub struct LibfabricConfig {
     /// libfabric's provider: `efa`, `tcp`, `net`, `tcp;ofi_rxm`. If none, the first of these that has a
     /// device.
     pub provider: Option<String>,
-    /// libfabric's domain: a network interface (`eth0`), an EFA device. If none, all that there are, but
-    /// loopback last.
+    /// libfabric's domain: a network interface (`eth0`), an EFA device. If none: for an engine with GPUs, the EFA devices
+    /// that are [nearest](crate::topology) to these, and otherwise all that there are, but loopback last.
     pub domain: Option<String>,
     /// If given, required of every peer.
     pub group_key: Option<GroupKey>,
     /// The GPUs whose memory it is to read and write, by their numbers in this process: where the devices can.
     pub gpus: Vec<u32>,
+    /// Which devices belong to which GPU, where somebody knows better.
+    pub pairing: Pairing,
 }
 
 impl LibfabricConfig {
@@ -153,6 +156,7 @@ impl LibfabricConfig {
             domain: None,
             group_key: None,
             gpus: Vec::new(),
+            pairing: Pairing { table: None, overrides: String::new() },
         }
     }
 }
@@ -220,6 +224,17 @@ pub enum LibfabricError {
         ordinal: u32,
         /// Why.
         source: immwire_cuda::Error,
+    },
+    /// What is said of the GPUs' devices cannot be.
+    #[error("the pairing of GPUs and NICs: {0}")]
+    Pairing(#[from] Misplaced<OverrideError>),
+    /// A device that is said to belong to a GPU is not there, or does not fit.
+    #[error("the pairing of GPUs and NICs: {name} is none of the devices that fit: {}", found.join(", "))]
+    NoSuchNic {
+        /// As it is called there.
+        name: String,
+        /// Those that fit.
+        found: Vec<String>,
     },
     /// The provider has no way to a GPU's memory.
     #[error(
@@ -461,7 +476,12 @@ impl LibfabricProvider {
             domain: config.domain.as_deref(),
             device_memory: gpus.is_some(),
         };
-        let devices = choose_devices(library, &wanted, config.nics)?;
+        let found = fabric::discover(library, &wanted)?;
+        let near = match &gpus {
+            Some(gpus) if wanted.domain.is_none() => near(gpus, &config.pairing, &found)?,
+            _ => Vec::new(),
+        };
+        let devices = choose_devices(found, &near, config.nics);
         let Some(first) = devices.first() else {
             return Err(LibfabricError::Nics { nics: config.nics });
         };
@@ -996,21 +1016,38 @@ fn token_for(index: u16) -> io::Result<u64> {
     Ok((random & !0xffff & !(1 << 31)) | u64::from(index))
 }
 
-/// A device for each NIC: those that there are, in turn.
-fn choose_devices(
-    library: &'static Library,
-    wanted: &Wanted<'_>,
-    nics: u8,
-) -> Result<Vec<Arc<Device>>, LibfabricError> {
-    let found = fabric::discover(library, wanted)?;
-    // One that others cannot reach is used only if there is no better one.
-    let lonely = found.iter().all(|device| device.facts.domain == "lo");
-    let found: Vec<_> = found
-        .into_iter()
-        .filter(|device| lonely || device.facts.domain != "lo")
-        .map(Arc::new)
-        .collect();
-    Ok(found.iter().cycle().take(usize::from(nics)).cloned().collect())
+/// The names of the devices that belong to these GPUs, if any are known. Software sends no GPU's memory: it has none.
+fn near(gpus: &Known, pairing: &Pairing, found: &[Device]) -> Result<Vec<String>, LibfabricError> {
+    let usable: Vec<_> = found.iter().filter_map(|device| device.facts.rdma_name()).collect();
+    if usable.is_empty() {
+        return Ok(Vec::new());
+    }
+    let names = pairing.names(&gpus.addresses()?, &usable)?;
+    if let Some(name) = names.iter().find(|name| !usable.contains(&name.as_str())) {
+        return Err(LibfabricError::NoSuchNic {
+            name: name.clone(),
+            found: usable.into_iter().map(Into::into).collect(),
+        });
+    }
+    tracing::info!(nics = ?names, "the GPUs' own, if any are known");
+    Ok(names)
+}
+
+/// A device for each NIC: of those that are `near`, in that order, or else of all, in turn.
+fn choose_devices(mut found: Vec<Device>, near: &[String], nics: u8) -> Vec<Arc<Device>> {
+    if near.is_empty() {
+        // One that others cannot reach is used only if there is no better one.
+        let lonely = found.iter().all(|device| device.facts.domain == "lo");
+        found.retain(|device| lonely || device.facts.domain != "lo");
+    } else {
+        let rank = |device: &Device| {
+            near.iter().position(|name| Some(name.as_str()) == device.facts.rdma_name())
+        };
+        found.retain(|device| rank(device).is_some());
+        found.sort_by_key(rank);
+    }
+    let found: Vec<_> = found.into_iter().map(Arc::new).collect();
+    found.iter().cycle().take(usize::from(nics)).cloned().collect()
 }
 
 impl Provider for LibfabricProvider {

@@ -139,6 +139,7 @@ use crate::provider::{
     ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
 };
 use crate::shm::GroupKey;
+use crate::topology::{Misplaced, OverrideError, Pairing};
 
 /// Pieces of transfers in flight on a NIC.
 const QUEUE_DEPTH: u16 = 256;
@@ -170,7 +171,8 @@ const UPKEEP_EVERY: u32 = 256;
 /// Which devices, and how their packets travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsOptions {
-    /// Names of devices: `mlx5_0`, `rxe0`. If none, all that fit, in the order of their names.
+    /// Names of devices: `mlx5_0`, `rxe0`. If none: for an engine with GPUs, their [nearest](crate::topology), and
+    /// otherwise all that fit, in the order of their names.
     pub devices: Vec<String>,
     /// Which entry of each port's table of global names is used. If none: RoCE v2 before v1, IPv4 before IPv6.
     pub gid_index: Option<u8>,
@@ -214,6 +216,8 @@ pub struct VerbsConfig {
     pub group_key: Option<GroupKey>,
     /// The GPUs whose memory it is to read and write, by their numbers in this process: where the devices can.
     pub gpus: Vec<u32>,
+    /// Which devices belong to which GPU, where somebody knows better.
+    pub pairing: Pairing,
 }
 
 impl VerbsConfig {
@@ -221,7 +225,8 @@ impl VerbsConfig {
     #[must_use]
     pub fn new(engine: EngineId) -> Self {
         let options = VerbsOptions::default();
-        Self { engine, nics: 1, peers: 256, options, group_key: None, gpus: Vec::new() }
+        let pairing = Pairing::default();
+        Self { engine, nics: 1, peers: 256, options, group_key: None, gpus: Vec::new(), pairing }
     }
 }
 
@@ -285,6 +290,9 @@ pub enum VerbsError {
         /// Why.
         source: immwire_cuda::Error,
     },
+    /// What is said of the GPUs' devices cannot be.
+    #[error("the pairing of GPUs and NICs: {0}")]
+    Pairing(#[from] Misplaced<OverrideError>),
     /// A device does not take a GPU's memory, in neither of the two ways.
     #[error(
         "by DMA-BUF: {by_file}; by its address: {by_address}. One of two is needed: the open kernel module of NVIDIA's with \
@@ -561,11 +569,21 @@ impl VerbsProvider {
     pub fn new(config: VerbsConfig) -> Result<Self, VerbsError> {
         check(&config)?;
         let gpus = Known::open(&config.gpus)?;
-        let (found, unfit) = device::discover(Library::load()?, &config.options)?;
+        let (mut found, unfit) = device::discover(Library::load()?, &config.options)?;
+        let mut wanted = config.options.devices.clone();
+        if let Some(gpus) = gpus.as_ref().filter(|_| wanted.is_empty()) {
+            let usable: Vec<_> = found.iter().map(|device| device.name.as_str()).collect();
+            wanted = config.pairing.names(&gpus.addresses()?, &usable)?;
+            if !wanted.is_empty() {
+                found.retain(|device| wanted.contains(&device.name));
+                found.sort_by_key(|device| wanted.iter().position(|name| *name == device.name));
+            }
+            tracing::info!(gpus = ?config.gpus, nics = ?wanted, "the GPUs' own, if any are known");
+        }
         let nics = usize::from(config.nics);
         let devices: Vec<_> = found.iter().cycle().take(nics).cloned().collect();
         let Some(first) = devices.first() else {
-            return Err(VerbsError::NoDevice { wanted: config.options.devices, unfit });
+            return Err(VerbsError::NoDevice { wanted, unfit });
         };
         let lengths = Lengths::of(&devices, config.peers.max(1));
         let mut ports = Vec::with_capacity(devices.len());

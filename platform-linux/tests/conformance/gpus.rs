@@ -9,6 +9,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire::core::group;
+use immwire::provider::NicInfo;
+use immwire::topology::{Pairing, Table};
 use immwire::{
     CountError, End, FlagPlace, GpuFlag, ImmCounter, PagedWrite, Pages, PeerState, Place,
     RegisterError, Rights, SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
@@ -21,7 +23,7 @@ use immwire_cuda::{
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
-use crate::{Case, Spread, Test};
+use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
@@ -104,7 +106,68 @@ pub const BY_NICS: &[Test] = &[
     ("a_later_stream_holds_nothing_earlier", Spread::Places, a_later_stream_holds_nothing_earlier),
     ("what_is_held_ends", Spread::ProcessesBothMotors, what_is_held_ends),
     ("counts_come_after_a_flush", Spread::Processes, counts_come_after_a_flush),
+    ("gpus_have_their_nics", Spread::Once, gpus_have_their_nics),
 ];
+
+/// An engine takes the NICs that are nearest to its GPUs, of those that it can use, or those that somebody says; in turn, if
+/// they are fewer than it is to have; all that there are if nobody knows.
+fn gpus_have_their_nics(case: &Case) {
+    let take = |gpus: &[u32], nics, table: &str, overrides: &str| {
+        let pairing = Pairing {
+            table: Some(Table::from_text(table).expect("a table")),
+            overrides: overrides.into(),
+        };
+        let builder = (Provider::named(case.provider).builder)(&case.setup(nics));
+        let built = builder.nics(nics).gpus(gpus).pairing(pairing).build_polled();
+        let (engine, _driver) = built.map_err(|error| error.to_string())?;
+        // libfabric's have its provider before, and a kind of endpoint behind.
+        let name = |nic: &NicInfo| nic.name.replace("efa:", "").replace("-rdm", "");
+        let names = engine.nics().iter().map(name);
+        Ok::<Vec<_>, String>(names.filter(|name| !name.starts_with("shm")).collect())
+    };
+    let gpu = |ordinal| Device::open(ordinal).expect("a GPU").pci_address().expect("its address");
+    let gpus = [gpu(0), gpu(1)];
+    assert_ne!(gpus[0], gpus[1], "two GPUs are needed");
+    let all = take(&[1, 0], 2, "# nothing is known", "").expect("an engine");
+    let [a, b] = all.as_slice() else { panic!("{all:?}") };
+    assert_ne!(a, b, "two devices are needed");
+
+    // One that cannot be used is the nearest, under a switch with GPU 0.
+    let mut table =
+        "pci0000:00/0000:00:01.0/0000:01:00.0/0000:02:00.0 rdma=nobody0 mbit=400000\n".to_owned();
+    for (number, (gpu, nic)) in gpus.iter().zip([b, a]).enumerate() {
+        let root = format!("pci0000:0{number}/0000:0{number}:01.0");
+        let switch = if number == 0 { "/0000:01:00.0" } else { "" };
+        let address = gpu.to_ascii_lowercase();
+        table += &format!("{root}{switch}/{address} vendor=10de class=030200\n");
+        table += &format!("{root}/0000:a{number}:00.0 rdma={nic} mbit=200000\n");
+    }
+    for (gpus, nics, overrides, expected) in [
+        (&[0][..], 1, "", &[b][..]),
+        (&[1], 1, "", &[a]),
+        (&[0], 3, "", &[b, b, b]),
+        (&[0, 1], 2, "", &[b, a]),
+        (&[1, 0], 3, "", &[a, b, a]),
+        (&[0], 2, &format!("gpu0={a},{b}"), &[a, b]),
+        (&[1, 0], 2, &format!("gpu0={a}"), &[a, a]),
+        (&[1], 2, &format!("gpu0={a}"), &[a, a]),
+    ] {
+        let taken = take(gpus, nics, &table, overrides).expect("an engine");
+        assert_eq!(
+            taken.iter().collect::<Vec<_>>(),
+            expected,
+            "GPUs {gpus:?}, {overrides:?}\n{table}"
+        );
+    }
+    for (overrides, said) in [
+        ("gpu0=nobody1", "column 6: no such NIC"),
+        ("gpu0=nobody0", "nobody0"),
+        ("gpu7=x", "column 1"),
+    ] {
+        let refused = take(&[0], 1, &table, overrides).expect_err("it is not there");
+        assert!(refused.contains(said), "{refused}");
+    }
+}
 
 /// A stream of GPU 0 that goes on when a word has a number.
 struct Gated {

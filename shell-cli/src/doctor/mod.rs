@@ -49,7 +49,9 @@ pub fn examine() -> std::io::Result<Diagnosis> {
     let facts = facts::gather(root, library_path.as_deref());
     let again = crate::again::command;
     let probes = probe::probe([again()?, again()?, again()?, again()?]);
-    let topology = topology::pair(&immwire::topology::Table::capture(root));
+    let table = immwire::topology::Table::capture(root);
+    // Without pairs there is none that cannot be.
+    let topology = topology::pair(&table, "").unwrap_or_default();
     let verdict = verdict::judge(&facts, &probes);
     Ok(Diagnosis { facts, probes, topology, verdict })
 }
@@ -297,7 +299,8 @@ mod tests {
         let mut facts = Facts::default();
         facts.cpu.online = Some(1);
         let verdict = verdict::judge(&facts, &probes);
-        let topology = topology::pair(&immwire::topology::Table::from_text("").unwrap());
+        let topology =
+            topology::pair(&immwire::topology::Table::from_text("").unwrap(), "").unwrap();
         let text = Diagnosis { facts, probes, topology, verdict }.text(100);
         for needle in [
             "pair",

@@ -1,10 +1,12 @@
 //! Which NICs belong to which GPU: on this machine, or on the one whose table it is given.
 
 use super::grid;
-use immwire::topology::{Owner, Pair, Table, Topology};
+use crate::args::PairingArgs;
+use immwire::topology::{Misplaced, OverrideError, Owner, Pair, Table, Topology};
 use serde::Serialize;
 use std::collections::BTreeSet;
-use std::path::Path;
+use std::fs;
+use std::path::{Path, PathBuf};
 
 /// What was decided, and from what.
 #[derive(Debug, Clone, Default, PartialEq, Serialize)]
@@ -52,27 +54,49 @@ impl From<&Pair<'_>> for Row {
 }
 
 /// Decides for a table.
-#[must_use]
-pub fn pair(table: &Table) -> Pairing {
+///
+/// # Errors
+///
+/// Where the overrides say what cannot be.
+pub fn pair(table: &Table, overrides: &str) -> Result<Pairing, Misplaced<OverrideError>> {
     let devices = table.devices();
-    let Ok(topology) = Topology::new(&devices, "") else { return Pairing::default() };
+    let topology = Topology::new(&devices, overrides)?;
     let pairs: Vec<_> = topology.pairs().map(|pair| Row::from(&pair)).collect();
     let used: BTreeSet<_> = pairs.iter().flat_map(|row| &row.nics).map(String::as_str).collect();
     let names = topology.nics().filter_map(|nic| nic.nic_name());
     let unused = names.filter(|name| !used.contains(name)).map(str::to_owned).collect();
-    Pairing { unused, table: table.text().to_owned(), pairs }
+    Ok(Pairing { unused, table: table.text().to_owned(), pairs })
 }
 
-/// Decides for a table in a file.
-///
-/// # Errors
-///
-/// In words: the file cannot be read, or which line of it is no device.
-pub fn pair_file(path: &Path) -> Result<Pairing, String> {
-    let text =
-        std::fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
-    let table = Table::from_text(text).map_err(|fault| format!("{}: {fault}", path.display()))?;
-    Ok(pair(&table))
+impl PairingArgs {
+    /// What they say, for an engine.
+    ///
+    /// # Errors
+    ///
+    /// In words: the file cannot be read, or which line of it is no device.
+    pub fn read(&self) -> Result<immwire::topology::Pairing, String> {
+        let read = |path: &PathBuf| {
+            let text =
+                fs::read_to_string(path).map_err(|error| format!("{}: {error}", path.display()))?;
+            Table::from_text(text).map_err(|fault| format!("{}: {fault}", path.display()))
+        };
+        let table = self.topology.as_ref().map(read).transpose()?;
+        Ok(immwire::topology::Pairing {
+            table,
+            overrides: self.pairing.clone().unwrap_or_default(),
+        })
+    }
+
+    /// Decides for the table in that file, or this machine's.
+    ///
+    /// # Errors
+    ///
+    /// The same; and what of the pairs cannot be.
+    pub fn pair(&self) -> Result<Pairing, String> {
+        let told = self.read()?;
+        let table = told.table.unwrap_or_else(|| Table::capture(Path::new("/")));
+        pair(&table, &told.overrides).map_err(|fault| format!("--pairing: {fault}"))
+    }
 }
 
 impl Pairing {
@@ -117,7 +141,7 @@ pci0000:9a/0000:9a:01.0/0000:9d:00.0 vendor=10de class=030200
 
     #[test]
     fn each_gpu_has_a_row_with_its_nics_and_the_reason() {
-        let pairing = pair(&Table::from_text(TABLE).unwrap());
+        let pairing = pair(&Table::from_text(TABLE).unwrap(), "").unwrap();
         let row = |index: usize| {
             let Row { owner, pci, numa_node, nics, mbit_per_s, why } = pairing.pairs[index].clone();
             (owner, pci.unwrap(), numa_node, nics.join(","), mbit_per_s, why)
@@ -139,10 +163,10 @@ pci0000:9a/0000:9a:01.0/0000:9d:00.0 vendor=10de class=030200
     #[test]
     fn what_nobody_has_is_named_and_what_is_unknown_is_not_a_number() {
         let one = TABLE.lines().take(3).collect::<Vec<_>>().join("\n");
-        let pairing = pair(&Table::from_text(one).unwrap());
+        let pairing = pair(&Table::from_text(one).unwrap(), "").unwrap();
         assert_eq!(pairing.unused, ["mlx5_1"]);
         assert!(pairing.text(100).ends_with("not used: mlx5_1"));
-        let empty = pair(&Table::from_text("# nothing").unwrap());
+        let empty = pair(&Table::from_text("# nothing").unwrap(), "").unwrap();
         assert_eq!((empty.pairs.len(), empty.pairs[0].mbit_per_s), (1, None));
         let text = empty.text(100);
         assert!(text.contains("no NIC with a link") && text.contains("unknown"), "{text}");
@@ -152,11 +176,22 @@ pci0000:9a/0000:9a:01.0/0000:9d:00.0 vendor=10de class=030200
     fn a_file_is_taken_or_refused_with_its_place() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("table");
-        assert!(pair_file(&path).unwrap_err().contains("table: No such file"));
-        std::fs::write(&path, format!("{TABLE}virtual/rxe0 up\n")).unwrap();
-        assert!(pair_file(&path).unwrap_err().contains("table: line 5, column 14: not a field"));
-        let captured = pair(&Table::from_text(TABLE).unwrap());
-        std::fs::write(&path, &captured.table).unwrap();
-        assert_eq!(pair_file(&path), Ok(captured));
+        let told = |pairing: Option<&str>| {
+            let pairing = pairing.map(str::to_owned);
+            PairingArgs { pairing, topology: Some(path.clone()) }.pair()
+        };
+        assert!(told(None).unwrap_err().contains("table: No such file"));
+        fs::write(&path, format!("{TABLE}virtual/rxe0 up\n")).unwrap();
+        assert!(told(None).unwrap_err().contains("table: line 5, column 14: not a field"));
+        let captured = pair(&Table::from_text(TABLE).unwrap(), "").unwrap();
+        fs::write(&path, &captured.table).unwrap();
+        assert_eq!(told(None), Ok(captured));
+        let rows = told(Some("gpu1=mlx5_0")).unwrap().pairs;
+        assert_eq!(
+            (rows[1].nics.as_slice(), rows[1].why.as_str()),
+            (&["mlx5_0".into()][..], "as told")
+        );
+        let refused = told(Some("gpu1=mlx5_9")).unwrap_err();
+        assert!(refused.contains("--pairing: line 1, column 6: no such NIC"), "{refused}");
     }
 }

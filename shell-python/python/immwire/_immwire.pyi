@@ -311,6 +311,8 @@ class TransferEngine:
         gid_index: int | None = None,
         traffic_class: int | None = None,
         gpus: Sequence[int] | None = None,
+        pairing: str | None = None,
+        topology: str | PathLike[str] | None = None,
         sms: int | None = None,
         shm_on_host: bool = False,
         host: str | None = None,
