@@ -362,6 +362,9 @@ pub fn advice(error: &MotorError) -> Option<String> {
     }
 }
 
+/// What to do about GPUs and NICs that are not there as somebody says.
+const PAIR_OTHERS: &str = "name others with --pairing, or leave it out; `immwire doctor` shows the GPUs and NICs that there are, by these names";
+
 fn fabric_advice(error: &LibfabricError) -> Option<String> {
     let next = match error {
         // What is missing, and where it was looked for, has been said.
@@ -376,6 +379,7 @@ fn fabric_advice(error: &LibfabricError) -> Option<String> {
             "name another with --fabric, or leave it out; `immwire doctor` says which fit, and why others \
              do not"
         }
+        LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. } => PAIR_OTHERS,
         LibfabricError::EmulatedWrites { .. } => {
             "update libfabric and the device's driver, or give --fabric tcp"
         }
@@ -408,8 +412,9 @@ fn verbs_advice(error: &VerbsError) -> Option<String> {
         // What is missing, or out of range, has been said.
         VerbsError::Load(_) | VerbsError::Nics { .. } | VerbsError::Option { .. } => return None,
         VerbsError::NoDevice { wanted, .. } if !wanted.is_empty() => {
-            "name another with --device, or leave it out; `rdma link` lists what the kernel has"
+            "name another with --device or --pairing, or leave it out; `rdma link` lists what the kernel has"
         }
+        VerbsError::Pairing(_) => PAIR_OTHERS,
         VerbsError::NoDevice { .. } => {
             "without RDMA NICs, --provider libfabric goes over TCP; `immwire doctor` says what is here"
         }

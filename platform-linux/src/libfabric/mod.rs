@@ -1029,7 +1029,7 @@ fn near(gpus: &Known, pairing: &Pairing, found: &[Device]) -> Result<Vec<String>
             found: usable.into_iter().map(Into::into).collect(),
         });
     }
-    tracing::info!(nics = ?names, "the GPUs' own, if any are known");
+    tracing::info!(nics = ?names, "which NICs belong to the GPUs; if none, all are taken");
     Ok(names)
 }
 

@@ -578,7 +578,7 @@ impl VerbsProvider {
                 found.retain(|device| wanted.contains(&device.name));
                 found.sort_by_key(|device| wanted.iter().position(|name| *name == device.name));
             }
-            tracing::info!(gpus = ?config.gpus, nics = ?wanted, "the GPUs' own, if any are known");
+            tracing::info!(nics = ?wanted, "which NICs belong to the GPUs; if none, all are taken");
         }
         let nics = usize::from(config.nics);
         let devices: Vec<_> = found.iter().cycle().take(nics).cloned().collect();

@@ -57,7 +57,11 @@ impl<W: World> Program<'_, W> {
             let perhaps = (real && (refused || bereaved || muted)).then_some(flight.submitted);
             flight.stopped().into_iter().chain(perhaps).min()
         };
-        let forced = |flight: &&Flight| stopped(flight).is_some_and(|at| now >= at + drain);
+        // Where a refusal costs the connection, it does so at once.
+        let hard = real && !self.world.refuses_softly();
+        let cut = |flight: &Flight| hard && flight.parts.iter().any(|it| self.was_withdrawn(it));
+        let forced =
+            |flight: &&Flight| cut(flight) || stopped(flight).is_some_and(|at| now >= at + drain);
         let pairs = |flight: &Flight| {
             let serial = flight.serial;
             let peers: Vec<u32> = flight.parts.iter().map(|part| part.peer_serial).collect();
