@@ -574,6 +574,9 @@ impl VerbsProvider {
         if let Some(gpus) = gpus.as_ref().filter(|_| wanted.is_empty()) {
             let usable: Vec<_> = found.iter().map(|device| device.name.as_str()).collect();
             wanted = config.pairing.names(&gpus.addresses()?, &usable)?;
+            if wanted.iter().any(|name| !usable.contains(&name.as_str())) {
+                return Err(VerbsError::NoDevice { wanted, unfit });
+            }
             if !wanted.is_empty() {
                 found.retain(|device| wanted.contains(&device.name));
                 found.sort_by_key(|device| wanted.iter().position(|name| *name == device.name));

@@ -159,7 +159,9 @@ fn gpus_have_their_nics(case: &Case) {
             "GPUs {gpus:?}, {overrides:?}\n{table}"
         );
     }
+    let one_of_two = format!("gpu0={a},nobody0");
     for (overrides, said) in [
+        (&*one_of_two, "nobody0"),
         ("gpu0=nobody1", "column 6: no such NIC"),
         ("gpu0=nobody0", "nobody0"),
         ("gpu7=x", "column 1"),
