@@ -90,6 +90,17 @@ extern "C" fn immwire_fake_cuda_refuse(nth: u32) {
     crate::world::begin("immwire_fake_cuda_refuse").refused_in = nth;
 }
 
+/// No driver's: how much this process has that it took by hand and has to give back by hand: references of `cuMemCreate` and its like,
+/// mappings of `cuMemMap`, and addresses of `cuMemAddressReserve`, each counted.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_kept() -> u64 {
+    use crate::memory::Kind;
+    let world = crate::world::begin("immwire_fake_cuda_kept");
+    let references: u64 = world.created.values().map(|(_, count)| u64::from(*count)).sum();
+    let mapped = world.memory.all().filter(|range| matches!(range.kind, Kind::Mapped { .. }));
+    references + (mapped.count() + world.reserved.len()) as u64
+}
+
 /// The address of a call, by its name with or without the suffix of its version.
 fn find(name: &str) -> Option<*mut c_void> {
     let one = |name: &str| {

@@ -187,8 +187,8 @@ impl Drop for HostPages {
 /// How memory came to be where it is.
 #[derive(Debug)]
 pub(crate) enum Kind {
-    /// `cuMemAlloc`.
-    Allocated { backing: Arc<Backing>, _reserved: Reserved },
+    /// `cuMemAlloc`. None are reserved for what lies in the room behind another allocation.
+    Allocated { backing: Arc<Backing>, _reserved: Option<Reserved> },
     /// `cuIpcOpenMemHandle`, by a context of GPU `by`.
     Opened { backing: Arc<Backing>, _reserved: Reserved, by: u8 },
     /// `cuMemMap`: two bits of access for each GPU, as `CUmemAccess_flags` has them.

@@ -42,6 +42,10 @@ rules! {
     MemoryInUse = "memory in use",
     /// What was freed, unmapped or closed is not memory of that kind (any more).
     FreedTwice = "freed, not allocated",
+    /// Memory mapped where some is mapped.
+    MappedOver = "mapped over a mapping",
+    /// Memory unmapped, or addresses given back, other than as they were mapped or taken: a part, or too much.
+    NotAsMapped = "not as it was mapped",
     /// Memory freed that another process still has open by its handle.
     OpenElsewhere = "freed, open in another process",
     /// An address that is not a multiple of what it must be.

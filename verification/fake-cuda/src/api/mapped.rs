@@ -217,7 +217,9 @@ calls! {
         let mut world = begin("cuMemAddressFree");
         match world.reserved.get(&address) {
             None => broken!(FreedTwice, "cuMemAddressFree {address:#x}"),
-            Some(reserved) if reserved.bytes != bytes as u64 => return Err(code::INVALID_VALUE),
+            Some(reserved) if reserved.bytes != bytes as u64 => {
+                broken!(NotAsMapped, "cuMemAddressFree {address:#x}: {bytes} of {} bytes", reserved.bytes);
+            }
             Some(_) => {}
         }
         if let Some(range) = world.memory.within(address, bytes as u64).next() {
@@ -234,19 +236,25 @@ calls! {
         let reserved = world.reserved.range(..=address).next_back();
         let end = address.checked_add(bytes as u64).ok_or(code::INVALID_VALUE)?;
         let fits = reserved.is_some_and(|(start, reserved)| end <= start + reserved.bytes);
-        let free = world.memory.within(address, bytes as u64).next().is_none();
         let right = address.is_multiple_of(GRANULE) && offset == 0 && flags == 0;
-        if !fits || !free || !right || bytes as u64 > backing.bytes {
+        if !fits || !right || bytes as u64 > backing.bytes {
             return Err(code::INVALID_VALUE);
+        }
+        if let Some(range) = world.memory.within(address, bytes as u64).next() {
+            broken!(MappedOver, "cuMemMap {address:#x}, {bytes} bytes: {range}");
         }
         let kind = Kind::Mapped { backing, access: AtomicU64::new(0) };
         world.memory.add(address, bytes as u64, kind, None);
         Ok(())
     }
 
+    /// What was mapped at once goes at once; several mappings may.
     fn cuMemUnmap(address: u64, bytes: usize) {
         let mut world = begin("cuMemUnmap");
-        for start in mapped(&world, address, bytes as u64)? {
+        let Ok(starts) = mapped(&world, address, bytes as u64) else {
+            broken!(NotAsMapped, "cuMemUnmap {address:#x}, {bytes} bytes");
+        };
+        for start in starts {
             world.memory.remove(start, "cuMemUnmap", |_| true);
         }
         Ok(())

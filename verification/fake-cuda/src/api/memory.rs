@@ -22,6 +22,24 @@ fn wait_for_all(world: MutexGuard<'_, World>, current: Current) {
     streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
 }
 
+/// No driver's: as `cuMemAlloc`, right behind the allocation that starts at `before`, as small ones of a driver's may lie by chance. It
+/// is to be freed before that one. 0: that has not so much room behind it.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_alloc_behind(before: u64, bytes: u64) -> u64 {
+    let mut world = begin("immwire_fake_cuda_alloc_behind");
+    let current = world.current("immwire_fake_cuda_alloc_behind");
+    let Some(range) = world.memory.at(before).filter(|range| range.start == before) else { return 0 };
+    let start = range.end();
+    let free = world.memory.within(start, bytes).next().is_none();
+    if !matches!(range.kind, Kind::Allocated { .. }) || !free || !(1..=GRANULE).contains(&bytes) {
+        return 0;
+    }
+    let Ok(backing) = Backing::new(current.gpu, bytes) else { return 0 };
+    let kind = Kind::Allocated { backing: Arc::new(backing), _reserved: None };
+    world.memory.add(start, bytes, kind, Some(current.context));
+    start
+}
+
 calls! {
     fn cuMemAlloc_v2(address: Out<u64>, bytes: usize) {
         let mut world = begin("cuMemAlloc");
@@ -33,7 +51,7 @@ calls! {
         let backing = Arc::new(Backing::new(current.gpu, bytes as u64)?);
         let reserved = Reserved::new(bytes as u64, GRANULE)?;
         let start = reserved.start;
-        let kind = Kind::Allocated { backing, _reserved: reserved };
+        let kind = Kind::Allocated { backing, _reserved: Some(reserved) };
         world.memory.add(start, bytes as u64, kind, Some(current.context));
         address.put(start)
     }

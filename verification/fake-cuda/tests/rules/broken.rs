@@ -286,6 +286,75 @@ fn addresses_freed_while_mapped() {
     });
 }
 
+/// Two of 2 MiB, side by side.
+fn two_mapped() -> u64 {
+    ok!(cuInit(0));
+    let properties = properties(0);
+    map(&[(); 2].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0))))
+}
+
+#[test]
+fn addresses_freed_while_a_part_is_mapped() {
+    run("broken::addresses_freed_while_a_part_is_mapped", End::Broken("memory in use"), &[], || {
+        let address = two_mapped();
+        ok!(cuMemUnmap(address, GRANULE));
+        call!(cuMemAddressFree(address, 2 * GRANULE));
+    });
+}
+
+#[test]
+fn half_of_the_addresses_freed() {
+    run("broken::half_of_the_addresses_freed", End::Broken("not as it was mapped"), &[], || {
+        let address = two_mapped();
+        ok!(cuMemUnmap(address, 2 * GRANULE));
+        call!(cuMemAddressFree(address, GRANULE));
+    });
+}
+
+#[test]
+fn unmapped_in_half() {
+    run("broken::unmapped_in_half", End::Broken("not as it was mapped"), &[], || {
+        ok!(cuInit(0));
+        let properties = properties(0);
+        let handle = got!(cuMemCreate(2 * GRANULE, &raw const properties, 0));
+        let address = got!(cuMemAddressReserve(2 * GRANULE, 0, 0, 0));
+        ok!(cuMemMap(address, 2 * GRANULE, 0, handle, 0));
+        call!(cuMemUnmap(address, GRANULE));
+    });
+}
+
+#[test]
+fn unmapped_twice() {
+    run("broken::unmapped_twice", End::Broken("not as it was mapped"), &[], || {
+        let address = two_mapped();
+        ok!(cuMemUnmap(address, GRANULE));
+        call!(cuMemUnmap(address, 2 * GRANULE));
+    });
+}
+
+#[test]
+fn mapped_over_a_mapping() {
+    run("broken::mapped_over_a_mapping", End::Broken("mapped over a mapping"), &[], || {
+        let address = two_mapped();
+        let properties = properties(0);
+        let other = got!(cuMemCreate(GRANULE, &raw const properties, 0));
+        call!(cuMemMap(address + GRANULE as u64, GRANULE, 0, other, 0));
+    });
+}
+
+#[test]
+fn copied_over_a_hole() {
+    run("broken::copied_over_a_hole", End::Broken("not in live memory"), &[], || {
+        let gpu = Gpu::open(0);
+        let properties = properties(0);
+        let handles = [(); 3].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0)));
+        let address = map(&handles);
+        assert_eq!(allow(address, 3 * GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
+        ok!(cuMemUnmap(address + GRANULE as u64, GRANULE));
+        call!(cuMemsetD8Async(address, 1, 3 * GRANULE, gpu.stream));
+    });
+}
+
 #[test]
 fn released_too_often() {
     run("broken::released_too_often", End::Broken("no such handle"), &[], || {

@@ -549,11 +549,86 @@ fn mapped_memory_is_mapped_in_parts() {
         let other = map(&[again]);
         assert_eq!(allow(other, GRANULE, 0, READ), CUresult::CUDA_SUCCESS);
         assert_eq!(gpu.read(other, 1000), pattern(2000, 7)[1000..]);
-        let part = call!(cuMemUnmap(address, GRANULE / 2));
-        assert_eq!(part, CUresult::CUDA_ERROR_INVALID_VALUE);
+        // Several mappings go one by one, in any order, or all at once.
         ok!(cuMemUnmap(address, 2 * GRANULE));
         ok!(cuMemAddressFree(address, 2 * GRANULE));
+        let once_more = map(&[again, again]);
+        ok!(cuMemUnmap(once_more + GRANULE as u64, GRANULE));
+        ok!(cuMemMap(once_more + GRANULE as u64, GRANULE, 0, again, 0));
+        ok!(cuMemUnmap(once_more, GRANULE));
+        ok!(cuMemUnmap(once_more + GRANULE as u64, GRANULE));
+        ok!(cuMemAddressFree(once_more, 2 * GRANULE));
         assert_eq!(gpu.read(other, 1000), pattern(2000, 7)[1000..]);
+    });
+}
+
+/// What was taken by hand is counted until it is given back, each part of it.
+#[test]
+fn what_is_kept_is_counted() {
+    run("kept::what_is_kept_is_counted", End::Kept, &[], || {
+        ok!(cuInit(0));
+        let properties = properties(0);
+        assert_eq!(kept(), 0);
+        let one = got!(cuMemCreate(GRANULE, &raw const properties, 0));
+        assert_eq!(kept(), 1);
+        let address = map(&[one, one]);
+        let again: u64 = got!(cuMemRetainAllocationHandle(address as *mut c_void));
+        assert_eq!((again, kept()), (one, 5));
+        ok!(cuMemRelease(one));
+        ok!(cuMemRelease(again));
+        assert_eq!(kept(), 3);
+        ok!(cuMemUnmap(address, GRANULE));
+        assert_eq!(kept(), 2);
+        ok!(cuMemUnmap(address + GRANULE as u64, GRANULE));
+        ok!(cuMemAddressFree(address, 2 * GRANULE));
+        assert_eq!(kept(), 0);
+    });
+}
+
+/// One copy, one fill and one launch over several mappings, each of which is a range of its own to the driver.
+#[test]
+fn work_goes_over_several_mappings() {
+    run("kept::work_goes_over_several_mappings", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let properties = properties(0);
+        let handles = [(); 3].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0)));
+        let address = map(&handles);
+        assert_eq!(allow(address, 3 * GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
+        for n in 0..3 {
+            let at = address + (n * GRANULE) as u64;
+            let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at + 99);
+            assert_eq!(start, Ok(at));
+            let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_RANGE_SIZE, at + 99);
+            assert_eq!(bytes, Ok(GRANULE));
+        }
+        let whole = painted(&gpu, 3 * GRANULE, 4);
+        gpu.copy(address, whole, 3 * GRANULE);
+        assert_eq!(gpu.read(address, 3 * GRANULE), pattern(3 * GRANULE, 4));
+        ok!(cuMemsetD8Async(address + 1000, 7, 3 * GRANULE - 2000, gpu.stream));
+        gpu.settle();
+        assert_eq!(gpu.read(address + 999, GRANULE + 9)[1..], vec![7; GRANULE + 8]);
+        let edge = address + 2 * GRANULE as u64 - 2048;
+        gpu.launch(&pages(Kernel::Vector, whole, edge, 16));
+        gpu.settle();
+        assert_eq!(gpu.read(edge, 1 << 16), pattern(1 << 16, 4));
+    });
+}
+
+/// Allocations that adjoin are two to whoever asks, and one handle opens one of them.
+#[test]
+fn allocations_may_adjoin() {
+    run("kept::allocations_may_adjoin", End::Kept, &[], || {
+        let gpu = Gpu::open(0);
+        let one = gpu.alloc(4096);
+        let two = alloc_behind(one, 512);
+        assert_eq!((two, alloc_behind(one, 512)), (one + 4096, 0));
+        assert_eq!(attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, two + 5), Ok(two));
+        gpu.copy(one + 4000, one, 512);
+        let (a, b): (cu::CUipcMemHandle, cu::CUipcMemHandle) =
+            (got!(cuIpcGetMemHandle(one)), got!(cuIpcGetMemHandle(two)));
+        assert_ne!(a.reserved, b.reserved);
+        ok!(cuMemFree_v2(two));
+        ok!(cuMemFree_v2(one));
     });
 }
 

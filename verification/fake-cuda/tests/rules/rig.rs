@@ -412,6 +412,16 @@ fn no_driver_s<F: Copy>(name: &std::ffi::CStr) -> F {
     }
 }
 
+/// How much there is that was taken by hand.
+pub fn kept() -> u64 {
+    no_driver_s::<extern "C" fn() -> u64>(c"immwire_fake_cuda_kept")()
+}
+
+/// Memory right behind an allocation; 0: there is no room.
+pub fn alloc_behind(before: u64, bytes: u64) -> u64 {
+    no_driver_s::<extern "C" fn(u64, u64) -> u64>(c"immwire_fake_cuda_alloc_behind")(before, bytes)
+}
+
 pub fn import(file: i32) -> u64 {
     no_driver_s::<extern "C" fn(i32) -> u64>(c"immwire_fake_cuda_import")(file)
 }
