@@ -22,6 +22,7 @@
 use crate::device::{Device, attribute};
 use crate::driver::{check, cu};
 use crate::error::Error;
+use crate::extent::{Allocation, walk};
 use crate::share::known;
 use std::ffi::c_int;
 use std::os::fd::{AsFd, BorrowedFd, FromRawFd, OwnedFd};
@@ -142,32 +143,26 @@ pub const fn whole_pages(address: u64, bytes: u64, page: u64) -> Option<(u64, u6
 ///
 /// # Errors
 ///
-/// [`Error::Managed`]; [`Error::OutOfBounds`] if they are not all allocated, or of several GPUs; [`Error::NotShareable`] if
+/// [`Error::Managed`]; [`Error::Hole`] if they are not all allocated, or of several GPUs; [`Error::NotShareable`] if
 /// they are of a GPU that this process does not see; or what the driver answers.
 pub fn owner_of(device: &Device, address: u64, bytes: u64) -> Result<Option<u32>, Error> {
     let _current = device.enter()?;
-    let Some(first) = known(address)? else { return Ok(None) };
-    allocations(address, bytes, first.ordinal, |_| Ok(())).map(|()| Some(first.ordinal))
+    Ok(walk(address, bytes, known, |_| Ok(()))?.map(|found| found.ordinal))
 }
 
-/// Calls `each` with the first byte of each allocation of GPU `ordinal` that the range touches. A context is current.
+/// Calls `each` with the first byte of each allocation that the range lies over, all of which are to be of GPU `ordinal`. A
+/// context is current.
 fn allocations(
     address: u64,
     bytes: u64,
     ordinal: u32,
     mut each: impl FnMut(u64) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    let leaves = Error::OutOfBounds { end: bytes, bytes: 0 };
-    let end = address.checked_add(bytes).ok_or(leaves)?;
-    let mut at = address;
-    while at < end {
-        let there = known(at)?.filter(|found| found.ordinal == ordinal && found.bytes > 0);
-        let found = there.ok_or(Error::OutOfBounds { end: bytes, bytes: at - address })?;
-        each(found.start)?;
-        // The driver's bounds hold `at`, so this goes on.
-        at = found.start.saturating_add(found.bytes).max(at.saturating_add(1));
-    }
-    Ok(())
+    let other = |other| Error::Hole { address, before: 0, bytes, ordinal, other };
+    let visit = |one: Allocation| {
+        if one.ordinal == ordinal { each(one.start) } else { Err(other(Some(one.ordinal))) }
+    };
+    walk(address, bytes, known, visit)?.map(|_| ()).ok_or(other(None))
 }
 
 /// A range of a GPU's memory as a file that NICs' drivers take.
@@ -184,7 +179,7 @@ impl DmaBuf {
     ///
     /// # Errors
     ///
-    /// [`Error::OutOfBounds`], or what the driver answers: `CUDA_ERROR_NOT_SUPPORTED` where its kernel module is the closed
+    /// [`Error::OutOfBounds`], [`Error::Hole`], or what the driver answers: `CUDA_ERROR_NOT_SUPPORTED` where its kernel module is the closed
     /// one, or the kernel older than 5.12.
     pub fn new(device: &Device, address: u64, bytes: u64, page: u64) -> Result<Self, Error> {
         let leaves = Error::OutOfBounds { end: bytes, bytes: 0 };

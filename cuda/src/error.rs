@@ -98,6 +98,34 @@ pub enum Error {
         /// Bytes that there are.
         bytes: u64,
     },
+    /// Not all of a range is allocated, or not all of it on one GPU.
+    Hole {
+        /// Its first byte that is not.
+        address: u64,
+        /// Bytes of it before that.
+        before: u64,
+        /// All bytes of it.
+        bytes: u64,
+        /// The GPU that has its first byte.
+        ordinal: u32,
+        /// The GPU that has the byte in question, if one does.
+        other: Option<u32>,
+    },
+    /// A range lies over more allocations than a region may.
+    TooManyAllocations {
+        /// How many they are.
+        count: u32,
+        /// How many there may be.
+        most: u32,
+    },
+    /// A range lies over several allocations, of which this one is not of `cuMemCreate`. Peers would open each by a handle of its
+    /// own, at an address of the driver's choice, and nowhere as one range.
+    Separate {
+        /// Where it begins.
+        address: u64,
+        /// How many allocations the range lies over.
+        allocations: u32,
+    },
     /// The memory moves between the host and GPUs as it is used (`cuMemAllocManaged`): nobody could say where to write.
     Managed {
         /// Where.
@@ -147,6 +175,29 @@ impl fmt::Display for Error {
             }
             Self::OutOfBounds { end, bytes } => {
                 write!(f, "the range ends at {end} of {bytes} bytes")
+            }
+            Self::Hole { address, before, bytes, ordinal, other } => {
+                write!(f, "the range of {bytes} bytes has {before} on GPU {ordinal}; ")?;
+                match other {
+                    Some(other) => write!(f, "what follows, at {address:#x}, is memory of GPU {other}"),
+                    None => write!(f, "what follows, at {address:#x}, is not allocated"),
+                }?;
+                f.write_str(": register what is of one GPU by itself")
+            }
+            Self::TooManyAllocations { count, most } => {
+                let parts = count.div_ceil((*most).max(1));
+                write!(
+                    f,
+                    "the range lies over {count} allocations, and one region may lie over {most}: register it in {parts} parts or \
+                     more, or allocate it in larger pieces"
+                )
+            }
+            Self::Separate { address, allocations } => {
+                write!(
+                    f,
+                    "the range lies over {allocations} allocations, and the one at {address:#x} was not made by cuMemCreate, so \
+                     that other processes cannot map them side by side: register each by itself"
+                )
             }
             Self::Managed { address } => {
                 write!(f, "the memory at {address:#x} is managed: use memory of one GPU, or pinned")

@@ -15,6 +15,7 @@
 //! | [`moe`] | tokens to the GPUs of their experts, and results back: dispatch and combine | yes |
 //! | [`DmaBuf`], [`Direct`], [`owner_of`] | memory that NICs reach | yes |
 //! | [`look_up`], [`hand_over`], [`Opened`], [`SharedMemory`], [`Pinned`] | memory that several processes use | yes |
+//! | [`Allocations`], [`Joining`] | the same of ranges over several allocations ([`Found`]) | yes |
 //!
 //! # Without CUDA
 //!
@@ -36,6 +37,7 @@ mod device;
 mod direct;
 mod driver;
 mod error;
+mod extent;
 pub mod geometry;
 mod memory;
 mod module;
@@ -47,8 +49,9 @@ pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in}
 pub use device::{Device, Event, Stream};
 pub use direct::{Direct, DmaBuf, Seen, Visibility, owner_of, prepare, whole_pages};
 pub use error::{CudaCode, Error};
+pub use extent::{ALLOCATIONS_MAX, Found};
 pub use memory::{DeviceMemory, PinnedMemory};
 pub use share::{
-    Found, Handover, IPC_HANDLE_BYTES, Opened, Pinned, Received, SharedMemory, Shuttle, Uuid,
-    gpu_of, hand_over, look_up,
+    Allocations, Handover, IPC_HANDLE_BYTES, Joining, Opened, Pinned, Received, SharedMemory,
+    Shuttle, Uuid, gpu_of, hand_over, look_up,
 };

@@ -8,16 +8,23 @@
 //!
 //! A handle names a whole allocation, so a range is said by its distance from the allocation's first byte.
 //!
+//! A range over several allocations ([`Allocations`]) is handed over as so many files, and mapped by whoever opens it one after the
+//! other where it has reserved addresses for all of them ([`Joining`]): there it is one range again. Where a handle is opened the
+//! driver chooses, so memory of `cudaMalloc` cannot be a part of such a range, even if it happens to adjoin.
+//!
 //! # Invariants
 //!
-//! 1. Nothing is taken on trust from an address but what the driver says of it: a range that leaves its allocation, managed
+//! 1. Nothing is taken on trust from an address but what the driver says of it: a range with a hole, managed
 //!    memory, and memory of a kind that cannot be handed over are refused with the reason.
 //! 2. An opened allocation is closed when its owner here is dropped, once. Whoever drops it sees to it that nothing of the
 //!    GPU's goes there any more.
+//! 3. What is mapped is unmapped as it was mapped, each allocation by itself, before its addresses are given back: no
+//!    part of a mapping can be unmapped (CUDA driver API, `cuMemUnmap`).
 
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
+use crate::extent::{Allocation, Found, walk};
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -34,17 +41,6 @@ const FILE: cu::CUmemAllocationHandleType =
 
 /// How long a copy between the host and a GPU's memory may take that is waited for.
 const COPY_LIMIT: Duration = Duration::from_secs(10);
-
-/// A range of a GPU's memory, as the driver knows it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Found {
-    /// Which GPU has it, as this process numbers them.
-    pub ordinal: u32,
-    /// First byte of the allocation that the range lies in.
-    pub start: u64,
-    /// Bytes of that allocation.
-    pub bytes: u64,
-}
 
 /// How an allocation is handed to another process.
 #[derive(Debug)]
@@ -64,24 +60,20 @@ pub enum Received<'a> {
     Handle([u8; IPC_HANDLE_BYTES]),
 }
 
-/// Asks the driver about `bytes` bytes from `address`. `None`: that is not memory of a GPU.
+/// Asks the driver about `bytes` bytes from `address`, in one allocation or several that adjoin. `None`: that is not memory of a
+/// GPU. Some microseconds for each allocation.
 ///
 /// # Errors
 ///
-/// [`Error::Managed`]; [`Error::OutOfBounds`] if the range leaves its allocation; [`Error::NotShareable`] if it is of a GPU
-/// that this process does not see; or what the driver answers.
+/// [`Error::Managed`]; [`Error::Hole`] if they are not all allocated, or of several GPUs; [`Error::TooManyAllocations`];
+/// [`Error::NotShareable`] if they are of a GPU that this process does not see; or what the driver answers.
 pub fn look_up(device: &Device, address: u64, bytes: u64) -> Result<Option<Found>, Error> {
     let _current = device.enter()?;
-    let Some(found) = known(address)? else { return Ok(None) };
-    let end = address.checked_sub(found.start).and_then(|offset| offset.checked_add(bytes));
-    match end {
-        Some(end) if end <= found.bytes => Ok(Some(found)),
-        end => Err(Error::OutOfBounds { end: end.unwrap_or(u64::MAX), bytes: found.bytes }),
-    }
+    walk(address, bytes, known, |_| Ok(()))?.map(Found::for_a_region).transpose()
 }
 
 /// What the driver knows of the allocation that `address` is in. `None`: that is not memory of a GPU. A context is current.
-pub(crate) fn known(address: u64) -> Result<Option<Found>, Error> {
+pub(crate) fn known(address: u64) -> Result<Option<Allocation>, Error> {
     use cu::CUpointer_attribute as A;
     const DEVICE: u32 = cu::CUmemorytype::CU_MEMORYTYPE_DEVICE as u32;
     // SAFETY: a number of this size (CUDA driver API, `cuPointerGetAttribute`); so are those below.
@@ -109,7 +101,7 @@ pub(crate) fn known(address: u64) -> Result<Option<Found>, Error> {
     };
     // Of a GPU that this process does not see it is negative.
     let ordinal = u32::try_from(ordinal).map_err(|_| Error::NotShareable { address })?;
-    Ok(Some(Found { ordinal, start, bytes: whole as u64 }))
+    Ok(Some(Allocation { ordinal, start, bytes: whole as u64 }))
 }
 
 /// Which GPU memory is of, as this process numbers them; half a microsecond. `None`: it is not memory that the driver knows.
@@ -148,12 +140,7 @@ unsafe fn fact<T: Default>(which: cu::CUpointer_attribute, address: u64) -> Resu
 /// [`Error::NotShareable`], or what the driver answers.
 pub fn hand_over(device: &Device, address: u64) -> Result<Handover, Error> {
     let _current = device.enter()?;
-    let mut physical = 0;
-    // SAFETY: writes the one handle, which is released below; an address of another kind is an error.
-    let retained =
-        unsafe { cu::cuMemRetainAllocationHandle(&raw mut physical, address as *mut c_void) };
-    if retained == cu::CUresult::CUDA_SUCCESS {
-        let physical = Physical(physical);
+    if let Ok(physical) = Physical::at(address) {
         return physical.file().map(Handover::File).map_err(|_| Error::NotShareable { address });
     }
     let mut handle = cu::CUipcMemHandle { reserved: [0; IPC_HANDLE_BYTES] };
@@ -208,11 +195,91 @@ impl Shuttle {
     }
 }
 
+/// The allocations that a range lies over: references that keep them, whatever becomes of their mappings, until each has been handed
+/// to whoever asks.
+///
+/// There are no files of them but while they are sent: a process may have a thousand at a time, and regions of hundreds of
+/// allocations each.
+#[derive(Debug)]
+pub struct Allocations {
+    device: Device,
+    all: Vec<(Physical, u64)>,
+}
+
+impl Allocations {
+    /// Takes references to all that `found`, of memory of `device`, lies over. Tens of microseconds for each.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Separate`], [`Error::NotShareable`], each with the address of the first of them that cannot be handed over;
+    /// [`Error::Hole`], if they have changed since; or what the driver answers.
+    pub fn keep(device: &Device, found: &Found) -> Result<Self, Error> {
+        let _current = device.enter()?;
+        let mut all = Vec::new();
+        let keep = |one: Allocation| {
+            let address = one.start;
+            let physical = Physical::at(address).map_err(|why| match why {
+                cu::CUresult::CUDA_ERROR_INVALID_VALUE | cu::CUresult::CUDA_ERROR_NOT_SUPPORTED => {
+                    Error::Separate { address, allocations: found.allocations }
+                }
+                code => Error::Driver { call: "cuMemRetainAllocationHandle", code: CudaCode(code) },
+            })?;
+            // Whether it can be exported is not told but by doing so.
+            physical.file().map_err(|_| Error::NotShareable { address })?;
+            all.push((physical, one.bytes));
+            Ok(())
+        };
+        walk(found.start, found.bytes, known, keep)?;
+        Ok(Self { device: device.clone(), all })
+    }
+
+    /// How many they are.
+    #[must_use]
+    pub fn count(&self) -> usize {
+        self.all.len()
+    }
+
+    /// A file of the one of this number, in the order of addresses, and how many bytes it has. `None`: there are not so many.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers: the process has no more files, say.
+    pub fn export(&self, number: usize) -> Result<Option<(OwnedFd, u64)>, Error> {
+        let Some((physical, bytes)) = self.all.get(number) else { return Ok(None) };
+        let _current = self.device.enter()?;
+        physical.file().map(|file| Some((file, *bytes)))
+    }
+}
+
 /// Physical memory; a reference to it.
 #[derive(Debug)]
 struct Physical(cu::CUmemGenericAllocationHandle);
 
 impl Physical {
+    /// What of `cuMemCreate` is mapped at an address. A context is current.
+    fn at(address: u64) -> Result<Self, cu::CUresult> {
+        let mut physical = 0;
+        // SAFETY: writes the one handle, which its owner releases; an address of another kind is an error.
+        match unsafe { cu::cuMemRetainAllocationHandle(&raw mut physical, address as *mut c_void) } {
+            cu::CUresult::CUDA_SUCCESS => Ok(Self(physical)),
+            why => Err(why),
+        }
+    }
+
+    /// What another process has exported. A context is current.
+    fn import(file: BorrowedFd<'_>) -> Result<Self, Error> {
+        let number: RawFd = file.as_raw_fd();
+        let mut physical = 0;
+        // SAFETY: for this type of handle the descriptor itself is given in place of a pointer; the driver checks
+        // that it is one of its own. Writes the one handle, released by its owner.
+        let imported = unsafe {
+            let number = ptr::without_provenance_mut(usize::try_from(number).unwrap_or(0));
+            cu::cuMemImportFromShareableHandle(&raw mut physical, number, FILE)
+        };
+        check("cuMemImportFromShareableHandle", imported)?;
+        Ok(Self(physical))
+    }
+
     fn file(&self) -> Result<OwnedFd, Error> {
         let mut file: c_int = -1;
         // SAFETY: for this type of handle a descriptor is written, which is an `int`.
@@ -231,48 +298,62 @@ impl Drop for Physical {
     }
 }
 
-/// Addresses, and physical memory mapped there that some GPUs may use.
+/// Addresses, and physical memory mapped there, one after the other from the first, that a GPU may use.
 #[derive(Debug)]
 struct Mapped {
     device: Device,
     at: u64,
     bytes: usize,
+    /// Bytes of each mapping, in order.
+    each: Vec<usize>,
+    /// All of them.
+    used: usize,
 }
 
 impl Mapped {
-    fn new(physical: &Physical, bytes: usize, users: &[&Device]) -> Result<Self, Error> {
-        let device = users.first().copied().ok_or(Error::NoDevice { ordinal: 0, count: 0 })?;
+    /// Takes addresses; nothing is mapped there yet.
+    fn reserve(device: &Device, bytes: usize) -> Result<Self, Error> {
         let _current = device.enter()?;
         let mut at = 0;
         // SAFETY: writes the one address.
         let reserved = unsafe { cu::cuMemAddressReserve(&raw mut at, bytes, 0, 0, 0) };
         check("cuMemAddressReserve", reserved)?;
-        // SAFETY: the addresses were reserved just now; the memory is as long (its maker says so, or the driver refuses).
-        let mapped = unsafe { cu::cuMemMap(at, bytes, 0, physical.0, 0) };
-        if let Err(why) = check("cuMemMap", mapped) {
-            // SAFETY: reserved above, and nothing is mapped there.
-            let _ = unsafe { cu::cuMemAddressFree(at, bytes) };
-            return Err(why);
-        }
-        let mapped = Self { device: device.clone(), at, bytes };
-        let access = |user: &&Device| cu::CUmemAccessDesc {
-            location: location(user),
+        Ok(Self { device: device.clone(), at, bytes, each: Vec::new(), used: 0 })
+    }
+
+    /// Maps `bytes` bytes behind what is mapped. If that fails, what is there stays; the rest is undone with it.
+    fn add(&mut self, physical: &Physical, bytes: usize) -> Result<(), Error> {
+        let end = self.used.checked_add(bytes).filter(|end| *end <= self.bytes);
+        let leaves = Error::OutOfBounds {
+            end: (self.used as u64).saturating_add(bytes as u64),
+            bytes: self.bytes as u64,
+        };
+        let (end, at) = (end.ok_or(leaves)?, self.at + self.used as u64);
+        let _current = self.device.enter()?;
+        // SAFETY: these addresses were reserved by `reserve`, and nothing is mapped there: all that is lies before. The memory is
+        // as long (its maker says so, or the driver refuses).
+        check("cuMemMap", unsafe { cu::cuMemMap(at, bytes, 0, physical.0, 0) })?;
+        self.each.push(bytes);
+        self.used = end;
+        let access = cu::CUmemAccessDesc {
+            location: location(&self.device),
             flags: cu::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
         };
-        let access: Vec<_> = users.iter().map(access).collect();
-        // SAFETY: the range is mapped; the list has as many entries as are said.
-        let set = unsafe { cu::cuMemSetAccess(at, bytes, access.as_ptr(), access.len()) };
-        check("cuMemSetAccess", set)?;
-        Ok(mapped)
+        // SAFETY: the range is what was mapped just now; the list has the one entry.
+        check("cuMemSetAccess", unsafe { cu::cuMemSetAccess(at, bytes, &raw const access, 1) })
     }
 }
 
 impl Drop for Mapped {
     fn drop(&mut self) {
         if let Ok(_current) = self.device.enter() {
-            // SAFETY: mapped and reserved by `new`, undone here only; nobody uses it any more (invariant 2).
-            let _ = unsafe { cu::cuMemUnmap(self.at, self.bytes) };
-            // SAFETY: as above.
+            let mut at = self.at;
+            for bytes in &self.each {
+                // SAFETY: mapped so by `add`, undone here only; nobody uses it any more (invariant 2).
+                let _ = unsafe { cu::cuMemUnmap(at, *bytes) };
+                at += *bytes as u64;
+            }
+            // SAFETY: reserved by `reserve`, given back here only; all that was mapped there is unmapped.
             let _ = unsafe { cu::cuMemAddressFree(self.at, self.bytes) };
         }
     }
@@ -323,7 +404,8 @@ impl SharedMemory {
         let made = unsafe { cu::cuMemCreate(&raw mut physical, whole, &raw const wanted, 0) };
         check("cuMemCreate", made)?;
         let physical = Physical(physical);
-        let mapped = Mapped::new(&physical, whole, &[device])?;
+        let mut mapped = Mapped::reserve(device, whole)?;
+        mapped.add(&physical, whole)?;
         let stream = Stream::new(device)?;
         // SAFETY: the range was mapped just now, and nobody else knows of it.
         check("cuMemsetD8Async", unsafe {
@@ -356,7 +438,54 @@ impl SharedMemory {
     }
 }
 
-/// Another process's allocation, opened for one GPU of this process.
+/// A range over several allocations of another process, being opened for one GPU of this process: so many addresses in a row, and
+/// what has come, one allocation after the other, from the first of them on.
+#[derive(Debug)]
+pub struct Joining(Mapped);
+
+impl Joining {
+    /// Takes addresses for `bytes` bytes.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers; [`Error::OutOfBounds`].
+    pub fn new(user: &Device, bytes: u64) -> Result<Self, Error> {
+        let too_much = Error::OutOfBounds { end: bytes, bytes: usize::MAX as u64 };
+        Mapped::reserve(user, usize::try_from(bytes).map_err(|_| too_much)?).map(Self)
+    }
+
+    /// Maps the next allocation, of `bytes` bytes. The file is needed no more after that. Some tenths of a millisecond.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`] if there are not so many addresses left; or what the driver answers: the two GPUs are not
+    /// connected, say. Then it is of no more use but to be dropped.
+    pub fn add(&mut self, file: BorrowedFd<'_>, bytes: u64) -> Result<(), Error> {
+        let too_much = Error::OutOfBounds { end: bytes, bytes: self.0.bytes as u64 };
+        let bytes = usize::try_from(bytes).map_err(|_| too_much)?;
+        let physical = {
+            let _current = self.0.device.enter()?;
+            Physical::import(file)?
+        };
+        // The reference may go: the mapping keeps the memory (CUDA driver API, `cuMemRelease`).
+        self.0.add(&physical, bytes)
+    }
+
+    /// What was joined, if that is all of it.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::OutOfBounds`]: some is missing.
+    pub fn finish(self) -> Result<Opened, Error> {
+        let (used, bytes) = (self.0.used as u64, self.0.bytes as u64);
+        if used != bytes {
+            return Err(Error::OutOfBounds { end: bytes, bytes: used });
+        }
+        Ok(Opened { at: self.0.at, how: How::Mapped { _mapped: self.0 } })
+    }
+}
+
+/// Another process's memory, opened for one GPU of this process: an allocation, or several that adjoin.
 #[derive(Debug)]
 pub struct Opened {
     at: u64,
@@ -365,7 +494,8 @@ pub struct Opened {
 
 #[derive(Debug)]
 enum How {
-    Mapped { _mapped: Mapped, _physical: Physical },
+    /// Which keeps the memory, too.
+    Mapped { _mapped: Mapped },
     Handle { device: Device },
 }
 
@@ -383,23 +513,9 @@ impl Opened {
     }
 
     fn map(user: &Device, file: BorrowedFd<'_>, bytes: u64) -> Result<Self, Error> {
-        let too_much = Error::OutOfBounds { end: bytes, bytes: usize::MAX as u64 };
-        let bytes = usize::try_from(bytes).map_err(|_| too_much)?;
-        let physical = {
-            let _current = user.enter()?;
-            let number: RawFd = file.as_raw_fd();
-            let mut physical = 0;
-            // SAFETY: for this type of handle the descriptor itself is given in place of a pointer; the driver checks
-            // that it is one of its own. Writes the one handle, released by its owner.
-            let imported = unsafe {
-                let number = ptr::without_provenance_mut(usize::try_from(number).unwrap_or(0));
-                cu::cuMemImportFromShareableHandle(&raw mut physical, number, FILE)
-            };
-            check("cuMemImportFromShareableHandle", imported)?;
-            Physical(physical)
-        };
-        let mapped = Mapped::new(&physical, bytes, &[user])?;
-        Ok(Self { at: mapped.at, how: How::Mapped { _mapped: mapped, _physical: physical } })
+        let mut joining = Joining::new(user, bytes)?;
+        joining.add(file, bytes)?;
+        joining.finish()
     }
 
     fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES]) -> Result<Self, Error> {
@@ -415,7 +531,7 @@ impl Opened {
         Ok(Self { at, how: How::Handle { device: user.clone() } })
     }
 
-    /// The first byte of the allocation, for the GPU that it was opened for.
+    /// The first byte of the first allocation, for the GPU that it was opened for.
     #[must_use]
     pub fn address(&self) -> u64 {
         self.at

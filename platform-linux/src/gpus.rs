@@ -311,7 +311,8 @@ impl Gpus {
         }
         let one = self.one(ordinal)?;
         let owned = SharedMemory::zeroed(&one.device, bytes).map_err(RegisterError::Gpu)?;
-        let found = Found { ordinal, start: owned.address(), bytes: owned.bytes() as u64 };
+        let (start, bytes) = (owned.address(), owned.bytes() as u64);
+        let found = Found { ordinal, start, bytes, allocations: 1 };
         // PROOF: no driver gives out address 0.
         let base = NonNull::new(owned.address() as *mut u8).ok_or(RegisterError::Empty)?;
         Ok((base, owned, found))

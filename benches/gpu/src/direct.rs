@@ -100,7 +100,7 @@ fn export(gpu: &Gpu, address: u64, whole: u64) -> Result<(u32, f64), Box<dyn Err
     }
     let past = owner_of(&gpu.device, address, (whole + 1).next_multiple_of(GRANULE as u64) + 1);
     match past {
-        Err(CudaError::OutOfBounds { .. }) => Ok((count, slowest)),
+        Err(CudaError::Hole { .. }) => Ok((count, slowest)),
         other => Err(format!("a range that leaves its allocation of {whole}: {other:?}").into()),
     }
 }

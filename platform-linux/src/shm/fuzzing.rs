@@ -8,7 +8,8 @@ use std::sync::atomic::AtomicU64;
 
 use immwire_core::wire::{NetAddr, Refusal};
 
-use super::handshake::{Answer, Claim, Message};
+use super::gpu::Described;
+use super::handshake::{Answer, By, Claim, Message, Sizes};
 use super::segment::{BOUNCE_BYTES, Geometry, Half, LANE_ENTRIES, Segment, sealed_file};
 use super::socket::{self, ListenerId, MESSAGE_MAX};
 
@@ -41,7 +42,16 @@ impl Parts {
         let claim = Claim { probe_address: self.word, geometry, hello: &self.hello };
         let (nonce, proof, target, key) = (self.bytes, self.bytes, self.target, self.word);
         let (base, len) = (self.base, self.len);
-        Some(match kind % 13 {
+        // What a peer says of a GPU's memory: the numbers that there are, in other places.
+        let mut uuid = [0; 16];
+        uuid.copy_from_slice(&self.bytes[..16]);
+        let region = Described { uuid, base, len, start: base & !0xffff, whole: len | 0xffff };
+        let low = |word: u64| u32::try_from(word & 0xffff_ffff).unwrap_or(0);
+        let mut sizes = Sizes::default();
+        self.bytes.iter().take(usize::from(self.bytes[0] % 17)).for_each(|byte| {
+            sizes.push(u64::from(*byte) << 21);
+        });
+        Some(match kind % 18 {
             0 => Message::Call { nonce, target },
             1 => Message::Challenge { nonce },
             2 => Message::Prove { proof, claim },
@@ -54,7 +64,18 @@ impl Parts {
             9 => Message::MapReply { key, answer: Answer::Refused },
             10 => Message::MapReply { key, answer: Answer::File { base, len } },
             11 => Message::MapReply { key, answer: Answer::Process { base, len } },
-            _ => Message::Kick,
+            12 => Message::Kick,
+            13 => Message::MapReply { key, answer: Answer::Gpu { region, by: By::File } },
+            14 => {
+                let by = By::Handle([self.bytes[0]; immwire_cuda::IPC_HANDLE_BYTES]);
+                Message::MapReply { key, answer: Answer::Gpu { region, by } }
+            }
+            15 => {
+                let by = By::Files((low(len) % immwire_cuda::ALLOCATIONS_MAX).max(2));
+                Message::MapReply { key, answer: Answer::Gpu { region, by } }
+            }
+            16 => Message::FilesRequest { key, from: low(base) },
+            _ => Message::FilesReply { key, from: low(base), sizes },
         })
     }
 
@@ -142,7 +163,7 @@ impl Rogue {
     /// Sends `bytes`, with a sealed file of so many bytes if asked; whether it went out.
     pub fn say(&self, bytes: &[u8], file_bytes: Option<usize>) -> bool {
         let file = file_bytes.and_then(|bytes| sealed_file("rogue", bytes).ok());
-        socket::send(&self.socket, bytes, file.as_ref().map(AsFd::as_fd)).is_ok()
+        socket::send(&self.socket, bytes, file.as_ref().map(AsFd::as_fd).as_slice()).is_ok()
     }
 
     /// Makes a segment for so many NICs, and sends it with `bytes`; whether it went out.
@@ -151,7 +172,7 @@ impl Rogue {
         let made = Segment::create(Geometry { initiator_nics, acceptor_nics });
         let Ok((segment, file)) = made else { return false };
         self.segment = Some(segment);
-        socket::send(&self.socket, bytes, Some(file.as_fd())).is_ok()
+        socket::send(&self.socket, bytes, &[file.as_fd()]).is_ok()
     }
 
     /// Takes a message; if it brings a segment for so many NICs, maps it.
@@ -159,9 +180,9 @@ impl Rogue {
         let mut buffer = [0; MESSAGE_MAX];
         let received = socket::receive(&self.socket, &mut buffer).ok()?;
         let (initiator_nics, acceptor_nics) = nics;
-        if let Some(file) = received.file {
+        if let Some(file) = received.files.first() {
             let geometry = Geometry { initiator_nics, acceptor_nics };
-            self.segment = Segment::open(geometry, &file).ok().or(self.segment.take());
+            self.segment = Segment::open(geometry, file).ok().or(self.segment.take());
         }
         buffer.get(..received.len).map(<[u8]>::to_vec)
     }

@@ -34,12 +34,14 @@ use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    Copier, Device, Error, Event, Handover, Opened, PagedCopy, Pages, Pinned, PinnedMemory,
-    Received, Release, Stream, Uuid,
+    Allocations, Copier, Device, Error, Event, Found, Handover, Joining, Opened, PagedCopy, Pages,
+    Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
 
+use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
+use super::socket::FILES_MAX;
 use crate::gpus::{Known, One, number};
 use crate::provider::{Sink, Window};
 
@@ -103,7 +105,8 @@ impl Kind {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Described {
     pub(super) uuid: Uuid,
-    /// The region's first byte and length, and the same of the allocation that it lies in, as the owner has them.
+    /// The region's first byte and length, and the same of the allocation that it lies in, or of all of several, as the owner has
+    /// them.
     pub(super) base: u64,
     pub(super) len: u64,
     pub(super) start: u64,
@@ -111,7 +114,7 @@ pub(super) struct Described {
 }
 
 impl Described {
-    /// Whether the region lies in its allocation.
+    /// Whether the region lies in its allocations.
     fn is_sound(&self) -> bool {
         let offset = self.base.checked_sub(self.start);
         let end = offset.and_then(|offset| offset.checked_add(self.len));
@@ -125,6 +128,76 @@ struct Way {
     address: u64,
     /// Keeps it so. `None`: the region is of this process, and its owner's rules keep it.
     opened: Option<Arc<Opened>>,
+}
+
+impl Way {
+    fn to(described: &Described, opened: Opened) -> Option<Self> {
+        let offset = described.base.checked_sub(described.start)?;
+        let address = opened.address().checked_add(offset)?;
+        Some(Self { address, opened: Some(Arc::new(opened)) })
+    }
+}
+
+fn not_opened(device: &Device, why: Error) {
+    tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
+}
+
+/// A peer's region over several allocations, some of which have come. Each of our GPUs has addresses for all of them, where it maps
+/// them as they come.
+#[derive(Debug)]
+pub(super) struct Arriving {
+    described: Described,
+    /// How many there are, and how many have come.
+    count: u32,
+    next: u32,
+    /// By index of our GPU. `None`: it does not get at one of them.
+    ways: Vec<Option<Joining>>,
+}
+
+impl Arriving {
+    /// `None`: what is said of the region contradicts itself, or no GPU has so many addresses.
+    pub(super) fn new(known: &Known, described: Described, count: u32) -> Option<Self> {
+        if !described.is_sound() {
+            return None;
+        }
+        let way = |One { device, .. }: &One| {
+            let joining = Joining::new(device, described.whole);
+            joining.inspect_err(|why| not_opened(device, *why)).ok()
+        };
+        let ways: Vec<_> = known.devices.iter().map(way).collect();
+        ways.iter().any(Option::is_some).then_some(Self { described, count, next: 0, ways })
+    }
+
+    /// The number of the next that is to come; `None`: all have.
+    pub(super) fn next(&self) -> Option<u32> {
+        (self.next < self.count).then_some(self.next)
+    }
+
+    /// What its owner calls the region's first byte.
+    pub(super) fn base(&self) -> u64 {
+        self.described.base
+    }
+
+    /// Whether so many are still to come.
+    pub(super) fn has_room(&self, files: &[OwnedFd]) -> bool {
+        let left = self.count.saturating_sub(self.next);
+        u32::try_from(files.len()).is_ok_and(|count| count <= left)
+    }
+
+    /// Maps what has come: these files, of allocations of so many bytes, as many. `false`: no GPU of ours gets at all of them.
+    pub(super) fn take(&mut self, files: &[OwnedFd], sizes: &[u64]) -> bool {
+        for (file, bytes) in files.iter().zip(sizes) {
+            for (way, at) in self.ways.iter_mut().zip(0_usize..) {
+                let Some(joining) = way else { continue };
+                if let Err(why) = joining.add(file.as_fd(), *bytes) {
+                    tracing::warn!(%why, at, part = self.next, "a peer's GPU memory cannot be opened");
+                    *way = None;
+                }
+            }
+            self.next = self.next.saturating_add(1);
+        }
+        self.ways.iter().any(Option::is_some)
+    }
 }
 
 /// A peer's region that our GPUs write to.
@@ -160,11 +233,12 @@ impl Reached {
         received: Received<'_>,
         same_process: bool,
     ) -> Option<Self> {
-        let home = known.by_uuid(described.uuid);
         if !described.is_sound() {
             return None;
         }
-        let offset = described.base - described.start;
+        let mut reached = Self::unopened(known, link, key, first, described);
+        reached.outlives_owner = matches!(received, Received::File(_));
+        let home = reached.home;
         let way = |One { device, .. }: &One| {
             // A handle opens nothing in the process that it is from, where the address itself will do.
             if same_process && matches!(received, Received::Handle(_)) {
@@ -172,28 +246,8 @@ impl Reached {
                 device.reach(owner).ok()?;
                 return Some(Way { address: described.base, opened: None });
             }
-            match Opened::new(device, received, described.whole) {
-                Ok(opened) => {
-                    let address = opened.address().checked_add(offset)?;
-                    Some(Way { address, opened: Some(Arc::new(opened)) })
-                }
-                Err(why) => {
-                    tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
-                    None
-                }
-            }
-        };
-        let mut reached = Self {
-            link: Arc::clone(link),
-            key,
-            base: first,
-            len: described.len,
-            home,
-            outlives_owner: matches!(received, Received::File(_)),
-            ways: Vec::new(),
-            claims: AtomicU32::new(0),
-            is_held: false,
-            _host: None,
+            let opened = Opened::new(device, received, described.whole);
+            Way::to(described, opened.inspect_err(|why| not_opened(device, *why)).ok()?)
         };
         let by_handle = matches!(received, Received::Handle(_)) && !same_process;
         if by_handle {
@@ -204,6 +258,47 @@ impl Reached {
         }
         reached.ways = known.devices.iter().map(way).collect();
         reached.ways.iter().any(Option::is_some).then_some(reached)
+    }
+
+    /// The same of several allocations, all of which have come. `None`: none of our GPUs gets at them.
+    pub(super) fn joined(
+        known: &Known,
+        link: &Arc<Link>,
+        key: u64,
+        first: u64,
+        arriving: Arriving,
+    ) -> Option<Self> {
+        let Arriving { described, ways, .. } = arriving;
+        let mut reached = Self::unopened(known, link, key, first, &described);
+        reached.outlives_owner = true;
+        let way = |(joining, one): (Option<Joining>, &One)| {
+            let opened = joining?.finish();
+            Way::to(&described, opened.inspect_err(|why| not_opened(&one.device, *why)).ok()?)
+        };
+        reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
+        reached.ways.iter().any(Option::is_some).then_some(reached)
+    }
+
+    /// GPU memory that there is no way to yet.
+    fn unopened(
+        known: &Known,
+        link: &Arc<Link>,
+        key: u64,
+        first: u64,
+        described: &Described,
+    ) -> Self {
+        Self {
+            link: Arc::clone(link),
+            key,
+            base: first,
+            len: described.len,
+            home: known.by_uuid(described.uuid),
+            outlives_owner: false,
+            ways: Vec::new(),
+            claims: AtomicU32::new(0),
+            is_held: false,
+            _host: None,
+        }
     }
 
     /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to pieces. `None`: it cannot be pinned.
@@ -843,32 +938,59 @@ impl Drop for Gpus {
 pub(super) enum Shared {
     File(Arc<OwnedFd>),
     Handle([u8; immwire_cuda::IPC_HANDLE_BYTES]),
+    /// Files of these, in several messages.
+    Files(Arc<Allocations>),
 }
 
 impl Shared {
-    pub(super) fn new(device: &Device, address: u64) -> Result<Self, Error> {
-        Ok(match immwire_cuda::hand_over(device, address)? {
+    pub(super) fn new(device: &Device, found: &Found) -> Result<Self, Error> {
+        if found.allocations > 1 {
+            return Allocations::keep(device, found).map(|all| Self::Files(Arc::new(all)));
+        }
+        Ok(match immwire_cuda::hand_over(device, found.start)? {
             Handover::File(file) => Self::File(Arc::new(file)),
             Handover::Handle(handle) => Self::Handle(handle),
         })
     }
 
-    pub(super) fn file(&self) -> Option<Arc<OwnedFd>> {
+    /// How it is opened, and the file that goes with the answer.
+    pub(super) fn by(self) -> (By, Option<Arc<OwnedFd>>) {
         match self {
-            Self::File(file) => Some(Arc::clone(file)),
-            Self::Handle(_) => None,
+            Self::File(file) => (By::File, Some(file)),
+            Self::Handle(handle) => (By::Handle(handle), None),
+            // More are not registered.
+            Self::Files(all) => (By::Files(u32::try_from(all.count()).unwrap_or(u32::MAX)), None),
         }
     }
 }
 
-/// What was received with an answer.
-pub(super) fn received<'a>(
-    handle: Option<[u8; immwire_cuda::IPC_HANDLE_BYTES]>,
-    file: Option<&'a OwnedFd>,
-) -> Option<Received<'a>> {
-    match (handle, file) {
-        (Some(handle), None) => Some(Received::Handle(handle)),
-        (None, Some(file)) => Some(Received::File(file.as_fd())),
+/// Files of allocations from number `from` on, as many as go with one message, and how long each is. None: there are not so many, or
+/// the driver has no file.
+pub(super) fn files_of(all: &Allocations, from: u32) -> (Vec<OwnedFd>, Sizes) {
+    let (mut files, mut sizes) = (Vec::with_capacity(FILES_MAX), Sizes::default());
+    let Ok(from) = usize::try_from(from) else { return (files, sizes) };
+    for number in (from..).take(FILES_MAX) {
+        match all.export(number) {
+            Ok(Some((file, bytes))) => {
+                files.push(file);
+                sizes.push(bytes);
+            }
+            Ok(None) => break,
+            // What there is goes all the same; if that is nothing, it is a refusal.
+            Err(why) => {
+                tracing::warn!(%why, number, "an allocation cannot be handed to a peer");
+                break;
+            }
+        }
+    }
+    (files, sizes)
+}
+
+/// What was received with an answer; `None`: that is not what it says, or not all.
+pub(super) fn received(by: By, files: &[OwnedFd]) -> Option<Received<'_>> {
+    match (by, files) {
+        (By::Handle(handle), []) => Some(Received::Handle(handle)),
+        (By::File, [file]) => Some(Received::File(file.as_fd())),
         _ => None,
     }
 }
@@ -918,7 +1040,7 @@ mod tests {
     }
 
     #[test]
-    fn a_region_that_leaves_its_allocation_is_not_believed() {
+    fn a_region_that_leaves_its_allocations_is_not_believed() {
         let described =
             |base, len, start, whole| Described { uuid: [0; 16], base, len, start, whole };
         for (base, len, start, whole) in (0..4).flat_map(|b| {

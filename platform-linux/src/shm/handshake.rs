@@ -8,6 +8,15 @@
 //!                                       ◀──   Accept { proof, claim }
 //! ```
 //!
+//! Once they are up, either asks how it can write to a region of the other's:
+//!
+//! ```text
+//!     MapRequest { key }                ──▶
+//!                                       ◀──   MapReply { key, answer } + file
+//!     FilesRequest { key, from }        ──▶                                     of GPU memory over several allocations:
+//!                                       ◀──   FilesReply { key, from, sizes } + files      until all have come
+//! ```
+//!
 //! `Refuse` may take the place of any answer. A proof is a keyed hash over both nonces, the name that
 //! was called, and everything the prover claims: it can be neither replayed, nor reflected (the roles
 //! differ), nor relayed to another engine of the group. Without a group key the proofs are not looked
@@ -24,11 +33,11 @@
 use std::fmt;
 
 use immwire_core::wire::{PROTOCOL_VERSION, Refusal, Wire};
-use immwire_cuda::IPC_HANDLE_BYTES;
+use immwire_cuda::{ALLOCATIONS_MAX, IPC_HANDLE_BYTES};
 
 use super::gpu::Described;
 use super::segment::Geometry;
-use super::socket::{ListenerId, MESSAGE_MAX};
+use super::socket::{FILES_MAX, ListenerId, MESSAGE_MAX};
 
 const MAGIC: [u8; 4] = *b"IWsm";
 
@@ -125,10 +134,42 @@ pub(super) enum Answer {
     File { base: u64, len: u64 },
     /// It is memory of the peer's process only.
     Process { base: u64, len: u64 },
-    /// It is memory of a GPU. With a handle of the driver's, or with the file that comes with the message.
-    Gpu { region: Described, handle: Option<[u8; IPC_HANDLE_BYTES]> },
+    /// It is memory of a GPU.
+    Gpu { region: Described, by: By },
     /// There is no such region, or not any more, or peers may not write to it.
     Refused,
+}
+
+/// How memory of a GPU is opened.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum By {
+    /// By the file that comes with the message.
+    File,
+    /// By a handle of the driver's.
+    Handle([u8; IPC_HANDLE_BYTES]),
+    /// By so many files, 2 to [`ALLOCATIONS_MAX`], each of an allocation: they are asked for.
+    Files(u32),
+}
+
+/// How long the allocations are whose files come with a message, in their order. None: they are refused.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Sizes {
+    all: [u64; FILES_MAX],
+    count: usize,
+}
+
+impl Sizes {
+    /// Adds one, if there is room.
+    pub(super) fn push(&mut self, bytes: u64) {
+        if let Some(place) = self.all.get_mut(self.count) {
+            *place = bytes;
+            self.count += 1;
+        }
+    }
+
+    pub(super) fn as_slice(&self) -> &[u64] {
+        self.all.get(..self.count).unwrap_or(&[])
+    }
 }
 
 /// A message.
@@ -168,6 +209,17 @@ pub(super) enum Message<'a> {
     },
     /// Wake up: there is something in the segment.
     Kick,
+    /// The sender wants the files of the region of `key` from number `from` on.
+    FilesRequest {
+        key: u64,
+        from: u32,
+    },
+    /// Some of them, as many as sizes.
+    FilesReply {
+        key: u64,
+        from: u32,
+        sizes: Sizes,
+    },
 }
 
 /// Why bytes are no message.
@@ -221,6 +273,10 @@ impl<'a> Reader<'a> {
         self.take().map(u16::from_le_bytes)
     }
 
+    fn u32(&mut self) -> Result<u32, Malformed> {
+        self.take().map(u32::from_le_bytes)
+    }
+
     fn u64(&mut self) -> Result<u64, Malformed> {
         self.take().map(u64::from_le_bytes)
     }
@@ -239,13 +295,32 @@ impl<'a> Reader<'a> {
         Ok(Claim { probe_address, geometry, hello: self.rest() })
     }
 
+    fn sizes(&mut self) -> Result<Sizes, Malformed> {
+        let [count] = self.take()?;
+        if usize::from(count) > FILES_MAX {
+            return Err(Malformed::Message);
+        }
+        let mut sizes = Sizes::default();
+        for _ in 0..count {
+            sizes.push(self.u64()?);
+        }
+        Ok(sizes)
+    }
+
     fn answer(&mut self) -> Result<Answer, Malformed> {
         let [kind] = self.take()?;
         let (base, len) = (self.u64()?, self.u64()?);
-        if kind == 3 || kind == 4 {
+        if (3..=5).contains(&kind) {
             let (start, whole, uuid) = (self.u64()?, self.u64()?, self.take()?);
-            let handle = if kind == 4 { Some(self.take()?) } else { None };
-            return Ok(Answer::Gpu { region: Described { uuid, base, len, start, whole }, handle });
+            let by = match kind {
+                3 => By::File,
+                4 => By::Handle(self.take()?),
+                _ => By::Files(self.u32()?),
+            };
+            if matches!(by, By::Files(count) if !(2..=ALLOCATIONS_MAX).contains(&count)) {
+                return Err(Malformed::Message);
+            }
+            return Ok(Answer::Gpu { region: Described { uuid, base, len, start, whole }, by });
         }
         match kind {
             0 if (base, len) == (0, 0) => Ok(Answer::Refused),
@@ -305,20 +380,37 @@ impl<'a> Message<'a> {
                     Answer::Refused => (0, 0, 0),
                     Answer::File { base, len } => (1, base, len),
                     Answer::Process { base, len } => (2, base, len),
-                    Answer::Gpu { region, handle: None } => (3, region.base, region.len),
-                    Answer::Gpu { region, handle: Some(_) } => (4, region.base, region.len),
+                    Answer::Gpu { region, by: By::File } => (3, region.base, region.len),
+                    Answer::Gpu { region, by: By::Handle(_) } => (4, region.base, region.len),
+                    Answer::Gpu { region, by: By::Files(_) } => (5, region.base, region.len),
                 };
                 to.put(&[kind]);
                 to.put(&base.to_le_bytes());
                 to.put(&len.to_le_bytes());
-                if let Answer::Gpu { region, handle } = answer {
+                if let Answer::Gpu { region, by } = answer {
                     to.put(&region.start.to_le_bytes());
                     to.put(&region.whole.to_le_bytes());
                     to.put(&region.uuid);
-                    to.put(handle.as_ref().map_or(&[], |handle| handle.as_slice()));
+                    match by {
+                        By::File => {}
+                        By::Handle(handle) => to.put(handle),
+                        By::Files(count) => to.put(&count.to_le_bytes()),
+                    }
                 }
             }
             Self::Kick => to.head(10),
+            Self::FilesRequest { key, from } => {
+                to.head(11);
+                to.put(&key.to_le_bytes());
+                to.put(&from.to_le_bytes());
+            }
+            Self::FilesReply { key, from, sizes } => {
+                to.head(12);
+                to.put(&key.to_le_bytes());
+                to.put(&from.to_le_bytes());
+                to.put(&[u8::try_from(sizes.count).ok()?]);
+                sizes.as_slice().iter().for_each(|bytes| to.put(&bytes.to_le_bytes()));
+            }
         }
         (to.at <= MESSAGE_MAX).then_some(to.at)
     }
@@ -349,6 +441,8 @@ impl<'a> Message<'a> {
             8 => Self::MapRequest { key: from.u64()? },
             9 => Self::MapReply { key: from.u64()?, answer: from.answer()? },
             10 => Self::Kick,
+            11 => Self::FilesRequest { key: from.u64()?, from: from.u32()? },
+            12 => Self::FilesReply { key: from.u64()?, from: from.u32()?, sizes: from.sizes()? },
             _ => return Err(Malformed::Message),
         };
         if from.0.is_empty() { Ok(message) } else { Err(Malformed::Message) }
@@ -363,6 +457,12 @@ mod tests {
     const CLAIM: Claim<'static> = Claim { probe_address: 9, geometry: GEOMETRY, hello: b"hello" };
 
     const GPU: Described = Described { uuid: [8; 16], base: 5, len: 6, start: 7, whole: 8 };
+
+    fn sizes(count: usize) -> Sizes {
+        let mut sizes = Sizes::default();
+        (1..=count).for_each(|n| sizes.push(n as u64 * (2 << 20)));
+        sizes
+    }
 
     fn every_kind() -> Vec<Message<'static>> {
         vec![
@@ -379,12 +479,17 @@ mod tests {
             Message::MapReply { key: 7, answer: Answer::Refused },
             Message::MapReply { key: 7, answer: Answer::File { base: 1, len: 2 } },
             Message::MapReply { key: 7, answer: Answer::Process { base: 3, len: 4 } },
-            Message::MapReply { key: 7, answer: Answer::Gpu { region: GPU, handle: None } },
+            Message::MapReply { key: 7, answer: Answer::Gpu { region: GPU, by: By::File } },
             Message::MapReply {
                 key: 7,
-                answer: Answer::Gpu { region: GPU, handle: Some([9; 64]) },
+                answer: Answer::Gpu { region: GPU, by: By::Handle([9; 64]) },
             },
+            Message::MapReply { key: 7, answer: Answer::Gpu { region: GPU, by: By::Files(3) } },
             Message::Kick,
+            Message::FilesRequest { key: 7, from: 16 },
+            Message::FilesReply { key: 7, from: 16, sizes: sizes(0) },
+            Message::FilesReply { key: 7, from: 16, sizes: sizes(1) },
+            Message::FilesReply { key: 7, from: 16, sizes: sizes(FILES_MAX) },
         ]
     }
 
@@ -423,6 +528,52 @@ mod tests {
                 }
             }
         }
+    }
+
+    #[test]
+    fn one_file_is_not_several_and_no_message_has_more_than_can_come_with_it() {
+        let mut out = [0; MESSAGE_MAX];
+        for count in [0, 1, 2, 3, ALLOCATIONS_MAX, ALLOCATIONS_MAX + 1, u32::MAX] {
+            let answer = Answer::Gpu { region: GPU, by: By::Files(count) };
+            let message = Message::MapReply { key: 7, answer };
+            let len = message.encode(&mut out).unwrap();
+            let may = (2..=ALLOCATIONS_MAX).contains(&count);
+            assert_eq!(Message::decode(&out[..len]).ok(), may.then_some(message), "{count}");
+        }
+        let mut full = sizes(FILES_MAX);
+        full.push(9);
+        assert_eq!(full, sizes(FILES_MAX));
+        let message = Message::FilesReply { key: 7, from: 16, sizes: full };
+        let len = message.encode(&mut out).unwrap();
+        // One more is said than there can be.
+        out[20] += 1;
+        assert_eq!(Message::decode(&out[..len + 8]), Err(Malformed::Message));
+    }
+
+    /// What other builds send: it changes with the version, or not at all.
+    #[test]
+    fn what_is_said_of_several_allocations_has_these_bytes() {
+        let golden = |message: Message<'_>, kind: u8, hex: &str| {
+            let mut out = [0; MESSAGE_MAX];
+            let len = message.encode(&mut out).unwrap();
+            let [low, high] = PROTOCOL_VERSION.to_le_bytes();
+            assert_eq!(out[..8], [b'I', b'W', b's', b'm', low, high, kind, 0]);
+            let said: String = out[8..len].iter().map(|byte| format!("{byte:02x}")).collect();
+            assert_eq!(said, hex.replace(' ', ""));
+        };
+        let region = Described { uuid: [0xab; 16], base: 1, len: 2, start: 3, whole: 0x0405 };
+        golden(
+            Message::MapReply { key: 0x0a, answer: Answer::Gpu { region, by: By::Files(300) } },
+            9,
+            "0a00000000000000 05 0100000000000000 0200000000000000 0300000000000000 0504000000000000 \
+             abababababababababababababababab 2c010000",
+        );
+        golden(Message::FilesRequest { key: 0x0b, from: 16 }, 11, "0b00000000000000 10000000");
+        golden(
+            Message::FilesReply { key: 0x0b, from: 16, sizes: sizes(2) },
+            12,
+            "0b00000000000000 10000000 02 0000200000000000 0000400000000000",
+        );
     }
 
     #[test]

@@ -30,7 +30,7 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
+use immwire_cuda::{Allocations, Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -102,7 +102,7 @@ impl Link {
         let mut bytes = [0; socket::MESSAGE_MAX];
         // If the socket is full, the peer has messages to wake up for; if it is gone, nobody sleeps.
         if let Some(message) = Message::Kick.encode(&mut bytes).and_then(|len| bytes.get(..len)) {
-            let _ = socket::send(&self.socket, message, None);
+            let _ = socket::send(&self.socket, message, &[]);
         }
     }
 
@@ -316,6 +316,21 @@ impl ShmMemory {
         }
     }
 
+    /// What the peer of `link` is given that asks for files of the region of `key`, over several allocations, which it was granted.
+    pub(super) fn allocations(&self, link: &Link, key: u64) -> Option<Arc<Allocations>> {
+        let mut table = lock(&self.table);
+        let region = table.writable(key)?;
+        let grant = link.segment.inbound().grant(id_of(key))?;
+        match &region.backing {
+            Backing::Gpu { shared: Shared::Files(all), .. }
+                if hazard::may_continue(grant, key) =>
+            {
+                Some(Arc::clone(all))
+            }
+            _ => None,
+        }
+    }
+
     /// Copies `parts`, one after the other, to what peers call address `dst` in the region of `key`; returns whether the
     /// region is there, is writable for peers, and has room for all of it there. If not, nothing is
     /// written.
@@ -398,7 +413,7 @@ impl ShmMemory {
         let gpus = self.gpus.0.as_ref().ok_or(RegisterError::NoGpu { ordinal })?;
         let (index, gpu) = gpus.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
         let uuid = gpu.uuid;
-        let shared = Shared::new(&gpu.device, found.start).map_err(RegisterError::Gpu)?;
+        let shared = Shared::new(&gpu.device, &found).map_err(RegisterError::Gpu)?;
         let backing = Backing::Gpu { index, found, uuid, shared, _owned: owned };
         self.insert(Region { base, len, rights, _pinned: None, backing, withdrawn: false })
     }

@@ -324,7 +324,8 @@ fn launch(gpus: &mut Copying) {
 fn tell(socket: &OwnedFd, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Errno> {
     let mut bytes = [0; MESSAGE_MAX];
     let len = message.encode(&mut bytes).ok_or(Errno::MSGSIZE)?;
-    socket::send(socket, bytes.get(..len).ok_or(Errno::MSGSIZE)?, file.map(AsFd::as_fd))
+    let file = file.map(AsFd::as_fd);
+    socket::send(socket, bytes.get(..len).ok_or(Errno::MSGSIZE)?, file.as_slice())
 }
 
 fn random<const N: usize>() -> Result<[u8; N], Errno> {
@@ -577,12 +578,12 @@ impl ShmProvider {
             Err(NoMessage::Gone | NoMessage::Malformed) => self.drop_stranger(at),
             Ok(received) => {
                 let bytes = buffer.get(..received.len).unwrap_or(&[]);
-                match (Message::decode(bytes), terms, received.file) {
-                    (Ok(Message::Call { nonce, target }), None, None) => {
+                match (Message::decode(bytes), terms, received.files.as_slice()) {
+                    (Ok(Message::Call { nonce, target }), None, []) => {
                         self.challenge(at, nonce, target);
                     }
-                    (Ok(Message::Prove { proof, claim }), Some(terms), Some(file)) => {
-                        self.admit(at, terms, proof, &claim, &file, sink);
+                    (Ok(Message::Prove { proof, claim }), Some(terms), [file]) => {
+                        self.admit(at, terms, proof, &claim, file, sink);
                     }
                     (Err(Malformed::Version { theirs }), None, _) => {
                         let ours = PROTOCOL_VERSION;
@@ -760,17 +761,17 @@ impl ShmProvider {
             Err(NoMessage::Malformed) => return self.fail(peer, DownReason::Protocol, sink),
         };
         let message = Message::decode(bytes.get(..received.len).unwrap_or(&[]));
-        match (message, received.file) {
-            (Ok(Message::Challenge { nonce }), None) if !proved => {
+        match (message, received.files.as_slice()) {
+            (Ok(Message::Challenge { nonce }), []) if !proved => {
                 if self.respond(index, nonce).is_err() {
                     self.fail(peer, DownReason::Disconnected, sink);
                 }
             }
-            (Ok(Message::Accept { proof, claim }), None) if proved => {
+            (Ok(Message::Accept { proof, claim }), []) if proved => {
                 self.accepted(index, proof, &claim, sink);
             }
-            (Ok(Message::Refuse(Refusal::Crossed)), None) => self.put_off(index, now),
-            (Ok(Message::Refuse(why)), None) => self.fail(peer, DownReason::Refused(why), sink),
+            (Ok(Message::Refuse(Refusal::Crossed)), []) => self.put_off(index, now),
+            (Ok(Message::Refuse(why)), []) => self.fail(peer, DownReason::Refused(why), sink),
             (Err(Malformed::Version { theirs }), _) => {
                 let why = Refusal::Version { ours: PROTOCOL_VERSION, theirs };
                 self.fail(peer, DownReason::Refused(why), sink);
@@ -888,7 +889,7 @@ impl ShmProvider {
                 Ok(received) => {
                     let bytes = buffer.get(..received.len).unwrap_or(&[]);
                     Message::decode(bytes).ok().and_then(|message| {
-                        session.handle(message, received.file, &self.memory, known).ok()
+                        session.handle(message, received.files, &self.memory, known).ok()
                     })
                 }
                 Err(NoMessage::Yet) => return,

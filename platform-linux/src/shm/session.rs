@@ -20,7 +20,7 @@
 //!   or its own bytes.
 
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -35,8 +35,8 @@ use rustix::io::Errno;
 
 use super::bounce;
 use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
-use super::gpu::{Copying, Kind, Reached, Shared, Staging, received};
-use super::handshake::{Answer, Message};
+use super::gpu::{Arriving, Copying, Kind, Reached, Staging, files_of, received};
+use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
@@ -156,6 +156,11 @@ enum Target {
     Asked {
         key: u64,
     },
+    /// Memory of a GPU over several allocations, whose files are coming.
+    Arriving {
+        key: u64,
+        arriving: Box<Arriving>,
+    },
     /// `base` is what pieces call the first byte, `start` what its owner does. And, once one has written there, what our
     /// GPUs know of it.
     Mapped {
@@ -186,6 +191,7 @@ impl Target {
         match self {
             Self::Unknown => NO_KEY,
             Self::Asked { key }
+            | Self::Arriving { key, .. }
             | Self::Refused { key }
             | Self::Mapped { key, .. }
             | Self::Gpu { key, .. }
@@ -339,16 +345,16 @@ impl Session {
         }
         let written = write_process(self.pid, nonce.as_ptr() as u64, address, nonce.len());
         let nonce = u64::from_ne_bytes(nonce);
-        if written.is_ok() && self.send(&Message::Probe { nonce }, None).is_ok() {
+        if written.is_ok() && self.send(&Message::Probe { nonce }, &[]).is_ok() {
             self.by_kernel = ByKernel::Trying;
         }
     }
 
-    fn send(&self, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Errno> {
+    fn send(&self, message: &Message<'_>, files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
         let mut bytes = [0; MESSAGE_MAX];
         let len = message.encode(&mut bytes).ok_or(Errno::MSGSIZE)?;
         let bytes = bytes.get(..len).ok_or(Errno::MSGSIZE)?;
-        socket::send(&self.link.socket, bytes, file.map(AsFd::as_fd))
+        socket::send(&self.link.socket, bytes, files)
     }
 
     // ---- out ----
@@ -587,15 +593,20 @@ impl Session {
         let target = self.targets.get(id).unwrap_or(&Target::Unknown);
         let have = target.key();
         // The keys of a slot only grow: if the peer has shown us a later one, this one's tenant is gone.
-        let known =
-            !matches!(target, Target::Unknown | Target::Asked { .. } | Target::Refused { .. });
+        let known = !matches!(
+            target,
+            Target::Unknown
+                | Target::Asked { .. }
+                | Target::Arriving { .. }
+                | Target::Refused { .. }
+        );
         let stale = have > key && known;
         if stale || id >= REGIONS_MAX || key == NO_KEY {
             return Err(REFUSED);
         }
         match target {
             // Whatever is asked about this slot is answered first.
-            Target::Asked { .. } => Err(Step::NotYet),
+            Target::Asked { .. } | Target::Arriving { .. } => Err(Step::NotYet),
             _ if have != key => {
                 self.ask(id, key);
                 Err(Step::NotYet)
@@ -656,7 +667,7 @@ impl Session {
         if self.targets.len() <= id {
             self.targets.resize_with(id + 1, || Target::Unknown);
         }
-        if self.asked >= ASKED_MAX || self.send(&Message::MapRequest { key }, None).is_err() {
+        if self.asked >= ASKED_MAX || self.send(&Message::MapRequest { key }, &[]).is_err() {
             return;
         }
         if let Some(target) = self.targets.get_mut(id) {
@@ -903,7 +914,7 @@ impl Session {
     pub(super) fn handle(
         &mut self,
         message: Message<'_>,
-        file: Option<OwnedFd>,
+        files: Vec<OwnedFd>,
         memory: &ShmMemory,
         gpus: Option<&Known>,
     ) -> Result<(), Broken> {
@@ -911,7 +922,7 @@ impl Session {
             Message::Kick => {}
             Message::Probe { nonce } => {
                 let arrived = self.probe.holds(nonce);
-                self.reply(&Message::Probed { arrived }, None)?;
+                self.reply(&Message::Probed { arrived })?;
             }
             Message::Probed { arrived } => {
                 if self.by_kernel == ByKernel::Trying {
@@ -920,7 +931,11 @@ impl Session {
                 }
             }
             Message::MapRequest { key } => self.answer(key, memory)?,
-            Message::MapReply { key, answer } => self.learn(key, answer, file, gpus)?,
+            Message::MapReply { key, answer } => self.learn(key, answer, files, gpus)?,
+            Message::FilesRequest { key, from } => self.hand_files(key, from, memory)?,
+            Message::FilesReply { key, from, sizes } => {
+                self.take_files(key, from, &files, sizes.as_slice(), gpus)?;
+            }
             _ => return Err(Broken),
         }
         Ok(())
@@ -931,19 +946,47 @@ impl Session {
             Granted::File { file, base, len } => (Answer::File { base, len }, Some(file)),
             Granted::Process { base, len } => (Answer::Process { base, len }, None),
             Granted::Gpu { region, shared } => {
-                let handle = match &shared {
-                    Shared::File(_) => None,
-                    Shared::Handle(handle) => Some(*handle),
-                };
-                (Answer::Gpu { region, handle }, shared.file())
+                let (by, file) = shared.by();
+                (Answer::Gpu { region, by }, file)
             }
             Granted::Refused => (Answer::Refused, None),
         };
-        self.reply(&Message::MapReply { key, answer }, file.as_deref())
+        let files: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
+        let refusal = Message::MapReply { key, answer: Answer::Refused };
+        self.reply_with(&Message::MapReply { key, answer }, &files, &refusal)
     }
 
-    fn reply(&self, message: &Message<'_>, file: Option<&OwnedFd>) -> Result<(), Broken> {
-        match self.send(message, file) {
+    /// Sends files of a region over several allocations, from number `from` on; none, if it was withdrawn or has not so many.
+    fn hand_files(&mut self, key: u64, from: u32, memory: &ShmMemory) -> Result<(), Broken> {
+        let all = memory.allocations(&self.link, key);
+        let (files, sizes) = all.map_or_else(Default::default, |all| files_of(&all, from));
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        let refusal = Message::FilesReply { key, from, sizes: Sizes::default() };
+        self.reply_with(&Message::FilesReply { key, from, sizes }, &files, &refusal)
+    }
+
+    /// Sends a message with files, or a refusal, if they do not go.
+    fn reply_with(
+        &self,
+        message: &Message<'_>,
+        files: &[BorrowedFd<'_>],
+        refusal: &Message<'_>,
+    ) -> Result<(), Broken> {
+        match self.send(message, files) {
+            Ok(()) => Ok(()),
+            Err(Errno::AGAIN) => Err(Broken),
+            // Too many of ours are on their way, or the peer is gone.
+            Err(why) => {
+                if !files.is_empty() && !socket::is_gone(&self.link.socket) {
+                    tracing::warn!(%why, files = files.len(), "a peer cannot be sent files");
+                }
+                self.reply(refusal)
+            }
+        }
+    }
+
+    fn reply(&self, message: &Message<'_>) -> Result<(), Broken> {
+        match self.send(message, &[]) {
             // A peer keeps to a number of questions whose answers fit the socket.
             Err(Errno::AGAIN) => Err(Broken),
             // If it is gone, the socket says so when it is read.
@@ -955,34 +998,86 @@ impl Session {
         &mut self,
         key: u64,
         answer: Answer,
-        file: Option<OwnedFd>,
+        files: Vec<OwnedFd>,
         gpus: Option<&Known>,
     ) -> Result<(), Broken> {
         let (link, same) = (&self.link, self.pid == rustix::process::getpid().as_raw_pid());
-        let from_zero = self.from_zero;
-        let first = |start| if from_zero { 0 } else { start };
-        let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id));
-        let target = target.ok_or(Broken)?;
-        if !matches!(target, Target::Asked { key: asked } if *asked == key) {
+        let first = |start| if self.from_zero { 0 } else { start };
+        let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get(id));
+        if !matches!(target, Some(Target::Asked { key: asked }) if *asked == key) {
             return Err(Broken);
         }
-        *target = match answer {
-            Answer::File { base: start, len } => map(key, first(start), start, len, file),
+        let learnt = match answer {
+            Answer::File { base: start, len } => {
+                let file = <[OwnedFd; 1]>::try_from(files).ok().map(|[file]| file);
+                map(key, first(start), start, len, file)
+            }
             Answer::Process { base: start, len } => {
                 Target::Process { key, base: first(start), start, len }
             }
-            Answer::Gpu { region, handle } => received(handle, file.as_ref())
+            Answer::Gpu { region, by: By::Files(count) } => gpus
+                .and_then(|gpus| Arriving::new(gpus, region, count))
+                .map_or(Target::Refused { key }, |arriving| Target::Arriving {
+                    key,
+                    arriving: Box::new(arriving),
+                }),
+            Answer::Gpu { region, by } => received(by, &files)
                 .zip(gpus)
                 .and_then(|(received, gpus)| {
                     Reached::device(gpus, link, key, first(region.base), &region, received, same)
                 })
-                .map_or(Target::Refused { key }, |reached| {
-                    let reached = Arc::new(reached);
-                    link.has_reached(key, &reached);
-                    Target::Gpu { key, reached }
-                }),
+                .map_or(Target::Refused { key }, |reached| opened(link, key, reached)),
             Answer::Refused => Target::Refused { key },
         };
+        self.settle_target(key, learnt)
+    }
+
+    /// Files of a region over several allocations have come: as many as asked for, fewer, or none, if they are refused.
+    fn take_files(
+        &mut self,
+        key: u64,
+        from: u32,
+        files: &[OwnedFd],
+        sizes: &[u64],
+        gpus: Option<&Known>,
+    ) -> Result<(), Broken> {
+        let first = |start| if self.from_zero { 0 } else { start };
+        let id = usize::try_from(id_of(key)).map_err(|_| Broken)?;
+        let target = self.targets.get_mut(id).ok_or(Broken)?;
+        let awaited = matches!(target, Target::Arriving { key: asked, arriving }
+            if *asked == key && arriving.next() == Some(from) && arriving.has_room(files));
+        if !awaited || files.len() != sizes.len() {
+            return Err(Broken);
+        }
+        let (Target::Arriving { mut arriving, .. }, Some(gpus)) =
+            (std::mem::replace(target, Target::Refused { key }), gpus)
+        else {
+            return Err(Broken);
+        };
+        let learnt = if files.is_empty() || !arriving.take(files, sizes) {
+            Target::Refused { key }
+        } else if arriving.next().is_some() {
+            Target::Arriving { key, arriving }
+        } else {
+            let base = first(arriving.base());
+            Reached::joined(gpus, &self.link, key, base, *arriving)
+                .map_or(Target::Refused { key }, |reached| opened(&self.link, key, reached))
+        };
+        self.settle_target(key, learnt)
+    }
+
+    /// Notes what was learnt of a region that was asked about, and asks on if that is not all.
+    fn settle_target(&mut self, key: u64, learnt: Target) -> Result<(), Broken> {
+        let next = match &learnt {
+            Target::Arriving { arriving, .. } => arriving.next(),
+            _ => None,
+        };
+        let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get_mut(id));
+        *target.ok_or(Broken)? = learnt;
+        if let Some(from) = next {
+            // As many questions are under way as before.
+            return self.reply(&Message::FilesRequest { key, from });
+        }
         self.asked = self.asked.saturating_sub(1);
         self.wake_waiting();
         Ok(())
@@ -1072,6 +1167,17 @@ fn offset_in(dst: u64, bytes: u64, base: u64, len: u64) -> Option<usize> {
     let offset = dst.checked_sub(base)?;
     let end = offset.checked_add(bytes)?;
     if end <= len { usize::try_from(offset).ok() } else { None }
+}
+
+/// A region of GPU memory that was opened; refused, if it was withdrawn meanwhile, so that it is not kept open until the next is.
+fn opened(link: &Link, key: u64, reached: Reached) -> Target {
+    let granted = link.segment.outbound().grant(id_of(key));
+    if !granted.is_some_and(|word| hazard::may_continue(word, key)) {
+        return Target::Refused { key };
+    }
+    let reached = Arc::new(reached);
+    link.has_reached(key, &reached);
+    Target::Gpu { key, reached }
 }
 
 /// Maps a region whose file the peer has sent.

@@ -1,4 +1,4 @@
-//! The socket of a session: whole messages, at most one file with each, nothing that blocks.
+//! The socket of a session: whole messages, a few files with each at most, nothing that blocks.
 //!
 //! An engine listens on a socket in the abstract namespace, named after 128 random bits: there is no
 //! file to clean up or to protect. Who may call is decided by the handshake; that a process can
@@ -7,7 +7,7 @@
 //! # Invariants
 //!
 //! - Every socket is non-blocking and closed on exec; no call here waits or raises a signal.
-//! - Received files are closed on exec, and closed at once if they are more than one.
+//! - Received files are closed on exec, and closed at once if they are more than [`FILES_MAX`].
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
@@ -25,6 +25,10 @@ pub(super) type ListenerId = [u8; 16];
 
 /// The longest message either side sends.
 pub(super) const MESSAGE_MAX: usize = 4096;
+
+/// The most files that come with one message. The kernel lets 253 (`SCM_MAX_FD`), but those that lie in sockets are counted, for
+/// each user, against the same limit as a process's own files, often 1,024: with so many there are 256 in one session at most.
+pub(super) const FILES_MAX: usize = 16;
 
 const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
 /// Calls that wait to be accepted; further ones are told to try again.
@@ -93,16 +97,18 @@ pub(super) fn last_errno() -> Errno {
     Errno::from_raw_os_error(error.raw_os_error().unwrap_or(libc::EIO))
 }
 
-/// Sends one message, with a file if given. `AGAIN`: the peer does not read; anything else: it is gone.
+/// Sends one message, with files if given, [`FILES_MAX`] at most. `AGAIN`: the peer does not read; with files, `TOOMANYREFS`: too
+/// many of this user's are on their way; anything else: it is gone.
 pub(super) fn send(
     socket: impl AsFd,
     bytes: &[u8],
-    file: Option<BorrowedFd<'_>>,
+    files: &[BorrowedFd<'_>],
 ) -> Result<(), Errno> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
-    let files = file.as_slice();
-    if !files.is_empty() && !control.push(SendAncillaryMessage::ScmRights(files)) {
+    let fits = files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files));
+    // There may be room for one more: space is aligned.
+    if !fits || files.len() > FILES_MAX {
         return Err(Errno::NOBUFS);
     }
     let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
@@ -115,8 +121,8 @@ pub(super) fn send(
 pub(super) struct Received {
     /// Bytes of it, at the front of the caller's buffer.
     pub(super) len: usize,
-    /// The file that came with it.
-    pub(super) file: Option<OwnedFd>,
+    /// The files that came with it, [`FILES_MAX`] at most.
+    pub(super) files: Vec<OwnedFd>,
 }
 
 /// Why there is no message.
@@ -135,7 +141,7 @@ pub(super) fn receive(
     socket: impl AsFd,
     buffer: &mut [u8; MESSAGE_MAX],
 ) -> Result<Received, NoMessage> {
-    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
     let got =
@@ -144,19 +150,21 @@ pub(super) fn receive(
             Err(Errno::AGAIN | Errno::INTR) => return Err(NoMessage::Yet),
             Err(_) => return Err(NoMessage::Gone),
         };
-    let mut files = control.drain().filter_map(|message| match message {
+    let files = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(files) => Some(files),
         _ => None,
     });
-    let mut files = files.by_ref().flatten();
-    let (file, surplus) = (files.next(), files.count());
+    // Allocates nothing if there are none.
+    let files: Vec<OwnedFd> = files.flatten().collect();
     if got.bytes == 0 {
         return Err(NoMessage::Gone);
     }
-    if surplus > 0 || got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    // There may be room for one more: space is aligned.
+    let surplus = files.len() > FILES_MAX;
+    if surplus || got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
         return Err(NoMessage::Malformed);
     }
-    Ok(Received { len: got.bytes, file })
+    Ok(Received { len: got.bytes, files })
 }
 
 /// Whether the other end has been closed, or its process is dead. Does not read.
@@ -188,36 +196,41 @@ mod tests {
     }
 
     #[test]
-    fn a_message_arrives_whole_with_its_file() {
+    fn a_message_arrives_whole_with_its_files() {
         let (a, b) = pair();
         let mut buffer = [0; MESSAGE_MAX];
         assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Yet));
-        send(&a, b"one", Some(a.as_fd())).unwrap();
-        send(&a, b"second", None).unwrap();
-        let got = receive(&b, &mut buffer).unwrap();
-        assert_eq!(&buffer[..got.len], b"one");
-        let flags = rustix::io::fcntl_getfd(got.file.unwrap()).unwrap();
-        assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
-        let got = receive(&b, &mut buffer).unwrap();
-        assert_eq!((&buffer[..got.len], got.file.is_none()), (&b"second"[..], true));
+        for count in [1, 2, FILES_MAX - 1, FILES_MAX] {
+            send(&a, b"one", &vec![a.as_fd(); count]).unwrap();
+            send(&a, b"second", &[]).unwrap();
+            let got = receive(&b, &mut buffer).unwrap();
+            assert_eq!((&buffer[..got.len], got.files.len()), (&b"one"[..], count));
+            for file in &got.files {
+                let flags = rustix::io::fcntl_getfd(file).unwrap();
+                assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+            }
+            let got = receive(&b, &mut buffer).unwrap();
+            assert_eq!((&buffer[..got.len], got.files.len()), (&b"second"[..], 0));
+        }
+        assert_eq!(send(&a, b"more", &[a.as_fd(); FILES_MAX + 1]), Err(Errno::NOBUFS));
         assert!(!is_gone(&b));
         drop(a);
         assert!(is_gone(&b));
         assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Gone));
-        assert!(send(&b, b"x", None).is_err());
+        assert!(send(&b, b"x", &[]).is_err());
     }
 
     #[test]
     fn what_is_too_long_or_has_too_many_files_is_malformed() {
         let (a, b) = pair();
         let mut buffer = [0; MESSAGE_MAX];
-        send(&a, &[7; MESSAGE_MAX + 1], None).unwrap();
+        send(&a, &[7; MESSAGE_MAX + 1], &[]).unwrap();
         assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Malformed));
-        send(&a, &[7; MESSAGE_MAX], None).unwrap();
+        send(&a, &[7; MESSAGE_MAX], &[]).unwrap();
         assert_eq!(receive(&b, &mut buffer).unwrap().len, MESSAGE_MAX);
-        for count in [2_usize, 3, 9] {
+        for count in [FILES_MAX + 1, FILES_MAX + 2, 40] {
             let files = vec![a.as_fd(); count];
-            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(9))];
+            let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(40))];
             let mut control = SendAncillaryBuffer::new(&mut space);
             assert!(control.push(SendAncillaryMessage::ScmRights(&files)));
             let bytes = [IoSlice::new(b"x")];
@@ -229,7 +242,7 @@ mod tests {
     #[test]
     fn a_full_socket_says_so_instead_of_blocking() {
         let (a, _b) = pair();
-        let full = (0..100_000).find_map(|_| send(&a, &[0; 1024], None).err());
+        let full = (0..100_000).find_map(|_| send(&a, &[0; 1024], &[]).err());
         assert_eq!(full, Some(Errno::AGAIN));
     }
 

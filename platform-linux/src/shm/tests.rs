@@ -415,7 +415,7 @@ fn garbage_on_the_listening_socket_is_dropped_and_others_are_served() {
             1 => bytes[usize::from(random().to_le_bytes()[0]) % 8] ^= 1,
             _ => {}
         }
-        socket::send(&socket, &bytes[..len], Some(socket.as_fd())).unwrap();
+        socket::send(&socket, &bytes[..len], &[socket.as_fd()]).unwrap();
         let before = b.provider.stats();
         run(&mut a, &mut b, |_, b| {
             let now = b.provider.stats();
@@ -452,7 +452,7 @@ fn another_version_is_told_ours() {
     let mut bytes = [0; MESSAGE_MAX];
     let len = Message::Call { nonce: [0; 32], target: b.provider.id }.encode(&mut bytes).unwrap();
     bytes[4..6].copy_from_slice(&9_u16.to_le_bytes());
-    socket::send(&socket, &bytes[..len], None).unwrap();
+    socket::send(&socket, &bytes[..len], &[]).unwrap();
     b.provider.look(Time::ZERO, &mut b.record);
     b.provider.look(Time::ZERO, &mut b.record);
     let got = socket::receive(&socket, &mut bytes).unwrap();

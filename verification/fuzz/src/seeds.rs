@@ -53,7 +53,7 @@ fn main() -> std::io::Result<()> {
                 ..Parts::default()
             };
             let parts = Parts { refusal: refusal(&mut from()).ok(), ..parts };
-            for kind in 0..13 {
+            for kind in 0..18 {
                 let (bytes, _) = parts.encode(kind).expect("possible");
                 write("handshake", &format!("kind-{kind}"), &bytes)?;
             }
