@@ -179,7 +179,9 @@ impl fmt::Display for Error {
             Self::Hole { address, before, bytes, ordinal, other } => {
                 write!(f, "the range of {bytes} bytes has {before} on GPU {ordinal}; ")?;
                 match other {
-                    Some(other) => write!(f, "what follows, at {address:#x}, is memory of GPU {other}"),
+                    Some(other) => {
+                        write!(f, "what follows, at {address:#x}, is memory of GPU {other}")
+                    }
                     None => write!(f, "what follows, at {address:#x}, is not allocated"),
                 }?;
                 f.write_str(": register what is of one GPU by itself")

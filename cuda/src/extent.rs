@@ -137,12 +137,18 @@ mod tests {
                     let mine = |at: &u64| owner(*at).is_some_and(|one| one.ordinal == ordinal);
                     if let Some(at) = (address..address + bytes).find(|at| !mine(at)) {
                         let other = owner(at).map(|one| one.ordinal);
-                        let hole =
-                            Error::Hole { address: at, before: at - address, bytes, ordinal, other };
+                        let hole = Error::Hole {
+                            address: at,
+                            before: at - address,
+                            bytes,
+                            ordinal,
+                            other,
+                        };
                         assert_eq!(got, Err(hole), "{bytes} from {address} in {layout:?}");
                         continue;
                     }
-                    let mut touched: Vec<_> = (address..address + bytes).filter_map(owner).collect();
+                    let mut touched: Vec<_> =
+                        (address..address + bytes).filter_map(owner).collect();
                     touched.dedup();
                     let last = touched.last().map_or(0, |one| one.start + one.bytes);
                     let found = Found {

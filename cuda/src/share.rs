@@ -260,7 +260,8 @@ impl Physical {
     fn at(address: u64) -> Result<Self, cu::CUresult> {
         let mut physical = 0;
         // SAFETY: writes the one handle, which its owner releases; an address of another kind is an error.
-        match unsafe { cu::cuMemRetainAllocationHandle(&raw mut physical, address as *mut c_void) } {
+        match unsafe { cu::cuMemRetainAllocationHandle(&raw mut physical, address as *mut c_void) }
+        {
             cu::CUresult::CUDA_SUCCESS => Ok(Self(physical)),
             why => Err(why),
         }
@@ -495,8 +496,12 @@ pub struct Opened {
 #[derive(Debug)]
 enum How {
     /// Which keeps the memory, too.
-    Mapped { _mapped: Mapped },
-    Handle { device: Device },
+    Mapped {
+        _mapped: Mapped,
+    },
+    Handle {
+        device: Device,
+    },
 }
 
 impl Opened {

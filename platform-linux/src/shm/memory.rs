@@ -322,9 +322,7 @@ impl ShmMemory {
         let region = table.writable(key)?;
         let grant = link.segment.inbound().grant(id_of(key))?;
         match &region.backing {
-            Backing::Gpu { shared: Shared::Files(all), .. }
-                if hazard::may_continue(grant, key) =>
-            {
+            Backing::Gpu { shared: Shared::Files(all), .. } if hazard::may_continue(grant, key) => {
                 Some(Arc::clone(all))
             }
             _ => None,

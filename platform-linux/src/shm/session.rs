@@ -1015,12 +1015,12 @@ impl Session {
             Answer::Process { base: start, len } => {
                 Target::Process { key, base: first(start), start, len }
             }
-            Answer::Gpu { region, by: By::Files(count) } => gpus
-                .and_then(|gpus| Arriving::new(gpus, region, count))
-                .map_or(Target::Refused { key }, |arriving| Target::Arriving {
-                    key,
-                    arriving: Box::new(arriving),
-                }),
+            Answer::Gpu { region, by: By::Files(count) } => {
+                gpus.and_then(|gpus| Arriving::new(gpus, region, count)).map_or(
+                    Target::Refused { key },
+                    |arriving| Target::Arriving { key, arriving: Box::new(arriving) },
+                )
+            }
             Answer::Gpu { region, by } => received(by, &files)
                 .zip(gpus)
                 .and_then(|(received, gpus)| {

@@ -99,11 +99,7 @@ pub(super) fn last_errno() -> Errno {
 
 /// Sends one message, with files if given, [`FILES_MAX`] at most. `AGAIN`: the peer does not read; with files, `TOOMANYREFS`: too
 /// many of this user's are on their way; anything else: it is gone.
-pub(super) fn send(
-    socket: impl AsFd,
-    bytes: &[u8],
-    files: &[BorrowedFd<'_>],
-) -> Result<(), Errno> {
+pub(super) fn send(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) -> Result<(), Errno> {
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = SendAncillaryBuffer::new(&mut space);
     let fits = files.is_empty() || control.push(SendAncillaryMessage::ScmRights(files));

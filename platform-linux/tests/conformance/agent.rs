@@ -60,6 +60,20 @@ pub enum Ask {
         bytes: u64,
         own: Own,
     },
+    /// [`Host::segment`].
+    Segment {
+        ordinal: u32,
+        parts: usize,
+        offset: u64,
+        bytes: u64,
+    },
+    /// [`Host::free`]s a region.
+    Free {
+        region: usize,
+        ms: u64,
+    },
+    /// How much of a GPU's memory the process has taken by hand; 0 where the driver does not say.
+    Kept,
     /// [`Host::reclaim`]s a region, which keeps its place.
     Reclaim {
         region: usize,
@@ -333,6 +347,20 @@ impl State {
                 self.regions.push(Some(memory));
                 Say::Region { at: self.regions.len() - 1, desc }
             }
+            Ask::Segment { ordinal, parts, offset, bytes } => {
+                let memory = self.host().segment(ordinal, parts, offset, bytes);
+                let desc = encode(&memory.desc());
+                self.regions.push(Some(memory));
+                Say::Region { at: self.regions.len() - 1, desc }
+            }
+            Ask::Free { region, ms } => {
+                let memory = self.regions[region].take().expect("a region");
+                match self.host().free(memory, Duration::from_millis(ms)) {
+                    Ok(()) => Say::Fine,
+                    Err(error) => Say::Text(error.to_string()),
+                }
+            }
+            Ask::Kept => Say::Number(crate::gpus::kept().unwrap_or(0)),
             Ask::Reclaim { region, ms } => {
                 let memory = self.regions[region].take().expect("a region");
                 match self.host().reclaim(memory, Duration::from_millis(ms)) {

@@ -9,20 +9,23 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire::core::group;
+use immwire::core::wire::Wire;
 use immwire::provider::NicInfo;
 use immwire::topology::{Pairing, Table};
 use immwire::{
-    CountError, End, FlagPlace, GpuFlag, ImmCounter, PagedWrite, Pages, PeerState, Place,
+    CountError, End, FlagPlace, GpuFlag, ImmCounter, MrDesc, PagedWrite, Pages, PeerState, Place,
     RegisterError, Rights, SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    Copier, Device, DeviceMemory, PagedCopy, PinnedMemory, Release, Stream, Visibility,
+    ALLOCATIONS_MAX, Copier, Device, DeviceMemory, Error, PagedCopy, PinnedMemory, Release, Stream,
+    Visibility,
 };
 
-use crate::agent::{Ask, Say, Write1, encode, plain};
+use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
+use crate::segment::{PART, Part, Segment};
 use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -34,6 +37,8 @@ pub const TESTS: &[Test] = &[
     ("flags_reach_their_gpu", Spread::Once, flags_reach_their_gpu),
     ("flags_follow_counters", Spread::ProcessesBothMotors, flags_follow_counters),
     ("captures_of_graphs", Spread::ProcessesBothMotors, captures_of_graphs),
+    ("several_allocations", Spread::Places, several_allocations),
+    ("three_hundred_allocations", Spread::Processes, three_hundred_allocations),
 ];
 
 /// A GPU finds in a flag what was stored there, and the next one who has it finds zero. By GDRCopy, if that is there.
@@ -97,7 +102,296 @@ fn flags_reach_their_gpu(case: &Case) {
 pub const COPYING: &[Test] = &[
     ("refused_copies", Spread::Places, refused_copies),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
+    ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
+    ("freed_while_it_is_opened", Spread::ProcessesBothMotors, freed_while_it_is_opened),
 ];
+
+/// How much of GPUs' memory this process has taken by hand; `None`: the driver is not the stand-in, which counts.
+pub fn kept() -> Option<u64> {
+    // Loaded, if it was not yet.
+    Device::count().ok()?;
+    let call: extern "C" fn() -> u64 = driver_s(c"immwire_fake_cuda_kept")?;
+    Some(call())
+}
+
+/// The last GPU's number: another than the first, if there are two.
+fn last_gpu() -> u32 {
+    Device::count().expect("GPUs") - 1
+}
+
+/// Memory of the agent's over so many allocations of the last GPU, but for some bytes at both ends.
+fn segment(me: &Host, other: &mut Agent, parts: usize) -> (usize, MrDesc, u64) {
+    let bytes = PART * parts as u64 - AROUND.0 - AROUND.1;
+    let ask = Ask::Segment { ordinal: last_gpu(), parts, offset: AROUND.0, bytes };
+    match other.ask(me, ask) {
+        Say::Region { at, desc } => (at, MrDesc::decode(&desc).expect("a descriptor"), bytes),
+        other => panic!("{other:?}"),
+    }
+}
+
+/// What of a segment lies before a region and behind it.
+const AROUND: (u64, u64) = (4160, 12_352);
+
+/// Has the agent give it back; all that was taken for it goes, here too.
+fn free(me: &Host, other: &mut Agent, region: usize, before: [Option<u64>; 2]) {
+    let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+    other.tell(me, Ask::Free { region, ms });
+    let all_gone = || {
+        let theirs = other.number(me, Ask::Kept);
+        (kept() == before[0] && Some(theirs) == before[1]).then_some(())
+    };
+    let gone = me.until(PATIENCE, all_gone);
+    assert!(gone.is_some(), "{before:?} before, now {:?}, {}", kept(), other.number(me, Ask::Kept));
+}
+
+/// Ranges that begin and end in one allocation, and go over the border of two, or over all; pages that do; from them and to them.
+/// Each byte arrives, and no other is written. Nothing is left when they are given back.
+fn several_allocations(case: &Case) {
+    const NEAR: u64 = 150_000;
+    const PAGE: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let theirs = plain(other.peer(&me, me.engine.address()));
+    let (counter, tag) = other.counter(&me);
+    let back = me.engine.counter().expect("a counter");
+    // With one message, with two, with three.
+    for (n, parts) in (0..).zip([2, 3, 16, 17, 40]) {
+        let before = [kept(), Some(other.number(&me, Ask::Kept))];
+        let (there, desc, bytes) = segment(&me, &mut other, parts);
+        let src = me.segment(0, 3, AROUND.0, 3 * PART - AROUND.0 - AROUND.1);
+        assert_eq!(src.place(), Place::Gpu(0));
+        let pattern = case.pattern(n);
+        pattern.fill(&src, 0, src.len(), 0);
+        // Where the region has borders of allocations.
+        let border = |n: u64| n * PART - AROUND.0;
+        let last = parts as u64 - 1;
+        let mut borders = vec![1, last / 2, last];
+        borders.retain(|n| *n > 0);
+        borders.dedup();
+        for (at, odd) in borders.iter().flat_map(|n| [(border(*n), 0), (border(*n), 4097)]) {
+            let (from, len) = (at - NEAR + odd, 2 * NEAR);
+            // The source has a border in the middle, too.
+            let src_offset = border(1) - NEAR - odd;
+            let around = [(from - 4096, 4096), (from + len, 4096)];
+            let (first, whole) = (from - 4096, len + 8192);
+            other.tell(&me, Ask::Poison { region: there, offset: first, len: whole, byte: 0xa5 });
+            me.done(&write(&me, peer, &src, &desc, (src_offset, from, len), Some(tag)));
+            other.count(&me, counter, 1);
+            let (region, offset, at) = (there, from, src_offset);
+            let wrong = other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+            assert_eq!(wrong, None, "byte of {len} at {from}, over {parts} allocations");
+            for (offset, len) in around {
+                other.check_only(&me, there, offset, len, 0xa5);
+            }
+        }
+        // Both ends, and one byte more.
+        for (from, len) in [(0, 1), (bytes - 1, 1), (0, 4096), (bytes - 4096, 4096)] {
+            me.done(&write(&me, peer, &src, &desc, (7, from, len), Some(tag)));
+            other.count(&me, counter, 1);
+            let (region, offset, at) = (there, from, 7);
+            assert_eq!(other.place(&me, Ask::Mismatch { region, offset, len, pattern, at }), None);
+        }
+        // Pages, some of which go over a border.
+        let pages = u32::try_from(src.len() / PAGE).expect("few");
+        let places = u32::try_from(bytes / PAGE).expect("few");
+        let target = |page: u32| (page * 13 + places / 2) % places;
+        let count = pages.min(places);
+        let list = |indices: Vec<u32>| Pages { indices: indices.into(), stride: PAGE, offset: 0 };
+        if places % 13 != 0 {
+            let paged = PagedWrite {
+                peer,
+                page_bytes: PAGE,
+                src: &src,
+                src_pages: list((0..count).collect()),
+                dst: &desc,
+                dst_pages: list((0..count).map(target).collect()),
+                imm: Some(tag),
+            };
+            me.done(&me.engine.submit_paged_writes(&paged).expect("submit"));
+            other.count(&me, counter, u64::from(count));
+            for page in 0..count {
+                let (region, at) = (there, u64::from(page) * PAGE);
+                let (offset, len) = (u64::from(target(page)) * PAGE, PAGE);
+                let wrong = other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+                assert_eq!(wrong, None, "page {page} of {count}, over {parts} allocations");
+            }
+        }
+        // From there, over every border of ours.
+        let (offset, len) = (border(last) - NEAR, 2 * NEAR);
+        let fresh = case.pattern(100 + n);
+        other.tell(&me, Ask::Fill { region: there, offset, len, pattern: fresh, at: 0 });
+        for at in [border(1), border(2)] {
+            poison(&src, at - NEAR - 64, len + 128, 0x5a);
+            let tag = Some(back.tag().bits());
+            let (dst, dst_offset) = (encode(&src.desc()), at - NEAR);
+            other.post(Ask::Write(Write1 {
+                peer: theirs,
+                src: there,
+                src_offset: offset,
+                dst,
+                dst_offset,
+                len,
+                tag,
+            }));
+            me.count(&back, 1, PATIENCE).expect("it arrives");
+            assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
+            assert_eq!(fresh.mismatch(&src, dst_offset, len, 0), None, "at {dst_offset}");
+            assert_eq!(first_other(&src, dst_offset - 64, 64, 0x5a), None);
+            assert_eq!(first_other(&src, dst_offset + len, 64, 0x5a), None);
+        }
+        me.free(src, PATIENCE).expect("nobody writes");
+        free(&me, &mut other, there, before);
+    }
+}
+
+/// As many as a large tensor has.
+fn three_hundred_allocations(case: &Case) {
+    const PARTS: u64 = 300;
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let before = [kept(), Some(other.number(&me, Ask::Kept))];
+    let (there, desc, bytes) = segment(&me, &mut other, 300);
+    let src = me.engine.alloc_gpu(0, 8192).expect("memory");
+    let pattern = case.pattern(1);
+    pattern.fill(&src, 0, 8192, 0);
+    // A page behind each border, then a range over each.
+    let borders = 1..u32::try_from(PARTS).expect("few");
+    let paged = PagedWrite {
+        peer,
+        page_bytes: 8192,
+        src: &src,
+        src_pages: Pages { indices: vec![0; borders.len()].into(), stride: 8192, offset: 0 },
+        dst: &desc,
+        dst_pages: Pages {
+            indices: borders.clone().collect::<Vec<_>>().into(),
+            stride: PART,
+            offset: 0,
+        },
+        imm: Some(tag),
+    };
+    me.done(&me.engine.submit_paged_writes(&paged).expect("submit"));
+    other.count(&me, counter, PARTS - 1);
+    let len = 8192;
+    for border in borders.map(u64::from) {
+        let (region, offset, at) = (there, border * PART, 0);
+        let wrong = other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+        assert_eq!(wrong, None, "behind border {border}");
+        let at = border * PART - AROUND.0;
+        me.done(&write(&me, peer, &src, &desc, (0, at - 4096, len), None));
+    }
+    for border in (1..PARTS).rev() {
+        let (region, offset, at) = (there, border * PART - AROUND.0 - 4096, 0);
+        let wrong = other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+        assert_eq!(wrong, None, "over border {border} of {bytes} bytes");
+    }
+    drop(src);
+    // The engine's own memory is taken by hand, too, and goes when nobody uses it.
+    free(&me, &mut other, there, before);
+}
+
+/// Ranges that are not one in other processes are refused, with what is wrong, where, and what to do.
+fn what_is_not_one_range(case: &Case) {
+    let me = case.me();
+    let far = last_gpu();
+    assert_ne!(far, 0, "two GPUs are needed");
+    let before = kept();
+    let register = |ptr, bytes: u64| {
+        let bytes = usize::try_from(bytes).expect("64-bit");
+        // SAFETY: nobody is told of it, and it is closed before it is freed.
+        unsafe { me.engine.register(ptr, bytes, Rights::REMOTE_WRITE) }
+    };
+    let refused = |parts: &[Part], offset: u64, bytes: u64| {
+        let segment = Segment::of(parts);
+        let RegisterError::Gpu(why) = register(segment.ptr(offset), bytes).expect_err("no range")
+        else {
+            panic!("another reason")
+        };
+        println!("{why}");
+        let first = segment.ptr(0).addr().get() as u64;
+        segment.free();
+        (why, first)
+    };
+    let (near, far) = (Part::Of(0), Part::Of(far));
+    let (why, at) = refused(&[near, Part::Hole, near], 4096, 2 * PART);
+    let (address, before_it, bytes) = (at + PART, PART - 4096, 2 * PART);
+    let hole = |other| Error::Hole { address, before: before_it, bytes, ordinal: 0, other };
+    assert_eq!(why, hole(None));
+    let (why, at) = refused(&[near, far, near], 4096, 2 * PART);
+    let address = at + PART;
+    let other = Some(last_gpu());
+    assert_eq!(why, Error::Hole { address, before: before_it, bytes, ordinal: 0, other });
+    let (why, at) = refused(&[near, near, Part::Private(0), near], 0, 4 * PART);
+    assert_eq!(why, Error::NotShareable { address: at + 2 * PART });
+    // Past the end.
+    let (why, at) = refused(&[near, near], PART, PART + 1);
+    let (address, before_it, bytes) = (at + 2 * PART, PART, PART + 1);
+    assert_eq!(why, Error::Hole { address, before: before_it, bytes, ordinal: 0, other: None });
+    // One more than a region may lie over; its parts may.
+    let most = usize::try_from(ALLOCATIONS_MAX).expect("64-bit");
+    let mut parts = vec![Part::Again; most + 1];
+    parts[0] = near;
+    let segment = Segment::of(&parts);
+    let whole = PART * (most as u64 + 1);
+    let why = register(segment.ptr(0), whole).expect_err("too many");
+    let count = ALLOCATIONS_MAX + 1;
+    assert!(
+        matches!(why, RegisterError::Gpu(Error::TooManyAllocations { count: said, most: ALLOCATIONS_MAX }) if said == count),
+        "{why:?}"
+    );
+    for (offset, bytes) in [(0, whole - PART), (whole - PART, PART)] {
+        let region = register(segment.ptr(offset), bytes).expect("a part of it");
+        me.close(region, PATIENCE).expect("nobody writes");
+    }
+    segment.free();
+    // By chance one allocation of cuMemAlloc begins where another ends.
+    let behind: Option<extern "C" fn(u64, u64) -> u64> =
+        driver_s(c"immwire_fake_cuda_alloc_behind");
+    if let Some(behind) = behind {
+        let device = Device::open(0).expect("GPU 0");
+        let stream = Stream::new(&device).expect("a stream");
+        let memory =
+            std::mem::ManuallyDrop::new(DeviceMemory::zeroed(&stream, 8192).expect("some"));
+        let mut next = 0;
+        Captured::within(&stream, || {
+            next = behind(memory.address(), 4096);
+            0
+        });
+        assert_eq!(next, memory.address() + 8192);
+        let ptr = |at: u64| NonNull::new(at as *mut u8).expect("an address");
+        let why = register(ptr(next - 4096), 8192).expect_err("two");
+        let separate = Error::Separate { address: memory.address(), allocations: 2 };
+        assert!(matches!(why, RegisterError::Gpu(why) if why == separate), "{why:?}");
+        for at in [next - 4096, next] {
+            me.close(register(ptr(at), 4096).expect("one"), PATIENCE).expect("nobody writes");
+        }
+    }
+    assert_eq!(kept(), before);
+}
+
+/// Memory is given back while a peer's GPUs are mapping one part of it after the other: the write ends, and nothing is left.
+fn freed_while_it_is_opened(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let src = me.engine.alloc_gpu(0, 8192).expect("memory");
+    let (_, near) = other.memory(&me, 8192, Own::Engine);
+    me.done(&write(&me, peer, &src, &near, (0, 0, 8192), None));
+    let before = [kept(), Some(other.number(&me, Ask::Kept))];
+    let (mut done, mut refused) = (0, 0);
+    for round in 0..24 {
+        let (there, desc, bytes) = segment(&me, &mut other, 40);
+        let transfer = write(&me, peer, &src, &desc, (0, bytes - 8192, 8192), None);
+        me.linger(Duration::from_micros(round * 100));
+        free(&me, &mut other, there, before);
+        match me.end(&transfer) {
+            End::Done => done += 1,
+            End::Quiesced { error } | End::NeverStarted { error } => {
+                assert!(names(End::Quiesced { error }, peer), "{error}");
+                refused += 1;
+            }
+        }
+    }
+    println!("{done} were done, {refused} refused");
+    assert!(refused > 0, "nothing was taken back in time");
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+}
 
 /// Where NICs read and write.
 pub const BY_NICS: &[Test] = &[

@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
 use immwire::core::group::TransferError as Stopped;
@@ -14,6 +15,7 @@ use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 use serde::{Deserialize, Serialize};
 
 use crate::Provider;
+use crate::segment::{PART, Segment};
 
 /// No single step of a test takes longer on a loaded machine, unless it hangs. An emulated guest is another matter:
 /// whoever builds the suite for one sets `IMMWIRE_EMULATED=1`.
@@ -241,13 +243,31 @@ impl Host {
     /// Takes memory of the test's back, and registers it anew, for nobody but us: what is written there now
     /// is written behind the engine's back.
     pub fn reclaim(&self, memory: Memory, patience: Duration) -> Result<Memory, CloseError> {
-        let Memory { region, lent } = memory;
+        let Memory { region, lent, segment } = memory;
         let lent = lent.expect("memory of the test's");
         let bytes = usize::try_from(region.len()).expect("64-bit");
         self.close(region, patience)?;
         // SAFETY: never unmapped, and no reference to the bytes is ever made.
         let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::LOCAL) };
-        Ok(Memory { region: region.expect("register"), lent: Some(lent) })
+        Ok(Memory { region: region.expect("register"), lent: Some(lent), segment })
+    }
+
+    /// Registers `bytes` bytes from `offset` on of so many allocations of a GPU that adjoin.
+    pub fn segment(&self, ordinal: u32, parts: usize, offset: u64, bytes: u64) -> Memory {
+        let segment = Segment::new(ordinal, parts);
+        let bytes = usize::try_from(bytes).expect("64-bit");
+        // SAFETY: unmapped once the region is closed, by `free`, or never; no reference to the bytes is ever made.
+        let region =
+            unsafe { self.engine.register(segment.ptr(offset), bytes, Rights::REMOTE_WRITE) };
+        Memory { region: region.expect("register"), lent: None, segment: Some(segment) }
+    }
+
+    /// Takes memory over several allocations back, and gives it to the driver.
+    pub fn free(&self, memory: Memory, patience: Duration) -> Result<(), CloseError> {
+        let Memory { region, segment, .. } = memory;
+        self.close(region, patience)?;
+        segment.expect("a segment").free();
+        Ok(())
     }
 
     /// Memory of the engine's, or memory of ours that it registers.
@@ -255,24 +275,28 @@ impl Host {
         let bytes = usize::try_from(bytes).expect("64-bit");
         let turn = self.turn.as_ref().map(|turn| turn.replace(turn.get() + 1));
         match (own, turn.and_then(|turn| whose(turn, own))) {
-            (Own::Engine, Some(gpu)) => {
-                Memory { region: self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"), lent: None }
-            }
+            (Own::Engine, Some(gpu)) => Memory {
+                region: self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"),
+                lent: None,
+                segment: None,
+            },
             (Own::Test, Some(gpu)) => {
                 let lent = Lent::of_gpu(gpu, bytes);
                 // SAFETY: never freed.
                 let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
-                Memory { region: region.expect("register"), lent: Some(lent) }
+                Memory { region: region.expect("register"), lent: Some(lent), segment: None }
             }
-            (Own::Engine, None) => {
-                Memory { region: self.engine.alloc(bytes).expect("alloc"), lent: None }
-            }
+            (Own::Engine, None) => Memory {
+                region: self.engine.alloc(bytes).expect("alloc"),
+                lent: None,
+                segment: None,
+            },
             (Own::Test, None) => {
                 let lent = Lent::new(bytes);
                 // SAFETY: `Memory` drops the region first, and unmaps once it is closed, or the process
                 // ends; no reference to the bytes is ever made.
                 let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
-                Memory { region: region.expect("register"), lent: Some(lent) }
+                Memory { region: region.expect("register"), lent: Some(lent), segment: None }
             }
         }
     }
@@ -325,6 +349,8 @@ pub struct Memory {
     pub region: Region,
     /// Never unmapped: a peer may write until the region is closed, which a test may well not do.
     lent: Option<Lent>,
+    /// The same of memory over several allocations, unless it is freed.
+    segment: Option<Segment>,
 }
 
 impl std::ops::Deref for Memory {
@@ -351,7 +377,12 @@ impl Lent {
         Self { ptr: NonNull::new(ptr.expect("mmap").cast()).expect("an address") }
     }
 
+    /// In turn of `cudaMalloc`, and over two allocations of `cuMemCreate`.
     fn of_gpu(ordinal: u32, bytes: usize) -> Self {
+        static TURNS: AtomicU32 = AtomicU32::new(0);
+        if TURNS.fetch_add(1, Ordering::Relaxed) % 2 == 1 {
+            return Self::over_two(ordinal, bytes as u64);
+        }
         let device = Device::open(ordinal).expect("a GPU");
         let stream = Stream::new(&device).expect("a stream");
         let memory = DeviceMemory::zeroed(&stream, bytes).expect("memory");
@@ -361,6 +392,15 @@ impl Lent {
         // Never freed.
         std::mem::forget(memory);
         Self { ptr }
+    }
+
+    /// The middle lies where one allocation ends and the next begins.
+    fn over_two(ordinal: u32, bytes: u64) -> Self {
+        // As aligned as tests may count on.
+        let before = bytes / 2 / 64 * 64;
+        let each = (bytes - before).div_ceil(PART);
+        let parts = usize::try_from(2 * each).expect("64-bit");
+        Self { ptr: Segment::new(ordinal, parts).ptr(each * PART - before) }
     }
 }
 

@@ -36,6 +36,7 @@ mod operations;
 mod ports;
 mod programs;
 mod replacing;
+mod segment;
 mod sizes;
 mod spans;
 mod trust;

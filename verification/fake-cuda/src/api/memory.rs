@@ -28,7 +28,9 @@ fn wait_for_all(world: MutexGuard<'_, World>, current: Current) {
 extern "C" fn immwire_fake_cuda_alloc_behind(before: u64, bytes: u64) -> u64 {
     let mut world = begin("immwire_fake_cuda_alloc_behind");
     let current = world.current("immwire_fake_cuda_alloc_behind");
-    let Some(range) = world.memory.at(before).filter(|range| range.start == before) else { return 0 };
+    let Some(range) = world.memory.at(before).filter(|range| range.start == before) else {
+        return 0;
+    };
     let start = range.end();
     let free = world.memory.within(start, bytes).next().is_none();
     if !matches!(range.kind, Kind::Allocated { .. }) || !free || !(1..=GRANULE).contains(&bytes) {

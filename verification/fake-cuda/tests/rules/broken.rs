@@ -295,11 +295,16 @@ fn two_mapped() -> u64 {
 
 #[test]
 fn addresses_freed_while_a_part_is_mapped() {
-    run("broken::addresses_freed_while_a_part_is_mapped", End::Broken("memory in use"), &[], || {
-        let address = two_mapped();
-        ok!(cuMemUnmap(address, GRANULE));
-        call!(cuMemAddressFree(address, 2 * GRANULE));
-    });
+    run(
+        "broken::addresses_freed_while_a_part_is_mapped",
+        End::Broken("memory in use"),
+        &[],
+        || {
+            let address = two_mapped();
+            ok!(cuMemUnmap(address, GRANULE));
+            call!(cuMemAddressFree(address, 2 * GRANULE));
+        },
+    );
 }
 
 #[test]

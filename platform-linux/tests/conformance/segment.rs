@@ -1,0 +1,148 @@
+//! Memory of a GPU over several allocations that adjoin, as PyTorch's expandable segments are; and what looks like it.
+
+use std::ptr::NonNull;
+
+use cudarc::driver::sys as cu;
+use immwire_cuda::{Device, Event, Stream};
+
+use crate::host::PATIENCE;
+
+/// Bytes of each part.
+pub const PART: u64 = 2 << 20;
+const PART_BYTES: usize = 2 << 20;
+
+/// What a part of a segment is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// An allocation of this GPU.
+    Of(u32),
+    /// One that no other process can be given.
+    Private(u32),
+    /// The allocation before, once more.
+    Again,
+    /// Addresses, and nothing there.
+    Hole,
+}
+
+/// Reserved addresses, and what is mapped there. Stays as long as the process, unless it is freed.
+#[derive(Debug)]
+pub struct Segment {
+    device: Device,
+    at: u64,
+    parts: Vec<Part>,
+}
+
+fn ok(answer: cu::CUresult) {
+    assert_eq!(answer, cu::CUresult::CUDA_SUCCESS);
+}
+
+/// Makes the context of a GPU current for a call.
+fn within<R>(device: &Device, call: impl FnOnce() -> R) -> R {
+    // SAFETY: the context is alive as long as the device; it is taken off below.
+    ok(unsafe { cu::cuCtxPushCurrent_v2(device.context().cast()) });
+    let result = call();
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: takes off what was pushed above.
+    ok(unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) });
+    result
+}
+
+fn location(ordinal: u32) -> cu::CUmemLocation {
+    let id = i32::try_from(ordinal).expect("small");
+    cu::CUmemLocation { type_: cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id }
+}
+
+/// New memory of a GPU.
+fn create(ordinal: u32, shareable: bool) -> u64 {
+    use cu::CUmemAllocationHandleType_enum as H;
+    let wanted = cu::CUmemAllocationProp {
+        type_: cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
+        requestedHandleTypes: if shareable {
+            H::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        } else {
+            H::CU_MEM_HANDLE_TYPE_NONE
+        },
+        location: location(ordinal),
+        win32HandleMetaData: std::ptr::null_mut(),
+        allocFlags: cu::CUmemAllocationProp_st__bindgen_ty_1 {
+            compressionType: 0,
+            gpuDirectRDMACapable: 1,
+            usage: 0,
+            reserved: [0; 4],
+        },
+    };
+    let mut physical = 0;
+    // SAFETY: writes the one handle, reads the one structure.
+    ok(unsafe { cu::cuMemCreate(&raw mut physical, PART_BYTES, &raw const wanted, 0) });
+    physical
+}
+
+impl Segment {
+    /// So many allocations of one GPU, zeroed.
+    pub fn new(ordinal: u32, parts: usize) -> Self {
+        Self::of(&vec![Part::Of(ordinal); parts])
+    }
+
+    /// These parts, in their order; the first says whose stream zeroes them, and which GPU reaches them all.
+    pub fn of(parts: &[Part]) -> Self {
+        let (Some(Part::Of(ordinal) | Part::Private(ordinal)), bytes) =
+            (parts.first(), parts.len() * PART_BYTES)
+        else {
+            panic!("{parts:?}")
+        };
+        let device = Device::open(*ordinal).expect("a GPU");
+        let stream = Stream::new(&device).expect("a stream");
+        let access = cu::CUmemAccessDesc {
+            location: location(*ordinal),
+            flags: cu::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
+        };
+        let mut at = 0;
+        let mut last = None;
+        within(&device, || {
+            // SAFETY: writes the one address.
+            ok(unsafe { cu::cuMemAddressReserve(&raw mut at, bytes, 0, 0, 0) });
+            for (part, there) in parts.iter().zip((at..).step_by(PART_BYTES)) {
+                let physical = match *part {
+                    Part::Of(ordinal) => create(ordinal, true),
+                    Part::Private(ordinal) => create(ordinal, false),
+                    Part::Again => last.take().expect("one before"),
+                    Part::Hole => continue,
+                };
+                if let Some(before) = last.replace(physical) {
+                    // SAFETY: a reference of ours; what is mapped keeps the memory.
+                    ok(unsafe { cu::cuMemRelease(before) });
+                }
+                // SAFETY: reserved above, and mapped once; the memory is as long. Nobody else knows of it yet.
+                unsafe {
+                    ok(cu::cuMemMap(there, PART_BYTES, 0, physical, 0));
+                    ok(cu::cuMemSetAccess(there, PART_BYTES, &raw const access, 1));
+                    ok(cu::cuMemsetD8Async(there, 0, PART_BYTES, stream.raw().cast()));
+                }
+            }
+            // SAFETY: as above.
+            last.into_iter().for_each(|physical| ok(unsafe { cu::cuMemRelease(physical) }));
+        });
+        let event = Event::new(&device).expect("an event");
+        event.record(&stream).and_then(|()| event.wait(PATIENCE)).expect("zeroed");
+        Self { device, at, parts: parts.to_vec() }
+    }
+
+    /// What is so many bytes behind the first.
+    pub fn ptr(&self, offset: u64) -> NonNull<u8> {
+        NonNull::new((self.at + offset) as *mut u8).expect("an address")
+    }
+
+    /// Gives it back. Nobody uses it any more.
+    pub fn free(self) {
+        within(&self.device, || {
+            for (part, there) in self.parts.iter().zip((self.at..).step_by(PART_BYTES)) {
+                if *part != Part::Hole {
+                    // SAFETY: mapped so by `of`; our caller says that nobody uses it.
+                    ok(unsafe { cu::cuMemUnmap(there, PART_BYTES) });
+                }
+            }
+            // SAFETY: reserved by `of`; nothing is mapped there any more.
+            ok(unsafe { cu::cuMemAddressFree(self.at, self.parts.len() * PART_BYTES) });
+        });
+    }
+}
