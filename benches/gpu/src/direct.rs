@@ -2,77 +2,15 @@
 //! ranges that leave it. No NIC is needed; what one does with the file is not shown here.
 
 use crate::rig::Gpu;
-use cudarc::driver::sys as cu;
+use crate::row::{GRANULE, Row};
 use immwire_cuda::{DmaBuf, Error as CudaError, SharedMemory, owner_of, whole_pages};
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
 use std::error::Error;
 use std::time::Instant;
 
-/// Of one allocation of `cuMemCreate`, on all GPUs that there are.
-const GRANULE: usize = 2 << 20;
 /// How often a flush is measured.
 const FLUSHES: usize = 1000;
-
-/// Two allocations of one GPU, one behind the other, as frameworks make large tensors that grow.
-struct Two {
-    at: u64,
-}
-
-impl Two {
-    fn new(gpu: &Gpu) -> Result<Self, Box<dyn Error>> {
-        let location = cu::CUmemLocation {
-            type_: cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE,
-            id: i32::try_from(gpu.device.ordinal())?,
-        };
-        let wanted = cu::CUmemAllocationProp {
-            type_: cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
-            requestedHandleTypes:
-                cu::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
-            location,
-            win32HandleMetaData: std::ptr::null_mut(),
-            allocFlags: cu::CUmemAllocationProp_st__bindgen_ty_1 {
-                compressionType: 0,
-                gpuDirectRDMACapable: 1,
-                usage: 0,
-                reserved: [0; 4],
-            },
-        };
-        let access = cu::CUmemAccessDesc {
-            location,
-            flags: cu::CUmemAccess_flags::CU_MEM_ACCESS_FLAGS_PROT_READWRITE,
-        };
-        let mut at = 0;
-        // SAFETY: the context is current for as long as this is built; numbers are written where they are kept, structures
-        // read that are there. What is mapped lies in what was reserved.
-        unsafe {
-            cu::cuCtxPushCurrent_v2(gpu.device.context().cast()).result()?;
-            cu::cuMemAddressReserve(&raw mut at, 2 * GRANULE, 0, 0, 0).result()?;
-            for part in 0..2_u64 {
-                let mut physical = 0;
-                cu::cuMemCreate(&raw mut physical, GRANULE, &raw const wanted, 0).result()?;
-                let there = at + part * GRANULE as u64;
-                cu::cuMemMap(there, GRANULE, 0, physical, 0).result()?;
-                cu::cuMemRelease(physical).result()?;
-            }
-            cu::cuMemSetAccess(at, 2 * GRANULE, &raw const access, 1).result()?;
-            let mut popped = std::ptr::null_mut();
-            cu::cuCtxPopCurrent_v2(&raw mut popped).result()?;
-        }
-        Ok(Self { at })
-    }
-}
-
-impl Drop for Two {
-    fn drop(&mut self) {
-        // SAFETY: mapped and reserved by `new`; nobody uses it any more.
-        unsafe {
-            let _ = cu::cuMemUnmap(self.at, GRANULE);
-            let _ = cu::cuMemUnmap(self.at + GRANULE as u64, GRANULE);
-            let _ = cu::cuMemAddressFree(self.at, 2 * GRANULE);
-        }
-    }
-}
 
 /// Exports parts of `whole` bytes from `address`; returns how many, and how long each took at most, in microseconds.
 fn export(gpu: &Gpu, address: u64, whole: u64) -> Result<(u32, f64), Box<dyn Error>> {
@@ -133,7 +71,7 @@ pub(crate) fn run(gpus: &[Gpu]) -> Result<Value, Box<dyn Error>> {
                 let shared = SharedMemory::zeroed(&gpu.device, bytes)?;
                 note(export(gpu, shared.address(), shared.bytes() as u64)?);
             }
-            let two = Two::new(gpu)?;
+            let two = Row::new(&gpu.device, 2)?;
             note(export(gpu, two.at, 2 * GRANULE as u64)?);
         }
         found.push(json!({

@@ -1,9 +1,9 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
-//!     immwire-bench-gpu check | check-few | captures | time | ends FROM TO SMS | signals FROM TO
+//!     immwire-bench-gpu check | check-few | captures | joined | time | ends FROM TO SMS | signals FROM TO
 //!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time | moe-processes N
 //!
-//! `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
+//! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
 //! how long a watcher's callback and a waiting stream take to hear of something.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
@@ -13,8 +13,10 @@ mod captures;
 mod check;
 mod direct;
 mod ends;
+mod joined;
 mod moe;
 mod rig;
+mod row;
 mod signals;
 mod time;
 
@@ -28,6 +30,7 @@ fn main() -> ExitCode {
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let done = match words[..] {
         ["receive", place] => ends::receive(place).map(|()| Value::Null),
+        ["hold", gpu] => joined::hold(gpu).map(|()| Value::Null),
         ["ends", from, to, sms] => {
             sms.parse().map_err(Into::into).and_then(|sms| ends::measure(from, to, sms))
         }
@@ -41,7 +44,7 @@ fn main() -> ExitCode {
             _ => Err("ranks are numbers".into()),
         },
         [what] => run(what),
-        _ => Err("check, check-few, captures, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
+        _ => Err("check, check-few, captures, joined, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
                   moe-processes N"
             .into()),
     };
@@ -80,6 +83,9 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         "captures" => {
             result.insert("captures".into(), captures::run(&gpus)?);
         }
+        "joined" => {
+            result.insert("joined".into(), joined::run(gpus.len())?);
+        }
         "moe-check" | "moe-check-few" => {
             result.insert("moe".into(), moe::check(&gpus, what == "moe-check-few")?);
         }
@@ -108,7 +114,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         }
         _ => {
             return Err(
-                "check, check-few, captures, time, moe-check, moe-check-few, moe-replay or moe-time".into()
+                "check, check-few, captures, joined, time, moe-check, moe-check-few, moe-replay or moe-time".into()
             );
         }
     }
