@@ -1040,6 +1040,29 @@ mod tests {
     }
 
     #[test]
+    fn allocations_come_in_order_and_no_more_than_there_are() {
+        let described = Described { uuid: [0; 16], base: 0, len: 1, start: 0, whole: 4 };
+        let files = |count| -> Vec<OwnedFd> {
+            (0..count).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect()
+        };
+        for count in 2..6 {
+            let mut arriving = Arriving { described, count, next: 0, ways: Vec::new() };
+            let mut come = 0;
+            while let Some(next) = arriving.next() {
+                assert_eq!(next, come);
+                for more in 0..8 {
+                    assert_eq!(arriving.has_room(&files(more)), come + more <= count, "{more}");
+                }
+                let some = (count - come).min(2);
+                // Nobody gets at them.
+                assert!(!arriving.take(&files(some), &vec![1; some as usize]));
+                come += some;
+            }
+            assert_eq!((come, arriving.has_room(&files(1))), (count, false));
+        }
+    }
+
+    #[test]
     fn a_region_that_leaves_its_allocations_is_not_believed() {
         let described =
             |base, len, start, whole| Described { uuid: [0; 16], base, len, start, whole };
