@@ -920,7 +920,9 @@ impl TransferEngine {
         self.inner.registry.window(peer, dst, ordinal)
     }
 
-    /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]. A range inside one that is registered costs a look-up.
+    /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]: a range of one allocation, or over several of
+    /// `cuMemCreate` that adjoin ([`immwire_cuda::ALLOCATIONS_MAX`]), some tens of microseconds for each. A range inside one that is
+    /// registered costs a look-up.
     ///
     /// # Safety
     ///

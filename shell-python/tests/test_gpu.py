@@ -9,6 +9,7 @@ import ctypes
 import multiprocessing
 import os
 import random
+import struct
 import subprocess
 import sys
 import tempfile
@@ -103,6 +104,30 @@ def allocated(device, nbytes):
     address = ctypes.c_uint64()
     driver(device, [("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(nbytes))])
     return address.value
+
+
+def over_two(device, handle_types=1):
+    """The address of as much memory over two allocations that adjoin, as PyTorch's expandable segments are; and where the
+    second begins."""
+    part, address, parts = ctypes.c_size_t(2 << 20), ctypes.c_uint64(), [ctypes.c_uint64() for _ in range(2)]
+    wanted = struct.pack("<iiiiQQ", 1, handle_types, 1, device, 0, 0)
+    zero = ctypes.c_uint64(0)
+    whole = ctypes.c_size_t(2 * part.value)
+    reserve = ("cuMemAddressReserve", ctypes.byref(address), whole, ctypes.c_size_t(0), zero, zero)
+    create = [("cuMemCreate", ctypes.byref(physical), part, wanted, zero) for physical in parts]
+    driver(device, [reserve, *create])
+    border = address.value + part.value
+    access = struct.pack("<iii", 1, device, 3)
+    driver(
+        device,
+        [
+            ("cuMemMap", address, part, ctypes.c_size_t(0), parts[0], zero),
+            ("cuMemMap", ctypes.c_uint64(border), part, ctypes.c_size_t(0), parts[1], zero),
+            ("cuMemSetAccess", address, whole, access, ctypes.c_size_t(1)),
+            *[("cuMemRelease", physical) for physical in parts],
+        ],
+    )
+    return border - BYTES // 2, border
 
 
 def sent(pair, src, dst):
@@ -264,6 +289,8 @@ def case_memory_of_other_libraries_is_registered():
         (interface(here, stream=1), dlpack(there, 1)),
         (dlpack(here, 0), interface(there, strides=None, mask=None)),
         ((here, BYTES), (there, BYTES)),
+        (interface(over_two(0)[0]), interface(over_two(1)[0])),
+        (dlpack(over_two(0)[0], 0), dlpack(over_two(1)[0], 1)),
     ):
         src, dst = pair.sender.register(src), pair.receiver.register(dst)
         assert (src.device, dst.device) == (0, 1), (src, dst)
@@ -278,6 +305,13 @@ def case_memory_of_other_libraries_is_registered():
         pair.sender.register(interface(here, strides=(2,)))
     with pytest.raises(immwire.UnsupportedMemory, match="mask"):
         pair.sender.register(interface(here, mask=object()))
+    # What is not one range is refused, with the address that is to blame.
+    middle, border = over_two(0)
+    with pytest.raises(immwire.RegionError, match=f"{border + (2 << 20):#x}, is not allocated"):
+        pair.sender.register((middle, 3 << 20))
+    middle, border = over_two(0, handle_types=0)
+    with pytest.raises(immwire.RegionError, match=f"{border - (2 << 20):#x} was not allocated to be shared"):
+        pair.sender.register((middle, BYTES))
     pair.close()
 
 

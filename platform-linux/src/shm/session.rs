@@ -16,8 +16,10 @@
 //! - Every piece that was accepted is reported once: by [`Session::submit`], or from one of `waiting`,
 //!   `landed` and the bounce writer's jobs, by [`Session::poll`] or [`Session::flush`].
 //! - What the peer says is checked where it is used: positions by `lane` and `bounce`, a region's
-//!   file by its seals and size, addresses against the region's bounds. A lie costs the liar its session
-//!   or its own bytes.
+//!   file by its seals and size, those of a GPU's allocations by the driver, their number and turn against what was asked for,
+//!   addresses against the region's bounds. A lie costs the liar its session or its own bytes.
+//! - Each question under way is one message of the peer's to come. What is asked on, as a region over several allocations
+//!   has more files than go with one, takes the place of what was answered.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
