@@ -22,7 +22,7 @@
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
 //! | [`parting`] | how a session over queue pairs ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
-//! | [`topology`] | which NICs belong to which GPU |
+//! | [`topology`], [`device`] | which NICs belong to which GPU, and which ports of a device are NICs |
 //! | [`moe`] | where tokens go when experts are spread over ranks |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`pool`] | which slots of a table are free |
@@ -46,6 +46,7 @@ pub mod calls;
 pub mod courier;
 pub mod credit;
 pub mod datagram;
+pub mod device;
 pub mod group;
 pub mod hazard;
 pub mod id;

@@ -39,6 +39,7 @@ use core::fmt;
 
 use heapless::Vec;
 
+use crate::device::PortName;
 use crate::id::MAX_NICS;
 
 /// How many fields a line can have.
@@ -376,7 +377,7 @@ impl fmt::Display for Reason {
 pub struct Nic<'a> {
     /// The device.
     pub device: Device<'a>,
-    /// What it is called, for a provider.
+    /// What it is called, for a provider: one port of a device, if an override says so.
     pub name: &'a str,
     /// Mbit/s that it contributes: the rate of its card, divided by the ports of that card that this GPU
     /// has. 0 if it is unknown.
@@ -413,7 +414,8 @@ pub struct Topology<'a> {
 
 impl<'a> Topology<'a> {
     /// Takes the devices, ordered by address, and an override: none (`""`), or pairs such as
-    /// `gpu0=mlx5_0,mlx5_1 0000:52:00.0=mlx5_4`, separated by spaces, `;` or lines, with comments after `#`.
+    /// `gpu0=mlx5_0,mlx5_1 0000:52:00.0=mlx5_4`, separated by spaces, `;` or lines, with comments after `#`. A NIC is a device
+    /// with all its ports, or one port of an RDMA device: `mlx5_4:2`. Whether there is such a port, nobody here knows.
     ///
     /// # Errors
     ///
@@ -508,7 +510,7 @@ impl<'a> Topology<'a> {
         }
         let mut at = at.saturating_add(name.len()).saturating_add(1);
         for (index, nic) in list.split(',').enumerate() {
-            if !self.devices.iter().any(|device| device.nic_name() == Some(nic)) {
+            if self.told_nic(nic).is_none() {
                 return Err((at, OverrideError::UnknownNic));
             }
             if list.split(',').take(index).any(|other| other == nic) {
@@ -542,7 +544,8 @@ impl<'a> Topology<'a> {
             Some(list) => (self.named(list), Reason::Told),
             None => self.nearest(&owner),
         };
-        let nics: Vec<_, MAX_NICS> = chosen.iter().filter_map(|nic| part(nic, &chosen)).collect();
+        let nics: Vec<_, MAX_NICS> =
+            chosen.iter().filter_map(|(nic, name)| part(nic, name, &chosen)).collect();
         let mut nodes = nics.iter().map(|nic| nic.device.numa);
         let first = nodes.next().flatten();
         let agreed = first.filter(|_| nodes.all(|node| node == first));
@@ -553,14 +556,24 @@ impl<'a> Topology<'a> {
         Pair { owner, nics, reason, numa }
     }
 
-    fn named(self, list: &str) -> Vec<Device<'a>, MAX_NICS> {
-        let find = |name| {
-            self.devices.iter().copied().find(|device: &Device<'_>| device.nic_name() == Some(name))
-        };
+    fn named(self, list: &'a str) -> Chosen<'a> {
+        let find = |name| Some((self.told_nic(name)?, name));
         list.split(',').filter_map(find).take(MAX_NICS).collect()
     }
 
-    fn nearest(self, owner: &Owner<'a>) -> (Vec<Device<'a>, MAX_NICS>, Reason) {
+    /// The device that an override calls so: by its name, or as one port of an RDMA device.
+    fn told_nic(self, name: &str) -> Option<Device<'a>> {
+        let find =
+            |is: &dyn Fn(&Device<'_>) -> bool| self.devices.iter().copied().find(|it| is(it));
+        let whole = find(&|device| device.nic_name() == Some(name));
+        whole.or_else(|| {
+            let port = PortName::read(name, |_| false);
+            let has_number = port.port.is_some_and(|number| number > 0);
+            find(&|device| device.rdma == Some(port.device)).filter(|_| has_number)
+        })
+    }
+
+    fn nearest(self, owner: &Owner<'a>) -> (Chosen<'a>, Reason) {
         let (gpu, place) = match *owner {
             Owner::Gpu(_, gpu) => (Some(gpu), self.place(&gpu)),
             Owner::Host => (None, self.nics().next().map(|_| Place::MACHINE)),
@@ -588,6 +601,7 @@ impl<'a> Topology<'a> {
             pool.clone().filter(move |nic: &Device<'_>| nic.card() == card.card())
         };
         let nics = cards.clone().skip(skip).take(share).flat_map(functions).take(MAX_NICS);
+        let nics = nics.filter_map(|nic| Some((nic, nic.nic_name()?)));
         (nics.collect(), Reason::Nearest(place.closeness))
     }
 
@@ -642,12 +656,16 @@ impl Place<'_> {
     const MACHINE: Self = Self { closeness: Closeness::Machine, above: "", numa: None };
 }
 
+/// NICs, and what each is called.
+type Chosen<'a> = Vec<(Device<'a>, &'a str), MAX_NICS>;
+
 /// What one of the chosen NICs contributes.
-fn part<'a>(nic: &Device<'a>, chosen: &[Device<'a>]) -> Option<Nic<'a>> {
-    let ports = || chosen.iter().filter(|other| other.card() == nic.card());
+fn part<'a>(nic: &Device<'a>, name: &'a str, chosen: &Chosen<'a>) -> Option<Nic<'a>> {
+    let others = chosen.iter().map(|(other, _)| other);
+    let ports = || others.clone().filter(|other| other.card() == nic.card());
     let fastest = ports().map(|port| port.mbit).max().unwrap_or(0);
     let count = u32::try_from(ports().count()).unwrap_or(u32::MAX);
-    Some(Nic { device: *nic, name: nic.nic_name()?, mbit: fastest.checked_div(count)? })
+    Some(Nic { device: *nic, name, mbit: fastest.checked_div(count)? })
 }
 
 /// The first steps of a path.

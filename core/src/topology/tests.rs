@@ -321,6 +321,42 @@ const LINE: &str = "pci0000:44/0000:44:00.0/0000:55:00.0 vendor=1d0f class=02000
                     mbit=200000 down";
 
 #[test]
+fn an_override_may_name_one_port_of_a_device() {
+    let paths = ["pci0000:00/0000:00:01.0", "pci0000:00/0000:00:02.0", "pci0000:00/0000:00:03.0"];
+    let gpu = gpu_at(2, paths[0]);
+    let (a, b) = (nic_at(2, paths[1], "a"), nic_at(2, paths[2], "b:2"));
+    let net = Device { rdma: None, net: Some("eth0"), mbit: 10, ..nic_at(2, "virtual/eth0", "") };
+    let devices = [gpu, Device { mbit: 200, ..a }, Device { mbit: 100, ..b }, net];
+    // Ports of one device share its slot; a name that is one as a whole is that device's.
+    for (told, expected) in [
+        ("gpu0=a:2", &[("a:2", "a", 200)][..]),
+        ("gpu0=a", &[("a", "a", 200)]),
+        ("gpu0=a:2,a:1", &[("a:2", "a", 100), ("a:1", "a", 100)]),
+        ("gpu0=b:2", &[("b:2", "b:2", 100)]),
+        ("gpu0=b:2:1,a", &[("b:2:1", "b:2", 100), ("a", "a", 200)]),
+    ] {
+        let pairs = pairs(&devices, told);
+        let found: Vec<_> = pairs[0]
+            .nics
+            .iter()
+            .map(|nic| (nic.name, nic.device.rdma.unwrap(), nic.mbit))
+            .collect();
+        assert_eq!(found, expected, "{told}");
+        let names = Topology::new(&devices, told).unwrap().names_for(&["0000:00:01.0"]);
+        assert!(names.iter().zip(expected).all(|(name, (other, ..))| name == other), "{told}");
+    }
+    for (told, what) in [
+        ("gpu0=a:0", OverrideError::UnknownNic),
+        ("gpu0=b:1", OverrideError::UnknownNic),
+        ("gpu0=a:256", OverrideError::UnknownNic),
+        ("gpu0=eth0:1", OverrideError::UnknownNic),
+        ("gpu0=a:2,a:2", OverrideError::RepeatedNic),
+    ] {
+        assert_eq!(Topology::new(&devices, told).unwrap_err().what, what, "{told}");
+    }
+}
+
+#[test]
 fn several_gpus_have_the_nics_of_each_in_turn() {
     let mut sets = 0;
     for (gpus, nics) in [(1, 3), (2, 2), (3, 1)] {
