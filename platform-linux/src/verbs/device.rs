@@ -18,6 +18,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
+use immwire_core::device::{PortName, PortState};
 use immwire_core::port::{
     Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, speed_gbps,
 };
@@ -25,8 +26,6 @@ use immwire_core::port::{
 use super::{VerbsError, VerbsOptions};
 use crate::gpus::Direct;
 
-/// The port of each device that is used: those with two are two devices to Linux.
-const PORT: u8 = 1;
 /// How far packets may be routed.
 const HOP_LIMIT: u8 = 64;
 /// What a receiver without a posted receive asks the sender to wait: 0.12 ms.
@@ -56,12 +55,73 @@ fn must(call: &'static str, code: c_int) {
     }
 }
 
-/// An open device, and what is known of its port.
+/// An open device.
+#[derive(Debug)]
+struct Context {
+    library: &'static Library,
+    raw: NonNull<sys::ibv_context>,
+}
+
+impl Context {
+    /// # Safety
+    ///
+    /// `device` is one of a list that has not been freed.
+    unsafe fn open(
+        library: &'static Library,
+        device: *mut sys::ibv_device,
+    ) -> Result<Self, VerbsError> {
+        // SAFETY: by the caller's promise.
+        if unsafe { (*device).transport_type } != sys::IBV_TRANSPORT_IB {
+            return Err(VerbsError::Unfit { why: "it is no InfiniBand or RoCE device" });
+        }
+        // SAFETY: as above.
+        let raw = NonNull::new(unsafe { (library.symbols.ibv_open_device)(device) });
+        Ok(Self { library, raw: raw.ok_or_else(|| failed("ibv_open_device"))? })
+    }
+
+    const fn as_ptr(&self) -> *mut sys::ibv_context {
+        self.raw.as_ptr()
+    }
+
+    fn attributes(&self) -> Result<sys::ibv_device_attr, VerbsError> {
+        let query = self.library.symbols.ibv_query_device;
+        // SAFETY: all zero is a value of the type, and the library writes no more than it.
+        unsafe {
+            let mut device: sys::ibv_device_attr = core::mem::zeroed();
+            check("ibv_query_device", query(self.as_ptr(), &raw mut device))?;
+            Ok(device)
+        }
+    }
+
+    fn port(&self, number: u8) -> Result<sys::ibv_port_attr, VerbsError> {
+        let query = self.library.symbols.ibv_query_port;
+        // SAFETY: all zero is a value of the type, and the library writes no more than it: see the symbol.
+        unsafe {
+            let mut port: sys::ibv_port_attr = core::mem::zeroed();
+            let out = (&raw mut port).cast();
+            check("ibv_query_port", query(self.as_ptr(), number, out))?;
+            Ok(port)
+        }
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        // SAFETY: ours; all that was made from it held it.
+        must("ibv_close_device", unsafe { (self.library.symbols.ibv_close_device)(self.as_ptr()) });
+    }
+}
+
+/// One port of a device, which is opened anew for each: so what is told of the device by itself is told of one port, and of
+/// the queue pairs on it. And what is known of both.
 #[derive(Debug)]
 pub(super) struct Device {
     library: &'static Library,
-    context: NonNull<sys::ibv_context>,
+    context: Context,
+    /// The NIC's name: the device's, with the port's number if there are several.
     pub(super) name: String,
+    /// The port's number.
+    port: u8,
     pub(super) facts: Facts,
     is_lost: AtomicBool,
 }
@@ -82,7 +142,7 @@ pub(super) struct Facts {
     pub(super) max_receives: u32,
 }
 
-/// A device that will not do, and why.
+/// A device, or a port of one, that will not do, and why.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Unfit {
     /// Its name.
@@ -91,11 +151,23 @@ pub struct Unfit {
     pub why: String,
 }
 
-/// Opens the devices that fit, in the order of their names; and says why the others do not. Some ms for each.
+/// A port that there is.
+#[derive(Debug)]
+pub(super) struct Found {
+    /// The device's name.
+    pub(super) device: String,
+    pub(super) port: u8,
+    pub(super) state: PortState,
+    /// Opened, if it fits.
+    pub(super) nic: Result<Arc<Device>, Unfit>,
+}
+
+/// Opens the ports that fit, and says why others do not: in the order of their devices' names, then of their numbers. Of
+/// devices, those that options name, if they name any. Some ms for each.
 pub(super) fn discover(
     library: &'static Library,
     options: &VerbsOptions,
-) -> Result<(Vec<Arc<Device>>, Vec<Unfit>), VerbsError> {
+) -> Result<Vec<Found>, VerbsError> {
     let mut count = 0;
     // SAFETY: per ibv_get_device_list(3): a local to write to.
     let list = unsafe { (library.symbols.ibv_get_device_list)(&raw mut count) };
@@ -103,50 +175,90 @@ pub(super) fn discover(
         let error = io::Error::last_os_error();
         // A kernel without RDMA has no device, and says so in one of these ways.
         if matches!(error.raw_os_error(), Some(libc::ENOSYS | libc::ENOENT)) {
-            return Ok((Vec::new(), Vec::new()));
+            return Ok(Vec::new());
         }
         return Err(VerbsError::Call { call: "ibv_get_device_list", source: error });
     }
-    let (mut fit, mut unfit) = (Vec::new(), Vec::new());
+    let mut devices = Vec::new();
     for at in 0..usize::try_from(count).unwrap_or(0) {
         // SAFETY: the list has so many entries, which are devices until it is freed, and their names C strings.
-        let (device, name) = unsafe {
+        devices.push(unsafe {
             let device = *list.add(at);
             let name = (library.symbols.ibv_get_device_name)(device);
-            (device, CStr::from_ptr(name).to_string_lossy().into_owned())
-        };
-        if !options.devices.is_empty() && !options.devices.contains(&name) {
-            continue;
-        }
-        // SAFETY: as above.
-        match unsafe { Device::open(library, device, name.clone(), options) } {
-            Ok(device) => fit.push(Arc::new(device)),
-            Err(why) => unfit.push(Unfit { device: name, why: why.to_string() }),
-        }
+            (CStr::from_ptr(name).to_string_lossy().into_owned(), device)
+        });
+    }
+    devices.sort();
+    let is_device = |name: &str| devices.iter().any(|(device, _)| device == name);
+    let wanted: Vec<_> =
+        options.devices.iter().map(|name| PortName::read(name, is_device).device).collect();
+    let mut found = Vec::new();
+    for (name, device) in
+        devices.iter().filter(|(it, _)| wanted.is_empty() || wanted.contains(&it.as_str()))
+    {
+        // SAFETY: the list is freed below.
+        unsafe { open_ports(library, *device, name, options, &mut found) };
     }
     // SAFETY: from `ibv_get_device_list`; what is opened stays open without it.
     unsafe { (library.symbols.ibv_free_device_list)(list) };
-    fit.sort_by(|a: &Arc<Device>, b| a.name.cmp(&b.name));
-    Ok((fit, unfit))
+    Ok(found)
+}
+
+/// Opens each port of a device that fits. One that cannot be opened counts as one port.
+///
+/// # Safety
+///
+/// `device` is one of a list that has not been freed.
+unsafe fn open_ports(
+    library: &'static Library,
+    device: *mut sys::ibv_device,
+    name: &str,
+    options: &VerbsOptions,
+    found: &mut Vec<Found>,
+) {
+    // SAFETY: by the caller's promise.
+    let open = || unsafe { Context::open(library, device) };
+    let opened = open().and_then(|context| match context.attributes()?.phys_port_cnt {
+        0 => Err(VerbsError::Unfit { why: "it has no port" }),
+        ports => Ok((ports, context)),
+    });
+    let mut add = |port, nic: String, opened: Result<Device, (PortState, VerbsError)>| {
+        let state = opened.as_ref().map_or_else(|(state, _)| *state, |_| PortState::Fit);
+        let why = |(_, why): (PortState, VerbsError)| Unfit { device: nic, why: why.to_string() };
+        let nic = opened.map(Arc::new).map_err(why);
+        found.push(Found { device: name.to_owned(), port, state, nic });
+    };
+    let down = |why| (PortState::Down, why);
+    let (ports, first) = match opened {
+        Ok(opened) => opened,
+        Err(why) => return add(1, name.to_owned(), Err(down(why))),
+    };
+    let mut first = Some(first);
+    for port in 1..=ports {
+        let nic = match ports {
+            1 => name.to_owned(),
+            _ => PortName { device: name, port: Some(port) }.to_string(),
+        };
+        // The first has the device as it was opened to be asked.
+        let context = first.take().map_or_else(open, Ok).map_err(down);
+        let opened = context.and_then(|context| Device::new(context, nic.clone(), port, options));
+        add(port, nic, opened);
+    }
 }
 
 impl Device {
-    /// # Safety
-    ///
-    /// `device` is one of a list that has not been freed.
-    unsafe fn open(
-        library: &'static Library,
-        device: *mut sys::ibv_device,
+    /// The port of that number of an open device, if it fits; or else how far it can be used.
+    fn new(
+        context: Context,
         name: String,
+        port: u8,
         options: &VerbsOptions,
-    ) -> Result<Self, VerbsError> {
-        // SAFETY: by the caller's promise.
-        if unsafe { (*device).transport_type } != sys::IBV_TRANSPORT_IB {
-            return Err(VerbsError::Unfit { why: "it is no InfiniBand or RoCE device" });
+    ) -> Result<Self, (PortState, VerbsError)> {
+        let attr = context.port(port).map_err(|why| (PortState::Down, why))?;
+        if attr.state != sys::IBV_PORT_ACTIVE {
+            let why = VerbsError::Unfit { why: "its port is not active" };
+            return Err((PortState::Down, why));
         }
-        // SAFETY: as above.
-        let context = NonNull::new(unsafe { (library.symbols.ibv_open_device)(device) });
-        let context = context.ok_or_else(|| failed("ibv_open_device"))?;
         let facts = Facts {
             port: Port { link: Link::Ethernet, mtu: Mtu::B256, lid: 0, gid: Gid::NONE },
             gid_index: 0,
@@ -155,31 +267,20 @@ impl Device {
             max_completions: 0,
             max_receives: 0,
         };
-        let is_lost = AtomicBool::new(false);
-        let mut opened = Self { library, context, name, facts, is_lost };
-        opened.facts = opened.learn(options)?;
-        // SAFETY: an open device's descriptors are open; closed after all that uses them.
-        let events = unsafe { BorrowedFd::borrow_raw((*context.as_ptr()).async_fd) };
-        set_nonblocking(events)?;
+        let (library, is_lost) = (context.library, AtomicBool::new(false));
+        let mut opened = Self { library, context, name, port, facts, is_lost };
+        let learnt = opened.learn(&attr, options);
+        opened.facts = learnt.map_err(|why| (PortState::Active, why))?;
+        set_nonblocking(opened.event_fd()).map_err(|why| (PortState::Active, why))?;
         Ok(opened)
     }
 
-    fn learn(&self, options: &VerbsOptions) -> Result<Facts, VerbsError> {
-        let symbols = &self.library.symbols;
-        let context = self.context.as_ptr();
-        // SAFETY: all zero is a value of both types, and the library writes no more than these: for `ibv_query_port`
-        // see its symbol.
-        let (device, port) = unsafe {
-            let mut device: sys::ibv_device_attr = core::mem::zeroed();
-            check("ibv_query_device", (symbols.ibv_query_device)(context, &raw mut device))?;
-            let mut port: sys::ibv_port_attr = core::mem::zeroed();
-            let out = (&raw mut port).cast();
-            check("ibv_query_port", (symbols.ibv_query_port)(context, PORT, out))?;
-            (device, port)
-        };
-        if port.state != sys::IBV_PORT_ACTIVE {
-            return Err(VerbsError::Unfit { why: "its port is not active" });
-        }
+    fn learn(
+        &self,
+        port: &sys::ibv_port_attr,
+        options: &VerbsOptions,
+    ) -> Result<Facts, VerbsError> {
+        let device = self.context.attributes()?;
         // Devices of before link layers had names are InfiniBand's.
         let link = match port.link_layer {
             sys::IBV_LINK_LAYER_ETHERNET => Link::Ethernet,
@@ -215,7 +316,7 @@ impl Device {
             let mut entry: sys::ibv_gid_entry = core::mem::zeroed();
             let query = self.library.symbols._ibv_query_gid_ex;
             let size = size_of::<sys::ibv_gid_entry>();
-            let (context, port) = (self.context.as_ptr(), u32::from(PORT));
+            let (context, port) = (self.context.as_ptr(), u32::from(self.port));
             match query(context, port, u32::from(index), &raw mut entry, 0, size) {
                 0 => entry,
                 libc::ENODATA => return Ok(None),
@@ -250,7 +351,8 @@ impl Device {
             }
             let number = || (*event.element.cast::<sys::ibv_qp>()).qp_num;
             // A number of C's type, which lies where the pointers do.
-            let is_ours = || (&raw const event.element).cast::<c_int>().read() == c_int::from(PORT);
+            let is_ours =
+                || (&raw const event.element).cast::<c_int>().read() == c_int::from(self.port);
             let what = match event.event_type {
                 sys::IBV_EVENT_QP_FATAL | sys::IBV_EVENT_QP_REQ_ERR => {
                     Event::QueuePairFailed { number: number() }
@@ -284,15 +386,6 @@ impl Device {
     pub(super) fn event_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open as long as the device is.
         unsafe { BorrowedFd::borrow_raw((*self.context.as_ptr()).async_fd) }
-    }
-}
-
-impl Drop for Device {
-    fn drop(&mut self) {
-        // SAFETY: ours; all that was made from it held it.
-        must("ibv_close_device", unsafe {
-            (self.library.symbols.ibv_close_device)(self.context.as_ptr())
-        });
     }
 }
 
@@ -817,7 +910,7 @@ impl QueuePair {
     ) -> Result<Self, VerbsError> {
         let pair = Self::open(domain, completed, Some(shared), sys::IBV_QPT_RC, depths)?;
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
-        attr.port_num = PORT;
+        attr.port_num = domain.device.port;
         attr.qp_access_flags = sys::IBV_ACCESS_REMOTE_WRITE;
         let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_ACCESS_FLAGS;
         pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
@@ -833,7 +926,7 @@ impl QueuePair {
     ) -> Result<Self, VerbsError> {
         let pair = Self::open(domain, completed, None, sys::IBV_QPT_UD, depths)?;
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
-        attr.port_num = PORT;
+        attr.port_num = domain.device.port;
         attr.qkey = key;
         let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_QKEY;
         pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
@@ -1045,7 +1138,7 @@ fn address(device: &Device, route: &Route, options: &VerbsOptions) -> sys::ibv_a
         src_path_bits: 0,
         static_rate: 0,
         is_global: u8::from(route.dgid.is_some()),
-        port_num: PORT,
+        port_num: device.port,
     }
 }
 

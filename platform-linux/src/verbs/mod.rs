@@ -5,6 +5,7 @@
 //!
 //! | part | what |
 //! |---|---|
+//! | `choose` | which ports an engine has |
 //! | `device` | libibverbs's objects, owned |
 //! | `slab` | registered memory for messages |
 //! | `lane` | queue pairs for writes, what is in flight on them, and whose a queue pair is |
@@ -69,7 +70,7 @@
 //!
 //! # Limits
 //!
-//! - The first port of each device; the default partition.
+//! - The default partition.
 //! - The door is the first NIC's: while that is down, nobody new can connect; those who are connected are not concerned.
 //! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
 //!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
@@ -85,6 +86,7 @@
 //! - A piece is reported once: when its completion, or a later one of its queue pair, was read, or the queue pair has
 //!   been destroyed; and one on a broken path when that is settled, or its session ends.
 
+mod choose;
 mod device;
 mod door;
 mod handshake;
@@ -171,8 +173,9 @@ const UPKEEP_EVERY: u32 = 256;
 /// Which devices, and how their packets travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct VerbsOptions {
-    /// Names of devices: `mlx5_0`, `rxe0`. If none: for an engine with GPUs, their [nearest](crate::topology), and
-    /// otherwise all that fit, in the order of their names.
+    /// The NICs by name, in this order: `mlx5_0:2` is a port of a device, `mlx5_0` the device's first that is active. If none:
+    /// for an engine with GPUs, all active ports of the [nearest](crate::topology) devices, and otherwise of all that there
+    /// are, in the order of their names; each device's first before any second.
     pub devices: Vec<String>,
     /// Which entry of each port's table of global names is used. If none: RoCE v2 before v1, IPv4 before IPv6.
     pub gid_index: Option<u8>,
@@ -569,24 +572,14 @@ impl VerbsProvider {
     pub fn new(config: VerbsConfig) -> Result<Self, VerbsError> {
         check(&config)?;
         let gpus = Known::open(&config.gpus)?;
-        let (mut found, unfit) = device::discover(Library::load()?, &config.options)?;
-        let mut wanted = config.options.devices.clone();
-        if let Some(gpus) = gpus.as_ref().filter(|_| wanted.is_empty()) {
-            let usable: Vec<_> = found.iter().map(|device| device.name.as_str()).collect();
-            wanted = config.pairing.names(&gpus.addresses()?, &usable)?;
-            if wanted.iter().any(|name| !usable.contains(&name.as_str())) {
-                return Err(VerbsError::NoDevice { wanted, unfit });
-            }
-            if !wanted.is_empty() {
-                found.retain(|device| wanted.contains(&device.name));
-                found.sort_by_key(|device| wanted.iter().position(|name| *name == device.name));
-            }
-            tracing::info!(nics = ?wanted, "which NICs belong to the GPUs; if none, all are taken");
-        }
+        let found = device::discover(Library::load()?, &config.options)?;
+        let asked = gpus.as_ref().filter(|_| config.options.devices.is_empty());
+        let addresses = asked.map(|gpus| gpus.addresses()).transpose()?;
+        let chosen = choose::choose(&config, found, addresses.as_deref())?;
         let nics = usize::from(config.nics);
-        let devices: Vec<_> = found.iter().cycle().take(nics).cloned().collect();
+        let devices: Vec<_> = chosen.iter().cycle().take(nics).cloned().collect();
         let Some(first) = devices.first() else {
-            return Err(VerbsError::NoDevice { wanted, unfit });
+            return Err(VerbsError::NoDevice { wanted: Vec::new(), unfit: Vec::new() });
         };
         let lengths = Lengths::of(&devices, config.peers.max(1));
         let mut ports = Vec::with_capacity(devices.len());
@@ -638,7 +631,7 @@ impl VerbsProvider {
             timer,
             config,
         };
-        provider.watch_all(&found).map_err(|errno| os("epoll_ctl")(errno.into()))?;
+        provider.watch_all(&chosen).map_err(|errno| os("epoll_ctl")(errno.into()))?;
         Ok(provider)
     }
 

@@ -5,10 +5,10 @@ use ibverbs_sys::Library;
 use super::device::{Unfit, discover};
 use super::{VerbsError, VerbsOptions};
 
-/// A device that an engine can use.
+/// A port of a device that an engine can use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Surveyed {
-    /// Its name: `mlx5_0`.
+    /// Its name: the device's, `mlx5_0`, or `mlx5_0:2` where a device has several.
     pub device: String,
     /// Gigabits per second.
     pub speed_gbps: u32,
@@ -21,24 +21,29 @@ pub struct Surveyed {
 /// What there is.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Survey {
-    /// Devices that fit, by name.
+    /// Ports that fit, by name.
     pub devices: Vec<Surveyed>,
     /// Those that do not, and why.
     pub unfit: Vec<Unfit>,
 }
 
-/// Opens each device, and closes it again: some ms for each.
+/// Opens each port, and closes it again: some ms for each.
 ///
 /// # Errors
 ///
 /// [`VerbsError::Load`] without a libibverbs; or what it said when it was asked for devices. None at all is no error.
 pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
-    let (devices, unfit) = discover(Library::load()?, options)?;
-    let devices = devices.iter().map(|device| Surveyed {
-        device: device.name.clone(),
-        speed_gbps: device.facts.speed_gbps,
-        mtu: device.facts.port.mtu.bytes(),
-        is_ethernet: device.facts.port.link == immwire_core::port::Link::Ethernet,
-    });
-    Ok(Survey { devices: devices.collect(), unfit })
+    let (mut devices, mut unfit) = (Vec::new(), Vec::new());
+    for found in discover(Library::load()?, options)? {
+        match found.nic {
+            Ok(device) => devices.push(Surveyed {
+                device: device.name.clone(),
+                speed_gbps: device.facts.speed_gbps,
+                mtu: device.facts.port.mtu.bytes(),
+                is_ethernet: device.facts.port.link == immwire_core::port::Link::Ethernet,
+            }),
+            Err(why) => unfit.push(why),
+        }
+    }
+    Ok(Survey { devices, unfit })
 }
