@@ -123,7 +123,7 @@ pub struct TransportArgs {
     /// Network interface or device of libfabric's: eth0, lo, an EFA device [default: all but lo]
     #[arg(long, value_name = "NAME")]
     pub interface: Option<String>,
-    /// RDMA devices of libibverbs', separated by commas: mlx5_0,mlx5_1 [default: all that fit]
+    /// RDMA devices of libibverbs', or ports of them, separated by commas: mlx5_0,mlx5_1:2 [default: all that fit]
     #[arg(long, value_delimiter = ',', value_name = "NAME")]
     pub device: Vec<String>,
     /// Entry of the RDMA ports' tables of global names [default: RoCE v2 before v1, IPv4 before IPv6]
@@ -132,6 +132,9 @@ pub struct TransportArgs {
     /// Traffic class of packets of RDMA devices: the DSCP of RoCE v2 in its upper six bits
     #[arg(long, value_name = "CLASS")]
     pub traffic_class: Option<u8>,
+    /// Have RDMA devices ask for pages when they need them, instead of pinning memory; where they offer it
+    #[arg(long)]
+    pub on_demand: bool,
 }
 
 const BENCH_HELP: &str = "\

@@ -180,6 +180,7 @@ impl TransportArgs {
             ("device", Provider::Verbs, !self.device.is_empty()),
             ("gid-index", Provider::Verbs, self.gid_index.is_some()),
             ("traffic-class", Provider::Verbs, self.traffic_class.is_some()),
+            ("on-demand", Provider::Verbs, self.on_demand),
         ]
         .into_iter()
         .filter_map(|(option, of, given)| given.then_some((option, of)))
@@ -281,6 +282,7 @@ impl TransportArgs {
                     devices: self.device.clone(),
                     gid_index: self.gid_index,
                     traffic_class: self.traffic_class.unwrap_or(usual.traffic_class),
+                    on_demand: self.on_demand,
                     ..usual
                 })
             }
@@ -331,6 +333,7 @@ pub fn flags(transport: &Transport) -> Vec<String> {
             add("--device", devices);
             add("--gid-index", options.gid_index.map(|index| index.to_string()));
             add("--traffic-class", Some(options.traffic_class.to_string()));
+            flags.extend(options.on_demand.then(|| "--on-demand".to_owned()));
         }
     }
     flags
@@ -415,6 +418,9 @@ fn verbs_advice(error: &VerbsError) -> Option<String> {
             "name another with --device or --pairing, or leave it out; `rdma link` lists what the kernel has"
         }
         VerbsError::Pairing(_) => PAIR_OTHERS,
+        VerbsError::NoPaging { .. } => {
+            "leave --on-demand out; `immwire doctor` says which devices offer it"
+        }
         VerbsError::NoDevice { .. } => {
             "without RDMA NICs, --provider libfabric goes over TCP; `immwire doctor` says what is here"
         }
@@ -537,6 +543,9 @@ mod tests {
         assert_eq!(device.choose(Peers::Own), Ok(Transport::Verbs(expected)));
         let index = TransportArgs { gid_index: Some(1), ..TransportArgs::default() };
         assert!(matches!(index.choose(Peers::Come), Ok(Transport::Verbs(_))));
+        let paged = TransportArgs { on_demand: true, ..TransportArgs::default() };
+        let options = VerbsOptions { on_demand: true, ..VerbsOptions::default() };
+        assert_eq!(paged.choose(Peers::Own), Ok(Transport::Verbs(options)));
     }
 
     #[test]
@@ -639,6 +648,7 @@ mod tests {
                 devices: vec!["rxe0".to_owned(), "rxe1".to_owned()],
                 gid_index: Some(7),
                 traffic_class: 255,
+                on_demand: true,
                 ..VerbsOptions::default()
             }),
         ] {

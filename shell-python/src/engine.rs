@@ -131,8 +131,10 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   host, or AWS EFA, ``"verbs"`` is RoCE and InfiniBand NICs, by libibverbs.
 /// - ``fabric``, ``interface``, ``library``: which of libfabric's providers (``"tcp"``, ``"efa"``, ...), on
 ///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
-/// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices (``["mlx5_0"]``), which entry of
-///   their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
+/// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices, or ports of them (``["mlx5_0", "mlx5_1:2"]``),
+///   which entry of their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
+/// - ``on_demand``: with ``"verbs"``, memory of the host is not pinned; devices ask for its pages when they need them, if all
+///   of them offer that, as ``immwire doctor`` says.
 /// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to. With
 ///   ``"shm"``, or ``shm_on_host``, by copies that they make themselves; all memory of the host that is registered is
 ///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP none goes.
@@ -276,7 +278,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, on_demand = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -290,6 +292,7 @@ impl TransferEngine {
         devices: Option<Vec<String>>,
         gid_index: Option<u8>,
         traffic_class: Option<u8>,
+        on_demand: bool,
         gpus: Option<Vec<u32>>,
         pairing: Option<String>,
         topology: Option<PathBuf>,
@@ -321,9 +324,11 @@ impl TransferEngine {
             let message = "fabric, interface and library are for provider=\"libfabric\"";
             return Err(errors::config(message));
         }
-        let of_verbs = devices.is_some() || gid_index.is_some() || traffic_class.is_some();
+        let of_verbs =
+            devices.is_some() || gid_index.is_some() || traffic_class.is_some() || on_demand;
         if provider != "verbs" && of_verbs {
-            let message = "devices, gid_index and traffic_class are for provider=\"verbs\"";
+            let message =
+                "devices, gid_index, traffic_class and on_demand are for provider=\"verbs\"";
             return Err(errors::config(message));
         }
         let gpus = gpus.unwrap_or_default();
@@ -358,6 +363,7 @@ impl TransferEngine {
                     devices: devices.unwrap_or_default(),
                     gid_index,
                     traffic_class: traffic_class.unwrap_or(usual.traffic_class),
+                    on_demand,
                     ..usual
                 })
             }

@@ -10,8 +10,8 @@
 //!
 //! # Invariants
 //!
-//! 1. Structures under `prefixes` are allocated by the library alone, never here, and declared up to the last field
-//!    that is used.
+//! 1. Structures under `PREFIXES` are allocated by the library alone, never here, and declared up to the last field
+//!    that is used; those under `SUFFIXES` from the first on.
 //! 2. All zero is a valid value of every structure that callers allocate.
 
 // The names are C's, so that its documentation can be searched for them; and fields are documented there.
@@ -26,10 +26,21 @@ pub struct Struct {
     pub name: &'static str,
     /// Its size in bytes.
     pub size: usize,
-    /// The header's may be longer.
-    pub is_prefix: bool,
+    /// How much of the header's it is.
+    pub part: Part,
     /// Its fields in order.
     pub fields: &'static [Field],
+}
+
+/// How much of a header's structure one of this crate's is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Part {
+    /// All of it.
+    Whole,
+    /// The first fields: it may be longer.
+    Prefix,
+    /// The last ones, as seen from the last: it may begin earlier.
+    Suffix,
 }
 
 /// A field of a [`Struct`].
@@ -45,7 +56,7 @@ pub struct Field {
     pub ty: &'static str,
 }
 
-/// Where something lies inside a union of a structure's.
+/// Where something lies inside a union of a structure's, or a structure that has no name.
 #[derive(Debug, Clone, Copy)]
 pub struct Place {
     /// The structure.
@@ -68,7 +79,7 @@ pub struct Constant {
 }
 
 macro_rules! structs {
-    ($($list:ident, $is_prefix:literal, $doc:literal, {
+    ($($list:ident, $part:ident, $doc:literal, {
         $($(#[$meta:meta])* $name:ident { $($field:ident: $ty:ty,)* })*
     })*) => {
         $($($(#[$meta])*
@@ -80,7 +91,7 @@ macro_rules! structs {
         const $list: &[Struct] = &[$(Struct {
             name: stringify!($name),
             size: size_of::<$name>(),
-            is_prefix: $is_prefix,
+            part: Part::$part,
             fields: &[$(Field {
                 name: stringify!($field),
                 offset: core::mem::offset_of!($name, $field),
@@ -280,6 +291,7 @@ opaque! {
     ibv_mw
     ibv_mw_bind
     _compat_ibv_port_attr
+    ibv_query_device_ex_input
 }
 
 /// A port's name in its fabric; for RoCE an IPv6 address, or an IPv4 one mapped into it.
@@ -331,7 +343,7 @@ pub struct ibv_send_wr_ud {
 }
 
 structs! {
-    WHOLE, false, "Structures that callers allocate.", {
+    WHOLE, Whole, "Structures that callers allocate.", {
         /// ibv_query_device(3).
         ibv_device_attr {
             fw_ver: [c_char; 64],
@@ -547,7 +559,43 @@ structs! {
         }
     }
 
-    PREFIXES, true, "Structures that the library allocates.", {
+    SIZED, Prefix, "Structures that callers allocate, and say of how long they are.", {
+        /// ibv_query_device_ex(3). Bits of what is offered; of the transports reliable connections, unreliable ones, datagrams.
+        ibv_odp_caps {
+            general_caps: u64,
+            per_transport_caps: [u32; 3],
+        }
+
+        /// ibv_query_device_ex(3).
+        ibv_device_attr_ex {
+            orig_attr: ibv_device_attr,
+            comp_mask: u32,
+            odp_caps: ibv_odp_caps,
+        }
+    }
+
+    SUFFIXES, Suffix, "Structures that the library allocates, and that grow at their beginning.", {
+        /// Where a context lies that has more entries than its own table: how much of this there is says `sz`.
+        verbs_context {
+            query_device_ex: Option<unsafe extern "C" fn(context: *mut ibv_context, input: *const ibv_query_device_ex_input,
+                attr: *mut ibv_device_attr_ex, attr_size: usize) -> c_int>,
+            ibv_destroy_flow: *mut c_void,
+            ABI_placeholder2: *mut c_void,
+            ibv_create_flow: *mut c_void,
+            ABI_placeholder1: *mut c_void,
+            open_qp: *mut c_void,
+            create_qp_ex: *mut c_void,
+            get_srq_num: *mut c_void,
+            create_srq_ex: *mut c_void,
+            open_xrcd: *mut c_void,
+            close_xrcd: *mut c_void,
+            _ABI_placeholder3: u64,
+            sz: usize,
+            context: ibv_context,
+        }
+    }
+
+    PREFIXES, Prefix, "Structures that the library allocates.", {
         /// ibv_get_device_list(3).
         ibv_device {
             _ops: [*mut c_void; 2],
@@ -602,6 +650,9 @@ structs! {
             ops: ibv_context_ops,
             cmd_fd: c_int,
             async_fd: c_int,
+            num_comp_vectors: c_int,
+            mutex: [u64; size_of::<libc::pthread_mutex_t>() / 8],
+            abi_compat: *mut c_void,
         }
 
         /// ibv_alloc_pd(3).
@@ -655,8 +706,14 @@ structs! {
     }
 }
 
-/// Where the parts of unions lie.
+/// Where the parts of unions, and of structures without a name, lie.
 pub const PLACES: &[Place] = &[
+    Place {
+        name: "ibv_odp_caps",
+        path: "per_transport_caps.rc_odp_caps",
+        offset: core::mem::offset_of!(ibv_odp_caps, per_transport_caps),
+        size: 4,
+    },
     place("wr.rdma.remote_addr", core::mem::offset_of!(ibv_send_wr_rdma, remote_addr), 8),
     place("wr.rdma.rkey", core::mem::offset_of!(ibv_send_wr_rdma, rkey), 4),
     place("wr.ud.ah", core::mem::offset_of!(ibv_send_wr_ud, ah), 8),
@@ -704,7 +761,14 @@ constants! {
     "`enum ibv_access_flags`.", u32, {
         IBV_ACCESS_LOCAL_WRITE = 1;
         IBV_ACCESS_REMOTE_WRITE = 2;
+        IBV_ACCESS_ON_DEMAND = 1 << 6;
         IBV_ACCESS_RELAXED_ORDERING = 1 << 20;
+    }
+    "`enum ibv_odp_general_caps`.", u64, {
+        IBV_ODP_SUPPORT = 1 << 0;
+    }
+    "`enum ibv_odp_transport_cap_bits`.", u32, {
+        IBV_ODP_SUPPORT_WRITE = 1 << 2;
     }
     "`enum ibv_qp_type`.", ibv_qp_type, {
         IBV_QPT_RC = 2;

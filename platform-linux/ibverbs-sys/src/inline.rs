@@ -2,9 +2,56 @@
 //!
 //! Each returns what the C function returns, or `ENOSYS` where a driver left the entry empty, which none does.
 
-use core::ffi::c_int;
+use core::ffi::{c_int, c_void};
+use core::mem::offset_of;
+use core::ptr::{self, NonNull};
 
-use crate::abi::{ibv_cq, ibv_qp, ibv_recv_wr, ibv_send_wr, ibv_srq, ibv_wc};
+use crate::abi::{
+    ibv_context, ibv_cq, ibv_device_attr_ex, ibv_qp, ibv_recv_wr, ibv_send_wr, ibv_srq, ibv_wc,
+    verbs_context,
+};
+
+/// What a context's `abi_compat` is, if it lies in a [`verbs_context`].
+const IS_EXTENDED: *mut c_void = ptr::without_provenance_mut(usize::MAX);
+
+/// What `context` lies in, if that goes back as far as `offset` bytes into what is declared of it.
+///
+/// # Safety
+///
+/// `context` is live.
+unsafe fn extended(context: *mut ibv_context, offset: usize) -> Option<NonNull<verbs_context>> {
+    // SAFETY: live, and a library that says that it is extended has allocated what it lies in, with the size of what there is
+    // of that right before it.
+    unsafe {
+        if (*context).abi_compat != IS_EXTENDED {
+            return None;
+        }
+        let whole = context.byte_sub(offset_of!(verbs_context, context)).cast::<verbs_context>();
+        let size = (&raw const (*whole).sz).read();
+        (size >= size_of::<verbs_context>() - offset).then_some(NonNull::new(whole)?)
+    }
+}
+
+/// Asks a device for more than `ibv_query_device` does; `attr` is written up to its size. Zero, or an `errno`: `ENOSYS` or
+/// `EOPNOTSUPP` where library or driver knows no such question. ibv_query_device_ex(3).
+///
+/// # Safety
+///
+/// `context` is live, and `attr` is valid for writes.
+pub unsafe fn ibv_query_device_ex(
+    context: *mut ibv_context,
+    attr: *mut ibv_device_attr_ex,
+) -> c_int {
+    // SAFETY: by the caller's promise; the entry is there, as far as the context says.
+    unsafe {
+        let Some(whole) = extended(context, offset_of!(verbs_context, query_device_ex)) else {
+            return libc::ENOSYS;
+        };
+        let size = size_of::<ibv_device_attr_ex>();
+        let query = (&raw const (*whole.as_ptr()).query_device_ex).read();
+        query.map_or(libc::ENOSYS, |query| query(context, ptr::null(), attr, size))
+    }
+}
 
 /// Posts a list of sends, in order; `bad` is the first that was not. Zero, or an `errno`. ibv_post_send(3).
 ///

@@ -14,18 +14,31 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, Stdio};
 
-use ibverbs_sys::{CONSTANTS, ENUMS, PLACES, STRUCTS, SYMBOLS, Struct};
+use ibverbs_sys::{CONSTANTS, ENUMS, PLACES, Part, STRUCTS, SYMBOLS, Struct};
 
 const INCLUDES: &str = "#include <stddef.h>\n#include <infiniband/verbs.h>\n";
 
 /// Their C types are not said here: unions, structures without a name, and tables of old. Size and offset must do.
-const UNTYPED: [(&str, &str); 10] = [
+const UNTYPED: [(&str, &str); 22] = [
     ("ibv_device", "_ops"),
     ("ibv_context_ops", "alloc_mw"),
     ("ibv_async_event", "element"),
     ("ibv_send_wr", "wr"),
     ("ibv_send_wr", "qp_type"),
     ("ibv_send_wr", "bind_mw"),
+    ("ibv_odp_caps", "per_transport_caps"),
+    ("ibv_context", "mutex"),
+    // Functions that are not called.
+    ("verbs_context", "ibv_destroy_flow"),
+    ("verbs_context", "ABI_placeholder2"),
+    ("verbs_context", "ibv_create_flow"),
+    ("verbs_context", "ABI_placeholder1"),
+    ("verbs_context", "open_qp"),
+    ("verbs_context", "create_qp_ex"),
+    ("verbs_context", "get_srq_num"),
+    ("verbs_context", "create_srq_ex"),
+    ("verbs_context", "open_xrcd"),
+    ("verbs_context", "close_xrcd"),
     // `__be64`, which is no `uint64_t` to a compiler.
     ("ibv_device_attr", "node_guid"),
     ("ibv_device_attr", "sys_image_guid"),
@@ -106,7 +119,10 @@ fn c_type(rust: &str) -> String {
         "usize" => "size_t".to_owned(),
         "ibv_gid" => "union ibv_gid".to_owned(),
         name if ENUMS.contains(&name) => format!("enum {name}"),
-        name if name.starts_with("ibv_") || name.starts_with("_compat_") => {
+        name if name.starts_with("ibv_")
+            || name.starts_with("_compat_")
+            || name.starts_with("verbs_") =>
+        {
             format!("struct {name}")
         }
         name => panic!("a type that this test does not know: {name}"),
@@ -156,27 +172,44 @@ impl Program {
 
     fn structure(&mut self, item: &Struct) {
         let name = item.name;
+        let last = item.fields.last().expect("a field");
         for field in item.fields {
             let label = format!("{name}.{}", field.name);
-            self.layout(&label, name, field.name, field.offset, field.size);
+            match item.part {
+                Part::Whole | Part::Prefix => {
+                    self.layout(&label, name, field.name, field.offset, field.size);
+                }
+                Part::Suffix => {
+                    let wrong = usize::from(self.say == Say::Wrong);
+                    let behind = last.offset - field.offset + wrong;
+                    let at = |field: &str| format!("offsetof(struct {name}, {field})");
+                    let distance = format!("{} - {} == {behind}", at(last.name), at(field.name));
+                    self.assert(&format!("offset {label}"), &distance);
+                    self.size(&label, name, field.name, field.size);
+                }
+            }
             if !UNTYPED.contains(&(name, field.name)) {
                 let place = format!("__typeof__(((struct {name} *)0)->{})", field.name);
                 self.same(&format!("type {label}"), &place, &c_type(field.ty));
             }
         }
-        let compare = if item.is_prefix { ">=" } else { "==" };
+        let compare = if item.part == Part::Whole { "==" } else { ">=" };
         let wrong = if self.say == Say::Wrong { 4096 } else { 0 };
         let whole = format!("sizeof(struct {name}) {compare} {}", item.size + wrong);
         self.assert(&format!("whole {name}"), &whole);
     }
 
     fn layout(&mut self, label: &str, name: &str, path: &str, offset: usize, size: usize) {
-        let wrong = usize::from(self.say == Say::Wrong);
-        let (offset, size) = (offset + wrong, size + wrong);
+        let offset = offset + usize::from(self.say == Say::Wrong);
         self.assert(
             &format!("offset {label}"),
             &format!("offsetof(struct {name}, {path}) == {offset}"),
         );
+        self.size(label, name, path, size);
+    }
+
+    fn size(&mut self, label: &str, name: &str, path: &str, size: usize) {
+        let size = size + usize::from(self.say == Say::Wrong);
         let place = format!("sizeof(((struct {name} *)0)->{path})");
         self.assert(&format!("size {label}"), &format!("{place} == {size}"));
     }

@@ -18,7 +18,7 @@ use std::sync::atomic::Ordering::Relaxed;
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
-use immwire_core::device::{PortName, PortState};
+use immwire_core::device::{Paging, PortName, PortState};
 use immwire_core::port::{
     Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, speed_gbps,
 };
@@ -105,6 +105,26 @@ impl Context {
     }
 }
 
+impl Context {
+    /// What it offers for memory that is not pinned; nothing, if it cannot be asked.
+    fn paging(&self) -> Paging {
+        // SAFETY: all zero is a value of the type, and the context is open.
+        let (code, attr) = unsafe {
+            let mut attr: sys::ibv_device_attr_ex = core::mem::zeroed();
+            (sys::ibv_query_device_ex(self.as_ptr(), &raw mut attr), attr)
+        };
+        if let Err(error) = check("ibv_query_device_ex", code) {
+            tracing::debug!(%error, "a device does not say what it offers");
+            return Paging::default();
+        }
+        let [reliable, ..] = attr.odp_caps.per_transport_caps;
+        Paging {
+            any: attr.odp_caps.general_caps & sys::IBV_ODP_SUPPORT != 0,
+            write: reliable & sys::IBV_ODP_SUPPORT_WRITE != 0,
+        }
+    }
+}
+
 impl Drop for Context {
     fn drop(&mut self) {
         // SAFETY: ours; all that was made from it held it.
@@ -140,6 +160,7 @@ pub(super) struct Facts {
     pub(super) max_message: u32,
     pub(super) max_completions: u32,
     pub(super) max_receives: u32,
+    pub(super) paging: Paging,
 }
 
 /// A device, or a port of one, that will not do, and why.
@@ -266,6 +287,7 @@ impl Device {
             max_message: 0,
             max_completions: 0,
             max_receives: 0,
+            paging: Paging::default(),
         };
         let (library, is_lost) = (context.library, AtomicBool::new(false));
         let mut opened = Self { library, context, name, port, facts, is_lost };
@@ -306,6 +328,7 @@ impl Device {
             max_message: port.max_msg_sz,
             max_completions: most(device.max_cqe),
             max_receives: most(device.max_srq_wr).min(most(device.max_qp_wr)),
+            paging: self.context.paging(),
         })
     }
 
@@ -412,6 +435,31 @@ fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbsError> {
     rustix::fs::fcntl_setfl(fd, flags | rustix::fs::OFlags::NONBLOCK).map_err(os)
 }
 
+/// What registered memory is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Access {
+    /// Peers write there.
+    pub(super) remote: bool,
+    /// It is not pinned, if it is the host's: the device asks for pages when it needs them.
+    pub(super) on_demand: bool,
+}
+
+impl Access {
+    /// As libibverbs has it, for a GPU's memory or the host's.
+    const fn flags(self, of_gpu: bool) -> u32 {
+        let mut flags = sys::IBV_ACCESS_LOCAL_WRITE;
+        if self.remote {
+            // No order is assumed of the writes to a region; that they come before the completion that announces them is
+            // the device's promise all the same.
+            flags |= sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_RELAXED_ORDERING;
+        }
+        if self.on_demand && !of_gpu {
+            flags |= sys::IBV_ACCESS_ON_DEMAND;
+        }
+        flags
+    }
+}
+
 /// A protection domain: what is made from one can be used together.
 #[derive(Debug)]
 pub(super) struct Domain {
@@ -436,27 +484,21 @@ impl Domain {
         &self.device
     }
 
-    /// Registers memory. Its pages are pinned: as long as it is large, about a second for 16 GiB of small pages.
+    /// Registers memory. Its pages are pinned, unless `access` says otherwise: as long as it is large, about a second for
+    /// 16 GiB of small pages.
     ///
     /// # Safety
     ///
-    /// `len` bytes from `at` are mapped, or allocated on a GPU, and stay so while the registration lives. If `remote`, peers
-    /// write there.
+    /// `len` bytes from `at` are mapped, or allocated on a GPU, and stay so while the registration lives. If `access` has it,
+    /// peers write there.
     pub(super) unsafe fn register(
         self: &Arc<Self>,
         at: NonNull<u8>,
         len: usize,
-        remote: bool,
+        access: Access,
         gpu: Option<&Direct>,
     ) -> Result<Registration, VerbsError> {
-        // No order is assumed of the writes to a region; that they come before the completion that announces them is
-        // the device's promise all the same.
-        let remote = if remote {
-            sys::IBV_ACCESS_REMOTE_WRITE | sys::IBV_ACCESS_RELAXED_ORDERING
-        } else {
-            0
-        };
-        let access = sys::IBV_ACCESS_LOCAL_WRITE | remote;
+        let access = access.flags(gpu.is_some());
         let (address, iova) = (at.as_ptr().cast::<c_void>(), at.as_ptr() as u64);
         let by_file = match gpu {
             None => None,
@@ -1176,5 +1218,26 @@ impl Drop for AddressHandle {
         must("ibv_destroy_ah", unsafe {
             (self.domain.device.library.symbols.ibv_destroy_ah)(self.raw.as_ptr())
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn memory_is_registered_for_what_it_is_and_never_a_gpu_s_on_demand() {
+        for remote in [false, true] {
+            for on_demand in [false, true] {
+                for of_gpu in [false, true] {
+                    let flags = Access { remote, on_demand }.flags(of_gpu);
+                    let has = |flag| flags & flag != 0;
+                    assert!(has(sys::IBV_ACCESS_LOCAL_WRITE));
+                    assert_eq!(has(sys::IBV_ACCESS_REMOTE_WRITE), remote);
+                    assert_eq!(has(sys::IBV_ACCESS_RELAXED_ORDERING), remote);
+                    assert_eq!(has(sys::IBV_ACCESS_ON_DEMAND), on_demand && !of_gpu);
+                }
+            }
+        }
     }
 }

@@ -16,7 +16,7 @@ use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_core::tenant::Tenant;
 
 use super::VerbsError;
-use super::device::{Domain, Registration};
+use super::device::{Access, Domain, Registration};
 use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
 use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
@@ -42,6 +42,8 @@ pub struct VerbsMemory {
     engine: EngineId,
     /// By NIC.
     domains: Vec<Arc<Domain>>,
+    /// Memory of the host is not pinned.
+    on_demand: bool,
     pub(super) gpus: Gpus,
     pub(super) regions: Regions<Vec<Registration>>,
 }
@@ -50,9 +52,10 @@ impl VerbsMemory {
     pub(super) fn new(
         engine: EngineId,
         domains: Vec<Arc<Domain>>,
+        on_demand: bool,
         gpus: Option<Arc<Known>>,
     ) -> io::Result<Self> {
-        Ok(Self { engine, domains, gpus: Gpus(gpus), regions: Regions::new(true)? })
+        Ok(Self { engine, domains, on_demand, gpus: Gpus(gpus), regions: Regions::new(true)? })
     }
 
     /// Registers memory with all NICs.
@@ -70,9 +73,10 @@ impl VerbsMemory {
     ) -> Result<Held, RegisterError> {
         let (mut locals, mut remotes) = ([0; MAX_NICS], [0; MAX_NICS]);
         let mut registrations = Vec::with_capacity(self.domains.len());
+        let access = Access { remote, on_demand: self.on_demand };
         for (nic, domain) in self.domains.iter().enumerate() {
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
-            match unsafe { domain.register(ptr, len, remote, gpu) } {
+            match unsafe { domain.register(ptr, len, access, gpu) } {
                 Ok(made) => {
                     if let (Some(ours), Some(theirs)) = (locals.get_mut(nic), remotes.get_mut(nic))
                     {

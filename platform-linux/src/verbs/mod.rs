@@ -107,6 +107,7 @@ use ibverbs_sys as sys;
 use ibverbs_sys::{Library, LoadError};
 use immwire_core::courier::{LETTER_MAX, Letter};
 use immwire_core::credit::{Allowance, grant};
+use immwire_core::device::NoPaging;
 use immwire_core::group::{NOTES_PER_PEER, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
@@ -187,6 +188,10 @@ pub struct VerbsOptions {
     pub timeout: u8,
     /// How often it is sent again then. 0 to 7.
     pub retry_count: u8,
+    /// Regions of the host's memory are not pinned: the devices ask for pages when they need them (on-demand paging), so that
+    /// more can be registered than there is memory, in no time; the first write to each page takes longer for it. Only
+    /// where all devices offer it: [`VerbsError::NoPaging`] otherwise.
+    pub on_demand: bool,
 }
 
 impl Default for VerbsOptions {
@@ -200,6 +205,7 @@ impl Default for VerbsOptions {
             service_level: 0,
             timeout: 14,
             retry_count: 6,
+            on_demand: false,
         }
     }
 }
@@ -296,6 +302,16 @@ pub enum VerbsError {
     /// What is said of the GPUs' devices cannot be.
     #[error("the pairing of GPUs and NICs: {0}")]
     Pairing(#[from] Misplaced<OverrideError>),
+    /// Memory was not to be pinned, and a device must have it so.
+    #[error(
+        "{device} cannot be given memory that is not pinned: {lacks}; leave on-demand paging out, or name other devices"
+    )]
+    NoPaging {
+        /// The device.
+        device: String,
+        /// What is missing.
+        lacks: NoPaging,
+    },
     /// A device does not take a GPU's memory, in neither of the two ways.
     #[error(
         "by DMA-BUF: {by_file}; by its address: {by_address}. One of two is needed: the open kernel module of NVIDIA's with \
@@ -581,6 +597,10 @@ impl VerbsProvider {
         let Some(first) = devices.first() else {
             return Err(VerbsError::NoDevice { wanted: Vec::new(), unfit: Vec::new() });
         };
+        for device in devices.iter().filter(|_| config.options.on_demand) {
+            let lacks = |lacks| VerbsError::NoPaging { device: device.name.clone(), lacks };
+            device.facts.paging.check().map_err(lacks)?;
+        }
         let lengths = Lengths::of(&devices, config.peers.max(1));
         let mut ports = Vec::with_capacity(devices.len());
         for device in &devices {
@@ -592,7 +612,8 @@ impl VerbsProvider {
         let resolver = Resolver::new([entrance].into_iter().chain(others), &config.options)?;
         let os = |call| move |source: io::Error| VerbsError::Os { call, source };
         let domains = ports.iter().map(|port| Arc::clone(&port.domain)).collect();
-        let memory = VerbsMemory::new(config.engine, domains, gpus).map_err(os("eventfd"))?;
+        let memory = VerbsMemory::new(config.engine, domains, config.options.on_demand, gpus)
+            .map_err(os("eventfd"))?;
         let nics: Vec<_> = devices.iter().map(|device| info(device)).collect();
         let entry =
             |nic: &NicInfo| NicAddr { speed_gbps: nic.speed_gbps, address: door.address().clone() };

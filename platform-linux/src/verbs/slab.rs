@@ -10,7 +10,7 @@ use std::sync::Arc;
 use ibverbs_sys as sys;
 
 use super::VerbsError;
-use super::device::{Domain, Registration};
+use super::device::{Access, Domain, Registration};
 
 /// Pieces of registered memory. Whoever posts operations on them sees to it that these are over before it is dropped.
 #[derive(Debug)]
@@ -31,7 +31,8 @@ impl Slab {
         let memory = Box::leak(vec![0_u8; each * count].into_boxed_slice());
         let mut slab = Self { registration: None, base: NonNull::from(memory).cast(), each, count };
         // SAFETY: the memory lives until after the registration is dropped.
-        slab.registration = Some(unsafe { domain.register(slab.base, each * count, false, None) }?);
+        slab.registration =
+            Some(unsafe { domain.register(slab.base, each * count, Access::default(), None) }?);
         Ok(slab)
     }
 

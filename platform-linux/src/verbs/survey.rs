@@ -1,6 +1,7 @@
 //! What RDMA devices this machine has, for people.
 
 use ibverbs_sys::Library;
+use immwire_core::device::NoPaging;
 
 use super::device::{Unfit, discover};
 use super::{VerbsError, VerbsOptions};
@@ -16,6 +17,8 @@ pub struct Surveyed {
     pub mtu: u16,
     /// On Ethernet, or InfiniBand.
     pub is_ethernet: bool,
+    /// What it lacks for memory that is not pinned ([`VerbsOptions::on_demand`]), if anything.
+    pub pins: Option<NoPaging>,
 }
 
 /// What there is.
@@ -40,6 +43,7 @@ pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
                 device: device.name.clone(),
                 speed_gbps: device.facts.speed_gbps,
                 mtu: device.facts.port.mtu.bytes(),
+                pins: device.facts.paging.check().err(),
                 is_ethernet: device.facts.port.link == immwire_core::port::Link::Ethernet,
             }),
             Err(why) => unfit.push(why),

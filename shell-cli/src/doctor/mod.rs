@@ -260,7 +260,8 @@ fn verbs_text(verbs: &Verbs) -> String {
     let fitting = |device: &rdma::Fitting| {
         let link = if device.ethernet { "RoCE" } else { "InfiniBand" };
         let rdma::Fitting { name, gbps, mtu_bytes, .. } = device;
-        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes")
+        let paging = device.no_on_demand.as_deref().unwrap_or("it offers on-demand paging");
+        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes, {paging}")
     };
     match verbs {
         Verbs::Found(found) => {

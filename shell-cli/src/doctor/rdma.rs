@@ -14,16 +14,16 @@ pub type Verbs = Asked<Rdma>;
 /// What a libibverbs has.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Rdma {
-    /// Devices that fit, by name.
+    /// Ports that fit, by name.
     pub devices: Vec<Fitting>,
     /// Those that do not.
     pub unfit: Vec<Unfitting>,
 }
 
-/// A device that an engine can use.
+/// A port of a device that an engine can use.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Fitting {
-    /// For `--device`.
+    /// For `--device`: the device's, with the port's number if it has several.
     pub name: String,
     /// Gigabits per second.
     pub gbps: u32,
@@ -31,6 +31,8 @@ pub struct Fitting {
     pub mtu_bytes: u16,
     /// On Ethernet (RoCE), or InfiniBand.
     pub ethernet: bool,
+    /// What it lacks for `--on-demand`, if anything.
+    pub no_on_demand: Option<String>,
 }
 
 /// One that it cannot.
@@ -49,6 +51,7 @@ impl From<Survey> for Rdma {
             gbps: device.speed_gbps,
             mtu_bytes: device.mtu,
             ethernet: device.is_ethernet,
+            no_on_demand: device.pins.map(|lacks| lacks.to_string()),
         };
         let unfitting =
             |unfit: immwire::verbs::Unfit| Unfitting { name: unfit.device, why: unfit.why };

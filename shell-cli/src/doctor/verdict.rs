@@ -599,7 +599,13 @@ mod tests {
             let libfabric = fabric(&[("tcp", Ok(&["eth0"]))]);
             judge(&facts, &Probes { libfabric, verbs, ..probes(true, true, true) })
         };
-        let fits = Fitting { name: "mlx5_0".into(), gbps: 400, mtu_bytes: 4096, ethernet: true };
+        let fits = Fitting {
+            name: "mlx5_0".into(),
+            gbps: 400,
+            mtu_bytes: 4096,
+            ethernet: true,
+            no_on_demand: None,
+        };
         let unfit = Unfitting { name: "mlx5_0".into(), why: "its port has no GID".into() };
         let best = judged(Verbs::Found(Rdma { devices: vec![fits], unfit: Vec::new() }));
         assert_eq!((best.paths[3].path.as_str(), best.exit_code), ("verbs: mlx5_0", 0));

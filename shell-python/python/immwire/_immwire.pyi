@@ -310,6 +310,7 @@ class TransferEngine:
         devices: Sequence[str] | None = None,
         gid_index: int | None = None,
         traffic_class: int | None = None,
+        on_demand: bool = False,
         gpus: Sequence[int] | None = None,
         pairing: str | None = None,
         topology: str | PathLike[str] | None = None,

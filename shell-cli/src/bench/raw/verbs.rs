@@ -13,14 +13,13 @@ use super::{DEPTH_MAX, Done, Far, Memory, Piece, RawError, Registered, inside};
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
 use immwire::Region;
+use immwire::core::device::PortName;
 use immwire::core::port::{Number24, Port, Queue, Stand};
 use std::ffi::{CStr, c_int};
 use std::io;
 use std::mem::zeroed;
 use std::ptr::{self, NonNull};
 
-/// The port of each device that engines use.
-const PORT: u8 = 1;
 /// Completions read at a time.
 const BATCH: usize = 16;
 /// Receives posted at a time.
@@ -76,6 +75,7 @@ pub(super) struct Verbs {
     _context: Object<sys::ibv_context>,
     library: &'static Library,
     port: Port,
+    port_number: u8,
     gid_index: u8,
     queue: Queue,
     name: Vec<u8>,
@@ -101,11 +101,11 @@ fn check(call: &'static str, code: c_int) -> Result<(), RawError> {
     }
 }
 
-/// Opens the device of that name.
+/// Opens the device of that NIC's name, and says which of its ports it is.
 fn open_device(
     library: &'static Library,
     wanted: &str,
-) -> Result<Object<sys::ibv_context>, RawError> {
+) -> Result<(Object<sys::ibv_context>, u8), RawError> {
     let symbols = &library.symbols;
     let mut count = 0;
     // SAFETY: per ibv_get_device_list(3): a local to write to.
@@ -113,21 +113,26 @@ fn open_device(
     if list.is_null() {
         return Err(failed("ibv_get_device_list", io::Error::last_os_error()));
     }
-    let mut opened = None;
+    let mut devices = Vec::new();
     for at in 0..usize::try_from(count).unwrap_or(0) {
         // SAFETY: the list has so many devices, which stay until it is freed; their names are C strings.
-        unsafe {
+        devices.push(unsafe {
             let device = *list.add(at);
             let name = CStr::from_ptr((symbols.ibv_get_device_name)(device));
-            if name.to_bytes() == wanted.as_bytes() {
-                opened = Some((symbols.ibv_open_device)(device));
-            }
-        }
+            (name.to_string_lossy().into_owned(), device)
+        });
     }
+    let port = PortName::read(wanted, |name| devices.iter().any(|(device, _)| device == name));
+    let device = devices.iter().find(|(name, _)| name == port.device);
+    // SAFETY: of the list, which is freed below.
+    let opened = device.map(|(_, device)| unsafe { (symbols.ibv_open_device)(*device) });
     // SAFETY: from `ibv_get_device_list`; what is opened stays open.
     unsafe { (symbols.ibv_free_device_list)(list) };
     match opened {
-        Some(context) => Object::new("ibv_open_device", context, symbols.ibv_close_device),
+        Some(context) => {
+            let context = Object::new("ibv_open_device", context, symbols.ibv_close_device)?;
+            Ok((context, port.port.unwrap_or(1)))
+        }
         None => Err(RawError::NoDevice { library: "libibverbs", device: wanted.to_owned() }),
     }
 }
@@ -137,8 +142,8 @@ impl Verbs {
     pub(super) fn open(name: &str, port: Port) -> Result<Self, RawError> {
         let library = Library::load()?;
         let symbols = &library.symbols;
-        let context = open_device(library, name)?;
-        let gid_index = gid_index(library, &context, &port)?;
+        let (context, port_number) = open_device(library, name)?;
+        let gid_index = gid_index(library, (&context, port_number), &port)?;
         // SAFETY: for each of these calls, per its manual page: what it is given is live and of one device, attributes
         // are locals whose rest is zero, and what is made is destroyed before what it was made from.
         let (pd, cq) = unsafe {
@@ -176,6 +181,7 @@ impl Verbs {
             _context: context,
             library,
             port,
+            port_number,
             gid_index,
             queue,
             name: Stand { port, queue }.encode().to_vec(),
@@ -186,7 +192,7 @@ impl Verbs {
             inline: attr.cap.max_inline_data.min(INLINE_BYTES),
         };
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
-        attr.port_num = PORT;
+        attr.port_num = verbs.port_number;
         attr.qp_access_flags = sys::IBV_ACCESS_REMOTE_WRITE;
         let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_ACCESS_FLAGS;
         verbs.modify("ibv_modify_qp(INIT)", attr, mask)?;
@@ -225,7 +231,7 @@ impl Verbs {
         attr.ah_attr.grh.hop_limit = HOP_LIMIT;
         attr.ah_attr.dlid = route.dlid;
         attr.ah_attr.is_global = u8::from(route.dgid.is_some());
-        attr.ah_attr.port_num = PORT;
+        attr.ah_attr.port_num = self.port_number;
         attr.path_mtu = sys::ibv_mtu::from(route.mtu.code());
         attr.dest_qp_num = there.queue.number.get();
         attr.rq_psn = there.queue.psn.get();
@@ -292,14 +298,14 @@ impl Verbs {
 /// Where the port's name is in the device's table.
 fn gid_index(
     library: &Library,
-    context: &Object<sys::ibv_context>,
+    (context, port_number): (&Object<sys::ibv_context>, u8),
     port: &Port,
 ) -> Result<u8, RawError> {
     for index in 0..=u8::MAX {
         // SAFETY: per ibv_query_gid_ex(3): a local, all zero of which is a value, whose size the library is told.
         let (code, gid) = unsafe {
             let mut entry: sys::ibv_gid_entry = zeroed();
-            let (number, size) = (PORT.into(), size_of::<sys::ibv_gid_entry>());
+            let (number, size) = (port_number.into(), size_of::<sys::ibv_gid_entry>());
             let query = library.symbols._ibv_query_gid_ex;
             let code = query(context.raw(), number, index.into(), &raw mut entry, 0, size);
             // RoCE v1 and v2 have the same name twice; engines prefer v2.
