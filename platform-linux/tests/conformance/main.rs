@@ -165,10 +165,14 @@ const VERBS: Provider = Provider {
     builder: |setup| {
         let named = std::env::var("IMMWIRE_VERBS_DEVICES").unwrap_or_default();
         let named = named.split(',').filter(|name| !name.is_empty()).map(str::to_owned);
-        let devices =
-            if setup.devices.is_empty() { named.collect() } else { setup.devices.clone() };
+        let devices = if setup.devices.is_empty() {
+            named.collect()
+        } else {
+            setup.devices.iter().map(|device| as_port(device)).collect()
+        };
+        let on_demand = std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_some();
         // Twice as long for an answer as by default: an emulated guest takes longer than a device.
-        let options = VerbsOptions { devices, timeout: 15, ..VerbsOptions::default() };
+        let options = VerbsOptions { devices, timeout: 15, on_demand, ..VerbsOptions::default() };
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),
@@ -183,6 +187,17 @@ const VERBS: Provider = Provider {
         ..OVER_TCP
     },
 };
+
+/// The name of a guest's device: where two are the ports of one (`verification/rdma-guest/ports.c`), the port's.
+fn as_port(device: &str) -> String {
+    let number = device.strip_prefix("rxe").and_then(|number| number.parse::<u32>().ok());
+    match number {
+        Some(number) if std::env::var_os("IMMWIRE_RDMA_PORTS").is_some() => {
+            format!("rxe{}:{}", number & !1, 1 + (number & 1))
+        }
+        _ => device.to_owned(),
+    }
+}
 
 const OVER_TCP: Facts = Facts {
     ways: &[(Foreign::Auto, Own::Engine), (Foreign::Auto, Own::Test)],
