@@ -92,7 +92,7 @@ pub struct GpuArgs {
 /// Which NICs belong to which GPU, where somebody knows better.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Args)]
 pub struct PairingArgs {
-    /// NICs of GPUs, numbered as by `doctor`: "gpu0=mlx5_0,mlx5_1 gpu1=mlx5_2" [default: the nearest]
+    /// NICs of GPUs, numbered as by `doctor`: "gpu0=mlx5_0,mlx5_1 gpu1=mlx5_2:2" [default: the nearest]
     #[arg(long, value_name = "PAIRS")]
     pub pairing: Option<String>,
     /// The table of the machine's devices, as `doctor --json` gives it [default: what sysfs says]

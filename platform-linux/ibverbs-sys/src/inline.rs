@@ -32,24 +32,38 @@ unsafe fn extended(context: *mut ibv_context, offset: usize) -> Option<NonNull<v
     }
 }
 
-/// Asks a device for more than `ibv_query_device` does; `attr` is written up to its size. Zero, or an `errno`: `ENOSYS` or
-/// `EOPNOTSUPP` where library or driver knows no such question. ibv_query_device_ex(3).
+/// Room for what a device says. Drivers of before rdma-core 34 fill in what they know of, however long they are told that the
+/// structure is: that lands behind it.
+#[repr(C)]
+struct Room {
+    attr: ibv_device_attr_ex,
+    _behind: [u64; 64],
+}
+
+/// Asks a device for more than `ibv_query_device` does. An error is an `errno`: `ENOSYS` or `EOPNOTSUPP` where library or
+/// driver knows no such question. ibv_query_device_ex(3).
+///
+/// # Errors
+///
+/// The `errno`.
 ///
 /// # Safety
 ///
-/// `context` is live, and `attr` is valid for writes.
-pub unsafe fn ibv_query_device_ex(
-    context: *mut ibv_context,
-    attr: *mut ibv_device_attr_ex,
-) -> c_int {
-    // SAFETY: by the caller's promise; the entry is there, as far as the context says.
+/// `context` is live.
+pub unsafe fn ibv_query_device_ex(context: *mut ibv_context) -> Result<ibv_device_attr_ex, c_int> {
+    // SAFETY: by the caller's promise; the entry is there, as far as the context says. All zero is a value of the room,
+    // which is longer than any driver's idea of the structure: 400 bytes in rdma-core 44.
     unsafe {
         let Some(whole) = extended(context, offset_of!(verbs_context, query_device_ex)) else {
-            return libc::ENOSYS;
+            return Err(libc::ENOSYS);
         };
-        let size = size_of::<ibv_device_attr_ex>();
-        let query = (&raw const (*whole.as_ptr()).query_device_ex).read();
-        query.map_or(libc::ENOSYS, |query| query(context, ptr::null(), attr, size))
+        let query = (&raw const (*whole.as_ptr()).query_device_ex).read().ok_or(libc::ENOSYS)?;
+        let mut room: Room = core::mem::zeroed();
+        let attr = (&raw mut room).cast::<ibv_device_attr_ex>();
+        match query(context, ptr::null(), attr, size_of::<ibv_device_attr_ex>()) {
+            0 => Ok(room.attr),
+            code => Err(code),
+        }
     }
 }
 

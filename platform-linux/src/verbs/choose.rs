@@ -33,21 +33,27 @@ pub(super) fn choose(
         state,
     });
     let Choice { wanted, ports, missing, all } = decide(config, &ports.collect::<Vec<_>>(), gpus)?;
+    for Unfit { device, why } in &missing {
+        tracing::warn!(device, why, "a NIC that was named is not there");
+    }
     let (mut nics, mut unfit) = (Vec::new(), missing);
     let is_whole = unfit.is_empty() || !all;
     for (at, port) in found.into_iter().enumerate() {
         match port.nic {
             Ok(nic) => nics.push((at, nic)),
-            Err(why) => unfit.push(why),
+            Err(why) => {
+                let Unfit { device, why: reason } = &why;
+                if ports.contains(&at) {
+                    tracing::warn!(device, why = reason, "a NIC that was named cannot be used");
+                }
+                unfit.push(why);
+            }
         }
     }
     let nic = |port: usize| nics.iter().find(|(at, _)| *at == port).map(|(_, nic)| Arc::clone(nic));
     let chosen: Vec<_> = ports.into_iter().filter_map(nic).collect();
     if chosen.is_empty() || !is_whole {
         return Err(VerbsError::NoDevice { wanted, unfit });
-    }
-    for Unfit { device, why } in unfit.iter().filter(|it| wanted.contains(&it.device)) {
-        tracing::warn!(device, why, "a NIC that was named is left out");
     }
     Ok(chosen)
 }

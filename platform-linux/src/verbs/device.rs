@@ -108,15 +108,14 @@ impl Context {
 impl Context {
     /// What it offers for memory that is not pinned; nothing, if it cannot be asked.
     fn paging(&self) -> Paging {
-        // SAFETY: all zero is a value of the type, and the context is open.
-        let (code, attr) = unsafe {
-            let mut attr: sys::ibv_device_attr_ex = core::mem::zeroed();
-            (sys::ibv_query_device_ex(self.as_ptr(), &raw mut attr), attr)
+        // SAFETY: the context is open.
+        let attr = match unsafe { sys::ibv_query_device_ex(self.as_ptr()) } {
+            Ok(attr) => attr,
+            Err(errno) => {
+                tracing::debug!(errno, "a device does not say what it offers");
+                return Paging::default();
+            }
         };
-        if let Err(error) = check("ibv_query_device_ex", code) {
-            tracing::debug!(%error, "a device does not say what it offers");
-            return Paging::default();
-        }
         let [reliable, ..] = attr.odp_caps.per_transport_caps;
         Paging {
             any: attr.odp_caps.general_caps & sys::IBV_ODP_SUPPORT != 0,

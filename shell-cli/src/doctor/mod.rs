@@ -261,7 +261,7 @@ fn verbs_text(verbs: &Verbs) -> String {
         let link = if device.ethernet { "RoCE" } else { "InfiniBand" };
         let rdma::Fitting { name, gbps, mtu_bytes, .. } = device;
         let paging = device.no_on_demand.as_deref().unwrap_or("it offers on-demand paging");
-        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes, {paging}")
+        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes; {paging}")
     };
     match verbs {
         Verbs::Found(found) => {

@@ -61,10 +61,12 @@ impl From<&Pair<'_>> for Row {
 pub fn pair(table: &Table, overrides: &str) -> Result<Pairing, Misplaced<OverrideError>> {
     let devices = table.devices();
     let topology = Topology::new(&devices, overrides)?;
-    let pairs: Vec<_> = topology.pairs().map(|pair| Row::from(&pair)).collect();
-    let used: BTreeSet<_> = pairs.iter().flat_map(|row| &row.nics).map(String::as_str).collect();
+    let pairs: Vec<_> = topology.pairs().collect();
+    let nics = pairs.iter().flat_map(|pair| &pair.nics);
+    let used: BTreeSet<_> = nics.filter_map(|nic| nic.device.nic_name()).collect();
     let names = topology.nics().filter_map(|nic| nic.nic_name());
     let unused = names.filter(|name| !used.contains(name)).map(str::to_owned).collect();
+    let pairs = pairs.iter().map(Row::from).collect();
     Ok(Pairing { unused, table: table.text().to_owned(), pairs })
 }
 
@@ -191,6 +193,8 @@ pci0000:9a/0000:9a:01.0/0000:9d:00.0 vendor=10de class=030200
             (rows[1].nics.as_slice(), rows[1].why.as_str()),
             (&["mlx5_0".into()][..], "as told")
         );
+        let ports = told(Some("gpu0=mlx5_0:2 gpu1=mlx5_1:1")).unwrap();
+        assert_eq!((ports.pairs[0].nics.join(","), ports.unused), ("mlx5_0:2".into(), vec![]));
         let refused = told(Some("gpu1=mlx5_9")).unwrap_err();
         assert!(refused.contains("--pairing: line 1, column 6: no such NIC"), "{refused}");
     }
