@@ -103,9 +103,7 @@ impl Context {
             Ok(port)
         }
     }
-}
 
-impl Context {
     /// What it offers for memory that is not pinned; nothing, if it cannot be asked.
     fn paging(&self) -> Paging {
         // SAFETY: the context is open.
