@@ -140,6 +140,12 @@ impl<const W: usize> Courier<W> {
         self.open & bit(line) != 0
     }
 
+    /// Whether one of these, a bit for each, is whole.
+    #[must_use]
+    pub const fn is_led(&self, lines: u8) -> bool {
+        self.open & lines != 0
+    }
+
     /// Uses another line, if the one in use is broken, or doubtful and another is not.
     fn choose(&mut self) {
         let sound = self.open & !self.doubtful;
@@ -440,6 +446,7 @@ mod tests {
         end.doubt(0b011);
         assert_eq!(line(&mut end), Some(2));
         assert!(end.break_line(2) && !end.is_open(2));
+        assert!(end.is_led(0b101) && !end.is_led(0b1100));
         assert_eq!(line(&mut end), Some(0), "doubtful, but there is no other");
         assert!(end.break_line(0) && !end.break_line(1));
         assert_eq!(line(&mut end), None);

@@ -17,7 +17,7 @@
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
-//! | [`courier`] | notes over lines that break |
+//! | [`courier`], [`line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
 //! | [`parting`] | how a session over queue pairs ends |
@@ -52,6 +52,7 @@ pub mod hazard;
 pub mod id;
 pub mod imm;
 pub mod lane;
+pub mod line;
 pub mod mailbox;
 pub mod moe;
 pub mod nic;

@@ -19,6 +19,8 @@
 //!    again once for each time that it broke, when it was settled and proven.
 //! 2. Each attempt has an epoch of its own, later than all before it. An answer counts for the last one alone.
 //! 3. Between two attempts lies a rest; unless somebody has reason to think that it will work now ([`Way::hurry`]).
+//! 4. An attempt begins when nothing is left of the one before ([`Way::next`]).
+//! 5. What leaves a NIC for another way does not end the session by that ([`is_led`], [`is_cut_off`]).
 //!
 //! The tests below run all orders of what can happen.
 
@@ -38,8 +40,8 @@ enum Stage {
     Wanted,
     /// The other end has been asked to open its own.
     Asked,
-    /// Both ends are open, and it is being seen whether something gets through.
-    Tried,
+    /// Both ends are open, and it is being seen whether something gets through: on so many queue pairs nothing has.
+    Tried(u8),
     Open,
     /// What was in flight is not settled.
     Broken,
@@ -68,6 +70,20 @@ pub enum Answered {
     Try,
     /// It was not asked for, or not this time: nothing.
     Stale,
+}
+
+/// What is to be done about a path.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+#[must_use = "nothing is done by itself"]
+pub enum Next {
+    /// Nothing, now.
+    Nothing,
+    /// Close the queue pairs of the last attempt: they are of no use any more. Then ask again.
+    Close,
+    /// Open queue pairs ([`Way::open`]), and have the other end asked for its own.
+    Open,
+    /// It cannot be opened at all, and whoever wants it is to look for another: it fails ([`Way::fail`]).
+    Fail,
 }
 
 /// A path.
@@ -123,6 +139,12 @@ impl Way {
         self.is_down
     }
 
+    /// The other end has been asked, in the attempt of this epoch, and has not answered.
+    #[must_use]
+    pub const fn is_asked(&self, epoch: u32) -> bool {
+        matches!(self.stage, Stage::Asked) && self.epoch == epoch
+    }
+
     /// Which attempt it is, counted from 1.
     #[must_use]
     pub const fn epoch(&self) -> u32 {
@@ -154,6 +176,20 @@ impl Way {
         }
     }
 
+    /// What is to be done now. `is_usable` says whether anything can be sent over our NIC; `left` how much was posted on the
+    /// queue pairs of the last attempt, and has not completed: `None` if they are closed.
+    pub fn next(&self, now: Time, is_usable: bool, left: Option<u32>) -> Next {
+        match left {
+            Some(0) if self.is_resting() => Next::Close,
+            _ if !self.is_due(now) => Next::Nothing,
+            // It is known to be broken: it waits for the NIC.
+            _ if !is_usable && self.is_down => Next::Nothing,
+            _ if !is_usable => Next::Fail,
+            Some(_) => Next::Nothing,
+            None => Next::Open,
+        }
+    }
+
     /// The attempt that is due begins: the other end is being asked. Its epoch.
     pub const fn open(&mut self) -> u32 {
         self.stage = Stage::Asked;
@@ -161,33 +197,42 @@ impl Way {
         self.epoch
     }
 
-    /// The other end has opened its own for the attempt of this epoch.
-    pub const fn answered(&mut self, now: Time, epoch: u32) -> Answered {
+    /// The other end has opened its own for the attempt of this epoch, so many queue pairs.
+    pub const fn answered(&mut self, now: Time, epoch: u32, lanes: u8) -> Answered {
         if !matches!(self.stage, Stage::Asked) || epoch != self.epoch {
             return Answered::Stale;
         }
         if self.is_down {
-            self.stage = Stage::Tried;
+            self.stage = Stage::Tried(lanes);
             return Answered::Try;
         }
         (self.stage, self.since) = (Stage::Open, now);
         Answered::Open
     }
 
-    /// Something has got through. Returns whether it is to be told that the path is whole again.
+    /// The other end does not open its own for the attempt of this epoch. Returns whether it fails by that.
+    #[must_use]
+    pub const fn declined(&self, epoch: u32) -> bool {
+        epoch == self.epoch && !self.is_open()
+    }
+
+    /// Something has got through on one of its queue pairs. Returns whether it is to be told that the path is whole again:
+    /// when something has on each.
     pub const fn proven(&mut self, now: Time) -> bool {
-        let tried = matches!(self.stage, Stage::Tried);
-        if tried {
+        let Stage::Tried(lanes) = &mut self.stage else { return false };
+        *lanes = lanes.saturating_sub(1);
+        let through = *lanes == 0;
+        if through {
             (self.stage, self.since, self.is_down) = (Stage::Open, now, false);
         }
-        tried
+        through
     }
 
     /// It does not work.
     pub fn fail(&mut self, now: Time) -> Failed {
         match self.stage {
             Stage::Closed | Stage::Broken | Stage::Resting(_) => Failed::Nothing,
-            Stage::Asked | Stage::Tried if self.is_down => {
+            Stage::Asked | Stage::Tried(_) if self.is_down => {
                 self.repose(now);
                 Failed::Again
             }
@@ -221,12 +266,37 @@ impl Way {
     }
 }
 
+/// One of all the paths of a session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Lead {
+    /// How it is.
+    pub way: Way,
+    /// Something can be sent over our NIC.
+    pub is_usable: bool,
+    /// Our NIC is lost, for good.
+    pub is_lost: bool,
+}
+
+/// Whether a path of these is left: what is in flight over a NIC that is down need not wait for it. O(paths).
+#[must_use]
+pub fn is_led(mut paths: impl Iterator<Item = Lead>) -> bool {
+    paths.any(|path| path.is_usable && !path.way.is_down())
+}
+
+/// Whether none of these, all the paths of a session, can be used: it is over. One that was never tried may work. O(paths).
+#[must_use]
+pub fn is_cut_off(mut paths: impl Iterator<Item = Lead>) -> bool {
+    paths.all(|path| path.is_lost || path.way.is_down())
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::BTreeSet;
     use std::vec::Vec;
 
     use super::*;
+
+    const LANES: u8 = 2;
 
     #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
     struct World {
@@ -236,6 +306,8 @@ mod tests {
         whole: bool,
         /// In the last epoch.
         settled: bool,
+        /// Queue pairs on which something was posted to try them; if there are queue pairs.
+        left: Option<u8>,
         steps: u8,
     }
 
@@ -243,11 +315,18 @@ mod tests {
     /// than the one before.
     #[test]
     fn what_is_told_alternates_and_nothing_is_tried_without_rest() {
-        let start = World { way: Way::NEW, now: Time::ZERO, whole: true, settled: true, steps: 0 };
+        let start = World {
+            way: Way::NEW,
+            now: Time::ZERO,
+            whole: true,
+            settled: true,
+            left: None,
+            steps: 0,
+        };
         let (mut seen, mut open) = (BTreeSet::new(), Vec::from([start]));
-        let (mut broke, mut restored, mut again) = (0, 0, 0);
+        let (mut broke, mut restored, mut again, mut closed) = (0, 0, 0, 0);
         while let Some(world) = open.pop() {
-            if world.steps == 9 || !seen.insert(world) {
+            if world.steps == 11 || !seen.insert(world) {
                 continue;
             }
             let world = World { steps: world.steps + 1, ..world };
@@ -260,30 +339,69 @@ mod tests {
             let mut next = world;
             next.way.want();
             open.push(next);
-            if world.way.is_due(world.now) {
+            for is_usable in [false, true] {
                 let mut next = world;
-                assert!(next.way.open() > world.way.epoch());
-                assert!(world.settled, "{world:?}: it was opened before it was settled");
-                open.push(next);
-            }
-            for epoch in [world.way.epoch(), world.way.epoch().wrapping_sub(1)] {
-                let mut next = world;
-                match next.way.answered(world.now, epoch) {
-                    Answered::Stale => assert_eq!(next, world),
-                    answer => {
-                        assert_eq!(epoch, world.way.epoch());
-                        assert_eq!(answer == Answered::Open, world.whole);
-                        assert_eq!(next.way.is_open(), world.whole);
+                match world.way.next(world.now, is_usable, world.left.map(u32::from)) {
+                    Next::Nothing => {
+                        let waits = world.way.is_due(world.now) && is_usable;
+                        assert!(
+                            !waits || world.left.is_some_and(|left| left > 0),
+                            "{world:?}: stuck"
+                        );
+                    }
+                    Next::Close => {
+                        assert!(world.settled && !world.way.is_open() && world.left == Some(0));
+                        (next.left, closed) = (None, closed + 1);
+                        open.push(next);
+                    }
+                    Next::Open => {
+                        assert!(world.way.is_due(world.now) && is_usable);
+                        assert!(next.way.open() > world.way.epoch());
+                        assert!(world.settled, "{world:?}: it was opened before it was settled");
+                        assert_eq!(
+                            world.left, None,
+                            "it was opened before the last one was closed"
+                        );
+                        next.left = Some(0);
+                        open.push(next);
+                    }
+                    Next::Fail => {
+                        // Who wants it is told once, and not when the NIC is there.
+                        assert!(world.whole && !is_usable && world.left.is_none());
+                        assert_eq!(next.way.fail(world.now), Failed::Broke);
+                        (next.whole, next.settled) = (false, false);
                         open.push(next);
                     }
                 }
             }
-            let mut next = world;
-            if next.way.proven(world.now) {
-                assert!(!world.whole && world.settled && next.way.is_open());
-                (next.whole, restored) = (true, restored + 1);
+            for epoch in [world.way.epoch(), world.way.epoch().wrapping_sub(1)] {
+                let mut next = world;
+                let asked = world.way.is_asked(epoch);
+                assert!(!asked || world.way.declined(epoch));
+                assert!(!world.way.declined(epoch) || epoch == world.way.epoch());
+                match next.way.answered(world.now, epoch, LANES) {
+                    Answered::Stale => assert!(next == world && !asked),
+                    answer => {
+                        assert!(asked && epoch == world.way.epoch());
+                        assert_eq!(answer == Answered::Open, world.whole);
+                        assert_eq!(next.way.is_open(), world.whole);
+                        next.left = Some(if world.whole { 0 } else { LANES });
+                        open.push(next);
+                    }
+                }
+            }
+            // What was posted to try a queue pair gets through, or is flushed when it has failed.
+            if let Some(left) = world.left.filter(|left| *left > 0) {
+                let mut next = World { left: Some(left - 1), ..world };
+                if next.way.proven(world.now) {
+                    assert!(!world.whole && world.settled && next.way.is_open());
+                    assert_eq!(next.left, Some(0), "a queue pair was never tried");
+                    (next.whole, restored) = (true, restored + 1);
+                }
                 open.push(next);
             }
+            let mut next = world;
+            assert!(world.left.is_some_and(|left| left > 0) || !next.way.proven(world.now));
             let mut next = world;
             match next.way.fail(world.now) {
                 Failed::Broke => {
@@ -303,7 +421,8 @@ mod tests {
             if next.way != world.way {
                 assert!(!world.settled && next.way.is_resting());
                 assert!(next.way.due() >= world.now.after(REST_MIN));
-                next.settled = true;
+                // Whoever has settled it has closed its queue pairs.
+                (next.settled, next.left) = (true, None);
                 open.push(next);
             }
             let mut next = world;
@@ -311,7 +430,55 @@ mod tests {
             assert!(next.way.due() <= world.way.due());
             open.push(next);
         }
-        assert!(broke > 100 && restored > 20 && again > 50, "{broke} {restored} {again}");
+        let counts = (broke, restored, again, closed);
+        assert!(broke > 100 && restored > 20 && again > 50 && closed > 50, "{counts:?}");
+    }
+
+    /// A way in each of its stages.
+    fn each() -> [Way; 7] {
+        let mut all = [Way::NEW; 7];
+        for (at, way) in all.iter_mut().enumerate() {
+            let steps: [&dyn Fn(&mut Way); 6] = [
+                &|way| assert!(way.want()),
+                &|way| assert_eq!(way.open(), 1),
+                &|way| assert_eq!(way.answered(Time::ZERO, 1, LANES), Answered::Open),
+                &|way| assert_eq!(way.fail(Time::ZERO), Failed::Broke),
+                &|way| way.settled(Time::ZERO),
+                &|way| {
+                    let epoch = way.open();
+                    assert_eq!(way.answered(Time::ZERO, epoch, LANES), Answered::Try);
+                },
+            ];
+            steps.iter().take(at).for_each(|step| step(way));
+        }
+        all
+    }
+
+    /// Two NICs with a path each, in all stages: one of a NIC that is down is left only if there is another, so that the session
+    /// goes on; and it is over when none is left.
+    #[test]
+    fn who_leaves_a_nic_has_another_way() {
+        let (mut left, mut over) = (0, 0);
+        for way in each() {
+            for other in each() {
+                for (other_usable, other_lost) in [(true, false), (false, false), (false, true)] {
+                    let mut paths = [
+                        Lead { way, is_usable: false, is_lost: false },
+                        Lead { way: other, is_usable: other_usable, is_lost: other_lost },
+                    ];
+                    let led = is_led(paths.into_iter());
+                    assert_eq!(led, other_usable && !other.is_down());
+                    let _ = paths[0].way.fail(Time::ZERO);
+                    let cut_off = is_cut_off(paths.into_iter());
+                    assert!(!(led && cut_off));
+                    assert_eq!(cut_off, paths[0].way.is_down() && (other_lost || other.is_down()));
+                    (left, over) = (left + u32::from(led), over + u32::from(cut_off));
+                    paths[0].is_lost = true;
+                    assert_eq!(is_cut_off(paths.into_iter()), other_lost || other.is_down());
+                }
+            }
+        }
+        assert_eq!((left, over), (28, 78));
     }
 
     #[test]
@@ -332,7 +499,7 @@ mod tests {
         for (worked, rest) in [(Duration::ZERO, REST_MAX), (REST_MAX, REST_MIN)] {
             now = way.due();
             let epoch = way.open();
-            assert_eq!(way.answered(now, epoch), Answered::Try);
+            assert_eq!(way.answered(now, epoch, 1), Answered::Try);
             assert!(way.proven(now));
             now = now.after(worked);
             assert_eq!(way.fail(now), Failed::Broke);

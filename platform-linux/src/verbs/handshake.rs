@@ -26,11 +26,11 @@ use immwire_core::datagram::{
     Retry,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
+use immwire_core::line::{self, End};
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Stand};
 use immwire_core::recycle::Turn;
 use immwire_core::resolve::Asker;
-use immwire_core::way::Way;
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::device::QueuePair;
@@ -499,7 +499,8 @@ impl VerbsProvider {
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let retry = Retry::start(self.now);
         let until = self.now.after(GREETING_PATIENCE);
-        let index = self.open_session(peer, token, claim, door, nonces.initiator, lines)?;
+        let index =
+            self.open_session(peer, token, claim, door, nonces.initiator, (End::Called, lines))?;
         if let Some(session) = self.session(index) {
             session.state = State::Greeting { until, retry };
             session.accept = accept;
@@ -556,11 +557,10 @@ impl VerbsProvider {
             return Some(Hearing::Later);
         }
         let Call { token, door, lines, .. } = self.handshakes.take(nonce)?;
-        match self.open_session(peer, token, &claim, door, *nonce, lines) {
+        match self.open_session(peer, token, &claim, door, *nonce, (End::Caller, lines)) {
             Ok(index) => {
                 if let Some(session) = self.session(index) {
                     session.says.ready = true;
-                    session.is_caller = true;
                 }
                 self.urgent = true;
                 sink.connected(peer, &claim.hello);
@@ -619,7 +619,7 @@ impl VerbsProvider {
         claim: &Claim,
         door: Place,
         nonce: Nonce,
-        pairs: Lines,
+        (end, pairs): (End, Lines),
     ) -> Result<u16, VerbsError> {
         let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
         let (granted, nics) = (self.grant, self.ports.len());
@@ -640,11 +640,8 @@ impl VerbsProvider {
                 port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Line }));
                 Some(pair)
             });
-            let mut line = Line { pair, way: Way::opened(self.now), ..Line::default() };
-            if line.pair.is_none() {
-                let _ = line.way.fail(self.now);
-                line.way.settled(self.now);
-            }
+            let state = line::Line::new(self.now, end, pair.is_some());
+            let line = Line { pair, is_drained: false, is_heard: false, state };
             let _ = lines.push(line);
         }
         if lines.iter().all(|line: &Line| line.pair.is_none()) {

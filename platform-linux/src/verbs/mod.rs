@@ -781,7 +781,7 @@ impl VerbsProvider {
         let session = self.session(index).filter(|session| tag_of(session.token) == token);
         let line = session.and_then(|session| session.lines.get_mut(usize::from(nic)));
         let Some(line) = line else { return };
-        line.posted = line.posted.saturating_sub(1);
+        line.state.complete();
         let good = done.status == sys::IBV_WC_SUCCESS;
         line.is_heard |= good;
         self.urgent = true;

@@ -6,6 +6,7 @@ use immwire_core::courier::Courier;
 use immwire_core::credit::{Allowance, Takings};
 use immwire_core::datagram::{Claim, Nonce, Proof, Retry};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::line;
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::parting::Parting;
 use immwire_core::peer::DownReason;
@@ -66,22 +67,14 @@ pub(super) struct Inlet {
 }
 
 /// A queue pair for letters, from one of our NICs to the peer's of the same number.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Line {
     pub(super) pair: Option<QueuePair>,
     pub(super) is_drained: bool,
-    /// Letters and probes whose completion was not read.
-    pub(super) posted: u16,
     /// Something has come or got through between these NICs since that was last looked at.
     pub(super) is_heard: bool,
-    /// At the end that has called: how far it is, when it is made anew;
-    pub(super) way: Way,
-    /// and the other end, until its address is known.
-    pub(super) answer: Option<(Passage, Queue)>,
-    /// At the other: what is asked for, and not done;
-    pub(super) asked: Option<(u32, Queue)>,
-    /// and that it is done, and nothing was heard over it yet.
-    pub(super) is_fresh: bool,
+    /// How far it is, and how many letters and probes have not completed.
+    pub(super) state: line::Line,
 }
 
 /// What is to be said to the peer when there is room.
@@ -118,8 +111,6 @@ pub(super) struct Session {
     pub(super) mailbox: MrDesc,
     /// Its NICs.
     pub(super) ports: heapless::Vec<Port, MAX_NICS>,
-    /// We have called it.
-    pub(super) is_caller: bool,
     /// By NIC of both.
     pub(super) lines: heapless::Vec<Line, MAX_NICS>,
     pub(super) courier: Courier<LETTERS>,
@@ -173,7 +164,6 @@ impl Session {
             state: State::Open,
             mailbox: claim.hello.mailbox,
             ports,
-            is_caller: false,
             lines,
             courier: Courier::new(whole),
             doubted: 0,
@@ -231,7 +221,7 @@ impl Session {
         }
         for (at, line) in self.lines.iter_mut().enumerate() {
             if is(ours, at) && is(theirs, at) {
-                line.way.hurry(now);
+                line.state.hurry(now);
             }
         }
     }
@@ -283,7 +273,7 @@ impl Session {
 
     /// Letters and probes whose completion was not read.
     pub(super) fn notes(&self) -> usize {
-        self.lines.iter().map(|line| usize::from(line.posted)).sum()
+        self.lines.iter().map(|line| usize::from(line.state.posted())).sum()
     }
 }
 

@@ -20,6 +20,7 @@ use immwire_core::courier::Letter;
 use immwire_core::datagram::Message;
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::line;
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
@@ -27,7 +28,7 @@ use immwire_core::plan::RunLayout;
 use immwire_core::port::{PACKET_MAX, Queue};
 use immwire_core::resolve::Asker;
 use immwire_core::tenant::{Tenant, device_key};
-use immwire_core::way::{Answered, Failed};
+use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_led};
 use immwire_core::wire::{Hello, Refusal};
 
 use super::device::{Depths, Event, QueuePair};
@@ -44,6 +45,11 @@ use crate::provider::{Path, Sink};
 
 /// Paths between two engines, one way, at most.
 const PATHS: usize = MAX_NICS * MAX_NICS;
+/// Queue pairs of a path.
+const LANES_EACH: u8 = {
+    assert!(LANES < 256, "they are counted in a byte");
+    LANES.to_le_bytes()[0]
+};
 /// Messages heard in one go.
 const MESSAGES_MAX: usize = 64;
 /// How long a peer may take to hear that we leave.
@@ -64,6 +70,16 @@ fn bit(nic: NicIndex) -> u8 {
 /// The number of what is at this place in a table by NIC.
 fn nic_at(at: usize) -> NicIndex {
     NicIndex::try_from(at).unwrap_or(NicIndex::MAX)
+}
+
+/// All the paths of a session.
+fn leads(session: &Session, ports: &[super::Nic]) -> impl Iterator<Item = Lead> {
+    let theirs = session.ports.len().max(1);
+    session.outlets.iter().enumerate().map(move |(at, outlet)| {
+        let port = ports.get(at / theirs);
+        let is_usable = port.is_some_and(super::Nic::is_usable);
+        Lead { way: outlet.way, is_usable, is_lost: port.is_none_or(|port| port.is_lost) }
+    })
 }
 
 impl VerbsProvider {
@@ -235,10 +251,9 @@ impl VerbsProvider {
         let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
         let Some(session) = session else { return };
         let theirs = session.ports.len().max(1);
-        let mut lines = (0..).zip(&session.lines).map(|(at, _)| at);
-        let has_line = lines.any(|at| usable(usize::from(at)) && session.courier.is_open(at));
-        let mut outlets = session.outlets.iter().enumerate();
-        let has_path = outlets.any(|(at, it)| usable(at / theirs) && !it.way.is_down());
+        let usable = (0..8).filter(|&at| usable(usize::from(at)));
+        let has_line = session.courier.is_led(usable.fold(0, |lines, at| lines | bit(at)));
+        let has_path = is_led(leads(session, &self.ports));
         let ways = session.outlets.iter().skip(usize::from(nic) * theirs).take(theirs);
         let lanes: Vec<_> = ways.filter_map(|it| it.lanes.filter(|_| it.way.is_open())).collect();
         if has_line {
@@ -284,7 +299,7 @@ impl VerbsProvider {
         let Some(session) = self.session(index) else { return };
         if let Some(line) = session.lines.get_mut(usize::from(nic)) {
             line.is_heard = true;
-            if std::mem::take(&mut line.is_fresh) {
+            if line.state.hear() {
                 session.courier.open_line(nic);
             }
         }
@@ -331,15 +346,13 @@ impl VerbsProvider {
             Note::Connect(passage, theirs) => self.asked(index, passage, theirs),
             Note::Connected(passage, theirs) => self.answered(index, passage, theirs),
             Note::Declined(passage) => self.declined(index, passage),
-            Note::Link(passage, queue) => {
-                let line = session.lines.get_mut(usize::from(passage.from));
-                let line = line.filter(|_| passage.from == passage.to && !session.is_caller);
-                line.map(|line| line.asked = Some((passage.epoch, queue)))
+            Note::Link(Passage { from, to, epoch }, queue) => {
+                let line = session.lines.get_mut(usize::from(from)).filter(|_| from == to);
+                line.is_some_and(|line| line.state.asked(epoch, queue)).then_some(())
             }
-            Note::Linked(passage, queue) => {
-                let line = session.lines.get_mut(usize::from(passage.from));
-                let line = line.filter(|_| session.is_caller);
-                line.map(|line| line.answer = Some((passage, queue)))
+            Note::Linked(Passage { from, epoch, .. }, queue) => {
+                let line = session.lines.get_mut(usize::from(from));
+                line.is_some_and(|line| line.state.answered(epoch, queue)).then_some(())
             }
             Note::Back { nic } => {
                 if let Some(port) = session.ports.get(usize::from(nic)) {
@@ -362,57 +375,55 @@ impl VerbsProvider {
     /// Opens our ends of paths that are wanted, or have rested, and has the peer asked for its own.
     fn open_outlets(&mut self, index: u16) {
         let now = self.now;
-        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
-            return;
-        };
-        let mut outlets = session.outlets.iter();
-        if !outlets.any(|it| it.way.is_due(now) || (it.way.is_resting() && it.lanes.is_some())) {
-            return;
-        }
-        let theirs = session.ports.len();
-        for at in 0..session.outlets.len() {
-            let outlet = self.session(index).and_then(|it| it.outlets.get(at).copied());
-            let Some(outlet) = outlet else { return };
-            if outlet.way.is_resting() && outlet.lanes.is_some() {
-                self.retire(index, at);
-            }
-            let (nic, remote) = (at / theirs, at % theirs);
-            let usable = self.ports.get(nic).is_some_and(super::Nic::is_usable);
-            if !outlet.way.is_due(now) || (!usable && outlet.way.is_down()) {
-                continue;
-            }
-            let opened = if usable { self.open_outlet(index, at) } else { Ok(()) };
-            if let Err(error) = &opened {
-                tracing::warn!(index, nic, remote, %error, "a path could not be opened");
-            }
-            if !usable || opened.is_err() {
-                self.break_path(index, nic_at(nic), nic_at(remote));
+        let outlets = self.session(index).map_or(0, |session| session.outlets.len());
+        for at in 0..outlets {
+            let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+                return;
+            };
+            let way = session.outlets.get(at).map(|outlet| outlet.way);
+            if way.is_some_and(|way| way.is_resting() || way.is_due(now)) {
+                while self.mend_path(index, at) {}
             }
         }
     }
 
-    /// Closes what is left of an attempt that failed, if all of it has ended.
-    fn retire(&mut self, index: u16, at: usize) {
-        let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
-        else {
-            return;
+    /// Does what is next for a path of ours; whether there may be more.
+    fn mend_path(&mut self, index: u16, at: usize) -> bool {
+        let now = self.now;
+        let Some(session) = self.sessions.get(usize::from(index)).and_then(Option::as_deref) else {
+            return false;
         };
-        let Some(outlet) = session.outlets.get_mut(at) else { return };
+        let Some(outlet) = session.outlets.get(at).copied() else { return false };
+        let theirs = session.ports.len().max(1);
+        let (nic, remote) = (at / theirs, at % theirs);
+        let usable = self.ports.get(nic).is_some_and(super::Nic::is_usable);
         let lanes = &mut self.lanes;
-        if outlet.lanes().all(|id| lanes.get(id).is_none_or(|lane| lane.unread() == 0)) {
-            for id in outlet.lanes.take().into_iter().flatten() {
-                self.close_lane(id);
+        let unread = |id| lanes.get(id).map_or(0, |lane| lane.unread());
+        match outlet.way.next(now, usable, outlet.lanes.map(|ids| ids.map(unread).iter().sum())) {
+            Next::Nothing => return false,
+            Next::Close => {
+                if let Some(outlet) = self.session(index).and_then(|it| it.outlets.get_mut(at)) {
+                    outlet.lanes = None;
+                }
+                for id in outlet.lanes() {
+                    self.close_lane(id);
+                }
+                return true;
             }
+            Next::Open => {
+                let Err(error) = self.open_outlet(index, at) else { return false };
+                tracing::warn!(index, nic, remote, %error, "a path could not be opened");
+            }
+            Next::Fail => {}
         }
+        self.break_path(index, nic_at(nic), nic_at(remote));
+        false
     }
 
     fn open_outlet(&mut self, index: u16, at: usize) -> Result<(), VerbsError> {
         let session = self.session(index).ok_or(VerbsError::Unreachable)?;
         let theirs = session.ports.len();
         let outlet = session.outlets.get_mut(at).ok_or(VerbsError::Unreachable)?;
-        if outlet.lanes.is_some() {
-            return Ok(()); // When these have ended.
-        }
         let (from, to) = (nic_at(at / theirs), nic_at(at % theirs));
         let epoch = outlet.way.open();
         let port = self.ports.get_mut(usize::from(from)).ok_or(VerbsError::Unreachable)?;
@@ -454,7 +465,7 @@ impl VerbsProvider {
         session.mailbox.keys.get(passage.to)?;
         let outlet = session.outlet(passage.from, passage.to);
         let outlet = outlet.and_then(|at| session.outlets.get_mut(at))?;
-        if passage.epoch == outlet.way.epoch() {
+        if outlet.way.is_asked(passage.epoch) {
             outlet.answer = Some((passage, theirs));
         }
         Some(())
@@ -482,8 +493,6 @@ impl VerbsProvider {
             session.outlets.iter().filter_map(|it| it.answer).collect();
         let asked: heapless::Vec<_, PATHS> =
             session.inlets.iter().filter_map(|it| it.asked).collect();
-        let linked: heapless::Vec<_, MAX_NICS> =
-            session.lines.iter().filter_map(|it| it.answer).collect();
         for (passage, theirs) in answers {
             if self.reach(index, passage.from, passage.to) != Reach::Waits {
                 self.finish_outlet(index, passage, theirs);
@@ -492,11 +501,6 @@ impl VerbsProvider {
         for (passage, theirs) in asked {
             if self.reach(index, passage.to, passage.from) != Reach::Waits {
                 self.open_inlet(index, passage, theirs);
-            }
-        }
-        for (passage, theirs) in linked {
-            if self.reach(index, passage.from, passage.from) != Reach::Waits {
-                self.finish_line(index, passage, theirs);
             }
         }
     }
@@ -509,7 +513,7 @@ impl VerbsProvider {
         let port = self.ports.get_mut(usize::from(passage.from))?;
         let outlet = session.outlets.get_mut(at)?;
         outlet.answer = None;
-        let answered = outlet.way.answered(now, passage.epoch);
+        let answered = outlet.way.answered(now, passage.epoch, LANES_EACH);
         if answered == Answered::Stale {
             return Some(());
         }
@@ -542,7 +546,7 @@ impl VerbsProvider {
     fn declined(&mut self, index: u16, passage: Passage) -> Option<()> {
         let session = self.session(index)?;
         let outlet = session.outlets.get(session.outlet(passage.from, passage.to)?)?;
-        if outlet.way.epoch() == passage.epoch && !outlet.way.is_open() {
+        if outlet.way.declined(passage.epoch) {
             self.break_path(index, passage.from, passage.to);
         }
         Some(())
@@ -570,9 +574,7 @@ impl VerbsProvider {
         }
         let at = session.outlet(nic, remote_nic);
         let Some(outlet) = at.and_then(|at| session.outlets.get_mut(at)) else { return };
-        let lanes = &mut self.lanes;
-        let through = outlet.lanes().all(|id| lanes.get(id).is_some_and(|lane| !lane.is_tried));
-        if through && outlet.way.proven(now) {
+        if outlet.way.proven(now) {
             tracing::info!(peer = %session.peer, nic, remote_nic, "a path is back");
             self.tidings.push(Tiding::Restored(session.peer, Path { nic, remote_nic }));
         }
@@ -608,11 +610,7 @@ impl VerbsProvider {
         session.doubt(bit(nic) | bit(remote_nic), true);
         session.lines.iter_mut().for_each(|line| line.is_heard = false);
         session.probe = now;
-        let theirs = session.ports.len().max(1);
-        let cut_off = session.outlets.iter().enumerate().all(|(at, outlet)| {
-            outlet.way.is_down() || self.ports.get(at / theirs).is_none_or(|port| port.is_lost)
-        });
-        if cut_off {
+        if is_cut_off(leads(session, &self.ports)) {
             session.leave(now.after(GRACE), Some(DownReason::Disconnected));
         }
     }
@@ -723,16 +721,13 @@ impl VerbsProvider {
         let Some(session) = self.session(index).filter(|session| !session.is_leaving()) else {
             return;
         };
-        let was_open = session.courier.is_open(nic);
         let Some(line) = session.lines.get_mut(usize::from(nic)) else { return };
-        line.is_fresh = false;
-        if line.way.fail(now) == Failed::Broke {
-            line.way.settled(now);
+        if line.state.fail(now) {
+            line.pair.iter().for_each(|pair| must(pair.cut()));
         }
-        if !was_open {
+        if !session.courier.is_open(nic) {
             return;
         }
-        line.pair.iter().for_each(|pair| must(pair.cut()));
         tracing::warn!(peer = %session.peer, nic, "a line broke");
         if !session.courier.break_line(nic) {
             session.leave(now, Some(DownReason::Disconnected));
@@ -750,55 +745,65 @@ impl VerbsProvider {
             session.doubt(bit(nic), false);
         }
         let line = session.lines.get_mut(usize::from(nic));
-        if line.is_some_and(|line| line.way.proven(now)) {
+        if line.is_some_and(|line| line.state.prove(now)) {
             tracing::info!(peer = %session.peer, nic, "a line is back");
             session.courier.open_line(nic);
         }
     }
 
-    /// Opens lines anew: at the end that has called those that have rested, at the other those that are asked for.
+    /// Has lines made anew that have rested, or that the peer asks for.
     fn open_lines(&mut self, index: u16) {
-        let now = self.now;
-        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
-            return;
-        };
-        let is_caller = session.is_caller;
-        if !session.lines.iter().any(|line| line.asked.is_some() || line.way.is_due(now)) {
-            return;
+        let lines = self.session(index).map_or(0, |session| session.lines.len());
+        for at in 0..lines {
+            while self.mend_line(index, nic_at(at)) {}
         }
-        for at in 0..session.lines.len() {
-            let nic = nic_at(at);
-            let usable = self.ports.get(at).is_some_and(super::Nic::is_usable);
-            let line = self.session(index).and_then(|session| session.lines.get_mut(at));
-            let Some(line) = line else { return };
-            if is_caller {
-                if line.way.is_due(now) && usable && line.posted == 0 {
-                    let passage = Passage { from: nic, to: nic, epoch: line.way.open() };
-                    match self.line_pair(index, at, None) {
-                        Ok(queue) => {
-                            if let Some(session) = self.session(index) {
-                                session.says.link.push((passage, queue));
-                            }
-                        }
-                        Err(_) => self.break_line(index, nic),
+    }
+
+    /// Does what is next for a line; whether there may be more.
+    fn mend_line(&mut self, index: u16, nic: NicIndex) -> bool {
+        let (now, at) = (self.now, usize::from(nic));
+        let usable = self.ports.get(at).is_some_and(super::Nic::is_usable);
+        let session = self.session(index).filter(|it| it.state == State::Open);
+        let line = session.and_then(|session| session.lines.get(at));
+        let waits = line.is_some_and(|line| line.state.needs_address())
+            && self.reach(index, nic, nic) == Reach::Waits;
+        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+            return false;
+        };
+        let is_whole = session.courier.is_open(nic);
+        let Some(line) = session.lines.get_mut(at) else { return false };
+        match line.state.next(now, usable, is_whole, !waits) {
+            line::Step::Nothing => false,
+            line::Step::Open { epoch } => {
+                let made = self.line_pair(index, at, None);
+                match self.session(index).zip(made.ok()) {
+                    Some((session, queue)) => {
+                        session.says.link.push((Passage { from: nic, to: nic, epoch }, queue));
                     }
+                    None => self.break_line(index, nic),
                 }
-            } else if line.asked.is_some() {
-                if usable && self.reach(index, nic, nic) == Reach::Waits {
-                    continue;
+                false
+            }
+            line::Step::Try(theirs) => {
+                if self.try_line(index, nic, theirs).is_none() {
+                    self.break_line(index, nic);
                 }
-                // Ours is of no use any more, if it is not cut yet.
+                false
+            }
+            line::Step::Cut => {
                 self.break_line(index, nic);
-                let line = self.session(index).and_then(|session| session.lines.get_mut(at));
-                let Some(line) = line.filter(|line| line.posted == 0) else { continue };
-                let Some((epoch, theirs)) = line.asked.take() else { continue };
-                let made = if usable { self.line_pair(index, at, Some(theirs)) } else { Err(()) };
-                let Some(session) = self.session(index) else { return };
-                if let Some(line) = session.lines.get_mut(at) {
-                    line.is_fresh = made.is_ok();
+                true
+            }
+            line::Step::Answer { epoch, theirs } => {
+                let made = theirs.ok_or(()).and_then(|it| self.line_pair(index, at, Some(it)));
+                if made.is_err() {
+                    self.break_line(index, nic);
                 }
-                let passage = Passage { from: nic, to: nic, epoch };
-                session.says.linked.push((passage, made.unwrap_or_default()));
+                if let Some(session) = self.session(index) {
+                    let passage = Passage { from: nic, to: nic, epoch };
+                    session.says.linked.push((passage, made.unwrap_or_default()));
+                }
+                false
             }
         }
     }
@@ -828,29 +833,18 @@ impl VerbsProvider {
         Ok(queue)
     }
 
-    /// The other end of a line receives: ours is tried. `None` if there is no such line.
-    fn finish_line(&mut self, index: u16, passage: Passage, theirs: Queue) -> Option<()> {
-        let now = self.now;
-        let nic = passage.from;
+    /// The other end of a line receives: a word is sent over ours. `None` if that cannot be.
+    fn try_line(&mut self, index: u16, nic: NicIndex, theirs: Queue) -> Option<()> {
+        let at = usize::from(nic);
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
-        let there = session.ports.get(usize::from(nic))?;
+        let there = session.ports.get(at)?;
         let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
-        let line = session.lines.get_mut(usize::from(nic)).filter(|_| session.is_caller)?;
-        line.answer = None;
-        if line.way.answered(now, passage.epoch) == Answered::Stale {
-            return Some(());
-        }
         let (word, len) = session.courier.word().encode();
-        let pair = line.pair.as_ref().filter(|_| theirs.is_some());
-        let said = pair.is_some_and(|pair| {
-            let pairing = (usize::from(nic), pair);
-            self.resolver.connect(now, pairing, (there, theirs)).is_ok()
-                && pair.send_inline(id, word.get(..len).unwrap_or(&[])).is_ok()
-        });
-        line.posted += u16::from(said);
-        if !said {
-            self.break_line(index, nic);
-        }
+        let line = session.lines.get_mut(at)?;
+        let pair = line.pair.as_ref().filter(|_| theirs.is_some())?;
+        self.resolver.connect(self.now, (at, pair), (there, theirs)).ok()?;
+        pair.send_inline(id, word.get(..len)?).ok()?;
+        line.state.post();
         Some(())
     }
 
@@ -956,13 +950,13 @@ impl VerbsProvider {
         let mut broken = 0;
         for ((nic, line), port) in (0..).zip(&mut session.lines).zip(&self.ports) {
             let heard = std::mem::take(&mut line.is_heard);
-            let open = session.courier.is_open(nic) && port.is_usable() && line.posted == 0;
+            let open = session.courier.is_open(nic) && port.is_usable() && line.state.posted() == 0;
             let (Some(pair), false) = (line.pair.as_ref().filter(|_| open), heard) else {
                 continue;
             };
             let key = keys.get(nic).map_or(0, device_key);
             if pair.probe(id, to, key).is_ok() {
-                line.posted += 1;
+                line.state.post();
             } else {
                 broken |= bit(nic);
             }
@@ -979,8 +973,7 @@ impl VerbsProvider {
         let outlets = session.outlets.iter().enumerate();
         let outlets = outlets.filter(|(at, _)| usable(at / theirs)).map(|(_, it)| it.way.due());
         let lines = session.lines.iter().enumerate();
-        let lines = lines.filter(|(at, line)| usable(*at) && line.posted == 0);
-        let lines = lines.filter(|_| session.is_caller).map(|(_, line)| line.way.due());
+        let lines = lines.map(|(at, line)| line.state.due(usable(at)));
         outlets.chain(lines).fold(session.probe, Time::min)
     }
 
@@ -1125,7 +1118,7 @@ impl VerbsProvider {
         while let Some((nic, letter)) = session.courier.next() {
             let line = session.lines.get_mut(usize::from(nic))?;
             // While its port is down it waits, if there is no other.
-            if line.posted >= NOTES || !self.ports.get(usize::from(nic))?.is_usable() {
+            if line.state.posted() >= NOTES || !self.ports.get(usize::from(nic))?.is_usable() {
                 return None;
             }
             let (bytes, len) = letter.encode();
@@ -1133,7 +1126,7 @@ impl VerbsProvider {
             if line.pair.as_ref()?.send_inline(id, bytes).is_err() {
                 return (!session.is_leaving()).then_some(nic);
             }
-            line.posted += 1;
+            line.state.post();
             session.courier.post();
         }
         None
