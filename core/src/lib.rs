@@ -20,7 +20,7 @@
 //! | [`courier`], [`line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
-//! | [`parting`] | how a session over queue pairs ends |
+//! | [`life`], [`parting`] | how far a session over queue pairs is, and how it ends |
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`], [`device`] | which NICs belong to which GPU, and which ports of a device are NICs |
 //! | [`moe`] | where tokens go when experts are spread over ranks |
@@ -52,6 +52,7 @@ pub mod hazard;
 pub mod id;
 pub mod imm;
 pub mod lane;
+pub mod life;
 pub mod line;
 pub mod mailbox;
 pub mod moe;

@@ -26,6 +26,7 @@ use immwire_core::datagram::{
     Retry,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
+use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Stand};
@@ -37,13 +38,11 @@ use super::device::QueuePair;
 use super::door::{From, Sent};
 use super::lane::{Owner, Role};
 use super::resolver::Reach;
-use super::session::{Line, Made, Session, State};
+use super::session::{Line, Made, Session};
 use super::{Nic, VerbsError, VerbsProvider, new_token, random};
 use crate::proof::{Prover, challenge, is_proven, proof};
 use crate::provider::{ConnectError, Sink};
 
-/// How long the one who called may take to say that it has heard our answer.
-const GREETING_PATIENCE: Duration = Duration::from_secs(3);
 /// How long nothing may be heard of an engine that is called, until nobody is believed to be there: datagrams to nobody
 /// are not refused. Whoever is there answers each message that is repeated.
 const UNANSWERED: Duration = Duration::from_millis(2500);
@@ -436,7 +435,7 @@ impl VerbsProvider {
         });
         if let Some(session) = known.and_then(|index| self.session(index)) {
             // Our answer was lost, or is late.
-            session.says.accept = matches!(session.state, State::Greeting { .. });
+            session.says.accept = session.life.is_greeting();
             self.urgent = true;
             return Some(Hearing::Done);
         }
@@ -497,12 +496,11 @@ impl VerbsProvider {
         // About the one who called: so that it is told from an answer to somebody else.
         let target = claim.hello.engine();
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
-        let retry = Retry::start(self.now);
-        let until = self.now.after(GREETING_PATIENCE);
+        let life = Life::greeting(self.now);
         let index =
             self.open_session(peer, token, claim, door, nonces.initiator, (End::Called, lines))?;
         if let Some(session) = self.session(index) {
-            session.state = State::Greeting { until, retry };
+            session.life = life;
             session.accept = accept;
             session.accept_proof = *proof.as_bytes();
             session.says.accept = true;
@@ -594,11 +592,9 @@ impl VerbsProvider {
         }
         let now = self.now;
         let session = self.sessions.iter_mut().flatten().find(|session| {
-            session.nonce == *nonce
-                && matches!(session.state, State::Greeting { .. })
-                && from.is(&session.door.port)
+            session.nonce == *nonce && session.life.is_greeting() && from.is(&session.door.port)
         })?;
-        session.leave(now, Some(DownReason::Disconnected));
+        session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
         self.urgent = true;
         Some(Hearing::Done)
     }

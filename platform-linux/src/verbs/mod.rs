@@ -111,6 +111,7 @@ use immwire_core::device::NoPaging;
 use immwire_core::group::{NOTES_PER_PEER, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
+use immwire_core::life::Notice;
 use immwire_core::mailbox::Control;
 use immwire_core::note::LANES;
 use immwire_core::peer::DownReason;
@@ -134,7 +135,7 @@ use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
 use self::memory::split_key;
 use self::resolver::Resolver;
-use self::session::{Session, State};
+use self::session::Session;
 use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
 use crate::gpus::{GPUS_MAX, Known, OpenError};
@@ -808,7 +809,7 @@ impl VerbsProvider {
             match (role, done.status) {
                 // What is more than a letter, or not for the one who writes it.
                 (_, sys::IBV_WC_LOC_LEN_ERR | sys::IBV_WC_REM_ACCESS_ERR) => {
-                    session.leave(self.now, Some(DownReason::Protocol));
+                    session.life.leave(self.now, Notice::Untold, Some(DownReason::Protocol));
                     self.urgent = true;
                 }
                 (Role::Line, _) => self.break_line(index, nic),
@@ -854,7 +855,7 @@ impl VerbsProvider {
             }
             _ => {
                 self.stats.ignored += 1;
-                session.leave(self.now, Some(DownReason::Protocol));
+                session.life.leave(self.now, Notice::Untold, Some(DownReason::Protocol));
                 self.urgent = true;
             }
         }
@@ -871,10 +872,11 @@ impl VerbsProvider {
         let Some(session) = session.filter(|session| session.peer == work.peer) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
-        match session.state {
-            State::Open => {}
-            State::Leaving { .. } => return Admitted::Refused(WorkError::PeerGone),
-            State::Greeting { .. } => return Admitted::NoRoom,
+        if session.is_leaving() {
+            return Admitted::Refused(WorkError::PeerGone);
+        }
+        if !session.life.is_open() {
+            return Admitted::NoRoom;
         }
         let outlet = session.outlet(nic, work.remote_nic);
         let Some(outlet) = outlet.and_then(|at| session.outlets.get_mut(at)) else {
@@ -1015,11 +1017,7 @@ impl VerbsProvider {
     fn next_deadline(&self) -> Time {
         let sessions = self.live.iter().filter_map(|&index| {
             let session = self.sessions.get(usize::from(index))?.as_ref()?;
-            match session.state {
-                State::Greeting { until, retry } => Some(until.min(retry.due())),
-                State::Leaving { parting, .. } => Some(parting.due(self.now)),
-                State::Open => Some(self.open_deadline(session)),
-            }
+            Some(session.life.due(self.now, || self.open_deadline(session)))
         });
         sessions.fold(self.handshakes.next_deadline(), Time::min)
     }

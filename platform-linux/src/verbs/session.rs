@@ -4,12 +4,11 @@
 
 use immwire_core::courier::Courier;
 use immwire_core::credit::{Allowance, Takings};
-use immwire_core::datagram::{Claim, Nonce, Proof, Retry};
+use immwire_core::datagram::{Claim, Nonce, Proof};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::life::Life;
 use immwire_core::line;
 use immwire_core::note::{LANES, Note, Passage, Queues};
-use immwire_core::parting::Parting;
-use immwire_core::peer::DownReason;
 use immwire_core::port::{Door, Port, Queue};
 use immwire_core::region::MrDesc;
 use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
@@ -18,23 +17,6 @@ use immwire_core::way::Way;
 use super::LETTERS;
 use super::device::QueuePair;
 use super::lane::LaneId;
-
-/// How far the session is.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum State {
-    /// We have accepted it, and it has not said that it knows: nothing is posted.
-    Greeting {
-        until: Time,
-        retry: Retry,
-    },
-    Open,
-    /// Nothing more is posted. What is in flight is cut off; it is over when all of that is reported.
-    Leaving {
-        parting: Parting,
-        /// To be reported, unless the engine itself wanted it.
-        reason: Option<DownReason>,
-    },
-}
 
 /// One of our ways to one of the peer's NICs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -107,7 +89,7 @@ pub(super) struct Session {
     pub(super) accept: Vec<u8>,
     pub(super) accept_proof: Proof,
     pub(super) door: Door,
-    pub(super) state: State,
+    pub(super) life: Life,
     pub(super) mailbox: MrDesc,
     /// Its NICs.
     pub(super) ports: heapless::Vec<Port, MAX_NICS>,
@@ -161,7 +143,7 @@ impl Session {
             accept: Vec::new(),
             accept_proof: [0; 32],
             door,
-            state: State::Open,
+            life: Life::OPEN,
             mailbox: claim.hello.mailbox,
             ports,
             lines,
@@ -180,7 +162,7 @@ impl Session {
     }
 
     pub(super) const fn is_leaving(&self) -> bool {
-        matches!(self.state, State::Leaving { .. })
+        self.life.is_leaving()
     }
 
     /// Where the way from one of our NICs to one of its is in `outlets`.
@@ -223,18 +205,6 @@ impl Session {
             if is(ours, at) && is(theirs, at) {
                 line.state.hurry(now);
             }
-        }
-    }
-
-    /// Nothing more is posted; the peer may take until `patience` to hear of it.
-    pub(super) fn leave(&mut self, patience: Time, reason: Option<DownReason>) {
-        match &mut self.state {
-            State::Leaving { parting, reason: first } => {
-                parting.hurry(patience);
-                // The first reason is the one; but what the engine wants itself, it need not hear of.
-                *first = reason.and(*first);
-            }
-            state => *state = State::Leaving { parting: Parting::new(patience), reason },
         }
     }
 

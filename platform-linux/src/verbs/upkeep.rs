@@ -20,6 +20,7 @@ use immwire_core::courier::Letter;
 use immwire_core::datagram::Message;
 use immwire_core::group::{Token, WorkError, WorkRequest};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::life::{Notice, Says};
 use immwire_core::line;
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::parting::{Standing, Step};
@@ -36,7 +37,7 @@ use super::door::{Heard, Sent};
 use super::handshake::Hearing;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
 use super::resolver::Reach;
-use super::session::{Inlet, Outlet, Session, State};
+use super::session::{Inlet, Outlet, Session};
 use super::{
     INLINE_BYTES, LAST_ROUNDS, NOTES, QUEUE_DEPTH, Tiding, UPKEEP_EVERY, VerbsError, VerbsProvider,
     tag_of,
@@ -52,11 +53,6 @@ const LANES_EACH: u8 = {
 };
 /// Messages heard in one go.
 const MESSAGES_MAX: usize = 64;
-/// How long a peer may take to hear that we leave.
-const GRACE: Duration = Duration::from_millis(20);
-/// The same for one that has not said that it knows of the session: until it does, its queue pair hears nothing, and the
-/// device repeats what is said.
-const GREETED_GRACE: Duration = Duration::from_millis(500);
 /// How often it is seen whether a peer's device answers.
 const PROBE: Duration = Duration::from_secs(1);
 /// How long leaving may take at the end.
@@ -148,10 +144,10 @@ impl VerbsProvider {
                         Some((_, Owner { role: Role::Inlet { .. }, .. })) | None => {}
                     },
                     Event::PeerFailed { number } => {
-                        let owner = self.owner(at, number);
+                        let (now, owner) = (self.now, self.owner(at, number));
                         if let Some(session) = owner.and_then(|(_, it)| self.session(it.session)) {
                             // There is nothing to wait for.
-                            session.leave(Time::ZERO, Some(DownReason::Disconnected));
+                            session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
                         }
                     }
                     Event::Drained { number } => {
@@ -297,6 +293,7 @@ impl VerbsProvider {
         self.urgent = true;
         let now = self.now;
         let Some(session) = self.session(index) else { return };
+        session.life.hear();
         if let Some(line) = session.lines.get_mut(usize::from(nic)) {
             line.is_heard = true;
             if line.state.hear() {
@@ -307,7 +304,7 @@ impl VerbsProvider {
             Some(Ok(Some(note))) => self.hear_note(index, note),
             Some(Ok(None)) => {}
             Some(Err(_)) | None => {
-                session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                session.life.leave(now, Notice::Told, Some(DownReason::Protocol));
                 self.stats.ignored += 1;
             }
         }
@@ -318,13 +315,10 @@ impl VerbsProvider {
         let now = self.now;
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session else { return };
-        if matches!(session.state, State::Greeting { .. }) {
-            session.state = State::Open;
-        }
         let understood = match note {
             Note::Ready => Some(()),
             Note::Bye => {
-                session.leave(now.after(GRACE), Some(DownReason::Disconnected));
+                session.life.leave(now, Notice::Told, Some(DownReason::Disconnected));
                 Some(())
             }
             Note::Taken { nic, count } => {
@@ -365,7 +359,7 @@ impl VerbsProvider {
         if understood.is_none() {
             self.stats.ignored += 1;
             if let Some(session) = self.session(index) {
-                session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                session.life.leave(now, Notice::Told, Some(DownReason::Protocol));
             }
         }
     }
@@ -377,7 +371,7 @@ impl VerbsProvider {
         let now = self.now;
         let outlets = self.session(index).map_or(0, |session| session.outlets.len());
         for at in 0..outlets {
-            let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+            let Some(session) = self.session(index).filter(|it| it.life.is_open()) else {
                 return;
             };
             let way = session.outlets.get(at).map(|outlet| outlet.way);
@@ -485,7 +479,7 @@ impl VerbsProvider {
 
     /// Does what has waited for addresses of the peer's that are known by now, or known not to answer.
     fn connect_paths(&mut self, index: u16) {
-        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+        let Some(session) = self.session(index).filter(|it| it.life.is_open()) else {
             return;
         };
         // There are no more of each than there is room for: neither end has more NICs.
@@ -611,7 +605,7 @@ impl VerbsProvider {
         session.lines.iter_mut().for_each(|line| line.is_heard = false);
         session.probe = now;
         if is_cut_off(leads(session, &self.ports)) {
-            session.leave(now.after(GRACE), Some(DownReason::Disconnected));
+            session.life.leave(now, Notice::Told, Some(DownReason::Disconnected));
         }
     }
 
@@ -730,7 +724,7 @@ impl VerbsProvider {
         }
         tracing::warn!(peer = %session.peer, nic, "a line broke");
         if !session.courier.break_line(nic) {
-            session.leave(now, Some(DownReason::Disconnected));
+            session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
         }
     }
 
@@ -763,11 +757,11 @@ impl VerbsProvider {
     fn mend_line(&mut self, index: u16, nic: NicIndex) -> bool {
         let (now, at) = (self.now, usize::from(nic));
         let usable = self.ports.get(at).is_some_and(super::Nic::is_usable);
-        let session = self.session(index).filter(|it| it.state == State::Open);
+        let session = self.session(index).filter(|it| it.life.is_open());
         let line = session.and_then(|session| session.lines.get(at));
         let waits = line.is_some_and(|line| line.state.needs_address())
             && self.reach(index, nic, nic) == Reach::Waits;
-        let Some(session) = self.session(index).filter(|it| it.state == State::Open) else {
+        let Some(session) = self.session(index).filter(|it| it.life.is_open()) else {
             return false;
         };
         let is_whole = session.courier.is_open(nic);
@@ -856,17 +850,16 @@ impl VerbsProvider {
         let seat = self.seats.get(usize::from(peer.index)).copied().flatten();
         let session = seat.and_then(|index| self.session(index));
         if let Some(session) = session.filter(|session| session.peer == peer) {
-            let greeting = matches!(session.state, State::Greeting { .. });
-            session.leave(now.after(if greeting { GREETED_GRACE } else { GRACE }), reason);
+            session.life.leave(now, Notice::Told, reason);
             self.tend(sink);
         }
     }
 
     /// Something failed that concerns this peer alone: it is given up.
     pub(super) fn stumble(&mut self, index: u16) {
-        let patience = self.now.after(GRACE);
+        let now = self.now;
         if let Some(session) = self.session(index) {
-            session.leave(patience, Some(DownReason::Disconnected));
+            session.life.leave(now, Notice::Told, Some(DownReason::Disconnected));
         }
         self.urgent = true;
     }
@@ -921,12 +914,7 @@ impl VerbsProvider {
         else {
             return;
         };
-        let State::Greeting { until, retry } = &mut session.state else { return };
-        if now >= *until {
-            session.leave(now, Some(DownReason::NeverAnswered));
-            return;
-        }
-        if retry.is_due(now) || std::mem::take(&mut session.says.accept) {
+        if session.life.greet(now, session.says.accept) {
             let (nonce, proof) = (session.nonce, session.accept_proof);
             let message = Message::Accept { nonce, proof, claim: &session.accept };
             // If there is no room, it is repeated.
@@ -940,7 +928,7 @@ impl VerbsProvider {
     fn probe(&mut self, index: u16) {
         let now = self.now;
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
-        let Some(session) = session.filter(|session| session.state == State::Open) else { return };
+        let Some(session) = session.filter(|session| session.life.is_open()) else { return };
         if now < session.probe {
             return;
         }
@@ -996,8 +984,8 @@ impl VerbsProvider {
         loop {
             let Some(standing) = self.standing(index) else { return true };
             let Some(session) = self.session(index) else { return true };
-            let State::Leaving { parting, .. } = &mut session.state else { return false };
-            match parting.step(now, standing) {
+            let Some(step) = session.life.step(now, standing) else { return false };
+            match step {
                 Step::CutPaths => {
                     self.cut_paths(index);
                     self.speak(index);
@@ -1049,14 +1037,14 @@ impl VerbsProvider {
                 port.owners.set(pair.number(), None);
             }
         }
-        let Session { peer, token, state, .. } = *session;
+        let Session { peer, token, life, .. } = *session;
         if let Some(seat) = self.seats.get_mut(usize::from(peer.index))
             && *seat == Some(index)
         {
             *seat = None;
         }
         self.memory.regions.with_ledger(|ledger| ledger.close(token, true));
-        if let State::Leaving { reason: Some(reason), .. } = state {
+        if let Some(reason) = life.reason() {
             sink.disconnected(peer, reason);
         }
     }
@@ -1095,16 +1083,14 @@ impl VerbsProvider {
     /// Says what is to be said, and posts letters, as far as there is room.
     fn speak(&mut self, index: u16) {
         let Some(session) = self.session(index) else { return };
-        match session.state {
-            State::Greeting { .. } => return,
-            State::Leaving { parting, .. } if !parting.can_say() => return,
-            State::Leaving { .. } => {
-                // Of all that, only that it ends is of interest now.
+        match session.life.says() {
+            Says::Nothing => return,
+            Says::Bye => {
                 if !std::mem::replace(&mut session.says.bye, true) {
                     session.courier.say_last(Note::Bye);
                 }
             }
-            State::Open => session.say_all(),
+            Says::All => session.say_all(),
         }
         while let Some(broken) = self.post_letters(index) {
             self.break_line(index, broken);
@@ -1139,7 +1125,7 @@ impl VerbsProvider {
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
             if let Some(session) = self.session(index) {
-                session.leave(now.after(GRACE), None);
+                session.life.leave(now, Notice::Told, None);
             }
             self.part_with(index);
         }
