@@ -10,7 +10,7 @@
 //! | [`nic`] | which NIC carries which bytes |
 //! | [`plan`] | which work requests a transfer is made of |
 //! | [`group`] | which of them is posted next, and how a transfer ends |
-//! | [`peer`] | whether a peer is there |
+//! | [`peer`], [`pulse`] | whether a peer is there, and when that is to be seen |
 //! | [`calls`] | whose call is taken |
 //! | [`span`] | which of two transports leads to a peer |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
@@ -64,6 +64,7 @@ pub mod peer;
 pub mod plan;
 pub mod pool;
 pub mod port;
+pub mod pulse;
 pub mod receipt;
 pub mod recycle;
 pub mod region;

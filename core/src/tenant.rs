@@ -59,6 +59,12 @@ impl Tenant {
         self.serial
     }
 
+    /// Whether `other` is withdrawn with it: it is of the same slot, and no later.
+    #[must_use]
+    pub const fn covers(self, other: Self) -> bool {
+        self.slot == other.slot && self.serial >= other.serial
+    }
+
     /// The key that carries it beside 32 bits of the device's, or random ones.
     #[must_use]
     pub const fn key(self, device: u32) -> u64 {
@@ -217,6 +223,9 @@ mod tests {
                 for other in 1..6 {
                     let (here, beside) = (Tenant::new(5, other), Tenant::new(6, other));
                     assert_eq!(withdrawn.allows(here.unwrap().key(8)), other > last);
+                    let one = Tenant::new(5, serial).unwrap();
+                    assert_eq!(one.covers(here.unwrap()), other <= serial);
+                    assert!(!one.covers(beside.unwrap()));
                     assert!(withdrawn.allows(beside.unwrap().key(8)));
                 }
             }

@@ -38,6 +38,19 @@ impl Verdict {
         self.epoch.to_be_bytes().into_iter().chain(counts).collect()
     }
 
+    /// Immediates that came over the path of this epoch, the last that was asked for, on each lane: none, if the receiver
+    /// has not opened its ends of it. `None` if it speaks of one that was never asked for.
+    #[must_use]
+    pub const fn of(&self, epoch: u32) -> Option<[u64; LANES]> {
+        if self.epoch == epoch {
+            Some(self.arrived)
+        } else if self.epoch < epoch {
+            Some([0; LANES])
+        } else {
+            None
+        }
+    }
+
     /// What the bytes say; `None` if they are no verdict.
     #[must_use]
     pub fn decode(bytes: &[u8]) -> Option<Self> {
@@ -109,6 +122,18 @@ mod tests {
             }
         }
         assert!(cases > 5_000, "{cases}");
+    }
+
+    #[test]
+    fn a_verdict_counts_for_the_last_attempt_alone() {
+        let arrived = [3, 4];
+        for said in 0..4 {
+            for asked in 0..4 {
+                let expected =
+                    (said <= asked).then_some(if said == asked { arrived } else { [0; 2] });
+                assert_eq!(Verdict { epoch: said, arrived }.of(asked), expected);
+            }
+        }
     }
 
     #[test]

@@ -324,10 +324,7 @@ impl LibfabricProvider {
     fn is_in_flight_to(&self, index: u16, tenant: immwire_core::tenant::Tenant) -> bool {
         let lanes = self.ports.iter().flat_map(|port| port.old.iter().chain([&port.lane]));
         lanes.flat_map(|lane| lane.flights.iter().flatten()).any(|flight| {
-            flight.peer == index
-                && flight.tenant.is_some_and(|other| {
-                    other.slot() == tenant.slot() && other.serial() <= tenant.serial()
-                })
+            flight.peer == index && flight.tenant.is_some_and(|other| tenant.covers(other))
         })
     }
 

@@ -637,7 +637,7 @@ impl VerbsProvider {
                 Some(pair)
             });
             let state = line::Line::new(self.now, end, pair.is_some());
-            let line = Line { pair, is_drained: false, is_heard: false, state };
+            let line = Line { pair, is_drained: false, state };
             let _ = lines.push(line);
         }
         if lines.iter().all(|line: &Line| line.pair.is_none()) {

@@ -745,7 +745,7 @@ impl VerbsProvider {
         let leaving = session.is_leaving();
         session.in_flight = session.in_flight.saturating_sub(read);
         if good && nic == remote_nic {
-            session.hear(nic);
+            session.pulse.hear(nic);
         }
         self.urgent |= leaving || !session.releasing.is_empty();
         if let Some(port) = self.ports.get_mut(usize::from(nic)) {
@@ -784,7 +784,6 @@ impl VerbsProvider {
         let Some(line) = line else { return };
         line.state.complete();
         let good = done.status == sys::IBV_WC_SUCCESS;
-        line.is_heard |= good;
         self.urgent = true;
         if good {
             self.prove_line(index, nic);
@@ -827,7 +826,7 @@ impl VerbsProvider {
                 };
                 *count += 1;
                 if from == nic {
-                    session.hear(nic);
+                    session.pulse.hear(nic);
                 }
                 if let Some(takings) = session.takings.get_mut(usize::from(nic))
                     && takings.take()
@@ -1210,12 +1209,7 @@ impl Provider for VerbsProvider {
         if !outlet.way.is_broken() {
             return Ok(());
         }
-        // The peer may not have opened the last attempt: then nothing was posted on it.
-        let claimed = match verdict.epoch {
-            epoch if epoch == outlet.way.epoch() => verdict.arrived,
-            epoch if epoch < outlet.way.epoch() => Default::default(),
-            _ => return Err(Unfenced),
-        };
+        let claimed = verdict.of(outlet.way.epoch()).ok_or(Unfenced)?;
         let mut done = heapless::Vec::<(LaneId, usize), LANES>::new();
         for (id, claimed) in outlet.lanes().zip(claimed) {
             let lane = self.lanes.get(id).ok_or(Unfenced)?;

@@ -10,6 +10,7 @@ use immwire_core::life::Life;
 use immwire_core::line;
 use immwire_core::note::{LANES, Note, Passage, Queues};
 use immwire_core::port::{Door, Port, Queue};
+use immwire_core::pulse::Pulse;
 use immwire_core::region::MrDesc;
 use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
 use immwire_core::way::Way;
@@ -53,8 +54,6 @@ pub(super) struct Inlet {
 pub(super) struct Line {
     pub(super) pair: Option<QueuePair>,
     pub(super) is_drained: bool,
-    /// Something has come or got through between these NICs since that was last looked at.
-    pub(super) is_heard: bool,
     /// How far it is, and how many letters and probes have not completed.
     pub(super) state: line::Line,
 }
@@ -98,8 +97,7 @@ pub(super) struct Session {
     pub(super) courier: Courier<LETTERS>,
     /// Lines that may have broken with a path of their NIC's, a bit for each.
     pub(super) doubted: u8,
-    /// When it is next to be seen whether the peer's devices answer, unless they have by then.
-    pub(super) probe: Time,
+    pub(super) pulse: Pulse,
     /// By our NIC and its.
     pub(super) outlets: Vec<Outlet>,
     /// By its NIC and ours.
@@ -149,7 +147,7 @@ impl Session {
             lines,
             courier: Courier::new(whole),
             doubted: 0,
-            probe: Time::ZERO,
+            pulse: Pulse::default(),
             outlets: vec![Outlet::default(); paths],
             inlets: (0..paths).map(|_| Inlet::default()).collect(),
             in_flight: 0,
@@ -182,14 +180,6 @@ impl Session {
     pub(super) fn doubt(&mut self, lines: u8, doubtful: bool) {
         self.doubted = if doubtful { self.doubted | lines } else { self.doubted & !lines };
         self.courier.doubt(self.doubted);
-    }
-
-    /// Something has come or got through between the NICs of that number.
-    #[inline]
-    pub(super) fn hear(&mut self, nic: NicIndex) {
-        if let Some(line) = self.lines.get_mut(usize::from(nic)) {
-            line.is_heard = true;
-        }
     }
 
     /// One of our NICs, or of the peer's, can be reached again: what has broken there is tried now.

@@ -53,8 +53,6 @@ const LANES_EACH: u8 = {
 };
 /// Messages heard in one go.
 const MESSAGES_MAX: usize = 64;
-/// How often it is seen whether a peer's device answers.
-const PROBE: Duration = Duration::from_secs(1);
 /// How long leaving may take at the end.
 const FAREWELL: Duration = Duration::from_millis(20);
 
@@ -294,11 +292,10 @@ impl VerbsProvider {
         let now = self.now;
         let Some(session) = self.session(index) else { return };
         session.life.hear();
-        if let Some(line) = session.lines.get_mut(usize::from(nic)) {
-            line.is_heard = true;
-            if line.state.hear() {
-                session.courier.open_line(nic);
-            }
+        session.pulse.hear(nic);
+        let line = session.lines.get_mut(usize::from(nic));
+        if line.is_some_and(|line| line.state.hear()) {
+            session.courier.open_line(nic);
         }
         match letter.map(|letter| session.courier.hear(&letter)) {
             Some(Ok(Some(note))) => self.hear_note(index, note),
@@ -602,8 +599,7 @@ impl VerbsProvider {
         self.tidings.push(Tiding::Broken(session.peer, Path { nic, remote_nic }));
         // Lines of these NICs may have gone the same way: that is seen now.
         session.doubt(bit(nic) | bit(remote_nic), true);
-        session.lines.iter_mut().for_each(|line| line.is_heard = false);
-        session.probe = now;
+        session.pulse.doubt(now);
         if is_cut_off(leads(session, &self.ports)) {
             session.life.leave(now, Notice::Told, Some(DownReason::Disconnected));
         }
@@ -735,6 +731,7 @@ impl VerbsProvider {
         let Some(session) = self.session(index).filter(|session| !session.is_leaving()) else {
             return;
         };
+        session.pulse.hear(nic);
         if usable {
             session.doubt(bit(nic), false);
         }
@@ -929,19 +926,16 @@ impl VerbsProvider {
         let now = self.now;
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session.filter(|session| session.life.is_open()) else { return };
-        if now < session.probe {
-            return;
-        }
-        session.probe = now.after(PROBE);
+        let Some(silent) = session.pulse.look(now) else { return };
         let id = Done::Note { session: index, token: tag_of(session.token) }.encode();
         let (to, keys) = (session.mailbox.base, session.mailbox.keys);
         let mut broken = 0;
         for ((nic, line), port) in (0..).zip(&mut session.lines).zip(&self.ports) {
-            let heard = std::mem::take(&mut line.is_heard);
-            let open = session.courier.is_open(nic) && port.is_usable() && line.state.posted() == 0;
-            let (Some(pair), false) = (line.pair.as_ref().filter(|_| open), heard) else {
-                continue;
-            };
+            let open = silent & bit(nic) != 0
+                && session.courier.is_open(nic)
+                && port.is_usable()
+                && line.state.posted() == 0;
+            let Some(pair) = line.pair.as_ref().filter(|_| open) else { continue };
             let key = keys.get(nic).map_or(0, device_key);
             if pair.probe(id, to, key).is_ok() {
                 line.state.post();
@@ -962,7 +956,7 @@ impl VerbsProvider {
         let outlets = outlets.filter(|(at, _)| usable(at / theirs)).map(|(_, it)| it.way.due());
         let lines = session.lines.iter().enumerate();
         let lines = lines.map(|(at, line)| line.state.due(usable(at)));
-        outlets.chain(lines).fold(session.probe, Time::min)
+        outlets.chain(lines).fold(session.pulse.due(), Time::min)
     }
 
     /// What of a session has not ended.
@@ -1059,7 +1053,7 @@ impl VerbsProvider {
             let flights = lanes.get(lane).map(|lane| lane.flights.iter());
             flights.into_iter().flatten().any(|work| {
                 let other = Tenant::of(work.dst_key).filter(|_| work.len > 0);
-                other.is_some_and(|it| it.slot() == tenant.slot() && it.serial() <= tenant.serial())
+                other.is_some_and(|it| tenant.covers(it))
             })
         })
     }
