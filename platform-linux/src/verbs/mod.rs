@@ -15,7 +15,11 @@
 //! | `handshake` | calls, and how both ends prove who they are |
 //! | `memory` | regions, and how they are taken back |
 //! | `survey` | what the machine has, for people |
-//! | `upkeep` | what is to be done beside the way of data |
+//! | `upkeep` | what is to be done beside the way of data, in its turn: |
+//! | `nics` | what devices tell, and NICs that are lost or back |
+//! | `notes` | what peers say, and are told |
+//! | `paths`, `lines` | queue pairs for writes, and for notes, made anew |
+//! | `endings` | sessions that end |
 //!
 //! A session has for each NIC that both ends have one queue pair for notes (`immwire_core::note`), a *line*, of which each
 //! end uses one at a time; and for each path that something is written over, from a NIC of the writer's to one of the
@@ -43,7 +47,7 @@
 //!   each piece is done, or can be posted on another path. Then the path rests, is opened anew, and is in use again when
 //!   something has got through (`immwire_core::way`).
 //! - *A line's.* Notes go over another, those again of which it is not known whether they were taken
-//!   (`immwire_core::courier`). The end that has called opens the line anew.
+//!   (`immwire_core::courier`). The end that has called opens the line anew (`immwire_core::line`).
 //! - *A port that goes down.* Nothing more is posted there. What is in flight is taken for broken, if there is another way;
 //!   else the transport tries until it gives up, or the port is up again.
 //! - *A device.* Its NICs are lost for good.
@@ -89,9 +93,14 @@
 mod choose;
 mod device;
 mod door;
+mod endings;
 mod handshake;
 mod lane;
+mod lines;
 mod memory;
+mod nics;
+mod notes;
+mod paths;
 mod resolver;
 mod session;
 mod slab;
@@ -1182,7 +1191,7 @@ impl Provider for VerbsProvider {
         let at = usize::from(path.from) * nics + usize::from(path.to);
         let session = self.session(index).filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
         let inlet = session.inlets.get(at).ok_or(Unfenced)?;
-        inlet.pairs.iter().flatten().for_each(|(pair, _)| upkeep::must(pair.cut()));
+        inlet.pairs.iter().flatten().for_each(|(pair, _)| endings::must(pair.cut()));
         self.poll_nic(usize::from(path.to), LAST_ROUNDS, sink);
         self.close_inlet(index, at);
         let session = self.session(index).ok_or(Unfenced)?;

@@ -1,0 +1,171 @@
+//! What devices tell by themselves, and NICs that are lost, go down, or are back.
+//!
+//! # Invariants
+//!
+//! - A NIC that is lost stays so. Of each change the engine is told once.
+//! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`).
+
+use std::sync::Arc;
+
+use immwire_core::id::NicIndex;
+use immwire_core::life::Notice;
+use immwire_core::peer::DownReason;
+use immwire_core::way::is_led;
+
+use super::device::Event;
+use super::lane::{Owner, Role};
+use super::paths::leads;
+use super::upkeep::{bit, nic_at};
+use super::{Nic, Tiding, VerbsProvider};
+
+impl VerbsProvider {
+    /// Looks for what devices tell by themselves.
+    pub(super) fn hear_devices(&mut self) {
+        for at in 0..self.ports.len() {
+            while let Some(event) = self.ports.get(at).and_then(|port| port.device().event()) {
+                self.urgent = true;
+                match event {
+                    Event::QueuePairFailed { number } => match self.owner(at, number) {
+                        Some((_, Owner { role: Role::Outlet { lane }, .. })) => {
+                            self.break_lane(lane)
+                        }
+                        Some((nic, Owner { session, role: Role::Line })) => {
+                            self.break_line(session, nic);
+                        }
+                        // Whoever writes there will notice.
+                        Some((_, Owner { role: Role::Inlet { .. }, .. })) | None => {}
+                    },
+                    Event::PeerFailed { number } => {
+                        let (now, owner) = (self.now, self.owner(at, number));
+                        if let Some(session) = owner.and_then(|(_, it)| self.session(it.session)) {
+                            // There is nothing to wait for.
+                            session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
+                        }
+                    }
+                    Event::Drained { number } => {
+                        if let Some((nic, owner)) = self.owner(at, number) {
+                            self.drained(nic, owner, number);
+                        }
+                    }
+                    Event::Port { is_up } => self.port_changed(at, is_up),
+                    Event::DeviceFailed { kind } => {
+                        tracing::error!(kind, "a device failed");
+                        for nic in self.sharing(at) {
+                            self.lose_nic(nic);
+                        }
+                    }
+                    Event::Other { kind } => tracing::debug!(kind, "an event of a device's"),
+                }
+            }
+        }
+    }
+
+    /// The NICs that share the device of this one.
+    fn sharing(&self, at: usize) -> Vec<NicIndex> {
+        let device = self.ports.get(at).map(|port| Arc::as_ptr(port.device()));
+        let ports = self.ports.iter().enumerate();
+        let same = ports.filter(|(_, port)| Some(Arc::as_ptr(port.device())) == device);
+        same.map(|(at, _)| nic_at(at)).collect()
+    }
+
+    /// Whose a queue pair is that the device of this NIC has told of, and on which of those that share it.
+    fn owner(&self, at: usize, number: u32) -> Option<(NicIndex, Owner)> {
+        self.sharing(at).into_iter().find_map(|nic| {
+            let port = self.ports.get(usize::from(nic))?;
+            port.owners.get(number).map(|owner| (nic, owner))
+        })
+    }
+
+    /// A queue pair takes no more from its shared receive queue.
+    pub(super) fn drained(&mut self, nic: NicIndex, owner: Owner, number: u32) {
+        let nics = self.ports.len();
+        let Owner { session: index, role } = owner;
+        match role {
+            Role::Outlet { lane } => {
+                if let Some(lane) = self.lanes.get(lane) {
+                    lane.is_drained = true;
+                }
+            }
+            Role::Line => {
+                let session = self.session(index);
+                if let Some(line) = session.and_then(|it| it.lines.get_mut(usize::from(nic))) {
+                    line.is_drained = true;
+                }
+            }
+            Role::Inlet { from, .. } => {
+                let at = usize::from(from) * nics + usize::from(nic);
+                let inlet = self.session(index).and_then(|session| session.inlets.get_mut(at));
+                let pairs = inlet.and_then(|inlet| inlet.pairs.as_mut()).into_iter().flatten();
+                for (_, drained) in pairs.filter(|(pair, _)| pair.number() == number) {
+                    *drained = true;
+                }
+            }
+        }
+    }
+
+    /// The port of this NIC's device is down, or up again.
+    fn port_changed(&mut self, at: usize, is_up: bool) {
+        let now = self.now;
+        for nic in self.sharing(at) {
+            let port = self.ports.get_mut(usize::from(nic));
+            let Some(port) = port.filter(|port| !port.is_lost && port.is_up != is_up) else {
+                continue;
+            };
+            port.is_up = is_up;
+            tracing::warn!(nic, is_up, "a port has changed");
+            self.resolver.forget_nic(nic.into());
+            self.tidings.push(Tiding::Nic(nic, is_up));
+            for session in self.sessions.iter_mut().flatten() {
+                session.doubt(bit(nic), !is_up);
+                if is_up {
+                    session.hurry(now, Some(nic), None);
+                    if !session.says.back.contains(&nic) {
+                        session.says.back.push(nic);
+                    }
+                }
+            }
+        }
+        if !is_up {
+            for nic in self.sharing(at) {
+                self.live.clone().into_iter().for_each(|index| self.leave_port(index, nic));
+            }
+        }
+    }
+
+    /// What is in flight over a NIC whose port is down does not wait for the transport to give it up, if there is another
+    /// way; else it may be up again in time.
+    fn leave_port(&mut self, index: u16, nic: NicIndex) {
+        let usable = |at: usize| self.ports.get(at).is_some_and(Nic::is_usable);
+        let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
+        let Some(session) = session else { return };
+        let theirs = session.ports.len().max(1);
+        let usable = (0..8).filter(|&at| usable(usize::from(at)));
+        let has_line = session.courier.is_led(usable.fold(0, |lines, at| lines | bit(at)));
+        let has_path = is_led(leads(session, &self.ports));
+        let ways = session.outlets.iter().skip(usize::from(nic) * theirs).take(theirs);
+        let lanes: Vec<_> = ways.filter_map(|it| it.lanes.filter(|_| it.way.is_open())).collect();
+        if has_line {
+            self.break_line(index, nic);
+        }
+        for id in lanes.into_iter().filter(|_| has_path).flatten() {
+            if self.lanes.get(id).is_some_and(|lane| lane.unread() > 0) {
+                self.break_lane(id);
+            }
+        }
+    }
+
+    /// A NIC is lost for good, and with it all paths and lines from there.
+    pub(super) fn lose_nic(&mut self, nic: NicIndex) {
+        let port = self.ports.get_mut(usize::from(nic)).filter(|port| !port.is_lost);
+        let Some(port) = port else { return };
+        port.device().lose();
+        (port.is_lost, self.urgent) = (true, true);
+        tracing::error!(nic, "a NIC is lost");
+        self.tidings.push(Tiding::Nic(nic, false));
+        for index in self.live.clone() {
+            let theirs = self.session(index).map_or(0, |session| session.ports.len());
+            (0..theirs).for_each(|remote| self.break_path(index, nic, nic_at(remote)));
+            self.break_line(index, nic);
+        }
+    }
+}
