@@ -237,17 +237,34 @@ impl Session {
     }
 }
 
-/// Says all of these, as long as there is room; whether there was for all.
+/// Says all of these, in their order, as long as there is room; whether there was for all.
 fn say_each<T: Copy>(
     courier: &mut Courier<LETTERS>,
     all: &mut Vec<T>,
     note: impl Fn(T) -> Note,
 ) -> bool {
-    while let Some(&one) = all.last() {
-        if !courier.say(note(one)) {
-            return false;
+    let said = all.iter().take_while(|one| courier.say(note(**one))).count();
+    all.drain(..said);
+    all.is_empty()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// More than there is room for: an attempt is not asked for behind a later one, which would be taken for nonsense.
+    #[test]
+    fn what_is_to_be_said_is_said_in_its_order() {
+        let mut courier = Courier::new(1);
+        let mut all: Vec<NicIndex> = (0..MAX_NICS).flat_map(NicIndex::try_from).collect();
+        assert!(!say_each(&mut courier, &mut all, |nic| Note::Back { nic }));
+        assert_eq!(all, [7], "the last one waits");
+        for expected in 0..7 {
+            let (_, letter) = courier.next().unwrap();
+            assert_eq!(letter.note, Some(Note::Back { nic: expected }));
+            courier.post();
         }
-        all.pop();
+        all.clear();
+        assert!(say_each(&mut courier, &mut all, |nic| Note::Back { nic }));
     }
-    true
 }
