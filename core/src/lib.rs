@@ -17,7 +17,7 @@
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
-//! | [`courier`], [`line`] | notes over lines that break and are made anew |
+//! | [`courier`], [`mod@line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
 //! | [`resolve`] | which addresses are looked up, and how long the answers count |
 //! | [`life`], [`parting`] | how far a session over queue pairs is, and how it ends |
