@@ -360,7 +360,7 @@ impl State {
                     Err(error) => Say::Text(error.to_string()),
                 }
             }
-            Ask::Kept => Say::Number(crate::gpus::kept().unwrap_or(0)),
+            Ask::Kept => Say::Number(crate::segment::kept().unwrap_or(0)),
             Ask::Reclaim { region, ms } => {
                 let memory = self.regions[region].take().expect("a region");
                 match self.host().reclaim(memory, Duration::from_millis(ms)) {

@@ -25,7 +25,7 @@ use immwire_cuda::{
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
-use crate::segment::{PART, Part, Segment};
+use crate::segment::{PART, Part, Segment, driver_s, kept};
 use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -110,14 +110,6 @@ pub const COPYING: &[Test] = &[
     ),
     ("freed_while_it_is_opened", Spread::ProcessesBothMotors, freed_while_it_is_opened),
 ];
-
-/// How much of GPUs' memory this process has taken by hand; `None`: the driver is not the stand-in, which counts.
-pub fn kept() -> Option<u64> {
-    // Loaded, if it was not yet.
-    Device::count().ok()?;
-    let call: extern "C" fn() -> u64 = driver_s(c"immwire_fake_cuda_kept")?;
-    Some(call())
-}
 
 /// The last GPU's number: another than the first, if there are two.
 fn last_gpu() -> u32 {
@@ -810,20 +802,6 @@ fn after_stream(case: &Case) {
     assert_eq!(me.end_within(&transfer, PATIENCE), Some(immwire::End::Done));
     other.count(&me, counter, 1);
     other.check(&me, there, 0, BYTES, late);
-}
-
-/// A function of the driver's, or one that only the stand-in for it has, if it is there. `F` is its type (`cuda.h`,
-/// `verification/fake-cuda/src`).
-fn driver_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
-    assert_eq!(size_of::<F>(), size_of::<*mut libc::c_void>());
-    // SAFETY: it is loaded, by us; nothing is loaded by this.
-    let driver =
-        unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
-    assert!(!driver.is_null(), "an engine has loaded the driver");
-    // SAFETY: a library's handle, and a name.
-    let found = unsafe { libc::dlsym(driver, name.as_ptr()) };
-    // SAFETY: the function of that name, of this type: our callers know.
-    (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
 }
 
 /// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.

@@ -1,5 +1,6 @@
 //! Memory of a GPU over several allocations that adjoin, as PyTorch's expandable segments are; and what looks like it.
 
+use std::ffi::c_void;
 use std::ptr::NonNull;
 
 use cudarc::driver::sys as cu;
@@ -145,4 +146,26 @@ impl Segment {
             ok(unsafe { cu::cuMemAddressFree(self.at, self.parts.len() * PART_BYTES) });
         });
     }
+}
+
+/// How much of GPUs' memory this process has taken by hand; `None`: the driver is not the stand-in, which counts.
+pub fn kept() -> Option<u64> {
+    // Loaded, if it was not yet.
+    Device::count().ok()?;
+    let call: extern "C" fn() -> u64 = driver_s(c"immwire_fake_cuda_kept")?;
+    Some(call())
+}
+
+/// A function of the driver's, or one that only the stand-in for it has, if it is there. `F` is its type (`cuda.h`,
+/// `verification/fake-cuda/src`).
+pub fn driver_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {
+    assert_eq!(size_of::<F>(), size_of::<*mut c_void>());
+    // SAFETY: it is loaded, by us; nothing is loaded by this.
+    let driver =
+        unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW | libc::RTLD_NOLOAD) };
+    assert!(!driver.is_null(), "an engine has loaded the driver");
+    // SAFETY: a library's handle, and a name.
+    let found = unsafe { libc::dlsym(driver, name.as_ptr()) };
+    // SAFETY: the function of that name, of this type: our callers know.
+    (!found.is_null()).then(|| unsafe { std::mem::transmute_copy(&found) })
 }

@@ -23,6 +23,9 @@ mod agent;
 #[path = "../conformance/host.rs"]
 mod host;
 mod net;
+#[allow(dead_code, reason = "as above")]
+#[path = "../conformance/segment.rs"]
+mod segment;
 
 use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
