@@ -107,8 +107,8 @@ def allocated(device, nbytes):
 
 
 def over_two(device, handle_types=1):
-    """The address of as much memory over two allocations that adjoin, as PyTorch's expandable segments are; and where the
-    second begins."""
+    """The address of as much memory over two allocations that adjoin, as PyTorch's expandable segments are;
+    and where the second begins."""
     part, address, parts = ctypes.c_size_t(2 << 20), ctypes.c_uint64(), [ctypes.c_uint64() for _ in range(2)]
     wanted = struct.pack("<iiiiQQ", 1, handle_types, 1, device, 0, 0)
     zero = ctypes.c_uint64(0)
