@@ -1,7 +1,7 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | captures | joined | time | ends FROM TO SMS | signals FROM TO
-//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time | moe-processes N
+//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time [TOKENS] | moe-processes N
 //!
 //! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
 //! how long a watcher's callback and a waiting stream take to hear of something.
@@ -39,6 +39,10 @@ fn main() -> ExitCode {
             _ => Err("GPUs are numbers".into()),
         },
         ["moe-processes", count] => count.parse().map_err(Into::into).and_then(moe::processes),
+        ["moe-time", tokens] => tokens
+            .parse()
+            .map_err(Into::into)
+            .and_then(|tokens| moe::time(&rig::gpus()?, Some(tokens))),
         ["moe-process", world, rank, case] => match (world.parse(), rank.parse(), case.parse()) {
             (Ok(world), Ok(rank), Ok(case)) => process(world, rank, case),
             _ => Err("ranks are numbers".into()),
@@ -93,7 +97,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
             result.insert("moe".into(), moe::replay(&gpus, 100_000)?);
         }
         "moe-time" => {
-            result.insert("moe".into(), moe::time(&gpus)?);
+            result.insert("moe".into(), moe::time(&gpus, None)?);
         }
         "time" => {
             let mut bench = time::Bench::new(&gpus)?;

@@ -1093,7 +1093,8 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
 }
 
 /// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters.
-pub(crate) fn time(gpus: &[Gpu]) -> Outcome<Value> {
+/// `only`: the shapes with so many tokens alone.
+pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
     let pairs = u32::try_from(gpus.len())?;
     let shape = |world: u32, tokens: u32| Shape {
         firsts: firsts(world, 256),
@@ -1105,38 +1106,26 @@ pub(crate) fn time(gpus: &[Gpu]) -> Outcome<Value> {
         padding: 1,
         exact: false,
     };
-    let mut all = Vec::new();
-    for tokens in [1, 8, 32, 64, 128, 256, 512] {
-        all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, tokens), Style::default())?);
-    }
-    let split = Style { split: true, ..Style::default() };
-    all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, 128), split)?);
-    let raw = Payload::Raw { token_bytes: 7168, scale_bytes: 224 };
-    all.push(measure(
-        gpus,
-        "7,168 bytes and 224 of scales out",
-        &Shape { payload: raw, ..shape(pairs, 128) },
-        Style::default(),
-    )?);
-    let raw = Payload::Raw { token_bytes: 14336, scale_bytes: 0 };
-    all.push(measure(
-        gpus,
-        "bf16 out",
-        &Shape { payload: raw, ..shape(pairs, 128) },
-        Style::default(),
-    )?);
+    let bytes = |token_bytes, scale_bytes| Shape {
+        payload: Payload::Raw { token_bytes, scale_bytes },
+        ..shape(pairs, 128)
+    };
+    let (plain, split) = (Style::default(), Style { split: true, ..Style::default() });
+    let quantised = "e4m3 out, bf16 back";
+    let few = [1, 8, 32, 64, 128, 256, 512].map(|tokens| (quantised, shape(pairs, tokens), plain));
+    let mut all = few.to_vec();
+    all.push((quantised, shape(pairs, 128), split));
+    all.push(("7,168 bytes and 224 of scales out", bytes(7168, 224), plain));
+    all.push(("bf16 out", bytes(14336, 0), plain));
     for tokens in [1, 128] {
         let exact = Shape { exact: true, ..shape(pairs, tokens) };
-        all.push(measure(gpus, "e4m3 out, bf16 of each choice back", &exact, Style::default())?);
+        all.push(("e4m3 out, bf16 of each choice back", exact, plain));
     }
     for ranks in [2, 4] {
-        all.push(measure(
-            gpus,
-            "several ranks on a GPU",
-            &shape(pairs * ranks, 128),
-            Style::default(),
-        )?);
+        all.push(("several ranks on a GPU", shape(pairs * ranks, 128), plain));
     }
-    all.push(measure(gpus, "e4m3 out, bf16 back", &shape(pairs, 4096), Style::default())?);
-    Ok(Value::Array(all))
+    all.push((quantised, shape(pairs, 4096), plain));
+    let wanted = all.iter().filter(|(_, shape, _)| only.is_none_or(|it| it == shape.max_tokens));
+    let measured = wanted.map(|(what, shape, style)| measure(gpus, what, shape, *style));
+    Ok(Value::Array(measured.collect::<Outcome<_>>()?))
 }
