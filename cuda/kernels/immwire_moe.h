@@ -64,9 +64,13 @@ typedef struct immwire_moe_control {
   uint32_t absent;   /* ranks whose choices or tokens did not come */
   uint32_t tokens;   /* of this rank, in this round */
   uint32_t pairs;    /* tokens that this rank received, in this round */
+  uint32_t of_others; /* of these, where there are many: other ranks', which come first */
+  uint32_t summed;   /* where there are many tokens: how many parts of this rank's the combine has taken to sum; 0 before it */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
+  uint32_t planned;  /* of them, those that have planned */
+  uint32_t received; /* how many tokens have been taken to be received */
   /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
   uint64_t abort;    /* not 0: nobody waits any more */
@@ -104,7 +108,7 @@ typedef struct immwire_moe_args {
   uint64_t control;     /* immwire_moe_control */
   uint64_t report;      /* immwire_moe_report */
   uint64_t plan;        /* [world * max_tokens][plan_stride] */
-  uint64_t masks;       /* uint32_t[max_tokens]: which ranks each token of this rank went to */
+  uint64_t masks;       /* uint32_t[2][max_tokens]: which ranks each token of this rank went to; and where there are many, which pair it is here */
   uint64_t scratch;     /* uint32_t[chunks][local + 1], for many tokens */
   uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: as many as tokens says */
   uint64_t x;           /* [tokens][token_bytes], or [tokens][values] of 16 bits where the kernel quantises */
@@ -148,7 +152,7 @@ typedef struct immwire_moe_args {
  *   immwire_moe_dispatch_fp8_fp16     from fp16
  *   immwire_moe_combine_bf16, _fp16   results
  *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
- *   immwire_moe_dispatch_many_...     the same for thousands of tokens: other ranks may use either
+ *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens: other ranks may use either
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.

@@ -62,6 +62,9 @@ __device__ inline uint64_t now() {
   return time;
 }
 
+// A warp's lanes meet here: what each stored to shared memory before, the others find after.
+__device__ inline void meet() { __syncwarp(); }
+
 // Between looks at something that takes long.
 __device__ inline void pause() {}
 

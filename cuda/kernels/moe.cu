@@ -3,10 +3,10 @@
 // Every rank sends each token once to each rank that has one of its experts, into a slot that needs no agreement: it is
 // numbered as the token is at its source. The choices of all ranks go everywhere first; from them each block works out by
 // itself, and as all others do, how many rows each expert has and where each token's lie. Where there are thousands of
-// tokens, blocks share that out among them (`dispatch_many`).
+// tokens, blocks share that out among them, and some send while others receive (`dispatch_many`, `combine_many`).
 //
 // It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, no fence and no flag for
-// what they send: what is written announces itself. There is none between blocks, but for one where there are many tokens.
+// what they send: what is written announces itself. There is none between blocks, but for two where there are many tokens.
 //
 // - Slots hold poison, words of 0xffffffff. A word that was written is never that: values that are rounded here never are, and
 //   payload that is not looked at is combined with a key, found so that none is (`Raw`). Who waits for a vector looks at
@@ -28,6 +28,8 @@
 //    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
 //    once each: the same bits in every run. Exact ones are made where the token is from, of all choices, and rounded once.
+// 6. Where there are many tokens and one launch sends and receives, a rank's own go through no slot: they are taken to their rows from
+//    where they are, and their results are summed, and rounded as others' are, when the tokens' other results are awaited.
 //
 // Checked by verification/moe on a CPU, with ranks, blocks and threads in any order, and by benches/gpu/run on GPUs.
 
@@ -148,11 +150,22 @@ __device__ uint64_t result_slot(const Args &args, uint32_t at, uint32_t from, ui
 
 __device__ uint32_t vectors_per_token(const Args &args) { return (args.top_k + 1) / 2; }
 
+// Which ranks each token of this rank's went to; and behind that, which pair each is that came back to this rank.
+__device__ uint32_t *masks_of(const Args &args) { return reinterpret_cast<uint32_t *>(args.masks); }
+__device__ uint32_t *own_pairs_of(const Args &args) { return masks_of(args) + args.max_tokens; }
+
 __device__ uint32_t rank_of(const Args &args, uint32_t expert) {
   uint32_t rank = 0;
   for (uint32_t next = 1; next < args.world; ++next) rank += expert >= args.firsts[next];
   return rank;
 }
+
+// Rows of one token, in the order of its choices.
+struct Rows {
+  uint32_t count;
+  uint32_t row[IMMWIRE_MOE_MAX_TOP_K];
+  float weight[IMMWIRE_MOE_MAX_TOP_K];
+};
 
 // The words of shared memory that every block has, and where the others begin.
 struct Fixed {
@@ -165,9 +178,7 @@ struct Fixed {
   uint64_t slot[2][BATCH];
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
-  uint32_t count[2][BATCH];
-  uint32_t row[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
-  float weight[2][BATCH][IMMWIRE_MOE_MAX_TOP_K];
+  Rows rows[2][BATCH];
   uint8_t nth[2][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact: which of its rank's results each is.
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
@@ -403,7 +414,30 @@ __device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset,
   while (ranks.any()) store_shared_word(args.inbox[ranks.next()] + offset, held);
 }
 
-// Tokens of any bytes. Words are combined with a key by exclusive or, such that none becomes poison, and the key comes last.
+// Where a token goes: to its slots at ranks, where somebody waits for it; or to its rows here.
+struct Slots {
+  static constexpr bool ANNOUNCES = true;
+  const Args &args;
+  Ranks ranks;
+  uint64_t offset;
+  __device__ void vector(uint32_t v, uint4 held) const { store_everywhere(args, ranks, offset + 16 * v, held); }
+  __device__ void word(uint32_t w, uint32_t held) const { store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held); }
+};
+struct OwnRows {
+  static constexpr bool ANNOUNCES = false;
+  const Args &args;
+  const uint32_t *rows;
+  uint32_t count;
+  __device__ void vector(uint32_t v, uint4 held) const {
+    for (uint32_t n = 0; n < count; ++n) store_vector(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
+  }
+  __device__ void word(uint32_t w, uint32_t held) const {
+    for (uint32_t n = 0; n < count; ++n) reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(rows[n]) * args.scale_bytes)[w] = held;
+  }
+};
+
+// Tokens of any bytes. Where they are waited for, words are combined with a key by exclusive or, such that none becomes poison, and the
+// key comes last.
 struct Raw {
   static constexpr bool KEYED = true;
 
@@ -414,28 +448,29 @@ struct Raw {
   // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
   __device__ static uint32_t key(uint32_t turn) { return turn * IMMWIRE_MOE_KEY; }
 
-  template <typename CREW, typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, CREW crew, RANKS routes) {
+  template <typename CREW, typename PLACES>
+  __device__ static void send(const Args &args, uint32_t token, CREW crew, PLACES places) {
     const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
     const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = crew.of - 1 - crew.me;
     // The first ones are read while it is found out where they go.
     const uint4 first = crew.me < vectors ? load_vector(x + 16 * crew.me) : vector_of(0);
-    const Ranks ranks = routes();
+    const auto to = places();
     for (uint32_t turn = 0;; ++turn) {
-      const uint32_t with = key(turn);
+      const uint32_t with = decltype(to)::ANNOUNCES ? key(turn) : 0;
       bool bad = is_bad(first, with);
-      for (uint32_t v = crew.me + crew.of; v < vectors; v += crew.of) bad |= is_bad(load_vector(x + 16 * v), with);
-      for (uint32_t w = last; w < words; w += crew.of)
-        bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
-      if (crew.any(bad)) continue;
+      if constexpr (decltype(to)::ANNOUNCES) {
+        for (uint32_t v = crew.me + crew.of; v < vectors; v += crew.of) bad |= is_bad(load_vector(x + 16 * v), with);
+        for (uint32_t w = last; w < words; w += crew.of)
+          bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
+        if (crew.any(bad)) continue;
+      }
       for (uint32_t v = crew.me; v < vectors; v += crew.of) {
         uint4 held = v < crew.of ? first : load_vector(x + 16 * v);
         held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
-        store_everywhere(args, ranks, slot + 16 * v, held);
+        to.vector(v, held);
       }
-      for (uint32_t w = last; w < words; w += crew.of)
-        store_everywhere(args, ranks, slot + args.token_bytes + 4 * w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
-      if (last == 0) store_everywhere(args, ranks, slot + args.token_bytes + args.scale_bytes, with);
+      for (uint32_t w = last; w < words; w += crew.of) to.word(w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
+      if (decltype(to)::ANNOUNCES && last == 0) to.word(words, with);
       return;
     }
   }
@@ -466,13 +501,13 @@ struct Quantised {
   static constexpr bool KEYED = false;
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
 
-  template <typename CREW, typename RANKS>
-  __device__ static void send(const Args &args, uint32_t token, uint64_t slot, CREW crew, RANKS routes) {
+  template <typename CREW, typename PLACES>
+  __device__ static void send(const Args &args, uint32_t token, CREW crew, PLACES places) {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
     const uint32_t vectors = args.values / 16;
     uint4 low = vector_of(0), high = vector_of(0);
     if (crew.me < vectors) low = load_vector(x + 32 * crew.me), high = load_vector(x + 32 * crew.me + 16);
-    const Ranks ranks = routes();
+    const auto to = places();
     // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros. The next ones are read while
     // these are worked on.
     for (uint32_t start = 0; start < vectors; start += crew.of) {
@@ -512,10 +547,9 @@ struct Quantised {
         bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
       }
       if (v >= vectors) continue;
-      store_everywhere(args, ranks, slot + 16 * v, uint4{word[0], word[1], word[2], word[3]});
-      if (powers && v % WARP == 0) store_everywhere(args, ranks, slot + args.token_bytes + v / WARP * 4, bytes);
-      if (!powers && v % SHARE == 0)
-        store_everywhere(args, ranks, slot + args.token_bytes + v / SHARE * 4, __float_as_uint(scale));
+      to.vector(v, uint4{word[0], word[1], word[2], word[3]});
+      if (powers && v % WARP == 0) to.word(v / WARP, bytes);
+      if (!powers && v % SHARE == 0) to.word(v / SHARE, __float_as_uint(scale));
     }
   }
 };
@@ -538,16 +572,16 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint
   const uint32_t tokens = announce_tokens(args, epoch, parity, present), last_warp = blockDim.x / WARP - 1;
   uint32_t turn = 0;
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    PAYLOAD::send(args, token, token_offset(args, args.rank, token), BlockCrew(), [&] {
+    PAYLOAD::send(args, token, BlockCrew(), [&] {
       if (threadIdx.x / WARP == last_warp) {
         const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
         if (threadIdx.x % WARP == 0) {
           fixed.routes[turn] = goes_to;
-          reinterpret_cast<uint32_t *>(args.masks)[token] = goes_to;
+          masks_of(args)[token] = goes_to;
         }
       }
       __syncthreads(); // One for each token is enough: the word of the next one is another.
-      return Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world);
+      return Slots{args, Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world), token_offset(args, args.rank, token)};
     });
   }
 }
@@ -737,19 +771,19 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
           const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
           if (row < args.rows) {
             if (args.slots != 0) reinterpret_cast<uint32_t *>(args.slots)[row] = slot;
-            else fixed.row[turn][i][count + __popc(has & ranks_below(lane))] = row;
+            else fixed.rows[turn][i].row[count + __popc(has & ranks_below(lane))] = row;
           }
           count += __popc(has);
         }
         if (args.slots != 0) count = 1;
         if (lane == 0) {
-          if (args.slots != 0) fixed.row[turn][i][0] = slot;
+          if (args.slots != 0) fixed.rows[turn][i].row[0] = slot;
           fixed.source[turn][i] = source;
           fixed.token[turn][i] = token;
           fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
         }
       }
-      if (lane == 0) fixed.count[turn][i] = count;
+      if (lane == 0) fixed.rows[turn][i].count = count;
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
 
@@ -782,8 +816,8 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
         if (!(here >> i & 1)) continue;
         held[i].x ^= key[i], held[i].y ^= key[i], held[i].z ^= key[i], held[i].w ^= key[i];
         if (late >> i & 1) held[i] = vector_of(0);
-        for (uint32_t n = 0; n < fixed.count[turn][i]; ++n)
-          store_vector(args.rows_x + uint64_t(fixed.row[turn][i][n]) * args.token_bytes + 16 * v, held[i]);
+        for (uint32_t n = 0; n < fixed.rows[turn][i].count; ++n)
+          store_vector(args.rows_x + uint64_t(fixed.rows[turn][i].row[n]) * args.token_bytes + 16 * v, held[i]);
         store_vector(from[i], vector_of(POISON));
       }
     }
@@ -799,8 +833,8 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       for (uint32_t i = 0; i < BATCH; ++i) {
         if (!(here >> i & 1)) continue;
         held[i] = late >> i & 1 ? 0 : held[i] ^ key[i];
-        for (uint32_t n = 0; n < fixed.count[turn][i]; ++n)
-          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(fixed.row[turn][i][n]) * args.scale_bytes)[w] = held[i];
+        for (uint32_t n = 0; n < fixed.rows[turn][i].count; ++n)
+          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(fixed.rows[turn][i].row[n]) * args.scale_bytes)[w] = held[i];
         *reinterpret_cast<uint32_t *>(from[i]) = POISON;
       }
     }
@@ -852,7 +886,7 @@ __device__ void dispatch(const Args &args) {
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   // Not those found absent meanwhile: all blocks need the same.
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
-  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity;
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (args.flags & IMMWIRE_MOE_SEND)
     send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present);
   if (args.flags & IMMWIRE_MOE_RECEIVE) {
@@ -882,12 +916,15 @@ struct Planned {
     if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) put_down(report_of(args)->rows_left_out, epoch);
   }
 
-  // Tells the block whose token it is, and how many of its rows were kept.
-  __device__ void keep(Fixed &fixed, uint32_t turn, uint32_t i, uint32_t rows) const {
-    if (threadIdx.x % WARP != 0) return;
-    fixed.source[turn][i] = pair.x;
-    fixed.token[turn][i] = pair.y;
-    fixed.count[turn][i] = __popc(rows);
+  // Keeps the row of each lane that has one to be kept, and its weight, for the block.
+  __device__ void keep_rows(Rows &kept, bool is_kept) const {
+    const uint32_t lane = threadIdx.x % WARP, has = __ballot_sync(ALL_LANES, is_kept), place = __popc(has & ranks_below(lane));
+    if (is_kept) kept.row[place] = row, kept.weight[place] = weight;
+    if (lane == 0) kept.count = __popc(has);
+  }
+  // Tells the block whose token it is.
+  __device__ void keep_token(Fixed &fixed, uint32_t turn, uint32_t i) const {
+    if (threadIdx.x % WARP == 0) fixed.source[turn][i] = pair.x, fixed.token[turn][i] = pair.y;
   }
 
   uint32_t row;
@@ -897,55 +934,70 @@ struct Planned {
   uint4 pair;
 };
 
-// Sends, for each token received, the weighted sum of its rows.
+// Adds vectors of `count` rows, times their weights, to sums; `rows` tells which. All of up to ROWS of them are read before any is used.
+template <typename FORMAT, uint32_t ROWS, uint32_t SIDE, typename GET>
+__device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t (&at)[SIDE], uint32_t count, GET rows) {
+  const uint32_t vectors = args.values / 8;
+  for (uint32_t low = 0; low < count; low += ROWS) {
+    uint4 held[ROWS][SIDE];
+    float weight[ROWS];
+#pragma unroll
+    for (uint32_t i = 0; i < ROWS; ++i) {
+      if (low + i >= count) continue;
+      uint32_t row;
+      rows(low + i, row, weight[i]);
+#pragma unroll
+      for (uint32_t j = 0; j < SIDE; ++j)
+        if (at[j] < vectors) held[i][j] = load_vector(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < ROWS; ++i) {
+#pragma unroll
+      for (uint32_t j = 0; j < SIDE; ++j) {
+        if (low + i >= count || at[j] >= vectors) continue;
+        float values[8];
+        unpack<FORMAT>(values, held[i][j]);
+#pragma unroll
+        for (uint32_t k = 0; k < 8; ++k) sum[j][k] = __fadd_rn(sum[j][k], __fmul_rn(weight[i], values[k]));
+      }
+    }
+  }
+}
+
+// Of rows that a block has kept.
+__device__ auto kept(const Rows &rows) {
+  return [&rows](uint32_t n, uint32_t &row, float &weight) { row = rows.row[n], weight = rows.weight[n]; };
+}
+
+// Some blocks of a launch, of which this is one.
+struct Share {
+  uint32_t index, of;
+};
+
+// Sends, for each of the first `pairs` tokens received, the weighted sum of its rows.
 template <typename FORMAT>
-__device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
-  const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
-  const uint32_t warps = blockDim.x / WARP;
+__device__ void send_results(const Args &args, Fixed &fixed, Share share, uint32_t pairs, uint32_t epoch, uint32_t present) {
+  const uint32_t vectors = args.values / 8, warps = blockDim.x / WARP;
   uint32_t turn = 0;
-  for (uint32_t first = blockIdx.x; first < pairs; first += gridDim.x * BATCH, turn ^= 1) {
+  for (uint32_t first = share.index; first < pairs; first += share.of * BATCH, turn ^= 1) {
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
-      const uint32_t n = first + i * gridDim.x;
+      const uint32_t n = first + i * share.of;
       if (n >= pairs) continue;
       const Planned planned(args, n, epoch);
-      const uint32_t has = __ballot_sync(ALL_LANES, planned.row < args.rows);
-      if (planned.row < args.rows) {
-        const uint32_t place = __popc(has & ranks_below(lane));
-        fixed.row[turn][i][place] = planned.row;
-        fixed.weight[turn][i][place] = planned.weight;
-      }
-      planned.keep(fixed, turn, i, has);
+      planned.keep_rows(fixed.rows[turn][i], planned.row < args.rows);
+      planned.keep_token(fixed, turn, i);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
     for (uint32_t i = 0; i < BATCH; ++i) {
-      if (first + i * gridDim.x >= pairs) break;
-      const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i];
+      if (first + i * share.of >= pairs) break;
+      const uint32_t source = fixed.source[turn][i];
       if (!(present >> source & 1)) continue;
       const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i], 0);
-      // Two vectors side by side, of up to BATCH rows each: all are read before any is used.
+      // Two vectors side by side.
       for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
         float sum[2][8] = {};
-        for (uint32_t low = 0; low < count; low += BATCH) {
-          uint4 held[2][BATCH];
-#pragma unroll
-          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
-            const uint32_t n = low + j % BATCH, of = at[j / BATCH];
-            if (n < count && of < vectors)
-              held[j / BATCH][j % BATCH] = load_vector(args.y + uint64_t(fixed.row[turn][i][n]) * args.values * 2 + 16 * of);
-          }
-#pragma unroll
-          for (uint32_t j = 0; j < 2 * BATCH; ++j) {
-            const uint32_t n = low + j % BATCH;
-            if (n >= count || at[j / BATCH] >= vectors) continue;
-            const float weight = fixed.weight[turn][i][n];
-            float values[8];
-            unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
-#pragma unroll
-            for (uint32_t k = 0; k < 8; ++k)
-              sum[j / BATCH][k] = __fadd_rn(sum[j / BATCH][k], __fmul_rn(weight, values[k]));
-          }
-        }
+        sum_rows<FORMAT, BATCH>(args, sum, at, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j)
           if (at[j] < vectors) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
@@ -954,85 +1006,111 @@ __device__ void send_results(const Args &args, Fixed &fixed, uint32_t epoch, uin
   }
 }
 
-// Adds up what ranks sent for this rank's tokens, as many as there is memory for.
-template <typename FORMAT>
-__device__ void receive_results(const Args &args, uint32_t epoch, uint32_t present, Patience &patience) {
-  immwire_moe_control &control = *control_of(args);
-  const uint32_t tokens = min(control.tokens, args.tokens), vectors = args.values / 8;
-  if (control.tokens > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
-  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
-    const uint32_t ranks = reinterpret_cast<const uint32_t *>(args.masks)[token] & present;
-    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-      const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
-      float sum[8] = {};
-      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
-      for (uint32_t rest = ranks; rest != 0;) {
-        uint4 held[BATCH];
-        uint64_t from[BATCH];
-        uint32_t rank[BATCH], wanted = 0;
+// Adds up vectors of a token: what those of `ranks` have sent, ACROSS of them awaited side by side, and where this rank's is not sent,
+// what it has itself.
+template <typename FORMAT, uint32_t ACROSS, uint32_t SIDE>
+__device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, const uint32_t (&at)[SIDE], bool has_own, const uint4 (&own)[SIDE],
+                          uint32_t epoch, Patience &patience) {
+  const uint32_t vectors = args.values / 8;
+  const uint64_t to = args.out + uint64_t(token) * args.values * 2;
+  float sum[SIDE][8] = {};
+  if (args.flags & IMMWIRE_MOE_ACCUMULATE) {
 #pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) {
-          rank[i] = rest != 0 ? __ffs(rest) - 1 : 0;
-          from[i] = result_slot(args, args.rank, rank[i], token, 0) + 16 * v;
-          wanted |= (rest != 0 ? 1u : 0u) << i;
-          rest &= rest - 1;
-        }
-        const uint32_t lost = await<Vector>(held, from, wanted, patience);
+    for (uint32_t j = 0; j < SIDE; ++j)
+      if (at[j] < vectors) unpack<FORMAT>(sum[j], load_vector(to + 16 * at[j]));
+  }
+  for (uint32_t rest = ranks; rest != 0;) {
+    uint4 held[ACROSS * SIDE];
+    uint64_t from[ACROSS * SIDE];
+    uint32_t rank[ACROSS], wanted = 0, has = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) {
-          if (!(wanted >> i & 1)) continue;
-          if (lost >> i & 1) {
-            atomicOr(&control.missed, 1u << rank[i]);
-            put_down(report_of(args)->late_results[rank[i]], epoch);
-            continue;
-          }
-          store_vector(from[i], vector_of(POISON));
-          float values[8];
-          unpack<FORMAT>(values, held[i]);
+    for (uint32_t i = 0; i < ACROSS; ++i) {
+      rank[i] = rest != 0 ? __ffs(rest) - 1 : args.rank;
+      const uint64_t slot = result_slot(args, args.rank, rank[i], token, 0);
 #pragma unroll
-          for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], values[k]);
-        }
+      for (uint32_t j = 0; j < SIDE; ++j) {
+        const uint32_t bit = (rest != 0 && at[j] < vectors ? 1u : 0u) << (i * SIDE + j);
+        from[i * SIDE + j] = slot + 16 * at[j];
+        has |= bit;
+        if (has_own && rank[i] == args.rank) held[i * SIDE + j] = own[j];
+        else wanted |= bit;
       }
-      store_vector(to, pack<FORMAT>(sum));
+      rest &= rest - 1;
     }
+    const uint32_t lost = await<Vector>(held, from, wanted, patience);
+#pragma unroll
+    for (uint32_t i = 0; i < ACROSS; ++i) {
+      if ((lost >> (i * SIDE) & ((1u << SIDE) - 1)) != 0) {
+        atomicOr(&control_of(args)->missed, 1u << rank[i]);
+        put_down(report_of(args)->late_results[rank[i]], epoch);
+      }
+#pragma unroll
+      for (uint32_t j = 0; j < SIDE; ++j) {
+        if (!((has & ~lost) >> (i * SIDE + j) & 1)) continue;
+        if (wanted >> (i * SIDE + j) & 1) store_vector(from[i * SIDE + j], vector_of(POISON));
+        float values[8];
+        unpack<FORMAT>(values, held[i * SIDE + j]);
+#pragma unroll
+        for (uint32_t k = 0; k < 8; ++k) sum[j][k] = __fadd_rn(sum[j][k], values[k]);
+      }
+    }
+  }
+#pragma unroll
+  for (uint32_t j = 0; j < SIDE; ++j)
+    if (at[j] < vectors) store_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+}
+
+// How many tokens of this rank's are summed: those for which there is memory.
+__device__ uint32_t tokens_to_sum(const Args &args, uint32_t epoch) {
+  const uint32_t sent = control_of(args)->tokens;
+  if (sent > args.tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
+  return min(sent, args.tokens);
+}
+
+// Adds up what ranks sent for this rank's tokens.
+template <typename FORMAT>
+__device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, Patience &patience) {
+  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
+    const uint32_t ranks = masks_of(args)[token] & present;
+    for (uint32_t v = threadIdx.x; v < args.values / 8; v += blockDim.x)
+      sum_token<FORMAT, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience);
   }
 }
 
 // Sends the results of all rows of each token received, in the order of its choices. Zeros for rows that there was no room for.
 template <typename FORMAT>
 __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present) {
-  const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, lane = threadIdx.x % WARP;
-  const uint32_t warps = blockDim.x / WARP;
+  const uint32_t pairs = control_of(args)->pairs, vectors = args.values / 8, warps = blockDim.x / WARP;
   uint32_t turn = 0;
   for (uint32_t first = blockIdx.x; first < pairs; first += gridDim.x * BATCH, turn ^= 1) {
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
       if (n >= pairs) continue;
       const Planned planned(args, n, epoch);
-      const uint32_t has = __ballot_sync(ALL_LANES, planned.row != IMMWIRE_MOE_NO_ROW);
-      if (planned.row != IMMWIRE_MOE_NO_ROW) fixed.row[turn][i][__popc(has & ranks_below(lane))] = planned.row;
-      planned.keep(fixed, turn, i, has);
+      planned.keep_rows(fixed.rows[turn][i], planned.row != IMMWIRE_MOE_NO_ROW);
+      planned.keep_token(fixed, turn, i);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
     for (uint32_t i = 0; i < BATCH; ++i) {
       if (first + i * gridDim.x >= pairs) break;
-      const uint32_t source = fixed.source[turn][i], count = fixed.count[turn][i], token = fixed.token[turn][i];
+      const uint32_t source = fixed.source[turn][i], token = fixed.token[turn][i];
+      const Rows &rows = fixed.rows[turn][i];
       if (!(present >> source & 1)) continue;
       for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
-        for (uint32_t low = 0; low < count; low += BATCH) {
+        for (uint32_t low = 0; low < rows.count; low += BATCH) {
           uint4 held[2][BATCH];
 #pragma unroll
           for (uint32_t j = 0; j < 2 * BATCH; ++j) {
             const uint32_t n = low + j % BATCH, of = at[j / BATCH];
             held[j / BATCH][j % BATCH] = vector_of(0);
-            if (n < count && of < vectors && fixed.row[turn][i][n] < args.rows)
-              held[j / BATCH][j % BATCH] = load_vector(args.y + uint64_t(fixed.row[turn][i][n]) * args.values * 2 + 16 * of);
+            if (n < rows.count && of < vectors && rows.row[n] < args.rows)
+              held[j / BATCH][j % BATCH] = load_vector(args.y + uint64_t(fixed.rows[turn][i].row[n]) * args.values * 2 + 16 * of);
           }
 #pragma unroll
           for (uint32_t j = 0; j < 2 * BATCH; ++j) {
             const uint32_t n = low + j % BATCH, of = at[j / BATCH];
-            if (n >= count || of >= vectors) continue;
+            if (n >= rows.count || of >= vectors) continue;
             // There and back nothing changes but what is no number, which might be poison.
             float values[8];
             unpack<FORMAT>(values, held[j / BATCH][j % BATCH]);
@@ -1046,10 +1124,9 @@ __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch,
 
 // Adds up the results of this rank's tokens' choices, times their weights, in their order; as many tokens as there is memory for.
 template <typename FORMAT>
-__device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t present, Patience &patience) {
+__device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tokens, uint32_t epoch, uint32_t present, Patience &patience) {
   immwire_moe_control &control = *control_of(args);
-  const uint32_t tokens = min(control.tokens, args.tokens), vectors = args.values / 8, lane = threadIdx.x % WARP;
-  if (control.tokens > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
+  const uint32_t vectors = args.values / 8, lane = threadIdx.x % WARP;
   const uint64_t table = table_of(args, args.rank, args.rank, control.parity);
   uint32_t turn = 0;
   __syncthreads(); // Who sent may read those words still.
@@ -1069,39 +1146,39 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t epo
       const uint32_t same = __match_any_sync(ALL_LANES, comes ? rank : IMMWIRE_MOE_MAX_RANKS);
       if (comes) {
         fixed.nth[turn][place] = uint8_t(__popc(same & ranks_below(lane)));
-        fixed.row[turn][0][place] = rank;
-        fixed.weight[turn][0][place] = __uint_as_float(weight);
+        fixed.rows[turn][0].row[place] = rank;
+        fixed.rows[turn][0].weight[place] = __uint_as_float(weight);
       }
-      if (lane == 0) fixed.count[turn][0] = __popc(coming);
+      if (lane == 0) fixed.rows[turn][0].count = __popc(coming);
     }
     __syncthreads(); // One for each token is enough: the next one is kept elsewhere.
-    const uint32_t count = fixed.count[turn][0];
+    const Rows &rows = fixed.rows[turn][0];
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
       const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
       float sum[8] = {};
       if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
-      for (uint32_t low = 0; low < count; low += BATCH) {
+      for (uint32_t low = 0; low < rows.count; low += BATCH) {
         uint4 held[BATCH];
         uint64_t from[BATCH];
         uint32_t wanted = 0;
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
-          const uint32_t n = low + i < count ? low + i : low;
-          from[i] = result_slot(args, args.rank, fixed.row[turn][0][n], token, fixed.nth[turn][n]) + 16 * v;
-          wanted |= (low + i < count ? 1u : 0u) << i;
+          const uint32_t n = low + i < rows.count ? low + i : low;
+          from[i] = result_slot(args, args.rank, rows.row[n], token, fixed.nth[turn][n]) + 16 * v;
+          wanted |= (low + i < rows.count ? 1u : 0u) << i;
         }
         const uint32_t lost = await<Vector>(held, from, wanted, patience);
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           if (!(wanted >> i & 1)) continue;
           if (lost >> i & 1) {
-            const uint32_t rank = fixed.row[turn][0][low + i];
+            const uint32_t rank = rows.row[low + i];
             atomicOr(&control.missed, 1u << rank);
             put_down(report_of(args)->late_results[rank], epoch);
             continue;
           }
           store_vector(from[i], vector_of(POISON));
-          const float weight = fixed.weight[turn][0][low + i];
+          const float weight = rows.weight[low + i];
           float values[8];
           unpack<FORMAT>(values, held[i]);
 #pragma unroll
@@ -1120,7 +1197,7 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
   control.next_parity = control.parity ^ 1;
   control.left_out = control.absent;
   control.suspects = 0;
-  control.gathered = 0;
+  control.gathered = control.planned = control.received = 0;
 }
 
 template <typename FORMAT, bool EXACT>
@@ -1128,16 +1205,18 @@ __device__ void combine(const Args &args) {
   MACHINE_SHARED(shared);
   Fixed &fixed = *reinterpret_cast<Fixed *>(shared);
   immwire_moe_control &control = *control_of(args);
+  const Share all = {blockIdx.x, gridDim.x};
   Patience patience(args, Patience::FOR_RESULTS);
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   if (args.flags & IMMWIRE_MOE_SEND) {
     if constexpr (EXACT) send_each_result<FORMAT>(args, fixed, epoch, present);
-    else send_results<FORMAT>(args, fixed, epoch, present);
+    else send_results<FORMAT>(args, fixed, all, control.pairs, epoch, present);
   }
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
+  const uint32_t tokens = tokens_to_sum(args, epoch);
   end_round(control, epoch);
-  if constexpr (EXACT) receive_each_result<FORMAT>(args, fixed, epoch, present, patience);
-  else receive_results<FORMAT>(args, epoch, present, patience);
+  if constexpr (EXACT) receive_each_result<FORMAT>(args, fixed, tokens, epoch, present, patience);
+  else receive_results<FORMAT>(args, tokens, epoch, present, patience);
 }
 
 // ---- many tokens ----
@@ -1145,8 +1224,9 @@ __device__ void combine(const Args &args) {
 // With thousands of tokens, no block can look at all choices, and a round must not first send and then receive. So some blocks
 // send, and others receive meanwhile: not warps of one block, for what waits for the wire holds up all that its SM does. Each block
 // that receives counts the choices of its own chunks, up to IMMWIRE_MOE_CHUNK tokens of one source; from the counts of all it works
-// out where the rows of its chunks begin. That needs a barrier among those blocks, after which they also know alike whose tables count.
-// Then every warp takes a token at a time. What is on the wire is the same as with few tokens.
+// out where the rows of its chunks begin. That needs a barrier among those blocks, after which they also know alike whose tables count,
+// and another when all have planned. Then every warp takes the next token, whoever's it is; those of blocks that have sent all they have,
+// too. What is on the wire is the same as with few tokens.
 
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
 constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
@@ -1154,11 +1234,9 @@ constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
 constexpr uint32_t PAIR = 2;     // And words of scales.
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
-
-// Some blocks of a launch, of which this is one.
-struct Share {
-  uint32_t index, of;
-};
+constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
+constexpr uint32_t OWN = 2;  // and of how many rows of this rank's.
+constexpr uint32_t PARTS = 2; // Of a token, which different warps sum: the last ones are sooner done.
 
 // Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
 struct Chunk {
@@ -1175,7 +1253,7 @@ struct Many {
   __device__ Many(const Args &args, Share share, uint32_t *words)
       : share(share), local(args.firsts[args.rank + 1] - args.firsts[args.rank]), per_source((args.max_tokens + args.chunk_tokens - 1) / args.chunk_tokens),
         chunks(args.world * per_source), mine((chunks + share.of - 1) / share.of) {
-    missing = words, absent = words + 1, total = words + 2, next_pair = words + 3;
+    missing = words, absent = words + 1, total = words + 2, others = words + 3;
     first_pair = words + IMMWIRE_MOE_MANY_WORDS;
     here = first_pair + mine;
     offsets = here + mine * CHUNK_WORDS;
@@ -1190,21 +1268,30 @@ struct Many {
   Share share;
 
   uint32_t local, per_source, chunks, mine;
-  uint32_t *missing, *absent, *total, *next_pair;
+  uint32_t *missing, *absent, *total, *others;
   uint32_t *first_pair; // [mine]
   uint32_t *here;       // [mine][CHUNK_WORDS]: tokens that are for here
   uint32_t *offsets;    // [local + 1]: where experts' rows begin
   uint32_t *totals;     // [local]: how many they are
   uint32_t *starts;     // [mine][local]: how many come before the chunk's
   uint32_t *chosen;     // [mine][local][CHUNK_WORDS]: tokens that chose the expert
-  uint32_t *sums;       // [groups][local]
+  uint32_t *sums;       // [groups][local]; later the rows of a token for each warp
 };
 
-// The next of what a block's warps share out.
-__device__ uint32_t claim(uint32_t *next) {
-  const uint32_t number = threadIdx.x % WARP == 0 ? atomicAdd(next, 1u) : 0;
-  return __shfl_sync(ALL_LANES, number, 0);
-}
+// What the warps of a launch share out, one after the other. Each asks for its next one before it has done this one.
+class Turns {
+ public:
+  __device__ explicit Turns(uint32_t &next) : next(&next) { ask(); }
+  __device__ uint32_t take() {
+    const uint32_t number = __shfl_sync(ALL_LANES, asked, 0);
+    ask();
+    return number;
+  }
+
+ private:
+  __device__ void ask() { asked = threadIdx.x % WARP == 0 ? atomicAdd(next, 1u) : 0; }
+  uint32_t *next, asked;
+};
 
 __device__ uint32_t bits_of(const uint32_t *words) {
   uint32_t count = 0;
@@ -1223,7 +1310,7 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
   const uint32_t each = vectors_per_token(args), first = args.firsts[args.rank], local = many.local;
   for (uint32_t i = threadIdx.x; i < many.mine * CHUNK_WORDS; i += blockDim.x) many.here[i] = 0;
   for (uint32_t i = threadIdx.x; i < many.mine * local * CHUNK_WORDS; i += blockDim.x) many.chosen[i] = 0;
-  if (threadIdx.x == 0) *many.missing = 0, *many.next_pair = 0;
+  if (threadIdx.x == 0) *many.missing = 0;
   __syncthreads();
   uint32_t missing = 0;
   for (uint32_t m = 0; m < many.mine; ++m) {
@@ -1338,11 +1425,21 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
     }
     many.totals[expert] = sum;
   }
-  // Pairs are numbered as chunks are dealt.
+  // Pairs are numbered as chunks are dealt, but this rank's own come last.
   if (warp == warps - 1) {
+    const uint32_t own_from = many.chunks - many.per_source;
+    auto chunk_at = [&](uint32_t i) {
+      if (i >= own_from) return (i - own_from) * args.world + args.world - 1;
+      return i / (args.world - 1) * args.world + i % (args.world - 1);
+    };
     const uint32_t all = prefix(many.chunks, [&](uint32_t i) {
-      return present >> Chunk(args, i).source & 1 ? load_shared_word(args.scratch + 4 * (uint64_t(i) * (local + 1) + local)) : 0;
-    }, [&](uint32_t i, uint32_t sum) { if (i % many.share.of == many.share.index) many.first_pair[i / many.share.of] = sum; });
+      const uint32_t number = chunk_at(i);
+      return present >> Chunk(args, number).source & 1 ? load_shared_word(args.scratch + 4 * (uint64_t(number) * (local + 1) + local)) : 0;
+    }, [&](uint32_t i, uint32_t sum) {
+      const uint32_t number = chunk_at(i);
+      if (number % many.share.of == many.share.index) many.first_pair[number / many.share.of] = sum;
+      if (i == own_from) *many.others = sum;
+    });
     if (lane == 0) *many.total = all;
   }
   __syncthreads();
@@ -1358,7 +1455,7 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
       if (e < local) counts[e] = many.totals[e];
       offsets[e] = many.offsets[e];
     }
-    if (threadIdx.x == 0) control.pairs = *many.total;
+    if (threadIdx.x == 0) control.pairs = *many.total, control.of_others = *many.others;
   }
   for (uint32_t m = 0; m < many.mine; ++m) {
     if (many.number(m) >= many.chunks) break;
@@ -1367,7 +1464,8 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
     const uint32_t *here = many.here + m * CHUNK_WORDS;
     for (uint32_t i = warp; i < args.chunk_tokens; i += warps) {
       if (!(here[i / 32] >> i % 32 & 1)) continue;
-      const uint64_t plan = args.plan + uint64_t(many.first_pair[m] + bits_before(here, i)) * args.plan_stride;
+      const uint32_t n = many.first_pair[m] + bits_before(here, i);
+      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
       const uint32_t token = chunk.first + i;
       if (lane < args.top_k) {
         const uint4 two = load_shared_vector(table_of(args, args.rank, chunk.source, parity) +
@@ -1385,18 +1483,21 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
         rows[lane] = row;
         rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
       }
-      if (lane == 0) *reinterpret_cast<immwire_moe_pair *>(plan) = {chunk.source, token, {0, 0}}; // For warps of this block, too.
+      if (lane == 0) {
+        *reinterpret_cast<immwire_moe_pair *>(plan) = {chunk.source, token, {0, 0}}; // For all blocks.
+        if (chunk.source == args.rank) own_pairs_of(args)[token] = n;
+      }
     }
   }
 }
 
-// One warp: takes a token to its rows.
+// One warp: takes a token to its rows. Another block may have planned it.
 template <typename PAYLOAD>
 __device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patience &patience) {
   const uint32_t lane = threadIdx.x % WARP, vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
   const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-  const uint4 pair = load_vector(plan);
-  uint32_t row = lane < args.top_k ? reinterpret_cast<const uint32_t *>(plan + sizeof(immwire_moe_pair))[lane] : IMMWIRE_MOE_NO_ROW;
+  const uint4 pair = load_shared_vector(plan);
+  uint32_t row = lane < args.top_k ? load_shared_word(plan + sizeof(immwire_moe_pair) + 4 * lane) : IMMWIRE_MOE_NO_ROW;
   if (args.slots != 0) row = lane == 0 ? slot_of(args, pair.x, pair.y) : IMMWIRE_MOE_NO_ROW;
   const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT);
   const uint64_t slot = args.inbox[args.rank] + token_offset(args, pair.x, pair.y);
@@ -1458,36 +1559,70 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patie
   put_down(report_of(args)->late_tokens[pair.x], epoch);
 }
 
-// One warp after the other, as many as come: take this block's tokens to their rows.
-template <typename PAYLOAD>
-__device__ void receive_chunks(const Args &args, Many &many, uint32_t epoch, uint32_t present) {
-  Patience patience(args, Patience::FOR_TOKENS);
-  for (;;) {
-    uint32_t next = claim(many.next_pair), m = 0;
-    for (; m < many.mine && many.number(m) < many.chunks; ++m) {
-      const uint32_t count = present >> Chunk(args, many.number(m)).source & 1 ? bits_of(many.here + m * CHUNK_WORDS) : 0;
-      if (next < count) break;
-      next -= count;
+// Waits until all of so many blocks have planned; by a whole block. Returns whether they have: if not, they have given up, or never will.
+__device__ bool await_plans(const Args &args, uint32_t blocks, uint32_t *word) {
+  immwire_moe_control &control = *control_of(args);
+  if (threadIdx.x == 0) {
+    Patience patience(args, Patience::FOR_TABLES);
+    *word = 1;
+    while (load_shared_word(reinterpret_cast<uint64_t>(&control.planned)) < blocks) {
+      if (!(load_shared_word(reinterpret_cast<uint64_t>(&control.gathered)) & GAVE_UP) && !patience.is_over()) continue;
+      *word = 0;
+      break;
     }
-    if (m == many.mine || many.number(m) >= many.chunks) break;
-    receive_pair<PAYLOAD>(args, many.first_pair[m] + next, epoch, patience);
+    __threadfence();
+  }
+  __syncthreads();
+  return *word != 0;
+}
+
+// One warp: takes a token of this rank's own, which was not sent, to its rows.
+template <typename PAYLOAD>
+__device__ void take_own(const Args &args, uint32_t n, uint32_t *rows) {
+  const uint32_t lane = threadIdx.x % WARP;
+  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+  const uint32_t token = load_shared_vector(plan).y;
+  uint32_t row = lane < args.top_k ? load_shared_word(plan + sizeof(immwire_moe_pair) + 4 * lane) : IMMWIRE_MOE_NO_ROW;
+  if (args.slots != 0) row = lane == 0 ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
+  const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT), count = __popc(has);
+  if (row < IMMWIRE_MOE_LEFT_OUT) rows[__popc(has & ranks_below(lane))] = row;
+  machine::meet();
+  PAYLOAD::send(args, token, WarpCrew(), [&] { return OwnRows{args, rows, count}; });
+  machine::meet(); // Nobody looks at these rows any more.
+}
+
+// One warp after the other, of all blocks: take tokens to their rows; this rank's own first, which nobody has to wait for. `words`: one
+// for each thread.
+template <typename PAYLOAD>
+__device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, uint32_t *words) {
+  immwire_moe_control &control = *control_of(args);
+  Patience patience(args, Patience::FOR_TOKENS);
+  const uint32_t pairs = load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
+  const uint32_t others = load_shared_word(reinterpret_cast<uint64_t>(&control.of_others)), own = pairs - others;
+  Turns turns(control.received);
+  for (uint32_t turn = turns.take(); turn < pairs; turn = turns.take()) {
+    if (turn >= own) receive_pair<PAYLOAD>(args, turn - own, epoch, patience);
+    else if (is_direct) take_own<PAYLOAD>(args, others + turn, words + threadIdx.x / WARP * WARP);
+    else receive_pair<PAYLOAD>(args, others + turn, epoch, patience);
   }
 }
 
-// Sends this block's share of the tokens: some that follow each other, so that all chunks come evenly.
+// Sends this block's share of the tokens, which are dealt to warps one by one: so they come in about the order in which they are awaited.
 template <typename PAYLOAD>
-__device__ void send_share(const Args &args, Share share, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t warps = blockDim.x / WARP, lane = threadIdx.x % WARP, each = (tokens + share.of - 1) / share.of;
-  const uint32_t first = min(share.index * each, tokens) + threadIdx.x / WARP, end = min((share.index + 1) * each, tokens);
-  uint32_t *masks = reinterpret_cast<uint32_t *>(args.masks);
-  for (uint32_t token = first; token < end; token += warps) {
+__device__ void send_share(const Args &args, Share share, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present,
+                           bool is_direct) {
+  const uint32_t lane = threadIdx.x % WARP, first = threadIdx.x / WARP * share.of + share.index, step = blockDim.x / WARP * share.of;
+  uint32_t *masks = masks_of(args);
+  for (uint32_t token = first; token < tokens; token += step) {
     const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
     if (lane == 0) masks[token] = goes_to;
   }
-  for (uint32_t token = first; token < end; token += warps) {
-    const uint32_t goes_to = __shfl_sync(ALL_LANES, lane == 0 ? masks[token] : 0, 0);
-    PAYLOAD::send(args, token, token_offset(args, args.rank, token), WarpCrew(),
-                  [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); });
+  for (uint32_t token = first; token < tokens; token += step) {
+    const uint32_t goes_to = __shfl_sync(ALL_LANES, lane == 0 ? masks[token] : 0, 0) & ~(is_direct ? 1u << args.rank : 0);
+    if (goes_to == 0) continue;
+    PAYLOAD::send(args, token, WarpCrew(), [&] {
+      return Slots{args, Ranks(goes_to, (args.rank + token) % args.world, args.world), token_offset(args, args.rank, token)};
+    });
   }
 }
 
@@ -1495,19 +1630,23 @@ template <typename PAYLOAD>
 __device__ void dispatch_many(const Args &args) {
   MACHINE_SHARED(shared);
   immwire_moe_control &control = *control_of(args);
-  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
+  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;
   // Every other block sends. One that is alone, or of a launch that does one thing only, does whatever there is to do.
-  const bool is_shared_out = sends && receives && gridDim.x > 1, is_even = blockIdx.x % 2 == 0;
+  const bool is_shared_out = is_direct && gridDim.x > 1, is_even = blockIdx.x % 2 == 0;
   const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2}, odd = {blockIdx.x / 2, gridDim.x / 2};
   Patience for_tables(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
-  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity;
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (sends) {
     const uint32_t tokens = announce_tokens(args, epoch, parity, present);
-    if (!is_shared_out || is_even) send_share<PAYLOAD>(args, is_shared_out ? even : all, tokens, epoch, parity, present);
+    if (!is_shared_out || is_even) send_share<PAYLOAD>(args, is_shared_out ? even : all, tokens, epoch, parity, present, is_direct);
   }
-  if (!receives || (is_shared_out && is_even)) return;
+  if (!receives) return;
+  if (is_shared_out && is_even) {
+    if (await_plans(args, odd.of, shared)) receive_pairs<PAYLOAD>(args, epoch, is_direct, shared + IMMWIRE_MOE_MANY_WORDS);
+    return;
+  }
   Many many(args, is_shared_out ? odd : all, shared);
   const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
   plan_chunks(args, many, epoch, parity, present & ~absent);
@@ -1519,8 +1658,77 @@ __device__ void dispatch_many(const Args &args) {
     for (uint32_t e = many.share.index; e < many.local; e += many.share.of)
       clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows));
   }
-  __syncthreads(); // The plan is there.
-  receive_chunks<PAYLOAD>(args, many, epoch, present & ~absent);
+  __syncthreads(); // This block's part of the plan is there.
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(&control.planned, 1u);
+  }
+  if (await_plans(args, many.share.of, many.missing)) receive_pairs<PAYLOAD>(args, epoch, is_direct, many.sums);
+}
+
+// The rows of a token that a warp has the plan of, one for each lane from the first on.
+struct WarpRows {
+  __device__ void take(const Args &args, uint32_t pair, uint32_t epoch) {
+    const Planned planned(args, pair, epoch);
+    uint32_t bits = __ballot_sync(ALL_LANES, planned.row < args.rows);
+    count = __popc(bits);
+    for (uint32_t skip = threadIdx.x % WARP; skip > 0; --skip) bits &= bits - 1;
+    const uint32_t lane = bits != 0 ? __ffs(bits) - 1 : 0;
+    row = __shfl_sync(ALL_LANES, planned.row, lane);
+    weight = __shfl_sync(ALL_LANES, planned.weight, lane);
+  }
+  // To be called by all lanes.
+  __device__ void operator()(uint32_t n, uint32_t &its_row, float &its_weight) const {
+    its_row = __shfl_sync(ALL_LANES, row, n);
+    its_weight = __shfl_sync(ALL_LANES, weight, n);
+  }
+  uint32_t count = 0, row = 0;
+  float weight = 0.0f;
+};
+
+// One warp after the other, of all blocks: add up what ranks have for this rank's tokens.
+template <typename FORMAT>
+__device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, bool is_direct, Patience &patience) {
+  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
+  Turns turns(control_of(args)->summed);
+  for (uint32_t turn = turns.take(); turn < tokens * PARTS; turn = turns.take()) {
+    const uint32_t token = turn / PARTS;
+    const uint32_t ranks = masks_of(args)[token] & present;
+    const bool has_own = is_direct && (ranks >> args.rank & 1);
+    WarpRows rows;
+    if (has_own) rows.take(args, own_pairs_of(args)[token], epoch);
+    for (uint32_t low = turn % PARTS * WARP * SUMS; low < vectors; low += PARTS * WARP * SUMS) {
+      uint32_t at[SUMS];
+      uint4 own[SUMS] = {};
+#pragma unroll
+      for (uint32_t j = 0; j < SUMS; ++j) at[j] = low + j * WARP + lane;
+      if (has_own) {
+        float sum[SUMS][8] = {};
+        sum_rows<FORMAT, OWN>(args, sum, at, rows.count, rows);
+#pragma unroll
+        for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
+      }
+      sum_token<FORMAT, 1>(args, token, ranks, at, has_own, own, epoch, patience);
+    }
+  }
+}
+
+template <typename FORMAT>
+__device__ void combine_many(const Args &args) {
+  MACHINE_SHARED(shared);
+  immwire_moe_control &control = *control_of(args);
+  Patience patience(args, Patience::FOR_RESULTS);
+  const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
+  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;
+  // As in dispatch, but that who sends goes on to receive.
+  const bool is_shared_out = is_direct && gridDim.x > 1;
+  const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2};
+  const uint32_t tokens = receives ? tokens_to_sum(args, epoch) : 0;
+  if (sends && (!is_shared_out || blockIdx.x % 2 == 0))
+    send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all, is_direct ? control.of_others : control.pairs, epoch, present);
+  if (!receives) return;
+  end_round(control, epoch);
+  sum_tokens<FORMAT>(args, tokens, epoch, present, is_direct, patience);
 }
 
 } // namespace
@@ -1541,3 +1749,5 @@ IMMWIRE_MOE_KERNEL(immwire_moe_combine_exact_fp16, (combine<Fp16, true>))
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_raw, dispatch_many<Raw>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_bf16, dispatch_many<Quantised<Bf16>>)
 IMMWIRE_MOE_KERNEL(immwire_moe_dispatch_many_fp8_fp16, dispatch_many<Quantised<Fp16>>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_bf16, combine_many<Bf16>)
+IMMWIRE_MOE_KERNEL(immwire_moe_combine_many_fp16, combine_many<Fp16>)

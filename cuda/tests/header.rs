@@ -89,8 +89,12 @@ fn structures_of_moe_are_the_same_in_c() {
         absent,
         tokens,
         pairs,
+        of_others,
+        summed,
         suspects,
         gathered,
+        planned,
+        received,
         refused,
         abort,
         decisions

@@ -18,7 +18,8 @@ using Kernel = void (*)(immwire_moe_args);
 const Kernel KERNELS[] = {immwire_moe_dispatch_raw, immwire_moe_dispatch_fp8_bf16, immwire_moe_dispatch_fp8_fp16,
                           immwire_moe_combine_bf16, immwire_moe_combine_fp16,
                           immwire_moe_dispatch_many_raw, immwire_moe_dispatch_many_fp8_bf16, immwire_moe_dispatch_many_fp8_fp16,
-                          immwire_moe_combine_exact_bf16, immwire_moe_combine_exact_fp16};
+                          immwire_moe_combine_exact_bf16, immwire_moe_combine_exact_fp16,
+                          immwire_moe_combine_many_bf16, immwire_moe_combine_many_fp16};
 
 constexpr size_t STACK_BYTES = 64 << 10;
 constexpr uint32_t LANES = 32;

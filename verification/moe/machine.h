@@ -166,6 +166,7 @@ inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held
 inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
 inline void pause() { emulated::rest(); }
+inline void meet() { emulated::ballot(true); }
 
 // To nearest, ties to even.
 inline uint32_t to_bf16(float value) {

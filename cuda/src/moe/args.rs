@@ -69,10 +69,18 @@ pub struct MoeControl {
     pub tokens: u32,
     /// Tokens that this rank received, in this round.
     pub pairs: u32,
+    /// Of these, where there are many: other ranks', which come first.
+    pub of_others: u32,
+    /// Of this rank's own, where there are many: how many parts the combine has taken to sum.
+    pub summed: u32,
     /// Ranks whose table somebody has missed in this dispatch.
     pub suspects: u32,
     /// Blocks that have counted, where there are many tokens.
     pub gathered: u32,
+    /// Of them, those that have planned.
+    pub planned: u32,
+    /// How many tokens have been taken to be received.
+    pub received: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
     /// Not 0: nobody waits any more.

@@ -170,7 +170,7 @@ impl Exchange {
         let bytes = |bytes: u64| usize::try_from(bytes).unwrap_or(usize::MAX);
         let control = DeviceMemory::zeroed(stream, size_of::<MoeControl>())?;
         let plan = DeviceMemory::zeroed(stream, bytes(geometry.plan_bytes))?;
-        let masks = DeviceMemory::zeroed(stream, bytes(u64::from(shape.max_tokens) * 4))?;
+        let masks = DeviceMemory::zeroed(stream, bytes(u64::from(shape.max_tokens) * 8))?;
         let scratch = many.map(|many| DeviceMemory::zeroed(stream, bytes(many.scratch_bytes)));
         let scratch = scratch.transpose()?;
         let report = PinnedMemory::zeroed(device, size_of::<MoeReport>())?;
@@ -493,11 +493,13 @@ const fn names(shape: &Shape, many: bool) -> (&'static CStr, &'static CStr) {
         (Payload::Fp8 { from: Number::Bf16, .. }, true) => c"immwire_moe_dispatch_many_fp8_bf16",
         (Payload::Fp8 { from: Number::Fp16, .. }, true) => c"immwire_moe_dispatch_many_fp8_fp16",
     };
-    let combine = match (shape.results, shape.exact) {
-        (Number::Bf16, false) => c"immwire_moe_combine_bf16",
-        (Number::Fp16, false) => c"immwire_moe_combine_fp16",
-        (Number::Bf16, true) => c"immwire_moe_combine_exact_bf16",
-        (Number::Fp16, true) => c"immwire_moe_combine_exact_fp16",
+    let combine = match (shape.results, shape.exact, many) {
+        (Number::Bf16, false, false) => c"immwire_moe_combine_bf16",
+        (Number::Fp16, false, false) => c"immwire_moe_combine_fp16",
+        (Number::Bf16, false, true) => c"immwire_moe_combine_many_bf16",
+        (Number::Fp16, false, true) => c"immwire_moe_combine_many_fp16",
+        (Number::Bf16, true, _) => c"immwire_moe_combine_exact_bf16",
+        (Number::Fp16, true, _) => c"immwire_moe_combine_exact_fp16",
     };
     (dispatch, combine)
 }

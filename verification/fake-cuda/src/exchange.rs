@@ -42,6 +42,8 @@ pub(crate) fn named(name: &[u8]) -> Option<Kernel> {
         b"immwire_moe_dispatch_many_fp8_fp16" => Some(Kernel::DispatchManyFp8Fp16),
         b"immwire_moe_combine_bf16" => Some(Kernel::CombineBf16),
         b"immwire_moe_combine_fp16" => Some(Kernel::CombineFp16),
+        b"immwire_moe_combine_many_bf16" => Some(Kernel::CombineManyBf16),
+        b"immwire_moe_combine_many_fp16" => Some(Kernel::CombineManyFp16),
         b"immwire_moe_combine_exact_bf16" => Some(Kernel::CombineExactBf16),
         b"immwire_moe_combine_exact_fp16" => Some(Kernel::CombineExactFp16),
         _ => None,
@@ -310,7 +312,7 @@ impl Launch {
         part("control", |a| &mut a.control, Some(size_of::<MoeControl>() as u64), 8, true);
         part("report", |a| &mut a.report, Some(size_of::<MoeReport>() as u64), 4, true);
         part("plan", |a| &mut a.plan, Some(plan), 16, true);
-        part("masks", |a| &mut a.masks, Some(4 * u64::from(a.max_tokens)), 4, true);
+        part("masks", |a| &mut a.masks, Some(8 * u64::from(a.max_tokens)), 4, true);
         let tokens = |each: u64| counts.map(|counts| counts.tokens * each);
         let values = u64::from(a.values) * 2;
         if self.combines() {

@@ -30,16 +30,20 @@ pub enum Kernel {
     DispatchManyFp8Fp16 = 7,
     CombineExactBf16 = 8,
     CombineExactFp16 = 9,
+    CombineManyBf16 = 10,
+    CombineManyFp16 = 11,
 }
 
 impl Kernel {
-    /// The dispatch for many tokens in the place of one for few.
+    /// The kernel for many tokens in the place of one for few; exact sums have one for both.
     #[must_use]
     pub const fn many(self) -> Self {
         match self {
             Self::DispatchRaw => Self::DispatchManyRaw,
             Self::DispatchFp8Bf16 => Self::DispatchManyFp8Bf16,
             Self::DispatchFp8Fp16 => Self::DispatchManyFp8Fp16,
+            Self::CombineBf16 => Self::CombineManyBf16,
+            Self::CombineFp16 => Self::CombineManyFp16,
             other => other,
         }
     }
@@ -47,7 +51,8 @@ impl Kernel {
     /// Whether it is a combine.
     #[must_use]
     pub const fn combines(self) -> bool {
-        matches!(self, Self::CombineBf16 | Self::CombineFp16) || self.is_exact()
+        let plain = matches!(self, Self::CombineBf16 | Self::CombineFp16);
+        plain || matches!(self, Self::CombineManyBf16 | Self::CombineManyFp16) || self.is_exact()
     }
 
     /// Whether it is a combine of exact sums.

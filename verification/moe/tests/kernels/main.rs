@@ -599,12 +599,14 @@ fn choices_that_are_none() {
 /// Rows for which there is no room are left out and reported, and so are tokens that are too many.
 #[test]
 fn no_room() {
-    [false, true].into_iter().for_each(too_little_room);
+    for exact in [false, true] {
+        [false, true].into_iter().for_each(|many| too_little_room(exact, many));
+    }
 }
 
-fn too_little_room(exact: bool) {
+fn too_little_room(exact: bool, many: bool) {
     // One of the two with slots.
-    let plain = Style { slots: exact, ..PLAIN };
+    let plain = Style { slots: exact, many, ..PLAIN };
     let mut random = Random(700);
     let shape = Shape {
         firsts: vec![0, 1, 2],
@@ -670,10 +672,17 @@ fn too_little_room(exact: bool) {
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (1, 0));
     assert!(world.found(0, 0, 3).iter().all(|byte| *byte == UNTOUCHED), "past the room");
 
-    // Rows that have no results, and tokens that have no memory, whatever the number in memory says.
-    let mut world = World::new(&shape);
+    (0..2).for_each(|holder| results_past_the_end(&shape, plain, holder));
+}
+
+/// Rows of rank `holder` that have no results, and tokens that have no memory, whatever the number in memory says. Of rank 1 the last row
+/// is one of its own tokens'.
+fn results_past_the_end(shape: &Shape, plain: Style, holder: usize) {
+    let mut random = Random(701);
+    let mut world = World::new(shape);
+    world.rows = 5;
     let tokens = (0..2)
-        .map(|_| Tokens { indices: vec![0; 3], ..world.maker().tokens(&mut random, 3) })
+        .map(|_| Tokens { indices: vec![holder as i32; 3], ..world.maker().tokens(&mut random, 3) })
         .collect();
     world.add_turn(tokens, &mut random);
     let style = Style { tokens_in_memory: true, ..plain };
@@ -687,13 +696,15 @@ fn too_little_room(exact: bool) {
         .collect();
     run(&world, &launches, 5);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
-    assert_eq!((world.report(0).rows_left_out, world.report(1).rows_left_out), (1, 0));
+    for rank in 0..2 {
+        assert_eq!(world.report(rank).rows_left_out, u32::from(rank == holder));
+    }
     world.tokens[0][1].count = 2;
     world.tokens[0][1].indices.truncate(2);
-    let mut layout = world.round(0).layout(0, &[0, 1]);
-    world.check_rows(0, 0, &layout, style, |_| true);
-    layout.rows.retain(|_, row| *row < 4);
-    let layouts = [Some(layout), Some(world.round(0).layout(1, &[0, 1]))];
+    let mut layouts: Vec<_> = (0..2).map(|rank| world.round(0).layout(rank, &[0, 1])).collect();
+    world.check_rows(holder, 0, &layouts[holder], style, |_| true);
+    layouts[holder].rows.retain(|_, row| *row < 4);
+    let layouts: Vec<_> = layouts.into_iter().map(Some).collect();
     for rank in 0..2 {
         for token in 0..world.tokens[0][rank].count {
             assert_eq!(world.found(rank, 0, token), world.round(0).result(rank, token, &layouts));

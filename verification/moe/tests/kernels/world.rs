@@ -124,7 +124,7 @@ impl World {
                 control: Memory::of_bytes(&bytes_of(&[control])),
                 report: Memory::filled(size_of::<MoeReport>() as u64, 0),
                 plan: Memory::filled(geometry.plan_bytes, UNTOUCHED),
-                masks: Memory::filled(u64::from(shape.max_tokens) * 4, UNTOUCHED),
+                masks: Memory::filled(u64::from(shape.max_tokens) * 8, UNTOUCHED),
                 // Chunks of one token at the least.
                 scratch: Memory::filled(
                     4 * u64::from(geometry.world * shape.max_tokens)
@@ -301,11 +301,11 @@ impl World {
         };
         let args = self.args(rank, turn, style);
         let g = &self.geometry;
-        let (dispatch, dispatch_shared_bytes) = if style.many {
+        let (dispatch, combine, dispatch_shared_bytes) = if style.many {
             let many = Many::of_chunks(g, &self.shape, style.blocks, style.chunk_tokens).unwrap();
-            (dispatch.many(), many.dispatch_shared_bytes)
+            (dispatch.many(), combine.many(), many.dispatch_shared_bytes)
         } else {
-            (dispatch, g.dispatch_shared_bytes)
+            (dispatch, combine, g.dispatch_shared_bytes)
         };
         let mut all = Vec::new();
         for (kernel, shared_bytes) in
