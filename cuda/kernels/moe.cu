@@ -1236,7 +1236,7 @@ constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have c
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
 constexpr uint32_t OWN = 2;  // and of how many rows of this rank's.
-constexpr uint32_t PARTS = 2; // Of a token, which different warps sum: the last ones are sooner done.
+constexpr uint32_t PARTS = 4; // Of a token, which different warps sum: the last ones are sooner done.
 
 // Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
 struct Chunk {
