@@ -6,7 +6,9 @@
 //! | `cuMemCreate` with file descriptors allowed (ours; some allocators' expandable segments) | a file |
 //! | `cuMemAlloc`, `cudaMalloc` | the 64 bytes of a legacy IPC handle |
 //!
-//! A handle names a whole allocation, so a range is said by its distance from the allocation's first byte.
+//! A handle names a whole allocation, so a range is said by its distance from the allocation's first byte. Of memory of `cuMemCreate`
+//! that is the first byte of its mapping: none begins within its allocation (`cuMemMap`: the offset "currently must be zero"). One may
+//! be shorter, as far as is documented; whoever opens it maps as many bytes as its owner has, so that does no harm.
 //!
 //! A range over several allocations ([`Allocations`]) is handed over as so many files, and mapped by whoever opens it one after the
 //! other where it has reserved addresses for all of them ([`Joining`]): there it is one range again. Where a handle is opened the
@@ -92,16 +94,35 @@ pub(crate) fn known(address: u64) -> Result<Option<Allocation>, Error> {
         return Ok(None);
     }
     // SAFETY: as above.
-    let (ordinal, start, whole) = unsafe {
-        (
-            fact::<c_int>(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)?,
-            fact::<u64>(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address)?,
-            fact::<usize>(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, address)?,
-        )
-    };
+    let ordinal = unsafe { fact::<c_int>(A::CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)? };
     // Of a GPU that this process does not see it is negative.
     let ordinal = u32::try_from(ordinal).map_err(|_| Error::NotShareable { address })?;
-    Ok(Some(Allocation { ordinal, start, bytes: whole as u64 }))
+    let (start, bytes) = bounds(address)?;
+    Ok(Some(Allocation { ordinal, start, bytes }))
+}
+
+/// First byte and length of the allocation that `address`, of a GPU's memory, lies in. A context is current.
+///
+/// What the driver calls the range is, for memory mapped by hand, all that is mapped side by side there: seen on driver 580.159.04, of
+/// two allocations as one. (By the documentation it may be all that was reserved.) There the mapping is asked for. For other
+/// memory the mapping is the driver's affair, and may have room for neighbours; there the range is what was allocated.
+fn bounds(address: u64) -> Result<(u64, u64), Error> {
+    use cu::CUpointer_attribute as A;
+    let ask = |start, bytes| {
+        // SAFETY: numbers of these sizes (CUDA driver API, `cuPointerGetAttribute`).
+        let (start, bytes) =
+            unsafe { (fact::<u64>(start, address)?, fact::<usize>(bytes, address)?) };
+        Ok((start, bytes as u64))
+    };
+    // The reference goes at once.
+    let by_hand = Physical::at(address).is_ok();
+    let mapping = (A::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, A::CU_POINTER_ATTRIBUTE_MAPPING_SIZE);
+    // A driver that has not heard of it (before CUDA 11.7) is right about a mapping that nothing adjoins; what else it says, a
+    // peer's driver refuses to map.
+    if by_hand && let Ok(found) = ask(mapping.0, mapping.1) {
+        return Ok(found);
+    }
+    ask(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, A::CU_POINTER_ATTRIBUTE_RANGE_SIZE)
 }
 
 /// Which GPU memory is of, as this process numbers them; half a microsecond. `None`: it is not memory that the driver knows.

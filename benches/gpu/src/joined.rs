@@ -1,8 +1,9 @@
 //! Regions over several allocations, between engines of two processes: ranges over all of them, and pages over their borders, both
 //! ways, every byte compared.
 
-use crate::rig::Random;
+use crate::rig::{Gpu, Random};
 use crate::row::{GRANULE, Row};
+use cudarc::driver::sys as cu;
 use immwire::{
     MrDesc, NetAddr, PagedWrite, Pages, PeerId, Region, Rights, SingleWrite, TransferEngine,
     core::wire::Wire,
@@ -215,6 +216,69 @@ impl Drop for There {
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
+}
+
+/// What the driver writes for a call, or its answer.
+fn told<T: Default + Into<Value>>(ask: impl FnOnce(&mut T) -> cu::CUresult) -> Value {
+    let mut told = T::default();
+    match ask(&mut told) {
+        cu::CUresult::CUDA_SUCCESS => told.into(),
+        answer => json!(format!("{answer:?}")),
+    }
+}
+
+/// What the driver says of an address, word by word. A context is current.
+fn facts(address: u64) -> Value {
+    use cu::CUpointer_attribute as A;
+    // An `int` is as long as a half of what it is written to, the lower one.
+    let ask = |which| {
+        // SAFETY: writes a number of up to eight bytes.
+        told::<u64>(|to| unsafe {
+            cu::cuPointerGetAttribute((&raw mut *to).cast(), which, address)
+        })
+    };
+    let mut bytes = 0_usize;
+    // SAFETY: writes the two numbers.
+    let start =
+        told::<u64>(|to| unsafe { cu::cuMemGetAddressRange_v2(to, &raw mut bytes, address) });
+    let handle = told::<u64>(|to| {
+        // SAFETY: writes the one handle.
+        let kept = unsafe { cu::cuMemRetainAllocationHandle(to, address as *mut _) };
+        if kept == cu::CUresult::CUDA_SUCCESS {
+            // SAFETY: a reference of ours, given back once.
+            let _ = unsafe { cu::cuMemRelease(*to) };
+        }
+        kept
+    });
+    json!({
+        "address": address,
+        "range": [ask(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR), ask(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE)],
+        "mapping": [ask(A::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR), ask(A::CU_POINTER_ATTRIBUTE_MAPPING_SIZE)],
+        "address_range": [start, bytes],
+        "legacy_ipc": ask(A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE),
+        "handle": handle,
+    })
+}
+
+/// Within which bounds an address lies, to this driver: of memory of `cudaMalloc`, and of two allocations side by side, in the midst
+/// of reserved addresses. Said at once, as what is checked afterwards may fail for it.
+pub(crate) fn bounds(gpu: &Gpu) -> Outcome<Value> {
+    let (small, large) = (gpu.memory(3 << 20)?, gpu.memory(100 << 20)?);
+    let two = Row::within(&gpu.device, 1, 2, 1)?;
+    // SAFETY: the context is alive as long as the device; it is taken off below.
+    unsafe { cu::cuCtxPushCurrent_v2(gpu.device.context().cast()) }.result()?;
+    let said = json!({
+        "malloc_3_MiB": facts(small.address() + (3 << 20) - 1),
+        "malloc_100_MiB": facts(large.address() + (100 << 20) - 1),
+        "two_reserved": two.reserved,
+        "two_first_byte": facts(two.at),
+        "two_last_byte": facts(two.at + two.bytes() as u64 - 1),
+    });
+    let mut popped = std::ptr::null_mut();
+    // SAFETY: takes off what was pushed above.
+    unsafe { cu::cuCtxPopCurrent_v2(&raw mut popped) }.result()?;
+    eprintln!("bounds: {said}");
+    Ok(said)
 }
 
 /// From GPU 0 to the last, and back.

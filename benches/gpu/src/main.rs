@@ -88,6 +88,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
             result.insert("captures".into(), captures::run(&gpus)?);
         }
         "joined" => {
+            result.insert("bounds".into(), joined::bounds(&gpus[0])?);
             result.insert("joined".into(), joined::run(gpus.len())?);
         }
         "moe-check" | "moe-check-few" => {

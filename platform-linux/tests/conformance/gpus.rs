@@ -238,6 +238,21 @@ fn several_allocations(case: &Case) {
         me.free(src, PATIENCE).expect("nobody writes");
         free(&me, &mut other, there, before);
     }
+    // Within one, from there and to there, that has neighbours on both sides.
+    let before = [kept(), Some(other.number(&me, Ask::Kept))];
+    let (offset, len) = (PART + AROUND.0, PART - AROUND.0 - AROUND.1);
+    let ask = Ask::Segment { ordinal: last_gpu(), parts: 3, offset, bytes: len };
+    let Say::Region { at: there, desc } = other.ask(&me, ask) else { panic!("no region") };
+    let desc = MrDesc::decode(&desc).expect("a descriptor");
+    let src = me.segment(0, 3, offset, len);
+    let pattern = case.pattern(200);
+    pattern.fill(&src, 0, len, 0);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, len), Some(tag)));
+    other.count(&me, counter, 1);
+    let (region, offset, at) = (there, 0, 0);
+    assert_eq!(other.place(&me, Ask::Mismatch { region, offset, len, pattern, at }), None);
+    me.free(src, PATIENCE).expect("nobody writes");
+    free(&me, &mut other, there, before);
 }
 
 /// As many as a large tensor has.

@@ -264,6 +264,10 @@ fn addresses_tell_what_they_are_of() {
         let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, memory + 7);
         let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_RANGE_SIZE, memory + 7);
         assert_eq!((start, bytes), (Ok(memory), Ok(100)));
+        // By what it maps it, the driver does not tell how much was allocated.
+        let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, memory + 7);
+        let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_MAPPING_SIZE, memory + 7);
+        assert_eq!((start, bytes), (Ok(memory), Ok(GRANULE)));
         let (mut start, mut bytes) = (0, 0);
         ok!(cuMemGetAddressRange_v2(&raw mut start, &raw mut bytes, host.0 + 49));
         assert_eq!((start, bytes), (host.0, 50));
@@ -585,7 +589,39 @@ fn what_is_kept_is_counted() {
     });
 }
 
-/// One copy, one fill and one launch over several mappings, each of which is a range of its own to the driver.
+/// Mappings side by side in one reservation are one range to the driver, and several mappings.
+#[test]
+fn mappings_side_by_side_are_one_range() {
+    run("kept::mappings_side_by_side_are_one_range", End::Kept, &[], || {
+        Gpu::open(0);
+        let properties = properties(0);
+        let granule = GRANULE as u64;
+        let address = map(&[(); 7].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0))));
+        // A hole at the first, and at the fourth.
+        ok!(cuMemUnmap(address, GRANULE));
+        ok!(cuMemUnmap(address + 3 * granule, GRANULE));
+        map(&[got!(cuMemCreate(GRANULE, &raw const properties, 0))]);
+        for (n, first, count) in [(1, 1, 2), (2, 1, 2), (4, 4, 3), (5, 4, 3), (6, 4, 3)] {
+            let mapped = address + n * granule;
+            for at in [mapped, mapped + 99, mapped + granule - 1] {
+                let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at);
+                let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_RANGE_SIZE, at);
+                let run = (address + first * granule, count * GRANULE);
+                assert_eq!((start, bytes), (Ok(run.0), Ok(run.1)));
+                let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, at);
+                let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_MAPPING_SIZE, at);
+                assert_eq!((start, bytes), (Ok(mapped), Ok(GRANULE)));
+                let (mut start, mut bytes) = (0, 0);
+                ok!(cuMemGetAddressRange_v2(&raw mut start, &raw mut bytes, at));
+                assert_eq!((start, bytes), (mapped, GRANULE));
+            }
+        }
+        let hole = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, address);
+        assert_eq!(hole, Err(CUresult::CUDA_ERROR_INVALID_VALUE));
+    });
+}
+
+/// One copy, one fill and one launch over several mappings.
 #[test]
 fn work_goes_over_several_mappings() {
     run("kept::work_goes_over_several_mappings", End::Kept, &[], || {
@@ -594,13 +630,6 @@ fn work_goes_over_several_mappings() {
         let handles = [(); 3].map(|()| got!(cuMemCreate(GRANULE, &raw const properties, 0)));
         let address = map(&handles);
         assert_eq!(allow(address, 3 * GRANULE, 0, WRITE), CUresult::CUDA_SUCCESS);
-        for n in 0..3 {
-            let at = address + (n * GRANULE) as u64;
-            let start = attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, at + 99);
-            assert_eq!(start, Ok(at));
-            let bytes = attribute::<usize>(P::CU_POINTER_ATTRIBUTE_RANGE_SIZE, at + 99);
-            assert_eq!(bytes, Ok(GRANULE));
-        }
         let whole = painted(&gpu, 3 * GRANULE, 4);
         gpu.copy(address, whole, 3 * GRANULE);
         assert_eq!(gpu.read(address, 3 * GRANULE), pattern(3 * GRANULE, 4));
@@ -623,6 +652,7 @@ fn allocations_may_adjoin() {
         let two = alloc_behind(one, 512);
         assert_eq!((two, alloc_behind(one, 512)), (one + 4096, 0));
         assert_eq!(attribute::<u64>(P::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, two + 5), Ok(two));
+        assert_eq!(attribute::<u64>(P::CU_POINTER_ATTRIBUTE_MAPPING_BASE_ADDR, two + 5), Ok(one));
         gpu.copy(one + 4000, one, 512);
         let (a, b): (cu::CUipcMemHandle, cu::CUipcMemHandle) =
             (got!(cuIpcGetMemHandle(one)), got!(cuIpcGetMemHandle(two)));
