@@ -53,7 +53,7 @@ impl Rank {
             control: gpu.alloc(size_of::<MoeControl>()),
             report: report.0,
             plan: gpu.alloc(geometry.plan_bytes as usize),
-            masks: gpu.alloc(4 * TOKENS as usize),
+            masks: gpu.alloc(8 * TOKENS as usize),
             x: gpu.alloc((TOKENS * TOKEN_BYTES) as usize),
             scales: gpu.alloc((TOKENS * 8) as usize),
             indices: gpu.alloc((TOKENS * 2 * 4) as usize),
