@@ -6,11 +6,15 @@
 
 use std::hint::black_box;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::{Duration, Instant};
 
 use criterion::{BatchSize, Criterion, Throughput, criterion_group, criterion_main};
 use immwire_benches::{drive, group, group_with_runs, paged, shuffled, single};
+use immwire_core::group::{Event, Options, WorkRequest};
+use immwire_core::id::Time;
 use immwire_core::imm::{CounterSlot, CounterTable, ImmTag};
 use immwire_core::lane::{Consumer, Entry, Producer, Word};
+use immwire_core::plan::Request;
 use immwire_core::ring::{Cell, Ring};
 
 fn counter(c: &mut Criterion) {
@@ -61,6 +65,47 @@ fn schedule(c: &mut Criterion) {
     bench.finish();
 }
 
+/// Writes that are submitted and planned one after the other while the clock runs; completed when it does not.
+const IN_FLIGHT: usize = 16;
+
+fn submit(c: &mut Criterion) {
+    let mut bench = c.benchmark_group("plan and submit");
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    for by_the_queues in [false, true] {
+        let name = if by_the_queues { "8 B, by the queues" } else { "8 B, nothing before it" };
+        let (mut group, peer) = group(1);
+        let request = single(peer, 1, 8);
+        let Request::Single(write) = *request.request() else { return };
+        let mut work: Vec<WorkRequest> = Vec::with_capacity(IN_FLIGHT);
+        bench.bench_function(name, |b| {
+            b.iter_custom(|writes| {
+                let (mut took, mut left) = (Duration::ZERO, writes);
+                while left > 0 {
+                    let now = left.min(IN_FLIGHT as u64);
+                    let started = Instant::now();
+                    for _ in 0..now {
+                        if by_the_queues {
+                            let _ = group.submit(black_box(single(peer, 1, 8)), options).is_ok();
+                            group.poll_batch(0, usize::MAX, u64::MAX, |piece| work.push(piece));
+                        } else {
+                            work.extend(group.express(&black_box(write.by_ref()), options));
+                        }
+                    }
+                    took += started.elapsed();
+                    assert_eq!(work.len() as u64, now, "each is one piece, at once");
+                    for piece in work.drain(..) {
+                        group.handle_completion(Time::ZERO, piece.nic, piece.token, Ok(()));
+                        assert!(matches!(group.poll_event(), Some(Event::Ended { .. })));
+                    }
+                    left -= now;
+                }
+                took
+            });
+        });
+    }
+    bench.finish();
+}
+
 fn queues(c: &mut Criterion) {
     let mut bench = c.benchmark_group("queue");
     let cells: [Cell<u64>; 64] = std::array::from_fn(|_| Cell::new());
@@ -81,5 +126,5 @@ fn queues(c: &mut Criterion) {
     bench.finish();
 }
 
-criterion_group!(benches, counter, schedule, queues);
+criterion_group!(benches, counter, schedule, submit, queues);
 criterion_main!(benches);
