@@ -68,14 +68,29 @@ fn schedule(c: &mut Criterion) {
 /// Writes that are submitted and planned one after the other while the clock runs; completed when it does not.
 const IN_FLIGHT: usize = 16;
 
+/// How a write comes to be posted, from a request that lies ready.
+#[derive(Clone, Copy)]
+enum Way {
+    /// At once, as nothing is before it.
+    Express,
+    /// Submitted into its lane, and polled from there.
+    Queues,
+    /// The same, and checked against its regions before that.
+    CheckedToo,
+}
+
 fn submit(c: &mut Criterion) {
     let mut bench = c.benchmark_group("plan and submit");
     let options = Options { deadline: Time::NEVER, user: 0 };
-    for by_the_queues in [false, true] {
-        let name = if by_the_queues { "8 B, by the queues" } else { "8 B, nothing before it" };
+    let ways = [
+        (Way::Express, "8 B, nothing before it"),
+        (Way::Queues, "8 B, by the queues"),
+        (Way::CheckedToo, "8 B, by the queues, checked first"),
+    ];
+    for (way, name) in ways {
         let (mut group, peer) = group(1);
-        let request = single(peer, 1, 8);
-        let Request::Single(write) = *request.request() else { return };
+        let checked = single(peer, 1, 8);
+        let Request::Single(write) = *checked.request() else { return };
         let mut work: Vec<WorkRequest> = Vec::with_capacity(IN_FLIGHT);
         bench.bench_function(name, |b| {
             b.iter_custom(|writes| {
@@ -84,12 +99,18 @@ fn submit(c: &mut Criterion) {
                     let now = left.min(IN_FLIGHT as u64);
                     let started = Instant::now();
                     for _ in 0..now {
-                        if by_the_queues {
-                            let _ = group.submit(black_box(single(peer, 1, 8)), options).is_ok();
-                            group.poll_batch(0, usize::MAX, u64::MAX, |piece| work.push(piece));
-                        } else {
-                            work.extend(group.express(&black_box(write.by_ref()), options));
-                        }
+                        let request = match way {
+                            Way::Express => {
+                                work.extend(group.express(&black_box(write.by_ref()), options));
+                                continue;
+                            }
+                            Way::Queues => Some(checked),
+                            Way::CheckedToo => black_box(Request::Single(write)).check().ok(),
+                        };
+                        let request = black_box(request);
+                        let taken = request.is_some_and(|it| group.submit(it, options).is_ok());
+                        assert!(taken, "a slot is free");
+                        group.poll_batch(0, usize::MAX, u64::MAX, |piece| work.push(piece));
                     }
                     took += started.elapsed();
                     assert_eq!(work.len() as u64, now, "each is one piece, at once");
