@@ -1,10 +1,11 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | captures | joined | time | ends FROM TO SMS | signals FROM TO
-//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time [TOKENS] | moe-processes N
+//!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time [TOKENS] | moe-processes N | moe-turns JSON
 //!
 //! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
-//! how long a watcher's callback and a waiting stream take to hear of something.
+//! how long a watcher's callback and a waiting stream take to hear of something. `moe-turns` measures whenever it is told to. What is
+//! of experts takes all GPUs, the rest two.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
@@ -25,6 +26,9 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::time::Instant;
 
+/// However many there are.
+const ALL: u32 = u32::MAX;
+
 fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
@@ -42,14 +46,18 @@ fn main() -> ExitCode {
         ["moe-time", tokens] => tokens
             .parse()
             .map_err(Into::into)
-            .and_then(|tokens| moe::time(&rig::gpus()?, Some(tokens))),
+            .and_then(|tokens| moe::time(&rig::gpus(ALL)?, Some(tokens))),
+        ["moe-turns", asked] => rig::gpus(ALL)
+            .map_err(Into::into)
+            .and_then(|gpus| moe::turns(&gpus, asked))
+            .map(|()| Value::Null),
         ["moe-process", world, rank, case] => match (world.parse(), rank.parse(), case.parse()) {
             (Ok(world), Ok(rank), Ok(case)) => process(world, rank, case),
             _ => Err("ranks are numbers".into()),
         },
         [what] => run(what),
         _ => Err("check, check-few, captures, joined, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
-                  moe-processes N"
+                  moe-processes N, moe-turns JSON"
             .into()),
     };
     match done {
@@ -66,11 +74,11 @@ fn main() -> ExitCode {
 }
 
 fn process(world: u32, rank: u32, case: u32) -> Result<Value, Box<dyn Error>> {
-    moe::process(&rig::gpus()?, world, rank, case).map(|()| Value::Null)
+    moe::process(&rig::gpus(ALL)?, world, rank, case).map(|()| Value::Null)
 }
 
 fn run(what: &str) -> Result<Value, Box<dyn Error>> {
-    let gpus = rig::gpus()?;
+    let gpus = rig::gpus(if what.starts_with("moe") { ALL } else { 2 })?;
     if gpus.is_empty() {
         return Err("no GPU here".into());
     }

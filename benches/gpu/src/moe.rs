@@ -492,12 +492,17 @@ fn random_shape(random: &mut Random, world: u32, large: bool) -> Shape {
     }
 }
 
-/// Random exchanges of 1 to 8 ranks against the oracle.
+/// Random exchanges of 1 to 16 ranks against the oracle.
 pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
     let mut counts = serde_json::Map::new();
-    for world in [1, 2, 3, 4, 8] {
+    for world in [1, 2, 3, 4, 8, 16] {
         let started = Instant::now();
-        let cases = if few { 1 } else { 12 };
+        let cases = match world {
+            16 if few => continue,
+            16 => 4,
+            _ if few => 1,
+            _ => 12,
+        };
         for case in 0..cases {
             let mut random = Random(case * 100 + u64::from(world));
             let large = case % 3 == 2 && !few && world < 8;
@@ -957,139 +962,281 @@ fn percentile(sorted: &[f64], share: f64) -> f64 {
     sorted.get(at).copied().unwrap_or(f64::NAN)
 }
 
-/// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
-fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
-    const ROUNDS: usize = 40;
-    const REPLAYS: usize = 12;
-    const SETTLING: usize = 4;
-    let world = u32::try_from(shape.firsts.len() - 1)?;
-    let tokens_all = shape.max_tokens as usize * world as usize * shape.top_k as usize;
-    // Routes are even: no rank has twice its part.
-    let rows = u32::try_from(
-        (tokens_all / world as usize * 2 + 4096)
-            .min(usize::try_from(Geometry::new(shape)?.max_rows)?),
-    )?;
-    let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows), 1, PATIENCE)?;
-    let mut random = Random(11);
-    let experts = shape.firsts[world as usize];
-    let tokens: Vec<Sent> = (0..world)
-        .map(|_| {
+/// Rounds that are measured at a time, after some that bring the ranks together.
+const ROUNDS: usize = 40;
+const SETTLING: usize = 4;
+/// Times that these rounds are replayed in one go; the first of them is not counted.
+const REPLAYS: usize = 12;
+
+/// What a link carries of stores from all sides at once, in bytes per microsecond.
+const WIRE: f64 = 354e3;
+
+/// Microseconds of the slowest rank, of each launch; and of whole rounds, each the mean over one replay.
+#[derive(Default)]
+struct Times {
+    out: Vec<f64>,
+    back: Vec<f64>,
+    rounds: Vec<f64>,
+}
+
+/// An exchange of one shape that can be measured again and again. All its results are compared before, and again at the end.
+struct Timed<'a> {
+    /// With the clock taken in between, and without; none where there are no graphs.
+    graphs: Option<[Vec<Graph>; 2]>,
+    stamps: Vec<Stamps>,
+    all: World<'a>,
+    tokens: Vec<Sent>,
+    results: Vec<Vec<u8>>,
+    style: Style,
+}
+
+impl<'a> Timed<'a> {
+    /// `routes`: the experts of all tokens of all ranks; drawn evenly if there are none.
+    fn new(
+        gpus: &'a [Gpu],
+        shape: &Shape,
+        style: Style,
+        routes: Option<&[i32]>,
+        replayed: bool,
+    ) -> Outcome<Self> {
+        let world = u32::try_from(shape.firsts.len() - 1)?;
+        let choices = shape.max_tokens as usize * shape.top_k as usize;
+        // Routes are even: no rank has twice its part.
+        let rows = u32::try_from(
+            (choices * 2 + 4096).min(usize::try_from(Geometry::new(shape)?.max_rows)?),
+        )?;
+        let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows), 1, PATIENCE)?;
+        let mut random = Random(11);
+        let experts = shape.firsts[world as usize];
+        let mut tokens = Vec::new();
+        for rank in 0..world as usize {
             let mut sent = all.maker().tokens(&mut random, shape.max_tokens);
-            for row in sent.indices.chunks_exact_mut(shape.top_k as usize) {
-                let mut chosen: Vec<i32> = Vec::new();
-                while chosen.len() < row.len() {
-                    let expert = random.below(experts).cast_signed();
-                    if !chosen.contains(&expert) {
-                        chosen.push(expert);
+            match routes {
+                Some(routes) => {
+                    let own = routes.get(rank * choices..(rank + 1) * choices);
+                    sent.indices = own.ok_or("too few routes")?.to_vec();
+                }
+                None => sent
+                    .indices
+                    .chunks_exact_mut(shape.top_k as usize)
+                    .for_each(|row| row.copy_from_slice(&evenly(&mut random, row.len(), experts))),
+            }
+            if sent.indices.iter().any(|expert| !(0..experts.cast_signed()).contains(expert)) {
+                return Err("a route to no expert".into());
+            }
+            tokens.push(sent);
+        }
+        let results: Vec<Vec<u8>> =
+            (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
+        all.put(0, &tokens, &results, style.wide)?;
+        let mut timed = Self { graphs: None, stamps: Vec::new(), all, tokens, results, style };
+        timed.compare(|timed| {
+            for way in [Way::Out, Way::Back] {
+                for rank in 0..timed.all.ranks.len() {
+                    timed.all.enqueue(rank, 0, way, style)?;
+                }
+            }
+            Ok(())
+        })?;
+        if replayed {
+            let ranks = &timed.all.ranks;
+            let stamps = ranks.iter().map(|rank| Stamps::new(&gpus[rank.gpu], 2 * ROUNDS + 1));
+            timed.stamps = stamps.collect::<Outcome<_>>()?;
+            timed.graphs = Some([timed.capture(1)?, timed.capture(ROUNDS)?]);
+        }
+        Ok(timed)
+    }
+
+    /// Of each rank: so many rounds, with the clock taken after each launch, or after `every` rounds only.
+    fn capture(&self, every: usize) -> Outcome<Vec<Graph>> {
+        let of = |rank: usize| {
+            let (all, stamps, style) = (&self.all, &self.stamps[rank], self.style);
+            Graph::new(all, rank, |stream| {
+                for round in 0..ROUNDS + SETTLING {
+                    let at = round.checked_sub(SETTLING);
+                    if at == Some(0) {
+                        stamps.take(stream, 0)?;
+                    }
+                    all.enqueue(rank, 0, Way::Out, style)?;
+                    if let Some(at) = at.filter(|_| every == 1) {
+                        stamps.take(stream, 2 * at + 1)?;
+                    }
+                    all.enqueue(rank, 0, Way::Back, style)?;
+                    if let Some(at) = at.filter(|at| (at + 1) % every == 0) {
+                        stamps.take(stream, 2 * at + 2)?;
                     }
                 }
-                row.copy_from_slice(&chosen);
-            }
-            sent
-        })
-        .collect();
-    let results: Vec<Vec<u8>> =
-        (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
-    all.put(0, &tokens, &results, style.wide)?;
-    all.blank()?;
-    for way in [Way::Out, Way::Back] {
-        for rank in 0..all.ranks.len() {
-            all.enqueue(rank, 0, way, style)?;
-        }
-    }
-    all.settle()?;
-    all.check(0, &tokens, &results, style)?;
-
-    let stamps = (0..all.ranks.len())
-        .map(|rank| Stamps::new(&gpus[all.ranks[rank].gpu], 2 * ROUNDS + 1))
-        .collect::<Outcome<Vec<_>>>()?;
-    // The first rounds bring the ranks together.
-    let graph = |every: usize| {
-        let all = &all;
-        (0..all.ranks.len())
-            .map(|rank| {
-                let stamps = &stamps[rank];
-                Graph::new(all, rank, |stream| {
-                    for round in 0..ROUNDS + SETTLING {
-                        let at = round.checked_sub(SETTLING);
-                        if at == Some(0) {
-                            stamps.take(stream, 0)?;
-                        }
-                        all.enqueue(rank, 0, Way::Out, style)?;
-                        if let Some(at) = at.filter(|_| every == 1) {
-                            stamps.take(stream, 2 * at + 1)?;
-                        }
-                        all.enqueue(rank, 0, Way::Back, style)?;
-                        if let Some(at) = at.filter(|at| (at + 1) % every == 0) {
-                            stamps.take(stream, 2 * at + 2)?;
-                        }
-                    }
-                    Ok(())
-                })
+                Ok(())
             })
-            .collect::<Outcome<Vec<_>>>()
-    };
-    let (marked, plain) = (graph(1)?, graph(ROUNDS)?);
-    let between = |rank: usize, from: usize, to: usize| stamps[rank].at(to) - stamps[rank].at(from);
-    let (mut out, mut back, mut rounds) = (Vec::new(), Vec::new(), Vec::new());
-    for replay in 0..REPLAYS {
-        for (rank, graph) in marked.iter().enumerate() {
-            graph.launch(&all, rank)?;
+        };
+        (0..self.all.ranks.len()).map(of).collect()
+    }
+
+    /// Clears all that is received, has `rounds` done, and compares what is there then.
+    fn compare(&mut self, rounds: impl FnOnce(&Self) -> Outcome<()>) -> Outcome<()> {
+        self.all.blank()?;
+        rounds(self)?;
+        self.all.settle()?;
+        self.all.check(0, &self.tokens, &self.results, self.style)?;
+        self.all.check_poison()
+    }
+
+    fn launch(&self, graphs: &[Graph]) -> Outcome<()> {
+        for (rank, graph) in graphs.iter().enumerate() {
+            graph.launch(&self.all, rank)?;
         }
-        all.settle()?;
-        for round in 0..ROUNDS {
-            let slowest = |from: usize| {
-                (0..all.ranks.len()).map(|rank| between(rank, from, from + 1)).fold(0f64, f64::max)
-            };
+        self.all.settle()
+    }
+
+    /// Measures once more.
+    fn turn(&self) -> Outcome<Times> {
+        let Some([marked, plain]) = &self.graphs else { return self.called() };
+        let mut times = Times::default();
+        let slowest = |from: usize, to: usize| {
+            let took = |stamps: &Stamps| stamps.at(to) - stamps.at(from);
+            self.stamps.iter().map(took).fold(0f64, f64::max)
+        };
+        for replay in 0..REPLAYS {
+            self.launch(marked)?;
+            for round in (0..ROUNDS).filter(|_| replay > 0) {
+                times.out.push(slowest(2 * round, 2 * round + 1));
+                times.back.push(slowest(2 * round + 1, 2 * round + 2));
+            }
+            self.launch(plain)?;
             if replay > 0 {
-                out.push(slowest(2 * round));
-                back.push(slowest(2 * round + 1));
+                times.rounds.push(slowest(0, 2 * ROUNDS) / ROUNDS as f64);
             }
         }
-        for (rank, graph) in plain.iter().enumerate() {
-            graph.launch(&all, rank)?;
+        Ok(times)
+    }
+
+    /// The same without graphs, by the CPU's clock, until all have ended: what the calls take is in it.
+    fn called(&self) -> Outcome<Times> {
+        let mut times = Times::default();
+        for _ in 0..3 {
+            let started = Instant::now();
+            let [out, back] = [Way::Out, Way::Back].map(|way| -> Outcome<f64> {
+                let started = Instant::now();
+                for rank in 0..self.all.ranks.len() {
+                    self.all.enqueue(rank, 0, way, self.style)?;
+                }
+                self.all.settle()?;
+                Ok(started.elapsed().as_secs_f64() * 1e6)
+            });
+            times.out.push(out?);
+            times.back.push(back?);
+            times.rounds.push(started.elapsed().as_secs_f64() * 1e6);
         }
-        all.settle()?;
-        let whole = (0..all.ranks.len()).map(|rank| between(rank, 0, 2 * ROUNDS));
-        rounds.push(whole.fold(0f64, f64::max) / ROUNDS as f64);
+        Ok(times)
     }
-    // Once more, and compared: the rounds before left what is right there.
-    all.blank()?;
-    for (rank, graph) in plain.iter().enumerate() {
-        graph.launch(&all, rank)?;
+
+    /// Compares what rounds leave, once more.
+    fn end(mut self) -> Outcome<()> {
+        self.compare(|timed| match &timed.graphs {
+            Some([_, plain]) => timed.launch(plain),
+            None => timed.called().map(drop),
+        })
     }
-    all.settle()?;
-    all.check(0, &tokens, &results, style)?;
-    all.check_poison()?;
-    for times in [&mut out, &mut back, &mut rounds] {
+
+    /// What the busiest rank receives from other GPUs, each token once, in bytes: out, and back.
+    fn wire_bytes(&self) -> [u64; 2] {
+        let (shape, ranks) = (&self.all.shape, &self.all.ranks);
+        let into = |at: usize| {
+            let experts = shape.firsts[at].cast_signed()..shape.firsts[at + 1].cast_signed();
+            let from = |rank: &usize| ranks[*rank].gpu != ranks[at].gpu;
+            let hits = |rank: usize| {
+                let rows = self.tokens[rank].indices.chunks_exact(shape.top_k as usize);
+                rows.filter(|row| row.iter().any(|expert| experts.contains(expert))).count() as u64
+            };
+            (0..ranks.len()).filter(from).map(hits).sum::<u64>()
+        };
+        let most = (0..ranks.len()).map(into).max().unwrap_or(0);
+        let geometry = &self.all.geometry;
+        [u64::from(geometry.token_bytes + geometry.scale_bytes), u64::from(shape.values) * 2]
+            .map(|bytes| most * bytes)
+    }
+}
+
+/// Different experts, each as likely as the others.
+fn evenly(random: &mut Random, count: usize, experts: u32) -> Vec<i32> {
+    let mut chosen: Vec<i32> = Vec::new();
+    while chosen.len() < count {
+        let expert = random.below(experts).cast_signed();
+        if !chosen.contains(&expert) {
+            chosen.push(expert);
+        }
+    }
+    chosen
+}
+
+/// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
+fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
+    let timed = Timed::new(gpus, shape, style, None, true)?;
+    let mut times = timed.turn()?;
+    let wire = timed.wire_bytes();
+    let ranks = timed.all.ranks.len();
+    timed.end()?;
+    for times in [&mut times.out, &mut times.back, &mut times.rounds] {
         times.sort_by(f64::total_cmp);
     }
-    let times = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
-    // What the busiest rank receives from others, over what a link carries of stores from all sides at once.
-    let remote = |bytes: u64| {
-        let into = |at: usize| {
-            let experts = shape.firsts[at] as i32..shape.firsts[at + 1] as i32;
-            let from = |rank: &usize| *rank != at && all.ranks[*rank].gpu != all.ranks[at].gpu;
-            (0..tokens.len())
-                .filter(from)
-                .map(|rank| {
-                    let rows = tokens[rank].indices.chunks_exact(shape.top_k as usize);
-                    rows.filter(|row| row.iter().any(|e| experts.contains(e))).count() as u64
-                })
-                .sum::<u64>()
-                * bytes
-        };
-        (0..tokens.len()).map(into).max().unwrap_or(0)
-    };
-    let floor = |bytes: u64| remote(bytes) as f64 / 354e3;
-    let out_bytes = u64::from(all.geometry.token_bytes + all.geometry.scale_bytes);
+    let told = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
     let result = json!({
-        "what": name, "ranks": world, "gpus": gpus.len(), "tokens": shape.max_tokens, "split": style.split,
-        "dispatch_us": times(&out), "combine_us": times(&back), "round_us": times(&rounds),
-        "dispatch_wire_us": floor(out_bytes), "combine_wire_us": floor(u64::from(shape.values) * 2),
+        "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": shape.max_tokens, "split": style.split,
+        "dispatch_us": told(&times.out), "combine_us": told(&times.back), "round_us": told(&times.rounds),
+        "dispatch_wire_us": wire[0] as f64 / WIRE, "combine_wire_us": wire[1] as f64 / WIRE,
     });
     eprintln!("{result}");
     Ok(result)
+}
+
+/// Measures one shape whenever a line comes on the standard input, so that others can be measured in between, and writes what it
+/// took as a line, after one of how many GPUs there are. At the end of the input results are compared once more, and a last line says
+/// that they were right. What is asked for is a JSON object: `values`, `experts`, `top_k`, `tokens`, `ranks`; `ready`, whether tokens
+/// come in e4m3 with scales rather than as bf16; `routes`, a file of 32-bit numbers, `[ranks][tokens][top_k]`; and `graphs`.
+pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
+    let asked: Value = serde_json::from_str(asked)?;
+    let number = |name: &str| -> Outcome<u32> {
+        let number = asked[name].as_u64().and_then(|number| u32::try_from(number).ok());
+        number.ok_or_else(|| format!("no number of {name}").into())
+    };
+    let says = |name: &str| asked[name].as_bool().ok_or(format!("{name}: true or false"));
+    let (ranks, values, experts) = (number("ranks")?, number("values")?, number("experts")?);
+    if ranks == 0 || gpus.is_empty() {
+        return Err("no rank, or no GPU".into());
+    }
+    let gpus = &gpus[..gpus.len().min(ranks as usize)];
+    let payload = if says("ready")? {
+        Payload::Raw { token_bytes: values, scale_bytes: values.div_ceil(128) * 4 }
+    } else {
+        Payload::Fp8 { from: Number::Bf16, scales: Scales::Float }
+    };
+    let shape = Shape {
+        firsts: firsts(ranks, experts),
+        top_k: number("top_k")?,
+        max_tokens: number("tokens")?,
+        payload,
+        values,
+        results: Number::Bf16,
+        padding: 1,
+        exact: false,
+    };
+    let routes = std::fs::read(asked["routes"].as_str().ok_or("no file of routes")?)?;
+    let routes: Vec<i32> = routes
+        .chunks_exact(4)
+        .map(|bytes| i32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
+        .collect();
+    let timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), says("graphs")?)?;
+    println!("{}", json!({ "gpus": gpus.len() }));
+    for line in std::io::stdin().lines() {
+        line?;
+        let times = timed.turn()?;
+        let told =
+            json!({ "dispatch_us": times.out, "combine_us": times.back, "round_us": times.rounds });
+        println!("{told}");
+    }
+    timed.end()?;
+    println!("{}", json!({ "right": true }));
+    Ok(())
 }
 
 /// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters.

@@ -23,9 +23,9 @@ pub(crate) struct Gpu {
     pub(crate) plain: Copier,
 }
 
-/// Opens up to two GPUs, each with access to the other.
-pub(crate) fn gpus() -> Result<Vec<Gpu>, Error> {
-    let count = Device::count()?.min(2);
+/// Opens up to so many GPUs, each with access to the others.
+pub(crate) fn gpus(most: u32) -> Result<Vec<Gpu>, Error> {
+    let count = Device::count()?.min(most);
     let devices = (0..count).map(Device::open).collect::<Result<Vec<_>, _>>()?;
     for one in &devices {
         for other in &devices {
