@@ -127,7 +127,7 @@ fn dispatch_and_combine_among_gpus_are_measured_and_checked() {
         (&["--gpus", "2"][..], "GPU 2"),
         (&["--gpus", "0", "--chunk", "2"], "--chunk"),
         (&["--gpus", "0", "--provider", "shm"], "--gpus"),
-        (&["--gpus", "0", "--hidden", "24"], "128"),
+        (&["--gpus", "0", "--hidden", "24"], "16"),
     ] {
         let output = run_on_gpus(&[&["bench", "moe"], refused].concat());
         assert_eq!(output.status.code(), Some(1), "{refused:?}");
