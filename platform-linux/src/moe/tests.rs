@@ -623,6 +623,49 @@ fn a_rank_that_is_gone_is_not_waited_for() {
     });
 }
 
+/// No engine, and no process, has to start again: a new exchange of the same engines goes on without the one that was missing, whether
+/// it is gone or comes late and still writes to where the old one was.
+#[test]
+fn those_who_are_left_go_on_in_a_new_exchange() {
+    const ABSENT: usize = 2;
+    let short = Duration::from_millis(300);
+    for gone in [false, true] {
+        let mut left = engines(4, &Transport::Shm);
+        let mut exchanges = join(&left, &config(&[0, 2, 4, 6, 8]));
+        let mut absent = Some((exchanges.remove(ABSENT), left.remove(ABSENT)));
+        absent.take_if(|_| gone);
+        // Nobody's memory goes while others may write to it still.
+        let over: Vec<AllToAll> = thread::scope(|scope| {
+            let fail = |mut exchange: AllToAll| {
+                scope.spawn(move || {
+                    let error = silent(&mut exchange, if gone { LONG } else { short }).unwrap_err();
+                    let named = match &error {
+                        MoeError::Late { ranks, .. } => ranks.clone(),
+                        MoeError::Gone { rank, .. } | MoeError::Write { rank, .. } => vec![*rank],
+                        _ => vec![],
+                    };
+                    assert_eq!(named, [ABSENT as u32], "{error:?}");
+                    assert!(matches!(silent(&mut exchange, short), Err(MoeError::Over)));
+                    exchange
+                })
+            };
+            let threads: Vec<_> = exchanges.into_iter().map(fail).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        drop(over);
+        thread::scope(|scope| {
+            if let Some((exchange, _)) = &mut absent {
+                scope
+                    .spawn(|| assert!(silent(exchange, short).is_err(), "it has missed its round"));
+            }
+            // Its experts are spread among the others.
+            for seed in 0..3 {
+                assert_eq!(check(&left, &config(&[0, 3, 5, 8]), seed), 18);
+            }
+        });
+    }
+}
+
 /// A rank that is two rounds ahead, which cannot be, writes to the right places and counts right.
 #[test]
 fn what_is_of_another_round_is_not_taken_for_this_one() {
