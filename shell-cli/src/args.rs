@@ -247,7 +247,7 @@ pub struct BenchArgs {
 /// What is measured with arguments of its own.
 #[derive(Debug, Subcommand)]
 pub enum BenchCommand {
-    /// Dispatch and combine of a mixture of experts, among ranks of this host, in host memory
+    /// Dispatch and combine of a mixture of experts, among ranks of this host, in host memory or among GPUs
     #[command(after_help = BENCH_MOE_HELP)]
     Moe(MoeBenchArgs),
 }
@@ -257,17 +257,30 @@ Each rank is a thread of this process with an engine of its own; they write to e
 are bf16 both ways, routed uniformly. Times are those of each round's slowest rank. GB/s counts what leaves any rank for
 another one, once; the last column is how long one thread takes to copy as much. Every result is checked.
 
+With --gpus ranks have GPUs in turn, and kernels do it: bf16 becomes e4m3 with float scales on the way out, bf16 comes back. Times
+are the GPUs', taken between launches, without what the CPU needs to launch; results are checked before, and after every 16th round.
+GB/s is what the busiest GPU gets from others; the last columns are how long the wire takes for it, at the rate at which the
+driver copies 64 MiB from GPU to GPU just before, and the share of the time that this is.
+
 Examples:
   immwire bench moe --ep 4 --tokens 128
   immwire bench moe --ep 4 --tokens 128 --exact
-  immwire bench moe --ep 2 --tokens 4096 --chunk 512 --rounds 10 --json";
+  immwire bench moe --ep 2 --tokens 4096 --chunk 512 --rounds 10 --json
+  immwire bench moe --provider nvlink --tokens 1            a rank on each GPU
+  immwire bench moe --gpus 0,1 --ep 4 --tokens 4096         two ranks on each of two";
 
 /// `immwire bench moe`.
 #[derive(Debug, Args)]
 pub struct MoeBenchArgs {
-    /// Ranks
-    #[arg(long, default_value_t = 2, value_parser = clap::value_parser!(u32).range(1..=64))]
-    pub ep: u32,
+    /// Ranks [default: 2, or as many as GPUs]
+    #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
+    pub ep: Option<u32>,
+    /// shm for host memory, nvlink for GPUs [default: nvlink with --gpus, else shm]
+    #[arg(long, value_enum)]
+    pub provider: Option<Provider>,
+    /// The ranks' GPUs [default with --provider nvlink: all]
+    #[arg(long, value_delimiter = ',', value_name = "GPU")]
+    pub gpus: Vec<u32>,
     /// Tokens of each rank
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(0..=65_536))]
     pub tokens: u32,
@@ -280,9 +293,9 @@ pub struct MoeBenchArgs {
     /// Experts of each token
     #[arg(long, default_value_t = 8, value_parser = clap::value_parser!(u32).range(1..=32))]
     pub top_k: u32,
-    /// Tokens that travel together
-    #[arg(long, default_value = "512")]
-    pub chunk: NonZeroU32,
+    /// Tokens that travel together, in host memory [default: 512]
+    #[arg(long)]
+    pub chunk: Option<NonZeroU32>,
     /// Let each expert's result come back by itself, to be summed where the token is from
     #[arg(long)]
     pub exact: bool,

@@ -74,11 +74,22 @@ fn dispatch_and_combine_are_measured_and_checked() {
     }
     // The same routes: as many results as choices elsewhere are more than ranks elsewhere.
     assert!(back[2] > back[1], "{back:?}");
-    for refused in [&["--experts", "2", "--top-k", "3"][..], &["--hidden", "12"]] {
+    for refused in
+        [&["--experts", "2", "--top-k", "3"][..], &["--hidden", "12"], &["--provider", "verbs"]]
+    {
         let output = run(["bench", "moe", "--json"].iter().chain(refused));
         assert_eq!(output.status.code(), Some(1), "{refused:?}");
         assert!(output.stdout.is_empty() && !output.stderr.is_empty());
     }
+}
+
+#[test]
+fn dispatch_without_a_gpu_says_what_to_do() {
+    let args = ["bench", "moe", "--provider", "nvlink", "--json"];
+    let output = ended(immwire(args).env("CUDA_VISIBLE_DEVICES", "").spawn().unwrap());
+    assert_eq!(output.status.code(), Some(1));
+    let said = text(&output.stderr);
+    assert!(output.stdout.is_empty() && said.contains("immwire doctor"), "{said}");
 }
 
 fn positive(row: &Value, field: &str) -> bool {

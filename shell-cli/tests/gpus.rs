@@ -92,6 +92,52 @@ fn pages_between_gpus_are_verified_too() {
 
 #[test]
 #[ignore = "needs the stand-in for a CUDA driver, and a build with kernels"]
+fn dispatch_and_combine_among_gpus_are_measured_and_checked() {
+    let small =
+        ["--tokens", "5", "--hidden", "256", "--experts", "8", "--top-k", "3", "--rounds", "3"];
+    let cases: [(&[&str], u64, bool); 4] = [
+        (&["--provider", "nvlink"], 2, true),
+        (&["--gpus", "1,0", "--ep", "4", "--exact"], 4, true),
+        (&["--gpus", "1", "--ep", "2"], 2, false),
+        (&["--gpus", "0"], 1, false),
+    ];
+    for (more, ranks, crosses) in cases {
+        let output = run_on_gpus(
+            &["bench", "moe", "--json"]
+                .iter()
+                .chain(&small)
+                .chain(more)
+                .copied()
+                .collect::<Vec<_>>(),
+        );
+        assert!(output.status.success(), "{more:?}: {}", text(&output.stderr));
+        let rows: Vec<Value> =
+            text(&output.stdout).lines().map(|line| serde_json::from_str(line).unwrap()).collect();
+        let ops: Vec<_> = rows.iter().map(|row| row["op"].as_str().unwrap()).collect();
+        assert_eq!(ops, ["dispatch", "combine"]);
+        for row in rows {
+            assert_eq!((&row["provider"], &row["ep"]), (&"nvlink".into(), &ranks.into()), "{row}");
+            assert!(positive(&row, "p50_us") && row["p99_us"].as_f64() >= row["p50_us"].as_f64());
+            for field in ["gb_per_s", "bytes_out", "baseline_us", "ratio"] {
+                assert_eq!(positive(&row, field), crosses, "{field}: {row}");
+            }
+        }
+    }
+    for (refused, why) in [
+        (&["--gpus", "2"][..], "GPU 2"),
+        (&["--gpus", "0", "--chunk", "2"], "--chunk"),
+        (&["--gpus", "0", "--provider", "shm"], "--gpus"),
+        (&["--gpus", "0", "--hidden", "24"], "16"),
+    ] {
+        let output = run_on_gpus(&[&["bench", "moe"], refused].concat());
+        assert_eq!(output.status.code(), Some(1), "{refused:?}");
+        assert!(text(&output.stderr).contains(why), "{refused:?}: {}", text(&output.stderr));
+        assert!(output.stdout.is_empty());
+    }
+}
+
+#[test]
+#[ignore = "needs the stand-in for a CUDA driver, and a build with kernels"]
 fn a_peer_in_another_terminal_has_the_second_gpu() {
     let peer = ["bench", "--listen", "--provider", "nvlink", "--gpus", "0,1"];
     let listening = Listening::start(on_gpus(&peer));

@@ -4,8 +4,10 @@ Cases are processes of their own, as in test_gpu. On a machine with two GPUs the
 `python test_gpu_moe.py` runs all, and `python test_gpu_moe.py case_...` one.
 """
 
+import ctypes
 import multiprocessing.pool
 import os
+import random
 import signal
 import sys
 import time
@@ -43,11 +45,11 @@ class Array:
 
 
 class Rank:
-    """One rank: an engine, and an exchange on its GPU."""
+    """One rank: an engine, of its own or another's, and an exchange on its GPU."""
 
-    def __init__(self, number, world, **shape):
+    def __init__(self, number, world, engine=None, **shape):
         self.number, self.device = number, number % 2
-        self.engine = immwire.TransferEngine(gpus=[self.device], timeout=PATIENCE)
+        self.engine = engine or immwire.TransferEngine(gpus=[self.device], timeout=PATIENCE)
         options = dict(experts=EXPERTS, world=world, top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN, sms=2)
         options |= dict(patience=PATIENCE) | shape
         self.joining = moe.GpuAllToAll.open(self.engine, rank=number, device=self.device, **options)
@@ -67,6 +69,12 @@ class Rank:
     def settle(self):
         driver(self.device, [("cuCtxSynchronize",)])
 
+    def stream(self):
+        """A stream of another library's, which does not wait for the default one. It is never destroyed."""
+        stream = ctypes.c_void_p()
+        driver(self.device, [("cuStreamCreate", ctypes.byref(stream), 1)])
+        return stream.value
+
     def close(self):
         self.engine.close()
 
@@ -82,7 +90,16 @@ class Round:
     """One rank's part of a round, half by half."""
 
     def __init__(
-        self, rank, seed, tokens, scale_bytes=SCALES, wide=False, counted=False, slots=False, dtype="bfloat16"
+        self,
+        rank,
+        seed,
+        tokens,
+        scale_bytes=SCALES,
+        wide=False,
+        counted=False,
+        slots=False,
+        dtype="bfloat16",
+        stream=0,
     ):
         self.rank, (self.to, self.back) = rank, FORMATS[dtype]
         self.inputs = x, indices, weights, scales = made_up(seed, tokens, EXPERTS, scale_bytes)
@@ -105,8 +122,9 @@ class Round:
             out=self.out,
             counts=self.counts,
             offsets=self.offsets,
-            stream=0,
+            stream=stream,
         )
+        self.stream = stream
         self.scales = None
         if scale_bytes:
             self.scales = rank.space(rows, scale_bytes)
@@ -143,7 +161,7 @@ class Round:
         self.y = self.rank.array(y[: max(offsets[-1], 1)])
 
     def combine(self, half="both"):
-        self.rank.exchange.combine(self.y, out=self.results, stream=0, half=half)
+        self.rank.exchange.combine(self.y, out=self.results, stream=self.stream, half=half)
 
     def check(self, others):
         """Rows and results are what follows from all ranks' inputs."""
@@ -261,6 +279,34 @@ def case_ranks_in_one_process():
         assert "closed" in repr(ranks[0].exchange)
         with pytest.raises(immwire.EngineClosed):
             both[0].dispatch()
+
+
+def case_two_micro_batches_overlap():
+    """Two exchanges on the same GPUs, each with a stream: either sends while the other's tokens travel."""
+    drawn = random.Random(4)
+    with ExitStack() as stack:
+        shape = dict(world=2, padding=PADDING, scale_bytes=SCALES)
+        first = start(*(Rank(number, **shape) for number in range(2)))
+        for rank in first:
+            stack.callback(rank.close)
+        second = start(*(Rank(rank.number, engine=rank.engine, exact=True, **shape) for rank in first))
+        streams = [rank.stream() for rank in (*first, *second)]
+        for turn in range(8):
+            batches = [
+                Round(rank, 100 * turn + at, tokens_of(turn, at), slots=turn % 2 == 1, stream=streams[at])
+                for at, rank in enumerate((*first, *second))
+            ]
+            for step in (Round.dispatch, Round.combine):
+                # By rank: all that it sends, and all that it receives, of either first.
+                for half in ("send", "receive"):
+                    for one in drawn.sample(batches, 4):
+                        step(one, half=half)
+                if step is Round.dispatch:
+                    for one in batches:
+                        one.work()
+            for at, one in enumerate(batches):
+                both = range(2 * (at // 2), 2 * (at // 2) + 2)
+                one.check([made_up(100 * turn + i, tokens_of(turn, i), EXPERTS, SCALES) for i in both])
 
 
 def case_quantised():

@@ -27,6 +27,8 @@ use std::ptr;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
+mod overlap;
+
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
 /// How long tokens are waited for.
@@ -239,45 +241,53 @@ impl<'a> World<'a> {
         Ok(())
     }
 
-    /// Enqueues one launch of a rank.
+    /// Enqueues one way of a rank: one launch, or both its halves.
     fn enqueue(&self, rank: usize, set: usize, way: Way, style: Style) -> Outcome<()> {
+        for half in style.halves() {
+            self.enqueue_half(rank, set, way, *half, style)?;
+        }
+        Ok(())
+    }
+
+    fn enqueue_half(
+        &self,
+        rank: usize,
+        set: usize,
+        way: Way,
+        half: Half,
+        style: Style,
+    ) -> Outcome<()> {
         let rank = &self.ranks[rank];
         let set = &rank.sets[set];
-        let halves: &[Half] =
-            if style.split { &[Half::Send, Half::Receive] } else { &[Half::Both] };
-        for half in halves {
-            match way {
-                Way::Out => {
-                    let tokens = Tokens {
-                        count: Count::At { address: set.count.at(), most: self.shape.max_tokens },
-                        x: set.x.at(),
-                        scales: set.scales.at(),
-                        indices: set.indices.at(),
-                        wide_indices: style.wide,
-                        weights: set.weights.at(),
-                    };
-                    let rows = Rows {
-                        x: set.rows_x.at(),
-                        scales: set.rows_scales.at(),
-                        slots: if style.slots { set.slots.at() } else { 0 },
-                        rows: self.rows,
-                        counts: set.counts.at(),
-                        offsets: set.offsets.at(),
-                        clear_padding: style.clear,
-                    };
-                    // SAFETY: all memory is the world's, which waits for launches before it goes; GPUs do nothing else.
-                    unsafe { rank.exchange.dispatch(&rank.stream, *half, &tokens, &rows)? };
-                }
-                Way::Back => {
-                    // SAFETY: as above.
-                    unsafe {
-                        let (y, out) = (set.y.at(), set.out.at());
-                        let (rows, accumulate) = (self.rows, set.onto.is_some());
-                        let tokens = self.shape.max_tokens;
-                        let results = Results { y, rows, out, tokens, accumulate };
-                        rank.exchange.combine(&rank.stream, *half, &results)?;
-                    }
-                }
+        match way {
+            Way::Out => {
+                let tokens = Tokens {
+                    count: Count::At { address: set.count.at(), most: self.shape.max_tokens },
+                    x: set.x.at(),
+                    scales: set.scales.at(),
+                    indices: set.indices.at(),
+                    wide_indices: style.wide,
+                    weights: set.weights.at(),
+                };
+                let rows = Rows {
+                    x: set.rows_x.at(),
+                    scales: set.rows_scales.at(),
+                    slots: if style.slots { set.slots.at() } else { 0 },
+                    rows: self.rows,
+                    counts: set.counts.at(),
+                    offsets: set.offsets.at(),
+                    clear_padding: style.clear,
+                };
+                // SAFETY: all memory is the world's, which waits for launches before it goes; GPUs do nothing else.
+                unsafe { rank.exchange.dispatch(&rank.stream, half, &tokens, &rows)? };
+            }
+            Way::Back => {
+                let (y, out) = (set.y.at(), set.out.at());
+                let (rows, accumulate) = (self.rows, set.onto.is_some());
+                let tokens = self.shape.max_tokens;
+                let results = Results { y, rows, out, tokens, accumulate };
+                // SAFETY: as above.
+                unsafe { rank.exchange.combine(&rank.stream, half, &results)? };
             }
         }
         Ok(())
@@ -453,6 +463,12 @@ struct Style {
     slots: bool,
 }
 
+impl Style {
+    fn halves(self) -> &'static [Half] {
+        if self.split { &[Half::Send, Half::Receive] } else { &[Half::Both] }
+    }
+}
+
 /// Ranks that share a GPU share its SMs.
 fn sms(gpus: &[Gpu], world: u32) -> u32 {
     let each = world.div_ceil(u32::try_from(gpus.len()).unwrap_or(1));
@@ -528,9 +544,10 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
     }
     abort(gpus)?;
     missing(gpus)?;
-    Ok(
-        json!({ "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true }),
-    )
+    let overlapped = overlap::run(gpus, few)?;
+    Ok(json!({
+        "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true, "overlapped": overlapped,
+    }))
 }
 
 /// Rounds of a random exchange.
@@ -539,41 +556,59 @@ const ROUNDS_EACH: usize = 3;
 /// Random rounds, each compared. As many are enqueued at once as there are sets for: a rank may be ahead of another as far as it need
 /// not wait. All processes that have ranks of this world draw alike.
 fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
-    let (world, sets) = (all.geometry.world, all.ranks[0].sets.len());
+    let sets = all.ranks[0].sets.len();
     for _ in 0..ROUNDS_EACH / sets {
         let mut drawn = Vec::new();
         for set in 0..sets {
-            let tokens = |_| {
-                let tokens = all.maker().random_tokens(random);
-                all.maker().perhaps_onto(random, tokens)
-            };
-            let tokens: Vec<Sent> = (0..world).map(tokens).collect();
-            let results: Vec<Vec<u8>> = (0..world)
-                .map(|_| all.maker().numbers(random, all.rows, all.shape.results))
-                .collect();
             let style = Style {
                 split: random.one_in(3),
                 wide: random.one_in(2),
                 clear: random.one_in(2),
                 slots: random.one_in(2),
             };
-            all.put(set, &tokens, &results, style.wide)?;
-            drawn.push((tokens, results, style));
+            drawn.push(draw(all, random, set, style, true)?);
         }
         all.blank()?;
-        for (set, (_, _, style)) in drawn.iter().enumerate() {
+        for (set, drawn) in drawn.iter().enumerate() {
             for way in [Way::Out, Way::Back] {
                 for rank in 0..all.ranks.len() {
-                    all.enqueue(rank, set, way, *style)?;
+                    all.enqueue(rank, set, way, drawn.style)?;
                 }
             }
         }
         all.settle()?;
-        for (set, (tokens, results, style)) in drawn.iter().enumerate() {
-            all.check(set, tokens, results, *style)?;
+        for (set, drawn) in drawn.iter().enumerate() {
+            all.check(set, &drawn.tokens, &drawn.results, drawn.style)?;
         }
     }
     all.check_poison()
+}
+
+/// What one round has.
+struct Drawn {
+    tokens: Vec<Sent>,
+    results: Vec<Vec<u8>>,
+    style: Style,
+}
+
+/// Draws a round, and puts it in this set. `onto`: some results are added to what is there.
+fn draw(
+    all: &mut World<'_>,
+    random: &mut Random,
+    set: usize,
+    style: Style,
+    onto: bool,
+) -> Outcome<Drawn> {
+    let world = all.geometry.world;
+    let tokens = |_| {
+        let tokens = all.maker().random_tokens(random);
+        if onto { all.maker().perhaps_onto(random, tokens) } else { tokens }
+    };
+    let tokens: Vec<Sent> = (0..world).map(tokens).collect();
+    let results: Vec<Vec<u8>> =
+        (0..world).map(|_| all.maker().numbers(random, all.rows, all.shape.results)).collect();
+    all.put(set, &tokens, &results, style.wide)?;
+    Ok(Drawn { tokens, results, style })
 }
 
 /// A rank that never comes is named by all others, who are right without it, in this round and in the next.

@@ -320,6 +320,10 @@ impl AllToAll {
     /// The second half: sends the other chunks, and receives. `tokens` are those of the first half; of their routes what was
     /// sent then counts.
     ///
+    /// Two exchanges can take turns by halves, as two micro-batches do: if there is one chunk, every rank in an order of its own, as
+    /// long as both have sent before either receives. Where there are more, ranks wait for each other in the second half: all call
+    /// those of the two in the same order.
+    ///
     /// # Errors
     ///
     /// As there.

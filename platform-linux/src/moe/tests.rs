@@ -358,6 +358,119 @@ fn check(engines: &[TransferEngine], config: &Config, seed: u64) -> u32 {
     compared
 }
 
+/// What one rank has of a round that goes half by half.
+struct Halves<'a> {
+    exchange: &'a mut AllToAll,
+    config: Config,
+    batch: Batch,
+    x: Vec<u8>,
+    y: Vec<u8>,
+    out: Vec<u8>,
+    next: usize,
+}
+
+impl<'a> Halves<'a> {
+    fn new(exchange: &'a mut AllToAll, config: Config, batch: Batch) -> Self {
+        let row = config.hidden as usize * 2;
+        let x = vec![0xee; exchange.max_rows() * config.token_bytes as usize];
+        let out = batch.onto.clone().unwrap_or_else(|| vec![0xee; batch.tokens * row]);
+        Self { exchange, config, batch, x, y: Vec::new(), out, next: 0 }
+    }
+
+    /// Tokens out, tokens in and to the experts, results out, results in.
+    fn step(&mut self) {
+        let (config, tokens) = (&self.config, self.batch.tokens());
+        match self.next {
+            0 => self.exchange.dispatch_send(&tokens, LONG).unwrap(),
+            1 => {
+                let mut scales = vec![0; self.exchange.max_rows() * config.scale_bytes as usize];
+                let rows = Rows { x: &mut self.x, scales: &mut scales, slots: None };
+                let received = self.exchange.dispatch_receive(&tokens, rows, LONG).unwrap();
+                let bytes = config.token_bytes as usize;
+                let first = config.firsts[config.rank as usize];
+                for (local, edges) in (first..).zip(received.offsets.windows(2)) {
+                    for row in edges[0]..edges[1] {
+                        let x = nth(&self.x, row as usize, bytes);
+                        let made = expert(config.format, local, x, config.hidden);
+                        self.y.extend(made.into_iter().flat_map(u16::to_le_bytes));
+                    }
+                }
+            }
+            2 => self.exchange.combine_send(&self.y, LONG).unwrap(),
+            _ => {
+                let accumulate = self.batch.onto.is_some();
+                let results = Results { y: &self.y, out: &mut self.out, accumulate };
+                self.exchange.combine_receive(results, LONG).unwrap();
+            }
+        }
+        self.next += 1;
+    }
+}
+
+/// Two exchanges of one engine, as two micro-batches overlap: each sends before the other receives, whichever is first at either, and
+/// each rank as it likes.
+#[test]
+fn two_exchanges_send_before_either_receives() {
+    const ROUNDS: usize = 40;
+    let mut compared = 0;
+    for (seed, firsts) in [(1, &[0, 3, 6][..]), (2, &[0, 5, 5, 6, 9])] {
+        let engines = engines(firsts.len() - 1, &Transport::Shm);
+        // Of different shapes: what one has is of no use to the other.
+        let configs = [
+            config(firsts),
+            Config { exact: true, token_bytes: 48, hidden: 40, top_k: 2, ..config(firsts) },
+        ];
+        let mut random = Random(seed);
+        let routes = [Routes::Uniform, Routes::Skewed].repeat(ROUNDS / 2);
+        let drawn = [0, 1].map(|at| batches(&configs[at], &routes, &mut random));
+        let [one, other] = [0, 1].map(|at| join(&engines, &configs[at]));
+        let outs: Vec<Vec<[Vec<u8>; 2]>> = thread::scope(|scope| {
+            let rank = |(rank, mut pair): (usize, [AllToAll; 2])| {
+                let (configs, drawn) = (&configs, &drawn);
+                scope.spawn(move || {
+                    let mut random = Random(seed ^ (rank as u64) << 8);
+                    let round = |at: usize| {
+                        let [one, other] = &mut pair;
+                        let halves = |of: usize, exchange| {
+                            let config = of_rank(&configs[of], rank as u32);
+                            Halves::new(exchange, config, drawn[of][at][rank].clone())
+                        };
+                        let mut both = [halves(0, one), halves(1, other)];
+                        // Up to which half each goes before the other goes further: out, in and back again, and in.
+                        for end in [1, 3, 4] {
+                            while both.iter().any(|one| one.next < end) {
+                                thread::sleep(Duration::from_micros(random.below(100).into()));
+                                let of = random.below(2) as usize;
+                                if both[of].next < end {
+                                    both[of].step();
+                                }
+                            }
+                        }
+                        both.map(|one| one.out)
+                    };
+                    (0..ROUNDS).map(round).collect()
+                })
+            };
+            let pairs = one.into_iter().zip(other).map(|(one, other)| [one, other]);
+            let threads: Vec<_> = pairs.enumerate().map(rank).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        for (rank, rounds) in outs.iter().enumerate() {
+            for (at, outs) in rounds.iter().enumerate() {
+                for (of, out) in outs.iter().enumerate() {
+                    let expected = oracle(&configs[of], &drawn[of][at], rank).out;
+                    assert!(
+                        *out == expected,
+                        "seed {seed}, round {at}, exchange {of}, rank {rank}"
+                    );
+                    compared += 1;
+                }
+            }
+        }
+    }
+    assert_eq!(compared, 2 * ROUNDS * (2 + 4));
+}
+
 /// Chunks, choices, and whether sums are exact.
 const SUMS: [(u32, u32, bool); 7] = [
     (1, 1, false),
@@ -508,6 +621,49 @@ fn a_rank_that_is_gone_is_not_waited_for() {
             });
         }
     });
+}
+
+/// No engine, and no process, has to start again: a new exchange of the same engines goes on without the one that was missing, whether
+/// it is gone or comes late and still writes to where the old one was.
+#[test]
+fn those_who_are_left_go_on_in_a_new_exchange() {
+    const ABSENT: usize = 2;
+    let short = Duration::from_millis(300);
+    for gone in [false, true] {
+        let mut left = engines(4, &Transport::Shm);
+        let mut exchanges = join(&left, &config(&[0, 2, 4, 6, 8]));
+        let mut absent = Some((exchanges.remove(ABSENT), left.remove(ABSENT)));
+        absent.take_if(|_| gone);
+        // Nobody's memory goes while others may write to it still.
+        let over: Vec<AllToAll> = thread::scope(|scope| {
+            let fail = |mut exchange: AllToAll| {
+                scope.spawn(move || {
+                    let error = silent(&mut exchange, if gone { LONG } else { short }).unwrap_err();
+                    let named = match &error {
+                        MoeError::Late { ranks, .. } => ranks.clone(),
+                        MoeError::Gone { rank, .. } | MoeError::Write { rank, .. } => vec![*rank],
+                        _ => vec![],
+                    };
+                    assert_eq!(named, [ABSENT as u32], "{error:?}");
+                    assert!(matches!(silent(&mut exchange, short), Err(MoeError::Over)));
+                    exchange
+                })
+            };
+            let threads: Vec<_> = exchanges.into_iter().map(fail).collect();
+            threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+        });
+        drop(over);
+        thread::scope(|scope| {
+            if let Some((exchange, _)) = &mut absent {
+                scope
+                    .spawn(|| assert!(silent(exchange, short).is_err(), "it has missed its round"));
+            }
+            // Its experts are spread among the others.
+            for seed in 0..3 {
+                assert_eq!(check(&left, &config(&[0, 3, 5, 8]), seed), 18);
+            }
+        });
+    }
 }
 
 /// A rank that is two rounds ahead, which cannot be, writes to the right places and counts right.

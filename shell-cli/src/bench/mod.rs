@@ -8,6 +8,7 @@
 //! | [`serve`] | the peer's side |
 //! | [`say`] | what the two say to each other |
 //! | [`moe`] | dispatch and combine among ranks of this host |
+//! | [`moe_gpu`] | the same among GPUs |
 //! | [`pattern`] | bytes that tell when and where they belong |
 //! | [`mapping`] | the transfers' memory, for the baseline |
 //! | [`process`] | peer processes |
@@ -18,6 +19,7 @@ pub mod command;
 pub mod driver_copy;
 pub mod mapping;
 pub mod moe;
+pub mod moe_gpu;
 pub mod pattern;
 pub mod plan;
 pub mod process;

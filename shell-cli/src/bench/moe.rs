@@ -1,4 +1,4 @@
-//! `immwire bench moe`: dispatch and combine among ranks of this host, in host memory.
+//! `immwire bench moe`: dispatch and combine among ranks of this host, in host memory; among GPUs by [`super::moe_gpu`].
 //!
 //! Each rank is a thread with an engine of its own. Knows nothing of routing: `immwire::moe` does. Each rank begins an
 //! operation when all are ready, and a round takes as long as its slowest rank.
@@ -18,11 +18,13 @@ use std::time::{Duration, Instant};
 
 use comfy_table::{CellAlignment, Table, presets};
 use immwire::core::moe::{Placement, Routing, RoutingError};
+use immwire::moe::gpu::MoeReport;
 use immwire::moe::{AllToAll, Config, Format, Joining, MoeError, Results, Rows, Tokens};
 use immwire::{BuildError, TransferEngine};
 use serde::Serialize;
 
-use crate::args::MoeBenchArgs;
+use super::moe_gpu;
+use crate::args::{MoeBenchArgs, Provider};
 use crate::report::stats::quantile;
 use crate::report::table::figure;
 use crate::signals;
@@ -53,6 +55,34 @@ pub enum MoeBenchError {
         rank: u32,
         /// Which round.
         round: u32,
+    },
+    /// An option says nothing here.
+    #[error("--{option} has no meaning for dispatch and combine {of}: leave it out")]
+    NoMeaning {
+        /// The option.
+        option: &'static str,
+        /// Among whom.
+        of: &'static str,
+    },
+    /// Something else than shared memory or GPUs.
+    #[error("dispatch and combine are measured with --provider shm or nvlink")]
+    Provider,
+    /// The driver of the GPUs, or there is none.
+    #[error(
+        "{0}\n  what to do: `immwire doctor` says which GPUs there are and why others cannot be used; without --gpus and \
+         --provider nvlink ranks are measured in host memory"
+    )]
+    Gpu(#[from] immwire_cuda::Error),
+    /// Kernels did not get what they waited for, or left something out.
+    #[error(
+        "rank {rank} reports {report:?}\n  what to do: if several ranks share a GPU, give their streams queues of their own: \
+         CUDA_DEVICE_MAX_CONNECTIONS=32"
+    )]
+    Report {
+        /// Which rank.
+        rank: u32,
+        /// What.
+        report: Box<MoeReport>,
     },
     /// More choices than experts.
     #[error("{top_k} of {experts} experts cannot be chosen")]
@@ -86,7 +116,9 @@ pub struct Measured {
     pub ep: u32,
     /// Tokens of each rank.
     pub tokens: u32,
-    /// Values of a token, bf16 both ways.
+    /// GPUs, if ranks have such.
+    pub gpus: Option<usize>,
+    /// Values of a token: bf16 both ways, of GPUs e4m3 with scales on the way out.
     pub hidden: u32,
     /// Experts of all ranks.
     pub experts: u32,
@@ -100,12 +132,15 @@ pub struct Measured {
     pub p50_us: f64,
     /// What 99 % of rounds do not exceed.
     pub p99_us: f64,
-    /// Bytes of payload that leave a rank for others; the mean over ranks and rounds.
+    /// Bytes of payload that leave a rank for others; the mean over ranks and rounds. With GPUs, for other GPUs.
     pub bytes_out: f64,
-    /// Those of all ranks together, a second, at the median / 1e9.
+    /// Those of all ranks together, a second, at the median / 1e9. With GPUs, what the busiest GPU gets from others.
     pub gb_per_s: f64,
-    /// Microseconds that one thread takes to copy as many bytes as leave all ranks, the median.
-    pub baseline_us: f64,
+    /// Microseconds that one thread takes to copy as many bytes as leave all ranks, the median. With GPUs, what the wire takes for the
+    /// bytes that the busiest gets, at the rate of the driver's own copies; none where there is one GPU.
+    pub baseline_us: Option<f64>,
+    /// The baseline through the median.
+    pub ratio: Option<f64>,
 }
 
 /// Runs it, and prints a row for each operation.
@@ -114,7 +149,14 @@ pub struct Measured {
 ///
 /// [`MoeBenchError`].
 pub fn bench(args: &MoeBenchArgs) -> Result<(), MoeBenchError> {
-    let rows = measure(args)?;
+    let rows = match (args.provider, args.gpus.is_empty()) {
+        (None | Some(Provider::Shm), true) => measure(args)?,
+        (None, false) | (Some(Provider::Nvlink), _) => moe_gpu::measure(args)?,
+        (Some(Provider::Shm), false) => {
+            return Err(MoeBenchError::NoMeaning { option: "gpus", of: "in host memory" });
+        }
+        (Some(Provider::Libfabric | Provider::Verbs), _) => return Err(MoeBenchError::Provider),
+    };
     let mut out = std::io::stdout();
     if args.json {
         for row in &rows {
@@ -127,16 +169,27 @@ pub fn bench(args: &MoeBenchArgs) -> Result<(), MoeBenchError> {
     Ok(())
 }
 
-fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
-    let wrong = |error: MoeError| MoeBenchError::Exchange { rank, error };
-    let mut firsts = vec![0; args.ep as usize + 1];
-    Placement::even(args.experts, &mut firsts).map_err(|error| wrong(error.into()))?;
+/// The first expert of each rank, and how many there are.
+pub(super) fn firsts(args: &MoeBenchArgs, ranks: u32) -> Result<Vec<u32>, MoeBenchError> {
+    let mut firsts = vec![0; ranks as usize + 1];
+    Placement::even(args.experts, &mut firsts)
+        .map_err(|error| MoeBenchError::Exchange { rank: 0, error: error.into() })?;
     if args.top_k > args.experts {
         return Err(MoeBenchError::TopK { top_k: args.top_k, experts: args.experts });
     }
+    Ok(firsts)
+}
+
+/// Ranks in host memory.
+fn world(args: &MoeBenchArgs) -> u32 {
+    args.ep.unwrap_or(2)
+}
+
+fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
+    const CHUNK: NonZeroU32 = NonZeroU32::MIN.saturating_add(511);
     Ok(Config {
         rank,
-        firsts,
+        firsts: firsts(args, world(args))?,
         top_k: args.top_k,
         max_tokens: args.tokens,
         token_bytes: args.hidden.saturating_mul(2),
@@ -144,7 +197,7 @@ fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
         hidden: args.hidden,
         format: Format::Bf16,
         padding: NonZeroU32::MIN,
-        chunk_tokens: args.chunk,
+        chunk_tokens: args.chunk.unwrap_or(CHUNK),
         exact: args.exact,
     })
 }
@@ -156,13 +209,13 @@ fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
 /// [`MoeBenchError`].
 pub fn measure(args: &MoeBenchArgs) -> Result<Vec<Measured>, MoeBenchError> {
     let mut joining = Vec::new();
-    for rank in 0..args.ep {
+    for rank in 0..world(args) {
         let engine = TransferEngine::builder().build()?;
         let opened = AllToAll::open(&engine, &config(args, rank)?);
         joining.push(opened.map_err(|error| MoeBenchError::Exchange { rank, error })?);
     }
     let seats: Vec<_> = joining.iter().map(Joining::seat).collect();
-    let meeting = Meeting { ranks: args.ep.into(), ..Meeting::default() };
+    let meeting = Meeting { ranks: world(args).into(), ..Meeting::default() };
     let ranks: Vec<Vec<Sample>> = thread::scope(|scope| {
         let run = |(rank, joining): (u32, Joining)| {
             let (seats, meeting) = (&seats, &meeting);
@@ -242,9 +295,7 @@ fn run_round(
     let failed = |error| MoeBenchError::Exchange { rank, error };
     let config = config(args, rank)?;
     let batch = Batch::new(args, rank, number);
-    let weight = 1.0 / f64::from(args.top_k.next_power_of_two());
-    #[expect(clippy::cast_possible_truncation, reason = "a power of two")]
-    let weights = vec![weight as f32; batch.indices.len()];
+    let weights = batch.weights(args.top_k);
     let bytes = config.token_bytes as usize;
     let mut y = vec![0; exchange.max_rows() * bytes];
     let mut out = vec![0; batch.x.len()];
@@ -274,14 +325,14 @@ fn run_round(
     Ok(Sample { seconds: [dispatch, combine], rows_out })
 }
 
-/// One rank's tokens in one round: small whole numbers, and distinct experts for each.
-struct Batch {
-    x: Vec<u8>,
-    indices: Vec<i32>,
+/// One rank's tokens in one round: small powers of two, and distinct experts for each.
+pub(super) struct Batch {
+    pub(super) x: Vec<u8>,
+    pub(super) indices: Vec<i32>,
 }
 
 impl Batch {
-    fn new(args: &MoeBenchArgs, rank: u32, number: u32) -> Self {
+    pub(super) fn new(args: &MoeBenchArgs, rank: u32, number: u32) -> Self {
         let mut state = args.seed ^ u64::from(rank) << 32 ^ u64::from(number);
         let mut next = || {
             // SplitMix64.
@@ -301,16 +352,23 @@ impl Batch {
             }
         }
         let values = u64::from(args.tokens) * u64::from(args.hidden);
-        // Whole numbers from -4 to 4.
-        let value =
-            |number: u64| Format::Bf16.store(f32::from(i8::try_from(number % 9).unwrap_or(4) - 4));
+        // Such as e4m3 has whatever the largest of them is, too.
+        let value = |number: u64| {
+            let size = [0.0, 1.0, 2.0, 4.0].into_iter().nth((number % 4) as usize).unwrap_or(0.0);
+            Format::Bf16.store(if number & 4 == 0 { size } else { -size })
+        };
         let x = (0..values).flat_map(|_| value(next()).to_le_bytes()).collect();
         Self { x, indices }
     }
 
+    /// One through the next power of two, for every choice.
+    pub(super) fn weights(&self, top_k: u32) -> Vec<f32> {
+        vec![1.0 / top_k.next_power_of_two() as f32; self.indices.len()]
+    }
+
     /// Each value times the sum of its experts' signs, by the power of two that the weights are. All sums are whole
     /// numbers up to 128, which bf16 has.
-    fn expected(&self, top_k: u32) -> Vec<u8> {
+    pub(super) fn expected(&self, top_k: u32) -> Vec<u8> {
         let top_k = top_k as usize;
         let tokens = self.indices.chunks_exact(top_k);
         let bytes = self.x.len() / tokens.len().max(1);
@@ -328,21 +386,31 @@ impl Batch {
         expected
     }
 
-    /// Rows that leave the rank for others, out; and back those of others, of which each rank has as many on average: for each
-    /// token that it had, or where sums are exact for each choice.
-    fn rows_out(&self, config: &Config) -> Result<[u64; 2], RoutingError> {
-        let experts = config.firsts.last().copied().unwrap_or(0);
-        let routing = Routing::new(&self.indices, config.top_k, experts)?;
-        let mut counts = [(); 2].map(|()| vec![0; config.firsts.len() - 1]);
-        if let Ok(placement) = Placement::new(&config.firsts) {
+    /// Rows of this rank's tokens to each rank, out; and back: for each token that a rank had, or where sums are exact for each choice.
+    pub(super) fn rows_by_rank(
+        &self,
+        firsts: &[u32],
+        top_k: u32,
+        exact: bool,
+    ) -> Result<[Vec<u32>; 2], RoutingError> {
+        let experts = firsts.last().copied().unwrap_or(0);
+        let routing = Routing::new(&self.indices, top_k, experts)?;
+        let mut counts = [(); 2].map(|()| vec![0; firsts.len() - 1]);
+        if let Ok(placement) = Placement::new(firsts) {
             let [out, back] = &mut counts;
             routing.count_ranks(&placement, out)?;
-            if config.exact {
+            if exact {
                 routing.count_choices(&placement, back)?;
             } else {
                 routing.count_ranks(&placement, back)?;
             }
         }
+        Ok(counts)
+    }
+
+    /// Rows that leave the rank for others, out; and back those of others, of which each rank has as many on average.
+    fn rows_out(&self, config: &Config) -> Result<[u64; 2], RoutingError> {
+        let counts = self.rows_by_rank(&config.firsts, config.top_k, config.exact)?;
         Ok(counts.map(|counts| {
             let others = (0..).zip(&counts).filter(|(rank, _)| *rank != config.rank);
             others.map(|(_, count)| u64::from(*count)).sum()
@@ -361,11 +429,13 @@ fn rows(args: &MoeBenchArgs, ranks: &[Vec<Sample>]) -> Vec<Measured> {
         let rows: u64 = rounds.flat_map(of).map(|sample| sample.rows_out[op]).sum();
         let bytes = rows as f64 * f64::from(args.hidden) * 2.0 / f64::from(args.rounds);
         let p50 = quantile(&seconds, 500).unwrap_or(0.0);
+        let baseline = copy_seconds(bytes);
         Measured {
             bench: "moe",
             op: name,
             provider: "shm",
-            ep: args.ep,
+            ep: world(args),
+            gpus: None,
             tokens: args.tokens,
             hidden: args.hidden,
             experts: args.experts,
@@ -374,9 +444,10 @@ fn rows(args: &MoeBenchArgs, ranks: &[Vec<Sample>]) -> Vec<Measured> {
             rounds: args.rounds,
             p50_us: p50 * 1e6,
             p99_us: quantile(&seconds, 990).unwrap_or(0.0) * 1e6,
-            bytes_out: bytes / f64::from(args.ep),
+            bytes_out: bytes / f64::from(world(args)),
             gb_per_s: if p50 > 0.0 { bytes / p50 / 1e9 } else { 0.0 },
-            baseline_us: copy_seconds(bytes) * 1e6,
+            baseline_us: Some(baseline * 1e6),
+            ratio: (p50 > 0.0).then_some(baseline / p50),
         }
     };
     [(0, "dispatch"), (1, "combine")].into_iter().map(row).collect()
@@ -399,15 +470,15 @@ fn copy_seconds(bytes: f64) -> f64 {
 
 fn table(rows: &[Measured]) -> Table {
     let mut table = Table::new();
-    table.load_preset(presets::NOTHING).set_header([
-        "moe",
-        "ranks",
-        "tokens",
-        "p50 us",
-        "p99 us",
-        "GB/s, all ranks",
-        "one copy of it, us",
-    ]);
+    let gpus = rows.iter().any(|row| row.gpus.is_some());
+    let [rate, baseline] = if gpus {
+        ["GB/s, busiest GPU", "the wire, us"]
+    } else {
+        ["GB/s, all ranks", "one copy of it, us"]
+    };
+    table
+        .load_preset(presets::NOTHING)
+        .set_header(["moe", "ranks", "tokens", "p50 us", "p99 us", rate, baseline, "ratio"]);
     for row in rows {
         table.add_row([
             row.op.to_string(),
@@ -416,7 +487,8 @@ fn table(rows: &[Measured]) -> Table {
             figure(row.p50_us),
             figure(row.p99_us),
             figure(row.gb_per_s),
-            figure(row.baseline_us),
+            row.baseline_us.map_or_else(String::new, figure),
+            row.ratio.map_or_else(String::new, figure),
         ]);
     }
     for column in table.column_iter_mut().skip(1) {
@@ -442,12 +514,14 @@ mod tests {
     #[test]
     fn a_round_takes_as_long_as_its_slowest_rank() {
         let args = MoeBenchArgs {
-            ep: 2,
+            ep: Some(2),
+            provider: None,
+            gpus: Vec::new(),
             tokens: 1,
             hidden: 8,
             experts: 4,
             top_k: 2,
-            chunk: NonZeroU32::MIN,
+            chunk: None,
             exact: false,
             rounds: 3,
             seed: 1,
