@@ -47,7 +47,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use immwire::shm::{ForeignPath, GroupKey};
-use immwire::{Builder, LibfabricOptions, TransferEngine, Transport, VerbsOptions};
+use immwire::{Builder, LibfabricOptions, Staging, TransferEngine, Transport, VerbsOptions};
 use immwire_cuda::Device;
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -108,7 +108,7 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 14] = [
+const PROVIDERS: [Provider; 16] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
@@ -119,10 +119,12 @@ const PROVIDERS: [Provider; 14] = [
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp"), true),
     libfabric("net", "net", |setup| over_libfabric(setup, "net"), false),
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm"), false),
+    TCP_STAGED,
     EFA,
     EFA_GPUS,
     VERBS,
     VERBS_GPUS,
+    VERBS_STAGED,
 ];
 
 const fn libfabric(
@@ -151,6 +153,24 @@ const EFA_GPUS: Provider = Provider {
     builder: |setup| (EFA.builder)(setup).gpus(all_gpus()),
     facts: Facts { has_gpus: true, ..EFA.facts },
 };
+
+/// The same memory where nothing but the CPU gets at host memory: by way of that.
+const TCP_STAGED: Provider = Provider {
+    name: "tcp-staged",
+    builder: |setup| staged(over_libfabric(setup, "tcp")),
+    facts: Facts { has_gpus: true, ..OVER_TCP },
+};
+
+/// And by NICs that could, and are not asked to.
+const VERBS_STAGED: Provider = Provider {
+    name: "verbs-staged",
+    builder: |setup| staged((VERBS.builder)(setup)),
+    facts: Facts { has_gpus: true, survives_lost_ports: false, ..VERBS.facts },
+};
+
+fn staged(builder: Builder) -> Builder {
+    builder.gpus(all_gpus()).staging(Staging::default())
+}
 
 /// The same.
 const VERBS_GPUS: Provider = Provider {
