@@ -91,7 +91,8 @@ impl<T> Queue<T> {
             return 0;
         }
         // First: then all copies before the one that was refused have stored their numbers.
-        let all_over = self.failed.is_some() && !matches!(self.copier.stream().is_done(), Ok(false));
+        let all_over =
+            self.failed.is_some() && !matches!(self.copier.stream().is_done(), Ok(false));
         // Acquire: with the number come the bytes of all copies up to it.
         let ended = self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire));
         let mut over = 0;
@@ -123,9 +124,10 @@ pub(super) struct Copies<T> {
 impl<T> Copies<T> {
     /// For so many copies at a time, without taking more memory.
     pub(super) fn new(known: &Known, sms: NonZeroU32, most: (usize, usize)) -> Result<Self, Error> {
-        let queues = known.devices.iter().map(|one| {
-            Ok([Queue::new(&one.device, most.0)?, Queue::new(&one.device, most.1)?])
-        });
+        let queues = known
+            .devices
+            .iter()
+            .map(|one| Ok([Queue::new(&one.device, most.0)?, Queue::new(&one.device, most.1)?]));
         let queues = queues.collect::<Result<_, Error>>()?;
         Ok(Self { queues, sms, flying: 0, progress: Time::ZERO })
     }
@@ -175,7 +177,8 @@ impl<T> Copies<T> {
             self.progress = now;
         } else if now >= self.progress.after(LOOK_AFTER) {
             self.progress = now;
-            for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty()) {
+            for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty())
+            {
                 if let Err(why) = queue.copier.stream().is_done() {
                     tracing::error!(%why, "a GPU has failed");
                     queue.failed = Some(number(why));

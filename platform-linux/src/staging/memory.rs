@@ -261,8 +261,7 @@ impl Staging {
             return None;
         }
         // Relaxed: they were written before the region was opened, which was acquired by entering.
-        let (base, len) =
-            (region.base.load(Ordering::Relaxed), region.len.load(Ordering::Relaxed));
+        let (base, len) = (region.base.load(Ordering::Relaxed), region.len.load(Ordering::Relaxed));
         let gpu = region.gpu.load(Ordering::Relaxed);
         let offset = Bounds { base, len }.offset(note.dst, note.len);
         let may = offset.filter(|_| gpu & REMOTE != 0);
@@ -297,7 +296,8 @@ impl Staging {
         ordinal: u32,
         owned: Option<SharedMemory>,
     ) -> Result<Registered, RegisterError> {
-        let (index, one) = self.known.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
+        let (index, one) =
+            self.known.by_ordinal(ordinal).ok_or(RegisterError::NoGpu { ordinal })?;
         let (address, bytes) = (ptr.as_ptr() as u64, len as u64);
         // Copies that the application makes are to be over when its calls return.
         immwire_cuda::prepare(&one.device, address, bytes).map_err(RegisterError::Gpu)?;

@@ -65,10 +65,14 @@ impl Default for Staging {
 #[derive(Debug, thiserror::Error)]
 pub enum StagingError {
     /// It is GPUs' memory that is staged.
-    #[error("staging is for GPUs' memory, and the engine has no GPU: name some, or do not ask for it")]
+    #[error(
+        "staging is for GPUs' memory, and the engine has no GPU: name some, or do not ask for it"
+    )]
     NoGpus,
     /// Over shared memory GPUs copy by themselves.
-    #[error("staging is for NICs: choose libfabric or libibverbs as transport, or do not ask for it")]
+    #[error(
+        "staging is for NICs: choose libfabric or libibverbs as transport, or do not ask for it"
+    )]
     NoNics,
     /// Not beside shared memory yet.
     #[error("staging does not go with shared memory beside the NICs yet: ask for one of them")]
@@ -411,7 +415,12 @@ impl Desk {
     }
 
     /// Goes on with a piece.
-    fn advance<S: Sink>(&mut self, index: u16, step: impl FnOnce(&mut Piece) -> Next, sink: &mut S) {
+    fn advance<S: Sink>(
+        &mut self,
+        index: u16,
+        step: impl FnOnce(&mut Piece) -> Next,
+        sink: &mut S,
+    ) {
         let flight = self.flights.get_mut(usize::from(index)).and_then(Option::as_mut);
         let Some(flight) = flight else { return };
         let next = step(&mut flight.piece);
@@ -613,8 +622,7 @@ enum Taken {
 
 fn is_staged(work: &WorkRequest) -> bool {
     // A bare immediate touches no memory.
-    work.len > 0
-        && (StagedKey::of(work.src_key).is_some() || StagedKey::of(work.dst_key).is_some())
+    work.len > 0 && (StagedKey::of(work.src_key).is_some() || StagedKey::of(work.dst_key).is_some())
 }
 
 impl Desk {

@@ -39,6 +39,7 @@ mod replacing;
 mod segment;
 mod sizes;
 mod spans;
+mod staged;
 mod trust;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -96,6 +97,8 @@ pub struct Facts {
     pub has_gpus: bool,
     /// By themselves; if not, by NICs.
     pub gpus_copy: bool,
+    /// By way of host memory; this is the provider of engines that do not.
+    pub stages: Option<&'static str>,
     /// The host of the next engine, if there is one way to engines of the same host and another to others.
     pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
@@ -158,14 +161,19 @@ const EFA_GPUS: Provider = Provider {
 const TCP_STAGED: Provider = Provider {
     name: "tcp-staged",
     builder: |setup| staged(over_libfabric(setup, "tcp")),
-    facts: Facts { has_gpus: true, ..OVER_TCP },
+    facts: Facts { has_gpus: true, stages: Some("tcp"), ..OVER_TCP },
 };
 
 /// And by NICs that could, and are not asked to.
 const VERBS_STAGED: Provider = Provider {
     name: "verbs-staged",
     builder: |setup| staged((VERBS.builder)(setup)),
-    facts: Facts { has_gpus: true, survives_lost_ports: false, ..VERBS.facts },
+    facts: Facts {
+        has_gpus: true,
+        stages: Some("verbs"),
+        survives_lost_ports: false,
+        ..VERBS.facts
+    },
 };
 
 fn staged(builder: Builder) -> Builder {
@@ -234,6 +242,7 @@ const OVER_TCP: Facts = Facts {
     survives_lost_ports: false,
     has_gpus: false,
     gpus_copy: false,
+    stages: None,
     host: None,
     is_slow: true,
 };
@@ -282,6 +291,7 @@ const SHM: Provider = Provider {
         survives_lost_ports: false,
         has_gpus: false,
         gpus_copy: false,
+        stages: None,
         host: None,
         is_slow: false,
     },
@@ -630,7 +640,11 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.has_gpus {
         modules.push(gpus::TESTS);
-        modules.push(if facts.gpus_copy { gpus::COPYING } else { gpus::BY_NICS });
+        match (facts.gpus_copy, facts.stages) {
+            (true, _) => modules.push(gpus::COPYING),
+            (false, None) => modules.extend([gpus::BY_NICS, gpus::THEMSELVES]),
+            (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS]),
+        }
     }
     if facts.host.is_some() {
         modules.push(if facts.gpus_copy { spans::GPUS_NEAR } else { spans::TESTS });
