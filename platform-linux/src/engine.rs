@@ -295,7 +295,7 @@ impl Builder {
     /// All that is in the [GPUs](Builder::gpus)' memory goes by way of pinned host memory, at both ends: for NICs that do not
     /// reach it, over TCP or without GPUDirect RDMA. Default: no, and registration says why such memory cannot be used.
     ///
-    /// Who writes to such memory needs it, too. Pieces are 256 KiB at most then, of host memory as well; they are copied once
+    /// Who writes to such memory needs it, too. Pieces are 64 KiB at most then, of host memory as well; they are copied once
     /// more at each end; a peer whose path is lost is lost. Not over shared memory, nor beside it.
     #[must_use]
     pub const fn staging(mut self, staging: Staging) -> Self {

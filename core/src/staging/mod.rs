@@ -48,9 +48,9 @@ use crate::region::MrDesc;
 use crate::tenant::{LAST_SERIAL, SLOTS as REGIONS, Tenant};
 
 /// Landing slots that a receiver has for each peer.
-pub const LANDING_SLOTS: u8 = 8;
+pub const LANDING_SLOTS: u8 = 32;
 /// The longest piece that goes by way of a slot.
-pub const PIECE_BYTES: u64 = 256 << 10;
+pub const PIECE_BYTES: u64 = 64 << 10;
 /// Bytes in front of it.
 pub const NOTE_BYTES: usize = 64;
 /// From one slot to the next.
@@ -329,18 +329,17 @@ impl fmt::Display for Misuse {
 
 impl core::error::Error for Misuse {}
 
-const ALL_SLOTS: u8 = u8::MAX;
-const_assert!(LANDING_SLOTS as u32 == u8::BITS);
+const_assert!(LANDING_SLOTS as u32 == u32::BITS);
 
 /// A peer's landing slots, as their sender sees them.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Grants {
-    free: u8,
+    free: u32,
 }
 
 impl Default for Grants {
     fn default() -> Self {
-        Self { free: ALL_SLOTS }
+        Self { free: u32::MAX }
     }
 }
 
@@ -350,7 +349,7 @@ impl Grants {
         if self.free == 0 {
             return None;
         }
-        #[expect(clippy::cast_possible_truncation, reason = "below 8")]
+        #[expect(clippy::cast_possible_truncation, reason = "below 32")]
         let slot = self.free.trailing_zeros() as SlotIndex;
         self.free &= self.free - 1;
         Some(slot)
@@ -362,7 +361,7 @@ impl Grants {
     ///
     /// [`Misuse`]: it was not taken.
     pub fn give(&mut self, slot: SlotIndex) -> Result<(), Misuse> {
-        let bit = 1_u8.checked_shl(slot.into()).ok_or(Misuse { slot })?;
+        let bit = 1_u32.checked_shl(slot.into()).ok_or(Misuse { slot })?;
         if self.free & bit != 0 {
             return Err(Misuse { slot });
         }

@@ -48,8 +48,8 @@ use crate::provider::{
 /// Host memory that GPUs' memory goes by way of, where NICs do not reach it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Staging {
-    /// Bytes to be pinned. Half of them are for what this engine writes, 256 KiB for each piece under way; half for what
-    /// it is written: each peer takes 2 MiB and its mailbox (512 KiB, unless `Builder::mailbox` says otherwise).
+    /// Bytes to be pinned. Half of them are for what this engine writes, 64 KiB for each piece under way; half for what it is
+    /// written: each peer takes 2 MiB and its mailbox (512 KiB, unless `Builder::mailbox` says otherwise).
     pub bytes: u64,
 }
 

@@ -452,7 +452,12 @@ impl Case {
 
     /// Pages of a transfer that takes a while. GPUs take them by the hundred.
     pub fn many(&self) -> u32 {
-        if self.facts().gpus_copy { 1_000_000 } else { 100_000 }
+        match self.facts() {
+            Facts { gpus_copy: true, .. } => 1_000_000,
+            // Each goes through four hands.
+            Facts { stages: Some(_), .. } => 20_000,
+            _ => 100_000,
+        }
     }
 
     /// Our side.
