@@ -1,12 +1,13 @@
 //! Where GPUs' memory goes by way of the host's.
 
 use std::num::NonZeroU32;
+use std::ptr::NonNull;
 use std::time::Duration;
 
 use immwire::core::staging::StagedKey;
 use immwire::staging::StagingError;
-use immwire::{BuildError, End, MrDesc, PeerState, Staging, TransferEngine};
-use immwire_cuda::Device;
+use immwire::{BuildError, End, MrDesc, PeerState, Rights, Staging, TransferEngine};
+use immwire_cuda::{Device, DeviceMemory, Stream};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::refuse;
@@ -18,6 +19,7 @@ pub const TESTS: &[Test] = &[
     ("copies_refused_at_either_end", Spread::Places, copies_refused_at_either_end),
     ("every_way_at_once", Spread::Places, every_way_at_once),
     ("who_does_not_stage", Spread::ProcessesBothMotors, who_does_not_stage),
+    ("what_is_not_to_be_written", Spread::ProcessesBothMotors, what_is_not_to_be_written),
     ("a_pool_has_room_for_so_many", Spread::Once, a_pool_has_room_for_so_many),
     ("asked_for_in_vain", Spread::Once, asked_for_in_vain),
 ];
@@ -150,6 +152,61 @@ fn who_does_not_stage(case: &Case) {
     }
     assert!(staged >= 2, "none was a GPU's");
     assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+}
+
+/// Memory for local use, or behind a region's end, or of a region that was closed, is not written, whatever a peer believes; nor
+/// does it cost the connection.
+fn what_is_not_to_be_written(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let back = plain(only_peer(&me, &mut other));
+    let (src, _) = other.memory(&me, 8192, Own::Engine);
+    let pattern = case.pattern(0);
+    other.tell(&me, Ask::Fill { region: src, offset: 0, len: 8192, pattern, at: 0 });
+    let mut written = |desc: MrDesc, dst_offset, len| {
+        let (dst, tag, src_offset) = (encode(&desc), None, 0);
+        let write = Write1 { peer: back, src, src_offset, dst, dst_offset, len, tag };
+        match other.ask(&me, Ask::Write(write)) {
+            Say::Text(end) => end,
+            said => panic!("{said:?}"),
+        }
+    };
+    let device = Device::open(0).expect("GPU 0");
+    let stream = Stream::new(&device).expect("a stream");
+    let memory = DeviceMemory::zeroed(&stream, 8192).expect("memory of GPU 0");
+    device.synchronize().expect("zeroed");
+    let ptr = NonNull::new(memory.address() as *mut u8).expect("an address");
+    let register = |len, rights| {
+        // SAFETY: allocated as long as the engine is there.
+        let region = unsafe { me.engine.register(ptr, len, rights) };
+        let region = region.expect("register");
+        assert!(is_staged(&region.desc()));
+        region
+    };
+    let whole = register(8192, Rights::LOCAL);
+    poison(&whole, 0, 8192, 0xa5);
+    let refused = |end: String| assert!(end.contains("RemoteAccess"), "{end}");
+    refused(written(MrDesc { rights: Rights::REMOTE_WRITE, ..whole.desc() }, 0, 8));
+    let half = register(4096, Rights::REMOTE_WRITE);
+    let longer = MrDesc { len: 8192, ..half.desc() };
+    refused(written(longer, 4096, 1));
+    refused(written(longer, 4000, 97));
+    refused(written(MrDesc { base: longer.base - 1, ..longer }, 0, 8));
+    assert_eq!(first_other(&whole, 0, 8192, 0xa5), None);
+    assert_eq!(written(longer, 4000, 96), "Done");
+    poison(&whole, 0, 8192, 0xa5);
+    let (gone, desc) = (half.desc(), half);
+    me.close(desc, PATIENCE).expect("nobody writes");
+    refused(written(gone, 0, 8));
+    // Another takes its number.
+    let next = register(4096, Rights::REMOTE_WRITE);
+    refused(written(gone, 0, 8));
+    assert_eq!(first_other(&whole, 0, 8192, 0xa5), None);
+    assert_eq!(written(next.desc(), 0, 4096), "Done");
+    assert_eq!(pattern.mismatch(&whole, 0, 4096, 0), None);
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    for region in [next, whole] {
+        me.close(region, PATIENCE).expect("nobody writes");
+    }
 }
 
 /// The smallest pool is for one peer. The next is refused, which costs the first nothing; when that is gone, it is let in.
