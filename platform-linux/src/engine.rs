@@ -283,9 +283,9 @@ impl Builder {
     ///
     /// Over shared memory GPUs copy, to peers on this host, over NVLink or PCIe; then all host memory that is registered is
     /// pinned for them, and while a GPU copies, the engine's thread does not sleep. RDMA devices and EFA read and write a
-    /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes. With
-    /// [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not let at it, a GPU's memory
-    /// goes to peers on this host alone.
+    /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes, but by
+    /// [staging](Builder::staging). With [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not
+    /// let at it, a GPU's memory goes to peers on this host alone.
     #[must_use]
     pub fn gpus(mut self, gpus: impl Into<Vec<u32>>) -> Self {
         self.gpus = gpus.into();

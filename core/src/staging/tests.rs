@@ -6,9 +6,13 @@ use crate::id::EngineId;
 use crate::mailbox::Control;
 use crate::region::{Keys, Rights};
 
+const LAST_NUMBER: u16 = 4095;
+const LONGEST: u32 = 64 << 10;
+const_assert!(REGIONS == LAST_NUMBER as usize + 1 && PIECE_BYTES == LONGEST as u64);
+
 #[test]
 fn a_staged_key_gives_back_its_region_and_is_no_registration_s() {
-    for number in [0, 1, 7, (REGIONS - 1) as u16] {
+    for number in [0, 1, 7, LAST_NUMBER] {
         for generation in [0, 1, 0x5555_5555, StagedKey::LAST_GENERATION] {
             let key = StagedKey::new(number, generation).unwrap();
             assert_eq!((key.number(), key.generation()), (number, generation));
@@ -26,7 +30,7 @@ fn a_staged_key_gives_back_its_region_and_is_no_registration_s() {
     for key in [0, 1 << 20, u64::from(u32::MAX), 65 << 32 | 1 << 20] {
         assert_eq!(StagedKey::of(key), None);
     }
-    assert_eq!(StagedKey::new(REGIONS as u16, 0), None);
+    assert_eq!(StagedKey::new(LAST_NUMBER + 1, 0), None);
     assert_eq!(StagedKey::new(0, StagedKey::LAST_GENERATION + 1), None);
 }
 
@@ -48,7 +52,7 @@ fn a_note_is_read_as_it_was_written_and_nothing_else_is_one() {
     let key = StagedKey::new(3, 9).unwrap();
     for (nic, dst, len, imm) in [
         (0, 0, 1, None),
-        (7, u64::MAX, PIECE_BYTES as u32, Some(Imm::from_bits(u32::MAX))),
+        (7, u64::MAX, LONGEST, Some(Imm::from_bits(u32::MAX))),
         (1, 5, 6, Some(Imm::from_bits(0))),
     ] {
         let note = Note { nic, key, dst, len, imm };
@@ -59,14 +63,13 @@ fn a_note_is_read_as_it_was_written_and_nothing_else_is_one() {
                 let mut other = bytes;
                 other[at] ^= 1 << bit;
                 // Another note, or none; never the same.
-                match Note::from_bytes(&other) {
-                    Ok(read) => assert!(read != note && read.to_bytes() == other),
-                    Err(NoNote) => {}
+                if let Ok(read) = Note::from_bytes(&other) {
+                    assert!(read != note && read.to_bytes() == other);
                 }
             }
         }
     }
-    for len in [0, PIECE_BYTES as u32 + 1] {
+    for len in [0, LONGEST + 1] {
         let note = Note { nic: 0, key, dst: 0, len, imm: None };
         assert_eq!(Note::from_bytes(&note.to_bytes()), Err(NoNote));
     }
