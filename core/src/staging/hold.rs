@@ -14,7 +14,7 @@ use crate::sync::{AtomicU64, Ordering, const_unless_loom};
 const OPEN: u64 = 1 << 31;
 const INSIDE: u64 = OPEN - 1;
 
-/// The word. See the [module](self).
+/// Memory that is not to be taken back while somebody is in.
 #[derive(Debug)]
 pub struct Hold(AtomicU64);
 

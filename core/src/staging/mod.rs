@@ -14,7 +14,7 @@
 //!   Landed ── returned ──▶ ended ◀── Returned ──────── slot: Over ──▶ Vacant
 //! ```
 //!
-//! Landing slots lie behind the mailbox that the receiver keeps for this sender ([`Geometry`](crate::mailbox::Geometry)):
+//! Landing slots lie behind the mailbox that the receiver keeps for this sender ([`Geometry`]):
 //! with it they are told of, and taken back.
 //!
 //! It knows no memory, no GPU and no NIC; a note's bytes come in copied, since a peer can change a slot at any time.

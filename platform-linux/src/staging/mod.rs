@@ -7,7 +7,7 @@
 //! # Invariants
 //!
 //! - A piece holds one slot of ours from when it is taken until it is reported, and is one write of the inner transport's.
-//! - Of the room in a NIC's queue some is kept back from the core ([`Reserve`]), so that slots can be returned when transfers
+//! - Of the room in a NIC's queue some is kept back from the core, so that slots can be returned when transfers
 //!   fill the rest. A peer that takes nothing holds a quarter of either at most.
 //! - `disconnected` is passed on after the last piece of that peer was reported, though a GPU may still be reading its source
 //!   when the connection is gone.
