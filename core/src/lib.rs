@@ -13,6 +13,7 @@
 //! | [`peer`], [`pulse`] | whether a peer is there, and when that is to be seen |
 //! | [`calls`] | whose call is taken |
 //! | [`span`] | which of two transports leads to a peer |
+//! | [`staging`] | how GPUs' memory goes over NICs that do not reach it |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`credit`] | how many immediates a receiver has room for |
@@ -72,6 +73,7 @@ pub mod resolve;
 pub mod ring;
 pub mod signal;
 pub mod span;
+pub mod staging;
 mod sync;
 pub mod tenant;
 pub mod topology;

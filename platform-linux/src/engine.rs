@@ -43,6 +43,7 @@ use crate::request::{
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
 use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::span::{Span, find_host};
+use crate::staging::{Staged, Staging, StagingError};
 use crate::sync::lock;
 use crate::topology::Pairing;
 use crate::transfer::Transfer;
@@ -126,6 +127,7 @@ pub struct Builder {
     pairing: Pairing,
     shm_on_host: bool,
     host: Option<String>,
+    staging: Option<Staging>,
 }
 
 impl Default for Builder {
@@ -150,6 +152,7 @@ impl Default for Builder {
             pairing: Pairing::default(),
             shm_on_host: false,
             host: None,
+            staging: None,
         }
     }
 }
@@ -280,12 +283,23 @@ impl Builder {
     ///
     /// Over shared memory GPUs copy, to peers on this host, over NVLink or PCIe; then all host memory that is registered is
     /// pinned for them, and while a GPU copies, the engine's thread does not sleep. RDMA devices and EFA read and write a
-    /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes. With
-    /// [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not let at it, a GPU's memory
-    /// goes to peers on this host alone.
+    /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes, but by
+    /// [staging](Builder::staging). With [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not
+    /// let at it, a GPU's memory goes to peers on this host alone.
     #[must_use]
     pub fn gpus(mut self, gpus: impl Into<Vec<u32>>) -> Self {
         self.gpus = gpus.into();
+        self
+    }
+
+    /// All that is in the [GPUs](Builder::gpus)' memory goes by way of pinned host memory, at both ends: for NICs that do not
+    /// reach it, over TCP or without GPUDirect RDMA. Default: no, and registration says why such memory cannot be used.
+    ///
+    /// Who writes to such memory needs it, too. Pieces are 64 KiB at most then, of host memory as well; they are copied once
+    /// more at each end; a peer whose path is lost is lost. Not over shared memory, nor beside it.
+    #[must_use]
+    pub const fn staging(mut self, staging: Staging) -> Self {
+        self.staging = Some(staging);
         self
     }
 
@@ -403,6 +417,9 @@ impl Builder {
         let (group_key, gpus) = (self.group_key.clone(), self.gpus.clone());
         let pairing = self.pairing.clone();
         match self.transport.clone() {
+            Transport::Shm if self.staging.is_some() => {
+                Err(BuildError::Staging(StagingError::NoNics))
+            }
             Transport::Shm => {
                 let provider = self.shm(engine, self.nics, false)?;
                 self.assemble(provider, Clock::monotonic())
@@ -444,10 +461,17 @@ impl Builder {
         ShmProvider::new(config).map_err(BuildError::Provider)
     }
 
-    /// As [`Builder::assemble`], with shared memory beside it if that is wanted.
+    /// As [`Builder::assemble`], with shared memory beside it or staging around it if that is wanted.
     fn assemble_with_shm<P: Provider>(self, engine: EngineId, far: P) -> Result<Parts, BuildError> {
-        if !self.spans() {
-            return self.assemble(far, Clock::monotonic());
+        match (self.staging, self.spans()) {
+            (None, false) => return self.assemble(far, Clock::monotonic()),
+            (Some(staging), false) => {
+                let geometry = self.geometry()?;
+                let staged = Staged::new(far, staging, &self.gpus, self.sms, geometry);
+                return self.assemble(staged.map_err(BuildError::Staging)?, Clock::monotonic());
+            }
+            (Some(_), true) => return Err(BuildError::Staging(StagingError::BesideShm)),
+            (None, true) => {}
         }
         let from_zero = far.memory().counts_from_zero();
         let host = find_host(self.host.as_deref(), self.group_key.as_ref(), from_zero);
@@ -457,15 +481,19 @@ impl Builder {
         self.assemble(both, Clock::monotonic())
     }
 
-    /// Puts an engine together around a provider.
-    fn assemble<P: Provider>(self, provider: P, clock: Clock) -> Result<Parts, BuildError> {
-        let nics: Vec<NicInfo> = provider.nics().to_vec();
+    fn geometry(&self) -> Result<Geometry, BuildError> {
         let geometry = Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes);
-        let geometry = geometry.map_err(|_| BuildError::Config {
+        geometry.map_err(|_| BuildError::Config {
             what: "mailbox slot bytes",
             found: self.mailbox_slot_bytes as usize,
             allowed: "a multiple of 64, in 1 to 64 slots",
-        })?;
+        })
+    }
+
+    /// Puts an engine together around a provider.
+    fn assemble<P: Provider>(self, provider: P, clock: Clock) -> Result<Parts, BuildError> {
+        let nics: Vec<NicInfo> = provider.nics().to_vec();
+        let geometry = self.geometry()?;
         let row = usize::from(self.peers);
         let table: Arc<[Tally]> =
             (0..usize::from(self.counters) * row).map(|_| Tally::new()).collect();

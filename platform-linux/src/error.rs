@@ -41,6 +41,9 @@ pub enum BuildError {
     /// Shared memory and the transport make no engine.
     #[error("shared memory beside another transport: {0}")]
     Span(#[source] crate::span::SpanBuildError),
+    /// GPUs' memory cannot be staged.
+    #[error("{0}")]
+    Staging(#[source] crate::staging::StagingError),
     /// Memory for signals between GPUs and the CPU could not be had.
     #[error("memory for signals of GPUs: {0}")]
     Memory(#[source] crate::provider::RegisterError),

@@ -40,6 +40,7 @@
 //! | [`libfabric`] | the transport for hosts on TCP, or AWS EFA |
 //! | [`verbs`] | the transport for RDMA NICs |
 //! | [`span`] | two transports in one: shared memory on this host, another to others |
+//! | [`staging`] | GPUs' memory over NICs that do not reach it |
 //! | [`topology`] | which NICs belong to which GPU |
 //! | [`moe`] | tokens to the ranks of their experts, and back |
 //! | [`sim`] | a simulated fabric in one process, with a virtual clock and faults |
@@ -75,6 +76,7 @@ mod shared;
 pub mod shm;
 pub mod sim;
 pub mod span;
+pub mod staging;
 mod sync;
 #[cfg(test)]
 mod tests;
@@ -108,6 +110,7 @@ pub use provider::{Place, RegisterError};
 pub use region::{AccessError, CloseError, Region};
 pub use request::{PageIndices, PagedWrite, Pages, PeerGroup, ScatterWrite, SingleWrite};
 pub use shared::Message;
+pub use staging::Staging;
 pub use transfer::Transfer;
 pub use verbs::VerbsOptions;
 pub use watch::UvmWatcher;

@@ -96,7 +96,7 @@ impl Link {
         let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
         Ok(Self {
             peer,
-            mailbox: registry.alloc(bytes)?,
+            mailbox: registry.alloc_mailbox(bytes)?,
             inbox: Inbox::new(geometry),
             staging: None,
             outbox: None,

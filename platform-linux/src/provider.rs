@@ -312,6 +312,16 @@ pub trait Memory: Send + Sync + 'static {
     /// [`RegisterError`].
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError>;
 
+    /// Memory for messages from one peer, zeroed, as [`Memory::alloc`] does; it may have more behind it, which is the
+    /// transport's own.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    fn alloc_mailbox(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        self.alloc(bytes)
+    }
+
     /// Memory of GPU `ordinal` of this process, zeroed, that peers on this host can open.
     ///
     /// # Errors
@@ -505,6 +515,12 @@ pub enum RegisterError {
     /// The engine uses no GPU: some are to be named when the engine is built.
     #[error("the engine uses no GPU: name those that it is to use when it is built")]
     NoGpus,
+    /// The staging pool has no room for another peer.
+    #[error("the staging pool has room for {areas} peers, which are there: give it more bytes")]
+    NoArea {
+        /// For so many it has.
+        areas: u16,
+    },
     /// The memory is a GPU's or is to be pinned for one, and cannot be.
     #[error("{0}")]
     Gpu(immwire_cuda::Error),

@@ -290,6 +290,14 @@ impl Registry {
         Ok(Region::whole(registration))
     }
 
+    /// As [`Memory::alloc_mailbox`].
+    pub(crate) fn alloc_mailbox(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
+        let registered = self.memory.alloc_mailbox(bytes)?;
+        let registration = self.adopt(registered);
+        self.remember(&registration);
+        Ok(Region::whole(registration))
+    }
+
     pub(crate) fn alloc_gpu(
         self: &Arc<Self>,
         ordinal: u32,

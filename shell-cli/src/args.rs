@@ -84,6 +84,10 @@ pub struct GpuArgs {
     /// SMs of a GPU that one copy takes [default: 8]
     #[arg(long, value_name = "N")]
     pub sms: Option<NonZeroU32>,
+    /// With NICs that do not reach GPUs, or TCP: their memory goes by way of so much pinned memory of the host; the other side
+    /// does the same
+    #[arg(long, value_parser = parse_bytes, value_name = "BYTES")]
+    pub staging: Option<u64>,
     /// Which NICs are whose
     #[command(flatten)]
     pub pairing: PairingArgs,
@@ -182,7 +186,8 @@ Examples:
   immwire bench --provider nvlink --gpus 0,1
   immwire bench write --provider nvlink --gpus host,1 --size 1M,64M --sms 16
   immwire bench --listen --provider verbs --gpus 0                 on one host, and on another:
-  immwire bench pages --connect iw1:... --gpus 0 --nics 2 --pairing gpu0=mlx5_4,mlx5_5";
+  immwire bench pages --connect iw1:... --gpus 0 --nics 2 --pairing gpu0=mlx5_4,mlx5_5
+  immwire bench write --provider libfabric --fabric tcp --gpus 0 --staging 64M";
 
 /// `immwire bench`.
 #[derive(Debug, Args)]

@@ -9,8 +9,8 @@ use clap::ValueEnum;
 use immwire::core::wire::Wire;
 use immwire::{
     AddPeerError, BuildError, CountError, CounterTaken, Driver, End, ImmCounter, Message, MrDesc,
-    NetAddr, PeerError, PeerId, Place, RecvError, Region, RegisterError, SingleWrite, SubmitError,
-    Transfer, TransferEngine, TransferError, Transport,
+    NetAddr, PeerError, PeerId, Place, RecvError, Region, RegisterError, SingleWrite, Staging,
+    SubmitError, Transfer, TransferEngine, TransferError, Transport,
 };
 use serde::{Deserialize, Serialize};
 use std::time::{Duration, Instant};
@@ -104,6 +104,9 @@ impl Motor {
             builder = builder.gpus(pair.ordinals());
             builder = if let Some(sms) = pair.sms { builder.sms(sms) } else { builder };
             builder = builder.pairing(carrier.pairing.read().map_err(MotorError::Pairing)?);
+        }
+        if let Some(bytes) = carrier.staging {
+            builder = builder.staging(Staging { bytes });
         }
         Ok(match mode {
             Mode::Thread => Self { engine: builder.build()?, driver: None },

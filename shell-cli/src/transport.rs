@@ -42,6 +42,11 @@ pub enum TransportError {
         "--pairing and --topology say which NICs belong to --gpus, with --provider libfabric or verbs: leave it out"
     )]
     NothingToPair,
+    /// What it is for.
+    #[error(
+        "--staging is for the memory of --gpus, with --provider libfabric or verbs and without --shm-on-host: leave it out"
+    )]
+    NothingToStage,
     /// There is no other transport.
     #[error("--shm-on-host is for --provider libfabric and verbs: leave it out")]
     NothingBeside,
@@ -94,13 +99,16 @@ pub struct Carrier {
     pub gpus: Option<GpuPair>,
     /// Which NICs are theirs.
     pub pairing: PairingArgs,
+    /// Bytes of the host's memory that theirs goes by way of.
+    pub staging: Option<u64>,
 }
 
 impl Carrier {
     /// A transport, with nothing beside it and host memory alone.
     #[must_use]
     pub fn of(transport: Transport) -> Self {
-        Self { transport, shm_on_host: false, gpus: None, pairing: PairingArgs::default() }
+        let pairing = PairingArgs::default();
+        Self { transport, shm_on_host: false, gpus: None, pairing, staging: None }
     }
 
     /// Its name, as in a row and on the command line.
@@ -136,6 +144,8 @@ impl Carrier {
             flags.extend(["--gpus".to_owned(), format!("{},{}", text(src), text(dst))]);
             flags.extend(sms.into_iter().flat_map(|sms| ["--sms".to_owned(), sms.to_string()]));
         }
+        let staging = self.staging.map(|bytes| ["--staging".to_owned(), bytes.to_string()]);
+        flags.extend(staging.into_iter().flatten());
         let PairingArgs { pairing, topology } = &self.pairing;
         flags.extend(pairing.iter().flat_map(|pairs| ["--pairing".to_owned(), pairs.clone()]));
         let path = |file: &PathBuf| file.to_string_lossy().into_owned();
@@ -216,8 +226,15 @@ impl TransportArgs {
                 if pairs && !given {
                     return Err(TransportError::NothingToPair);
                 }
-                return Ok(Carrier { gpus: pair, pairing: gpus.pairing.clone(), ..carrier });
+                let (staging, pairing) = (gpus.staging, gpus.pairing.clone());
+                if staging.is_some() && (!given || carrier.shm_on_host) {
+                    return Err(TransportError::NothingToStage);
+                }
+                return Ok(Carrier { gpus: pair, pairing, staging, ..carrier });
             }
+        }
+        if gpus.staging.is_some() {
+            return Err(TransportError::NothingToStage);
         }
         if pairs {
             return Err(TransportError::NothingToPair);
@@ -604,6 +621,21 @@ mod tests {
             let refused = args(provider, None, None).carrier(gpus, Peers::Come);
             assert_eq!(refused, Err(TransportError::NothingToPair), "{provider:?}");
         }
+        // And staged, where they are.
+        let two = GpuArgs { gpus: vec![gpu(0), gpu(1)], ..GpuArgs::default() };
+        let (staged, none) = (
+            GpuArgs { staging: Some(1 << 26), ..two },
+            GpuArgs { staging: Some(1), ..GpuArgs::default() },
+        );
+        let efa = args(None, Some("efa"), None);
+        assert_eq!(efa.carrier(&staged, Peers::Come).unwrap().staging, Some(1 << 26));
+        let beside = TransportArgs { shm_on_host: true, ..efa };
+        let (nvlink, verbs) =
+            (args(Some(Provider::Nvlink), None, None), args(Some(Provider::Verbs), None, None));
+        for (transport, gpus) in [(&beside, &staged), (&nvlink, &staged), (&verbs, &none)] {
+            let refused = transport.carrier(gpus, Peers::Come);
+            assert_eq!(refused, Err(TransportError::NothingToStage), "{transport:?}");
+        }
         let plain = args(None, None, None).carrier(&GpuArgs::default(), Peers::Own);
         assert_eq!(plain, Ok(Carrier::of(Transport::Shm)));
     }
@@ -630,8 +662,10 @@ mod tests {
                     pairing: sms.map(|_| "gpu0=a,b gpu1=c".to_owned()),
                     topology: sms.map(|_| "a table".into()),
                 };
-                let by_nics = Carrier { transport, shm_on_host: sms.is_some(), gpus, pairing };
-                for carrier in [carrier, by_nics] {
+                let none = Carrier::of(transport);
+                let staged = Carrier { gpus, staging: Some(5 << 20), ..none.clone() };
+                let by_nics = Carrier { shm_on_host: sms.is_some(), gpus, pairing, ..none };
+                for carrier in [carrier, by_nics, staged] {
                     let flags = carrier.flags();
                     let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags));
                     assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));

@@ -15,7 +15,7 @@ use immwire::shm::{ForeignPath, GroupKey};
 use immwire::topology::{Pairing, Table};
 use immwire::{
     Builder, IdlePolicy, ImmTag, LibfabricOptions, PagedWrite, Pages, Rights, ScatterWrite,
-    SingleWrite, Transport, VerbsOptions,
+    SingleWrite, Staging, Transport, VerbsOptions,
 };
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
@@ -137,7 +137,10 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   of them offer that, as ``immwire doctor`` says.
 /// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to. With
 ///   ``"shm"``, or ``shm_on_host``, by copies that they make themselves; all memory of the host that is registered is
-///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP none goes.
+///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP, and by other
+///   NICs, with ``staging``.
+/// - ``staging``: bytes of the host's memory, pinned once, by way of which all memory of ``gpus`` goes, at both ends: who
+///   writes to it needs some, too. 64 MiB (``64 << 20``) will do for 12 peers.
 /// - ``pairing``, ``topology``: which NICs belong to which GPU, with ``"verbs"`` and EFA: ``"gpu0=mlx5_0,mlx5_1"``, where
 ///   GPUs are numbered as by ``immwire doctor``; and a file with the table of the machine's devices, as that takes and
 ///   gives it. Unless told, an engine with ``gpus`` has the NICs that are nearest to these, by what sysfs says.
@@ -278,7 +281,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, on_demand = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, on_demand = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -299,6 +302,7 @@ impl TransferEngine {
         sms: Option<u32>,
         shm_on_host: bool,
         host: Option<String>,
+        staging: Option<u64>,
         nics: u8,
         transfers: u16,
         peers: u16,
@@ -384,6 +388,9 @@ impl TransferEngine {
             .pairing(pairing);
         if let Some(host) = host {
             builder = builder.host(host);
+        }
+        if let Some(bytes) = staging {
+            builder = builder.staging(Staging { bytes });
         }
         if let Some(sms) = sms {
             let none = || errors::config("a GPU copies on one of its SMs at least");

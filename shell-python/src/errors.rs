@@ -8,6 +8,7 @@ use immwire::core::id::PeerId;
 use immwire::libfabric::LibfabricError;
 use immwire::moe::{MoeError, SeatError};
 use immwire::provider::RevokeError;
+use immwire::staging::StagingError;
 use immwire::verbs::VerbsError;
 use immwire::{
     AccessError, AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare,
@@ -102,7 +103,13 @@ pub(crate) fn build(error: &BuildError) -> PyErr {
         BuildError::Config { .. }
         | BuildError::Group(_)
         | BuildError::Libfabric(LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. })
-        | BuildError::Verbs(VerbsError::Pairing(_)) => plain("ConfigError", error),
+        | BuildError::Verbs(VerbsError::Pairing(_))
+        | BuildError::Staging(
+            StagingError::NoGpus
+            | StagingError::NoNics
+            | StagingError::BesideShm
+            | StagingError::TooSmall { .. },
+        ) => plain("ConfigError", error),
         _ => plain("ImmwireError", error),
     }
 }

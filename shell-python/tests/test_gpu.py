@@ -224,6 +224,20 @@ def case_tcp_reaches_no_gpu():
     pair.close()
 
 
+def case_staging_reaches_gpus_over_tcp():
+    usual = dict(provider="libfabric", interface="lo", gpus=[0, 1], staging=16 << 20)
+    pair = Pair(**usual)
+    registered = pair.sender.register((allocated(1, BYTES), BYTES))
+    for here in (pair.sender.alloc(BYTES, device=0), pair.sender.alloc(BYTES), registered):
+        assert sent(pair, here, pair.receiver.alloc(BYTES, device=1))
+        assert sent(pair, here, pair.receiver.alloc(BYTES))
+    pair.close()
+    over_shm = dict(provider="shm", interface=None)
+    for options in (dict(staging=1 << 20), dict(gpus=None), over_shm, dict(shm_on_host=True)):
+        with pytest.raises(immwire.ConfigError, match="staging"):
+            immwire.TransferEngine(**(usual | options))
+
+
 def case_pages_go_where_the_lists_say():
     pair = Pair(gpus=[0, 1])
     src, dst = pair.sender.alloc(PAGE * PAGES, device=0), pair.receiver.alloc(PAGE * PAGES, device=1)

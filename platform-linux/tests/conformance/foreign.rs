@@ -5,6 +5,7 @@ use immwire::{DownReason, End, PagedWrite, Pages, PeerId, PeerState, Rights};
 use crate::agent::{Agent, Ask};
 use crate::host::{Foreign, Host, Lent, Own};
 use crate::operations::write;
+use crate::staged::is_staged;
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] =
@@ -106,7 +107,7 @@ fn rights(case: &Case) {
         let longer = immwire::MrDesc { len: 1 << 20, ..desc };
         let end = me.end(&write(&me, peer, &src, &longer, (0, 4095, 2), None));
         assert!(matches!(end, End::Quiesced { .. }), "{foreign:?} {end:?}");
-        if !case.facts().refuses_access_softly {
+        if !case.facts().refuses_access_softly && !is_staged(&desc) {
             peer = lost_and_back(case, &me, &mut other, peer);
         }
         me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));

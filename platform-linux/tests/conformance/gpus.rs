@@ -422,6 +422,10 @@ pub const BY_NICS: &[Test] = &[
     ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
     ("a_later_stream_holds_nothing_earlier", Spread::Places, a_later_stream_holds_nothing_earlier),
     ("what_is_held_ends", Spread::ProcessesBothMotors, what_is_held_ends),
+];
+
+/// By NICs that reach their memory.
+pub const THEMSELVES: &[Test] = &[
     ("counts_come_after_a_flush", Spread::Processes, counts_come_after_a_flush),
     ("gpus_have_their_nics", Spread::Once, gpus_have_their_nics),
 ];
@@ -820,7 +824,7 @@ fn after_stream(case: &Case) {
 }
 
 /// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.
-fn refuse(nth: u32) -> bool {
+pub fn refuse(nth: u32) -> bool {
     let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_refuse");
     call.inspect(|call| call(nth)).is_some()
 }

@@ -39,6 +39,7 @@ mod replacing;
 mod segment;
 mod sizes;
 mod spans;
+mod staged;
 mod trust;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -47,7 +48,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use immwire::shm::{ForeignPath, GroupKey};
-use immwire::{Builder, LibfabricOptions, TransferEngine, Transport, VerbsOptions};
+use immwire::{Builder, LibfabricOptions, Staging, TransferEngine, Transport, VerbsOptions};
 use immwire_cuda::Device;
 use libtest_mimic::{Arguments, Failed, Trial};
 
@@ -96,6 +97,8 @@ pub struct Facts {
     pub has_gpus: bool,
     /// By themselves; if not, by NICs.
     pub gpus_copy: bool,
+    /// By way of host memory; this is the provider of engines that do not.
+    pub stages: Option<&'static str>,
     /// The host of the next engine, if there is one way to engines of the same host and another to others.
     pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
@@ -108,7 +111,7 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 14] = [
+const PROVIDERS: [Provider; 16] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
@@ -119,10 +122,12 @@ const PROVIDERS: [Provider; 14] = [
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp"), true),
     libfabric("net", "net", |setup| over_libfabric(setup, "net"), false),
     libfabric("rxm", "tcp;ofi_rxm", |setup| over_libfabric(setup, "tcp;ofi_rxm"), false),
+    TCP_STAGED,
     EFA,
     EFA_GPUS,
     VERBS,
     VERBS_GPUS,
+    VERBS_STAGED,
 ];
 
 const fn libfabric(
@@ -151,6 +156,29 @@ const EFA_GPUS: Provider = Provider {
     builder: |setup| (EFA.builder)(setup).gpus(all_gpus()),
     facts: Facts { has_gpus: true, ..EFA.facts },
 };
+
+/// The same memory where nothing but the CPU gets at host memory: by way of that.
+const TCP_STAGED: Provider = Provider {
+    name: "tcp-staged",
+    builder: |setup| staged(over_libfabric(setup, "tcp")),
+    facts: Facts { has_gpus: true, stages: Some("tcp"), ..OVER_TCP },
+};
+
+/// And by NICs that could, and are not asked to.
+const VERBS_STAGED: Provider = Provider {
+    name: "verbs-staged",
+    builder: |setup| staged((VERBS.builder)(setup)),
+    facts: Facts {
+        has_gpus: true,
+        stages: Some("verbs"),
+        survives_lost_ports: false,
+        ..VERBS.facts
+    },
+};
+
+fn staged(builder: Builder) -> Builder {
+    builder.gpus(all_gpus()).staging(Staging::default())
+}
 
 /// The same.
 const VERBS_GPUS: Provider = Provider {
@@ -214,6 +242,7 @@ const OVER_TCP: Facts = Facts {
     survives_lost_ports: false,
     has_gpus: false,
     gpus_copy: false,
+    stages: None,
     host: None,
     is_slow: true,
 };
@@ -262,6 +291,7 @@ const SHM: Provider = Provider {
         survives_lost_ports: false,
         has_gpus: false,
         gpus_copy: false,
+        stages: None,
         host: None,
         is_slow: false,
     },
@@ -422,7 +452,12 @@ impl Case {
 
     /// Pages of a transfer that takes a while. GPUs take them by the hundred.
     pub fn many(&self) -> u32 {
-        if self.facts().gpus_copy { 1_000_000 } else { 100_000 }
+        match self.facts() {
+            Facts { gpus_copy: true, .. } => 1_000_000,
+            // Each goes through four hands.
+            Facts { stages: Some(_), .. } => 20_000,
+            _ => 100_000,
+        }
     }
 
     /// Our side.
@@ -610,7 +645,11 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.has_gpus {
         modules.push(gpus::TESTS);
-        modules.push(if facts.gpus_copy { gpus::COPYING } else { gpus::BY_NICS });
+        match (facts.gpus_copy, facts.stages) {
+            (true, _) => modules.push(gpus::COPYING),
+            (false, None) => modules.extend([gpus::BY_NICS, gpus::THEMSELVES]),
+            (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS]),
+        }
     }
     if facts.host.is_some() {
         modules.push(if facts.gpus_copy { spans::GPUS_NEAR } else { spans::TESTS });

@@ -210,19 +210,20 @@ fn gpus_far(facts: &Facts, probes: &Probes, hosts: &Path) -> Path {
     let reached = |gpu: &&CudaGpu| gpu.nics != Nics::Never;
     let Some(by_address) = found.usable().find(reached).map(|gpu| gpu.nics == Nics::ByAddress)
     else {
-        return none("CUDA lets no NIC at the memory of a GPU here".into(), "-");
+        let staged = "stage it: --staging, or Builder::staging";
+        return none("CUDA lets no NIC at the memory of a GPU here".into(), staged);
     };
     let rdma = !facts.rdma.is_empty() && hosts.path.starts_with("verbs");
     let efa = hosts.path.contains("efa on ");
     if !rdma && !efa {
         let why = "it takes RDMA devices or EFA: TCP carries host memory".into();
-        return none(why, "see the row above");
+        return none(why, "see the row above, or stage it: --staging, or Builder::staging");
     }
     let peermem = ["nvidia_peermem", "nv_peer_mem"];
     let peermem = facts.gpu_modules.iter().any(|module| peermem.contains(&module.as_str()));
     if by_address && !peermem {
         let why = "the driver has no DMA-BUF of a GPU's memory, and nvidia-peermem is not loaded";
-        let todo = "install NVIDIA's open kernel modules (Linux 5.12 or later), or modprobe nvidia-peermem";
+        let todo = "install NVIDIA's open kernel modules (Linux 5.12 or later), or modprobe nvidia-peermem, or stage it (--staging)";
         return none(why.into(), todo);
     }
     Path {

@@ -317,6 +317,7 @@ class TransferEngine:
         sms: int | None = None,
         shm_on_host: bool = False,
         host: str | None = None,
+        staging: int | None = None,
         nics: int = 1,
         transfers: int = 1024,
         peers: int = 256,

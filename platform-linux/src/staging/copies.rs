@@ -1,0 +1,208 @@
+//! Copies between GPUs' memory and the slots: one queue of each GPU for what goes out, one for what comes in.
+//!
+//! A copy's last act is to store its number to a word of pinned memory; whoever reads it there sees its bytes.
+//!
+//! # Invariants
+//!
+//! - Each copy that was taken is reported once, and not before it is over: from then on nothing reads its source or writes its
+//!   target.
+//! - A queue whose driver refuses a copy takes none until it has nothing left to do; what is asked of it meanwhile is reported as
+//!   failed with that one.
+
+use std::collections::VecDeque;
+use std::num::NonZeroU32;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use immwire_core::group::WorkError;
+use immwire_core::id::Time;
+use immwire_cuda::geometry::{Method, Tuning};
+use immwire_cuda::{Copier, Device, Error, Event, PagedCopy, PinnedMemory, Release, Stream};
+
+use crate::gpus::{Known, number};
+
+/// How long copies may be under way without one ending before the GPU is asked whether it has failed.
+const LOOK_AFTER: Duration = Duration::from_millis(100);
+/// How long a GPU may take, at the end, for what it was given.
+const STUCK_AFTER: Duration = Duration::from_secs(5);
+
+/// Which way bytes go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    Out,
+    In,
+}
+
+/// A range to be copied.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Range {
+    pub(super) from: u64,
+    pub(super) to: u64,
+    pub(super) bytes: u64,
+}
+
+#[derive(Debug)]
+struct Queue<T> {
+    copier: Copier,
+    /// The number of the last copy that has ended: the GPU's to write.
+    ended: PinnedMemory,
+    issued: u64,
+    /// The driver's answer to a copy that it would not take, or to whether the GPU works: the number of none that is left is
+    /// ever stored.
+    failed: Option<i32>,
+    flights: VecDeque<(u64, T)>,
+}
+
+impl<T> Queue<T> {
+    fn new(device: &Device, flights: usize) -> Result<Self, Error> {
+        let stream = Stream::new(device)?;
+        Ok(Self {
+            copier: Copier::new(&stream, Tuning::default())?,
+            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
+            issued: 0,
+            failed: None,
+            flights: VecDeque::with_capacity(flights),
+        })
+    }
+
+    /// # Safety
+    ///
+    /// As for [`Copies::submit`].
+    unsafe fn submit(&mut self, range: Range, what: T, sms: NonZeroU32) {
+        let number = self.issued + 1;
+        self.issued = number;
+        self.flights.push_back((number, what));
+        if self.failed.is_some() {
+            return;
+        }
+        let copy = PagedCopy::contiguous(range.from, range.to, range.bytes);
+        let release = Release::Store { word: self.ended.address(), value: number };
+        // SAFETY: our caller's promise of the ranges; the word is the queue's own, in pinned memory, and written by its copies
+        // alone, one after the other.
+        if let Err(why) = unsafe { self.copier.submit(&copy, release, Method::Auto, sms) } {
+            tracing::error!(%why, "a GPU's driver does not take a copy");
+            self.failed = Some(self::number(why));
+        }
+    }
+
+    /// Reports what is over; returns how much.
+    fn poll(&mut self, report: &mut impl FnMut(T, Result<(), WorkError>)) -> usize {
+        if self.flights.is_empty() {
+            return 0;
+        }
+        // First: then all copies before the one that was refused have stored their numbers.
+        let all_over =
+            self.failed.is_some() && !matches!(self.copier.stream().is_done(), Ok(false));
+        // Acquire: with the number come the bytes of all copies up to it.
+        let ended = self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire));
+        let mut over = 0;
+        while self.flights.front().is_some_and(|(number, _)| *number <= ended) {
+            let Some((_, what)) = self.flights.pop_front() else { break };
+            over += 1;
+            report(what, Ok(()));
+        }
+        if let Some(code) = self.failed.filter(|_| all_over) {
+            over += self.flights.len();
+            self.flights.drain(..).for_each(|(_, what)| report(what, Err(WorkError::Device(code))));
+            self.failed = None;
+        }
+        over
+    }
+}
+
+/// The queues of all GPUs of an engine.
+#[derive(Debug)]
+pub(super) struct Copies<T> {
+    /// By GPU: out, in.
+    queues: Vec<[Queue<T>; 2]>,
+    sms: NonZeroU32,
+    flying: usize,
+    /// When something ended last, or nothing was under way.
+    progress: Time,
+}
+
+impl<T> Copies<T> {
+    /// For so many copies at a time, without taking more memory.
+    pub(super) fn new(known: &Known, sms: NonZeroU32, most: (usize, usize)) -> Result<Self, Error> {
+        let queues = known
+            .devices
+            .iter()
+            .map(|one| Ok([Queue::new(&one.device, most.0)?, Queue::new(&one.device, most.1)?]));
+        let queues = queues.collect::<Result<_, Error>>()?;
+        Ok(Self { queues, sms, flying: 0, progress: Time::ZERO })
+    }
+
+    fn queue(&mut self, gpu: usize, way: Way) -> Option<&mut Queue<T>> {
+        let [out, inn] = self.queues.get_mut(gpu)?;
+        Some(if way == Way::Out { out } else { inn })
+    }
+
+    /// Whether a copy would be enqueued, if one is asked for.
+    pub(super) fn takes(&mut self, gpu: usize, way: Way) -> bool {
+        self.queue(gpu, way).is_some_and(|queue| queue.failed.is_none())
+    }
+
+    /// Has a GPU copy a range; `false`: there is no such GPU.
+    ///
+    /// # Safety
+    ///
+    /// Until it is reported, both ranges are allocated and reached by that GPU, nobody uses the target, and nobody writes the
+    /// source.
+    pub(super) unsafe fn submit(&mut self, gpu: usize, way: Way, range: Range, what: T) -> bool {
+        let sms = self.sms;
+        let Some(queue) = self.queue(gpu, way) else { return false };
+        // SAFETY: our caller's promise.
+        unsafe { queue.submit(range, what, sms) };
+        self.flying += 1;
+        true
+    }
+
+    pub(super) const fn is_idle(&self) -> bool {
+        self.flying == 0
+    }
+
+    /// Reports the copies that are over; returns whether there were any. Idle, it costs a load.
+    pub(super) fn poll(
+        &mut self,
+        now: Time,
+        report: &mut impl FnMut(T, Result<(), WorkError>),
+    ) -> bool {
+        if self.flying == 0 {
+            self.progress = now;
+            return false;
+        }
+        let over = self.queues.iter_mut().flatten().map(|queue| queue.poll(report)).sum::<usize>();
+        self.flying -= over.min(self.flying);
+        if over > 0 {
+            self.progress = now;
+        } else if now >= self.progress.after(LOOK_AFTER) {
+            self.progress = now;
+            for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty())
+            {
+                if let Err(why) = queue.copier.stream().is_done() {
+                    tracing::error!(%why, "a GPU has failed");
+                    queue.failed = Some(number(why));
+                }
+            }
+        }
+        over > 0
+    }
+
+    /// Waits until nothing is copied any more. `false`: a GPU is stuck.
+    pub(super) fn settle(&self) -> bool {
+        let is_over = |queue: &Queue<T>| {
+            let stream = queue.copier.stream();
+            let over = Event::new(stream.device())
+                .and_then(|event| event.record(stream).map(|()| event))
+                .and_then(|event| event.wait(STUCK_AFTER));
+            !matches!(over, Err(Error::TimedOut { .. }))
+        };
+        self.queues.iter().flatten().filter(|queue| !queue.flights.is_empty()).all(is_over)
+    }
+
+    /// All that is left, when nothing is copied any more.
+    pub(super) fn drain(&mut self) -> impl Iterator<Item = T> {
+        self.flying = 0;
+        self.queues.iter_mut().flatten().flat_map(|queue| queue.flights.drain(..)).map(|it| it.1)
+    }
+}
