@@ -65,6 +65,25 @@ __device__ inline uint64_t now() {
 // A warp's lanes meet here: what each stored to shared memory before, the others find after.
 __device__ inline void meet() { __syncwarp(); }
 
+// Asks for a launch's arguments, each warp for a line of them: else each line is waited for by itself, when it is first needed.
+template <typename T>
+__device__ inline void bring(const T &args) {
+  constexpr uint32_t LINE = 64, UNLIKELY = 0x9e3779b9;
+  const uint32_t at = threadIdx.x / 32 * LINE;
+  if (at < sizeof(T) && *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&args) + at) == UNLIKELY) __nanosleep(0);
+}
+
+// Waits until the launches before this one in its stream have ended, and what they wrote is seen: where this one was allowed to begin
+// before that (programmatic dependent launch).
+__device__ inline void follow() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Of a whole warp's words, the bits that any of them has.
+__device__ inline uint32_t any_of(uint32_t word) { return __reduce_or_sync(0xffffffffu, word); }
+
 // Between looks at something that takes long.
 __device__ inline void pause() {}
 

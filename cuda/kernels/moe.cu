@@ -14,6 +14,8 @@
 // - Tables of choices are looked at by all blocks, and so cannot be put back: their vectors carry the number of the round.
 //   That alone rests on 16 bytes that one thread stores at once being seen at once.
 //
+// A launch may begin before those before it in its stream have ended (`machine::follow`): until then it looks at its arguments only.
+//
 // Invariants:
 // 1. What a launch needs to send is there when it starts. So it sends all it has before it waits for anything, and ranks whose
 //    launches overlap at all end.
@@ -74,7 +76,26 @@ __device__ uint32_t ranks_below(uint32_t rank) { return rank < 32 ? (1u << rank)
 
 __device__ uint4 vector_of(uint32_t word) { return {word, word, word, word}; }
 
+// Divides numbers below 2^22: half a unit off any whole quotient, a product with the inverse is nearer than that.
+class Divisor {
+ public:
+  __device__ explicit Divisor(uint32_t by) : inverse(__fdiv_rn(1.0f, float(by))) {}
+  __device__ uint32_t into(uint32_t number) const { return uint32_t(__fmul_rn(float(number) + 0.5f, inverse)); }
+
+ private:
+  float inverse;
+};
+
 // ---- waiting ----
+
+// Returns when patience ends that lasts so long and, unless that is 0, ends at `end`; 0 if it is over. Not part of each loop that waits:
+// what is executed in a launch is not long, and has to be fetched each time.
+__device__ __noinline__ uint64_t look_at_clock(uint64_t end, uint64_t lasts, const uint64_t *abort) {
+  machine::pause();
+  const uint64_t now = machine::now();
+  if (end == 0) end = now + lasts;
+  return now > end || load_shared_word(reinterpret_cast<uint64_t>(abort)) != 0 ? 0 : end;
+}
 
 // One thread's patience. Once it is over, everything is looked at once more, and not again. It begins when some looks have been in
 // vain: to read the clock takes longer than most waits.
@@ -92,10 +113,8 @@ class Patience {
   // To be asked after each look that was in vain.
   __device__ bool is_over() {
     if (over || ++looks % 64 != 0) return over;
-    machine::pause();
-    const uint64_t now = machine::now();
-    if (end == 0) end = now + lasts;
-    over = now > end || load_shared_word(reinterpret_cast<uint64_t>(abort)) != 0;
+    end = look_at_clock(end, lasts, abort);
+    over = end == 0;
     return over;
   }
 
@@ -171,7 +190,6 @@ struct Rows {
 struct Fixed {
   uint32_t routes[2];   // Ranks of the token that is sent, and of the next one.
   uint32_t missing;     // Ranks whose tables are not whole.
-  uint32_t missing_too; // The same of the look after.
   uint32_t absent;      // Ranks whose tables do not count.
   uint32_t total;       // Tokens that are here.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
@@ -189,6 +207,7 @@ static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_W
     constexpr uint32_t EACH = 4;
     const uint32_t lane = threadIdx.x % WARP;
     uint32_t all = 0;
+#pragma unroll 1
     for (uint32_t start = 0; start < count; start += WARP * EACH) {
       const uint32_t first = start + lane * EACH;
       uint32_t own[EACH], sum = 0;
@@ -217,7 +236,7 @@ class Routes {
  public:
   __device__ Routes(const Args &args, uint32_t *words)
       : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), first(args.firsts[args.rank]),
-        local(args.firsts[args.rank + 1] - first), here_words((world * args.max_tokens + 31) / 32), rank(args.rank) {
+        local(args.firsts[args.rank + 1] - first), here_words((world * args.max_tokens + 31) / 32), rank(args.rank), by_world(world) {
     fixed = reinterpret_cast<Fixed *>(words);
     offsets = words + IMMWIRE_MOE_FIXED_WORDS;
     here = offsets + local + 1;
@@ -227,18 +246,19 @@ class Routes {
   }
 
   __device__ void clear() {
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < here_words; i += blockDim.x) here[i] = 0;
+#pragma unroll 1
     for (uint32_t i = threadIdx.x; i < local * words; i += blockDim.x) chosen[i] = 0;
   }
 
-  // Takes one choice of a token; whether it is for here.
-  __device__ bool take(uint32_t source, uint32_t token, uint32_t expert) {
-    const uint32_t mine = expert - first;
-    if (mine >= local) return false;
-    atomicOr(&chosen[mine * words + source * span + token / 32], 1u << token % 32);
-    return true;
-  }
-  __device__ void take_token(uint32_t source, uint32_t token) {
+  // Takes two choices of a token, as tables have them.
+  __device__ void take(uint32_t source, uint32_t token, uint32_t experts) {
+    const uint32_t at = source * span + token / 32, bit = 1u << token % 32;
+    const uint32_t one = (experts & 0xffff) - first, other = (experts >> 16) - first;
+    if (one < local) atomicOr(&chosen[one * words + at], bit);
+    if (other < local) atomicOr(&chosen[other * words + at], bit);
+    if (one >= local && other >= local) return;
     // The next rank's first, so that those who send results do not all begin with one.
     const uint32_t turn = source > rank ? source - rank - 1 : source + world - rank - 1;
     const uint32_t place = token * world + turn;
@@ -253,6 +273,7 @@ class Routes {
       // A thread for each expert.
       for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
         uint32_t sum = 0;
+#pragma unroll 4
         for (uint32_t i = expert * words; i < (expert + 1) * words; ++i) before[i] = uint16_t(sum), sum += __popc(chosen[i]);
         offsets[expert] = sum;
       }
@@ -284,28 +305,26 @@ class Routes {
     return before[last] + __popc(chosen[last]);
   }
 
-  // Whether a token chose expert `mine` of this rank's.
-  __device__ bool has(uint32_t mine, uint32_t source, uint32_t token) const {
-    return chosen[mine * words + source * span + token / 32] >> token % 32 & 1;
-  }
-
-  // The row of a token that did.
+  // The row of a token that chose expert `mine` of this rank's.
   __device__ uint32_t row(uint32_t mine, uint32_t source, uint32_t token) const {
     const uint32_t at = mine * words + source * span + token / 32;
     return offsets[mine] + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
   }
 
-  // The `n`-th token that is here, of more than so many.
+  // The `n`-th token that is here, of more than so many; by a whole warp.
   __device__ void find(uint32_t n, uint32_t &source, uint32_t &token) const {
-    uint32_t low = 0, high = here_words;
-    while (high - low > 1) {
-      const uint32_t middle = (low + high) / 2;
-      if (here_before[middle] <= n) low = middle; else high = middle;
+    const uint32_t lane = threadIdx.x % WARP;
+    // The last word that has no more than `n` before it.
+    uint32_t word = 0;
+    for (uint32_t start = 0; start < here_words; start += WARP) {
+      const uint32_t not_past = __ballot_sync(ALL_LANES, start + lane < here_words && here_before[start + lane] <= n);
+      if (not_past == 0) break;
+      word = start + __popc(not_past) - 1;
     }
-    uint32_t bits = here[low];
-    for (uint32_t skip = n - here_before[low]; skip > 0; --skip) bits &= bits - 1;
-    const uint32_t place = low * 32 + __ffs(bits) - 1;
-    token = place / world;
+    const uint32_t bits = here[word], skip = n - here_before[word];
+    const uint32_t bit = __ballot_sync(ALL_LANES, (bits >> lane & 1) && __popc(bits & ranks_below(lane)) == skip);
+    const uint32_t place = word * 32 + __ffs(bit) - 1;
+    token = by_world.into(place);
     source = rank + 1 + (place - token * world);
     if (source >= world) source -= world;
   }
@@ -318,6 +337,7 @@ class Routes {
   uint32_t *here, *here_before, *chosen;
   uint16_t *before;
   uint32_t here_words, rank;
+  Divisor by_world;
 };
 
 // ---- the way out: sending ----
@@ -327,7 +347,7 @@ __device__ int64_t choice_at(const Args &args, uint64_t at) {
   return reinterpret_cast<const int32_t *>(args.indices)[at];
 }
 
-__device__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_t choice, int64_t index) {
+__device__ __noinline__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_t choice, int64_t index) {
   if (atomicExch(&control_of(args)->refused, 1u) != 0) return;
   immwire_moe_report &report = *report_of(args);
   put_down(report.token, token);
@@ -339,15 +359,25 @@ __device__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_
   put_down(report.refused, epoch);
 }
 
-// One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
-__device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t lane = threadIdx.x % WARP;
-  const uint64_t at = uint64_t(token) * args.top_k + lane;
-  uint32_t expert = NO_EXPERT, weight = 0, goes_to = 0;
-  int64_t index = -1;
-  if (lane < args.top_k) {
+// A choice of a token, as it is given: each lane of a warp has one.
+struct Choice {
+  __device__ Choice(const Args &args, uint32_t token, bool is_read = true) {
+    const uint32_t lane = threadIdx.x % WARP;
+    if (!is_read || lane >= args.top_k) return;
+    const uint64_t at = uint64_t(token) * args.top_k + lane;
     index = choice_at(args, at);
     weight = reinterpret_cast<const uint32_t *>(args.weights)[at];
+  }
+  int64_t index = -1;
+  uint32_t weight = 0;
+};
+
+// One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
+__device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice &choice, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t lane = threadIdx.x % WARP, weight = choice.weight;
+  const int64_t index = choice.index;
+  uint32_t expert = NO_EXPERT;
+  if (lane < args.top_k) {
     if (uint64_t(index) < args.firsts[args.world]) expert = uint32_t(index);
     else if (index != -1) refuse(args, epoch, token, lane, index);
   }
@@ -357,9 +387,6 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoc
     refuse(args, epoch, token, lane, index);
     expert = NO_EXPERT;
   }
-  if (expert != NO_EXPERT) goes_to = 1u << rank_of(args, expert);
-  for (uint32_t step = 1; step < WARP; step *= 2) goes_to |= __shfl_xor_sync(ALL_LANES, goes_to, step);
-
   // This rank's own too, whatever happened to it: exact sums are made by it.
   const uint32_t told = present | 1u << args.rank;
   const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
@@ -373,7 +400,7 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, uint32_t epoc
     for (uint32_t rest = told; rest != 0; rest &= rest - 1)
       store_whole_vector(table_of(args, __ffs(rest) - 1, args.rank, parity) + offset, vector);
   }
-  return goes_to & present;
+  return machine::any_of(expert != NO_EXPERT ? 1u << rank_of(args, expert) : 0) & present;
 }
 
 // Ranks of a set, beginning with another for each token: those who send do not all begin with one.
@@ -414,12 +441,19 @@ __device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset,
   while (ranks.any()) store_shared_word(args.inbox[ranks.next()] + offset, held);
 }
 
-// Where a token goes: to its slots at ranks, where somebody waits for it; or to its rows here.
-struct Slots {
+// Where a token goes: to its slots at ranks, where somebody waits for it; or to its rows here. All who send it call `know` together, before
+// the first of it is stored.
+struct Announcing {
   static constexpr bool ANNOUNCES = true;
+};
+template <typename RANKS>
+struct Slots : Announcing {
+  __device__ Slots(const Args &args, uint64_t offset, RANKS known) : args(args), offset(offset), known(known) {}
   const Args &args;
-  Ranks ranks;
   uint64_t offset;
+  RANKS known;
+  Ranks ranks = Ranks(0, 0, 0);
+  __device__ void know() { ranks = known(); }
   __device__ void vector(uint32_t v, uint4 held) const { store_everywhere(args, ranks, offset + 16 * v, held); }
   __device__ void word(uint32_t w, uint32_t held) const { store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held); }
 };
@@ -428,6 +462,7 @@ struct OwnRows {
   const Args &args;
   const uint32_t *rows;
   uint32_t count;
+  __device__ void know() const {}
   __device__ void vector(uint32_t v, uint4 held) const {
     for (uint32_t n = 0; n < count; ++n) store_vector(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
   }
@@ -448,29 +483,37 @@ struct Raw {
   // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
   __device__ static uint32_t key(uint32_t turn) { return turn * IMMWIRE_MOE_KEY; }
 
+  // What of a token can be read before it is known where it goes.
+  struct Ahead {
+    template <typename CREW>
+    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true) : first(vector_of(0)) {
+      if (is_read && crew.me < args.token_bytes / 16) first = load_vector(args.x + uint64_t(token) * args.token_bytes + 16 * crew.me);
+    }
+    uint4 first;
+  };
+
   template <typename CREW, typename PLACES>
-  __device__ static void send(const Args &args, uint32_t token, CREW crew, PLACES places) {
+  __device__ static void send(const Args &args, uint32_t token, CREW crew, const Ahead &ahead, PLACES to) {
     const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
     const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = crew.of - 1 - crew.me;
-    // The first ones are read while it is found out where they go.
-    const uint4 first = crew.me < vectors ? load_vector(x + 16 * crew.me) : vector_of(0);
-    const auto to = places();
+    const uint4 first = ahead.first;
     for (uint32_t turn = 0;; ++turn) {
-      const uint32_t with = decltype(to)::ANNOUNCES ? key(turn) : 0;
+      const uint32_t with = PLACES::ANNOUNCES ? key(turn) : 0;
       bool bad = is_bad(first, with);
-      if constexpr (decltype(to)::ANNOUNCES) {
+      if constexpr (PLACES::ANNOUNCES) {
         for (uint32_t v = crew.me + crew.of; v < vectors; v += crew.of) bad |= is_bad(load_vector(x + 16 * v), with);
         for (uint32_t w = last; w < words; w += crew.of)
           bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
         if (crew.any(bad)) continue;
       }
+      to.know();
       for (uint32_t v = crew.me; v < vectors; v += crew.of) {
         uint4 held = v < crew.of ? first : load_vector(x + 16 * v);
         held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
         to.vector(v, held);
       }
       for (uint32_t w = last; w < words; w += crew.of) to.word(w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
-      if (decltype(to)::ANNOUNCES && last == 0) to.word(words, with);
+      if (PLACES::ANNOUNCES && last == 0) to.word(words, with);
       return;
     }
   }
@@ -501,13 +544,21 @@ struct Quantised {
   static constexpr bool KEYED = false;
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
 
+  struct Ahead {
+    template <typename CREW>
+    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true) : low(vector_of(0)), high(vector_of(0)) {
+      if (!is_read || crew.me >= args.values / 16) return;
+      const uint64_t x = args.x + uint64_t(token) * args.values * 2 + 32 * crew.me;
+      low = load_vector(x), high = load_vector(x + 16);
+    }
+    uint4 low, high;
+  };
+
   template <typename CREW, typename PLACES>
-  __device__ static void send(const Args &args, uint32_t token, CREW crew, PLACES places) {
+  __device__ static void send(const Args &args, uint32_t token, CREW crew, const Ahead &ahead, PLACES to) {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
     const uint32_t vectors = args.values / 16;
-    uint4 low = vector_of(0), high = vector_of(0);
-    if (crew.me < vectors) low = load_vector(x + 32 * crew.me), high = load_vector(x + 32 * crew.me + 16);
-    const auto to = places();
+    uint4 low = ahead.low, high = ahead.high;
     // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros. The next ones are read while
     // these are worked on.
     for (uint32_t start = 0; start < vectors; start += crew.of) {
@@ -546,6 +597,7 @@ struct Quantised {
         bytes |= __shfl_down_sync(ALL_LANES, bytes, SHARE) << 8;
         bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
       }
+      if (start == 0) to.know();
       if (v >= vectors) continue;
       to.vector(v, uint4{word[0], word[1], word[2], word[3]});
       if (powers && v % WARP == 0) to.word(v / WARP, bytes);
@@ -554,9 +606,13 @@ struct Quantised {
   }
 };
 
-// How many tokens this rank has, which the last block tells everybody.
-__device__ uint32_t announce_tokens(const Args &args, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t given = args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
+// How many tokens this rank is said to have.
+__device__ uint32_t tokens_given(const Args &args) {
+  return args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
+}
+
+// How many it has, which the last block tells everybody.
+__device__ uint32_t announce_tokens(const Args &args, uint32_t given, uint32_t epoch, uint32_t parity, uint32_t present) {
   const uint32_t tokens = min(min(given, args.tokens), args.max_tokens);
   if (given > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < args.world) {
@@ -567,22 +623,42 @@ __device__ uint32_t announce_tokens(const Args &args, uint32_t epoch, uint32_t p
   return tokens;
 }
 
+// What a block can ask for of the first token that it sends before it knows whether there are so many, and which round it is: there is
+// memory for args.tokens of them.
 template <typename PAYLOAD>
-__device__ void send_tokens(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t tokens = announce_tokens(args, epoch, parity, present), last_warp = blockDim.x / WARP - 1;
+struct First {
+  __device__ First(const Args &args, bool sends)
+      : is_there(sends && blockIdx.x < args.tokens), given(sends ? tokens_given(args) : 0),
+        choice(args, blockIdx.x, is_there && threadIdx.x / WARP == blockDim.x / WARP - 1), ahead(args, blockIdx.x, BlockCrew(), is_there) {}
+  bool is_there;
+  uint32_t given;
+  Choice choice;
+  typename PAYLOAD::Ahead ahead;
+};
+
+template <typename PAYLOAD>
+__device__ void send_tokens(const Args &args, Fixed &fixed, First<PAYLOAD> next, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t tokens = announce_tokens(args, next.given, epoch, parity, present);
+  const bool is_last_warp = threadIdx.x / WARP == blockDim.x / WARP - 1;
   uint32_t turn = 0;
   for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    PAYLOAD::send(args, token, BlockCrew(), [&] {
-      if (threadIdx.x / WARP == last_warp) {
-        const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
-        if (threadIdx.x % WARP == 0) {
-          fixed.routes[turn] = goes_to;
-          masks_of(args)[token] = goes_to;
-        }
+    // The other warps work on the token meanwhile.
+    if (is_last_warp) {
+      const uint32_t goes_to = send_choices(args, token, next.choice, epoch, parity, present);
+      if (threadIdx.x % WARP == 0) {
+        fixed.routes[turn] = goes_to;
+        masks_of(args)[token] = goes_to;
       }
+    }
+    const auto ranks = [&] {
       __syncthreads(); // One for each token is enough: the word of the next one is another.
-      return Slots{args, Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world), token_offset(args, args.rank, token)};
-    });
+      return Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world);
+    };
+    PAYLOAD::send(args, token, BlockCrew(), next.ahead, Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
+    const uint32_t after = token + gridDim.x;
+    if (after >= tokens) break;
+    next.choice = Choice(args, after, is_last_warp);
+    next.ahead = typename PAYLOAD::Ahead(args, after, BlockCrew());
   }
 }
 
@@ -597,18 +673,25 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
   __syncthreads();
 
   // How many tokens each has: every warp looks at all heads, a lane at each. And with each look, so that no time is lost, every
-  // thread at a vector of choices of each of the first tables, whether they are that long or not.
+  // thread at a vector of choices of each of the first tables, whether they are that long or not; of each at another, so that short
+  // tables have threads of their own.
   const uint32_t each = vectors_per_token(args);
+  const Divisor by_each(each);
   uint4 early[BATCH];
-  uint32_t tokens = 0;
+  uint32_t tokens = 0, own[BATCH];
+#pragma unroll
+  for (uint32_t i = 0; i < BATCH; ++i) {
+    own[i] = threadIdx.x + i * (blockDim.x / BATCH);
+    if (own[i] >= blockDim.x) own[i] -= blockDim.x;
+  }
   bool waits = lane < args.world && (wanted >> lane & 1);
   for (;;) {
     uint4 head;
     if (waits) head = load_shared_vector(table_of(args, args.rank, lane, parity));
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i)
-      if (i < args.world && threadIdx.x < args.max_tokens * each)
-        early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(threadIdx.x)));
+      if (i < args.world && own[i] < args.max_tokens * each)
+        early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(own[i])));
     if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
     if (__ballot_sync(ALL_LANES, waits) == 0) break;
     if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
@@ -623,13 +706,13 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
       vectors[i] = __shfl_sync(ALL_LANES, tokens, low + i) * each; // Zero past the last rank.
       most = max(most, vectors[i]);
     }
-    for (uint32_t v = threadIdx.x; v < most; v += blockDim.x) {
+    for (uint32_t start = 0; start < most; start += blockDim.x) {
       uint4 held[BATCH];
       uint32_t rest = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) rest |= (v < vectors[i] ? 1u : 0u) << i;
+      for (uint32_t i = 0; i < BATCH; ++i) rest |= (start + own[i] < vectors[i] ? 1u : 0u) << i;
       uint32_t open = rest;
-      if (low == 0 && v < blockDim.x) {
+      if (low == 0 && start == 0) {
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           held[i] = early[i];
@@ -639,7 +722,7 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
       while (open != 0) {
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i)
-          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(v)));
+          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(start + own[i])));
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i)
           if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
@@ -649,14 +732,9 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
           break;
         }
       }
-      const uint32_t token = v / each;
 #pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) {
-        if (!(rest >> i & 1)) continue;
-        // Both, whatever becomes of the first.
-        const bool one = routes.take(low + i, token, held[i].z & 0xffff), other = routes.take(low + i, token, held[i].z >> 16);
-        if (one || other) routes.take_token(low + i, token);
-      }
+      for (uint32_t i = 0; i < BATCH; ++i)
+        if (rest >> i & 1) routes.take(low + i, by_each.into(start + own[i]), held[i].z);
     }
   }
   if (missing != 0) atomicOr(&missing_word, missing);
@@ -664,25 +742,27 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
   return missing_word;
 }
 
-// Somebody's table was missed, by this block or by another. Decides for all blocks alike whose tables count, and reads
-// those; to be called by all threads.
+// Somebody's table was missed, by this block or by another: `settle` decides for all blocks alike whose tables count, after another
+// look at them; to be called by all threads.
 //
 // Who misses a table says so first, and then looks again. So if it is still missing, then no block has found it whole before
 // that was said: those who find it whole later hear of it, and ask for the decision as well. The first to decide does. That rests
 // on a thread's look at the word coming after its looks at the table, which it begins when they have ended; no fence says so.
-__device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32_t missing, uint32_t doubted, uint32_t epoch,
-                       uint32_t parity, Patience &patience) {
-  immwire_moe_control &control = *control_of(args);
-  Fixed &fixed = *routes.fixed;
+__device__ __noinline__ void doubt(const Args &args, Fixed &fixed, uint32_t missing, uint32_t doubted) {
   if (threadIdx.x == 0) {
-    atomicOr(&control.suspects, missing);
+    fixed.doubted = missing | doubted;
     fixed.absent = 0;
+    atomicOr(&control_of(args)->suspects, missing);
     __threadfence();
   }
   __syncthreads();
-  missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing_too, patience);
+}
+
+// Returns whose tables do not count, of those that are doubted or still missing.
+__device__ __noinline__ uint32_t settle(const Args &args, Fixed &fixed, uint32_t missing, uint32_t epoch) {
+  immwire_moe_control &control = *control_of(args);
   const uint32_t rank = threadIdx.x;
-  if (rank < args.world && ((doubted | missing) >> rank & 1)) {
+  if (rank < args.world && ((fixed.doubted | missing) >> rank & 1)) {
     const uint32_t mine = 2 * epoch + (missing >> rank & 1 ? 0 : 1);
     uint32_t found = atomicAdd(&control.decisions[rank], 0u);
     while (found / 2 != (2 * epoch) / 2) {
@@ -696,7 +776,7 @@ __device__ void settle(const Args &args, Routes &routes, uint32_t wanted, uint32
     }
   }
   __syncthreads();
-  read_tables(args, routes, wanted & ~fixed.absent, epoch, parity, fixed.missing, patience);
+  return fixed.absent;
 }
 
 // Where a token goes that lies once for all its rows.
@@ -717,6 +797,44 @@ __device__ void clear_padding(const Args &args, uint32_t row, uint32_t end) {
   }
 }
 
+// One warp: finds out which the `n`-th token is that is here, tells the block where it lies and where its rows do, and plans its way
+// back: the rows in the order of choices, with the weights.
+__device__ void plan_token(const Args &args, const Routes &routes, uint32_t n, Fixed &fixed, uint32_t turn, uint32_t i, uint32_t epoch,
+                           uint32_t parity) {
+  const uint32_t lane = threadIdx.x % WARP;
+  uint32_t source, token, row = IMMWIRE_MOE_NO_ROW, weight = 0;
+  routes.find(n, source, token);
+  if (lane < args.top_k) {
+    const uint4 two = load_shared_vector(table_of(args, args.rank, source, parity) +
+                                         16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
+    const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
+    if (mine < routes.local) row = routes.row(mine, source, token);
+    weight = lane % 2 == 0 ? two.x : two.y;
+  }
+  Rows &rows = fixed.rows[turn][i];
+  const bool is_here = row < args.rows;
+  const uint32_t has = __ballot_sync(ALL_LANES, is_here), slot = slot_of(args, source, token);
+  if (is_here && args.slots == 0) rows.row[__popc(has & ranks_below(lane))] = row;
+  if (is_here && args.slots != 0) reinterpret_cast<uint32_t *>(args.slots)[row] = slot;
+  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+  if (lane == 0) {
+    if (args.slots != 0) rows.row[0] = slot;
+    rows.count = args.slots != 0 ? 1 : __popc(has);
+    fixed.source[turn][i] = source;
+    fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
+    store_vector(plan, {source, token, 0, 0});
+  }
+  if (row != IMMWIRE_MOE_NO_ROW && !is_here) {
+    put_down(report_of(args)->rows_left_out, epoch);
+    row = IMMWIRE_MOE_LEFT_OUT;
+  }
+  if (lane < args.top_k) {
+    uint32_t *planned = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
+    planned[lane] = row;
+    planned[args.top_k + lane] = weight;
+  }
+}
+
 // Takes tokens to their rows.
 template <typename PAYLOAD>
 __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present,
@@ -725,17 +843,20 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
   immwire_moe_report &report = *report_of(args);
   Routes routes(args, shared);
   Fixed &fixed = *routes.fixed;
-  const uint32_t missing = read_tables(args, routes, present, epoch, parity, fixed.missing, for_tables);
-  // Read after the tables (see `settle`), and not waited for before it is needed.
-  uint32_t doubted = 0;
-  if (threadIdx.x == 0) doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
-  routes.count(args.padding);
-  if (__syncthreads_or(missing | doubted) != 0) {
-    if (threadIdx.x == 0) fixed.doubted = missing | doubted;
-    __syncthreads();
-    settle(args, routes, present, missing, fixed.doubted, epoch, parity, for_tables);
+  // Once; again if that leaves a doubt, and then those that count.
+  uint32_t wanted = present;
+  for (uint32_t look = 0;; ++look) {
+    const uint32_t missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing, for_tables);
+    if (look == 1) {
+      wanted &= ~settle(args, fixed, missing, epoch);
+      continue;
+    }
+    // Read after the tables (see `doubt`), and not waited for before it is needed.
+    uint32_t doubted = 0;
+    if (threadIdx.x == 0) doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
     routes.count(args.padding);
-    __syncthreads();
+    if (__syncthreads_or(look == 0 ? missing | doubted : 0) == 0) break;
+    doubt(args, fixed, missing, doubted);
   }
   Patience patience(args, Patience::FOR_TOKENS);
 
@@ -756,34 +877,10 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
 
   uint32_t turn = 0;
   for (uint32_t first = blockIdx.x; first < fixed.total; first += gridDim.x * BATCH, turn ^= 1) {
-    // A warp for each token: its rows, by expert.
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
       const uint32_t n = first + i * gridDim.x;
-      uint32_t count = 0;
-      if (n < fixed.total) {
-        uint32_t source, token;
-        routes.find(n, source, token);
-        const uint32_t slot = slot_of(args, source, token);
-        for (uint32_t low = 0; low < routes.local; low += WARP) {
-          const uint32_t mine = low + lane;
-          uint32_t row = IMMWIRE_MOE_NO_ROW;
-          if (mine < routes.local && routes.has(mine, source, token)) row = routes.row(mine, source, token);
-          const uint32_t has = __ballot_sync(ALL_LANES, row < args.rows);
-          if (row < args.rows) {
-            if (args.slots != 0) reinterpret_cast<uint32_t *>(args.slots)[row] = slot;
-            else fixed.rows[turn][i].row[count + __popc(has & ranks_below(lane))] = row;
-          }
-          count += __popc(has);
-        }
-        if (args.slots != 0) count = 1;
-        if (lane == 0) {
-          if (args.slots != 0) fixed.rows[turn][i].row[0] = slot;
-          fixed.source[turn][i] = source;
-          fixed.token[turn][i] = token;
-          fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
-        }
-      }
-      if (lane == 0) fixed.rows[turn][i].count = count;
+      if (n < fixed.total) plan_token(args, routes, n, fixed, turn, i, epoch, parity);
+      else if (lane == 0) fixed.rows[turn][i].count = 0;
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
 
@@ -838,27 +935,6 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
         *reinterpret_cast<uint32_t *>(from[i]) = POISON;
       }
     }
-    // For the way back, which nobody waits for yet: the rows again, in the order of choices, with the weights.
-    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
-      const uint32_t n = first + i * gridDim.x;
-      if (n >= fixed.total) continue;
-      const uint32_t source = fixed.source[turn][i], token = fixed.token[turn][i];
-      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-      if (lane < args.top_k) {
-        const uint4 two = load_shared_vector(table_of(args, args.rank, source, parity) +
-                                             16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
-        const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
-        uint32_t row = mine < routes.local ? routes.row(mine, source, token) : IMMWIRE_MOE_NO_ROW;
-        if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
-          put_down(report.rows_left_out, epoch);
-          row = IMMWIRE_MOE_LEFT_OUT;
-        }
-        uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
-        rows[lane] = row;
-        rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
-      }
-      if (lane == 0) store_vector(plan, {source, token, 0, 0});
-    }
     if (late != 0) {
 #pragma unroll
       for (uint32_t i = 0; i < BATCH; ++i) {
@@ -881,14 +957,17 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
 template <typename PAYLOAD>
 __device__ void dispatch(const Args &args) {
   MACHINE_SHARED(shared);
+  machine::bring(args);
+  machine::follow();
   immwire_moe_control &control = *control_of(args);
+  const First<PAYLOAD> first(args, args.flags & IMMWIRE_MOE_SEND);
   const Patience patience(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   // Not those found absent meanwhile: all blocks need the same.
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (args.flags & IMMWIRE_MOE_SEND)
-    send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present);
+    send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), first, epoch, parity, present);
   if (args.flags & IMMWIRE_MOE_RECEIVE) {
     __syncthreads();
     receive_tokens<PAYLOAD>(args, shared, epoch, parity, present, patience);
@@ -934,10 +1013,10 @@ struct Planned {
   uint4 pair;
 };
 
-// Adds vectors of `count` rows, times their weights, to sums; `rows` tells which. All of up to ROWS of them are read before any is used.
+// Adds vectors of `count` rows, those before `end`, times their weights, to sums; `rows` tells which. All of up to ROWS of them are read
+// before any is used.
 template <typename FORMAT, uint32_t ROWS, uint32_t SIDE, typename GET>
-__device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t (&at)[SIDE], uint32_t count, GET rows) {
-  const uint32_t vectors = args.values / 8;
+__device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t (&at)[SIDE], uint32_t end, uint32_t count, GET rows) {
   for (uint32_t low = 0; low < count; low += ROWS) {
     uint4 held[ROWS][SIDE];
     float weight[ROWS];
@@ -948,13 +1027,13 @@ __device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t
       rows(low + i, row, weight[i]);
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j)
-        if (at[j] < vectors) held[i][j] = load_vector(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
+        if (at[j] < end) held[i][j] = load_vector(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
     }
 #pragma unroll
     for (uint32_t i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j) {
-        if (low + i >= count || at[j] >= vectors) continue;
+        if (low + i >= count || at[j] >= end) continue;
         float values[8];
         unpack<FORMAT>(values, held[i][j]);
 #pragma unroll
@@ -974,33 +1053,53 @@ struct Share {
   uint32_t index, of;
 };
 
-// Sends, for each of the first `pairs` tokens received, the weighted sum of its rows.
+// Vectors of tokens, cut into parts for different blocks where there are fewer tokens than blocks: so they are sooner done.
+class Cut {
+ public:
+  __device__ Cut(uint32_t tokens, uint32_t blocks, uint32_t vectors) : vectors(vectors) {
+    while (shift < MOST && tokens << (shift + 1) <= blocks) ++shift;
+    items = tokens << shift;
+    len = (vectors + (1u << shift) - 1) >> shift;
+  }
+  // The token that part number `item` is of, and the vectors that it is.
+  __device__ uint32_t token(uint32_t item) const { return item >> shift; }
+  __device__ uint32_t first(uint32_t item) const { return (item & ((1u << shift) - 1)) * len; }
+  __device__ uint32_t end(uint32_t item) const { return min(first(item) + len, vectors); }
+  uint32_t items;
+
+ private:
+  static constexpr uint32_t MOST = 3;
+  uint32_t vectors, len, shift = 0;
+};
+
+// Sends, for each of the tokens received that are cut, the weighted sum of its rows.
 template <typename FORMAT>
-__device__ void send_results(const Args &args, Fixed &fixed, Share share, uint32_t pairs, uint32_t epoch, uint32_t present) {
-  const uint32_t vectors = args.values / 8, warps = blockDim.x / WARP;
+__device__ void send_results(const Args &args, Fixed &fixed, Share share, const Cut &pairs, uint32_t epoch, uint32_t present) {
+  const uint32_t warps = blockDim.x / WARP;
   uint32_t turn = 0;
-  for (uint32_t first = share.index; first < pairs; first += share.of * BATCH, turn ^= 1) {
+  for (uint32_t first = share.index; first < pairs.items; first += share.of * BATCH, turn ^= 1) {
     for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
-      const uint32_t n = first + i * share.of;
-      if (n >= pairs) continue;
-      const Planned planned(args, n, epoch);
+      const uint32_t item = first + i * share.of;
+      if (item >= pairs.items) continue;
+      const Planned planned(args, pairs.token(item), epoch);
       planned.keep_rows(fixed.rows[turn][i], planned.row < args.rows);
       planned.keep_token(fixed, turn, i);
     }
     __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
     for (uint32_t i = 0; i < BATCH; ++i) {
-      if (first + i * share.of >= pairs) break;
-      const uint32_t source = fixed.source[turn][i];
+      const uint32_t item = first + i * share.of;
+      if (item >= pairs.items) break;
+      const uint32_t source = fixed.source[turn][i], end = pairs.end(item);
       if (!(present >> source & 1)) continue;
       const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i], 0);
       // Two vectors side by side.
-      for (uint32_t v = threadIdx.x; v < vectors; v += 2 * blockDim.x) {
+      for (uint32_t v = pairs.first(item) + threadIdx.x; v < end; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
         float sum[2][8] = {};
-        sum_rows<FORMAT, BATCH>(args, sum, at, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
+        sum_rows<FORMAT, BATCH>(args, sum, at, end, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j)
-          if (at[j] < vectors) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+          if (at[j] < end) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
       }
     }
   }
@@ -1070,9 +1169,10 @@ __device__ uint32_t tokens_to_sum(const Args &args, uint32_t epoch) {
 // Adds up what ranks sent for this rank's tokens.
 template <typename FORMAT>
 __device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, Patience &patience) {
-  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x) {
-    const uint32_t ranks = masks_of(args)[token] & present;
-    for (uint32_t v = threadIdx.x; v < args.values / 8; v += blockDim.x)
+  const Cut cut(tokens, gridDim.x, args.values / 8);
+  for (uint32_t item = blockIdx.x; item < cut.items; item += gridDim.x) {
+    const uint32_t token = cut.token(item), ranks = masks_of(args)[token] & present;
+    for (uint32_t v = cut.first(item) + threadIdx.x; v < cut.end(item); v += blockDim.x)
       sum_token<FORMAT, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience);
   }
 }
@@ -1203,6 +1303,8 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
 template <typename FORMAT, bool EXACT>
 __device__ void combine(const Args &args) {
   MACHINE_SHARED(shared);
+  machine::bring(args);
+  machine::follow();
   Fixed &fixed = *reinterpret_cast<Fixed *>(shared);
   immwire_moe_control &control = *control_of(args);
   const Share all = {blockIdx.x, gridDim.x};
@@ -1210,7 +1312,7 @@ __device__ void combine(const Args &args) {
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   if (args.flags & IMMWIRE_MOE_SEND) {
     if constexpr (EXACT) send_each_result<FORMAT>(args, fixed, epoch, present);
-    else send_results<FORMAT>(args, fixed, all, control.pairs, epoch, present);
+    else send_results<FORMAT>(args, fixed, all, Cut(control.pairs, gridDim.x, args.values / 8), epoch, present);
   }
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   const uint32_t tokens = tokens_to_sum(args, epoch);
@@ -1587,7 +1689,7 @@ __device__ void take_own(const Args &args, uint32_t n, uint32_t *rows) {
   const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT), count = __popc(has);
   if (row < IMMWIRE_MOE_LEFT_OUT) rows[__popc(has & ranks_below(lane))] = row;
   machine::meet();
-  PAYLOAD::send(args, token, WarpCrew(), [&] { return OwnRows{args, rows, count}; });
+  PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()), OwnRows{args, rows, count});
   machine::meet(); // Nobody looks at these rows any more.
 }
 
@@ -1614,21 +1716,22 @@ __device__ void send_share(const Args &args, Share share, uint32_t tokens, uint3
   const uint32_t lane = threadIdx.x % WARP, first = threadIdx.x / WARP * share.of + share.index, step = blockDim.x / WARP * share.of;
   uint32_t *masks = masks_of(args);
   for (uint32_t token = first; token < tokens; token += step) {
-    const uint32_t goes_to = send_choices(args, token, epoch, parity, present);
+    const uint32_t goes_to = send_choices(args, token, Choice(args, token), epoch, parity, present);
     if (lane == 0) masks[token] = goes_to;
   }
   for (uint32_t token = first; token < tokens; token += step) {
     const uint32_t goes_to = __shfl_sync(ALL_LANES, lane == 0 ? masks[token] : 0, 0) & ~(is_direct ? 1u << args.rank : 0);
     if (goes_to == 0) continue;
-    PAYLOAD::send(args, token, WarpCrew(), [&] {
-      return Slots{args, Ranks(goes_to, (args.rank + token) % args.world, args.world), token_offset(args, args.rank, token)};
-    });
+    const auto ranks = [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); };
+    PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()),
+                  Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
   }
 }
 
 template <typename PAYLOAD>
 __device__ void dispatch_many(const Args &args) {
   MACHINE_SHARED(shared);
+  machine::follow();
   immwire_moe_control &control = *control_of(args);
   const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;
   // Every other block sends. One that is alone, or of a launch that does one thing only, does whatever there is to do.
@@ -1639,7 +1742,7 @@ __device__ void dispatch_many(const Args &args) {
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (sends) {
-    const uint32_t tokens = announce_tokens(args, epoch, parity, present);
+    const uint32_t tokens = announce_tokens(args, tokens_given(args), epoch, parity, present);
     if (!is_shared_out || is_even) send_share<PAYLOAD>(args, is_shared_out ? even : all, tokens, epoch, parity, present, is_direct);
   }
   if (!receives) return;
@@ -1704,7 +1807,7 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
       for (uint32_t j = 0; j < SUMS; ++j) at[j] = low + j * WARP + lane;
       if (has_own) {
         float sum[SUMS][8] = {};
-        sum_rows<FORMAT, OWN>(args, sum, at, rows.count, rows);
+        sum_rows<FORMAT, OWN>(args, sum, at, vectors, rows.count, rows);
 #pragma unroll
         for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
       }
@@ -1716,6 +1819,7 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
 template <typename FORMAT>
 __device__ void combine_many(const Args &args) {
   MACHINE_SHARED(shared);
+  machine::follow();
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_RESULTS);
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
@@ -1725,7 +1829,8 @@ __device__ void combine_many(const Args &args) {
   const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2};
   const uint32_t tokens = receives ? tokens_to_sum(args, epoch) : 0;
   if (sends && (!is_shared_out || blockIdx.x % 2 == 0))
-    send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all, is_direct ? control.of_others : control.pairs, epoch, present);
+    send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all,
+                         Cut(is_direct ? control.of_others : control.pairs, 0, args.values / 8), epoch, present);
   if (!receives) return;
   end_round(control, epoch);
   sum_tokens<FORMAT>(args, tokens, epoch, present, is_direct, patience);

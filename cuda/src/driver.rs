@@ -13,7 +13,7 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 60] = [
+const SYMBOLS: [&str; 61] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxGetFlags",
@@ -41,6 +41,7 @@ const SYMBOLS: [&str; 60] = [
     "cuIpcGetMemHandle",
     "cuIpcOpenMemHandle_v2",
     "cuLaunchKernel",
+    "cuLaunchKernelEx",
     "cuMemAddressFree",
     "cuMemAddressReserve",
     "cuMemAlloc_v2",

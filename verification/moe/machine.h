@@ -20,6 +20,7 @@
 #define __device__
 #define __global__
 #define __grid_constant__
+#define __noinline__ [[gnu::noinline]]
 #define __launch_bounds__(...)
 #define MACHINE_SHARED(name) uint32_t *const name = emulated::shared()
 
@@ -165,6 +166,13 @@ inline uint4 load_vector(uint64_t from) {
 inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
 inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
+template <typename T>
+inline void bring(const T &) {}
+inline void follow() {}
+inline uint32_t any_of(uint32_t word) {
+  for (uint32_t step = 1; step < 32; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
+  return word;
+}
 inline void pause() { emulated::rest(); }
 inline void meet() { emulated::ballot(true); }
 

@@ -121,6 +121,8 @@ pub struct Exchange {
     _masks: DeviceMemory,
     _scratch: Option<DeviceMemory>,
     dispatch_shared_bytes: u32,
+    /// Whether launches may begin before those before them have ended.
+    begins_early: bool,
     report: PinnedMemory,
     /// After what waits for the GPU when it is freed.
     _module: Module,
@@ -219,6 +221,7 @@ impl Exchange {
             _masks: masks,
             _scratch: scratch,
             dispatch_shared_bytes,
+            begins_early: gpu.capability >= (9, 0),
             report,
             _module: module,
         };
@@ -393,25 +396,36 @@ impl Exchange {
         self.device.must_be(stream.device())?;
         let _current = self.device.enter()?;
         let mut parameters = [(&raw mut args).cast()];
+        // May begin before the launches before it in the stream have ended: it waits for them itself, before it looks at any memory.
+        let mut early = cu::CUlaunchAttribute {
+            id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = cu::CUlaunchConfig {
+            gridDimX: self.sms.get(),
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: args::THREADS,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: shared_bytes,
+            hStream: stream.handle(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(self.begins_early),
+        };
         // SAFETY: the function takes one `MoeArgs` by value (compared on both sides), which the driver copies before it
-        // returns; threads and shared memory are what the header asks for; function and stream are of the context that is
-        // current; memory is our caller's promise.
+        // returns; threads and shared memory are what the header asks for; where it may begin early, its code waits; function and
+        // stream are of the context that is current; memory is our caller's promise.
         let launched = unsafe {
-            cu::cuLaunchKernel(
+            cu::cuLaunchKernelEx(
+                &raw const config,
                 function.handle(),
-                self.sms.get(),
-                1,
-                1,
-                args::THREADS,
-                1,
-                1,
-                shared_bytes,
-                stream.handle(),
                 parameters.as_mut_ptr(),
                 ptr::null_mut(),
             )
         };
-        check("cuLaunchKernel", launched)
+        check("cuLaunchKernelEx", launched)
     }
 
     /// What went wrong until now, with the number of the round, from 1: see [`MoeReport`].

@@ -347,34 +347,66 @@ calls! {
         parameters: *const *const c_void,
         extra: *const *const c_void,
     ) {
-        let mut world = begin("cuLaunchKernel");
-        let stream = world.stream("cuLaunchKernel", stream);
-        world.take_command()?;
-        let &mut Function { module, kernel, most_shared_bytes } =
-            world.function("cuLaunchKernel", function);
-        let module = Arc::clone(world.module("cuLaunchKernel", module));
-        if module.context != stream.context {
-            broken!(
-                WrongContext,
-                "cuLaunchKernel: the stream is of GPU {}'s, the function is not",
-                stream.gpu
-            );
-        }
-        if parameters.is_null() || !extra.is_null() {
-            broken!(NotModelled, "cuLaunchKernel: parameters other than by their addresses");
-        }
         let size = Size {
             grid: [grid_x, grid_y, grid_z],
             block: [block_x, block_y, block_z],
             shared_bytes,
         };
-        // SAFETY: the caller's promise.
-        let launch = unsafe { Launch::read(kernel, size, parameters) };
-        launch.check(size, most_shared_bytes);
-        let mut reach = Reach::new(stream.gpu);
-        launch.claim(&world, &mut reach);
-        reach.module = Some(module);
-        stream.push(Work::Launch { reach, launch });
-        Ok(())
+        launch("cuLaunchKernel", function, size, stream, parameters, extra)
     }
+
+    /// The only attribute is that it may begin before those before it in its stream have ended: here it never does.
+    fn cuLaunchKernelEx(
+        config: *const cu::CUlaunchConfig,
+        function: u64,
+        parameters: *const *const c_void,
+        extra: *const *const c_void,
+    ) {
+        // SAFETY: the caller's promise, if it is not null.
+        let config = unsafe { config.as_ref() }.ok_or(code::INVALID_VALUE)?;
+        for at in 0..config.numAttrs as usize {
+            // SAFETY: the caller's promise: so many are there.
+            let attribute = unsafe { config.attrs.add(at).read() };
+            let early = cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+            if attribute.id != early {
+                broken!(NotModelled, "cuLaunchKernelEx: attribute {:?}", attribute.id);
+            }
+        }
+        let size = Size {
+            grid: [config.gridDimX, config.gridDimY, config.gridDimZ],
+            block: [config.blockDimX, config.blockDimY, config.blockDimZ],
+            shared_bytes: config.sharedMemBytes,
+        };
+        launch("cuLaunchKernelEx", function, size, config.hStream as u64, parameters, extra)
+    }
+}
+
+/// Enqueues a kernel, as the driver's `call`.
+fn launch(
+    call: &'static str,
+    function: u64,
+    size: Size,
+    stream: u64,
+    parameters: *const *const c_void,
+    extra: *const *const c_void,
+) -> code::Answer {
+    let mut world = begin(call);
+    let stream = world.stream(call, stream);
+    world.take_command()?;
+    let &mut Function { module, kernel, most_shared_bytes } = world.function(call, function);
+    let module = Arc::clone(world.module(call, module));
+    if module.context != stream.context {
+        broken!(WrongContext, "{call}: the stream is of GPU {}'s, the function is not", stream.gpu);
+    }
+    if parameters.is_null() || !extra.is_null() {
+        broken!(NotModelled, "{call}: parameters other than by their addresses");
+    }
+    // SAFETY: the caller's promise.
+    let launch = unsafe { Launch::read(kernel, size, parameters) };
+    launch.check(size, most_shared_bytes);
+    let mut reach = Reach::new(stream.gpu);
+    launch.claim(&world, &mut reach);
+    reach.module = Some(module);
+    stream.push(Work::Launch { reach, launch });
+    Ok(())
 }
