@@ -133,7 +133,7 @@ typedef struct immwire_moe_args {
   uint32_t world;
   uint32_t top_k;
   uint32_t max_tokens;
-  uint32_t tokens;      /* no more than these, whatever lies at tokens_at; for combine, room in out */
+  uint32_t tokens;      /* no more than these, whatever lies at tokens_at; so many may be read of x, indices and weights; for combine, room in out */
   uint32_t token_bytes; /* a multiple of 16, not 0 */
   uint32_t scale_bytes; /* a multiple of 4 */
   uint32_t values;      /* a multiple of 8, where the kernel quantises of 16 */

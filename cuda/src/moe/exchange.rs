@@ -49,7 +49,7 @@ pub enum Count {
     At {
         /// Where.
         address: u64,
-        /// For how many there is memory. More are left out, and reported.
+        /// For how many there is memory, which may be read whatever the number is. More are left out, and reported.
         most: u32,
     },
 }

@@ -324,13 +324,15 @@ impl Launch {
         part("tokens_at", |a| &mut a.tokens_at, Some(counted), 4, false);
         let raw = self.is_raw();
         let (token_bytes, scale_bytes) = (u64::from(a.token_bytes), u64::from(a.scale_bytes));
-        part("x", |a| &mut a.x, tokens(if raw { token_bytes } else { values }), 16, false);
+        // Read before it is known how many tokens there are.
+        let first = |each: u64| Some(u64::from(a.tokens) * each);
+        part("x", |a| &mut a.x, first(if raw { token_bytes } else { values }), 16, false);
         let scales = if raw { tokens(scale_bytes) } else { Some(0) };
         part("scales", |a| &mut a.scales, scales, 4, false);
         let index = if a.flags & args::WIDE_INDICES != 0 { 8 } else { 4 };
         let top_k = u64::from(a.top_k);
-        part("indices", |a| &mut a.indices, tokens(top_k * index), index, false);
-        part("weights", |a| &mut a.weights, tokens(top_k * 4), 4, false);
+        part("indices", |a| &mut a.indices, first(top_k * index), index, false);
+        part("weights", |a| &mut a.weights, first(top_k * 4), 4, false);
         let (local, rows) = (self.local(), u64::from(a.rows));
         if self.is_many() {
             let scratch = self.chunks() * (self.local() + 1) * 4;
