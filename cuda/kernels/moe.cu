@@ -25,7 +25,8 @@
 //    round n, and nobody begins round n + 2 without it, so two of them take turns.
 // 3. No argument changes from round to round but the number of tokens, which may lie in memory too, and no word has to be cleared:
 //    the number of the round lies in memory. What all blocks of a launch must read alike there is written by launches of the other
-//    kind only. (Who is waited for in a combine they need not: each result is one block's own.)
+//    kind only. (Who is waited for in a combine they need not: each part of a result is one block's own. In a round in which a rank is
+//    missed, which is then reported, parts of one sum may differ in whether it is in them.)
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
 //    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded

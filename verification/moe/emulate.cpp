@@ -52,6 +52,7 @@ struct Thread {
   Dimension index;
   Wait wait = Wait::NOTHING;
   uint32_t exchanges = 0;
+  bool followed = false; // It has waited for the launches before its own.
   bool done = false;
 };
 
@@ -275,7 +276,12 @@ void rest() {
   }
   give_up(true);
 }
+void follow() { world->current->followed = true; }
+void look() {
+  if (!world->current->followed) world->failure = "memory is used before the launches before have ended";
+}
 void step() {
+  look();
   ++world->time;
   if (world->random.below(8) == 0) give_up(true);
 }

@@ -49,6 +49,10 @@ uint32_t exchange(uint32_t value, uint32_t from);
 uint32_t ballot(bool value);
 uint32_t match(uint32_t value);
 uint32_t lane();
+// The launches before have ended; until then a launch uses no memory but its arguments.
+void follow();
+// Fails if they are not known to have.
+void look();
 void store_later(uint64_t to, uint32_t word);
 void store_whole_later(uint64_t to, const uint4 &held);
 uint64_t clock();
@@ -159,6 +163,7 @@ inline void store_shared_vector(uint64_t to, uint4 held) {
 }
 inline void store_whole_vector(uint64_t to, uint4 held) { emulated::store_whole_later(to, held); }
 inline uint4 load_vector(uint64_t from) {
+  emulated::look();
   uint4 held;
   std::memcpy(&held, reinterpret_cast<const void *>(from), 16);
   return held;
@@ -168,7 +173,7 @@ inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
 template <typename T>
 inline void bring(const T &) {}
-inline void follow() {}
+inline void follow() { emulated::follow(); }
 inline uint32_t any_of(uint32_t word) {
   for (uint32_t step = 1; step < 32; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
   return word;

@@ -436,7 +436,7 @@ struct Flight {
 struct Queue {
     copier: Copier,
     /// The number of the last copy that has ended: the GPU's to write.
-    ended: PinnedMemory,
+    ended: Arc<PinnedMemory>,
     issued: u64,
     /// The driver's answer when it would not take all of the last copy, whose number is never stored then: it ends, as
     /// failed, when nothing is in the queue any more. Until then nothing is added.
@@ -455,7 +455,7 @@ impl Queue {
         let table = |_| PinnedMemory::zeroed(device, 2 * LAUNCH_PAGES * size_of::<u32>());
         Ok(Self {
             copier,
-            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
+            ended: Arc::new(PinnedMemory::zeroed(device, size_of::<u64>())?),
             issued: 0,
             refused: None,
             tables: (0..COPIES).map(table).collect::<Result<_, _>>()?,
@@ -921,12 +921,15 @@ fn tabulate(addresses: impl Iterator<Item = u64> + Clone, table: &mut [u32]) -> 
 }
 
 impl Drop for Gpus {
-    /// Waits for what is under way, as long as the copiers do; if a GPU is stuck, what it may still write to stays claimed.
+    /// Waits for what is under way, as long as the copiers do; if a GPU is stuck, what it may still write to stays claimed, and what it may
+    /// still use of ours is kept for good: to free that would take as long as the GPU does.
     fn drop(&mut self) {
         for gpu in &mut self.gpus {
             for queue in &mut gpu.queues {
                 if !settle(queue) {
                     std::mem::forget(std::mem::take(&mut queue.flights));
+                    std::mem::forget(std::mem::take(&mut queue.tables));
+                    std::mem::forget(Arc::clone(&queue.ended));
                 }
             }
         }

@@ -11,6 +11,7 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
@@ -45,7 +46,7 @@ pub(super) struct Range {
 struct Queue<T> {
     copier: Copier,
     /// The number of the last copy that has ended: the GPU's to write.
-    ended: PinnedMemory,
+    ended: Arc<PinnedMemory>,
     issued: u64,
     /// The driver's answer to a copy that it would not take, or to whether the GPU works: the number of none that is left is
     /// ever stored.
@@ -58,7 +59,7 @@ impl<T> Queue<T> {
         let stream = Stream::new(device)?;
         Ok(Self {
             copier: Copier::new(&stream, Tuning::default())?,
-            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
+            ended: Arc::new(PinnedMemory::zeroed(device, size_of::<u64>())?),
             issued: 0,
             failed: None,
             flights: VecDeque::with_capacity(flights),
@@ -198,6 +199,11 @@ impl<T> Copies<T> {
             !matches!(over, Err(Error::TimedOut { .. }))
         };
         self.queues.iter().flatten().filter(|queue| !queue.flights.is_empty()).all(is_over)
+    }
+
+    /// A GPU is stuck: what it may still write to is kept for good. To free it would take as long as the GPU does.
+    pub(super) fn abandon(&self) {
+        self.queues.iter().flatten().for_each(|queue| std::mem::forget(Arc::clone(&queue.ended)));
     }
 
     /// All that is left, when nothing is copied any more.

@@ -21,7 +21,9 @@ use std::time::{Duration, Instant};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::mailbox::Geometry;
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_core::staging::{Bounds, Hold, LANDING_SLOTS, Note, SLOT_BYTES, StagedKey, TAIL_BYTES};
+use immwire_core::staging::{
+    Bounds, Hold, LANDING_SLOTS, NOTE_BYTES, Note, SLOT_BYTES, StagedKey, TAIL_BYTES,
+};
 use immwire_cuda::{PinnedMemory, SharedMemory};
 
 use super::StagingError;
@@ -373,6 +375,15 @@ impl<M: Memory> Memory for StagedMemory<M> {
             Some(base) if bytes as u64 == staging.geometry.bytes() => {
                 // SAFETY: the area lies in the pool, and nobody else has it: it was free, so no transport and no copy uses it.
                 unsafe { std::ptr::write_bytes(base.as_ptr(), 0, bytes) };
+                // What the peer before left would be a note for whoever says that it wrote one.
+                for slot in 0..u64::from(LANDING_SLOTS) {
+                    let note = staging.geometry.bytes() + slot * SLOT_BYTES;
+                    let note = usize::try_from(note).unwrap_or(usize::MAX);
+                    if note.saturating_add(NOTE_BYTES) <= len {
+                        // SAFETY: as above: it ends before the area does.
+                        unsafe { std::ptr::write_bytes(base.as_ptr().add(note), 0, NOTE_BYTES) };
+                    }
+                }
                 // SAFETY: the pool lives as long as `self`, which outlives its regions.
                 unsafe { self.inner.register(base, len, Rights::REMOTE_WRITE) }
             }

@@ -294,6 +294,8 @@ impl<P: Provider> Staged<P> {
         let limited = inner.nics().iter().cloned().map(|mut nic| {
             nic.limits.queue_depth = nic.limits.queue_depth.saturating_sub(reserve.all).max(1);
             nic.limits.max_message_bytes = nic.limits.max_message_bytes.min(PIECE_BYTES);
+            // A slot holds one range.
+            nic.limits.pages_per_piece = 1;
             nic
         });
         let desk = Desk {
@@ -858,6 +860,7 @@ impl<P: Provider> Drop for Staged<P> {
     fn drop(&mut self) {
         if !self.copies.settle() {
             std::mem::forget(Arc::clone(&self.desk.shared));
+            self.copies.abandon();
             return;
         }
         for job in self.copies.drain() {
