@@ -173,10 +173,12 @@ impl<const W: usize> Courier<W> {
         self.choose();
     }
 
-    /// Those lines, a bit for each, are doubtful from now on, and the others not.
-    pub fn doubt(&mut self, lines: u8) {
-        if self.doubtful != lines {
-            self.doubtful = lines;
+    /// Those lines, a bit for each, are doubtful from now on, or are not any more; the others stay as they are.
+    pub fn doubt(&mut self, lines: u8, is_doubtful: bool) {
+        let kept = self.doubtful & !lines;
+        let doubtful = if is_doubtful { kept | lines } else { kept };
+        if self.doubtful != doubtful {
+            self.doubtful = doubtful;
             self.choose();
         }
     }
@@ -361,7 +363,8 @@ mod tests {
                     if self.doubts > 0 {
                         let mut world = self.clone();
                         world.doubts -= 1;
-                        world.ends[end].doubt(1 << at);
+                        world.ends[end].doubt(u8::MAX, false);
+                        world.ends[end].doubt(1 << at, true);
                         all.push(world);
                     }
                 }
@@ -443,13 +446,41 @@ mod tests {
         assert_eq!(line(&mut end), Some(1));
         end.open_line(0);
         assert_eq!(line(&mut end), Some(1));
-        end.doubt(0b011);
+        end.doubt(0b011, true);
         assert_eq!(line(&mut end), Some(2));
         assert!(end.break_line(2) && !end.is_open(2));
         assert!(end.is_led(0b101) && !end.is_led(0b1100));
         assert_eq!(line(&mut end), Some(0), "doubtful, but there is no other");
         assert!(end.break_line(0) && !end.break_line(1));
         assert_eq!(line(&mut end), None);
+    }
+
+    /// Three lines, doubted and trusted again in all sequences of four: each is as was said last of it, and what is used is
+    /// sound while a sound one is whole.
+    #[test]
+    fn a_doubt_is_of_the_lines_that_it_names_alone() {
+        let mut changes = 0;
+        for word in 0..16_u32.pow(4) {
+            let mut end = Courier::<4>::new(0b011);
+            let mut doubted = [false; 3];
+            for step in 0..4 {
+                let [said, ..] = (word >> (4 * step)).to_le_bytes();
+                let (lines, is_doubtful) = (said & 0b111, said & 0b1000 != 0);
+                let before = end.line;
+                end.doubt(lines, is_doubtful);
+                for (line, doubted) in doubted.iter_mut().enumerate() {
+                    if lines & 1 << line != 0 {
+                        *doubted = is_doubtful;
+                    }
+                }
+                let used = usize::from(end.line.unwrap());
+                assert!(used < 2 && (!doubted[used] || (doubted[0] && doubted[1])));
+                let kept = before.filter(|&line| !doubted[usize::from(line)]);
+                assert!(kept.is_none_or(|line| end.line == Some(line)), "it was sound");
+                changes += usize::from(end.line != before);
+            }
+        }
+        assert!(changes > 1000, "{changes}");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! RDMA devices: which of their ports are an engine's NICs, and whether one offers what is asked of it.
+//! RDMA devices: which of their ports are an engine's NICs, how each of these is, and whether one offers what is asked of it.
 //!
 //! For verbs: a NIC is one port of a device. `mlx5_0:2` is the second port of `mlx5_0`, as UCX writes it too. Opens nothing:
 //! what there is comes as a list that was captured.
@@ -14,8 +14,10 @@
 //!    each one's first.
 //! 2. [`named`] gives a port of that device, and of that number if there is one.
 //! 3. A device that has a colon in its name is found by it.
+//! 4. Each change of a NIC is told once, and none after its loss ([`Health`]).
 //!
-//! The tests enumerate machines of up to three devices with up to three ports in all states.
+//! The tests enumerate machines of up to three devices with up to three ports in all states, and all that can become of a NIC
+//! in eight steps.
 
 use core::fmt;
 
@@ -159,6 +161,49 @@ pub fn spread<'n>(
         }
     }
     chosen
+}
+
+/// How one of an engine's NICs is, as its device tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Health {
+    /// Its port is active.
+    Up,
+    /// Its port is not: nothing is sent there until it is again.
+    Down,
+    /// The device has failed, for good.
+    Lost,
+}
+
+impl Health {
+    /// Whether something can be sent over it.
+    #[must_use]
+    pub const fn is_usable(self) -> bool {
+        matches!(self, Self::Up)
+    }
+
+    /// Whether it will never be used again.
+    #[must_use]
+    pub const fn is_lost(self) -> bool {
+        matches!(self, Self::Lost)
+    }
+
+    /// The port is up, or down. Returns whether that is a change, which is to be told; what a lost one says is none.
+    #[must_use]
+    pub const fn turn(&mut self, is_up: bool) -> bool {
+        let changes = !self.is_lost() && self.is_usable() != is_up;
+        if changes {
+            *self = if is_up { Self::Up } else { Self::Down };
+        }
+        changes
+    }
+
+    /// The device has failed. Returns whether that is new, and to be told.
+    #[must_use]
+    pub const fn lose(&mut self) -> bool {
+        let is_new = !self.is_lost();
+        *self = Self::Lost;
+        is_new
+    }
 }
 
 /// What devices may offer for memory that is not pinned, but brought when it is needed (on-demand paging), over reliable
@@ -348,6 +393,33 @@ mod tests {
             NoPort::NoNumber { number: 3, ports: 2 }.to_string(),
             "it has ports 1 to 2, and no port 3"
         );
+    }
+
+    /// A port that goes up and down, and a device that fails, in all sequences of eight.
+    #[test]
+    fn each_change_of_a_nic_is_told_once_and_the_last_is_its_loss() {
+        let (mut turns, mut losses) = (0, 0);
+        for word in 0..3_usize.pow(8) {
+            let (mut health, mut is_up, mut is_lost) = (Health::Up, true, false);
+            for step in 0..8 {
+                match word / 3_usize.pow(step) % 3 {
+                    2 => {
+                        assert_eq!(health.lose(), !is_lost);
+                        losses += usize::from(!is_lost);
+                        is_lost = true;
+                    }
+                    up => {
+                        let is_new = !is_lost && is_up != (up == 1);
+                        assert_eq!(health.turn(up == 1), is_new);
+                        turns += usize::from(is_new);
+                        is_up = up == 1;
+                    }
+                }
+                assert_eq!(health.is_lost(), is_lost);
+                assert_eq!(health.is_usable(), is_up && !is_lost);
+            }
+        }
+        assert!(turns > 1000 && losses > 1000, "{turns} {losses}");
     }
 
     #[test]

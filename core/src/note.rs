@@ -1,7 +1,8 @@
 //! What the two ends of a verbs session tell each other, over reliable queue pairs of its own: its *lines*.
 //!
 //! Messages that arrive, once and in order, as long as a line is left ([`crate::courier`]). Each fits a small receive,
-//! so that it takes one from the same queue as immediates do. How a session comes to be is [`crate::datagram`]'s.
+//! so that it takes one from the same queue as immediates do. Those that wait for room have an [`order`]. How a session comes
+//! to be is [`crate::datagram`]'s.
 //!
 //! A *path* leads from a NIC of the writer's to one of the receiver's, over [`LANES`] queue pairs of its own: one for
 //! long writes, one for short ones, which do not wait behind the long.
@@ -33,6 +34,49 @@ pub struct Passage {
     pub to: NicIndex,
     /// Counted from 1.
     pub epoch: u32,
+}
+
+/// The notes that wait until there is room to say them, by what they are for. [`Note::Bye`] does not.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Kind {
+    /// [`Note::Ready`].
+    Ready,
+    /// [`Note::Taken`].
+    Taken,
+    /// [`Note::Withdraw`].
+    Withdraw,
+    /// [`Note::Back`].
+    Back,
+    /// [`Note::Declined`].
+    Declined,
+    /// [`Note::Link`].
+    Link,
+    /// [`Note::Linked`].
+    Linked,
+    /// [`Note::Connect`].
+    Connect,
+    /// [`Note::Connected`].
+    Connected,
+    /// [`Note::Withdrawn`].
+    Withdrawn,
+}
+
+/// In which order those that wait are said: first that the session is open, then what lets a peer go on that can post nothing
+/// more; what is not to be written to before any path that may be written over.
+#[must_use]
+pub const fn order() -> [Kind; 10] {
+    [
+        Kind::Ready,
+        Kind::Taken,
+        Kind::Withdraw,
+        Kind::Back,
+        Kind::Declined,
+        Kind::Link,
+        Kind::Linked,
+        Kind::Connect,
+        Kind::Connected,
+        Kind::Withdrawn,
+    ]
 }
 
 /// A message within a session.
@@ -208,6 +252,34 @@ mod tests {
             Note::Linked(passage, queue(4)),
             Note::Back { nic: 6 },
         ])
+    }
+
+    #[test]
+    fn each_kind_has_its_turn_and_what_others_wait_for_comes_first() {
+        let kind = |note| match note {
+            Note::Bye => None,
+            Note::Ready => Some(Kind::Ready),
+            Note::Taken { .. } => Some(Kind::Taken),
+            Note::Withdraw(_) => Some(Kind::Withdraw),
+            Note::Withdrawn(_) => Some(Kind::Withdrawn),
+            Note::Connect(..) => Some(Kind::Connect),
+            Note::Connected(..) => Some(Kind::Connected),
+            Note::Declined(_) => Some(Kind::Declined),
+            Note::Link(..) => Some(Kind::Link),
+            Note::Linked(..) => Some(Kind::Linked),
+            Note::Back { .. } => Some(Kind::Back),
+        };
+        let kinds: Vec<_> = all().into_iter().filter_map(kind).collect();
+        let turn = |kind| order().iter().position(|it| *it == kind).unwrap();
+        let mut turns: Vec<_> = kinds.iter().map(|kind| turn(*kind)).collect();
+        turns.sort_unstable();
+        assert_eq!(turns, (0..order().len()).collect::<Vec<_>>(), "each has one turn");
+        for kind in kinds {
+            assert!(turn(Kind::Ready) <= turn(kind));
+            assert!(turn(Kind::Taken) <= turn(kind) || kind == Kind::Ready);
+        }
+        // By this a peer comes to write.
+        assert!(turn(Kind::Withdraw) < turn(Kind::Connected));
     }
 
     #[test]

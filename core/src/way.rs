@@ -21,6 +21,7 @@
 //! 3. Between two attempts lies a rest; unless somebody has reason to think that it will work now ([`Way::hurry`]).
 //! 4. An attempt begins when nothing is left of the one before ([`Way::next`]).
 //! 5. What leaves a NIC for another way does not end the session by that ([`is_led`], [`is_cut_off`]).
+//! 6. At the other end the latest attempt that was asked for counts, in whatever order they come ([`is_later`]).
 //!
 //! The tests below run all orders of what can happen.
 
@@ -266,6 +267,17 @@ impl Way {
     }
 }
 
+/// Whether the attempt of this epoch, which the other end asks for, is later than all that it has asked for before: than the
+/// one that our ends are of (0 if there was none), and the one that waits to be opened, if one does.
+#[must_use]
+pub const fn is_later(epoch: u32, opened: u32, waiting: Option<u32>) -> bool {
+    epoch > opened
+        && match waiting {
+            Some(waiting) => epoch > waiting,
+            None => true,
+        }
+}
+
 /// One of all the paths of a session.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Lead {
@@ -309,6 +321,32 @@ mod tests {
         /// Queue pairs on which something was posted to try them; if there are queue pairs.
         left: Option<u8>,
         steps: u8,
+    }
+
+    /// What is asked for, and opened, in all sequences of six: what is taken is later than all that was taken before, and
+    /// nothing later is refused.
+    #[test]
+    fn the_later_of_two_attempts_is_the_one_that_counts() {
+        let (mut taken, mut refused) = (0, 0);
+        for word in 0..5_usize.pow(6) {
+            let (mut opened, mut waiting, mut last) = (0, None, 0);
+            for step in 0..6 {
+                match u32::try_from(word / 5_usize.pow(step) % 5).unwrap() {
+                    // What waits is opened.
+                    4 => opened = waiting.take().unwrap_or(opened),
+                    epoch => {
+                        let later = is_later(epoch, opened, waiting);
+                        assert_eq!(later, epoch > last, "{epoch} {opened} {waiting:?}");
+                        if later {
+                            (waiting, last, taken) = (Some(epoch), epoch, taken + 1);
+                        } else {
+                            refused += 1;
+                        }
+                    }
+                }
+            }
+        }
+        assert!(taken > 10_000 && refused > 10_000, "{taken} {refused}");
     }
 
     /// All that can happen, in every order, up to a number of steps: what is told alternates, and each attempt is later

@@ -48,7 +48,7 @@ impl VerbsProvider {
         };
         session.pulse.hear(nic);
         if usable {
-            session.doubt(bit(nic), false);
+            session.courier.doubt(bit(nic), false);
         }
         let line = session.lines.get_mut(usize::from(nic));
         if line.is_some_and(|line| line.state.prove(now)) {

@@ -116,7 +116,7 @@ use ibverbs_sys as sys;
 use ibverbs_sys::{Library, LoadError};
 use immwire_core::courier::{LETTER_MAX, Letter};
 use immwire_core::credit::{Allowance, grant};
-use immwire_core::device::NoPaging;
+use immwire_core::device::{Health, NoPaging};
 use immwire_core::group::{NOTES_PER_PEER, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
@@ -403,10 +403,7 @@ struct Nic {
     domain: Arc<Domain>,
     /// What letters are received into; outlives the queue that it is posted to.
     slab: Slab,
-    /// Its port is active.
-    is_up: bool,
-    /// The device has failed, for good.
-    is_lost: bool,
+    health: Health,
 }
 
 /// How long a NIC's queues are.
@@ -464,8 +461,7 @@ impl Nic {
             shared,
             domain,
             slab,
-            is_up: true,
-            is_lost: false,
+            health: Health::Up,
         };
         nic.refill(1);
         Ok(nic)
@@ -494,7 +490,7 @@ impl Nic {
 
     /// Whether something can be sent over it.
     const fn is_usable(&self) -> bool {
-        self.is_up && !self.is_lost
+        self.health.is_usable()
     }
 
     /// A queue pair for letters.
@@ -702,7 +698,9 @@ impl VerbsProvider {
         let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
         let mut any = false;
         for _ in 0..rounds {
-            let Some(port) = self.ports.get_mut(at).filter(|port| !port.is_lost) else { break };
+            let Some(port) = self.ports.get_mut(at).filter(|port| !port.health.is_lost()) else {
+                break;
+            };
             if !port.read() {
                 self.lose_nic(nic);
                 break;
@@ -1259,7 +1257,7 @@ impl Provider for VerbsProvider {
         let nap = self.next_deadline().since(self.now);
         // All are asked, so that none is left out when they are asked for nothing the next time.
         let mut may_sleep = self.is_mute || self.door.arm();
-        for port in self.ports.iter_mut().filter(|port| !port.is_lost) {
+        for port in self.ports.iter_mut().filter(|port| !port.health.is_lost()) {
             may_sleep &= port.completed.arm() && port.read() && port.stash.is_empty();
         }
         if may_sleep {

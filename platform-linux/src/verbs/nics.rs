@@ -108,15 +108,14 @@ impl VerbsProvider {
         let now = self.now;
         for nic in self.sharing(at) {
             let port = self.ports.get_mut(usize::from(nic));
-            let Some(port) = port.filter(|port| !port.is_lost && port.is_up != is_up) else {
+            if !port.is_some_and(|port| port.health.turn(is_up)) {
                 continue;
-            };
-            port.is_up = is_up;
+            }
             tracing::warn!(nic, is_up, "a port has changed");
             self.resolver.forget_nic(nic.into());
             self.tidings.push(Tiding::Nic(nic, is_up));
             for session in self.sessions.iter_mut().flatten() {
-                session.doubt(bit(nic), !is_up);
+                session.courier.doubt(bit(nic), !is_up);
                 if is_up {
                     session.hurry(now, Some(nic), None);
                     if !session.says.back.contains(&nic) {
@@ -156,10 +155,12 @@ impl VerbsProvider {
 
     /// A NIC is lost for good, and with it all paths and lines from there.
     pub(super) fn lose_nic(&mut self, nic: NicIndex) {
-        let port = self.ports.get_mut(usize::from(nic)).filter(|port| !port.is_lost);
-        let Some(port) = port else { return };
+        let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+        if !port.health.lose() {
+            return;
+        }
         port.device().lose();
-        (port.is_lost, self.urgent) = (true, true);
+        self.urgent = true;
         tracing::error!(nic, "a NIC is lost");
         self.tidings.push(Tiding::Nic(nic, false));
         for index in self.live.clone() {

@@ -16,7 +16,7 @@ use immwire_core::note::{LANES, Passage, Queues};
 use immwire_core::peer::DownReason;
 use immwire_core::resolve::Asker;
 use immwire_core::tenant::device_key;
-use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off};
+use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later};
 
 use super::device::{Depths, QueuePair};
 use super::endings::must;
@@ -41,7 +41,7 @@ pub(super) fn leads(session: &Session, ports: &[Nic]) -> impl Iterator<Item = Le
     session.outlets.iter().enumerate().map(move |(at, outlet)| {
         let port = ports.get(at / theirs);
         let is_usable = port.is_some_and(Nic::is_usable);
-        Lead { way: outlet.way, is_usable, is_lost: port.is_none_or(|port| port.is_lost) }
+        Lead { way: outlet.way, is_usable, is_lost: port.is_none_or(|port| port.health.is_lost()) }
     })
 }
 
@@ -281,7 +281,7 @@ impl VerbsProvider {
         }
         self.tidings.push(Tiding::Broken(session.peer, Path { nic, remote_nic }));
         // Lines of these NICs may have gone the same way: that is seen now.
-        session.doubt(bit(nic) | bit(remote_nic), true);
+        session.courier.doubt(bit(nic) | bit(remote_nic), true);
         session.pulse.doubt(now);
         if is_cut_off(leads(session, &self.ports)) {
             session.life.leave(now, Notice::Told, Some(DownReason::Disconnected));
@@ -327,8 +327,9 @@ impl VerbsProvider {
         self.ports.get(usize::from(passage.to))?;
         let session = self.session(index)?;
         session.ports.get(usize::from(passage.from))?;
-        let inlet = session.inlets.get_mut(at).filter(|inlet| inlet.epoch < passage.epoch)?;
-        if inlet.asked.is_some_and(|(other, _)| passage.epoch <= other.epoch) {
+        let inlet = session.inlets.get_mut(at)?;
+        let waiting = inlet.asked.map(|(passage, _)| passage.epoch);
+        if !is_later(passage.epoch, inlet.epoch, waiting) {
             return None;
         }
         inlet.asked = Some((passage, theirs));

@@ -8,7 +8,7 @@ use immwire_core::datagram::{Claim, Nonce, Proof};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::life::Life;
 use immwire_core::line;
-use immwire_core::note::{LANES, Note, Passage, Queues};
+use immwire_core::note::{Kind, LANES, Note, Passage, Queues, order};
 use immwire_core::port::{Door, Port, Queue};
 use immwire_core::pulse::Pulse;
 use immwire_core::region::MrDesc;
@@ -95,8 +95,6 @@ pub(super) struct Session {
     /// By NIC of both.
     pub(super) lines: heapless::Vec<Line, MAX_NICS>,
     pub(super) courier: Courier<LETTERS>,
-    /// Lines that may have broken with a path of their NIC's, a bit for each.
-    pub(super) doubted: u8,
     pub(super) pulse: Pulse,
     /// By our NIC and its.
     pub(super) outlets: Vec<Outlet>,
@@ -146,7 +144,6 @@ impl Session {
             ports,
             lines,
             courier: Courier::new(whole),
-            doubted: 0,
             pulse: Pulse::default(),
             outlets: vec![Outlet::default(); paths],
             inlets: (0..paths).map(|_| Inlet::default()).collect(),
@@ -176,12 +173,6 @@ impl Session {
         self.outlets.get(at).is_some_and(|outlet| outlet.way.is_down())
     }
 
-    /// Those lines are to be avoided, or not any more.
-    pub(super) fn doubt(&mut self, lines: u8, doubtful: bool) {
-        self.doubted = if doubtful { self.doubted | lines } else { self.doubted & !lines };
-        self.courier.doubt(self.doubted);
-    }
-
     /// One of our NICs, or of the peer's, can be reached again: what has broken there is tried now.
     pub(super) fn hurry(&mut self, now: Time, ours: Option<NicIndex>, theirs: Option<NicIndex>) {
         let count = self.ports.len().max(1);
@@ -200,35 +191,43 @@ impl Session {
 
     /// Says what is to be said, as far as there is room.
     pub(super) fn say_all(&mut self) {
+        let _ = order().into_iter().all(|kind| self.say_kind(kind));
+    }
+
+    /// Says all of this kind; whether there was room for all.
+    fn say_kind(&mut self, kind: Kind) -> bool {
         let (courier, says) = (&mut self.courier, &mut self.says);
-        if says.ready {
-            if !courier.say(Note::Ready) {
-                return;
+        match kind {
+            Kind::Ready => {
+                says.ready = says.ready && !courier.say(Note::Ready);
+                !says.ready
             }
-            says.ready = false;
-        }
-        for (nic, takings) in (0..).zip(&mut self.takings) {
-            let Some(due) = says.taken.get_mut(usize::from(nic)).filter(|due| **due) else {
-                continue;
-            };
-            let mut reported = *takings;
-            if !courier.say(Note::Taken { nic, count: reported.report() }) {
-                return;
+            Kind::Taken => {
+                let due = says.taken.iter_mut().zip(&mut self.takings).zip(0..);
+                due.filter(|((due, _), _)| **due).all(|((due, takings), nic)| {
+                    let mut reported = *takings;
+                    let said = courier.say(Note::Taken { nic, count: reported.report() });
+                    if said {
+                        (*due, *takings) = (false, reported);
+                    }
+                    said
+                })
             }
-            *takings = reported;
-            *due = false;
+            Kind::Withdraw => say_each(courier, &mut says.withdraw, Note::Withdraw),
+            Kind::Back => say_each(courier, &mut says.back, |nic| Note::Back { nic }),
+            Kind::Declined => say_each(courier, &mut says.declined, Note::Declined),
+            Kind::Link => say_each(courier, &mut says.link, |(at, queue)| Note::Link(at, queue)),
+            Kind::Linked => {
+                say_each(courier, &mut says.linked, |(at, queue)| Note::Linked(at, queue))
+            }
+            Kind::Connect => {
+                say_each(courier, &mut says.connect, |(at, ends)| Note::Connect(at, ends))
+            }
+            Kind::Connected => {
+                say_each(courier, &mut says.connected, |(at, ends)| Note::Connected(at, ends))
+            }
+            Kind::Withdrawn => say_each(courier, &mut says.withdrawn, Note::Withdrawn),
         }
-        // Withdrawals before the peer may write.
-        let _ = say_each(courier, &mut says.withdraw, Note::Withdraw)
-            && say_each(courier, &mut says.back, |nic| Note::Back { nic })
-            && say_each(courier, &mut says.declined, Note::Declined)
-            && say_each(courier, &mut says.link, |(passage, queue)| Note::Link(passage, queue))
-            && say_each(courier, &mut says.linked, |(passage, queue)| Note::Linked(passage, queue))
-            && say_each(courier, &mut says.connect, |(passage, ends)| Note::Connect(passage, ends))
-            && say_each(courier, &mut says.connected, |(passage, ends)| {
-                Note::Connected(passage, ends)
-            })
-            && say_each(courier, &mut says.withdrawn, Note::Withdrawn);
     }
 
     /// Letters and probes whose completion was not read.
