@@ -1,4 +1,4 @@
-//! Counters, queues, splitting, peers, messages, and what bytes from outside mean.
+//! Counters, queues, who was heard, splitting, peers, messages, and what bytes from outside mean.
 
 use core::time::Duration;
 
@@ -15,6 +15,7 @@ use immwire_core::mailbox::{
 };
 use immwire_core::nic::{NicState, Routes, Split, SplitRule};
 use immwire_core::peer::{Action, Crossing, DownReason, Peer, resolve_crossing};
+use immwire_core::pulse::Pulse;
 use immwire_core::region::{LocalMr, MrDesc, RegionError};
 use immwire_core::ring::{Cell, Ring};
 use immwire_core::wake::{Completed, Completion, Doorbell, Progress, Ticket};
@@ -99,6 +100,13 @@ extern "C" fn hp_tally_snapshot(
     out: &mut Result<(), TallyError>,
 ) {
     *out = tallies.snapshot(slot, units);
+}
+
+// ---- queue pairs ----
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_pulse_hear(pulse: &mut Pulse, nic: u8) {
+    pulse.hear(nic);
 }
 
 // ---- queues between threads and processes ----
