@@ -493,6 +493,35 @@ unsafe impl Send for Registered {}
 // SAFETY: as above; all fields are read only.
 unsafe impl Sync for Registered {}
 
+/// Hears nothing: for a provider that ends, whose engine is not there any more.
+pub(crate) struct Nobody;
+
+impl Sink for Nobody {
+    fn work_done(&mut self, _: NicIndex, _: Token, _: Result<(), WorkError>) {}
+
+    fn immediate(&mut self, _: NicIndex, _: PeerId, _: u32) {}
+
+    fn incoming(&mut self, _: &Hello) -> Result<(PeerId, Hello), Refusal> {
+        Err(Refusal::ShuttingDown)
+    }
+
+    fn connected(&mut self, _: PeerId, _: &Hello) {}
+
+    fn disconnected(&mut self, _: PeerId, _: DownReason) {}
+
+    fn nic_changed(&mut self, _: NicIndex, _: bool) {}
+
+    fn path_broken(&mut self, _: PeerId, _: Path) {}
+
+    fn path_restored(&mut self, _: PeerId, _: Path) {}
+
+    fn undelivered(&mut self, _: &WorkRequest) {}
+
+    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
+        None
+    }
+}
+
 /// Why memory could not be registered.
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]

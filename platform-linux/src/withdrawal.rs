@@ -16,6 +16,8 @@
 //!   no ghost, unless closing keeps ghosts out.
 //! - What is held is dropped after that, outside the locks, and before the memory is given up.
 //! - A session hears of each region that is being withdrawn, or finds it among those that are gone.
+//! - A peer that takes a region of its own back is told once that we write there no more, when nothing is in flight there
+//!   ([`Releasing`]).
 //!
 //! The tests below run all orders of what can happen.
 
@@ -283,6 +285,32 @@ impl Ledger {
     /// Nobody can write any more, ever.
     pub(crate) const fn stop(&mut self) {
         self.stopped = true;
+    }
+}
+
+/// What one peer takes back of its regions, until nothing of ours is in flight there and it is told so.
+#[derive(Debug, Default)]
+pub(crate) struct Releasing(Vec<Tenant>);
+
+impl Releasing {
+    /// The peer takes a region back, for the first time or again.
+    pub(crate) fn add(&mut self, tenant: Tenant) {
+        if !self.0.contains(&tenant) {
+            self.0.push(tenant);
+        }
+    }
+
+    pub(crate) const fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Adds those that nothing is in flight to, as `is_busy` has it, to what is to be said, and forgets them.
+    pub(crate) fn release(
+        &mut self,
+        says: &mut Vec<Tenant>,
+        mut is_busy: impl FnMut(Tenant) -> bool,
+    ) {
+        says.extend(self.0.extract_if(.., |tenant| !is_busy(*tenant)));
     }
 }
 
@@ -665,6 +693,35 @@ mod tests {
             }
             regions.release(tenant);
             assert_eq!(*lock(&closed), 1);
+        }
+    }
+
+    /// Three regions, taken back in any order, some twice, while something is in flight to any of them: what is free is told
+    /// once, and what is busy stays.
+    #[test]
+    fn what_is_taken_back_is_told_when_nothing_is_in_flight_there() {
+        let tenant = |slot: usize| Tenant::new(u16::try_from(slot).unwrap(), 1).unwrap();
+        for word in 0..(4_usize.pow(4) << 3) {
+            let (busy, added) = (word & 0b111, word >> 3);
+            let (mut releasing, mut says, mut expected) =
+                (Releasing::default(), Vec::new(), Vec::new());
+            for step in 0..4 {
+                let slot = added / 4_usize.pow(step) % 4;
+                if slot < 3 {
+                    releasing.add(tenant(slot));
+                    if !expected.contains(&tenant(slot)) {
+                        expected.push(tenant(slot));
+                    }
+                }
+            }
+            let is_busy = |it: Tenant| busy & 1 << it.slot() != 0;
+            releasing.release(&mut says, is_busy);
+            let (waiting, free): (Vec<_>, Vec<_>) =
+                expected.into_iter().partition(|it| is_busy(*it));
+            assert_eq!((&says, releasing.is_empty()), (&free, waiting.is_empty()));
+            releasing.release(&mut says, |_| false);
+            assert_eq!(says, [free, waiting].concat());
+            assert!(releasing.is_empty());
         }
     }
 

@@ -12,6 +12,8 @@ use immwire_core::region::MrDesc;
 use immwire_core::signal::Channel;
 use immwire_core::tenant::{Parts, SLOTS, Tenant, Withdrawn};
 
+use crate::withdrawal::Releasing;
+
 /// Handles of a peer's ports, by our NIC and its.
 #[derive(Debug, Default)]
 pub(super) struct Routes {
@@ -170,7 +172,7 @@ pub(super) struct Session {
     pub(super) gone: Parts,
     pub(super) gone_parts: u8,
     /// Regions of its that are withdrawn, and that something may be in flight to.
-    pub(super) releasing: Vec<Tenant>,
+    pub(super) releasing: Releasing,
     pub(super) says: Says,
     /// Something was written to it, and got there.
     pub(super) is_reached: bool,
@@ -224,7 +226,7 @@ impl Session {
             withdrawn: Withdrawn::new(nothing),
             gone: Parts::default(),
             gone_parts: 0,
-            releasing: Vec::new(),
+            releasing: Releasing::default(),
             says: Says::default(),
             is_reached: false,
             stuck: None,

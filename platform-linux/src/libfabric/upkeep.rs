@@ -146,9 +146,7 @@ impl LibfabricProvider {
             }
             Say::Withdraw(tenant) => {
                 session.withdrawn.withdraw(tenant);
-                if !session.releasing.contains(&tenant) {
-                    session.releasing.push(tenant);
-                }
+                session.releasing.add(tenant);
             }
             Say::Withdrawn(tenant) => {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
@@ -320,28 +318,17 @@ impl LibfabricProvider {
         self.forget_ports(&retired.ports, &retired.routes, &retired.old_routes);
     }
 
-    /// Whether a piece is in flight to a region of the peer's.
-    fn is_in_flight_to(&self, index: u16, tenant: immwire_core::tenant::Tenant) -> bool {
-        let lanes = self.ports.iter().flat_map(|port| port.old.iter().chain([&port.lane]));
-        lanes.flat_map(|lane| lane.flights.iter().flatten()).any(|flight| {
-            flight.peer == index && flight.tenant.is_some_and(|other| tenant.covers(other))
-        })
-    }
-
     /// Confirms withdrawals to whose regions nothing is in flight any more.
     fn release(&mut self, index: u16) {
-        let waiting = match self.session(index) {
-            Some(session) if !session.releasing.is_empty() => {
-                std::mem::take(&mut session.releasing)
-            }
-            _ => return,
-        };
-        let (busy, free): (Vec<_>, Vec<_>) =
-            waiting.into_iter().partition(|&tenant| self.is_in_flight_to(index, tenant));
-        if let Some(session) = self.session(index) {
-            session.releasing = busy;
-            session.says.withdrawn.extend(free);
-        }
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(session) = session else { return };
+        let ports = &self.ports;
+        session.releasing.release(&mut session.says.withdrawn, |tenant| {
+            let lanes = ports.iter().flat_map(|port| port.old.iter().chain([&port.lane]));
+            lanes.flat_map(|lane| lane.flights.iter().flatten()).any(|flight| {
+                flight.peer == index && flight.tenant.is_some_and(|other| tenant.covers(other))
+            })
+        });
     }
 
     /// Goes over to the peer's new ports once nothing is in flight to the old.

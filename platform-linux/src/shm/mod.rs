@@ -61,7 +61,7 @@ use std::time::{Duration, Instant};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
-use immwire_core::plan::{Piece, RunLayout};
+use immwire_core::plan::Piece;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal, Wire};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -77,7 +77,7 @@ use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
 use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
 use crate::gpus::{GPUS_MAX, Known, OpenError};
-use crate::provider::{ConnectError, NicInfo, NicLimits, Path, Provider, Sink};
+use crate::provider::{ConnectError, NicInfo, NicLimits, Nobody, Provider, Sink};
 
 /// The longest piece. Copies run no faster beyond, and between two pieces a cancellation is heard, and
 /// small writes get their turn.
@@ -1184,30 +1184,6 @@ impl Drop for ShmProvider {
     /// Ends all sessions: peers see it at once, and whoever withdraws a region later need not wait for
     /// peers that have stopped.
     fn drop(&mut self) {
-        struct Nobody;
-        impl Sink for Nobody {
-            fn work_done(
-                &mut self,
-                _: NicIndex,
-                _: immwire_core::group::Token,
-                _: Result<(), WorkError>,
-            ) {
-            }
-            fn immediate(&mut self, _: NicIndex, _: PeerId, _: u32) {}
-            fn incoming(&mut self, _: &Hello) -> Result<(PeerId, Hello), Refusal> {
-                Err(Refusal::ShuttingDown)
-            }
-            fn connected(&mut self, _: PeerId, _: &Hello) {}
-            fn disconnected(&mut self, _: PeerId, _: DownReason) {}
-            fn nic_changed(&mut self, _: NicIndex, _: bool) {}
-            fn path_broken(&mut self, _: PeerId, _: Path) {}
-            fn path_restored(&mut self, _: PeerId, _: Path) {}
-            fn undelivered(&mut self, _: &WorkRequest) {}
-
-            fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
-                None
-            }
-        }
         while let Some(index) = self.up.pop() {
             self.end(index, WorkError::Flushed, &mut Nobody);
         }

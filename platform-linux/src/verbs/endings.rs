@@ -8,17 +8,15 @@
 
 use std::time::{Duration, Instant};
 
-use immwire_core::group::{Token, WorkError, WorkRequest};
-use immwire_core::id::{NicIndex, PeerId};
+use immwire_core::group::WorkError;
+use immwire_core::id::PeerId;
 use immwire_core::life::Notice;
 use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
-use immwire_core::plan::RunLayout;
-use immwire_core::wire::{Hello, Refusal};
 
 use super::session::{Outlet, Session};
 use super::{LAST_ROUNDS, VerbsError, VerbsProvider};
-use crate::provider::{Path, Sink};
+use crate::provider::{Nobody, Sink};
 
 /// How long leaving may take at the end.
 const FAREWELL: Duration = Duration::from_millis(20);
@@ -145,7 +143,7 @@ impl VerbsProvider {
         };
         while !self.sessions.iter().all(heard) && Instant::now() < until {
             (0..self.ports.len()).for_each(|at| {
-                self.poll_nic(at, 1, &mut Deaf);
+                self.poll_nic(at, 1, &mut Nobody);
             });
             std::thread::yield_now();
         }
@@ -156,34 +154,5 @@ impl VerbsProvider {
 pub(super) fn must(cut: Result<(), VerbsError>) {
     if let Err(error) = cut {
         tracing::warn!(%error, "a queue pair could not be cut");
-    }
-}
-
-/// Hears nothing: the engine is not there any more.
-struct Deaf;
-
-impl Sink for Deaf {
-    fn work_done(&mut self, _: NicIndex, _: Token, _: Result<(), WorkError>) {}
-
-    fn immediate(&mut self, _: NicIndex, _: PeerId, _: u32) {}
-
-    fn incoming(&mut self, _: &Hello) -> Result<(PeerId, Hello), Refusal> {
-        Err(Refusal::Stale)
-    }
-
-    fn connected(&mut self, _: PeerId, _: &Hello) {}
-
-    fn disconnected(&mut self, _: PeerId, _: DownReason) {}
-
-    fn nic_changed(&mut self, _: NicIndex, _: bool) {}
-
-    fn path_broken(&mut self, _: PeerId, _: Path) {}
-
-    fn path_restored(&mut self, _: PeerId, _: Path) {}
-
-    fn undelivered(&mut self, _: &WorkRequest) {}
-
-    fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
-        None
     }
 }

@@ -13,7 +13,7 @@ use immwire_core::peer::DownReason;
 use immwire_core::tenant::Tenant;
 
 use super::lane::Done;
-use super::session::Outlet;
+use super::session::{Outlet, Session};
 use super::{NOTES, VerbsProvider, tag_of};
 
 impl VerbsProvider {
@@ -55,9 +55,7 @@ impl VerbsProvider {
             }
             Note::Withdraw(tenant) => {
                 session.withdrawn.withdraw(tenant);
-                if !session.releasing.contains(&tenant) {
-                    session.releasing.push(tenant);
-                }
+                session.releasing.add(tenant);
                 Some(())
             }
             Note::Withdrawn(tenant) => {
@@ -92,35 +90,20 @@ impl VerbsProvider {
         }
     }
 
-    /// Whether a piece is in flight to a region of the peer's.
-    fn is_in_flight_to(&mut self, index: u16, tenant: Tenant) -> bool {
-        let Some(session) = self.sessions.get(usize::from(index)).and_then(Option::as_deref) else {
-            return false;
-        };
-        let lanes = &mut self.lanes;
-        session.outlets.iter().flat_map(Outlet::lanes).any(|lane| {
-            let flights = lanes.get(lane).map(|lane| lane.flights.iter());
-            flights.into_iter().flatten().any(|work| {
-                let other = Tenant::of(work.dst_key).filter(|_| work.len > 0);
-                other.is_some_and(|it| tenant.covers(it))
-            })
-        })
-    }
-
     /// Confirms withdrawals to whose regions nothing is in flight any more.
     pub(super) fn release(&mut self, index: u16) {
-        let waiting = match self.session(index) {
-            Some(session) if !session.releasing.is_empty() => {
-                std::mem::take(&mut session.releasing)
-            }
-            _ => return,
-        };
-        let (busy, free): (Vec<_>, Vec<_>) =
-            waiting.into_iter().partition(|&tenant| self.is_in_flight_to(index, tenant));
-        if let Some(session) = self.session(index) {
-            session.releasing = busy;
-            session.says.withdrawn.extend(free);
-        }
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
+        let Some(Session { releasing, says, outlets, .. }) = session else { return };
+        let lanes = &mut self.lanes;
+        releasing.release(&mut says.withdrawn, |tenant| {
+            outlets.iter().flat_map(Outlet::lanes).any(|lane| {
+                let flights = lanes.get(lane).map(|lane| lane.flights.iter());
+                flights.into_iter().flatten().any(|work| {
+                    let other = Tenant::of(work.dst_key).filter(|_| work.len > 0);
+                    other.is_some_and(|it| tenant.covers(it))
+                })
+            })
+        });
     }
 
     /// Says what is to be said, and posts letters, as far as there is room.

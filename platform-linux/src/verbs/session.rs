@@ -18,6 +18,7 @@ use immwire_core::way::Way;
 use super::LETTERS;
 use super::device::QueuePair;
 use super::lane::LaneId;
+use crate::withdrawal::Releasing;
 
 /// One of our ways to one of the peer's NICs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -107,8 +108,7 @@ pub(super) struct Session {
     /// By NIC of ours.
     pub(super) takings: [Takings; MAX_NICS],
     pub(super) withdrawn: Withdrawn<Box<[u32]>>,
-    /// Regions of its that are withdrawn, and that something may be in flight to.
-    pub(super) releasing: Vec<Tenant>,
+    pub(super) releasing: Releasing,
     pub(super) says: Says,
 }
 
@@ -151,7 +151,7 @@ impl Session {
             allowances: [Allowance::new(claim.grant); MAX_NICS],
             takings: [Takings::new(granted); MAX_NICS],
             withdrawn: Withdrawn::new(vec![0; SLOTS].into_boxed_slice()),
-            releasing: Vec::new(),
+            releasing: Releasing::default(),
             says: Says::default(),
         }
     }
