@@ -80,6 +80,10 @@ class Tables(unittest.TestCase):
         self.assertIn(r"| a\|b c |", table)
         self.assertEqual(len(table.splitlines()), 3)
 
+    def test_times_are_said_to_the_second(self):
+        said = {0: "0.0 s", 99.94: "99.9 s", 119.4: "1 min 59 s", 119.6: "2 min", 128: "2 min 8 s", 3600: "60 min"}
+        self.assertEqual({seconds: report.duration(seconds) for seconds in said}, said)
+
     def test_mutants_are_summed_over_what_holds(self):
         entries = [report.parse(line(mutants="3/3")), report.parse(line(claim="y", mutants="4/4"))]
         self.assertIn("2 claims hold (loom); broken on purpose 7 times, noticed 7 times.", report.summary(entries))
