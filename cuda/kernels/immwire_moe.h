@@ -109,7 +109,7 @@ typedef struct immwire_moe_args {
   uint64_t report;      /* immwire_moe_report */
   uint64_t plan;        /* [world * max_tokens][plan_stride] */
   uint64_t masks;       /* uint32_t[2][max_tokens]: which ranks each token of this rank went to; and where there are many, which pair it is here */
-  uint64_t scratch;     /* uint32_t[chunks][local + 1], for many tokens */
+  uint64_t scratch;     /* uint32_t[chunks][ceil(local / 4) + 1], for many tokens */
   uint64_t tokens_at;   /* uint32_t in memory of the GPU: how many tokens there are; 0: as many as tokens says */
   uint64_t x;           /* [tokens][token_bytes], or [tokens][values] of 16 bits where the kernel quantises */
   uint64_t scales;      /* [tokens][scale_bytes]; 0 where the kernel quantises */
@@ -156,9 +156,9 @@ typedef struct immwire_moe_args {
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.
- * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + max(IMMWIRE_MOE_THREADS, local) words;
+ * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + chunks + 2 * IMMWIRE_MOE_THREADS words;
  * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,
- * rounded down; of others, or if there is one, all. */
+ * rounded down, or more; of others, or if there is one, all. */
 #define IMMWIRE_MOE_FIXED_WORDS 640
 #define IMMWIRE_MOE_MANY_WORDS 16
 

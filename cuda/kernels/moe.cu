@@ -373,21 +373,32 @@ struct Choice {
   uint32_t weight = 0;
 };
 
-// One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
-__device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice &choice, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t lane = threadIdx.x % WARP, weight = choice.weight;
-  const int64_t index = choice.index;
+// The expert that a lane's choice counts for, none if it is no expert, or one that the token has named before. A whole warp has a token's.
+__device__ uint32_t expert_of(const Args &args, const Choice &choice, bool &is_wrong) {
+  const uint32_t lane = threadIdx.x % WARP;
   uint32_t expert = NO_EXPERT;
   if (lane < args.top_k) {
-    if (uint64_t(index) < args.firsts[args.world]) expert = uint32_t(index);
-    else if (index != -1) refuse(args, epoch, token, lane, index);
+    if (uint64_t(choice.index) < args.firsts[args.world]) expert = uint32_t(choice.index);
+    else is_wrong = choice.index != -1;
   }
   // Of choices that are the same the first counts. Those of no expert are told apart by their lanes.
   const uint32_t same = __match_any_sync(ALL_LANES, expert == NO_EXPERT ? 0x10000u + lane : expert);
-  if ((same & ranks_below(lane)) != 0) {
-    refuse(args, epoch, token, lane, index);
-    expert = NO_EXPERT;
-  }
+  if ((same & ranks_below(lane)) == 0) return expert;
+  is_wrong = true;
+  return NO_EXPERT;
+}
+
+// The ranks of `present` that have an expert of any lane.
+__device__ uint32_t ranks_of(const Args &args, uint32_t expert, uint32_t present) {
+  return machine::any_of(expert != NO_EXPERT ? 1u << rank_of(args, expert) : 0) & present;
+}
+
+// One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
+__device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice &choice, uint32_t epoch, uint32_t parity, uint32_t present) {
+  const uint32_t lane = threadIdx.x % WARP, weight = choice.weight;
+  bool is_wrong = false;
+  const uint32_t expert = expert_of(args, choice, is_wrong);
+  if (is_wrong) refuse(args, epoch, token, lane, choice.index);
   // This rank's own too, whatever happened to it: exact sums are made by it.
   const uint32_t told = present | 1u << args.rank;
   const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
@@ -401,7 +412,7 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice 
     for (uint32_t rest = told; rest != 0; rest &= rest - 1)
       store_whole_vector(table_of(args, __ffs(rest) - 1, args.rank, parity) + offset, vector);
   }
-  return machine::any_of(expert != NO_EXPERT ? 1u << rank_of(args, expert) : 0) & present;
+  return ranks_of(args, expert, present);
 }
 
 // Ranks of a set, beginning with another for each token: those who send do not all begin with one.
@@ -457,6 +468,20 @@ struct Slots : Announcing {
   __device__ void know() { ranks = known(); }
   __device__ void vector(uint32_t v, uint4 held) const { store_everywhere(args, ranks, offset + 16 * v, held); }
   __device__ void word(uint32_t w, uint32_t held) const { store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held); }
+};
+// The same, and to its one place here, if it has that.
+template <typename RANKS>
+struct SlotsAndOwn : Slots<RANKS> {
+  __device__ SlotsAndOwn(const Args &args, uint64_t offset, RANKS known, uint32_t row) : Slots<RANKS>(args, offset, known), row(row) {}
+  uint32_t row;
+  __device__ void vector(uint32_t v, uint4 held) const {
+    if (row != IMMWIRE_MOE_NO_ROW) store_vector(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
+    Slots<RANKS>::vector(v, held);
+  }
+  __device__ void word(uint32_t w, uint32_t held) const {
+    if (row != IMMWIRE_MOE_NO_ROW) reinterpret_cast<uint32_t *>(this->args.rows_scales + uint64_t(row) * this->args.scale_bytes)[w] = held;
+    Slots<RANKS>::word(w, held);
+  }
 };
 struct OwnRows {
   static constexpr bool ANNOUNCES = false;
@@ -1333,7 +1358,10 @@ __device__ void combine(const Args &args) {
 
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
 constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
-constexpr uint32_t COUNTS = 8;   // Counts that a thread reads at a time.
+constexpr uint32_t COUNTS = 8;   // Words of counts that a thread reads at a time.
+constexpr uint32_t COUNTS_IN_WORD = 4;
+static_assert(IMMWIRE_MOE_CHUNK < 256, "a count is a byte");
+constexpr uint32_t LOOKED_UP = 4; // Tokens whose choices a warp reads at a time.
 constexpr uint32_t PAIR = 2;     // And words of scales.
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
@@ -1355,7 +1383,7 @@ struct Chunk {
 struct Many {
   __device__ Many(const Args &args, Share share, uint32_t *words)
       : share(share), local(args.firsts[args.rank + 1] - args.firsts[args.rank]), per_source((args.max_tokens + args.chunk_tokens - 1) / args.chunk_tokens),
-        chunks(args.world * per_source), mine((chunks + share.of - 1) / share.of) {
+        chunks(args.world * per_source), mine((chunks + share.of - 1) / share.of), words((local + COUNTS_IN_WORD - 1) / COUNTS_IN_WORD) {
     missing = words, absent = words + 1, total = words + 2, others = words + 3;
     first_pair = words + IMMWIRE_MOE_MANY_WORDS;
     here = first_pair + mine;
@@ -1363,14 +1391,17 @@ struct Many {
     totals = offsets + local + 1;
     starts = totals + local;
     chosen = starts + mine * local;
-    sums = chosen + mine * local * CHUNK_WORDS;
+    pairs = chosen + mine * local * CHUNK_WORDS;
+    sums = pairs + chunks;
   }
+  // Where the counts of a chunk are: of each expert here a byte, and then of tokens.
+  __device__ uint64_t counts_at(const Args &args, uint32_t number) const { return args.scratch + 4 * uint64_t(number) * (words + 1); }
   // The `m`-th chunk of this block's.
   __device__ uint32_t number(uint32_t m) const { return share.index + m * share.of; }
 
   Share share;
 
-  uint32_t local, per_source, chunks, mine;
+  uint32_t local, per_source, chunks, mine, words;
   uint32_t *missing, *absent, *total, *others;
   uint32_t *first_pair; // [mine]
   uint32_t *here;       // [mine][CHUNK_WORDS]: tokens that are for here
@@ -1378,7 +1409,8 @@ struct Many {
   uint32_t *totals;     // [local]: how many they are
   uint32_t *starts;     // [mine][local]: how many come before the chunk's
   uint32_t *chosen;     // [mine][local][CHUNK_WORDS]: tokens that chose the expert
-  uint32_t *sums;       // [groups][local]; later the rows of a token for each warp
+  uint32_t *pairs;      // [chunks]: how many tokens of each are for here
+  uint32_t *sums;       // [groups][words][2]: of experts two by two; later the rows of a token for each warp
 };
 
 // What the warps of a launch share out, one after the other. Each asks for its next one before it has done this one.
@@ -1455,12 +1487,13 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
   }
   if (missing != 0) atomicOr(many.missing, missing);
   __syncthreads();
-  uint32_t *counts = reinterpret_cast<uint32_t *>(args.scratch);
-  for (uint32_t i = threadIdx.x; i < many.mine * (local + 1); i += blockDim.x) {
-    const uint32_t m = i / (local + 1), expert = i - m * (local + 1);
+  for (uint32_t i = threadIdx.x; i < many.mine * (many.words + 1); i += blockDim.x) {
+    const uint32_t m = i / (many.words + 1), word = i - m * (many.words + 1), end = min((word + 1) * COUNTS_IN_WORD, local);
     if (many.number(m) >= many.chunks) break;
-    const uint32_t *bits = expert < local ? many.chosen + (m * local + expert) * CHUNK_WORDS : many.here + m * CHUNK_WORDS;
-    counts[uint64_t(many.number(m)) * (local + 1) + expert] = bits_of(bits);
+    uint32_t counts = word < many.words ? 0 : bits_of(many.here + m * CHUNK_WORDS);
+    for (uint32_t expert = word * COUNTS_IN_WORD; expert < end; ++expert)
+      counts |= bits_of(many.chosen + (m * local + expert) * CHUNK_WORDS) << expert % COUNTS_IN_WORD * 8;
+    reinterpret_cast<uint32_t *>(many.counts_at(args, many.number(m)))[word] = counts;
   }
   __syncthreads();
   if (threadIdx.x == 0) {
@@ -1489,43 +1522,65 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
   immwire_moe_control &control = *control_of(args);
   immwire_moe_report &report = *report_of(args);
   const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP, local = many.local;
-  const uint32_t groups = local == 0 || local > blockDim.x ? 1 : blockDim.x / local, len = (many.chunks + groups - 1) / groups;
-  // By source and then by token, as rows lie.
-  auto count_at = [&](uint32_t place, uint32_t expert) -> uint32_t {
+  const uint32_t words = many.words, groups = words == 0 || words > blockDim.x ? 1 : blockDim.x / words, len = (many.chunks + groups - 1) / groups;
+  // Chunks by source and then by token, as rows lie.
+  auto number_at = [&](uint32_t place, bool &is_there) {
     const uint32_t source = place / many.per_source, turn = source > args.rank ? source - args.rank - 1 : source + args.world - args.rank - 1;
-    if (place >= many.chunks || !(present >> source & 1)) return 0;
-    const uint32_t number = (place - source * many.per_source) * args.world + turn;
-    return load_shared_word(args.scratch + 4 * (uint64_t(number) * (local + 1) + expert));
+    is_there = place < many.chunks && (present >> source & 1);
+    return (place - source * many.per_source) * args.world + turn;
   };
-  auto place_of = [&](const Chunk &chunk) { return chunk.source * many.per_source + chunk.number / args.world; };
-  for (uint32_t i = threadIdx.x; i < groups * local; i += blockDim.x) {
-    const uint32_t group = i / local, expert = i - group * local, end = min((group + 1) * len, many.chunks);
-    uint32_t sum = 0;
+  auto place_of = [&](uint32_t m) {
+    const uint32_t number = many.number(m);
+    return number < many.chunks ? Chunk(args, number).source * many.per_source + number / args.world : many.chunks;
+  };
+  auto pairs_at = [&](uint32_t number) {
+    return number < many.chunks && (present >> Chunk(args, number).source & 1) ? load_shared_word(many.counts_at(args, number) + 4 * words) : 0;
+  };
+  // Asked for here, and waited for with the rest.
+  const uint32_t first_pairs = pairs_at(threadIdx.x);
+  for (uint32_t i = threadIdx.x; i < groups * words; i += blockDim.x) {
+    const uint32_t group = i / words, word = i - group * words, end = min((group + 1) * len, many.chunks);
+    uint32_t even = 0, odd = 0; // Halves of words: no expert has more tokens.
     for (uint32_t start = group * len; start < end; start += COUNTS) {
       uint32_t counts[COUNTS];
 #pragma unroll
-      for (uint32_t k = 0; k < COUNTS; ++k) counts[k] = start + k < end ? count_at(start + k, expert) : 0;
+      for (uint32_t k = 0; k < COUNTS; ++k) {
+        bool is_there;
+        const uint32_t number = number_at(start + k, is_there);
+        counts[k] = is_there && start + k < end ? load_shared_word(many.counts_at(args, number) + 4 * word) : 0;
+      }
       for (uint32_t m = 0; m < many.mine; ++m) {
-        const uint32_t place = place_of(Chunk(args, many.number(m))) - start;
-        if (many.number(m) >= many.chunks || place >= COUNTS || start + place >= end) continue;
-        uint32_t before = sum;
+        const uint32_t place = place_of(m) - start;
+        if (place >= COUNTS || start + place >= end) continue;
+        uint32_t even_before = even, odd_before = odd;
 #pragma unroll
-        for (uint32_t k = 0; k < COUNTS; ++k) before += k < place ? counts[k] : 0;
-        many.starts[m * local + expert] = before;
+        for (uint32_t k = 0; k < COUNTS; ++k)
+          if (k < place) even_before += counts[k] & 0xff00ff, odd_before += counts[k] >> 8 & 0xff00ff;
+        for (uint32_t k = 0; k < COUNTS_IN_WORD; ++k) {
+          const uint32_t expert = word * COUNTS_IN_WORD + k;
+          if (expert < local) many.starts[m * local + expert] = (k % 2 == 0 ? even_before : odd_before) >> k / 2 * 16 & 0xffff;
+        }
       }
 #pragma unroll
-      for (uint32_t k = 0; k < COUNTS; ++k) sum += counts[k];
+      for (uint32_t k = 0; k < COUNTS; ++k) even += counts[k] & 0xff00ff, odd += counts[k] >> 8 & 0xff00ff;
     }
-    many.sums[i] = sum;
+    many.sums[2 * i] = even, many.sums[2 * i + 1] = odd;
   }
+  if (threadIdx.x < many.chunks) many.pairs[threadIdx.x] = first_pairs;
+  for (uint32_t i = threadIdx.x + blockDim.x; i < many.chunks; i += blockDim.x) many.pairs[i] = pairs_at(i);
   __syncthreads();
   for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
-    uint32_t sum = 0;
-    for (uint32_t group = 0; group < groups; ++group) {
-      for (uint32_t m = 0; m < many.mine; ++m)
-        if (many.number(m) < many.chunks && place_of(Chunk(args, many.number(m))) / len == group) many.starts[m * local + expert] += sum;
-      sum += many.sums[group * local + expert];
+    const uint32_t word = expert / COUNTS_IN_WORD, k = expert % COUNTS_IN_WORD;
+    auto sum_of = [&](uint32_t group) { return many.sums[2 * (group * words + word) + k % 2] >> k / 2 * 16 & 0xffff; };
+    for (uint32_t m = 0; m < many.mine; ++m) {
+      if (many.number(m) >= many.chunks) break;
+      const uint32_t own = place_of(m) / len;
+      uint32_t before = 0;
+      for (uint32_t group = 0; group < own; ++group) before += sum_of(group);
+      many.starts[m * local + expert] += before;
     }
+    uint32_t sum = 0;
+    for (uint32_t group = 0; group < groups; ++group) sum += sum_of(group);
     many.totals[expert] = sum;
   }
   // Pairs are numbered as chunks are dealt, but this rank's own come last.
@@ -1535,10 +1590,7 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
       if (i >= own_from) return (i - own_from) * args.world + args.world - 1;
       return i / (args.world - 1) * args.world + i % (args.world - 1);
     };
-    const uint32_t all = prefix(many.chunks, [&](uint32_t i) {
-      const uint32_t number = chunk_at(i);
-      return present >> Chunk(args, number).source & 1 ? load_shared_word(args.scratch + 4 * (uint64_t(number) * (local + 1) + local)) : 0;
-    }, [&](uint32_t i, uint32_t sum) {
+    const uint32_t all = prefix(many.chunks, [&](uint32_t i) { return many.pairs[chunk_at(i)]; }, [&](uint32_t i, uint32_t sum) {
       const uint32_t number = chunk_at(i);
       if (number % many.share.of == many.share.index) many.first_pair[number / many.share.of] = sum;
       if (i == own_from) *many.others = sum;
@@ -1565,30 +1617,41 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
     const Chunk chunk(args, many.number(m));
     if (!(present >> chunk.source & 1)) continue;
     const uint32_t *here = many.here + m * CHUNK_WORDS;
-    for (uint32_t i = warp; i < args.chunk_tokens; i += warps) {
-      if (!(here[i / 32] >> i % 32 & 1)) continue;
-      const uint32_t n = many.first_pair[m] + bits_before(here, i);
-      const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-      const uint32_t token = chunk.first + i;
-      if (lane < args.top_k) {
-        const uint4 two = load_shared_vector(table_of(args, args.rank, chunk.source, parity) +
-                                             16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
-        const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - args.firsts[args.rank];
-        uint32_t row = IMMWIRE_MOE_NO_ROW;
-        if (mine < local)
-          row = many.offsets[mine] + many.starts[m * local + mine] + bits_before(many.chosen + (m * local + mine) * CHUNK_WORDS, i);
-        if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
-          put_down(report.rows_left_out, epoch);
-          row = IMMWIRE_MOE_LEFT_OUT;
-        }
-        if (args.slots != 0 && row < args.rows) reinterpret_cast<uint32_t *>(args.slots)[row] = slot_of(args, chunk.source, token);
-        uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
-        rows[lane] = row;
-        rows[args.top_k + lane] = lane % 2 == 0 ? two.x : two.y;
+    // Up to so many tokens of a warp are looked up at once.
+    for (uint32_t low = warp; low < args.chunk_tokens; low += LOOKED_UP * warps) {
+      uint4 two[LOOKED_UP];
+#pragma unroll
+      for (uint32_t k = 0; k < LOOKED_UP; ++k) {
+        const uint32_t i = low + k * warps;
+        if (i < args.chunk_tokens && (here[i / 32] >> i % 32 & 1) && lane < args.top_k)
+          two[k] = load_shared_vector(table_of(args, args.rank, chunk.source, parity) +
+                                      16 * (1 + uint64_t(chunk.first + i) * vectors_per_token(args) + lane / 2));
       }
-      if (lane == 0) {
-        *reinterpret_cast<immwire_moe_pair *>(plan) = {chunk.source, token, {0, 0}}; // For all blocks.
-        if (chunk.source == args.rank) own_pairs_of(args)[token] = n;
+#pragma unroll
+      for (uint32_t k = 0; k < LOOKED_UP; ++k) {
+        const uint32_t i = low + k * warps;
+        if (i >= args.chunk_tokens || !(here[i / 32] >> i % 32 & 1)) continue;
+        const uint32_t n = many.first_pair[m] + bits_before(here, i);
+        const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+        const uint32_t token = chunk.first + i;
+        if (lane < args.top_k) {
+          const uint32_t mine = (lane % 2 == 0 ? two[k].z & 0xffff : two[k].z >> 16) - args.firsts[args.rank];
+          uint32_t row = IMMWIRE_MOE_NO_ROW;
+          if (mine < local)
+            row = many.offsets[mine] + many.starts[m * local + mine] + bits_before(many.chosen + (m * local + mine) * CHUNK_WORDS, i);
+          if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) {
+            put_down(report.rows_left_out, epoch);
+            row = IMMWIRE_MOE_LEFT_OUT;
+          }
+          if (args.slots != 0 && row < args.rows) reinterpret_cast<uint32_t *>(args.slots)[row] = slot_of(args, chunk.source, token);
+          uint32_t *rows = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
+          rows[lane] = row;
+          rows[args.top_k + lane] = lane % 2 == 0 ? two[k].x : two[k].y;
+        }
+        if (lane == 0) {
+          *reinterpret_cast<immwire_moe_pair *>(plan) = {chunk.source, token, {0, 0}}; // For all blocks.
+          if (chunk.source == args.rank) own_pairs_of(args)[token] = n;
+        }
       }
     }
   }
@@ -1694,14 +1757,22 @@ __device__ void take_own(const Args &args, uint32_t n, uint32_t *rows) {
   machine::meet(); // Nobody looks at these rows any more.
 }
 
+// Whether a rank's own tokens are at their places once they are sent: where each has one only, which no choice of another decides, and
+// nothing is combined with a key on the way.
+template <typename PAYLOAD>
+__device__ bool are_left_here(const Args &args, bool is_direct) {
+  return is_direct && !PAYLOAD::KEYED && args.slots != 0;
+}
+
 // One warp after the other, of all blocks: take tokens to their rows; this rank's own first, which nobody has to wait for. `words`: one
 // for each thread.
 template <typename PAYLOAD>
 __device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, uint32_t *words) {
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_TOKENS);
-  const uint32_t pairs = load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
-  const uint32_t others = load_shared_word(reinterpret_cast<uint64_t>(&control.of_others)), own = pairs - others;
+  const uint32_t others = load_shared_word(reinterpret_cast<uint64_t>(&control.of_others));
+  const uint32_t pairs = are_left_here<PAYLOAD>(args, is_direct) ? others : load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
+  const uint32_t own = pairs - others;
   Turns turns(control.received);
   for (uint32_t turn = turns.take(); turn < pairs; turn = turns.take()) {
     if (turn >= own) receive_pair<PAYLOAD>(args, turn - own, epoch, patience);
@@ -1710,22 +1781,38 @@ __device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, 
   }
 }
 
-// Sends this block's share of the tokens, which are dealt to warps one by one: so they come in about the order in which they are awaited.
-template <typename PAYLOAD>
-__device__ void send_share(const Args &args, Share share, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present,
-                           bool is_direct) {
-  const uint32_t lane = threadIdx.x % WARP, first = threadIdx.x / WARP * share.of + share.index, step = blockDim.x / WARP * share.of;
-  uint32_t *masks = masks_of(args);
-  for (uint32_t token = first; token < tokens; token += step) {
+// A share of the tokens is dealt to warps one by one: so they come in about the order in which they are awaited.
+struct Dealt {
+  __device__ explicit Dealt(Share share) : first(threadIdx.x / WARP * share.of + share.index), step(blockDim.x / WARP * share.of) {}
+  uint32_t first, step;
+};
+
+// Tells everybody the choices of such a share.
+__device__ void send_choices_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
+  for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
     const uint32_t goes_to = send_choices(args, token, Choice(args, token), epoch, parity, present);
-    if (lane == 0) masks[token] = goes_to;
+    if (threadIdx.x % WARP == 0) masks_of(args)[token] = goes_to;
   }
-  for (uint32_t token = first; token < tokens; token += step) {
-    const uint32_t goes_to = __shfl_sync(ALL_LANES, lane == 0 ? masks[token] : 0, 0) & ~(is_direct ? 1u << args.rank : 0);
-    if (goes_to == 0) continue;
+}
+
+// Sends the tokens of one.
+template <typename PAYLOAD>
+__device__ void send_tokens_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t present, bool is_direct) {
+  for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
+    bool is_wrong = false; // Who sends the choice says so.
+    const uint32_t all = ranks_of(args, expert_of(args, Choice(args, token), is_wrong), present);
+    const uint32_t goes_to = all & ~(is_direct ? 1u << args.rank : 0);
+    const bool is_left = are_left_here<PAYLOAD>(args, is_direct) && goes_to != all;
+    if (goes_to == 0 && !is_left) continue;
     const auto ranks = [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); };
-    PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()),
-                  Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
+    const typename PAYLOAD::Ahead ahead(args, token, WarpCrew());
+    const uint64_t offset = token_offset(args, args.rank, token);
+    if constexpr (PAYLOAD::KEYED) {
+      PAYLOAD::send(args, token, WarpCrew(), ahead, Slots<decltype(ranks)>(args, offset, ranks));
+    } else {
+      const uint32_t row = is_left ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
+      PAYLOAD::send(args, token, WarpCrew(), ahead, SlotsAndOwn<decltype(ranks)>(args, offset, ranks, row));
+    }
   }
 }
 
@@ -1735,23 +1822,29 @@ __device__ void dispatch_many(const Args &args) {
   machine::follow();
   immwire_moe_control &control = *control_of(args);
   const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;
-  // Every other block sends. One that is alone, or of a launch that does one thing only, does whatever there is to do.
-  const bool is_shared_out = is_direct && gridDim.x > 1, is_even = blockIdx.x % 2 == 0;
-  const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2}, odd = {blockIdx.x / 2, gridDim.x / 2};
+  // Every other block sends; only every third where most of the work is to lay out rows. One that is alone, or of a launch that does one
+  // thing only, does whatever there is to do.
+  const uint32_t one_of = args.slots != 0 ? 2 : 3;
+  const bool is_shared_out = is_direct && gridDim.x > 1, is_sender = blockIdx.x % one_of == 0;
+  const Share all = {blockIdx.x, gridDim.x}, senders = {blockIdx.x / one_of, (gridDim.x + one_of - 1) / one_of};
+  const Share receivers = {blockIdx.x - senders.index - 1, gridDim.x - senders.of};
   Patience for_tables(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (sends) {
     const uint32_t tokens = announce_tokens(args, tokens_given(args), epoch, parity, present);
-    if (!is_shared_out || is_even) send_share<PAYLOAD>(args, is_shared_out ? even : all, tokens, epoch, parity, present, is_direct);
+    // Where it is known at once where tokens go, only those tell choices who have nothing else to do yet.
+    const bool do_all = !is_shared_out || args.slots == 0;
+    if (do_all || !is_sender) send_choices_of(args, Dealt(do_all ? all : receivers), tokens, epoch, parity, present);
+    if (!is_shared_out || is_sender) send_tokens_of<PAYLOAD>(args, Dealt(is_shared_out ? senders : all), tokens, present, is_direct);
   }
   if (!receives) return;
-  if (is_shared_out && is_even) {
-    if (await_plans(args, odd.of, shared)) receive_pairs<PAYLOAD>(args, epoch, is_direct, shared + IMMWIRE_MOE_MANY_WORDS);
+  if (is_shared_out && is_sender) {
+    if (await_plans(args, receivers.of, shared)) receive_pairs<PAYLOAD>(args, epoch, is_direct, shared + IMMWIRE_MOE_MANY_WORDS);
     return;
   }
-  Many many(args, is_shared_out ? odd : all, shared);
+  Many many(args, is_shared_out ? receivers : all, shared);
   const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
   plan_chunks(args, many, epoch, parity, present & ~absent);
   if (many.share.index == 0 && threadIdx.x < args.world && (absent >> threadIdx.x & 1)) {

@@ -20,11 +20,13 @@ use std::error::Error;
 use std::ffi::CStr;
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
+use std::num::NonZero;
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::ptr;
 use std::sync::atomic::Ordering;
+use std::thread;
 use std::time::{Duration, Instant};
 
 mod overlap;
@@ -355,8 +357,13 @@ impl<'a> World<'a> {
             if style.slots && style.clear {
                 slots[..end].fill(NO_ROW);
             }
-            let mut last = None;
-            for (&(source, token, _), &row) in &layout.rows {
+            let places: Vec<_> = layout.rows.iter().collect();
+            let mut coming: Vec<(usize, u32)> =
+                places.iter().map(|(place, _)| (place.0, place.1)).collect();
+            coming.dedup();
+            let arrived = in_parallel(coming.len(), |at| round.arrives(coming[at].0, coming[at].1));
+            let mut last = 0;
+            for (&(source, token, _), &row) in places {
                 let mut row = row as usize;
                 if style.slots {
                     let slot = slot_of(u32::try_from(source)?, token, self.shape.max_tokens);
@@ -364,10 +371,8 @@ impl<'a> World<'a> {
                     row = slots[row] as usize;
                 }
                 used[row] = true;
-                if last.as_ref().is_none_or(|(at, _)| *at != (source, token)) {
-                    last = Some(((source, token), round.arrives(source, token)));
-                }
-                let Some((_, expected)) = &last else { continue };
+                last += usize::from(coming[last] != (source, token));
+                let expected = &arrived[last];
                 if found_x[row * x..][..x] != expected.0
                     || found_scales[row * scales..][..scales] != expected.1
                 {
@@ -388,11 +393,14 @@ impl<'a> World<'a> {
             }
             let bytes = self.shape.values as usize * 2;
             let found = own.out.get(gpu)?;
-            for token in 0..tokens[number].count {
-                let at = token as usize * bytes;
-                if found[at..][..bytes] != round.result(number, token, &layouts) {
-                    return Err(differs("the result of token", token as usize));
-                }
+            let count = tokens[number].count as usize;
+            let results = in_parallel(count, |token| {
+                let token = u32::try_from(token).unwrap_or(u32::MAX);
+                round.result(number, token, &layouts)
+            });
+            let differ = |token: &usize| found[token * bytes..][..bytes] != results[*token];
+            if let Some(token) = (0..count).find(differ) {
+                return Err(differs("the result of token", token));
             }
             let written = tokens[number].count as usize * bytes;
             let rest = self.shape.max_tokens as usize * bytes;
@@ -446,6 +454,24 @@ impl Drop for World<'_> {
         // Launches use what goes now.
         let _ = self.settle();
     }
+}
+
+/// `count` values, each made by itself, on all processors.
+fn in_parallel<T: Send>(count: usize, make: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    let each = count.div_ceil(thread::available_parallelism().map_or(1, NonZero::get)).max(8);
+    let mut made: Vec<Option<T>> = (0..count).map(|_| None).collect();
+    thread::scope(|scope| {
+        for (part, places) in made.chunks_mut(each).enumerate() {
+            let make = &make;
+            scope.spawn(move || {
+                for (at, place) in places.iter_mut().enumerate() {
+                    *place = Some(make(part * each + at));
+                }
+            });
+        }
+    });
+    // Each place had its thread.
+    made.into_iter().flatten().collect()
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -1003,6 +1029,9 @@ const SETTLING: usize = 4;
 /// Times that these rounds are replayed in one go; the first of them is not counted.
 const REPLAYS: usize = 12;
 
+/// Rows that are drawn where results are only to be timed; a prime.
+const DRAWN_ROWS: u32 = 1021;
+
 /// What a link carries of stores from all sides at once, in bytes per microsecond.
 const WIRE: f64 = 354e3;
 
@@ -1061,8 +1090,14 @@ impl<'a> Timed<'a> {
             }
             tokens.push(sent);
         }
-        let results: Vec<Vec<u8>> =
-            (0..world).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
+        // Gigabytes of them: some, again and again.
+        let some = all.rows.min(DRAWN_ROWS);
+        let bytes = all.rows as usize * shape.values as usize * 2;
+        let mut results = || {
+            let drawn = all.maker().numbers(&mut random, some, shape.results);
+            drawn.into_iter().cycle().take(bytes).collect()
+        };
+        let results: Vec<Vec<u8>> = (0..world).map(|_| results()).collect();
         all.put(0, &tokens, &results, style.wide)?;
         let mut timed = Self { graphs: None, stamps: Vec::new(), all, tokens, results, style };
         timed.compare(|timed| {
@@ -1274,12 +1309,13 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
     Ok(())
 }
 
-/// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters.
+/// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters. With 384 experts it is
+/// Kimi K2's.
 /// `only`: the shapes with so many tokens alone.
 pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
     let pairs = u32::try_from(gpus.len())?;
-    let shape = |world: u32, tokens: u32| Shape {
-        firsts: firsts(world, 256),
+    let of_experts = |experts: u32, world: u32, tokens: u32| Shape {
+        firsts: firsts(world, experts),
         top_k: 8,
         max_tokens: tokens,
         payload: Payload::Fp8 { from: Number::Bf16, scales: Scales::Float },
@@ -1288,6 +1324,7 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         padding: 1,
         exact: false,
     };
+    let shape = |world, tokens| of_experts(256, world, tokens);
     let bytes = |token_bytes, scale_bytes| Shape {
         payload: Payload::Raw { token_bytes, scale_bytes },
         ..shape(pairs, 128)
@@ -1305,6 +1342,15 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
     }
     for ranks in [2, 4] {
         all.push(("several ranks on a GPU", shape(pairs * ranks, 128), plain));
+    }
+    let once = Style { slots: true, ..Style::default() };
+    for tokens in [128, 4096] {
+        all.push((
+            "e4m3 out, each token once and a list of rows, bf16 back",
+            shape(pairs, tokens),
+            once,
+        ));
+        all.push(("of 384 experts: e4m3 out, bf16 back", of_experts(384, pairs, tokens), plain));
     }
     all.push((quantised, shape(pairs, 4096), plain));
     let wanted = all.iter().filter(|(_, shape, _)| only.is_none_or(|it| it == shape.max_tokens));

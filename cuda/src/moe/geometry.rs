@@ -208,7 +208,7 @@ pub struct Many {
     pub dispatch_shared_bytes: u32,
 }
 
-/// How many of so many blocks receive tokens, at the least: every other one, or the only one.
+/// How many of so many blocks receive tokens, at the least: every other one, or the only one; where rows are laid out, two of three.
 const fn receivers(blocks: u32) -> u32 {
     if blocks > 1 { blocks / 2 } else { 1 }
 }
@@ -250,7 +250,8 @@ impl Many {
             + 2 * local
             + 1
             + mine * local * (1 + words)
-            + local.max(u64::from(args::THREADS));
+            + chunks
+            + 2 * u64::from(args::THREADS);
         let narrow = |number: u64| u32::try_from(number).map_err(|_| ShapeError::Overflow);
         if shared * 4 > SHARED_BYTES {
             return Err(ShapeError::Shared { needed: shared * 4, available: SHARED_BYTES });
@@ -258,7 +259,7 @@ impl Many {
         Ok(Self {
             chunk_tokens: narrow(chunk)?,
             chunks: narrow(chunks)?,
-            scratch_bytes: chunks * (local + 1) * 4,
+            scratch_bytes: chunks * (local.div_ceil(4) + 1) * 4,
             dispatch_shared_bytes: narrow(shared * 4)?,
         })
     }
@@ -452,7 +453,7 @@ mod tests {
                     };
                     assert!((1..=args::CHUNK).contains(&many.chunk_tokens), "{many:?}");
                     assert_eq!(many.chunks, world * max_tokens.div_ceil(many.chunk_tokens));
-                    assert_eq!(many.scratch_bytes, u64::from(many.chunks) * 33 * 4);
+                    assert_eq!(many.scratch_bytes, u64::from(many.chunks) * 9 * 4);
                     assert!(u64::from(many.dispatch_shared_bytes) <= SHARED_BYTES);
                     // Of the tokens that a block may be dealt, less than a chunk and what rounding adds is above its part.
                     let dealt = many.chunks.div_ceil(receivers(blocks)) * many.chunk_tokens;
