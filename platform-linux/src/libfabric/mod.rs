@@ -74,14 +74,14 @@ use rustix::time::{
 
 use self::door::Door;
 use self::fabric::{
-    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Signs,
-    Wanted, Write,
+    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted,
+    Write,
 };
 use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
 use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
-use self::watch::Watch;
+use self::watch::{AllSigns, Watch};
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
 use crate::shm::GroupKey;
@@ -901,12 +901,13 @@ impl LibfabricProvider {
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
             let Some(session) = self.session(index) else { continue };
-            let owed = |which, routes: &Routes| {
-                routes.owed().map(|pair| (which, pair)).collect::<Vec<_>>()
+            // There are no more pairs of NICs.
+            let owed = |which, routes: &Routes| -> heapless::Vec<_, { MAX_NICS * MAX_NICS }> {
+                routes.owed().map(|pair| (which, pair)).take(MAX_NICS * MAX_NICS).collect()
             };
-            let mut all = owed(Which::Present, &session.routes);
-            all.extend(owed(Which::Old, &session.old_routes));
-            for (which, pair) in all {
+            let present = owed(Which::Present, &session.routes);
+            let old = owed(Which::Old, &session.old_routes);
+            for (which, pair) in present.into_iter().chain(old) {
                 match self.post_empty(index, which, pair, Purpose::Answer) {
                     Posted::NoRoom => (self.owing, self.urgent) = (true, true),
                     Posted::UnderWay | Posted::Refused(_) => {}
@@ -1166,7 +1167,7 @@ impl Provider for LibfabricProvider {
         let lanes =
             self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
         let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
-        let mut all_signs = heapless::Vec::<Signs, ENDPOINTS_MAX>::new();
+        let mut all_signs = AllSigns::new();
         for endpoint in endpoints {
             let ready =
                 !endpoint.has_signs() || endpoint.may_sleep() && (!quiet || endpoint.hush());

@@ -19,10 +19,14 @@ use std::time::Duration;
 use immwire_core::id::Time;
 use rustix::event::epoll::{self, EventData, EventFlags};
 
+use super::ENDPOINTS_MAX;
 use super::fabric::Signs;
 
 /// An engine that has been awake for so long may go on so.
 const AWAKE: Duration = Duration::from_millis(2);
+
+/// What all queues of an engine are slept on by.
+pub(super) type AllSigns = heapless::Vec<Signs, ENDPOINTS_MAX>;
 
 /// See the [module](self).
 #[derive(Debug)]
@@ -30,7 +34,7 @@ pub(super) struct Watch {
     /// Around what is always watched, and `queues`.
     outer: OwnedFd,
     /// Around the queues' descriptors, and what these are.
-    queues: Option<(OwnedFd, Vec<Signs>)>,
+    queues: Option<(OwnedFd, AllSigns)>,
     /// Since when the engine has not slept, as far as is known.
     awake: Option<Time>,
     /// The queues could not be watched.
@@ -56,14 +60,14 @@ impl Watch {
 
     /// The engine is about to sleep: watches the queues with these signs, and no others. `false`: it cannot, and has said
     /// so. Costs a system call for each descriptor, but nothing if these are watched already.
-    pub(super) fn queues(&mut self, signs: &[Signs]) -> bool {
+    pub(super) fn queues(&mut self, signs: &AllSigns) -> bool {
         self.awake = None;
         if self.queues.as_ref().is_some_and(|(_, watched)| watched == signs) {
             return true;
         }
         self.queues = None;
         match self.nest(signs) {
-            Ok(inner) => self.queues = Some((inner, signs.to_vec())),
+            Ok(inner) => self.queues = Some((inner, signs.clone())),
             // Once: it is tried again each time.
             Err(error) if !self.is_blind => {
                 tracing::warn!(%error, "no packet wakes the engine, its clock alone does");
