@@ -6,8 +6,8 @@
 //!
 //! 1. The launches of one [`Copier`] are in one stream, so that they share one word of arrivals: each finds it zero, and
 //!    leaves it so (`kernels/copy.cu`).
-//! 2. Kernels and words of arrivals live until every launch that uses them has ended: [`Copier`]'s drop waits, and leaks
-//!    them if the stream is stuck.
+//! 2. Kernels and words of arrivals live until every launch that uses them has ended: [`Copier`]'s drop waits, and as long as
+//!    the stream is stuck nothing is freed ([`crate::stuck`]).
 
 use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
 use crate::device::{Device, Event, Stream};
@@ -16,7 +16,7 @@ use crate::error::Error;
 use crate::geometry::{self, GeometryError, Kernel, Launch, Method, Plan, Shape, Tuning};
 use crate::memory::DeviceMemory;
 use crate::module::{Function, Module};
-use std::mem::ManuallyDrop;
+use crate::stuck;
 use std::num::NonZeroU32;
 use std::ptr;
 use std::time::Duration;
@@ -117,8 +117,10 @@ pub enum Submitted {
 pub struct Copier {
     stream: Stream,
     tuning: Tuning,
-    kernels: ManuallyDrop<Kernels>,
-    arrivals: ManuallyDrop<DeviceMemory>,
+    kernels: Kernels,
+    arrivals: DeviceMemory,
+    /// It was waited for in vain.
+    is_stuck: bool,
 }
 
 impl Copier {
@@ -132,18 +134,27 @@ impl Copier {
     pub fn new(stream: &Stream, tuning: Tuning) -> Result<Self, Error> {
         let kernels = Kernels::load(stream.device())?;
         let arrivals = DeviceMemory::zeroed(stream, 4)?;
-        Ok(Self {
-            stream: stream.clone(),
-            tuning,
-            kernels: ManuallyDrop::new(kernels),
-            arrivals: ManuallyDrop::new(arrivals),
-        })
+        Ok(Self { stream: stream.clone(), tuning, kernels, arrivals, is_stuck: false })
     }
 
     /// The stream that requests are enqueued in.
     #[must_use]
     pub fn stream(&self) -> &Stream {
         &self.stream
+    }
+
+    /// Waits until the stream has done all that it was given, for `limit` at most. `false`: it is stuck, and until it has nothing that this
+    /// crate has made is freed, but kept for good when it is dropped.
+    pub fn settle(&mut self, limit: Duration) -> bool {
+        let recorded = Event::new(self.stream.device())
+            .and_then(|event| event.record(&self.stream).map(|()| event));
+        // A context that has failed does nothing any more.
+        let Ok(event) = recorded else { return true };
+        self.is_stuck = matches!(event.wait(limit), Err(Error::TimedOut { .. }));
+        if self.is_stuck {
+            stuck::give_up(event);
+        }
+        !self.is_stuck
     }
 
     /// Enqueues a request, on at most `sms` SMs, and what it announces. Waits for nothing; a few microseconds.
@@ -311,17 +322,7 @@ impl Drop for Copier {
     fn drop(&mut self) {
         /// Launches end by themselves; this is for a stream that waits for what never comes.
         const LIMIT: Duration = Duration::from_secs(5);
-        let ended = Event::new(self.stream.device())
-            .and_then(|event| event.record(&self.stream).map(|()| event))
-            .and_then(|event| event.wait(LIMIT));
-        if !matches!(ended, Err(Error::TimedOut { .. })) {
-            // SAFETY: neither is used again: this is the drop. No launch uses them either: all have ended, or the
-            // context has failed, and with it everything in it.
-            unsafe {
-                ManuallyDrop::drop(&mut self.kernels);
-                ManuallyDrop::drop(&mut self.arrivals);
-            }
-        }
+        self.settle(if self.is_stuck { Duration::ZERO } else { LIMIT });
     }
 }
 

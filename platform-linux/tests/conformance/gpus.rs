@@ -6,7 +6,7 @@ use std::num::{NonZeroU32, NonZeroU64};
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire::core::group;
 use immwire::core::wire::Wire;
@@ -25,7 +25,7 @@ use immwire_cuda::{
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
-use crate::segment::{PART, Part, Segment, driver_s, kept};
+use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, stick};
 use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -101,6 +101,7 @@ fn flags_reach_their_gpu(case: &Case) {
 /// Where GPUs copy.
 pub const COPYING: &[Test] = &[
     ("refused_copies", Spread::Places, refused_copies),
+    ("stuck", Spread::ProcessesBothMotors, stuck),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -827,6 +828,68 @@ fn after_stream(case: &Case) {
 pub fn refuse(nth: u32) -> bool {
     let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_refuse");
     call.inspect(|call| call(nth)).is_some()
+}
+
+/// Does it on a thread that ends in time, though GPUs are stuck.
+pub fn goes_within(limit: Duration, work: impl FnOnce() + Send) {
+    std::thread::scope(|scope| {
+        let working = scope.spawn(work);
+        let start = Instant::now();
+        while !working.is_finished() {
+            if start.elapsed() > limit {
+                // It may go on then.
+                stick(false);
+                panic!("it has not ended in {limit:?}");
+            }
+            std::thread::sleep(Duration::from_millis(10));
+        }
+        working.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+    });
+}
+
+/// How long an engine takes to end whose GPU is stuck, at most: its own time for that, and what a slow machine adds.
+pub const GIVES_UP_WITHIN: Duration = Duration::from_secs(40);
+
+/// An engine that is dropped while its GPUs are stuck does not wait for them for good; what they were to read and write is there when
+/// they go on, GPUs' memory and the host's. The stand-in for the driver ends processes in which it is not.
+fn stuck(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    // Before anything is stuck: the driver waits for that before it pins.
+    let later = case.me();
+    let gpu = |ordinal| me.engine.alloc_gpu(ordinal, 64 << 10).expect("a GPU's memory");
+    let from = [gpu(0), gpu(last_gpu()), me.engine.alloc(64 << 10).expect("memory")];
+    // In turn a GPU's and the host's.
+    let mut to: Vec<_> = (0..4).map(|_| other.memory(&me, BYTES, Own::Engine).1).collect();
+    let (region, desc, _) = segment(&me, &mut other, 1);
+    to.push(desc);
+    let all = || {
+        let both = from.iter().flat_map(|src| to.iter().map(move |dst| (src, dst)));
+        let submit = |(src, dst)| write(&me, peer, src, dst, (0, 0, BYTES), None);
+        both.map(submit).collect::<Vec<_>>()
+    };
+    // The peer tells where its memory is, first.
+    all().iter().for_each(|transfer| me.done(transfer));
+    if !stick(true) {
+        eprintln!("    only the stand-in for the driver can be held");
+        return;
+    }
+    let transfers = all();
+    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("something is to be copied");
+    goes_within(GIVES_UP_WITHIN, move || drop((from, me)));
+    let ends: Vec<_> =
+        transfers.iter().map(|transfer| transfer.poll_end().expect("it ends")).collect();
+    assert!(ends.iter().any(|end| *end != End::Done), "{ends:?}");
+    assert!(held_up() > 0, "it was waited for");
+    // It is still written to.
+    let kept_there = other.ask(&later, Ask::Free { region, ms: 100 });
+    assert!(matches!(kept_there, Say::Text(_)), "{kept_there:?}");
+    stick(false);
+    go_on();
+    // What is dropped now is not kept.
+    let before = kept();
+    drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
+    assert_eq!(kept(), before);
 }
 
 /// A copy that the driver does not take, or takes half of, fails alone: it is not counted, and the

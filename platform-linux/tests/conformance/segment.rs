@@ -156,6 +156,26 @@ pub fn kept() -> Option<u64> {
     Some(call())
 }
 
+/// Has the process's GPUs begin nothing that moves bytes, or again: they are stuck. Only the stand-in for the driver can: `false`
+/// elsewhere.
+pub fn stick(held: bool) -> bool {
+    let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_hold");
+    call.inspect(|call| call(u32::from(held))).is_some()
+}
+
+/// How many streams of the process are held up so.
+pub fn held_up() -> u64 {
+    let call: Option<extern "C" fn() -> u64> = driver_s(c"immwire_fake_cuda_held_up");
+    call.map_or(0, |call| call())
+}
+
+/// Waits for all that GPUs have been given.
+pub fn go_on() {
+    for gpu in 0..Device::count().expect("GPUs") {
+        Device::open(gpu).and_then(|gpu| gpu.synchronize()).expect("no error");
+    }
+}
+
 /// A function of the driver's, or one that only the stand-in for it has, if it is there. `F` is its type (`cuda.h`,
 /// `verification/fake-cuda/src`).
 pub fn driver_s<F: Copy>(name: &std::ffi::CStr) -> Option<F> {

@@ -10,14 +10,18 @@ use immwire::{BuildError, End, MrDesc, PeerState, Rights, Staging, TransferEngin
 use immwire_cuda::{Device, DeviceMemory, Stream};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
-use crate::gpus::refuse;
+use crate::gpus::{GIVES_UP_WITHIN, goes_within, refuse};
 use crate::host::{Host, Own, PATIENCE, Setup, first_other, poison};
 use crate::operations::{only_peer, write};
+use crate::segment::{go_on, held_up, stick};
 use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("copies_refused_at_either_end", Spread::Places, copies_refused_at_either_end),
     ("every_way_at_once", Spread::Places, every_way_at_once),
+    ("stuck_where_it_is_read", Spread::ProcessesBothMotors, stuck_where_it_is_read),
+    ("stuck_where_it_is_written", Spread::ProcessesBothMotors, stuck_where_it_is_written),
+    ("nobody_gets_what_is_still_read", Spread::Once, nobody_gets_what_is_still_read),
     ("who_does_not_stage", Spread::ProcessesBothMotors, who_does_not_stage),
     ("what_is_not_to_be_written", Spread::ProcessesBothMotors, what_is_not_to_be_written),
     ("a_pool_has_room_for_so_many", Spread::Once, a_pool_has_room_for_so_many),
@@ -112,6 +116,88 @@ fn every_way_at_once(case: &Case) {
         }
     }
     assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+}
+
+/// A region of the agent's that is staged, or is not.
+fn theirs(me: &Host, other: &mut crate::Agent, bytes: u64, staged: bool) -> (usize, MrDesc) {
+    loop {
+        let (there, desc) = other.memory(me, bytes, Own::Engine);
+        if is_staged(&desc) == staged {
+            return (there, desc);
+        }
+    }
+}
+
+/// An engine that is dropped while its GPU is stuck does not wait for it for good; what the GPU was to read and write is
+/// there when it goes on. The stand-in for the driver ends processes in which it is not.
+fn stuck_where_it_is_read(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let (_, desc) = theirs(&me, &mut other, 64 << 10, true);
+    let src = me.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0");
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 64 << 10), None));
+    assert!(stick(true), "only the stand-in for the driver can be held");
+    let transfer = write(&me, peer, &src, &desc, (0, 0, 64 << 10), None);
+    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("it is to be read");
+    goes_within(GIVES_UP_WITHIN, move || drop((src, me)));
+    assert!(transfer.poll_end().is_some_and(|end| end != End::Done));
+    assert!(held_up() > 0, "it was waited for");
+    stick(false);
+    go_on();
+}
+
+/// The same where it is written.
+fn stuck_where_it_is_written(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let (_, desc) = theirs(&me, &mut other, 64 << 10, true);
+    let src = me.engine.alloc(64 << 10).expect("memory");
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 64 << 10), None));
+    other.tell(&me, Ask::Hold { held: true });
+    let transfer = write(&me, peer, &src, &desc, (0, 0, 64 << 10), None);
+    while other.number(&me, Ask::HeldUp) == 0 {}
+    other.tell(&me, Ask::Drop);
+    assert_ne!(me.end(&transfer), End::Done);
+    assert_ne!(other.number(&me, Ask::HeldUp), 0, "it was waited for");
+    other.tell(&me, Ask::Hold { held: false });
+    other.tell(&me, Ask::GoOn);
+}
+
+/// An area that a GPU still reads is no other peer's, and a region that it still writes is not closed, though who wrote it is gone.
+fn nobody_gets_what_is_still_read(case: &Case) {
+    let builder = (Provider::named(case.provider).builder)(&case.setup(1));
+    let Err(BuildError::Staging(StagingError::TooSmall { least, .. })) =
+        builder.clone().staging(Staging { bytes: 1 << 20 }).build_polled()
+    else {
+        panic!("a pool of 1 MiB will do")
+    };
+    let (engine, driver) =
+        builder.staging(Staging { bytes: least }).build_polled().expect("an engine");
+    let me = Host::polled(engine, driver);
+    let (mut first, _) = case.agent("first");
+    let (mut second, _) = case.agent("second");
+    let there = Ask::TryPeer { address: me.engine.address().to_string() };
+    let Say::Peer(one) = first.ask(&me, there.clone()) else { panic!("the first is refused") };
+    let region = me.engine.alloc_gpu(0, 4096).expect("memory");
+    let (src, _) = first.memory(&me, 4096, Own::Engine);
+    assert!(stick(true), "only the stand-in for the driver can be held");
+    let (dst, tag, src_offset, dst_offset, len) = (encode(&region.desc()), None, 0, 0, 4096);
+    first.post(Ask::Write(Write1 { peer: one, src, src_offset, dst, dst_offset, len, tag }));
+    let peer = me.engine.peers()[0];
+    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("it has landed");
+    drop(first);
+    let down = me.peer_down(peer, PATIENCE);
+    assert!(matches!(down, Some(PeerState::Down(_))), "{down:?}");
+    for _ in 0..5 {
+        let refused = second.ask(&me, there.clone());
+        assert!(matches!(&refused, Say::Text(why) if why.contains("no room")), "{refused:?}");
+    }
+    let kept = me.close(region, Duration::from_millis(100)).expect_err("it is written");
+    stick(false);
+    let in_ = me.until(PATIENCE, || match second.ask(&me, there.clone()) {
+        Say::Peer(peer) => Some(peer),
+        _ => None,
+    });
+    assert!(in_.is_some(), "there is room again");
+    drop(kept);
 }
 
 /// Who does not stage is written to by who does, from a GPU's memory too; the other way host memory goes, and a GPU's is

@@ -90,6 +90,18 @@ extern "C" fn immwire_fake_cuda_refuse(nth: u32) {
     crate::world::begin("immwire_fake_cuda_refuse").refused_in = nth;
 }
 
+/// No driver's: from now on this process's kernels and copies do not begin, or, 0, do again, those that were enqueued meanwhile first.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_hold(held: u32) {
+    crate::stream::hold(held != 0);
+}
+
+/// No driver's: how many streams of this process are held up so.
+#[unsafe(no_mangle)]
+extern "C" fn immwire_fake_cuda_held_up() -> u64 {
+    crate::stream::held_up()
+}
+
 /// No driver's: how much this process has that it took by hand and has to give back by hand: references of `cuMemCreate` and its like,
 /// mappings of `cuMemMap`, and addresses of `cuMemAddressReserve`, each counted.
 #[unsafe(no_mangle)]

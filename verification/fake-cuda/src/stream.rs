@@ -14,7 +14,7 @@ use crate::reach::{Host, Reach};
 use crate::world::{Current, OF_A_STREAM};
 use std::collections::VecDeque;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::{Builder, JoinHandle};
 use std::time::{Duration, Instant};
@@ -24,6 +24,22 @@ const LOOK: Duration = Duration::from_micros(20);
 /// Copies are cut into as many pieces, unless these were shorter than [`SHORTEST_PIECE`].
 const PIECES: u64 = 16;
 const SHORTEST_PIECE: u64 = 4096;
+
+/// Kernels and copies of this process do not begin: their GPUs are stuck.
+static HELD: AtomicBool = AtomicBool::new(false);
+
+/// Streams that would begin one now.
+static HELD_UP: AtomicU64 = AtomicU64::new(0);
+
+/// Holds kernels and copies that have not begun, or lets them go on.
+pub(crate) fn hold(held: bool) {
+    HELD.store(held, Ordering::Release);
+}
+
+/// How many streams are held up.
+pub(crate) fn held_up() -> u64 {
+    HELD_UP.load(Ordering::Acquire)
+}
 
 /// When a wait for a word is over. `CUstreamWaitValue_flags`.
 #[derive(Debug, Clone, Copy)]
@@ -100,6 +116,14 @@ pub(crate) enum Work {
     },
 }
 
+impl Work {
+    fn is_held(&self) -> bool {
+        let moves =
+            matches!(self, Self::Copy { .. } | Self::CopyPlain { .. } | Self::Launch { .. });
+        moves && HELD.load(Ordering::Acquire)
+    }
+}
+
 #[derive(Debug, Default)]
 struct Queue {
     work: VecDeque<Work>,
@@ -150,6 +174,13 @@ impl Stream {
     fn serve(&self, random: &mut Random) {
         while let Some(work) = self.next() {
             random.delay();
+            if work.is_held() {
+                HELD_UP.fetch_add(1, Ordering::AcqRel);
+                while work.is_held() {
+                    std::thread::sleep(LOOK);
+                }
+                HELD_UP.fetch_sub(1, Ordering::AcqRel);
+            }
             run(work, random);
             lock(&self.queue).done += 1;
             self.changed.notify_all();

@@ -76,7 +76,8 @@ pub(crate) struct World {
     pub(crate) opened: BTreeMap<u64, u32>,
     handles: u64,
     streams_made: u64,
-    ended: Vec<JoinHandle<()>>,
+    /// Closed streams, which do what they were given.
+    ended: Vec<(Arc<Stream>, JoinHandle<()>)>,
     /// How many commands it is to the one that is refused; 0: none is.
     pub(crate) refused_in: u32,
 }
@@ -266,11 +267,13 @@ impl World {
         stream
     }
 
-    /// All streams of a context that have been used.
+    /// All streams of a context that have been used, destroyed ones too.
     pub(crate) fn streams_of(&self, context: u64) -> Vec<Arc<Stream>> {
         let default = self.contexts.get(&context).and_then(|it| it.default_stream.clone());
         let made = self.streams.values().filter(|stream| stream.context == context).cloned();
-        made.chain(default).collect()
+        let ended = self.ended.iter().map(|(stream, _)| stream);
+        let ended = ended.filter(|stream| stream.context == context).cloned();
+        made.chain(default).chain(ended).collect()
     }
 
     /// Takes one more command, unless it is the one to be refused.
@@ -300,13 +303,13 @@ impl World {
     }
 
     /// Lets a stream's thread end after the work that it has.
-    pub(crate) fn close(&mut self, stream: &Stream) {
+    pub(crate) fn close(&mut self, stream: &Arc<Stream>) {
         self.join_ended();
-        self.ended.extend(stream.close());
+        self.ended.extend(stream.close().map(|thread| (Arc::clone(stream), thread)));
     }
 
     fn join_ended(&mut self) {
-        for thread in self.ended.extract_if(.., |thread| thread.is_finished()) {
+        for (_, thread) in self.ended.extract_if(.., |(_, thread)| thread.is_finished()) {
             let _ = thread.join();
         }
     }
