@@ -20,6 +20,7 @@ use immwire_core::peer::{DownReason, PeerState};
 use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout, TargetList as _};
 use immwire_core::receipt::{Epoch, Settlement};
 use immwire_core::region::MrDesc;
+use immwire_core::staging::waits_behind;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
@@ -245,12 +246,14 @@ impl<P: Provider> Engine<P> {
         let bytes = staged.iter().map(|work| work.len).sum::<u64>();
         let (pieces, bytes) = (BATCH.saturating_sub(staged.len()), most.saturating_sub(bytes));
         self.state.group.poll_batch(nic, pieces, bytes, |work| staged.push(work));
-        let Some(first) = staged.first().map(|work| work.peer) else { return unparked };
+        if staged.is_empty() {
+            return unparked;
+        }
         let posted = self.provider.post(nic, staged, &mut self.state).min(staged.len());
         bump(&self.state.shared.stats.posted, posted as u64);
         if posted == 0 {
             // There is no room at this peer. The others' turn comes next.
-            park(staged, parked, first);
+            park(staged, parked);
         } else {
             staged.drain(..posted);
         }
@@ -279,14 +282,14 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Tries again what was parked, one peer's pieces in each step.
+    /// Tries again what was parked, in each step pieces of one peer's, and of these such as wait for the same.
     fn unpark(&mut self, nic: NicIndex) -> bool {
         let Some(parked) = self.parked.get_mut(usize::from(nic)) else { return false };
-        let Some(first) = parked.first().map(|work| work.peer) else { return false };
+        let Some(first) = parked.first().copied() else { return false };
         let posted = self.provider.post(nic, parked, &mut self.state).min(parked.len());
         bump(&self.state.shared.stats.posted, posted as u64);
         if posted == 0 {
-            let turn = parked.iter().take_while(|work| work.peer == first).count();
+            let turn = parked.iter().take_while(|work| waits_behind(work, &first)).count();
             parked.rotate_left(turn);
         } else {
             parked.drain(..posted);
@@ -660,14 +663,13 @@ fn first_peer(request: &Request) -> PeerId {
     first
 }
 
-/// Takes what is staged for a peer out of the way of others. What there may be room for all the same, its
-/// notes, does not wait behind its transfers: it is tried before them, staged or parked.
-fn park(staged: &mut Vec<WorkRequest>, parked: &mut Vec<WorkRequest>, peer: PeerId) {
-    if staged.first().is_some_and(|work| work.token.is_note()) {
-        parked.insert(0, staged.remove(0));
-    } else {
-        let blocked = |work: &mut WorkRequest| work.peer == peer && !work.token.is_note();
-        parked.extend(staged.extract_if(.., blocked));
+/// Takes the first of what is staged, for which there is no room, out of the way, and what would wait behind it. What there may be
+/// room for all the same, notes first, goes past: it is tried before them, staged or parked.
+fn park(staged: &mut Vec<WorkRequest>, parked: &mut Vec<WorkRequest>) {
+    match staged.first().copied() {
+        Some(first) if first.token.is_note() => parked.insert(0, staged.remove(0)),
+        Some(first) => parked.extend(staged.extract_if(.., |work| waits_behind(work, &first))),
+        None => {}
     }
 }
 
@@ -1179,14 +1181,25 @@ impl State {
 
 #[cfg(test)]
 mod tests {
+    use immwire_core::staging::StagedKey;
+
     use super::*;
 
-    fn piece(peer: u16, is_note: bool, serial: u64) -> WorkRequest {
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Kind {
+        Note,
+        Plain,
+        /// To a GPU's memory, by way of slots.
+        Staged,
+    }
+
+    fn piece(peer: u16, kind: Kind, serial: u64) -> WorkRequest {
         // A note's token is of a transfer that there cannot be.
-        let token = Token::from_bits(if is_note { u64::MAX << 48 } else { 0 });
-        assert_eq!(token.is_note(), is_note);
+        let token = Token::from_bits(if kind == Kind::Note { u64::MAX << 48 } else { 0 });
+        assert_eq!(token.is_note(), kind == Kind::Note);
         let peer = PeerId { index: peer, generation: 0 };
-        let (src, dst, src_key, dst_key) = (serial, 0, 0, 0);
+        let staged = StagedKey::new(0, 1).unwrap().bits();
+        let (src, dst, src_key) = (serial, 0, 0);
         WorkRequest {
             token,
             nic: 0,
@@ -1195,48 +1208,56 @@ mod tests {
             src,
             src_key,
             dst,
-            dst_key,
+            dst_key: if kind == Kind::Staged { staged } else { 0 },
             len: 1,
             run: immwire_core::plan::PageRun::NONE,
             imm: None,
         }
     }
 
-    /// Every queue of up to five pieces, of two peers' notes and transfers, of which some are parked: nothing is
-    /// lost or doubled, what is left staged begins with something else, and no note of a peer's is behind what
-    /// it would wait for.
+    /// Every queue of up to five pieces, of two peers' notes, transfers and such as are staged, of which some are parked: nothing
+    /// is lost or doubled, what is left staged begins with something else, and nobody is behind what it need not wait for.
     #[test]
-    fn notes_do_not_wait_behind_transfers() {
-        for pieces in 0..4_u32.pow(5) {
-            let all: Vec<_> = (0..5_u32)
+    fn nobody_waits_behind_who_needs_more() {
+        const KINDS: [Kind; 3] = [Kind::Note, Kind::Plain, Kind::Staged];
+        for pieces in 0..6_usize.pow(5) {
+            let kinds: Vec<_> = (0..5_u32)
                 .map(|at| {
-                    let kind = pieces / 4_u32.pow(at) % 4;
-                    piece(u16::from(kind & 1 != 0), kind & 2 != 0, at.into())
+                    let kind = pieces / 6_usize.pow(at) % 6;
+                    (u16::from(kind >= 3), KINDS[kind % 3])
                 })
                 .collect();
+            let all: Vec<_> =
+                (0..).zip(&kinds).map(|(at, (peer, kind))| piece(*peer, *kind, at)).collect();
+            let kind = |work: &WorkRequest| kinds[usize::try_from(work.src).unwrap()].1;
             let (mut staged, mut parked) = (all.clone(), Vec::new());
             while let Some(first) = staged.first().copied() {
-                let before = staged.len();
-                park(&mut staged, &mut parked, first.peer);
-                assert!(staged.len() < before);
+                let before = staged.clone();
+                park(&mut staged, &mut parked);
+                assert!(staged.len() < before.len());
                 let serials =
                     |works: &[WorkRequest]| works.iter().map(|it| it.src).collect::<Vec<_>>();
                 let mut both = [serials(&staged), serials(&parked)].concat();
                 both.sort_unstable();
                 assert_eq!(both, [0, 1, 2, 3, 4]);
-                let moved = |work: &&WorkRequest| {
-                    work.peer == first.peer && work.token.is_note() && !first.token.is_note()
-                };
-                assert!(all.iter().filter(moved).all(|note| {
-                    staged.contains(note)
-                        || parked.iter().take_while(|it| it.token.is_note()).any(|it| it == note)
-                }));
-                let transfers = |works: &[WorkRequest]| {
-                    let of_it = |it: &&WorkRequest| !it.token.is_note() && it.peer == first.peer;
-                    works.iter().filter(of_it).map(|it| it.src).collect::<Vec<_>>()
-                };
-                assert!(transfers(&parked).is_sorted(), "a peer's pieces keep their order");
-                assert!(first.token.is_note() || transfers(&staged).is_empty());
+                for work in &before {
+                    let stays = staged.contains(work);
+                    let goes_past = match (kind(&first), kind(work)) {
+                        // That one alone has no room.
+                        (Kind::Note, _) => *work != first,
+                        (Kind::Plain, kind) => work.peer != first.peer || kind == Kind::Note,
+                        (Kind::Staged, kind) => work.peer != first.peer || kind != Kind::Staged,
+                    };
+                    assert_eq!(stays, goes_past, "{work:?} behind {first:?}");
+                }
+                // Notes are tried before all else that is parked.
+                let notes = parked.iter().filter(|work| kind(work) == Kind::Note).count();
+                assert!(parked.iter().take(notes).all(|work| kind(work) == Kind::Note));
+                for (peer, kind_of) in kinds.iter().copied().filter(|it| it.1 != Kind::Note) {
+                    let of_it = |it: &&WorkRequest| it.peer.index == peer && kind(it) == kind_of;
+                    let serials: Vec<_> = parked.iter().filter(of_it).map(|it| it.src).collect();
+                    assert!(serials.is_sorted(), "a peer's pieces keep their order");
+                }
             }
         }
     }

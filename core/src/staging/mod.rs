@@ -40,7 +40,7 @@ use static_assertions::const_assert;
 use zerocopy::byteorder::little_endian::{U16, U32, U64};
 use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 
-use crate::group::WorkError;
+use crate::group::{WorkError, WorkRequest};
 use crate::id::NicIndex;
 use crate::imm::{Imm, ImmTag};
 use crate::mailbox::{Geometry, USER_COUNTERS};
@@ -314,6 +314,54 @@ impl Bounds {
     }
 }
 
+/// In what state a piece that has ended leaves a slot that has not come back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Leaves {
+    /// Never written to, nor will it be: it is free.
+    Unwritten,
+    /// Its receiver has the piece, and will give it back.
+    Written,
+    /// The write has failed: it may have arrived, or part of it, or may yet.
+    Doubtful,
+}
+
+/// What a piece needs besides its source and a route, in the order of how many wait for it: whoever needs less goes past who needs
+/// more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Need {
+    /// What keeps a connection has room of its own.
+    Nothing,
+    /// In its NIC's queue.
+    Room,
+    /// And a slot here.
+    Slot,
+    /// And a landing slot of its receiver's, which a GPU there empties.
+    Landing,
+}
+
+impl Need {
+    /// What this one needs.
+    #[must_use]
+    pub const fn of(work: &WorkRequest) -> Self {
+        if work.token.is_note() {
+            return Self::Nothing;
+        }
+        // A bare immediate touches no memory.
+        match (work.len, StagedKey::of(work.src_key), StagedKey::of(work.dst_key)) {
+            (0, ..) | (_, None, None) => Self::Room,
+            (_, Some(_), None) => Self::Slot,
+            (_, _, Some(_)) => Self::Landing,
+        }
+    }
+}
+
+/// Whether a piece is to wait while there is no room for another: both go to one peer, and it needs no less. Nobody relies on
+/// the order of pieces.
+#[must_use]
+pub fn waits_behind(work: &WorkRequest, blocked: &WorkRequest) -> bool {
+    work.peer == blocked.peer && Need::of(work) >= Need::of(blocked)
+}
+
 /// A peer has said what cannot be: of a slot that was not taken, or not vacant.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Misuse {
@@ -331,15 +379,17 @@ impl core::error::Error for Misuse {}
 
 const_assert!(LANDING_SLOTS as u32 == u32::BITS);
 
-/// A peer's landing slots, as their sender sees them.
+/// A peer's landing slots, as their sender sees them: free, taken, or in doubt.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Grants {
     free: u32,
+    /// Taken, and perhaps for good.
+    doubted: u32,
 }
 
 impl Default for Grants {
     fn default() -> Self {
-        Self { free: u32::MAX }
+        Self { free: u32::MAX, doubted: 0 }
     }
 }
 
@@ -366,7 +416,21 @@ impl Grants {
             return Err(Misuse { slot });
         }
         self.free |= bit;
+        self.doubted &= !bit;
         Ok(())
+    }
+
+    /// The write to a slot that was taken has failed. What of it arrives later would be taken for what is written there next:
+    /// so it is not given out again, unless it comes back, which says that all of it has arrived.
+    pub fn doubt(&mut self, slot: SlotIndex) {
+        let bit = 1_u32.checked_shl(slot.into()).unwrap_or(0);
+        self.doubted |= bit & !self.free;
+    }
+
+    /// Whether all slots are in doubt: then nobody is to wait for one.
+    #[must_use]
+    pub const fn are_lost(&self) -> bool {
+        self.doubted == u32::MAX
     }
 }
 
@@ -497,10 +561,14 @@ impl Piece {
         self.step == Step::Ready
     }
 
-    /// Whether its slot was never written to, nor will be, if it ends now: then it is free.
+    /// What becomes of its slot, which has not come back, if it ends now.
     #[must_use]
-    pub fn is_unwritten(&self) -> bool {
-        matches!(self.step, Step::Copying | Step::Ready)
+    pub const fn leaves(&self) -> Leaves {
+        match self.step {
+            Step::Copying | Step::Ready => Leaves::Unwritten,
+            Step::Posted => Leaves::Doubtful,
+            Step::Landed => Leaves::Written,
+        }
     }
 
     /// Nothing reads its source any more.
@@ -533,11 +601,14 @@ impl Piece {
         match (self.verdict, outcome, self.slot, self.stopped) {
             // The receiver has it, whatever the transport says.
             (Some(verdict), ..) => Next::End(verdict.outcome()),
-            (None, Err(error), ..) | (None, Ok(()), Some(_), Some(error)) => Next::End(Err(error)),
+            (None, Err(error), ..) => Next::End(Err(error)),
             (None, Ok(()), None, _) => Next::End(Ok(())),
-            (None, Ok(()), Some(_), None) => {
+            (None, Ok(()), Some(_), stopped) => {
                 self.step = Step::Landed;
-                Next::Wait
+                match stopped {
+                    Some(error) => Next::End(Err(error)),
+                    None => Next::Wait,
+                }
             }
         }
     }

@@ -11,6 +11,10 @@
 //!   fill the rest. A peer that takes nothing holds a quarter of either at most.
 //! - `disconnected` is passed on after the last piece of that peer was reported, though a GPU may still be reading its source
 //!   when the connection is gone.
+//! - Nobody is disconnected here. A signal that cannot be is passed on as it is: whoever drives us refuses it, as it does where
+//!   nobody stages, and has what is in flight end before the connection.
+//! - A landing slot is given out again when it came back, or was never written to. Whose write failed is in doubt until then; when
+//!   all are, pieces that need one fail.
 //! - Paths that break are not settled: who had something in a landing slot could not be told whether it was counted.
 
 mod copies;
@@ -31,8 +35,8 @@ use immwire_core::peer::DownReason;
 use immwire_core::plan::{PageRun, RunLayout};
 use immwire_core::region::{MrDesc, Rights};
 use immwire_core::staging::{
-    Grants, LANDING_SLOTS, Landings, NOTE_BYTES, Next, Note, PIECE_BYTES, Piece, Signal, SlotIndex,
-    StagedKey, Verdict, slot_offset,
+    Grants, LANDING_SLOTS, Landings, Leaves, Misuse, NOTE_BYTES, Need, Next, NoNote, Note,
+    PIECE_BYTES, Piece, Signal, SlotIndex, StagedKey, Verdict, slot_offset,
 };
 use immwire_core::wire::{Hello, NetAddr, Refusal};
 
@@ -250,8 +254,6 @@ struct Desk {
     owing: VecDeque<PeerId>,
     reserve: Reserve,
     returning: u16,
-    /// Peers that broke the rules, and are to be disconnected.
-    stray: Vec<PeerId>,
     /// Connections that are gone, and of which something is still to be reported.
     down: Vec<(PeerId, DownReason)>,
 }
@@ -308,7 +310,6 @@ impl<P: Provider> Staged<P> {
             owing: VecDeque::with_capacity(landing),
             reserve,
             returning: 0,
-            stray: Vec::new(),
             down: Vec::new(),
             shared: Arc::clone(&shared),
         };
@@ -361,18 +362,6 @@ impl<P: Provider> Staged<P> {
             Job::Out(index) => desk.advance(index, |piece| piece.copied(outcome), sink),
             Job::In(arrival) => desk.arrived(&arrival, outcome, sink),
         })
-    }
-
-    /// Disconnects who broke the rules.
-    #[cold]
-    fn drop_strays<S: Sink>(&mut self, sink: &mut S) {
-        while let Some(peer) = self.desk.stray.pop() {
-            if self.desk.session(peer).is_some() {
-                tracing::warn!(%peer, "a peer broke the rules of staging");
-                self.on(sink, |inner, to| inner.disconnect(peer, to));
-                self.desk.lost(peer, DownReason::Protocol, sink);
-            }
-        }
     }
 }
 
@@ -449,9 +438,13 @@ impl Desk {
                 && *taken == Some(index)
             {
                 *taken = None;
-                if piece.is_unwritten() {
-                    // It was taken for this piece.
-                    let _ = session.grants.give(slot);
+                match piece.leaves() {
+                    Leaves::Unwritten => {
+                        // It was taken for this piece.
+                        let _ = session.grants.give(slot);
+                    }
+                    Leaves::Written => {}
+                    Leaves::Doubtful => session.grants.doubt(slot),
                 }
             }
         }
@@ -542,26 +535,30 @@ impl Desk {
     }
 
     /// A slot of a peer's came back.
-    fn returned<S: Sink>(&mut self, peer: PeerId, slot: SlotIndex, verdict: Verdict, sink: &mut S) {
-        let Some(session) = self.session(peer) else { return };
-        let taken = session.taken.get_mut(usize::from(slot)).and_then(Option::take);
-        let given = session.grants.give(slot).is_ok();
+    fn returned<S: Sink>(
+        &mut self,
+        peer: PeerId,
+        slot: SlotIndex,
+        verdict: Verdict,
+        sink: &mut S,
+    ) -> Result<(), Broken> {
+        let Some(session) = self.session(peer) else { return Ok(()) };
+        let taken = session.taken.get(usize::from(slot)).copied().flatten();
         let flight = taken.and_then(|index| self.flights.get_mut(usize::from(index)));
         let next = match (taken, flight.and_then(Option::as_mut)) {
-            (Some(index), Some(flight)) => {
-                flight.piece.returned(slot, verdict).map(|next| Some((index, next)))
-            }
-            // Its piece has ended before, as failed.
-            _ => Ok(None),
+            (Some(index), Some(flight)) => Some((index, flight.piece.returned(slot, verdict)?)),
+            // Its piece has ended before, as failed; or it was not taken.
+            _ => None,
         };
-        match next {
-            Ok(next) if given => {
-                if let Some((index, next)) = next {
-                    self.follow(index, next, sink);
-                }
-            }
-            _ => self.stray.push(peer),
+        let Some(session) = self.session(peer) else { return Ok(()) };
+        session.grants.give(slot)?;
+        if let Some(taken) = session.taken.get_mut(usize::from(slot)) {
+            *taken = None;
         }
+        if let Some((index, next)) = next {
+            self.follow(index, next, sink);
+        }
+        Ok(())
     }
 
     /// What was copied out of a landing slot is at its place, or not.
@@ -623,8 +620,22 @@ enum Taken {
 }
 
 fn is_staged(work: &WorkRequest) -> bool {
-    // A bare immediate touches no memory.
-    work.len > 0 && (StagedKey::of(work.src_key).is_some() || StagedKey::of(work.dst_key).is_some())
+    Need::of(work) >= Need::Slot
+}
+
+/// What a peer says cannot be.
+struct Broken;
+
+impl From<Misuse> for Broken {
+    fn from(_: Misuse) -> Self {
+        Self
+    }
+}
+
+impl From<NoNote> for Broken {
+    fn from(_: NoNote) -> Self {
+        Self
+    }
 }
 
 impl Desk {
@@ -656,6 +667,10 @@ impl Desk {
             if slot_offset(&mailbox, geometry, 0).is_none() {
                 // Who stages has them.
                 return Taken::Refused(WorkError::RemoteAccess);
+            }
+            if session.grants.are_lost() {
+                // None may ever come back.
+                return Taken::Refused(WorkError::Flushed);
             }
             slot = session.grants.take();
             let taken = slot.and_then(|slot| session.taken.get_mut(usize::from(slot)));
@@ -698,18 +713,22 @@ impl Desk {
     }
 
     /// A piece lies in a landing slot of ours: it is copied to its place, if there is one.
-    fn landed(&mut self, nic: NicIndex, peer: PeerId, slot: SlotIndex, copies: &mut Copies<Job>) {
+    fn landed(
+        &mut self,
+        nic: NicIndex,
+        peer: PeerId,
+        slot: SlotIndex,
+        copies: &mut Copies<Job>,
+    ) -> Result<(), Broken> {
         let shared = Arc::clone(&self.shared);
-        let Some(session) = self.session(peer) else { return };
-        let Some(area) = session.area else { return self.stray.push(peer) };
-        if session.landings.landed(slot).is_err() {
-            return self.stray.push(peer);
-        }
+        let Some(session) = self.session(peer) else { return Ok(()) };
+        let area = session.area.ok_or(Broken)?;
+        session.landings.landed(slot)?;
         let at = shared.landing_at(area.area, slot);
         // SAFETY: the slot lies in the pool, and bytes have no invalid values; the peer may be writing there, against the rules,
         // so it is read once, and no reference is formed.
         let bytes = unsafe { (at as *const [u8; NOTE_BYTES]).read_volatile() };
-        let Ok(note) = Note::from_bytes(&bytes) else { return self.stray.push(peer) };
+        let note = Note::from_bytes(&bytes)?;
         if let Some(way) = session.ways.get_mut(usize::from(slot)) {
             *way = (nic, note.nic);
         }
@@ -733,6 +752,7 @@ impl Desk {
             let _ = session.landings.over(slot, Verdict::Refused);
             self.still_owes(peer);
         }
+        Ok(())
     }
 }
 
@@ -791,9 +811,6 @@ impl<P: Provider> Provider for Staged<P> {
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         let mut any = self.poll_copies(now, sink);
         any |= self.on(sink, |inner, to| inner.poll(now, to));
-        if !self.desk.stray.is_empty() {
-            self.drop_strays(sink);
-        }
         any |= self.flush(sink);
         if !self.desk.down.is_empty() {
             self.desk.tell_lost(sink);
@@ -846,7 +863,7 @@ impl<P: Provider> Provider for Staged<P> {
     /// Nothing wakes anybody when a GPU has copied.
     fn arm(&mut self) -> bool {
         let desk = &self.desk;
-        let idle = desk.ready.is_empty() && desk.owing.is_empty() && desk.stray.is_empty();
+        let idle = desk.ready.is_empty() && desk.owing.is_empty();
         idle && self.copies.is_idle() && self.inner.arm()
     }
 
@@ -890,12 +907,16 @@ impl<S: Sink> Sink for Through<'_, S> {
 
     #[inline]
     fn immediate(&mut self, nic: NicIndex, peer: PeerId, imm: u32) {
-        match Signal::decode(imm) {
-            None => self.sink.immediate(nic, peer, imm),
+        let done = match Signal::decode(imm) {
+            None => return self.sink.immediate(nic, peer, imm),
             Some(Signal::Landed(slot)) => self.desk.landed(nic, peer, slot, self.copies),
             Some(Signal::Returned(slot, verdict)) => {
-                self.desk.returned(peer, slot, verdict, self.sink);
+                self.desk.returned(peer, slot, verdict, self.sink)
             }
+        };
+        if let Err(Broken) = done {
+            tracing::warn!(%peer, "a peer broke the rules of staging");
+            self.sink.immediate(nic, peer, imm);
         }
     }
 

@@ -38,6 +38,7 @@ mod programs;
 mod replacing;
 mod segment;
 mod sizes;
+mod slots;
 mod spans;
 mod staged;
 mod trust;
@@ -648,7 +649,7 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         match (facts.gpus_copy, facts.stages) {
             (true, _) => modules.push(gpus::COPYING),
             (false, None) => modules.extend([gpus::BY_NICS, gpus::THEMSELVES]),
-            (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS]),
+            (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS, slots::TESTS]),
         }
     }
     if facts.host.is_some() {

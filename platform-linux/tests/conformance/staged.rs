@@ -4,14 +4,14 @@ use std::num::NonZeroU32;
 use std::ptr::NonNull;
 use std::time::Duration;
 
-use immwire::core::staging::StagedKey;
+use immwire::core::staging::{Signal, StagedKey};
 use immwire::staging::StagingError;
-use immwire::{BuildError, End, MrDesc, PeerState, Rights, Staging, TransferEngine};
+use immwire::{BuildError, DownReason, End, MrDesc, PeerState, Rights, Staging, TransferEngine};
 use immwire_cuda::{Device, DeviceMemory, Stream};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::{GIVES_UP_WITHIN, goes_within, refuse};
-use crate::host::{Host, Own, PATIENCE, Setup, first_other, poison};
+use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::{only_peer, write};
 use crate::segment::{go_on, held_up, stick};
 use crate::{Case, Provider, Spread, Test};
@@ -19,6 +19,8 @@ use crate::{Case, Provider, Spread, Test};
 pub const TESTS: &[Test] = &[
     ("copies_refused_at_either_end", Spread::Places, copies_refused_at_either_end),
     ("every_way_at_once", Spread::Places, every_way_at_once),
+    ("others_go_past_a_slow_gpu", Spread::ProcessesBothMotors, others_go_past_a_slow_gpu),
+    ("a_broken_rule_costs_the_peer", Spread::ProcessesBothMotors, a_broken_rule_costs_the_peer),
     ("stuck_where_it_is_read", Spread::ProcessesBothMotors, stuck_where_it_is_read),
     ("stuck_where_it_is_written", Spread::ProcessesBothMotors, stuck_where_it_is_written),
     ("nobody_gets_what_is_still_read", Spread::Once, nobody_gets_what_is_still_read),
@@ -126,6 +128,79 @@ fn theirs(me: &Host, other: &mut crate::Agent, bytes: u64, staged: bool) -> (usi
             return (there, desc);
         }
     }
+}
+
+/// While a peer's GPU takes nothing, and pieces wait for landing slots, the peer is not lost; messages, writes to host memory
+/// and counts reach it, and others' GPUs are written. Then all of what waited arrives.
+fn others_go_past_a_slow_gpu(case: &Case) {
+    const BYTES: u64 = 5 << 20;
+    const SILENT_MS: u64 = 4000;
+    let setup = Setup { silent_ms: Some(SILENT_MS), ..case.setup(case.nics.0) };
+    let me = Host::new(&setup);
+    let mut other = case.bare_agent("other");
+    let address = other.build(&Setup { nics: case.nics.1, ..setup });
+    let peer = me.peer(&address);
+    let back = plain(only_peer(&me, &mut other));
+    let (mut third, address) = case.agent("third");
+    let other_peer = me.peer(&address);
+    let src = me.engine.alloc(usize::try_from(BYTES).expect("small")).expect("memory");
+    let pattern = case.pattern(1);
+    pattern.fill(&src, 0, BYTES, 0);
+    let (counter, tag) = other.counter(&me);
+    let (small, small_tag) = other.counter(&me);
+    let (on_gpu, gpu_desc) = theirs(&me, &mut other, BYTES, true);
+    let (on_host, host_desc) = theirs(&me, &mut other, 4096, false);
+    let (at_third, third_desc) = theirs(&me, &mut third, BYTES, true);
+    let (third_counter, third_tag) = third.counter(&me);
+    other.tell(&me, Ask::Hold { held: true });
+    // Many times what there are landing slots for.
+    let waiting: Vec<_> =
+        (0..4).map(|_| write(&me, peer, &src, &gpu_desc, (0, 0, BYTES), Some(tag))).collect();
+    for round in 0..20 {
+        me.done(&write(&me, peer, &src, &host_desc, (0, 0, 64), Some(small_tag)));
+        me.done(&me.engine.submit_imm(peer, small_tag, 1).expect("submit"));
+        other.count(&me, small, 2);
+        me.done(&me.engine.submit_send(peer, &[round]).expect("submit"));
+        let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+        let got = other.ask(&me, Ask::Recv { ms });
+        assert_eq!(got, Say::Message { from: back, bytes: vec![round] });
+    }
+    other.check(&me, on_host, 0, 64, pattern);
+    me.done(&write(&me, other_peer, &src, &third_desc, (0, 0, BYTES), Some(third_tag)));
+    third.count(&me, third_counter, 1);
+    third.check(&me, at_third, 0, BYTES, pattern);
+    // Nothing else is sent: who hears nothing takes the other for gone.
+    let seen = other.ask(&me, Ask::Down { peer: back, ms: SILENT_MS * 3 / 2 });
+    assert!(matches!(&seen, Say::Text(state) if !state.contains("Down")), "{seen:?}");
+    assert!(matches!(me.engine.peer_state(peer), Some(PeerState::Up | PeerState::Suspect)));
+    assert!(waiting.iter().all(|transfer| transfer.poll_end().is_none()), "its GPU was held");
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+    other.tell(&me, Ask::Hold { held: false });
+    waiting.iter().for_each(|transfer| me.done(transfer));
+    other.count(&me, counter, 4);
+    other.check(&me, on_gpu, 0, BYTES, pattern);
+}
+
+/// Who says that something lies in a landing slot where nothing does is lost, as by any other rule that it breaks, and what is in
+/// flight to it ends first.
+fn a_broken_rule_costs_the_peer(case: &Case) {
+    const BYTES: u64 = 5 << 20;
+    let (me, mut other, peer) = case.pair();
+    let back = plain(only_peer(&me, &mut other));
+    let src = me.engine.alloc(usize::try_from(BYTES).expect("small")).expect("memory");
+    let (_, desc) = theirs(&me, &mut other, BYTES, true);
+    other.tell(&me, Ask::Hold { held: true });
+    let waiting: Vec<_> =
+        (0..2).map(|_| write(&me, peer, &src, &desc, (0, 0, BYTES), None)).collect();
+    // Units of sixteen: the sixteenth slot.
+    let lie = Signal::Landed(16).encode().tag().bits();
+    let _ = other.ask(&me, Ask::Imm { peer: back, tag: lie, writes: 1 });
+    let down = me.peer_down(peer, PATIENCE);
+    assert!(matches!(down, Some(PeerState::Down(DownReason::Protocol))), "{down:?}");
+    for transfer in &waiting {
+        assert!(names(me.end(transfer), peer));
+    }
+    other.tell(&me, Ask::Hold { held: false });
 }
 
 /// An engine that is dropped while its GPU is stuck does not wait for it for good; what the GPU was to read and write is
