@@ -256,6 +256,8 @@ symbols! {
             qp_init_attr: *mut ibv_qp_init_attr) -> *mut ibv_qp;
         /// ibv_create_qp(3).
         ibv_destroy_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp) -> c_int;
+        /// ibv_create_qp_ex(3). Null, unless the queue pair was made with operations for sends.
+        ibv_qp_to_qp_ex @ "IBVERBS_1.6": unsafe extern "C" fn(qp: *mut ibv_qp) -> *mut ibv_qp_ex;
         /// ibv_modify_qp(3).
         ibv_modify_qp @ "IBVERBS_1.1": unsafe extern "C" fn(qp: *mut ibv_qp, attr: *mut ibv_qp_attr,
             attr_mask: c_int) -> c_int;
@@ -290,6 +292,8 @@ opaque! {
     ibv_ah
     ibv_mw
     ibv_mw_bind
+    ibv_xrcd
+    ibv_rwq_ind_table
     _compat_ibv_port_attr
     ibv_query_device_ex_input
 }
@@ -529,6 +533,11 @@ structs! {
             rate_limit: u32,
         }
 
+        /// ibv_create_cq_ex(3). All zero.
+        ibv_poll_cq_attr {
+            comp_mask: u32,
+        }
+
         /// ibv_post_send(3).
         ibv_sge {
             addr: u64,
@@ -574,9 +583,45 @@ structs! {
         }
     }
 
+    MASKED, Prefix, "Structures that callers allocate, and of which they say by a mask what is meant.", {
+        /// ibv_create_qp_ex(3).
+        ibv_qp_init_attr_ex {
+            qp_context: *mut c_void,
+            send_cq: *mut ibv_cq,
+            recv_cq: *mut ibv_cq,
+            srq: *mut ibv_srq,
+            cap: ibv_qp_cap,
+            qp_type: ibv_qp_type,
+            sq_sig_all: c_int,
+            comp_mask: u32,
+            pd: *mut ibv_pd,
+            xrcd: *mut ibv_xrcd,
+            create_flags: u32,
+            max_tso_header: u16,
+            rwq_ind_tbl: *mut ibv_rwq_ind_table,
+            rx_hash_conf: [u64; 3],
+            source_qpn: u32,
+            send_ops_flags: u64,
+        }
+
+        /// ibv_create_cq_ex(3).
+        ibv_cq_init_attr_ex {
+            cqe: u32,
+            cq_context: *mut c_void,
+            channel: *mut ibv_comp_channel,
+            comp_vector: u32,
+            wc_flags: u64,
+            comp_mask: u32,
+            flags: u32,
+        }
+    }
+
     SUFFIXES, Suffix, "Structures that the library allocates, and that grow at their beginning.", {
         /// Where a context lies that has more entries than its own table: how much of this there is says `sz`.
         verbs_context {
+            create_cq_ex: Option<unsafe extern "C" fn(context: *mut ibv_context,
+                init_attr: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex>,
+            r#priv: *mut c_void,
             query_device_ex: Option<unsafe extern "C" fn(context: *mut ibv_context, input: *const ibv_query_device_ex_input,
                 attr: *mut ibv_device_attr_ex, attr_size: usize) -> c_int>,
             ibv_destroy_flow: *mut c_void,
@@ -584,7 +629,8 @@ structs! {
             ibv_create_flow: *mut c_void,
             ABI_placeholder1: *mut c_void,
             open_qp: *mut c_void,
-            create_qp_ex: *mut c_void,
+            create_qp_ex: Option<unsafe extern "C" fn(context: *mut ibv_context,
+                qp_init_attr_ex: *mut ibv_qp_init_attr_ex) -> *mut ibv_qp>,
             get_srq_num: *mut c_void,
             create_srq_ex: *mut c_void,
             open_xrcd: *mut c_void,
@@ -702,6 +748,66 @@ structs! {
             srq: *mut ibv_srq,
             handle: u32,
             qp_num: u32,
+            state: ibv_qp_state,
+            qp_type: ibv_qp_type,
+            mutex: [u64; size_of::<libc::pthread_mutex_t>() / 8],
+            cond: [u64; size_of::<libc::pthread_cond_t>() / 8],
+            events_completed: u32,
+        }
+
+        /// ibv_wr_post(3).
+        ibv_qp_ex {
+            qp_base: ibv_qp,
+            comp_mask: u64,
+            wr_id: u64,
+            wr_flags: u32,
+            wr_atomic_cmp_swp: *mut c_void,
+            wr_atomic_fetch_add: *mut c_void,
+            wr_bind_mw: *mut c_void,
+            wr_local_inv: *mut c_void,
+            wr_rdma_read: *mut c_void,
+            wr_rdma_write: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex, rkey: u32, remote_addr: u64)>,
+            wr_rdma_write_imm: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex, rkey: u32, remote_addr: u64,
+                imm_data: u32)>,
+            wr_send: *mut c_void,
+            wr_send_imm: *mut c_void,
+            wr_send_inv: *mut c_void,
+            wr_send_tso: *mut c_void,
+            wr_set_ud_addr: *mut c_void,
+            wr_set_xrc_srqn: *mut c_void,
+            wr_set_inline_data: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex, addr: *mut c_void, length: usize)>,
+            wr_set_inline_data_list: *mut c_void,
+            wr_set_sge: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex, lkey: u32, addr: u64, length: u32)>,
+            wr_set_sge_list: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex, num_sge: usize, sg_list: *const ibv_sge)>,
+            wr_start: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex)>,
+            wr_complete: Option<unsafe extern "C" fn(qp: *mut ibv_qp_ex) -> c_int>,
+        }
+
+        /// ibv_create_cq_ex(3). It is an `ibv_cq` up to what is polled.
+        ibv_cq_ex {
+            context: *mut ibv_context,
+            channel: *mut ibv_comp_channel,
+            cq_context: *mut c_void,
+            handle: u32,
+            cqe: c_int,
+            mutex: [u64; size_of::<libc::pthread_mutex_t>() / 8],
+            cond: [u64; size_of::<libc::pthread_cond_t>() / 8],
+            comp_events_completed: u32,
+            async_events_completed: u32,
+            comp_mask: u32,
+            status: ibv_wc_status,
+            wr_id: u64,
+            start_poll: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex, attr: *mut ibv_poll_cq_attr) -> c_int>,
+            next_poll: *mut c_void,
+            end_poll: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex)>,
+            read_opcode: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> ibv_wc_opcode>,
+            read_vendor_err: *mut c_void,
+            read_byte_len: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
+            read_imm_data: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
+            read_qp_num: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
+            read_src_qp: *mut c_void,
+            read_wc_flags: *mut c_void,
+            read_slid: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
         }
     }
 }
@@ -798,6 +904,20 @@ constants! {
         IBV_QP_SQ_PSN = 1 << 16;
         IBV_QP_MAX_DEST_RD_ATOMIC = 1 << 17;
         IBV_QP_DEST_QPN = 1 << 20;
+    }
+    "`enum ibv_qp_init_attr_mask`.", u32, {
+        IBV_QP_INIT_ATTR_PD = 1 << 0;
+        IBV_QP_INIT_ATTR_SEND_OPS_FLAGS = 1 << 6;
+    }
+    "`enum ibv_qp_create_send_ops_flags`.", u64, {
+        IBV_QP_EX_WITH_RDMA_WRITE = 1 << 0;
+        IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM = 1 << 1;
+    }
+    "`enum ibv_create_cq_wc_flags`.", u64, {
+        IBV_WC_EX_WITH_BYTE_LEN = 1 << 0;
+        IBV_WC_EX_WITH_IMM = 1 << 1;
+        IBV_WC_EX_WITH_QP_NUM = 1 << 2;
+        IBV_WC_EX_WITH_SLID = 1 << 4;
     }
     "`enum ibv_wr_opcode`.", ibv_wr_opcode, {
         IBV_WR_RDMA_WRITE = 0;

@@ -13,7 +13,7 @@
 //! 1. Each structure, field, signature and constant in [`abi`] is as in libibverbs's headers. `tests/headers.rs` has a
 //!    C compiler compare them with the ones that are installed.
 //! 2. Structures that the library allocates are declared up to the last field that is used; those that callers
-//!    allocate are declared whole.
+//!    allocate are declared whole, unless they say how long they are, or what of them is meant.
 //! 3. A library is never unloaded: it keeps drivers, and handlers for `fork`.
 
 pub mod abi;

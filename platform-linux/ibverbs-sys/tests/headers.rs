@@ -14,12 +14,12 @@ use std::fmt::Write as _;
 use std::io::Write as _;
 use std::process::{Command, Stdio};
 
-use ibverbs_sys::{CONSTANTS, ENUMS, PLACES, Part, STRUCTS, SYMBOLS, Struct};
+use ibverbs_sys::{CONSTANTS, ENUMS, Field, PLACES, Part, STRUCTS, SYMBOLS, Struct};
 
 const INCLUDES: &str = "#include <stddef.h>\n#include <infiniband/verbs.h>\n";
 
 /// Their C types are not said here: unions, structures without a name, and tables of old. Size and offset must do.
-const UNTYPED: [(&str, &str); 22] = [
+const UNTYPED: [(&str, &str); 43] = [
     ("ibv_device", "_ops"),
     ("ibv_context_ops", "alloc_mw"),
     ("ibv_async_event", "element"),
@@ -28,17 +28,38 @@ const UNTYPED: [(&str, &str); 22] = [
     ("ibv_send_wr", "bind_mw"),
     ("ibv_odp_caps", "per_transport_caps"),
     ("ibv_context", "mutex"),
+    ("ibv_qp", "mutex"),
+    ("ibv_qp", "cond"),
+    ("ibv_cq_ex", "mutex"),
+    ("ibv_cq_ex", "cond"),
+    ("ibv_qp_init_attr_ex", "rx_hash_conf"),
     // Functions that are not called.
     ("verbs_context", "ibv_destroy_flow"),
     ("verbs_context", "ABI_placeholder2"),
     ("verbs_context", "ibv_create_flow"),
     ("verbs_context", "ABI_placeholder1"),
     ("verbs_context", "open_qp"),
-    ("verbs_context", "create_qp_ex"),
+    ("verbs_context", "priv"),
     ("verbs_context", "get_srq_num"),
     ("verbs_context", "create_srq_ex"),
     ("verbs_context", "open_xrcd"),
     ("verbs_context", "close_xrcd"),
+    ("ibv_qp_ex", "wr_atomic_cmp_swp"),
+    ("ibv_qp_ex", "wr_atomic_fetch_add"),
+    ("ibv_qp_ex", "wr_bind_mw"),
+    ("ibv_qp_ex", "wr_local_inv"),
+    ("ibv_qp_ex", "wr_rdma_read"),
+    ("ibv_qp_ex", "wr_send"),
+    ("ibv_qp_ex", "wr_send_imm"),
+    ("ibv_qp_ex", "wr_send_inv"),
+    ("ibv_qp_ex", "wr_send_tso"),
+    ("ibv_qp_ex", "wr_set_ud_addr"),
+    ("ibv_qp_ex", "wr_set_xrc_srqn"),
+    ("ibv_qp_ex", "wr_set_inline_data_list"),
+    ("ibv_cq_ex", "next_poll"),
+    ("ibv_cq_ex", "read_vendor_err"),
+    ("ibv_cq_ex", "read_src_qp"),
+    ("ibv_cq_ex", "read_wc_flags"),
     // `__be64`, which is no `uint64_t` to a compiler.
     ("ibv_device_attr", "node_guid"),
     ("ibv_device_attr", "sys_image_guid"),
@@ -174,6 +195,7 @@ impl Program {
         let name = item.name;
         let last = item.fields.last().expect("a field");
         for field in item.fields {
+            let field = Field { name: field.name.trim_start_matches("r#"), ..*field };
             let label = format!("{name}.{}", field.name);
             match item.part {
                 Part::Whole | Part::Prefix => {
