@@ -251,6 +251,31 @@ impl fmt::Display for NoPaging {
 
 impl core::error::Error for NoPaging {}
 
+/// Which of libibverbs's extended calls a device is used by; by those that all drivers have otherwise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Calls {
+    /// Writes are posted by them (`ibv_wr_start` to `ibv_wr_complete`).
+    pub posts: bool,
+    /// Completions are read by them (`ibv_start_poll` to `ibv_end_poll`).
+    pub polls: bool,
+}
+
+impl Calls {
+    /// None of them.
+    pub const CLASSIC: Self = Self { posts: false, polls: false };
+}
+
+impl fmt::Display for Calls {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self { posts: false, polls: false } => "classic posts and polls",
+            Self { posts: true, polls: false } => "extended posts, classic polls",
+            Self { posts: false, polls: true } => "classic posts, extended polls",
+            Self { posts: true, polls: true } => "extended posts and polls",
+        })
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::string::ToString;
@@ -432,6 +457,20 @@ mod tests {
                     (false, _) => Err(NoPaging::None),
                 };
                 assert_eq!(Paging { any, write }.check(), expected);
+            }
+        }
+    }
+
+    #[test]
+    fn calls_are_named_for_what_they_do() {
+        let word = |extended| if extended { "extended" } else { "classic" };
+        for posts in [false, true] {
+            for polls in [false, true] {
+                let text = Calls { posts, polls }.to_string();
+                let spelt = text.replace(" posts and polls", " posts, = polls");
+                let spelt = spelt.replace('=', word(posts));
+                assert_eq!(spelt, std::format!("{} posts, {} polls", word(posts), word(polls)));
+                assert_eq!(Calls { posts, polls } == Calls::CLASSIC, !posts && !polls);
             }
         }
     }

@@ -139,6 +139,9 @@ pub struct TransportArgs {
     /// Have RDMA devices ask for pages when they need them, instead of pinning memory; where they offer it
     #[arg(long)]
     pub on_demand: bool,
+    /// Use RDMA devices by the calls that all drivers have, also where they offer the extended ones
+    #[arg(long)]
+    pub classic: bool,
 }
 
 const BENCH_HELP: &str = "\

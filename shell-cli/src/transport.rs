@@ -191,6 +191,7 @@ impl TransportArgs {
             ("gid-index", Provider::Verbs, self.gid_index.is_some()),
             ("traffic-class", Provider::Verbs, self.traffic_class.is_some()),
             ("on-demand", Provider::Verbs, self.on_demand),
+            ("classic", Provider::Verbs, self.classic),
         ]
         .into_iter()
         .filter_map(|(option, of, given)| given.then_some((option, of)))
@@ -300,6 +301,7 @@ impl TransportArgs {
                     gid_index: self.gid_index,
                     traffic_class: self.traffic_class.unwrap_or(usual.traffic_class),
                     on_demand: self.on_demand,
+                    classic: self.classic,
                     ..usual
                 })
             }
@@ -351,6 +353,7 @@ pub fn flags(transport: &Transport) -> Vec<String> {
             add("--gid-index", options.gid_index.map(|index| index.to_string()));
             add("--traffic-class", Some(options.traffic_class.to_string()));
             flags.extend(options.on_demand.then(|| "--on-demand".to_owned()));
+            flags.extend(options.classic.then(|| "--classic".to_owned()));
         }
     }
     flags
@@ -563,6 +566,9 @@ mod tests {
         let paged = TransportArgs { on_demand: true, ..TransportArgs::default() };
         let options = VerbsOptions { on_demand: true, ..VerbsOptions::default() };
         assert_eq!(paged.choose(Peers::Own), Ok(Transport::Verbs(options)));
+        let classic = TransportArgs { classic: true, ..TransportArgs::default() };
+        let options = VerbsOptions { classic: true, ..VerbsOptions::default() };
+        assert_eq!(classic.choose(Peers::Own), Ok(Transport::Verbs(options)));
     }
 
     #[test]
@@ -683,6 +689,7 @@ mod tests {
                 gid_index: Some(7),
                 traffic_class: 255,
                 on_demand: true,
+                classic: true,
                 ..VerbsOptions::default()
             }),
         ] {

@@ -135,6 +135,7 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   which entry of their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
 /// - ``on_demand``: with ``"verbs"``, memory of the host is not pinned; devices ask for its pages when they need them, if all
 ///   of them offer that, as ``immwire doctor`` says.
+/// - ``classic``: with ``"verbs"``, devices are used by the calls that all drivers have, also where they offer the extended ones.
 /// - ``gpus``: numbers of the GPUs (as ``CUDA_VISIBLE_DEVICES`` leaves them) whose memory is written from and to. With
 ///   ``"shm"``, or ``shm_on_host``, by copies that they make themselves; all memory of the host that is registered is
 ///   then pinned. By NICs, with ``"verbs"`` and EFA, where they reach it: ``immwire doctor`` says so. Over TCP, and by other
@@ -281,7 +282,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, on_demand = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -296,6 +297,7 @@ impl TransferEngine {
         gid_index: Option<u8>,
         traffic_class: Option<u8>,
         on_demand: bool,
+        classic: bool,
         gpus: Option<Vec<u32>>,
         pairing: Option<String>,
         topology: Option<PathBuf>,
@@ -328,11 +330,9 @@ impl TransferEngine {
             let message = "fabric, interface and library are for provider=\"libfabric\"";
             return Err(errors::config(message));
         }
-        let of_verbs =
-            devices.is_some() || gid_index.is_some() || traffic_class.is_some() || on_demand;
-        if provider != "verbs" && of_verbs {
-            let message =
-                "devices, gid_index, traffic_class and on_demand are for provider=\"verbs\"";
+        let of_ports = devices.is_some() || gid_index.is_some() || traffic_class.is_some();
+        if provider != "verbs" && (of_ports || on_demand || classic) {
+            let message = "devices, gid_index, traffic_class, on_demand and classic are for provider=\"verbs\"";
             return Err(errors::config(message));
         }
         let gpus = gpus.unwrap_or_default();
@@ -368,6 +368,7 @@ impl TransferEngine {
                     gid_index,
                     traffic_class: traffic_class.unwrap_or(usual.traffic_class),
                     on_demand,
+                    classic,
                     ..usual
                 })
             }

@@ -49,7 +49,8 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 
 def test_its_options_are_for_it_alone() -> None:
-    for options in (dict(devices=["mlx5_0"]), dict(gid_index=3), dict(traffic_class=0), dict(on_demand=True)):
+    of_ports = (dict(devices=["mlx5_0"]), dict(gid_index=3), dict(traffic_class=0))
+    for options in (*of_ports, dict(on_demand=True), dict(classic=True)):
         with pytest.raises(immwire.ConfigError, match='provider="verbs"'):
             immwire.TransferEngine(**options)
         with pytest.raises(immwire.ConfigError, match='provider="verbs"'):

@@ -7,6 +7,9 @@
 //
 // If IMMWIRE_RDMA_ON_DEMAND is set, devices offer on-demand paging, and memory that peers write to must be registered for it;
 // else none may be. The real library is not told of it, and pins.
+//
+// Of the extended calls rxe0 offers both, as Soft-RoCE does; second ports have none to read completions, and rxe2 and rxe3 none
+// to post: so each has others.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -66,6 +69,12 @@ static int offer(struct ibv_context *context, const struct ibv_query_device_ex_i
     return REAL(ibv_query_device, "IBVERBS_1.1")(context, &attr->orig_attr);
 }
 
+static struct ibv_cq_ex *refuse(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr) {
+    (void)context, (void)attr;
+    errno = EOPNOTSUPP;
+    return NULL;
+}
+
 static struct ibv_device *second_of(int number) {
     struct ibv_device *found = NULL, **list = REAL(ibv_get_device_list, "IBVERBS_1.1")(NULL);
     for (int at = 0; list && list[at]; at++)
@@ -83,6 +92,10 @@ struct ibv_context *ibv_open_device(struct ibv_device *device) {
     struct verbs_context *whole = context ? verbs_get_ctx(context) : NULL;
     if (whole && getenv("IMMWIRE_RDMA_ON_DEMAND"))
         whole->query_device_ex = offer;
+    if (whole && number_of(context->device) & 1)
+        whole->create_cq_ex = refuse;
+    if (whole && number_of(context->device) & 2)
+        whole->create_qp_ex = NULL;
     return context;
 }
 

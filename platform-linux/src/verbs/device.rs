@@ -7,18 +7,20 @@
 //! - Every object is destroyed once, after all that were made from it: each holds what it was made from.
 //! - Nothing is used of a failed completion but its number, its status and its queue pair: the rest is undefined
 //!   then (ibv_poll_cq(3)).
+//! - By which calls writes are posted and completions read is found out once for each device, by making what they need
+//!   ([`Device::calls`]); no post and no poll asks.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::{Arc, OnceLock};
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
-use immwire_core::device::{Paging, PortName, PortState};
+use immwire_core::device::{Calls, Paging, PortName, PortState};
 use immwire_core::port::{
     Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, speed_gbps,
 };
@@ -46,6 +48,11 @@ fn check(call: &'static str, code: c_int) -> Result<(), VerbsError> {
     let source =
         if code > 0 { io::Error::from_raw_os_error(code) } else { io::Error::last_os_error() };
     Err(VerbsError::Call { call, source })
+}
+
+/// What was refused with an `errno`.
+fn refused(call: &'static str, errno: c_int) -> VerbsError {
+    VerbsError::Call { call, source: io::Error::from_raw_os_error(errno) }
 }
 
 /// Says that something could not be destroyed, which leaks it.
@@ -140,6 +147,9 @@ pub(super) struct Device {
     /// The port's number.
     port: u8,
     pub(super) facts: Facts,
+    /// Nothing is to be used that not all drivers have.
+    is_classic: bool,
+    calls: OnceLock<Calls>,
     is_lost: AtomicBool,
 }
 
@@ -286,8 +296,16 @@ impl Device {
             max_receives: 0,
             paging: Paging::default(),
         };
-        let (library, is_lost) = (context.library, AtomicBool::new(false));
-        let mut opened = Self { library, context, name, port, facts, is_lost };
+        let mut opened = Self {
+            library: context.library,
+            context,
+            name,
+            port,
+            facts,
+            is_classic: options.classic,
+            calls: OnceLock::new(),
+            is_lost: AtomicBool::new(false),
+        };
         let learnt = opened.learn(&attr, options);
         opened.facts = learnt.map_err(|why| (PortState::Active, why))?;
         set_nonblocking(opened.event_fd()).map_err(|why| (PortState::Active, why))?;
@@ -355,6 +373,32 @@ impl Device {
         // SAFETY: any bytes are a GID.
         let gid = Gid(unsafe { entry.gid.raw });
         Ok(Some(GidEntry { index, gid, kind }))
+    }
+
+    /// Which of the extended calls are used with it: those that it offers, which is tried out by the first who asks.
+    pub(super) fn calls(self: &Arc<Self>) -> Calls {
+        *self.calls.get_or_init(|| {
+            if self.is_classic {
+                return Calls::CLASSIC;
+            }
+            self.offered().unwrap_or_else(|error| {
+                tracing::debug!(device = self.name, %error, "extended calls cannot be tried");
+                Calls::CLASSIC
+            })
+        })
+    }
+
+    /// Tries to make a completion queue and a queue pair with the extended calls, and takes them away again.
+    fn offered(self: &Arc<Self>) -> Result<Calls, VerbsError> {
+        let lacks =
+            |error: &VerbsError| tracing::debug!(device = self.name, %error, "not extended");
+        let extended = Completed::extended(self, 1).inspect_err(lacks);
+        let polls = extended.is_ok();
+        let completed = extended.or_else(|_| Completed::classic(self, 1))?;
+        let depths = Depths { sends: 1, receives: 1, inline: super::INLINE_BYTES };
+        let (domain, completed) = (Domain::open(self)?, Arc::new(completed));
+        let pair = QueuePair::extended(&domain, &completed, None, depths).inspect_err(lacks);
+        Ok(Calls { posts: pair.is_ok(), polls })
     }
 
     /// What has happened to the device, if anything.
@@ -657,6 +701,8 @@ impl Iterator for Completions {
 #[derive(Debug)]
 pub(super) struct Completed {
     raw: NonNull<sys::ibv_cq>,
+    /// The same, if it is read by the extended calls, all of which it has.
+    extended: Option<NonNull<sys::ibv_cq_ex>>,
     channel: Channel,
 }
 
@@ -668,6 +714,11 @@ unsafe impl Sync for Completed {}
 impl Completed {
     /// With room for so many completions.
     pub(super) fn open(device: &Arc<Device>, entries: u32) -> Result<Arc<Self>, VerbsError> {
+        let made = if device.calls().polls { Self::extended } else { Self::classic };
+        made(device, entries).map(Arc::new)
+    }
+
+    fn classic(device: &Arc<Device>, entries: u32) -> Result<Self, VerbsError> {
         let channel = Channel::open(device)?;
         let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
         let create = device.library.symbols.ibv_create_cq;
@@ -675,7 +726,34 @@ impl Completed {
         // SAFETY: per ibv_create_cq(3): an open device's, and a channel of the same.
         let raw = unsafe { create(context, entries, ptr::null_mut(), channel.raw.as_ptr(), 0) };
         let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_cq"))?;
-        Ok(Arc::new(Self { raw, channel }))
+        Ok(Self { raw, extended: None, channel })
+    }
+
+    fn extended(device: &Arc<Device>, entries: u32) -> Result<Self, VerbsError> {
+        let channel = Channel::open(device)?;
+        let attr = sys::ibv_cq_init_attr_ex {
+            cqe: entries,
+            cq_context: ptr::null_mut(),
+            channel: channel.raw.as_ptr(),
+            comp_vector: 0,
+            wc_flags: sys::IBV_WC_EX_WITH_BYTE_LEN
+                | sys::IBV_WC_EX_WITH_IMM
+                | sys::IBV_WC_EX_WITH_QP_NUM
+                | sys::IBV_WC_EX_WITH_SLID,
+            comp_mask: 0,
+            flags: 0,
+        };
+        // SAFETY: per ibv_create_cq_ex(3): an open device's, and a channel of the same.
+        let raw = unsafe { sys::ibv_create_cq_ex(device.context.as_ptr(), attr) };
+        let raw = raw.map_err(|errno| refused("ibv_create_cq_ex", errno))?;
+        // Dropped, if something is missing.
+        let made = Self { raw: raw.cast(), extended: Some(raw), channel };
+        // SAFETY: live.
+        if unsafe { sys::has_polls(raw) } {
+            Ok(made)
+        } else {
+            Err(refused("ibv_create_cq_ex", libc::EOPNOTSUPP))
+        }
     }
 
     /// Reads a batch, if nothing is left of the last. Whether the queue is well.
@@ -684,12 +762,55 @@ impl Completed {
         if !into.is_empty() {
             return true;
         }
+        if let Some(queue) = self.extended {
+            return Self::read_extended(queue, into);
+        }
         let entries = c_int::try_from(BATCH).unwrap_or(0);
         let batch = into.batch.as_mut_ptr();
         // SAFETY: per ibv_poll_cq(3): a live queue, and room for so many.
         let count = unsafe { sys::ibv_poll_cq(self.raw.as_ptr(), entries, batch) };
         let Ok(count) = usize::try_from(count) else { return false };
         (into.next, into.end) = (0, count.min(BATCH));
+        true
+    }
+
+    /// The same by the extended calls: of each completion what is used of it. Each is begun and ended by itself: to go on to the
+    /// next without, Soft-RoCE and others want different ends where there is none.
+    #[inline]
+    fn read_extended(queue: NonNull<sys::ibv_cq_ex>, into: &mut Completions) -> bool {
+        let queue = queue.as_ptr();
+        (into.next, into.end) = (0, 0);
+        for slot in into.batch.iter_mut() {
+            // SAFETY: per ibv_create_cq_ex(3): a live queue that has all of these calls; what is begun is ended, and a
+            // completion's parts are read in between, those that it has.
+            unsafe {
+                match sys::ibv_start_poll(queue) {
+                    0 => {}
+                    libc::ENOENT => return true,
+                    // Those before it are told of first; it is not well the next time either.
+                    _ => return into.end > 0,
+                }
+                (slot.wr_id, slot.status) = ((*queue).wr_id, (*queue).status);
+                let good = slot.status == sys::IBV_WC_SUCCESS;
+                slot.opcode = if good { sys::ibv_wc_read_opcode(queue) } else { 0 };
+                let came = slot.opcode & sys::IBV_WC_RECV != 0;
+                if came || !good {
+                    slot.qp_num = sys::ibv_wc_read_qp_num(queue);
+                }
+                if came {
+                    slot.byte_len = sys::ibv_wc_read_byte_len(queue);
+                    slot.imm_data = sys::ibv_wc_read_imm_data(queue);
+                    // Local identifiers have 16 bits.
+                    slot.slid = sys::ibv_wc_read_slid(queue)
+                        .to_le_bytes()
+                        .first_chunk()
+                        .copied()
+                        .map_or(0, u16::from_le_bytes);
+                }
+                sys::ibv_end_poll(queue);
+            }
+            into.end += 1;
+        }
         true
     }
 
@@ -809,10 +930,24 @@ pub(super) struct Depths {
     pub(super) inline: u32,
 }
 
+impl Depths {
+    fn cap(self) -> sys::ibv_qp_cap {
+        sys::ibv_qp_cap {
+            max_send_wr: self.sends,
+            max_recv_wr: self.receives,
+            max_send_sge: 1,
+            max_recv_sge: u32::from(self.receives > 0),
+            max_inline_data: self.inline,
+        }
+    }
+}
+
 /// A queue pair.
 #[derive(Debug)]
 pub(super) struct QueuePair {
     raw: NonNull<sys::ibv_qp>,
+    /// The same, if writes are posted there by the extended calls, all of which it has.
+    extended: Option<NonNull<sys::ibv_qp_ex>>,
     /// The number of its first packet.
     psn: Number24,
     domain: Arc<Domain>,
@@ -916,13 +1051,7 @@ impl QueuePair {
             send_cq: completed.raw.as_ptr(),
             recv_cq: completed.raw.as_ptr(),
             srq: shared.map_or(ptr::null_mut(), |shared| shared.raw.as_ptr()),
-            cap: sys::ibv_qp_cap {
-                max_send_wr: depths.sends,
-                max_recv_wr: depths.receives,
-                max_send_sge: 1,
-                max_recv_sge: u32::from(depths.receives > 0),
-                max_inline_data: depths.inline,
-            },
+            cap: depths.cap(),
             qp_type: kind,
             sq_sig_all: 0,
         };
@@ -930,14 +1059,56 @@ impl QueuePair {
         // SAFETY: per ibv_create_qp(3): live objects of one device, which the queue pair holds.
         let raw = unsafe { create(domain.raw.as_ptr(), &raw mut attr) };
         let raw = NonNull::new(raw).ok_or_else(|| failed("ibv_create_qp"))?;
-        let psn = super::random().map(u32::from_ne_bytes).map_err(VerbsError::Random)?;
-        Ok(Self {
+        Self::holding(raw, domain, completed, shared)
+    }
+
+    /// A reliable one, where writes are posted by the extended calls.
+    fn extended(
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        shared: Option<&Arc<Shared>>,
+        depths: Depths,
+    ) -> Result<Self, VerbsError> {
+        // SAFETY: all zero is a value of the type.
+        let mut attr: sys::ibv_qp_init_attr_ex = unsafe { core::mem::zeroed() };
+        (attr.send_cq, attr.recv_cq) = (completed.raw.as_ptr(), completed.raw.as_ptr());
+        attr.srq = shared.map_or(ptr::null_mut(), |shared| shared.raw.as_ptr());
+        (attr.cap, attr.qp_type) = (depths.cap(), sys::IBV_QPT_RC);
+        attr.pd = domain.raw.as_ptr();
+        let writes = sys::IBV_QP_EX_WITH_RDMA_WRITE | sys::IBV_QP_EX_WITH_RDMA_WRITE_WITH_IMM;
+        let device = &domain.device;
+        // SAFETY: per ibv_create_qp_ex(3): live objects of one device, which the queue pair holds.
+        let raw = unsafe { sys::ibv_create_qp_ex(device.context.as_ptr(), attr, writes) };
+        let raw = raw.map_err(|errno| refused("ibv_create_qp_ex", errno))?;
+        let mut made = Self::holding(raw, domain, completed, shared)?;
+        // SAFETY: live, and made with operations for sends, so that there may be more of it.
+        made.extended = unsafe {
+            let whole = NonNull::new((device.library.symbols.ibv_qp_to_qp_ex)(raw.as_ptr()));
+            whole.filter(|whole| sys::has_writes(*whole))
+        };
+        match made.extended {
+            Some(_) => Ok(made),
+            None => Err(refused("ibv_qp_to_qp_ex", libc::EOPNOTSUPP)),
+        }
+    }
+
+    fn holding(
+        raw: NonNull<sys::ibv_qp>,
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        shared: Option<&Arc<Shared>>,
+    ) -> Result<Self, VerbsError> {
+        let mut made = Self {
             raw,
-            psn: Number24::new(psn),
+            extended: None,
+            psn: Number24::default(),
             domain: Arc::clone(domain),
             _completed: Arc::clone(completed),
             _shared: shared.cloned(),
-        })
+        };
+        let psn = super::random().map(u32::from_ne_bytes).map_err(VerbsError::Random)?;
+        made.psn = Number24::new(psn);
+        Ok(made)
     }
 
     /// One that is to be connected; it may be written through to all that is registered with its domain.
@@ -947,13 +1118,29 @@ impl QueuePair {
         shared: &Arc<Shared>,
         depths: Depths,
     ) -> Result<Self, VerbsError> {
-        let pair = Self::open(domain, completed, Some(shared), sys::IBV_QPT_RC, depths)?;
+        Self::open(domain, completed, Some(shared), sys::IBV_QPT_RC, depths)?.initialised()
+    }
+
+    /// The same, for writes of ours.
+    pub(super) fn for_writes(
+        domain: &Arc<Domain>,
+        completed: &Arc<Completed>,
+        shared: &Arc<Shared>,
+        depths: Depths,
+    ) -> Result<Self, VerbsError> {
+        if !domain.device.calls().posts {
+            return Self::reliable(domain, completed, shared, depths);
+        }
+        Self::extended(domain, completed, Some(shared), depths)?.initialised()
+    }
+
+    fn initialised(self) -> Result<Self, VerbsError> {
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
-        attr.port_num = domain.device.port;
+        attr.port_num = self.domain.device.port;
         attr.qp_access_flags = sys::IBV_ACCESS_REMOTE_WRITE;
         let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_ACCESS_FLAGS;
-        pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
-        Ok(pair)
+        self.modify("ibv_modify_qp(INIT)", attr, mask)?;
+        Ok(self)
     }
 
     /// One that takes datagrams from everybody who knows `key`, and sends some.
@@ -1055,6 +1242,11 @@ impl QueuePair {
     #[inline]
     pub(super) unsafe fn post(&self, chain: &mut Chain) -> Result<(), (usize, io::Error)> {
         let count = core::mem::take(&mut chain.len);
+        if let Some(queue) = self.extended {
+            let works = chain.works.iter().zip(chain.sges.iter()).take(count);
+            // SAFETY: the caller's promise.
+            return unsafe { Self::post_extended(queue, works) };
+        }
         let mut next = ptr::null_mut();
         for (work, sge) in chain.works.iter_mut().zip(chain.sges.iter_mut()).take(count).rev() {
             work.next = next;
@@ -1073,6 +1265,51 @@ impl QueuePair {
         }
         let taken = chain.works.iter().take(count).position(|work| ptr::eq(work, bad)).unwrap_or(0);
         Err((taken, io::Error::from_raw_os_error(code.abs())))
+    }
+
+    /// The same by the extended calls: all are taken, or none.
+    ///
+    /// # Safety
+    ///
+    /// As for [`QueuePair::post`].
+    #[inline]
+    unsafe fn post_extended<'a>(
+        queue: NonNull<sys::ibv_qp_ex>,
+        works: impl Iterator<Item = (&'a sys::ibv_send_wr, &'a sys::ibv_sge)>,
+    ) -> Result<(), (usize, io::Error)> {
+        let queue = queue.as_ptr();
+        // SAFETY: per ibv_wr_post(3): a live queue pair that has all of these calls; each write has one setter, and what was begun
+        // is completed. Of `wr`, what is read is what `Chain::push` has set. Inline bytes are read here, where the caller has
+        // them mapped, and the others stay by its promise.
+        unsafe {
+            sys::ibv_wr_start(queue);
+            for (work, sge) in works {
+                let sys::ibv_send_wr_rdma { remote_addr, rkey } = work.wr.rdma;
+                let head = (work.wr_id, work.send_flags);
+                if work.opcode == sys::IBV_WR_RDMA_WRITE_WITH_IMM {
+                    sys::ibv_wr_rdma_write_imm(queue, head, rkey, remote_addr, work.imm_data);
+                } else {
+                    sys::ibv_wr_rdma_write(queue, head, rkey, remote_addr);
+                }
+                if work.num_sge == 0 {
+                    sys::ibv_wr_set_nothing(queue);
+                } else if work.send_flags & sys::IBV_SEND_INLINE != 0 {
+                    let bytes =
+                        ptr::with_exposed_provenance_mut(usize::try_from(sge.addr).unwrap_or(0));
+                    sys::ibv_wr_set_inline_data(
+                        queue,
+                        bytes,
+                        usize::try_from(sge.length).unwrap_or(0),
+                    );
+                } else {
+                    sys::ibv_wr_set_sge(queue, sge);
+                }
+            }
+            match sys::ibv_wr_complete(queue) {
+                0 => Ok(()),
+                code => Err((0, io::Error::from_raw_os_error(code.abs()))),
+            }
+        }
     }
 
     /// Sends bytes that travel inside the request; its completion is signalled.
@@ -1220,7 +1457,263 @@ impl Drop for AddressHandle {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
+
+    /// What a driver was called for, in order.
+    #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+    enum Called {
+        Start,
+        /// Number, flags, key, address, and an immediate in network order.
+        Write(u64, u32, u32, u64, Option<u32>),
+        Inline(u64, usize),
+        Sge(u32, u64, u32),
+        List(usize),
+        Complete,
+    }
+
+    thread_local! {
+        static CALLED: RefCell<Vec<Called>> = const { RefCell::new(Vec::new()) };
+        /// What is left to be polled, the next one last; whether one is being read; and what comes when there is none.
+        static LEFT: RefCell<(Vec<sys::ibv_wc>, bool, c_int)> =
+            const { RefCell::new((Vec::new(), false, 0)) };
+    }
+
+    fn called(what: Called) {
+        CALLED.with_borrow_mut(|all| all.push(what));
+    }
+
+    unsafe extern "C" fn start(_: *mut sys::ibv_qp_ex) {
+        called(Called::Start);
+    }
+
+    unsafe extern "C" fn write(qp: *mut sys::ibv_qp_ex, rkey: u32, to: u64) {
+        // SAFETY: the test's own, which lives.
+        let (number, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
+        called(Called::Write(number, flags, rkey, to, None));
+    }
+
+    unsafe extern "C" fn write_imm(qp: *mut sys::ibv_qp_ex, rkey: u32, to: u64, imm: u32) {
+        // SAFETY: as above.
+        let (number, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
+        called(Called::Write(number, flags, rkey, to, Some(imm)));
+    }
+
+    unsafe extern "C" fn inline(_: *mut sys::ibv_qp_ex, at: *mut c_void, length: usize) {
+        called(Called::Inline(at as u64, length));
+    }
+
+    unsafe extern "C" fn sge(_: *mut sys::ibv_qp_ex, lkey: u32, at: u64, length: u32) {
+        called(Called::Sge(lkey, at, length));
+    }
+
+    unsafe extern "C" fn list(_: *mut sys::ibv_qp_ex, count: usize, _: *const sys::ibv_sge) {
+        called(Called::List(count));
+    }
+
+    unsafe extern "C" fn complete(qp: *mut sys::ibv_qp_ex) -> c_int {
+        called(Called::Complete);
+        // SAFETY: as above.
+        c_int::try_from(unsafe { (*qp).comp_mask }).unwrap()
+    }
+
+    /// Chains of up to three writes, each of all kinds; a driver that takes them, and one that does not: what it is called for is
+    /// what each write says, in order, with one setter each, between one start and one end.
+    #[test]
+    fn extended_posts_say_each_write_as_it_is() {
+        // SAFETY: all zero is a value of the type.
+        let mut queue: sys::ibv_qp_ex = unsafe { core::mem::zeroed() };
+        // SAFETY: it is live.
+        assert!(!unsafe { sys::has_writes(NonNull::from(&mut queue)) });
+        queue.wr_start = Some(start);
+        queue.wr_complete = Some(complete);
+        queue.wr_rdma_write = Some(write);
+        queue.wr_rdma_write_imm = Some(write_imm);
+        queue.wr_set_inline_data = Some(inline);
+        queue.wr_set_sge = Some(sge);
+        queue.wr_set_sge_list = Some(list);
+        let mut chain = Chain::new();
+        for count in 0..4_u32 {
+            for word in 0..8_u32.pow(count) {
+                for code in [0, libc::ENOMEM] {
+                    let mut expected = vec![Called::Start];
+                    for at in 0..count {
+                        let kind = word / 8_u32.pow(at) % 8;
+                        let (number, from, to) = (u64::from(at), 4096 + u64::from(at), 1 << 40);
+                        let imm = (kind & 1 != 0).then_some(0x0102_0304 + at);
+                        let (len, inline) = [(0, false), (9, false), (9, true), (1 << 20, false)]
+                            [usize::try_from(kind / 2).unwrap()];
+                        let (local_key, remote_key) = (70 + at, 80 + at);
+                        let signalled = at + 1 == count;
+                        let write =
+                            Write { number, from, len, local_key, to, remote_key, imm, inline };
+                        chain.push(&write, signalled);
+                        let mut flags = if signalled { sys::IBV_SEND_SIGNALED } else { 0 };
+                        if inline {
+                            flags |= sys::IBV_SEND_INLINE;
+                        }
+                        let imm = imm.map(u32::to_be);
+                        expected.push(Called::Write(number, flags, remote_key, to, imm));
+                        expected.push(match (len, inline) {
+                            (0, _) => Called::List(0),
+                            (_, true) => Called::Inline(from, 9),
+                            (len, false) => Called::Sge(local_key, from, len),
+                        });
+                    }
+                    expected.push(Called::Complete);
+                    queue.comp_mask = u64::try_from(code).unwrap();
+                    // SAFETY: a queue that has all of these calls, which touch nothing.
+                    let posted = unsafe {
+                        let queue = NonNull::from(&mut queue);
+                        assert!(sys::has_writes(queue));
+                        let works = chain.works.iter().zip(chain.sges.iter()).take(chain.len);
+                        QueuePair::post_extended(queue, works)
+                    };
+                    let said = posted.map_err(|(taken, error)| (taken, error.raw_os_error()));
+                    assert_eq!(said, if code == 0 { Ok(()) } else { Err((0, Some(code))) });
+                    assert_eq!(CALLED.take(), expected);
+                    chain.clear();
+                }
+            }
+        }
+    }
+
+    /// Which completion is being read.
+    fn current() -> sys::ibv_wc {
+        LEFT.with_borrow(|(left, is_open, _)| {
+            assert!(is_open, "nothing is being read");
+            *left.last().unwrap()
+        })
+    }
+
+    unsafe extern "C" fn start_poll(
+        cq: *mut sys::ibv_cq_ex,
+        _: *mut sys::ibv_poll_cq_attr,
+    ) -> c_int {
+        LEFT.with_borrow_mut(|(left, is_open, end)| {
+            assert!(!*is_open, "the last one was not ended");
+            let Some(next) = left.last() else { return *end };
+            *is_open = true;
+            // SAFETY: the test's own, which lives.
+            unsafe { ((*cq).wr_id, (*cq).status) = (next.wr_id, next.status) };
+            0
+        })
+    }
+
+    unsafe extern "C" fn end_poll(_: *mut sys::ibv_cq_ex) {
+        let _ = current();
+        LEFT.with_borrow_mut(|(left, is_open, _)| {
+            left.pop();
+            *is_open = false;
+        });
+    }
+
+    /// Of one that has not failed.
+    fn good() -> sys::ibv_wc {
+        let current = current();
+        assert_eq!(current.status, sys::IBV_WC_SUCCESS, "the rest is undefined");
+        current
+    }
+
+    /// And has come.
+    fn came() -> sys::ibv_wc {
+        let current = good();
+        assert!(current.opcode & sys::IBV_WC_RECV != 0, "a write has none");
+        current
+    }
+
+    unsafe extern "C" fn opcode(_: *mut sys::ibv_cq_ex) -> sys::ibv_wc_opcode {
+        good().opcode
+    }
+
+    unsafe extern "C" fn qp_num(_: *mut sys::ibv_cq_ex) -> u32 {
+        current().qp_num
+    }
+
+    unsafe extern "C" fn byte_len(_: *mut sys::ibv_cq_ex) -> u32 {
+        came().byte_len
+    }
+
+    unsafe extern "C" fn imm_data(_: *mut sys::ibv_cq_ex) -> u32 {
+        came().imm_data
+    }
+
+    unsafe extern "C" fn slid(_: *mut sys::ibv_cq_ex) -> u32 {
+        came().slid.into()
+    }
+
+    /// None to three completions of each kind, and a full batch and one more; then none, or an error: each is read once, no more
+    /// of it than it has, and each that was begun is ended.
+    #[test]
+    fn extended_polls_read_what_a_completion_has() {
+        // SAFETY: all zero is a value of the type.
+        let mut queue: sys::ibv_cq_ex = unsafe { core::mem::zeroed() };
+        // SAFETY: it is live.
+        assert!(!unsafe { sys::has_polls(NonNull::from(&mut queue)) });
+        queue.start_poll = Some(start_poll);
+        queue.end_poll = Some(end_poll);
+        queue.read_opcode = Some(opcode);
+        queue.read_qp_num = Some(qp_num);
+        queue.read_byte_len = Some(byte_len);
+        queue.read_imm_data = Some(imm_data);
+        queue.read_slid = Some(slid);
+        let queue = NonNull::from(&mut queue);
+        // SAFETY: it is live.
+        assert!(unsafe { sys::has_polls(queue) });
+        let kinds = [
+            (sys::IBV_WC_SUCCESS, 0),
+            (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV),
+            (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV_RDMA_WITH_IMM),
+            (sys::IBV_WC_WR_FLUSH_ERR, sys::IBV_WC_RECV_RDMA_WITH_IMM),
+        ];
+        let made = |word: usize, count: usize| -> Vec<sys::ibv_wc> {
+            let kind = |at| kinds[word / 4_usize.pow(u32::try_from(at).unwrap_or(0) % 4) % 4];
+            (0..count)
+                .map(|at| {
+                    // SAFETY: all zero is a value of the type.
+                    let mut made: sys::ibv_wc = unsafe { core::mem::zeroed() };
+                    let number = u32::try_from(at).unwrap();
+                    (made.status, made.opcode) = kind(at);
+                    (made.wr_id, made.qp_num) = (u64::from(number) + 7, number + 100);
+                    (made.byte_len, made.imm_data, made.slid) = (number + 9, !number, 513);
+                    made
+                })
+                .collect()
+        };
+        for (word, count) in
+            (0..64).flat_map(|word| [0, 1, 2, 3, BATCH, BATCH + 1].map(|count| (word, count)))
+        {
+            for end in [libc::ENOENT, libc::EIO] {
+                let all = made(word, count);
+                LEFT.set((all.iter().rev().copied().collect(), false, end));
+                let mut into = Completions::new();
+                let mut read = Vec::new();
+                let well = loop {
+                    let well = Completed::read_extended(queue, &mut into);
+                    if into.is_empty() {
+                        break well;
+                    }
+                    assert!(well);
+                    read.extend(into.by_ref());
+                };
+                assert_eq!(well, end == libc::ENOENT);
+                assert_eq!(read.len(), count);
+                for (read, made) in read.iter().zip(&all) {
+                    assert_eq!((read.wr_id, read.status), (made.wr_id, made.status));
+                    let good = made.status == sys::IBV_WC_SUCCESS;
+                    if made.opcode & sys::IBV_WC_RECV != 0 || !good {
+                        assert_eq!(read.qp_num, made.qp_num);
+                    }
+                    if made.opcode & sys::IBV_WC_RECV != 0 && good {
+                        let parts =
+                            |it: &sys::ibv_wc| (it.opcode, it.byte_len, it.imm_data, it.slid);
+                        assert_eq!(parts(read), parts(made));
+                    }
+                }
+            }
+        }
+    }
 
     #[test]
     fn memory_is_registered_for_what_it_is_and_never_a_gpu_s_on_demand() {

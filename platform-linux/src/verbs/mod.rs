@@ -202,6 +202,9 @@ pub struct VerbsOptions {
     /// more can be registered than there is memory, in no time; the first write to each page takes longer for it. Only
     /// where all devices offer it: [`VerbsError::NoPaging`] otherwise.
     pub on_demand: bool,
+    /// Writes are posted, and completions read, by the calls that all drivers have, also where a device offers the extended ones
+    /// (`ibv_wr_start`, `ibv_start_poll`).
+    pub classic: bool,
 }
 
 impl Default for VerbsOptions {
@@ -216,6 +219,7 @@ impl Default for VerbsOptions {
             timeout: 14,
             retry_count: 6,
             on_demand: false,
+            classic: false,
         }
     }
 }
@@ -448,6 +452,8 @@ impl Lengths {
 impl Nic {
     fn open(domain: Arc<Domain>, lengths: Lengths) -> Result<Self, VerbsError> {
         let completed = Completed::open(domain.device(), lengths.completions)?;
+        let Device { name, .. } = &**domain.device();
+        tracing::info!(name, calls = %domain.device().calls(), "a NIC is open");
         let shared = Shared::open(&domain, lengths.receives)?;
         let count = usize::try_from(lengths.receives).unwrap_or(usize::MAX);
         let slab = Slab::new(&domain, LETTER_MAX, count)?;

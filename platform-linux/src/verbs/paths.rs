@@ -104,7 +104,7 @@ impl VerbsProvider {
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
         for inline in [0, INLINE_BYTES] {
             let depths = Depths { sends: QUEUE_DEPTH.into(), receives: 0, inline };
-            let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths)?;
+            let pair = QueuePair::for_writes(&port.domain, &port.completed, &port.shared, depths)?;
             let _ = pairs.push(pair);
         }
         let (mut lanes, mut queues) = (heapless::Vec::<LaneId, LANES>::new(), Queues::default());

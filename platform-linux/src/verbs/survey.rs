@@ -1,7 +1,7 @@
 //! What RDMA devices this machine has, for people.
 
 use ibverbs_sys::Library;
-use immwire_core::device::NoPaging;
+use immwire_core::device::{Calls, NoPaging};
 
 use super::device::{Unfit, discover};
 use super::{VerbsError, VerbsOptions};
@@ -19,6 +19,8 @@ pub struct Surveyed {
     pub is_ethernet: bool,
     /// What it lacks for memory that is not pinned ([`VerbsOptions::on_demand`]), if anything.
     pub pins: Option<NoPaging>,
+    /// By which calls it is used, unless told otherwise ([`VerbsOptions::classic`]).
+    pub calls: Calls,
 }
 
 /// What there is.
@@ -44,6 +46,7 @@ pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
                 speed_gbps: device.facts.speed_gbps,
                 mtu: device.facts.port.mtu.bytes(),
                 pins: device.facts.paging.check().err(),
+                calls: device.calls(),
                 is_ethernet: device.facts.port.link == immwire_core::port::Link::Ethernet,
             }),
             Err(why) => unfit.push(why),

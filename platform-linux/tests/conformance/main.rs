@@ -200,8 +200,10 @@ const VERBS: Provider = Provider {
             setup.devices.iter().map(|device| as_port(device)).collect()
         };
         let on_demand = std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_some();
+        let classic = std::env::var_os("IMMWIRE_RDMA_CLASSIC").is_some();
         // Twice as long for an answer as by default: an emulated guest takes longer than a device.
-        let options = VerbsOptions { devices, timeout: 15, on_demand, ..VerbsOptions::default() };
+        let options =
+            VerbsOptions { devices, timeout: 15, on_demand, classic, ..VerbsOptions::default() };
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),

@@ -259,9 +259,11 @@ fn rdma_text(facts: &Facts) -> String {
 fn verbs_text(verbs: &Verbs) -> String {
     let fitting = |device: &rdma::Fitting| {
         let link = if device.ethernet { "RoCE" } else { "InfiniBand" };
-        let rdma::Fitting { name, gbps, mtu_bytes, .. } = device;
+        let rdma::Fitting { name, gbps, mtu_bytes, calls, .. } = device;
         let paging = device.no_on_demand.as_deref().unwrap_or("it offers on-demand paging");
-        format!("{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes; {paging}")
+        format!(
+            "{name} fits: {link}, {gbps} Gbit/s, packets of {mtu_bytes} bytes; {paging}; {calls}"
+        )
     };
     match verbs {
         Verbs::Found(found) => {

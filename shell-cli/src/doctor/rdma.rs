@@ -33,6 +33,8 @@ pub struct Fitting {
     pub ethernet: bool,
     /// What it lacks for `--on-demand`, if anything.
     pub no_on_demand: Option<String>,
+    /// By which calls it is used, without `--classic`.
+    pub calls: String,
 }
 
 /// One that it cannot.
@@ -52,6 +54,7 @@ impl From<Survey> for Rdma {
             mtu_bytes: device.mtu,
             ethernet: device.is_ethernet,
             no_on_demand: device.pins.map(|lacks| lacks.to_string()),
+            calls: device.calls.to_string(),
         };
         let unfitting =
             |unfit: immwire::verbs::Unfit| Unfitting { name: unfit.device, why: unfit.why };

@@ -606,6 +606,7 @@ mod tests {
             mtu_bytes: 4096,
             ethernet: true,
             no_on_demand: None,
+            calls: "extended posts and polls".into(),
         };
         let unfit = Unfitting { name: "mlx5_0".into(), why: "its port has no GID".into() };
         let best = judged(Verbs::Found(Rdma { devices: vec![fits], unfit: Vec::new() }));

@@ -311,6 +311,7 @@ class TransferEngine:
         gid_index: int | None = None,
         traffic_class: int | None = None,
         on_demand: bool = False,
+        classic: bool = False,
         gpus: Sequence[int] | None = None,
         pairing: str | None = None,
         topology: str | PathLike[str] | None = None,
