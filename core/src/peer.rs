@@ -203,6 +203,14 @@ impl Peer {
         self.heard = self.heard.max(now);
     }
 
+    /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
+    pub fn handle_late(&mut self, since: Time, now: Time) {
+        let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
+        if is_there && self.heard >= since {
+            self.heard = self.heard.max(now);
+        }
+    }
+
     /// Anything was sent to the peer: the next heartbeat is an interval away.
     pub fn handle_sent(&mut self, now: Time) {
         if !matches!(self.state, PeerState::Down(_)) {

@@ -38,6 +38,8 @@ const COMMANDS_PER_STEP: usize = 64;
 const BATCH: usize = 32;
 /// Steps without anything to do between two looks at the clock.
 const STEPS_PER_CLOCK: u32 = 16;
+/// Between two looks at the clock: after as long, this engine was not run, or slept.
+const LATE: Duration = Duration::from_millis(20);
 /// Transfers of the engine's own, credits, at a time. No more, since callers have the rest.
 pub(crate) const OWN_TRANSFERS: u16 = 64;
 /// How often dropped regions are tried again.
@@ -679,10 +681,17 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn progress(&mut self) -> bool {
+        let mut busy = false;
         if self.steps == 0 {
             self.steps = STEPS_PER_CLOCK;
+            let before = self.state.now;
             self.state.refresh();
             let now = self.state.now;
+            if now.since(before) >= LATE {
+                // What was heard meanwhile has a time of before, and what has come since was not heard: nobody is silent for that.
+                self.state.group.handle_late(before, now);
+                busy = self.provider.poll(now, &mut self.state);
+            }
             if now >= self.state.group.poll_timeout() {
                 self.state.group.handle_timeout(now);
             }
@@ -693,7 +702,7 @@ impl<P: Provider> Drive for Engine<P> {
             self.state.finish_messages();
         }
         self.steps -= 1;
-        let mut busy = self.commands();
+        busy |= self.commands();
         if !self.state.held.is_empty() {
             busy |= self.release();
         }

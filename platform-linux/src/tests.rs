@@ -7,8 +7,8 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use crate::{
-    AddPeerError, CountError, Driver, End, ImmCounter, NetAddr, PeerId, Region, SingleWrite,
-    SubmitError, TransferEngine,
+    AddPeerError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId, PeerState,
+    Region, SingleWrite, SubmitError, TransferEngine,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -379,5 +379,28 @@ fn a_polled_engine_answers_before_it_takes_what_was_submitted_later() {
             let end = driver.wait(&submitted.unwrap(), LONG).unwrap();
             assert_eq!(end == End::Done, healthy, "round {round}: {end:?}");
         }
+    }
+}
+
+/// An engine that was not polled for longer than a peer may be silent hears first what the peer has said meanwhile.
+#[test]
+fn a_peer_is_not_silent_while_nobody_listens() {
+    let limit = Duration::from_millis(400);
+    let liveness = LivenessConfig {
+        heartbeat: limit / 40,
+        suspect_after: limit / 2,
+        down_after: limit,
+        ..LivenessConfig::default()
+    };
+    let builder = TransferEngine::builder().liveness(liveness);
+    let (engine, mut driver) = builder.build_polled().unwrap();
+    let (_other, _counter, peer) = met(&mut driver);
+    for _ in 0..2 {
+        std::thread::sleep(2 * limit);
+        // More steps than go by between two looks at the clock.
+        for _ in 0..40 {
+            driver.poll();
+        }
+        assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
     }
 }

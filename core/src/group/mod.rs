@@ -784,6 +784,13 @@ where
         }
     }
 
+    /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
+    pub fn handle_late(&mut self, since: Time, now: Time) {
+        for entry in self.peers.as_mut().iter_mut().filter_map(|slot| slot.entry.as_mut()) {
+            entry.machine.handle_late(since, now);
+        }
+    }
+
     /// The state of a peer; `None` once it is down, all of that was polled, and nothing is in flight.
     #[must_use]
     pub fn peer_state(&self, peer: PeerId) -> Option<PeerState> {

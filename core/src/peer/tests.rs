@@ -263,6 +263,38 @@ fn the_whole_life_is_reported_in_order() {
 }
 
 /// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
+/// Heard, then nobody looked at the clock for a while, then the time is looked at: what was heard before that while counts from
+/// when it was, and what was heard in it from its end. Who is gone stays so.
+#[test]
+fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
+    let limits =
+        Limits { heartbeat: FOREVER / 2, asked: FOREVER / 2, suspect: 2, down: 4, connect: 9 };
+    for (heard, since) in (0..4).flat_map(|heard| (0..4).map(move |since| (heard, since))) {
+        for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
+            let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
+            peer.handle_heard(at(heard));
+            peer.handle_late(at(since), at(now));
+            peer.handle_timeout(at(then));
+            let last = if heard >= since { heard.max(now) } else { heard };
+            let state = match then.saturating_sub(last) {
+                0..2 => PeerState::Up,
+                2..4 => PeerState::Suspect,
+                _ => PeerState::Down(DownReason::Silent { for_ms: limits.down }),
+            };
+            assert_eq!(peer.state(), state, "{heard} {since} {now} {then}");
+            let mut gone = peer;
+            gone.close(DownReason::Removed);
+            let before = gone;
+            gone.handle_late(at(0), at(20));
+            assert_eq!(gone, before);
+        }
+    }
+    let mut called = Peer::new(limits.config(), at(0));
+    called.handle_late(at(0), at(8));
+    called.handle_timeout(at(9));
+    assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
+}
+
 #[test]
 fn what_came_during_our_own_sleep_is_a_sign_of_life() {
     let config = Limits { heartbeat: 1, asked: 1, suspect: 2, down: 4, connect: 3 }.config();
