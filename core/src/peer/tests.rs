@@ -262,7 +262,6 @@ fn the_whole_life_is_reported_in_order() {
     assert_eq!(reports, expected);
 }
 
-/// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
 /// Heard, then nobody looked at the clock for a while, then the time is looked at: what was heard before that while counts from
 /// when it was, and what was heard in it from its end. Who is gone stays so.
 #[test]
@@ -295,6 +294,7 @@ fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
     assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
 }
 
+/// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
 #[test]
 fn what_came_during_our_own_sleep_is_a_sign_of_life() {
     let config = Limits { heartbeat: 1, asked: 1, suspect: 2, down: 4, connect: 3 }.config();
