@@ -335,7 +335,7 @@ impl Launch {
         part("weights", |a| &mut a.weights, first(top_k * 4), 4, false);
         let (local, rows) = (self.local(), u64::from(a.rows));
         if self.is_many() {
-            let scratch = self.chunks() * (self.local() + 1) * 4;
+            let scratch = self.chunks() * (self.local().div_ceil(4) + 1) * 4;
             part("scratch", |a| &mut a.scratch, Some(scratch), 4, true);
         }
         let (listed, rows) = if a.slots == 0 { (0, rows) } else { (4 * rows, self.slots()) };
