@@ -944,19 +944,21 @@ impl Drop for Gpus {
     }
 }
 
-/// What a peer is given that asks for a region of GPU memory.
-#[derive(Debug, Clone)]
+/// What a peer is given that asks for a region of GPU memory. Its owner's alone, which lets go of it before the memory may be freed:
+/// a reference that goes on one thread while another unmaps the same allocation breaks the driver's own lists (seen on
+/// 580.159.04, of `cuMemRelease` beside `cuMemUnmap`; not of exports, nor of other allocations).
+#[derive(Debug)]
 pub(super) enum Shared {
     File(Arc<OwnedFd>),
     Handle([u8; immwire_cuda::IPC_HANDLE_BYTES]),
     /// Files of these, in several messages.
-    Files(Arc<Allocations>),
+    Files(Allocations),
 }
 
 impl Shared {
     pub(super) fn new(device: &Device, found: &Found) -> Result<Self, Error> {
         if found.allocations > 1 {
-            return Allocations::keep(device, found).map(|all| Self::Files(Arc::new(all)));
+            return Allocations::keep(device, found).map(Self::Files);
         }
         Ok(match immwire_cuda::hand_over(device, found.start)? {
             Handover::File(file) => Self::File(Arc::new(file)),
@@ -965,10 +967,10 @@ impl Shared {
     }
 
     /// How it is opened, and the file that goes with the answer.
-    pub(super) fn by(self) -> (By, Option<Arc<OwnedFd>>) {
+    pub(super) fn by(&self) -> (By, Option<Arc<OwnedFd>>) {
         match self {
-            Self::File(file) => (By::File, Some(file)),
-            Self::Handle(handle) => (By::Handle(handle), None),
+            Self::File(file) => (By::File, Some(Arc::clone(file))),
+            Self::Handle(handle) => (By::Handle(*handle), None),
             // More are not registered.
             Self::Files(all) => (By::Files(u32::try_from(all.count()).unwrap_or(u32::MAX)), None),
         }

@@ -15,6 +15,7 @@
 //!   mode for good, and a system call that a thread was in has ended; a peer that shuts its end down
 //!   itself does so on the thread that writes, between two writes. A child that a peer forked may hold
 //!   the socket open, which delays us and harms nothing.
+//! - Who has taken a region out of the table is the last to hold anything of its memory: references to a GPU's allocations, too.
 //! - A session that we closed stays listed until its peer has stopped writing.
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
 //!   records.
@@ -30,13 +31,13 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Allocations, Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
+use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Reachable, Reached, Shared};
-use super::handshake::Message;
+use super::gpu::{Described, Kind, Reachable, Reached, Shared, files_of};
+use super::handshake::{By, Message, Sizes};
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
@@ -238,7 +239,7 @@ impl Table {
 pub(super) enum Granted {
     File { file: Arc<OwnedFd>, base: u64, len: u64 },
     Process { base: u64, len: u64 },
-    Gpu { region: Described, shared: Shared },
+    Gpu { region: Described, by: By, file: Option<Arc<OwnedFd>> },
     Refused,
 }
 
@@ -309,21 +310,26 @@ impl ShmMemory {
             Backing::Gpu { found, uuid, shared, .. } => {
                 let (start, whole) = (found.start, found.bytes);
                 let region = Described { uuid: *uuid, base, len, start, whole };
-                Granted::Gpu { region, shared: shared.clone() }
+                let (by, file) = shared.by();
+                Granted::Gpu { region, by, file }
             }
         }
     }
 
-    /// What the peer of `link` is given that asks for files of the region of `key`, over several allocations, which it was granted.
-    pub(super) fn allocations(&self, link: &Link, key: u64) -> Option<Arc<Allocations>> {
+    /// Files of the region of `key`, over several allocations, from number `from` on, for the peer of `link`, which it was granted;
+    /// none, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
+    /// free its memory then, finds that nobody does anything with it any more.
+    pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> (Vec<OwnedFd>, Sizes) {
         let mut table = lock(&self.table);
-        let region = table.writable(key)?;
-        let grant = link.segment.inbound().grant(id_of(key))?;
-        match &region.backing {
-            Backing::Gpu { shared: Shared::Files(all), .. } if hazard::may_continue(grant, key) => {
-                Some(Arc::clone(all))
+        let region = table.writable(key);
+        let grant = link.segment.inbound().grant(id_of(key));
+        match (region.map(|region| &region.backing), grant) {
+            (Some(Backing::Gpu { shared: Shared::Files(all), .. }), Some(grant))
+                if hazard::may_continue(grant, key) =>
+            {
+                files_of(all, from)
             }
-            _ => None,
+            _ => Default::default(),
         }
     }
 

@@ -37,7 +37,7 @@ use rustix::io::Errno;
 
 use super::bounce;
 use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
-use super::gpu::{Arriving, Copying, Kind, Reached, Staging, files_of, received};
+use super::gpu::{Arriving, Copying, Kind, Reached, Staging, received};
 use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
@@ -947,10 +947,7 @@ impl Session {
         let (answer, file) = match memory.grant(&self.link, key) {
             Granted::File { file, base, len } => (Answer::File { base, len }, Some(file)),
             Granted::Process { base, len } => (Answer::Process { base, len }, None),
-            Granted::Gpu { region, shared } => {
-                let (by, file) = shared.by();
-                (Answer::Gpu { region, by }, file)
-            }
+            Granted::Gpu { region, by, file } => (Answer::Gpu { region, by }, file),
             Granted::Refused => (Answer::Refused, None),
         };
         let files: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
@@ -960,8 +957,7 @@ impl Session {
 
     /// Sends files of a region over several allocations, from number `from` on; none, if it was withdrawn or has not so many.
     fn hand_files(&mut self, key: u64, from: u32, memory: &ShmMemory) -> Result<(), Broken> {
-        let all = memory.allocations(&self.link, key);
-        let (files, sizes) = all.map_or_else(Default::default, |all| files_of(&all, from));
+        let (files, sizes) = memory.files(&self.link, key, from);
         let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
         let refusal = Message::FilesReply { key, from, sizes: Sizes::default() };
         self.reply_with(&Message::FilesReply { key, from, sizes }, &files, &refusal)

@@ -46,6 +46,8 @@ rules! {
     MappedOver = "mapped over a mapping",
     /// Memory unmapped, or addresses given back, other than as they were mapped or taken: a part, or too much.
     NotAsMapped = "not as it was mapped",
+    /// A reference to memory that goes while another thread unmaps it.
+    ReleasedMeanwhile = "released while it is unmapped",
     /// Memory freed that another process still has open by its handle.
     OpenElsewhere = "freed, open in another process",
     /// An address that is not a multiple of what it must be.

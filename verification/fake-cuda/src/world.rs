@@ -72,6 +72,8 @@ pub(crate) struct World {
     pub(crate) reserved: BTreeMap<u64, Reserved>,
     /// Handles of `cuMemCreate`, by value; how many there are of each.
     pub(crate) created: BTreeMap<u64, (Arc<Backing>, u32)>,
+    /// Of these, what is being unmapped, and on which thread.
+    pub(crate) unmapping: BTreeMap<u64, ThreadId>,
     /// How often each was opened by `cuIpcOpenMemHandle`, by its address.
     pub(crate) opened: BTreeMap<u64, u32>,
     handles: u64,
@@ -93,6 +95,7 @@ static WORLD: Mutex<World> = Mutex::new(World {
     graphs: BTreeMap::new(),
     reserved: BTreeMap::new(),
     created: BTreeMap::new(),
+    unmapping: BTreeMap::new(),
     opened: BTreeMap::new(),
     handles: 0,
     streams_made: 0,

@@ -11,6 +11,7 @@ use std::ffi::{c_int, c_uint, c_ulonglong, c_void};
 use std::os::fd::{BorrowedFd, IntoRawFd as _};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 /// `CU_MEM_LOCATION_TYPE_DEVICE`.
 const ON_A_GPU: c_uint = 1;
@@ -56,6 +57,9 @@ impl Location {
         if self.kind == ON_A_GPU { gpu(self.id) } else { Err(code::NOT_SUPPORTED) }
     }
 }
+
+/// How long it takes to unmap something.
+const UNMAPPING: Duration = Duration::from_micros(50);
 
 impl Properties {
     /// Checked; returns the GPU.
@@ -134,6 +138,9 @@ calls! {
     fn cuMemRelease(handle: u64) {
         let mut world = begin("cuMemRelease");
         created(&world, "cuMemRelease", handle);
+        if world.unmapping.get(&handle).is_some_and(|by| *by != std::thread::current().id()) {
+            broken!(ReleasedMeanwhile, "cuMemRelease: memory {handle:#x}");
+        }
         if let Some((_, count)) = world.created.get_mut(&handle) {
             *count -= 1;
             if *count == 0 {
@@ -248,15 +255,28 @@ calls! {
         Ok(())
     }
 
-    /// What was mapped at once goes at once; several mappings may.
+    /// What was mapped at once goes at once; several mappings may. It takes a while, in which other threads go on.
     fn cuMemUnmap(address: u64, bytes: usize) {
-        let mut world = begin("cuMemUnmap");
-        let Ok(starts) = mapped(&world, address, bytes as u64) else {
-            broken!(NotAsMapped, "cuMemUnmap {address:#x}, {bytes} bytes");
+        let call = "cuMemUnmap";
+        let find = |world: &World| match mapped(world, address, bytes as u64) {
+            Ok(starts) => starts,
+            Err(_) => broken!(NotAsMapped, "{call} {address:#x}, {bytes} bytes"),
         };
-        for start in starts {
-            world.memory.remove(start, "cuMemUnmap", |_| true);
+        let of = |world: &World, start: u64| match &world.memory.at(start)?.kind {
+            Kind::Mapped { backing, .. } => Some(backing.handle),
+            _ => None,
+        };
+        let mut world = begin(call);
+        let handles: Vec<u64> = find(&world).iter().filter_map(|&start| of(&world, start)).collect();
+        let this = std::thread::current().id();
+        world.unmapping.extend(handles.iter().map(|&handle| (handle, this)));
+        drop(world);
+        std::thread::sleep(UNMAPPING);
+        let mut world = begin(call);
+        for start in find(&world) {
+            world.memory.remove(start, call, |_| true);
         }
+        world.unmapping.retain(|handle, _| !handles.contains(handle));
         Ok(())
     }
 

@@ -6,6 +6,7 @@ use cudarc::driver::sys::{self as cu, CUresult};
 use immwire_cuda::args::{RELEASE_ADD, RELEASE_STORE};
 use std::ffi::c_void;
 use std::ptr::null_mut;
+use std::time::Duration;
 
 /// A kernel is launched that `change` has made wrong.
 fn wrong(kernel: Kernel, change: impl FnOnce(&mut Launch, u64)) {
@@ -335,6 +336,29 @@ fn unmapped_twice() {
         ok!(cuMemUnmap(address, GRANULE));
         call!(cuMemUnmap(address, 2 * GRANULE));
     });
+}
+
+#[test]
+fn released_while_another_thread_unmaps_it() {
+    run(
+        "broken::released_while_another_thread_unmaps_it",
+        End::Broken("released while it is unmapped"),
+        &[],
+        || {
+            ok!(cuInit(0));
+            let properties = properties(0);
+            // Once they meet.
+            for round in 0..1000 {
+                let handle = got!(cuMemCreate(GRANULE, &raw const properties, 0));
+                let address = map(&[handle]);
+                let other = std::thread::spawn(move || ok!(cuMemUnmap(address, GRANULE)));
+                std::thread::sleep(Duration::from_micros(round % 100));
+                ok!(cuMemRelease(handle));
+                other.join().expect("no panic");
+                ok!(cuMemAddressFree(address, GRANULE));
+            }
+        },
+    );
 }
 
 #[test]
