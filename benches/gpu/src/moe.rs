@@ -556,8 +556,16 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
             if many {
                 shape.max_tokens = Many::FROM_TOKENS + random.below(500);
             }
+            // Of some one rank has so many experts that those for few have no room.
+            let lopsided = case == if few { 0 } else { 3 } && world == 3;
+            if lopsided {
+                let last = shape.firsts.len() - 1;
+                shape.firsts[..last].fill(0);
+                shape.firsts[last] = 1024;
+                (shape.max_tokens, shape.padding) = (416, 1);
+            }
             // Large ones take gigabytes each.
-            let sets = if large || many { 1 } else { ROUNDS_EACH };
+            let sets = if large || many || lopsided { 1 } else { ROUNDS_EACH };
             let mut all = World::new(gpus, &shape, sms(gpus, world), None, sets, PATIENCE)?;
             rounds(&mut all, &mut random)?;
             all.check_poison()?;

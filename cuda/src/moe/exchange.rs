@@ -155,7 +155,7 @@ impl Exchange {
         let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
         // No more than there can be tokens: a block without any waits, too.
         let sms = sms.min(geometry.world * shape.max_tokens);
-        let many = if shape.max_tokens >= Many::FROM_TOKENS {
+        let many = if Many::is_for(&geometry, shape) {
             Some(Many::new(&geometry, shape, sms).map_err(Error::Shape)?)
         } else {
             None
