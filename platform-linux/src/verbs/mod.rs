@@ -75,7 +75,7 @@
 //! # Limits
 //!
 //! - The default partition.
-//! - Two engines connect if at least two of their NICs that have the same number reach each other: notes go between those.
+//! - Two engines connect if their NICs of one number, at least, reach each other: notes go between NICs of the same number.
 //! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
 //!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
 //! - A port that comes back under another address is not found by peers.
