@@ -10,6 +10,12 @@
 //!
 //! Counts, plans and credits (the core's); which kernel and how many pieces a launch has (`immwire_cuda::geometry`).
 //!
+//! # Limits
+//!
+//! A peer's region in memory of `cudaMalloc`, or of the host, that is closed while this process's GPU has work to do is given back by a
+//! call that waits for all of that (`immwire_cuda::stuck`), on the engine's thread: for so long nothing else goes on here. Memory mapped by hand, as
+//! `alloc_gpu` and PyTorch's expandable segments have it, is given back at once.
+//!
 //! # Invariants
 //!
 //! - A copy is enqueued under a [`Claim`] on its destination, which ends when the copy has. The owner of the region waits
