@@ -1,0 +1,270 @@
+//! A driver that keeps what it is called for: what extended posts and polls say to it, and which memory is registered how.
+
+use std::cell::RefCell;
+
+use super::*;
+
+/// What a driver was called for, in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Called {
+    Start,
+    /// Number, flags, key, address, and an immediate in network order.
+    Write(u64, u32, u32, u64, Option<u32>),
+    Inline(u64, usize),
+    Sge(u32, u64, u32),
+    List(usize),
+    Complete,
+}
+
+thread_local! {
+    static CALLED: RefCell<Vec<Called>> = const { RefCell::new(Vec::new()) };
+    /// What is left to be polled, the next one last; whether one is being read; and what comes when there is none.
+    static LEFT: RefCell<(Vec<sys::ibv_wc>, bool, c_int)> =
+        const { RefCell::new((Vec::new(), false, 0)) };
+}
+
+fn called(what: Called) {
+    CALLED.with_borrow_mut(|all| all.push(what));
+}
+
+unsafe extern "C" fn start(_: *mut sys::ibv_qp_ex) {
+    called(Called::Start);
+}
+
+unsafe extern "C" fn write(qp: *mut sys::ibv_qp_ex, rkey: u32, to: u64) {
+    // SAFETY: the test's own, which lives.
+    let (number, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
+    called(Called::Write(number, flags, rkey, to, None));
+}
+
+unsafe extern "C" fn write_imm(qp: *mut sys::ibv_qp_ex, rkey: u32, to: u64, imm: u32) {
+    // SAFETY: as above.
+    let (number, flags) = unsafe { ((*qp).wr_id, (*qp).wr_flags) };
+    called(Called::Write(number, flags, rkey, to, Some(imm)));
+}
+
+unsafe extern "C" fn inline(_: *mut sys::ibv_qp_ex, at: *mut c_void, length: usize) {
+    called(Called::Inline(at as u64, length));
+}
+
+unsafe extern "C" fn sge(_: *mut sys::ibv_qp_ex, lkey: u32, at: u64, length: u32) {
+    called(Called::Sge(lkey, at, length));
+}
+
+unsafe extern "C" fn list(_: *mut sys::ibv_qp_ex, count: usize, _: *const sys::ibv_sge) {
+    called(Called::List(count));
+}
+
+unsafe extern "C" fn complete(qp: *mut sys::ibv_qp_ex) -> c_int {
+    called(Called::Complete);
+    // SAFETY: as above.
+    c_int::try_from(unsafe { (*qp).comp_mask }).unwrap()
+}
+
+/// Chains of up to three writes, each of all kinds; a driver that takes them, and one that does not: what it is called for is
+/// what each write says, in order, with one setter each, between one start and one end.
+#[test]
+fn extended_posts_say_each_write_as_it_is() {
+    // SAFETY: all zero is a value of the type.
+    let mut queue: sys::ibv_qp_ex = unsafe { core::mem::zeroed() };
+    // SAFETY: it is live.
+    assert!(!unsafe { sys::has_writes(NonNull::from(&mut queue)) });
+    queue.wr_start = Some(start);
+    queue.wr_complete = Some(complete);
+    queue.wr_rdma_write = Some(write);
+    queue.wr_rdma_write_imm = Some(write_imm);
+    queue.wr_set_inline_data = Some(inline);
+    queue.wr_set_sge = Some(sge);
+    queue.wr_set_sge_list = Some(list);
+    let mut chain = Chain::new();
+    for count in 0..4_u32 {
+        for word in 0..8_u32.pow(count) {
+            for code in [0, libc::ENOMEM] {
+                let mut expected = vec![Called::Start];
+                for at in 0..count {
+                    let kind = word / 8_u32.pow(at) % 8;
+                    let (number, from, to) = (u64::from(at), 4096 + u64::from(at), 1 << 40);
+                    let imm = (kind & 1 != 0).then_some(0x0102_0304 + at);
+                    let (len, inline) = [(0, false), (9, false), (9, true), (1 << 20, false)]
+                        [usize::try_from(kind / 2).unwrap()];
+                    let (local_key, remote_key) = (70 + at, 80 + at);
+                    let signalled = at + 1 == count;
+                    let write = Write { number, from, len, local_key, to, remote_key, imm, inline };
+                    chain.push(&write, signalled);
+                    let mut flags = if signalled { sys::IBV_SEND_SIGNALED } else { 0 };
+                    if inline {
+                        flags |= sys::IBV_SEND_INLINE;
+                    }
+                    let imm = imm.map(u32::to_be);
+                    expected.push(Called::Write(number, flags, remote_key, to, imm));
+                    expected.push(match (len, inline) {
+                        (0, _) => Called::List(0),
+                        (_, true) => Called::Inline(from, 9),
+                        (len, false) => Called::Sge(local_key, from, len),
+                    });
+                }
+                expected.push(Called::Complete);
+                queue.comp_mask = u64::try_from(code).unwrap();
+                // SAFETY: a queue that has all of these calls, which touch nothing.
+                let posted = unsafe {
+                    let queue = NonNull::from(&mut queue);
+                    assert!(sys::has_writes(queue));
+                    let works = chain.works.iter().zip(chain.sges.iter()).take(chain.len);
+                    QueuePair::post_extended(queue, works)
+                };
+                let said = posted.map_err(|(taken, error)| (taken, error.raw_os_error()));
+                assert_eq!(said, if code == 0 { Ok(()) } else { Err((0, Some(code))) });
+                assert_eq!(CALLED.take(), expected);
+                chain.clear();
+            }
+        }
+    }
+}
+
+/// Which completion is being read.
+fn current() -> sys::ibv_wc {
+    LEFT.with_borrow(|(left, is_open, _)| {
+        assert!(is_open, "nothing is being read");
+        *left.last().unwrap()
+    })
+}
+
+unsafe extern "C" fn start_poll(cq: *mut sys::ibv_cq_ex, _: *mut sys::ibv_poll_cq_attr) -> c_int {
+    LEFT.with_borrow_mut(|(left, is_open, end)| {
+        assert!(!*is_open, "the last one was not ended");
+        let Some(next) = left.last() else { return *end };
+        *is_open = true;
+        // SAFETY: the test's own, which lives.
+        unsafe { ((*cq).wr_id, (*cq).status) = (next.wr_id, next.status) };
+        0
+    })
+}
+
+unsafe extern "C" fn end_poll(_: *mut sys::ibv_cq_ex) {
+    let _ = current();
+    LEFT.with_borrow_mut(|(left, is_open, _)| {
+        left.pop();
+        *is_open = false;
+    });
+}
+
+/// Of one that has not failed.
+fn good() -> sys::ibv_wc {
+    let current = current();
+    assert_eq!(current.status, sys::IBV_WC_SUCCESS, "the rest is undefined");
+    current
+}
+
+/// And has come.
+fn came() -> sys::ibv_wc {
+    let current = good();
+    assert!(current.opcode & sys::IBV_WC_RECV != 0, "a write has none");
+    current
+}
+
+unsafe extern "C" fn opcode(_: *mut sys::ibv_cq_ex) -> sys::ibv_wc_opcode {
+    good().opcode
+}
+
+unsafe extern "C" fn qp_num(_: *mut sys::ibv_cq_ex) -> u32 {
+    current().qp_num
+}
+
+unsafe extern "C" fn byte_len(_: *mut sys::ibv_cq_ex) -> u32 {
+    came().byte_len
+}
+
+unsafe extern "C" fn imm_data(_: *mut sys::ibv_cq_ex) -> u32 {
+    came().imm_data
+}
+
+unsafe extern "C" fn slid(_: *mut sys::ibv_cq_ex) -> u32 {
+    came().slid.into()
+}
+
+/// None to three completions of each kind, and a full batch and one more; then none, or an error: each is read once, no more
+/// of it than it has, and each that was begun is ended.
+#[test]
+fn extended_polls_read_what_a_completion_has() {
+    // SAFETY: all zero is a value of the type.
+    let mut queue: sys::ibv_cq_ex = unsafe { core::mem::zeroed() };
+    // SAFETY: it is live.
+    assert!(!unsafe { sys::has_polls(NonNull::from(&mut queue)) });
+    queue.start_poll = Some(start_poll);
+    queue.end_poll = Some(end_poll);
+    queue.read_opcode = Some(opcode);
+    queue.read_qp_num = Some(qp_num);
+    queue.read_byte_len = Some(byte_len);
+    queue.read_imm_data = Some(imm_data);
+    queue.read_slid = Some(slid);
+    let queue = NonNull::from(&mut queue);
+    // SAFETY: it is live.
+    assert!(unsafe { sys::has_polls(queue) });
+    let kinds = [
+        (sys::IBV_WC_SUCCESS, 0),
+        (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV),
+        (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV_RDMA_WITH_IMM),
+        (sys::IBV_WC_WR_FLUSH_ERR, sys::IBV_WC_RECV_RDMA_WITH_IMM),
+    ];
+    let made = |word: usize, count: usize| -> Vec<sys::ibv_wc> {
+        let kind = |at| kinds[word / 4_usize.pow(u32::try_from(at).unwrap_or(0) % 4) % 4];
+        (0..count)
+            .map(|at| {
+                // SAFETY: all zero is a value of the type.
+                let mut made: sys::ibv_wc = unsafe { core::mem::zeroed() };
+                let number = u32::try_from(at).unwrap();
+                (made.status, made.opcode) = kind(at);
+                (made.wr_id, made.qp_num) = (u64::from(number) + 7, number + 100);
+                (made.byte_len, made.imm_data, made.slid) = (number + 9, !number, 513);
+                made
+            })
+            .collect()
+    };
+    for (word, count) in
+        (0..64).flat_map(|word| [0, 1, 2, 3, BATCH, BATCH + 1].map(|count| (word, count)))
+    {
+        for end in [libc::ENOENT, libc::EIO] {
+            let all = made(word, count);
+            LEFT.set((all.iter().rev().copied().collect(), false, end));
+            let mut into = Completions::new();
+            let mut read = Vec::new();
+            let well = loop {
+                let well = Completed::read_extended(queue, &mut into);
+                if into.is_empty() {
+                    break well;
+                }
+                assert!(well);
+                read.extend(into.by_ref());
+            };
+            assert_eq!(well, end == libc::ENOENT);
+            assert_eq!(read.len(), count);
+            for (read, made) in read.iter().zip(&all) {
+                assert_eq!((read.wr_id, read.status), (made.wr_id, made.status));
+                let good = made.status == sys::IBV_WC_SUCCESS;
+                if made.opcode & sys::IBV_WC_RECV != 0 || !good {
+                    assert_eq!(read.qp_num, made.qp_num);
+                }
+                if made.opcode & sys::IBV_WC_RECV != 0 && good {
+                    let parts = |it: &sys::ibv_wc| (it.opcode, it.byte_len, it.imm_data, it.slid);
+                    assert_eq!(parts(read), parts(made));
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn memory_is_registered_for_what_it_is_and_never_a_gpu_s_on_demand() {
+    for remote in [false, true] {
+        for on_demand in [false, true] {
+            for of_gpu in [false, true] {
+                let flags = Access { remote, on_demand }.flags(of_gpu);
+                let has = |flag| flags & flag != 0;
+                assert!(has(sys::IBV_ACCESS_LOCAL_WRITE));
+                assert_eq!(has(sys::IBV_ACCESS_REMOTE_WRITE), remote);
+                assert_eq!(has(sys::IBV_ACCESS_RELAXED_ORDERING), remote);
+                assert_eq!(has(sys::IBV_ACCESS_ON_DEMAND), on_demand && !of_gpu);
+            }
+        }
+    }
+}
