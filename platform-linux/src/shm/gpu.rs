@@ -13,8 +13,8 @@
 //! # Limits
 //!
 //! A peer's region in memory of `cudaMalloc`, or of the host, that is closed while this process's GPU has work to do is given back by a
-//! call that waits for all of that (`immwire_cuda::stuck`), on the engine's thread: for so long nothing else goes on here. Memory mapped by hand, as
-//! `alloc_gpu` and PyTorch's expandable segments have it, is given back at once.
+//! call that waits for all of that (`immwire_cuda::stuck`), on the engine's thread: for so long nothing else goes on here, and if a GPU is
+//! stuck, for good. Memory mapped by hand, as `alloc_gpu` and PyTorch's expandable segments have it, is given back at once.
 //!
 //! # Invariants
 //!
