@@ -78,6 +78,9 @@ impl Other {
 
     /// Both floods end, and every write was counted, once.
     fn must_be_exact(mut self, me: &Host) {
+        // If one has failed, what it had in flight may have been counted, and is not among what it did.
+        assert_eq!(self.flood.failure(), None, "at the end");
+        self.agent.number(me, Ask::Flooded);
         let theirs = self.agent.number(me, Ask::Stop);
         me.count(&self.mine, theirs, PATIENCE).expect("every write of its is counted");
         let ours = self.flood.stop(me);
