@@ -54,12 +54,11 @@ enum Fault {
 }
 
 impl Fault {
-    /// What tc-netem(8) is told, if that makes the fault. A delay that varies would let packets overtake each other, all the time and
-    /// by thousands: then Soft-RoCE's retries run out, and paths break once a second.
+    /// What tc-netem(8) is told, if that makes the fault.
     const fn netem(self) -> Option<&'static str> {
         match self {
             Self::Loss => Some("loss 1%"),
-            Self::Delay => Some("delay 10ms"),
+            Self::Delay => Some("delay 10ms 3ms"),
             Self::Reorder => Some("delay 5ms reorder 75% 50%"),
             Self::Port | Self::Kill | Self::Removal => None,
         }
