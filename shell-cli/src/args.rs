@@ -136,6 +136,15 @@ pub struct TransportArgs {
     /// Traffic class of packets of RDMA devices: the DSCP of RoCE v2 in its upper six bits
     #[arg(long, value_name = "CLASS")]
     pub traffic_class: Option<u8>,
+    /// Service level of packets of RDMA devices, 0 to 15: the priority where the traffic class does not decide
+    #[arg(long, value_name = "LEVEL")]
+    pub service_level: Option<u8>,
+    /// How long an RDMA device waits for an acknowledgement: 4.096 us times two to this power, 1 to 31 [default: 14, 67 ms]
+    #[arg(long, value_name = "POWER")]
+    pub ack_timeout: Option<u8>,
+    /// How often an RDMA device sends again what was not acknowledged, 0 to 7 [default: 6]
+    #[arg(long, value_name = "TIMES")]
+    pub retry_count: Option<u8>,
     /// Have RDMA devices ask for pages when they need them, instead of pinning memory; where they offer it
     #[arg(long)]
     pub on_demand: bool,

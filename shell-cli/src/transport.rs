@@ -190,6 +190,9 @@ impl TransportArgs {
             ("device", Provider::Verbs, !self.device.is_empty()),
             ("gid-index", Provider::Verbs, self.gid_index.is_some()),
             ("traffic-class", Provider::Verbs, self.traffic_class.is_some()),
+            ("service-level", Provider::Verbs, self.service_level.is_some()),
+            ("ack-timeout", Provider::Verbs, self.ack_timeout.is_some()),
+            ("retry-count", Provider::Verbs, self.retry_count.is_some()),
             ("on-demand", Provider::Verbs, self.on_demand),
             ("classic", Provider::Verbs, self.classic),
         ]
@@ -300,9 +303,11 @@ impl TransportArgs {
                     devices: self.device.clone(),
                     gid_index: self.gid_index,
                     traffic_class: self.traffic_class.unwrap_or(usual.traffic_class),
+                    service_level: self.service_level.unwrap_or(usual.service_level),
+                    ack_timeout: self.ack_timeout.unwrap_or(usual.ack_timeout),
+                    retry_count: self.retry_count.unwrap_or(usual.retry_count),
                     on_demand: self.on_demand,
                     classic: self.classic,
-                    ..usual
                 })
             }
         })
@@ -351,7 +356,14 @@ pub fn flags(transport: &Transport) -> Vec<String> {
             let devices = (!options.devices.is_empty()).then(|| options.devices.join(","));
             add("--device", devices);
             add("--gid-index", options.gid_index.map(|index| index.to_string()));
-            add("--traffic-class", Some(options.traffic_class.to_string()));
+            for (name, value) in [
+                ("--traffic-class", options.traffic_class),
+                ("--service-level", options.service_level),
+                ("--ack-timeout", options.ack_timeout),
+                ("--retry-count", options.retry_count),
+            ] {
+                add(name, Some(value.to_string()));
+            }
             flags.extend(options.on_demand.then(|| "--on-demand".to_owned()));
             flags.extend(options.classic.then(|| "--classic".to_owned()));
         }
@@ -552,12 +564,18 @@ mod tests {
             device: vec!["mlx5_0".to_owned(), "mlx5_1".to_owned()],
             gid_index: Some(3),
             traffic_class: Some(104),
+            service_level: Some(3),
+            ack_timeout: Some(17),
+            retry_count: Some(2),
             ..TransportArgs::default()
         };
         let expected = VerbsOptions {
             devices: device.device.clone(),
             gid_index: Some(3),
             traffic_class: 104,
+            service_level: 3,
+            ack_timeout: 17,
+            retry_count: 2,
             ..VerbsOptions::default()
         };
         assert_eq!(device.choose(Peers::Own), Ok(Transport::Verbs(expected)));
@@ -688,9 +706,11 @@ mod tests {
                 devices: vec!["rxe0".to_owned(), "rxe1".to_owned()],
                 gid_index: Some(7),
                 traffic_class: 255,
+                service_level: 15,
+                ack_timeout: 31,
+                retry_count: 0,
                 on_demand: true,
                 classic: true,
-                ..VerbsOptions::default()
             }),
         ] {
             let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags(&transport)));

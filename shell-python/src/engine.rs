@@ -133,6 +133,9 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   which network interface or device, and which ``libfabric.so.1``. Unless told, whatever is there.
 /// - ``devices``, ``gid_index``, ``traffic_class``: which of libibverbs' devices, or ports of them (``["mlx5_0", "mlx5_1:2"]``),
 ///   which entry of their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
+/// - ``service_level``, ``ack_timeout``, ``retry_count``: with ``"verbs"``, the packets' priority where the traffic class does not
+///   decide, 0 to 15; how long a device waits for an acknowledgement, 4.096 us times two to this power, 1 to 31, 14 unless told;
+///   how often it sends again what was not acknowledged, 0 to 7, 6 unless told.
 /// - ``on_demand``: with ``"verbs"``, memory of the host is not pinned; devices ask for its pages when they need them, if all
 ///   of them offer that, as ``immwire doctor`` says.
 /// - ``classic``: with ``"verbs"``, devices are used by the calls that all drivers have, also where they offer the extended ones.
@@ -282,7 +285,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, service_level = None, ack_timeout = None, retry_count = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -296,6 +299,9 @@ impl TransferEngine {
         devices: Option<Vec<String>>,
         gid_index: Option<u8>,
         traffic_class: Option<u8>,
+        service_level: Option<u8>,
+        ack_timeout: Option<u8>,
+        retry_count: Option<u8>,
         on_demand: bool,
         classic: bool,
         gpus: Option<Vec<u32>>,
@@ -330,9 +336,11 @@ impl TransferEngine {
             let message = "fabric, interface and library are for provider=\"libfabric\"";
             return Err(errors::config(message));
         }
-        let of_ports = devices.is_some() || gid_index.is_some() || traffic_class.is_some();
+        let numbers = [gid_index, traffic_class, service_level, ack_timeout, retry_count];
+        let of_ports = devices.is_some() || numbers.iter().any(Option::is_some);
         if provider != "verbs" && (of_ports || on_demand || classic) {
-            let message = "devices, gid_index, traffic_class, on_demand and classic are for provider=\"verbs\"";
+            let message = "devices, gid_index, traffic_class, service_level, ack_timeout, retry_count, on_demand and \
+                           classic are for provider=\"verbs\"";
             return Err(errors::config(message));
         }
         let gpus = gpus.unwrap_or_default();
@@ -367,9 +375,11 @@ impl TransferEngine {
                     devices: devices.unwrap_or_default(),
                     gid_index,
                     traffic_class: traffic_class.unwrap_or(usual.traffic_class),
+                    service_level: service_level.unwrap_or(usual.service_level),
+                    ack_timeout: ack_timeout.unwrap_or(usual.ack_timeout),
+                    retry_count: retry_count.unwrap_or(usual.retry_count),
                     on_demand,
                     classic,
-                    ..usual
                 })
             }
             _ => Transport::Shm,

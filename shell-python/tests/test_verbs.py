@@ -21,7 +21,7 @@ with_rdma = pytest.mark.skipif(
 def test_a_write_and_pages_arrive(run: Callable) -> None:
     async def main() -> None:
         def engine() -> immwire.TransferEngine:
-            return immwire.TransferEngine(provider="verbs", traffic_class=104)
+            return immwire.TransferEngine(provider="verbs", traffic_class=104, service_level=3, ack_timeout=17, retry_count=2)
 
         with engine() as sender, engine() as receiver:
             memory, counter = receiver.alloc(1 << 18), receiver.counter()
@@ -49,7 +49,8 @@ def test_a_device_that_is_not_there_is_named() -> None:
 
 
 def test_its_options_are_for_it_alone() -> None:
-    of_ports = (dict(devices=["mlx5_0"]), dict(gid_index=3), dict(traffic_class=0))
+    numbers = ("gid_index", "traffic_class", "service_level", "ack_timeout", "retry_count")
+    of_ports = (dict(devices=["mlx5_0"]), *({number: 1} for number in numbers))
     for options in (*of_ports, dict(on_demand=True), dict(classic=True)):
         with pytest.raises(immwire.ConfigError, match='provider="verbs"'):
             immwire.TransferEngine(**options)

@@ -1216,7 +1216,7 @@ impl QueuePair {
         self.modify("ibv_modify_qp(RTR)", attr, mask)?;
         let mut attr = Self::attr(sys::IBV_QPS_RTS);
         attr.sq_psn = self.psn.get();
-        attr.timeout = options.timeout;
+        attr.timeout = options.ack_timeout;
         attr.retry_cnt = options.retry_count;
         attr.rnr_retry = RNR_RETRY;
         attr.max_rd_atomic = 1;

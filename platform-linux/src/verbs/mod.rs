@@ -194,8 +194,9 @@ pub struct VerbsOptions {
     pub traffic_class: u8,
     /// InfiniBand's service level, RoCE's priority where the traffic class does not decide. 0 to 15.
     pub service_level: u8,
-    /// How long a packet may go without an answer: 4.096 us times two to this power. 1 to 31.
-    pub timeout: u8,
+    /// How long a packet may go without an answer: 4.096 us times two to this power. 1 to 31. On a network on which packets
+    /// queue for longer than that, more is sent twice than arrives.
+    pub ack_timeout: u8,
     /// How often it is sent again then. 0 to 7.
     pub retry_count: u8,
     /// Regions of the host's memory are not pinned: the devices ask for pages when they need them (on-demand paging), so that
@@ -216,7 +217,7 @@ impl Default for VerbsOptions {
             gid_index: None,
             traffic_class: 0,
             service_level: 0,
-            timeout: 14,
+            ack_timeout: 14,
             retry_count: 6,
             on_demand: false,
             classic: false,
@@ -581,7 +582,7 @@ fn check(config: &VerbsConfig) -> Result<(), VerbsError> {
     let options = &config.options;
     for (option, found, range, allowed) in [
         ("the service level", options.service_level, 0..=15, "0 to 15"),
-        ("the timeout", options.timeout, 1..=31, "1 to 31"),
+        ("the timeout of acknowledgements", options.ack_timeout, 1..=31, "1 to 31"),
         ("the retry count", options.retry_count, 0..=7, "0 to 7"),
     ] {
         if !range.contains(&found) {
@@ -1337,7 +1338,10 @@ mod tests {
             ((|it| it.nics = 9) as fn(&mut VerbsConfig), "1 to 8 NICs, not 9"),
             (|it| it.nics = 0, "not 0"),
             (|it| it.options.service_level = 16, "the service level must be 0 to 15, not 16"),
-            (|it| it.options.timeout = 0, "the timeout must be 1 to 31, not 0"),
+            (
+                |it| it.options.ack_timeout = 0,
+                "the timeout of acknowledgements must be 1 to 31, not 0",
+            ),
             (|it| it.options.retry_count = 8, "the retry count must be 0 to 7, not 8"),
         ] {
             let said = with(change).unwrap_err();
