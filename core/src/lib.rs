@@ -48,6 +48,7 @@ pub mod courier;
 pub mod credit;
 pub mod datagram;
 pub mod device;
+pub mod doors;
 pub mod group;
 pub mod hazard;
 pub mod id;

@@ -617,6 +617,8 @@ pub enum Refusal {
     Malformed,
     /// The call is one that its caller has given up, and arrives late.
     Stale,
+    /// No two NICs of the same number reach each other, of those that are up.
+    NoWay,
 }
 
 impl fmt::Display for Refusal {
@@ -633,6 +635,9 @@ impl fmt::Display for Refusal {
             Self::Myself => f.write_str("an engine cannot be its own peer"),
             Self::Malformed => f.write_str("handshake not understood"),
             Self::Stale => f.write_str("the call is older than one that was answered since"),
+            Self::NoWay => f.write_str(
+                "no NIC reaches the other side's of the same number; see which are down",
+            ),
         }
     }
 }
@@ -936,6 +941,7 @@ impl body::Body for Refusal {
             Self::Myself => (6, 0, 0),
             Self::Malformed => (7, 0, 0),
             Self::Stale => (8, 0, 0),
+            Self::NoWay => (9, 0, 0),
         };
         to.put(&RefusalBody { code, reserved: 0, ours: ours.into(), theirs: theirs.into() })
     }
@@ -953,6 +959,7 @@ impl body::Body for Refusal {
             6 => Self::Myself,
             7 => Self::Malformed,
             8 => Self::Stale,
+            9 => Self::NoWay,
             found => return Err(WireError::RefusalCode { found }),
         };
         reserved((u32::from(theirs) << 16) | u32::from(ours))?;

@@ -59,7 +59,7 @@ fn hellos() -> Vec<Hello> {
     vec![hello(small, 1, 64), hello(longest_addr(), 64, 1 << 16)]
 }
 
-const REFUSALS: [Refusal; 9] = [
+const REFUSALS: [Refusal; 10] = [
     Refusal::Version { ours: 0, theirs: 0 },
     Refusal::Version { ours: 1, theirs: u16::MAX },
     Refusal::Busy,
@@ -69,6 +69,7 @@ const REFUSALS: [Refusal; 9] = [
     Refusal::Myself,
     Refusal::Malformed,
     Refusal::Stale,
+    Refusal::NoWay,
 ];
 
 fn encoded<T: Wire>(value: &T) -> Vec<u8> {

@@ -1,7 +1,8 @@
-//! The queue pair that takes datagrams from anybody: where an engine is reached.
+//! Queue pairs that take datagrams from anybody, one on each device: where an engine is reached.
 //!
-//! It carries calls and their answers, each in one packet, any of which may be lost. Knows buffers and where they go;
-//! what the bytes mean is `immwire_core::datagram`'s, and where a port is found `resolver`'s.
+//! They carry calls and their answers, each in one packet, any of which may be lost. Knows buffers and where they go;
+//! what the bytes mean is `immwire_core::datagram`'s, which doors a call goes by `immwire_core::doors`'s, and where a port
+//! is found `resolver`'s.
 //!
 //! # Invariants
 //!
@@ -21,7 +22,7 @@ use immwire_core::port::{
 use immwire_core::resolve::Asker;
 
 use super::VerbsError;
-use super::device::{AddressHandle, Completed, Completions, Depths, Domain, QueuePair};
+use super::device::{AddressHandle, Completed, Completions, Depths, Device, Domain, QueuePair};
 use super::resolver::{Resolver, Way};
 use super::slab::Slab;
 
@@ -37,15 +38,19 @@ const BUFFERS: usize = RECEIVES as usize + SENDS as usize;
 /// What has come.
 pub(super) type Packet = [u8; PACKET_MAX];
 
-/// The door.
+/// One door.
 #[derive(Debug)]
-pub(super) struct Door {
+struct Door {
+    /// The first NIC of its device.
+    nic: usize,
     pair: QueuePair,
     completed: Arc<Completed>,
     stash: Completions,
     buffers: Slab,
     place: Place,
     address: Address,
+    /// Its device has failed.
+    is_mute: bool,
     /// By send buffer, while it is under way.
     sending: Vec<Option<Arc<AddressHandle>>>,
     free: Vec<u16>,
@@ -57,6 +62,8 @@ pub(super) struct Door {
 /// pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct From {
+    /// By which of our doors it came.
+    pub(super) door: u8,
     header: [u8; HEADER_BYTES],
     lid: u16,
 }
@@ -87,13 +94,13 @@ pub(super) enum Sent {
 pub(super) enum Heard {
     /// A message of so many bytes, and where it came from.
     Message { len: usize, from: From },
-    /// The device has failed.
-    Broken,
+    /// The device has failed, whose first NIC this is. It is said once.
+    Broken { nic: usize },
 }
 
 impl Door {
-    /// Opens the door, with all receives posted.
-    pub(super) fn open(domain: &Arc<Domain>) -> Result<Self, VerbsError> {
+    /// Opens a door, with all receives posted.
+    fn open(nic: usize, domain: &Arc<Domain>) -> Result<Self, VerbsError> {
         let operations = u32::from(RECEIVES) + u32::from(SENDS);
         let completed = Completed::open(domain.device(), operations)?;
         let (sends, receives) = (u32::from(SENDS), u32::from(RECEIVES));
@@ -103,32 +110,20 @@ impl Door {
         let port = domain.device().facts.port;
         let place = Place { port, number: Number24::new(pair.number()), key: KEY };
         let mut door = Self {
+            nic,
             pair,
             completed,
             stash: Completions::new(),
             buffers,
             place,
             address: place.encode(),
+            is_mute: false,
             sending: (0..SENDS).map(|_| None).collect(),
             free: (0..SENDS).rev().collect(),
             unposted: (0..RECEIVES).collect(),
         };
         door.post_receives();
         Ok(door)
-    }
-
-    /// Where it is.
-    pub(super) const fn place(&self) -> &Place {
-        &self.place
-    }
-
-    /// The same, as it travels.
-    pub(super) const fn address(&self) -> &Address {
-        &self.address
-    }
-
-    pub(super) fn fd(&self) -> BorrowedFd<'_> {
-        self.completed.fd()
     }
 
     fn post_receives(&mut self) {
@@ -140,22 +135,6 @@ impl Door {
                 break;
             }
         }
-    }
-
-    /// Sends a message, which may be lost.
-    pub(super) fn send(
-        &mut self,
-        resolver: &mut Resolver,
-        (to, asker): (&Place, Asker),
-        message: &Message<'_>,
-        now: Time,
-    ) -> Sent {
-        let handle = match resolver.way(now, &to.port, asker) {
-            Way::Known(handle) => handle,
-            Way::Waits => return Sent::Waits,
-            Way::Nowhere => return Sent::Lost,
-        };
-        self.post(to, handle, message).map_or(Sent::Lost, |()| Sent::Posted)
     }
 
     fn post(
@@ -183,11 +162,15 @@ impl Door {
         Some(())
     }
 
-    /// What has come next, if anything; its bytes are put into `into`.
-    pub(super) fn read(&mut self, into: &mut Packet) -> Option<Heard> {
+    /// What has come next, if anything; its bytes are put into `into`. `number` is which door this is.
+    fn read(&mut self, number: u8, into: &mut Packet) -> Option<Heard> {
         loop {
+            if self.is_mute {
+                return None;
+            }
             if !self.completed.read(&mut self.stash) {
-                return Some(Heard::Broken);
+                self.is_mute = true;
+                return Some(Heard::Broken { nic: self.nic });
             }
             let done = self.stash.next()?;
             let index = u16::try_from(done.wr_id).ok()?;
@@ -214,17 +197,124 @@ impl Door {
             self.unposted.push(index);
             self.post_receives();
             if good {
-                return Some(Heard::Message { len, from: From { header, lid: done.slid } });
+                let from = From { door: number, header, lid: done.slid };
+                return Some(Heard::Message { len, from });
             }
         }
+    }
+}
+
+/// All doors of an engine: one for each of its devices, numbered in the order of the NICs.
+#[derive(Debug)]
+pub(super) struct Doors {
+    all: Vec<Door>,
+    /// By NIC: which door its device has.
+    by_nic: Vec<u8>,
+    /// Which door is heard next.
+    next: usize,
+}
+
+impl Doors {
+    /// Opens a door on each device, which are given by NIC, each in a domain of its own: what is let in here reaches no
+    /// region. Returns them, and the domain of each NIC's door.
+    pub(super) fn open(devices: &[Arc<Device>]) -> Result<(Self, Vec<Arc<Domain>>), VerbsError> {
+        let (mut all, mut by_nic) = (Vec::new(), Vec::new());
+        let mut domains: Vec<Arc<Domain>> = Vec::new();
+        for (nic, device) in devices.iter().enumerate() {
+            let known = devices.iter().take(nic).position(|other| Arc::ptr_eq(other, device));
+            let opened = known.and_then(|at| Some((*by_nic.get(at)?, domains.get(at)?.clone())));
+            let (number, domain) = match opened {
+                Some(opened) => opened,
+                None => {
+                    let domain = Domain::open(device)?;
+                    all.push(Door::open(nic, &domain)?);
+                    (u8::try_from(all.len() - 1).unwrap_or(u8::MAX), domain)
+                }
+            };
+            by_nic.push(number);
+            domains.push(domain);
+        }
+        Ok((Self { all, by_nic, next: 0 }, domains))
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.all.len()
+    }
+
+    /// The first NIC of a door's device.
+    pub(super) fn nic(&self, number: usize) -> Option<usize> {
+        self.all.get(number).map(|door| door.nic)
+    }
+
+    /// Where a door is; `None` if it is of no more use.
+    pub(super) fn place(&self, number: usize) -> Option<&Place> {
+        self.all.get(number).filter(|door| !door.is_mute).map(|door| &door.place)
+    }
+
+    /// Where each is.
+    pub(super) fn places(&self) -> impl Iterator<Item = &Place> {
+        self.all.iter().map(|door| &door.place)
+    }
+
+    /// Where a door is, as it travels.
+    pub(super) fn address(&self, number: usize) -> Option<&Address> {
+        self.all.get(number).map(|door| &door.address)
+    }
+
+    /// The same, of the door that a NIC's device has.
+    pub(super) fn address_of(&self, nic: usize) -> Option<&Address> {
+        self.address((*self.by_nic.get(nic)?).into())
+    }
+
+    /// What becomes readable when there is something to hear.
+    pub(super) fn fds(&self) -> impl Iterator<Item = BorrowedFd<'_>> {
+        self.all.iter().map(|door| door.completed.fd())
+    }
+
+    /// Sends a message by a door, which may be lost.
+    pub(super) fn send(
+        &mut self,
+        resolver: &mut Resolver,
+        (number, to, asker): (u8, &Place, Asker),
+        message: &Message<'_>,
+        now: Time,
+    ) -> Sent {
+        let door = self.all.get_mut(usize::from(number)).filter(|door| !door.is_mute);
+        let Some(door) = door else { return Sent::Lost };
+        let handle = match resolver.way(now, door.nic, &to.port, asker) {
+            Way::Known(handle) => handle,
+            Way::Waits => return Sent::Waits,
+            Way::Nowhere => return Sent::Lost,
+        };
+        door.post(to, handle, message).map_or(Sent::Lost, |()| Sent::Posted)
+    }
+
+    /// What has come next by any door, if anything; its bytes are put into `into`. Each has its turn.
+    pub(super) fn read(&mut self, into: &mut Packet) -> Option<Heard> {
+        for _ in 0..self.all.len() {
+            let at = self.next % self.all.len();
+            self.next = at + 1;
+            let number = u8::try_from(at).unwrap_or(u8::MAX);
+            let heard = self.all.get_mut(at).and_then(|door| door.read(number, into));
+            if heard.is_some() {
+                return heard;
+            }
+        }
+        None
     }
 
     /// Asks for a signal; `false` if there is something to read right now.
     pub(super) fn arm(&mut self) -> bool {
-        self.completed.arm() && self.completed.read(&mut self.stash) && self.stash.is_empty()
+        // All are asked, so that none is left out when they are asked for nothing the next time.
+        let usable = self.all.iter_mut().filter(|door| !door.is_mute);
+        usable.fold(true, |quiet, door| {
+            let armed = door.completed.arm() && door.completed.read(&mut door.stash);
+            quiet & (armed && door.stash.is_empty())
+        })
     }
 
     pub(super) fn disarm(&self) {
-        self.completed.disarm();
+        self.all.iter().for_each(|door| door.completed.disarm());
     }
 }

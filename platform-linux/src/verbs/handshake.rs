@@ -11,6 +11,10 @@
 //!
 //! Who gives up a call that it has proven says so, and again whenever it is answered (`GivenUp`).
 //!
+//! Each device has a door. A call goes from one of ours to one of theirs, and by another pair each time that it is
+//! repeated, until it is answered (`immwire_core::doors`); answers go by the door that was asked, to the one that the
+//! question names. A challenge is good for the door that it was sent to.
+//!
 //! # Invariants
 //!
 //! - Whoever calls costs one message in answer, and no memory, until it has shown that it is reached where it says; but
@@ -25,6 +29,7 @@ use immwire_core::datagram::{
     Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Protocol,
     Retry,
 };
+use immwire_core::doors::Ways;
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
@@ -63,13 +68,13 @@ struct Call {
     peer: PeerId,
     token: u64,
     target: EngineId,
-    door: Place,
+    ways: Ways<Place>,
     hello: Hello,
     /// By NIC of both; of nobody yet.
     lines: Lines,
     initiator: Nonce,
-    /// Of the challenge, once it has come.
-    acceptor: Option<Nonce>,
+    /// By door of ours, once a challenge has come to it: the nonce in it.
+    acceptors: [Option<Nonce>; MAX_NICS],
     retry: Retry,
     /// When it is given up if nothing more is heard.
     until: Time,
@@ -89,6 +94,11 @@ impl Call {
     fn heard(&mut self, now: Time) {
         self.retry = Retry::start(now);
         self.until = now.after(UNANSWERED);
+    }
+
+    /// The peer may have opened its side.
+    fn is_proven(&self) -> bool {
+        self.acceptors.iter().any(Option::is_some)
     }
 }
 
@@ -113,7 +123,7 @@ struct PutOff {
 pub(super) struct Handshakes {
     secret: [u8; 32],
     calls: Vec<Call>,
-    given_up: GivenUp<Place, GIVEN_UP>,
+    given_up: GivenUp<Ways<Place>, GIVEN_UP>,
     put_off: Vec<PutOff>,
 }
 
@@ -166,6 +176,11 @@ fn stands(claim: &Claim) -> Option<heapless::Vec<Stand, MAX_NICS>> {
 /// Our ends of a session's lines; `None` where a NIC cannot be used.
 type Lines = heapless::Vec<Option<QueuePair>, MAX_NICS>;
 
+/// The number of the door at this place.
+fn door_at(at: usize) -> u8 {
+    u8::try_from(at).unwrap_or(u8::MAX)
+}
+
 impl VerbsProvider {
     // ---- calling ----
 
@@ -176,18 +191,20 @@ impl VerbsProvider {
         hello: &Hello,
     ) -> Result<(), ConnectError> {
         let malformed = |what| ConnectError::Malformed { what };
-        let first = address.nics().first().map(|nic| nic.address.clone());
-        let first = first.ok_or(malformed("it names no door"))?;
-        if address.nics().iter().any(|nic| nic.address != first) {
-            return Err(malformed("the NICs of an engine on verbs share one address"));
-        }
-        let door = Place::decode(&first).ok_or(malformed("it is no door's"))?;
-        if door == *self.door.place() {
+        let doors = address.nics().iter().map(|nic| Place::decode(&nic.address));
+        let doors: Option<heapless::Vec<_, MAX_NICS>> = doors.collect();
+        let doors = doors.ok_or(malformed("it is no door's"))?;
+        if doors.iter().any(|door| self.doors.places().any(|ours| ours == door)) {
             return Err(ConnectError::Myself);
         }
-        if self.door.place().port.route(&door.port).is_none() {
+        let ways = Ways::new(self.doors.count(), doors);
+        let mut ways = ways.ok_or(malformed("it names no door"))?;
+        let leads =
+            |ours: &Place| ways.theirs().iter().any(|door| ours.port.route(&door.port).is_some());
+        if !self.doors.places().any(leads) {
             return Err(malformed("it is on another kind of link than we are"));
         }
+        ways.start(self.may_lead());
         let unreachable = |source| ConnectError::Unreachable { source };
         let token = new_token().map_err(unreachable)?;
         let initiator = random().map_err(unreachable)?;
@@ -196,11 +213,11 @@ impl VerbsProvider {
             peer,
             token,
             target: address.engine(),
-            door,
+            ways,
             hello: hello.clone(),
             lines,
             initiator,
-            acceptor: None,
+            acceptors: [None; MAX_NICS],
             retry: Retry::start(self.now),
             until: self.now.after(UNANSWERED),
             waits: false,
@@ -215,11 +232,13 @@ impl VerbsProvider {
     pub(super) fn hang_up(&mut self, peer: PeerId) {
         while let Some(at) = self.handshakes.calls.iter().position(|call| call.peer == peer) {
             let call = self.handshakes.calls.swap_remove(at);
-            if call.acceptor.is_none() {
+            if !call.is_proven() {
                 continue; // It holds nothing for us yet.
             }
-            self.revoke_call(call.initiator, &call.door);
-            self.handshakes.given_up.note(call.initiator, call.door);
+            if let Some((ours, door)) = call.ways.pair() {
+                self.revoke_call(call.initiator, ours, door);
+            }
+            self.handshakes.given_up.note(call.initiator, call.ways);
         }
     }
 
@@ -231,9 +250,19 @@ impl VerbsProvider {
     }
 
     /// Says of a call of ours that it is given up; that may be lost.
-    fn revoke_call(&mut self, nonce: Nonce, door: &Place) {
+    fn revoke_call(&mut self, nonce: Nonce, ours: usize, door: &Place) {
         let message = Message::Refuse { nonce, why: Refusal::Stale };
-        self.door.send(&mut self.resolver, (door, Asker::Us), &message, self.now);
+        let to = (door_at(ours), door, Asker::Us);
+        self.doors.send(&mut self.resolver, to, &message, self.now);
+    }
+
+    /// Whether there may be a way from a door of ours to one of a peer's, as far as is known here.
+    fn may_lead(&self) -> impl Fn(usize, &Place) -> bool {
+        move |ours, theirs| {
+            let nic = self.doors.nic(ours).and_then(|nic| self.ports.get(nic));
+            let ours = self.doors.place(ours).filter(|_| nic.is_some_and(Nic::is_usable));
+            ours.is_some_and(|ours| ours.port.route(&theirs.port).is_some())
+        }
     }
 
     /// Addresses were looked up: says and hears what has waited for them.
@@ -278,20 +307,36 @@ impl VerbsProvider {
                 continue;
             }
             if call.retry.is_due(now) {
+                self.try_another(at);
                 self.say_call(at);
             }
             at += 1;
         }
     }
 
+    /// A call was not answered: what is said next goes by another pair of doors, if there is one.
+    fn try_another(&mut self, at: usize) {
+        let Some(mut ways) = self.handshakes.calls.get(at).map(|call| call.ways.clone()) else {
+            return;
+        };
+        let is_new = ways.advance(self.may_lead());
+        if let Some(call) = self.handshakes.calls.get_mut(at) {
+            call.ways = ways;
+            if is_new {
+                call.retry = Retry::start(self.now);
+            }
+        }
+    }
+
     /// Says what is next in a call.
     fn say_call(&mut self, at: usize) {
         let Some(call) = self.handshakes.calls.get(at) else { return };
-        let door = self.door.address().clone();
-        let to = (&call.door, Asker::Us);
-        let Some(acceptor) = call.acceptor else {
-            let message = Message::Call { nonce: call.initiator, target: call.target, door };
-            let sent = self.door.send(&mut self.resolver, to, &message, self.now);
+        let Some((ours, door)) = call.ways.pair() else { return };
+        let Some(own) = self.doors.address(ours).cloned() else { return };
+        let to = (door_at(ours), door, Asker::Us);
+        let Some(acceptor) = call.acceptors.get(ours).copied().flatten() else {
+            let message = Message::Call { nonce: call.initiator, target: call.target, door: own };
+            let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
             if let Some(call) = self.handshakes.calls.get_mut(at) {
                 call.waits = sent == Sent::Waits;
             }
@@ -303,8 +348,8 @@ impl VerbsProvider {
         let Some(claim) = said.encode(&mut bytes).and_then(|len| bytes.get(..len)) else { return };
         let key = self.config.group_key.as_ref();
         let proof = proof(key, Prover::Initiator, &nonces, call.target, claim);
-        let message = Message::Prove { nonces, door, proof: *proof.as_bytes(), claim };
-        let sent = self.door.send(&mut self.resolver, to, &message, self.now);
+        let message = Message::Prove { nonces, door: own, proof: *proof.as_bytes(), claim };
+        let sent = self.doors.send(&mut self.resolver, to, &message, self.now);
         if let Some(call) = self.handshakes.calls.get_mut(at) {
             call.waits = sent == Sent::Waits;
         }
@@ -339,36 +384,44 @@ impl VerbsProvider {
     ) -> Option<Hearing> {
         match *message {
             Message::Call { nonce, target, ref door } => self.challenge(nonce, target, door, from),
-            Message::Challenge(nonces) => self.challenged(&nonces),
+            Message::Challenge(nonces) => self.challenged(&nonces, from),
             Message::Prove { ref nonces, ref door, proof, claim } => {
                 self.proven(nonces, door, proof, (claim, from), sink)
             }
-            Message::Accept { nonce, proof, claim } => self.accepted(&nonce, proof, claim, sink),
+            Message::Accept { nonce, proof, claim } => {
+                self.accepted(&nonce, proof, (claim, from), sink)
+            }
             Message::Refuse { nonce, why } => self.refused(&nonce, why, from, sink),
             // What is said in a session does not come through the door.
             Message::Session { .. } => None,
         }
     }
 
-    fn refuse(&mut self, nonce: Nonce, door: &Place, why: Refusal) -> Option<Hearing> {
+    fn refuse(
+        &mut self,
+        nonce: Nonce,
+        (through, door): (u8, &Place),
+        why: Refusal,
+    ) -> Option<Hearing> {
         let message = Message::Refuse { nonce, why };
-        let to = (door, Asker::Stranger);
+        let to = (through, door, Asker::Stranger);
         // If it is lost, the caller repeats its message.
-        if self.door.send(&mut self.resolver, to, &message, self.now) == Sent::Waits {
+        if self.doors.send(&mut self.resolver, to, &message, self.now) == Sent::Waits {
             return Some(Hearing::Later);
         }
         self.stats.refused += 1;
         Some(Hearing::Done)
     }
 
-    /// Whether all can be connected that can be connected of a session's lines; if not, it is later, or never.
+    /// Whether all can be connected that can be connected of a session's lines; if not, it is later, or never: if it is none.
     fn can_connect(&mut self, stands: &[Stand], asker: Asker) -> Reach {
-        let mut worst = Reach::Reached;
+        let mut worst = Reach::Lost;
         // All of them, so that they are looked up at a time.
         for ((nic, port), stand) in self.ports.iter().enumerate().zip(stands) {
             if port.is_usable() && stand.queue.is_some() {
                 match self.resolver.reach(self.now, nic, &stand.port, asker) {
-                    Reach::Reached | Reach::Lost => {}
+                    Reach::Lost => {}
+                    Reach::Reached if worst != Reach::Lost => {}
                     Reach::Waits if worst == Reach::Full => {}
                     reach => worst = reach,
                 }
@@ -388,24 +441,35 @@ impl VerbsProvider {
         let place = Place::decode(door).filter(|place| from.is(&place.port))?;
         if target != self.config.engine {
             // Somebody else had this address before us.
-            return self.refuse(nonce, &place, Refusal::Malformed);
+            return self.refuse(nonce, (from.door, &place), Refusal::Malformed);
         }
         let message = Message::Challenge(self.handshakes.challenge(&nonce, door));
-        let to = (&place, Asker::Stranger);
-        Some(match self.door.send(&mut self.resolver, to, &message, self.now) {
+        let to = (from.door, &place, Asker::Stranger);
+        Some(match self.doors.send(&mut self.resolver, to, &message, self.now) {
             Sent::Waits => Hearing::Later,
             Sent::Posted | Sent::Lost => Hearing::Done,
         })
     }
 
-    fn challenged(&mut self, nonces: &Nonces) -> Option<Hearing> {
+    fn challenged(&mut self, nonces: &Nonces, from: &From) -> Option<Hearing> {
         let mut calls = self.handshakes.calls.iter();
         let at = calls.position(|call| call.initiator == nonces.initiator)?;
         let call = self.handshakes.calls.get_mut(at)?;
+        let is_first = !call.is_proven();
+        let acceptor = call.acceptors.get_mut(usize::from(from.door))?;
         // The first challenge counts: whoever made up another does not keep us from proving to this one.
-        if call.acceptor.is_none() {
-            call.acceptor = Some(nonces.acceptor);
+        if acceptor.is_some() {
+            return Some(Hearing::Done);
+        }
+        *acceptor = Some(nonces.acceptor);
+        // Of a pair that is not used any more, it is kept for when it is.
+        let ours = usize::from(from.door);
+        if is_first || call.ways.pair().is_some_and(|pair| pair.0 == ours) {
             call.heard(self.now);
+            let answered = call.ways.theirs().iter().find(|door| from.is(&door.port)).copied();
+            if let Some(door) = answered {
+                call.ways.choose(ours, &door);
+            }
             self.say_call(at);
         }
         Some(Hearing::Done)
@@ -426,15 +490,17 @@ impl VerbsProvider {
         }
         let key = self.config.group_key.as_ref();
         let expected = proof(key, Prover::Initiator, nonces, self.config.engine, claim);
+        let caller = (from.door, &place);
         if key.is_some() && !is_proven(expected, shown) {
-            return self.refuse(initiator, &place, Refusal::Unauthorised);
+            return self.refuse(initiator, caller, Refusal::Unauthorised);
         }
         let known = self.live.iter().copied().find(|&index| {
             let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
             session.is_some_and(|session| session.nonce == initiator)
         });
         if let Some(session) = known.and_then(|index| self.session(index)) {
-            // Our answer was lost, or is late.
+            // Our answer was lost, or is late. It goes where it is asked for now.
+            (session.through, session.door) = (from.door, place);
             session.says.accept = session.life.is_greeting();
             self.urgent = true;
             return Some(Hearing::Done);
@@ -442,15 +508,15 @@ impl VerbsProvider {
         let claim = match Claim::decode(claim) {
             Ok(claim) if claim.protocol == PROTOCOL => claim,
             Ok(_) | Err(Malformed::Bytes) => {
-                return self.refuse(initiator, &place, Refusal::Malformed);
+                return self.refuse(initiator, caller, Refusal::Malformed);
             }
             Err(Malformed::Version { theirs }) => {
                 let ours = PROTOCOL_VERSION;
-                return self.refuse(initiator, &place, Refusal::Version { ours, theirs });
+                return self.refuse(initiator, caller, Refusal::Version { ours, theirs });
             }
         };
         let Some(stands) = stands(&claim) else {
-            return self.refuse(initiator, &place, Refusal::Malformed);
+            return self.refuse(initiator, caller, Refusal::Malformed);
         };
         // Whoever holds the key may have us look for more.
         let has_key = self.config.group_key.is_some();
@@ -459,15 +525,16 @@ impl VerbsProvider {
             Reach::Waits => return Some(Hearing::Later),
             // It is repeated.
             Reach::Full => return Some(Hearing::Done),
-            Reach::Reached | Reach::Lost => {}
+            Reach::Lost => return self.refuse(initiator, caller, Refusal::NoWay),
+            Reach::Reached => {}
         }
         let (peer, hello) = match sink.incoming(&claim.hello) {
             Ok(answer) => answer,
-            Err(why) => return self.refuse(initiator, &place, why),
+            Err(why) => return self.refuse(initiator, caller, why),
         };
         // A call of our own to the same peer has crossed with this one, and is given up for it.
         self.hang_up(peer);
-        match self.welcome(peer, nonces, place, &claim, hello) {
+        match self.welcome(peer, nonces, caller, &claim, hello) {
             Ok(()) => sink.connected(peer, &claim.hello),
             Err(error) => {
                 tracing::warn!(%peer, %error, "a session could not be opened");
@@ -482,7 +549,7 @@ impl VerbsProvider {
         &mut self,
         peer: PeerId,
         nonces: &Nonces,
-        door: Place,
+        (through, door): (u8, &Place),
         claim: &Claim,
         hello: Hello,
     ) -> Result<(), VerbsError> {
@@ -497,8 +564,8 @@ impl VerbsProvider {
         let target = claim.hello.engine();
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let life = Life::greeting(self.now);
-        let index =
-            self.open_session(peer, token, claim, door, nonces.initiator, (End::Called, lines))?;
+        let (caller, ends) = ((through, *door), (End::Called, lines));
+        let index = self.open_session(peer, token, claim, caller, nonces.initiator, ends)?;
         if let Some(session) = self.session(index) {
             session.life = life;
             session.accept = accept;
@@ -513,13 +580,14 @@ impl VerbsProvider {
         &mut self,
         nonce: &Nonce,
         shown: Proof,
-        bytes: &[u8],
+        (bytes, from): (&[u8], &From),
         sink: &mut S,
     ) -> Option<Hearing> {
         let call = self.handshakes.calls.iter().find(|call| call.initiator == *nonce);
         let Some(call) = call else {
-            if let Some(door) = self.handshakes.given_up.answered(nonce).copied() {
-                self.revoke_call(*nonce, &door);
+            if let Some(ways) = self.handshakes.given_up.answered(nonce) {
+                let answered = ways.theirs().iter().find(|door| from.is(&door.port)).copied();
+                self.revoke_call(*nonce, from.door.into(), &answered?);
                 return Some(Hearing::Done);
             }
             // Repeated, while our word that we know was on its way.
@@ -529,11 +597,17 @@ impl VerbsProvider {
             return (claim.protocol == PROTOCOL && sessions.map(Box::as_ref).any(known))
                 .then_some(Hearing::Done);
         };
-        let nonces = Nonces { initiator: *nonce, acceptor: call.acceptor? };
+        if !call.is_proven() {
+            return None;
+        }
         let key = self.config.group_key.as_ref();
-        let expected = proof(key, Prover::Acceptor, &nonces, self.config.engine, bytes);
+        // To whichever of our doors it had been challenged when it opened its side.
+        let is_shown = call.acceptors.iter().flatten().any(|&acceptor| {
+            let nonces = Nonces { initiator: *nonce, acceptor };
+            is_proven(proof(key, Prover::Acceptor, &nonces, self.config.engine, bytes), shown)
+        });
         let peer = call.peer;
-        if key.is_some() && !is_proven(expected, shown) {
+        if key.is_some() && !is_shown {
             self.fail_call(peer, DownReason::Refused(Refusal::Unauthorised), sink);
             return Some(Hearing::Done);
         }
@@ -545,17 +619,27 @@ impl VerbsProvider {
             self.fail_call(peer, DownReason::Protocol, sink);
             return Some(Hearing::Done);
         };
-        if matches!(self.can_connect(&stands, Asker::Us), Reach::Waits | Reach::Full) {
-            let now = self.now;
-            let call = self.handshakes.calls.iter_mut().find(|call| call.initiator == *nonce)?;
-            // The peer is there. It is given time once, however often it answers.
-            if !std::mem::replace(&mut call.put_off, true) {
-                call.heard(now);
+        match self.can_connect(&stands, Asker::Us) {
+            Reach::Reached => {}
+            Reach::Lost => {
+                self.fail_call(peer, DownReason::Refused(Refusal::NoWay), sink);
+                return Some(Hearing::Done);
             }
-            return Some(Hearing::Later);
+            Reach::Waits | Reach::Full => {
+                let now = self.now;
+                let mut calls = self.handshakes.calls.iter_mut();
+                let call = calls.find(|call| call.initiator == *nonce)?;
+                // The peer is there. It is given time once, however often it answers.
+                if !std::mem::replace(&mut call.put_off, true) {
+                    call.heard(now);
+                }
+                return Some(Hearing::Later);
+            }
         }
-        let Call { token, door, lines, .. } = self.handshakes.take(nonce)?;
-        match self.open_session(peer, token, &claim, door, *nonce, (End::Caller, lines)) {
+        let Call { token, ways, lines, .. } = self.handshakes.take(nonce)?;
+        let (ours, door) = ways.pair()?;
+        let (called, ends) = ((door_at(ours), *door), (End::Caller, lines));
+        match self.open_session(peer, token, &claim, called, *nonce, ends) {
             Ok(index) => {
                 if let Some(session) = self.session(index) {
                     session.says.ready = true;
@@ -613,7 +697,7 @@ impl VerbsProvider {
         peer: PeerId,
         token: u64,
         claim: &Claim,
-        door: Place,
+        (through, door): (u8, Place),
         nonce: Nonce,
         (end, pairs): (End, Lines),
     ) -> Result<u16, VerbsError> {
@@ -644,7 +728,7 @@ impl VerbsProvider {
             return Err(VerbsError::Unreachable);
         }
         let ports = stands.iter().map(|stand| stand.port).collect();
-        let made = Made { peer, token, nonce, door, ports, lines, granted, nics };
+        let made = Made { peer, token, nonce, door, through, ports, lines, granted, nics };
         let mut session = Box::new(Session::new(made, claim));
         // What was withdrawn while there was no session, its peer may hold descriptors of all the same. It hears of it
         // before it may write: notes keep their order.

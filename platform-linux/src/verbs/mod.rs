@@ -9,7 +9,7 @@
 //! | `device` | libibverbs's objects, owned |
 //! | `slab` | registered memory for messages |
 //! | `lane` | queue pairs for writes, what is in flight on them, and whose a queue pair is |
-//! | `door` | the queue pair that takes datagrams, where the engine is reached |
+//! | `door` | the queue pairs that take datagrams, where the engine is reached |
 //! | `resolver` | addresses, looked up on threads of its own |
 //! | `session` | one peer |
 //! | `handshake` | calls, and how both ends prove who they are |
@@ -68,14 +68,14 @@
 //!
 //! # Trust
 //!
-//! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches the door. Nothing
+//! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches a door. Nothing
 //! is encrypted, and who can send packets in another's name can write to its regions: RDMA networks are to be closed
 //! ones. Messages and descriptors from outside cannot crash this process.
 //!
 //! # Limits
 //!
 //! - The default partition.
-//! - The door is the first NIC's: while that is down, nobody new can connect; those who are connected are not concerned.
+//! - Two engines connect if their NICs of one number, at least, reach each other: notes go between NICs of the same number.
 //! - What is held of a device that has failed is given back when the engine ends. Linux waits for that, if it is asked to
 //!   remove a device whose driver cannot be taken from under its users (Soft-RoCE's, say); it works until then.
 //! - A port that comes back under another address is not found by peers.
@@ -138,7 +138,7 @@ use self::device::{
     BATCH, Chain, Completed, Completions, Depths, Device, Domain, QueuePair, RECEIVES, Shared,
     Write,
 };
-use self::door::Door;
+use self::door::Doors;
 use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
@@ -363,7 +363,7 @@ impl From<OpenError> for VerbsError {
     }
 }
 
-/// What has happened at the door. Counts since the start.
+/// What has happened at the doors. Counts since the start.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct VerbsStats {
     /// Messages that were none, or not to be believed.
@@ -548,7 +548,7 @@ pub struct VerbsProvider {
     seats: Vec<Option<u16>>,
     lanes: Lanes,
     handshakes: Handshakes,
-    door: Door,
+    doors: Doors,
     resolver: Resolver,
     ports: Vec<Nic>,
     memory: Arc<VerbsMemory>,
@@ -556,8 +556,6 @@ pub struct VerbsProvider {
     live: Vec<u16>,
     /// In the order in which it happened.
     tidings: Vec<Tiding>,
-    /// The door's device has failed.
-    is_mute: bool,
     chain: Chain,
     chained: Option<Chained>,
     grant: u16,
@@ -607,9 +605,9 @@ impl VerbsProvider {
         let chosen = choose::choose(&config, found, addresses.as_deref())?;
         let nics = usize::from(config.nics);
         let devices: Vec<_> = chosen.iter().cycle().take(nics).cloned().collect();
-        let Some(first) = devices.first() else {
+        if devices.is_empty() {
             return Err(VerbsError::NoDevice { wanted: Vec::new(), unfit: Vec::new() });
-        };
+        }
         for device in devices.iter().filter(|_| config.options.on_demand) {
             let lacks = |lacks| VerbsError::NoPaging { device: device.name.clone(), lacks };
             device.facts.paging.check().map_err(lacks)?;
@@ -619,18 +617,17 @@ impl VerbsProvider {
         for device in &devices {
             ports.push(Nic::open(Domain::open(device)?, lengths)?);
         }
-        let entrance = Domain::open(first)?;
-        let door = Door::open(&entrance)?;
-        let others = ports.iter().skip(1).map(|port| Arc::clone(&port.domain));
-        let resolver = Resolver::new([entrance].into_iter().chain(others), &config.options)?;
+        let (doors, entrances) = Doors::open(&devices)?;
+        let resolver = Resolver::new(entrances.into_iter(), &config.options)?;
         let os = |call| move |source: io::Error| VerbsError::Os { call, source };
         let domains = ports.iter().map(|port| Arc::clone(&port.domain)).collect();
         let memory = VerbsMemory::new(config.engine, domains, config.options.on_demand, gpus)
             .map_err(os("eventfd"))?;
         let nics: Vec<_> = devices.iter().map(|device| info(device)).collect();
-        let entry =
-            |nic: &NicInfo| NicAddr { speed_gbps: nic.speed_gbps, address: door.address().clone() };
-        let addresses: Vec<_> = nics.iter().map(entry).collect();
+        let entry = |(at, nic): (usize, &NicInfo)| {
+            Some(NicAddr { speed_gbps: nic.speed_gbps, address: doors.address_of(at)?.clone() })
+        };
+        let addresses: Vec<_> = nics.iter().enumerate().filter_map(entry).collect();
         let address = NetAddr::new(ProviderKind::Verbs, config.engine, &addresses)
             .map_err(|_| VerbsError::Nics { nics: config.nics })?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
@@ -645,13 +642,12 @@ impl VerbsProvider {
             sessions: Vec::new(),
             seats: Vec::new(),
             lanes: Lanes::default(),
-            door,
+            doors,
             resolver,
             ports,
             memory: Arc::new(memory),
             live: Vec::new(),
             tidings: Vec::new(),
-            is_mute: false,
             chain: Chain::new(),
             chained: None,
             grant: lengths.grant,
@@ -680,7 +676,7 @@ impl VerbsProvider {
             |fd: BorrowedFd<'_>| epoll::add(&self.epoll, fd, EventData::new_u64(0), EventFlags::IN);
         watch(self.memory.regions.wake_fd())?;
         watch(self.timer.as_fd())?;
-        watch(self.door.fd())?;
+        self.doors.fds().try_for_each(watch)?;
         watch(self.resolver.fd())?;
         self.ports.iter().try_for_each(|port| watch(port.completed.fd()))?;
         let used = devices.iter().take(self.ports.len());
@@ -1263,7 +1259,7 @@ impl Provider for VerbsProvider {
         }
         let nap = self.next_deadline().since(self.now);
         // All are asked, so that none is left out when they are asked for nothing the next time.
-        let mut may_sleep = self.is_mute || self.door.arm();
+        let mut may_sleep = self.doors.arm();
         for port in self.ports.iter_mut().filter(|port| !port.health.is_lost()) {
             may_sleep &= port.completed.arm() && port.read() && port.stash.is_empty();
         }
@@ -1274,7 +1270,7 @@ impl Provider for VerbsProvider {
     }
 
     fn disarm(&mut self) {
-        self.door.disarm();
+        self.doors.disarm();
         for port in &self.ports {
             port.completed.disarm();
         }

@@ -155,7 +155,7 @@ pub(super) struct Resolver {
 }
 
 impl Resolver {
-    /// For these NICs, each with the domain that its handles are made in: the first one's is the door's.
+    /// For these NICs, each with the domain that handles are made in for its device: the door's.
     pub(super) fn new(
         domains: impl Iterator<Item = Arc<Domain>>,
         options: &VerbsOptions,
@@ -212,9 +212,9 @@ impl Resolver {
         any
     }
 
-    /// The way from the door to a port.
-    pub(super) fn way(&mut self, now: Time, there: &Port, asker: Asker) -> Way {
-        let Some((key, _)) = self.key(0, there) else { return Way::Nowhere };
+    /// The way from the door of a NIC's device to a port.
+    pub(super) fn way(&mut self, now: Time, nic: usize, there: &Port, asker: Asker) -> Way {
+        let Some((key, _)) = self.key(nic, there) else { return Way::Nowhere };
         let waits = match self.table.look(now, key, asker, KNOWN_FOR) {
             Look::Found(handle) => return Way::Known(handle),
             Look::Failed => return Way::Nowhere,

@@ -88,7 +88,9 @@ pub(super) struct Session {
     /// The acceptor's answer, to be repeated.
     pub(super) accept: Vec<u8>,
     pub(super) accept_proof: Proof,
+    /// Where it takes answers, and by which of our doors they go.
     pub(super) door: Door,
+    pub(super) through: u8,
     pub(super) life: Life,
     pub(super) mailbox: MrDesc,
     /// Its NICs.
@@ -118,6 +120,7 @@ pub(super) struct Made {
     pub(super) token: u64,
     pub(super) nonce: Nonce,
     pub(super) door: Door,
+    pub(super) through: u8,
     pub(super) ports: heapless::Vec<Port, MAX_NICS>,
     /// Those that are whole have a queue pair.
     pub(super) lines: heapless::Vec<Line, MAX_NICS>,
@@ -128,7 +131,7 @@ pub(super) struct Made {
 
 impl Session {
     pub(super) fn new(made: Made, claim: &Claim) -> Self {
-        let Made { peer, token, nonce, door, ports, lines, granted, nics } = made;
+        let Made { peer, token, nonce, door, through, ports, lines, granted, nics } = made;
         let paths = nics * ports.len();
         let whole = (0_u32..).zip(&lines).filter(|(_, line)| line.pair.is_some());
         let whole = whole.fold(0, |lines, (at, _)| lines | 1_u8.unbounded_shl(at));
@@ -139,6 +142,7 @@ impl Session {
             accept: Vec::new(),
             accept_proof: [0; 32],
             door,
+            through,
             life: Life::OPEN,
             mailbox: claim.hello.mailbox,
             ports,

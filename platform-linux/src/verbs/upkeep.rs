@@ -45,7 +45,7 @@ impl VerbsProvider {
         if leaving || std::mem::take(&mut self.woken) || self.polls.is_multiple_of(UPKEEP_EVERY) {
             self.hear_devices();
         }
-        let heard = self.hear_door(sink);
+        let heard = self.hear_doors(sink);
         if self.resolver.take(self.now) {
             self.resume(sink);
         }
@@ -76,13 +76,10 @@ impl VerbsProvider {
         session.is_some_and(|session| !session.is_leaving())
     }
 
-    fn hear_door<S: Sink>(&mut self, sink: &mut S) -> bool {
-        if self.is_mute {
-            return false;
-        }
+    fn hear_doors<S: Sink>(&mut self, sink: &mut S) -> bool {
         let mut bytes = [0; PACKET_MAX];
         for round in 0..MESSAGES_MAX {
-            match self.door.read(&mut bytes) {
+            match self.doors.read(&mut bytes) {
                 None => return round > 0,
                 Some(Heard::Message { len, from }) => {
                     let bytes = bytes.get(..len).unwrap_or(&[]);
@@ -90,11 +87,9 @@ impl VerbsProvider {
                         self.handshakes.put_off(self.now, bytes, from);
                     }
                 }
-                Some(Heard::Broken) => {
-                    tracing::error!("the door's device has failed: nobody new can connect");
-                    self.is_mute = true;
-                    self.lose_nic(0);
-                    return true;
+                Some(Heard::Broken { nic }) => {
+                    tracing::error!(nic, "a device has failed: nobody new is heard there");
+                    self.lose_nic(nic_at(nic));
                 }
             }
         }
@@ -141,8 +136,8 @@ impl VerbsProvider {
             let (nonce, proof) = (session.nonce, session.accept_proof);
             let message = Message::Accept { nonce, proof, claim: &session.accept };
             // If there is no room, it is repeated.
-            let to = (&session.door, Asker::Us);
-            let sent = self.door.send(&mut self.resolver, to, &message, now);
+            let to = (session.through, &session.door, Asker::Us);
+            let sent = self.doors.send(&mut self.resolver, to, &message, now);
             session.says.accept = sent == Sent::Waits;
         }
     }

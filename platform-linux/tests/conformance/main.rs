@@ -661,7 +661,7 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         }
     }
     if facts.survives_lost_ports {
-        modules.extend(ports::tests());
+        modules.extend(ports::tests(facts));
     }
     modules
 }

@@ -132,7 +132,7 @@ pub fn consistent(mut hello: Hello) -> Hello {
 
 /// Any refusal.
 pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
-    Ok(match from.int_in_range(0..=7)? {
+    Ok(match from.int_in_range(0..=8)? {
         0 => Refusal::Version { ours: from.arbitrary()?, theirs: from.arbitrary()? },
         1 => Refusal::Busy,
         2 => Refusal::Unauthorised,
@@ -140,6 +140,7 @@ pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
         4 => Refusal::ShuttingDown,
         5 => Refusal::Myself,
         6 => Refusal::Malformed,
-        _ => Refusal::Stale,
+        7 => Refusal::Stale,
+        _ => Refusal::NoWay,
     })
 }
