@@ -203,7 +203,7 @@ const VERBS: Provider = Provider {
         let classic = std::env::var_os("IMMWIRE_RDMA_CLASSIC").is_some();
         // Twice as long for an answer as by default: an emulated guest takes longer than a device.
         let options =
-            VerbsOptions { devices, timeout: 15, on_demand, classic, ..VerbsOptions::default() };
+            VerbsOptions { devices, ack_timeout: 15, on_demand, classic, ..VerbsOptions::default() };
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),
