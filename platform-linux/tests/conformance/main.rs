@@ -202,8 +202,13 @@ const VERBS: Provider = Provider {
         let on_demand = std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_some();
         let classic = std::env::var_os("IMMWIRE_RDMA_CLASSIC").is_some();
         // Twice as long for an answer as by default: an emulated guest takes longer than a device.
-        let options =
-            VerbsOptions { devices, ack_timeout: 15, on_demand, classic, ..VerbsOptions::default() };
+        let options = VerbsOptions {
+            devices,
+            ack_timeout: 15,
+            on_demand,
+            classic,
+            ..VerbsOptions::default()
+        };
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),
