@@ -519,12 +519,9 @@ pub struct Opened {
 #[derive(Debug)]
 enum How {
     /// Which keeps the memory, too.
-    Mapped {
-        _mapped: Mapped,
-    },
-    Handle {
-        device: Device,
-    },
+    Mapped { _mapped: Mapped },
+    /// `None`: it has been closed, or is to stay open.
+    Handle { device: Option<Device> },
 }
 
 impl Opened {
@@ -556,7 +553,7 @@ impl Opened {
         // SAFETY: writes the one address; the driver checks the handle.
         let opened = unsafe { cu::cuIpcOpenMemHandle_v2(&raw mut at, handle, lazily) };
         check("cuIpcOpenMemHandle", opened)?;
-        Ok(Self { at, how: How::Handle { device: user.clone() } })
+        Ok(Self { at, how: How::Handle { device: Some(user.clone()) } })
     }
 
     /// The first byte of the first allocation, for the GPU that it was opened for.
@@ -564,16 +561,33 @@ impl Opened {
     pub fn address(&self) -> u64 {
         self.at
     }
+
+    /// Whether to close it is to wait for all that the GPU it was opened for has to do: what was opened by a handle.
+    #[must_use]
+    pub fn waits_when_closed(&self) -> bool {
+        matches!(self.how, How::Handle { .. })
+    }
+
+    /// Closes it, as dropping it does. `false`: a GPU is stuck, may be using it, and it stays open for good: its owner may not
+    /// free it.
+    #[must_use = "what stays open may not be freed"]
+    pub fn close(mut self) -> bool {
+        self.undo()
+    }
+
+    fn undo(&mut self) -> bool {
+        let How::Handle { device } = &mut self.how else { return true };
+        let Some(device) = device.take() else { return true };
+        let Some(_current) = stuck::to_free(&device) else { return false };
+        // SAFETY: opened by `open`, closed here only, once; nobody uses it any more (invariant 2).
+        let _ = unsafe { cu::cuIpcCloseMemHandle(self.at) };
+        true
+    }
 }
 
 impl Drop for Opened {
     fn drop(&mut self) {
-        if let How::Handle { device } = &self.how
-            && let Ok(_current) = device.enter()
-        {
-            // SAFETY: opened by `open`, closed here only; nobody uses it any more (invariant 2).
-            let _ = unsafe { cu::cuIpcCloseMemHandle(self.at) };
-        }
+        self.undo();
     }
 }
 

@@ -10,7 +10,7 @@
 //!
 //! # What it refuses to know
 //!
-//! Which memory that is. What another process has is closed all the same: who gave it to a stream keeps it open.
+//! Which memory that is, and how long those calls take where nobody has given up: who cannot wait has another thread make them.
 //!
 //! # Invariants
 //!

@@ -22,9 +22,9 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
 use gdrcopy_sys::{GPU_PAGE_SIZE, Library, gdr, gdr_info_v2, gdr_mh_t};
-use immwire_cuda::{Device, DeviceMemory, Event, PinnedMemory, Stream};
+use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 
-use crate::provider::RegisterError;
+use crate::provider::{PinnedPage, RegisterError};
 use crate::sync::lock;
 use crate::words::Word;
 
@@ -221,7 +221,7 @@ impl Flags {
         self: &Arc<Self>,
         ordinal: u32,
         device: impl FnOnce() -> Result<Device, RegisterError>,
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
+        pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
     ) -> Result<GpuFlag, RegisterError> {
         let mut free = lock(&self.free);
         let found = free.iter().rposition(|(of, _)| *of == ordinal);
@@ -241,7 +241,7 @@ impl Flags {
 
     fn page(
         device: &Device,
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
+        pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
     ) -> Result<Vec<Place>, RegisterError> {
         match MappedPage::new(device) {
             Ok(page) => {

@@ -31,11 +31,11 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use immwire_core::wake::Ticket;
-use immwire_cuda::{Event, PinnedMemory, Stream};
+use immwire_cuda::{Event, Stream};
 
 use crate::counter::ImmCounter;
 use crate::error::CountError;
-use crate::provider::RegisterError;
+use crate::provider::{PinnedPage, RegisterError};
 use crate::sync::{Timer, lock, sleep_locked};
 use crate::wait::OnEnd;
 use crate::words::Word;
@@ -209,7 +209,7 @@ impl Gates {
     /// Room for so many waits that streams have not come past.
     pub(crate) fn new(
         words: usize,
-        pin: impl Fn(usize) -> Result<PinnedMemory, RegisterError>,
+        pin: impl Fn(usize) -> Result<PinnedPage, RegisterError>,
     ) -> Result<Arc<Self>, RegisterError> {
         let mut fresh = Vec::new();
         while fresh.len() < words {

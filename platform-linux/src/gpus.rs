@@ -21,17 +21,22 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
+use std::time::Duration;
 
 use immwire_cuda::{
     Device, DmaBuf, Error, Event, Found, PinnedMemory, SharedMemory, Shuttle, Stream, Uuid,
     Visibility,
 };
 
-use crate::provider::{Place, RegisterError, Registered};
+use crate::closer::Closer;
+use crate::provider::{PinnedPage, Place, RegisterError, Registered};
 use crate::sync::lock;
 
 /// The most GPUs that one engine may use: keys have room for so many.
 pub(crate) const GPUS_MAX: usize = 64;
+
+/// How long, at the end, for GPUs that are busy with what is not the engine's: the driver takes nothing back meanwhile.
+pub(crate) const CLOSED_WITHIN: Duration = Duration::from_secs(5);
 
 /// The GPUs of an engine.
 #[derive(Debug)]
@@ -41,6 +46,8 @@ pub(crate) struct Known {
     flushing: AtomicU64,
     /// One of these could not be.
     has_failed: AtomicBool,
+    /// Gives back what the driver takes back when they are idle.
+    pub(crate) closer: Closer,
 }
 
 /// There are as many bits.
@@ -171,7 +178,8 @@ impl Known {
             }
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
-        Ok(Some(Arc::new(Self { devices, flushing, has_failed })))
+        let closer = Closer::default();
+        Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
     }
 
     /// Where each of them is on the PCI bus.
@@ -276,6 +284,14 @@ impl Known {
     }
 }
 
+impl Drop for Known {
+    /// Waits for what is given back, and for what there is of the GPUs themselves, but not for good.
+    fn drop(&mut self) {
+        self.closer.give(std::mem::take(&mut self.devices));
+        self.closer.end(CLOSED_WITHIN);
+    }
+}
+
 /// What the driver answered, as a number: of the driver's, or an `errno`.
 pub(crate) fn number(why: Error) -> i32 {
     match why {
@@ -319,9 +335,11 @@ impl Gpus {
     }
 
     /// As [`crate::provider::Memory::pin`].
-    pub(crate) fn pin(&self, bytes: usize) -> Result<PinnedMemory, RegisterError> {
-        let first = self.0.as_ref().and_then(|known| known.first()).ok_or(RegisterError::NoGpus)?;
-        PinnedMemory::zeroed(first, bytes).map_err(RegisterError::Gpu)
+    pub(crate) fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
+        let known = self.0.as_ref().ok_or(RegisterError::NoGpus)?;
+        let first = known.first().ok_or(RegisterError::NoGpus)?;
+        let memory = PinnedMemory::zeroed(first, bytes).map_err(RegisterError::Gpu)?;
+        Ok(PinnedPage::new(memory, Arc::clone(known)))
     }
 
     /// As [`crate::provider::Memory::copy_gpu`].

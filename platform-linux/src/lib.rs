@@ -48,12 +48,14 @@
 //! # Invariants
 //!
 //! - Whatever can be decided without a device is decided by [`immwire_core`].
-//! - Every wait has a deadline; every thread is joined when the last [`TransferEngine`] is dropped.
+//! - Every wait has a deadline; every thread is joined when the last [`TransferEngine`] is dropped; but for one that a GPU's driver does
+//!   not come back to within some seconds, since the GPU is busy with something else (`closer.rs`).
 //! - From submission to completion a write allocates nothing and takes no lock.
 
 mod callback;
 mod cells;
 mod clock;
+mod closer;
 mod counter;
 mod counting;
 mod driver;

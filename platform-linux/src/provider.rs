@@ -42,6 +42,7 @@ use std::ffi::c_void;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use immwire_core::group::{Token, WorkError, WorkRequest};
@@ -283,6 +284,42 @@ pub struct Receipt(pub heapless::Vec<u8, MAX_RECEIPT_BYTES>);
 #[error("it is not known what arrived over the broken path")]
 pub struct Unfenced;
 
+/// Pinned memory of the host, as [`immwire_cuda::PinnedMemory`]; given back by a thread of the engine's, since the driver waits
+/// for GPUs first.
+#[derive(Debug)]
+pub struct PinnedPage {
+    /// Until it is dropped.
+    memory: Option<immwire_cuda::PinnedMemory>,
+    known: Arc<crate::gpus::Known>,
+}
+
+impl PinnedPage {
+    pub(crate) const fn new(
+        memory: immwire_cuda::PinnedMemory,
+        known: Arc<crate::gpus::Known>,
+    ) -> Self {
+        Self { memory: Some(memory), known }
+    }
+
+    /// The first byte, for GPUs and for the CPU.
+    #[must_use]
+    pub fn address(&self) -> u64 {
+        self.memory.as_ref().map_or(0, immwire_cuda::PinnedMemory::address)
+    }
+
+    /// The 8 bytes at `offset`; `None` where there are none, or it is no multiple of 8.
+    #[must_use]
+    pub fn word(&self, offset: usize) -> Option<&AtomicU64> {
+        self.memory.as_ref()?.word(offset).ok()
+    }
+}
+
+impl Drop for PinnedPage {
+    fn drop(&mut self) {
+        self.known.closer.give(self.memory.take());
+    }
+}
+
 /// A peer's region of GPU memory, as kernels of one of our GPUs reach it. The memory stays until this is dropped, also when its
 /// owner has given it back, or is gone: then nobody reads there any more.
 #[derive(Debug, Clone)]
@@ -337,7 +374,7 @@ pub trait Memory: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`RegisterError::Gpu`]; [`RegisterError::NoGpus`] where no GPU is used.
-    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         let _ = bytes;
         Err(RegisterError::NoGpus)
     }
@@ -458,6 +495,11 @@ pub trait Memory: Send + Sync + 'static {
 
     /// Forgets a region that was withdrawn, and unmaps it if [`Memory::alloc`] made it.
     fn release(&self, region: Registered);
+
+    /// The same by the engine's thread, which waits for no GPU: of a region whose owner has been told that the memory stays in use.
+    fn release_later(&self, region: Registered) {
+        self.release(region);
+    }
 }
 
 /// A registered range.

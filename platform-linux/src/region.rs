@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use immwire_core::id::PeerId;
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
 
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 use crate::sync::{Counted, Mutex, Uncounted, lock};
 
 /// A range of registered memory. Cloning it is cheap.
@@ -310,7 +310,7 @@ impl Registry {
     }
 
     /// As [`Memory::pin`].
-    pub(crate) fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+    pub(crate) fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.memory.pin(bytes)
     }
 
@@ -418,7 +418,7 @@ impl Registry {
         let Ok(mut lingering) = self.lingering.try_lock() else { return };
         for registered in std::mem::take(&mut *lingering) {
             match self.memory.revoke(&registered, Duration::ZERO) {
-                Ok(()) => self.memory.release(registered),
+                Ok(()) => self.memory.release_later(registered),
                 Err(_) => lingering.push(registered),
             }
         }

@@ -21,9 +21,8 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::thread::JoinHandle;
 
 use immwire_core::watch::Watched;
-use immwire_cuda::PinnedMemory;
 
-use crate::provider::RegisterError;
+use crate::provider::{PinnedPage, RegisterError};
 use crate::words::Word;
 
 type Callback = Box<dyn Fn(u64, u64) + Send + Sync>;
@@ -85,7 +84,7 @@ impl Watch {
     /// Watches a word, in a page that `pin` makes if there is no word left.
     pub(crate) fn add(
         self: &Arc<Self>,
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
+        pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
         callback: Callback,
     ) -> Result<UvmWatcher, RegisterError> {
         let mut table = self.lock();

@@ -5,9 +5,7 @@
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use immwire_cuda::PinnedMemory;
-
-use crate::provider::RegisterError;
+use crate::provider::{PinnedPage, RegisterError};
 
 /// Words of a page.
 const WORDS: usize = 512;
@@ -16,14 +14,14 @@ const WORD_BYTES: usize = size_of::<u64>();
 /// A word. Its page goes with the last of its words; clones are the same one.
 #[derive(Debug, Clone)]
 pub(crate) struct Word {
-    page: Arc<PinnedMemory>,
+    page: Arc<PinnedPage>,
     offset: usize,
 }
 
 impl Word {
     /// The words of a page that `pin` makes, all of them zero.
     pub(crate) fn page(
-        pin: impl FnOnce(usize) -> Result<PinnedMemory, RegisterError>,
+        pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
     ) -> Result<impl Iterator<Item = Self>, RegisterError> {
         let page = Arc::new(pin(WORDS * WORD_BYTES)?);
         // The first one is taken first, where they are taken from the end.
@@ -37,7 +35,7 @@ impl Word {
     }
 
     fn word(&self) -> Option<&AtomicU64> {
-        self.page.word(self.offset).ok()
+        self.page.word(self.offset)
     }
 
     /// What it is now; what the GPU released with the number is there.

@@ -28,7 +28,7 @@ use immwire_core::tenant::{PART, SLOTS, Tenant, device_key};
 use super::LibfabricError;
 use super::fabric::{Domain, Facts, Registration};
 use crate::gpus::{Direct, Gpus, Known};
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
 use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// What domains have of a region.
@@ -258,7 +258,7 @@ impl Memory for LibfabricMemory {
         unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
     }
 
-    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
     }
 

@@ -10,18 +10,13 @@
 //!
 //! Counts, plans and credits (the core's); which kernel and how many pieces a launch has (`immwire_cuda::geometry`).
 //!
-//! # Limits
-//!
-//! A peer's region in memory of `cudaMalloc`, or of the host, that is closed while this process's GPU has work to do is given back by a
-//! call that waits for all of that (`immwire_cuda::stuck`), on the engine's thread: for so long nothing else goes on here, and if a GPU is
-//! stuck, for good. Memory mapped by hand, as `alloc_gpu` and PyTorch's expandable segments have it, is given back at once.
-//!
 //! # Invariants
 //!
 //! - A copy is enqueued under a [`Claim`] on its destination, which ends when the copy has. The owner of the region waits
 //!   for it (`Link::is_quiet`), also after our process has died: until the kernel has let go of all that was ours.
 //! - What was opened by a legacy handle is claimed as long as it is open: its owner may not free it before (CUDA driver
-//!   API, `cuIpcOpenMemHandle`).
+//!   API, `cuIpcOpenMemHandle`). It, and the host's memory of a peer's that was pinned, is given back by a thread of its own
+//!   ([`crate::closer`]): the driver takes as long for that as the application's kernels do.
 //! - What a copy uses is kept by its [`Flight`]: destination, tables, and by the engine's own rule the source.
 //! - Every piece that was staged is reported once: as copied, or as failed.
 //! - After set-up nothing here allocates but the driver.
@@ -48,7 +43,7 @@ use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
-use crate::gpus::{Known, One, number};
+use crate::gpus::{CLOSED_WITHIN, Known, One, number};
 use crate::provider::{Sink, Window};
 
 /// Queues of each GPU: one launch begins while another ends.
@@ -246,13 +241,60 @@ pub(super) struct Reached {
     /// One of them is its own.
     is_held: bool,
     /// For host memory.
-    _host: Option<Reachable<Arc<Mapping>>>,
+    host: Option<Reachable<Arc<Mapping>>>,
+    /// Whose closer has it closed.
+    known: Arc<Known>,
+}
+
+/// What is left of a [`Reached`] that nobody uses any more.
+struct Remains {
+    ways: Vec<Option<Way>>,
+    host: Option<Reachable<Arc<Mapping>>>,
+    /// What it claims of itself, until it is closed.
+    held: Option<(Arc<Link>, u64)>,
+}
+
+impl Remains {
+    /// Whether the driver waits for GPUs before it takes all of it back.
+    fn waits(&self) -> bool {
+        let waits = |opened: &Arc<Opened>| opened.waits_when_closed();
+        self.host.as_ref().is_some_and(|host| host.pinned.is_some())
+            || self.ways.iter().flatten().any(|way| way.opened.as_ref().is_some_and(waits))
+    }
+}
+
+impl Drop for Remains {
+    fn drop(&mut self) {
+        // Closed first: its owner may free it as soon as it is not claimed.
+        let mut is_closed = true;
+        for opened in self.ways.drain(..).flatten().filter_map(|way| way.opened) {
+            // What is shared with a window was opened by no handle: it outlives its owner.
+            is_closed &= Arc::into_inner(opened).is_none_or(Opened::close);
+        }
+        drop(self.host.take());
+        let Some((link, key)) = self.held.take() else { return };
+        if is_closed {
+            end_claim(&link, key);
+        } else {
+            // For as long as this process lives.
+            std::mem::forget(link);
+        }
+    }
+}
+
+/// The last claim on a region ends. It is claimed anew under a later key only, as its owner takes it back only when this has been done.
+fn end_claim(link: &Link, key: u64) {
+    let out = link.segment.outbound();
+    if let Some(active) = out.gpu_active(id_of(key)) {
+        hazard::leave(active);
+    }
+    out.gpu_claims().fetch_sub(1, Ordering::Release);
 }
 
 impl Reached {
     /// A peer's GPU memory, whose first byte pieces call `first`. `None`: none of our GPUs gets at it.
     pub(super) fn device(
-        known: &Known,
+        known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         first: u64,
@@ -289,7 +331,7 @@ impl Reached {
 
     /// The same of several allocations, all of which have come. `None`: none of our GPUs gets at them.
     pub(super) fn joined(
-        known: &Known,
+        known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         first: u64,
@@ -308,7 +350,7 @@ impl Reached {
 
     /// GPU memory that there is no way to yet.
     fn unopened(
-        known: &Known,
+        known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         first: u64,
@@ -324,13 +366,14 @@ impl Reached {
             ways: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
-            _host: None,
+            host: None,
+            known: Arc::clone(known),
         }
     }
 
     /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to pieces. `None`: it cannot be pinned.
     pub(super) fn host(
-        known: &Known,
+        known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         base: u64,
@@ -354,7 +397,8 @@ impl Reached {
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
             is_held: false,
-            _host: Some(Reachable::new(pinned, Arc::clone(mapping))),
+            host: Some(Reachable::new(pinned, Arc::clone(mapping))),
+            known: Arc::clone(known),
         })
     }
 
@@ -380,14 +424,14 @@ impl Reached {
         let (Some(grant), Some(active)) = (out.grant(id), out.gpu_active(id)) else {
             return false;
         };
-        // Relaxed: claims of a session are made and ended by the engine's thread.
+        // Relaxed: claims of a session are made and ended by the engine's thread, but for the last one of what is closed.
         let may = match self.claims.load(Ordering::Relaxed) {
             0 => {
                 let total = out.gpu_claims();
-                total.store(total.load(Ordering::Relaxed) + 1, Ordering::Release);
+                total.fetch_add(1, Ordering::Release);
                 let may = hazard::enter(active, grant, self.key);
                 if !may {
-                    total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
+                    total.fetch_sub(1, Ordering::Release);
                 }
                 may
             }
@@ -400,15 +444,9 @@ impl Reached {
     }
 
     fn leave(&self) {
-        if self.claims.fetch_sub(1, Ordering::Relaxed) != 1 {
-            return;
+        if self.claims.fetch_sub(1, Ordering::Relaxed) == 1 {
+            end_claim(&self.link, self.key);
         }
-        let out = self.link.segment.outbound();
-        if let Some(active) = out.gpu_active(id_of(self.key)) {
-            hazard::leave(active);
-        }
-        let total = out.gpu_claims();
-        total.store(total.load(Ordering::Relaxed).saturating_sub(1), Ordering::Release);
     }
 
     fn may_continue(&self) -> bool {
@@ -438,11 +476,15 @@ impl Drop for Claim {
 }
 
 impl Drop for Reached {
+    /// Nobody has a claim on it but itself.
     fn drop(&mut self) {
-        // Closed first: its owner may free it as soon as it is not claimed.
-        self.ways.clear();
-        if self.is_held {
-            self.leave();
+        let remains = Remains {
+            ways: std::mem::take(&mut self.ways),
+            host: self.host.take(),
+            held: self.is_held.then(|| (Arc::clone(&self.link), self.key)),
+        };
+        if remains.waits() {
+            self.known.closer.give(remains);
         }
     }
 }
@@ -612,8 +654,34 @@ impl Gpus {
         Ok(Self { known, gpus, sms, staged, flying: 0, progress: Time::ZERO })
     }
 
-    pub(super) fn known(&self) -> &Known {
+    pub(super) fn known(&self) -> &Arc<Known> {
         &self.known
+    }
+
+    /// Waits for what is under way. If a GPU is stuck, what it may still write to stays claimed, and what is ours of that is kept
+    /// for good (`Copier::settle`). Nothing may be enqueued after.
+    fn settle(&mut self) {
+        let start = Instant::now();
+        for queue in self.gpus.iter_mut().flat_map(|gpu| &mut gpu.queues) {
+            let flights = std::mem::take(&mut queue.flights);
+            if !queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed())) {
+                std::mem::forget(flights);
+            }
+        }
+    }
+
+    /// Ends all of it, and what is closed by then, in some five seconds: what the driver has not taken back after that goes on waiting
+    /// for GPUs by itself. `sessions` are ended between: what they have opened may then be known to be in use for good.
+    pub(super) fn end(mut self: Box<Self>, sessions: impl FnOnce()) {
+        self.settle();
+        sessions();
+        let known = Arc::clone(&self.known);
+        known.closer.give(self);
+        if !known.closer.end(CLOSED_WITHIN) {
+            tracing::warn!(
+                "a GPU is busy with something: its driver takes back what the engine had when that has ended"
+            );
+        }
     }
 
     /// Whether anything is under way, also to peers that are gone.
@@ -935,19 +1003,6 @@ fn tabulate(addresses: impl Iterator<Item = u64> + Clone, table: &mut [u32]) -> 
         *entry = u32::try_from((address - base) >> shift).ok()?;
     }
     Some((base, 1 << shift))
-}
-
-impl Drop for Gpus {
-    /// Waits for what is under way. If a GPU is stuck, what it may still write to stays claimed, and what is ours of that is kept
-    /// for good (`Copier::settle`).
-    fn drop(&mut self) {
-        let start = Instant::now();
-        for queue in self.gpus.iter_mut().flat_map(|gpu| &mut gpu.queues) {
-            if !queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed())) {
-                std::mem::forget(std::mem::take(&mut queue.flights));
-            }
-        }
-    }
 }
 
 /// What a peer is given that asks for a region of GPU memory. Its owner's alone, which lets go of it before the memory may be freed:

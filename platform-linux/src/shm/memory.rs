@@ -31,7 +31,7 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Found, Pinned, PinnedMemory, SharedMemory, Stream, Uuid};
+use immwire_cuda::{Found, Pinned, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
@@ -42,7 +42,7 @@ use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
 use crate::gpus::{Gpus, Known};
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
 fn key_of(id: u32, generation: NonZeroU32, kind: Kind) -> u64 {
@@ -144,9 +144,9 @@ impl Link {
 #[derive(Debug)]
 enum Backing {
     /// Peers map the file.
-    File { file: Arc<OwnedFd>, _mapping: Reachable<Mapping> },
+    File { file: Arc<OwnedFd>, mapping: Reachable<Mapping> },
     /// Memory of this process alone, which our GPUs reach.
-    Process { _pinned: Option<Pinned> },
+    Process { pinned: Option<Pinned> },
     /// Of a GPU: peers open it.
     Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
 }
@@ -282,6 +282,21 @@ impl ShmMemory {
         let mut links = lock(&self.links);
         links.retain(|link| !link.is_over());
         links.push(link);
+    }
+
+    /// Forgets a region. What its owner has to wait for comes back; memory of our own is unpinned, and unmapped, when its time has come.
+    fn let_go(&self, region: &Registered) -> Option<Backing> {
+        // Unmapped outside the lock: it takes long for much memory.
+        let gone = lock(&self.table).remove(region.id)?;
+        match (gone.backing, &self.gpus.0) {
+            (Backing::File { mapping, .. }, Some(known)) => {
+                known.closer.give(mapping);
+                None
+            }
+            // The driver waits for nothing then.
+            (Backing::File { .. } | Backing::Gpu { .. }, _) => None,
+            (backing @ Backing::Process { .. }, _) => Some(backing),
+        }
     }
 
     /// Ends a session: withdraws all that its peer was granted, and lets go of it when that is safe.
@@ -434,7 +449,7 @@ impl Memory for ShmMemory {
         // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
         let pinned = unsafe { self.pin(base, bytes)? };
         let mapping = Reachable::new(pinned, mapping);
-        let backing = Backing::File { file: Arc::new(file), _mapping: mapping };
+        let backing = Backing::File { file: Arc::new(file), mapping };
         let rights = Rights::REMOTE_WRITE;
         self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
     }
@@ -444,7 +459,7 @@ impl Memory for ShmMemory {
         self.insert_gpu(found, base, bytes, Rights::REMOTE_WRITE, Some(owned))
     }
 
-    fn pin(&self, bytes: usize) -> Result<PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
     }
 
@@ -462,8 +477,8 @@ impl Memory for ShmMemory {
         }
         // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then. What a GPU that
         // is stuck then still uses are its pages, which the driver keeps.
-        let _pinned = unsafe { self.pin(ptr, len)? };
-        let backing = Backing::Process { _pinned };
+        let pinned = unsafe { self.pin(ptr, len)? };
+        let backing = Backing::Process { pinned };
         self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
     }
 
@@ -539,9 +554,18 @@ impl Memory for ShmMemory {
     }
 
     fn release(&self, region: Registered) {
-        // Unmapped outside the lock: it takes long for much memory.
-        let gone = lock(&self.table).remove(region.id);
-        drop(gone);
+        if let Some(Backing::Process { pinned }) = self.let_go(&region) {
+            // Its owner may unmap it.
+            drop(pinned);
+        }
+    }
+
+    fn release_later(&self, region: Registered) {
+        if let Some((Backing::Process { pinned: Some(pinned) }, known)) =
+            self.let_go(&region).zip(self.gpus.0.as_ref())
+        {
+            known.closer.give(pinned);
+        }
     }
 }
 

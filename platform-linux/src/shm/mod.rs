@@ -1184,8 +1184,15 @@ impl Drop for ShmProvider {
     /// Ends all sessions: peers see it at once, and whoever withdraws a region later need not wait for
     /// peers that have stopped.
     fn drop(&mut self) {
-        while let Some(index) = self.up.pop() {
-            self.end(index, WorkError::Flushed, &mut Nobody);
+        let gpus = self.gpus.take();
+        let mut sessions = || {
+            while let Some(index) = self.up.pop() {
+                self.end(index, WorkError::Flushed, &mut Nobody);
+            }
+        };
+        match gpus {
+            Some(gpus) => gpus.end(sessions),
+            None => sessions(),
         }
     }
 }

@@ -918,7 +918,7 @@ impl Session {
         message: Message<'_>,
         files: Vec<OwnedFd>,
         memory: &ShmMemory,
-        gpus: Option<&Known>,
+        gpus: Option<&Arc<Known>>,
     ) -> Result<(), Broken> {
         match message {
             Message::Kick => {}
@@ -997,7 +997,7 @@ impl Session {
         key: u64,
         answer: Answer,
         files: Vec<OwnedFd>,
-        gpus: Option<&Known>,
+        gpus: Option<&Arc<Known>>,
     ) -> Result<(), Broken> {
         let (link, same) = (&self.link, self.pid == rustix::process::getpid().as_raw_pid());
         let first = |start| if self.from_zero { 0 } else { start };
@@ -1037,7 +1037,7 @@ impl Session {
         from: u32,
         files: &[OwnedFd],
         sizes: &[u64],
-        gpus: Option<&Known>,
+        gpus: Option<&Arc<Known>>,
     ) -> Result<(), Broken> {
         let first = |start| if self.from_zero { 0 } else { start };
         let id = usize::try_from(id_of(key)).map_err(|_| Broken)?;

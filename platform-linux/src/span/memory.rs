@@ -16,7 +16,7 @@ use std::time::{Duration, Instant};
 use immwire_core::id::PeerId;
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 use crate::sync::lock;
 
 /// What of a far registration does not follow from the whole.
@@ -134,7 +134,7 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
         self.add_far(self.near.alloc_gpu(ordinal, bytes)?)
     }
 
-    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.near.pin(bytes)
     }
 
@@ -223,6 +223,16 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
         }
         if let Some(near) = Self::near_of(&region) {
             self.near.release(near);
+        }
+    }
+
+    fn release_later(&self, region: Registered) {
+        if let Some(far) = self.far_of(&region) {
+            lock(&self.far_names).remove(&region.id);
+            self.far.release_later(far);
+        }
+        if let Some(near) = Self::near_of(&region) {
+            self.near.release_later(near);
         }
     }
 }

@@ -28,7 +28,7 @@ use immwire_cuda::{PinnedMemory, SharedMemory};
 
 use super::StagingError;
 use crate::gpus::{Gpus, Known};
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
 use crate::sync::lock;
 
 /// What a [`Registered`] of ours is called: this, and its number. Other transports number up to 2^24.
@@ -404,7 +404,7 @@ impl<M: Memory> Memory for StagedMemory<M> {
         self.staging.insert(base, bytes, Rights::REMOTE_WRITE, ordinal, Some(memory))
     }
 
-    fn pin(&self, bytes: usize) -> Result<PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.staging.gpus.pin(bytes)
     }
 

@@ -18,7 +18,7 @@ use immwire_core::tenant::Tenant;
 use super::VerbsError;
 use super::device::{Access, Domain, Registration};
 use crate::gpus::{Direct, Gpus, Known};
-use crate::provider::{Memory, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
 use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// One registration for each NIC that was not lost; and the keys for us and for peers, of all NICs.
@@ -155,7 +155,7 @@ impl Memory for VerbsMemory {
         unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
     }
 
-    fn pin(&self, bytes: usize) -> Result<immwire_cuda::PinnedMemory, RegisterError> {
+    fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
     }
 

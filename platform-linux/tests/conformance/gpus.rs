@@ -102,6 +102,11 @@ fn flags_reach_their_gpu(case: &Case) {
 pub const COPYING: &[Test] = &[
     ("refused_copies", Spread::Places, refused_copies),
     ("stuck", Spread::ProcessesBothMotors, stuck),
+    (
+        "taken_back_while_the_gpu_is_busy",
+        Spread::ProcessesBothMotors,
+        taken_back_while_the_gpu_is_busy,
+    ),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -861,6 +866,9 @@ fn stuck(case: &Case) {
     let from = [gpu(0), gpu(last_gpu()), me.engine.alloc(64 << 10).expect("memory")];
     // In turn a GPU's and the host's.
     let mut to: Vec<_> = (0..4).map(|_| other.memory(&me, BYTES, Own::Engine).1).collect();
+    // Nothing goes there later: it is open by a handle, that is all.
+    let (idle, idle_desc) = other.memory(&me, BYTES, Own::Test);
+    me.done(&write(&me, peer, &from[0], &idle_desc, (0, 0, BYTES), None));
     let (region, desc, _) = segment(&me, &mut other, 1);
     to.push(desc);
     let all = || {
@@ -881,15 +889,77 @@ fn stuck(case: &Case) {
         transfers.iter().map(|transfer| transfer.poll_end().expect("it ends")).collect();
     assert!(ends.iter().any(|end| *end != End::Done), "{ends:?}");
     assert!(held_up() > 0, "it was waited for");
-    // It is still written to.
-    let kept_there = other.ask(&later, Ask::Free { region, ms: 100 });
-    assert!(matches!(kept_there, Say::Text(_)), "{kept_there:?}");
+    // The one is still written to, and the driver has the other open.
+    for ask in [Ask::Free { region, ms: 100 }, Ask::Reclaim { region: idle, ms: 100 }] {
+        let kept_there = other.ask(&later, ask);
+        assert!(matches!(kept_there, Say::Text(_)), "{kept_there:?}");
+    }
     stick(false);
     go_on();
     // What is dropped now is not kept.
     let before = kept();
     drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
     assert_eq!(kept(), before);
+}
+
+/// A peer takes back regions while one of our GPUs is busy with the application's own work, for which the driver waits before it
+/// closes what it has opened by a handle, or unpins: that waits, and so does who takes them back, but nobody else; and so it is when the
+/// engine ends meanwhile.
+fn taken_back_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0");
+    let wants = |other: &mut Agent, me: &Host, own| {
+        let (region, desc) = other.memory(me, BYTES, own);
+        me.done(&write(me, peer, &src, &desc, (0, 0, BYTES), None));
+        region
+    };
+    // All that there are: by a handle, by files of two allocations, by a file, and the host's.
+    let gpus = Device::count().expect("GPUs");
+    let (by_handle, by_files): (Vec<_>, Vec<_>) = (0..3)
+        .map(|_| (wants(&mut other, &me, Own::Test), wants(&mut other, &me, Own::Test)))
+        .unzip();
+    let others: Vec<_> = (0..=gpus).map(|_| wants(&mut other, &me, Own::Engine)).collect();
+    // Before anything is busy: the driver waits for that before it pins.
+    let later = case.me();
+    let busy: Vec<_> = (0..gpus)
+        .map(|gpu| {
+            let device = Device::open(gpu).expect("a GPU");
+            let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+            let stream = Stream::new(&device).expect("a stream");
+            // SAFETY: the word is pinned memory that outlives the wait, which ends below.
+            unsafe { stream.after_word(word.address(), 1) }.expect("a wait");
+            (stream, word)
+        })
+        .collect();
+    let goes_on = |other: &mut Agent| {
+        for _ in 0..20 {
+            me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+            other.count(&me, counter, 1);
+        }
+    };
+    let (last, first) = by_handle.split_last().expect("some");
+    for &region in first {
+        let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
+        assert!(matches!(still, Say::Text(_)), "{still:?}");
+        goes_on(&mut other);
+    }
+    // Of the rest nothing is claimed.
+    let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+    let files = by_files.iter().map(|&region| Ask::Reclaim { region, ms });
+    for ask in files.chain(others.iter().map(|&region| Ask::Free { region, ms })) {
+        assert_eq!(other.ask(&me, ask), Say::Fine);
+        goes_on(&mut other);
+    }
+    goes_within(GIVES_UP_WITHIN, move || drop((src, me)));
+    let still = other.ask(&later, Ask::Reclaim { region: *last, ms: 100 });
+    assert!(matches!(still, Say::Text(_)), "{still:?}");
+    for (stream, word) in &busy {
+        assert!(!stream.is_done().expect("no error"), "it was waited for");
+        word.word(0).expect("a word").store(1, Ordering::Release);
+    }
+    go_on();
 }
 
 /// A copy that the driver does not take, or takes half of, fails alone: it is not counted, and the

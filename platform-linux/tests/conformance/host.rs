@@ -262,11 +262,11 @@ impl Host {
         Memory { region: region.expect("register"), lent: None, segment: Some(segment) }
     }
 
-    /// Takes memory over several allocations back, and gives it to the driver.
+    /// Takes memory back; if it is over several allocations, these are given to the driver.
     pub fn free(&self, memory: Memory, patience: Duration) -> Result<(), CloseError> {
         let Memory { region, segment, .. } = memory;
         self.close(region, patience)?;
-        segment.expect("a segment").free();
+        segment.into_iter().for_each(Segment::free);
         Ok(())
     }
 

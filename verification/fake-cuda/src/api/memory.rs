@@ -149,12 +149,13 @@ calls! {
 
     fn cuMemHostUnregister(address: u64) {
         let mut world = begin("cuMemHostUnregister");
-        world.current("cuMemHostUnregister");
+        let current = world.current("cuMemHostUnregister");
         let there = world.memory.at(address);
         if !there.is_some_and(|r| r.start == address && matches!(r.kind, Kind::Registered)) {
             return Err(code::HOST_MEMORY_NOT_REGISTERED);
         }
         world.memory.remove(address, "cuMemHostUnregister", |_| true);
+        wait_for_all(world, current);
         Ok(())
     }
 
@@ -264,7 +265,7 @@ calls! {
 
     fn cuIpcCloseMemHandle(address: u64) {
         let mut world = begin("cuIpcCloseMemHandle");
-        world.current("cuIpcCloseMemHandle");
+        let current = world.current("cuIpcCloseMemHandle");
         let Some(times) = world.opened.get_mut(&address) else {
             broken!(FreedTwice, "cuIpcCloseMemHandle {address:#x}");
         };
@@ -275,6 +276,7 @@ calls! {
                 .memory
                 .remove(address, "cuIpcCloseMemHandle", |kind| matches!(kind, Kind::Opened { .. }));
         }
+        wait_for_all(world, current);
         Ok(())
     }
 }

@@ -1,0 +1,156 @@
+//! A thread that gives back to a GPU's driver what the driver takes back only when the GPU is idle.
+//!
+//! `cuIpcCloseMemHandle`, `cuMemHostUnregister`, `cuMemFree` and `cuMemFreeHost` wait for all that the GPU was given by anybody in the
+//! process (`immwire_cuda::stuck`): the application's kernels, too, which may take seconds, or for ever. The thread of an engine has
+//! peers that wait for it, so such things are dropped here, one after the other.
+//!
+//! # What it refuses to know
+//!
+//! What they are, and who waits for them to be gone: their `Drop` says so, to whom it concerns.
+//!
+//! # Invariants
+//!
+//! - What is given is dropped once, in the order in which it was given; by who gives it, if there is no thread to be had.
+//! - There is a thread from the first thing that is given on, until [`Closer::end`], which joins it. Where that waits in vain, the driver does
+//!   not come back: then the thread goes on by itself, with what it has and what it is given later, and nobody waits for it again.
+
+use std::fmt;
+use std::sync::Mutex;
+use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use crate::sync::lock;
+
+/// Something that is dropped by another thread.
+type Remains = Box<dyn Send>;
+
+/// See the module.
+#[derive(Default)]
+pub(crate) struct Closer(Mutex<State>);
+
+#[derive(Default)]
+enum State {
+    #[default]
+    Idle,
+    Running {
+        given: Sender<Remains>,
+        thread: JoinHandle<()>,
+    },
+    /// It was waited for in vain.
+    Late {
+        given: Sender<Remains>,
+    },
+}
+
+impl fmt::Debug for Closer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Closer")
+    }
+}
+
+impl State {
+    fn start() -> Self {
+        let (given, take) = mpsc::channel::<Remains>();
+        let work = move || take.into_iter().for_each(drop);
+        match std::thread::Builder::new().name("immwire-closer".to_owned()).spawn(work) {
+            Ok(thread) => Self::Running { given, thread },
+            Err(error) => {
+                tracing::warn!(%error, "no thread to give memory back to a driver on");
+                Self::Idle
+            }
+        }
+    }
+}
+
+impl Closer {
+    /// Drops `remains`, on the thread. Allocates; waits for nothing.
+    pub(crate) fn give(&self, remains: impl Send + 'static) {
+        let mut state = lock(&self.0);
+        if matches!(*state, State::Idle) {
+            *state = State::start();
+        }
+        let unsent: Option<Remains> = match &*state {
+            State::Running { given, .. } | State::Late { given } => {
+                given.send(Box::new(remains)).err().map(|back| back.0)
+            }
+            State::Idle => Some(Box::new(remains)),
+        };
+        drop(state);
+        drop(unsent);
+    }
+
+    /// Waits until all that was given is dropped, for `limit` at most. `false`: the driver has not come back by then.
+    pub(crate) fn end(&self, limit: Duration) -> bool {
+        let mut state = lock(&self.0);
+        let (given, thread) = match std::mem::take(&mut *state) {
+            State::Idle => return true,
+            late @ State::Late { .. } => {
+                *state = late;
+                return false;
+            }
+            State::Running { given, thread } => (given, thread),
+        };
+        // Closed when all before it is dropped; or, if something panicked as it was dropped, which has been said, with the thread.
+        let (last, over) = mpsc::channel::<()>();
+        let _ = given.send(Box::new(last));
+        if over.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
+            *state = State::Late { given };
+            return false;
+        }
+        drop((state, given));
+        let _ = thread.join();
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::{Arc, Condvar};
+    use std::thread::ThreadId;
+
+    /// Notes its number, and where it was dropped, once it may.
+    struct Noted(u32, Arc<(Mutex<Vec<(u32, ThreadId)>>, Mutex<bool>, Condvar)>);
+
+    impl Drop for Noted {
+        fn drop(&mut self) {
+            let (noted, may, changed) = &*self.1;
+            drop(changed.wait_while(lock(may), |may| !*may));
+            lock(noted).push((self.0, std::thread::current().id()));
+        }
+    }
+
+    #[test]
+    fn all_is_dropped_in_order_by_one_other_thread_which_is_joined() {
+        let noted = Arc::new((Mutex::default(), Mutex::new(true), Condvar::new()));
+        let closer = Closer::default();
+        assert!(closer.end(Duration::ZERO), "there was no thread");
+        (0..9).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
+        assert!(closer.end(Duration::from_secs(60)));
+        let here = std::thread::current().id();
+        let first: Vec<_> = lock(&noted.0).clone();
+        assert_eq!(first.iter().map(|one| one.0).collect::<Vec<_>>(), Vec::from_iter(0..9));
+        assert!(first.iter().all(|one| one.1 == first[0].1 && one.1 != here));
+        closer.give(Noted(9, Arc::clone(&noted)));
+        assert!(closer.end(Duration::from_secs(60)));
+        assert_eq!(lock(&noted.0).last().map(|one| one.0), Some(9), "after an end, too");
+    }
+
+    #[test]
+    fn one_that_does_not_come_back_holds_up_nobody_for_longer_than_they_want() {
+        let noted = Arc::new((Mutex::default(), Mutex::new(false), Condvar::new()));
+        let closer = Closer::default();
+        (0..2).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
+        assert!(!closer.end(Duration::from_millis(1)));
+        closer.give(Noted(2, Arc::clone(&noted)));
+        assert!(!closer.end(Duration::from_secs(600)), "nobody waits for it again");
+        drop(closer);
+        assert!(lock(&noted.0).is_empty());
+        *lock(&noted.1) = true;
+        noted.2.notify_all();
+        while lock(&noted.0).len() < 3 {
+            std::thread::yield_now();
+        }
+    }
+}
