@@ -562,13 +562,7 @@ impl Opened {
         self.at
     }
 
-    /// Whether to close it is to wait for all that the GPU it was opened for has to do: what was opened by a handle.
-    #[must_use]
-    pub fn waits_when_closed(&self) -> bool {
-        matches!(self.how, How::Handle { .. })
-    }
-
-    /// Closes it, as dropping it does. `false`: a GPU is stuck, may be using it, and it stays open for good: its owner may not
+    /// Closes it, as dropping it does; what was opened by a handle when the GPU has done all that it was given. `false`: a GPU is stuck, may be using it, and it stays open for good: its owner may not
     /// free it.
     #[must_use = "what stays open may not be freed"]
     pub fn close(mut self) -> bool {

@@ -6,7 +6,9 @@
 //!
 //! Seen to wait so, for all of two seconds that a stream waited (one H100, driver 580.159.04): `cuMemFree`, `cuMemFreeHost`,
 //! `cuMemHostUnregister`, `cuIpcCloseMemHandle`. Seen not to: whatever takes or maps memory, `cuMemUnmap`, `cuMemAddressFree`,
-//! `cuMemRelease`, and the end of events and of other streams.
+//! `cuMemRelease`, and the end of events and of other streams. While a thread waits in `cuIpcCloseMemHandle` or `cuMemHostUnregister`, so do the calls
+//! of others that use that GPU (`cuEventRecord`). They would not while it waits in `cuCtxSynchronize`; but that ends every capture of a graph that
+//! is under way (error 901).
 //!
 //! # What it refuses to know
 //!

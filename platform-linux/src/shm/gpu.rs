@@ -10,13 +10,19 @@
 //!
 //! Counts, plans and credits (the core's); which kernel and how many pieces a launch has (`immwire_cuda::geometry`).
 //!
+//! # Limits
+//!
+//! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: until
+//! the GPU has done what it was given before, no copies are enqueued. Memory mapped by hand, as `alloc_gpu` and PyTorch's expandable segments
+//! have it, is closed at once.
+//!
 //! # Invariants
 //!
 //! - A copy is enqueued under a [`Claim`] on its destination, which ends when the copy has. The owner of the region waits
 //!   for it (`Link::is_quiet`), also after our process has died: until the kernel has let go of all that was ours.
 //! - What was opened by a legacy handle is claimed as long as it is open: its owner may not free it before (CUDA driver
-//!   API, `cuIpcOpenMemHandle`). It, and the host's memory of a peer's that was pinned, is given back by a thread of its own
-//!   ([`crate::closer`]): the driver takes as long for that as the application's kernels do.
+//!   API, `cuIpcOpenMemHandle`). Like all that was opened it is closed by a thread of its own ([`crate::closer`]): the
+//!   driver takes as long for that as the application's kernels do.
 //! - What a copy uses is kept by its [`Flight`]: destination, tables, and by the engine's own rule the source.
 //! - Every piece that was staged is reported once: as copied, or as failed.
 //! - After set-up nothing here allocates but the driver.
@@ -254,15 +260,6 @@ struct Remains {
     held: Option<(Arc<Link>, u64)>,
 }
 
-impl Remains {
-    /// Whether the driver waits for GPUs before it takes all of it back.
-    fn waits(&self) -> bool {
-        let waits = |opened: &Arc<Opened>| opened.waits_when_closed();
-        self.host.as_ref().is_some_and(|host| host.pinned.is_some())
-            || self.ways.iter().flatten().any(|way| way.opened.as_ref().is_some_and(waits))
-    }
-}
-
 impl Drop for Remains {
     fn drop(&mut self) {
         // Closed first: its owner may free it as soon as it is not claimed.
@@ -483,9 +480,7 @@ impl Drop for Reached {
             host: self.host.take(),
             held: self.is_held.then(|| (Arc::clone(&self.link), self.key)),
         };
-        if remains.waits() {
-            self.known.closer.give(remains);
-        }
+        self.known.closer.give(remains);
     }
 }
 
@@ -670,14 +665,24 @@ impl Gpus {
         }
     }
 
-    /// Ends all of it, and what is closed by then, in some five seconds: what the driver has not taken back after that goes on waiting
-    /// for GPUs by itself. `sessions` are ended between: what they have opened may then be known to be in use for good.
-    pub(super) fn end(mut self: Box<Self>, sessions: impl FnOnce()) {
-        self.settle();
-        sessions();
+    /// Ends all of it, and `sessions` between, in some seconds.
+    ///
+    /// While something is being closed the driver keeps every other call waiting, too. So if it does not come back from that, no more of
+    /// it is called: what the GPUs are at stays claimed for good, and what is closed later is closed when they are through with what
+    /// they are busy with.
+    pub(super) fn end(mut self: Box<Self>, mut sessions: impl FnMut()) {
         let known = Arc::clone(&self.known);
-        known.closer.give(self);
-        if !known.closer.end(CLOSED_WITHIN) {
+        let mut is_closed = known.closer.end(CLOSED_WITHIN);
+        if is_closed {
+            self.settle();
+            sessions();
+            known.closer.give(self);
+            is_closed = known.closer.end(CLOSED_WITHIN);
+        } else {
+            std::mem::forget(self);
+            sessions();
+        }
+        if !is_closed {
             tracing::warn!(
                 "a GPU is busy with something: its driver takes back what the engine had when that has ended"
             );

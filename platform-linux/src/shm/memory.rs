@@ -293,9 +293,13 @@ impl ShmMemory {
                 known.closer.give(mapping);
                 None
             }
-            // The driver waits for nothing then.
-            (Backing::File { .. } | Backing::Gpu { .. }, _) => None,
-            (backing @ Backing::Process { .. }, _) => Some(backing),
+            (backing @ Backing::Gpu { _owned: Some(_), .. }, Some(known)) => {
+                known.closer.give(backing);
+                None
+            }
+            // Mapped, and that is all.
+            (Backing::File { .. }, None) => None,
+            (backing, _) => Some(backing),
         }
     }
 
@@ -554,17 +558,13 @@ impl Memory for ShmMemory {
     }
 
     fn release(&self, region: Registered) {
-        if let Some(Backing::Process { pinned }) = self.let_go(&region) {
-            // Its owner may unmap it.
-            drop(pinned);
-        }
+        // Its owner may unmap it, or free it.
+        drop(self.let_go(&region));
     }
 
     fn release_later(&self, region: Registered) {
-        if let Some((Backing::Process { pinned: Some(pinned) }, known)) =
-            self.let_go(&region).zip(self.gpus.0.as_ref())
-        {
-            known.closer.give(pinned);
+        if let Some((backing, known)) = self.let_go(&region).zip(self.gpus.0.as_ref()) {
+            known.closer.give(backing);
         }
     }
 }

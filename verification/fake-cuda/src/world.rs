@@ -13,9 +13,10 @@ use crate::violation::broken;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
+use std::time::Duration;
 
 /// Handles are no addresses: whoever uses one as such faults.
 const FIRST_HANDLE: u64 = 0xface_0000_0000_0000;
@@ -125,6 +126,9 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
     WORLD.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// Calls that wait for GPUs, and that all others have to wait for meanwhile, as NVIDIA's driver 580.159.04 has it on an H100.
+pub(crate) static CLOSING: AtomicU32 = AtomicU32::new(0);
+
 /// Begins a call of the driver's.
 pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
     if OF_A_STREAM.get() {
@@ -132,6 +136,9 @@ pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
     }
     if !INITIALIZED.load(Ordering::Acquire) {
         broken!(NotInitialized, "{call}");
+    }
+    while CLOSING.load(Ordering::Acquire) > 0 {
+        std::thread::sleep(Duration::from_micros(50));
     }
     let world = world();
     if UNSAFE.contains(&call) {

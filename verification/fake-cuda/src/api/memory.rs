@@ -6,10 +6,11 @@ use crate::code;
 use crate::ipc::Named;
 use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Reserved, open_file_of};
 use crate::violation::broken;
-use crate::world::{Current, World, begin};
+use crate::world::{CLOSING, Current, World, begin};
 use cudarc::driver::sys as cu;
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::AsRawFd as _;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 /// `CU_MEMHOSTREGISTER_*` and `CU_MEMHOSTALLOC_*`.
@@ -20,6 +21,13 @@ fn wait_for_all(world: MutexGuard<'_, World>, current: Current) {
     let streams = world.streams_of(current.context);
     drop(world);
     streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
+}
+
+/// The same, and no other call gets through meanwhile.
+fn wait_for_all_alone(world: MutexGuard<'_, World>, current: Current) {
+    CLOSING.fetch_add(1, Ordering::AcqRel);
+    wait_for_all(world, current);
+    CLOSING.fetch_sub(1, Ordering::AcqRel);
 }
 
 /// What `CU_POINTER_ATTRIBUTE_RANGE_*` say: first byte and length. Of memory mapped by hand that is all that is mapped side by side in
@@ -155,7 +163,7 @@ calls! {
             return Err(code::HOST_MEMORY_NOT_REGISTERED);
         }
         world.memory.remove(address, "cuMemHostUnregister", |_| true);
-        wait_for_all(world, current);
+        wait_for_all_alone(world, current);
         Ok(())
     }
 
@@ -276,7 +284,7 @@ calls! {
                 .memory
                 .remove(address, "cuIpcCloseMemHandle", |kind| matches!(kind, Kind::Opened { .. }));
         }
-        wait_for_all(world, current);
+        wait_for_all_alone(world, current);
         Ok(())
     }
 }
