@@ -110,46 +110,60 @@ mod tests {
     use std::sync::{Arc, Condvar};
     use std::thread::ThreadId;
 
-    /// Notes its number, and where it was dropped, once it may.
-    struct Noted(u32, Arc<(Mutex<Vec<(u32, ThreadId)>>, Mutex<bool>, Condvar)>);
+    #[derive(Default)]
+    struct Notes {
+        /// What was dropped, and by whom.
+        all: Mutex<Vec<(u32, ThreadId)>>,
+        may: Mutex<bool>,
+        changed: Condvar,
+    }
+
+    impl Notes {
+        fn allow(&self) {
+            *lock(&self.may) = true;
+            self.changed.notify_all();
+        }
+    }
+
+    /// Notes that it was dropped, once it may be.
+    struct Noted(u32, Arc<Notes>);
 
     impl Drop for Noted {
         fn drop(&mut self) {
-            let (noted, may, changed) = &*self.1;
-            drop(changed.wait_while(lock(may), |may| !*may));
-            lock(noted).push((self.0, std::thread::current().id()));
+            drop(self.1.changed.wait_while(lock(&self.1.may), |may| !*may));
+            lock(&self.1.all).push((self.0, std::thread::current().id()));
         }
     }
 
     #[test]
     fn all_is_dropped_in_order_by_one_other_thread_which_is_joined() {
-        let noted = Arc::new((Mutex::default(), Mutex::new(true), Condvar::new()));
+        let noted = Arc::<Notes>::default();
+        noted.allow();
         let closer = Closer::default();
         assert!(closer.end(Duration::ZERO), "there was no thread");
         (0..9).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         assert!(closer.end(Duration::from_secs(60)));
         let here = std::thread::current().id();
-        let first: Vec<_> = lock(&noted.0).clone();
+        let first: Vec<_> = lock(&noted.all).clone();
         assert_eq!(first.iter().map(|one| one.0).collect::<Vec<_>>(), Vec::from_iter(0..9));
         assert!(first.iter().all(|one| one.1 == first[0].1 && one.1 != here));
         closer.give(Noted(9, Arc::clone(&noted)));
         assert!(closer.end(Duration::from_secs(60)));
-        assert_eq!(lock(&noted.0).last().map(|one| one.0), Some(9), "after an end, too");
+        assert_eq!(lock(&noted.all).last().map(|one| one.0), Some(9), "after an end, too");
     }
 
     #[test]
     fn one_that_does_not_come_back_holds_up_nobody_for_longer_than_they_want() {
-        let noted = Arc::new((Mutex::default(), Mutex::new(false), Condvar::new()));
+        let noted = Arc::<Notes>::default();
         let closer = Closer::default();
         (0..2).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         assert!(!closer.end(Duration::from_millis(1)));
         closer.give(Noted(2, Arc::clone(&noted)));
         assert!(!closer.end(Duration::from_secs(600)), "nobody waits for it again");
         drop(closer);
-        assert!(lock(&noted.0).is_empty());
-        *lock(&noted.1) = true;
-        noted.2.notify_all();
-        while lock(&noted.0).len() < 3 {
+        assert!(lock(&noted.all).is_empty());
+        noted.allow();
+        while lock(&noted.all).len() < 3 {
             std::thread::yield_now();
         }
     }

@@ -146,7 +146,7 @@ enum Backing {
     /// Peers map the file.
     File { file: Arc<OwnedFd>, mapping: Reachable<Mapping> },
     /// Memory of this process alone, which our GPUs reach.
-    Process { pinned: Option<Pinned> },
+    Process { _pinned: Option<Pinned> },
     /// Of a GPU: peers open it.
     Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
 }
@@ -481,8 +481,8 @@ impl Memory for ShmMemory {
         }
         // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then. What a GPU that
         // is stuck then still uses are its pages, which the driver keeps.
-        let pinned = unsafe { self.pin(ptr, len)? };
-        let backing = Backing::Process { pinned };
+        let _pinned = unsafe { self.pin(ptr, len)? };
+        let backing = Backing::Process { _pinned };
         self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
     }
 
