@@ -82,23 +82,29 @@ impl Closer {
 
     /// Waits until all that was given is dropped, for `limit` at most. `false`: the driver has not come back by then.
     pub(crate) fn end(&self, limit: Duration) -> bool {
-        let mut state = lock(&self.0);
-        let (given, thread) = match std::mem::take(&mut *state) {
-            State::Idle => return true,
-            late @ State::Late { .. } => {
-                *state = late;
-                return false;
+        let (given, thread) = {
+            let mut state = lock(&self.0);
+            match std::mem::take(&mut *state) {
+                State::Idle => return true,
+                late @ State::Late { .. } => {
+                    *state = late;
+                    return false;
+                }
+                State::Running { given, thread } => (given, thread),
             }
-            State::Running { given, thread } => (given, thread),
         };
+        // Without the lock: what is dropped may itself give something, to a thread of its own then.
         // Closed when all before it is dropped; or, if something panicked as it was dropped, which has been said, with the thread.
         let (last, over) = mpsc::channel::<()>();
         let _ = given.send(Box::new(last));
         if over.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-            *state = State::Late { given };
+            let mut state = lock(&self.0);
+            if matches!(*state, State::Idle) {
+                *state = State::Late { given };
+            }
             return false;
         }
-        drop((state, given));
+        drop(given);
         let _ = thread.join();
         true
     }

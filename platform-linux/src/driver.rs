@@ -808,6 +808,7 @@ impl<P: Provider> Drive for Engine<P> {
             }
             self.state.stop_transfers();
         }
+        self.provider.quiesce();
         let peers: Vec<PeerId> = self.state.group.peers().map(|(peer, ..)| peer).collect();
         for peer in peers {
             let now = self.state.now;

@@ -156,6 +156,10 @@ pub trait Provider: Send + 'static {
         hello: &Hello,
     ) -> Result<(), ConnectError>;
 
+    /// The engine ends, and has stopped its transfers: waits, for some seconds at most, for what devices still do of these. Called once,
+    /// before peers are left; nothing is posted after.
+    fn quiesce(&mut self) {}
+
     /// Drops the connection. What is in flight to the peer is reported as failed, here or at later polls;
     /// nothing else of the peer is reported any more, and nothing more is written to it.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S);

@@ -622,6 +622,8 @@ pub(super) struct Gpus {
     flying: usize,
     /// When something ended last, or nothing was under way.
     progress: Time,
+    /// All that was enqueued has been waited for.
+    is_settled: bool,
 }
 
 impl Gpus {
@@ -646,43 +648,40 @@ impl Gpus {
             run: None,
             pages: 0,
         };
-        Ok(Self { known, gpus, sms, staged, flying: 0, progress: Time::ZERO })
+        Ok(Self { known, gpus, sms, staged, flying: 0, progress: Time::ZERO, is_settled: false })
     }
 
     pub(super) fn known(&self) -> &Arc<Known> {
         &self.known
     }
 
-    /// Waits for what is under way. If a GPU is stuck, what it may still write to stays claimed, and what is ours of that is kept
-    /// for good (`Copier::settle`). Nothing may be enqueued after.
-    fn settle(&mut self) {
+    /// Waits for what is under way, for some seconds, before anything is closed. Nothing may be enqueued after.
+    ///
+    /// While something is being closed the driver keeps every other call waiting: if it does not come back from that, it is not asked.
+    pub(super) fn settle(&mut self) {
+        if !self.is_settled && self.known.closer.end(CLOSED_WITHIN) {
+            self.settle_queues();
+        }
+    }
+
+    /// If a GPU is stuck, what it may still write to stays claimed, and what is ours of that is kept for good (`Copier::settle`).
+    fn settle_queues(&mut self) {
+        self.is_settled = true;
         let start = Instant::now();
         for queue in self.gpus.iter_mut().flat_map(|gpu| &mut gpu.queues) {
-            let flights = std::mem::take(&mut queue.flights);
             if !queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed())) {
-                std::mem::forget(flights);
+                std::mem::forget(std::mem::take(&mut queue.flights));
             }
         }
     }
 
-    /// Ends all of it, and `sessions` between, in some seconds.
-    ///
-    /// While something is being closed the driver keeps every other call waiting, too. So if it does not come back from that, no more of
-    /// it is called: what the GPUs are at stays claimed for good, and what is closed later is closed when they are through with what
-    /// they are busy with.
+    /// Ends all of it; `sessions`, after what they have given the GPUs to do.
     pub(super) fn end(mut self: Box<Self>, mut sessions: impl FnMut()) {
+        self.settle();
+        sessions();
         let known = Arc::clone(&self.known);
-        let mut is_closed = known.closer.end(CLOSED_WITHIN);
-        if is_closed {
-            self.settle();
-            sessions();
-            known.closer.give(self);
-            is_closed = known.closer.end(CLOSED_WITHIN);
-        } else {
-            std::mem::forget(self);
-            sessions();
-        }
-        if !is_closed {
+        known.closer.give(self);
+        if !known.closer.end(CLOSED_WITHIN) {
             tracing::warn!(
                 "a GPU is busy with something: its driver takes back what the engine had when that has ended"
             );
@@ -1008,6 +1007,15 @@ fn tabulate(addresses: impl Iterator<Item = u64> + Clone, table: &mut [u32]) -> 
         *entry = u32::try_from((address - base) >> shift).ok()?;
     }
     Some((base, 1 << shift))
+}
+
+impl Drop for Gpus {
+    /// By the closer's thread, when the driver has come back, if it had not before.
+    fn drop(&mut self) {
+        if !self.is_settled {
+            self.settle_queues();
+        }
+    }
 }
 
 /// What a peer is given that asks for a region of GPU memory. Its owner's alone, which lets go of it before the memory may be freed:

@@ -1120,6 +1120,12 @@ impl Provider for ShmProvider {
     /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
     /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
     /// on.
+    fn quiesce(&mut self) {
+        if let Some(gpus) = &mut self.gpus {
+            gpus.settle();
+        }
+    }
+
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         match self.slots.get(usize::from(peer.index)) {
             Some(Slot::Up(session)) if session.peer() == peer => {

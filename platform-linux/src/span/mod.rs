@@ -335,6 +335,11 @@ impl<N: Provider, F: Provider> Provider for Span<N, F> {
         Ok(())
     }
 
+    fn quiesce(&mut self) {
+        self.near.quiesce();
+        self.far.quiesce();
+    }
+
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(side) = self.sides.get(peer) {
             self.on(

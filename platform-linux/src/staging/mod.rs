@@ -830,6 +830,10 @@ impl<P: Provider> Provider for Staged<P> {
         Ok(())
     }
 
+    fn quiesce(&mut self) {
+        self.inner.quiesce();
+    }
+
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         self.on(sink, |inner, to| inner.disconnect(peer, to));
         self.desk.stop(peer, WorkError::PeerGone, sink);
