@@ -80,7 +80,14 @@ impl Closer {
         drop(unsent);
     }
 
-    /// Waits until all that was given is dropped, for `limit` at most. `false`: the driver has not come back by then.
+    /// Waits until what has been given by now is dropped, for `limit` at most.
+    pub(crate) fn catch_up(&self, limit: Duration) {
+        let (last, over) = mpsc::channel::<()>();
+        self.give(last);
+        let _ = over.recv_timeout(limit);
+    }
+
+    /// Waits until all that was given is dropped, for `limit` at most, and ends the thread. `false`: the driver has not come back by then.
     pub(crate) fn end(&self, limit: Duration) -> bool {
         let (given, thread) = {
             let mut state = lock(&self.0);

@@ -255,6 +255,9 @@ pub struct ShmMemory {
     links: Mutex<Vec<Arc<Link>>>,
 }
 
+/// How long for a GPU's memory to be given back.
+const FREED_WITHIN: Duration = Duration::from_millis(500);
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What the locks guard is consistent between any two statements: a panic elsewhere is no reason
     // to stop serving.
@@ -295,6 +298,8 @@ impl ShmMemory {
             }
             (backing @ Backing::Gpu { _owned: Some(_), .. }, Some(known)) => {
                 known.closer.give(backing);
+                // There is to be room for the next, unless the driver keeps everybody waiting.
+                known.closer.catch_up(FREED_WITHIN);
                 None
             }
             // Mapped, and that is all.
