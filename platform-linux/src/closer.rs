@@ -155,6 +155,8 @@ mod tests {
         let closer = Closer::default();
         assert!(closer.end(Duration::ZERO), "there was no thread");
         (0..9).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
+        closer.catch_up(Duration::from_secs(60));
+        assert_eq!(lock(&noted.all).len(), 9);
         assert!(closer.end(Duration::from_secs(60)));
         let here = std::thread::current().id();
         let first: Vec<_> = lock(&noted.all).clone();
@@ -171,7 +173,9 @@ mod tests {
         let closer = Closer::default();
         (0..2).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         assert!(!closer.end(Duration::from_millis(1)));
+        assert!(matches!(*lock(&closer.0), State::Late { .. }));
         closer.give(Noted(2, Arc::clone(&noted)));
+        closer.catch_up(Duration::from_millis(1));
         assert!(!closer.end(Duration::from_secs(600)), "nobody waits for it again");
         drop(closer);
         assert!(lock(&noted.all).is_empty());
