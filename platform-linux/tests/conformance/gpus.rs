@@ -23,7 +23,7 @@ use immwire_cuda::{
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
+use crate::host::{Host, Lent, Own, PATIENCE, Setup, first_other, names, poison};
 use crate::operations::write;
 use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, stick};
 use crate::{Case, Provider, Spread, Test};
@@ -862,6 +862,10 @@ fn stuck(case: &Case) {
     let (me, mut other, peer) = case.pair();
     // Before anything is stuck: the driver waits for that before it pins.
     let later = case.me();
+    let mine = Lent::new(64 << 10);
+    // SAFETY: never unmapped, and no reference to the bytes is ever made.
+    let pinned = unsafe { later.engine.register(mine.ptr, 64 << 10, Rights::LOCAL) };
+    let pinned = pinned.expect("register");
     let gpu = |ordinal| me.engine.alloc_gpu(ordinal, 64 << 10).expect("a GPU's memory");
     let from = [gpu(0), gpu(last_gpu()), me.engine.alloc(64 << 10).expect("memory")];
     // In turn a GPU's and the host's.
@@ -894,6 +898,12 @@ fn stuck(case: &Case) {
         let kept_there = other.ask(&later, ask);
         assert!(matches!(kept_there, Say::Text(_)), "{kept_there:?}");
     }
+    // The driver is nobody's who waits for the GPU, and nobody else waits.
+    goes_within(GIVES_UP_WITHIN, move || {
+        drop(pinned);
+        let device = Device::open(0).expect("GPU 0");
+        Stream::new(&device).expect("a stream");
+    });
     stick(false);
     go_on();
     // What is dropped now is not kept.
