@@ -15,8 +15,9 @@
 //!   not come back: then the thread goes on by itself, with what it has and what it is given later, and nobody waits for it again.
 
 use std::fmt;
-use std::sync::Mutex;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
+use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -27,7 +28,21 @@ type Remains = Box<dyn Send>;
 
 /// See the module.
 #[derive(Default)]
-pub(crate) struct Closer(Mutex<State>);
+pub(crate) struct Closer {
+    state: Mutex<State>,
+    /// How much was given that is not dropped yet.
+    pending: Arc<AtomicUsize>,
+}
+
+/// Counts as long as it is not dropped; the last of what is given.
+struct Counted(Arc<AtomicUsize>);
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        // Release: who sees that nothing is pending does so after all that the driver was asked for.
+        self.0.fetch_sub(1, Ordering::Release);
+    }
+}
 
 #[derive(Default)]
 enum State {
@@ -64,9 +79,17 @@ impl State {
 }
 
 impl Closer {
+    /// Whether something is being dropped, or waits for that: the driver may keep whoever calls it waiting. A load.
+    #[inline]
+    pub(crate) fn is_busy(&self) -> bool {
+        self.pending.load(Ordering::Acquire) > 0
+    }
+
     /// Drops `remains`, on the thread. Allocates; waits for nothing.
     pub(crate) fn give(&self, remains: impl Send + 'static) {
-        let mut state = lock(&self.0);
+        self.pending.fetch_add(1, Ordering::Relaxed);
+        let remains = (remains, Counted(Arc::clone(&self.pending)));
+        let mut state = lock(&self.state);
         if matches!(*state, State::Idle) {
             *state = State::start();
         }
@@ -90,7 +113,7 @@ impl Closer {
     /// Waits until all that was given is dropped, for `limit` at most, and ends the thread. `false`: the driver has not come back by then.
     pub(crate) fn end(&self, limit: Duration) -> bool {
         let (given, thread) = {
-            let mut state = lock(&self.0);
+            let mut state = lock(&self.state);
             match std::mem::take(&mut *state) {
                 State::Idle => return true,
                 late @ State::Late { .. } => {
@@ -105,7 +128,7 @@ impl Closer {
         let (last, over) = mpsc::channel::<()>();
         let _ = given.send(Box::new(last));
         if over.recv_timeout(limit) == Err(RecvTimeoutError::Timeout) {
-            let mut state = lock(&self.0);
+            let mut state = lock(&self.state);
             if matches!(*state, State::Idle) {
                 *state = State::Late { given };
             }
@@ -120,7 +143,7 @@ impl Closer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::{Arc, Condvar};
+    use std::sync::Condvar;
     use std::thread::ThreadId;
 
     #[derive(Default)]
@@ -163,7 +186,7 @@ mod tests {
         assert_eq!(first.iter().map(|one| one.0).collect::<Vec<_>>(), Vec::from_iter(0..9));
         assert!(first.iter().all(|one| one.1 == first[0].1 && one.1 != here));
         closer.give(Noted(9, Arc::clone(&noted)));
-        assert!(closer.end(Duration::from_secs(60)));
+        assert!(closer.end(Duration::from_secs(60)) && !closer.is_busy());
         assert_eq!(lock(&noted.all).last().map(|one| one.0), Some(9), "after an end, too");
     }
 
@@ -173,9 +196,10 @@ mod tests {
         let closer = Closer::default();
         (0..2).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         assert!(!closer.end(Duration::from_millis(1)));
-        assert!(matches!(*lock(&closer.0), State::Late { .. }));
+        assert!(matches!(*lock(&closer.state), State::Late { .. }));
         closer.give(Noted(2, Arc::clone(&noted)));
         closer.catch_up(Duration::from_millis(1));
+        assert!(closer.is_busy());
         assert!(!closer.end(Duration::from_secs(600)), "nobody waits for it again");
         drop(closer);
         assert!(lock(&noted.all).is_empty());

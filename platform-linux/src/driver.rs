@@ -794,6 +794,8 @@ impl<P: Provider> Drive for Engine<P> {
 
     fn shut_down(&mut self, drain: Duration) {
         self.state.shared.intake.close();
+        // Before regions go with their transfers.
+        self.provider.quiesce();
         self.state.refresh();
         let start = self.state.now;
         self.state.stop_transfers();
@@ -808,7 +810,6 @@ impl<P: Provider> Drive for Engine<P> {
             }
             self.state.stop_transfers();
         }
-        self.provider.quiesce();
         let peers: Vec<PeerId> = self.state.group.peers().map(|(peer, ..)| peer).collect();
         for peer in peers {
             let now = self.state.now;

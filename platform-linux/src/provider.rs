@@ -156,8 +156,8 @@ pub trait Provider: Send + 'static {
         hello: &Hello,
     ) -> Result<(), ConnectError>;
 
-    /// The engine ends, and has stopped its transfers: waits, for some seconds at most, for what devices still do of these. Called once,
-    /// before peers are left; nothing is posted after.
+    /// The engine ends: waits, for some seconds at most, for what devices do of what was posted, before anything goes that they use. What is
+    /// posted after need not begin. Called once.
     fn quiesce(&mut self) {}
 
     /// Drops the connection. What is in flight to the peer is reported as failed, here or at later polls;

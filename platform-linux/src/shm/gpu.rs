@@ -12,9 +12,9 @@
 //!
 //! # Limits
 //!
-//! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: until
-//! the GPU has done what it was given before, no copies are enqueued. Memory mapped by hand, as `alloc_gpu` and PyTorch's expandable segments
-//! have it, is closed at once.
+//! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: so
+//! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Memory mapped by hand, as `alloc_gpu` and
+//! PyTorch's expandable segments have it, is closed at once.
 //!
 //! # Invariants
 //!
@@ -693,6 +693,11 @@ impl Gpus {
         self.flying > 0
     }
 
+    /// Whether something is being closed: nothing is taken meanwhile.
+    pub(super) fn is_closing(&self) -> bool {
+        self.known.closer.is_busy()
+    }
+
     /// Takes a piece to a region of a peer's; its range was checked. [`Gpus::launch`] is to be called before control goes
     /// back to the engine.
     pub(super) fn stage(
@@ -705,6 +710,10 @@ impl Gpus {
             Kind::Gpu(index) => usize::from(index),
             Kind::Host => reached.home.unwrap_or(0),
         };
+        // Not to wait in the driver, nor to be overlooked at the end.
+        if self.is_settled || self.is_closing() {
+            return Staging::NoRoom;
+        }
         if work.run.count > 0 {
             return self.stage_run(work, gpu, reached, sink);
         }
@@ -875,6 +884,8 @@ impl Gpus {
             self.progress = now;
             return false;
         }
+        // The driver may keep whoever asks it waiting for all that GPUs have to do.
+        let is_closing = self.is_closing();
         let before = self.flying;
         for gpu in &mut self.gpus {
             for queue in &mut gpu.queues {
@@ -882,7 +893,7 @@ impl Gpus {
                     continue;
                 }
                 // First: then all copies before the one that was refused have stored their numbers.
-                let is_over = queue.is_over();
+                let is_over = !is_closing && queue.is_over();
                 let ended = queue.ended();
                 while queue.flights.front().is_some_and(|flight| flight.number <= ended) {
                     let Some(flight) = queue.flights.pop_front() else { break };
@@ -901,7 +912,7 @@ impl Gpus {
         }
         if self.flying != before {
             self.progress = now;
-        } else if now >= self.progress.after(LOOK_AFTER) {
+        } else if !is_closing && now >= self.progress.after(LOOK_AFTER) {
             self.progress = now;
             self.look_for_failures(report);
         }

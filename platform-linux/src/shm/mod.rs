@@ -1156,10 +1156,10 @@ impl Provider for ShmProvider {
         // A call that could not be placed yet has no socket to wake us.
         let undialled = |slot: &Slot| matches!(slot, Slot::Calling(call) if call.socket.is_none());
         let mut idle = self.handshakes == 0 || !self.slots.iter().any(undialled);
-        idle &= !self.gpus.as_ref().is_some_and(|gpus| gpus.is_flying());
+        idle &= !self.gpus.as_ref().is_some_and(|gpus| gpus.is_flying() || gpus.is_closing());
         for &index in &self.up {
             if let Some(Slot::Up(session)) = self.slots.get_mut(usize::from(index)) {
-                idle &= session.prepare_sleep();
+                idle &= session.prepare_sleep() && !session.can_retry();
             }
         }
         if !idle {

@@ -886,6 +886,11 @@ impl Session {
         self.retry = self.waiting.len();
     }
 
+    /// Whether pieces wait for nothing that the peer has to say.
+    pub(super) fn can_retry(&self) -> bool {
+        self.asked == 0 && self.by_kernel != ByKernel::Trying && !self.waiting.is_empty()
+    }
+
     /// Whether the peer owes an answer, or pieces wait for other reasons.
     pub(super) fn is_expecting(&self) -> bool {
         self.asked > 0 || !self.waiting.is_empty() || self.by_kernel == ByKernel::Trying
