@@ -21,7 +21,9 @@ with_rdma = pytest.mark.skipif(
 def test_a_write_and_pages_arrive(run: Callable) -> None:
     async def main() -> None:
         def engine() -> immwire.TransferEngine:
-            return immwire.TransferEngine(provider="verbs", traffic_class=104, service_level=3, ack_timeout=17, retry_count=2)
+            return immwire.TransferEngine(
+                provider="verbs", traffic_class=104, service_level=3, ack_timeout=17, retry_count=2
+            )
 
         with engine() as sender, engine() as receiver:
             memory, counter = receiver.alloc(1 << 18), receiver.counter()
