@@ -339,7 +339,8 @@ impl Gpus {
         let known = self.0.as_ref().ok_or(RegisterError::NoGpus)?;
         let first = known.first().ok_or(RegisterError::NoGpus)?;
         let memory = PinnedMemory::zeroed(first, bytes).map_err(RegisterError::Gpu)?;
-        Ok(PinnedPage::new(memory, Arc::clone(known)))
+        let known = Arc::clone(known);
+        Ok(PinnedPage::new(memory, move |memory| known.closer.give(memory)))
     }
 
     /// As [`crate::provider::Memory::copy_gpu`].

@@ -39,6 +39,7 @@
 //! Every provider runs the suite in `tests/conformance`.
 
 use std::ffi::c_void;
+use std::fmt;
 use std::os::fd::BorrowedFd;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -290,19 +291,24 @@ pub struct Unfenced;
 
 /// Pinned memory of the host, as [`immwire_cuda::PinnedMemory`]; given back by a thread of the engine's, since the driver waits
 /// for GPUs first.
-#[derive(Debug)]
 pub struct PinnedPage {
     /// Until it is dropped.
     memory: Option<immwire_cuda::PinnedMemory>,
-    known: Arc<crate::gpus::Known>,
+    give_back: Box<dyn Fn(immwire_cuda::PinnedMemory) + Send + Sync>,
+}
+
+impl fmt::Debug for PinnedPage {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("PinnedPage").field(&self.memory).finish()
+    }
 }
 
 impl PinnedPage {
-    pub(crate) const fn new(
+    pub(crate) fn new(
         memory: immwire_cuda::PinnedMemory,
-        known: Arc<crate::gpus::Known>,
+        give_back: impl Fn(immwire_cuda::PinnedMemory) + Send + Sync + 'static,
     ) -> Self {
-        Self { memory: Some(memory), known }
+        Self { memory: Some(memory), give_back: Box::new(give_back) }
     }
 
     /// The first byte, for GPUs and for the CPU.
@@ -320,7 +326,7 @@ impl PinnedPage {
 
 impl Drop for PinnedPage {
     fn drop(&mut self) {
-        self.known.closer.give(self.memory.take());
+        self.memory.take().into_iter().for_each(&self.give_back);
     }
 }
 
