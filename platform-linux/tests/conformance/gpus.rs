@@ -835,15 +835,14 @@ pub fn refuse(nth: u32) -> bool {
     call.inspect(|call| call(nth)).is_some()
 }
 
-/// Does it on a thread that ends in time, though GPUs are stuck.
-pub fn goes_within(limit: Duration, work: impl FnOnce() + Send) {
+/// Does it on a thread that ends in time, though GPUs are stuck until `let_go`.
+pub fn goes_within(limit: Duration, let_go: impl FnOnce(), work: impl FnOnce() + Send) {
     std::thread::scope(|scope| {
         let working = scope.spawn(work);
         let start = Instant::now();
         while !working.is_finished() {
             if start.elapsed() > limit {
-                // It may go on then.
-                stick(false);
+                let_go();
                 panic!("it has not ended in {limit:?}");
             }
             std::thread::sleep(Duration::from_millis(10));
@@ -888,7 +887,7 @@ fn stuck(case: &Case) {
     }
     let transfers = all();
     me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("something is to be copied");
-    goes_within(GIVES_UP_WITHIN, move || drop((from, me)));
+    goes_within(GIVES_UP_WITHIN, || _ = stick(false), move || drop((from, me)));
     let ends: Vec<_> =
         transfers.iter().map(|transfer| transfer.poll_end().expect("it ends")).collect();
     assert!(ends.iter().any(|end| *end != End::Done), "{ends:?}");
@@ -899,11 +898,15 @@ fn stuck(case: &Case) {
         assert!(matches!(kept_there, Say::Text(_)), "{kept_there:?}");
     }
     // The driver is nobody's who waits for the GPU, and nobody else waits.
-    goes_within(GIVES_UP_WITHIN, move || {
-        drop(pinned);
-        let device = Device::open(0).expect("GPU 0");
-        Stream::new(&device).expect("a stream");
-    });
+    goes_within(
+        GIVES_UP_WITHIN,
+        || _ = stick(false),
+        move || {
+            drop(pinned);
+            let device = Device::open(0).expect("GPU 0");
+            Stream::new(&device).expect("a stream");
+        },
+    );
     stick(false);
     go_on();
     // What is dropped now is not kept.
@@ -916,6 +919,38 @@ fn stuck(case: &Case) {
     let before = later.until(PATIENCE, || settles(&mut before)).expect("the other goes");
     drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
     later.until(PATIENCE, || (kept() == before).then_some(())).expect("it is given back");
+}
+
+/// A stream of each GPU, which waits for a word until this is dropped: also when a test fails, or nothing would end.
+struct Busy {
+    streams: Vec<(Stream, PinnedMemory)>,
+}
+
+impl Busy {
+    fn all() -> Self {
+        let busy = |gpu| {
+            let device = Device::open(gpu).expect("a GPU");
+            let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+            let stream = Stream::new(&device).expect("a stream");
+            // SAFETY: the word is pinned memory that outlives the wait, which ends before it is freed.
+            unsafe { stream.after_word(word.address(), 1) }.expect("a wait");
+            (stream, word)
+        };
+        Self { streams: (0..Device::count().expect("GPUs")).map(busy).collect() }
+    }
+
+    fn go_on(&self) {
+        for (_, word) in &self.streams {
+            word.word(0).expect("eight bytes").store(1, Ordering::Release);
+        }
+    }
+}
+
+impl Drop for Busy {
+    /// All of them first: what is freed is waited for by the driver.
+    fn drop(&mut self) {
+        self.go_on();
+    }
 }
 
 /// A peer takes back regions while one of our GPUs is busy with the application's own work, for which the driver waits before it
@@ -939,16 +974,7 @@ fn taken_back_while_the_gpu_is_busy(case: &Case) {
     let others: Vec<_> = (0..=gpus).map(|_| wants(&mut other, &me, Own::Engine)).collect();
     // Before anything is busy: the driver waits for that before it pins.
     let later = case.me();
-    let busy: Vec<_> = (0..gpus)
-        .map(|gpu| {
-            let device = Device::open(gpu).expect("a GPU");
-            let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
-            let stream = Stream::new(&device).expect("a stream");
-            // SAFETY: the word is pinned memory that outlives the wait, which ends below.
-            unsafe { stream.after_word(word.address(), 1) }.expect("a wait");
-            (stream, word)
-        })
-        .collect();
+    let busy = Busy::all();
     let goes_on = |other: &mut Agent| {
         for _ in 0..20 {
             me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
@@ -968,12 +994,10 @@ fn taken_back_while_the_gpu_is_busy(case: &Case) {
         assert_eq!(other.ask(&me, ask), Say::Fine);
         goes_on(&mut other);
     }
-    goes_within(GIVES_UP_WITHIN, move || drop((src, me)));
+    goes_within(GIVES_UP_WITHIN, || busy.go_on(), move || drop((src, me)));
     let still = other.ask(&later, Ask::Reclaim { region: *last, ms: 100 });
     assert!(matches!(still, Say::Text(_)), "{still:?}");
-    for (_, word) in &busy {
-        word.word(0).expect("a word").store(1, Ordering::Release);
-    }
+    drop(busy);
     go_on();
 }
 

@@ -213,7 +213,7 @@ fn stuck_where_it_is_read(case: &Case) {
     assert!(stick(true), "only the stand-in for the driver can be held");
     let transfer = write(&me, peer, &src, &desc, (0, 0, 64 << 10), None);
     me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("it is to be read");
-    goes_within(GIVES_UP_WITHIN, move || drop((src, me)));
+    goes_within(GIVES_UP_WITHIN, || _ = stick(false), move || drop((src, me)));
     assert!(transfer.poll_end().is_some_and(|end| end != End::Done));
     assert!(held_up() > 0, "it was waited for");
     stick(false);
