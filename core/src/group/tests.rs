@@ -4,8 +4,8 @@
 //! invariants of the module: it paints the bytes that arrived, counts what is in flight, and knows of
 //! each transfer whether anything of it may still be posted.
 
-use std::collections::{HashMap, HashSet};
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::collections::HashSet;
+use std::hash::{Hash, Hasher};
 use std::vec;
 use std::vec::Vec;
 
@@ -1274,41 +1274,81 @@ fn arrive(sent: &mut Sent, work: &WorkRequest, ranges: &[(u64, u64, u64)]) {
     }
 }
 
-/// Walks every program over `menu` of up to `length` steps, each state once for the steps it has left,
-/// and has all of it end from each of them. Returns how many states there are.
+/// Walks every program over `menu` of up to `length` steps, from each state once, after as few steps as lead to it, and has all
+/// of it end from each of them. Returns how many states there are.
 fn explore(setup: Setup, menu: &[Do], length: usize) -> usize {
-    fn walk(world: &World, menu: &[Do], left: usize, seen: &mut HashMap<[u64; 2], usize>) {
-        for &step in menu {
-            let mut next = world.clone();
-            if !next.apply(step) {
-                continue;
-            }
-            let best = seen.insert(digest(&next), left);
-            match best {
-                Some(best) if best >= left => {
-                    seen.insert(digest(&next), best);
+    let mut seen = HashSet::new();
+    let mut reached = vec![World::new(setup)];
+    for left in (0..length).rev() {
+        let mut beyond = Vec::new();
+        for world in &reached {
+            for &step in menu {
+                let mut next = world.clone();
+                if !next.apply(step) || !seen.insert(digest(&next)) {
                     continue;
                 }
-                None => drop(next.clone().finish()),
-                Some(_) => {}
-            }
-            if left > 1 {
-                walk(&next, menu, left - 1, seen);
+                drop(next.clone().finish());
+                if left > 0 {
+                    beyond.push(next);
+                }
             }
         }
+        reached = beyond;
     }
-    let mut seen = HashMap::new();
-    walk(&World::new(setup), menu, length, &mut seen);
     seen.len()
 }
 
+/// 128 bits of what is hashed, in one pass and quickly: nobody chooses the states so that they collide.
+struct Digest([u64; 2]);
+
+impl Hasher for Digest {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "a product is folded into half its bits")]
+    fn write_u64(&mut self, word: u64) {
+        let folded = |factor: u64, by: u64| {
+            let product = u128::from(factor) * u128::from(by);
+            (product >> 64) as u64 ^ product as u64
+        };
+        let [a, b] = self.0;
+        self.0 = [
+            folded(a ^ word, 0x8bb8_4b93_962e_acc9).wrapping_add(b),
+            folded(b ^ word, 0x4d5a_2da5_1de1_aa47) ^ a.rotate_left(29),
+        ];
+    }
+
+    fn write_u8(&mut self, word: u8) {
+        self.write_u64(word.into());
+    }
+
+    fn write_u16(&mut self, word: u16) {
+        self.write_u64(word.into());
+    }
+
+    fn write_u32(&mut self, word: u32) {
+        self.write_u64(word.into());
+    }
+
+    fn write_usize(&mut self, word: usize) {
+        self.write_u64(word as u64);
+    }
+
+    fn finish(&self) -> u64 {
+        self.0[0]
+    }
+}
+
 fn digest(world: &World) -> [u64; 2] {
-    [1_u8, 2].map(|salt| {
-        let mut hasher = DefaultHasher::new();
-        salt.hash(&mut hasher);
-        world.hash(&mut hasher);
-        hasher.finish()
-    })
+    // Of zeros alone nothing would come.
+    let mut hasher = Digest([0x2d35_8dcc_aa6c_78a5, 0x4b33_a62e_d433_d4a3]);
+    world.hash(&mut hasher);
+    hasher.0
 }
 
 /// Cancel, failure, deadline and lost NICs at any point of a write cut over two NICs.
