@@ -242,6 +242,61 @@ def test_three_processes():
         assert each.exitcode == 0
 
 
+def member(connection, rank, world):
+    """Does what it is told, until it is told nothing more."""
+    shape = dict(experts=2 * world, world=world, top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN)
+    with immwire.TransferEngine(timeout=PATIENCE) as engine:
+        joining, exchange = None, None
+        for order, given in iter(connection.recv, None):
+            if order == "open":
+                if exchange is not None:
+                    exchange.close()
+                joining = moe.AllToAll.open(engine, rank=rank, **shape)
+                connection.send(joining.seat)
+            elif order == "join":
+                exchange = joining.join(given)
+                connection.send(exchange.active_ranks)
+            else:
+                x, indices, weights, scales = made_up(given + rank, 5, 2 * world)
+                _, _, _, results = layer(exchange, (x, indices, weights, scales), 2 * rank)
+                active = exchange.active_ranks
+                theirs = np.where(np.isin(indices // 2, active), indices, -1)
+                connection.send((active, bool((results == expected_results(x, theirs, weights)).all())))
+
+
+def test_a_process_that_is_killed_is_left_out_and_another_takes_its_place():
+    context = multiprocessing.get_context("spawn")
+
+    def start(rank):
+        mine, theirs = context.Pipe()
+        started = context.Process(target=member, args=(theirs, rank, 3), daemon=True)
+        started.start()
+        return started, mine
+
+    def tell(order, given=None, ranks=range(3)):
+        for rank in ranks:
+            ranks_of[rank][1].send((order, given))
+        return [ranks_of[rank][1].recv() for rank in ranks]
+
+    ranks_of = [start(rank) for rank in range(3)]
+    assert tell("join", tell("open")) == [[0, 1, 2]] * 3
+    assert tell("round", 0) == [([0, 1, 2], True)] * 3
+    ranks_of[2][0].kill()
+    ranks_of[2][0].join(PATIENCE)
+    begun = time.monotonic()
+    for seed in (10, 20):
+        assert tell("round", seed, range(2)) == [([0, 1], True)] * 2
+    assert time.monotonic() - begun < PATIENCE / 2
+    # No other process starts again.
+    ranks_of[2] = start(2)
+    assert tell("join", tell("open")) == [[0, 1, 2]] * 3
+    assert tell("round", 30) == [([0, 1, 2], True)] * 3
+    for started, connection in ranks_of:
+        connection.send(None)
+        started.join(PATIENCE)
+        assert started.exitcode == 0
+
+
 def test_whatever_has_memory_is_taken():
     class Interface:
         def __init__(self, array):
@@ -482,8 +537,9 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
             # It is not waited for, and what it does meanwhile is in nobody's way.
             for _ in range(3):
                 received = dispatch(rank, exchange)
-                chosen = [inputs[source][1] // 2 == rank for source in range(2)]
-                assert sum(received.counts) == sum(int((mask & True).sum()) for mask in chosen)
+                assert sum(received.counts) == sum(
+                    (inputs[source][1] // 2 == rank).sum() for source in range(2)
+                )
                 assert (combine(rank, exchange) == expected_results(x, theirs, weights)).all()
 
         assert [exchange.active_ranks for exchange in ranks.exchanges] == [[0, 1, 2]] * 3

@@ -206,7 +206,8 @@ impl AllToAll {
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more, and the report is empty. All ranks have
-    /// to call it. Waits for all that was given to this rank's GPU, as long as that takes, and then for the others, for `timeout`.
+    /// to call it. Waits for all that was given to this rank's GPU, as long as that takes, and then for the others, for `timeout`
+    /// (for those who say that they are kept waiting themselves, four times that at most).
     ///
     /// # Errors
     ///

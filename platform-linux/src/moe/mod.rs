@@ -313,11 +313,10 @@ impl AllToAll {
         rows: Rows<'_>,
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
-        let until = Until::new(timeout);
         // Before anything is sent.
         self.check_slots(&rows)?;
-        self.begin_dispatch(tokens, until)?;
-        self.end_dispatch(tokens, rows, until)
+        self.begin_dispatch(tokens, timeout)?;
+        self.end_dispatch(tokens, rows, timeout)
     }
 
     /// The first half of [`AllToAll::dispatch`]: sends a first chunk of this rank's tokens, and waits for nothing but room to
@@ -331,7 +330,7 @@ impl AllToAll {
         tokens: &Tokens<'_>,
         timeout: Duration,
     ) -> Result<(), MoeError> {
-        self.begin_dispatch(tokens, Until::new(timeout))
+        self.begin_dispatch(tokens, timeout)
     }
 
     /// The second half: sends the other chunks, and receives. `tokens` are those of the first half; of their routes what was
@@ -350,15 +349,15 @@ impl AllToAll {
         rows: Rows<'_>,
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
-        self.end_dispatch(tokens, rows, Until::new(timeout))
+        self.end_dispatch(tokens, rows, timeout)
     }
 
-    fn begin_dispatch(&mut self, tokens: &Tokens<'_>, until: Until) -> Result<(), MoeError> {
+    fn begin_dispatch(&mut self, tokens: &Tokens<'_>, limit: Duration) -> Result<(), MoeError> {
         self.is_turn(Turn::Dispatch)?;
         let count = self.check_tokens(tokens)?;
         self.turn = Turn::Over;
-        self.send_table(tokens, count, until)
-            .and_then(|()| self.send_tokens(tokens, 0, until))
+        self.send_table(tokens, count, limit)
+            .and_then(|()| self.send_tokens(tokens, 0, limit))
             .inspect_err(|_| self.others.stop())?;
         self.turn = Turn::ReceiveTokens;
         Ok(())
@@ -368,13 +367,13 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         rows: Rows<'_>,
-        until: Until,
+        limit: Duration,
     ) -> Result<Received<'_>, MoeError> {
         self.is_turn(Turn::ReceiveTokens)?;
         self.check_slots(&rows)?;
         self.check_payload(tokens, self.own().map_or(0, |own| own.tokens))?;
         self.turn = Turn::Over;
-        self.receive_tokens(tokens, rows, until).inspect_err(|_| self.others.stop())?;
+        self.receive_tokens(tokens, rows, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Combine;
         Ok(Received { counts: &self.counts, offsets: &self.offsets })
     }
@@ -386,9 +385,8 @@ impl AllToAll {
     ///
     /// [`MoeError`], which says after which of them the exchange can be used further.
     pub fn combine(&mut self, results: Results<'_>, timeout: Duration) -> Result<(), MoeError> {
-        let until = Until::new(timeout);
-        self.begin_combine(results.y, Some(results.out), until)?;
-        self.end_combine(results, until)
+        self.begin_combine(results.y, Some(results.out), timeout)?;
+        self.end_combine(results, timeout)
     }
 
     /// The first half of [`AllToAll::combine`]: sends the results of a first chunk of every rank's tokens, and waits for
@@ -398,7 +396,7 @@ impl AllToAll {
     ///
     /// As there.
     pub fn combine_send(&mut self, y: &[u8], timeout: Duration) -> Result<(), MoeError> {
-        self.begin_combine(y, None, Until::new(timeout))
+        self.begin_combine(y, None, timeout)
     }
 
     /// The second half: sends the results of the other chunks, and receives. `results.y` is that of the first half.
@@ -411,7 +409,7 @@ impl AllToAll {
         results: Results<'_>,
         timeout: Duration,
     ) -> Result<(), MoeError> {
-        self.end_combine(results, Until::new(timeout))
+        self.end_combine(results, timeout)
     }
 
     /// `out` if it is known by now: it is checked before anything is sent.
@@ -419,28 +417,28 @@ impl AllToAll {
         &mut self,
         y: &[u8],
         out: Option<&[u8]>,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         self.is_turn(Turn::Combine)?;
         self.check_results(y, out)?;
         self.turn = Turn::Over;
-        self.send_results(y, 0, until).inspect_err(|_| self.others.stop())?;
+        self.send_results(y, 0, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::ReceiveResults;
         Ok(())
     }
 
-    fn end_combine(&mut self, results: Results<'_>, until: Until) -> Result<(), MoeError> {
+    fn end_combine(&mut self, results: Results<'_>, limit: Duration) -> Result<(), MoeError> {
         self.is_turn(Turn::ReceiveResults)?;
         self.check_results(results.y, Some(results.out))?;
         self.turn = Turn::Over;
-        self.receive_results(results, until).inspect_err(|_| self.others.stop())?;
+        self.receive_results(results, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Dispatch;
         self.round += 1;
         Ok(())
     }
 
-    const fn at(&self, phase: Phase, chunk: u32, until: Until) -> At {
-        At { round: self.round.saturating_add(1), phase, chunk, until }
+    const fn at(&self, phase: Phase, chunk: u32, limit: Duration) -> At {
+        At { round: self.round.saturating_add(1), phase, chunk, limit }
     }
 
     fn own(&self) -> Option<&Source> {
@@ -491,14 +489,14 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         mut rows: Rows<'_>,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
             if at > 0 {
-                self.send_tokens(tokens, at, until)?;
+                self.send_tokens(tokens, at, limit)?;
             }
             // With the first chunk come the tables.
-            let here = self.at(Phase::Dispatch, at, until);
+            let here = self.at(Phase::Dispatch, at, limit);
             self.others.arrive(if at == 0 { 2 } else { 1 }, here)?;
             if at == 0 {
                 self.read_tables(here)?;
@@ -535,7 +533,7 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         count: u32,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         let rank = self.config.rank;
         let (table, epoch) = (self.table(), self.epoch());
@@ -551,7 +549,7 @@ impl AllToAll {
         self.bytes.extend(words.flat_map(|word| word.to_le_bytes()));
         self.outbox.write(0, &self.bytes)?;
         let len = self.bytes.len() as u64;
-        let (to, here) = (self.table_at(rank), self.at(Phase::Dispatch, 0, until));
+        let (to, here) = (self.table_at(rank), self.at(Phase::Dispatch, 0, limit));
         for peer in 0..self.others.len() {
             self.others.write(peer, (&self.outbox, 0), to, len, here)?;
         }
@@ -568,7 +566,12 @@ impl AllToAll {
         u64::from(self.config.chunk_tokens.get().min(self.config.max_tokens))
     }
 
-    fn send_tokens(&mut self, tokens: &Tokens<'_>, at: u32, until: Until) -> Result<(), MoeError> {
+    fn send_tokens(
+        &mut self,
+        tokens: &Tokens<'_>,
+        at: u32,
+        limit: Duration,
+    ) -> Result<(), MoeError> {
         let config = &self.config;
         let placement = Placement::new(&config.firsts)?;
         let Some(own) = self.sources.get(index(config.rank)) else { return Ok(()) };
@@ -578,7 +581,7 @@ impl AllToAll {
         let (token_bytes, scale_bytes) = (index(config.token_bytes), index(config.scale_bytes));
         let stride = self.sizes.dispatch_row_bytes;
         let to = self.tokens_at(config.rank, chunk.slot);
-        let here = self.at(Phase::Dispatch, at, until);
+        let here = self.at(Phase::Dispatch, at, limit);
         let mut next = self.sizes.table_bytes;
         for peer in 0..self.others.len() {
             if self.others.is_absent(peer) {
@@ -767,12 +770,16 @@ impl AllToAll {
 
     // ---- the way back ----
 
-    fn receive_results(&mut self, mut results: Results<'_>, until: Until) -> Result<(), MoeError> {
+    fn receive_results(
+        &mut self,
+        mut results: Results<'_>,
+        limit: Duration,
+    ) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
             if at > 0 {
-                self.send_results(results.y, at, until)?;
+                self.send_results(results.y, at, limit)?;
             }
-            self.others.arrive(1, self.at(Phase::Combine, at, until))?;
+            self.others.arrive(1, self.at(Phase::Combine, at, limit))?;
             self.take_results(&mut results, at)?;
         }
         Ok(())
@@ -785,8 +792,8 @@ impl AllToAll {
         self.places.combine + rows * self.sizes.combine_row_bytes
     }
 
-    fn send_results(&mut self, y: &[u8], at: u32, until: Until) -> Result<(), MoeError> {
-        let here = self.at(Phase::Combine, at, until);
+    fn send_results(&mut self, y: &[u8], at: u32, limit: Duration) -> Result<(), MoeError> {
+        let here = self.at(Phase::Combine, at, limit);
         let mut from = self.sizes.table_bytes;
         for peer in 0..self.others.len() {
             if self.others.is_absent(peer) {

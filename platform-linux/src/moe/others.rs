@@ -252,12 +252,7 @@ impl Others {
             _ => {
                 let mut ranks: Vec<u32> = absent.iter().map(|absent| absent.rank).collect();
                 ranks.sort_unstable();
-                MoeError::Late {
-                    phase: at.phase.name(),
-                    chunk: at.chunk,
-                    ranks,
-                    after: at.until.timeout,
-                }
+                MoeError::Late { phase: at.phase.name(), chunk: at.chunk, ranks, after: at.limit }
             }
         })
     }
@@ -281,15 +276,14 @@ impl Others {
                     return Ok(());
                 }
                 Err(SubmitError::Full { .. }) => {
-                    let left = at.until.timeout.saturating_sub(begun.elapsed());
+                    let left = at.limit.saturating_sub(begun.elapsed());
                     let is_over = left.is_zero() || self.control.is_aborted();
                     if !is_over {
                         // It is asked again in any case.
                         let _ = self.engine.wait_capacity(left.min(GLANCE));
                         continue;
                     }
-                    let after = at.until.timeout;
-                    self.leave(number, at, Why::NoRoom { after });
+                    self.leave(number, at, Why::NoRoom { after: at.limit });
                     return Ok(());
                 }
                 Err(error) => return Err(MoeError::Submit { rank: peer.rank, error }),
@@ -309,7 +303,7 @@ impl Others {
     ///
     /// [`MoeError::Count`]: our engine has stopped. [`MoeError::Unended`].
     pub(super) fn arrive(&mut self, writes: u64, at: At) -> Result<(), MoeError> {
-        let limit = at.until.timeout;
+        let limit = at.limit;
         let patience = Patience { limit_ns: nanoseconds(limit) };
         let begun = Instant::now();
         let parity = self.parity();
@@ -410,13 +404,12 @@ impl Others {
                 Verdict::Complete => {}
                 Verdict::Wait => missing += lacks,
                 Verdict::Leave(absence) => {
-                    let after = at.until.timeout;
                     let why = match (absence, gone) {
                         (Absence::Gone, Some(error)) => Why::Gone(error),
                         (Absence::Aborted, _) => Why::Aborted,
                         (Absence::LeftUs, _) => Why::LeftUs,
                         (Absence::Failed, _) => self.failure(number),
-                        _ => Why::Late { after },
+                        _ => Why::Late { after: at.limit },
                     };
                     self.leave(number, at, why);
                 }
@@ -490,12 +483,13 @@ pub(super) struct At {
     pub(super) round: u64,
     pub(super) phase: Phase,
     pub(super) chunk: u32,
-    pub(super) until: Until,
+    pub(super) limit: Duration,
 }
 
 impl At {
-    pub(super) const fn set_up(until: Until) -> Self {
-        Self { round: 0, phase: Phase::SetUp, chunk: 0, until }
+    /// Of a call that has so long for all it does.
+    pub(super) fn set_up(until: Until) -> Self {
+        Self { round: 0, phase: Phase::SetUp, chunk: 0, limit: until.left() }
     }
 }
 

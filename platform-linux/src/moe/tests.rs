@@ -822,7 +822,7 @@ fn who_is_kept_waiting_is_waited_for() {
     let bytes: Vec<u8> =
         vectors.as_flattened().iter().flat_map(|word| word.to_le_bytes()).collect();
     dead.outbox.write(0, &bytes).unwrap();
-    let (to, here) = (dead.table_at(2), dead.at(Phase::Dispatch, 0, Until::new(LONG)));
+    let (to, here) = (dead.table_at(2), dead.at(Phase::Dispatch, 0, LONG));
     assert_eq!(dead.others.rank(0), 0);
     dead.others.write(0, (&dead.outbox, 0), to, bytes.len() as u64, here).unwrap();
     dead.others.write(0, (&dead.outbox, 0), to, 0, here).unwrap();

@@ -135,7 +135,9 @@ impl Joining {
 
 /// Dispatch and combine among ranks, in host memory, over any transport. Made by ``AllToAll.open`` and ``join``.
 ///
-/// Every rank calls ``dispatch`` and then ``combine``, round after round. One thread at a time: a second call
+/// Every rank calls ``dispatch`` and then ``combine``, round after round. A rank that is gone, or of which nothing comes in time, is left out,
+/// and the others go on with all the rest: ``active_ranks`` and ``report()`` say so, no exception does. To take everybody in again, open a
+/// new exchange on the same engines. One thread at a time: a second call
 /// meanwhile raises ``RequestError``; ``report``, ``active_ranks`` and ``abort`` can be called at any time. Whatever a round needs is copied in and out once more than in Rust, so that
 /// other threads may do with the arrays what they like.
 #[pyclass(module = "immwire.moe", frozen)]
