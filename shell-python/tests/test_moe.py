@@ -515,7 +515,7 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
                 if phase == "dispatch":
                     dispatch(rank, exchange)
                 combine(rank, exchange)
-                assert exchange.report().left_by == {0: 1, 1: 1}
+                assert set(exchange.report().left_by) == {0, 1}
                 assert exchange.active_ranks == [2]
                 return
             begun = time.monotonic()

@@ -67,7 +67,7 @@
 //!   are left out of sums. [`AllToAll::control`] says who it is, since when, and why, and ends waits ([`Control::abort`]).
 //! - Ranks need not agree on who is left out. Each source has places of its own in every buffer of everybody, so what comes late of a
 //!   rank that is left out lies where nobody looks; what it adds to counters is added to nobody else's. Whoever was left out learns of it
-//!   before its next step is complete, and goes on with those who are left, if any.
+//!   by the end of its next call, and goes on with those who are left, if any.
 //! - A step ends when what was sent in it has ended, to ranks that are left out, too. So nothing is written over that is still read.
 //! - Who is left out stays out. To take everybody in again, or another in its place, make a new exchange of the same engines: what is still
 //!   under way of the old one is counted nowhere (its counters are retired) and lies in its own memory.
@@ -374,6 +374,7 @@ impl AllToAll {
         self.check_payload(tokens, self.own().map_or(0, |own| own.tokens))?;
         self.turn = Turn::Over;
         self.receive_tokens(tokens, rows, limit).inspect_err(|_| self.others.stop())?;
+        self.others.heed(self.at(Phase::Combine, 0, limit));
         self.turn = Turn::Combine;
         Ok(Received { counts: &self.counts, offsets: &self.offsets })
     }
@@ -434,6 +435,7 @@ impl AllToAll {
         self.receive_results(results, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Dispatch;
         self.round += 1;
+        self.others.heed(self.at(Phase::Dispatch, 0, limit));
         Ok(())
     }
 

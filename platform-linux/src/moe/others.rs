@@ -418,6 +418,16 @@ impl Others {
         missing
     }
 
+    /// Leaves out, from a step on that has not begun, who has left us out by now: of the steps before, what came whole counts.
+    pub(super) fn heed(&mut self, at: At) {
+        for number in 0..self.peers.len() {
+            let told = |peer: &Peer| self.counters[LEFT].arrived_from(peer.id) > 0;
+            if self.peers.get(number).is_some_and(|peer| peer.is_present && told(peer)) {
+                self.leave(number, at, Why::LeftUs);
+            }
+        }
+    }
+
     /// Why a write to a peer failed.
     fn failure(&self, number: usize) -> Why {
         let ends = self.sent.iter().filter(|(to, _)| *to == number);
