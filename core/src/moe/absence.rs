@@ -212,8 +212,8 @@ mod tests {
     const STEPS: usize = 4;
 
     /// The last rank dies in `step`, when only those in `reached` have its writes. Who is in `told` hears of it from the transport 7
-    /// ticks later. Others begin their first step at `skew`, and work for `work` ticks between steps.
-    fn world(step: usize, reached: u32, told: u32, skew: &[u64], work: u64) -> Vec<Rank> {
+    /// ticks later. Others begin their first step at `skew`, and work for `work` ticks, each for its own, between steps.
+    fn world(step: usize, reached: u32, told: u32, skew: &[u64], work: [u64; 3]) -> Vec<Rank> {
         let (live, dead) = (skew.len(), skew.len());
         let mut mail =
             vec![vec![Mail { writes: vec![None; STEPS], ..Mail::default() }; live + 1]; live];
@@ -233,10 +233,9 @@ mod tests {
             let is_far = |step: usize| ranks.iter().any(|rank| rank.step >= step);
             for at in 0..=step {
                 let some = |to: usize| at < step || reached >> to & 1 == 1;
-                for (to, mail) in
+                for (_, mail) in
                     mail.iter_mut().enumerate().filter(|(to, _)| is_far(at) && some(*to))
                 {
-                    let _ = to;
                     mail[dead].writes[at].get_or_insert(now + 1);
                 }
             }
@@ -292,7 +291,7 @@ mod tests {
                 }
                 if is_complete {
                     rank.step += 1;
-                    rank.begins = now + work;
+                    rank.begins = now + work[me];
                     rank.has_begun = false;
                     rank.signs = 0;
                 }
@@ -310,7 +309,7 @@ mod tests {
             for sets in 0..64 {
                 let (reached, told) = (sets & 7, sets >> 3);
                 for skew in (0..27).map(|n| [n % 3 * 2, n / 3 % 3 * 2, n / 9 * 2]) {
-                    for work in [1, 4] {
+                    for work in [[1, 1, 1], [4, 4, 4], [1, 4, 2], [4, 1, 2]] {
                         let ranks = world(step, reached, told, &skew, work);
                         let what = (step, reached, told, skew, work);
                         for (me, rank) in ranks.iter().enumerate() {
@@ -329,6 +328,6 @@ mod tests {
                 }
             }
         }
-        assert_eq!(worlds, 4 * 64 * 27 * 2);
+        assert_eq!(worlds, 4 * 64 * 27 * 4);
     }
 }

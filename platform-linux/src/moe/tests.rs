@@ -605,6 +605,13 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
                         }
                         // It lives, and says nothing.
                         met.wait();
+                        if phase == Phase::Combine {
+                            // All had come that it is owed in this round.
+                            exchange.combine(no_results(), LONG).unwrap();
+                            let left = [0, 2, 3].map(|rank| (rank, Why::LeftUs));
+                            assert_eq!(absent(&exchange), left);
+                        }
+                        met.wait();
                         return;
                     }
                     let begun = Instant::now();
@@ -626,6 +633,7 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
                     assert!(begun.elapsed() < LONG / 2);
                     assert_eq!(exchange.control().report(), report);
                     met.wait();
+                    met.wait();
                 });
             }
         });
@@ -634,22 +642,29 @@ fn a_rank_that_never_comes_is_named_within_the_deadline() {
     assert_eq!(check(&engines, &config(&[0, 1, 2, 3, 4]), 5), 24);
 }
 
+/// Before it is written to, or when all that was sent to it has ended and it is waited for.
 #[test]
 fn a_rank_that_is_gone_is_not_waited_for() {
-    let mut engines = engines(3, &Transport::Shm);
-    let mut exchanges = join(&engines, &config(&[0, 1, 2, 3]));
-    drop((engines.pop(), exchanges.pop()));
-    thread::scope(|scope| {
-        for mut exchange in exchanges {
-            scope.spawn(move || {
-                let begun = Instant::now();
-                silent(&mut exchange, LONG).unwrap();
-                let named = absent(&exchange);
-                assert!(matches!(named[..], [(2, Why::Gone(_) | Why::Write(_))]), "{named:?}");
-                assert!(begun.elapsed() < LONG / 2);
-            });
-        }
-    });
+    for later in [false, true] {
+        let mut engines = engines(3, &Transport::Shm);
+        let mut exchanges = join(&engines, &config(&[0, 1, 2, 3]));
+        let mut last = Some((engines.pop(), exchanges.pop()));
+        last.take_if(|_| !later);
+        thread::scope(|scope| {
+            for mut exchange in exchanges {
+                scope.spawn(move || {
+                    let begun = Instant::now();
+                    silent(&mut exchange, LONG).unwrap();
+                    let named = absent(&exchange);
+                    let [(2, why)] = named[..] else { panic!("{named:?}") };
+                    assert!(matches!(why, Why::Gone(_)) || !later && matches!(why, Why::Write(_)));
+                    assert!(begun.elapsed() < LONG / 2);
+                });
+            }
+            thread::sleep(Duration::from_millis(300));
+            drop(last);
+        });
+    }
 }
 
 fn lend<'a>(x: &'a mut [u8], scales: &'a mut [u8]) -> Rows<'a> {
@@ -831,7 +846,10 @@ fn who_is_kept_waiting_is_waited_for() {
             scope.spawn(move || {
                 // It comes to its deadline after the other, which waits for it and for the dead one then.
                 thread::sleep(Duration::from_millis(200) * rank);
-                silent(&mut exchange, patience).unwrap();
+                silent_dispatch(&mut exchange, patience).unwrap();
+                // Its experts take a while.
+                thread::sleep(Duration::from_millis(200) * rank);
+                exchange.combine(no_results(), patience).unwrap();
                 assert_eq!(absent(&exchange), [(2, Why::Late { after: patience })], "rank {rank}");
                 let phase = exchange.control().report().absent[0].phase;
                 assert_eq!(phase, [Phase::Combine, Phase::Dispatch][rank as usize]);
