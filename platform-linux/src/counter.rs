@@ -210,6 +210,14 @@ impl ImmCounter {
         }
     }
 
+    /// Whole writes of a peer that were counted here, consumed or not, but for those that [`ImmCounter::wait_from`] has consumed.
+    pub(crate) fn arrived_from(&self, peer: PeerId) -> u64 {
+        let Some(baseline) = self.shared.baseline(self.tag) else { return 0 };
+        let units = self.shared.tallies.units(self.tag.slot(), peer.index).unwrap_or(0);
+        let before = lock(baseline).get(usize::from(peer.index)).copied().unwrap_or(0);
+        units.saturating_sub(before) / u64::from(WRITE_UNITS)
+    }
+
     /// `None`: too late, it was reached.
     fn disarm(&self, ticket: Ticket, writes: u64) -> Result<Option<u64>, CountError> {
         Ok(self.shared.counting.disarm(self.tag, ticket, writes)?)
@@ -217,13 +225,7 @@ impl ImmCounter {
 
     /// Who had sent what: the peers expected, or, if none were named, all who ever sent.
     fn shares(&self, expected: &[Expected]) -> Vec<PeerShare> {
-        let Some(baseline) = self.shared.baseline(self.tag) else { return Vec::new() };
-        let baseline = lock(baseline);
-        let arrived = |peer: PeerId| {
-            let units = self.shared.tallies.units(self.tag.slot(), peer.index).unwrap_or(0);
-            let before = baseline.get(usize::from(peer.index)).copied().unwrap_or(0);
-            units.saturating_sub(before) / u64::from(WRITE_UNITS)
-        };
+        let arrived = |peer: PeerId| self.arrived_from(peer);
         if expected.is_empty() {
             let peers = self.shared.peers.known();
             let shares = peers.into_iter().map(|peer| (peer, arrived(peer)));

@@ -298,6 +298,8 @@ pub(crate) fn moe(error: &MoeError) -> PyErr {
         MoeError::Late { ranks, .. } => ("MoeTimeout", ranks.clone()),
         MoeError::Gone { rank, .. }
         | MoeError::Write { rank, .. }
+        | MoeError::LeftOut { rank }
+        | MoeError::Unended { rank, .. }
         | MoeError::Submit { rank, .. }
         | MoeError::NotReached { rank, .. }
         | MoeError::Reach { rank, .. } => ("RankError", one(*rank)),

@@ -16,6 +16,7 @@
 //! | rows by expert, padded for a grouped GEMM, or each token once and a list of which row is which | [`Layout`], [`slot_of`] |
 //! | bytes of every buffer | [`Sizes`] |
 //! | chunks, what may be sent when, how many immediates come | [`Chunks`], [`Expected`] |
+//! | who is waited for, and who is left out | [`Patience`] |
 //! | the lines by which a kernel tells its host that a chunk is complete | [`Doorbells`] |
 //!
 //! # Invariants
@@ -32,6 +33,7 @@
 //!
 //! Figures of others are from arXiv 2510.27656 and its published code.
 
+mod absence;
 mod chunk;
 mod doorbell;
 mod layout;
@@ -42,6 +44,7 @@ mod table;
 #[cfg(test)]
 mod tests;
 
+pub use absence::{Absence, LIMITS, Outgoing, Patience, Seen, Verdict};
 pub use chunk::{Chunk, ChunkError, Chunks, Expected};
 pub use doorbell::{DESTINATIONS_PER_LINE, Doorbell, DoorbellError, Doorbells, LINE_WORDS, Op};
 pub use layout::{Arrival, Layout, LayoutError, NO_SLOT, padded_offsets, slot_of};

@@ -11,10 +11,10 @@
 //! | 2 | 128 | 128 x 2; 128 x 1 | 0.0 | 3.6 | 3.5 | 7.2 | 18,304 |
 //! | 4 | 128 | 128 x 2; 128 x 1 | 0.1 | 7.2 | 7.0 | 14.3 | 12,160 |
 //! | 8 | 128 | 128 x 2; 128 x 1 | 0.1 | 14.5 | 14.0 | 28.6 | 12,160 |
-//! | 64 | 128 | 128 x 2; 128 x 1 | 1.0 | 116.0 | 14.0 | 131.0 | 32,768 |
+//! | 64 | 128 | 128 x 2; 128 x 1 | 1.0 | 116.0 | 112.0 | 229.0 | 32,768 |
 //! | 8 | 4,096 | 4096 x 2; 4096 x 1 | 4.0 | 464.0 | 448.0 | 916.0 | 266,112 |
 //! | 8 | 4,096 | 512 x 2; 512 x 2 | 4.0 | 58.0 | 112.0 | 174.0 | 266,112 |
-//! | 64 | 4,096 | 512 x 2; 512 x 2 | 32.0 | 464.0 | 112.0 | 608.0 | 1,048,576 |
+//! | 64 | 4,096 | 512 x 2; 512 x 2 | 32.0 | 464.0 | 896.0 | 1392.0 | 1,048,576 |
 //!
 //! A test computes this table. Rows by expert lie in the caller's memory; who reads the receive buffer by row numbers has none.
 
@@ -66,15 +66,14 @@ pub struct Sizes {
     pub combine_row_bytes: u64,
     /// The most ranks that a token goes to.
     pub fan: u32,
-    /// The most results that come back for a token: one from each rank, or where sums are exact for each choice.
-    pub combine_fan: u32,
-    /// The most of them that one rank sends.
+    /// The most results that one rank sends back for a token: one, or where sums are exact one for each choice that it can have.
     pub combine_each: u32,
     /// Choices of all ranks, of this round and the one before: `[2][world][table_bytes]`.
     pub tables_bytes: u64,
     /// Where tokens arrive: `[world][dispatch_depth][chunk_tokens][dispatch_row_bytes]`.
     pub dispatch_bytes: u64,
-    /// Where results arrive: `[combine_depth][chunk_tokens * combine_fan][combine_row_bytes]`.
+    /// Where results arrive: `[world][combine_depth][chunk_tokens * combine_each][combine_row_bytes]`. As for tokens, the place of each
+    /// source is its own: what comes late of one that is left out is never in another's.
     pub combine_bytes: u64,
     /// The three together.
     pub total_bytes: u64,
@@ -147,12 +146,9 @@ impl Sizes {
         let dispatch_depth = u64::from(shape.dispatch_depth.get());
         let dispatch_rows = product([world, dispatch_depth, chunk])?;
         let dispatch_bytes = dispatch_rows.checked_mul(dispatch_row_bytes)?;
-        let (combine_fan, combine_each) = if shape.exact {
-            (shape.top_k, shape.top_k.min(placement.most_local()))
-        } else {
-            (fan, 1)
-        };
-        let combine_rows = product([shape.combine_depth.get().into(), chunk, combine_fan.into()])?;
+        let combine_each = if shape.exact { shape.top_k.min(placement.most_local()) } else { 1 };
+        let combine_depth = u64::from(shape.combine_depth.get());
+        let combine_rows = product([world, combine_depth, chunk, combine_each.into()])?;
         let combine_bytes = combine_rows.checked_mul(combine_row_bytes)?;
         let total_bytes = tables_bytes.checked_add(dispatch_bytes)?.checked_add(combine_bytes)?;
         Some(Self {
@@ -160,7 +156,6 @@ impl Sizes {
             dispatch_row_bytes,
             combine_row_bytes,
             fan,
-            combine_fan,
             combine_each,
             tables_bytes,
             dispatch_bytes,

@@ -452,9 +452,8 @@ fn sizes_without_room_in_64_bits_are_refused() {
     // A result of each choice, of which a rank has no more than experts.
     let by_rank = sizes(&good).unwrap();
     let exact = sizes(&Shape { exact: true, ..good }).unwrap();
-    assert_eq!((by_rank.combine_fan, by_rank.combine_each), (2, 1));
-    assert_eq!((exact.combine_fan, exact.combine_each), (8, 8));
-    assert_eq!((exact.fan, exact.combine_bytes), (2, 4 * by_rank.combine_bytes));
+    assert_eq!((by_rank.combine_each, exact.combine_each), (1, 8));
+    assert_eq!((exact.fan, exact.combine_bytes), (2, 8 * by_rank.combine_bytes));
     let few = Sizes::new(&Shape { exact: true, ..good }, &Placement::new(&[0, 3, 3]).unwrap());
     assert_eq!(few.unwrap().combine_each, 3);
     // No tokens need no room but for the heads of the tables.
@@ -759,8 +758,9 @@ proptest! {
         let back = wide(shape.result_bytes).next_multiple_of(128);
         let rows = wide(depth.max(1)) * wide(chunk.max(1).min(max_tokens));
         let tables = 2 * wide(world) * 16 * (1 + wide(max_tokens) * wide(top_k.div_ceil(2)));
-        let (out, home) = (wide(world).checked_mul(rows * row), rows * wide(if exact { top_k } else { top_k.min(world) }) * back);
-        let total = out.and_then(|out| out.checked_add(home + tables));
+        let each = if exact { top_k.min(placement.most_local()) } else { 1 };
+        let (out, home) = (wide(world).checked_mul(rows * row), rows.checked_mul(wide(world) * wide(each) * back));
+        let total = out.zip(home).and_then(|(out, home)| out.checked_add(home)?.checked_add(tables));
         match (Sizes::new(&shape, &placement), total) {
             (Ok(sizes), Some(total)) => prop_assert_eq!(u128::from(sizes.total_bytes), total),
             (Ok(sizes), None) => prop_assert!(false, "{:?}", sizes),

@@ -15,7 +15,8 @@ use crate::region::AccessError;
 /// Why an exchange could not be made, or a round did not complete.
 ///
 /// A call that was refused ([`MoeError::Argument`], [`MoeError::Routing`], [`MoeError::OutOfTurn`]) has changed nothing, and can
-/// be made again. After any other error the exchange is over: all calls return [`MoeError::Over`].
+/// be made again. After any other error the exchange is over: all calls return [`MoeError::Over`]. That another rank does not come, or is
+/// gone, is no error of a round in host memory: it is left out ([`AllToAll::control`](super::AllToAll::control)).
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]
 pub enum MoeError {
@@ -120,6 +121,20 @@ pub enum MoeError {
         rank: u32,
         /// How it is known.
         error: PeerError,
+    },
+    /// A rank goes on without this one.
+    #[error("rank {rank} has left this one out")]
+    LeftOut {
+        /// The rank.
+        rank: u32,
+    },
+    /// What was sent to a rank that is left out is still read.
+    #[error("a write to rank {rank} was stopped, and has not ended within {after:?}")]
+    Unended {
+        /// The rank.
+        rank: u32,
+        /// The time given.
+        after: Duration,
     },
     /// A write to a rank failed.
     #[error("write to rank {rank}: {error}")]

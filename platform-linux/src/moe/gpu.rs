@@ -26,7 +26,7 @@ pub use immwire_cuda::moe::{Count, Half, Results, Rows, Tokens};
 use immwire_core::group::{TransferError as Stop, WorkError};
 
 use super::error::MoeError;
-use super::others::{Circle, Others, Own, Until, digest};
+use super::others::{At, Circle, Others, Own, Until, digest};
 use super::seat::Seat;
 use crate::engine::TransferEngine;
 use crate::error::TransferError;
@@ -87,7 +87,7 @@ struct Used {
 
 impl AllToAll {
     /// Makes the buffers of one rank, and loads the kernels. The engine needs a thread, or somebody who polls it during the calls that
-    /// take a timeout, and two counters that are free.
+    /// take a timeout, and four counters that are free.
     ///
     /// # Errors
     ///
@@ -206,7 +206,8 @@ impl AllToAll {
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more, and the report is empty. All ranks have
-    /// to call it. Waits for all that was given to this rank's GPU, as long as that takes, and then for the others, for `timeout`.
+    /// to call it. Waits for all that was given to this rank's GPU, as long as that takes, and then for the others, for `timeout`
+    /// (for those who say that they are kept waiting themselves, four times that at most).
     ///
     /// # Errors
     ///
@@ -228,7 +229,7 @@ impl AllToAll {
 
     /// Waits until all ranks are here.
     fn meet(&mut self, until: Until) -> Result<(), MoeError> {
-        let met = self.others.meet("set-up", until);
+        let met = self.others.meet(At::set_up(until));
         met.inspect_err(|_| self.others.stop())
     }
 
@@ -292,11 +293,13 @@ impl Joining {
         let mut others = own.join(seats, &circle, until)?;
         let at = |rank: u32| geometry.inbox_bytes + u64::from(rank) * GREETING_BYTES;
         let (from, to) = (at(0), at(config.rank));
+        let here = At::set_up(until);
         let mut greet = || {
             for peer in 0..others.len() {
-                others.write(peer, (&inbox, from), to, GREETING_BYTES, until)?;
+                others.write(peer, (&inbox, from), to, GREETING_BYTES, here)?;
             }
-            others.arrive("set-up", 0, 1, until)
+            others.arrive(1, here)?;
+            others.all(here)
         };
         if let Err(error) = greet() {
             others.stop();

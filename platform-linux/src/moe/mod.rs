@@ -60,27 +60,37 @@
 //!   in `f32` in the order of the token's choices and rounded once, the parts in the order of ranks and rounded once more. Where
 //!   sums are exact ([`Config::exact`]) there are no parts: all choices in their order, rounded once.
 //! - A round goes in steps, and in each step every rank sends every other one the same number of writes, whatever the routes.
-//!   Nobody begins a step before all have begun the one before, so two counters in turn tell steps apart, and two slots in
-//!   turn are enough for every buffer. Tables carry the number of their round besides.
-//! - Every wait has a deadline, and names the ranks that are missing. Whose engine is known to be gone is not waited for.
+//!   Of two ranks that go on with each other neither begins a step before the other has begun the one before, so two counters in turn tell
+//!   steps apart, and two slots in turn are enough for every buffer. Tables carry the number of their round besides.
+//! - Every wait has a deadline, and a rank that does not come is left out, by the rules of [`Patience`](immwire_core::moe::Patience).
+//!   The others' rounds go on: its tokens are zeros where its choices came, and not there where they did not; results of its experts
+//!   are left out of sums. [`AllToAll::control`] says who it is, since when, and why, and ends waits ([`Control::abort`]).
+//! - Ranks need not agree on who is left out. Each source has places of its own in every buffer of everybody, so what comes late of a
+//!   rank that is left out lies where nobody looks; what it adds to counters is added to nobody else's. Whoever was left out learns of it
+//!   by the end of its next call, and goes on with those who are left, if any.
+//! - A step ends when what was sent in it has ended, to ranks that are left out, too. So nothing is written over that is still read.
+//! - Who is left out stays out. To take everybody in again, or another in its place, make a new exchange of the same engines: what is still
+//!   under way of the old one is counted nowhere (its counters are retired) and lies in its own memory.
 //! - Dispatch and combine allocate nothing that grows with tokens.
 
 use std::num::NonZeroU32;
 use std::ops::Range;
+use std::sync::Arc;
 use std::time::Duration;
 
 use immwire_core::moe::{
     Arrival, Chunks, Layout, Placement, Routing, RoutingError, Shape, Sizes, SizesError,
-    TableShape, Vector, padded_offsets,
+    TableShape, Vector,
 };
 pub use immwire_core::moe::{NO_SLOT, slot_of};
 
-use self::others::{Circle, Others, Own, Until, digest};
+use self::others::{At, Circle, Others, Own, Until, digest};
 use crate::engine::TransferEngine;
 use crate::region::Region;
 
 pub use error::{MoeError, SeatError};
 pub use number::Format;
+pub use report::{Absent, Control, Phase, Report, Why};
 pub use seat::Seat;
 
 pub mod gpu;
@@ -88,6 +98,7 @@ pub mod gpu;
 mod error;
 mod number;
 mod others;
+mod report;
 mod seat;
 #[cfg(test)]
 mod tests;
@@ -222,9 +233,8 @@ pub struct AllToAll {
     counts: Vec<u32>,
     offsets: Vec<u32>,
     given: Vec<u32>,
-    /// Tokens for each rank, and where their rows start.
-    by_rank: Vec<u32>,
-    starts: Vec<u32>,
+    /// Results of each rank that were taken of a chunk.
+    taken: Vec<u32>,
     vectors: Vec<Vector>,
     bytes: Vec<u8>,
     sum: Vec<f32>,
@@ -233,7 +243,7 @@ pub struct AllToAll {
 
 impl AllToAll {
     /// Makes the buffers of one rank. The engine needs a thread, or somebody who polls it during every call here and between
-    /// halves, and two counters that are free.
+    /// halves, and four counters that are free.
     ///
     /// # Errors
     ///
@@ -282,10 +292,17 @@ impl AllToAll {
         self.round
     }
 
+    /// Who is left out, since when, and why; and the way to end waits. Can be asked while another thread is in a call.
+    #[must_use]
+    pub const fn control(&self) -> &Arc<Control> {
+        self.others.control()
+    }
+
     /// Sends this rank's tokens, and receives those that chose its experts.
     ///
-    /// Every rank has to call it, those without tokens too. `timeout` is for the whole call. Copies each row once to
-    /// send it and once for each expert that it is for.
+    /// Every rank has to call it, those without tokens too. `timeout` is how long a chunk of a rank is waited for that gives no sign; the
+    /// same at every rank. Who is late is left out, and the call succeeds without it ([`AllToAll::control`]). A rank that is kept waiting
+    /// itself is waited for longer, four times as long at most. Copies each row once to send it and once for each expert that it is for.
     ///
     /// # Errors
     ///
@@ -296,11 +313,10 @@ impl AllToAll {
         rows: Rows<'_>,
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
-        let until = Until::new(timeout);
         // Before anything is sent.
         self.check_slots(&rows)?;
-        self.begin_dispatch(tokens, until)?;
-        self.end_dispatch(tokens, rows, until)
+        self.begin_dispatch(tokens, timeout)?;
+        self.end_dispatch(tokens, rows, timeout)
     }
 
     /// The first half of [`AllToAll::dispatch`]: sends a first chunk of this rank's tokens, and waits for nothing but room to
@@ -314,7 +330,7 @@ impl AllToAll {
         tokens: &Tokens<'_>,
         timeout: Duration,
     ) -> Result<(), MoeError> {
-        self.begin_dispatch(tokens, Until::new(timeout))
+        self.begin_dispatch(tokens, timeout)
     }
 
     /// The second half: sends the other chunks, and receives. `tokens` are those of the first half; of their routes what was
@@ -333,15 +349,15 @@ impl AllToAll {
         rows: Rows<'_>,
         timeout: Duration,
     ) -> Result<Received<'_>, MoeError> {
-        self.end_dispatch(tokens, rows, Until::new(timeout))
+        self.end_dispatch(tokens, rows, timeout)
     }
 
-    fn begin_dispatch(&mut self, tokens: &Tokens<'_>, until: Until) -> Result<(), MoeError> {
+    fn begin_dispatch(&mut self, tokens: &Tokens<'_>, limit: Duration) -> Result<(), MoeError> {
         self.is_turn(Turn::Dispatch)?;
         let count = self.check_tokens(tokens)?;
         self.turn = Turn::Over;
-        self.send_table(tokens, count, until)
-            .and_then(|()| self.send_tokens(tokens, 0, until))
+        self.send_table(tokens, count, limit)
+            .and_then(|()| self.send_tokens(tokens, 0, limit))
             .inspect_err(|_| self.others.stop())?;
         self.turn = Turn::ReceiveTokens;
         Ok(())
@@ -351,13 +367,14 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         rows: Rows<'_>,
-        until: Until,
+        limit: Duration,
     ) -> Result<Received<'_>, MoeError> {
         self.is_turn(Turn::ReceiveTokens)?;
         self.check_slots(&rows)?;
         self.check_payload(tokens, self.own().map_or(0, |own| own.tokens))?;
         self.turn = Turn::Over;
-        self.receive_tokens(tokens, rows, until).inspect_err(|_| self.others.stop())?;
+        self.receive_tokens(tokens, rows, limit).inspect_err(|_| self.others.stop())?;
+        self.others.heed(self.at(Phase::Combine, 0, limit));
         self.turn = Turn::Combine;
         Ok(Received { counts: &self.counts, offsets: &self.offsets })
     }
@@ -369,9 +386,8 @@ impl AllToAll {
     ///
     /// [`MoeError`], which says after which of them the exchange can be used further.
     pub fn combine(&mut self, results: Results<'_>, timeout: Duration) -> Result<(), MoeError> {
-        let until = Until::new(timeout);
-        self.begin_combine(results.y, Some(results.out), until)?;
-        self.end_combine(results, until)
+        self.begin_combine(results.y, Some(results.out), timeout)?;
+        self.end_combine(results, timeout)
     }
 
     /// The first half of [`AllToAll::combine`]: sends the results of a first chunk of every rank's tokens, and waits for
@@ -381,7 +397,7 @@ impl AllToAll {
     ///
     /// As there.
     pub fn combine_send(&mut self, y: &[u8], timeout: Duration) -> Result<(), MoeError> {
-        self.begin_combine(y, None, Until::new(timeout))
+        self.begin_combine(y, None, timeout)
     }
 
     /// The second half: sends the results of the other chunks, and receives. `results.y` is that of the first half.
@@ -394,7 +410,7 @@ impl AllToAll {
         results: Results<'_>,
         timeout: Duration,
     ) -> Result<(), MoeError> {
-        self.end_combine(results, Until::new(timeout))
+        self.end_combine(results, timeout)
     }
 
     /// `out` if it is known by now: it is checked before anything is sent.
@@ -402,24 +418,29 @@ impl AllToAll {
         &mut self,
         y: &[u8],
         out: Option<&[u8]>,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         self.is_turn(Turn::Combine)?;
         self.check_results(y, out)?;
         self.turn = Turn::Over;
-        self.send_results(y, 0, until).inspect_err(|_| self.others.stop())?;
+        self.send_results(y, 0, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::ReceiveResults;
         Ok(())
     }
 
-    fn end_combine(&mut self, results: Results<'_>, until: Until) -> Result<(), MoeError> {
+    fn end_combine(&mut self, results: Results<'_>, limit: Duration) -> Result<(), MoeError> {
         self.is_turn(Turn::ReceiveResults)?;
         self.check_results(results.y, Some(results.out))?;
         self.turn = Turn::Over;
-        self.receive_results(results, until).inspect_err(|_| self.others.stop())?;
+        self.receive_results(results, limit).inspect_err(|_| self.others.stop())?;
         self.turn = Turn::Dispatch;
         self.round += 1;
+        self.others.heed(self.at(Phase::Dispatch, 0, limit));
         Ok(())
+    }
+
+    const fn at(&self, phase: Phase, chunk: u32, limit: Duration) -> At {
+        At { round: self.round.saturating_add(1), phase, chunk, limit }
     }
 
     fn own(&self) -> Option<&Source> {
@@ -470,16 +491,17 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         mut rows: Rows<'_>,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
             if at > 0 {
-                self.send_tokens(tokens, at, until)?;
+                self.send_tokens(tokens, at, limit)?;
             }
             // With the first chunk come the tables.
-            self.others.arrive("dispatch", at, if at == 0 { 2 } else { 1 }, until)?;
+            let here = self.at(Phase::Dispatch, at, limit);
+            self.others.arrive(if at == 0 { 2 } else { 1 }, here)?;
             if at == 0 {
-                self.read_tables()?;
+                self.read_tables(here)?;
                 self.lay_out()?;
                 self.prepare(&mut rows)?;
             }
@@ -513,7 +535,7 @@ impl AllToAll {
         &mut self,
         tokens: &Tokens<'_>,
         count: u32,
-        until: Until,
+        limit: Duration,
     ) -> Result<(), MoeError> {
         let rank = self.config.rank;
         let (table, epoch) = (self.table(), self.epoch());
@@ -529,9 +551,9 @@ impl AllToAll {
         self.bytes.extend(words.flat_map(|word| word.to_le_bytes()));
         self.outbox.write(0, &self.bytes)?;
         let len = self.bytes.len() as u64;
-        let at = self.table_at(rank);
+        let (to, here) = (self.table_at(rank), self.at(Phase::Dispatch, 0, limit));
         for peer in 0..self.others.len() {
-            self.others.write(peer, (&self.outbox, 0), at, len, until)?;
+            self.others.write(peer, (&self.outbox, 0), to, len, here)?;
         }
         Ok(())
     }
@@ -546,7 +568,12 @@ impl AllToAll {
         u64::from(self.config.chunk_tokens.get().min(self.config.max_tokens))
     }
 
-    fn send_tokens(&mut self, tokens: &Tokens<'_>, at: u32, until: Until) -> Result<(), MoeError> {
+    fn send_tokens(
+        &mut self,
+        tokens: &Tokens<'_>,
+        at: u32,
+        limit: Duration,
+    ) -> Result<(), MoeError> {
         let config = &self.config;
         let placement = Placement::new(&config.firsts)?;
         let Some(own) = self.sources.get(index(config.rank)) else { return Ok(()) };
@@ -556,28 +583,38 @@ impl AllToAll {
         let (token_bytes, scale_bytes) = (index(config.token_bytes), index(config.scale_bytes));
         let stride = self.sizes.dispatch_row_bytes;
         let to = self.tokens_at(config.rank, chunk.slot);
-        let mut at = self.sizes.table_bytes;
+        let here = self.at(Phase::Dispatch, at, limit);
+        let mut next = self.sizes.table_bytes;
         for peer in 0..self.others.len() {
+            if self.others.is_absent(peer) {
+                continue;
+            }
             let local = placement.experts_of(self.others.rank(peer));
-            let first = at;
+            let first = next;
             for token in part.tokens_at(local) {
                 let token = index(chunk.tokens.start + token);
-                self.outbox.write(at, nth(tokens.x, token, token_bytes))?;
+                self.outbox.write(next, nth(tokens.x, token, token_bytes))?;
                 let scales = nth(tokens.scales, token, scale_bytes);
-                self.outbox.write(at + token_bytes as u64, scales)?;
-                at += stride;
+                self.outbox.write(next + token_bytes as u64, scales)?;
+                next += stride;
             }
-            self.others.write(peer, (&self.outbox, first), to, at - first, until)?;
+            self.others.write(peer, (&self.outbox, first), to, next - first, here)?;
         }
         Ok(())
     }
 
-    fn read_tables(&mut self) -> Result<(), MoeError> {
+    /// Reads the tables of all who are not left out; whose is none is, from now on. Who is has no tokens in this round.
+    fn read_tables(&mut self, here: At) -> Result<(), MoeError> {
         let (table, epoch) = (self.table(), self.epoch());
-        let experts = self.config.firsts.last().copied().unwrap_or(0);
+        let (top_k, experts) = (self.config.top_k, self.config.firsts.last().copied().unwrap_or(0));
         for peer in 0..self.others.len() {
             let rank = self.others.rank(peer);
             let at = self.table_at(rank);
+            let Some(source) = self.sources.get_mut(index(rank)) else { continue };
+            source.tokens = 0;
+            if self.others.is_absent(peer) {
+                continue;
+            }
             // The largest is there whatever its head says; the core says how much of it counts.
             self.bytes.resize(index_of(self.sizes.table_bytes), 0);
             self.inbox.read(at, &mut self.bytes)?;
@@ -586,13 +623,16 @@ impl AllToAll {
                     *word = bytes.iter().rev().fold(0, |word, byte| word << 8 | u32::from(*byte));
                 }
             }
-            let Some(source) = self.sources.get_mut(index(rank)) else { continue };
             let decoded =
                 table.decode(epoch, &self.vectors, &mut source.indices, &mut source.weights);
-            source.tokens = decoded.map_err(|error| MoeError::Table { rank, error })?;
-            source
-                .routing(self.config.top_k, experts)
-                .map_err(|error| MoeError::PeerRouting { rank, error })?;
+            let read = decoded.map_err(Why::Table).and_then(|tokens| {
+                routing(&source.indices, tokens, top_k, experts).map_err(Why::Routing)?;
+                Ok(tokens)
+            });
+            match read {
+                Ok(tokens) => source.tokens = tokens,
+                Err(why) => self.others.leave(peer, here, why),
+            }
         }
         Ok(())
     }
@@ -715,6 +755,10 @@ impl AllToAll {
                     if rank == config.rank {
                         to_x.copy_from_slice(nth(own.x, index(token), x));
                         to_scales.copy_from_slice(nth(own.scales, index(token), scales));
+                    } else if self.others.is_rank_absent(rank) {
+                        // Its choices came, and the tokens did not.
+                        to_x.fill(0);
+                        to_scales.fill(0);
                     } else {
                         self.inbox.read(from, to_x)?;
                         self.inbox.read(from + x as u64, to_scales)?;
@@ -728,26 +772,35 @@ impl AllToAll {
 
     // ---- the way back ----
 
-    fn receive_results(&mut self, mut results: Results<'_>, until: Until) -> Result<(), MoeError> {
+    fn receive_results(
+        &mut self,
+        mut results: Results<'_>,
+        limit: Duration,
+    ) -> Result<(), MoeError> {
         for at in 0..self.chunks.count() {
             if at > 0 {
-                self.send_results(results.y, at, until)?;
+                self.send_results(results.y, at, limit)?;
             }
-            self.others.arrive("combine", at, 1, until)?;
+            self.others.arrive(1, self.at(Phase::Combine, at, limit))?;
             self.take_results(&mut results, at)?;
         }
         Ok(())
     }
 
-    /// Where the results of a slot begin at every receiver.
-    fn results_at(&self, slot: u32) -> u64 {
-        let rows = u64::from(slot) * self.chunk_rows() * u64::from(self.sizes.combine_fan);
+    /// Where the results of `rank` in a slot begin at every receiver.
+    fn results_at(&self, rank: u32, slot: u32) -> u64 {
+        let slots = u64::from(rank) * u64::from(DEPTH.get()) + u64::from(slot);
+        let rows = slots * self.chunk_rows() * u64::from(self.sizes.combine_each);
         self.places.combine + rows * self.sizes.combine_row_bytes
     }
 
-    fn send_results(&mut self, y: &[u8], at: u32, until: Until) -> Result<(), MoeError> {
+    fn send_results(&mut self, y: &[u8], at: u32, limit: Duration) -> Result<(), MoeError> {
+        let here = self.at(Phase::Combine, at, limit);
         let mut from = self.sizes.table_bytes;
         for peer in 0..self.others.len() {
+            if self.others.is_absent(peer) {
+                continue;
+            }
             let (first, rank) = (from, self.others.rank(peer));
             let config = &self.config;
             let placement = Placement::new(&config.firsts)?;
@@ -774,12 +827,8 @@ impl AllToAll {
                 self.outbox.write(from, &self.bytes)?;
                 from += self.sizes.combine_row_bytes;
             }
-            // At the receiver the rows of lower ranks come first.
-            config.count_results(&part, &placement, &mut self.by_rank).map_err(wrong)?;
-            padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
-            let start = self.starts.get(index(config.rank)).copied().unwrap_or(0);
-            let to = self.results_at(chunk.slot) + u64::from(start) * self.sizes.combine_row_bytes;
-            self.others.write(peer, (&self.outbox, first), to, from - first, until)?;
+            let to = self.results_at(config.rank, chunk.slot);
+            self.others.write(peer, (&self.outbox, first), to, from - first, here)?;
         }
         Ok(())
     }
@@ -793,21 +842,20 @@ impl AllToAll {
         let Some(own) = self.sources.get(index(rank)) else { return Ok(()) };
         let routing = own.routing(config.top_k, placement.experts()).map_err(MoeError::Routing)?;
         let chunk = self.chunks.get(self.round, at, own.tokens)?;
-        let part = routing.part(chunk.tokens.clone());
-        config.count_results(&part, &placement, &mut self.by_rank).map_err(MoeError::Routing)?;
-        padded_offsets(&self.by_rank, NonZeroU32::MIN, &mut self.starts)?;
-        let results = self.results_at(chunk.slot);
         let row_bytes = index(config.hidden) * Format::BYTES;
         let mut total = std::mem::take(&mut self.total);
-        self.bytes.resize(row_bytes, 0);
-        // The next row that a rank sent.
-        let (starts, stride) = (&mut self.starts, self.sizes.combine_row_bytes);
+        let mut sum = std::mem::take(&mut self.sum);
+        let mut bytes = std::mem::take(&mut self.bytes);
+        bytes.resize(row_bytes, 0);
+        // Where the next row lies that a rank sent; nowhere, if it is left out.
+        let mut taken_of = std::mem::take(&mut self.taken);
+        taken_of.fill(0);
         let mut next_of = |rank: u32| {
-            let next = starts.get_mut(index(rank));
-            next.map_or(results, |next| {
-                *next += 1;
-                results + u64::from(*next - 1) * stride
-            })
+            let row =
+                taken_of.get_mut(index(rank)).filter(|_| !self.others.is_rank_absent(rank))?;
+            *row += 1;
+            let before = u64::from(*row - 1) * self.sizes.combine_row_bytes;
+            Some(self.results_at(rank, chunk.slot) + before)
         };
         for token in chunk.tokens.clone() {
             let to = nth_mut(taken.out, token, row_bytes);
@@ -821,9 +869,11 @@ impl AllToAll {
                 for (rank_of, row, weight) in own.all_chosen(&routing, token, &placement) {
                     let row = if rank_of == rank {
                         nth(taken.y, index(row), row_bytes)
+                    } else if let Some(from) = next_of(rank_of) {
+                        self.inbox.read(from, &mut bytes)?;
+                        &bytes
                     } else {
-                        self.inbox.read(next_of(rank_of), &mut self.bytes)?;
-                        &self.bytes
+                        continue;
                     };
                     for (total, value) in total.iter_mut().zip(values(row)) {
                         *total += weight * format.load(value);
@@ -832,14 +882,14 @@ impl AllToAll {
             } else {
                 for from in routing.ranks_of(token, &placement).iter() {
                     if from == rank {
-                        own.partial(&routing, token, &mine, taken.y, format, &mut self.sum);
-                        for (total, value) in total.iter_mut().zip(&self.sum) {
+                        own.partial(&routing, token, &mine, taken.y, format, &mut sum);
+                        for (total, value) in total.iter_mut().zip(&sum) {
                             // Rounded as what comes from elsewhere: results do not depend on who holds an expert.
                             *total += format.load(format.store(*value));
                         }
-                    } else {
-                        self.inbox.read(next_of(from), &mut self.bytes)?;
-                        for (total, value) in total.iter_mut().zip(values(&self.bytes)) {
+                    } else if let Some(from) = next_of(from) {
+                        self.inbox.read(from, &mut bytes)?;
+                        for (total, value) in total.iter_mut().zip(values(&bytes)) {
                             *total += format.load(value);
                         }
                     }
@@ -849,7 +899,7 @@ impl AllToAll {
                 to.copy_from_slice(&format.store(*value).to_le_bytes());
             }
         }
-        self.total = total;
+        (self.total, self.sum, self.bytes, self.taken) = (total, sum, bytes, taken_of);
         Ok(())
     }
 }
@@ -901,8 +951,7 @@ impl Joining {
             counts: vec![0; local],
             offsets: vec![0; local + 1],
             given: vec![0; local],
-            by_rank: vec![0; world],
-            starts: vec![0; world + 1],
+            taken: vec![0; world],
             vectors: vec![[0; 4]; index_of(sizes.table_bytes / 16)],
             bytes: Vec::new(),
             sum: vec![0.0; index(config.hidden)],
@@ -1006,20 +1055,6 @@ impl Config {
             dispatch_depth: DEPTH,
             combine_depth: DEPTH,
             exact: self.exact,
-        }
-    }
-
-    /// How many results each rank sends back for tokens of these choices.
-    fn count_results(
-        &self,
-        routing: &Routing<'_>,
-        placement: &Placement<'_>,
-        counts: &mut [u32],
-    ) -> Result<(), RoutingError> {
-        if self.exact {
-            routing.count_choices(placement, counts)
-        } else {
-            routing.count_ranks(placement, counts)
         }
     }
 

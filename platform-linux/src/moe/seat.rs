@@ -6,14 +6,17 @@ use immwire_core::wire::{NetAddr, Wire};
 
 use super::error::SeatError;
 
+/// Counters of each rank.
+pub(super) const COUNTERS: usize = 4;
+
 /// What the others need to write to a rank. Travels by whatever the ranks find each other with.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Seat {
     pub(super) address: NetAddr,
     /// Where others write.
     pub(super) inbox: MrDesc,
-    /// What they count at, in turn.
-    pub(super) tags: [ImmTag; 2],
+    /// What they count at.
+    pub(super) tags: [ImmTag; COUNTERS],
     /// Of shape and placement, which must be the same everywhere.
     pub(super) digest: u64,
 }
@@ -25,7 +28,7 @@ impl Seat {
         &self.address
     }
 
-    /// Some hundred bytes: two frames, each behind its length, two tags, and a digest of the shape.
+    /// Some hundred bytes: two frames, each behind its length, four tags, and a digest of the shape.
     #[must_use]
     pub fn to_bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::new();
@@ -51,17 +54,18 @@ impl Seat {
         };
         let (address, rest) = framed(bytes)?;
         let (inbox, rest) = framed(rest)?;
-        let words: &[u8; 16] = rest.try_into().map_err(|_| length)?;
-        let [a, b, c, d, e, f, g, h, digest @ ..] = *words;
-        let tag = |word| {
-            let bits = u32::from_le_bytes(word);
+        let (words, digest) = rest.split_at_checked(4 * COUNTERS).ok_or(length)?;
+        let digest: &[u8; 8] = digest.try_into().map_err(|_| length)?;
+        let tag = |at: usize| {
+            let word = words.get(4 * at..).and_then(<[u8]>::first_chunk).ok_or(length)?;
+            let bits = u32::from_le_bytes(*word);
             ImmTag::from_bits(bits).ok_or(SeatError::Tag { bits })
         };
         Ok(Self {
             address: NetAddr::decode(address)?,
             inbox: MrDesc::decode(inbox)?,
-            tags: [tag([a, b, c, d])?, tag([e, f, g, h])?],
-            digest: u64::from_le_bytes(digest),
+            tags: [tag(0)?, tag(1)?, tag(2)?, tag(3)?],
+            digest: u64::from_le_bytes(*digest),
         })
     }
 }

@@ -19,7 +19,7 @@ use std::time::{Duration, Instant};
 use comfy_table::{CellAlignment, Table, presets};
 use immwire::core::moe::{Placement, Routing, RoutingError};
 use immwire::moe::gpu::MoeReport;
-use immwire::moe::{AllToAll, Config, Format, Joining, MoeError, Results, Rows, Tokens};
+use immwire::moe::{Absent, AllToAll, Config, Format, Joining, MoeError, Results, Rows, Tokens};
 use immwire::{BuildError, TransferEngine};
 use serde::Serialize;
 
@@ -47,6 +47,14 @@ pub enum MoeBenchError {
         rank: u32,
         /// Why.
         error: MoeError,
+    },
+    /// A rank did not come.
+    #[error("rank {rank} went on without {absent}")]
+    Absent {
+        /// Which rank says so.
+        rank: u32,
+        /// Who, and why.
+        absent: Absent,
     },
     /// A result was not what it must be.
     #[error("rank {rank} was given wrong results in round {round}")]
@@ -318,6 +326,10 @@ fn run_round(
     let results = Results { y: &y, out: &mut out, accumulate: false };
     exchange.combine(results, PATIENCE).map_err(failed)?;
     let combine = begun.elapsed().as_secs_f64();
+    // A round goes on without who is missing; what is measured then is none.
+    if let Some(absent) = exchange.control().report().absent.first() {
+        return Err(MoeBenchError::Absent { rank, absent: *absent });
+    }
     if out != batch.expected(args.top_k) {
         return Err(MoeBenchError::Wrong { rank, round: number });
     }

@@ -6,7 +6,6 @@
 //! - No launch is told of more than the arrays have that were given: counts of tokens and rows follow from their bytes.
 //! - Who closes an exchange waits for the GPU first: no kernel uses what is gone.
 
-use std::collections::BTreeMap;
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 use std::time::Duration;
@@ -18,7 +17,7 @@ use immwire::moe::{Format, MoeError};
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use super::{Common, Failure, format, placement};
+use super::{Common, Failure, MoeReport, format, placement};
 use crate::engine::TransferEngine;
 use crate::errors;
 use crate::memory::{self, Memory};
@@ -84,75 +83,6 @@ impl Shared {
             _ => Err(Failure::Closed),
         })
     }
-}
-
-/// What went wrong in the kernels of one rank, with the rounds in which it did, from 1 on. True if anything did.
-#[pyclass(module = "immwire.moe", frozen)]
-pub(crate) struct MoeReport(gpu::MoeReport);
-
-#[pymethods]
-impl MoeReport {
-    /// Ranks whose choices did not come in time, with the last round of which that is so.
-    #[getter]
-    fn late_tables(&self) -> BTreeMap<usize, u32> {
-        rounds(&self.0.late_table)
-    }
-
-    /// Ranks whose tokens did not come in time.
-    #[getter]
-    fn late_tokens(&self) -> BTreeMap<usize, u32> {
-        rounds(&self.0.late_tokens)
-    }
-
-    /// Ranks whose results did not come in time.
-    #[getter]
-    fn late_results(&self) -> BTreeMap<usize, u32> {
-        rounds(&self.0.late_results)
-    }
-
-    /// The first of this rank's choices that is no expert, or one that its token names twice, and was dropped: the round, the token, which
-    /// of its choices, and what it was.
-    #[getter]
-    fn refused(&self) -> Option<(u32, u32, u32, i32)> {
-        let it = &self.0;
-        (it.refused != 0).then_some((it.refused, it.token, it.choice, it.index))
-    }
-
-    /// The last round in which there were more rows than ``out`` had room for, or ``y`` had.
-    #[getter]
-    fn rows_left_out(&self) -> Option<u32> {
-        Some(self.0.rows_left_out).filter(|round| *round != 0)
-    }
-
-    /// The last round in which ``count`` said more tokens than there may be.
-    #[getter]
-    fn tokens_left_out(&self) -> Option<u32> {
-        Some(self.0.tokens_left_out).filter(|round| *round != 0)
-    }
-
-    fn __bool__(&self) -> bool {
-        self.0 != gpu::MoeReport::default()
-    }
-
-    fn __repr__(&self) -> String {
-        if !self.__bool__() {
-            return "MoeReport(nothing went wrong)".into();
-        }
-        format!(
-            "MoeReport(late_tables={:?}, late_tokens={:?}, late_results={:?}, refused={:?}, rows_left_out={:?}, \
-             tokens_left_out={:?})",
-            self.late_tables(),
-            self.late_tokens(),
-            self.late_results(),
-            self.refused(),
-            self.rows_left_out(),
-            self.tokens_left_out()
-        )
-    }
-}
-
-fn rounds(words: &[u32]) -> BTreeMap<usize, u32> {
-    words.iter().copied().enumerate().filter(|(_, round)| *round != 0).collect()
 }
 
 /// An exchange whose buffers are there, and which waits to be told of the other ranks.
@@ -499,7 +429,7 @@ impl GpuAllToAll {
 
     /// What went wrong in the kernels until now. Waits for nothing: what is under way may not be in it yet.
     fn report(&self, py: Python<'_>) -> PyResult<MoeReport> {
-        self.shared.call(py, |joined| Ok(MoeReport(joined.exchange.report())))
+        self.shared.call(py, |joined| Ok(MoeReport::of_gpu(&joined.exchange.report())))
     }
 
     /// The ranks of which nothing was late until now. Who was, is left out from the next round on.

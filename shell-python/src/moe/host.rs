@@ -11,12 +11,12 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use immwire::moe::gpu::Half;
-use immwire::moe::{Config, Format, Results, Rows, Tokens};
+use immwire::moe::{Config, Control, Format, Results, Rows, Tokens};
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 use pyo3::types::{PyBytes, PyTuple};
 
-use super::{Common, Failure, format, placement, writable};
+use super::{Common, Failure, MoeReport, format, placement, writable};
 use crate::buffer::View;
 use crate::engine::TransferEngine;
 use crate::errors;
@@ -111,11 +111,12 @@ impl Joining {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
         let seats = super::seats(seats)?;
-        let (max_rows, max_slots) =
+        let (max_rows, max_slots, control) =
             common.call(py, |held| match std::mem::take(&mut held.state) {
                 State::Joining(joining) => {
                     let exchange = joining.join(&seats, timeout)?;
-                    let most = (exchange.max_rows(), exchange.max_slots());
+                    let control = Arc::clone(exchange.control());
+                    let most = (exchange.max_rows(), exchange.max_slots(), control);
                     held.state = State::Joined(Box::new(exchange));
                     Ok(most)
                 }
@@ -124,7 +125,7 @@ impl Joining {
                     Err(Failure::Closed)
                 }
             })?;
-        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots })
+        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots, control })
     }
 
     fn __repr__(&self) -> String {
@@ -134,14 +135,18 @@ impl Joining {
 
 /// Dispatch and combine among ranks, in host memory, over any transport. Made by ``AllToAll.open`` and ``join``.
 ///
-/// Every rank calls ``dispatch`` and then ``combine``, round after round. One thread at a time: a second call
-/// meanwhile raises ``RequestError``. Whatever a round needs is copied in and out once more than in Rust, so that
+/// Every rank calls ``dispatch`` and then ``combine``, round after round. A rank that is gone, or of which nothing comes in time, is left out,
+/// and the others go on with all the rest: ``active_ranks`` and ``report()`` say so, no exception does. To take everybody in again, open a
+/// new exchange on the same engines. One thread at a time: a second call
+/// meanwhile raises ``RequestError``; ``report``, ``active_ranks`` and ``abort`` can be called at any time. Whatever a round needs is copied in and out once more than in Rust, so that
 /// other threads may do with the arrays what they like.
 #[pyclass(module = "immwire.moe", frozen)]
 pub(crate) struct AllToAll {
     shared: Arc<Shared>,
     max_rows: usize,
     max_slots: usize,
+    /// Beside calls, which hold the rest.
+    control: Arc<Control>,
 }
 
 impl AllToAll {
@@ -242,7 +247,9 @@ impl AllToAll {
     /// ``half``: ``"both"``, or first ``"send"``, which waits for nothing but room and returns None, and then, after other
     /// work and with the same arguments, ``"receive"``: what counts of the tokens is what they were at the first.
     ///
-    /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
+    /// ``timeout`` is how long a chunk of a rank is waited for that gives no sign; the same at every rank. Who is late, or gone, is left out,
+    /// and the call returns without it: see ``report``. Who is kept waiting itself is waited for four times as long at most. Other threads
+    /// run meanwhile; Ctrl-C is heard when it is over.
     #[pyo3(signature = (
         x, indices, weights, scales = None, *, out, out_scales = None, slots = None, half = "both",
         timeout = None
@@ -341,7 +348,9 @@ impl AllToAll {
     /// ``y`` is ``[rows][hidden]`` of ``dtype``, in the rows of the dispatch before; ``out`` is ``[tokens][hidden]``.
     /// ``accumulate``: add to what is there. ``half`` as in ``dispatch``.
     ///
-    /// ``timeout`` is for the whole call. Other threads run meanwhile; Ctrl-C is heard when it is over.
+    /// ``timeout`` is how long a chunk of a rank is waited for that gives no sign; the same at every rank. Who is late, or gone, is left out,
+    /// and the call returns without it: see ``report``. Who is kept waiting itself is waited for four times as long at most. Other threads
+    /// run meanwhile; Ctrl-C is heard when it is over.
     #[pyo3(signature = (y, *, out, accumulate = false, half = "both", timeout = None))]
     fn combine(
         &self,
@@ -386,6 +395,23 @@ impl AllToAll {
         })?;
         self.shared.rounds.store(rounds, Ordering::Relaxed);
         Ok(())
+    }
+
+    /// What went wrong until now: who is left out, since when, and why. Waits for nothing, also while another thread is in a call.
+    fn report(&self) -> MoeReport {
+        MoeReport::of_host(&self.control.report())
+    }
+
+    /// The ranks that are not left out, this one included.
+    #[getter]
+    fn active_ranks(&self) -> Vec<u32> {
+        self.control.active_ranks()
+    }
+
+    /// Ends all waits of this rank for others, as if they had lasted too long: those of calls to come, too. Who has not sent by then is
+    /// left out. For another thread than the one in a call.
+    fn abort(&self) {
+        self.control.abort();
     }
 
     /// The most rows that a round can bring here.

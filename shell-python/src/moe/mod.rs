@@ -9,9 +9,11 @@
 
 mod gpu;
 mod host;
+mod report;
 
-pub(crate) use gpu::{GpuAllToAll, GpuJoining, MoeReport};
+pub(crate) use gpu::{GpuAllToAll, GpuJoining};
 pub(crate) use host::{AllToAll, Joining, Received};
+pub(crate) use report::MoeReport;
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, TryLockError};
