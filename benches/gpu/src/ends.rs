@@ -3,17 +3,15 @@
 //!
 //! Both read the same clock (`CLOCK_MONOTONIC`). The receiver checks pages of each request before it is timed.
 
+use crate::processes::{Orders, Place, Process, ask, now};
 use crate::rig::Random;
 use immwire::{
-    Driver, End, ImmCounter, ImmTag, MrDesc, NetAddr, PageIndices, PagedWrite, Pages, PeerId,
-    Region, SingleWrite, TransferEngine, core::wire::Wire,
+    Driver, End, ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region,
+    SingleWrite, TransferEngine,
 };
 use serde_json::{Value, json};
 use std::error::Error;
-use std::io::{BufRead, BufReader, Write, stdin};
 use std::num::NonZeroU32;
-use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
-use std::str::FromStr;
 use std::time::{Duration, Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
@@ -21,18 +19,12 @@ type Outcome<T> = Result<T, Box<dyn Error>>;
 /// Bytes of each pool; more than the longest request.
 const POOL: usize = 3 << 30;
 /// No step takes longer.
-const LIMIT: Duration = Duration::from_secs(20);
-const ROUNDS: usize = 40;
+pub(crate) const LIMIT: Duration = Duration::from_secs(20);
+pub(crate) const ROUNDS: usize = 40;
 /// Lists of pages that take turns, so that pages do not come from a cache.
-const TURNS: usize = 4;
+pub(crate) const TURNS: usize = 4;
 /// Pages that are compared of each request.
-const COMPARED: usize = 64;
-
-/// Nanoseconds of the clock that all processes share.
-fn now() -> u64 {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::Monotonic);
-    time.tv_sec.unsigned_abs() * 1_000_000_000 + time.tv_nsec.unsigned_abs()
-}
+pub(crate) const COMPARED: usize = 64;
 
 /// What the sender's pool holds at `offset`, a multiple of 8.
 fn word(offset: u64) -> u64 {
@@ -43,7 +35,7 @@ fn pattern(offset: u64, bytes: usize) -> Vec<u8> {
     (0..bytes as u64 / 8).flat_map(|i| word(offset + 8 * i).to_le_bytes()).collect()
 }
 
-fn engine(gpus: Vec<u32>, sms: u32) -> Outcome<(TransferEngine, Driver)> {
+pub(crate) fn engine(gpus: Vec<u32>, sms: u32) -> Outcome<(TransferEngine, Driver)> {
     let sms = NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN);
     Ok(TransferEngine::builder().gpus(gpus).sms(sms).build_polled()?)
 }
@@ -55,37 +47,19 @@ fn pool(engine: &TransferEngine, place: &str) -> Outcome<Region> {
     })
 }
 
-fn ask<T: FromStr<Err: Error + 'static>>(line: &str, at: usize) -> Outcome<T> {
-    Ok(line.split_whitespace().nth(at).ok_or("a word is missing")?.parse()?)
-}
-
 /// The other process: `PLACE` is a GPU or `host`. Answers one line for each that it reads.
 pub(crate) fn receive(place: &str) -> Outcome<()> {
     let gpus = place.parse().into_iter().collect::<Vec<u32>>();
     let (engine, mut driver) = engine(gpus, 8)?;
     let region = pool(&engine, place)?;
     let counter = engine.counter()?;
-    let mut desc = [0; 1024];
-    let bytes = region.desc().encode(&mut desc)?;
-    let hex: String = desc[..bytes].iter().map(|byte| format!("{byte:02x}")).collect();
-    println!("{} {hex} {}", engine.address(), counter.tag().bits());
-    let (sender, orders) = std::sync::mpsc::channel();
-    std::thread::spawn(move || {
-        for line in stdin().lines().map_while(Result::ok) {
-            if sender.send(line).is_err() {
-                break;
-            }
-        }
-    });
-    loop {
-        let line = match orders.try_recv() {
-            Ok(line) => line,
-            Err(std::sync::mpsc::TryRecvError::Empty) => {
-                driver.poll();
-                continue;
-            }
-            Err(std::sync::mpsc::TryRecvError::Disconnected) => return Ok(()),
-        };
+    let place =
+        Place { address: engine.address().clone(), desc: region.desc(), tag: counter.tag() };
+    println!("{}", place.to_line()?);
+    let orders = Orders::new();
+    while let Some(line) = orders.next(|| {
+        driver.poll();
+    }) {
         let answer = match line.split_whitespace().next() {
             Some("expect") => expect(&mut driver, &counter, ask(&line, 1)?)?,
             Some("compare") => {
@@ -98,6 +72,7 @@ pub(crate) fn receive(place: &str) -> Outcome<()> {
         };
         println!("{answer}");
     }
+    Ok(())
 }
 
 fn expect(driver: &mut Driver, counter: &ImmCounter, writes: u64) -> Outcome<String> {
@@ -116,9 +91,7 @@ fn expect(driver: &mut Driver, counter: &ImmCounter, writes: u64) -> Outcome<Str
 
 /// The receiver, as the sender sees it.
 struct There {
-    child: Child,
-    orders: ChildStdin,
-    answers: BufReader<ChildStdout>,
+    process: Process,
     peer: PeerId,
     desc: MrDesc,
     tag: ImmTag,
@@ -126,42 +99,11 @@ struct There {
 
 impl There {
     fn start(driver: &mut Driver, place: &str) -> Outcome<Self> {
-        let mut child = Command::new(std::env::current_exe()?)
-            .args(["receive", place])
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()?;
-        let orders = child.stdin.take().ok_or("no pipe")?;
-        let mut answers = BufReader::new(child.stdout.take().ok_or("no pipe")?);
-        let mut line = String::new();
-        answers.read_line(&mut line)?;
-        let mut words = line.split_whitespace();
-        let mut next = || words.next().ok_or("the other process has ended");
-        let (address, hex, tag) = (next()?.parse::<NetAddr>()?, next()?, next()?.parse::<u32>()?);
-        let bytes = (0..hex.len() / 2).map(|i| u8::from_str_radix(&hex[2 * i..2 * i + 2], 16));
-        let desc = MrDesc::decode(&bytes.collect::<Result<Vec<_>, _>>()?)?;
+        let mut process = Process::start(&["receive", place])?;
+        let Place { address, desc, tag } = Place::of_line(&process.hear()?)?;
         let peer = driver.add_peer(&address)?;
         driver.wait_peer(peer, LIMIT)?;
-        let tag = ImmTag::from_bits(tag).ok_or("a tag that is none")?;
-        Ok(Self { child, orders, answers, peer, desc, tag })
-    }
-
-    fn say(&mut self, line: &str) -> Outcome<()> {
-        Ok(writeln!(self.orders, "{line}")?)
-    }
-
-    fn hear(&mut self) -> Outcome<String> {
-        let mut line = String::new();
-        self.answers.read_line(&mut line)?;
-        if line.is_empty() { Err("the other process has ended".into()) } else { Ok(line) }
-    }
-}
-
-impl Drop for There {
-    fn drop(&mut self) {
-        // The pipe's end is its sign to go.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        Ok(Self { process, peer, desc, tag })
     }
 }
 
@@ -232,8 +174,8 @@ impl Bench {
     }
 
     fn once(&mut self, shape: &Shape, lists: Option<&Lists>, compare: bool) -> Outcome<Took> {
-        self.there.say(&format!("expect {}", shape.pages))?;
-        self.there.hear()?;
+        self.there.process.say(&format!("expect {}", shape.pages))?;
+        self.there.process.hear()?;
         let side = |indices: &PageIndices| Pages {
             indices: indices.clone(),
             stride: shape.page_bytes,
@@ -285,7 +227,7 @@ impl Bench {
         if transfer.poll_end() != Some(End::Done) {
             return Err(format!("a transfer ended so: {:?}", transfer.poll_end()).into());
         }
-        let counted: u64 = self.there.hear()?.trim().parse()?;
+        let counted: u64 = self.there.process.hear()?.trim().parse()?;
         if compare {
             self.compare(shape, lists)?;
         }
@@ -307,8 +249,8 @@ impl Bench {
                     (at, at)
                 }
             };
-            self.there.say(&format!("compare {to} {from} {bytes}"))?;
-            if self.there.hear()?.trim() != "right" {
+            self.there.process.say(&format!("compare {to} {from} {bytes}"))?;
+            if self.there.process.hear()?.trim() != "right" {
                 return Err(format!("bytes at {to} are not those of {from}").into());
             }
         }

@@ -1,11 +1,13 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | captures | joined | time | ends FROM TO SMS | signals FROM TO
+//!     immwire-bench-gpu exchange RANKS SMS MIB
 //!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time [TOKENS] | moe-processes N | moe-turns JSON
 //!
-//! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes, from a GPU, by number, or `host`, to another. `signals` measures
-//! how long a watcher's callback and a waiting stream take to hear of something. `moe-turns` measures whenever it is told to. What is
-//! of experts takes all GPUs, the rest two.
+//! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes,
+//! from a GPU, by number, or `host`, to another; `exchange` among a process for each rank, all to all at once, with pools of so many MiB.
+//! `signals` measures how long a watcher's callback and a waiting stream take to hear of something. `moe-turns` measures whenever it is
+//! told to. What is of experts takes all GPUs, as does `exchange`, the rest two.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
@@ -14,8 +16,10 @@ mod captures;
 mod check;
 mod direct;
 mod ends;
+mod exchange;
 mod joined;
 mod moe;
+mod processes;
 mod rig;
 mod row;
 mod signals;
@@ -38,6 +42,14 @@ fn main() -> ExitCode {
         ["ends", from, to, sms] => {
             sms.parse().map_err(Into::into).and_then(|sms| ends::measure(from, to, sms))
         }
+        ["exchange", ranks, sms, mib] => numbers([ranks, sms, mib])
+            .and_then(|[ranks, sms, mib]| exchange::measure(ranks, sms, u64::from(mib) << 20)),
+        ["exchange-rank", rank, ranks, sms, pool] => pool
+            .parse()
+            .map_err(Into::into)
+            .and_then(|pool| Ok((numbers([rank, ranks, sms])?, pool)))
+            .and_then(|([rank, ranks, sms], pool)| exchange::rank(rank, ranks, sms, pool))
+            .map(|()| Value::Null),
         ["signals", from, to] => match (from.parse(), to.parse()) {
             (Ok(from), Ok(to)) => signals::measure(from, to),
             _ => Err("GPUs are numbers".into()),
@@ -56,7 +68,7 @@ fn main() -> ExitCode {
             _ => Err("ranks are numbers".into()),
         },
         [what] => run(what),
-        _ => Err("check, check-few, captures, joined, time, ends FROM TO SMS, signals FROM TO, or moe-check, moe-replay, moe-time, \
+        _ => Err("check, check-few, captures, joined, time, ends FROM TO SMS, exchange RANKS SMS MIB, signals FROM TO, or moe-check, moe-replay, moe-time, \
                   moe-processes N, moe-turns JSON"
             .into()),
     };
@@ -71,6 +83,14 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+fn numbers<const N: usize>(words: [&str; N]) -> Result<[u32; N], Box<dyn Error>> {
+    let mut numbers = [0; N];
+    for (number, word) in numbers.iter_mut().zip(words) {
+        *number = word.parse()?;
+    }
+    Ok(numbers)
 }
 
 fn process(world: u32, rank: u32, case: u32) -> Result<Value, Box<dyn Error>> {
