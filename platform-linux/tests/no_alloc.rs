@@ -57,10 +57,11 @@ unsafe impl GlobalAlloc for Counting {
 static ALLOCATOR: Counting = Counting;
 
 const LIMIT: Duration = Duration::from_secs(60);
-/// Writes of each kind, in steady state.
-const WRITES: u64 = 1_000_000;
+/// Writes of each kind, in steady state; and where `IMMWIRE_FULL=1` is set.
+const WRITES: u64 = 100_000;
+const FULL_WRITES: u64 = 1_000_000;
 /// The same with memory of GPUs, where each copy is some microseconds of a driver's.
-const GPU_WRITES: u64 = 100_000;
+const GPU_WRITES: u64 = 30_000;
 /// And by way of the host's, over TCP.
 const STAGED_WRITES: u64 = 20_000;
 /// Before that.
@@ -269,6 +270,9 @@ fn steady_state(place: Place) {
 
     let kinds = [Kind::Single(8), Kind::Single(3000), Kind::Imm, Kind::Paged];
     let writes = match place {
+        Place::Host if std::env::var_os("IMMWIRE_FULL").is_some_and(|full| full == "1") => {
+            FULL_WRITES
+        }
         Place::Host => WRITES,
         Place::Gpus => GPU_WRITES,
         Place::Staged => STAGED_WRITES,

@@ -13,7 +13,7 @@ use immwire::core::wire::NicAddr;
 use immwire::{DownReason, End, NetAddr, PeerError, TransferEngine};
 
 use crate::agent::Agent;
-use crate::host::{Host, Own, PATIENCE, Setup};
+use crate::host::{Host, Own, Setup, patience};
 use crate::operations::write;
 use crate::ports::{APART, Port};
 use crate::{Case, Spread, Test};
@@ -89,7 +89,7 @@ fn calls_to_nobody(case: &Case) {
         longest_gap(&me, (&mut other, peer), |_| std::thread::sleep(Duration::from_secs(2)));
     let gap = longest_gap(&me, (&mut other, peer), |engine| {
         let called = engine.add_peer(&absent(&there, 200)).expect("a call");
-        assert!(engine.wait_peer(called, PATIENCE).is_err());
+        assert!(engine.wait_peer(called, patience()).is_err());
     });
     assert!(gap < GAP, "{gap:?} without a write; {quiet:?} when nobody was called");
     let gap = longest_gap(&me, (&mut other, peer), |engine| {
@@ -102,11 +102,11 @@ fn calls_to_nobody(case: &Case) {
         // One that is there is not kept waiting by those who are not.
         let start = Instant::now();
         let found = engine.add_peer(&there).expect("a call");
-        assert_eq!(engine.wait_peer(found, PATIENCE), Ok(()));
+        assert_eq!(engine.wait_peer(found, patience()), Ok(()));
         println!("one that is there was up after {} ms", start.elapsed().as_millis());
         for peer in called {
             let reason = DownReason::NeverAnswered;
-            assert_eq!(engine.wait_peer(peer, PATIENCE), Err(PeerError::Down { peer, reason }));
+            assert_eq!(engine.wait_peer(peer, patience()), Err(PeerError::Down { peer, reason }));
         }
     });
     assert!(gap < GAP, "{gap:?} without a write; {quiet:?} when nobody was called");
@@ -131,7 +131,7 @@ fn a_nic_without_answer(case: &Case) {
     let gap = longest_gap(&me, (&mut near, peer), |engine| {
         let start = Instant::now();
         let found = engine.add_peer(&address).expect("a call");
-        assert_eq!(engine.wait_peer(found, PATIENCE), Ok(()));
+        assert_eq!(engine.wait_peer(found, patience()), Ok(()));
         println!("the peer was up after {} ms", start.elapsed().as_millis());
     });
     let found = me.peer(&address);

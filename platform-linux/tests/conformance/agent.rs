@@ -19,7 +19,7 @@ use immwire_cuda::Device;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Host, Memory, Motor, Own, PATIENCE, Pattern, Setup, first_other, poison};
+use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, first_other, patience, poison};
 
 /// Set in the environment of the other process.
 pub const ROLE: &str = "IMMWIRE_CONFORMANCE_AGENT";
@@ -337,7 +337,7 @@ impl State {
             },
             Ask::Peers { count } => {
                 let host = self.host();
-                let up = host.until(PATIENCE, || {
+                let up = host.until(patience(), || {
                     let peers = host.engine.peers();
                     let up = |peer: &PeerId| host.engine.peer_state(*peer) == Some(PeerState::Up);
                     (peers.len() >= count && peers.iter().all(up)).then_some(peers)
@@ -617,7 +617,7 @@ impl Flood {
     /// Ends it, and says how many writes were done in all.
     pub fn stop(self, host: &Host) -> u64 {
         self.stop.store(true, Ordering::Relaxed);
-        host.until(PATIENCE, || self.thread.is_finished().then_some(()));
+        host.until(patience(), || self.thread.is_finished().then_some(()));
         assert!(self.thread.is_finished(), "the flood does not stop");
         self.done()
     }
@@ -805,7 +805,7 @@ impl Agent {
 
     /// The answer, while `me` moves.
     pub fn answer(&mut self, me: Option<&Host>) -> Say {
-        let limit = PATIENCE + PATIENCE;
+        let limit = patience() + patience();
         let say = match me.filter(|me| me.is_polled()) {
             None => self.says.recv_timeout(limit).map_err(|error| match error {
                 RecvTimeoutError::Timeout => TryRecvError::Empty,
@@ -829,7 +829,7 @@ impl Agent {
 
     /// The answer, or `None` if the agent has died.
     pub fn answer_if_alive(&mut self, me: &Host) -> Option<Say> {
-        let say = me.until(PATIENCE, || match self.says.try_recv() {
+        let say = me.until(patience(), || match self.says.try_recv() {
             Err(TryRecvError::Empty) => None,
             other => Some(other.ok()),
         });
@@ -896,7 +896,7 @@ impl Agent {
 
     /// Waits at the agent's counter for writes that come.
     pub fn count(&mut self, me: &Host, counter: usize, writes: u64) {
-        let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+        let ms = u64::try_from(patience().as_millis()).expect("small");
         self.tell(me, Ask::Count { counter, writes, ms });
     }
 

@@ -6,7 +6,7 @@ use immwire::CloseError;
 
 use crate::agent::{Ask, Say};
 use crate::ends::{flood, still};
-use crate::host::{Own, PATIENCE, Setup};
+use crate::host::{Own, Setup, patience};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -68,7 +68,7 @@ fn drop_under_writes(case: &Case) {
         assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
         let (counter, tag) = other.counter(&me);
         let transfer = me.engine.submit_imm(peer, tag, 1).expect("submit");
-        assert_eq!(me.end_within(&transfer, PATIENCE), Some(immwire::End::Done));
+        assert_eq!(me.end_within(&transfer, patience()), Some(immwire::End::Done));
         other.count(&me, counter, 1);
     }
 }

@@ -15,7 +15,7 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask};
-use crate::host::{Host, Memory, Own, PATIENCE, Pattern, Setup, names};
+use crate::host::{Host, Memory, Own, Pattern, Setup, names, patience};
 use crate::operations::write;
 use crate::ports::{APART, Port};
 use crate::{Case, Spread, Test};
@@ -285,7 +285,7 @@ fn run(case: &Case, fault: Fault, op: Op) {
         let start = Instant::now();
         let ended = loop {
             let ended = removal.try_wait().expect("a child");
-            if ended.is_some() || start.elapsed() > PATIENCE {
+            if ended.is_some() || start.elapsed() > patience() {
                 break ended;
             }
             std::thread::sleep(Duration::from_millis(10));

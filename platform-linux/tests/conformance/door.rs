@@ -24,7 +24,7 @@ use immwire::{Clock, LivenessConfig, PeerState, TransferEngine};
 use libfabric_sys as sys;
 
 use crate::agent::{Agent, Ask, Say, plain};
-use crate::host::{Host, Own, PATIENCE, Setup};
+use crate::host::{Host, Own, Setup, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Random, Spread, Test};
 
@@ -136,7 +136,7 @@ impl Me {
     /// Waits until so many messages more than at first have been ignored, and no more than that.
     fn has_ignored(&self, first: u64, more: u64, what: &str) {
         let host = &self.host;
-        host.until(PATIENCE, || (self.stats().ignored >= first + more).then_some(()));
+        host.until(patience(), || (self.stats().ignored >= first + more).then_some(()));
         host.linger(Duration::from_millis(20));
         assert_eq!(self.stats().ignored - first, more, "{what}: ignored");
     }
@@ -364,7 +364,7 @@ impl Stranger {
         let mut renewed = start;
         while self.sent.is_none() {
             assert!(
-                start.elapsed() < PATIENCE,
+                start.elapsed() < patience(),
                 "a stranger's message is not {}",
                 if posted { "sent" } else { "taken" }
             );
@@ -448,7 +448,7 @@ fn overhear(case: &Case, me: &Host, stranger: &mut Stranger) -> [Vec<u8>; 2] {
     let mut random = case.random();
     let address = stranger.as_engine(EngineId(random.number())).to_string();
     caller.post(Ask::TryPeer { address });
-    let call = stranger.hear(me, PATIENCE).expect("a call");
+    let call = stranger.hear(me, patience()).expect("a call");
     let Ok(Message::Call { nonce: initiator, door, .. }) = Message::decode(&call) else {
         panic!("{call:?} is no call")
     };
@@ -458,7 +458,7 @@ fn overhear(case: &Case, me: &Host, stranger: &mut Stranger) -> [Vec<u8>; 2] {
     let proves = |bytes: &[u8]| matches!(Message::decode(bytes), Ok(Message::Prove { .. }));
     let prove = loop {
         // It may have called again before it heard us.
-        let heard = stranger.hear(me, PATIENCE).expect("an answer to the challenge");
+        let heard = stranger.hear(me, patience()).expect("an answer to the challenge");
         if proves(&heard) {
             break heard;
         }
@@ -586,7 +586,7 @@ fn noise_at_the_door(case: &Case) {
     let refused = |stranger: &mut Stranger, message: &Message<'_>| {
         let before = me.stats();
         stranger.tell(host, to, message);
-        let heard = stranger.hear(host, PATIENCE).expect("an answer");
+        let heard = stranger.hear(host, patience()).expect("an answer");
         let Ok(Message::Refuse { why, .. }) = Message::decode(&heard) else { panic!("{heard:?}") };
         assert_eq!((me.stats().refused, me.stats().ignored), (before.refused + 1, before.ignored));
         why
@@ -598,7 +598,7 @@ fn noise_at_the_door(case: &Case) {
     assert_eq!(refused(&mut stranger, &wrong), Refusal::Malformed);
     let target = host.engine.address().engine();
     stranger.tell(host, to, &Message::Call { nonce: first, target, door: mine.clone() });
-    let heard = stranger.hear(host, PATIENCE).expect("a challenge");
+    let heard = stranger.hear(host, patience()).expect("a challenge");
     let Ok(Message::Challenge(nonces)) = Message::decode(&heard) else { panic!("{heard:?}") };
     let garbage = Message::Prove { nonces, door: mine, proof, claim: &claim[..claim.len() / 2] };
     assert_eq!(refused(&mut stranger, &garbage), Refusal::Malformed);
@@ -616,7 +616,7 @@ fn noise_at_the_door(case: &Case) {
         if n >= 1500 && ignored > 1000 {
             break;
         }
-        assert!(start.elapsed() < PATIENCE, "{:?} of {n}, {before:?}", me.stats());
+        assert!(start.elapsed() < patience(), "{:?} of {n}, {before:?}", me.stats());
         let at = usize::try_from(random.below(good.len() as u64)).expect("small");
         let bytes = if good[at].is_empty() { call.clone() } else { good[at].clone() };
         stranger.say(host, to, &mangled(case, &mut random, &bytes));
@@ -688,14 +688,14 @@ fn a_recorded_handshake(case: &Case, key: Option<&str>) {
     other.post(Ask::Peer { address: detour });
     let mut recorded = Vec::new();
     while host.engine.peers().is_empty() {
-        let heard = stranger.hear(host, PATIENCE).expect("a call, or what is proven");
+        let heard = stranger.hear(host, patience()).expect("a call, or what is proven");
         assert!(stranger.say(host, to, &heard));
         recorded.push(heard);
         host.linger(Duration::from_millis(10));
     }
     let Say::Peer(_) = other.answer(Some(host)) else { panic!("not connected") };
     host.engine.remove_peer(host.engine.peers()[0]);
-    let none = host.until(PATIENCE, || host.engine.peers().is_empty().then_some(()));
+    let none = host.until(patience(), || host.engine.peers().is_empty().then_some(()));
     assert!(none.is_some(), "{:?}", host.engine.peers());
 
     let replay = |stranger: &mut Stranger| {
@@ -718,5 +718,5 @@ fn a_recorded_handshake(case: &Case, key: Option<&str>) {
     let tag = host.engine.counter().expect("a counter");
     let ask = Ask::Imm { peer: plain(back), tag: tag.tag().bits(), writes: 1 };
     assert_eq!(other.ask(host, ask), Say::Text("Done".into()));
-    host.count(&tag, 1, PATIENCE).expect("its");
+    host.count(&tag, 1, patience()).expect("its");
 }

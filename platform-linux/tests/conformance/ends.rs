@@ -16,7 +16,7 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
-use crate::host::{Host, Memory, Own, PATIENCE, Setup, first_other, names, poison};
+use crate::host::{Host, Memory, Own, Setup, first_other, names, patience, poison};
 use crate::operations::only_peer;
 use crate::{Case, Place, Spread, Test, Way, foreign};
 
@@ -98,7 +98,7 @@ impl Scene {
     fn under_way(&self) {
         let before = self.me.engine.stats().completed;
         let moved = || (self.me.engine.stats().completed > before + 64).then_some(());
-        assert!(self.me.until(PATIENCE, moved).is_some(), "{:?}", self.me.engine.stats());
+        assert!(self.me.until(patience(), moved).is_some(), "{:?}", self.me.engine.stats());
     }
 
     /// The transfer has ended: nothing of the source comes through any more.
@@ -292,7 +292,7 @@ pub fn flood(me: &Host, other: &mut Agent, mine: &Region) {
     let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: SIZE, tag: None };
     other.tell(me, Ask::Flood(write));
     let came = || first_other(mine, SIZE - 1, 1, OLD).is_none().then_some(());
-    assert!(me.until(PATIENCE, came).is_some(), "the flood does not come");
+    assert!(me.until(patience(), came).is_some(), "the flood does not come");
 }
 
 /// Nobody writes to the region.

@@ -10,7 +10,7 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
-use crate::host::{Foreign, Host, Memory, Own, PATIENCE, Pattern, Setup, names};
+use crate::host::{Foreign, Host, Memory, Own, Pattern, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test, foreign};
 
@@ -87,7 +87,7 @@ impl Third {
             tag: Some(mine.tag().bits()),
         };
         self.agent.post(Ask::Write(write));
-        me.count(&mine, 1, PATIENCE).expect("the way back");
+        me.count(&mine, 1, patience()).expect("the way back");
         self.agent.answer(Some(me));
     }
 }
@@ -124,7 +124,7 @@ fn receiver_killed(case: &Case) {
         let transfers: Vec<_> =
             (0..5).map(|_| pages(&me, peer, &src, &desc, case.many(), Some(tag), None)).collect();
         let some = if case.facts().has_gpus { 64 } else { 2000 };
-        me.until(PATIENCE, || (me.engine.stats().completed > some).then_some(()));
+        me.until(patience(), || (me.engine.stats().completed > some).then_some(()));
         other.signal(Signal::KILL);
         let killed = Instant::now();
         let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
@@ -166,7 +166,7 @@ fn sender_killed(case: &Case) {
                 tag: Some(counter.tag().bits()),
             }),
         );
-        me.count(&counter, 5, PATIENCE).expect("the flood comes");
+        me.count(&counter, 5, patience()).expect("the flood comes");
         other.signal(Signal::KILL);
         let state = me.peer_down(peer, case.soon());
         assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");

@@ -23,7 +23,7 @@ use immwire_cuda::{
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Lent, Own, PATIENCE, Setup, first_other, names, poison};
+use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
 use crate::operations::write;
 use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, stick};
 use crate::{Case, Provider, Spread, Test};
@@ -58,7 +58,7 @@ fn flags_reach_their_gpu(case: &Case) {
         // SAFETY: both words are there until the copy is done, which is waited for; nobody else uses the second.
         unsafe { copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN) }.expect("submit");
         let there = || (done.load(Ordering::Acquire) == rounds).then_some(());
-        me.until(PATIENCE, there).expect("a copy");
+        me.until(patience(), there).expect("a copy");
         value.load(Ordering::Acquire)
     };
     let flags: Vec<_> = (0..3).map(|_| me.engine.alloc_gpu_flag(0).expect("a flag")).collect();
@@ -137,13 +137,13 @@ const AROUND: (u64, u64) = (4160, 12_352);
 
 /// Has the agent give it back; all that was taken for it goes, here too.
 fn free(me: &Host, other: &mut Agent, region: usize, before: [Option<u64>; 2]) {
-    let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+    let ms = u64::try_from(patience().as_millis()).expect("small");
     other.tell(me, Ask::Free { region, ms });
     let all_gone = || {
         let theirs = other.number(me, Ask::Kept);
         (kept() == before[0] && Some(theirs) == before[1]).then_some(())
     };
-    let gone = me.until(PATIENCE, all_gone);
+    let gone = me.until(patience(), all_gone);
     assert!(gone.is_some(), "{before:?} before, now {:?}, {}", kept(), other.number(me, Ask::Kept));
 }
 
@@ -235,13 +235,13 @@ fn several_allocations(case: &Case) {
                 len,
                 tag,
             }));
-            me.count(&back, 1, PATIENCE).expect("it arrives");
+            me.count(&back, 1, patience()).expect("it arrives");
             assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
             assert_eq!(fresh.mismatch(&src, dst_offset, len, 0), None, "at {dst_offset}");
             assert_eq!(first_other(&src, dst_offset - 64, 64, 0x5a), None);
             assert_eq!(first_other(&src, dst_offset + len, 64, 0x5a), None);
         }
-        me.free(src, PATIENCE).expect("nobody writes");
+        me.free(src, patience()).expect("nobody writes");
         free(&me, &mut other, there, before);
     }
     // Within one, from there and to there, that has neighbours on both sides.
@@ -257,7 +257,7 @@ fn several_allocations(case: &Case) {
     other.count(&me, counter, 1);
     let (region, offset, at) = (there, 0, 0);
     assert_eq!(other.place(&me, Ask::Mismatch { region, offset, len, pattern, at }), None);
-    me.free(src, PATIENCE).expect("nobody writes");
+    me.free(src, patience()).expect("nobody writes");
     free(&me, &mut other, there, before);
 }
 
@@ -362,7 +362,7 @@ fn what_is_not_one_range(case: &Case) {
         let separate = Error::Separate { address: memory.address(), allocations: 2 };
         assert!(matches!(why, RegisterError::Gpu(why) if why == separate), "{why:?}");
         for at in [next - 4096, next] {
-            me.close(register(ptr(at), 4096).expect("one"), PATIENCE).expect("nobody writes");
+            me.close(register(ptr(at), 4096).expect("one"), patience()).expect("nobody writes");
         }
     }
     assert_eq!(kept(), before);
@@ -390,7 +390,7 @@ fn more_allocations_than_a_region_may_have(case: &Case) {
     );
     for (offset, bytes) in [(0, whole - PART), (whole - PART, PART)] {
         let region = register(segment.ptr(offset), bytes).expect("a part of it");
-        me.close(region, PATIENCE).expect("nobody writes");
+        me.close(region, patience()).expect("nobody writes");
     }
     segment.free();
     assert_eq!(kept(), before);
@@ -621,7 +621,7 @@ fn what_is_held_ends(case: &Case) {
     assert_eq!(me.end_within(&last, Duration::from_millis(5)), None);
     let end = std::thread::scope(|scope| {
         let watching = scope.spawn(|| {
-            let end = last.wait(PATIENCE).ok();
+            let end = last.wait(patience()).ok();
             // What an engine's end gives back of CUDA's waits for all streams, after that.
             gated.open(2);
             end
@@ -655,7 +655,7 @@ fn counts_come_after_a_flush(case: &Case) {
         let (dst, tag) = (encode(&landing.desc()), Some(counter.tag().bits()));
         let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: 0, len: 4096, tag };
         other.post(Ask::Write(write));
-        me.count(&counter, 1, PATIENCE).expect("it arrives");
+        me.count(&counter, 1, patience()).expect("it arrives");
         let now = flushes().expect("as before");
         assert_eq!(now > before, wants, "{before} and {now} flushes");
         before = now;
@@ -713,7 +713,7 @@ fn any_part_of_a_gpu_s_memory(case: &Case) {
         assert_eq!((region.place(), region.len()), (Place::Gpu(0), bytes));
         region
     };
-    let close = |region| me.close(region, PATIENCE).expect("nobody writes");
+    let close = |region| me.close(region, patience()).expect("nobody writes");
     let (there, desc) = other.memory(&me, WHOLE, Own::Engine);
     let (counter, tag) = other.counter(&me);
     let ends = [(0, 1), (1, 4096), (4095, 2), (4096, 4096), (511, 8 << 10), (12_289, 333)];
@@ -736,7 +736,7 @@ fn any_part_of_a_gpu_s_memory(case: &Case) {
         let write =
             Write1 { peer: theirs, src: there, src_offset, dst, dst_offset: 0, len: bytes, tag };
         other.post(Ask::Write(write));
-        me.count(&back, 1, PATIENCE).expect("it arrives");
+        me.count(&back, 1, patience()).expect("it arrives");
         assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
         assert_eq!(pattern.mismatch(&part, 0, bytes, 0), None, "{bytes} bytes from {offset}");
         close(part);
@@ -824,7 +824,7 @@ fn after_stream(case: &Case) {
     assert_eq!(me.end_within(&transfer, Duration::from_millis(200)), None);
     other.check(&me, there, 0, BYTES, early);
     word.word(0).expect("a word").store(1, Ordering::Release);
-    assert_eq!(me.end_within(&transfer, PATIENCE), Some(immwire::End::Done));
+    assert_eq!(me.end_within(&transfer, patience()), Some(immwire::End::Done));
     other.count(&me, counter, 1);
     other.check(&me, there, 0, BYTES, late);
 }
@@ -886,7 +886,7 @@ fn stuck(case: &Case) {
         return;
     }
     let transfers = all();
-    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("something is to be copied");
+    me.until(patience(), || (held_up() > 0).then_some(())).expect("something is to be copied");
     goes_within(GIVES_UP_WITHIN, || _ = stick(false), move || drop((from, me)));
     let ends: Vec<_> =
         transfers.iter().map(|transfer| transfer.poll_end().expect("it ends")).collect();
@@ -916,9 +916,9 @@ fn stuck(case: &Case) {
         (last == kept() && last == *before).then_some(last)
     };
     let mut before = None;
-    let before = later.until(PATIENCE, || settles(&mut before)).expect("the other goes");
+    let before = later.until(patience(), || settles(&mut before)).expect("the other goes");
     drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
-    later.until(PATIENCE, || (kept() == before).then_some(())).expect("it is given back");
+    later.until(patience(), || (kept() == before).then_some(())).expect("it is given back");
 }
 
 /// A stream of each GPU, which waits for a word until this is dropped: also when a test fails, or nothing would end.
@@ -988,7 +988,7 @@ fn taken_back_while_the_gpu_is_busy(case: &Case) {
         goes_on(&mut other);
     }
     // Of the rest nothing is claimed.
-    let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+    let ms = u64::try_from(patience().as_millis()).expect("small");
     let files = by_files.iter().map(|&region| Ask::Reclaim { region, ms });
     for ask in files.chain(others.iter().map(|&region| Ask::Free { region, ms })) {
         assert_eq!(other.ask(&me, ask), Say::Fine);
@@ -1118,7 +1118,7 @@ fn captures_of_graphs(case: &Case) {
             // SAFETY: a stream of the GPU's primary context.
             let behind = unsafe { me.engine.after_stream(0, stream.raw()) };
             assert!(matches!(behind, Err(RegisterError::Capturing)), "{behind:?}");
-            let waits = hold(&me, &stream, &awaited, 1, PATIENCE).map(drop);
+            let waits = hold(&me, &stream, &awaited, 1, patience()).map(drop);
             assert!(matches!(waits, Err(StreamWaitError::Capturing)), "{waits:?}");
             drop(me.engine.alloc_gpu(0, LEN).expect("memory of GPU 0"));
             drop(me.memory(BYTES, Own::Engine));
@@ -1187,7 +1187,7 @@ impl Storing {
 
     fn drain(&self, host: &Host) {
         let is_done = || self.copier.stream().is_done().expect("no error").then_some(());
-        host.until(PATIENCE, is_done).expect("the GPU is through");
+        host.until(patience(), is_done).expect("the GPU is through");
     }
 }
 
@@ -1212,7 +1212,7 @@ fn watched_words(case: &Case) {
     storing.drain(&me);
     for (n, last) in [(0, LAST), (1, LAST - 1)] {
         let has_all = || told[n].lock().unwrap().last().is_some_and(|told| told.1 == last);
-        me.until(PATIENCE, || has_all().then_some(())).expect("the last is told");
+        me.until(patience(), || has_all().then_some(())).expect("the last is told");
         assert_eq!(watchers[n].value(), last);
         let told = told[n].lock().unwrap();
         let old = std::iter::once(0).chain(told.iter().map(|told| told.1));
@@ -1249,7 +1249,7 @@ fn watchers_come_and_go(case: &Case) {
         }
         storing.drain(&me);
         let all = || (calls.load(Ordering::Relaxed) == 6 * round).then_some(());
-        me.until(PATIENCE, all).expect("all are told");
+        me.until(patience(), all).expect("all are told");
     }
     // One whose callback panics is told again; one whose callback drops it is not.
     let seat: Arc<Mutex<Option<UvmWatcher>>> = Arc::default();
@@ -1267,16 +1267,16 @@ fn watchers_come_and_go(case: &Case) {
         storing.store(seat.lock().unwrap().as_ref().expect("not yet"), value);
         storing.drain(&me);
         let told = || (calls.load(Ordering::Relaxed) == value).then_some(());
-        me.until(PATIENCE, told).expect("told");
+        me.until(patience(), told).expect("told");
     }
     let gone = || seat.lock().unwrap().is_none().then_some(());
-    me.until(PATIENCE, gone).expect("dropped");
+    me.until(patience(), gone).expect("dropped");
     // An engine that only a callback keeps goes with its watcher.
     let third = case.me();
     let known = me.engine.peers();
     third.peer(me.engine.address());
     let new = || me.engine.peers().into_iter().find(|peer| !known.contains(peer));
-    let theirs = me.until(PATIENCE, new).expect("the third");
+    let theirs = me.until(patience(), new).expect("the third");
     let held = third.engine.clone();
     let last = third
         .engine
@@ -1286,7 +1286,7 @@ fn watchers_come_and_go(case: &Case) {
     me.linger(Duration::from_millis(100));
     assert_eq!(me.engine.peer_state(theirs), Some(PeerState::Up));
     drop(last);
-    let state = me.peer_down(theirs, PATIENCE);
+    let state = me.peer_down(theirs, patience());
     assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
 }
 
@@ -1304,7 +1304,7 @@ fn hold(
 
 fn passes(me: &Host, stream: &Stream) {
     let is_done = || stream.is_done().expect("no error").then_some(());
-    me.until(PATIENCE, is_done).expect("the stream goes on");
+    me.until(patience(), is_done).expect("the stream goes on");
 }
 
 /// What a stream is given behind a wait finds the bytes that were counted, whether they came before or after.
@@ -1336,13 +1336,13 @@ fn streams_wait_for_counts(case: &Case) {
         };
         arrive(early);
         let there = || (counter.available() == early).then_some(());
-        me.until(PATIENCE, there).expect("early ones");
-        let wait = hold(&me, &stream, &counter, writes, PATIENCE).expect("a wait");
+        me.until(patience(), there).expect("early ones");
+        let wait = hold(&me, &stream, &counter, writes, patience()).expect("a wait");
         let release = Release::Store { word: word.address(), value: round + 1 };
         // SAFETY: regions and word are there until the stream is through, which is waited for; nobody else uses `seen`.
         unsafe { copier.submit(&copy, release, Method::Auto, NonZeroU32::MIN) }.expect("submit");
         if early < writes {
-            let second = hold(&me, &stream, &counter, 1, PATIENCE).map(drop);
+            let second = hold(&me, &stream, &counter, 1, patience()).map(drop);
             assert!(matches!(second, Err(StreamWaitError::Count(CountError::Busy))), "{second:?}");
             arrive(writes - early - 1);
             me.linger(Duration::from_millis(5));
@@ -1402,7 +1402,7 @@ fn flags_follow_counters(case: &Case) {
     for arrived in 1..=2 {
         assert_eq!(other.ask(&me, Ask::Write(write.clone())), Say::Text("Done".into()));
         let there = || (counter.available() == arrived).then_some(());
-        me.until(PATIENCE, there).expect("a write that is nobody's step");
+        me.until(patience(), there).expect("a write that is nobody's step");
     }
     assert_eq!(flag.value(), 20);
 }
@@ -1430,7 +1430,7 @@ fn waits_of_streams_end(case: &Case) {
     }
     let (first, second) = (counter(), counter());
     // SAFETY: the stream is not used: there is no such GPU.
-    let absent = unsafe { me.engine.wait_on_stream(9, stream.raw(), &first, 1, PATIENCE) };
+    let absent = unsafe { me.engine.wait_on_stream(9, stream.raw(), &first, 1, patience()) };
     assert!(
         matches!(absent, Err(StreamWaitError::Memory(RegisterError::NoGpu { ordinal: 9 }))),
         "{absent:?}"
@@ -1441,7 +1441,7 @@ fn waits_of_streams_end(case: &Case) {
         let mut words = 1;
         let full = loop {
             match hold(&me, &stream, &first, 1, Duration::ZERO) {
-                Ok(wait) => assert!(me.until(PATIENCE, || wait.poll()).is_some()),
+                Ok(wait) => assert!(me.until(patience(), || wait.poll()).is_some()),
                 Err(why) => break why,
             }
             words += 1;
@@ -1455,11 +1455,11 @@ fn waits_of_streams_end(case: &Case) {
         let peer = plain(other.peer(&me, me.engine.address()));
         let tag = second.tag().bits();
         let done = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
-        assert_eq!((done, held.wait(PATIENCE)), (Say::Text("Done".into()), Some(Ok(()))));
+        assert_eq!((done, held.wait(patience())), (Say::Text("Done".into()), Some(Ok(()))));
         passes(&me, &stream);
     }
     if refuse(1) {
-        let refused = hold(&me, &stream, &first, 1, PATIENCE);
+        let refused = hold(&me, &stream, &first, 1, patience());
         refuse(0);
         assert!(matches!(refused, Err(StreamWaitError::Driver(_))), "{refused:?}");
         passes(&me, &stream);
@@ -1467,8 +1467,8 @@ fn waits_of_streams_end(case: &Case) {
     // What timed out, or was refused, can be waited for again; whether anybody looks or not.
     let late = hold(&me, &stream, &first, 2, Duration::from_millis(20)).expect("a wait");
     passes(&me, &stream);
-    assert!(matches!(late.wait(PATIENCE), Some(Err(CountError::Timeout { missing: 2, .. }))));
-    drop(hold(&me, &stream, &first, 2, PATIENCE).expect("a wait"));
+    assert!(matches!(late.wait(patience()), Some(Err(CountError::Timeout { missing: 2, .. }))));
+    drop(hold(&me, &stream, &first, 2, patience()).expect("a wait"));
     let peer = plain(other.peer(&me, me.engine.address()));
     let tag = first.tag().bits();
     let mut arrive = || {
@@ -1487,6 +1487,6 @@ fn waits_of_streams_end(case: &Case) {
     assert_eq!(wait.poll(), Some(Err(CountError::EngineStopped)));
     let start = std::time::Instant::now();
     while !stream.is_done().expect("no error") {
-        assert!(start.elapsed() < PATIENCE, "the stream goes on");
+        assert!(start.elapsed() < patience(), "the stream goes on");
     }
 }

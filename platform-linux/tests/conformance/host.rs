@@ -2,6 +2,7 @@
 
 use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
@@ -18,9 +19,12 @@ use crate::Provider;
 use crate::segment::{PART, Segment};
 
 /// No single step of a test takes longer on a loaded machine, unless it hangs. An emulated guest is another matter:
-/// whoever builds the suite for one sets `IMMWIRE_EMULATED=1`.
-pub const PATIENCE: Duration =
-    Duration::from_secs(if option_env!("IMMWIRE_EMULATED").is_some() { 60 } else { 20 });
+/// whoever runs the suite in one sets `IMMWIRE_EMULATED=1`.
+pub fn patience() -> Duration {
+    static PATIENCE: OnceLock<Duration> = OnceLock::new();
+    let emulated = || std::env::var_os("IMMWIRE_EMULATED").is_some();
+    *PATIENCE.get_or_init(|| Duration::from_secs(if emulated() { 60 } else { 20 }))
+}
 
 /// Who makes an engine move.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -168,8 +172,8 @@ impl Host {
         };
         let peer = peer.map_err(|error| error.to_string())?;
         let up = match &self.driver {
-            None => self.engine.wait_peer(peer, PATIENCE),
-            Some(driver) => driver.borrow_mut().wait_peer(peer, PATIENCE),
+            None => self.engine.wait_peer(peer, patience()),
+            Some(driver) => driver.borrow_mut().wait_peer(peer, patience()),
         };
         up.map(|()| peer).map_err(|error| error.to_string())
     }
@@ -185,8 +189,8 @@ impl Host {
 
     /// The end of a transfer, which comes.
     pub fn end(&self, transfer: &Transfer) -> End {
-        let end = self.end_within(transfer, PATIENCE);
-        end.unwrap_or_else(|| panic!("{transfer:?} has not ended within {PATIENCE:?}"))
+        let end = self.end_within(transfer, patience());
+        end.unwrap_or_else(|| panic!("{transfer:?} has not ended within {:?}", patience()))
     }
 
     /// The end of a transfer, if it comes in time.
@@ -387,7 +391,7 @@ impl Lent {
         let stream = Stream::new(&device).expect("a stream");
         let memory = DeviceMemory::zeroed(&stream, bytes).expect("memory");
         let event = Event::new(&device).expect("an event");
-        event.record(&stream).and_then(|()| event.wait(PATIENCE)).expect("zeroed");
+        event.record(&stream).and_then(|()| event.wait(patience())).expect("zeroed");
         let ptr = NonNull::new(memory.address() as *mut u8).expect("an address");
         // Never freed.
         std::mem::forget(memory);

@@ -14,7 +14,7 @@ use rustix::net::{
 };
 
 use crate::agent::{Agent, Ask};
-use crate::host::{Host, Own, PATIENCE};
+use crate::host::{Host, Own, patience};
 use crate::operations::write;
 use crate::{Case, Random, Spread, Test};
 
@@ -49,9 +49,9 @@ fn first_words(case: &Case) -> (Vec<u8>, NetAddr) {
     // Nobody answers, so nothing comes of it.
     let driver_less = me.engine.clone();
     let adding = std::thread::spawn(move || driver_less.add_peer(&fake));
-    me.until(PATIENCE, || adding.is_finished().then_some(()));
+    me.until(patience(), || adding.is_finished().then_some(()));
     adding.join().expect("adds").expect("a call was started");
-    let heard = me.until(PATIENCE, || call.is_finished().then_some(()));
+    let heard = me.until(patience(), || call.is_finished().then_some(()));
     assert!(heard.is_some());
     (call.join().expect("heard"), me.engine.address().clone())
 }
@@ -80,7 +80,7 @@ fn impostor(case: &Case) -> (OwnedFd, NetAddr) {
 fn hear(listener: &OwnedFd) -> (OwnedFd, Vec<u8>) {
     let start = std::time::Instant::now();
     let mut socket = None;
-    while start.elapsed() < PATIENCE {
+    while start.elapsed() < patience() {
         socket = socket.or_else(|| accept(listener).ok());
         let mut bytes = [0; 8192];
         if let Some(caller) = &socket
@@ -181,7 +181,7 @@ fn noise_on_the_socket(case: &Case) {
         assert!(!first, "only {all} calls in {rounds} rounds");
     }
     stop.store(true, Ordering::Relaxed);
-    me.until(PATIENCE, || pesterers.iter().all(|thread| thread.is_finished()).then_some(()));
+    me.until(patience(), || pesterers.iter().all(|thread| thread.is_finished()).then_some(()));
     pesterers.into_iter().for_each(|thread| thread.join().expect("no panic"));
     // They have all been seen off, and friends are let in.
     let (mut third, address) = case.agent("third");
@@ -191,7 +191,7 @@ fn noise_on_the_socket(case: &Case) {
     let mine = me.engine.counter().expect("a counter");
     let (index, generation) = (back.index, back.generation);
     third.ask(&me, Ask::Imm { peer: (index, generation), tag: mine.tag().bits(), writes: 1 });
-    me.count(&mine, 1, PATIENCE).expect("the third's");
+    me.count(&mine, 1, patience()).expect("the third's");
     assert!(me.peer(&address).index != peer.index);
 }
 
@@ -280,7 +280,7 @@ fn a_session_of_noise(case: &Case) {
             dropped += 1;
         }
         me.engine.remove_peer(peer);
-        let state = me.peer_down(peer, PATIENCE);
+        let state = me.peer_down(peer, patience());
         assert!(matches!(state, None | Some(PeerState::Down(_))), "{state:?}");
     }
     assert!(dropped > 0, "no lie was ever noticed");

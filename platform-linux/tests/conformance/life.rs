@@ -5,7 +5,7 @@ use std::time::{Duration, Instant};
 use immwire::{DownReason, End, PeerState, SubmitError, TransferError};
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Foreign, Host, Motor, Own, PATIENCE, Setup};
+use crate::host::{Foreign, Host, Motor, Own, Setup, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
@@ -181,7 +181,7 @@ fn returning_peer(case: &Case) {
             1 => me.engine.remove_peer(peer),
             _ => {
                 me.engine.remove_peer(peer);
-                let state = me.peer_down(peer, PATIENCE);
+                let state = me.peer_down(peer, patience());
                 assert_eq!(state, Some(PeerState::Down(DownReason::Removed)));
                 // The same engine calls, once it knows that it was left: a new peer.
                 let Say::Peers(mut names) = other.ask(&me, Ask::Peers { count: 0 }) else {
@@ -194,18 +194,18 @@ fn returning_peer(case: &Case) {
                 let tag = me.engine.counter().expect("a counter");
                 let ask = Ask::Imm { peer: plain(back), tag: tag.tag().bits(), writes: 1 };
                 assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
-                me.count(&tag, 1, PATIENCE).expect("one");
+                me.count(&tag, 1, patience()).expect("one");
                 let now = me.engine.peers();
                 assert!(now.len() == 1 && now[0] != peer, "{now:?}");
                 old.push(now[0]);
                 me.engine.remove_peer(now[0]);
             }
         }
-        let state = me.peer_down(peer, PATIENCE);
+        let state = me.peer_down(peer, patience());
         assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
         old.push(peer);
         other.tell(&me, Ask::Drop);
-        let none = me.until(PATIENCE, || me.engine.peers().is_empty().then_some(()));
+        let none = me.until(patience(), || me.engine.peers().is_empty().then_some(()));
         assert!(none.is_some(), "{:?}", me.engine.peers());
     }
 }
@@ -247,7 +247,7 @@ fn full_and_capacity(case: &Case) {
             }
             // Handles of what has ended keep their places.
             under_way.retain(|transfer: &immwire::Transfer| transfer.poll_end().is_none());
-            assert!(me.engine.wait_capacity(PATIENCE));
+            assert!(me.engine.wait_capacity(patience()));
         };
         under_way.push(transfer);
         if under_way.len() == 4 {
@@ -264,7 +264,7 @@ fn full_and_capacity(case: &Case) {
     // Dropped handles do not hold a place, and what they stood for goes on.
     for _ in 0..40 {
         while let Err(SubmitError::Full { .. }) = me.engine.submit_imm(peer, tag, 1).map(drop) {
-            assert!(me.engine.wait_capacity(PATIENCE));
+            assert!(me.engine.wait_capacity(patience()));
         }
     }
     other.count(&me, counter, 40);
@@ -274,19 +274,19 @@ fn full_and_capacity(case: &Case) {
         match me.engine.submit_imm(peer, tag, 1) {
             Ok(transfer) => held.push(transfer),
             // What was counted there may not have ended here yet.
-            Err(SubmitError::Full { .. }) => assert!(me.engine.wait_capacity(PATIENCE)),
+            Err(SubmitError::Full { .. }) => assert!(me.engine.wait_capacity(patience())),
             Err(error) => panic!("{error}"),
         }
     }
     let start = Instant::now();
     assert!(!me.engine.wait_capacity(Duration::from_millis(30)));
-    assert!(start.elapsed() >= Duration::from_millis(30) && start.elapsed() < PATIENCE);
+    assert!(start.elapsed() >= Duration::from_millis(30) && start.elapsed() < patience());
 }
 
 fn waits_end_with_the_engine(case: &Case) {
     let (me, _other, peer) = case.pair();
     let counter = me.engine.counter().expect("a counter");
-    let waiting = std::thread::spawn(move || (counter.wait(1, PATIENCE), counter));
+    let waiting = std::thread::spawn(move || (counter.wait(1, patience()), counter));
     let receiver = me.engine.clone();
     let called = std::sync::Arc::new(std::sync::Mutex::new(None));
     let keep = std::sync::Arc::clone(&called);
@@ -302,7 +302,7 @@ fn waits_end_with_the_engine(case: &Case) {
     assert_eq!(result, Err(immwire::CountError::EngineStopped));
     assert_eq!(*called.lock().unwrap(), Some(Err(immwire::CountError::EngineStopped)));
     assert!(start.elapsed() < Duration::from_secs(3), "{:?}", start.elapsed());
-    assert_eq!(counter.wait(1, PATIENCE), Err(immwire::CountError::EngineStopped));
+    assert_eq!(counter.wait(1, patience()), Err(immwire::CountError::EngineStopped));
 }
 
 /// Handles of all kinds are used and dropped after their engine.
@@ -401,7 +401,7 @@ fn nobody_oversleeps(case: &Case) {
                         tag: Some(mine.tag().bits()),
                     };
                     assert_eq!(other.ask(&me, Ask::Write(write)), Say::Text("Done".into()));
-                    me.count(&mine, 1, PATIENCE).expect("written to us");
+                    me.count(&mine, 1, patience()).expect("written to us");
                     me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
                 }
             }

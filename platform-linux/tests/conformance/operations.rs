@@ -15,7 +15,7 @@ use immwire::{
 
 use crate::agent::{Agent, Ask, Say, Write1, plain};
 use crate::foreign::lost_and_back;
-use crate::host::{Host, Own, PATIENCE};
+use crate::host::{Host, Own, patience};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -131,7 +131,7 @@ fn immediates(case: &Case) {
     let back = only_peer(&me, &mut other);
     let ask = Ask::Imm { peer: plain(back), tag: mine.tag().bits(), writes: 3 };
     assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
-    me.count(&mine, 3, PATIENCE).expect("three");
+    me.count(&mine, 3, patience()).expect("three");
     assert_eq!(mine.available(), 0);
 }
 
@@ -159,7 +159,7 @@ fn messages(case: &Case) {
     transfers.iter().for_each(|transfer| me.done(transfer));
     let echo = other.ask(&me, Ask::Send { peer: plain(back), bytes: b"back".to_vec() });
     assert_eq!(echo, Say::Text("Done".into()));
-    let message = me.recv(PATIENCE).expect("a message");
+    let message = me.recv(patience()).expect("a message");
     assert_eq!((message.from, message.bytes.as_slice()), (peer, b"back".as_slice()));
     let long = vec![0; 1 << 20];
     let refused = me.engine.submit_send(peer, &long).expect_err("refused");
@@ -177,11 +177,11 @@ fn posted_receives(case: &Case) {
         let said = other.ask(&me, Ask::Send { peer: plain(back), bytes: vec![n] });
         assert_eq!(said, Say::Text("Done".into()));
     }
-    let five = me.until(PATIENCE, || (taken.lock().unwrap().len() == 5).then_some(()));
+    let five = me.until(patience(), || (taken.lock().unwrap().len() == 5).then_some(()));
     assert!(five.is_some(), "{:?}", taken.lock().unwrap());
     assert_eq!(*taken.lock().unwrap(), (0..5).map(|n| vec![n]).collect::<Vec<_>>());
     // The sixth was not posted for.
-    assert_eq!(me.recv(PATIENCE).expect("the sixth").bytes, [5]);
+    assert_eq!(me.recv(patience()).expect("the sixth").bytes, [5]);
 }
 
 fn early_arrivals(case: &Case) {
@@ -209,7 +209,7 @@ fn early_arrivals(case: &Case) {
     let back = only_peer(&me, &mut other);
     let ask = Ask::Imm { peer: plain(back), tag: mine.tag().bits(), writes: 2 };
     assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
-    assert_eq!(me.until(PATIENCE, || (mine.available() == 2).then_some(())), Some(()));
+    assert_eq!(me.until(patience(), || (mine.available() == 2).then_some(())), Some(()));
     assert_eq!(
         (mine.try_take(3), mine.try_take(2), mine.try_take(1)),
         (Ok(false), Ok(true), Ok(false))
@@ -230,7 +230,7 @@ fn run<F: Future>(me: &Host, future: F) -> F::Output {
     let flag = Arc::new(Flag(AtomicBool::new(true)));
     let waker = Waker::from(Arc::clone(&flag));
     let mut future = pin!(future);
-    let done = me.until(PATIENCE, || {
+    let done = me.until(patience(), || {
         if !flag.0.swap(false, Ordering::AcqRel) {
             return None;
         }
@@ -257,7 +257,7 @@ fn callbacks_and_futures(case: &Case) {
         transfer.on_done(move |end| keep.lock().unwrap().push(end));
         assert_eq!(run(&me, write(&me, peer, &src, &desc, range, Some(tag))), End::Done);
     }
-    let all = me.until(PATIENCE, || (seen.lock().unwrap().len() == 20).then_some(()));
+    let all = me.until(patience(), || (seen.lock().unwrap().len() == 20).then_some(()));
     assert!(all.is_some(), "{} of 20 callbacks", seen.lock().unwrap().len());
     assert!(seen.lock().unwrap().iter().all(|end| *end == End::Done));
     other.count(&me, counter, 40);
@@ -287,7 +287,7 @@ fn a_future_of_a_count(case: &Case) {
         }
         if round % 3 == 0 {
             let reached = || (called.load(Ordering::Relaxed) == round / 3 + 1).then_some(());
-            assert!(me.until(PATIENCE, reached).is_some(), "the callback of round {round}");
+            assert!(me.until(patience(), reached).is_some(), "the callback of round {round}");
         } else {
             run(&me, mine.reached(4)).expect("reached");
         }
@@ -304,7 +304,7 @@ fn a_future_of_a_count(case: &Case) {
     }
     let ask = Ask::Imm { peer: plain(back), tag: mine.tag().bits(), writes: 2 };
     assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
-    me.count(&mine, 2, PATIENCE).expect("kept");
+    me.count(&mine, 2, patience()).expect("kept");
 }
 
 fn stale_tags(case: &Case) {
@@ -322,8 +322,8 @@ fn stale_tags(case: &Case) {
         let ask = Ask::Imm { peer: plain(back), tag: tag.bits(), writes: 1 };
         assert_eq!(other.ask(&me, ask), Say::Text("Done".into()));
     }
-    me.count(&new, 1, PATIENCE).expect("the one of the new tag");
-    let stale = me.until(PATIENCE, || {
+    me.count(&new, 1, patience()).expect("the one of the new tag");
+    let stale = me.until(patience(), || {
         let after = me.engine.stats();
         (after.stale_immediates == before.stale_immediates + 1).then_some(after)
     });
@@ -343,7 +343,7 @@ fn who_is_missing(case: &Case) {
         let ask = Ask::Imm { peer: plain(back), tag, writes };
         assert_eq!(agent.ask(&me, ask), Say::Text("Done".into()));
     }
-    assert!(me.until(PATIENCE, || (mine.available() == 4).then_some(())).is_some());
+    assert!(me.until(patience(), || (mine.available() == 4).then_some(())).is_some());
     let expected = [Expected { peer: first, writes: 3 }, Expected { peer: second, writes: 2 }];
     let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("one is missing");
     let CountError::Timeout { target: 5, missing: 1, ref peers, .. } = late else {
@@ -358,11 +358,11 @@ fn who_is_missing(case: &Case) {
         let ask = Ask::Imm { peer: plain(back), tag, writes: missing };
         assert_eq!(two.ask(&me, ask), Say::Text("Done".into()));
         if missing == 1 {
-            assert!(me.until(PATIENCE, || (mine.available() == 5).then_some(())).is_some());
-            mine.wait_from(&expected, PATIENCE).expect("all there");
+            assert!(me.until(patience(), || (mine.available() == 5).then_some(())).is_some());
+            mine.wait_from(&expected, patience()).expect("all there");
         }
     }
-    assert!(me.until(PATIENCE, || (mine.available() == 2).then_some(())).is_some());
+    assert!(me.until(patience(), || (mine.available() == 2).then_some(())).is_some());
     let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("three are missing");
     let CountError::Timeout { missing: 3, peers, .. } = late else { panic!("{late:?}") };
     assert_eq!(peers.iter().map(|p| p.arrived).collect::<Vec<_>>(), [0, 2]);
@@ -485,7 +485,7 @@ fn a_slow_callback(case: &Case) {
     }
     assert!(!over.load(Ordering::Acquire));
     release.send(()).expect("waiting");
-    assert!(me.until(PATIENCE, || over.load(Ordering::Acquire).then_some(())).is_some());
+    assert!(me.until(patience(), || over.load(Ordering::Acquire).then_some(())).is_some());
     // The same at the other side: it writes to us while our callback is stuck.
     let back = only_peer(&me, &mut other);
     let there = other.memory(&me, 4096, Own::Engine).0;

@@ -14,7 +14,7 @@ use immwire::{End, NetAddr, PagedWrite, Pages, PeerId, PeerState};
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, PATIENCE, Setup, names};
+use crate::host::{Host, Own, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Facts, Spread, Test};
 
@@ -172,7 +172,7 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
     let flooded = other.number(&me, Ask::Flooded);
     let done = other.number(&me, Ask::Stop);
     assert!(done > 0 && flooded <= done);
-    me.count(&count, done, PATIENCE).expect("as many as were done");
+    me.count(&count, done, patience()).expect("as many as were done");
     me.linger(Duration::from_millis(200));
     assert_eq!(count.available(), 0, "counted twice");
     assert_eq!(own_pattern.mismatch(&mine, 0, len, 0), None);
@@ -209,7 +209,7 @@ fn meet(case: &Case, me: &Host, other: &mut Agent, address: &NetAddr) -> PeerId 
         tag: Some(count.tag().bits()),
     };
     assert_eq!(other.ask(me, Ask::Write(write)), Say::Text("Done".into()));
-    me.count(&count, 1, PATIENCE).expect("counted");
+    me.count(&count, 1, patience()).expect("counted");
     peer
 }
 
@@ -291,7 +291,7 @@ fn device_removed(case: &Case) {
     let start = Instant::now();
     let removed = loop {
         let ended = removal.try_wait().expect("a child");
-        if ended.is_some() || start.elapsed() > PATIENCE {
+        if ended.is_some() || start.elapsed() > patience() {
             break ended;
         }
         std::thread::sleep(Duration::from_millis(10));

@@ -9,7 +9,7 @@ use immwire::{End, PeerState};
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Flood, Write1, encode, plain};
-use crate::host::{Host, Memory, Own, PATIENCE, Setup, names};
+use crate::host::{Host, Memory, Own, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
@@ -63,14 +63,14 @@ impl Other {
     /// Both floods go on: neither has failed.
     fn goes_on(&mut self, me: &Host, when: &str) {
         let more = || self.flood.done() > self.seen.0 + 4 || self.flood.failure().is_some();
-        let moved = me.until(PATIENCE, || more().then_some(()));
+        let moved = me.until(patience(), || more().then_some(()));
         let state = me.engine.peer_state(self.peer);
         assert_eq!(self.flood.failure(), None, "{when}: the peer is {state:?}");
         assert!(moved.is_some(), "{when}: nothing is written any more");
         self.seen.0 = self.flood.done();
         let start = Instant::now();
         while self.agent.number(me, Ask::Flooded) <= self.seen.1 + 4 {
-            assert!(start.elapsed() < PATIENCE, "{when}: it writes nothing any more");
+            assert!(start.elapsed() < patience(), "{when}: it writes nothing any more");
             me.linger(Duration::from_millis(1));
         }
         self.seen.1 = self.agent.number(me, Ask::Flooded);
@@ -82,7 +82,7 @@ impl Other {
         assert_eq!(self.flood.failure(), None, "at the end");
         self.agent.number(me, Ask::Flooded);
         let theirs = self.agent.number(me, Ask::Stop);
-        me.count(&self.mine, theirs, PATIENCE).expect("every write of its is counted");
+        me.count(&self.mine, theirs, patience()).expect("every write of its is counted");
         let ours = self.flood.stop(me);
         self.agent.count(me, self.counter, ours);
         me.linger(Duration::from_millis(20));
@@ -139,7 +139,7 @@ fn others_go_on(case: &Case, rounds: u32) {
         assert!(forced, "round {round}: {last:?}");
         let quiesced = |transfer| matches!(me.end(transfer), End::Quiesced { .. });
         assert!(transfers.iter().any(quiesced), "round {round}: nothing was in flight");
-        let state = me.peer_down(peer, PATIENCE);
+        let state = me.peer_down(peer, patience());
         assert!(matches!(state, Some(PeerState::Down(_))), "round {round}: {state:?}");
         for other in &mut others {
             other.goes_on(&me, &format!("round {round}"));

@@ -6,7 +6,7 @@ use std::ptr::NonNull;
 use cudarc::driver::sys as cu;
 use immwire_cuda::{Device, Event, Stream};
 
-use crate::host::PATIENCE;
+use crate::host::patience;
 
 /// Bytes of each part.
 pub const PART: u64 = 2 << 20;
@@ -124,7 +124,7 @@ impl Segment {
             last.into_iter().for_each(|physical| ok(unsafe { cu::cuMemRelease(physical) }));
         });
         let event = Event::new(&device).expect("an event");
-        event.record(&stream).and_then(|()| event.wait(PATIENCE)).expect("zeroed");
+        event.record(&stream).and_then(|()| event.wait(patience())).expect("zeroed");
         Self { device, at, parts: parts.to_vec() }
     }
 

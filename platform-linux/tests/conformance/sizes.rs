@@ -3,7 +3,7 @@
 use immwire::{MrDesc, PagedWrite, Pages, Rights};
 
 use crate::agent::Ask;
-use crate::host::{Lent, Own, PATIENCE, poison};
+use crate::host::{Lent, Own, patience, poison};
 use crate::operations::write;
 use crate::{Case, Spread, Test};
 
@@ -173,7 +173,7 @@ fn five_gigabytes(case: &Case) {
         pattern.fill(&src, at, island, at);
     }
     let transfer = write(&me, peer, &src, &desc, (0, 0, size), Some(tag));
-    let end = me.end_within(&transfer, 3 * PATIENCE);
+    let end = me.end_within(&transfer, 3 * patience());
     assert_eq!(end, Some(immwire::End::Done));
     other.count(&me, counter, 1);
     assert_eq!(other.number(&me, Ask::Available { counter }), 0);

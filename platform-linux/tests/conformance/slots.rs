@@ -24,7 +24,7 @@ use immwire::staging::Staged;
 use immwire::{DownReason, Staging};
 
 use crate::gpus::refuse;
-use crate::host::PATIENCE;
+use crate::host::patience;
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -404,7 +404,7 @@ fn slots_come_back_after_errors(_: &Case) {
         let token = world.post(&from).expect("it is taken");
         refuse(0);
         let start = std::time::Instant::now();
-        while world.seen.ended.is_empty() && start.elapsed() < PATIENCE {
+        while world.seen.ended.is_empty() && start.elapsed() < patience() {
             world.poll();
         }
         assert!(matches!(world.end(token), Err(WorkError::Device(_))));

@@ -7,7 +7,7 @@ use immwire::core::plan::{PlanError, Side};
 use immwire::{End, PeerId, Place, ScatterWrite, Target, TransferError};
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, PATIENCE, Setup};
+use crate::host::{Host, Own, Setup, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
@@ -95,7 +95,7 @@ fn one_transfer_goes_both_ways(case: &Case) {
         for (agent, _) in &mut others {
             assert_eq!(agent.answer(Some(&me)), Say::Text("Done".into()));
         }
-        me.count(&counter, 4, PATIENCE).expect("four arrive");
+        me.count(&counter, 4, patience()).expect("four arrive");
         for (n, target) in (0_u64..).zip(targets.iter()) {
             let (offset, len, at) = (n * PART + target.dst_offset, target.len, target.src_offset);
             assert_eq!(pattern.mismatch(&back, offset, len, at), None, "{target:?}");

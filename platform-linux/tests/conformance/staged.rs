@@ -11,7 +11,7 @@ use immwire_cuda::{Device, DeviceMemory, Stream};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::{GIVES_UP_WITHIN, goes_within, refuse};
-use crate::host::{Host, Own, PATIENCE, Setup, first_other, names, poison};
+use crate::host::{Host, Own, Setup, first_other, names, patience, poison};
 use crate::operations::{only_peer, write};
 use crate::segment::{go_on, held_up, stick};
 use crate::{Case, Provider, Spread, Test};
@@ -111,7 +111,7 @@ fn every_way_at_once(case: &Case) {
                 let len = BYTES - 3;
                 let write = Write1 { peer: back, src, src_offset, dst, dst_offset, len, tag };
                 assert_eq!(other.ask(&me, Ask::Write(write)), Say::Text("Done".into()));
-                me.count(&mine, 1, PATIENCE).expect("the write");
+                me.count(&mine, 1, patience()).expect("the write");
                 assert_eq!(pattern.mismatch(region, 3, BYTES - 3, 3), None);
                 assert_eq!(first_other(region, 0, 3, 0xa5), None);
             }
@@ -161,7 +161,7 @@ fn others_go_past_a_slow_gpu(case: &Case) {
         me.done(&me.engine.submit_imm(peer, small_tag, 1).expect("submit"));
         other.count(&me, small, 2);
         me.done(&me.engine.submit_send(peer, &[round]).expect("submit"));
-        let ms = u64::try_from(PATIENCE.as_millis()).expect("small");
+        let ms = u64::try_from(patience().as_millis()).expect("small");
         let got = other.ask(&me, Ask::Recv { ms });
         assert_eq!(got, Say::Message { from: back, bytes: vec![round] });
     }
@@ -195,7 +195,7 @@ fn a_broken_rule_costs_the_peer(case: &Case) {
     // Units of sixteen: the sixteenth slot.
     let lie = Signal::Landed(16).encode().tag().bits();
     let _ = other.ask(&me, Ask::Imm { peer: back, tag: lie, writes: 1 });
-    let down = me.peer_down(peer, PATIENCE);
+    let down = me.peer_down(peer, patience());
     assert!(matches!(down, Some(PeerState::Down(DownReason::Protocol))), "{down:?}");
     for transfer in &waiting {
         assert!(names(me.end(transfer), peer));
@@ -212,7 +212,7 @@ fn stuck_where_it_is_read(case: &Case) {
     me.done(&write(&me, peer, &src, &desc, (0, 0, 64 << 10), None));
     assert!(stick(true), "only the stand-in for the driver can be held");
     let transfer = write(&me, peer, &src, &desc, (0, 0, 64 << 10), None);
-    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("it is to be read");
+    me.until(patience(), || (held_up() > 0).then_some(())).expect("it is to be read");
     goes_within(GIVES_UP_WITHIN, || _ = stick(false), move || drop((src, me)));
     assert!(transfer.poll_end().is_some_and(|end| end != End::Done));
     assert!(held_up() > 0, "it was waited for");
@@ -257,9 +257,9 @@ fn nobody_gets_what_is_still_read(case: &Case) {
     let (dst, tag, src_offset, dst_offset, len) = (encode(&region.desc()), None, 0, 0, 4096);
     first.post(Ask::Write(Write1 { peer: one, src, src_offset, dst, dst_offset, len, tag }));
     let peer = me.engine.peers()[0];
-    me.until(PATIENCE, || (held_up() > 0).then_some(())).expect("it has landed");
+    me.until(patience(), || (held_up() > 0).then_some(())).expect("it has landed");
     drop(first);
-    let down = me.peer_down(peer, PATIENCE);
+    let down = me.peer_down(peer, patience());
     assert!(matches!(down, Some(PeerState::Down(_))), "{down:?}");
     for _ in 0..5 {
         let refused = second.ask(&me, there.clone());
@@ -267,7 +267,7 @@ fn nobody_gets_what_is_still_read(case: &Case) {
     }
     let kept = me.close(region, Duration::from_millis(100)).expect_err("it is written");
     stick(false);
-    let in_ = me.until(PATIENCE, || match second.ask(&me, there.clone()) {
+    let in_ = me.until(patience(), || match second.ask(&me, there.clone()) {
         Say::Peer(peer) => Some(peer),
         _ => None,
     });
@@ -308,7 +308,7 @@ fn who_does_not_stage(case: &Case) {
         let (dst, tag) = (encode(&src.desc()), Some(mine.tag().bits()));
         let write = Write1 { peer: back, src: there, src_offset, dst, dst_offset, len, tag };
         assert_eq!(other.ask(&me, Ask::Write(write)), Say::Text("Done".into()));
-        me.count(&mine, 1, PATIENCE).expect("the write");
+        me.count(&mine, 1, patience()).expect("the write");
         assert_eq!(pattern.mismatch(&src, 0, 4096, 0), None);
     }
     assert!(staged >= 2, "none was a GPU's");
@@ -356,7 +356,7 @@ fn what_is_not_to_be_written(case: &Case) {
     assert_eq!(written(longer, 4000, 96), "Done");
     poison(&whole, 0, 8192, 0xa5);
     let (gone, desc) = (half.desc(), half);
-    me.close(desc, PATIENCE).expect("nobody writes");
+    me.close(desc, patience()).expect("nobody writes");
     refused(written(gone, 0, 8));
     // Another takes its number.
     let next = register(4096, Rights::REMOTE_WRITE);
@@ -366,7 +366,7 @@ fn what_is_not_to_be_written(case: &Case) {
     assert_eq!(pattern.mismatch(&whole, 0, 4096, 0), None);
     assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
     for region in [next, whole] {
-        me.close(region, PATIENCE).expect("nobody writes");
+        me.close(region, patience()).expect("nobody writes");
     }
 }
 
@@ -401,12 +401,12 @@ fn a_pool_has_room_for_so_many(case: &Case) {
         let (src_offset, dst_offset, len) = (0, 0, 4096);
         let write = Write1 { peer, src, src_offset, dst, dst_offset, len, tag };
         assert_eq!(agent.ask(&me, Ask::Write(write)), Say::Text("Done".into()));
-        me.count(&counter, 1, PATIENCE).expect("the write");
+        me.count(&counter, 1, patience()).expect("the write");
         assert_eq!(pattern.mismatch(&region, 0, 4096, 0), None);
     };
     write(&mut first, one, 1);
     drop(first);
-    let peer = me.until(PATIENCE, || match second.ask(&me, there.clone()) {
+    let peer = me.until(patience(), || match second.ask(&me, there.clone()) {
         Say::Peer(peer) => Some(peer),
         _ => None,
     });

@@ -24,7 +24,7 @@ fn group_keys(case: &Case) {
                 // Without a key it may have let us in, whom we then did not want: it sees that soon.
                 let start = std::time::Instant::now();
                 while other.ask(&me, Ask::Peers { count: 0 }) != Say::Peers(Vec::new()) {
-                    assert!(start.elapsed() < crate::host::PATIENCE, "{ours:?} {theirs:?}");
+                    assert!(start.elapsed() < crate::host::patience(), "{ours:?} {theirs:?}");
                 }
             }
             let calling = other.ask(&me, Ask::TryPeer { address: me.engine.address().to_string() });
@@ -37,7 +37,7 @@ fn group_keys(case: &Case) {
                 assert!(why.contains("refused"), "{ours:?} {theirs:?}: {why}");
                 // One that was let in by us, but did not want us, is gone in a moment.
                 let none = || me.engine.peers().is_empty().then_some(());
-                assert!(me.until(crate::host::PATIENCE, none).is_some(), "{ours:?} {theirs:?}");
+                assert!(me.until(crate::host::patience(), none).is_some(), "{ours:?} {theirs:?}");
             } else {
                 let states: Vec<_> =
                     me.engine.peers().iter().map(|peer| me.engine.peer_state(*peer)).collect();

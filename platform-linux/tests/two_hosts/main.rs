@@ -38,7 +38,7 @@ use libtest_mimic::{Arguments, Trial};
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, peer_of};
-use crate::host::{Foreign, Host, Memory, Motor, Own, PATIENCE, Pattern, Setup, names};
+use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
 use crate::net::{Missing, NIC, Wire};
 
 /// What engines are built from; the conformance suite has several of these.
@@ -211,7 +211,7 @@ impl Pair {
     fn write(&mut self, seed: u64, len: u64) {
         let pattern = Pattern(seed);
         pattern.fill(&self.src, 0, len, 0);
-        let transfer = self.submit(len, Some(self.tag), PATIENCE);
+        let transfer = self.submit(len, Some(self.tag), patience());
         self.me.done(&transfer);
         self.other.count(&self.me, self.counter, 1);
         self.other.check(&self.me, self.there, 0, len, pattern);
@@ -248,7 +248,7 @@ impl Pair {
             let group = self.me.engine.add_peer_group(&[self.peer]);
             let barrier = self.me.engine.submit_barrier(&group, self.tag).expect("submit");
             self.me.done(&barrier);
-            self.me.count(&mine, 1, PATIENCE).expect("the other's");
+            self.me.count(&mine, 1, patience()).expect("the other's");
             assert_eq!(self.other.answer(Some(&self.me)), Say::Text("Done".into()));
             self.other.count(&self.me, self.counter, 1);
         }
@@ -259,7 +259,7 @@ impl Pair {
             assert_eq!(got, Say::Message { from: back[0], bytes: bytes.clone() });
             let ask = Ask::Send { peer: back[0], bytes: bytes.clone() };
             assert_eq!(self.other.ask(&self.me, ask), Say::Text("Done".into()));
-            let message = self.me.recv(PATIENCE).expect("a message");
+            let message = self.me.recv(patience()).expect("a message");
             assert_eq!((message.from, message.bytes), (self.peer, bytes));
         }
         let left = self.other.number(&self.me, Ask::Available { counter: self.counter });

@@ -1,8 +1,7 @@
 //! How the models in `tests/` are run: the shipped text, the core's and the platform's, on loom's atomics.
 //!
 //! ```sh
-//! RUSTFLAGS="--cfg loom" cargo nextest run -p immwire-verification-loom --cargo-profile model \
-//!     --target-dir target-loom
+//! RUSTFLAGS="--cfg loom" cargo nextest run -p immwire-verification-loom --target-dir target-loom
 //! ```
 //!
 //! Without `--cfg loom` this package is empty. `nextest`, because a missed wake-up is a deadlock, which

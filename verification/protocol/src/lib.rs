@@ -1,8 +1,8 @@
 //! How the models in `tests/` are explored: the core's own state machines, in every reachable state.
 //!
 //! ```sh
-//! cargo nextest run -p immwire-verification-protocol --cargo-profile model
-//! IMMWIRE_FULL=1 cargo nextest run -p immwire-verification-protocol --cargo-profile model
+//! cargo nextest run -p immwire-verification-protocol
+//! IMMWIRE_FULL=1 cargo nextest run -p immwire-verification-protocol
 //! ```
 //!
 //! A state of a model holds `DomainGroup`s and counters as they ship; a step calls them. The network, the
