@@ -74,6 +74,7 @@ pub mod resolve;
 pub mod ring;
 pub mod signal;
 pub mod span;
+pub mod spread;
 pub mod staging;
 mod sync;
 pub mod tenant;

@@ -19,6 +19,7 @@ use crate::module::{Function, Module};
 use crate::stuck;
 use std::num::NonZeroU32;
 use std::ptr;
+use std::sync::Arc;
 use std::time::Duration;
 
 /// The compiled kernels; empty where there was no compiler.
@@ -117,7 +118,7 @@ pub enum Submitted {
 pub struct Copier {
     stream: Stream,
     tuning: Tuning,
-    kernels: Kernels,
+    kernels: Arc<Kernels>,
     arrivals: DeviceMemory,
     /// It was waited for in vain.
     is_stuck: bool,
@@ -132,9 +133,21 @@ impl Copier {
     ///
     /// [`Error::KernelsAbsent`], [`Error::NoKernelsFor`], or what the driver answers.
     pub fn new(stream: &Stream, tuning: Tuning) -> Result<Self, Error> {
-        let kernels = Kernels::load(stream.device())?;
+        let kernels = Arc::new(Kernels::load(stream.device())?);
         let arrivals = DeviceMemory::zeroed(stream, 4)?;
         Ok(Self { stream: stream.clone(), tuning, kernels, arrivals, is_stuck: false })
+    }
+
+    /// Another, in the order of another stream of the same GPU's: the kernels are there already.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn beside(&self) -> Result<Self, Error> {
+        let stream = Stream::new(self.stream.device())?;
+        let arrivals = DeviceMemory::zeroed(&stream, 4)?;
+        let (tuning, kernels) = (self.tuning, Arc::clone(&self.kernels));
+        Ok(Self { stream, tuning, kernels, arrivals, is_stuck: false })
     }
 
     /// The stream that requests are enqueued in.

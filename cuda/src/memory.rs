@@ -10,6 +10,7 @@ use crate::driver::{check, cu};
 use crate::error::Error;
 use crate::stuck;
 use std::ffi::c_void;
+use std::ops::Range;
 use std::ptr::{self, NonNull};
 use std::slice;
 use std::sync::atomic::AtomicU64;
@@ -126,11 +127,19 @@ impl PinnedMemory {
         unsafe { slice::from_raw_parts_mut(self.start.as_ptr(), self.bytes) }
     }
 
-    /// The same, as words; bytes that make up no word are left out.
+    /// These words of it, of four bytes, to be written; `None`: there are not so many. No GPU reads or writes them meanwhile, which is
+    /// promised for each launch that names them; what it does with others is of no matter.
     #[must_use]
-    pub fn as_mut_words(&mut self) -> &mut [u32] {
-        // SAFETY: any bits are a `u32`.
-        unsafe { self.as_mut_slice().align_to_mut().1 }
+    pub fn words_mut(&mut self, words: Range<usize>) -> Option<&mut [u32]> {
+        if words.start > words.end || words.end > self.bytes / size_of::<u32>() {
+            return None;
+        }
+        // SAFETY: inside of it, see above, and `self` is borrowed for as long; any bits are a `u32`; the driver's pinned memory
+        // begins with a page.
+        unsafe {
+            let first = self.start.as_ptr().cast::<u32>().add(words.start);
+            Some(slice::from_raw_parts_mut(first, words.len()))
+        }
     }
 
     /// The word at `offset`, which a GPU may release while it is read here.

@@ -2,13 +2,14 @@
 //!
 //! A piece whose bytes lie in a GPU's memory, or go there, is copied by a GPU: the one that has the source; from host
 //! memory the one that has the destination. Peers' memory is opened once for each region, and their host memory pinned. What
-//! one call of `post` takes is merged: pieces that adjoin become one copy, pieces of one length one launch. A copy's last
+//! one call of `post` takes to a region is merged: pieces that adjoin become one copy, pieces of one length one launch. A copy's last
 //! act is to store its number to a word of pinned host memory; whoever reads it there sees that all of its bytes are where
 //! they belong (`immwire_cuda::Release`), and the immediates are sent.
 //!
 //! # What it refuses to know
 //!
-//! Counts, plans and credits (the core's); which kernel and how many pieces a launch has (`immwire_cuda::geometry`).
+//! Counts, plans and credits, and which of a GPU's queues a copy goes to (the core's); which kernel and how many pieces a launch has
+//! (`immwire_cuda::geometry`).
 //!
 //! # Limits
 //!
@@ -36,9 +37,10 @@ use std::time::{Duration, Instant};
 
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;
-use immwire_core::id::Time;
+use immwire_core::id::{PeerId, Time};
 use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
+use immwire_core::spread::{self, Load};
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
@@ -52,8 +54,8 @@ use super::socket::FILES_MAX;
 use crate::gpus::{CLOSED_WITHIN, Known, One, number};
 use crate::provider::{Sink, Window};
 
-/// Queues of each GPU: one launch begins while another ends.
-const QUEUES: usize = 2;
+/// Queues of each GPU. Which of them a copy goes to: `core::spread`.
+const QUEUES: usize = 8;
 /// Copies under way in one queue. Few: their tables are to stay in the caches.
 const COPIES: usize = 8;
 /// Pages that one launch copies at most. Longer ones leave one queue with more to do than the other in the end.
@@ -70,6 +72,9 @@ const fn next_pages(under_way: usize) -> usize {
         _ => LAUNCH_PAGES,
     }
 }
+
+/// Words of a copy's table.
+const TABLE: usize = 2 * LAUNCH_PAGES;
 
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
@@ -504,49 +509,94 @@ struct Queue {
     /// The driver's answer when it would not take all of the last copy, whose number is never stored then: it ends, as
     /// failed, when nothing is in the queue any more. Until then nothing is added.
     refused: Option<i32>,
-    /// By the number of the copy that reads it, modulo how many there are: page numbers of the source, then of the target.
-    tables: Vec<PinnedMemory>,
+    /// By the number of the copy that reads them, modulo how many there are: page numbers of the source, then of the target.
+    tables: PinnedMemory,
+    /// What is to become its next copy.
+    staged: Staged,
     flights: VecDeque<Flight>,
     /// Theirs, in order.
     pieces: VecDeque<WorkRequest>,
+    /// Bytes that they copy, and pages.
+    bytes: u64,
+    pages: usize,
 }
 
 impl Queue {
-    fn new(device: &Device) -> Result<Self, Error> {
-        let stream = Stream::new(device)?;
-        let copier = Copier::new(&stream, Tuning::default())?;
-        let table = |_| PinnedMemory::zeroed(device, 2 * LAUNCH_PAGES * size_of::<u32>());
+    fn new(copier: Copier) -> Result<Self, Error> {
+        let device = copier.stream().device();
         Ok(Self {
-            copier,
             ended: PinnedMemory::zeroed(device, size_of::<u64>())?,
             issued: 0,
             refused: None,
-            tables: (0..COPIES).map(table).collect::<Result<_, _>>()?,
+            tables: PinnedMemory::zeroed(device, COPIES * TABLE * size_of::<u32>())?,
+            staged: Staged::new(),
+            copier,
             flights: VecDeque::with_capacity(COPIES),
             pieces: VecDeque::with_capacity(COPIES * PIECES),
+            bytes: 0,
+            pages: 0,
         })
     }
 
-    fn has_room(&self) -> bool {
-        self.flights.len() < COPIES && self.refused.is_none()
+    /// What it has to do; what is staged becomes a copy before another is.
+    fn load(&self) -> Load<PeerId> {
+        let last = self.staged.pieces.last().or(self.pieces.back());
+        let copies = self.flights.len() + usize::from(self.staged.claim.is_some());
+        Load {
+            to: last.map(|work| work.peer),
+            bytes: self.bytes.saturating_add(self.staged.bytes),
+            has_room: copies < COPIES && self.refused.is_none(),
+        }
     }
 
-    /// Bytes that it is still to copy.
-    fn bytes(&self) -> u64 {
-        self.flights.iter().map(|flight| flight.bytes).sum()
-    }
-
-    /// The table of the next copy. Nobody reads it: with room for another copy, the one that did has ended.
-    fn next_table(&mut self) -> Option<(&mut [u32], &mut [u32])> {
-        let at = usize::try_from((self.issued + 1) % COPIES as u64).ok()?;
-        self.tables.get_mut(at)?.as_mut_words().split_at_mut_checked(LAUNCH_PAGES)
+    /// The table of the next copy, and what is staged of it. Nobody reads the table: with room for another copy, the one that did
+    /// has ended.
+    fn next_table(&mut self) -> Option<(&mut [u32], &mut [u32], &mut Staged)> {
+        let at = usize::try_from((self.issued + 1) % COPIES as u64).ok()? * TABLE;
+        let table = self.tables.words_mut(at..at + TABLE)?;
+        let (sources, targets) = table.split_at_mut_checked(LAUNCH_PAGES)?;
+        Some((sources, targets, &mut self.staged))
     }
 
     /// Where the GPU finds the two halves of the table of copy `number`.
     fn table_addresses(&self, number: u64) -> (u64, u64) {
-        let at = usize::try_from(number % COPIES as u64).unwrap_or(0);
-        let source = self.tables.get(at).map_or(0, PinnedMemory::address);
+        let source =
+            self.tables.address() + number % COPIES as u64 * (TABLE * size_of::<u32>()) as u64;
         (source, source + (LAUNCH_PAGES * size_of::<u32>()) as u64)
+    }
+
+    /// Enqueues what is staged.
+    fn launch(&mut self, sms: NonZeroU32) {
+        let Some(claim) = self.staged.claim.take() else { return };
+        let number = self.issued + 1;
+        if let Err(why) = enqueue(self, number, sms) {
+            tracing::error!(%why, "a GPU's driver does not take a copy");
+            self.refused = Some(self::number(why));
+        }
+        self.issued = number;
+        let staged = &mut self.staged;
+        self.bytes = self.bytes.saturating_add(staged.bytes);
+        self.pages += staged.pages;
+        self.flights.push_back(Flight {
+            number,
+            pieces: staged.pieces.len(),
+            pages: staged.pages,
+            bytes: staged.bytes,
+            _claim: claim,
+        });
+        self.pieces.extend(staged.pieces.drain(..));
+        staged.places.clear();
+        (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
+        (staged.run, staged.pages) = (None, 0);
+    }
+
+    /// The copy that is the first to end, if its number is this or less: it is not under way any more.
+    fn land(&mut self, ended: u64) -> Option<Flight> {
+        self.flights.front().filter(|flight| flight.number <= ended)?;
+        let flight = self.flights.pop_front()?;
+        self.bytes = self.bytes.saturating_sub(flight.bytes);
+        self.pages = self.pages.saturating_sub(flight.pages);
+        Some(flight)
     }
 
     /// The number of the last copy that has ended. Acquire: with it come the bytes of all copies up to it.
@@ -563,23 +613,43 @@ impl Queue {
     fn fail(&mut self, report: impl FnMut(WorkRequest)) {
         self.refused = None;
         self.flights.clear();
+        (self.bytes, self.pages) = (0, 0);
         self.pieces.drain(..).for_each(report);
     }
+}
+
+/// All queues of a GPU.
+fn queues(device: &Device) -> Result<Vec<Queue>, Error> {
+    let first = Copier::new(&Stream::new(device)?, Tuning::default())?;
+    let others = (1..QUEUES).map(|_| first.beside()).collect::<Result<Vec<_>, _>>()?;
+    std::iter::once(first).chain(others).map(Queue::new).collect()
 }
 
 /// One GPU.
 #[derive(Debug)]
 struct Gpu {
     queues: Vec<Queue>,
-    next: usize,
     /// It has failed, with this number of the driver's; nothing is enqueued any more.
     failed: Option<i32>,
+}
+
+impl Gpu {
+    /// Enqueues what is staged in a queue.
+    fn launch(&mut self, at: usize, budget: NonZeroU32) {
+        if self.queues.get(at).is_none_or(|queue| queue.staged.claim.is_none()) {
+            return;
+        }
+        let each = spread::processors(self.queues.iter().map(Queue::load), budget);
+        if let Some(queue) = self.queues.get_mut(at) {
+            queue.launch(each);
+        }
+    }
 }
 
 /// What is to become one copy.
 #[derive(Debug)]
 struct Staged {
-    gpu: usize,
+    /// `None`: nothing is staged.
     claim: Option<Claim>,
     pieces: Vec<WorkRequest>,
     /// Source and target of each, as the GPU has them.
@@ -593,6 +663,37 @@ struct Staged {
     run: Option<RunLayout>,
     /// Pages of all of them.
     pages: usize,
+}
+
+impl Staged {
+    fn new() -> Self {
+        Self {
+            claim: None,
+            pieces: Vec::with_capacity(PIECES),
+            places: Vec::with_capacity(PIECES),
+            adjoining: true,
+            even: true,
+            bytes: 0,
+            run: None,
+            pages: 0,
+        }
+    }
+
+    /// Whether it is a copy to this region.
+    fn is_to(&self, reached: &Arc<Reached>) -> bool {
+        self.claim.as_ref().is_some_and(|claim| Arc::ptr_eq(&claim.0, reached))
+    }
+
+    /// Whether a piece can be part of it.
+    fn takes(&self, src: u64, dst: u64, len: u64) -> bool {
+        let (Some(last), Some((from, to))) = (self.pieces.last(), self.places.last()) else {
+            return false;
+        };
+        let adjoins = from.wrapping_add(last.len) == src && to.wrapping_add(last.len) == dst;
+        self.run.is_none()
+            && self.pieces.len() < PIECES
+            && ((self.adjoining && adjoins) || (self.even && last.len == len))
+    }
 }
 
 /// What became of a piece that was to be staged.
@@ -617,7 +718,6 @@ pub(super) struct Gpus {
     known: Arc<Known>,
     gpus: Vec<Gpu>,
     sms: NonZeroU32,
-    staged: Staged,
     /// Pieces under way.
     flying: usize,
     /// When something ended last, or nothing was under way.
@@ -630,25 +730,13 @@ impl Gpus {
     /// Prepares copies on GPUs that are open, each on at most `sms` SMs.
     pub(super) fn new(known: Arc<Known>, sms: NonZeroU32) -> Result<Self, (u32, Error)> {
         let gpu = |One { device, streams, .. }: &One| {
-            let queues = (0..QUEUES).map(|_| Queue::new(device)).collect::<Result<Vec<_>, _>>();
-            let queues = queues.map_err(|why| (device.ordinal(), why))?;
+            let queues = queues(device).map_err(|why| (device.ordinal(), why))?;
             streams
                 .get_or_init(|| queues.iter().map(|queue| queue.copier.stream().clone()).collect());
-            Ok(Gpu { queues, next: 0, failed: None })
+            Ok(Gpu { queues, failed: None })
         };
         let gpus = known.devices.iter().map(gpu).collect::<Result<_, (u32, Error)>>()?;
-        let staged = Staged {
-            gpu: 0,
-            claim: None,
-            pieces: Vec::with_capacity(PIECES),
-            places: Vec::with_capacity(PIECES),
-            adjoining: true,
-            even: true,
-            bytes: 0,
-            run: None,
-            pages: 0,
-        };
-        Ok(Self { known, gpus, sms, staged, flying: 0, progress: Time::ZERO, is_settled: false })
+        Ok(Self { known, gpus, sms, flying: 0, progress: Time::ZERO, is_settled: false })
     }
 
     pub(super) fn known(&self) -> &Arc<Known> {
@@ -720,13 +808,12 @@ impl Gpus {
         let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
-        if !self.joins(gpu, reached, work.src, dst, work.len) {
-            self.launch();
-        }
-        if let Err(not) = self.begin(gpu, reached) {
-            return not;
-        }
-        let staged = &mut self.staged;
+        let queue =
+            match self.begin(gpu, reached, work.peer, |it| it.takes(work.src, dst, work.len)) {
+                Ok(queue) => queue,
+                Err(not) => return not,
+            };
+        let staged = &mut queue.staged;
         if let (Some(last), Some((src, to))) = (staged.pieces.last(), staged.places.last()) {
             staged.adjoining &=
                 src.wrapping_add(last.len) == work.src && to.wrapping_add(last.len) == dst;
@@ -742,27 +829,41 @@ impl Gpus {
     /// Pages of runs that are under way on `gpu`.
     fn pages_under_way(&self, gpu: usize) -> usize {
         let queues = self.gpus.get(gpu).into_iter().flat_map(|gpu| &gpu.queues);
-        queues.flat_map(|queue| &queue.flights).map(|flight| flight.pages).sum()
+        queues.map(|queue| queue.pages).sum()
     }
 
-    /// Makes room for a copy of `gpu` to a region, unless one that can be added to is staged.
-    fn begin(&mut self, gpu: usize, reached: &Arc<Reached>) -> Result<(), Staging> {
-        if self.staged.claim.is_some() {
-            return if reached.may_continue() { Ok(()) } else { Err(Staging::Withdrawn) };
-        }
-        let state = self.gpus.get_mut(gpu);
-        let state = state.ok_or(Staging::Failed(WorkError::LocalAccess))?;
+    /// The queue of `gpu` that has a copy to that region staged which takes more, or else one that begins another.
+    fn begin(
+        &mut self,
+        gpu: usize,
+        reached: &Arc<Reached>,
+        peer: PeerId,
+        takes: impl Fn(&Staged) -> bool,
+    ) -> Result<&mut Queue, Staging> {
+        let sms = self.sms;
+        let state = self.gpus.get_mut(gpu).ok_or(Staging::Failed(WorkError::LocalAccess))?;
         if let Some(code) = state.failed {
             return Err(Staging::Failed(WorkError::Device(code)));
         }
-        let turns = (0..QUEUES).map(|turn| (state.next + turn) % QUEUES);
-        let queues = turns.filter_map(|at| Some((at, state.queues.get(at)?)));
-        // The one that has least to do, so that both end about the same time: one alone does not fill a link.
-        let free = queues.filter(|(_, queue)| queue.has_room()).min_by_key(|it| it.1.bytes());
-        state.next = free.map(|(at, _)| at).ok_or(Staging::NoRoom)?;
-        self.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
-        self.staged.gpu = gpu;
-        Ok(())
+        let at = state.queues.iter().position(|queue| queue.staged.is_to(reached));
+        let open = at.and_then(|at| Some((at, takes(&state.queues.get(at)?.staged))));
+        let at = match open {
+            Some((at, true)) if reached.may_continue() => at,
+            Some((_, true)) => return Err(Staging::Withdrawn),
+            _ => {
+                // At once: the GPU is not to wait until the next one is full, too.
+                if let Some((full, _)) = open {
+                    state.launch(full, sms);
+                }
+                let loads = state.queues.iter().map(Queue::load);
+                let at = spread::choose(loads, peer).ok_or(Staging::NoRoom)?;
+                state.launch(at, sms);
+                let queue = state.queues.get_mut(at).ok_or(Staging::NoRoom)?;
+                queue.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
+                at
+            }
+        };
+        state.queues.get_mut(at).ok_or(Staging::NoRoom)
     }
 
     /// As [`Gpus::stage`], of a run of pages.
@@ -774,32 +875,25 @@ impl Gpus {
         sink: &impl Sink,
     ) -> Staging {
         let count = usize::try_from(work.run.count).unwrap_or(usize::MAX);
-        let staged = &self.staged;
-        let other = staged.claim.as_ref().is_some_and(|claim| !Arc::ptr_eq(&claim.0, reached))
-            || staged.gpu != gpu
-            || staged.run.is_none()
-            || staged.pieces.len() >= PIECES
-            || staged.pages + count > next_pages(self.pages_under_way(gpu));
-        if other {
-            self.launch();
-        }
-        // Twice at most: the second time nothing is staged.
+        let most = next_pages(self.pages_under_way(gpu));
+        let mut other = None;
+        // Twice at most: the second time nothing is staged there.
         loop {
-            if let Err(not) = self.begin(gpu, reached) {
-                return not;
-            }
-            let staged = &mut self.staged;
-            let queue = self.gpus.get_mut(gpu).and_then(|gpu| gpu.queues.get_mut(gpu.next));
-            let tables = queue.and_then(|queue| queue.next_table());
-            let Some((sources, targets)) = tables.and_then(|(sources, targets)| {
-                let range = staged.pages..staged.pages.checked_add(count)?;
-                Some((sources.get_mut(range.clone())?, targets.get_mut(range)?))
-            }) else {
-                self.launch();
+            let takes = |it: &Staged| {
+                let fits = it.pieces.len() < PIECES && it.pages.saturating_add(count) <= most;
+                fits && it.run.is_some() && it.run != other
+            };
+            let queue = match self.begin(gpu, reached, work.peer, takes) {
+                Ok(queue) => queue,
+                Err(not) => return not,
+            };
+            let Some((sources, targets, staged)) = queue.next_table() else {
                 return Staging::Failed(WorkError::LocalAccess);
             };
-            let layout = sink.page_run(work, sources, targets);
-            let layout = layout.and_then(|run| {
+            let range = staged.pages..staged.pages.saturating_add(count);
+            let layout = sources.get_mut(range.clone()).zip(targets.get_mut(range));
+            let layout = layout.and_then(|(sources, targets)| {
+                let run = sink.page_run(work, sources, targets)?;
                 let last = targets.iter().max().copied().map_or(0, u64::from);
                 let span = run.dst_stride.checked_mul(last)?.checked_add(run.page_bytes)?;
                 let dst_base = reached.address(gpu, run.dst_base, span)?;
@@ -812,7 +906,7 @@ impl Gpus {
                 return Staging::Failed(WorkError::RemoteAccess);
             };
             if staged.run.is_some_and(|run| run != layout) {
-                self.launch();
+                other = staged.run;
                 continue;
             }
             staged.run = Some(layout);
@@ -825,53 +919,13 @@ impl Gpus {
         }
     }
 
-    /// Whether a piece can be part of the copy that is staged.
-    fn joins(&self, gpu: usize, reached: &Arc<Reached>, src: u64, dst: u64, len: u64) -> bool {
-        let staged = &self.staged;
-        let (Some(claim), Some(last)) = (&staged.claim, staged.pieces.last()) else {
-            return true;
-        };
-        let Some((from, to)) = staged.places.last() else {
-            return false;
-        };
-        let adjoins = from.wrapping_add(last.len) == src && to.wrapping_add(last.len) == dst;
-        staged.run.is_none()
-            && staged.gpu == gpu
-            && Arc::ptr_eq(&claim.0, reached)
-            && staged.pieces.len() < PIECES
-            && ((staged.adjoining && adjoins) || (staged.even && last.len == len))
-    }
-
     /// Enqueues what is staged.
     pub(super) fn launch(&mut self) {
-        let staged = &mut self.staged;
-        let Some(claim) = staged.claim.take() else { return };
-        let gpu = self.gpus.get_mut(staged.gpu);
-        let queue = gpu.and_then(|gpu| {
-            let at = gpu.next;
-            gpu.next = (at + 1) % QUEUES;
-            gpu.queues.get_mut(at)
-        });
-        // There is one: `begin` has found it.
-        let Some(queue) = queue else { return };
-        let number = queue.issued + 1;
-        if let Err(why) = enqueue(queue, staged, number, self.sms) {
-            tracing::error!(%why, "a GPU's driver does not take a copy");
-            queue.refused = Some(self::number(why));
+        for gpu in &mut self.gpus {
+            for at in 0..gpu.queues.len() {
+                gpu.launch(at, self.sms);
+            }
         }
-        queue.issued = number;
-        queue.flights.push_back(Flight {
-            number,
-            pieces: staged.pieces.len(),
-            pages: staged.pages,
-            bytes: staged.bytes,
-            _claim: claim,
-        });
-        queue.pieces.extend(staged.pieces.iter().copied());
-        staged.pieces.clear();
-        staged.places.clear();
-        (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
-        (staged.run, staged.pages) = (None, 0);
     }
 
     /// Reports the pieces that have ended since the last call; returns whether there were any. Idle, it costs a load.
@@ -895,8 +949,7 @@ impl Gpus {
                 // First: then all copies before the one that was refused have stored their numbers.
                 let is_over = !is_closing && queue.is_over();
                 let ended = queue.ended();
-                while queue.flights.front().is_some_and(|flight| flight.number <= ended) {
-                    let Some(flight) = queue.flights.pop_front() else { break };
+                while let Some(flight) = queue.land(ended) {
                     for work in queue.pieces.drain(..flight.pieces.min(queue.pieces.len())) {
                         self.flying -= 1;
                         report(work, Ok(()));
@@ -939,8 +992,9 @@ impl Gpus {
 }
 
 /// Enqueues a copy, and the storing of its number.
-fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> Result<(), Error> {
+fn enqueue(queue: &mut Queue, number: u64, sms: NonZeroU32) -> Result<(), Error> {
     let release = Release::Store { word: queue.ended.address(), value: number };
+    let staged = &queue.staged;
     if let Some(run) = staged.run {
         let (source_at, target_at) = queue.table_addresses(number);
         let pages = |base, stride, table| Pages { base, stride, table: Some(table) };
@@ -956,32 +1010,34 @@ fn enqueue(queue: &mut Queue, staged: &Staged, number: u64, sms: NonZeroU32) -> 
     let (Some((src, dst)), Some(first)) = (staged.places.first(), staged.pieces.first()) else {
         return Ok(());
     };
+    let len = first.len;
     if staged.adjoining {
         let copy = PagedCopy::contiguous(*src, *dst, staged.bytes);
         // SAFETY: see `submit`.
         return unsafe { submit(queue, &copy, release, sms) };
     }
     let (source_at, target_at) = queue.table_addresses(number);
-    let Some((sources, targets)) = queue.next_table() else {
+    let Some((sources, targets, staged)) = queue.next_table() else {
         return Err(Error::OutOfBounds { end: number, bytes: COPIES as u64 });
     };
     let source = tabulate(staged.places.iter().map(|place| place.0), sources);
     let target = tabulate(staged.places.iter().map(|place| place.1), targets);
+    let places = &queue.staged.places;
     if let (Some(source), Some(target)) = (source, target) {
         let pages = |(base, stride), table| Pages { base, stride, table: Some(table) };
         let copy = PagedCopy {
             source: pages(source, source_at),
             target: pages(target, target_at),
-            page_bytes: first.len,
-            page_count: u32::try_from(staged.places.len()).unwrap_or(0),
+            page_bytes: len,
+            page_count: u32::try_from(places.len()).unwrap_or(0),
         };
         // SAFETY: see `submit`.
         return unsafe { submit(queue, &copy, release, sms) };
     }
     // Further apart than a table can say: one by one, and the last announces them all.
-    let last = staged.places.len() - 1;
-    for (i, (src, dst)) in staged.places.iter().enumerate() {
-        let copy = PagedCopy::contiguous(*src, *dst, first.len);
+    let last = places.len() - 1;
+    for (i, (src, dst)) in places.iter().enumerate() {
+        let copy = PagedCopy::contiguous(*src, *dst, len);
         let release = if i == last { release } else { Release::Nothing };
         // SAFETY: see `submit`.
         unsafe { submit(queue, &copy, release, sms)? };

@@ -39,7 +39,7 @@ pub(super) fn run(gpus: &[Gpu], few: bool) -> Outcome<Value> {
             // Of different shapes: what one has is of no use to the other.
             let mut exchange = |_| {
                 let shape = random_shape(&mut random, world, false);
-                World::new(gpus, &shape, sms(gpus, 2 * world), None, SETS, PATIENCE)
+                World::new(gpus, &shape, sms(gpus, world) / 2, None, SETS, PATIENCE)
             };
             let mut pair = [exchange(0)?, exchange(1)?];
             for batch in 0..batches {

@@ -1,0 +1,179 @@
+//! Which queue a copy goes to, and how much of the device it may have: a device that copies has several queues, each of which makes its
+//! copies in order, one after the other, and beside those of the others.
+//!
+//! To one peer alone, two queues take turns: one copy begins while another ends. To several, each has a queue of its own, so that all of
+//! them are written to all the time. If all ranks of an exchange wrote to one peer after the other, those that are ahead would
+//! meet at a peer that another is not done with, and share its link, while links of others lie idle.
+//!
+//! Knows neither what is copied nor what a queue is; time is told by bytes.
+//!
+//! # Invariants
+//!
+//! 1. A copy goes to a queue that has room.
+//! 2. As long as one queue has nothing to do, no two peers share one.
+//! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
+//!    [`ALONE`].
+//! 4. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
+//!    one budget together.
+//!
+//! The tests below go through all states of three queues.
+
+use core::num::NonZeroU32;
+
+/// Queues that copies to one peer are in while there are none to others.
+pub const ALONE: usize = 2;
+
+/// What a queue has to do.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Load<P> {
+    /// Whom its last copy goes to; `None`: it has nothing to do.
+    pub to: Option<P>,
+    /// Bytes that it is still to copy.
+    pub bytes: u64,
+    /// Whether it takes another copy.
+    pub has_room: bool,
+}
+
+/// The queue that a copy to `peer` goes to, by its place; `None`: none that it may be in has room. O(queues).
+pub fn choose<P: Copy + Eq>(
+    queues: impl Iterator<Item = Load<P>> + Clone,
+    peer: P,
+) -> Option<usize> {
+    let own = queues.clone().filter(|queue| queue.to == Some(peer)).count();
+    let others = queues.clone().any(|queue| queue.to.is_some_and(|to| to != peer));
+    let most = if others { 1 } else { ALONE };
+    if own < most {
+        let idle = queues.clone().position(|queue| queue.to.is_none() && queue.has_room);
+        if idle.is_some() {
+            return idle;
+        }
+    }
+    let may = |queue: &Load<P>| queue.has_room && (own == 0 || queue.to == Some(peer));
+    let fit = queues.enumerate().filter(|(_, queue)| may(queue));
+    fit.min_by_key(|(_, queue)| queue.bytes).map(|(at, _)| at)
+}
+
+/// Processors of the device for the next copy, of as many as there are for one. Its queue is among these. O(queues).
+///
+/// More than it takes to fill the device's link make it slower: on an H200 eight SMs fill it, and to three peers at once three for each
+/// bring a tenth more than six.
+pub fn processors<P: Copy + Eq>(
+    queues: impl Iterator<Item = Load<P>> + Clone,
+    budget: NonZeroU32,
+) -> NonZeroU32 {
+    let busy = queues.filter_map(|queue| queue.to);
+    let alone = busy.clone().zip(busy.clone().skip(1)).all(|(one, next)| one == next);
+    let count = u32::try_from(busy.count()).unwrap_or(u32::MAX);
+    let each =
+        if alone { Some(budget) } else { NonZeroU32::new(budget.get().div_ceil(count.max(1))) };
+    each.unwrap_or(NonZeroU32::MIN)
+}
+
+#[cfg(test)]
+mod tests {
+    extern crate std;
+
+    use super::*;
+    use std::vec::Vec;
+
+    type Queue = Load<u8>;
+
+    /// Each state of a queue, with up to two peers and different loads.
+    fn states() -> Vec<Queue> {
+        let mut all = Vec::new();
+        for has_room in [false, true] {
+            all.push(Load { to: None, bytes: 0, has_room });
+            for to in [0, 1, 2] {
+                all.extend([1, 2].map(|bytes| Load { to: Some(to), bytes, has_room }));
+            }
+        }
+        all
+    }
+
+    fn each_three(mut call: impl FnMut(&[Queue; 3])) {
+        let all = states();
+        for a in &all {
+            for b in &all {
+                all.iter().for_each(|c| call(&[*a, *b, *c]));
+            }
+        }
+    }
+
+    #[test]
+    fn a_copy_goes_to_a_queue_that_may_have_it() {
+        let mut chosen = 0;
+        each_three(|queues| {
+            let own: Vec<_> = queues.iter().filter(|queue| queue.to == Some(0)).collect();
+            let others = queues.iter().any(|queue| queue.to.is_some_and(|to| to != 0));
+            let idle = queues.iter().any(|queue| queue.to.is_none() && queue.has_room);
+            let Some(at) = choose(queues.iter().copied(), 0) else {
+                // Nobody takes it, or it would be more than a peer has.
+                let none = |mut of: std::slice::Iter<'_, &Queue>| of.all(|queue| !queue.has_room);
+                let all: Vec<_> = queues.iter().collect();
+                let enough = own.len() >= if others { 1 } else { ALONE };
+                assert!(
+                    none(all.iter()) || !own.is_empty() && none(own.iter()) && (enough || !idle)
+                );
+                return;
+            };
+            chosen += 1;
+            assert!(queues[at].has_room, "{queues:?}");
+            match queues[at].to {
+                None => assert!(own.len() < if others { 1 } else { ALONE }, "{queues:?}"),
+                Some(0) => assert!(!idle || own.len() >= ALONE || others, "{queues:?}"),
+                Some(_) => assert!(own.is_empty() && !idle, "{queues:?}"),
+            }
+            // Of those like it, one that has least to do.
+            let like = queues
+                .iter()
+                .filter(|q| q.has_room && (q.to == Some(0)) == (queues[at].to == Some(0)));
+            let least = like.map(|queue| queue.bytes).min();
+            assert!(queues[at].to.is_none() || least == Some(queues[at].bytes), "{queues:?}");
+        });
+        assert!(chosen > 1500, "{chosen}");
+    }
+
+    /// Copies to up to three peers in all orders, five of them: what the invariants say of whole programs.
+    #[test]
+    fn peers_are_kept_apart_and_one_alone_has_two() {
+        for program in 0..3_u32.pow(5) {
+            let mut queues = [Load { to: None, bytes: 0, has_room: true }; 3];
+            for step in 0..5 {
+                let peer = (program / 3_u32.pow(step) % 3) as u8;
+                let at = choose(queues.iter().copied(), peer).unwrap();
+                assert!(
+                    queues[at].to.is_none_or(|to| to == peer)
+                        || queues.iter().all(|q| q.to.is_some())
+                );
+                queues[at] = Load { to: Some(peer), bytes: queues[at].bytes + 1, has_room: true };
+                assert!(queues.iter().filter(|queue| queue.to == Some(peer)).count() <= ALONE);
+            }
+            let peers: Vec<u8> = (0..5).map(|step| (program / 3_u32.pow(step) % 3) as u8).collect();
+            if peers.iter().all(|peer| *peer == peers[0]) {
+                let loads: Vec<u64> = queues.iter().map(|queue| queue.bytes).collect();
+                assert_eq!(loads, [3, 2, 0], "they take turns");
+            }
+        }
+    }
+
+    #[test]
+    fn several_share_what_one_alone_has() {
+        for budget in 1..=132 {
+            let budget = NonZeroU32::new(budget).unwrap();
+            each_three(|queues| {
+                let each = processors(queues.iter().copied(), budget);
+                let mut peers: Vec<_> = queues.iter().filter_map(|queue| queue.to).collect();
+                let busy = u32::try_from(peers.len()).unwrap();
+                peers.dedup();
+                if peers.len() < 2 {
+                    assert_eq!(each, budget);
+                } else {
+                    let all = each.get() * busy;
+                    assert!(all >= budget.get() && all < budget.get() + busy, "{queues:?}");
+                }
+            });
+        }
+        let queues = [0, 1, 2].map(|to| Load { to: Some(to), bytes: 1, has_room: true });
+        assert_eq!(processors(queues.into_iter(), NonZeroU32::new(8).unwrap()).get(), 3);
+    }
+}
