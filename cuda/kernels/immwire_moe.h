@@ -23,7 +23,7 @@
 #define IMMWIRE_MOE_MAX_EXPERTS 1024
 /* Threads of a block on a GPU. */
 #define IMMWIRE_MOE_THREADS 512
-/* Tokens that a block receives at a time. */
+/* What a block has in hand at a time: tokens whose results it sends, tables that it reads, results that it adds up. */
 #define IMMWIRE_MOE_BATCH 4
 /* Tokens of one source that are counted together where there are many; fewer if there are blocks for them. */
 #define IMMWIRE_MOE_CHUNK 64
@@ -154,8 +154,8 @@ typedef struct immwire_moe_args {
  *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
  *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens: other ranks may use either
  *
- * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * here + local * words words, and as many halves as the last
- * term; words = world * ceil(max_tokens / 32), here = ceil(world * max_tokens / 32). Combine takes the first term only.
+ * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * words + local * stride words, and as many halves as the last
+ * term; words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.
  * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + chunks + 2 * IMMWIRE_MOE_THREADS words;
  * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,
  * rounded down, or more; of others, or if there is one, all. */

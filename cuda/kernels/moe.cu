@@ -1,9 +1,9 @@
 // Tokens to the ranks of their experts, and results back, by stores into the memory of other GPUs.
 //
 // Every rank sends each token once to each rank that has one of its experts, into a slot that needs no agreement: it is
-// numbered as the token is at its source. The choices of all ranks go everywhere first; from them each block works out by
-// itself, and as all others do, how many rows each expert has and where each token's lie. Where there are thousands of
-// tokens, blocks share that out among them, and some send while others receive (`dispatch_many`, `combine_many`).
+// numbered as the token is at its source. Some blocks send tokens (`Roles`), and others the choices, which go everywhere; from those each
+// block that receives works out by itself, and as all others do, how many rows each expert has and where each token's lie. Where
+// there are thousands of tokens, blocks share that out among them (`dispatch_many`, `combine_many`).
 //
 // It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, no fence and no flag for
 // what they send: what is written announces itself. There is none between blocks, but for two where there are many tokens.
@@ -140,19 +140,30 @@ struct Word {
   __device__ static bool is_there(Held held) { return held != POISON; }
 };
 
-// Looks at those of `from` whose bit is set in `wanted`, side by side, until all are there. Returns a bit for each that never was.
+// Looks at those of `from` whose bit is set in `wanted`, side by side.
 template <typename T, uint32_t COUNT>
-__device__ uint32_t await(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted, Patience &patience) {
-  while (wanted != 0) {
+__device__ void look_at(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted) {
 #pragma unroll
-    for (uint32_t i = 0; i < COUNT; ++i)
-      if (wanted >> i & 1) held[i] = T::look(from[i]);
+  for (uint32_t i = 0; i < COUNT; ++i)
+    if (wanted >> i & 1) held[i] = T::look(from[i]);
+}
+
+// The same until all are there, which have been looked at once. Returns a bit for each that never was.
+template <typename T, uint32_t COUNT>
+__device__ uint32_t await_looked(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted, Patience &patience) {
+  for (;;) {
 #pragma unroll
     for (uint32_t i = 0; i < COUNT; ++i)
       if ((wanted >> i & 1) && T::is_there(held[i])) wanted &= ~(1u << i);
-    if (wanted != 0 && patience.is_over()) break;
+    if (wanted == 0 || patience.is_over()) return wanted;
+    look_at<T>(held, from, wanted);
   }
-  return wanted;
+}
+
+template <typename T, uint32_t COUNT>
+__device__ uint32_t await(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted, Patience &patience) {
+  look_at<T>(held, from, wanted);
+  return await_looked<T>(held, from, wanted, patience);
 }
 
 // ---- memory ----
@@ -187,6 +198,11 @@ struct Rows {
   float weight[IMMWIRE_MOE_MAX_TOP_K];
 };
 
+// A token that is here, and how many rows it has.
+struct Pair {
+  uint32_t source, token, count;
+};
+
 // The words of shared memory that every block has, and where the others begin.
 struct Fixed {
   uint32_t routes[2];   // Ranks of the token that is sent, and of the next one.
@@ -194,10 +210,13 @@ struct Fixed {
   uint32_t absent;      // Ranks whose tables do not count.
   uint32_t total;       // Tokens that are here.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
-  uint64_t slot[2][BATCH];
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
-  Rows rows[2][BATCH];
+  union {
+    Rows rows[2][BATCH];
+    uint32_t rows_of_warp[IMMWIRE_MOE_THREADS]; // Of the token that each takes to its rows.
+  };
+  Pair pairs[IMMWIRE_MOE_THREADS / WARP]; // These tokens.
   uint8_t nth[2][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact: which of its rank's results each is.
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
@@ -232,60 +251,66 @@ static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_W
   }
 
 // What blocks work out from the tables: for each expert here a bit for each token that chose it, by source and number; and
-// a bit for each token that is here, by number and source, in the order in which they are dealt to blocks.
+// a bit for each token that is here, by the order in which they are dealt to blocks: 32 of one source after the other.
 class Routes {
  public:
   __device__ Routes(const Args &args, uint32_t *words)
-      : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), first(args.firsts[args.rank]),
-        local(args.firsts[args.rank + 1] - first), here_words((world * args.max_tokens + 31) / 32), rank(args.rank), by_world(world) {
+      : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), stride(this->words | 1), first(args.firsts[args.rank]),
+        local(args.firsts[args.rank + 1] - first), rank(args.rank), by_world(world) {
     fixed = reinterpret_cast<Fixed *>(words);
     offsets = words + IMMWIRE_MOE_FIXED_WORDS;
     here = offsets + local + 1;
-    here_before = here + here_words;
-    chosen = here_before + here_words;
-    before = reinterpret_cast<uint16_t *>(chosen + local * this->words);
+    here_before = here + this->words;
+    chosen = here_before + this->words;
+    before = reinterpret_cast<uint16_t *>(chosen + local * stride);
   }
 
   __device__ void clear() {
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < here_words; i += blockDim.x) here[i] = 0;
-#pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < local * words; i += blockDim.x) chosen[i] = 0;
+    for (uint32_t i = threadIdx.x; i < local * stride; i += blockDim.x) chosen[i] = 0;
   }
 
   // Takes two choices of a token, as tables have them.
   __device__ void take(uint32_t source, uint32_t token, uint32_t experts) {
     const uint32_t at = source * span + token / 32, bit = 1u << token % 32;
     const uint32_t one = (experts & 0xffff) - first, other = (experts >> 16) - first;
-    if (one < local) atomicOr(&chosen[one * words + at], bit);
-    if (other < local) atomicOr(&chosen[other * words + at], bit);
-    if (one >= local && other >= local) return;
-    // The next rank's first, so that those who send results do not all begin with one.
-    const uint32_t turn = source > rank ? source - rank - 1 : source + world - rank - 1;
-    const uint32_t place = token * world + turn;
-    atomicOr(&here[place / 32], 1u << place % 32);
+    if (one < local) atomicOr(&chosen[one * stride + at], bit);
+    if (other < local) atomicOr(&chosen[other * stride + at], bit);
   }
 
   // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it, and
   // then come to a barrier.
   __device__ void count(uint32_t padding) {
     const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
-    if (words <= 16) {
-      // A thread for each expert.
+    if (words <= FEW_WORDS) {
+      // A thread for each expert. All of its words are read before anything is stored.
       for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
-        uint32_t sum = 0;
-#pragma unroll 4
-        for (uint32_t i = expert * words; i < (expert + 1) * words; ++i) before[i] = uint16_t(sum), sum += __popc(chosen[i]);
+        uint32_t bits[FEW_WORDS], sum = 0;
+#pragma unroll
+        for (uint32_t i = 0; i < FEW_WORDS; ++i) bits[i] = i < words ? chosen[expert * stride + i] : 0;
+#pragma unroll
+        for (uint32_t i = 0; i < FEW_WORDS; ++i) {
+          if (i < words) before[expert * stride + i] = uint16_t(sum);
+          sum += __popc(bits[i]);
+        }
         offsets[expert] = sum;
       }
     } else {
       // A warp for each.
       for (uint32_t expert = warp; expert < local; expert += warps) {
-        const uint32_t *from = chosen + expert * words;
-        uint16_t *to = before + expert * words;
+        const uint32_t *from = chosen + expert * stride;
+        uint16_t *to = before + expert * stride;
         const uint32_t all = prefix(words, [&](uint32_t i) { return __popc(from[i]); }, [&](uint32_t i, uint32_t sum) { to[i] = uint16_t(sum); });
         if (lane == 0) offsets[expert] = all;
       }
+    }
+    // A warp for 32 tokens of a source. The next rank's first, so that those who send results do not all begin with one.
+    for (uint32_t at = warps - 1 - warp; at < words; at += warps) {
+      uint32_t bits = 0;
+      for (uint32_t expert = lane; expert < local; expert += WARP) bits |= chosen[expert * stride + at];
+      bits = machine::any_of(bits);
+      const uint32_t source = at / span, turn = source > rank ? source - rank - 1 : source + world - rank - 1;
+      if (lane == 0) here[(at - source * span) * world + turn] = bits;
     }
     __syncthreads();
     // Two warps, for two sums; one after the other where there is only one.
@@ -295,20 +320,20 @@ class Routes {
       if (lane == 0) offsets[local] = all;
     }
     if (warp == (warps > 1 ? 1 : 0)) {
-      const uint32_t all = prefix(here_words, [&](uint32_t i) { return __popc(here[i]); }, [&](uint32_t i, uint32_t sum) { here_before[i] = sum; });
+      const uint32_t all = prefix(words, [&](uint32_t i) { return __popc(here[i]); }, [&](uint32_t i, uint32_t sum) { here_before[i] = sum; });
       if (lane == 0) fixed->total = all;
     }
   }
 
   // The rows of an expert; after `count`.
   __device__ uint32_t rows_of(uint32_t expert) const {
-    const uint32_t last = expert * words + words - 1;
+    const uint32_t last = expert * stride + words - 1;
     return before[last] + __popc(chosen[last]);
   }
 
   // The row of a token that chose expert `mine` of this rank's.
   __device__ uint32_t row(uint32_t mine, uint32_t source, uint32_t token) const {
-    const uint32_t at = mine * words + source * span + token / 32;
+    const uint32_t at = mine * stride + source * span + token / 32;
     return offsets[mine] + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
   }
 
@@ -317,36 +342,33 @@ class Routes {
     const uint32_t lane = threadIdx.x % WARP;
     // The last word that has no more than `n` before it.
     uint32_t word = 0;
-    for (uint32_t start = 0; start < here_words; start += WARP) {
-      const uint32_t not_past = __ballot_sync(ALL_LANES, start + lane < here_words && here_before[start + lane] <= n);
+    for (uint32_t start = 0; start < words; start += WARP) {
+      const uint32_t not_past = __ballot_sync(ALL_LANES, start + lane < words && here_before[start + lane] <= n);
       if (not_past == 0) break;
       word = start + __popc(not_past) - 1;
     }
     const uint32_t bits = here[word], skip = n - here_before[word];
     const uint32_t bit = __ballot_sync(ALL_LANES, (bits >> lane & 1) && __popc(bits & ranks_below(lane)) == skip);
-    const uint32_t place = word * 32 + __ffs(bit) - 1;
-    token = by_world.into(place);
-    source = rank + 1 + (place - token * world);
+    const uint32_t group = by_world.into(word);
+    token = group * 32 + __ffs(bit) - 1;
+    source = rank + 1 + (word - group * world);
     if (source >= world) source -= world;
   }
 
   Fixed *fixed;
   uint32_t *offsets;
-  uint32_t world, span, words, first, local;
+  uint32_t world, span, words, stride, first, local;
 
  private:
+  static constexpr uint32_t FEW_WORDS = 16;
+
   uint32_t *here, *here_before, *chosen;
   uint16_t *before;
-  uint32_t here_words, rank;
+  uint32_t rank;
   Divisor by_world;
 };
 
 // ---- the way out: sending ----
-
-__device__ int64_t choice_at(const Args &args, uint64_t at) {
-  if (args.flags & IMMWIRE_MOE_WIDE_INDICES) return reinterpret_cast<const int64_t *>(args.indices)[at];
-  return reinterpret_cast<const int32_t *>(args.indices)[at];
-}
 
 __device__ __noinline__ void refuse(const Args &args, uint32_t epoch, uint32_t token, uint32_t choice, int64_t index) {
   if (atomicExch(&control_of(args)->refused, 1u) != 0) return;
@@ -362,15 +384,25 @@ __device__ __noinline__ void refuse(const Args &args, uint32_t epoch, uint32_t t
 
 // A choice of a token, as it is given: each lane of a warp has one.
 struct Choice {
-  __device__ Choice(const Args &args, uint32_t token, bool is_read = true) {
+  // Of no token unless it is read, and before `end`.
+  __device__ Choice(const Args &args, uint32_t token, bool is_read = true, uint32_t end = ~0u) {
     const uint32_t lane = threadIdx.x % WARP;
-    if (!is_read || lane >= args.top_k) return;
+    if (!is_read || token >= end || lane >= args.top_k) return;
     const uint64_t at = uint64_t(token) * args.top_k + lane;
-    index = choice_at(args, at);
+    const uint32_t *indices = reinterpret_cast<const uint32_t *>(args.indices);
+    const bool wide = args.flags & IMMWIRE_MOE_WIDE_INDICES;
+    low = indices[wide ? 2 * at : at];
+    if (wide) high = indices[2 * at + 1];
     weight = reinterpret_cast<const uint32_t *>(args.weights)[at];
   }
-  int64_t index = -1;
+  __device__ int64_t index(const Args &args) const {
+    return args.flags & IMMWIRE_MOE_WIDE_INDICES ? int64_t(uint64_t(high) << 32 | low) : int32_t(low);
+  }
   uint32_t weight = 0;
+
+ private:
+  // As they lie in memory: what is worked out from them here would be waited for here.
+  uint32_t low = 0, high = 0;
 };
 
 // The expert that a lane's choice counts for, none if it is no expert, or one that the token has named before. A whole warp has a token's.
@@ -378,8 +410,9 @@ __device__ uint32_t expert_of(const Args &args, const Choice &choice, bool &is_w
   const uint32_t lane = threadIdx.x % WARP;
   uint32_t expert = NO_EXPERT;
   if (lane < args.top_k) {
-    if (uint64_t(choice.index) < args.firsts[args.world]) expert = uint32_t(choice.index);
-    else is_wrong = choice.index != -1;
+    const int64_t index = choice.index(args);
+    if (uint64_t(index) < args.firsts[args.world]) expert = uint32_t(index);
+    else is_wrong = index != -1;
   }
   // Of choices that are the same the first counts. Those of no expert are told apart by their lanes.
   const uint32_t same = __match_any_sync(ALL_LANES, expert == NO_EXPERT ? 0x10000u + lane : expert);
@@ -398,7 +431,7 @@ __device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice 
   const uint32_t lane = threadIdx.x % WARP, weight = choice.weight;
   bool is_wrong = false;
   const uint32_t expert = expert_of(args, choice, is_wrong);
-  if (is_wrong) refuse(args, epoch, token, lane, choice.index);
+  if (is_wrong) refuse(args, epoch, token, lane, choice.index(args));
   // This rank's own too, whatever happened to it: exact sums are made by it.
   const uint32_t told = present | 1u << args.rank;
   const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
@@ -632,6 +665,17 @@ struct Quantised {
   }
 };
 
+// Some blocks of a launch, of which this is one.
+struct Share {
+  uint32_t index, of;
+};
+
+// A share of the tokens is dealt to warps one by one: so they come in about the order in which they are awaited.
+struct Dealt {
+  __device__ explicit Dealt(Share share) : first(threadIdx.x / WARP * share.of + share.index), step(blockDim.x / WARP * share.of) {}
+  uint32_t first, step;
+};
+
 // How many tokens this rank is said to have.
 __device__ uint32_t tokens_given(const Args &args) {
   return args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
@@ -649,31 +693,62 @@ __device__ uint32_t announce_tokens(const Args &args, uint32_t given, uint32_t e
   return tokens;
 }
 
-// What a block can ask for of the first token that it sends before it knows whether there are so many, and which round it is: there is
-// memory for args.tokens of them.
+// What a block does in a launch. Where that both sends and receives, a third of the blocks send, and the others tell everybody the choices
+// and receive: what waits for the wire holds up all that its SM does, so who has tokens to send would come to receive late. (Among four
+// H200s 128 tokens go out in 13.7 us like that, in 17 if all blocks do both, in 14.2 if half of them send.) One that is alone, or of a launch
+// that does one thing only, does whatever there is to do.
+//
+// Those who send come first: where there is no room for all at once, they have gone when the others come.
+struct Roles {
+  __device__ explicit Roles(const Args &args) : share({blockIdx.x, gridDim.x}) {
+    sends = tells = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
+    if (!sends || !receives || gridDim.x == 1) return;
+    const uint32_t senders = (gridDim.x + 2) / 3;
+    sends = blockIdx.x < senders, tells = receives = !sends;
+    share = sends ? Share{blockIdx.x, senders} : Share{blockIdx.x - senders, gridDim.x - senders};
+  }
+  bool sends, tells, receives;
+  Share share;
+};
+
+// What a block can ask for of the first tokens that it sends, or whose choices it tells, before it knows whether there are so many, and which
+// round it is: there is memory for args.tokens of them.
 template <typename PAYLOAD>
 struct First {
-  __device__ First(const Args &args, bool sends)
-      : is_there(sends && blockIdx.x < args.tokens), given(sends ? tokens_given(args) : 0),
-        choice(args, blockIdx.x, is_there && threadIdx.x / WARP == blockDim.x / WARP - 1), ahead(args, blockIdx.x, BlockCrew(), is_there) {}
-  bool is_there;
-  uint32_t given;
+  __device__ First(const Args &args, const Roles &roles)
+      : given(args.flags & IMMWIRE_MOE_SEND ? tokens_given(args) : 0), told(roles.sends ? roles.share.index : Dealt(roles.share).first),
+        choice(args, told, roles.sends ? tells_choices() : roles.tells, args.tokens),
+        ahead(args, roles.share.index, BlockCrew(), roles.sends && roles.share.index < args.tokens) {}
+  // Of those who send: the other warps work on the token meanwhile.
+  __device__ static bool tells_choices() { return threadIdx.x / WARP == blockDim.x / WARP - 1; }
+  uint32_t given, told;
   Choice choice;
   typename PAYLOAD::Ahead ahead;
 };
 
+// Tells everybody the choices of a share.
+__device__ void send_choices_of(const Args &args, Dealt dealt, Choice next, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
+  for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
+    const uint32_t goes_to = send_choices(args, token, next, epoch, parity, present);
+    if (threadIdx.x % WARP == 0) masks_of(args)[token] = goes_to;
+    next = Choice(args, token + dealt.step, true, tokens);
+  }
+}
+
+// Sends the tokens of a share, and tells everybody their choices unless others do.
 template <typename PAYLOAD>
-__device__ void send_tokens(const Args &args, Fixed &fixed, First<PAYLOAD> next, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t tokens = announce_tokens(args, next.given, epoch, parity, present);
-  const bool is_last_warp = threadIdx.x / WARP == blockDim.x / WARP - 1;
+__device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, First<PAYLOAD> next, uint32_t tokens, uint32_t epoch,
+                            uint32_t parity, uint32_t present) {
+  const bool is_last_warp = next.tells_choices();
   uint32_t turn = 0;
-  for (uint32_t token = blockIdx.x; token < tokens; token += gridDim.x, turn ^= 1) {
-    // The other warps work on the token meanwhile.
+  for (uint32_t token = roles.share.index; token < tokens; token += roles.share.of, turn ^= 1) {
     if (is_last_warp) {
-      const uint32_t goes_to = send_choices(args, token, next.choice, epoch, parity, present);
+      bool is_wrong = false; // Who tells the choice says so.
+      const uint32_t goes_to = roles.tells ? send_choices(args, token, next.choice, epoch, parity, present)
+                                           : ranks_of(args, expert_of(args, next.choice, is_wrong), present);
       if (threadIdx.x % WARP == 0) {
         fixed.routes[turn] = goes_to;
-        masks_of(args)[token] = goes_to;
+        if (roles.tells) masks_of(args)[token] = goes_to;
       }
     }
     const auto ranks = [&] {
@@ -681,7 +756,7 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, First<PAYLOAD> next,
       return Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world);
     };
     PAYLOAD::send(args, token, BlockCrew(), next.ahead, Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
-    const uint32_t after = token + gridDim.x;
+    const uint32_t after = token + roles.share.of;
     if (after >= tokens) break;
     next.choice = Choice(args, after, is_last_warp);
     next.ahead = typename PAYLOAD::Ahead(args, after, BlockCrew());
@@ -823,52 +898,161 @@ __device__ void clear_padding(const Args &args, uint32_t row, uint32_t end) {
   }
 }
 
-// One warp: finds out which the `n`-th token is that is here, tells the block where it lies and where its rows do, and plans its way
-// back: the rows in the order of choices, with the weights.
-__device__ void plan_token(const Args &args, const Routes &routes, uint32_t n, Fixed &fixed, uint32_t turn, uint32_t i, uint32_t epoch,
-                           uint32_t parity) {
+__device__ uint64_t slot_at(const Args &args, const Pair &pair) {
+  return args.inbox[args.rank] + token_offset(args, pair.source, pair.token);
+}
+
+// One warp: lists the rows of a token of which each lane has one, or none. Or its one place.
+__device__ uint32_t list_rows(const Args &args, uint32_t source, uint32_t token, uint32_t row, uint32_t *rows) {
   const uint32_t lane = threadIdx.x % WARP;
-  uint32_t source, token, row = IMMWIRE_MOE_NO_ROW, weight = 0;
+  if (args.slots != 0) row = lane == 0 ? slot_of(args, source, token) : IMMWIRE_MOE_NO_ROW;
+  const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT);
+  if (row < IMMWIRE_MOE_LEFT_OUT) rows[__popc(has & ranks_below(lane))] = row;
+  machine::meet();
+  return __popc(has);
+}
+
+// A token that is here, and what its way back needs: each lane has the row of one of its choices, and the weight.
+struct Found {
+  Pair pair;
+  uint32_t row, weight;
+
+  // One warp: keeps that for the combine.
+  __device__ void keep(const Args &args, uint32_t n, uint32_t epoch) const {
+    const uint32_t lane = threadIdx.x % WARP;
+    const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+    if (lane == 0) store_vector(plan, {pair.source, pair.token, 0, 0});
+    if (lane >= args.top_k) return;
+    if (row == IMMWIRE_MOE_LEFT_OUT) put_down(report_of(args)->rows_left_out, epoch);
+    uint32_t *planned = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
+    planned[lane] = row;
+    planned[args.top_k + lane] = weight;
+    if (args.slots != 0 && row < IMMWIRE_MOE_LEFT_OUT)
+      reinterpret_cast<uint32_t *>(args.slots)[row] = slot_of(args, pair.source, pair.token);
+  }
+};
+
+// One warp: finds the `n`-th token that is here, and lists its rows. Nobody else sees anything of it.
+__device__ Found find_pair(const Args &args, const Routes &routes, uint32_t n, uint32_t *rows, uint32_t parity) {
+  const uint32_t lane = threadIdx.x % WARP;
+  Found found;
+  found.row = IMMWIRE_MOE_NO_ROW, found.weight = 0;
+  uint32_t source, token;
   routes.find(n, source, token);
   if (lane < args.top_k) {
     const uint4 two = load_shared_vector(table_of(args, args.rank, source, parity) +
                                          16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
     const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
-    if (mine < routes.local) row = routes.row(mine, source, token);
-    weight = lane % 2 == 0 ? two.x : two.y;
+    if (mine < routes.local) found.row = routes.row(mine, source, token);
+    if (found.row != IMMWIRE_MOE_NO_ROW && found.row >= args.rows) found.row = IMMWIRE_MOE_LEFT_OUT;
+    found.weight = lane % 2 == 0 ? two.x : two.y;
   }
-  Rows &rows = fixed.rows[turn][i];
-  const bool is_here = row < args.rows;
-  const uint32_t has = __ballot_sync(ALL_LANES, is_here), slot = slot_of(args, source, token);
-  if (is_here && args.slots == 0) rows.row[__popc(has & ranks_below(lane))] = row;
-  if (is_here && args.slots != 0) reinterpret_cast<uint32_t *>(args.slots)[row] = slot;
-  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-  if (lane == 0) {
-    if (args.slots != 0) rows.row[0] = slot;
-    rows.count = args.slots != 0 ? 1 : __popc(has);
-    fixed.source[turn][i] = source;
-    fixed.slot[turn][i] = args.inbox[args.rank] + token_offset(args, source, token);
-    store_vector(plan, {source, token, 0, 0});
+  found.pair = {source, token, list_rows(args, source, token, found.row, rows)};
+  return found;
+}
+
+constexpr uint32_t AHEAD = 7; // Vectors that a lane looks at side by side: half of 7,168 bytes.
+constexpr uint32_t PAIR = 2;  // And words of scales.
+
+// Which of a token's vectors are a warp's, and whether its scales are: of 2^shift warps, each the same number of rows of vectors.
+struct Part {
+  __device__ Part(uint32_t index, uint32_t shift, uint32_t vectors) {
+    const uint32_t len = (((vectors + WARP - 1) / WARP + (1u << shift) - 1) >> shift) * WARP;
+    first = index * len, end = min(first + len, vectors), is_first = index == 0, is_last = index + 1 == 1u << shift;
   }
-  if (row != IMMWIRE_MOE_NO_ROW && !is_here) {
-    put_down(report_of(args)->rows_left_out, epoch);
-    row = IMMWIRE_MOE_LEFT_OUT;
+  uint32_t first, end;
+  bool is_first, is_last;
+};
+
+// What a lane looks at first of a token; so early that nothing has to wait for it.
+struct Looked {
+  __device__ Looked(uint64_t slot, const Part &part) { from_on(slot, part, part.first); }
+  __device__ void from_on(uint64_t slot, const Part &part, uint32_t low) {
+    wanted = 0;
+#pragma unroll
+    for (uint32_t k = 0; k < AHEAD; ++k) {
+      const uint32_t v = low + k * WARP + threadIdx.x % WARP;
+      from[k] = slot + 16 * v;
+      wanted |= (v < part.end ? 1u : 0u) << k;
+    }
+    look_at<Vector>(held, from, wanted);
   }
-  if (lane < args.top_k) {
-    uint32_t *planned = reinterpret_cast<uint32_t *>(plan + sizeof(immwire_moe_pair));
-    planned[lane] = row;
-    planned[args.top_k + lane] = weight;
+  uint4 held[AHEAD];
+  uint64_t from[AHEAD];
+  uint32_t wanted;
+};
+
+// One warp: takes a part of a token, which it has looked at, to its rows, or to its one place. Says who is late. The key stays.
+template <typename PAYLOAD>
+__device__ void take_token(const Args &args, const Pair &pair, const uint32_t *rows, const Part &part, Looked &now, uint32_t epoch, Patience &patience) {
+  const uint32_t lane = threadIdx.x % WARP, scale_words = args.scale_bytes / 4;
+  const uint64_t slot = slot_at(args, pair);
+  uint32_t key[1] = {}, late = 0;
+  bool has_key = !PAYLOAD::KEYED;
+  const auto read_key = [&] {
+    const uint64_t key_at[1] = {slot + args.token_bytes + args.scale_bytes};
+    if (!has_key) late |= await<Word>(key, key_at, 1, patience);
+    has_key = true;
+  };
+  for (uint32_t low = part.first; low < part.end; low += WARP * AHEAD) {
+    if (low != part.first) now.from_on(slot, part, low);
+    late |= await_looked<Vector>(now.held, now.from, now.wanted, patience);
+    read_key();
+#pragma unroll
+    for (uint32_t k = 0; k < AHEAD; ++k) {
+      uint4 &held = now.held[k];
+      held.x ^= key[0], held.y ^= key[0], held.z ^= key[0], held.w ^= key[0];
+      if (late != 0) held = vector_of(0);
+      if (now.wanted >> k & 1) store_vector(now.from[k], vector_of(POISON));
+    }
+    for (uint32_t n = 0; n < pair.count; ++n) {
+      const uint64_t to = args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * (low + lane);
+#pragma unroll
+      for (uint32_t k = 0; k < AHEAD; ++k)
+        if (now.wanted >> k & 1) store_vector(to + 16 * k * WARP, now.held[k]);
+    }
   }
+  for (uint32_t low = 0; part.is_last && low < scale_words; low += WARP * PAIR) {
+    uint32_t held[PAIR], wanted = 0;
+    uint64_t from[PAIR];
+#pragma unroll
+    for (uint32_t k = 0; k < PAIR; ++k) {
+      const uint32_t w = low + k * WARP + lane;
+      from[k] = slot + args.token_bytes + 4 * w;
+      wanted |= (w < scale_words ? 1u : 0u) << k;
+    }
+    late |= await<Word>(held, from, wanted, patience);
+    read_key();
+#pragma unroll
+    for (uint32_t k = 0; k < PAIR; ++k) {
+      held[k] = late != 0 ? 0 : held[k] ^ key[0];
+      if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(from[k]) = POISON;
+    }
+    for (uint32_t n = 0; n < pair.count; ++n) {
+      const uint64_t to = args.rows_scales + uint64_t(rows[n]) * args.scale_bytes + 4 * (low + lane);
+#pragma unroll
+      for (uint32_t k = 0; k < PAIR; ++k)
+        if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(to + 4 * k * WARP) = held[k];
+    }
+  }
+  if (__ballot_sync(ALL_LANES, late != 0) == 0 || lane != 0) return;
+  atomicOr(&control_of(args)->absent, 1u << pair.source);
+  put_down(report_of(args)->late_tokens[pair.source], epoch);
+}
+
+// Puts the poison back in a key's place; by one thread, when all who need the key have it.
+__device__ void forget_key(const Args &args, const Pair &pair) {
+  *reinterpret_cast<uint32_t *>(slot_at(args, pair) + args.token_bytes + args.scale_bytes) = POISON;
 }
 
 // Takes tokens to their rows.
 template <typename PAYLOAD>
-__device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present,
+__device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, uint32_t epoch, uint32_t parity, uint32_t present,
                                Patience for_tables) {
   immwire_moe_control &control = *control_of(args);
-  immwire_moe_report &report = *report_of(args);
   Routes routes(args, shared);
   Fixed &fixed = *routes.fixed;
+  const uint32_t warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
   // Once; again if that leaves a doubt, and then those that count.
   uint32_t wanted = present;
   for (uint32_t look = 0;; ++look) {
@@ -877,106 +1061,64 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, uint32_t epoc
       wanted &= ~settle(args, fixed, missing, epoch);
       continue;
     }
-    // Read after the tables (see `doubt`), and not waited for before it is needed.
-    uint32_t doubted = 0;
-    if (threadIdx.x == 0) doubted = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects)) & present;
+    // Read after the tables (see `doubt`), and not waited for before it is needed: so by all threads, of which one's counts.
+    const uint32_t suspects = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
     routes.count(args.padding);
-    if (__syncthreads_or(look == 0 ? missing | doubted : 0) == 0) break;
-    doubt(args, fixed, missing, doubted);
-  }
-  Patience patience(args, Patience::FOR_TOKENS);
-
-  if (blockIdx.x == 0) {
-    uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
-    for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
-      if (e < routes.local) counts[e] = routes.rows_of(e);
-      offsets[e] = routes.offsets[e];
+    __syncthreads();
+    // As many warps share a token as there are for it.
+    uint32_t shift = 0;
+    while (2u << shift <= warps && fixed.total << (shift + 1) <= share.of * warps) ++shift;
+    const Part part(warp & ((1u << shift) - 1), shift, args.token_bytes / 16);
+    const uint32_t at_a_time = warps >> shift, nth = warp >> shift;
+    uint32_t *rows = fixed.rows_of_warp + nth * WARP;
+    uint32_t n = share.index + nth * share.of;
+    bool is_mine = nth < at_a_time && n < fixed.total;
+    // Before it is known whether there are doubts, nothing is done that another block would see.
+    Found found = {};
+    if (is_mine && part.is_first) {
+      found = find_pair(args, routes, n, rows, parity);
+      if (threadIdx.x % WARP == 0) fixed.pairs[nth] = found.pair;
     }
-    if (threadIdx.x == 0) control.pairs = fixed.total;
-  }
-  const uint32_t vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4, lane = threadIdx.x % WARP;
-  const uint32_t warps = blockDim.x / WARP;
-  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
-    for (uint32_t e = blockIdx.x; e < routes.local; e += gridDim.x)
-      clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows));
-  }
-
-  uint32_t turn = 0;
-  for (uint32_t first = blockIdx.x; first < fixed.total; first += gridDim.x * BATCH, turn ^= 1) {
-    for (uint32_t i = threadIdx.x / WARP; i < BATCH; i += warps) {
-      const uint32_t n = first + i * gridDim.x;
-      if (n < fixed.total) plan_token(args, routes, n, fixed, turn, i, epoch, parity);
-      else if (lane == 0) fixed.rows[turn][i].count = 0;
+    const uint32_t doubted = threadIdx.x == 0 ? suspects & present : 0;
+    if (__syncthreads_or(look == 0 ? missing | doubted : 0) != 0) {
+      doubt(args, fixed, missing, doubted);
+      continue;
     }
-    __syncthreads(); // One for each batch is enough: the next one is kept elsewhere.
-
-    uint64_t slot[BATCH];
-    uint32_t key[BATCH] = {}, here = 0;
-#pragma unroll
-    for (uint32_t i = 0; i < BATCH; ++i) {
-      slot[i] = fixed.slot[turn][i];
-      here |= (first + i * gridDim.x < fixed.total ? 1u : 0u) << i;
-    }
-    uint32_t late = 0;
-    auto read_keys = [&] {
-      if constexpr (PAYLOAD::KEYED) {
-        uint64_t from[BATCH];
-#pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + args.token_bytes + args.scale_bytes;
-        late |= await<Word>(key, from, here, patience);
+    Pair pair = fixed.pairs[nth];
+    Looked now(slot_at(args, pair), is_mine ? part : Part(0, 0, 0));
+    if (is_mine && part.is_first) found.keep(args, n, epoch);
+    if (share.index == 0) {
+      uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
+      for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
+        if (e < routes.local) counts[e] = routes.rows_of(e);
+        offsets[e] = routes.offsets[e];
       }
-    };
-    bool has_keys = false;
-    for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
-      uint4 held[BATCH];
-      uint64_t from[BATCH];
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + 16 * v;
-      late |= await<Vector>(held, from, here, patience);
-      if (!has_keys) read_keys(), has_keys = true;
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) {
-        if (!(here >> i & 1)) continue;
-        held[i].x ^= key[i], held[i].y ^= key[i], held[i].z ^= key[i], held[i].w ^= key[i];
-        if (late >> i & 1) held[i] = vector_of(0);
-        for (uint32_t n = 0; n < fixed.rows[turn][i].count; ++n)
-          store_vector(args.rows_x + uint64_t(fixed.rows[turn][i].row[n]) * args.token_bytes + 16 * v, held[i]);
-        store_vector(from[i], vector_of(POISON));
+      if (threadIdx.x == 0) control.pairs = fixed.total;
+    }
+    if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
+      for (uint32_t e = share.index; e < routes.local; e += share.of)
+        clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows));
+    }
+    Patience patience(args, Patience::FOR_TOKENS);
+    for (uint32_t low = 0;;) {
+      if (is_mine) take_token<PAYLOAD>(args, pair, rows, part, now, epoch, patience);
+      if (PAYLOAD::KEYED) {
+        __syncthreads(); // All have the keys.
+        if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
+      }
+      low += at_a_time;
+      if (share.index + low * share.of >= fixed.total) break;
+      // Never so where warps share a token: each has one of its own.
+      n += at_a_time * share.of, is_mine = n < fixed.total;
+      machine::meet(); // Nobody looks at the rows of the last one any more.
+      if (is_mine) {
+        found = find_pair(args, routes, n, rows, parity);
+        pair = found.pair;
+        now.from_on(slot_at(args, pair), part, part.first);
+        found.keep(args, n, epoch);
       }
     }
-    // From the other end of the block, where threads have less to do.
-    for (uint32_t w = blockDim.x - 1 - threadIdx.x; w < scale_words; w += blockDim.x) {
-      uint32_t held[BATCH];
-      uint64_t from[BATCH];
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) from[i] = slot[i] + args.token_bytes + 4 * w;
-      late |= await<Word>(held, from, here, patience);
-      if (!has_keys) read_keys(), has_keys = true;
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) {
-        if (!(here >> i & 1)) continue;
-        held[i] = late >> i & 1 ? 0 : held[i] ^ key[i];
-        for (uint32_t n = 0; n < fixed.rows[turn][i].count; ++n)
-          reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(fixed.rows[turn][i].row[n]) * args.scale_bytes)[w] = held[i];
-        *reinterpret_cast<uint32_t *>(from[i]) = POISON;
-      }
-    }
-    if (late != 0) {
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) {
-        if (!(late >> i & 1)) continue;
-        const uint32_t source = fixed.source[turn][i];
-        atomicOr(&control.absent, 1u << source);
-        put_down(report.late_tokens[source], epoch);
-      }
-    }
-    if (PAYLOAD::KEYED) {
-      __syncthreads(); // All have the keys.
-      if (threadIdx.x < BATCH && (here >> threadIdx.x & 1)) {
-        const uint64_t at = fixed.slot[turn][threadIdx.x] + args.token_bytes + args.scale_bytes;
-        *reinterpret_cast<uint32_t *>(at) = POISON;
-      }
-    }
+    break;
   }
 }
 
@@ -986,17 +1128,21 @@ __device__ void dispatch(const Args &args) {
   machine::bring(args);
   machine::follow();
   immwire_moe_control &control = *control_of(args);
-  const First<PAYLOAD> first(args, args.flags & IMMWIRE_MOE_SEND);
+  const Roles roles(args);
+  const First<PAYLOAD> first(args, roles);
   const Patience patience(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   // Not those found absent meanwhile: all blocks need the same.
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
-  if (args.flags & IMMWIRE_MOE_SEND)
-    send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), first, epoch, parity, present);
-  if (args.flags & IMMWIRE_MOE_RECEIVE) {
+  if (args.flags & IMMWIRE_MOE_SEND) {
+    const uint32_t tokens = announce_tokens(args, first.given, epoch, parity, present);
+    if (roles.sends) send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), roles, first, tokens, epoch, parity, present);
+    else send_choices_of(args, Dealt(roles.share), first.choice, tokens, epoch, parity, present);
+  }
+  if (roles.receives) {
     __syncthreads();
-    receive_tokens<PAYLOAD>(args, shared, epoch, parity, present, patience);
+    receive_tokens<PAYLOAD>(args, shared, roles.share, epoch, parity, present, patience);
   }
 }
 
@@ -1073,11 +1219,6 @@ __device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t
 __device__ auto kept(const Rows &rows) {
   return [&rows](uint32_t n, uint32_t &row, float &weight) { row = rows.row[n], weight = rows.weight[n]; };
 }
-
-// Some blocks of a launch, of which this is one.
-struct Share {
-  uint32_t index, of;
-};
 
 // Vectors of tokens, cut into parts for different blocks where there are fewer tokens than blocks: so they are sooner done.
 class Cut {
@@ -1357,12 +1498,10 @@ __device__ void combine(const Args &args) {
 // too. What is on the wire is the same as with few tokens.
 
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
-constexpr uint32_t AHEAD = 7;    // Vectors that a lane looks at side by side: half of 7,168 bytes.
 constexpr uint32_t COUNTS = 8;   // Words of counts that a thread reads at a time.
 constexpr uint32_t COUNTS_IN_WORD = 4;
 static_assert(IMMWIRE_MOE_CHUNK < 256, "a count is a byte");
 constexpr uint32_t LOOKED_UP = 4; // Tokens whose choices a warp reads at a time.
-constexpr uint32_t PAIR = 2;     // And words of scales.
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
@@ -1657,72 +1796,24 @@ __device__ void plan_chunks(const Args &args, Many &many, uint32_t epoch, uint32
   }
 }
 
-// One warp: takes a token to its rows. Another block may have planned it.
-template <typename PAYLOAD>
-__device__ void receive_pair(const Args &args, uint32_t n, uint32_t epoch, Patience &patience) {
-  const uint32_t lane = threadIdx.x % WARP, vectors = args.token_bytes / 16, scale_words = args.scale_bytes / 4;
+// One warp: a token that this block or another has planned, its rows listed.
+__device__ Pair planned_pair(const Args &args, uint32_t n, uint32_t *rows) {
+  const uint32_t lane = threadIdx.x % WARP;
   const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
   const uint4 pair = load_shared_vector(plan);
-  uint32_t row = lane < args.top_k ? load_shared_word(plan + sizeof(immwire_moe_pair) + 4 * lane) : IMMWIRE_MOE_NO_ROW;
-  if (args.slots != 0) row = lane == 0 ? slot_of(args, pair.x, pair.y) : IMMWIRE_MOE_NO_ROW;
-  const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT);
-  const uint64_t slot = args.inbox[args.rank] + token_offset(args, pair.x, pair.y);
-  uint32_t key[1] = {}, late = 0;
-  const uint64_t key_at[1] = {slot + args.token_bytes + args.scale_bytes};
-  if constexpr (PAYLOAD::KEYED) late |= await<Word>(key, key_at, 1, patience);
-  for (uint32_t low = 0; low < vectors; low += WARP * AHEAD) {
-    uint4 held[AHEAD];
-    uint64_t from[AHEAD];
-    uint32_t wanted = 0;
-#pragma unroll
-    for (uint32_t k = 0; k < AHEAD; ++k) {
-      const uint32_t v = low + k * WARP + lane;
-      from[k] = slot + 16 * v;
-      wanted |= (v < vectors ? 1u : 0u) << k;
-    }
-    late |= await<Vector>(held, from, wanted, patience);
-#pragma unroll
-    for (uint32_t k = 0; k < AHEAD; ++k) {
-      held[k].x ^= key[0], held[k].y ^= key[0], held[k].z ^= key[0], held[k].w ^= key[0];
-      if (late != 0) held[k] = vector_of(0);
-      if (wanted >> k & 1) store_vector(from[k], vector_of(POISON));
-    }
-    for (uint32_t rest = has; rest != 0; rest &= rest - 1) {
-      const uint64_t to = args.rows_x + uint64_t(__shfl_sync(ALL_LANES, row, __ffs(rest) - 1)) * args.token_bytes + 16 * (low + lane);
-#pragma unroll
-      for (uint32_t k = 0; k < AHEAD; ++k)
-        if (wanted >> k & 1) store_vector(to + 16 * k * WARP, held[k]);
-    }
-  }
-  for (uint32_t low = 0; low < scale_words; low += WARP * PAIR) {
-    uint32_t held[PAIR], wanted = 0;
-    uint64_t from[PAIR];
-#pragma unroll
-    for (uint32_t k = 0; k < PAIR; ++k) {
-      const uint32_t w = low + k * WARP + lane;
-      from[k] = slot + args.token_bytes + 4 * w;
-      wanted |= (w < scale_words ? 1u : 0u) << k;
-    }
-    late |= await<Word>(held, from, wanted, patience);
-#pragma unroll
-    for (uint32_t k = 0; k < PAIR; ++k) {
-      held[k] = late != 0 ? 0 : held[k] ^ key[0];
-      if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(from[k]) = POISON;
-    }
-    for (uint32_t rest = has; rest != 0; rest &= rest - 1) {
-      const uint64_t to = args.rows_scales + uint64_t(__shfl_sync(ALL_LANES, row, __ffs(rest) - 1)) * args.scale_bytes + 4 * (low + lane);
-#pragma unroll
-      for (uint32_t k = 0; k < PAIR; ++k)
-        if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(to + 4 * k * WARP) = held[k];
-    }
-  }
-  // All have the key.
-  const uint32_t lost = __ballot_sync(ALL_LANES, late != 0);
-  if (lane != 0) return;
-  if (PAYLOAD::KEYED) *reinterpret_cast<uint32_t *>(key_at[0]) = POISON;
-  if (lost == 0) return;
-  atomicOr(&control_of(args)->absent, 1u << pair.x);
-  put_down(report_of(args)->late_tokens[pair.x], epoch);
+  const uint32_t row = lane < args.top_k ? load_shared_word(plan + sizeof(immwire_moe_pair) + 4 * lane) : IMMWIRE_MOE_NO_ROW;
+  return {pair.x, pair.y, list_rows(args, pair.x, pair.y, row, rows)};
+}
+
+// One warp: takes a token to its rows.
+template <typename PAYLOAD>
+__device__ void receive_pair(const Args &args, uint32_t n, uint32_t *rows, uint32_t epoch, Patience &patience) {
+  const Pair pair = planned_pair(args, n, rows);
+  const Part all(0, 0, args.token_bytes / 16);
+  Looked now(slot_at(args, pair), all);
+  take_token<PAYLOAD>(args, pair, rows, all, now, epoch, patience);
+  if (PAYLOAD::KEYED && threadIdx.x % WARP == 0) forget_key(args, pair);
+  machine::meet(); // Nobody looks at these rows any more.
 }
 
 // Waits until all of so many blocks have planned; by a whole block. Returns whether they have: if not, they have given up, or never will.
@@ -1745,15 +1836,8 @@ __device__ bool await_plans(const Args &args, uint32_t blocks, uint32_t *word) {
 // One warp: takes a token of this rank's own, which was not sent, to its rows.
 template <typename PAYLOAD>
 __device__ void take_own(const Args &args, uint32_t n, uint32_t *rows) {
-  const uint32_t lane = threadIdx.x % WARP;
-  const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
-  const uint32_t token = load_shared_vector(plan).y;
-  uint32_t row = lane < args.top_k ? load_shared_word(plan + sizeof(immwire_moe_pair) + 4 * lane) : IMMWIRE_MOE_NO_ROW;
-  if (args.slots != 0) row = lane == 0 ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
-  const uint32_t has = __ballot_sync(ALL_LANES, row < IMMWIRE_MOE_LEFT_OUT), count = __popc(has);
-  if (row < IMMWIRE_MOE_LEFT_OUT) rows[__popc(has & ranks_below(lane))] = row;
-  machine::meet();
-  PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()), OwnRows{args, rows, count});
+  const Pair pair = planned_pair(args, n, rows);
+  PAYLOAD::send(args, pair.token, WarpCrew(), typename PAYLOAD::Ahead(args, pair.token, WarpCrew()), OwnRows{args, rows, pair.count});
   machine::meet(); // Nobody looks at these rows any more.
 }
 
@@ -1773,29 +1857,16 @@ __device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, 
   const uint32_t others = load_shared_word(reinterpret_cast<uint64_t>(&control.of_others));
   const uint32_t pairs = are_left_here<PAYLOAD>(args, is_direct) ? others : load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
   const uint32_t own = pairs - others;
+  uint32_t *rows = words + threadIdx.x / WARP * WARP;
   Turns turns(control.received);
   for (uint32_t turn = turns.take(); turn < pairs; turn = turns.take()) {
-    if (turn >= own) receive_pair<PAYLOAD>(args, turn - own, epoch, patience);
-    else if (is_direct) take_own<PAYLOAD>(args, others + turn, words + threadIdx.x / WARP * WARP);
-    else receive_pair<PAYLOAD>(args, others + turn, epoch, patience);
+    if (turn >= own) receive_pair<PAYLOAD>(args, turn - own, rows, epoch, patience);
+    else if (is_direct) take_own<PAYLOAD>(args, others + turn, rows);
+    else receive_pair<PAYLOAD>(args, others + turn, rows, epoch, patience);
   }
 }
 
-// A share of the tokens is dealt to warps one by one: so they come in about the order in which they are awaited.
-struct Dealt {
-  __device__ explicit Dealt(Share share) : first(threadIdx.x / WARP * share.of + share.index), step(blockDim.x / WARP * share.of) {}
-  uint32_t first, step;
-};
-
-// Tells everybody the choices of such a share.
-__device__ void send_choices_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
-  for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
-    const uint32_t goes_to = send_choices(args, token, Choice(args, token), epoch, parity, present);
-    if (threadIdx.x % WARP == 0) masks_of(args)[token] = goes_to;
-  }
-}
-
-// Sends the tokens of one.
+// Sends the tokens of a share.
 template <typename PAYLOAD>
 __device__ void send_tokens_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t present, bool is_direct) {
   for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
@@ -1836,7 +1907,10 @@ __device__ void dispatch_many(const Args &args) {
     const uint32_t tokens = announce_tokens(args, tokens_given(args), epoch, parity, present);
     // Where it is known at once where tokens go, only those tell choices who have nothing else to do yet.
     const bool do_all = !is_shared_out || args.slots == 0;
-    if (do_all || !is_sender) send_choices_of(args, Dealt(do_all ? all : receivers), tokens, epoch, parity, present);
+    if (do_all || !is_sender) {
+      const Dealt dealt(do_all ? all : receivers);
+      send_choices_of(args, dealt, Choice(args, dealt.first, true, tokens), tokens, epoch, parity, present);
+    }
     if (!is_shared_out || is_sender) send_tokens_of<PAYLOAD>(args, Dealt(is_shared_out ? senders : all), tokens, present, is_direct);
   }
   if (!receives) return;

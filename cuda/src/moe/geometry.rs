@@ -315,9 +315,10 @@ impl Geometry {
             shape.firsts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
         let local = u64::from(most_local);
         let words = world * tokens.div_ceil(32);
-        let shared = 4
-            * (u64::from(args::FIXED_WORDS) + local + 1 + 2 * all.div_ceil(32) + local * words)
-            + 2 * local * words;
+        // Odd: words of neighbours are in different banks.
+        let stride = words | 1;
+        let shared = 4 * (u64::from(args::FIXED_WORDS) + local + 1 + 2 * words + local * stride)
+            + 2 * local * stride;
         let dispatch_stride =
             (u64::from(token_bytes) + u64::from(scale_bytes) + 4).next_multiple_of(ROW_ALIGN_BYTES);
         let combine_stride = (u64::from(shape.values) * 2).next_multiple_of(ROW_ALIGN_BYTES);
