@@ -11,7 +11,7 @@
 //! named ([`Exchange::report`]), and left out from the next round on; what it did not send counts as zeros.
 //!
 //! How it is done, and why that is right, is said in `kernels/moe.cu`. With the few hundred tokens of decoding,
-//! every block looks at the choices of all tokens; with more ([`geometry::Many::is_for`]), blocks share them out.
+//! some blocks send, and each of the others looks at the choices of all tokens; with more ([`geometry::Many::is_for`]), blocks share them out.
 //!
 //! | module | what | needs a GPU |
 //! |---|---|---|
