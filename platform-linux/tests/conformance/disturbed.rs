@@ -34,6 +34,7 @@ macro_rules! tests {
 pub const TESTS: &[Test] = tests! {
     Loss: "loss_under_writes" "loss_under_pages" "loss_under_scatters" "loss_under_barriers";
     Delay: "delay_under_writes" "delay_under_pages" "delay_under_scatters" "delay_under_barriers";
+    Steady: "steady_delay_under_writes" "steady_delay_under_pages" "steady_delay_under_scatters" "steady_delay_under_barriers";
     Jitter: "jitter_under_writes" "jitter_under_pages" "jitter_under_scatters" "jitter_under_barriers";
     Reorder: "reorder_under_writes" "reorder_under_pages" "reorder_under_scatters" "reorder_under_barriers";
     Port: "port_down_under_writes" "port_down_under_pages" "port_down_under_scatters" "port_down_under_barriers";
@@ -44,9 +45,12 @@ pub const TESTS: &[Test] = tests! {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Fault {
     Loss,
+    /// One that varies, by which most packets come before others that were sent earlier: all is to be done all the same. A queue pair takes
+    /// packets in order only, and gives up after some that are not on end.
     Delay,
-    /// A delay that varies, by which most packets come before others that were sent earlier. A queue pair takes them in order only, and gives
-    /// up after some such packets on end: here paths may break, all of them at once, too.
+    /// One that does not.
+    Steady,
+    /// The first one again, where it is asked only that what ends other than done does so as it may: paths may break, all of them at once, too.
     Jitter,
     Reorder,
     /// A port goes down, and up again.
@@ -62,8 +66,8 @@ impl Fault {
     const fn netem(self) -> Option<&'static str> {
         match self {
             Self::Loss => Some("loss 1%"),
-            Self::Delay => Some("delay 10ms"),
-            Self::Jitter => Some("delay 10ms 3ms"),
+            Self::Delay | Self::Jitter => Some("delay 10ms 3ms"),
+            Self::Steady => Some("delay 10ms"),
             Self::Reorder => Some("delay 5ms reorder 75% 50%"),
             Self::Port | Self::Kill | Self::Removal => None,
         }
@@ -275,7 +279,7 @@ fn run(case: &Case, fault: Fault, op: Op) {
     let mut removal = None;
     let or_else = if fault == Fault::Jitter { OrElse::Broken } else { OrElse::Nothing };
     match fault {
-        Fault::Loss | Fault::Delay | Fault::Jitter | Fault::Reorder => {
+        Fault::Loss | Fault::Delay | Fault::Steady | Fault::Jitter | Fault::Reorder => {
             let netem = fault.netem().expect("it is netem's");
             for at in ALL {
                 Port(at).set(&format!("netem {netem}"));
