@@ -717,10 +717,10 @@ template <typename PAYLOAD>
 struct First {
   __device__ First(const Args &args, const Roles &roles)
       : given(args.flags & IMMWIRE_MOE_SEND ? tokens_given(args) : 0), told(roles.sends ? roles.share.index : Dealt(roles.share).first),
-        choice(args, told, roles.sends ? tells_choices() : roles.tells, args.tokens),
+        choice(args, told, roles.sends ? reads_choices() : roles.tells, args.tokens),
         ahead(args, roles.share.index, BlockCrew(), roles.sends && roles.share.index < args.tokens) {}
   // Of those who send: the other warps work on the token meanwhile.
-  __device__ static bool tells_choices() { return threadIdx.x / WARP == blockDim.x / WARP - 1; }
+  __device__ static bool reads_choices() { return threadIdx.x / WARP == blockDim.x / WARP - 1; }
   uint32_t given, told;
   Choice choice;
   typename PAYLOAD::Ahead ahead;
@@ -739,7 +739,7 @@ __device__ void send_choices_of(const Args &args, Dealt dealt, Choice next, uint
 template <typename PAYLOAD>
 __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, First<PAYLOAD> next, uint32_t tokens, uint32_t epoch,
                             uint32_t parity, uint32_t present) {
-  const bool is_last_warp = next.tells_choices();
+  const bool is_last_warp = next.reads_choices();
   uint32_t turn = 0;
   for (uint32_t token = roles.share.index; token < tokens; token += roles.share.of, turn ^= 1) {
     if (is_last_warp) {
