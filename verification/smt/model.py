@@ -28,20 +28,27 @@ SHARES = 840
 
 
 def ite(condition, then, other):
-    if z3.is_expr(condition):
-        return z3.If(condition, then, other)
-    return then if condition else other
+    # Numbers first: they are compared by the ten thousand, and asking z3 takes longer than all else.
+    if condition is True:
+        return then
+    if condition is False:
+        return other
+    return z3.If(condition, then, other)
 
 
 def both(*conditions):
-    if any(z3.is_expr(condition) for condition in conditions):
-        return z3.And(*conditions)
-    return all(conditions)
+    holds = True
+    for condition in conditions:
+        if condition is False:
+            holds = False
+        elif condition is not True:
+            return z3.And(*conditions)
+    return holds
 
 
 def div(a, b):
     """Rounded down, of numbers that are not negative."""
-    return a / b if z3.is_expr(a) or z3.is_expr(b) else a // b
+    return a // b if type(a) is int and type(b) is int else a / b
 
 
 def rest(a, b):
