@@ -142,7 +142,7 @@ pub struct TransportArgs {
     /// How long an RDMA device waits for an acknowledgement: 4.096 us times two to this power, 1 to 31 [default: 14, 67 ms]
     #[arg(long, value_name = "POWER")]
     pub ack_timeout: Option<u8>,
-    /// How often an RDMA device sends again what was not acknowledged, 0 to 7 [default: 6]
+    /// How often an RDMA device sends again what was not acknowledged, 0 to 7 [default: 7]
     #[arg(long, value_name = "TIMES")]
     pub retry_count: Option<u8>,
     /// Have RDMA devices ask for pages when they need them, instead of pinning memory; where they offer it

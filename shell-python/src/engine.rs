@@ -135,7 +135,7 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   which entry of their ports' tables of global names, and what their packets are marked with. Unless told, all that fit.
 /// - ``service_level``, ``ack_timeout``, ``retry_count``: with ``"verbs"``, the packets' priority where the traffic class does not
 ///   decide, 0 to 15; how long a device waits for an acknowledgement, 4.096 us times two to this power, 1 to 31, 14 unless told;
-///   how often it sends again what was not acknowledged, 0 to 7, 6 unless told.
+///   how often it sends again what was not acknowledged, 0 to 7, 7 unless told.
 /// - ``on_demand``: with ``"verbs"``, memory of the host is not pinned; devices ask for its pages when they need them, if all
 ///   of them offer that, as ``immwire doctor`` says.
 /// - ``classic``: with ``"verbs"``, devices are used by the calls that all drivers have, also where they offer the extended ones.

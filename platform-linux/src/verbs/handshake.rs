@@ -35,6 +35,7 @@ use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
 use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Stand};
+use immwire_core::pulse::Watch;
 use immwire_core::recycle::Turn;
 use immwire_core::resolve::Asker;
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
@@ -721,7 +722,8 @@ impl VerbsProvider {
                 Some(pair)
             });
             let state = line::Line::new(self.now, end, pair.is_some());
-            let line = Line { pair, is_drained: false, state };
+            let watch = Watch::default();
+            let line = Line { pair, is_drained: false, state, completed: 0, watch };
             let _ = lines.push(line);
         }
         if lines.iter().all(|line: &Line| line.pair.is_none()) {

@@ -10,9 +10,11 @@
 //! - What was posted counts until its completion was read ([`Lane::unread`]), also when what is in flight outlives that.
 
 use std::collections::VecDeque;
+use std::time::Duration;
 
 use immwire_core::group::WorkRequest;
-use immwire_core::id::NicIndex;
+use immwire_core::id::{NicIndex, Time};
+use immwire_core::pulse::Watch;
 
 use super::device::QueuePair;
 
@@ -92,6 +94,7 @@ pub(super) struct Lane {
     pub(super) is_tried: bool,
     /// It takes no more from the shared receive queue.
     pub(super) is_drained: bool,
+    watch: Watch,
 }
 
 impl Lane {
@@ -113,6 +116,7 @@ impl Lane {
             announced: 0,
             is_tried: false,
             is_drained: false,
+            watch: Watch::default(),
         }
     }
 
@@ -152,6 +156,12 @@ impl Lane {
     /// Writes, and trials, of which nothing was read.
     pub(super) const fn unread(&self) -> u32 {
         self.numbers.unread() + self.is_tried as u32
+    }
+
+    /// When it will be stuck, if nothing of what is under way completes until then. The trial has gone ahead of all writes.
+    pub(super) fn look(&mut self, now: Time, patience: Duration) -> Time {
+        let (completed, waits) = (self.numbers.unread, self.unread() > 0);
+        self.watch.look(now, completed, waits, patience)
     }
 
     /// How many writes have ended when the one of this number has; none if it is not in flight.

@@ -10,7 +10,7 @@ use immwire_core::life::Life;
 use immwire_core::line;
 use immwire_core::note::{Kind, LANES, Note, Passage, Queues, order};
 use immwire_core::port::{Door, Port, Queue};
-use immwire_core::pulse::Pulse;
+use immwire_core::pulse::{Pulse, Watch};
 use immwire_core::region::MrDesc;
 use immwire_core::tenant::{SLOTS, Tenant, Withdrawn};
 use immwire_core::way::Way;
@@ -57,6 +57,9 @@ pub(super) struct Line {
     pub(super) is_drained: bool,
     /// How far it is, and how many letters and probes have not completed.
     pub(super) state: line::Line,
+    /// How many have, on whichever queue pair.
+    pub(super) completed: u32,
+    pub(super) watch: Watch,
 }
 
 /// What is to be said to the peer when there is room.

@@ -142,9 +142,10 @@ impl VerbsProvider {
         }
     }
 
-    /// Sees whether a peer's devices answer, if nothing else has shown it since the last time.
+    /// Sees whether a peer's devices answer, if nothing else has shown it since the last time; and whether what is under way
+    /// goes on.
     pub(super) fn probe(&mut self, index: u16) {
-        let now = self.now;
+        let (now, patience) = (self.now, self.patience);
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session.filter(|session| session.life.is_open()) else { return };
         let Some(silent) = session.pulse.look(now) else { return };
@@ -156,16 +157,51 @@ impl VerbsProvider {
                 && session.courier.is_open(nic)
                 && port.is_usable()
                 && line.state.posted() == 0;
-            let Some(pair) = line.pair.as_ref().filter(|_| open) else { continue };
-            let key = keys.get(nic).map_or(0, device_key);
-            if pair.probe(id, to, key).is_ok() {
-                line.state.post();
-            } else {
+            if let Some(pair) = line.pair.as_ref().filter(|_| open) {
+                let key = keys.get(nic).map_or(0, device_key);
+                if pair.probe(id, to, key).is_ok() {
+                    line.state.post();
+                } else {
+                    broken |= bit(nic);
+                }
+            }
+            let stuck = line.watch.look(now, line.completed, line.state.posted() > 0, patience);
+            if stuck <= now {
+                tracing::warn!(peer = %session.peer, nic, "nothing gets through on a line");
                 broken |= bit(nic);
+            } else {
+                session.pulse.expect(stuck);
             }
         }
         for nic in (0..8).filter(|&nic| broken & bit(nic) != 0) {
             self.break_line(index, nic);
+        }
+        self.break_stuck(index);
+    }
+
+    /// Breaks paths on which nothing goes on, if one of their NICs has no line.
+    fn break_stuck(&mut self, index: u16) {
+        let (now, patience) = (self.now, self.patience);
+        let outlets = self.session(index).map_or(0, |session| session.outlets.len());
+        for at in 0..outlets {
+            let Some(session) = self.session(index).filter(|it| it.life.is_open()) else { return };
+            let theirs = session.ports.len().max(1);
+            let (nic, remote) = (at / theirs, at % theirs);
+            let is_whole = [nic, remote].iter().all(|&it| session.courier.is_open(nic_at(it)));
+            let Some(outlet) = session.outlets.get(at).copied() else { return };
+            let is_whole = is_whole && self.ports.get(nic).is_some_and(Nic::is_usable);
+            let lanes = outlet.lanes();
+            let looked = lanes.filter_map(|id| Some(self.lanes.get(id)?.look(now, patience)));
+            let stuck = looked.min().unwrap_or(Time::NEVER);
+            if stuck > now {
+                // On which nothing is under way, that is never.
+                if let Some(session) = self.session(index) {
+                    session.pulse.expect(stuck);
+                }
+            } else if !is_whole && !outlet.way.is_broken() {
+                tracing::warn!(index, nic, remote, "nothing gets through on a path");
+                self.break_path(index, nic_at(nic), nic_at(remote));
+            }
         }
     }
 
