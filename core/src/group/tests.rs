@@ -12,6 +12,7 @@ use std::vec::Vec;
 use core::num::{NonZeroU16, NonZeroU64};
 
 use proptest::prelude::*;
+use proptest::test_runner::RngAlgorithm;
 
 use super::list::NIL;
 use super::paths::{MAX_BEATS, Note};
@@ -1684,7 +1685,11 @@ fn any_step() -> impl Strategy<Value = Do> {
 }
 
 proptest! {
-    #![proptest_config(ProptestConfig::with_cases(1500))]
+    // Numbers that nobody is to guess take longer to draw than programs to run.
+    #![proptest_config(ProptestConfig {
+        rng_algorithm: RngAlgorithm::XorShift,
+        ..ProptestConfig::with_cases(1500)
+    })]
     /// Long programs over groups of all shapes.
     #[test]
     fn long_programs(setup in any_setup(), steps in prop::collection::vec(any_step(), 0..300)) {

@@ -363,18 +363,19 @@ fn several_gpus_have_the_nics_of_each_in_turn() {
         each_table(gpus, nics, |devices, _, _| {
             let topology = Topology::new(devices, "").unwrap();
             let pairs: Vec<_> = topology.pairs().collect();
-            let own = |gpu: usize| names(&pairs[gpu]);
-            let address = |gpu: &usize| match pairs[*gpu].owner {
-                Owner::Gpu(_, device) => device.address().to_ascii_uppercase(),
-                Owner::Host => unreachable!(),
+            let own: Vec<_> = pairs.iter().map(names).collect();
+            let address = |pair: &Pair<'_>| match pair.owner {
+                Owner::Gpu(_, device) => Some(device.address().to_ascii_uppercase()),
+                Owner::Host => None,
             };
+            let addresses: Vec<_> = pairs.iter().filter_map(address).collect();
             let orders: [&[usize]; 5] =
                 [&[0], &[gpus - 1, 0], &[0, gpus - 1], &[0, 1, 2], &[2, 1, 0]];
             for order in orders.iter().filter(|order| order.iter().all(|gpu| *gpu < gpus)) {
                 // By columns of the lists, what has been there left out.
                 let mut expected = Vec::new();
                 for rank in 0..MAX_NICS {
-                    let column = order.iter().filter_map(|gpu| own(*gpu).get(rank).copied());
+                    let column = order.iter().filter_map(|gpu| own[*gpu].get(rank).copied());
                     for name in column.collect::<Vec<_>>() {
                         if !expected.contains(&name) {
                             expected.push(name);
@@ -382,8 +383,7 @@ fn several_gpus_have_the_nics_of_each_in_turn() {
                     }
                 }
                 expected.truncate(MAX_NICS);
-                let addresses: Vec<_> = order.iter().map(address).collect();
-                let addresses: Vec<_> = addresses.iter().map(String::as_str).collect();
+                let addresses: Vec<_> = order.iter().map(|gpu| &*addresses[*gpu]).collect();
                 assert_eq!(&*topology.names_for(&addresses), expected, "{order:?} {devices:?}");
                 // One that is not in the table changes nothing.
                 let more = [&["0000:ff:00.0"], &*addresses].concat();

@@ -29,7 +29,7 @@
 
 use std::fmt::Debug;
 use std::fs::OpenOptions;
-use std::hash::{DefaultHasher, Hash, Hasher};
+use std::hash::{Hash, Hasher};
 use std::io::Write as _;
 use std::ops::Deref;
 use std::sync::{Arc, OnceLock};
@@ -228,11 +228,9 @@ impl<T: Eq> Eq for Kept<T> {}
 
 impl<T: Hash> Hash for Kept<T> {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        let digest = self.digest.get_or_init(|| {
-            let mut hasher = DefaultHasher::new();
-            self.value.hash(&mut hasher);
-            hasher.finish()
-        });
+        let digest = self
+            .digest
+            .get_or_init(|| ahash::RandomState::with_seeds(1, 2, 3, 4).hash_one(&self.value));
         digest.hash(state);
     }
 }
