@@ -8,6 +8,8 @@ use immwire::core::staging::{Signal, StagedKey};
 use immwire::staging::StagingError;
 use immwire::{BuildError, DownReason, End, MrDesc, PeerState, Rights, Staging, TransferEngine};
 use immwire_cuda::{Device, DeviceMemory, Stream};
+use rustix::param::page_size;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::{GIVES_UP_WITHIN, goes_within, refuse};
@@ -425,9 +427,15 @@ fn asked_for_in_vain(case: &Case) {
     assert!(matches!(why(builder().shm_on_host(true)), StagingError::BesideShm));
     let shm = TransferEngine::builder().gpus([0]).staging(Staging::default());
     assert!(matches!(why(shm), StagingError::NoNics));
-    let sms = NonZeroU32::MIN;
-    let huge = builder().sms(sms).staging(Staging { bytes: 1 << 60 });
-    assert!(matches!(why(huge), StagingError::Pool { .. }));
+    // More than this process may have, on a machine with any memory.
+    let before = getrlimit(Resource::As);
+    let pages = std::fs::read_to_string("/proc/self/statm").expect("Linux has it");
+    let pages: u64 = pages.split(' ').next().expect("a first word").parse().expect("a number");
+    let most = pages * page_size() as u64 + (1 << 30);
+    setrlimit(Resource::As, Rlimit { current: Some(most), ..before }).expect("less is allowed");
+    let huge = why(builder().sms(NonZeroU32::MIN).staging(Staging { bytes: 1 << 60 }));
+    setrlimit(Resource::As, before).expect("as before");
+    assert!(matches!(huge, StagingError::Pool { .. }));
     // What has been built otherwise works.
     let (engine, _driver) = builder().build_polled().expect("an engine");
     engine.alloc_gpu(0, 1).expect("memory").close(Duration::ZERO).expect("nobody writes");
