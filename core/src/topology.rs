@@ -323,6 +323,13 @@ pub fn closeness(gpu: &Device<'_>, nic: &Device<'_>) -> Closeness {
     }
 }
 
+/// Takes a name in that is not there yet, if there is room.
+fn add<'a>(names: &mut Vec<&'a str, MAX_NICS>, name: &'a str) {
+    if !names.contains(&name) {
+        let _ = names.push(name);
+    }
+}
+
 /// How many steps their ways have in common: the root complex, and bridges. 0 for what is on no bus.
 fn shared(gpu: &Device<'_>, nic: &Device<'_>) -> usize {
     let way = |path: &str| path.rfind('/').unwrap_or(0);
@@ -448,28 +455,22 @@ impl<'a> Topology<'a> {
     /// The names of the NICs of whoever uses these GPUs, which are told by their PCI addresses, in either case: each GPU's
     /// first, then each one's second, and so on, none twice, [`MAX_NICS`] at most. None, if the table has none of the GPUs.
     ///
-    /// Decides for each rank anew what a GPU has: milliseconds on the largest machines.
+    /// Compares each of these GPUs' places with each NIC's: as [`pairs`](Self::pairs).
     #[must_use]
     pub fn names_for(self, gpus: &[&str]) -> Vec<&'a str, MAX_NICS> {
-        let mut names: Vec<&str, MAX_NICS> = Vec::new();
-        for rank in 0..MAX_NICS {
-            let mut any = false;
-            for &address in gpus {
-                let mut all = self.gpus().enumerate();
-                let found = all.find(|(_, gpu)| gpu.address().eq_ignore_ascii_case(address));
-                let Some((number, gpu)) = found else { continue };
-                let pair = self.pair(Owner::Gpu(number, gpu));
-                let Some(nic) = pair.nics.get(rank) else { continue };
-                any = true;
-                if !names.contains(&nic.name) {
-                    // A ninth has no room.
-                    let _ = names.push(nic.name);
-                }
-            }
-            if !any {
-                break;
+        // The first NICs of all GPUs, then the second, ...
+        let mut ranks: [Vec<&str, MAX_NICS>; MAX_NICS] = core::array::from_fn(|_| Vec::new());
+        for &address in gpus {
+            let mut all = self.gpus().enumerate();
+            let found = all.find(|(_, gpu)| gpu.address().eq_ignore_ascii_case(address));
+            let Some((number, gpu)) = found else { continue };
+            let pair = self.pair(Owner::Gpu(number, gpu));
+            for (rank, nic) in ranks.iter_mut().zip(&pair.nics) {
+                add(rank, nic.name);
             }
         }
+        let mut names = Vec::new();
+        ranks.iter().flatten().for_each(|name| add(&mut names, name));
         names
     }
 
