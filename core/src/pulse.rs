@@ -26,6 +26,10 @@ pub const PERIOD: Duration = Duration::from_secs(1);
 /// The shortest [`patience`].
 pub const PATIENCE_MIN: Duration = Duration::from_secs(1);
 
+/// So many times [`patience`] a path may stand still between NICs of which nobody knows whether they reach each other: sixteen
+/// of its longest pieces may have one completion, and a slow network takes a second for them.
+pub const UNSEEN: u32 = 8;
+
 /// How long nothing may complete of what is under way on a queue pair: twice as long as a device tries that gives up by itself, so
 /// that it is the first to say so. Of a timeout of 4.096 us times two to `ack_timeout`, after which it is tried again
 /// `retry_count` times (`InfiniBand` Architecture Specification, volume 1, 9.7.6.1.3).

@@ -66,8 +66,8 @@
 //! retries. Because nothing may be under way, a peer that was not heard for a second is sent a write without bytes,
 //! which takes nothing of its processor. It is down a second or two after its process has ended; after three or four where the
 //! device tries without end. There a line is given up of which nothing has completed for twice the time that a device would
-//! have tried; and a path that stands still as long, if one of its NICs has no line by then. While there is one it is
-//! slow, not broken.
+//! have tried; and a path that stands still as long, if the line of one of its NICs is broken by then, or eight times as long, if
+//! one has none. While there are lines it is slow, not broken.
 //!
 //! # Trust
 //!

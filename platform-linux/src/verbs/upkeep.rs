@@ -6,6 +6,7 @@
 use immwire_core::datagram::Message;
 use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::port::PACKET_MAX;
+use immwire_core::pulse::UNSEEN;
 use immwire_core::resolve::Asker;
 use immwire_core::tenant::device_key;
 
@@ -165,7 +166,9 @@ impl VerbsProvider {
                     broken |= bit(nic);
                 }
             }
-            let stuck = line.watch.look(now, line.completed, line.state.posted() > 0, patience);
+            // What a lost device was given is not read any more.
+            let waits = line.state.posted() > 0 && !port.health.is_lost();
+            let stuck = line.watch.look(now, line.completed, waits, patience);
             if stuck <= now {
                 tracing::warn!(peer = %session.peer, nic, "nothing gets through on a line");
                 broken |= bit(nic);
@@ -181,15 +184,20 @@ impl VerbsProvider {
 
     /// Breaks paths on which nothing goes on, if one of their NICs has no line.
     fn break_stuck(&mut self, index: u16) {
-        let (now, patience) = (self.now, self.patience);
+        let now = self.now;
         let outlets = self.session(index).map_or(0, |session| session.outlets.len());
         for at in 0..outlets {
             let Some(session) = self.session(index).filter(|it| it.life.is_open()) else { return };
             let theirs = session.ports.len().max(1);
             let (nic, remote) = (at / theirs, at % theirs);
             let is_whole = [nic, remote].iter().all(|&it| session.courier.is_open(nic_at(it)));
+            let has_lines = nic.max(remote) < session.lines.len();
             let Some(outlet) = session.outlets.get(at).copied() else { return };
-            let is_whole = is_whole && self.ports.get(nic).is_some_and(Nic::is_usable);
+            let Some(port) = self.ports.get(nic).filter(|port| !port.health.is_lost()) else {
+                continue;
+            };
+            let is_whole = is_whole && port.is_usable();
+            let patience = if has_lines { self.patience } else { self.patience * UNSEEN };
             let lanes = outlet.lanes();
             let looked = lanes.filter_map(|id| Some(self.lanes.get(id)?.look(now, patience)));
             let stuck = looked.min().unwrap_or(Time::NEVER);
