@@ -39,6 +39,17 @@ pub fn patience(ack_timeout: u8, retry_count: u8) -> Duration {
     (timeout * (u32::from(retry_count) + 1) * 2).max(PATIENCE_MIN)
 }
 
+/// How long a path may stand still until it is given up: without end, as slow, while the lines of both its NICs are whole and its port can be
+/// used. Of each NIC's line it is told whether it is whole; `None`: that NIC has none.
+#[must_use]
+pub const fn standstill(patience: Duration, lines: [Option<bool>; 2], is_usable: bool) -> Duration {
+    match lines {
+        [Some(true), Some(true)] if is_usable => Duration::MAX,
+        [Some(_), Some(_)] => patience,
+        _ => patience.saturating_mul(UNSEEN),
+    }
+}
+
 /// Whether what is under way on a queue pair goes on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Watch {
@@ -210,6 +221,28 @@ mod tests {
             }
         }
         assert!(stuck > 100 && sound > 10_000, "{stuck} {sound}");
+    }
+
+    /// All that can be known of a path's NICs.
+    #[test]
+    fn a_path_is_slow_as_long_as_its_nics_reach_each_other() {
+        let patience = Duration::from_secs(2);
+        let all = [None, Some(false), Some(true)];
+        for (here, there) in all.into_iter().flat_map(|here| all.map(|there| (here, there))) {
+            for is_usable in [false, true] {
+                let expected = match (here.zip(there), is_usable) {
+                    (None, _) => patience * UNSEEN,
+                    (Some((true, true)), true) => Duration::MAX,
+                    (Some(_), _) => patience,
+                };
+                assert_eq!(standstill(patience, [here, there], is_usable), expected);
+            }
+        }
+        let mut watch = Watch::default();
+        assert_eq!(watch.look(Time::ZERO, 0, true, Duration::MAX), Time::NEVER);
+        // When the line breaks, what it has stood still before counts.
+        let later = Time::from_nanos(9);
+        assert_eq!(watch.look(later, 0, true, patience), Time::ZERO.after(patience));
     }
 
     #[test]

@@ -6,7 +6,7 @@
 use immwire_core::datagram::Message;
 use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::port::PACKET_MAX;
-use immwire_core::pulse::UNSEEN;
+use immwire_core::pulse::standstill;
 use immwire_core::resolve::Asker;
 use immwire_core::tenant::device_key;
 
@@ -182,7 +182,7 @@ impl VerbsProvider {
         self.break_stuck(index);
     }
 
-    /// Breaks paths on which nothing goes on, if one of their NICs has no line.
+    /// Breaks paths that stand still for too long.
     fn break_stuck(&mut self, index: u16) {
         let now = self.now;
         let outlets = self.session(index).map_or(0, |session| session.outlets.len());
@@ -190,23 +190,23 @@ impl VerbsProvider {
             let Some(session) = self.session(index).filter(|it| it.life.is_open()) else { return };
             let theirs = session.ports.len().max(1);
             let (nic, remote) = (at / theirs, at % theirs);
-            let is_whole = [nic, remote].iter().all(|&it| session.courier.is_open(nic_at(it)));
-            let has_lines = nic.max(remote) < session.lines.len();
+            let whole =
+                |it: usize| session.lines.get(it).map(|_| session.courier.is_open(nic_at(it)));
+            let lines = [whole(nic), whole(remote)];
             let Some(outlet) = session.outlets.get(at).copied() else { return };
             let Some(port) = self.ports.get(nic).filter(|port| !port.health.is_lost()) else {
                 continue;
             };
-            let is_whole = is_whole && port.is_usable();
-            let patience = if has_lines { self.patience } else { self.patience * UNSEEN };
+            let limit = standstill(self.patience, lines, port.is_usable());
             let lanes = outlet.lanes();
-            let looked = lanes.filter_map(|id| Some(self.lanes.get(id)?.look(now, patience)));
+            let looked = lanes.filter_map(|id| Some(self.lanes.get(id)?.look(now, limit)));
             let stuck = looked.min().unwrap_or(Time::NEVER);
             if stuck > now {
-                // On which nothing is under way, that is never.
+                // Never, if nothing is under way.
                 if let Some(session) = self.session(index) {
                     session.pulse.expect(stuck);
                 }
-            } else if !is_whole && !outlet.way.is_broken() {
+            } else if !outlet.way.is_broken() {
                 tracing::warn!(index, nic, remote, "nothing gets through on a path");
                 self.break_path(index, nic_at(nic), nic_at(remote));
             }
