@@ -932,7 +932,7 @@ impl Busy {
             let device = Device::open(gpu).expect("a GPU");
             let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
             let stream = Stream::new(&device).expect("a stream");
-            // SAFETY: the word is pinned memory that outlives the wait, which ends before it is freed.
+            // SAFETY: the word is pinned memory that is freed when the wait has ended: `drop` waits for that.
             unsafe { stream.after_word(word.address(), 1) }.expect("a wait");
             (stream, word)
         };
@@ -947,9 +947,16 @@ impl Busy {
 }
 
 impl Drop for Busy {
-    /// All of them first: what is freed is waited for by the driver.
+    /// All of them first: what is freed is waited for by the driver. Then until no stream looks at its word any more, or a test that
+    /// fails has waited long enough.
     fn drop(&mut self) {
         self.go_on();
+        let start = Instant::now();
+        for (stream, _) in &self.streams {
+            while matches!(stream.is_done(), Ok(false)) && start.elapsed() < patience() {
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        }
     }
 }
 
