@@ -16,6 +16,7 @@
 //! | [`staging`] | how GPUs' memory goes over NICs that do not reach it |
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
+//! | [`mod@doorbell`] | when a NIC is told of small pieces: each at once, or several together |
 //! | [`credit`] | how many immediates a receiver has room for |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
 //! | [`courier`], [`mod@line`] | notes over lines that break and are made anew |
@@ -48,6 +49,7 @@ pub mod courier;
 pub mod credit;
 pub mod datagram;
 pub mod device;
+pub mod doorbell;
 pub mod doors;
 pub mod group;
 pub mod hazard;

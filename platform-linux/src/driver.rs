@@ -9,6 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use immwire_core::calls::{CallSlot, Calls, Taken};
+use immwire_core::doorbell;
 use immwire_core::group::{
     self, Answer, DomainGroup, Event, LostSlot, Options, PeerSlot, Token, TransferSlot, WorkError,
     WorkRequest,
@@ -104,6 +105,8 @@ pub(crate) struct Engine<P: Provider> {
     parked: [Vec<WorkRequest>; MAX_NICS],
     /// Of each NIC: [`crate::provider::NicLimits::batch_bytes`].
     batch_bytes: [u64; MAX_NICS],
+    /// Of each NIC: [`crate::provider::NicLimits::together`].
+    together: [u16; MAX_NICS],
     steps: u32,
     next_sweep: Time,
 }
@@ -229,7 +232,10 @@ impl<P: Provider> Engine<P> {
         let (staged, parked) = (std::array::from_fn(queue), std::array::from_fn(queue));
         let batch = |nic: usize| provider.nics().get(nic).map_or(0, |nic| nic.limits.batch_bytes);
         let batch_bytes = std::array::from_fn(batch);
-        Self { provider, state, staged, parked, batch_bytes, steps: 0, next_sweep: Time::ZERO }
+        let together = |nic: usize| provider.nics().get(nic).map_or(1, |nic| nic.limits.together);
+        let together = std::array::from_fn(together);
+        let next_sweep = Time::ZERO;
+        Self { provider, state, staged, parked, batch_bytes, together, steps: 0, next_sweep }
     }
 
     /// Posts what the group wants posted on one NIC.
@@ -467,17 +473,34 @@ impl<P: Provider> Engine<P> {
         true
     }
 
-    /// Posts one piece, or parks it: behind others, or where its peer has no room.
+    /// Posts one piece, with those that have waited for it, or has it wait for others (`immwire_core::doorbell`); or parks it, where its
+    /// peer has no room.
     #[inline]
     fn post_now(&mut self, work: WorkRequest) {
         self.retract();
-        let at = usize::from(work.nic);
-        let first = self.staged.get(at).is_some_and(Vec::is_empty);
+        let (nic, at) = (work.nic, usize::from(work.nic));
+        let (Some(staged), Some(parked), Some(&together)) =
+            (self.staged.get_mut(at), self.parked.get_mut(at), self.together.get(at))
+        else {
+            return;
+        };
+        let unposted = staged.len() + 1;
+        let given = usize::from(self.state.group.in_flight_on(nic));
+        let posted = given.saturating_sub(unposted + parked.len());
+        if doorbell::waits(work.len, posted, unposted, together) {
+            return staged.push(work);
+        }
+        if unposted > 1 {
+            staged.push(work);
+            let posted = self.provider.post(nic, staged, &mut self.state).min(staged.len());
+            bump(&self.state.shared.stats.posted, posted as u64);
+            staged.drain(..posted);
+            return;
+        }
         let work = std::slice::from_ref(&work);
-        let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
-        if first && self.provider.post(nic, work, &mut self.state) > 0 {
+        if self.provider.post(nic, work, &mut self.state) > 0 {
             bump(&self.state.shared.stats.posted, 1);
-        } else if let Some(parked) = self.parked.get_mut(at) {
+        } else {
             parked.extend_from_slice(work);
         }
     }

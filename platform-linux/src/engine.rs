@@ -1300,7 +1300,8 @@ impl Driver {
     }
 
     /// As [`TransferEngine::submit_single_write`], from the thread that polls: the write is posted before
-    /// this returns, if nothing stands before it. Up to 64 KiB with an immediate, to memory of this host that both sides map, it is
+    /// this returns, if nothing stands before it; one of up to 4 KiB, on a NIC with 16 under way, with those that follow, and at the
+    /// latest at the next poll (`immwire_core::doorbell`). Up to 64 KiB with an immediate, to memory of this host that both sides map, it is
     /// done then, and takes none of the [`Builder::transfers`]: no [`SubmitError::Full`] says that it is time to poll.
     ///
     /// # Errors

@@ -81,6 +81,9 @@ pub struct NicLimits {
     pub max_sge: u32,
     /// Bytes to be handed over at once, before other NICs and commands have a turn: little where posting copies.
     pub batch_bytes: u64,
+    /// Small pieces that it is told of together while as many are under way, where telling it costs more than they do; at most 32. 1:
+    /// of each at once.
+    pub together: u16,
     /// Pages that one piece may carry without being adjacent, on either side: 1 for a NIC that takes no
     /// runs of pages, else at most 255 are used.
     pub pages_per_piece: u16,

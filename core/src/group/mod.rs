@@ -821,6 +821,13 @@ where
         entry.and_then(|entry| entry.over.get(usize::from(nic))).map_or(0, |over| over.in_flight)
     }
 
+    /// Pieces of transfers in flight on `nic`, to whomever: those that were given out and have not been reported.
+    #[must_use]
+    #[inline]
+    pub fn in_flight_on(&self, nic: NicIndex) -> u16 {
+        self.nics.get(usize::from(nic)).map_or(0, |nic| nic.credits.used)
+    }
+
     // ---- transfers ----
 
     /// Takes a request. It is posted as [`DomainGroup::poll_work`] is asked, and ends with an

@@ -110,6 +110,8 @@ const BATCH: usize = 16;
 /// What can wait is looked at so often: with a software provider that is a system call or two, which a ping-pong of
 /// small writes feels. Counted in time, as a poll takes one microsecond or, where it moves long writes, a hundred.
 const UPKEEP_EVERY: Duration = Duration::from_micros(500);
+/// Short writes that a device is told of together: the last asks for all, as far as it keeps order.
+const TOGETHER: u16 = 16;
 /// Of writes, as many again that are being replaced, and the door's.
 const ENDPOINTS_MAX: usize = 2 * MAX_NICS + 1;
 /// How long a sleeping engine whose provider has no descriptor sleeps at most.
@@ -527,6 +529,7 @@ impl LibfabricProvider {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes: NicLimits::BATCH_BYTES,
+            together: TOGETHER,
             pages_per_piece: 1,
         };
         let nics: Vec<_> = ports

@@ -369,6 +369,7 @@ impl ShmProvider {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes,
+            together: 1,
             pages_per_piece,
         };
         let speed_gbps = config.speed_gbps;

@@ -249,6 +249,7 @@ impl Fabric {
                 inline_bytes: 0,
                 max_sge: 1,
                 batch_bytes: NicLimits::BATCH_BYTES,
+                together: nic.together,
                 pages_per_piece: nic.pages_per_piece,
             },
         };

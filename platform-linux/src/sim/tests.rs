@@ -252,6 +252,46 @@ fn runs_of_pages_arrive_each_in_its_place() {
     assert!(moved > 50, "{moved} were posted again");
 }
 
+/// Short writes are told of together while as many are under way, and none stays behind; long ones, and those on a NIC that is told of
+/// each at once, do not wait.
+#[test]
+fn short_writes_are_posted_together_while_others_are_under_way() {
+    const WRITES: u64 = 60;
+    for (together, bytes) in [(16, 8), (16, 4096), (7, 64), (2, 64), (1, 64), (16, 4097), (61, 8)] {
+        let nic = NicModel { together, ..CX7 };
+        let (mut world, peer) = World::pair(together.into(), FabricConfig::calm(), [&[nic]; 2]);
+        let (src, sent) = filled(&world.engines[0], bytes, 1);
+        let dst = world.engines[1].alloc(bytes).unwrap();
+        let counter = world.engines[1].counter().unwrap();
+        world.fabric.reset_stats();
+        let (desc, first) = (dst.desc(), u64::from(together).min(WRITES));
+        let mut posted = Vec::new();
+        let transfers: Vec<_> = (0..WRITES)
+            .map(|_| {
+                let write = single(peer, &src, &desc, Some(&counter));
+                let transfer = world.drivers[0].submit_single_write(&write).unwrap();
+                posted.push(world.fabric.stats(0).posted);
+                transfer
+            })
+            .collect();
+        let waiting = if bytes > 4096 { 0 } else { (WRITES - first) % u64::from(together) };
+        let expected = |at: u64| match at + 1 {
+            count if count <= first || bytes > 4096 => count,
+            count => count - (count - first) % u64::from(together),
+        };
+        assert!(posted.iter().copied().eq((0..WRITES).map(expected)), "{together}: {posted:?}");
+        assert_eq!(posted.last(), Some(&(WRITES - waiting)));
+        // Whoever looks next has them posted, though nothing has ended.
+        world.drivers[0].poll();
+        assert_eq!(world.fabric.stats(0).posted, WRITES);
+        assert!(transfers.iter().all(|transfer| transfer.poll_end().is_none()));
+        world.count(&counter, WRITES);
+        transfers.iter().for_each(|transfer| world.done(transfer));
+        assert!(content(&dst) == sent && counter.available() == 0);
+        world.close();
+    }
+}
+
 /// Four engines with unequal NICs, all connected: by index, the peers of each in order of engines.
 fn four(seed: u64, config: FabricConfig) -> (World, Vec<Vec<PeerId>>) {
     let nics: [&[NicModel]; 4] = [&[CX7; 2], &[CX7], &[NicModel::EFA_100; 4], &[NicModel::TCP; 3]];

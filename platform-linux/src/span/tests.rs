@@ -56,6 +56,7 @@ impl Noted {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes: 1 << 20,
+            together: 1,
             pages_per_piece: 1,
         };
         let nic = |nic| NicInfo { name: format!("{kind}{nic}"), speed_gbps: 100, limits };

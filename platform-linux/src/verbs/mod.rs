@@ -172,6 +172,8 @@ const SHORT_BYTES: u64 = 8 << 10;
 const INLINE_BYTES: u32 = 64;
 /// Immediates that a peer may have under way to one NIC, if the queue has room for so many from each.
 const GRANT_MAX: u16 = 256;
+/// Small pieces that a device is told of together.
+const TOGETHER: u16 = 16;
 /// Receives posted on a NIC, at most.
 const RECEIVES_MAX: u32 = 32 << 10;
 /// Letters, and probes, under way to one peer on one line.
@@ -182,8 +184,8 @@ const LETTERS: usize = NOTES as usize;
 const ROUNDS: usize = 4;
 /// Batches of completions read before a queue pair is destroyed.
 const LAST_ROUNDS: usize = 64;
-/// What can wait is looked at once in so many polls.
-const UPKEEP_EVERY: u32 = 256;
+/// How often what can wait is looked at.
+const UPKEEP_EVERY: Duration = Duration::from_micros(500);
 
 /// Which devices, and how their packets travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -563,7 +565,8 @@ pub struct VerbsProvider {
     chain: Chain,
     chained: Option<Chained>,
     grant: u16,
-    polls: u32,
+    /// When all that can wait was looked at last.
+    tended: Time,
     /// Something is to be done beside the way of data.
     urgent: bool,
     /// GPUs have been shown what came with the completions that were read last.
@@ -657,7 +660,7 @@ impl VerbsProvider {
             chain: Chain::new(),
             chained: None,
             grant: lengths.grant,
-            polls: 0,
+            tended: Time::ZERO,
             urgent: true,
             woken: true,
             is_shown: false,
@@ -1097,6 +1100,7 @@ fn info(device: &Device) -> NicInfo {
         inline_bytes: INLINE_BYTES,
         max_sge: 1,
         batch_bytes: NicLimits::BATCH_BYTES,
+        together: TOGETHER,
         pages_per_piece: 1,
     };
     NicInfo { name: device.name.clone(), speed_gbps: facts.speed_gbps, limits }
@@ -1152,8 +1156,7 @@ impl Provider for VerbsProvider {
         for at in 0..self.ports.len() {
             any |= self.poll_nic(at, ROUNDS, sink);
         }
-        self.polls = self.polls.wrapping_add(1);
-        if self.urgent || self.polls.is_multiple_of(UPKEEP_EVERY) {
+        if self.urgent || self.now.since(self.tended) >= UPKEEP_EVERY {
             any |= self.upkeep(sink);
         }
         any

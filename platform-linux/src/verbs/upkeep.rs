@@ -34,16 +34,21 @@ impl VerbsProvider {
     /// Everything that is not on the way of data. Returns whether there was anything.
     #[cold]
     pub(super) fn upkeep<S: Sink>(&mut self, sink: &mut S) -> bool {
-        if self.urgent {
-            self.urgent = false;
+        self.urgent = false;
+        let woken = std::mem::take(&mut self.woken);
+        if woken {
             let mut word = [0; 8];
             // Empty is as good: they only wake.
             let _ = rustix::io::read(self.memory.regions.wake_fd(), &mut word);
             let _ = rustix::io::read(&self.timer, &mut word);
             self.resolver.disarm();
         }
-        let leaving = self.sessions.iter().flatten().any(|session| session.is_leaving());
-        if leaving || std::mem::take(&mut self.woken) || self.polls.is_multiple_of(UPKEEP_EVERY) {
+        let due = self.now.since(self.tended) >= UPKEEP_EVERY;
+        if due {
+            self.tended = self.now;
+        }
+        let session = |index: &u16| self.sessions.get(usize::from(*index))?.as_deref();
+        if due || woken || self.live.iter().filter_map(session).any(Session::is_leaving) {
             self.hear_devices();
         }
         let heard = self.hear_doors(sink);

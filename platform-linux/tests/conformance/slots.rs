@@ -219,6 +219,7 @@ impl World {
             inline_bytes: 0,
             max_sge: 1,
             batch_bytes: 1 << 20,
+            together: 1,
             pages_per_piece: 1,
         };
         let nics = vec![NicInfo { name: "none".to_owned(), speed_gbps: 1, limits }];

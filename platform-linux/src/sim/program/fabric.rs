@@ -80,6 +80,7 @@ impl FabricWorld {
             max_message_bytes: [320, 512, 4096][numbers.index(3)],
             min_piece_bytes: [1, 64, 256][numbers.index(3)],
             pages_per_piece: self.pages_per_piece,
+            together: [1, 2, 3, 16][numbers.index(4)],
             order: self.order,
             detect: Duration::from_micros(20),
             reconnect: Duration::from_micros(40),
