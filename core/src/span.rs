@@ -176,6 +176,19 @@ pub fn side(ours: &NetAddr, theirs: &NetAddr) -> Option<Side> {
     (ours.provider() == theirs.provider()).then_some(side)
 }
 
+/// The side that leads to a peer by what is known of its address: all of it, when it is called; one side's, [widened](widen_hello), when
+/// it has called. `None` if they are not of one kind.
+#[must_use]
+pub fn towards(ours: &NetAddr, theirs: &NetAddr) -> Option<Side> {
+    match theirs.nics() {
+        _ if ours.provider() != theirs.provider() => None,
+        // Who is reached by both has at least one NIC for each, and a host behind the address of the first.
+        [_] => Some(Side::Near),
+        [near, ..] if near.address.is_empty() => Some(Side::Far),
+        _ => side(ours, theirs),
+    }
+}
+
 /// As that side sees the address; `None` if the engine has not both sides.
 #[must_use]
 pub fn narrow(address: &NetAddr, side: Side) -> Option<NetAddr> {
@@ -317,6 +330,7 @@ mod tests {
             assert_eq!(found, side(&theirs, &ours));
             let near = if a.1 == b.1 { Side::Near } else { Side::Far };
             assert_eq!(found, (a.0 == b.0).then_some(near));
+            assert_eq!(towards(&ours, &theirs), found);
         }
         let plain = address(ProviderKind::Libfabric, 2, NIC_ADDRESS_MAX);
         let joined = make(ProviderKind::Libfabric, HERE);
@@ -340,6 +354,15 @@ mod tests {
                 let said = Hello::decode(&bytes[..len]).unwrap();
                 let heard = widen_hello(ProviderKind::ShmVerbs, &said, side).unwrap();
                 assert_eq!((heard.engine(), heard.call), (whole.engine(), whole.call));
+                // Who has called is known to be on that side, whatever is not known of it.
+                for ours in [HERE, THERE].map(|host| {
+                    let near = address(ProviderKind::Shm, 1, 16);
+                    join(&near, &host, &address(ProviderKind::Verbs, 1, 9)).unwrap()
+                }) {
+                    assert_eq!(towards(&ours, &heard.address), Some(side));
+                }
+                let other_kind = address(ProviderKind::ShmLibfabric, 2, 30);
+                assert_eq!(towards(&other_kind, &heard.address), None);
                 assert_eq!(heard.address.provider(), joined.provider());
                 for nic in 0..=NicIndex::try_from(far_nics).unwrap() {
                     let at = usize::from(nic);

@@ -539,7 +539,7 @@ impl<P: Provider> Engine<P> {
         let nics = self.provider.nics_at(address);
         let peer = self.state.group.add_peer(self.state.now, engine, &nics)?;
         self.state.called = self.state.called.saturating_add(1);
-        let hello = match self.state.open_link(peer) {
+        let hello = match self.state.open_link(peer, address) {
             Ok(hello) => hello,
             Err(error) => {
                 self.state.forget_peer(peer, DownReason::Removed);
@@ -990,9 +990,14 @@ impl State {
     }
 
     /// Makes the memory that a peer needs, and what to say to it.
-    fn open_link(&mut self, peer: PeerId) -> Result<Hello, crate::provider::RegisterError> {
+    /// `address` is what is known of the peer's.
+    fn open_link(
+        &mut self,
+        peer: PeerId,
+        address: &NetAddr,
+    ) -> Result<Hello, crate::provider::RegisterError> {
         self.shared.begin_tallies(peer);
-        let link = Link::new(&self.registry, peer, self.geometry)?;
+        let link = Link::new(&self.registry, peer, address, self.geometry)?;
         let hello = self.hello(link.mailbox());
         if let Some(slot) = self.links.get_mut(usize::from(peer.index)) {
             *slot = Some(link);
@@ -1127,7 +1132,7 @@ impl Sink for State {
         }
         let nics = nic_states(&hello.address);
         let peer = self.group.add_peer(self.now, engine, &nics).map_err(|_| Refusal::Busy)?;
-        let Ok(reply) = self.open_link(peer) else {
+        let Ok(reply) = self.open_link(peer, &hello.address) else {
             self.forget_peer(peer, DownReason::Removed);
             return Err(Refusal::Busy);
         };

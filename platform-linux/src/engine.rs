@@ -285,7 +285,7 @@ impl Builder {
     /// pinned for them, and while a GPU copies, the engine's thread does not sleep. RDMA devices and EFA read and write a
     /// GPU's memory themselves, where machine and device let them (`immwire doctor` says so); over TCP none goes, but by
     /// [staging](Builder::staging). With [`Builder::shm_on_host`] either is used, by where the peer is; where the devices are not
-    /// let at it, a GPU's memory goes to peers on this host alone.
+    /// let at it, and it is not staged, a GPU's memory goes to peers on this host alone.
     #[must_use]
     pub fn gpus(mut self, gpus: impl Into<Vec<u32>>) -> Self {
         self.gpus = gpus.into();
@@ -296,7 +296,8 @@ impl Builder {
     /// reach it, over TCP or without GPUDirect RDMA. Default: no, and registration says why such memory cannot be used.
     ///
     /// Who writes to such memory needs it, too. Pieces are 64 KiB at most then, of host memory as well; they are copied once
-    /// more at each end; a peer whose path is lost is lost. Not over shared memory, nor beside it.
+    /// more at each end; a peer whose path is lost is lost. Not over shared memory; [beside it](Builder::shm_on_host) for peers on
+    /// other hosts.
     #[must_use]
     pub const fn staging(mut self, staging: Staging) -> Self {
         self.staging = Some(staging);
@@ -461,22 +462,31 @@ impl Builder {
         ShmProvider::new(config).map_err(BuildError::Provider)
     }
 
-    /// As [`Builder::assemble`], with shared memory beside it or staging around it if that is wanted.
+    /// As [`Builder::assemble`], with staging around it and shared memory beside that, as far as they are wanted.
     fn assemble_with_shm<P: Provider>(self, engine: EngineId, far: P) -> Result<Parts, BuildError> {
-        match (self.staging, self.spans()) {
-            (None, false) => return self.assemble(far, Clock::monotonic()),
-            (Some(staging), false) => {
-                let geometry = self.geometry()?;
-                let staged = Staged::new(far, staging, &self.gpus, self.sms, geometry);
-                return self.assemble(staged.map_err(BuildError::Staging)?, Clock::monotonic());
-            }
-            (Some(_), true) => return Err(BuildError::Staging(StagingError::BesideShm)),
-            (None, true) => {}
-        }
+        let near = match self.spans() {
+            true => Some(self.shm(engine, 1, far.memory().counts_from_zero())?),
+            false => None,
+        };
+        let Some(staging) = self.staging else { return self.assemble_beside(near, far) };
+        // While the one side's closer waits for a driver, that keeps the other's callers waiting.
+        let closer = near.as_ref().and_then(ShmProvider::closer).unwrap_or_default();
+        let geometry = self.geometry()?;
+        let staged = Staged::beside(far, staging, (&self.gpus, closer), self.sms, geometry);
+        let staged = staged.map_err(BuildError::Staging)?;
+        self.assemble_beside(near, staged)
+    }
+
+    /// As [`Builder::assemble`], with shared memory beside it if there is any.
+    fn assemble_beside<P: Provider>(
+        self,
+        near: Option<ShmProvider>,
+        far: P,
+    ) -> Result<Parts, BuildError> {
+        let Some(near) = near else { return self.assemble(far, Clock::monotonic()) };
         let from_zero = far.memory().counts_from_zero();
         let host = find_host(self.host.as_deref(), self.group_key.as_ref(), from_zero);
         let host = host.map_err(|source| BuildError::Os { call: "finding the host", source })?;
-        let near = self.shm(engine, 1, from_zero)?;
         let both = Span::new(near, far, &host).map_err(BuildError::Span)?;
         self.assemble(both, Clock::monotonic())
     }

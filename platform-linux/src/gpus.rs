@@ -46,8 +46,8 @@ pub(crate) struct Known {
     flushing: AtomicU64,
     /// One of these could not be.
     has_failed: AtomicBool,
-    /// Gives back what the driver takes back when they are idle.
-    pub(crate) closer: Closer,
+    /// Gives back what the driver takes back when they are idle; the same for both sides of an engine that has two.
+    pub(crate) closer: Arc<Closer>,
 }
 
 /// There are as many bits.
@@ -158,6 +158,14 @@ fn over(issued: u64, pending: impl Iterator<Item = u64>) -> u64 {
 impl Known {
     /// Opens GPUs, so that each reaches the memory of the others where there is a way. `None`: none are named.
     pub(crate) fn open(ordinals: &[u32]) -> Result<Option<Arc<Self>>, OpenError> {
+        Self::beside(ordinals, Arc::default())
+    }
+
+    /// The same, for an engine that gives GPUs' things back by this one.
+    pub(crate) fn beside(
+        ordinals: &[u32],
+        closer: Arc<Closer>,
+    ) -> Result<Option<Arc<Self>>, OpenError> {
         let twice = |(at, ordinal)| ordinals.iter().take(at).any(|before| before == ordinal);
         if ordinals.len() > GPUS_MAX || ordinals.iter().enumerate().any(twice) {
             return Err(OpenError::Names);
@@ -178,7 +186,6 @@ impl Known {
             }
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
-        let closer = Closer::default();
         Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
     }
 
@@ -394,6 +401,10 @@ impl Gpus {
         let is_over = || one.over.load(Ordering::Acquire) >= behind;
         if is_over() {
             return Ok(true);
+        }
+        // The driver would not answer before its GPU is idle (`crate::closer`).
+        if self.0.as_ref().is_some_and(|known| known.closer.is_busy()) {
+            return Ok(false);
         }
         one.look(&mut lock(&one.holds))?;
         Ok(is_over())

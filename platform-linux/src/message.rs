@@ -19,6 +19,7 @@ use immwire_core::plan::{ControlWrite, Request as PlanRequest};
 use immwire_core::receipt::{Epoch, SETTLEMENT_BYTES, Settlement, SettlementError};
 use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
+use immwire_core::wire::NetAddr;
 
 use crate::driver::{OWN_TRANSFERS, State};
 use crate::error::{End, TransferError};
@@ -91,12 +92,13 @@ impl Link {
     pub(crate) fn new(
         registry: &Arc<Registry>,
         peer: PeerId,
+        address: &NetAddr,
         geometry: Geometry,
     ) -> Result<Self, RegisterError> {
         let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
         Ok(Self {
             peer,
-            mailbox: registry.alloc_mailbox(bytes)?,
+            mailbox: registry.alloc_mailbox(bytes, address)?,
             inbox: Inbox::new(geometry),
             staging: None,
             outbox: None,

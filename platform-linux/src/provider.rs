@@ -363,12 +363,13 @@ pub trait Memory: Send + Sync + 'static {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError>;
 
     /// Memory for messages from one peer, zeroed, as [`Memory::alloc`] does; it may have more behind it, which is the
-    /// transport's own.
+    /// transport's own. `peer` is what is known of the peer's address.
     ///
     /// # Errors
     ///
     /// [`RegisterError`].
-    fn alloc_mailbox(&self, bytes: usize) -> Result<Registered, RegisterError> {
+    fn alloc_mailbox(&self, bytes: usize, peer: &NetAddr) -> Result<Registered, RegisterError> {
+        let _ = peer;
         self.alloc(bytes)
     }
 

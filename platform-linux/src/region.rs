@@ -13,6 +13,7 @@ use std::time::{Duration, Instant};
 
 use immwire_core::id::PeerId;
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
+use immwire_core::wire::NetAddr;
 
 use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 use crate::sync::{Counted, Mutex, Uncounted, lock};
@@ -291,8 +292,12 @@ impl Registry {
     }
 
     /// As [`Memory::alloc_mailbox`].
-    pub(crate) fn alloc_mailbox(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
-        let registered = self.memory.alloc_mailbox(bytes)?;
+    pub(crate) fn alloc_mailbox(
+        self: &Arc<Self>,
+        bytes: usize,
+        peer: &NetAddr,
+    ) -> Result<Region, RegisterError> {
+        let registered = self.memory.alloc_mailbox(bytes, peer)?;
         let registration = self.adopt(registered);
         self.remember(&registration);
         Ok(Region::whole(registration))

@@ -44,7 +44,7 @@ pub enum TransportError {
     NothingToPair,
     /// What it is for.
     #[error(
-        "--staging is for the memory of --gpus, with --provider libfabric or verbs and without --shm-on-host: leave it out"
+        "--staging is for the memory of --gpus, with --provider libfabric or verbs: leave it out"
     )]
     NothingToStage,
     /// There is no other transport.
@@ -231,7 +231,7 @@ impl TransportArgs {
                     return Err(TransportError::NothingToPair);
                 }
                 let (staging, pairing) = (gpus.staging, gpus.pairing.clone());
-                if staging.is_some() && (!given || carrier.shm_on_host) {
+                if staging.is_some() && !given {
                     return Err(TransportError::NothingToStage);
                 }
                 return Ok(Carrier { gpus: pair, pairing, staging, ..carrier });
@@ -654,9 +654,11 @@ mod tests {
         let efa = args(None, Some("efa"), None);
         assert_eq!(efa.carrier(&staged, Peers::Come).unwrap().staging, Some(1 << 26));
         let beside = TransportArgs { shm_on_host: true, ..efa };
+        let both = beside.carrier(&staged, Peers::Come).unwrap();
+        assert_eq!((both.staging, both.shm_on_host), (Some(1 << 26), true));
         let (nvlink, verbs) =
             (args(Some(Provider::Nvlink), None, None), args(Some(Provider::Verbs), None, None));
-        for (transport, gpus) in [(&beside, &staged), (&nvlink, &staged), (&verbs, &none)] {
+        for (transport, gpus) in [(&beside, &none), (&nvlink, &staged), (&verbs, &none)] {
             let refused = transport.carrier(gpus, Peers::Come);
             assert_eq!(refused, Err(TransportError::NothingToStage), "{transport:?}");
         }
@@ -688,8 +690,9 @@ mod tests {
                 };
                 let none = Carrier::of(transport);
                 let staged = Carrier { gpus, staging: Some(5 << 20), ..none.clone() };
+                let beside = Carrier { shm_on_host: true, ..staged.clone() };
                 let by_nics = Carrier { shm_on_host: sms.is_some(), gpus, pairing, ..none };
-                for carrier in [carrier, by_nics, staged] {
+                for carrier in [carrier, by_nics, staged, beside] {
                     let flags = carrier.flags();
                     let only = Only::parse_from(["x".to_owned()].into_iter().chain(flags));
                     assert_eq!(only.transport.carrier(&only.gpus, Peers::Come), Ok(carrier));

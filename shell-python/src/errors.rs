@@ -105,10 +105,7 @@ pub(crate) fn build(error: &BuildError) -> PyErr {
         | BuildError::Libfabric(LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. })
         | BuildError::Verbs(VerbsError::Pairing(_))
         | BuildError::Staging(
-            StagingError::NoGpus
-            | StagingError::NoNics
-            | StagingError::BesideShm
-            | StagingError::TooSmall { .. },
+            StagingError::NoGpus | StagingError::NoNics | StagingError::TooSmall { .. },
         ) => plain("ConfigError", error),
         _ => plain("ImmwireError", error),
     }

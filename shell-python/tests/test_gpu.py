@@ -233,9 +233,44 @@ def case_staging_reaches_gpus_over_tcp():
         assert sent(pair, here, pair.receiver.alloc(BYTES))
     pair.close()
     over_shm = dict(provider="shm", interface=None)
-    for options in (dict(staging=1 << 20), dict(gpus=None), over_shm, dict(shm_on_host=True)):
-        with pytest.raises(immwire.ConfigError, match="staging"):
-            immwire.TransferEngine(**(usual | options))
+    for options in (dict(staging=1 << 20), dict(gpus=None), over_shm):
+        for more in ({}, dict(shm_on_host=options is not over_shm)):
+            with pytest.raises(immwire.ConfigError, match="staging"):
+                immwire.TransferEngine(**(usual | options | more))
+
+
+def case_staging_goes_beside_shared_memory():
+    """One scatter to GPUs of this host, and of another, and one counter for what both write back."""
+    usual = dict(provider="libfabric", interface="lo", gpus=[0, 1], staging=16 << 20, shm_on_host=True)
+    hosts = ("here", "here", "there")
+    me, near, far = engines = [immwire.TransferEngine(timeout=PATIENCE, **usual, host=host) for host in hosts]
+    data = random.randbytes(BYTES)
+    back, counter = me.alloc(2 * BYTES, device=1), me.counter(slot=9)
+    src = me.alloc(BYTES, device=0)
+    src.write(0, data)
+    targets, places, counters = [], [], []
+    for other in (near, far):
+        peer = me.add_peer(other.address)
+        me.wait_peer_blocking(peer)
+        places.append(other.alloc(BYTES, device=1))
+        counters.append(other.counter(slot=9))
+        targets.append(immwire.Target(peer=peer, dst=places[-1].desc, len=BYTES))
+    assert [me.transport_to(other.address) for other in (near, far)] == ["shm", "libfabric"]
+    transfer = me.submit_scatter(src=src, targets=targets, imm=counters[0].tag)
+    for place, count in zip(places, counters, strict=True):
+        count.wait_blocking(1)
+        assert place.read() == data
+    transfer.wait_blocking()
+    for n, (other, place) in enumerate(zip((near, far), places, strict=True)):
+        (peer,) = other.peers
+        written = other.submit_single_write(
+            peer=peer, src=place, dst=back.desc, dst_offset=n * BYTES, imm=counter.tag
+        )
+        written.wait_blocking()
+    counter.wait_blocking(2)
+    assert back.read() == 2 * data
+    for one in engines:
+        one.close()
 
 
 def case_pages_go_where_the_lists_say():

@@ -264,6 +264,18 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+impl Drop for ShmMemory {
+    /// What nobody could take back, since somebody may still write there, goes when the driver has time for it, as all else does.
+    fn drop(&mut self) {
+        let slots = std::mem::take(&mut lock(&self.table).slots);
+        if let Some(known) = &self.gpus.0
+            && slots.iter().any(|slot| slot.region.is_some())
+        {
+            known.closer.give(slots);
+        }
+    }
+}
+
 impl ShmMemory {
     pub(super) fn new(
         engine: EngineId,

@@ -76,6 +76,7 @@ use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
 use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
+use crate::closer::Closer;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Nobody, Provider, Sink};
 
@@ -400,6 +401,11 @@ impl ShmProvider {
             stats: ShmStats::default(),
             config,
         })
+    }
+
+    /// Who gives back what GPUs had, if there are any.
+    pub(crate) fn closer(&self) -> Option<Arc<Closer>> {
+        self.gpus.as_ref().map(|gpus| Arc::clone(&gpus.known().closer))
     }
 
     /// What has happened on the listening socket so far.

@@ -4,8 +4,8 @@
 //!
 //! - A region has the near side's name and generation, and a key of the near side's before those of the far one, so that
 //!   the near part of it follows from the whole; of the far part, the rest is in `far_names`.
-//! - A region is registered with the far side after the near one, and released before it, since the near one may have
-//!   made its memory.
+//! - Of the two sides the one that has made a region's memory registers it first, and releases it last. The far side makes mailboxes
+//!   for peers on other hosts, which may have more behind them; all else is the near side's, or the application's.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -15,6 +15,8 @@ use std::time::{Duration, Instant};
 
 use immwire_core::id::PeerId;
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
+use immwire_core::span::{self, Side};
+use immwire_core::wire::NetAddr;
 
 use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 use crate::sync::lock;
@@ -24,6 +26,8 @@ use crate::sync::lock;
 pub(super) struct FarName {
     id: u32,
     generation: u32,
+    /// The memory is the far side's.
+    made: bool,
 }
 
 /// The registrars of both sides as one. See the [module](super).
@@ -31,6 +35,8 @@ pub(super) struct FarName {
 pub struct SpanMemory<N, F> {
     near: Arc<N>,
     far: Arc<F>,
+    /// The engine's.
+    address: NetAddr,
     /// By the near side's names.
     pub(super) far_names: Mutex<BTreeMap<u32, FarName>>,
 }
@@ -52,7 +58,7 @@ fn part(
     name: FarName,
     which: fn(&[u64]) -> Option<&[u64]>,
 ) -> Option<Registered> {
-    let FarName { id, generation } = name;
+    let FarName { id, generation, .. } = name;
     let (local, desc) = (region.local, region.desc);
     Some(Registered {
         ptr: region.ptr,
@@ -65,20 +71,20 @@ fn part(
 }
 
 impl<N: Memory, F: Memory> SpanMemory<N, F> {
-    pub(super) fn new(near: Arc<N>, far: Arc<F>) -> Self {
-        Self { near, far, far_names: Mutex::default() }
+    pub(super) fn new(near: Arc<N>, far: Arc<F>, address: NetAddr) -> Self {
+        Self { near, far, address, far_names: Mutex::default() }
     }
 
     /// As the near side knows it.
     fn near_of(region: &Registered) -> Option<Registered> {
-        let name = FarName { id: region.id, generation: region.local.generation };
+        let name = FarName { id: region.id, generation: region.local.generation, made: false };
         part(region, name, |keys| keys.get(..1))
     }
 
-    /// As the far side does, if it knows it.
-    fn far_of(&self, region: &Registered) -> Option<Registered> {
+    /// As the far side does, if it knows it; and whether it has made it.
+    fn far_of(&self, region: &Registered) -> Option<(Registered, bool)> {
         let name = lock(&self.far_names).get(&region.id).copied()?;
-        part(region, name, |keys| keys.get(1..))
+        Some((part(region, name, |keys| keys.get(1..))?, name.made))
     }
 
     /// Registers with the far side what the near one has registered; a GPU's memory, if it can be.
@@ -97,18 +103,30 @@ impl<N: Memory, F: Memory> SpanMemory<N, F> {
                 return Err(error);
             }
         };
+        self.join(near, far, false)
+    }
+
+    /// What both sides have registered, under one name; `made` by the far one.
+    fn join(
+        &self,
+        near: Registered,
+        far: Registered,
+        made: bool,
+    ) -> Result<Registered, RegisterError> {
         let local = joined(&near.local.keys, &far.local.keys);
         let desc = joined(&near.desc.keys, &far.desc.keys);
         // The core makes no engine of more NICs than there can be keys.
         let (Some(local), Some(desc)) = (local, desc) else {
-            // Nobody was told of it.
-            if self.far.revoke(&far, Duration::ZERO).is_ok() {
-                self.far.release(far);
+            if made {
+                self.undo(near);
+                undo(&*self.far, far);
+            } else {
+                undo(&*self.far, far);
+                self.undo(near);
             }
-            self.undo(near);
             return Err(RegisterError::TableFull { capacity: immwire_core::id::MAX_NICS });
         };
-        let name = FarName { id: far.id, generation: far.local.generation };
+        let name = FarName { id: far.id, generation: far.local.generation, made };
         lock(&self.far_names).insert(near.id, name);
         Ok(Registered {
             local: LocalMr { keys: local, ..near.local },
@@ -117,17 +135,60 @@ impl<N: Memory, F: Memory> SpanMemory<N, F> {
         })
     }
 
-    /// Gives back what nobody was told of.
     fn undo(&self, near: Registered) {
-        if self.near.revoke(&near, Duration::ZERO).is_ok() {
-            self.near.release(near);
+        undo(&*self.near, near);
+    }
+
+    /// Has both sides release a region: `of_near` and `of_far` are how.
+    fn release_by(
+        &self,
+        region: &Registered,
+        of_near: impl Fn(&N, Registered),
+        of_far: impl Fn(&F, Registered),
+    ) {
+        let (near, far) = (Self::near_of(region), self.far_of(region));
+        // Before the near side gives the name away again.
+        lock(&self.far_names).remove(&region.id);
+        match (near, far) {
+            (Some(near), Some((far, true))) => {
+                of_near(&self.near, near);
+                of_far(&self.far, far);
+            }
+            (near, far) => {
+                far.into_iter().for_each(|(far, _)| of_far(&self.far, far));
+                near.into_iter().for_each(|near| of_near(&self.near, near));
+            }
         }
+    }
+}
+
+/// Gives back what nobody was told of.
+fn undo<M: Memory>(memory: &M, region: Registered) {
+    if memory.revoke(&region, Duration::ZERO).is_ok() {
+        memory.release(region);
     }
 }
 
 impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         self.add_far(self.near.alloc(bytes)?)
+    }
+
+    /// Of the side's that leads to the peer.
+    fn alloc_mailbox(&self, bytes: usize, peer: &NetAddr) -> Result<Registered, RegisterError> {
+        if span::towards(&self.address, peer) != Some(Side::Far) {
+            return self.alloc(bytes);
+        }
+        let far = self.far.alloc_mailbox(bytes, peer)?;
+        // SAFETY: the far side has it mapped until it is revoked and released, which `Self::revoke` and `Self::release_by` have the near one do
+        // before.
+        match unsafe { self.near.register(far.ptr, far.len, far.desc.rights) } {
+            Ok(near) => self.join(near, far, true),
+            Err(error) => {
+                undo(&*self.far, far);
+                Err(error)
+            }
+        }
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
@@ -202,7 +263,7 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
     }
 
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
-        let (start, far) = (Instant::now(), self.far_of(region));
+        let (start, far) = (Instant::now(), self.far_of(region).map(|(far, _)| far));
         if let Some(far) = &far {
             // So that far peers are told at once, too; whether they write no more is asked below.
             let _ = self.far.revoke(far, Duration::ZERO);
@@ -217,22 +278,10 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
     }
 
     fn release(&self, region: Registered) {
-        if let Some(far) = self.far_of(&region) {
-            lock(&self.far_names).remove(&region.id);
-            self.far.release(far);
-        }
-        if let Some(near) = Self::near_of(&region) {
-            self.near.release(near);
-        }
+        self.release_by(&region, N::release, F::release);
     }
 
     fn release_later(&self, region: Registered) {
-        if let Some(far) = self.far_of(&region) {
-            lock(&self.far_names).remove(&region.id);
-            self.far.release_later(far);
-        }
-        if let Some(near) = Self::near_of(&region) {
-            self.near.release_later(near);
-        }
+        self.release_by(&region, N::release_later, F::release_later);
     }
 }

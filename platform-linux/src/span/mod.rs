@@ -177,7 +177,11 @@ impl<N: Provider, F: Provider> Span<N, F> {
         Ok(Self {
             kind: address.provider(),
             nics: near.nics().iter().chain(far.nics()).cloned().collect(),
-            memory: Arc::new(SpanMemory::new(Arc::clone(near.memory()), Arc::clone(far.memory()))),
+            memory: Arc::new(SpanMemory::new(
+                Arc::clone(near.memory()),
+                Arc::clone(far.memory()),
+                address.clone(),
+            )),
             sides: Sides::default(),
             far_pace: Pace::new(Instant::now()),
             address,

@@ -9,7 +9,7 @@ use immwire_core::id::EngineId;
 use immwire_core::mailbox::Geometry;
 use immwire_core::plan::PageRun;
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_core::span::{FAR_NICS_MAX, HOST_BYTES};
+use immwire_core::span::{FAR_NICS_MAX, HOST_BYTES, narrow_hello, widen_hello};
 use immwire_core::wire::NicAddr;
 
 use super::*;
@@ -61,7 +61,7 @@ impl Noted {
         };
         let nic = |nic| NicInfo { name: format!("{kind}{nic}"), speed_gbps: 100, limits };
         let (calls, writing) = (Arc::default(), AtomicU32::new(0));
-        let memory = Arc::new(NotedMemory { nics, first_key, calls, writing });
+        let memory = Arc::new(NotedMemory { nics, first_key, calls, writing, behind: 0 });
         let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::empty()).unwrap();
         let nics = (0..nics).map(nic).collect();
         Self { kind, nics, memory, asked: Vec::new(), news: Vec::new(), fd, is_idle: true }
@@ -80,6 +80,8 @@ struct NotedMemory {
     calls: Arc<Mutex<Vec<String>>>,
     /// So many revocations come too early.
     writing: AtomicU32,
+    /// Bytes behind each mailbox.
+    behind: usize,
 }
 
 impl NotedMemory {
@@ -110,6 +112,10 @@ impl NotedMemory {
 impl Memory for NotedMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         Ok(self.region(NonNull::dangling(), bytes, Place::Host))
+    }
+
+    fn alloc_mailbox(&self, bytes: usize, _: &NetAddr) -> Result<Registered, RegisterError> {
+        Ok(self.region(NonNull::dangling(), bytes + self.behind, Place::Host))
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
@@ -538,7 +544,7 @@ fn a_region_is_registered_with_both_sides() {
     let side = |kind, nics, first_key| {
         let mut side = Noted::new(kind, nics, first_key);
         let (calls, writing) = (Arc::clone(&calls), AtomicU32::new(0));
-        side.memory = Arc::new(NotedMemory { nics, first_key, calls, writing });
+        side.memory = Arc::new(NotedMemory { nics, first_key, calls, writing, behind: 0 });
         side
     };
     let (near, far) = (side(ProviderKind::Shm, 1, 100), side(ProviderKind::Verbs, 2, 200));
@@ -578,6 +584,49 @@ fn a_region_is_registered_with_both_sides() {
         assert!(region.is_err());
         let undone = ["revoke", "release"].map(|what| format!("{what} {NEAR}"));
         assert_eq!(lock(&calls).drain(..2).collect::<Vec<_>>(), undone);
+    }
+    assert!(lock(&memory.far_names).is_empty());
+}
+
+/// A mailbox for a peer on this host is the near side's, as all memory is; for one on another host it is the far side's, which may have put more
+/// behind it, and takes it back last. It is known of a peer where it is, whether we call it or it has called.
+#[test]
+fn a_mailbox_is_made_by_the_side_that_leads_to_the_peer() {
+    const NEAR: &str = "107 100 ([100], [150])";
+    const FAR: &str = "207 200 ([200, 201], [250, 251])";
+    let calls = Arc::default();
+    let side = |kind, nics, first_key, behind| {
+        let mut side = Noted::new(kind, nics, first_key);
+        let (calls, writing) = (Arc::clone(&calls), AtomicU32::new(0));
+        side.memory = Arc::new(NotedMemory { nics, first_key, calls, writing, behind });
+        side
+    };
+    let span = |host| {
+        let near = side(ProviderKind::Shm, 1, 100, 0);
+        Span::new(near, side(ProviderKind::Verbs, 2, 200, 64), &host).unwrap()
+    };
+    let (ours, there) = (span(HERE), span(THERE));
+    let log = || std::mem::take(&mut *lock(&calls));
+    let heard = |from: &Span<Noted, Noted>, side| {
+        let said = narrow_hello(&hello_of(&from.address()), side).unwrap();
+        widen_hello(from.address().provider(), &said, side).unwrap().address
+    };
+    let memory = ours.memory();
+    for (peer, is_far) in [
+        (span(HERE).address(), false),
+        (heard(&there, Side::Near), false),
+        (there.address(), true),
+        (heard(&there, Side::Far), true),
+    ] {
+        let region = memory.alloc_mailbox(8, &peer).unwrap();
+        assert_eq!(region.local.keys.as_slice(), [100, 200, 201]);
+        assert_eq!(region.desc.keys.as_slice(), [150, 250, 251]);
+        assert_eq!(region.len, if is_far { 72 } else { 8 });
+        memory.revoke(&region, Duration::ZERO).unwrap();
+        assert_eq!(log(), [FAR, NEAR, FAR].map(|region| format!("revoke {region}")));
+        memory.release(region);
+        let order = if is_far { [NEAR, FAR] } else { [FAR, NEAR] };
+        assert_eq!(log(), order.map(|region| format!("release {region}")));
     }
     assert!(lock(&memory.far_names).is_empty());
 }

@@ -6,11 +6,14 @@
 //!
 //! - Each copy that was taken is reported once, and not before it is over: from then on nothing reads its source or writes its
 //!   target.
+//! - While the closer gives something back to a driver, that is asked for nothing: it would not come back before its GPU is idle
+//!   ([`crate::closer`]). What is to be copied waits here meanwhile, in its order.
 //! - A queue whose driver refuses a copy takes none until it has nothing left to do; what is asked of it meanwhile is reported as
 //!   failed with that one.
 
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
@@ -19,7 +22,7 @@ use immwire_core::id::Time;
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{Copier, Device, Error, PagedCopy, PinnedMemory, Release, Stream};
 
-use crate::gpus::{Known, number};
+use crate::gpus::{CLOSED_WITHIN, Known, number};
 
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
@@ -85,14 +88,14 @@ impl<T> Queue<T> {
         }
     }
 
-    /// Reports what is over; returns how much.
-    fn poll(&mut self, report: &mut impl FnMut(T, Result<(), WorkError>)) -> usize {
+    /// Reports what is over; returns how much. `asks`: the driver may be asked.
+    fn poll(&mut self, asks: bool, report: &mut impl FnMut(T, Result<(), WorkError>)) -> usize {
         if self.flights.is_empty() {
             return 0;
         }
         // First: then all copies before the one that was refused have stored their numbers.
         let all_over =
-            self.failed.is_some() && !matches!(self.copier.stream().is_done(), Ok(false));
+            asks && self.failed.is_some() && !matches!(self.copier.stream().is_done(), Ok(false));
         // Acquire: with the number come the bytes of all copies up to it.
         let ended = self.ended.word(0).map_or(0, |word| word.load(Ordering::Acquire));
         let mut over = 0;
@@ -113,8 +116,11 @@ impl<T> Queue<T> {
 /// The queues of all GPUs of an engine.
 #[derive(Debug)]
 pub(super) struct Copies<T> {
+    known: Arc<Known>,
     /// By GPU: out, in.
     queues: Vec<[Queue<T>; 2]>,
+    /// To be enqueued when the driver can be asked again.
+    waiting: VecDeque<(usize, Way, Range, T)>,
     sms: NonZeroU32,
     flying: usize,
     /// When something ended last, or nothing was under way.
@@ -123,13 +129,19 @@ pub(super) struct Copies<T> {
 
 impl<T> Copies<T> {
     /// For so many copies at a time, without taking more memory.
-    pub(super) fn new(known: &Known, sms: NonZeroU32, most: (usize, usize)) -> Result<Self, Error> {
+    pub(super) fn new(
+        known: &Arc<Known>,
+        sms: NonZeroU32,
+        most: (usize, usize),
+    ) -> Result<Self, Error> {
         let queues = known
             .devices
             .iter()
             .map(|one| Ok([Queue::new(&one.device, most.0)?, Queue::new(&one.device, most.1)?]));
-        let queues = queues.collect::<Result<_, Error>>()?;
-        Ok(Self { queues, sms, flying: 0, progress: Time::ZERO })
+        let queues: Vec<_> = queues.collect::<Result<_, Error>>()?;
+        let waiting = VecDeque::with_capacity(most.0 + most.1);
+        let known = Arc::clone(known);
+        Ok(Self { known, queues, waiting, sms, flying: 0, progress: Time::ZERO })
     }
 
     fn queue(&mut self, gpu: usize, way: Way) -> Option<&mut Queue<T>> {
@@ -149,12 +161,26 @@ impl<T> Copies<T> {
     /// Until it is reported, both ranges are allocated and reached by that GPU, nobody uses the target, and nobody writes the
     /// source.
     pub(super) unsafe fn submit(&mut self, gpu: usize, way: Way, range: Range, what: T) -> bool {
-        let sms = self.sms;
-        let Some(queue) = self.queue(gpu, way) else { return false };
-        // SAFETY: our caller's promise.
-        unsafe { queue.submit(range, what, sms) };
+        if self.queue(gpu, way).is_none() {
+            return false;
+        }
         self.flying += 1;
+        self.waiting.push_back((gpu, way, range, what));
+        self.enqueue();
         true
+    }
+
+    /// Enqueues what is to be copied, unless the driver is busy giving something back.
+    fn enqueue(&mut self) {
+        let sms = self.sms;
+        while !self.known.closer.is_busy()
+            && let Some((gpu, way, range, what)) = self.waiting.pop_front()
+        {
+            // There is one: it was asked for before.
+            let Some(queue) = self.queue(gpu, way) else { continue };
+            // SAFETY: as who submitted it has promised, until it is reported.
+            unsafe { queue.submit(range, what, sms) };
+        }
     }
 
     pub(super) const fn is_idle(&self) -> bool {
@@ -171,11 +197,14 @@ impl<T> Copies<T> {
             self.progress = now;
             return false;
         }
-        let over = self.queues.iter_mut().flatten().map(|queue| queue.poll(report)).sum::<usize>();
+        self.enqueue();
+        let asks = !self.known.closer.is_busy();
+        let queues = self.queues.iter_mut().flatten();
+        let over = queues.map(|queue| queue.poll(asks, report)).sum::<usize>();
         self.flying -= over.min(self.flying);
         if over > 0 {
             self.progress = now;
-        } else if now >= self.progress.after(LOOK_AFTER) {
+        } else if asks && now >= self.progress.after(LOOK_AFTER) {
             self.progress = now;
             for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty())
             {
@@ -188,8 +217,12 @@ impl<T> Copies<T> {
         over > 0
     }
 
-    /// Waits until nothing is copied any more. `false`: a GPU is stuck, and all that it may still use is kept for good.
+    /// Waits until nothing is copied any more, and nothing is enqueued after. `false`: a GPU is stuck, and all that it may still use is kept
+    /// for good, or until its driver has given back what it was asked to before.
     pub(super) fn settle(&mut self) -> bool {
+        if !self.known.closer.end(CLOSED_WITHIN) {
+            return false;
+        }
         let start = Instant::now();
         let mut is_over = true;
         for queue in self.queues.iter_mut().flatten().filter(|queue| !queue.flights.is_empty()) {
@@ -201,6 +234,7 @@ impl<T> Copies<T> {
     /// All that is left, when nothing is copied any more.
     pub(super) fn drain(&mut self) -> impl Iterator<Item = T> {
         self.flying = 0;
-        self.queues.iter_mut().flatten().flat_map(|queue| queue.flights.drain(..)).map(|it| it.1)
+        let flights = self.queues.iter_mut().flatten().flat_map(|queue| queue.flights.drain(..));
+        flights.map(|it| it.1).chain(self.waiting.drain(..).map(|it| it.3))
     }
 }

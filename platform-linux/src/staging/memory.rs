@@ -13,6 +13,7 @@
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
+use std::mem::ManuallyDrop;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -24,6 +25,7 @@ use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_core::staging::{
     Bounds, Hold, LANDING_SLOTS, NOTE_BYTES, Note, SLOT_BYTES, StagedKey, TAIL_BYTES,
 };
+use immwire_core::wire::NetAddr;
 use immwire_cuda::{PinnedMemory, SharedMemory};
 
 use super::StagingError;
@@ -168,9 +170,12 @@ impl Division {
 pub(super) struct Staging {
     engine: EngineId,
     nics: usize,
+    /// Peers call the first byte of a region 0, as with the inner transport; else by its address.
+    from_zero: bool,
     pub(super) known: Arc<Known>,
     gpus: Gpus,
-    pool: PinnedMemory,
+    /// Given to the closer in the end.
+    pool: ManuallyDrop<PinnedMemory>,
     division: Division,
     geometry: Geometry,
     regions: Box<[Staged]>,
@@ -180,9 +185,9 @@ pub(super) struct Staging {
 }
 
 impl Staging {
+    /// For an engine of so many NICs, of which peers count from zero, or not.
     pub(super) fn new(
-        engine: EngineId,
-        nics: usize,
+        (engine, nics, from_zero): (EngineId, usize, bool),
         known: Arc<Known>,
         bytes: u64,
         geometry: Geometry,
@@ -196,9 +201,10 @@ impl Staging {
         Ok(Self {
             engine,
             nics,
+            from_zero,
             gpus: Gpus(Some(Arc::clone(&known))),
             known,
-            pool,
+            pool: ManuallyDrop::new(pool),
             geometry,
             regions: (0..StagedKey::NUMBERS).map(|_| Staged::default()).collect(),
             numbers: Mutex::new(Numbers {
@@ -265,7 +271,8 @@ impl Staging {
         // Relaxed: they were written before the region was opened, which was acquired by entering.
         let (base, len) = (region.base.load(Ordering::Relaxed), region.len.load(Ordering::Relaxed));
         let gpu = region.gpu.load(Ordering::Relaxed);
-        let offset = Bounds { base, len }.offset(note.dst, note.len);
+        let first = self.first(base);
+        let offset = Bounds { base: first, len }.offset(note.dst, note.len);
         let may = offset.filter(|_| gpu & REMOTE != 0);
         let entered = may.and_then(|offset| {
             let used = &self.areas.get(usize::from(area.area))?.used;
@@ -277,6 +284,11 @@ impl Staging {
         };
         let gpu = usize::try_from(gpu & !REMOTE).unwrap_or(usize::MAX);
         Some(Destination { gpu, address: base + offset, region: note.key.number() })
+    }
+
+    /// What peers call the first byte of what lies at `address`.
+    const fn first(&self, address: u64) -> u64 {
+        if self.from_zero { 0 } else { address }
     }
 
     /// Ends what [`Staging::enter`] began.
@@ -336,8 +348,8 @@ impl Staging {
         region.gpu.store(u64::from(index) | remote, Ordering::Release);
         region.used.hold.open(generation);
         let local = LocalMr { base: address, len: bytes, generation, keys };
-        let desc =
-            MrDesc { owner: self.engine, base: address, len: bytes, generation, rights, keys };
+        let (owner, base) = (self.engine, self.first(address));
+        let desc = MrDesc { owner, base, len: bytes, generation, rights, keys };
         let (id, place) = (STAGED_ID | u32::from(number), Place::Gpu(ordinal));
         Ok(Registered { ptr, len, local, desc, id, place })
     }
@@ -347,6 +359,14 @@ impl Staging {
         let number = u16::try_from(region.id & !STAGED_ID).ok()?;
         let of_gpu = region.id & STAGED_ID != 0;
         of_gpu.then(|| self.regions.get(usize::from(number)).map(|it| (number, it))).flatten()
+    }
+}
+
+impl Drop for Staging {
+    fn drop(&mut self) {
+        // SAFETY: taken here alone, and `self` is not used any more after this.
+        let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
+        self.known.closer.give(pool);
     }
 }
 
@@ -363,7 +383,7 @@ impl<M: Memory> Memory for StagedMemory<M> {
     }
 
     /// An area: the peer that it is for lands there.
-    fn alloc_mailbox(&self, bytes: usize) -> Result<Registered, RegisterError> {
+    fn alloc_mailbox(&self, bytes: usize, _: &NetAddr) -> Result<Registered, RegisterError> {
         let staging = &self.staging;
         let division = staging.division;
         let full = RegisterError::NoArea { areas: division.areas };

@@ -21,6 +21,7 @@ mod copies;
 mod memory;
 
 use std::collections::VecDeque;
+use std::mem::ManuallyDrop;
 use std::num::NonZeroU32;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -43,7 +44,8 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 use self::copies::{Copies, Range, Way};
 pub use self::memory::StagedMemory;
 use self::memory::{Opened, Staging as Shared};
-use crate::gpus::{Known, OpenError};
+use crate::closer::Closer;
+use crate::gpus::{CLOSED_WITHIN, Known, OpenError};
 use crate::provider::{
     ConnectError, Memory, NicInfo, Path, Provider, Receipt, RegisterError, Registered, RemotePath,
     Sink, Unfenced,
@@ -78,9 +80,6 @@ pub enum StagingError {
         "staging is for NICs: choose libfabric or libibverbs as transport, or do not ask for it"
     )]
     NoNics,
-    /// Not beside shared memory yet.
-    #[error("staging does not go with shared memory beside the NICs yet: ask for one of them")]
-    BesideShm,
     /// The pool is too small.
     #[error("a staging pool of {bytes} bytes has no room for a peer: give it {least} at least")]
     TooSmall {
@@ -215,7 +214,7 @@ pub struct Staged<P: Provider> {
     _source: Source<P::Memory>,
     nics: Vec<NicInfo>,
     memory: Arc<StagedMemory<P::Memory>>,
-    copies: Copies<Job>,
+    copies: ManuallyDrop<Copies<Job>>,
     desk: Desk,
 }
 
@@ -271,14 +270,27 @@ impl<P: Provider> Staged<P> {
         sms: NonZeroU32,
         geometry: Geometry,
     ) -> Result<Self, StagingError> {
-        let known = Known::open(gpus).map_err(|error| match error {
+        Self::beside(inner, staging, (gpus, Arc::default()), sms, geometry)
+    }
+
+    /// As [`Staged::new`], for an engine that gives GPUs' things back by this closer.
+    pub(crate) fn beside(
+        inner: P,
+        staging: Staging,
+        (gpus, closer): (&[u32], Arc<Closer>),
+        sms: NonZeroU32,
+        geometry: Geometry,
+    ) -> Result<Self, StagingError> {
+        let known = Known::beside(gpus, closer).map_err(|error| match error {
             // The inner transport was given the same, and has refused such lists.
             OpenError::Names => StagingError::NoGpus,
             OpenError::Gpu { ordinal, source } => StagingError::Gpu { ordinal, source },
         })?;
         let known = known.ok_or(StagingError::NoGpus)?;
         let (engine, nics) = (inner.address().engine(), inner.nics().len());
-        let shared = Shared::new(engine, nics, Arc::clone(&known), staging.bytes, geometry)?;
+        let from_zero = inner.memory().counts_from_zero();
+        let own = (engine, nics, from_zero);
+        let shared = Shared::new(own, Arc::clone(&known), staging.bytes, geometry)?;
         let (slots, landing) = (shared.slots(), shared.landing_slots());
         let copies = Copies::new(&known, sms, (usize::from(slots), landing));
         let copies = copies.map_err(StagingError::Copies)?;
@@ -316,6 +328,7 @@ impl<P: Provider> Staged<P> {
         let nics = limited.collect();
         let memory = StagedMemory { inner: Arc::clone(inner.memory()), staging: shared };
         let (memory, source) = (Arc::new(memory), Some(source));
+        let copies = ManuallyDrop::new(copies);
         let source = Source { memory: Arc::clone(inner.memory()), registered: source };
         Ok(Self { inner, _source: source, nics, memory, copies, desk })
     }
@@ -879,14 +892,20 @@ impl<P: Provider> Provider for Staged<P> {
 impl<P: Provider> Drop for Staged<P> {
     /// Waits for copies that are under way. If a GPU is stuck, what it may still use stays, regions and areas in use, too.
     fn drop(&mut self) {
-        if !self.copies.settle() {
-            return;
-        }
-        for job in self.copies.drain() {
-            if let Job::In(Arrival { region, area, .. }) = job {
-                self.desk.shared.leave(region, area);
+        // SAFETY: taken here alone, and `self` is not used any more after this.
+        let mut copies = unsafe { ManuallyDrop::take(&mut self.copies) };
+        if copies.settle() {
+            for job in copies.drain() {
+                if let Job::In(Arrival { region, area, .. }) = job {
+                    self.desk.shared.leave(region, area);
+                }
             }
         }
+        // By the closer, which waits for a driver that keeps its callers waiting; and waited for, so that it is not the closer who lets go
+        // of the GPUs last, if it comes back.
+        let known = Arc::clone(&self.desk.shared.known);
+        known.closer.give(copies);
+        known.closer.end(CLOSED_WITHIN);
     }
 }
 

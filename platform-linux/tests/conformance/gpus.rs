@@ -425,8 +425,12 @@ fn freed_while_it_is_opened(case: &Case) {
 /// Where NICs read and write.
 pub const BY_NICS: &[Test] = &[
     ("any_part_of_a_gpu_s_memory", Spread::Places, any_part_of_a_gpu_s_memory),
-    ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
     ("a_later_stream_holds_nothing_earlier", Spread::Places, a_later_stream_holds_nothing_earlier),
+];
+
+/// Among more than two, none of which is near another: what GPUs copy themselves waits in their queues.
+pub const ALL_BY_NICS: &[Test] = &[
+    ("a_stream_holds_nothing_else", Spread::Places, a_stream_holds_nothing_else),
     ("what_is_held_ends", Spread::ProcessesBothMotors, what_is_held_ends),
 ];
 

@@ -112,13 +112,14 @@ pub type Way = (Foreign, Own);
 /// Which of [`PROVIDERS`] run, separated by commas; by default those that every machine has.
 const CHOICE: &str = "IMMWIRE_CONFORMANCE";
 
-const PROVIDERS: [Provider; 16] = [
+const PROVIDERS: [Provider; 17] = [
     SHM,
     NVLINK,
     SPAN_NEAR,
     SPAN,
     SPAN_GPUS,
     SPAN_EFA_GPUS,
+    SPAN_STAGED,
     SPAN_VERBS,
     libfabric("tcp", "tcp", |setup| over_libfabric(setup, "tcp"), true),
     libfabric("net", "net", |setup| over_libfabric(setup, "net"), false),
@@ -365,6 +366,18 @@ const SPAN_EFA_GPUS: Provider = Provider {
     name: "span-efa-gpus",
     builder: |setup| beside((EFA.builder)(setup), setup).gpus(all_gpus()),
     facts: Facts { host: SPAN.facts.host, writes_into_the_stopped: None, ..EFA_GPUS.facts },
+};
+
+/// On two hosts in turn, by TCP between them, over which GPUs' memory goes by way of the host's.
+const SPAN_STAGED: Provider = Provider {
+    name: "span-staged",
+    builder: |setup| staged(spanning(setup)),
+    facts: Facts {
+        host: SPAN.facts.host,
+        writes_into_the_stopped: None,
+        stages: Some("span"),
+        ..TCP_STAGED.facts
+    },
 };
 
 /// On two hosts in turn, by RDMA NICs between them.
@@ -657,6 +670,12 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
             (true, _) => modules.push(gpus::COPYING),
             (false, None) => modules.extend([gpus::BY_NICS, gpus::THEMSELVES]),
             (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS, slots::TESTS]),
+        }
+        if !facts.gpus_copy && facts.host.is_none() {
+            modules.push(gpus::ALL_BY_NICS);
+            if facts.stages.is_some() {
+                modules.push(staged::ALL_STAGED);
+            }
         }
     }
     if facts.host.is_some() {

@@ -255,7 +255,7 @@ impl World {
     fn session(&mut self) {
         self.peer.generation += 1;
         let bytes = usize::try_from(self.geometry.bytes()).expect("small");
-        let mailbox = self.staged.memory().alloc_mailbox(bytes).expect("an area");
+        let mailbox = self.staged.memory().alloc_mailbox(bytes, &address(2)).expect("an area");
         let hello = |engine: u64, mailbox| Hello {
             address: address(engine),
             mailbox,
