@@ -364,7 +364,7 @@ impl Staging {
 
 impl Drop for Staging {
     fn drop(&mut self) {
-        // SAFETY: taken here alone, and `self` is not used any more after this.
+        // SAFETY: taken here alone; the field is not used after this, as `self` goes.
         let pool = unsafe { ManuallyDrop::take(&mut self.pool) };
         self.known.closer.give(pool);
     }

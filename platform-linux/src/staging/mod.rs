@@ -892,7 +892,7 @@ impl<P: Provider> Provider for Staged<P> {
 impl<P: Provider> Drop for Staged<P> {
     /// Waits for copies that are under way. If a GPU is stuck, what it may still use stays, regions and areas in use, too.
     fn drop(&mut self) {
-        // SAFETY: taken here alone, and `self` is not used any more after this.
+        // SAFETY: taken here alone; the field is not used after this, as `self` goes.
         let mut copies = unsafe { ManuallyDrop::take(&mut self.copies) };
         if copies.settle() {
             for job in copies.drain() {
