@@ -78,6 +78,7 @@ pub mod signal;
 pub mod span;
 pub mod spread;
 pub mod staging;
+pub mod standby;
 mod sync;
 pub mod tenant;
 pub mod topology;

@@ -1,17 +1,20 @@
 // Copies pages from anywhere to anywhere that the GPU can reach, and says when they are there.
 //
-// Three kernels, one contract (immwire_cuda.h). `immwire_copy_vector` moves 16 bytes a thread and instruction through
+// Three kernels for whole requests, one contract (immwire_cuda.h). `immwire_copy_vector` moves 16 bytes a thread and instruction through
 // registers; `immwire_copy_any` does the same where it can, and takes any address and size. `immwire_copy_bulk` has the SM's
 // copy unit move whole pieces through shared memory (cp.async.bulk): one thread of a warp keeps many KiB in flight.
+// A fourth, `immwire_standby`, makes short copies that it is asked for while it is there.
 //
 // The kernels know addresses, not whose they are: pushing to a peer, pulling from one, and copying within a GPU or to
-// pinned host memory are the same code. They wait for nothing but their own loads, so a launch ends, or faults.
+// pinned host memory are the same code. They wait for nothing but their own loads, and the fourth for no longer than it was told, so a
+// launch ends, or faults.
 //
 // Invariants:
 // 1. Each piece is copied by exactly one warp: immwire_share cuts [0, piece_count) into disjoint blocks that cover it
 //    (enumerated in cuda/src/geometry.rs, which has the same function).
 // 2. No byte outside of a source page is read, and none outside of a target page is written.
 // 3. The word is released once, by one thread, after every write of the launch: see `announce`.
+// 4. A copy that was asked for at a seat is made once, by its warp, before the warp says so: see `immwire_standby`.
 // Checked, bit by bit and with canaries, by benches/gpu/run on a machine with GPUs.
 
 #include "immwire_cuda.h"
@@ -229,6 +232,62 @@ __device__ void bulk_store(uint64_t target, uint32_t stage, uint32_t bytes) {
 }
 #endif
 
+__device__ uint64_t now() {
+  uint64_t time;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(time));
+  return time;
+}
+
+// What a seat's warp says of itself, in the two lowest bits of its status.
+enum Phase : uint32_t { UP = 1, GONE = 3 };
+
+// The words of a seat, seen by its warp. All lanes call all of it, together.
+class Seat {
+ public:
+  __device__ Seat(uint64_t words, uint32_t launch, uint32_t lane) : words(words), launch(launch), lane(lane) {
+    // Left by the warp before, of a launch that has ended.
+    uint64_t status;
+    asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(status) : "l"(words + 8 * IMMWIRE_SEAT_STATUS) : "memory");
+    done = uint32_t(status >> 32);
+  }
+
+  // Whether there is a copy to be made. Acquire, by each lane that reads a word; and what one lane has acquired comes before what all
+  // others do after they have met: so the source is read as the asker had it, and not from lines that this SM has kept.
+  __device__ bool look(uint64_t &source, uint64_t &target, uint32_t &bytes) const {
+    uint64_t word = 0;
+    if (lane < ASKED)
+      asm volatile("ld.acquire.sys.global.u64 %0, [%1];" : "=l"(word) : "l"(words + 8 * lane) : "memory");
+    if (!__all_sync(ALL_LANES, lane >= ASKED || uint32_t(word >> 32) == done + 1)) return false;
+    const uint32_t half = uint32_t(word);
+    const auto both = [&](uint32_t low) {
+      return uint64_t(__shfl_sync(ALL_LANES, half, low + 1)) << 32 | __shfl_sync(ALL_LANES, half, low);
+    };
+    source = both(0), target = both(2), bytes = __shfl_sync(ALL_LANES, half, 4);
+    __syncwarp();
+    return true;
+  }
+
+  // All lanes have written their part, which comes before what lane 0 releases.
+  __device__ void has_done() {
+    ++done;
+    __syncwarp();
+    say(UP);
+  }
+
+  // Release, at system scope: whoever acquires the status has every copy up to its tag.
+  __device__ void say(Phase phase) const {
+    if (lane != 0) return;
+    const uint64_t status = uint64_t(done) << 32 | launch << 2 | phase;
+    asm volatile("st.release.sys.global.u64 [%0], %1;" ::"l"(words + 8 * IMMWIRE_SEAT_STATUS), "l"(status) : "memory");
+  }
+
+ private:
+  static constexpr uint32_t ASKED = 5;
+  const uint64_t words;
+  const uint32_t launch, lane;
+  uint32_t done;
+};
+
 } // namespace
 
 extern "C" __global__ void __launch_bounds__(IMMWIRE_VECTOR_THREADS, 1)
@@ -301,4 +360,32 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
 #else
   __trap(); // Never launched: the host asks for the capability first.
 #endif
+}
+
+// Each warp looks at its seat until, for so long, nothing was asked for at any, or its time is up; then it says that it has gone. What it was
+// asked for since it looked last is the asker's to have done otherwise.
+extern "C" __global__ void __launch_bounds__(IMMWIRE_STANDBY_THREADS, 1)
+    immwire_standby(const __grid_constant__ immwire_standby_args args) {
+  constexpr uint32_t LOOKS = 8; // Between two at the clock.
+  __shared__ volatile uint64_t last; // When anything was done.
+  const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+  const uint64_t began = now();
+  if (threadIdx.x == 0) last = began;
+  __syncthreads();
+  Seat seat(args.seats + uint64_t(warp) * IMMWIRE_SEAT_BYTES, args.launch, lane);
+  seat.say(UP);
+  for (uint32_t looks = 1;; ++looks) {
+    uint64_t source, target;
+    uint32_t bytes;
+    if (seat.look(source, target, bytes)) {
+      copy_any(target, source, bytes, lane);
+      seat.has_done();
+      if (lane == 0) last = now();
+    } else if (looks % LOOKS == 0) {
+      const uint64_t time = now();
+      const bool is_over = time > began + args.shift_ns || time > last + args.idle_ns;
+      if (__any_sync(ALL_LANES, is_over)) break;
+    }
+  }
+  seat.say(GONE);
 }

@@ -1,4 +1,4 @@
-/* What is handed to immwire's kernels: one structure, by value, and the names and limits of the kernels.
+/* What is handed to immwire's kernels that copy: one structure each, by value, and the names and limits of the kernels.
  *
  * Plain C11 and C++17. No framework and no CUDA header is included, so that any program can fill the structure and
  * launch the kernels with the driver's API. `cuda/src/args.rs` is the same in Rust; sizes and offsets are asserted on
@@ -53,7 +53,7 @@ typedef struct immwire_copy_args {
   uint32_t stage_count; /* bulk: pieces in flight for each warp, IMMWIRE_BULK_LAG + 1 to IMMWIRE_BULK_MAX_STAGES */
 } immwire_copy_args;
 
-/* The kernels. All take one immwire_copy_args, in a grid and blocks of one dimension; the number of threads of a block is
+/* These kernels take one immwire_copy_args, in a grid and blocks of one dimension; the number of threads of a block is
  * fixed, the number of blocks is free: a block takes what an SM has, so it is the number of SMs. */
 
 /* immwire_copy_any: any address and size. */
@@ -66,6 +66,27 @@ typedef struct immwire_copy_args {
 #define IMMWIRE_BULK_WARPS 8
 #define IMMWIRE_BULK_MAX_STAGES 16
 #define IMMWIRE_BULK_LAG 2
+
+/* One launch of immwire_standby: a warp for each seat, which makes the copies that it is asked for there, until none has been for
+ * idle_ns, or shift_ns are over.
+ *
+ * A seat is IMMWIRE_SEAT_BYTES of pinned host memory, zero at first. Words 0 to 4 of 64 bits are the asker's; the upper half of each is
+ * the copy's tag, the lower halves are the low and high half of the source, those of the target, and the bytes. Word IMMWIRE_SEAT_STATUS
+ * is the warp's: the tag of the last copy that was made here, then the launch, then two bits, 1: up, 3: gone. A copy is
+ * made when all five words carry the tag that follows the last one's. core/src/standby.rs has the whole protocol. */
+typedef struct immwire_standby_args {
+  uint64_t seats; /* IMMWIRE_STANDBY_SEATS of them; a multiple of IMMWIRE_SEAT_BYTES */
+  uint64_t idle_ns;
+  uint64_t shift_ns;
+  uint32_t launch; /* below 2^30 */
+  uint32_t reserved; /* 0 */
+} immwire_standby_args;
+
+/* immwire_standby: one block. */
+#define IMMWIRE_STANDBY_SEATS 4
+#define IMMWIRE_STANDBY_THREADS 128
+#define IMMWIRE_SEAT_BYTES 128
+#define IMMWIRE_SEAT_STATUS 8
 
 #ifdef __cplusplus
 #define IMMWIRE_ASSERT(what) static_assert(what, #what)
@@ -90,6 +111,11 @@ IMMWIRE_ASSERT(offsetof(immwire_copy_args, piece_count) == 96);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, page_count) == 100);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_bytes) == 104);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_count) == 108);
+IMMWIRE_ASSERT(sizeof(immwire_standby_args) == 32);
+IMMWIRE_ASSERT(offsetof(immwire_standby_args, idle_ns) == 8);
+IMMWIRE_ASSERT(offsetof(immwire_standby_args, shift_ns) == 16);
+IMMWIRE_ASSERT(offsetof(immwire_standby_args, launch) == 24);
+IMMWIRE_ASSERT(offsetof(immwire_standby_args, reserved) == 28);
 #undef IMMWIRE_ASSERT
 
 #endif

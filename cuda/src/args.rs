@@ -1,4 +1,4 @@
-//! The structure that the kernels take, as in `kernels/immwire_cuda.h`.
+//! The structures that the kernels that copy take, as in `kernels/immwire_cuda.h`.
 //!
 //! Plain numbers: addresses are those of the launching GPU's address space. Nothing here is checked against memory.
 //!
@@ -63,6 +63,22 @@ pub struct CopyArgs {
     pub stage_count: u32,
 }
 
+/// One launch of `immwire_standby`.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct StandbyArgs {
+    /// Address of [`STANDBY_SEATS`] seats of [`SEAT_BYTES`], a multiple of as many.
+    pub seats: u64,
+    /// Warps leave when nothing was asked for so long.
+    pub idle_ns: u64,
+    /// They leave after so long, whatever is asked.
+    pub shift_ns: u64,
+    /// The launch's number, below 2^30.
+    pub launch: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
 /// Nothing is announced.
 pub const RELEASE_NONE: u32 = 0;
 /// The value is stored: one writer at a time.
@@ -82,6 +98,14 @@ pub const BULK_WARPS: u32 = BULK_THREADS / 32;
 pub const BULK_MAX_STAGES: u32 = 16;
 /// Pieces between a stage's store and its refill.
 pub const BULK_LAG: u32 = 2;
+/// Warps of the block of `immwire_standby`, each with a seat.
+pub const STANDBY_SEATS: u32 = 4;
+/// Threads of that block.
+pub const STANDBY_THREADS: u32 = 128;
+/// Bytes of a seat.
+pub const SEAT_BYTES: u32 = 128;
+/// The word of a seat that its warp writes.
+pub const SEAT_STATUS: u32 = 8;
 
 const _: () = {
     assert!(size_of::<PagesArgs>() == 24);
@@ -102,4 +126,9 @@ const _: () = {
     assert!(offset_of!(CopyArgs, page_count) == 100);
     assert!(offset_of!(CopyArgs, stage_bytes) == 104);
     assert!(offset_of!(CopyArgs, stage_count) == 108);
+    assert!(size_of::<StandbyArgs>() == 32);
+    assert!(offset_of!(StandbyArgs, idle_ns) == 8);
+    assert!(offset_of!(StandbyArgs, shift_ns) == 16);
+    assert!(offset_of!(StandbyArgs, launch) == 24);
+    assert!(offset_of!(StandbyArgs, reserved) == 28);
 };

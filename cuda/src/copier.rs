@@ -16,6 +16,7 @@ use crate::error::Error;
 use crate::geometry::{self, GeometryError, Kernel, Launch, Method, Plan, Shape, Tuning};
 use crate::memory::DeviceMemory;
 use crate::module::{Function, Module};
+use crate::standby::Standby;
 use crate::stuck;
 use std::num::NonZeroU32;
 use std::ptr;
@@ -159,15 +160,17 @@ impl Copier {
     /// Waits until the stream has done all that it was given, for `limit` at most. `false`: it is stuck, and until it has nothing that this
     /// crate has made is freed, but kept for good when it is dropped.
     pub fn settle(&mut self, limit: Duration) -> bool {
-        let recorded = Event::new(self.stream.device())
-            .and_then(|event| event.record(&self.stream).map(|()| event));
-        // A context that has failed does nothing any more.
-        let Ok(event) = recorded else { return true };
-        self.is_stuck = matches!(event.wait(limit), Err(Error::TimedOut { .. }));
-        if self.is_stuck {
-            stuck::give_up(event);
-        }
+        self.is_stuck = !settle(&self.stream, limit);
         !self.is_stuck
+    }
+
+    /// Seats of warps that stand by, in a stream of their own, on the same GPU.
+    ///
+    /// # Errors
+    ///
+    /// What the driver answers.
+    pub fn standby(&self) -> Result<Standby, Error> {
+        Standby::new(Stream::new(self.stream.device())?, Arc::clone(&self.kernels))
     }
 
     /// Enqueues a request, on at most `sms` SMs, and what it announces. Waits for nothing; a few microseconds.
@@ -339,13 +342,27 @@ impl Drop for Copier {
     }
 }
 
+/// Waits until a stream has done what it was given. `false`: not within `limit`, and until it has nothing is freed ([`stuck`]).
+pub(crate) fn settle(stream: &Stream, limit: Duration) -> bool {
+    let recorded =
+        Event::new(stream.device()).and_then(|event| event.record(stream).map(|()| event));
+    // A context that has failed does nothing any more.
+    let Ok(event) = recorded else { return true };
+    let is_stuck = matches!(event.wait(limit), Err(Error::TimedOut { .. }));
+    if is_stuck {
+        stuck::give_up(event);
+    }
+    !is_stuck
+}
+
 /// The kernels, loaded into one GPU.
 #[derive(Debug)]
-struct Kernels {
+pub(crate) struct Kernels {
     _module: Module,
     any: Function,
     vector: Function,
     bulk: Function,
+    standby: Function,
 }
 
 impl Kernels {
@@ -354,10 +371,15 @@ impl Kernels {
         let any = module.function(c"immwire_copy_any")?;
         let vector = module.function(c"immwire_copy_vector")?;
         let bulk = module.function(c"immwire_copy_bulk")?;
+        let standby = module.function(c"immwire_standby")?;
         if device.gpu().capability >= (9, 0) {
             module.allow_shared(bulk, geometry::BULK_SHARED_BYTES)?;
         }
-        Ok(Self { _module: module, any, vector, bulk })
+        Ok(Self { _module: module, any, vector, bulk, standby })
+    }
+
+    pub(crate) fn standby(&self) -> Function {
+        self.standby
     }
 
     fn function(&self, kernel: Kernel) -> cu::CUfunction {

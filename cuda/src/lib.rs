@@ -12,6 +12,7 @@
 //! | [`oracle`] | the same copies in host memory, the plain way | no |
 //! | [`Device`], [`Stream`], [`Event`], [`DeviceMemory`], [`PinnedMemory`] | what of CUDA is used, with owners | yes |
 //! | [`Copier`] | launches | yes |
+//! | [`Standby`] | warps that are asked for short copies without a launch | yes |
 //! | [`moe`] | tokens to the GPUs of their experts, and results back: dispatch and combine | yes |
 //! | [`DmaBuf`], [`Direct`], [`owner_of`] | memory that NICs reach | yes |
 //! | [`look_up`], [`hand_over`], [`Opened`], [`SharedMemory`], [`Pinned`] | memory that several processes use | yes |
@@ -44,6 +45,7 @@ mod module;
 pub mod moe;
 pub mod oracle;
 mod share;
+mod standby;
 mod stuck;
 
 pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in};
@@ -56,3 +58,4 @@ pub use share::{
     Allocations, Handover, IPC_HANDLE_BYTES, Joining, Opened, Pinned, Received, SharedMemory,
     Shuttle, Uuid, gpu_of, hand_over, look_up,
 };
+pub use standby::Standby;

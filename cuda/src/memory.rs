@@ -142,6 +142,20 @@ impl PinnedMemory {
         }
     }
 
+    /// These words of it, of eight bytes; `None`: there are not so many. GPUs and the CPU may read and write them meanwhile.
+    #[must_use]
+    pub fn words(&self, words: Range<usize>) -> Option<&[AtomicU64]> {
+        if words.start > words.end || words.end > self.bytes / size_of::<u64>() {
+            return None;
+        }
+        // SAFETY: inside of it, alive as long as `self`, initialised, any bits are a word; the driver's pinned memory begins with a
+        // page. Who else writes them does so atomically, or has `self` borrowed for it.
+        unsafe {
+            let first = self.start.as_ptr().cast::<AtomicU64>().add(words.start);
+            Some(slice::from_raw_parts(first, words.len()))
+        }
+    }
+
     /// The word at `offset`, which a GPU may release while it is read here.
     ///
     /// # Errors

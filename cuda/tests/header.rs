@@ -1,6 +1,6 @@
 //! The kernels' header: plain C, without a framework, and the same as the Rust side. Needs a C compiler, and no GPU.
 
-use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs, StandbyArgs};
 use immwire_cuda::moe::args::{self as moe, MoeArgs, MoeControl, MoePair, MoeReport};
 use std::mem::{align_of, offset_of, size_of};
 use std::path::PathBuf;
@@ -71,7 +71,8 @@ fn structures_are_the_same_in_c() {
             page_count,
             stage_bytes,
             stage_count
-        );
+        )
+        + &fields!("immwire_standby_args", StandbyArgs, seats, idle_ns, shift_ns, launch, reserved);
     compile("structures", &text).unwrap();
 }
 
@@ -197,6 +198,10 @@ fn constants_are_the_same_in_c() {
         ("IMMWIRE_BULK_WARPS", args::BULK_WARPS),
         ("IMMWIRE_BULK_MAX_STAGES", args::BULK_MAX_STAGES),
         ("IMMWIRE_BULK_LAG", args::BULK_LAG),
+        ("IMMWIRE_STANDBY_SEATS", args::STANDBY_SEATS),
+        ("IMMWIRE_STANDBY_THREADS", args::STANDBY_THREADS),
+        ("IMMWIRE_SEAT_BYTES", args::SEAT_BYTES),
+        ("IMMWIRE_SEAT_STATUS", args::SEAT_STATUS),
     ];
     let text: String = constants.iter().map(|(name, value)| equal(name, *value as usize)).collect();
     compile("constants", &text).unwrap();

@@ -149,6 +149,8 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   GPUs are numbered as by ``immwire doctor``; and a file with the table of the machine's devices, as that takes and
 ///   gives it. Unless told, an engine with ``gpus`` has the NICs that are nearest to these, by what sysfs says.
 /// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
+/// - ``stand_by``: whether warps of a GPU that makes short copies (32 KiB at most) stand by for more, a block of 128 threads on one SM, for a
+///   tenth of a millisecond after the last: each takes half as long then. ``torch.cuda.synchronize()`` waits for them, too.
 /// - ``shm_on_host``: peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others
 ///   by the provider; all engines of a group choose the same. There is one NIC more then, the first, and ``nics`` are
 ///   1 to 7. ``host``: engines with the same name are on one host, whatever the kernel says.
@@ -285,7 +287,7 @@ impl TransferEngine {
     #[new]
     #[pyo3(signature = (
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
-        traffic_class = None, service_level = None, ack_timeout = None, retry_count = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
+        traffic_class = None, service_level = None, ack_timeout = None, retry_count = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, stand_by = true, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
         mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
@@ -308,6 +310,7 @@ impl TransferEngine {
         pairing: Option<String>,
         topology: Option<PathBuf>,
         sms: Option<u32>,
+        stand_by: bool,
         shm_on_host: bool,
         host: Option<String>,
         staging: Option<u64>,
@@ -396,6 +399,7 @@ impl TransferEngine {
             .latency_bytes(latency_bytes)
             .shm_on_host(shm_on_host)
             .gpus(gpus)
+            .stand_by(stand_by)
             .pairing(pairing);
         if let Some(host) = host {
             builder = builder.host(host);

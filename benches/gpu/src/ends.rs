@@ -6,8 +6,8 @@
 use crate::processes::{Orders, Place, Process, ask, now};
 use crate::rig::Random;
 use immwire::{
-    Driver, End, ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region,
-    SingleWrite, TransferEngine,
+    Builder, Driver, End, ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId,
+    Region, SingleWrite, TransferEngine,
 };
 use serde_json::{Value, json};
 use std::error::Error;
@@ -36,8 +36,11 @@ fn pattern(offset: u64, bytes: usize) -> Vec<u8> {
 }
 
 pub(crate) fn engine(gpus: Vec<u32>, sms: u32) -> Outcome<(TransferEngine, Driver)> {
-    let sms = NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN);
-    Ok(TransferEngine::builder().gpus(gpus).sms(sms).build_polled()?)
+    builder(gpus, sms).build_polled().map_err(Into::into)
+}
+
+fn builder(gpus: Vec<u32>, sms: u32) -> Builder {
+    TransferEngine::builder().gpus(gpus).sms(NonZeroU32::new(sms).unwrap_or(NonZeroU32::MIN))
 }
 
 fn pool(engine: &TransferEngine, place: &str) -> Outcome<Region> {
@@ -62,6 +65,7 @@ pub(crate) fn receive(place: &str) -> Outcome<()> {
     }) {
         let answer = match line.split_whitespace().next() {
             Some("expect") => expect(&mut driver, &counter, ask(&line, 1)?)?,
+            Some("watch") => watch(&mut driver, &counter, ask(&line, 1)?)?,
             Some("compare") => {
                 let (to, from, bytes) = (ask(&line, 1)?, ask(&line, 2)?, ask(&line, 3)?);
                 let mut found: Vec<u8> = vec![0; bytes];
@@ -87,6 +91,22 @@ fn expect(driver: &mut Driver, counter: &ImmCounter, writes: u64) -> Outcome<Str
         }
     }
     Ok(now().to_string())
+}
+
+/// When each of so many writes was counted, which come one after the other.
+fn watch(driver: &mut Driver, counter: &ImmCounter, writes: usize) -> Outcome<String> {
+    println!("ready");
+    let (mut times, started) = (Vec::with_capacity(writes), Instant::now());
+    while times.len() < writes {
+        driver.poll();
+        if counter.try_take(1)? {
+            times.push(now().to_string());
+        }
+        if started.elapsed() > LIMIT {
+            return Err(format!("{} of {writes} writes within {LIMIT:?}", times.len()).into());
+        }
+    }
+    Ok(times.join(" "))
 }
 
 /// The receiver, as the sender sees it.
@@ -138,11 +158,11 @@ struct Took {
 }
 
 impl Bench {
-    fn new(from: &str, to: &str, sms: u32) -> Outcome<Self> {
+    fn new(from: &str, to: &str, sms: u32, stands_by: bool) -> Outcome<Self> {
         let gpus = from.parse().into_iter().chain(to.parse()).collect::<Vec<u32>>();
         // A GPU that only the other process uses is not opened here.
         let gpus = if from.parse::<u32>().is_ok() { gpus[..1].to_vec() } else { gpus };
-        let (engine, mut driver) = engine(gpus, sms)?;
+        let (engine, mut driver) = builder(gpus, sms).stand_by(stands_by).build_polled()?;
         let source = pool(&engine, from)?;
         const STEP: usize = 64 << 20;
         for at in (0..POOL).step_by(STEP) {
@@ -257,6 +277,53 @@ impl Bench {
         Ok(())
     }
 
+    fn all_steady(&mut self) -> Outcome<Vec<Value>> {
+        [8, 512, 4 << 10, 16 << 10, 32 << 10].into_iter().map(|bytes| self.steady(bytes)).collect()
+    }
+
+    /// Writes of one length one after the other, up to 40 us after the one before has ended, each from somewhere else.
+    fn steady(&mut self, bytes: u64) -> Outcome<Value> {
+        const WRITES: usize = 2000;
+        const PAUSE_NS: usize = 40_000;
+        self.there.process.say(&format!("watch {WRITES}"))?;
+        self.there.process.hear()?;
+        let (peer, imm) = (self.there.peer, Some(self.there.tag));
+        let mut began = Vec::with_capacity(WRITES);
+        for at in (0..).step_by(usize::try_from(bytes)?).take(WRITES) {
+            let until = now() + self.random.below(PAUSE_NS) as u64;
+            while now() < until {
+                self.driver.poll();
+            }
+            let (src, dst, len) = (&self.source, &self.there.desc, bytes);
+            let write = SingleWrite { peer, src, src_offset: at, dst, dst_offset: at, len, imm };
+            began.push(now());
+            let transfer = self.driver.submit_single_write(&write)?;
+            let begun = Instant::now();
+            while transfer.poll_end().is_none() {
+                self.driver.poll();
+                if begun.elapsed() > LIMIT {
+                    return Err("a transfer does not end".into());
+                }
+            }
+            if transfer.poll_end() != Some(End::Done) {
+                return Err(format!("a transfer ended so: {:?}", transfer.poll_end()).into());
+            }
+        }
+        let counted = self.there.process.hear()?;
+        let counted =
+            counted.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
+        let all = bytes * WRITES as u64;
+        self.compare(&Shape { pages: 1, page_bytes: all }, None)?;
+        let mut took: Vec<f64> = began
+            .iter()
+            .zip(&counted)
+            .map(|(began, counted)| (counted - began) as f64 / 1e3)
+            .collect();
+        took.sort_by(f64::total_cmp);
+        let part = |hundredths: usize| took[took.len() * hundredths / 100];
+        Ok(json!({ "bytes": bytes, "p10_us": part(10), "p50_us": part(50), "p99_us": part(99) }))
+    }
+
     fn measure(&mut self, shape: &Shape) -> Outcome<Value> {
         let lists: Vec<_> = (0..TURNS).map(|_| self.lists(shape)).collect();
         for lists in &lists {
@@ -284,7 +351,11 @@ impl Bench {
 
 /// Measures writes from one place to another: GPUs by number, or `host`.
 pub(crate) fn measure(from: &str, to: &str, sms: u32) -> Outcome<Value> {
-    let mut bench = Bench::new(from, to, sms)?;
+    let mut bench = Bench::new(from, to, sms, false)?;
+    let without = bench.all_steady()?;
+    drop(bench);
+    let mut bench = Bench::new(from, to, sms, true)?;
+    let with = bench.all_steady()?;
     let single = [8, 4 << 10, 64 << 10, 1 << 20, 4 << 20, 16 << 20, 256 << 20, 1 << 30];
     let single = single.map(|page_bytes| Shape { pages: 1, page_bytes });
     let paged = [1024, 16_384, 40_000].into_iter().flat_map(|pages| {
@@ -292,5 +363,6 @@ pub(crate) fn measure(from: &str, to: &str, sms: u32) -> Outcome<Value> {
     });
     let rows = single.into_iter().chain(paged).map(|shape| bench.measure(&shape));
     let rows = rows.collect::<Outcome<Vec<_>>>()?;
-    Ok(json!({ "from": from, "to": to, "sms": sms, "writes": rows }))
+    let steady = json!({ "by_warps_that_stand_by": with, "by_copy_engine": without });
+    Ok(json!({ "from": from, "to": to, "sms": sms, "writes": rows, "one_after_another": steady }))
 }

@@ -23,6 +23,7 @@ mod processes;
 mod rig;
 mod row;
 mod signals;
+mod standby;
 mod time;
 
 use serde_json::{Map, Value, json};
@@ -111,6 +112,8 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         "check" | "check-few" => {
             result.insert("direct".into(), direct::run(&gpus)?);
             result.insert("checked".into(), check::run(&gpus, what == "check-few")?);
+            let rounds = if what == "check-few" { 100 } else { 2000 };
+            result.insert("standby".into(), standby::run(&gpus, rounds)?);
         }
         "captures" => {
             result.insert("captures".into(), captures::run(&gpus)?);

@@ -41,6 +41,7 @@ use immwire_core::id::{PeerId, Time};
 use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
 use immwire_core::spread::{self, Load};
+use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
     Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
@@ -51,6 +52,7 @@ use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
+use super::standing::{Short, Standing};
 use crate::gpus::{CLOSED_WITHIN, Known, One, number};
 use crate::provider::{Sink, Window};
 
@@ -459,7 +461,7 @@ impl Reached {
 
 /// The right to have a GPU write to a peer's region, until it is dropped.
 #[derive(Debug)]
-struct Claim(Arc<Reached>);
+pub(super) struct Claim(Arc<Reached>);
 
 impl Claim {
     /// `None`: the region was withdrawn.
@@ -629,19 +631,54 @@ fn queues(device: &Device) -> Result<Vec<Queue>, Error> {
 #[derive(Debug)]
 struct Gpu {
     queues: Vec<Queue>,
+    /// Its warps for short pieces, unless it is to have none.
+    standing: Option<Standing>,
+    /// What no warp has copied, as they had gone: it has its turn before any other short piece.
+    undone: VecDeque<Short>,
     /// It has failed, with this number of the driver's; nothing is enqueued any more.
     failed: Option<i32>,
 }
 
 impl Gpu {
-    /// Enqueues what is staged in a queue.
+    /// Hands what is staged in a queue to the GPU.
     fn launch(&mut self, at: usize, budget: NonZeroU32) {
+        let Some(queue) = self.queues.get_mut(at) else { return };
+        let Some(standing) = self.standing.as_mut().filter(|_| queue.staged.is_short()) else {
+            return self.enqueue(at, budget);
+        };
+        let Some(short) = queue.staged.take_short() else { return };
+        let left = if self.undone.is_empty() { standing.take(short).err() } else { Some(short) };
+        if let Some(short) = left {
+            queue.staged.put_short(short);
+            self.enqueue(at, budget);
+            if let Some(standing) = &mut self.standing {
+                standing.send();
+            }
+        }
+    }
+
+    /// Enqueues what is staged in a queue.
+    fn enqueue(&mut self, at: usize, budget: NonZeroU32) {
         if self.queues.get(at).is_none_or(|queue| queue.staged.claim.is_none()) {
             return;
         }
         let each = spread::processors(self.queues.iter().map(Queue::load), budget);
         if let Some(queue) = self.queues.get_mut(at) {
             queue.launch(each);
+        }
+    }
+
+    /// Enqueues what no warp has copied, as far as there is room.
+    fn make_up(&mut self, budget: NonZeroU32) {
+        while let Some(short) = self.undone.front() {
+            let loads = self.queues.iter().map(Queue::load);
+            let Some(at) = spread::choose(loads, short.work.peer) else { return };
+            self.launch(at, budget);
+            let Some((queue, short)) = self.queues.get_mut(at).zip(self.undone.pop_front()) else {
+                return;
+            };
+            queue.staged.put_short(short);
+            self.enqueue(at, budget);
         }
     }
 }
@@ -677,6 +714,27 @@ impl Staged {
             run: None,
             pages: 0,
         }
+    }
+
+    /// Whether it is one piece that a warp copies which stands by.
+    fn is_short(&self) -> bool {
+        let is_one = self.claim.is_some() && self.run.is_none() && self.pieces.len() == 1;
+        is_one && self.bytes <= u64::from(standby::SHORT_BYTES)
+    }
+
+    /// Takes that piece out again.
+    fn take_short(&mut self) -> Option<Short> {
+        let (work, (src, dst)) = self.pieces.pop().zip(self.places.pop())?;
+        self.bytes = 0;
+        Some(Short { work, src, dst, claim: self.claim.take()? })
+    }
+
+    /// Stages one piece where nothing is.
+    fn put_short(&mut self, short: Short) {
+        let Short { work, src, dst, claim } = short;
+        self.pieces.push(work);
+        self.places.push((src, dst));
+        (self.claim, self.bytes) = (Some(claim), work.len);
     }
 
     /// Whether it is a copy to this region.
@@ -727,13 +785,22 @@ pub(super) struct Gpus {
 }
 
 impl Gpus {
-    /// Prepares copies on GPUs that are open, each on at most `sms` SMs.
-    pub(super) fn new(known: Arc<Known>, sms: NonZeroU32) -> Result<Self, (u32, Error)> {
+    /// Prepares copies on GPUs that are open, each on at most `sms` SMs; `stands_by`: short ones by warps that do.
+    pub(super) fn new(
+        known: Arc<Known>,
+        sms: NonZeroU32,
+        stands_by: bool,
+    ) -> Result<Self, (u32, Error)> {
         let gpu = |One { device, streams, .. }: &One| {
-            let queues = queues(device).map_err(|why| (device.ordinal(), why))?;
+            let failed = |why| (device.ordinal(), why);
+            let queues = queues(device).map_err(failed)?;
+            let first = queues.first().filter(|_| stands_by);
+            let standing = first.map(|queue| queue.copier.standby().map(Standing::new));
             streams
                 .get_or_init(|| queues.iter().map(|queue| queue.copier.stream().clone()).collect());
-            Ok(Gpu { queues, failed: None })
+            let (standing, undone) =
+                (standing.transpose().map_err(failed)?, VecDeque::with_capacity(standby::SEATS));
+            Ok(Gpu { queues, standing, undone, failed: None })
         };
         let gpus = known.devices.iter().map(gpu).collect::<Result<_, (u32, Error)>>()?;
         Ok(Self { known, gpus, sms, flying: 0, progress: Time::ZERO, is_settled: false })
@@ -760,6 +827,9 @@ impl Gpus {
             if !queue.copier.settle(STUCK_AFTER.saturating_sub(start.elapsed())) {
                 std::mem::forget(std::mem::take(&mut queue.flights));
             }
+        }
+        for standing in self.gpus.iter_mut().filter_map(|gpu| gpu.standing.as_mut()) {
+            standing.settle(STUCK_AFTER.saturating_sub(start.elapsed()));
         }
     }
 
@@ -919,7 +989,7 @@ impl Gpus {
         }
     }
 
-    /// Enqueues what is staged.
+    /// Hands what is staged to GPUs.
     pub(super) fn launch(&mut self) {
         for gpu in &mut self.gpus {
             for at in 0..gpu.queues.len() {
@@ -942,6 +1012,18 @@ impl Gpus {
         let is_closing = self.is_closing();
         let before = self.flying;
         for gpu in &mut self.gpus {
+            while let Some((short, ended)) = gpu.standing.as_mut().and_then(Standing::poll) {
+                match ended {
+                    Ended::Done => {
+                        self.flying -= 1;
+                        report(short.work, Ok(()));
+                    }
+                    Ended::NotDone => gpu.undone.push_back(short),
+                }
+            }
+            if !is_closing {
+                gpu.make_up(self.sms);
+            }
             for queue in &mut gpu.queues {
                 if queue.flights.is_empty() {
                     continue;
@@ -976,11 +1058,18 @@ impl Gpus {
     fn look_for_failures(&mut self, report: &mut impl FnMut(WorkRequest, Result<(), WorkError>)) {
         for gpu in &mut self.gpus {
             let asked = gpu.queues.iter().filter(|queue| !queue.flights.is_empty());
-            let mut failures = asked.filter_map(|queue| queue.copier.stream().is_done().err());
+            let failures = asked.filter_map(|queue| queue.copier.stream().is_done().err());
+            let standing = gpu.standing.iter().filter(|standing| standing.is_busy());
+            let mut failures = failures.chain(standing.filter_map(Standing::failure));
             let Some(why) = failures.next() else { continue };
             let code = number(why);
             tracing::error!(%why, "a GPU has failed: nothing is copied by it any more");
             gpu.failed = Some(code);
+            let standing = gpu.standing.iter_mut().flat_map(Standing::fail);
+            for short in standing.chain(gpu.undone.drain(..)) {
+                self.flying -= 1;
+                report(short.work, Err(WorkError::Device(code)));
+            }
             for queue in &mut gpu.queues {
                 queue.fail(|work| {
                     self.flying -= 1;

@@ -48,6 +48,7 @@ mod probe;
 mod segment;
 mod session;
 mod socket;
+mod standing;
 #[cfg(test)]
 mod tests;
 mod withdrawals;
@@ -145,6 +146,8 @@ pub struct ShmConfig {
     pub gpus: Vec<u32>,
     /// On how many SMs a GPU may make one copy. Few: they are wanted for other things.
     pub sms: NonZeroU32,
+    /// While a GPU makes short copies, warps of it stand by for more, for a tenth of a millisecond after the last, on one SM.
+    pub stands_by: bool,
     /// Descriptors count the addresses of a region from 0, not from where it is: as the transport does that is used beside
     /// this one ([`crate::provider::Memory::counts_from_zero`]). The same for all engines that are to meet.
     pub from_zero: bool,
@@ -162,6 +165,7 @@ impl ShmConfig {
             foreign: ForeignPath::Auto,
             gpus: Vec::new(),
             sms: immwire_cuda::geometry::DEFAULT_SMS,
+            stands_by: true,
             from_zero: false,
         }
     }
@@ -351,8 +355,8 @@ impl ShmProvider {
         }
         let failed = |call| move |errno: Errno| ShmError::Os { call, source: errno.into() };
         let known = Known::open(&config.gpus)?;
-        let gpus = known.clone().map(|known| Gpus::new(known, config.sms).map(Box::new));
-        let gpus = gpus.transpose();
+        let gpus = known.clone().map(|known| Gpus::new(known, config.sms, config.stands_by));
+        let gpus = gpus.map(|gpus| gpus.map(Box::new)).transpose();
         let gpus = gpus.map_err(|(ordinal, source)| ShmError::Gpu { ordinal, source })?;
         let (piece_bytes, batch_bytes, pages_per_piece, queue_depth) = match gpus {
             Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX, GPU_QUEUE_DEPTH),

@@ -101,6 +101,7 @@ fn flags_reach_their_gpu(case: &Case) {
 /// Where GPUs copy.
 pub const COPYING: &[Test] = &[
     ("refused_copies", Spread::Places, refused_copies),
+    ("short_writes", Spread::Places, short_writes),
     ("stuck", Spread::ProcessesBothMotors, stuck),
     (
         "taken_back_while_the_gpu_is_busy",
@@ -1033,6 +1034,8 @@ fn refused_copies(case: &Case) {
             // The peer tells where the memory is, first.
             me.done(&submit());
             other.count(&me, counter, 1);
+            // Nor does a warp stand by, which is given no command.
+            me.linger(Duration::from_millis(5));
             refuse(nth);
             let end = me.end(&submit());
             refuse(0);
@@ -1055,6 +1058,67 @@ fn refused_copies(case: &Case) {
         }
     }
     assert!(halves > 0, "no copy has two commands");
+}
+
+/// How many copies were made in this process by warps that stand by; `None`: the driver is not the stand-in, which counts.
+fn stood_by() -> Option<u64> {
+    let call: extern "C" fn() -> u64 = driver_s(c"immwire_fake_cuda_stood_by")?;
+    Some(call())
+}
+
+/// Has warps of this process overlook what they are asked for. Only the stand-in for the driver can.
+fn overlook(deaf: bool) {
+    let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_deaf");
+    if let Some(call) = call {
+        call(u32::from(deaf));
+    }
+}
+
+/// Short writes of any size, from and to anywhere, some by warps that come and go meanwhile, and sometimes have gone when they are asked:
+/// each byte arrives, no other is written, and the count is exact.
+fn short_writes(case: &Case) {
+    const ROOM: u64 = 80 << 10;
+    const SIZES: [u64; 9] = [1, 8, 15, 100, 4096, 4099, 32 << 10, (32 << 10) + 1, 20_000];
+    const ENOUGH: u64 = 40;
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = other.memory(&me, ROOM, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, usize::try_from(ROOM).expect("small")).expect("memory");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, ROOM, 0);
+    let (before, start) = (stood_by(), Instant::now());
+    for round in 0_u64.. {
+        // Until they have gone once more, what comes is too late for them.
+        overlook(round % 16 == 13);
+        // Two at once: so the second comes soon after the first.
+        let size = |n: u64| SIZES[usize::try_from((round + n) % 9).expect("small")];
+        let (first, second) = (size(0), size(4));
+        let places = [(round % 64, first), (64 + first + round % 5, second)];
+        let all = places[1].0 + second + 64;
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: all, byte: 0xa5 });
+        let transfers =
+            places.map(|(at, len)| write(&me, peer, &src, &desc, (at, at, len), Some(tag)));
+        transfers.iter().for_each(|transfer| me.done(transfer));
+        other.count(&me, counter, 2);
+        let mut end = 0;
+        for (at, len) in places {
+            other.check_only(&me, there, end, at - end, 0xa5);
+            let (region, offset) = (there, at);
+            let wrong = other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+            assert_eq!(wrong, None, "round {round}: byte of {len} at {at}");
+            end = at + len;
+        }
+        other.check_only(&me, there, end, all - end, 0xa5);
+        // After some, they have gone.
+        if round % 16 == 15 {
+            me.linger(Duration::from_millis(10));
+        }
+        let by_warps = stood_by().zip(before).map(|(now, before)| now - before);
+        if round >= 100 && by_warps.is_none_or(|made| made >= ENOUGH) {
+            break;
+        }
+        assert!(start.elapsed() < patience(), "{by_warps:?} of {} by warps", 2 * round);
+    }
 }
 
 /// A stream that is captured, until it is told to end.

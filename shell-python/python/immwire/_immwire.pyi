@@ -319,6 +319,7 @@ class TransferEngine:
         pairing: str | None = None,
         topology: str | PathLike[str] | None = None,
         sms: int | None = None,
+        stand_by: bool = True,
         shm_on_host: bool = False,
         host: str | None = None,
         staging: int | None = None,

@@ -3,7 +3,7 @@
 use crate::random::Random;
 use crate::reach::Reach;
 use crate::world::World;
-use crate::{copy, exchange};
+use crate::{copy, exchange, standby};
 use std::ffi::c_void;
 use std::ptr;
 
@@ -12,10 +12,14 @@ use std::ptr;
 pub(crate) enum Kernel {
     Copy(copy::Kernel),
     Exchange(exchange::Kernel),
+    Standby,
 }
 
 impl Kernel {
     pub(crate) fn named(name: &[u8]) -> Option<Self> {
+        if name == b"immwire_standby" {
+            return Some(Self::Standby);
+        }
         copy::Kernel::named(name)
             .map(Self::Copy)
             .or_else(|| exchange::named(name).map(Self::Exchange))
@@ -35,6 +39,7 @@ pub(crate) struct Size {
 pub(crate) enum Launch {
     Copy(copy::Launch),
     Exchange(Box<exchange::Launch>),
+    Standby(standby::Launch),
 }
 
 impl Launch {
@@ -61,6 +66,11 @@ impl Launch {
                 let args = unsafe { ptr::read_unaligned(only.cast()) };
                 Self::Exchange(Box::new(exchange::Launch { kernel, size, args }))
             }
+            Kernel::Standby => {
+                // SAFETY: our caller's promise: this kernel takes no other.
+                let args = unsafe { ptr::read_unaligned(only.cast()) };
+                Self::Standby(standby::Launch { args })
+            }
         }
     }
 
@@ -69,6 +79,7 @@ impl Launch {
         match self {
             Self::Copy(launch) => launch.check(size, most_shared_bytes),
             Self::Exchange(launch) => launch.check(most_shared_bytes),
+            Self::Standby(launch) => launch.check(size),
         }
     }
 
@@ -77,6 +88,7 @@ impl Launch {
         match self {
             Self::Copy(launch) => launch.claim(world, reach),
             Self::Exchange(launch) => launch.claim(world, reach),
+            Self::Standby(launch) => launch.claim(world, reach),
         }
     }
 
@@ -85,6 +97,7 @@ impl Launch {
         match self {
             Self::Copy(launch) => launch.run(reach, random),
             Self::Exchange(launch) => launch.run(reach, random),
+            Self::Standby(launch) => launch.run(reach, random),
         }
     }
 }

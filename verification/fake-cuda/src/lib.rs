@@ -58,6 +58,7 @@ mod memory;
 mod nic;
 mod random;
 mod reach;
+mod standby;
 mod stream;
 mod violation;
 mod world;

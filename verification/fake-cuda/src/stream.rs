@@ -25,15 +25,27 @@ const LOOK: Duration = Duration::from_micros(20);
 const PIECES: u64 = 16;
 const SHORTEST_PIECE: u64 = 4096;
 
-/// Kernels and copies of this process do not begin: their GPUs are stuck.
+/// Kernels and copies of this process do not begin, and warps that stand by look at nothing: their GPUs are stuck.
 static HELD: AtomicBool = AtomicBool::new(false);
 
 /// Streams that would begin one now.
 static HELD_UP: AtomicU64 = AtomicU64::new(0);
 
-/// Holds kernels and copies that have not begun, or lets them go on.
+/// Holds kernels and copies that have not begun, and warps that stand by, or lets them go on.
 pub(crate) fn hold(held: bool) {
     HELD.store(held, Ordering::Release);
+}
+
+/// Returns when kernels may go on.
+pub(crate) fn wait_while_held() {
+    if !HELD.load(Ordering::Acquire) {
+        return;
+    }
+    HELD_UP.fetch_add(1, Ordering::AcqRel);
+    while HELD.load(Ordering::Acquire) {
+        std::thread::sleep(LOOK);
+    }
+    HELD_UP.fetch_sub(1, Ordering::AcqRel);
 }
 
 /// How many streams are held up.
@@ -117,10 +129,8 @@ pub(crate) enum Work {
 }
 
 impl Work {
-    fn is_held(&self) -> bool {
-        let moves =
-            matches!(self, Self::Copy { .. } | Self::CopyPlain { .. } | Self::Launch { .. });
-        moves && HELD.load(Ordering::Acquire)
+    fn moves(&self) -> bool {
+        matches!(self, Self::Copy { .. } | Self::CopyPlain { .. } | Self::Launch { .. })
     }
 }
 
@@ -174,12 +184,8 @@ impl Stream {
     fn serve(&self, random: &mut Random) {
         while let Some(work) = self.next() {
             random.delay();
-            if work.is_held() {
-                HELD_UP.fetch_add(1, Ordering::AcqRel);
-                while work.is_held() {
-                    std::thread::sleep(LOOK);
-                }
-                HELD_UP.fetch_sub(1, Ordering::AcqRel);
+            if work.moves() {
+                wait_while_held();
             }
             run(work, random);
             lock(&self.queue).done += 1;
@@ -321,7 +327,7 @@ fn run(work: Work, random: &mut Random) {
 }
 
 /// Calls `f` with the offset and length of each piece of `bytes` bytes.
-fn pieces(random: &mut Random, bytes: u64, mut f: impl FnMut(u64, u64)) {
+pub(crate) fn pieces(random: &mut Random, bytes: u64, mut f: impl FnMut(u64, u64)) {
     let piece = bytes.div_ceil(PIECES).max(SHORTEST_PIECE);
     random.each(bytes.div_ceil(piece), |i| f(i * piece, piece.min(bytes - i * piece)));
 }

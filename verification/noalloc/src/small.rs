@@ -18,6 +18,7 @@ use immwire_core::peer::{Action, Crossing, DownReason, Peer, resolve_crossing};
 use immwire_core::pulse::Pulse;
 use immwire_core::region::{LocalMr, MrDesc, RegionError};
 use immwire_core::ring::{Cell, Ring};
+use immwire_core::standby::{Ended, Errand, Seat, Standby};
 use immwire_core::wake::{Completed, Completion, Doorbell, Progress, Ticket};
 use immwire_core::wire::{Hello, NetAddr, ParseAddrError, Refusal, Wire, WireError};
 
@@ -177,6 +178,29 @@ extern "C" fn hp_wake_complete(
 #[unsafe(no_mangle)]
 extern "C" fn hp_hazard_enter(active: &Word, grant: &Word, key: u64) -> bool {
     hazard::enter(active, grant, key)
+}
+
+/// Asks a warp for a copy; the seat, or none.
+#[unsafe(no_mangle)]
+extern "C" fn hp_standby_ask(standby: &mut Standby, words: &&[Word], errand: &Errand) -> usize {
+    let Some(seat) = Seat::new(words) else { return usize::MAX };
+    standby.ask(*errand, &[seat]).unwrap_or(usize::MAX)
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_standby_look(standby: &mut Standby, at: usize, words: &&[Word]) -> u8 {
+    let Some(seat) = Seat::new(words) else { return 0 };
+    match standby.look(at, seat) {
+        None => 0,
+        Some(Ended::Done) => 1,
+        Some(Ended::NotDone) => 2,
+    }
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_standby_send(standby: &mut Standby, now: u64, words: &&[Word]) -> u32 {
+    let Some(seat) = Seat::new(words) else { return 0 };
+    standby.send(Time::from_nanos(now), &[seat]).unwrap_or(0)
 }
 
 // ---- splitting ----
