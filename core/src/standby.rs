@@ -217,7 +217,7 @@ pub enum Ended {
 pub struct Standby {
     /// The number of the last launch; 0: there was none.
     launch: u32,
-    /// When a short copy came last.
+    /// When a short copy was last made in another way.
     last: Option<Time>,
     chairs: [Chair; SEATS],
 }

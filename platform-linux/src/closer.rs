@@ -8,6 +8,12 @@
 //!
 //! What they are, and who waits for them to be gone: their `Drop` says so, to whom it concerns.
 //!
+//! # Limits
+//!
+//! While a call of the driver's waits so, those of the process's other threads that use the same GPU wait, too. So it is known of each GPU
+//! whether anything is being given back, by whichever closer of the process: who cannot wait asks for that first ([`Closer::is_busy`]). GPUs are told
+//! apart by their numbers modulo 64.
+//!
 //! # Invariants
 //!
 //! - What is given is dropped once, in the order in which it was given; by who gives it, if there is no thread to be had.
@@ -15,9 +21,9 @@
 //!   not come back: then the thread goes on by itself, with what it has and what it is given later, and nobody waits for it again.
 
 use std::fmt;
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError, Sender};
-use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -26,21 +32,44 @@ use crate::sync::lock;
 /// Something that is dropped by another thread.
 type Remains = Box<dyn Send>;
 
+/// GPUs that are told apart.
+const TOLD_APART: u32 = u64::BITS;
+
+/// How much was given in this process that is not dropped yet: by the number of the GPU, and in all.
+static PENDING: [AtomicUsize; TOLD_APART as usize] =
+    [const { AtomicUsize::new(0) }; TOLD_APART as usize];
+static ALL_PENDING: AtomicUsize = AtomicUsize::new(0);
+
 /// See the module.
-#[derive(Default)]
 pub(crate) struct Closer {
     state: Mutex<State>,
-    /// How much was given that is not dropped yet.
-    pending: Arc<AtomicUsize>,
+    /// A bit for each GPU whose things it is given.
+    gpus: u64,
+}
+
+/// What is pending at GPUs of which there is a bit for each.
+fn pending_at(gpus: u64) -> impl Iterator<Item = &'static AtomicUsize> {
+    PENDING.iter().enumerate().filter_map(move |(at, count)| (gpus >> at & 1 == 1).then_some(count))
 }
 
 /// Counts as long as it is not dropped; the last of what is given.
-struct Counted(Arc<AtomicUsize>);
+struct Counted(u64);
+
+impl Counted {
+    fn new(gpus: u64) -> Self {
+        for count in pending_at(gpus).chain([&ALL_PENDING]) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        Self(gpus)
+    }
+}
 
 impl Drop for Counted {
     fn drop(&mut self) {
         // Release: who sees that nothing is pending does so after all that the driver was asked for.
-        self.0.fetch_sub(1, Ordering::Release);
+        for count in pending_at(self.0).chain([&ALL_PENDING]) {
+            count.fetch_sub(1, Ordering::Release);
+        }
     }
 }
 
@@ -79,16 +108,23 @@ impl State {
 }
 
 impl Closer {
-    /// Whether something is being dropped, or waits for that: the driver may keep whoever calls it waiting. A load.
+    /// For what is of these GPUs, by their numbers in this process.
+    pub(crate) fn new(ordinals: &[u32]) -> Self {
+        let gpus = ordinals.iter().fold(0, |gpus, ordinal| gpus | 1 << (ordinal % TOLD_APART));
+        Self { state: Mutex::default(), gpus }
+    }
+
+    /// Whether something of its GPUs is being dropped, or waits for that, here or by another closer of this process: the driver may keep
+    /// whoever calls it waiting. A load, if there is nothing of any.
     #[inline]
     pub(crate) fn is_busy(&self) -> bool {
-        self.pending.load(Ordering::Acquire) > 0
+        ALL_PENDING.load(Ordering::Acquire) > 0
+            && pending_at(self.gpus).any(|count| count.load(Ordering::Acquire) > 0)
     }
 
     /// Drops `remains`, on the thread. Allocates; waits for nothing.
     pub(crate) fn give(&self, remains: impl Send + 'static) {
-        self.pending.fetch_add(1, Ordering::Relaxed);
-        let remains = (remains, Counted(Arc::clone(&self.pending)));
+        let remains = (remains, Counted::new(self.gpus));
         let mut state = lock(&self.state);
         if matches!(*state, State::Idle) {
             *state = State::start();
@@ -143,7 +179,7 @@ impl Closer {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::sync::Condvar;
+    use std::sync::{Arc, Condvar};
     use std::thread::ThreadId;
 
     #[derive(Default)]
@@ -175,7 +211,7 @@ mod tests {
     fn all_is_dropped_in_order_by_one_other_thread_which_is_joined() {
         let noted = Arc::<Notes>::default();
         noted.allow();
-        let closer = Closer::default();
+        let closer = Closer::new(&[0, 1]);
         assert!(closer.end(Duration::ZERO), "there was no thread");
         (0..9).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         closer.catch_up(Duration::from_secs(60));
@@ -193,7 +229,7 @@ mod tests {
     #[test]
     fn one_that_does_not_come_back_holds_up_nobody_for_longer_than_they_want() {
         let noted = Arc::<Notes>::default();
-        let closer = Closer::default();
+        let closer = Closer::new(&[2]);
         (0..2).for_each(|n| closer.give(Noted(n, Arc::clone(&noted))));
         assert!(!closer.end(Duration::from_millis(1)));
         assert!(matches!(*lock(&closer.state), State::Late { .. }));
@@ -207,5 +243,28 @@ mod tests {
         while lock(&noted.all).len() < 3 {
             std::thread::yield_now();
         }
+    }
+
+    #[test]
+    fn who_uses_a_gpu_that_another_gives_back_to_knows() {
+        let noted = Arc::<Notes>::default();
+        let closers = [&[3][..], &[4, 5], &[5, 6 + TOLD_APART], &[6]].map(Closer::new);
+        let busy = || closers.each_ref().map(Closer::is_busy);
+        assert_eq!(busy(), [false; 4]);
+        let check = |giver: usize, expected: [bool; 4]| {
+            *lock(&noted.may) = false;
+            closers[giver].give(Noted(0, Arc::clone(&noted)));
+            assert_eq!(busy(), expected);
+            noted.allow();
+            while busy() != [false; 4] {
+                std::thread::yield_now();
+            }
+        };
+        check(0, [true, false, false, false]);
+        check(1, [false, true, true, false]);
+        check(2, [false, true, true, true]);
+        check(3, [false, false, true, true]);
+        assert!(!Closer::new(&[]).is_busy());
+        assert!(closers.iter().all(|closer| closer.end(Duration::from_secs(60))));
     }
 }

@@ -26,6 +26,7 @@ use immwire_core::wake::Ticket;
 use immwire_core::wire::{NetAddr, ProviderKind};
 
 use crate::clock::Clock;
+use crate::closer::Closer;
 use crate::counter::ImmCounter;
 use crate::driver::{Drive, Engine, OWN_TRANSFERS, Setup, Submission};
 use crate::error::{
@@ -482,7 +483,8 @@ impl Builder {
         };
         let Some(staging) = self.staging else { return self.assemble_beside(near, far) };
         // While the one side's closer waits for a driver, that keeps the other's callers waiting.
-        let closer = near.as_ref().and_then(ShmProvider::closer).unwrap_or_default();
+        let own = || Arc::new(Closer::new(&self.gpus));
+        let closer = near.as_ref().and_then(ShmProvider::closer).unwrap_or_else(own);
         let geometry = self.geometry()?;
         let staged = Staged::beside(far, staging, (&self.gpus, closer), self.sms, geometry);
         let staged = staged.map_err(BuildError::Staging)?;

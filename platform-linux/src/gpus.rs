@@ -158,7 +158,7 @@ fn over(issued: u64, pending: impl Iterator<Item = u64>) -> u64 {
 impl Known {
     /// Opens GPUs, so that each reaches the memory of the others where there is a way. `None`: none are named.
     pub(crate) fn open(ordinals: &[u32]) -> Result<Option<Arc<Self>>, OpenError> {
-        Self::beside(ordinals, Arc::default())
+        Self::beside(ordinals, Arc::new(Closer::new(ordinals)))
     }
 
     /// The same, for an engine that gives GPUs' things back by this one.

@@ -10,7 +10,7 @@
 //! - A piece is copied under its [`Claim`], which ends when a warp has said that it is done, or when it has been copied otherwise.
 //! - What is asked for at a seat lies in memory that stays, as with any other copy: its source by the engine's rule, its target by the claim.
 //! - Every piece that was taken is handed back once, by [`Standing::poll`] or [`Standing::fail`].
-//! - Nothing here allocates, and only [`Standing::send`] calls the driver.
+//! - Nothing here allocates. To ask and to look takes no call of the driver.
 
 use std::time::{Duration, Instant};
 

@@ -270,7 +270,8 @@ impl<P: Provider> Staged<P> {
         sms: NonZeroU32,
         geometry: Geometry,
     ) -> Result<Self, StagingError> {
-        Self::beside(inner, staging, (gpus, Arc::default()), sms, geometry)
+        let closer = Arc::new(Closer::new(gpus));
+        Self::beside(inner, staging, (gpus, closer), sms, geometry)
     }
 
     /// As [`Staged::new`], for an engine that gives GPUs' things back by this closer.

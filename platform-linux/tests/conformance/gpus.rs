@@ -108,6 +108,11 @@ pub const COPYING: &[Test] = &[
         Spread::ProcessesBothMotors,
         taken_back_while_the_gpu_is_busy,
     ),
+    (
+        "beside_an_engine_that_waits_for_the_gpu",
+        Spread::ProcessesBothMotors,
+        beside_an_engine_that_waits_for_the_gpu,
+    ),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -1011,6 +1016,44 @@ fn taken_back_while_the_gpu_is_busy(case: &Case) {
     assert!(matches!(still, Say::Text(_)), "{still:?}");
     drop(busy);
     go_on();
+}
+
+/// Two engines of one process use one GPU. While the driver keeps the one waiting that gives back what it had opened, since the GPU has
+/// something to do, the other goes on with all that needs no driver; and with what does, when the GPU has done that.
+fn beside_an_engine_that_waits_for_the_gpu(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let me = case.me();
+    let (mut other, address) = case.agent("other");
+    let (peer, beside) = (me.peer(&address), case.me());
+    let its_peer = beside.peer(&address);
+    let (counter, tag) = other.counter(&beside);
+    let len = usize::try_from(BYTES).expect("small");
+    let [src, from] = [&me, &beside].map(|host| host.engine.alloc_gpu(0, len).expect("memory"));
+    let (region, desc) = other.memory(&me, BYTES, Own::Test);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, BYTES), None));
+    let (there, desc) = other.memory(&beside, BYTES, Own::Engine);
+    let copy = || write(&beside, its_peer, &from, &desc, (0, 0, BYTES), Some(tag));
+    beside.done(&copy());
+    other.count(&beside, counter, 1);
+    let busy = Busy::all();
+    let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
+    assert!(matches!(still, Say::Text(_)), "{still:?}");
+    let pattern = case.pattern(0);
+    for _ in 0..20 {
+        beside.done(&beside.engine.submit_imm(its_peer, tag, 1).expect("submit"));
+        other.count(&beside, counter, 1);
+    }
+    let later = copy();
+    beside.done(&beside.engine.submit_imm(its_peer, tag, 1).expect("submit"));
+    other.count(&beside, counter, 1);
+    drop(busy);
+    beside.done(&later);
+    other.count(&beside, counter, 1);
+    go_on();
+    pattern.fill(&from, 0, BYTES, 0);
+    beside.done(&copy());
+    other.count(&beside, counter, 1);
+    other.check(&beside, there, 0, BYTES, pattern);
 }
 
 /// A copy that the driver does not take, or takes half of, fails alone: it is not counted, and the
