@@ -11,8 +11,16 @@
 //! 1. Sent, but not yet reported as taken, are at most as many as were granted.
 //! 2. A report is due before the sender can run out: at half the grant.
 //! 3. A report from outside that claims more than was sent is refused.
+//! 4. Whoever cannot send for want of room still asks, by heartbeats, whether the peer is there.
 //!
 //! The tests below run all interleavings of a small sender and receiver.
+
+use crate::imm::Imm;
+use crate::mailbox::Control;
+
+/// There is no room for an immediate until the peer has taken more.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Shut;
 
 /// What a sender may still send over one NIC of a peer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
@@ -42,6 +50,22 @@ impl Allowance {
     #[must_use]
     pub const fn is_open(&self) -> bool {
         self.sent - self.taken < self.granted as u64
+    }
+
+    /// What of a piece's immediate is sent with it now.
+    ///
+    /// Heartbeats never wait for room: where there is none, the bare write goes, of nothing. The peer has yet to take all that
+    /// it granted, and hears of us by that; but if it is gone, and nothing is in flight to it, nothing else would say so.
+    ///
+    /// # Errors
+    ///
+    /// [`Shut`]: the piece waits.
+    #[inline]
+    pub fn carries(&self, imm: Option<Imm>) -> Result<Option<Imm>, Shut> {
+        match imm {
+            Some(imm) if !self.is_open() => beyond(imm),
+            _ => Ok(imm),
+        }
     }
 
     /// One was sent. To be called only while [`Allowance::is_open`].
@@ -74,6 +98,14 @@ impl Allowance {
             self.taken = claimed;
         }
         Ok(())
+    }
+}
+
+#[cold]
+fn beyond(imm: Imm) -> Result<Option<Imm>, Shut> {
+    match Control::decode(imm.bits()) {
+        Some(Ok(Control::Heartbeat)) => Ok(None),
+        _ => Err(Shut),
     }
 }
 
@@ -131,6 +163,8 @@ mod tests {
     use std::vec::Vec;
 
     use super::*;
+    use crate::imm::ImmTag;
+    use crate::receipt::Epoch;
 
     /// All orders of sending, losing, taking, reporting, and of reports that overtake each other or are lost:
     /// never more is under way than was granted, and nobody is ever stuck.
@@ -196,6 +230,29 @@ mod tests {
         allowance.report(1).unwrap();
         allowance.report(0).unwrap();
         assert!(allowance.is_open());
+    }
+
+    /// Whatever an immediate says, and whether there is room or not.
+    #[test]
+    fn heartbeats_alone_go_without_room() {
+        let epoch = Epoch::default();
+        let controls = [
+            Control::Message(3),
+            Control::Credit(63),
+            Control::Heartbeat,
+            Control::Ask { from: 1, to: 2, epoch },
+            Control::Answer(7),
+        ];
+        let tag = ImmTag::new(0, 0).unwrap();
+        let users = [1, 2, 0xfff].map(|units| tag.with_units(units).unwrap());
+        let imms = controls.map(|control| Imm::from_bits(control.encode()));
+        let (open, shut) = (Allowance::new(1), Allowance::new(0));
+        for imm in imms.into_iter().chain(users) {
+            assert_eq!(open.carries(Some(imm)), Ok(Some(imm)));
+            let beats = imm.bits() == Control::Heartbeat.encode();
+            assert_eq!(shut.carries(Some(imm)), if beats { Ok(None) } else { Err(Shut) });
+        }
+        assert_eq!((open.carries(None), shut.carries(None)), (Ok(None), Ok(None)));
     }
 
     #[test]

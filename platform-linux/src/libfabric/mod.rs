@@ -817,11 +817,11 @@ impl LibfabricProvider {
         else {
             return Posted::Refused(WorkError::PeerGone);
         };
-        if work.imm.is_some() && !allowance.is_open() {
+        let Ok(imm) = allowance.carries(work.imm) else {
             // The report that it has more may be at the door.
             self.urgent = true;
             return Posted::NoRoom;
-        }
+        };
         let (mut address, mut key) = (work.dst, work.dst_key);
         let (from, desc);
         let Ok(len) = usize::try_from(work.len) else {
@@ -845,7 +845,7 @@ impl LibfabricProvider {
             (from, desc) = (work.src, found);
         }
         let Some(context) = lane.free.pop() else { return Posted::NoRoom };
-        let data = work.imm.map(|imm| {
+        let data = imm.map(|imm| {
             let imm = u64::from(imm.bits());
             if wide { (session.their_token & LOWER) << 32 | imm } else { imm }
         });

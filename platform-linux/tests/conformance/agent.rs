@@ -168,6 +168,10 @@ pub enum Ask {
     /// Builds two engines, starts to write from one to the other, and drops everything; answers how the
     /// write ended.
     LoadAndDrop(Setup),
+    /// Does nothing for so long: a polled engine is not polled.
+    Doze {
+        ms: u64,
+    },
     /// Writes random words over everything that the process shares with its peers' sessions.
     Scribble {
         seed: u64,
@@ -486,6 +490,10 @@ impl State {
                 Err(error) => Say::Text(error.to_string()),
             },
             Ask::LoadAndDrop(setup) => load_and_drop(&setup),
+            Ask::Doze { ms } => {
+                std::thread::sleep(Duration::from_millis(ms));
+                Say::Fine
+            }
             Ask::Scribble { seed, ms } => scribble(seed, Duration::from_millis(ms)),
         }
     }

@@ -10,12 +10,13 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
-use crate::host::{Foreign, Host, Memory, Own, Pattern, Setup, names, patience};
+use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test, foreign};
 
 pub const TESTS: &[Test] = &[
     ("receiver_killed", Spread::ProcessesBothMotors, receiver_killed),
+    ("full_receiver_killed", Spread::ProcessesBothMotors, full_receiver_killed),
     ("sender_killed", Spread::ProcessesBothMotors, sender_killed),
     ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
     ("no_nic_left", Spread::Places, no_nic_left),
@@ -40,6 +41,9 @@ pub const NOT_WRITTEN_WHILE_STOPPED: &[Test] = &[
 /// Where an engine can do without one of its NICs.
 pub const WITH_SEVERAL_NICS: &[Test] =
     &[("nics_fail_and_return", Spread::Places, nics_fail_and_return)];
+
+/// What has not moved for so long does not.
+const STILL: Duration = Duration::from_millis(500);
 
 /// How soon others are served, and waits end.
 const SOON: Duration = Duration::from_secs(2);
@@ -141,6 +145,47 @@ fn receiver_killed(case: &Case) {
         assert!(names(end, peer), "{way:?} {end:?}");
         third.is_served(&me);
     }
+}
+
+/// A peer whose engine is not polled, so that it takes nothing of what arrives: once it can be sent no more, nothing is in
+/// flight to it. That it dies then is noticed all the same.
+fn full_receiver_killed(case: &Case) {
+    // For as long as this takes, silence is no death.
+    let setup = |nics| Setup { silent_ms: Some(20_000), ..case.setup(nics) };
+    let me = Host::new(&setup(case.nics.0));
+    let mut other = case.bare_agent("other");
+    let address = other.build(&Setup { motor: Motor::Polled, ..setup(case.nics.1) });
+    let peer = me.peer(&address);
+    let mut third = Third::new(case, &me);
+    third.is_served(&me);
+    let src = me.memory(1 << 20, Own::Engine);
+    let (_, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    let (_, tag) = other.counter(&me);
+    // It is reached, and takes what comes, until it does nothing.
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 8), Some(tag)));
+    other.post(Ask::Doze { ms: 60_000 });
+    let transfers: Vec<_> =
+        (0..5).map(|_| pages(&me, peer, &src, &desc, case.many(), Some(tag), None)).collect();
+    let (mut completed, mut since) = (0, Instant::now());
+    let stands_still = me.until(patience(), || {
+        let now = me.engine.stats().completed;
+        if now != completed {
+            (completed, since) = (now, Instant::now());
+        }
+        (since.elapsed() > STILL).then_some(())
+    });
+    stands_still.expect("it can be sent no more");
+    other.signal(Signal::KILL);
+    let killed = Instant::now();
+    let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
+    let ends: Vec<_> = ends.collect();
+    // GPUs ask nobody for room.
+    let may_be_done = |end| case.facts().has_gpus && end == immwire::End::Done;
+    assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{ends:?}");
+    assert!(killed.elapsed() < case.soon(), "took {:?}", killed.elapsed());
+    let state = me.peer_down(peer, case.soon());
+    assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+    third.is_served(&me);
 }
 
 fn sender_killed(case: &Case) {
