@@ -619,6 +619,8 @@ pub enum Refusal {
     Stale,
     /// No two NICs of the same number reach each other, of those that are up.
     NoWay,
+    /// The address is another engine's now.
+    Elsewhere,
 }
 
 impl fmt::Display for Refusal {
@@ -637,6 +639,9 @@ impl fmt::Display for Refusal {
             Self::Stale => f.write_str("the call is older than one that was answered since"),
             Self::NoWay => f.write_str(
                 "no NIC reaches the other side's of the same number; see which are down",
+            ),
+            Self::Elsewhere => f.write_str(
+                "another engine has the address by now, the one that was called is gone",
             ),
         }
     }
@@ -942,6 +947,7 @@ impl body::Body for Refusal {
             Self::Malformed => (7, 0, 0),
             Self::Stale => (8, 0, 0),
             Self::NoWay => (9, 0, 0),
+            Self::Elsewhere => (10, 0, 0),
         };
         to.put(&RefusalBody { code, reserved: 0, ours: ours.into(), theirs: theirs.into() })
     }
@@ -960,6 +966,7 @@ impl body::Body for Refusal {
             7 => Self::Malformed,
             8 => Self::Stale,
             9 => Self::NoWay,
+            10 => Self::Elsewhere,
             found => return Err(WireError::RefusalCode { found }),
         };
         reserved((u32::from(theirs) << 16) | u32::from(ours))?;

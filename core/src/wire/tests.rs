@@ -59,7 +59,7 @@ fn hellos() -> Vec<Hello> {
     vec![hello(small, 1, 64), hello(longest_addr(), 64, 1 << 16)]
 }
 
-const REFUSALS: [Refusal; 10] = [
+const REFUSALS: [Refusal; 11] = [
     Refusal::Version { ours: 0, theirs: 0 },
     Refusal::Version { ours: 1, theirs: u16::MAX },
     Refusal::Busy,
@@ -70,6 +70,7 @@ const REFUSALS: [Refusal; 10] = [
     Refusal::Malformed,
     Refusal::Stale,
     Refusal::NoWay,
+    Refusal::Elsewhere,
 ];
 
 fn encoded<T: Wire>(value: &T) -> Vec<u8> {

@@ -312,7 +312,7 @@ impl LibfabricProvider {
     fn challenge(&mut self, nonce: Nonce, target: EngineId, door: &Address) -> Option<()> {
         if target != self.config.engine {
             // Somebody else had this address before us.
-            return self.refuse(nonce, door, Refusal::Malformed);
+            return self.refuse(nonce, door, Refusal::Elsewhere);
         }
         let nonces = self.handshakes.challenge(&nonce, door);
         self.answer(door, &Message::Challenge(nonces));

@@ -611,7 +611,7 @@ impl ShmProvider {
             return self.drop_stranger(at);
         };
         if target != self.id {
-            return self.refuse_stranger(at, Refusal::Malformed);
+            return self.refuse_stranger(at, Refusal::Elsewhere);
         }
         let Some(Some(stranger)) = self.strangers.get_mut(at) else {
             return;

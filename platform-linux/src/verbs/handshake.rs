@@ -442,7 +442,7 @@ impl VerbsProvider {
         let place = Place::decode(door).filter(|place| from.is(&place.port))?;
         if target != self.config.engine {
             // Somebody else had this address before us.
-            return self.refuse(nonce, (from.door, &place), Refusal::Malformed);
+            return self.refuse(nonce, (from.door, &place), Refusal::Elsewhere);
         }
         let message = Message::Challenge(self.handshakes.challenge(&nonce, door));
         let to = (from.door, &place, Asker::Stranger);

@@ -595,7 +595,7 @@ fn noise_at_the_door(case: &Case) {
     let first = nonce(&mut random);
     let nobody = EngineId(random.number());
     let wrong = Message::Call { nonce: first, target: nobody, door: mine.clone() };
-    assert_eq!(refused(&mut stranger, &wrong), Refusal::Malformed);
+    assert_eq!(refused(&mut stranger, &wrong), Refusal::Elsewhere);
     let target = host.engine.address().engine();
     stranger.tell(host, to, &Message::Call { nonce: first, target, door: mine.clone() });
     let heard = stranger.hear(host, patience()).expect("a challenge");

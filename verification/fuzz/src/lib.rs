@@ -132,7 +132,7 @@ pub fn consistent(mut hello: Hello) -> Hello {
 
 /// Any refusal.
 pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
-    Ok(match from.int_in_range(0..=8)? {
+    Ok(match from.int_in_range(0..=9)? {
         0 => Refusal::Version { ours: from.arbitrary()?, theirs: from.arbitrary()? },
         1 => Refusal::Busy,
         2 => Refusal::Unauthorised,
@@ -141,6 +141,7 @@ pub fn refusal(from: &mut Unstructured<'_>) -> Result<Refusal> {
         5 => Refusal::Myself,
         6 => Refusal::Malformed,
         7 => Refusal::Stale,
-        _ => Refusal::NoWay,
+        8 => Refusal::NoWay,
+        _ => Refusal::Elsewhere,
     })
 }
