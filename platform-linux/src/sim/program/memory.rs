@@ -299,6 +299,10 @@ impl Source {
         !self.claims.is_empty()
     }
 
+    pub(super) fn is_read_by(&self, flight: u64) -> bool {
+        self.claims.iter().any(|claim| claim.flight == flight)
+    }
+
     pub(super) const fn len(&self) -> u64 {
         self.bytes as u64
     }

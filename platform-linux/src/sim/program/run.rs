@@ -1214,12 +1214,19 @@ impl<'w, W: World> Program<'w, W> {
     }
 
     /// Whether transfers go on reading from the source of an engine's. A thread lets go of a region before it says that the
-    /// transfer has ended, and may not run in between.
+    /// transfer has ended, and may not run in between; and a callback is run at the next step of its engine.
     fn is_source_in_use(&mut self, at: usize) -> Result<bool, String> {
-        for _ in 0..if self.world.is_virtual() { 1 } else { 1000 } {
+        let is_virtual = self.world.is_virtual();
+        for _ in 0..if is_virtual { 2 } else { 1000 } {
             self.observe()?;
-            if !self.side(at).is_some_and(|side| side.source.in_use()) {
+            let Some(source) = self.side(at).map(|side| &side.source) else { return Ok(false) };
+            let reads = |flight: &Flight| source.is_read_by(flight.number);
+            let is_asked = |flight: &Flight| matches!(flight.handle, Handle::Polled(_));
+            if !source.in_use() {
                 return Ok(false);
+            }
+            if is_virtual && self.flights.iter().any(|flight| is_asked(flight) && reads(flight)) {
+                return Ok(true);
             }
             self.pass(Duration::from_millis(1))?;
         }
