@@ -75,7 +75,9 @@ impl Scene {
         poison(&src, 0, SIZE, OLD);
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: EMPTY });
         let pages = u32::try_from(SIZE / PAGE).expect("small");
-        let list = |by| (0..case.many()).map(|i| i % pages * by % pages).collect::<Vec<_>>();
+        let list = |by| {
+            (0..case.facts().pages_for_a_while).map(|i| i % pages * by % pages).collect::<Vec<_>>()
+        };
         let lists = (list(7).into(), list(11).into());
         Self { own, lists, me, other, peer, src, there, desc }
     }

@@ -125,8 +125,9 @@ fn receiver_killed(case: &Case) {
         let src = me.memory(1 << 20, Own::Engine);
         let (_, desc) = other.memory(&me, 1 << 20, own);
         let (_, tag) = other.counter(&me);
-        let transfers: Vec<_> =
-            (0..5).map(|_| pages(&me, peer, &src, &desc, case.many(), Some(tag), None)).collect();
+        let transfers: Vec<_> = (0..5)
+            .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, Some(tag), None))
+            .collect();
         let some = if case.facts().has_gpus { 64 } else { 2000 };
         me.until(patience(), || (me.engine.stats().completed > some).then_some(()));
         other.signal(Signal::KILL);
@@ -164,8 +165,9 @@ fn full_receiver_killed(case: &Case) {
     // It is reached, and takes what comes, until it does nothing.
     me.done(&write(&me, peer, &src, &desc, (0, 0, 8), Some(tag)));
     other.post(Ask::Doze { ms: 60_000 });
-    let transfers: Vec<_> =
-        (0..5).map(|_| pages(&me, peer, &src, &desc, case.many(), Some(tag), None)).collect();
+    let transfers: Vec<_> = (0..5)
+        .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, Some(tag), None))
+        .collect();
     let (mut completed, mut since) = (0, Instant::now());
     let stands_still = me.until(patience(), || {
         let now = me.engine.stats().completed;
@@ -247,7 +249,7 @@ fn peer_stopped(case: &Case) {
     // More announcements than there is room for.
     let limit = Duration::from_millis(200);
     let start = Instant::now();
-    let many = if case.facts().has_gpus { case.many() } else { 5000 };
+    let many = if case.facts().has_gpus { case.facts().pages_for_a_while } else { 5000 };
     let transfer = pages(&me, peer, &src, &desc, many, Some(tag), Some(limit));
     third.is_served(&me);
     let end = me.end(&transfer);

@@ -104,6 +104,8 @@ pub struct Facts {
     pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
     pub is_slow: bool,
+    /// Pages that take a second or some to be written.
+    pub pages_for_a_while: u32,
 }
 
 /// A way to memory of a peer's: whose it is, and how it is written.
@@ -149,7 +151,8 @@ const fn libfabric(
 const EFA: Provider = Provider {
     name: "efa",
     builder: |setup| over_libfabric(setup, "efa"),
-    facts: Facts { refuses_access_softly: true, ..OVER_TCP },
+    // Each is a packet or two of a device in software.
+    facts: Facts { refuses_access_softly: true, pages_for_a_while: 50_000, ..OVER_TCP },
 };
 
 /// With memory of all GPUs in turn, and of the host.
@@ -163,7 +166,8 @@ const EFA_GPUS: Provider = Provider {
 const TCP_STAGED: Provider = Provider {
     name: "tcp-staged",
     builder: |setup| staged(over_libfabric(setup, "tcp")),
-    facts: Facts { has_gpus: true, stages: Some("tcp"), ..OVER_TCP },
+    // Each goes through four hands.
+    facts: Facts { has_gpus: true, stages: Some("tcp"), pages_for_a_while: 20_000, ..OVER_TCP },
 };
 
 /// And by NICs that could, and are not asked to.
@@ -173,6 +177,7 @@ const VERBS_STAGED: Provider = Provider {
     facts: Facts {
         has_gpus: true,
         stages: Some("verbs"),
+        pages_for_a_while: TCP_STAGED.facts.pages_for_a_while,
         survives_lost_ports: false,
         ..VERBS.facts
     },
@@ -254,6 +259,7 @@ const OVER_TCP: Facts = Facts {
     stages: None,
     host: None,
     is_slow: true,
+    pages_for_a_while: 100_000,
 };
 
 /// Whichever libfabric `IMMWIRE_LIBFABRIC` names; on loopback, where that is a choice.
@@ -303,6 +309,7 @@ const SHM: Provider = Provider {
         stages: None,
         host: None,
         is_slow: false,
+        pages_for_a_while: 100_000,
     },
 };
 
@@ -316,6 +323,8 @@ const NVLINK: Provider = Provider {
         has_gpus: true,
         gpus_copy: true,
         is_slow: true,
+        // They take them by the hundred.
+        pages_for_a_while: 1_000_000,
         ..SHM.facts
     },
 };
@@ -469,16 +478,6 @@ impl Case {
     /// How soon a survivor must know of a peer's end.
     pub fn soon(&self) -> Duration {
         Duration::from_secs(if self.facts().tells_death { 2 } else { 6 })
-    }
-
-    /// Pages of a transfer that takes a while. GPUs take them by the hundred.
-    pub fn many(&self) -> u32 {
-        match self.facts() {
-            Facts { gpus_copy: true, .. } => 1_000_000,
-            // Each goes through four hands.
-            Facts { stages: Some(_), .. } => 20_000,
-            _ => 100_000,
-        }
     }
 
     /// Our side.
