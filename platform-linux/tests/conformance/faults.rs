@@ -117,6 +117,20 @@ fn pages(
     engine.submit_paged_writes(&write).expect("submit")
 }
 
+/// How transfers to a peer end that was killed just now: soon, with its name; and it is down.
+fn ends_of_the_dead(case: &Case, me: &Host, peer: PeerId, transfers: &[Transfer]) -> Vec<End> {
+    let killed = Instant::now();
+    let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
+    let ends: Vec<_> = ends.collect();
+    // GPUs may have been through with some: they ask nobody for room.
+    let may_be_done = |end| case.facts().has_gpus && end == End::Done;
+    assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{ends:?}");
+    assert!(killed.elapsed() < case.soon(), "took {:?}", killed.elapsed());
+    let state = me.peer_down(peer, case.soon());
+    assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+    ends
+}
+
 fn receiver_killed(case: &Case) {
     for &(way, own) in case.facts().ways {
         let (me, mut other, peer) = foreign::pair(case, way);
@@ -131,16 +145,8 @@ fn receiver_killed(case: &Case) {
         let some = if case.facts().has_gpus { 64 } else { 2000 };
         me.until(patience(), || (me.engine.stats().completed > some).then_some(()));
         other.signal(Signal::KILL);
-        let killed = Instant::now();
-        let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
-        let ends: Vec<_> = ends.collect();
-        // GPUs may have been through with some.
-        let may_be_done = |end| case.facts().has_gpus && end == immwire::End::Done;
-        assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{way:?} {ends:?}");
+        let ends = ends_of_the_dead(case, &me, peer, &transfers);
         assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
-        assert!(killed.elapsed() < case.soon(), "{way:?}: took {:?}", killed.elapsed());
-        let state = me.peer_down(peer, case.soon());
-        assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
         // What comes later is told the same.
         let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
         assert!(names(end, peer), "{way:?} {end:?}");
@@ -178,15 +184,7 @@ fn full_receiver_killed(case: &Case) {
     });
     stands_still.expect("it can be sent no more");
     other.signal(Signal::KILL);
-    let killed = Instant::now();
-    let ends = transfers.iter().map(|it| me.end_within(it, case.soon()).expect("ends soon"));
-    let ends: Vec<_> = ends.collect();
-    // GPUs ask nobody for room.
-    let may_be_done = |end| case.facts().has_gpus && end == immwire::End::Done;
-    assert!(ends.iter().all(|&end| names(end, peer) || may_be_done(end)), "{ends:?}");
-    assert!(killed.elapsed() < case.soon(), "took {:?}", killed.elapsed());
-    let state = me.peer_down(peer, case.soon());
-    assert!(matches!(state, Some(PeerState::Down(DownReason::Disconnected))), "{state:?}");
+    ends_of_the_dead(case, &me, peer, &transfers);
     third.is_served(&me);
 }
 
