@@ -8,7 +8,8 @@
 //!
 //! # Invariants
 //!
-//! 1. Sent, but not yet reported as taken, are at most as many as were granted.
+//! 1. Sent, but not yet reported as taken, are at most as many as were granted; and what settles broken paths, where the transport
+//!    waits for a receive.
 //! 2. A report is due before the sender can run out: at half the grant.
 //! 3. A report from outside that claims more than was sent is refused.
 //! 4. Whoever cannot send for want of room still asks, by heartbeats, whether the peer is there.
@@ -68,7 +69,16 @@ impl Allowance {
         }
     }
 
-    /// One was sent. To be called only while [`Allowance::is_open`].
+    /// Whether a piece with this immediate goes now, over a transport that itself waits for a receive: without one it asks again.
+    ///
+    /// What settles a broken path waits for no room: to be taken may be just what the peer, or we, have yet to be told of.
+    #[inline]
+    #[must_use]
+    pub fn admits(&self, imm: Option<Imm>) -> bool {
+        imm.is_none_or(|imm| self.is_open() || settles(imm))
+    }
+
+    /// One was sent. To be called only while [`Allowance::is_open`], or of one that is admitted.
     pub const fn spend(&mut self) {
         self.sent += 1;
     }
@@ -107,6 +117,12 @@ fn beyond(imm: Imm) -> Result<Option<Imm>, Shut> {
         Some(Ok(Control::Heartbeat)) => Ok(None),
         _ => Err(Shut),
     }
+}
+
+/// Whether it asks what arrived over a path, or answers that.
+#[cold]
+fn settles(imm: Imm) -> bool {
+    matches!(Control::decode(imm.bits()), Some(Ok(Control::Ask { .. } | Control::Answer(_))))
 }
 
 /// What a receiver has taken of one peer's over one of its own NICs.
@@ -232,27 +248,53 @@ mod tests {
         assert!(allowance.is_open());
     }
 
-    /// Whatever an immediate says, and whether there is room or not.
-    #[test]
-    fn heartbeats_alone_go_without_room() {
-        let epoch = Epoch::default();
+    /// One of each kind that there is.
+    fn imms() -> impl Iterator<Item = Imm> {
         let controls = [
             Control::Message(3),
             Control::Credit(63),
             Control::Heartbeat,
-            Control::Ask { from: 1, to: 2, epoch },
+            Control::Ask { from: 1, to: 2, epoch: Epoch::default() },
             Control::Answer(7),
         ];
         let tag = ImmTag::new(0, 0).unwrap();
         let users = [1, 2, 0xfff].map(|units| tag.with_units(units).unwrap());
-        let imms = controls.map(|control| Imm::from_bits(control.encode()));
+        controls.map(|control| Imm::from_bits(control.encode())).into_iter().chain(users)
+    }
+
+    /// Whatever an immediate says, and whether there is room or not.
+    #[test]
+    fn heartbeats_alone_go_without_room() {
         let (open, shut) = (Allowance::new(1), Allowance::new(0));
-        for imm in imms.into_iter().chain(users) {
+        for imm in imms() {
             assert_eq!(open.carries(Some(imm)), Ok(Some(imm)));
             let beats = imm.bits() == Control::Heartbeat.encode();
             assert_eq!(shut.carries(Some(imm)), if beats { Ok(None) } else { Err(Shut) });
         }
         assert_eq!((open.carries(None), shut.carries(None)), (Ok(None), Ok(None)));
+    }
+
+    /// The same where the transport waits. Room that is taken so comes back as any other does.
+    #[test]
+    fn what_settles_a_path_alone_does_not_wait() {
+        for granted in 0..3 {
+            let mut allowance = Allowance::new(granted);
+            for sent in 0..5 {
+                let is_open = sent < u64::from(granted);
+                assert!(allowance.admits(None));
+                let admitted: Vec<_> = imms().filter(|imm| allowance.admits(Some(*imm))).collect();
+                let settling = imms().filter(|imm| {
+                    let said = Control::decode(imm.bits());
+                    matches!(said, Some(Ok(Control::Ask { .. } | Control::Answer(_))))
+                });
+                let expected: Vec<_> = if is_open { imms().collect() } else { settling.collect() };
+                assert_eq!(admitted, expected, "{granted} {sent}");
+                assert!(expected.len() >= 2);
+                allowance.spend();
+            }
+            allowance.report(5).unwrap();
+            assert_eq!(allowance.is_open(), granted > 0);
+        }
     }
 
     #[test]

@@ -124,7 +124,6 @@ use immwire_core::group::{NOTES_PER_PEER, WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::life::Notice;
-use immwire_core::mailbox::Control;
 use immwire_core::note::LANES;
 use immwire_core::peer::DownReason;
 use immwire_core::pulse::patience;
@@ -912,7 +911,7 @@ impl VerbsProvider {
             return Admitted::Refused(WorkError::PeerGone);
         };
         let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= it.pieces);
-        if full || work.imm.is_some_and(|imm| !allowance.is_open() && !settles(imm)) {
+        if full || !allowance.admits(work.imm) {
             return Admitted::NoRoom;
         }
         let Ok(len) = u32::try_from(work.len) else {
@@ -1052,13 +1051,6 @@ impl VerbsProvider {
             tracing::error!(%error, "the timer could not be set");
         }
     }
-}
-
-/// Whether it asks what arrived over a path, or answers that. It does not wait for the peer to take immediates, which
-/// may be those of which it has to say whether they arrived; without a receive the transport asks again.
-#[cold]
-fn settles(imm: Imm) -> bool {
-    matches!(Control::decode(imm.bits()), Some(Ok(Control::Ask { .. } | Control::Answer(_))))
 }
 
 /// Whether it is the piece that does not fit the memory it names, at either end: on no path it would. That a request is

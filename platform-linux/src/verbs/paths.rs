@@ -10,7 +10,7 @@
 use std::collections::VecDeque;
 
 use immwire_core::group::WorkRequest;
-use immwire_core::id::{MAX_NICS, NicIndex};
+use immwire_core::id::NicIndex;
 use immwire_core::life::Notice;
 use immwire_core::note::{LANES, Passage, Queues};
 use immwire_core::peer::DownReason;
@@ -27,8 +27,6 @@ use super::upkeep::{bit, nic_at};
 use super::{INLINE_BYTES, Nic, QUEUE_DEPTH, Tiding, VerbsError, VerbsProvider};
 use crate::provider::Path;
 
-/// Paths between two engines, one way, at most.
-const PATHS: usize = MAX_NICS * MAX_NICS;
 /// Queue pairs of a path.
 const LANES_EACH: u8 = {
     assert!(LANES < 256, "they are counted in a byte");
@@ -159,21 +157,22 @@ impl VerbsProvider {
 
     /// Does what has waited for addresses of the peer's that are known by now, or known not to answer.
     pub(super) fn connect_paths(&mut self, index: u16) {
-        let Some(session) = self.session(index).filter(|it| it.life.is_open()) else {
-            return;
-        };
-        // There are no more of each than there is room for: neither end has more NICs.
-        let answers: heapless::Vec<_, PATHS> =
-            session.outlets.iter().filter_map(|it| it.answer).collect();
-        let asked: heapless::Vec<_, PATHS> =
-            session.inlets.iter().filter_map(|it| it.asked).collect();
-        for (passage, theirs) in answers {
-            if self.reach(index, passage.from, passage.to) != Reach::Waits {
+        let open = self.session(index).filter(|session| session.life.is_open());
+        // As many inlets, too.
+        let paths = open.map_or(0, |session| session.outlets.len());
+        for at in 0..paths {
+            let answer = self.session(index).and_then(|it| it.outlets.get(at)?.answer);
+            if let Some((passage, theirs)) = answer
+                && self.reach(index, passage.from, passage.to) != Reach::Waits
+            {
                 self.finish_outlet(index, passage, theirs);
             }
         }
-        for (passage, theirs) in asked {
-            if self.reach(index, passage.to, passage.from) != Reach::Waits {
+        for at in 0..paths {
+            let asked = self.session(index).and_then(|it| it.inlets.get(at)?.asked);
+            if let Some((passage, theirs)) = asked
+                && self.reach(index, passage.to, passage.from) != Reach::Waits
+            {
                 self.open_inlet(index, passage, theirs);
             }
         }
