@@ -1084,8 +1084,13 @@ impl Endpoint {
 
     #[inline]
     fn understand(&self, entry: &sys::fi_cq_data_entry, source: u64) -> Done {
-        // A provider sets FI_REMOTE_CQ_DATA on the initiator's side as well, but FI_WRITE only there.
-        let remote = entry.flags & sys::FI_REMOTE_CQ_DATA != 0 && entry.flags & sys::FI_WRITE == 0;
+        // A provider sets FI_REMOTE_CQ_DATA on the initiator's side as well, but FI_WRITE only there. A message may carry data, too:
+        // anybody's, and its buffer is ours to post again.
+        let message = sys::FI_MSG | sys::FI_RECV;
+        let is_message = entry.flags & message == message;
+        let remote = entry.flags & sys::FI_REMOTE_CQ_DATA != 0
+            && entry.flags & sys::FI_WRITE == 0
+            && !is_message;
         match self.index_of(entry.op_context) {
             Some(context) if !remote => Done::Ours { context, outcome: Ok(()), bytes: entry.len },
             _ if remote => Done::Theirs { data: entry.data, source },

@@ -577,12 +577,7 @@ impl LibfabricProvider {
             for (n, address) in ports.iter().enumerate() {
                 let Some(port) = self.ports.get_mut(at) else { continue };
                 match port.lane.endpoint.learn(address) {
-                    Ok(handle) => {
-                        if !wide {
-                            port.lane.attribute(handle, Some(index));
-                        }
-                        routes.push(handle);
-                    }
+                    Ok(handle) => routes.push(handle),
                     Err(error) => {
                         // What was learnt is forgotten again.
                         for (earlier, port) in self.ports.iter_mut().enumerate().take(at + 1) {
@@ -595,6 +590,11 @@ impl LibfabricProvider {
                     }
                 }
             }
+        }
+        // Only now: until then another session of the peer's may have them.
+        for (nic, port) in (0..).zip(self.ports.iter_mut()).filter(|_| !wide) {
+            let handles = (0..).zip(ports).filter_map(|(remote, _)| routes.get(nic, remote));
+            handles.for_each(|handle| port.lane.attribute(handle, index));
         }
         Ok(routes)
     }

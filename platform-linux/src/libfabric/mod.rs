@@ -388,13 +388,21 @@ impl Lane {
     }
 
     /// Sees to it that what comes from this handle is the peer's.
-    fn attribute(&mut self, handle: u64, peer: Option<u16>) {
+    fn attribute(&mut self, handle: u64, peer: u16) {
         let Ok(at) = usize::try_from(handle) else { return };
         if self.by_source.len() <= at {
             self.by_source.resize(at + 1, None);
         }
         if let Some(slot) = self.by_source.get_mut(at) {
-            *slot = peer;
+            *slot = Some(peer);
+        }
+    }
+
+    /// A session that knew this handle has ended: what comes from there is nobody's, unless it is another's by now.
+    fn disown(&mut self, handle: u64, peer: u16) {
+        let slot = usize::try_from(handle).ok().and_then(|at| self.by_source.get_mut(at));
+        if let Some(slot) = slot.filter(|owner| **owner == Some(peer)) {
+            *slot = None;
         }
     }
 }

@@ -272,11 +272,16 @@ impl LibfabricProvider {
 
     /// A session has ended.
     fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
+        // What had come before it said farewell is not lost, however much of it there is.
+        for at in 0..self.ports.len() {
+            let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
+            self.poll_lane(nic, false, self.entries / BATCH + 1, sink);
+        }
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
         self.live.retain(|&live| live != index);
-        self.forget_ports(&session.ports, &session.routes, &session.old_routes);
-        self.forget_retired(&session.retired);
+        self.forget_ports(index, &session.ports, &session.routes, &session.old_routes);
+        self.forget_retired(index, &session.retired);
         self.door.give_up(session.token);
         let say = Say::Bye { quiet: !session.was_cut };
         let message = Message::Session { token: session.their_token, say };
@@ -291,7 +296,13 @@ impl LibfabricProvider {
     }
 
     /// Makes a peer's ports unknown to our endpoints.
-    fn forget_ports(&mut self, ports: &Addresses, routes: &Routes, old_routes: &Routes) {
+    fn forget_ports(
+        &mut self,
+        index: u16,
+        ports: &Addresses,
+        routes: &Routes,
+        old_routes: &Routes,
+    ) {
         let wide = self.wide;
         for (nic, port) in self.ports.iter_mut().enumerate() {
             let nic = NicIndex::try_from(nic).unwrap_or(NicIndex::MAX);
@@ -300,22 +311,22 @@ impl LibfabricProvider {
                 if let Some(handle) = routes.get(nic, remote) {
                     port.lane.endpoint.forget(address);
                     if !wide {
-                        port.lane.attribute(handle, None);
+                        port.lane.disown(handle, index);
                     }
                 }
                 if let (Some(handle), Some(old)) = (old_routes.get(nic, remote), port.old.as_mut())
                 {
                     old.endpoint.forget(address);
                     if !wide {
-                        old.attribute(handle, None);
+                        old.disown(handle, index);
                     }
                 }
             }
         }
     }
 
-    fn forget_retired(&mut self, retired: &Retired) {
-        self.forget_ports(&retired.ports, &retired.routes, &retired.old_routes);
+    fn forget_retired(&mut self, index: u16, retired: &Retired) {
+        self.forget_ports(index, &retired.ports, &retired.routes, &retired.old_routes);
     }
 
     /// Confirms withdrawals to whose regions nothing is in flight any more.
@@ -347,10 +358,10 @@ impl LibfabricProvider {
             old_routes: std::mem::take(&mut session.old_routes),
         };
         // The peer replaces its endpoints one time after the other: those of the last time are closed.
-        self.forget_retired(&std::mem::take(&mut session.retired));
+        self.forget_retired(index, &std::mem::take(&mut session.retired));
         if self.wide {
             // Software takes writes from anywhere.
-            self.forget_retired(&before);
+            self.forget_retired(index, &before);
         } else {
             session.retired = before;
         }

@@ -15,6 +15,7 @@ pub const TESTS: &[Test] = &[
     ("receiver_stops_under_load", Spread::ProcessesBothMotors, |case| stop_under_load(case, false)),
     ("both_stop_in_one_process", Spread::ProcessesBothMotors, both_stop),
     ("returning_peer", Spread::Places, returning_peer),
+    ("called_again_at_once", Spread::ProcessesBothMotors, called_again_at_once),
     ("calls_after_a_pause", Spread::Once, calls_after_a_pause),
     ("full_and_capacity", Spread::Places, full_and_capacity),
     ("waits_end_with_the_engine", Spread::Once, waits_end_with_the_engine),
@@ -143,6 +144,29 @@ fn both_stop(case: &Case) {
         tidy.check(case, &me, &mut agent);
     }
     tidy.judge();
+}
+
+/// A peer whose writes are done leaves, and calls again, before it can know what was heard of that: all that it wrote is counted, before
+/// and after.
+fn called_again_at_once(case: &Case) {
+    const WRITES: u64 = 100;
+    let me = case.me();
+    let (mut other, address) = case.agent("other");
+    let src = me.memory(WRITES, Own::Engine);
+    let (there, desc) = other.memory(&me, WRITES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, WRITES, 0);
+    for _ in 0..12 {
+        let peer = me.peer(&address);
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: WRITES, byte: 0xa5 });
+        let one = |at| write(&me, peer, &src, &desc, (at, at, 1), Some(tag));
+        let transfers: Vec<_> = (0..WRITES).map(one).collect();
+        transfers.iter().for_each(|transfer| me.done(transfer));
+        me.engine.remove_peer(peer);
+        other.count(&me, counter, WRITES);
+        other.check(&me, there, 0, WRITES, pattern);
+    }
 }
 
 /// A peer that went and came back is another peer; its old name stays refused.
