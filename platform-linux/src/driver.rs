@@ -109,6 +109,11 @@ pub(crate) struct Engine<P: Provider> {
     together: [u16; MAX_NICS],
     steps: u32,
     next_sweep: Time,
+    /// When this last looked at all that it looks at now and then only, or began to sleep, or woke: whoever is silent since is so
+    /// while somebody listens.
+    looked: Time,
+    /// The last step did something: there may be more of it.
+    was_busy: bool,
 }
 
 /// Everything but the provider, which reports here while it is borrowed.
@@ -234,8 +239,20 @@ impl<P: Provider> Engine<P> {
         let batch_bytes = std::array::from_fn(batch);
         let together = |nic: usize| provider.nics().get(nic).map_or(1, |nic| nic.limits.together);
         let together = std::array::from_fn(together);
-        let next_sweep = Time::ZERO;
-        Self { provider, state, staged, parked, batch_bytes, together, steps: 0, next_sweep }
+        let (next_sweep, looked) = (Time::ZERO, state.now);
+        let (steps, was_busy) = (0, false);
+        Self {
+            provider,
+            state,
+            staged,
+            parked,
+            batch_bytes,
+            together,
+            steps,
+            next_sweep,
+            looked,
+            was_busy,
+        }
     }
 
     /// Posts what the group wants posted on one NIC.
@@ -707,9 +724,10 @@ impl<P: Provider> Drive for Engine<P> {
         let mut busy = false;
         if self.steps == 0 {
             self.steps = STEPS_PER_CLOCK;
-            let before = self.state.now;
             self.state.refresh();
             let now = self.state.now;
+            // Not the time that the state has: a report or a request may have set that just now.
+            let before = std::mem::replace(&mut self.looked, now);
             if now.since(before) >= LATE {
                 // What was heard meanwhile has a time of before, and what has come since was not heard: nobody is silent for that.
                 self.state.group.handle_late(before, now);
@@ -732,13 +750,17 @@ impl<P: Provider> Drive for Engine<P> {
         for nic in 0..self.provider.nics().len() {
             busy |= self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
         }
-        busy | self.events()
+        busy |= self.events();
+        self.was_busy = busy;
+        busy
     }
 
     fn sleep(&mut self, limit: Duration) {
         let shared = Arc::clone(&self.state.shared);
         self.steps = 0;
-        let nothing = shared.intake.may_sleep()
+        // A step takes no more than its share of what there is to post: where it has done something, the next may, too.
+        let nothing = !self.was_busy
+            && shared.intake.may_sleep()
             // Callbacks that a caller's `poll` is to run, and messages that somebody made room for.
             && !shared.callbacks.wait_for_poll()
             && !self.state.can_deliver()
@@ -753,6 +775,7 @@ impl<P: Provider> Drive for Engine<P> {
             let timeout = due.since(self.state.now).min(limit);
             bump(&shared.stats.sleeps, 1);
             wait_readable(&self.provider, &shared, timeout);
+            self.looked = shared.clock.now();
         }
         self.provider.disarm();
         shared.intake.awake();
@@ -761,6 +784,7 @@ impl<P: Provider> Drive for Engine<P> {
     fn wake(&mut self) {
         self.steps = 0;
         self.state.refresh();
+        self.looked = self.state.now;
     }
 
     fn next_timeout(&self) -> Time {

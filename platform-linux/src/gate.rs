@@ -246,10 +246,11 @@ impl Gates {
         let state = Mutex::new(State::Waiting(Arc::clone(counter)));
         let over = Condvar::new();
         let gate = Arc::new(Gate { word, ticket, writes, timeout, state, over });
-        self.time(&gate);
+        // Left first: once its time runs, its ticket may be anybody's, and who is left for a stale one is in the way of the next.
         if let Some(code) = counter.leave(ticket, Arc::clone(&gate) as _) {
             gate.reached(code);
         }
+        self.time(&gate);
         match self.enqueue(stream, &gate.word) {
             Ok(()) => Ok(StreamWait(Outcome::Gate(gate))),
             Err(why) => {
