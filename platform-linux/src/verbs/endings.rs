@@ -15,7 +15,7 @@ use immwire_core::parting::{Standing, Step};
 use immwire_core::peer::DownReason;
 
 use super::session::{Outlet, Session};
-use super::{LAST_ROUNDS, VerbsError, VerbsProvider};
+use super::{VerbsError, VerbsProvider};
 use crate::provider::{Nobody, Sink};
 
 /// How long leaving may take at the end.
@@ -94,7 +94,7 @@ impl VerbsProvider {
     pub(super) fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
         // What the queue pairs have taken from the shared queues is to be posted there again.
         for at in 0..self.ports.len() {
-            self.poll_nic(at, LAST_ROUNDS, sink);
+            self.poll_nic(at, self.last_rounds, sink);
         }
         let Some(session) = self.session(index) else { return };
         let lanes: Vec<_> = session.outlets.iter().flat_map(Outlet::lanes).collect();

@@ -181,8 +181,6 @@ const NOTES: u16 = 8;
 const LETTERS: usize = NOTES as usize;
 /// Completions read in one poll of a NIC.
 const ROUNDS: usize = 4;
-/// Batches of completions read before a queue pair is destroyed.
-const LAST_ROUNDS: usize = 64;
 /// How often what can wait is looked at.
 const UPKEEP_EVERY: Duration = Duration::from_micros(500);
 
@@ -564,6 +562,8 @@ pub struct VerbsProvider {
     chain: Chain,
     chained: Option<Chained>,
     grant: u16,
+    /// Batches of completions read before a queue pair is destroyed: as many as a queue may have, for what is not read by then is lost.
+    last_rounds: usize,
     /// When all that can wait was looked at last.
     tended: Time,
     /// Something is to be done beside the way of data.
@@ -659,6 +659,7 @@ impl VerbsProvider {
             chain: Chain::new(),
             chained: None,
             grant: lengths.grant,
+            last_rounds: usize::try_from(lengths.completions).unwrap_or(usize::MAX) / BATCH + 1,
             tended: Time::ZERO,
             urgent: true,
             woken: true,
@@ -1196,7 +1197,7 @@ impl Provider for VerbsProvider {
         let session = self.session(index).filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
         let inlet = session.inlets.get(at).ok_or(Unfenced)?;
         inlet.pairs.iter().flatten().for_each(|(pair, _)| endings::must(pair.cut()));
-        self.poll_nic(usize::from(path.to), LAST_ROUNDS, sink);
+        self.poll_nic(usize::from(path.to), self.last_rounds, sink);
         self.close_inlet(index, at);
         let session = self.session(index).ok_or(Unfenced)?;
         let inlet = session.inlets.get(at).ok_or(Unfenced)?;
@@ -1214,7 +1215,7 @@ impl Provider for VerbsProvider {
         let index = self.seat(peer).ok_or(Unfenced)?;
         let verdict = Verdict::decode(&receipt.0).ok_or(Unfenced)?;
         // What the device knows by now it need not be told.
-        self.poll_nic(usize::from(path.nic), LAST_ROUNDS, sink);
+        self.poll_nic(usize::from(path.nic), self.last_rounds, sink);
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let session = session.filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
         let at = session.outlet(path.nic, path.remote_nic).ok_or(Unfenced)?;
