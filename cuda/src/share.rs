@@ -533,7 +533,7 @@ impl Opened {
     pub fn new(user: &Device, allocation: Received<'_>, bytes: u64) -> Result<Self, Error> {
         match allocation {
             Received::File(file) => Self::map(user, file, bytes),
-            Received::Handle(handle) => Self::open(user, handle),
+            Received::Handle(handle) => Self::open(user, handle, bytes),
         }
     }
 
@@ -543,7 +543,7 @@ impl Opened {
         joining.finish()
     }
 
-    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES]) -> Result<Self, Error> {
+    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES], bytes: u64) -> Result<Self, Error> {
         let _current = user.enter()?;
         let handle = cu::CUipcMemHandle {
             reserved: handle.map(|byte| std::ffi::c_char::from_ne_bytes([byte])),
@@ -553,7 +553,15 @@ impl Opened {
         // SAFETY: writes the one address; the driver checks the handle.
         let opened = unsafe { cu::cuIpcOpenMemHandle_v2(&raw mut at, handle, lazily) };
         check("cuIpcOpenMemHandle", opened)?;
-        Ok(Self { at, how: How::Handle { device: Some(user.clone()) } })
+        let opened = Self { at, how: How::Handle { device: Some(user.clone()) } };
+        // How long it is, its owner says: that is to be no more than there is. A driver that cannot tell is not asked twice.
+        if let Ok((start, size)) = bounds(at) {
+            let room = size.saturating_sub(at.saturating_sub(start));
+            if bytes > room {
+                return Err(Error::OutOfBounds { end: bytes, bytes: room });
+            }
+        }
+        Ok(opened)
     }
 
     /// The first byte of the first allocation, for the GPU that it was opened for.

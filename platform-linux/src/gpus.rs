@@ -37,6 +37,8 @@ pub(crate) const GPUS_MAX: usize = 64;
 
 /// How long, at the end, for GPUs that are busy with what is not the engine's: the driver takes nothing back meanwhile.
 pub(crate) const CLOSED_WITHIN: Duration = Duration::from_secs(5);
+/// How long for a GPU's memory to be given back.
+pub(crate) const FREED_WITHIN: Duration = Duration::from_millis(500);
 
 /// The GPUs of an engine.
 #[derive(Debug)]
@@ -62,7 +64,8 @@ pub(crate) struct One {
     shuttle: Mutex<Shuttle>,
     /// Those that the engine's copies are enqueued in; none where NICs move the bytes.
     pub(crate) streams: OnceLock<Vec<Stream>>,
-    /// What NICs wait for before they read its memory: by number, from 1.
+    /// What is waited for, before its memory is read, by those who are in none of its streams: NICs, and warps that stand by.
+    /// By number, from 1.
     holds: Mutex<Vec<(u64, Event)>>,
     /// How many of these there have been; and up to which all are over.
     issued: AtomicU64,
@@ -115,14 +118,10 @@ impl One {
         if stream.is_capturing().map_err(failed)? {
             return Err(RegisterError::Capturing);
         }
-        if let Some(streams) = self.streams.get() {
-            let event = Event::new(&self.device).map_err(failed)?;
-            event.record(&stream).map_err(failed)?;
-            // The event may go: the driver keeps what is waited for.
-            return streams.iter().try_for_each(|own| own.after(&event)).map_err(failed);
-        }
         let event = Event::new(&self.device).map_err(failed)?;
         event.record(&stream).map_err(failed)?;
+        let mut own = self.streams.get().into_iter().flatten();
+        own.try_for_each(|own| own.after(&event)).map_err(failed)?;
         let mut holds = lock(&self.holds);
         // Those that are over go: nobody may have looked since.
         let _ = self.look(&mut holds);
@@ -131,6 +130,16 @@ impl One {
         // Release: whoever is told to submit after this finds it.
         self.issued.store(number, Ordering::Release);
         Ok(())
+    }
+
+    /// Whether anything is held back still, or nobody can say. Two loads where nothing was.
+    pub(crate) fn is_held(&self) -> bool {
+        // Acquire: who was told to submit by whoever held it back finds that.
+        if self.issued.load(Ordering::Acquire) == self.over.load(Ordering::Acquire) {
+            return false;
+        }
+        let mut holds = lock(&self.holds);
+        self.look(&mut holds).is_err() || !holds.is_empty()
     }
 
     /// Forgets holds that are over. An error leaves them: nothing is to be read that may not be there.
@@ -333,7 +342,16 @@ impl Gpus {
             return Err(RegisterError::Empty);
         }
         let one = self.one(ordinal)?;
-        let owned = SharedMemory::zeroed(&one.device, bytes).map_err(RegisterError::Gpu)?;
+        let zeroed = || SharedMemory::zeroed(&one.device, bytes);
+        let owned = zeroed().or_else(|why| match &self.0 {
+            // What was let go of may be in its place still.
+            Some(known) if known.closer.is_busy() => {
+                known.closer.catch_up(FREED_WITHIN);
+                zeroed()
+            }
+            _ => Err(why),
+        });
+        let owned = owned.map_err(RegisterError::Gpu)?;
         let (start, bytes) = (owned.address(), owned.bytes() as u64);
         let found = Found { ordinal, start, bytes, allocations: 1 };
         // PROOF: no driver gives out address 0.

@@ -181,7 +181,7 @@ impl Region {
     /// [`CloseError`] gives the region back: other handles or transfers use it, or a peer was still
     /// writing after `patience`. The memory must stay valid.
     pub fn close(self, patience: Duration) -> Result<(), CloseError> {
-        let registration = match Counted::try_unwrap(self.registration) {
+        let mut registration = match Counted::try_unwrap(self.registration) {
             Ok(registration) => registration,
             Err(registration) => {
                 let region = Self { registration, ..self };
@@ -190,7 +190,10 @@ impl Region {
         };
         match registration.memory.revoke(&registration.registered, patience) {
             // Dropping it revokes once more, at no cost, and releases it.
-            Ok(()) => Ok(()),
+            Ok(()) => {
+                registration.at_once = true;
+                Ok(())
+            }
             Err(error) => {
                 let registration = Counted::new(registration);
                 if let Some(registry) = registration.registry.upgrade() {
@@ -243,6 +246,8 @@ pub enum CloseError {
 struct Registration {
     /// Taken only by `drop`.
     registered: std::mem::ManuallyDrop<Registered>,
+    /// Whoever drops it waits until it is forgotten: it is being closed. Others may be the engine's thread, which waits for no GPU.
+    at_once: bool,
     memory: Arc<dyn Memory>,
     registry: Weak<Registry>,
 }
@@ -252,7 +257,8 @@ impl Drop for Registration {
         // SAFETY: `drop` runs once, and nothing uses the field after it.
         let registered = unsafe { std::mem::ManuallyDrop::take(&mut self.registered) };
         match self.memory.revoke(&registered, Duration::ZERO) {
-            Ok(()) => self.memory.release(registered),
+            Ok(()) if self.at_once => self.memory.release(registered),
+            Ok(()) => self.memory.release_later(registered),
             Err(error) => {
                 tracing::debug!(%error, "a dropped region is withdrawn later");
                 if let Some(registry) = self.registry.upgrade() {
@@ -391,6 +397,7 @@ impl Registry {
     fn adopt(self: &Arc<Self>, registered: Registered) -> Counted<Registration> {
         Counted::new(Registration {
             registered: std::mem::ManuallyDrop::new(registered),
+            at_once: false,
             memory: Arc::clone(&self.memory),
             registry: Arc::downgrade(self),
         })

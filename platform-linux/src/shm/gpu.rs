@@ -630,6 +630,9 @@ fn queues(device: &Device) -> Result<Vec<Queue>, Error> {
 /// One GPU.
 #[derive(Debug)]
 struct Gpu {
+    known: Arc<Known>,
+    /// Its place there.
+    index: usize,
     queues: Vec<Queue>,
     /// Its warps for short pieces, unless it is to have none.
     standing: Option<Standing>,
@@ -640,11 +643,19 @@ struct Gpu {
 }
 
 impl Gpu {
+    /// Whether its memory is to be read only behind a stream: queues wait for that, and no warp does.
+    fn is_held(&self) -> bool {
+        self.known.devices.get(self.index).is_some_and(One::is_held)
+    }
+
     /// Hands what is staged in a queue to the GPU.
     fn launch(&mut self, at: usize, budget: NonZeroU32) {
-        let Some(queue) = self.queues.get_mut(at) else { return };
-        let Some(standing) = self.standing.as_mut().filter(|_| queue.staged.is_short()) else {
+        let is_short = self.queues.get(at).is_some_and(|queue| queue.staged.is_short());
+        if !is_short || self.standing.is_none() || self.is_held() {
             return self.enqueue(at, budget);
+        }
+        let Some((queue, standing)) = self.queues.get_mut(at).zip(self.standing.as_mut()) else {
+            return;
         };
         let Some(short) = queue.staged.take_short() else { return };
         let left = if self.undone.is_empty() { standing.take(short).err() } else { Some(short) };
@@ -674,9 +685,12 @@ impl Gpu {
             let loads = self.queues.iter().map(Queue::load);
             let Some(at) = spread::choose(loads, short.work.peer) else { return };
             self.launch(at, budget);
-            let Some((queue, short)) = self.queues.get_mut(at).zip(self.undone.pop_front()) else {
+            // What was staged there may have been refused.
+            let Some(queue) = self.queues.get_mut(at).filter(|queue| queue.refused.is_none())
+            else {
                 return;
             };
+            let Some(short) = self.undone.pop_front() else { return };
             queue.staged.put_short(short);
             self.enqueue(at, budget);
         }
@@ -791,7 +805,7 @@ impl Gpus {
         sms: NonZeroU32,
         stands_by: bool,
     ) -> Result<Self, (u32, Error)> {
-        let gpu = |One { device, streams, .. }: &One| {
+        let gpu = |(index, One { device, streams, .. }): (usize, &One)| {
             let failed = |why| (device.ordinal(), why);
             let queues = queues(device).map_err(failed)?;
             let first = queues.first().filter(|_| stands_by);
@@ -800,9 +814,10 @@ impl Gpus {
                 .get_or_init(|| queues.iter().map(|queue| queue.copier.stream().clone()).collect());
             let (standing, undone) =
                 (standing.transpose().map_err(failed)?, VecDeque::with_capacity(standby::SEATS));
-            Ok(Gpu { queues, standing, undone, failed: None })
+            Ok(Gpu { known: Arc::clone(&known), index, queues, standing, undone, failed: None })
         };
-        let gpus = known.devices.iter().map(gpu).collect::<Result<_, (u32, Error)>>()?;
+        let gpus =
+            known.devices.iter().enumerate().map(gpu).collect::<Result<_, (u32, Error)>>()?;
         Ok(Self { known, gpus, sms, flying: 0, progress: Time::ZERO, is_settled: false })
     }
 
@@ -928,7 +943,9 @@ impl Gpus {
                 let loads = state.queues.iter().map(Queue::load);
                 let at = spread::choose(loads, peer).ok_or(Staging::NoRoom)?;
                 state.launch(at, sms);
-                let queue = state.queues.get_mut(at).ok_or(Staging::NoRoom)?;
+                // What was staged there may have been refused: nothing is to end behind it as if it had been made.
+                let taking = state.queues.get_mut(at).filter(|queue| queue.refused.is_none());
+                let queue = taking.ok_or(Staging::NoRoom)?;
                 queue.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
                 at
             }

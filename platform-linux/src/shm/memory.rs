@@ -41,7 +41,7 @@ use super::handshake::{By, Message, Sizes};
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
-use crate::gpus::{Gpus, Known};
+use crate::gpus::{FREED_WITHIN, Gpus, Known};
 use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
@@ -63,7 +63,7 @@ pub(super) struct Link {
     pub(super) peer: PeerId,
     pub(super) segment: Segment,
     pub(super) socket: OwnedFd,
-    /// Its process, as long as there is one to ask: what its GPUs write outlives its socket.
+    /// Its process, if there is one to ask: what its GPUs write outlives its socket.
     process: Option<OwnedFd>,
     /// We have ended the session. What the peer may be in the middle of is still awaited.
     closed: AtomicBool,
@@ -89,7 +89,8 @@ impl Link {
 
     /// Whether no GPU writes for the peer any more because the kernel has let go of all that was its.
     fn process_is_gone(&self) -> bool {
-        self.process.as_ref().is_none_or(socket::is_readable) && socket::is_gone(&self.socket)
+        // Of one that cannot be asked, in another namespace of processes, say, nobody knows: its socket may go before its GPUs stop.
+        self.process.as_ref().is_some_and(socket::is_readable) && socket::is_gone(&self.socket)
     }
 
     /// Tells the peer that there is something in the segment, if it sleeps. Costs a fence if not.
@@ -255,9 +256,6 @@ pub struct ShmMemory {
     links: Mutex<Vec<Arc<Link>>>,
 }
 
-/// How long for a GPU's memory to be given back.
-const FREED_WITHIN: Duration = Duration::from_millis(500);
-
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     // What the locks guard is consistent between any two statements: a panic elsewhere is no reason
     // to stop serving.
@@ -310,8 +308,6 @@ impl ShmMemory {
             }
             (backing @ Backing::Gpu { _owned: Some(_), .. }, Some(known)) => {
                 known.closer.give(backing);
-                // There is to be room for the next, unless the driver keeps everybody waiting.
-                known.closer.catch_up(FREED_WITHIN);
                 None
             }
             // Mapped, and that is all.
@@ -577,6 +573,10 @@ impl Memory for ShmMemory {
     fn release(&self, region: Registered) {
         // Its owner may unmap it, or free it.
         drop(self.let_go(&region));
+        if let (Place::Gpu(_), Some(known)) = (region.place, &self.gpus.0) {
+            // There is to be room for the next, unless the driver keeps everybody waiting.
+            known.closer.catch_up(FREED_WITHIN);
+        }
     }
 
     fn release_later(&self, region: Registered) {
@@ -654,6 +654,36 @@ mod tests {
             memory.revoke(&region, Duration::ZERO).unwrap();
             memory.detach(&link);
             assert!(lock(&memory.links).is_empty());
+        }
+    }
+
+    /// What a GPU writes is over when the peer's process is, not when its socket is; of one that cannot be asked, never.
+    #[test]
+    fn what_a_peers_gpu_writes_outlives_its_socket() {
+        for can_be_asked in [true, false] {
+            let memory = memory();
+            let (link, peers, socket) = link();
+            // Ours, which goes on.
+            assert!(link.process.is_some());
+            let link = match can_be_asked {
+                true => link,
+                false => {
+                    let Ok(link) = Arc::try_unwrap(link) else { panic!("ours alone") };
+                    Arc::new(Link { process: None, ..link })
+                }
+            };
+            memory.attach(Arc::clone(&link));
+            let region = memory.alloc(1).unwrap();
+            let key = region.desc.keys.get(0).unwrap();
+            assert!(matches!(memory.grant(&link, key), Granted::File { .. }));
+            let out = peers.outbound();
+            let (active, grant) = (out.gpu_active(id_of(key)).unwrap(), out.grant(id_of(key)));
+            assert!(hazard::enter(active, grant.unwrap(), key));
+            drop(socket);
+            let refused = memory.revoke(&region, Duration::from_millis(5));
+            assert_eq!(refused, Err(RevokeError { peer: PEER }), "{can_be_asked}");
+            hazard::leave(active);
+            memory.revoke(&region, Duration::ZERO).unwrap();
         }
     }
 

@@ -14,7 +14,8 @@ use immwire::provider::NicInfo;
 use immwire::topology::{Pairing, Table};
 use immwire::{
     CountError, End, FlagPlace, GpuFlag, ImmCounter, MrDesc, PagedWrite, Pages, PeerState, Place,
-    RegisterError, Rights, SingleWrite, StreamWait, StreamWaitError, TransferError, UvmWatcher,
+    RegisterError, Rights, ScatterWrite, SingleWrite, StreamWait, StreamWaitError, Target,
+    TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
@@ -30,6 +31,7 @@ use crate::{Case, Provider, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
+    ("after_stream_short", Spread::Places, after_stream_short),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
@@ -101,6 +103,7 @@ fn flags_reach_their_gpu(case: &Case) {
 /// Where GPUs copy.
 pub const COPYING: &[Test] = &[
     ("refused_copies", Spread::Places, refused_copies),
+    ("refused_among_others", Spread::Places, refused_among_others),
     ("short_writes", Spread::Places, short_writes),
     ("stuck", Spread::ProcessesBothMotors, stuck),
     (
@@ -839,6 +842,39 @@ fn after_stream(case: &Case) {
     other.check(&me, there, 0, BYTES, late);
 }
 
+/// The same of short writes, for which a warp may stand by: it is in no stream.
+fn after_stream_short(case: &Case) {
+    const BYTES: u64 = 4096;
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(BYTES, Own::Engine);
+    let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, BYTES, 0);
+    let device = Device::open(0).expect("GPU 0");
+    let word = PinnedMemory::zeroed(&device, 8).expect("pinned");
+    let stream = Stream::new(&device).expect("a stream");
+    let half = |at| write(&me, peer, &src, &desc, (at, at, BYTES / 2), Some(tag));
+    for round in 1..=40 {
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: BYTES, byte: 0xa5 });
+        // SAFETY: the word is pinned memory that outlives the wait, which ends below.
+        unsafe { stream.after_word(word.address(), round) }.expect("a wait");
+        // Soon after one another: so a warp is sent for, and is there for a while.
+        for _ in 0..8 {
+            me.done(&half(BYTES / 2));
+        }
+        // SAFETY: a stream of the GPU's primary context.
+        unsafe { me.engine.after_stream(0, stream.raw()) }.expect("after_stream");
+        let held = half(0);
+        assert_eq!(me.end_within(&held, Duration::from_millis(20)), None, "round {round}");
+        other.check_only(&me, there, 0, BYTES / 2, 0xa5);
+        word.word(0).expect("a word").store(round, Ordering::Release);
+        assert_eq!(me.end_within(&held, patience()), Some(immwire::End::Done));
+        other.count(&me, counter, 9);
+        other.check(&me, there, 0, BYTES, pattern);
+    }
+}
+
 /// Has the driver refuse the `nth` command from now on; 0: none. Only the stand-in for it can: `false` elsewhere.
 pub fn refuse(nth: u32) -> bool {
     let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_refuse");
@@ -1101,6 +1137,62 @@ fn refused_copies(case: &Case) {
         }
     }
     assert!(halves > 0, "no copy has two commands");
+}
+
+/// The first of several copies that one request begins is refused, while others of it are still to be put together: none of them passes
+/// for it.
+fn refused_among_others(case: &Case) {
+    const PART: u64 = 64 << 10;
+    const PARTS: u64 = 6;
+    let (me, mut other, peer) = case.pair();
+    if !refuse(0) {
+        eprintln!("    only the stand-in for the driver can be made to refuse");
+        return;
+    }
+    let src = me.engine.alloc_gpu(0, usize::try_from(PARTS * PART).expect("small"));
+    let src = src.expect("memory of GPU 0");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, PARTS * PART, 0);
+    let there: Vec<_> = (0..PARTS).map(|_| other.memory(&me, PART, Own::Engine)).collect();
+    // The peer tells where the memory is, first.
+    for (at, (_, desc)) in (0..).zip(&there) {
+        me.done(&write(&me, peer, &src, desc, (at * PART, 0, PART), None));
+    }
+    let target = |(at, (_, desc)): (u64, &(_, MrDesc))| Target {
+        peer,
+        dst: *desc,
+        src_offset: at * PART,
+        dst_offset: 0,
+        len: PART,
+    };
+    let targets: Arc<[Target]> = (0..).zip(&there).map(target).collect();
+    let mut refused = 0;
+    for nth in 1..=12 {
+        for (region, _) in &there {
+            let (region, offset) = (*region, 0);
+            other.tell(&me, Ask::Poison { region, offset, len: PART, byte: 0xa5 });
+        }
+        refuse(nth);
+        let scatter = ScatterWrite { src: &src, targets: Arc::clone(&targets), imm: None };
+        let end = me.end(&me.engine.submit_scatter(&scatter).expect("submit"));
+        refuse(0);
+        match end {
+            immwire::End::Done => {
+                for (at, (region, _)) in (0..).zip(&there) {
+                    let (region, offset, len, at) = (*region, 0, PART, at * PART);
+                    let wrong =
+                        other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+                    assert_eq!(wrong, None, "command {nth}: the copy to {region}");
+                }
+            }
+            immwire::End::Quiesced { error } => {
+                assert!(error.to_string().contains("error 2"), "{error}");
+                refused += 1;
+            }
+            end => panic!("{end:?}"),
+        }
+    }
+    assert!(refused > 2, "{refused} were refused");
 }
 
 /// How many copies were made in this process by warps that stand by; `None`: the driver is not the stand-in, which counts.
