@@ -13,6 +13,7 @@ use crate::report::bytes_text;
 use crate::signals;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
+use std::collections::BTreeMap;
 use std::io::Write;
 use std::time::{Duration, Instant};
 
@@ -225,16 +226,20 @@ impl<'a> Push<'a> {
         for (entry, _) in self.manifest.files() {
             files.push(entry.clone());
         }
+        let mut touched = BTreeMap::new();
         // What is kept whole needs no bytes: it gets its name, or is as it should be.
         for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
             let Some(entry) = files.get(kept.file as usize) else {
                 continue;
             };
+            let Some(hashed) = survey.hashed.remove(&kept.file) else {
+                continue;
+            };
             if survey.whole.contains(&kept.file) {
-                self.store.touch(entry)?;
-            } else if let Some(hasher) = survey.hashers.remove(&kept.file) {
-                let right = super::store::digest(&hasher);
-                self.store.grow(entry, kept.bytes, hasher)?.finish(right)?;
+                self.store.touch(entry, &hashed, &mut touched)?;
+            } else {
+                let right = hashed.digest();
+                self.store.grow(entry, Some(hashed))?.finish(right)?;
             }
         }
         let bar = bar(stream.file_bytes(), "receiving");
@@ -334,12 +339,9 @@ impl Writer<'_> {
         let Some(entry) = self.files.get(number as usize) else {
             return Ok(());
         };
-        let start = self.stream.start(number).unwrap_or(0);
-        let hasher = match self.survey.hashers.remove(&number) {
-            Some(hasher) if start > 0 => hasher,
-            _ => blake3::Hasher::new(),
-        };
-        self.growing = Some((number, self.store.grow(entry, start, hasher)?, Vec::new()));
+        let resumed = self.stream.start(number).is_some_and(|start| start > 0);
+        let hashed = self.survey.hashed.remove(&number).filter(|_| resumed);
+        self.growing = Some((number, self.store.grow(entry, hashed)?, Vec::new()));
         Ok(())
     }
 }

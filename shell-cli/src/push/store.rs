@@ -2,7 +2,8 @@
 //!
 //! A file grows as `NAME.immwire-partial` beside its place and is renamed when its BLAKE3 digest is
 //! right. That partial file is all there is to resume from: whoever resumes hashes what is there and
-//! asks the sender whether it is a prefix. So nothing recorded can disagree with the bytes.
+//! asks the sender whether it is a prefix. So nothing recorded can disagree with the bytes; and what
+//! was hashed is gone on from only while the file is as it was then.
 //!
 //! # Invariants
 //!
@@ -27,6 +28,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::OwnedFd;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Why the folder could not take something. Names the path below the folder; partial files stay, to
@@ -71,6 +73,9 @@ pub enum StoreError {
     /// Another process is receiving the same file.
     #[error("{0} is being received by another process")]
     Locked(RelPath),
+    /// Somebody else wrote to it, replaced it or removed it.
+    #[error("{0} changed here while it was being received; push it again")]
+    Changed(RelPath),
     /// The digest is wrong: what was stored is not what was read. The partial file is gone.
     #[error("{0} arrived with a wrong BLAKE3 digest and was discarded")]
     Corrupt(RelPath),
@@ -230,7 +235,7 @@ impl Store {
             };
             let mut whole = self.open_regular(&at, name, path)?;
             if let Some(file) = &whole {
-                if length(file) != Some(size) {
+                if Stamp::of(file, path)?.size != size {
                     if !self.overwrite {
                         return Err(StoreError::Exists(path.clone()));
                     }
@@ -244,13 +249,15 @@ impl Store {
                 None => self.open_regular(&at, &partial(name), path)?,
             };
             let Some(mut file) = found else { continue };
-            let here = length(&file).unwrap_or(0).min(size);
+            // Before it is read: what is written meanwhile makes it another one, too.
+            let stamp = Stamp::of(&file, path)?;
+            let here = stamp.size.min(size);
             if here == 0 && !survey.whole.contains(&number) {
                 continue;
             }
             let hasher = hash(&mut file, here, path, &mut working)?;
             survey.have.push(Have { file: number, bytes: here, digest: digest(&hasher) });
-            survey.hashers.insert(number, hasher);
+            survey.hashed.insert(number, Hashed { hasher, stamp });
         }
         Ok(survey)
     }
@@ -316,26 +323,24 @@ impl Store {
         Ok(())
     }
 
-    /// Opens the partial file of `entry`, at `start`, to grow by the bytes from there. `hasher` has
-    /// hashed those before.
+    /// Opens the partial file of `entry` to grow: after the bytes that were `hashed`, else from 0.
     ///
     /// # Errors
     ///
-    /// [`StoreError`]: locked by another process, in the way, or no room.
-    pub fn grow(
-        &self,
-        entry: &Entry,
-        start: u64,
-        hasher: blake3::Hasher,
-    ) -> Result<Growing<'_>, StoreError> {
+    /// [`StoreError`]: locked by another process, changed since it was hashed, in the way, or no room.
+    pub fn grow(&self, entry: &Entry, hashed: Option<Hashed>) -> Result<Growing<'_>, StoreError> {
         let path = &entry.path;
         let at = self.folder_of(path, true)?;
         let (_, name) = path.split();
-        let flags = UNKNOWN_FILE | OFlags::RDWR | OFlags::CREATE;
+        let new = if hashed.is_none() { OFlags::CREATE } else { OFlags::empty() };
+        let flags = UNKNOWN_FILE | OFlags::RDWR | new;
         let file = match openat(&at, partial(name), flags, Mode::from_raw_mode(0o600)) {
             Ok(file) => regular(file, path)?,
             Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => {
                 return Err(StoreError::NotAFile(path.clone()));
+            }
+            Err(Errno::NOENT) if hashed.is_some() => {
+                return Err(StoreError::Changed(path.clone()));
             }
             Err(errno) => {
                 return Err(self.write_error(path, 0, entry.size.unwrap_or(0), errno, "make"));
@@ -345,24 +350,45 @@ impl Store {
             Errno::WOULDBLOCK => StoreError::Locked(path.clone()),
             errno => io("lock", path.as_str())(errno),
         })?;
+        let hasher = match hashed {
+            Some(hashed) if hashed.stamp != Stamp::of(&file, path)? => {
+                return Err(StoreError::Changed(path.clone()));
+            }
+            Some(hashed) => hashed.hasher,
+            None => blake3::Hasher::new(),
+        };
+        let start = hasher.count();
         let failed = |source| StoreError::Io { step: "resume", path: path.to_string(), source };
         file.set_len(start).map_err(failed)?;
         (&file).seek(SeekFrom::Start(start)).map_err(failed)?;
         Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, hasher })
     }
 
-    /// A file that was whole before: gives it the mode and time of `entry`.
+    /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`. `touched` is
+    /// the same map for all files of a survey: they may be one file under several names, which each
+    /// touch makes another one.
     ///
     /// # Errors
     ///
-    /// [`StoreError`].
-    pub fn touch(&self, entry: &Entry) -> Result<(), StoreError> {
-        let (_, name) = entry.path.split();
-        let at = self.folder_of(&entry.path, false)?;
-        match self.open_regular(&at, name, &entry.path)? {
-            Some(file) => dress(&file, entry),
-            None => Err(io("find", entry.path.as_str())(Errno::NOENT)),
+    /// [`StoreError`]: among others, it has changed since it was hashed.
+    pub fn touch(
+        &self,
+        entry: &Entry,
+        hashed: &Hashed,
+        touched: &mut BTreeMap<Stamp, Stamp>,
+    ) -> Result<(), StoreError> {
+        let (path, stamp) = (&entry.path, hashed.stamp);
+        let (_, name) = path.split();
+        let at = self.folder_of(path, false)?;
+        let file = self.open_regular(&at, name, path)?;
+        let changed = || StoreError::Changed(path.clone());
+        let file = file.ok_or_else(changed)?;
+        if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
+            return Err(changed());
         }
+        dress(&file, entry)?;
+        touched.insert(stamp, Stamp::of(&file, path)?);
+        Ok(())
     }
 
     /// What a refused write means.
@@ -393,8 +419,48 @@ pub struct Survey {
     pub have: Vec<Have>,
     /// Files that are here whole, under their names.
     pub whole: BTreeSet<u32>,
-    /// For each of `have`, the hasher that has seen those bytes.
-    pub hashers: BTreeMap<u32, blake3::Hasher>,
+    /// For each of `have`, what has seen those bytes.
+    pub hashed: BTreeMap<u32, Hashed>,
+}
+
+/// The hasher of a file's first bytes, and which file that was.
+#[derive(Debug, Clone)]
+pub struct Hashed {
+    hasher: blake3::Hasher,
+    stamp: Stamp,
+}
+
+impl Hashed {
+    /// The digest of the bytes.
+    #[must_use]
+    pub fn digest(&self) -> Digest {
+        digest(&self.hasher)
+    }
+}
+
+/// Which file, and as of when: each write changes it, unless it comes within one tick of the file
+/// system's clock of the one before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Stamp {
+    device: u64,
+    inode: u64,
+    size: u64,
+    changed_s: i64,
+    changed_ns: i64,
+}
+
+impl Stamp {
+    fn of(file: &File, path: &RelPath) -> Result<Self, StoreError> {
+        let failed = |source| StoreError::Io { step: "look at", path: path.to_string(), source };
+        let metadata = file.metadata().map_err(failed)?;
+        Ok(Self {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            size: metadata.size(),
+            changed_s: metadata.ctime(),
+            changed_ns: metadata.ctime_nsec(),
+        })
+    }
 }
 
 /// A file that is arriving.
@@ -488,10 +554,6 @@ fn regular(file: OwnedFd, path: &RelPath) -> Result<File, StoreError> {
     }
 }
 
-fn length(file: &File) -> Option<u64> {
-    file.metadata().ok().map(|metadata| metadata.len())
-}
-
 /// Mode and time, as the manifest says.
 fn dress(file: impl std::os::fd::AsFd, entry: &Entry) -> Result<(), StoreError> {
     let failed = io("set mode and time of", entry.path.as_str());
@@ -537,7 +599,7 @@ fn hash(
 mod tests {
     use super::*;
     use std::fs;
-    use std::os::unix::fs::{MetadataExt, PermissionsExt, symlink};
+    use std::os::unix::fs::{PermissionsExt, symlink};
 
     fn entry(path: &str, size: Option<u64>) -> Entry {
         let mtime_s = 1_600_000_000;
@@ -561,7 +623,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(&dir.path().join("new/folder"), false).unwrap();
         let place = dir.path().join("new/folder/a/b");
-        let mut growing = store.grow(&entry("a/b", Some(5)), 0, blake3::Hasher::new()).unwrap();
+        let mut growing = store.grow(&entry("a/b", Some(5)), None).unwrap();
         growing.append(b"he").unwrap();
         assert!(
             !place.exists()
@@ -583,7 +645,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), false).unwrap();
         for (bytes, expected) in [(&b"hellO"[..], of(b"hello")), (b"hell", of(b"hell"))] {
-            let mut growing = store.grow(&entry("x", Some(5)), 0, blake3::Hasher::new()).unwrap();
+            let mut growing = store.grow(&entry("x", Some(5)), None).unwrap();
             growing.append(bytes).unwrap();
             assert!(matches!(growing.finish(expected), Err(StoreError::Corrupt(_))));
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
@@ -622,12 +684,118 @@ mod tests {
         let refused = store.check_keep(&offered, &found, &keep(&[0, 4]));
         assert!(matches!(refused, Err(StoreError::Exists(path)) if path.as_str() == "whole"));
         let mut growing =
-            store.grow(&entry("d/part", Some(5)), 3, found.hashers[&0].clone()).unwrap();
+            store.grow(&entry("d/part", Some(5)), Some(found.hashed[&0].clone())).unwrap();
+        assert_eq!(growing.length(), 3);
         growing.append(b"lo").unwrap();
         growing.finish(of(b"hello")).unwrap();
         assert_eq!(fs::read(dir.path().join("d/part")).unwrap(), b"hello");
         let stopped = store.survey(&offered, |_| false);
         assert!(matches!(stopped, Err(StoreError::Stopped)));
+    }
+
+    /// Writes `bytes` to `path`, until its time says so: clocks of file systems may be slow.
+    fn rewrite(path: &Path, bytes: &[u8]) {
+        let time = || fs::metadata(path).map(|found| (found.ctime(), found.ctime_nsec())).unwrap();
+        let before = time();
+        while time() == before {
+            fs::write(path, bytes).unwrap();
+        }
+    }
+
+    type Meddle = fn(&Path);
+    const MEDDLES: [(&str, Meddle); 5] = [
+        ("removed", |path| fs::remove_file(path).unwrap()),
+        ("shortened", |path| rewrite(path, b"h")),
+        ("emptied", |path| rewrite(path, b"")),
+        ("rewritten", |path| rewrite(path, b"HEL")),
+        ("replaced", |path| {
+            fs::write(path.with_extension("new"), b"hel").unwrap();
+            fs::rename(path.with_extension("new"), path).unwrap();
+        }),
+    ];
+
+    #[test]
+    fn a_partial_file_that_has_changed_since_it_was_hashed_is_not_gone_on_from() {
+        for (what, meddle) in MEDDLES {
+            let dir = tempfile::tempdir().unwrap();
+            let store = Store::open(dir.path(), false).unwrap();
+            let (place, growing) = (dir.path().join("x"), dir.path().join("x.immwire-partial"));
+            fs::write(&growing, b"hel").unwrap();
+            // The first is gone on with; the second is kept whole, and only gets its name.
+            for size in [5, 3] {
+                let offered = manifest(&[("x", Some(size))]);
+                let mut found = survey(&store, &offered).unwrap();
+                let (entry, hashed) = (entry("x", Some(size)), found.hashed.remove(&0));
+                assert!(hashed.is_some(), "{what}");
+                meddle(&growing);
+                let after = fs::read(&growing).ok();
+                let grown = store.grow(&entry, hashed);
+                let error = grown.expect_err(what).to_string();
+                assert!(error.contains("x changed") && error.contains("push it again"), "{error}");
+                assert_eq!(fs::read(&growing).ok(), after, "{what}: nothing is touched");
+                assert!(!place.exists(), "{what}");
+                fs::write(&growing, b"hel").unwrap();
+            }
+            // Again, as the error says.
+            let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+            let hashed = found.hashed[&0].clone();
+            let right = hashed.digest();
+            store.grow(&entry("x", Some(3)), Some(hashed)).unwrap().finish(right).unwrap();
+            assert_eq!(fs::read(&place).unwrap(), b"hel", "{what}");
+        }
+    }
+
+    #[test]
+    fn what_another_receiver_has_finished_meanwhile_stays_as_it_is() {
+        let dir = tempfile::tempdir().unwrap();
+        let (one, two) =
+            (Store::open(dir.path(), true).unwrap(), Store::open(dir.path(), true).unwrap());
+        fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
+        let offered = manifest(&[("x", Some(5))]);
+        let (ours, theirs) = (survey(&one, &offered).unwrap(), survey(&two, &offered).unwrap());
+        let grow = |store, found: &Survey| {
+            Store::grow(store, &entry("x", Some(5)), Some(found.hashed[&0].clone()))
+        };
+        let mut growing = grow(&two, &theirs).unwrap();
+        growing.append(b"l").unwrap();
+        assert!(matches!(grow(&one, &ours), Err(StoreError::Locked(_))));
+        growing.append(b"o").unwrap();
+        growing.finish(of(b"hello")).unwrap();
+        assert!(matches!(grow(&one, &ours), Err(StoreError::Changed(_))));
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"hello");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_whole_file_that_has_changed_since_it_was_hashed_is_not_said_to_be_right() {
+        for (what, meddle) in MEDDLES {
+            let dir = tempfile::tempdir().unwrap();
+            let store = Store::open(dir.path(), false).unwrap();
+            let place = dir.path().join("x");
+            fs::write(&place, b"hel").unwrap();
+            let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+            assert!(found.whole.contains(&0), "{what}");
+            meddle(&place);
+            let mut touched = BTreeMap::new();
+            let failed = store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched);
+            assert!(matches!(failed, Err(StoreError::Changed(_))), "{what}");
+        }
+    }
+
+    #[test]
+    fn whole_files_may_be_one_under_several_names() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let offered = manifest(&[("x", Some(3)), ("y", Some(3)), ("z", Some(3))]);
+        fs::write(dir.path().join("x"), b"hel").unwrap();
+        fs::hard_link(dir.path().join("x"), dir.path().join("y")).unwrap();
+        fs::hard_link(dir.path().join("x"), dir.path().join("z")).unwrap();
+        let found = survey(&store, &offered).unwrap();
+        let mut touched = BTreeMap::new();
+        for ((file, _), number) in offered.files().zip(0..) {
+            store.touch(file, &found.hashed[&number], &mut touched).unwrap();
+        }
+        assert_eq!(fs::metadata(dir.path().join("y")).unwrap().mtime(), 1_600_000_000);
     }
 
     #[test]
@@ -641,7 +809,7 @@ mod tests {
         let found = survey(&store, &offered).unwrap();
         assert!(found.have.is_empty());
         let grow = |store: &Store| {
-            let mut growing = store.grow(&entry("x", Some(2)), 0, blake3::Hasher::new()).unwrap();
+            let mut growing = store.grow(&entry("x", Some(2)), None).unwrap();
             growing.append(b"us").unwrap();
             growing.finish(of(b"us"))
         };
@@ -667,7 +835,7 @@ mod tests {
         rustix::fs::mkfifoat(&store.root, "pipe", Mode::from_raw_mode(0o600)).unwrap();
         rustix::fs::mkfifoat(&store.root, "p.immwire-partial", Mode::from_raw_mode(0o600)).unwrap();
         for path in ["link/victim", "link/new", "plain/x"] {
-            let grown = store.grow(&entry(path, Some(1)), 0, blake3::Hasher::new());
+            let grown = store.grow(&entry(path, Some(1)), None);
             assert!(matches!(grown, Err(StoreError::NotAFolder(_))), "{path}");
             let found = survey(&store, &manifest(&[(path, Some(1))]));
             assert!(matches!(found, Err(StoreError::NotAFolder(_))), "{path}");
@@ -677,7 +845,7 @@ mod tests {
             assert!(matches!(found, Err(StoreError::NotAFile(_))), "{path}");
         }
         for path in ["other", "p"] {
-            let grown = store.grow(&entry(path, Some(1)), 0, blake3::Hasher::new());
+            let grown = store.grow(&entry(path, Some(1)), None);
             assert!(matches!(grown, Err(StoreError::NotAFile(_))), "{path}");
         }
         assert!(matches!(
@@ -685,7 +853,7 @@ mod tests {
             Err(StoreError::NotAFolder(_))
         ));
         // With leave to overwrite, a link under the final name is replaced, not written through.
-        let mut growing = store.grow(&entry("file", Some(2)), 0, blake3::Hasher::new()).unwrap();
+        let mut growing = store.grow(&entry("file", Some(2)), None).unwrap();
         growing.append(b"us").unwrap();
         growing.finish(of(b"us")).unwrap();
         assert_eq!(fs::read(dir.path().join("file")).unwrap(), b"us");
@@ -698,11 +866,11 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (one, two) =
             (Store::open(dir.path(), false).unwrap(), Store::open(dir.path(), false).unwrap());
-        let growing = one.grow(&entry("x", Some(1)), 0, blake3::Hasher::new()).unwrap();
-        let second = two.grow(&entry("x", Some(1)), 0, blake3::Hasher::new());
+        let growing = one.grow(&entry("x", Some(1)), None).unwrap();
+        let second = two.grow(&entry("x", Some(1)), None);
         assert!(matches!(second, Err(StoreError::Locked(_))));
         drop(growing);
-        assert!(two.grow(&entry("x", Some(1)), 0, blake3::Hasher::new()).is_ok());
+        assert!(two.grow(&entry("x", Some(1)), None).is_ok());
     }
 
     #[test]
