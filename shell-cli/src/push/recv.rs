@@ -5,12 +5,11 @@ use super::message::{Digest, FromReceiver, FromSender, Keep, VERSION};
 use super::path::Printable;
 use super::send::bar;
 use super::store::{Growing, Store, StoreError, Survey};
-use super::stream::{Piece, Staging, Stream, StreamError};
+use super::stream::{Piece, Staging, Stream, StreamError, Walk};
 use super::talk::{Talk, TalkError};
 use crate::args::RecvArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
-use crate::signals;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
 use std::collections::BTreeMap;
@@ -164,7 +163,7 @@ impl<'a> Push<'a> {
         let counters = counters.map_err(MotorError::from)?;
         let mut push = Push { store, talk, peer, credit, manifest, region, counters };
         let start = Instant::now();
-        let survey = push.survey()?;
+        let survey = push.at_work(|store, manifest, working| store.survey(manifest, working))?;
         push.talk.say(
             peer,
             &FromReceiver::Accept {
@@ -186,19 +185,20 @@ impl<'a> Push<'a> {
         Ok(())
     }
 
-    /// Looks at what is here, and says from time to time that it is at it.
-    fn survey(&mut self) -> Result<Survey, RecvError> {
+    /// Does `work` on the folder, and says from time to time that it is at it.
+    fn at_work<T>(
+        &mut self,
+        work: impl FnOnce(&Store, &Manifest, &mut dyn FnMut(u64) -> bool) -> Result<T, StoreError>,
+    ) -> Result<T, RecvError> {
         let mut stopped = None;
         let (talk, peer) = (&mut *self.talk, self.peer);
-        let survey = self.store.survey(&self.manifest, |_| {
-            let said = talk.say_sometimes(peer, &FromReceiver::Working);
-            let interrupted = signals::interrupted().then_some(MotorError::Interrupted.into());
-            stopped = said.err().or(interrupted);
+        let done = work(self.store, &self.manifest, &mut |_| {
+            stopped = working(talk, peer).err();
             stopped.is_none()
         });
-        match (survey, stopped) {
-            (_, Some(stopped)) => Err(stopped.into()),
-            (survey, None) => Ok(survey?),
+        match (done, stopped) {
+            (_, Some(stopped)) => Err(stopped),
+            (done, None) => Ok(done?),
         }
     }
 
@@ -221,7 +221,8 @@ impl<'a> Push<'a> {
         mut survey: Survey,
         keep: &[Keep],
     ) -> Result<(), RecvError> {
-        let folders = self.store.make_folders(&self.manifest)?;
+        let folders =
+            self.at_work(|store, manifest, working| store.make_folders(manifest, working))?;
         let mut files = Vec::new();
         for (entry, _) in self.manifest.files() {
             files.push(entry.clone());
@@ -229,6 +230,7 @@ impl<'a> Push<'a> {
         let mut touched = BTreeMap::new();
         // What is kept whole needs no bytes: it gets its name, or is as it should be.
         for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
+            working(self.talk, self.peer)?;
             let Some(entry) = files.get(kept.file as usize) else {
                 continue;
             };
@@ -261,19 +263,14 @@ impl<'a> Push<'a> {
             read.map_err(|error| RecvError::Protocol(error.to_string()))?;
             let engine = self.talk.motor().engine();
             drop(engine.submit_imm(self.peer, self.credit, 1).map_err(MotorError::from)?);
-            let mut at = 0;
-            while let Some(piece) = walk.next_piece(len - at) {
-                let end = at + piece.len();
-                writer.write(piece, chunk.get(at as usize..end as usize).unwrap_or_default())?;
-                at = end;
-                if matches!(piece, Piece::Bytes { .. }) {
-                    bar.inc(piece.len().into());
-                }
-            }
-            self.talk.say_sometimes(self.peer, &FromReceiver::Working)?;
+            let bytes = chunk.get(..len as usize).unwrap_or_default();
+            writer.chunk(&mut walk, bytes, |written| {
+                bar.inc(written);
+                working(self.talk, self.peer)
+            })?;
         }
         bar.finish_and_clear();
-        Ok(self.store.finish_folders(&self.manifest, &folders)?)
+        self.at_work(|store, manifest, working| store.finish_folders(manifest, &folders, working))
     }
 
     /// Waits until `pages` pages lie in `slot`; the sender's failure is ours.
@@ -289,17 +286,32 @@ impl<'a> Push<'a> {
                 Err(MotorError::Count(CountError::Timeout { .. })) => {}
                 Err(error) => return Err(error.into()),
             }
-            match self.talk.hear_now(self.peer, Some(&busy()), Duration::from_millis(1))? {
-                Some(FromSender::Failed { reason }) => return Err(RecvError::Sender(reason)),
-                Some(FromSender::Working) => quiet = Instant::now(),
-                Some(_) => return Err(RecvError::Protocol("an offer in the middle".to_owned())),
-                None => {}
+            if listen(self.talk, self.peer, Duration::from_millis(1))? {
+                quiet = Instant::now();
             }
             if quiet.elapsed() > self.talk.patience() {
                 return Err(TalkError::Silent(self.talk.patience()).into());
             }
         }
     }
+}
+
+/// Whether the sender is heard to be at work; its failure is ours.
+fn listen(talk: &mut Talk, peer: PeerId, timeout: Duration) -> Result<bool, RecvError> {
+    match talk.hear_now(peer, Some(&busy()), timeout)? {
+        Some(FromSender::Failed { reason }) => Err(RecvError::Sender(reason)),
+        Some(FromSender::Working) => Ok(true),
+        Some(_) => Err(RecvError::Protocol("an offer in the middle".to_owned())),
+        None => Ok(false),
+    }
+}
+
+/// After each file, and each piece of one: says from time to time that we are at work, and listens.
+fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
+    if talk.say_sometimes(peer, &FromReceiver::Working)? {
+        while listen(talk, peer, Duration::ZERO)? {}
+    }
+    Ok(())
 }
 
 /// The files' side of the stream.
@@ -312,6 +324,24 @@ struct Writer<'a> {
 }
 
 impl Writer<'_> {
+    /// Writes the pieces of `chunk`, which `walk` has next. `working` is called after each, with how
+    /// many bytes of a file it had: there may be thousands of small files in one chunk.
+    fn chunk(
+        &mut self,
+        walk: &mut Walk<'_>,
+        chunk: &[u8],
+        mut working: impl FnMut(u64) -> Result<(), RecvError>,
+    ) -> Result<(), RecvError> {
+        let mut rest = chunk;
+        while let Some(piece) = walk.next_piece(u32::try_from(rest.len()).unwrap_or(u32::MAX)) {
+            let (bytes, after) = rest.split_at_checked(piece.len() as usize).unwrap_or_default();
+            self.write(piece, bytes)?;
+            working(piece.file_bytes())?;
+            rest = after;
+        }
+        Ok(())
+    }
+
     fn write(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), RecvError> {
         let (Piece::Bytes { file, .. } | Piece::Digest { file, .. }) = piece;
         self.open(file)?;
@@ -343,5 +373,62 @@ impl Writer<'_> {
         let hashed = self.survey.hashed.remove(&number).filter(|_| resumed);
         self.growing = Some((number, self.store.grow(entry, hashed)?, Vec::new()));
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::path::RelPath;
+    use super::*;
+
+    #[test]
+    fn whoever_waits_is_heard_of_after_each_file_of_a_chunk() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let file = |number: u64| Entry {
+            path: RelPath::new(format!("{number}")).unwrap(),
+            size: Some(number % 2),
+            mode: 0o600,
+            mtime_s: 0,
+            mtime_ns: 0,
+        };
+        let manifest = Manifest::new((0..8).map(file).collect()).unwrap();
+        let stream = Stream::new(&manifest, &[], &[]).unwrap();
+        let mut chunk = Vec::new();
+        for (_, size) in manifest.files() {
+            let bytes = vec![b'x'; usize::try_from(size).unwrap()];
+            chunk.extend_from_slice(&bytes);
+            chunk.extend_from_slice(blake3::hash(&bytes).as_bytes());
+        }
+        let files: Vec<_> = manifest.files().map(|(entry, _)| entry.clone()).collect();
+        let writer = |survey| Writer {
+            store: &store,
+            files: files.clone(),
+            stream: &stream,
+            survey,
+            growing: None,
+        };
+        let finished = || {
+            let names = std::fs::read_dir(dir.path()).unwrap().map(|found| found.unwrap().path());
+            names.filter(|path| path.extension().is_none()).count()
+        };
+        let (mut most, mut written) = (0, 0);
+        let all = writer(Survey::default()).chunk(&mut stream.walk(), &chunk, |bytes| {
+            written += bytes;
+            assert!(finished() <= most + 1, "more than one file since the last call");
+            most = finished();
+            Ok(())
+        });
+        all.unwrap();
+        assert_eq!((most, written), (8, 4));
+
+        for (_, path) in files.iter().zip(std::fs::read_dir(dir.path()).unwrap()) {
+            std::fs::remove_file(path.unwrap().path()).unwrap();
+        }
+        let stopped = writer(Survey::default()).chunk(&mut stream.walk(), &chunk, |_| {
+            if finished() == 3 { Err(MotorError::Interrupted.into()) } else { Ok(()) }
+        });
+        assert!(stopped.is_err_and(|error| error.interrupted()));
+        assert_eq!(finished(), 3);
     }
 }

@@ -4,12 +4,11 @@ use super::manifest::{CollectError, Collected, Entry, collect, shown};
 use super::message::{FromReceiver, FromSender, Have, Keep, VERSION};
 use super::path::Printable;
 use super::store::digest;
-use super::stream::{Piece, Staging, Stream, StreamError};
+use super::stream::{Piece, Staging, Stream, StreamError, Walk};
 use super::talk::{Talk, TalkError};
 use crate::args::PushArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_of};
 use crate::report::bytes_text;
-use crate::signals;
 use crate::transport::Peers;
 use immwire::{
     ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, Transfer,
@@ -206,6 +205,7 @@ impl Push {
             let Some(path) = self.found.sources.get(have.file as usize).cloned() else {
                 continue;
             };
+            self.working()?;
             let read = |source| PushError::Read { path: path.clone(), source };
             let mut file = File::open(&path).map_err(read)?.take(have.bytes);
             let mut hasher = blake3::Hasher::new();
@@ -217,10 +217,7 @@ impl Push {
                 }
                 hasher.update(piece.get(..count).unwrap_or_default());
                 bar.inc(count as u64);
-                if signals::interrupted() {
-                    return Err(MotorError::Interrupted.into());
-                }
-                self.talk.say_sometimes(self.peer, &FromSender::Working)?;
+                self.working()?;
             }
             if file.limit() == 0 && digest(&hasher) == have.digest {
                 keep.push(Keep { file: have.file, bytes: have.bytes });
@@ -259,18 +256,12 @@ impl Push {
             if let Some(transfer) = flying.get_mut(slot as usize).and_then(Option::take) {
                 self.finish(&transfer)?;
             }
-            let mut filled = 0;
-            while let Some(piece) = walk.next_piece(staging.slot_bytes - filled) {
-                let range = filled as usize..(filled + piece.len()) as usize;
-                let into = buffer.get_mut(range).unwrap_or_default();
-                reader.read(piece, into)?;
-                filled += piece.len();
-                if matches!(piece, Piece::Bytes { .. }) {
-                    bar.inc(piece.len().into());
-                }
-            }
+            let filled = reader.fill(&mut walk, &mut buffer, |read| {
+                bar.inc(read);
+                self.working()
+            })?;
             let transfer =
-                self.write(there, &src, slot, buffer.get(..filled as usize).unwrap_or_default())?;
+                self.write(there, &src, slot, buffer.get(..filled).unwrap_or_default())?;
             if let Some(place) = flying.get_mut(slot as usize) {
                 *place = Some(transfer);
             }
@@ -344,6 +335,14 @@ impl Push {
         }
     }
 
+    /// After each file, and each piece of one: says from time to time that we are at work, and listens.
+    fn working(&mut self) -> Result<(), PushError> {
+        if self.talk.say_sometimes(self.peer, &FromSender::Working)? {
+            while self.listen(Duration::ZERO)? {}
+        }
+        Ok(())
+    }
+
     /// Whether the receiver is heard to be at work; its failure is ours.
     fn listen(&mut self, timeout: Duration) -> Result<bool, PushError> {
         match self.talk.hear_now(self.peer, None::<&()>, timeout)? {
@@ -371,6 +370,26 @@ struct Reading {
 }
 
 impl Reader<'_> {
+    /// Fills `chunk` with the pieces that `walk` has next, and returns how many bytes they are.
+    /// `working` is called after each, with how many bytes of a file it had: there may be thousands of
+    /// small files in one chunk.
+    fn fill(
+        &mut self,
+        walk: &mut Walk<'_>,
+        chunk: &mut [u8],
+        mut working: impl FnMut(u64) -> Result<(), PushError>,
+    ) -> Result<usize, PushError> {
+        let room = chunk.len();
+        let mut rest = chunk;
+        while let Some(piece) = walk.next_piece(u32::try_from(rest.len()).unwrap_or(u32::MAX)) {
+            let (into, after) = rest.split_at_mut_checked(piece.len() as usize).unwrap_or_default();
+            self.read(piece, into)?;
+            working(piece.file_bytes())?;
+            rest = after;
+        }
+        Ok(room - rest.len())
+    }
+
     /// The bytes of `piece`, into all of `into`. Pieces come in the order of the stream.
     fn read(&mut self, piece: Piece, into: &mut [u8]) -> Result<(), PushError> {
         match piece {
@@ -480,6 +499,40 @@ pub fn summary(sent: Sent, took: Duration) -> String {
 mod tests {
     use super::super::message::Digest;
     use super::*;
+
+    #[test]
+    fn whoever_waits_is_heard_of_after_each_file_of_a_chunk() {
+        let dir = tempfile::tempdir().unwrap();
+        let paths: Vec<_> = (0..8).map(|number| dir.path().join(number.to_string())).collect();
+        for (number, path) in paths.iter().enumerate() {
+            std::fs::write(path, &b"x"[..number % 2]).unwrap();
+        }
+        let found = collect(&paths).unwrap();
+        let stream = Stream::new(&found.manifest, &[], &[]).unwrap();
+        let entries = found.manifest.files().map(|(entry, _)| entry.clone());
+        let files: Vec<_> = entries.zip(found.sources).collect();
+        let reader = || Reader {
+            files: files.clone(),
+            stream: &stream,
+            hashers: BTreeMap::new(),
+            open: None,
+        };
+        let mut chunk = [0; 1 << 10];
+        let (mut calls, mut bytes) = (0, 0);
+        let filled = reader().fill(&mut stream.walk(), &mut chunk, |read| {
+            calls += 1;
+            bytes += read;
+            Ok(())
+        });
+        assert_eq!(filled.unwrap(), 4 + 8 * 32);
+        assert_eq!((calls, bytes), (4 + 8, 4));
+        assert_eq!(chunk[..32], *blake3::hash(b"").as_bytes());
+        let mut reader = reader();
+        let stopped =
+            reader.fill(&mut stream.walk(), &mut chunk, |_| Err(MotorError::Interrupted.into()));
+        assert!(stopped.is_err_and(|error| error.interrupted()));
+        assert!(reader.open.is_some_and(|open| open.number == 0));
+    }
 
     #[test]
     fn a_receiver_that_claims_too_much_overflows_nothing() {

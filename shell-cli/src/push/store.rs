@@ -206,7 +206,8 @@ impl Store {
     }
 
     /// What of `manifest`'s files is here, hashed: a whole file of the right size under its name, else
-    /// what its partial file has. `working` is called for each piece read, and stops it by `false`.
+    /// what its partial file has. `working` is called for each file and for each piece read of one, and
+    /// stops it by `false`.
     ///
     /// Reads all of it: as long as that takes.
     ///
@@ -221,6 +222,9 @@ impl Store {
     ) -> Result<Survey, StoreError> {
         let mut survey = Survey::default();
         for (number, (entry, size)) in manifest.files().enumerate() {
+            if !working(0) {
+                return Err(StoreError::Stopped);
+            }
             let number = u32::try_from(number).unwrap_or(u32::MAX);
             let path = &entry.path;
             let (_, name) = path.split();
@@ -285,13 +289,21 @@ impl Store {
     }
 
     /// Makes `manifest`'s folders; returns the numbers of the entries that were not there before.
+    /// `working` is called for each entry, and stops it by `false`.
     ///
     /// # Errors
     ///
     /// [`StoreError`].
-    pub fn make_folders(&self, manifest: &Manifest) -> Result<Vec<usize>, StoreError> {
+    pub fn make_folders(
+        &self,
+        manifest: &Manifest,
+        mut working: impl FnMut(u64) -> bool,
+    ) -> Result<Vec<usize>, StoreError> {
         let mut made = Vec::new();
         for (number, entry) in manifest.entries().iter().enumerate() {
+            if !working(0) {
+                return Err(StoreError::Stopped);
+            }
             if entry.size.is_none() {
                 let at = self.folder_of(&entry.path, true)?;
                 let (_, name) = entry.path.split();
@@ -304,14 +316,23 @@ impl Store {
     }
 
     /// Gives the folders numbered `made` their modes and times; last, for a folder may be read-only,
-    /// and its time changes with what is made in it.
+    /// and its time changes with what is made in it. `working` is called for each, and stops it by
+    /// `false`.
     ///
     /// # Errors
     ///
     /// [`StoreError`].
-    pub fn finish_folders(&self, manifest: &Manifest, made: &[usize]) -> Result<(), StoreError> {
+    pub fn finish_folders(
+        &self,
+        manifest: &Manifest,
+        made: &[usize],
+        mut working: impl FnMut(u64) -> bool,
+    ) -> Result<(), StoreError> {
         // Deepest first: the order of entries is a folder before what is in it.
         for number in made.iter().rev() {
+            if !working(0) {
+                return Err(StoreError::Stopped);
+            }
             let Some(entry) = manifest.entries().get(*number) else {
                 continue;
             };
@@ -849,7 +870,7 @@ mod tests {
             assert!(matches!(grown, Err(StoreError::NotAFile(_))), "{path}");
         }
         assert!(matches!(
-            store.make_folders(&manifest(&[("link", None)])),
+            store.make_folders(&manifest(&[("link", None)]), |_| true),
             Err(StoreError::NotAFolder(_))
         ));
         // With leave to overwrite, a link under the final name is replaced, not written through.
@@ -881,9 +902,9 @@ mod tests {
         let before = fs::metadata(dir.path().join("old")).unwrap().mode();
         let offered =
             manifest(&[("new", None), ("new/deep", None), ("old", None), ("old/in", None)]);
-        let made = store.make_folders(&offered).unwrap();
+        let made = store.make_folders(&offered, |_| true).unwrap();
         assert_eq!(made, [0, 1, 3]);
-        store.finish_folders(&offered, &made).unwrap();
+        store.finish_folders(&offered, &made, |_| true).unwrap();
         for folder in ["new", "new/deep", "old/in"] {
             let metadata = fs::metadata(dir.path().join(folder)).unwrap();
             assert_eq!(
@@ -893,6 +914,45 @@ mod tests {
             );
         }
         assert_eq!(fs::metadata(dir.path().join("old")).unwrap().mode(), before);
+    }
+
+    #[test]
+    fn whoever_waits_is_heard_of_for_each_entry_and_may_stop_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::write(dir.path().join("empty"), b"").unwrap();
+        let offered = manifest(&[
+            ("d", None),
+            ("d/e", None),
+            ("d/none", Some(1)),
+            ("d/none either", Some(0)),
+            ("empty", Some(0)),
+            ("nowhere/none", Some(7)),
+        ]);
+        /// How often `work` calls; and that it stops wherever it is told to.
+        fn calls<T>(
+            mut work: impl FnMut(&mut dyn FnMut(u64) -> bool) -> Result<T, StoreError>,
+        ) -> usize {
+            let mut calls = 0;
+            let all = work(&mut |_| {
+                calls += 1;
+                true
+            });
+            assert!(all.is_ok());
+            for last in 1..=calls {
+                let mut called = 0;
+                let stopped = work(&mut |_| {
+                    called += 1;
+                    called < last
+                });
+                assert!(matches!(stopped, Err(StoreError::Stopped)), "at {last} of {calls}");
+                assert_eq!(called, last);
+            }
+            calls
+        }
+        assert_eq!(calls(|working| store.survey(&offered, working)), 4);
+        assert_eq!(calls(|working| store.make_folders(&offered, working)), 6);
+        assert_eq!(calls(|working| store.finish_folders(&offered, &[0, 1], working)), 2);
     }
 
     #[test]

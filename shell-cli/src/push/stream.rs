@@ -136,6 +136,12 @@ impl Piece {
             Self::Bytes { len, .. } | Self::Digest { len, .. } => len,
         }
     }
+
+    /// Of these, the bytes of the file itself.
+    #[must_use]
+    pub fn file_bytes(self) -> u64 {
+        if let Self::Bytes { len, .. } = self { len.into() } else { 0 }
+    }
 }
 
 /// Sizes of the files and where each starts: the whole stream.

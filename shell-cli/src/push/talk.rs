@@ -2,6 +2,7 @@
 
 use super::message::{Assembler, MessageError, fragments};
 use crate::motor::{Motor, MotorError};
+use crate::signals;
 use immwire::{Message, PeerError, PeerId, PeerState};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
@@ -89,21 +90,27 @@ impl Talk {
         Ok(())
     }
 
-    /// Says `message` if nothing was said for a while: for long work.
+    /// Says `message` if nothing was said for a while, and returns whether it did: for long work, after
+    /// each file and each piece of one. Whoever does it listens then, too: what both sides say
+    /// meanwhile must not fill their mailboxes.
     ///
     /// # Errors
     ///
-    /// [`TalkError`].
+    /// [`TalkError`]: among others, Ctrl-C.
     pub fn say_sometimes<M: Serialize>(
         &mut self,
         to: PeerId,
         message: &M,
-    ) -> Result<(), TalkError> {
+    ) -> Result<bool, TalkError> {
+        if signals::interrupted() {
+            return Err(MotorError::Interrupted.into());
+        }
         if self.said.elapsed() < SAY_EVERY {
-            return Ok(());
+            return Ok(false);
         }
         self.there(to)?;
-        self.say(to, message)
+        self.say(to, message)?;
+        Ok(true)
     }
 
     /// Whether `peer` is there.
