@@ -338,7 +338,7 @@ Examples:
   immwire push checkpoint/ tokenizer.json iw1:...
   immwire push --interface eth0 checkpoint/ iw1:...      to a receiver with --provider libfabric")]
 pub struct PushArgs {
-    /// Files and folders; symbolic links below them are skipped
+    /// Files and folders, each by its own name; symbolic links are followed here, and skipped below
     #[arg(required = true, value_name = "FILE|DIR")]
     pub paths: Vec<PathBuf>,
     /// The address that `immwire recv` printed

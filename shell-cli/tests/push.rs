@@ -75,6 +75,41 @@ fn a_tree_arrives_with_its_contents_modes_and_times() {
     assert!(receiver.ended().status.success());
 }
 
+#[test]
+fn links_arrive_under_their_own_names_and_dots_under_those_of_their_folders() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let snapshot = from.path().join("snapshot");
+    fs::create_dir(&snapshot).unwrap();
+    fs::create_dir(snapshot.join("here")).unwrap();
+    fs::write(from.path().join("1f3a"), b"weights").unwrap();
+    fs::write(snapshot.join("here/config"), b"config").unwrap();
+    std::os::unix::fs::symlink("../1f3a", snapshot.join("model.safetensors")).unwrap();
+    let pushes: [(&str, &[&str]); 3] = [
+        ("model.safetensors", &["model.safetensors"]),
+        ("here/.", &["here/config"]),
+        (".", &["snapshot/here/config"]),
+    ];
+    for (argument, arrived) in pushes {
+        let receiver = Listening::once(to.path());
+        let mut sender = immwire(["push", argument, &receiver.address]);
+        let sent = ended(sender.current_dir(&snapshot).spawn().unwrap());
+        assert!(sent.status.success(), "{argument}: {}", text(&sent.stderr));
+        assert!(receiver.ended().status.success(), "{argument}");
+        for path in arrived {
+            assert!(to.path().join(path).is_file(), "{argument}: {path}");
+        }
+    }
+    let receiver = Listening::once(to.path());
+    let mut sender = immwire(["push", "..", &receiver.address]);
+    let sent = ended(sender.current_dir(snapshot.join("here")).spawn().unwrap());
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert_eq!(fs::read(to.path().join("model.safetensors")).unwrap(), b"weights");
+    let mut names: Vec<_> =
+        fs::read_dir(to.path()).unwrap().map(|found| found.unwrap().file_name()).collect();
+    names.sort();
+    assert_eq!(names, ["here", "model.safetensors", "snapshot"]);
+}
+
 const BIG: usize = 192 << 20;
 
 /// A big file, pushed until some of it has arrived.

@@ -11,7 +11,9 @@
 use super::path::{PathError, Printable, RelPath};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
+use std::ffi::OsStr;
 use std::fs::{self, Metadata};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -172,8 +174,9 @@ pub enum CollectError {
     Manifest(#[from] ManifestError),
 }
 
-/// Lists `arguments` and all that is below them. Each goes by its own last name. Symbolic links are
-/// followed if they are arguments, and skipped below.
+/// Lists `arguments` and all that is below them. Each goes by its own last name; what ends in `.`, `..`
+/// or `/` has none, and goes by that of the folder. Symbolic links are followed if they are arguments,
+/// and skipped below.
 ///
 /// # Errors
 ///
@@ -182,12 +185,17 @@ pub fn collect(arguments: &[PathBuf]) -> Result<Collected, CollectError> {
     let mut walk = Walk::default();
     for argument in arguments {
         let read = |source| CollectError::Read { path: argument.clone(), source };
-        // Canonical: `.` and `..` have names too.
-        let found = argument.canonicalize().map_err(read)?;
-        let name = found.file_name().unwrap_or_default();
+        let metadata = fs::metadata(argument).map_err(read)?;
+        let found;
+        let name = match own_name(argument) {
+            Some(name) => name,
+            None => {
+                found = argument.canonicalize().map_err(read)?;
+                found.file_name().unwrap_or_default()
+            }
+        };
         let name = name.to_str().ok_or_else(|| CollectError::NotUtf8(argument.clone()))?;
-        let metadata = fs::metadata(&found).map_err(read)?;
-        walk.visit(&found, name.to_owned(), &metadata)?;
+        walk.visit(argument, name.to_owned(), &metadata)?;
     }
     let manifest = Manifest::new(walk.entries)?;
     let source = |(entry, _): (&Entry, u64)| walk.sources.remove(&entry.path).unwrap_or_default();
@@ -196,6 +204,13 @@ pub fn collect(arguments: &[PathBuf]) -> Result<Collected, CollectError> {
         skipped: walk.skipped,
         manifest,
     })
+}
+
+/// What comes after the last `/`, if it is a name. Not `Path::file_name`, which takes the one before a
+/// final `/` or `/.`, even if that is a link's.
+fn own_name(argument: &Path) -> Option<&OsStr> {
+    let last = argument.as_os_str().as_bytes().rsplit(|byte| *byte == b'/').next()?;
+    (!matches!(last, b"" | b"." | b"..")).then(|| OsStr::from_bytes(last))
 }
 
 #[derive(Default)]
@@ -320,6 +335,61 @@ mod tests {
     }
 
     #[test]
+    fn each_argument_goes_by_its_own_name_and_links_are_followed() {
+        let dir = tempfile::tempdir().unwrap();
+        let top = dir.path().canonicalize().unwrap();
+        let at = |path: &str| top.join(path);
+        fs::create_dir_all(at("blobs/deep")).unwrap();
+        fs::create_dir(at("snapshot")).unwrap();
+        fs::write(at("blobs/1f3a"), b"12345").unwrap();
+        fs::write(at("blobs/deep/x"), b"1").unwrap();
+        let link = |to: &str, name: &str| std::os::unix::fs::symlink(to, at(name)).unwrap();
+        link("../blobs/1f3a", "snapshot/model.safetensors");
+        link("model.safetensors", "snapshot/same.safetensors");
+        link("../blobs/deep", "snapshot/folder");
+        let listed = |paths: &[&str]| {
+            let paths: Vec<_> = paths.iter().map(|path| at(path)).collect();
+            let found = collect(&paths).unwrap();
+            for (source, (_, size)) in found.sources.iter().zip(found.manifest.files()) {
+                assert_eq!(fs::read(source).unwrap().len() as u64, size);
+            }
+            let entries = found.manifest.entries().iter();
+            entries.map(|entry| (entry.path.to_string(), entry.size)).collect::<Vec<_>>()
+        };
+        let (model, same) = ("snapshot/model.safetensors", "snapshot/same.safetensors");
+        let file = |name: &str| (name.to_owned(), Some(5));
+        assert_eq!(listed(&[model]), [file("model.safetensors")]);
+        assert_eq!(listed(&[model, same]), [file("model.safetensors"), file("same.safetensors")]);
+        let folder = |name: &str| vec![(name.to_owned(), None), (format!("{name}/x"), Some(1))];
+        assert_eq!(listed(&["snapshot/folder"]), folder("folder"));
+        // Of no name of their own: that of the folder.
+        let of_deep = [
+            "blobs/deep",
+            "blobs/deep/",
+            "blobs/deep//",
+            "blobs/deep/.",
+            "blobs/deep/./",
+            "snapshot/../blobs/deep/",
+            "snapshot/folder/",
+            "snapshot/folder/.",
+        ];
+        for path in of_deep {
+            assert_eq!(listed(&[path]), folder("deep"), "{path}");
+        }
+        let blobs = listed(&["blobs"]);
+        assert_eq!(blobs.len(), 4);
+        for path in ["blobs/deep/..", "blobs/deep/../", "snapshot/folder/.."] {
+            assert_eq!(listed(&[path]), blobs, "{path}");
+        }
+        let broken = at("snapshot/broken");
+        std::os::unix::fs::symlink("nowhere", &broken).unwrap();
+        let error = collect(&[broken]).unwrap_err().to_string();
+        assert!(error.contains("snapshot/broken"), "{error}");
+        assert!(collect(&[PathBuf::new()]).is_err());
+        assert!(matches!(collect(&[at("blobs/1f3a/")]), Err(CollectError::Read { .. })));
+    }
+
+    #[test]
     fn what_cannot_travel_is_named() {
         let dir = tempfile::tempdir().unwrap();
         let error = collect(&[dir.path().join("missing")]).unwrap_err();
@@ -327,8 +397,7 @@ mod tests {
         let reserved = dir.path().join("x.immwire-partial");
         fs::write(&reserved, b"").unwrap();
         assert!(matches!(collect(&[reserved]), Err(CollectError::Name { .. })));
-        let bytes: &std::ffi::OsStr = std::os::unix::ffi::OsStrExt::from_bytes(b"\xff\xfe");
-        let odd = dir.path().join(bytes);
+        let odd = dir.path().join(OsStr::from_bytes(b"\xff\xfe"));
         if fs::write(&odd, b"").is_ok() {
             assert!(matches!(collect(&[odd]), Err(CollectError::NotUtf8(_))));
         }
