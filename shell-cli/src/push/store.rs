@@ -371,6 +371,10 @@ impl Store {
             Errno::WOULDBLOCK => StoreError::Locked(path.clone()),
             errno => io("lock", path.as_str())(errno),
         })?;
+        // Another receiver may have given it its name before we had the lock.
+        if !leads_to(&at, &partial(name), &file) {
+            return Err(StoreError::Changed(path.clone()));
+        }
         let hasher = match hashed {
             Some(hashed) if hashed.stamp != Stamp::of(&file, path)? => {
                 return Err(StoreError::Changed(path.clone()));
@@ -528,6 +532,10 @@ impl Growing<'_> {
         let path = &self.entry.path;
         let (_, name) = path.split();
         let growing = partial(name);
+        // Only names are renamed and removed, and another receiver may have made a new file under it.
+        if !leads_to(&self.at, &growing, &self.file) {
+            return Err(StoreError::Changed(path.clone()));
+        }
         if Some(self.length) != self.entry.size || digest(&self.hasher) != expected {
             let _ = unlinkat(&self.at, &growing, AtFlags::empty());
             return Err(StoreError::Corrupt(path.clone()));
@@ -573,6 +581,13 @@ fn regular(file: OwnedFd, path: &RelPath) -> Result<File, StoreError> {
     } else {
         Err(StoreError::NotAFile(path.clone()))
     }
+}
+
+/// Whether `name` is that of `file`, and not of nothing or of another one.
+fn leads_to(at: &OwnedFd, name: &str, file: &File) -> bool {
+    let (named, open) = (statat(at, name, AtFlags::SYMLINK_NOFOLLOW), fstat(file));
+    matches!((named, open), (Ok(named), Ok(open))
+        if (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino))
 }
 
 /// Mode and time, as the manifest says.
@@ -785,6 +800,23 @@ mod tests {
         assert!(matches!(grow(&one, &ours), Err(StoreError::Changed(_))));
         assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"hello");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn a_partial_file_that_was_replaced_while_it_grew_gets_no_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), true).unwrap();
+        let path = dir.path().join("x.immwire-partial");
+        for (expected, replaced) in [(of(b"us"), true), (of(b"us"), false), (of(b"other"), true)] {
+            let mut growing = store.grow(&entry("x", Some(2)), None).unwrap();
+            growing.append(b"us").unwrap();
+            fs::remove_file(&path).unwrap();
+            let theirs = replaced.then(|| store.grow(&entry("x", Some(2)), None).unwrap());
+            assert!(matches!(growing.finish(expected), Err(StoreError::Changed(_))));
+            assert!(!dir.path().join("x").exists());
+            assert_eq!(path.exists(), replaced, "theirs stays");
+            drop(theirs);
+        }
     }
 
     #[test]
