@@ -73,7 +73,8 @@ impl ImmCounter {
     }
 
     fn get(&self) -> PyResult<Arc<Counter>> {
-        lock(self.counter.get()?).clone().ok_or_else(|| errors::closed("counter"))
+        let counter = lock(self.counter.get()?).clone();
+        counter.ok_or_else(|| errors::closed("counter"))
     }
 
     pub(crate) fn imm(&self) -> PyResult<Arc<immwire::ImmCounter>> {

@@ -177,7 +177,8 @@ pub(crate) struct TransferEngine {
 
 impl TransferEngine {
     pub(crate) fn core(&self) -> PyResult<Arc<Running>> {
-        lock(&self.handle.get()?.core).clone().ok_or_else(|| errors::closed("engine"))
+        let core = lock(&self.handle.get()?.core).clone();
+        core.ok_or_else(|| errors::closed("engine"))
     }
 
     pub(crate) fn timeout(&self, timeout: Option<f64>) -> PyResult<Duration> {

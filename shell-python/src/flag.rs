@@ -31,9 +31,9 @@ impl GpuFlag {
         Self { address, device, place, flag: Owned::new(Mutex::new(Some(Arc::new(flag)))) }
     }
 
-    fn with<R>(&self, f: impl FnOnce(&Arc<immwire::GpuFlag>) -> R) -> PyResult<R> {
-        let flag = lock(self.flag.get()?);
-        flag.as_ref().map(f).ok_or_else(|| errors::closed("flag"))
+    fn flag(&self) -> PyResult<Arc<immwire::GpuFlag>> {
+        let flag = lock(self.flag.get()?).clone();
+        flag.ok_or_else(|| errors::closed("flag"))
     }
 }
 
@@ -60,13 +60,14 @@ impl GpuFlag {
     /// What was stored last. Zero at first.
     #[getter]
     fn value(&self) -> PyResult<u64> {
-        self.with(|flag| flag.value())
+        Ok(self.flag()?.value())
     }
 
     /// Stores a number.
     #[pyo3(signature = (value, /))]
     fn set(&self, value: u64) -> PyResult<()> {
-        self.with(|flag| flag.set(value))
+        self.flag()?.set(value);
+        Ok(())
     }
 
     /// Lets the number go up by one whenever ``writes`` have arrived at ``counter``, and consumes them; early ones count. Whoever counts
@@ -77,7 +78,7 @@ impl GpuFlag {
         let none = || errors::request("writes is 1 at least");
         let writes = NonZeroU64::new(writes).ok_or_else(none)?;
         let imm = counter.get().imm()?;
-        let following = self.with(|flag| flag.follow(&imm, writes))?;
+        let following = self.flag()?.follow(&imm, writes);
         let following = following.map_err(|error| errors::count(&error))?;
         Ok(Following { following: Owned::new(Mutex::new(Some(following))) })
     }

@@ -201,26 +201,31 @@ pub(crate) fn make<'py>(
 impl RegionBase {
     /// Another handle to the registration.
     pub(crate) fn region(&self) -> PyResult<immwire::Region> {
-        let state = lock(&self.inner.get()?.state);
-        let held = state.held.as_ref().ok_or_else(errors::region_closed)?;
-        Ok(held.region.clone())
+        let inner = self.inner.get()?;
+        let region = lock(&inner.state).held.as_ref().map(|held| held.region.clone());
+        region.ok_or_else(errors::region_closed)
     }
 }
 
 impl Exporter for RegionBase {
     fn exported(&self) -> PyResult<Offer> {
-        let mut state = lock(&self.inner.get()?.state);
-        let held = state.held.as_ref().ok_or_else(errors::region_closed)?;
         if let Some(device) = self.device {
+            self.region()?;
             return Err(PyBufferError::new_err(format!(
                 "the region is memory of GPU {device}, which has no buffer: copy bytes with read and write, or give the \
                  region to torch.as_tensor or cupy.asarray"
             )));
         }
-        let offer =
-            Offer { ptr: held.region.as_ptr(), len: held.region.len(), readonly: self.readonly };
-        state.views += 1;
-        Ok(offer)
+        let mut state = lock(&self.inner.get()?.state);
+        let (held, readonly) = (state.held.as_ref(), self.readonly);
+        let offer = held.map(|Held { region, .. }| Offer {
+            ptr: region.as_ptr(),
+            len: region.len(),
+            readonly,
+        });
+        state.views += usize::from(offer.is_some());
+        drop(state);
+        offer.ok_or_else(errors::region_closed)
     }
 
     fn released(&self) {
@@ -235,7 +240,8 @@ impl RegionBase {
     #[new]
     fn new(made: &NewRegion) -> PyResult<Self> {
         let used = || pyo3::exceptions::PyTypeError::new_err("this region was made already");
-        lock(&made.0).take().ok_or_else(used)
+        let made = lock(&made.0).take();
+        made.ok_or_else(used)
     }
 
     /// What a peer needs to write here; ``bytes(desc)`` travels.
@@ -354,13 +360,14 @@ impl RegionBase {
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map_or(Ok(PATIENCE), seconds)?;
         let inner = self.inner.get()?;
-        let held = {
+        let (held, views) = {
             let mut state = lock(&inner.state);
-            if state.views > 0 {
-                return Err(errors::region_views(state.views));
-            }
-            state.held.take()
+            let views = state.views;
+            (if views == 0 { state.held.take() } else { None }, views)
         };
+        if views > 0 {
+            return Err(errors::region_views(views));
+        }
         let Some(mut held) = held else { return Ok(()) };
         let registration = held.registration();
         if !inner.lingering.is_shared(registration) {

@@ -15,7 +15,7 @@ thread_local! {
 }
 
 /// Locks, whatever happened to an earlier holder: what these locks guard is whole at every step. No
-/// Python code runs under any of them.
+/// Python code runs under any of them: an error is made, and an object dropped, once the guard is gone.
 pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }

@@ -34,8 +34,8 @@ impl UvmWatcher {
     /// What it is now. Zero at first.
     #[getter]
     fn value(&self) -> PyResult<u64> {
-        let watcher = lock(self.watcher.get()?);
-        watcher.as_ref().map(immwire::UvmWatcher::value).ok_or_else(|| errors::closed("watcher"))
+        let value = lock(self.watcher.get()?).as_ref().map(immwire::UvmWatcher::value);
+        value.ok_or_else(|| errors::closed("watcher"))
     }
 
     /// Ends the watching; a callback may do so itself. No call begins afterwards; one that runs is not waited for.

@@ -5,6 +5,7 @@ Each case is a process of its own, for the loader has to find the stand-in as th
 sets both. A machine's own GPUs are not used.
 """
 
+import contextlib
 import ctypes
 import multiprocessing
 import os
@@ -549,6 +550,29 @@ def case_flags_follow_counters():
         following = flag.follow(counter, writes=1)
         there.close()
         assert not following.active
+
+
+def case_closed_words_say_so_to_many_threads():
+    def often(call):
+        for _ in range(2000):
+            with contextlib.suppress(immwire.EngineClosed):
+                call()
+                failures.append(call)
+
+    failures = []
+    with immwire.TransferEngine(gpus=[0]) as engine:
+        watcher, flag = engine.alloc_uvm_watcher(print), engine.alloc_gpu_flag(device=0)
+        watcher.close()
+        flag.close()
+        # Wherever Python code runs another thread may go on: under a lock, too, if any is held.
+        sys.setswitchinterval(1e-6)
+        for call in (lambda: watcher.value, lambda: flag.set(1)):
+            threads = [threading.Thread(target=often, args=(call,)) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+    assert not failures
 
 
 def case_what_cannot_be_is_refused():

@@ -305,6 +305,72 @@ def test_a_program_ends_whatever_it_leaves_behind(end, code):
         assert not ended.stderr
 
 
+QUARREL = """
+import immwire, sys, threading
+engine, gone = immwire.TransferEngine(), immwire.TransferEngine()
+region, counter, lent = engine.alloc(64), engine.counter(), engine.alloc(64)
+region.close(); counter.close(); gone.close()
+view, failures = memoryview(lent), []
+
+def often():
+    try:
+        for _ in range(2000):
+            try:
+                {call}
+            except {error}:
+                continue
+            raise AssertionError("nothing was raised")
+    except BaseException as error:
+        failures.append(error)
+
+# Wherever Python code runs another thread may go on: under a lock, too, if any is held.
+sys.setswitchinterval(1e-6)
+threads = [threading.Thread(target=often) for _ in range(3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert not failures, failures
+"""
+
+GARBAGE = """
+import gc, immwire
+with immwire.TransferEngine() as engine:
+    region, refused = engine.alloc(64), 0
+    gc.set_threshold(1)
+    for _ in range(200):
+        cycle = [memoryview(region)]
+        cycle.append(cycle)
+        del cycle
+        try:
+            region.close()
+        except immwire.RegionInUse:
+            refused += 1
+        else:
+            region = engine.alloc(64)
+    assert refused
+"""
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        ("gone.stats()", "immwire.EngineClosed"),
+        ("counter.available", "immwire.EngineClosed"),
+        ("region.read()", "immwire.RegionError"),
+        ("memoryview(region)", "immwire.RegionError"),
+        ("lent.close()", "immwire.RegionInUse"),
+    ],
+)
+def test_threads_that_are_refused_do_not_lock_each_other_out(call, error):
+    command = [sys.executable, "-c", QUARREL.format(call=call, error=error)]
+    subprocess.run(command, timeout=PATIENCE, check=True)
+
+
+def test_a_view_may_be_collected_while_a_close_is_refused():
+    subprocess.run([sys.executable, "-c", GARBAGE], timeout=PATIENCE, check=True)
+
+
 def test_the_import_needs_and_loads_nothing_else():
     program = (
         "import sys; before = set(sys.modules); import immwire; print(*sorted(set(sys.modules) - before))"
