@@ -78,10 +78,11 @@ class TorchLike:
 
     def wait(self, keys, timeout):
         assert isinstance(timeout, timedelta)
+        # In whole milliseconds; none is no limit.
+        limit = timeout // timedelta(milliseconds=1) / 1000
         with self.changed:
-            there = self.changed.wait_for(
-                lambda: all(key in self.values for key in keys), timeout.total_seconds()
-            )
+            there = self.changed.wait_for(lambda: all(key in self.values for key in keys), limit or PATIENCE)
+        assert there or limit, "nobody ends a wait for ever"
         if not there:
             raise RuntimeError("Socket Timeout")
 
@@ -143,6 +144,15 @@ def test_getting_waits_until_the_deadline(store):
     timer.start()
     assert store.get("later", timeout=PATIENCE) == b"here"
     timer.join()
+
+
+def test_torch_is_never_told_to_wait_for_ever():
+    store = bootstrap.TorchStore(TorchLike())
+    for timeout in (0, 1e-6, 0.0015):
+        with pytest.raises(immwire.WaitTimeout):
+            store.get("nothing", timeout=timeout)
+    with pytest.raises(immwire.WaitTimeout, match="rank 1 is missing"):
+        bootstrap.exchange(store, rank=0, world=2, value=b"", name="round", timeout=0)
 
 
 def test_engines_meet(store):

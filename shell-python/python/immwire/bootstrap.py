@@ -147,18 +147,25 @@ class TorchStore:
     def get(self, key: str, /, *, timeout: float) -> bytes:
         """Return the value, once it is there."""
         name = self._prefix + key
-        start = time.monotonic()
-        try:
-            self._store.wait([name], timedelta(seconds=timeout))
-            return base64.b64decode(self._store.get(name), validate=True)
-        except ValueError as error:
-            raise StoreError(f"what lies under {key!r} is not ours") from error
-        except RuntimeError as error:
-            # torch has no type of its own for a wait that timed out in every version.
-            if time.monotonic() - start >= timeout:
-                message = f"nothing under {key!r} after {timeout} s"
-                raise WaitTimeout(message, deadline=timeout) from error
-            raise StoreError(f"torch's store: {error}") from error
+        end = time.monotonic() + timeout
+        while True:
+            start = time.monotonic()
+            # torch counts whole milliseconds, and waits for ever if there are none.
+            limit = max(int((end - start) * 1000), 1)
+            try:
+                self._store.wait([name], timedelta(milliseconds=limit))
+                return base64.b64decode(self._store.get(name), validate=True)
+            except ValueError as error:
+                raise StoreError(f"what lies under {key!r} is not ours") from error
+            except RuntimeError as error:
+                # torch has no type of its own for a wait that timed out in every version.
+                now = time.monotonic()
+                if now - start < limit / 1000:
+                    raise StoreError(f"torch's store: {error}") from error
+                # Some stores come back late, and none is waited for again then.
+                if now >= end:
+                    message = f"nothing under {key!r} after {timeout} s"
+                    raise WaitTimeout(message, deadline=timeout) from error
 
     def __repr__(self) -> str:
         return f"TorchStore({self._store!r})"
