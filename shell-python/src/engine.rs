@@ -3,11 +3,13 @@
 //! # Invariants
 //!
 //! - An engine's threads are never waited for by one of them, nor while attached to the interpreter, which
-//!   they may need to end.
+//!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
+//!   long as that takes.
 //! - Memory that was registered is let go of only when they have been joined.
 
 use std::num::NonZeroU32;
 use std::path::PathBuf;
+use std::ptr::with_exposed_provenance_mut;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::Duration;
 
@@ -488,10 +490,12 @@ impl TransferEngine {
         device: Option<u32>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let core = self.core()?;
-        core.lingering.sweep();
-        let allocated = py.detach(|| match device {
-            None => core.engine.alloc(nbytes),
-            Some(ordinal) => core.engine.alloc_gpu(ordinal, nbytes),
+        let allocated = py.detach(|| {
+            core.lingering.sweep();
+            match device {
+                None => core.engine.alloc(nbytes),
+                Some(ordinal) => core.engine.alloc_gpu(ordinal, nbytes),
+            }
         });
         let region = allocated.map_err(|error| errors::register(&error))?;
         region::make(py, region, Keep::Nothing, false, &core.lingering)
@@ -514,7 +518,7 @@ impl TransferEngine {
         remote_write: Option<bool>,
     ) -> PyResult<Bound<'py, PyAny>> {
         let core = self.core()?;
-        core.lingering.sweep();
+        py.detach(|| core.lingering.sweep());
         let found = memory::find(memory, core.has_gpus)?;
         let writable = remote_write.unwrap_or(!found.readonly);
         if writable && found.readonly {
@@ -522,10 +526,12 @@ impl TransferEngine {
             return Err(errors::request(message));
         }
         let rights = if writable { Rights::REMOTE_WRITE } else { Rights::LOCAL };
+        let (engine, place) = (&core.engine, &found);
         // SAFETY: the memory is mapped, and stays so while `keep` is held: until the region was closed, or
         // the engine has stopped (`region`); of an address, the caller promises it. References to such
         // memory are formed neither here nor by Python, which reads and writes it through pointers.
-        let registered = unsafe { core.engine.register(found.ptr, found.len, rights) };
+        let registered =
+            py.detach(move || unsafe { engine.register(place.ptr, place.len, rights) });
         let region = registered.map_err(|error| errors::register(&error))?;
         region::make(py, region, found.keep, found.readonly, &core.lingering)
     }
@@ -537,11 +543,14 @@ impl TransferEngine {
     /// ``__cuda_stream__``, or its handle (``torch.cuda.current_stream().cuda_stream``; 0 is the default stream). A number
     /// that is no stream's handle ends the process.
     #[pyo3(signature = (stream, /, *, device))]
-    fn after_stream(&self, stream: &Bound<'_, PyAny>, device: u32) -> PyResult<()> {
+    fn after_stream(&self, py: Python<'_>, stream: &Bound<'_, PyAny>, device: u32) -> PyResult<()> {
         let core = self.core()?;
         let stream = memory::stream(stream)?;
-        // SAFETY: a stream of the GPU's primary context, as the caller promises.
-        let ordered = unsafe { core.engine.after_stream(device, stream) };
+        let ordered = py.detach(|| {
+            let stream = with_exposed_provenance_mut(stream);
+            // SAFETY: a stream of the GPU's primary context, as the caller promises.
+            unsafe { core.engine.after_stream(device, stream) }
+        });
         ordered.map_err(|error| errors::register(&error))
     }
 
@@ -553,6 +562,7 @@ impl TransferEngine {
     #[pyo3(signature = (stream, /, *, device, counter, writes, timeout = None))]
     fn wait_on_stream(
         &self,
+        py: Python<'_>,
         stream: &Bound<'_, PyAny>,
         device: u32,
         counter: &ImmCounter,
@@ -561,8 +571,11 @@ impl TransferEngine {
     ) -> PyResult<StreamWait> {
         let (core, imm) = (self.core()?, counter.imm()?);
         let (stream, timeout) = (memory::stream(stream)?, self.timeout(timeout)?);
-        // SAFETY: a stream of the GPU's primary context, as the caller promises.
-        let held = unsafe { core.engine.wait_on_stream(device, stream, &imm, writes, timeout) };
+        let held = py.detach(|| {
+            let stream = with_exposed_provenance_mut(stream);
+            // SAFETY: a stream of the GPU's primary context, as the caller promises.
+            unsafe { core.engine.wait_on_stream(device, stream, &imm, writes, timeout) }
+        });
         let held = held.map_err(|error| errors::stream(&error))?;
         Ok(StreamWait::new(held, self.timeout(None)?))
     }

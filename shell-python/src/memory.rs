@@ -132,25 +132,24 @@ fn look(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
 }
 
 /// The handle of a GPU's stream: of an object that has `__cuda_stream__`, whose version 0 is a pair of version and handle,
-/// or the number itself.
-pub(crate) fn stream(object: &Bound<'_, PyAny>) -> PyResult<*mut c_void> {
+/// or the number itself. As a number, for who detaches to use it.
+pub(crate) fn stream(object: &Bound<'_, PyAny>) -> PyResult<usize> {
     let protocol = object.getattr_opt(intern!(object.py(), "__cuda_stream__"))?;
-    let handle = match protocol {
+    match protocol {
         None => object.extract().map_err(|_| {
             let kind = kind(object);
             PyTypeError::new_err(format!(
                 "a stream is an integer or has __cuda_stream__, not {kind}"
             ))
-        })?,
+        }),
         Some(protocol) => match protocol.call0()?.extract::<(u32, usize)>()? {
-            (0, handle) => handle,
+            (0, handle) => Ok(handle),
             (version, _) => {
                 let message = format!("__cuda_stream__ of version {version}: only 0 is known");
-                return Err(errors::unsupported(&message));
+                Err(errors::unsupported(&message))
             }
         },
-    };
-    Ok(std::ptr::with_exposed_provenance_mut(handle))
+    }
 }
 
 fn kind(object: &Bound<'_, PyAny>) -> String {

@@ -158,9 +158,18 @@ struct State {
 impl Drop for Inner {
     fn drop(&mut self) {
         let held = lock(&self.state).held.take();
-        if let Some(held) = held {
-            self.lingering.leave(held.registration());
-            self.lingering.release(held);
+        let Some(held) = held else { return };
+        self.lingering.leave(held.registration());
+        let mut held = Some(held);
+        let mut release = || {
+            if let Some(held) = held.take() {
+                self.lingering.release(held);
+            }
+        };
+        // A GPU's driver may be waited for.
+        if Python::try_attach(|py| py.detach(&mut release)).is_none() {
+            // The interpreter is ending: nobody is kept waiting by this thread.
+            release();
         }
     }
 }

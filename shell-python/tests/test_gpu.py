@@ -7,6 +7,8 @@ sets both. A machine's own GPUs are not used.
 
 import contextlib
 import ctypes
+import itertools
+import mmap
 import multiprocessing
 import os
 import random
@@ -468,6 +470,72 @@ def case_a_stream_waits_for_writes():
         driver(1, [("cuStreamSynchronize", stream)])
         with pytest.raises(immwire.EngineClosed):
             last.result()
+    pair.close()
+
+
+def case_who_waits_for_the_driver_holds_up_no_other_thread():
+    """The driver lets nobody through before another thread of Python's has run."""
+    pair = Pair(gpus=[0])
+    word, held, other = ctypes.c_uint64(), ctypes.c_uint64(), ctypes.c_uint64()
+    driver(0, [("cuMemHostAlloc", ctypes.byref(word), ctypes.c_size_t(8), 0)])
+    driver(0, [("cuStreamCreate", ctypes.byref(stream), 0) for stream in (held, other)])
+    released, numbers = ctypes.c_uint64.from_address(word.value), itertools.count(1)
+    # A thread that is attached stays so until it detaches or waits.
+    sys.setswitchinterval(1000)
+
+    def hold():
+        """Holds the stream until the word is as high."""
+        number = next(numbers)
+        driver(0, [("cuStreamWaitValue64_v2", held, word, ctypes.c_uint64(number), 0)])
+        return number
+
+    def kept_waiting(call):
+        page = mmap.mmap(-1, mmap.PAGESIZE)
+        start = ctypes.c_uint64(ctypes.addressof(ctypes.c_char.from_buffer(page)))
+        driver(0, [("cuMemHostRegister_v2", start, ctypes.c_size_t(len(page)), 0)])
+        number, go = hold(), threading.Event()
+
+        def release():
+            go.wait()
+            released.value = number
+
+        # This one waits for the stream, and all other calls of the driver's for this one.
+        unregister = [("cuMemHostUnregister", start)]
+        threads = [threading.Thread(target=driver, args=(0, unregister)), threading.Thread(target=release)]
+        for thread in threads:
+            thread.start()
+        # For it to begin. If it has not, nobody waits, and this says nothing.
+        time.sleep(0.1)
+        go.set()
+        result = call()
+        for thread in threads:
+            thread.join()
+        return result
+
+    def leave():
+        """Drops a region in use, which lingers until memory is asked for again."""
+        number = hold()
+        pair.sender.after_stream(held.value, device=0)
+        src = pair.sender.register(bytearray(BYTES))
+        transfer = pair.sender.submit_single_write(peer=pair.peer, src=src, dst=dst.desc)
+        del src
+        assert not transfer.done()
+        released.value = number
+        transfer.wait_blocking()
+
+    dst, counter = pair.receiver.alloc(BYTES, device=0), pair.receiver.counter()
+    regions = [kept_waiting(lambda: pair.sender.register(bytearray(8)))]
+    kept_waiting(regions.clear)
+    leave()
+    # Kept: memory of the engine's own is given back by another thread, when that comes to it.
+    regions.append(kept_waiting(lambda: pair.sender.alloc(8)))
+    leave()
+    regions.append(kept_waiting(lambda: pair.sender.register(bytearray(8))))
+    kept_waiting(lambda: pair.sender.after_stream(other.value, device=0))
+    wait = dict(device=0, counter=counter, writes=1)
+    waiting = kept_waiting(lambda: pair.receiver.wait_on_stream(other.value, **wait))
+    pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
+    waiting.result()
     pair.close()
 
 

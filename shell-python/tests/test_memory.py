@@ -217,6 +217,17 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     del part
 
 
+def test_a_dropped_region_gives_its_object_back(pair):
+    memory = interface_of(np.zeros(4096, dtype=np.uint8))
+    gone = weakref.ref(memory)
+    region = pair.sender.register(memory)
+    del memory
+    gc.collect()
+    assert gone() is not None
+    del region
+    assert gone() is None
+
+
 def test_a_slice_is_part_of_its_region(pair):
     region = pair.receiver.alloc(100)
     part = region.slice(40, 20)

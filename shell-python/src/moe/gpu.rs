@@ -280,8 +280,7 @@ impl GpuAllToAll {
     ) -> PyResult<()> {
         let Shared { shape, geometry, .. } = &*self.shared;
         let half = super::half(half)?;
-        // A number goes to other threads.
-        let stream = memory::stream(stream)?.expose_provenance();
+        let stream = memory::stream(stream)?;
         let (scale_bytes, quantised) =
             (geometry.scale_bytes, matches!(shape.payload, Payload::Fp8 { .. }));
         needs("scales", scale_bytes != 0 && !quantised, scales.is_some())?;
@@ -399,8 +398,7 @@ impl GpuAllToAll {
         half: &str,
     ) -> PyResult<()> {
         let half = super::half(half)?;
-        // A number goes to other threads.
-        let stream = memory::stream(stream)?.expose_provenance();
+        let stream = memory::stream(stream)?;
         let row = self.shared.shape.values * 2;
         let y = Array::of("y", y)?;
         let rows = y.rows(row)?;
