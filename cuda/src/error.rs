@@ -98,6 +98,11 @@ pub enum Error {
         /// Bytes that there are.
         bytes: u64,
     },
+    /// Memory that somebody else of this process does not come back from pinning, or from unpinning.
+    Busy {
+        /// Its first byte.
+        address: u64,
+    },
     /// Not all of a range is allocated, or not all of it on one GPU.
     Hole {
         /// Its first byte that is not.
@@ -175,6 +180,13 @@ impl fmt::Display for Error {
             }
             Self::OutOfBounds { end, bytes } => {
                 write!(f, "the range ends at {end} of {bytes} bytes")
+            }
+            Self::Busy { address } => {
+                write!(
+                    f,
+                    "the driver has not come back from pinning, or unpinning, the host's memory at {address:#x}: it waits for what its \
+                     GPUs are doing"
+                )
             }
             Self::Hole { address, before, bytes, ordinal, other } => {
                 write!(f, "the range of {bytes} bytes has {before} on GPU {ordinal}; ")?;

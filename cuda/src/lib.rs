@@ -44,6 +44,7 @@ mod memory;
 mod module;
 pub mod moe;
 pub mod oracle;
+mod pins;
 mod share;
 mod standby;
 mod stuck;

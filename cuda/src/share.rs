@@ -28,11 +28,14 @@ use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
 use crate::extent::{Allocation, Found, walk};
+use crate::pins::{Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
+use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
-use std::time::Duration;
+use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
 
 /// What names a GPU in every process, whatever `CUDA_VISIBLE_DEVICES` says there.
 pub type Uuid = [u8; 16];
@@ -593,17 +596,34 @@ impl Drop for Opened {
     }
 }
 
-/// Host memory of the caller's, pinned for as long as this lives.
+/// What of the host's memory is pinned by this library, for whichever of its owners in this process.
+static PINS: Mutex<Pins> = Mutex::new(Pins::new());
+/// Some of it is being pinned or unpinned no more.
+static SETTLED: Condvar = Condvar::new();
+
+/// How long for pages that somebody else is pinning, or unpinning: the driver does so only when GPUs are through.
+const SETTLED_WITHIN: Duration = Duration::from_secs(30);
+
+fn pins() -> MutexGuard<'static, Pins> {
+    PINS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+fn settled(change: impl FnOnce(&mut Pins)) {
+    change(&mut pins());
+    SETTLED.notify_all();
+}
+
+/// Host memory of the caller's, pinned for as long as this lives; what others of this library's have pinned of it is shared.
 #[derive(Debug)]
 pub struct Pinned {
     device: Device,
-    /// `None`: it has been unpinned, or is to stay pinned.
-    start: Option<u64>,
+    /// By their first page. None: it has been given back, or is to stay pinned.
+    held: Vec<u64>,
 }
 
 impl Pinned {
     /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address. Some tenths of a second for
-    /// each GiB. `None`: that is pinned already, by somebody else, who will have to keep it so.
+    /// each GiB. `None`: that is pinned already, by the application, who will have to keep it so. `page`: bytes of a page.
     ///
     /// # Safety
     ///
@@ -612,33 +632,90 @@ impl Pinned {
     ///
     /// # Errors
     ///
-    /// What the driver answers.
-    pub unsafe fn new(device: &Device, start: u64, bytes: usize) -> Result<Option<Self>, Error> {
-        let _current = device.enter()?;
-        // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
-        let pinned = unsafe {
-            let portable = cu::CU_MEMHOSTREGISTER_PORTABLE;
-            cu::cuMemHostRegister_v2(start as *mut c_void, bytes, portable)
-        };
-        match pinned {
-            cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(None),
-            answer => check("cuMemHostRegister", answer)
-                .map(|()| Some(Self { device: device.clone(), start: Some(start) })),
+    /// What the driver answers; [`Error::Busy`] if somebody else does not come back from pinning, or unpinning, some of it.
+    pub unsafe fn new(
+        device: &Device,
+        start: u64,
+        bytes: usize,
+        page: u64,
+    ) -> Result<Option<Self>, Error> {
+        let range = start..start.saturating_add(bytes as u64);
+        let Taken { shared, missing } = take(&pages_of(&range, page))?;
+        // From here on what is held goes as it must, whatever happens.
+        let mut pinned = Self { device: device.clone(), held: shared };
+        let mut failed = Ok(());
+        for pages in missing {
+            let (first, end) = (pages.start.max(range.start), pages.end.min(range.end));
+            // No more than all of them.
+            let bytes = usize::try_from(end - first).unwrap_or(bytes);
+            // SAFETY: our caller's promise.
+            let answer = failed.and_then(|()| unsafe { register(device, first, bytes) });
+            let at = (answer == Ok(true)).then_some(first);
+            settled(|pins| pins.pinned(pages.start, at));
+            match answer {
+                Ok(true) => pinned.held.push(pages.start),
+                Ok(false) => {}
+                Err(why) => failed = Err(why),
+            }
         }
+        failed.map(|()| (!pinned.held.is_empty()).then_some(pinned))
     }
 
-    /// Unpins it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.
+    /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.
     #[must_use = "what stays pinned has to stay mapped"]
     pub fn unpin(mut self) -> bool {
         self.undo()
     }
 
     fn undo(&mut self) -> bool {
-        let Some(start) = self.start.take() else { return true };
-        let Some(_current) = stuck::to_free(&self.device) else { return false };
-        // SAFETY: pinned by `new`, undone here only, once.
-        let _ = unsafe { cu::cuMemHostUnregister(start as *mut c_void) };
-        true
+        let mut all = true;
+        for start in std::mem::take(&mut self.held) {
+            // The guard goes at once.
+            let unused = pins().give_back(start);
+            let Some(at) = unused else { continue };
+            let freed = stuck::to_free(&self.device).map(|_current| {
+                // SAFETY: pinned by `register`, undone here only, once: nobody else holds it, and nobody takes it until it is said.
+                let _ = unsafe { cu::cuMemHostUnregister(at as *mut c_void) };
+            });
+            all &= freed.is_some();
+            settled(|pins| pins.unpinned(start, freed.is_some()));
+        }
+        all
+    }
+}
+
+/// Takes pages, when nobody is pinning or unpinning any of them.
+fn take(pages: &Range<u64>) -> Result<Taken, Error> {
+    let deadline = Instant::now() + SETTLED_WITHIN;
+    let mut pins = pins();
+    loop {
+        if let Some(taken) = pins.take(pages) {
+            return Ok(taken);
+        }
+        let left = deadline.saturating_duration_since(Instant::now());
+        if left.is_zero() {
+            return Err(Error::Busy { address: pages.start });
+        }
+        let waited = SETTLED.wait_timeout(pins, left);
+        pins = waited.unwrap_or_else(PoisonError::into_inner).0;
+    }
+}
+
+/// Has the driver pin a range. `false`: it is pinned already.
+///
+/// # Safety
+///
+/// As for [`Pinned::new`].
+unsafe fn register(device: &Device, start: u64, bytes: usize) -> Result<bool, Error> {
+    let _current = device.enter()?;
+    // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
+    let pinned = unsafe {
+        let portable = cu::CU_MEMHOSTREGISTER_PORTABLE;
+        cu::cuMemHostRegister_v2(start as *mut c_void, bytes, portable)
+    };
+    match pinned {
+        cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(false),
+        answer => check("cuMemHostRegister", answer).map(|()| true),
     }
 }
 

@@ -91,6 +91,11 @@ pub(crate) struct Direct {
     pub(crate) file: Result<DmaBuf, Error>,
 }
 
+/// What the driver pins, and hands out, is whole pages of the host's.
+pub(crate) fn page_bytes() -> u64 {
+    rustix::param::page_size() as u64
+}
+
 impl One {
     fn new(ordinal: u32) -> Result<Self, Error> {
         let device = Device::open(ordinal)?;
@@ -264,8 +269,7 @@ impl Known {
             }
             Visibility::Never | Visibility::Flush => {}
         }
-        let page = rustix::param::page_size() as u64;
-        let file = DmaBuf::new(&one.device, address, bytes, page);
+        let file = DmaBuf::new(&one.device, address, bytes, page_bytes());
         if file.is_err()
             && let Err(why) = immwire_cuda::prepare(&one.device, address, bytes)
         {

@@ -53,7 +53,7 @@ use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
 use super::standing::{Short, Standing};
-use crate::gpus::{CLOSED_WITHIN, Known, One, number};
+use crate::gpus::{CLOSED_WITHIN, Known, One, number, page_bytes};
 use crate::provider::{Sink, Window};
 
 /// Queues of each GPU. Which of them a copy goes to: `core::spread`.
@@ -386,7 +386,7 @@ impl Reached {
     ) -> Option<Self> {
         let address = mapping.base().as_ptr() as u64;
         // SAFETY: the mapping is at least as long, and is kept until after it has been unpinned (`Reachable`).
-        let pinned = unsafe { Pinned::new(known.first()?, address, bytes) };
+        let pinned = unsafe { Pinned::new(known.first()?, address, bytes, page_bytes()) };
         let pinned = pinned
             .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
             .ok()?;

@@ -41,7 +41,7 @@ use super::handshake::{By, Message, Sizes};
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
-use crate::gpus::{FREED_WITHIN, Gpus, Known};
+use crate::gpus::{FREED_WITHIN, Gpus, Known, page_bytes};
 use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
@@ -425,7 +425,8 @@ impl ShmMemory {
             return Ok(None);
         };
         // SAFETY: our caller's promise.
-        unsafe { Pinned::new(device, base.as_ptr() as u64, bytes) }.map_err(RegisterError::Gpu)
+        unsafe { Pinned::new(device, base.as_ptr() as u64, bytes, page_bytes()) }
+            .map_err(RegisterError::Gpu)
     }
 
     /// What is known of memory that may be a GPU's.

@@ -32,6 +32,7 @@ use crate::{Case, Provider, Spread, Test};
 pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
     ("after_stream_short", Spread::Places, after_stream_short),
+    ("host_memory_of_several", Spread::Processes, host_memory_of_several),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
@@ -872,6 +873,60 @@ fn after_stream_short(case: &Case) {
         assert_eq!(me.end_within(&held, patience()), Some(immwire::End::Done));
         other.count(&me, counter, 9);
         other.check(&me, there, 0, BYTES, pattern);
+    }
+}
+
+/// Host memory that two engines of a process have registered, and one of them twice, in ranges that overlap: GPUs read it as long as any
+/// of these is there. What is not pinned they cannot read at all.
+fn host_memory_of_several(case: &Case) {
+    const PART: u64 = 64 << 10;
+    let (me, also) = (case.me(), case.me());
+    let (mut other, address) = case.agent("other");
+    let peers = [me.peer(&address), also.peer(&address)];
+    let all = usize::try_from(3 * PART).expect("small");
+    let mine = Lent::new(all);
+    let pattern = case.pattern(0);
+    let (there, desc) = other.memory(&me, 2 * PART, Own::Engine);
+    let register = |host: &Host, parts: std::ops::Range<u64>, rights| {
+        let (from, to) = (parts.start * PART, parts.end * PART);
+        let at = mine.ptr.as_ptr().wrapping_add(usize::try_from(from).expect("small"));
+        let len = usize::try_from(to - from).expect("small");
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        let region = unsafe { host.engine.register(NonNull::new(at).expect("some"), len, rights) };
+        region.expect("register")
+    };
+    let whole = register(&me, 0..3, Rights::LOCAL);
+    pattern.fill(&whole, 0, 3 * PART, 0);
+    me.close(whole, patience()).expect("closed");
+    // In turn the first, the second and the last goes first.
+    for first in 0..3 {
+        let mut regions: Vec<_> = [
+            (&me, 0_u64, register(&me, 0..2, Rights::LOCAL)),
+            (&also, 0, register(&also, 0..2, Rights::LOCAL)),
+            (&me, 1, register(&me, 1..3, Rights::REMOTE_WRITE)),
+        ]
+        .into();
+        regions.rotate_left(first);
+        while !regions.is_empty() {
+            for (host, part, region) in &regions {
+                let peer = peers[usize::from(!std::ptr::eq(*host, &me))];
+                // By a warp, by a kernel or the copy engine, and over what was pinned at different times.
+                for len in [100, 2 * PART] {
+                    let poison =
+                        Ask::Poison { region: there, offset: 0, len: 2 * PART, byte: 0xa5 };
+                    other.tell(&me, poison);
+                    for _ in 0..3 {
+                        host.done(&write(host, peer, region, &desc, (0, 0, len), None));
+                    }
+                    let (region, offset, at) = (there, 0, part * PART);
+                    let wrong =
+                        other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
+                    assert_eq!(wrong, None, "{len} bytes of part {part}");
+                }
+            }
+            let (host, _, region) = regions.remove(0);
+            host.close(region, patience()).expect("closed");
+        }
     }
 }
 

@@ -1,0 +1,247 @@
+//! Which host memory is pinned by this library, in this process: each page once, for as many as need it.
+//!
+//! The driver pins no page twice (`CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`), and does not say by whom it is pinned, nor whether all
+//! of a range is. So who pins asks here first: what others of ours have pinned is shared, and what is left is to be pinned.
+//!
+//! Pure: pages are numbers, and the driver is whoever keeps to what is said here.
+//!
+//! # Invariants
+//!
+//! 1. No page is in two pins.
+//! 2. A page of a range that was taken, and not given back, stays pinned, unless nobody could pin it.
+//! 3. While one pins or unpins a page, nobody else takes it.
+//!
+//! The tests below go through all short programs of three owners over a few pages.
+
+use std::ops::Range;
+
+/// Pages that are pinned in one go, by their first and past their last byte.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Pin {
+    pages: Range<u64>,
+    /// What the driver was told to pin begins here, in the first of them.
+    at: u64,
+    users: usize,
+    /// It is being pinned, or unpinned.
+    is_busy: bool,
+}
+
+/// All of them.
+#[derive(Debug)]
+pub(crate) struct Pins(Vec<Pin>);
+
+/// What whoever takes a range has.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub(crate) struct Taken {
+    /// Is pinned already, each by its first byte.
+    pub(crate) shared: Vec<u64>,
+    /// Is to be pinned now, in this order; for each it is to be [said](Pins::pinned) how that went.
+    pub(crate) missing: Vec<Range<u64>>,
+}
+
+/// The pages that a range touches.
+pub(crate) fn pages_of(range: &Range<u64>, page: u64) -> Range<u64> {
+    let page = page.max(1);
+    let end = range.end.saturating_add(page - 1);
+    range.start - range.start % page..end - end % page
+}
+
+impl Pins {
+    pub(crate) const fn new() -> Self {
+        Self(Vec::new())
+    }
+
+    /// Takes pages. `None`: some are busy; to be asked again when they are not.
+    pub(crate) fn take(&mut self, pages: &Range<u64>) -> Option<Taken> {
+        let touches = |pin: &Pin| pin.pages.start < pages.end && pages.start < pin.pages.end;
+        if self.0.iter().any(|pin| touches(pin) && pin.is_busy) {
+            return None;
+        }
+        let mut taken = Taken::default();
+        let mut there: Vec<_> = self.0.iter_mut().filter(|pin| touches(pin)).collect();
+        there.sort_by_key(|pin| pin.pages.start);
+        let mut at = pages.start;
+        for pin in there {
+            pin.users += 1;
+            taken.shared.push(pin.pages.start);
+            if at < pin.pages.start {
+                taken.missing.push(at..pin.pages.start);
+            }
+            at = pin.pages.end;
+        }
+        if at < pages.end {
+            taken.missing.push(at..pages.end);
+        }
+        let busy = |pages: &Range<u64>| Pin {
+            pages: pages.clone(),
+            at: pages.start,
+            users: 1,
+            is_busy: true,
+        };
+        self.0.extend(taken.missing.iter().map(busy));
+        Some(taken)
+    }
+
+    /// How it went with one that was missing: it is pinned, from this byte on, or nobody's.
+    pub(crate) fn pinned(&mut self, start: u64, from: Option<u64>) {
+        let Some(at) = self.0.iter().position(|pin| pin.pages.start == start) else { return };
+        match (from, self.0.get_mut(at)) {
+            (Some(from), Some(pin)) => (pin.at, pin.is_busy) = (from, false),
+            _ => _ = self.0.swap_remove(at),
+        }
+    }
+
+    /// Gives one back. If nobody uses it any more: where it begins; it is to be unpinned, and [said](Pins::unpinned) how that went.
+    pub(crate) fn give_back(&mut self, start: u64) -> Option<u64> {
+        let pin = self.0.iter_mut().find(|pin| pin.pages.start == start)?;
+        pin.users = pin.users.saturating_sub(1);
+        pin.is_busy |= pin.users == 0;
+        pin.is_busy.then_some(pin.at)
+    }
+
+    /// How it went: it is unpinned, or stays pinned for good.
+    pub(crate) fn unpinned(&mut self, start: u64, is_unpinned: bool) {
+        let at = self.0.iter().position(|pin| pin.pages.start == start);
+        match at.and_then(|at| Some((at, self.0.get_mut(at)?))) {
+            Some((at, _)) if is_unpinned => _ = self.0.swap_remove(at),
+            // A user that never gives it back.
+            Some((_, pin)) => (pin.users, pin.is_busy) = (1, false),
+            None => {}
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const PAGES: u64 = 6;
+    const ALL: usize = 6;
+    const OWNERS: usize = 3;
+
+    /// What the driver has pinned, by page, and who has what.
+    #[derive(Debug)]
+    struct World {
+        pins: Pins,
+        pinned: [bool; ALL],
+        /// The application's own.
+        foreign: Option<u64>,
+        held: [Option<(Range<u64>, Vec<u64>)>; OWNERS],
+    }
+
+    impl World {
+        fn new(foreign: Option<u64>) -> Self {
+            Self {
+                pins: Pins::new(),
+                pinned: [false; ALL],
+                foreign,
+                held: [const { None }; OWNERS],
+            }
+        }
+
+        fn set(&mut self, pages: &Range<u64>, to: bool) {
+            for page in pages.clone() {
+                let pinned = &mut self.pinned[usize::try_from(page).unwrap()];
+                assert_ne!(*pinned, to, "twice");
+                *pinned = to;
+            }
+        }
+
+        /// As the driver is asked: all of it, or nothing.
+        fn take(&mut self, owner: usize, pages: Range<u64>) {
+            let taken = self.pins.take(&pages).unwrap();
+            let mut held = taken.shared;
+            for missing in &taken.missing {
+                assert_eq!(self.pins.take(missing), None, "busy");
+                let is_pinned = self.foreign.is_none_or(|page| !missing.contains(&page));
+                self.pins.pinned(missing.start, is_pinned.then_some(missing.start));
+                if is_pinned {
+                    self.set(missing, true);
+                    held.push(missing.start);
+                }
+            }
+            self.held[owner] = Some((pages, held));
+        }
+
+        fn give_back(&mut self, owner: usize, is_stuck: bool) {
+            let Some((_, held)) = self.held[owner].take() else { return };
+            for start in held {
+                if self.pins.give_back(start) == Some(start) {
+                    let pages = self.pins.0.iter().find(|pin| pin.pages.start == start);
+                    let pages = pages.unwrap().pages.clone();
+                    assert_eq!(self.pins.take(&pages), None, "busy");
+                    if !is_stuck {
+                        self.set(&pages, false);
+                    }
+                    self.pins.unpinned(start, !is_stuck);
+                }
+            }
+        }
+
+        fn check(&self) {
+            for (pages, _) in self.held.iter().flatten() {
+                for page in pages.clone() {
+                    // Where the application has pinned a page of what was missing, that is its affair.
+                    let known = self.pins.0.iter().any(|pin| pin.pages.contains(&page));
+                    assert!(self.pinned[usize::try_from(page).unwrap()] == known);
+                    assert!(known || self.foreign.is_some(), "page {page}");
+                }
+            }
+            for (at, pin) in self.pins.0.iter().enumerate() {
+                assert!(pin.users > 0 && !pin.is_busy && !pin.pages.is_empty());
+                let later = &self.pins.0[at + 1..];
+                let apart = |other: &Pin| {
+                    pin.pages.end <= other.pages.start || other.pages.end <= pin.pages.start
+                };
+                assert!(later.iter().all(apart), "{:?}", self.pins);
+            }
+        }
+    }
+
+    /// Three owners, each with any range of six pages, take in turn, and give back in any order; a page may be the application's, and
+    /// a GPU be stuck in between.
+    #[test]
+    fn pages_are_pinned_once_and_while_anybody_needs_them() {
+        let ranges: Vec<_> =
+            (0..PAGES).flat_map(|start| (start + 1..=PAGES).map(move |end| start..end)).collect();
+        let orders = [[0, 1, 2], [0, 2, 1], [1, 0, 2], [1, 2, 0], [2, 0, 1], [2, 1, 0]];
+        for foreign in [None, Some(2)] {
+            for a in &ranges {
+                for b in &ranges {
+                    for c in &ranges {
+                        for order in orders {
+                            for stuck in [None, Some(0), Some(1)] {
+                                let mut world = World::new(foreign);
+                                for (owner, pages) in [a, b, c].into_iter().enumerate() {
+                                    world.take(owner, pages.clone());
+                                    world.check();
+                                }
+                                for (at, owner) in order.into_iter().enumerate() {
+                                    world.give_back(owner, stuck == Some(at));
+                                    world.check();
+                                }
+                                let left = world.pinned.iter().any(|pinned| *pinned);
+                                assert!(!left || stuck.is_some());
+                                assert_eq!(left, !world.pins.0.is_empty());
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_range_touches_whole_pages() {
+        for page in [1, 4, 4096] {
+            for start in 0..20 {
+                for end in start + 1..24 {
+                    let pages = pages_of(&(start..end), page);
+                    assert!(pages.start <= start && end <= pages.end);
+                    assert!(start - pages.start < page && pages.end - end < page);
+                    assert!(pages.start.is_multiple_of(page) && pages.end.is_multiple_of(page));
+                }
+            }
+        }
+    }
+}
