@@ -14,6 +14,7 @@
 //! 1. A slot is written only between its reservation and the next; no free slot means waiting, never a drop.
 //! 2. Every message is delivered once, in the order of reservation.
 //! 3. What a peer sends that breaks the rules is an error value and changes nothing.
+//! 4. Whoever takes no credits keeps none from others: [`credit_may_go`].
 //!
 //! The tests below walk every order of arrival of a few messages through small mailboxes.
 
@@ -424,6 +425,16 @@ impl fmt::Display for CreditError {
 }
 
 impl core::error::Error for CreditError {}
+
+/// Whether a slot may be given back to a peer to whom so many are being given back, of so many to all peers, where there is room for
+/// `room`.
+///
+/// What is on its way to a peer that takes nothing stays there until it is found out. So half of the room is whoever comes first's; of
+/// the other half each peer has one at most.
+#[must_use]
+pub const fn credit_may_go(to_all: u16, to_peer: u16, room: u16) -> bool {
+    if to_peer == 0 { to_all < room } else { to_all < room / 2 }
+}
 
 impl Outbox {
     /// A mailbox that is empty.

@@ -946,8 +946,11 @@ impl State {
     fn ended(&mut self, user: u64, end: group::End) {
         let Ok(cell) = u16::try_from(user) else {
             self.own = self.own.saturating_sub(1);
+            let (peer, slot) = credit_of(user);
+            if let Some(link) = self.link(peer) {
+                link.credit_has_ended();
+            }
             if end != group::End::Done {
-                let (peer, slot) = credit_of(user);
                 self.credit_lost(peer, slot, is_unwritten(end));
             }
             return;
@@ -969,7 +972,8 @@ impl State {
 
     /// Submits a transfer of the engine's own; `false` if there is no room for it now.
     pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: SlotIndex) -> bool {
-        if self.own >= OWN_TRANSFERS {
+        let own = self.own;
+        if !self.link(peer).is_none_or(|link| link.may_credit(own)) {
             return false;
         }
         let request: Request = PlanRequest::Control(ControlWrite {
@@ -985,6 +989,9 @@ impl State {
         match self.group.submit(request, options) {
             Ok(_) => {
                 self.own += 1;
+                if let Some(link) = self.link(peer) {
+                    link.credit_goes();
+                }
                 true
             }
             // With any other error the peer is gone, and with it the need. NICs may come back.

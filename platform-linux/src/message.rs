@@ -12,7 +12,7 @@ use immwire_core::id::{PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{
     Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, Reserved, SendError,
-    SlotIndex,
+    SlotIndex, credit_may_go,
 };
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{ControlWrite, Request as PlanRequest};
@@ -78,6 +78,8 @@ pub(crate) struct Link {
     again: Vec<Again>,
     /// Slots to be given back to the peer, a bit for each.
     credits: u64,
+    /// Of these, so many are being given back.
+    crediting: u16,
     registry: Arc<Registry>,
 }
 
@@ -89,6 +91,19 @@ pub(crate) enum Undelivered {
 }
 
 impl Link {
+    /// Whether a slot may be given back now, where so many are being given back to whomever.
+    pub(crate) const fn may_credit(&self, to_all: u16) -> bool {
+        credit_may_go(to_all, self.crediting, OWN_TRANSFERS)
+    }
+
+    pub(crate) const fn credit_goes(&mut self) {
+        self.crediting = self.crediting.saturating_add(1);
+    }
+
+    pub(crate) const fn credit_has_ended(&mut self) {
+        self.crediting = self.crediting.saturating_sub(1);
+    }
+
     pub(crate) fn new(
         registry: &Arc<Registry>,
         peer: PeerId,
@@ -105,6 +120,7 @@ impl Link {
             waiting: VecDeque::new(),
             again: Vec::new(),
             credits: 0,
+            crediting: 0,
             registry: Arc::clone(registry),
         })
     }
@@ -173,7 +189,7 @@ impl Link {
 }
 
 impl State {
-    fn link(&mut self, peer: PeerId) -> Option<&mut Link> {
+    pub(crate) fn link(&mut self, peer: PeerId) -> Option<&mut Link> {
         let link = self.links.get_mut(usize::from(peer.index))?.as_mut()?;
         (link.peer == peer).then_some(link)
     }
@@ -194,9 +210,8 @@ impl State {
     pub(crate) fn can_deliver(&self) -> bool {
         let links = self.unfinished.iter().filter_map(|&at| self.links.get(usize::from(at)));
         let mut links = links.flatten();
-        let room = self.own < OWN_TRANSFERS;
         links.any(|link| {
-            let unsent = (room && link.credits != 0) || !link.again.is_empty();
+            let unsent = (link.credits != 0 && link.may_credit(self.own)) || !link.again.is_empty();
             (unsent && self.group.reaches(link.peer))
                 || (link.inbox.has_delivery() && self.shared.inbox.has_room())
         })

@@ -340,3 +340,30 @@ proptest! {
         prop_assert_eq!(inbox.handle_message(slot, &plausible).is_ok(), good);
     }
 }
+
+/// Any number of peers that take nothing and want everything, in turn or one after the other: while they are fewer than half of the
+/// room, one that takes what comes has its turn at once.
+#[test]
+fn who_takes_no_credits_keeps_none_from_others() {
+    for room in [2, 3, 8, 64_u16] {
+        for stuck in 0..=usize::from(room) {
+            for in_turn in [true, false] {
+                let mut under_way = std::vec![0_u16; stuck];
+                let mut all = 0;
+                for _ in 0..=room {
+                    for to_peer in &mut under_way {
+                        while credit_may_go(all, *to_peer, room) {
+                            (all, *to_peer) = (all + 1, *to_peer + 1);
+                            if in_turn {
+                                break;
+                            }
+                        }
+                    }
+                }
+                assert!(all <= room && (stuck == 0 || all >= room / 2));
+                let others = usize::from(room.div_ceil(2));
+                assert!(stuck >= others || credit_may_go(all, 0, room), "{room} {stuck}");
+            }
+        }
+    }
+}
