@@ -27,8 +27,8 @@ pub struct ImmCounter {
     tag: ImmTag,
 }
 
-/// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there is no
-/// counter.
+/// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there was no
+/// counter yet.
 pub(crate) type Baseline = Mutex<Box<[u64]>>;
 
 impl fmt::Debug for ImmCounter {
@@ -51,9 +51,11 @@ impl ImmCounter {
     pub(crate) fn new(shared: Arc<Shared>, tag: ImmTag) -> Self {
         if let Some(baseline) = shared.baseline(tag) {
             let mut baseline = lock(baseline);
-            *baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
-            // The row exists: the tag is of a slot of this table, and the length was just taken from it.
-            let _ = shared.tallies.snapshot(tag.slot(), &mut baseline);
+            // What has come to its first tenant already is its own: peers were told of the slot before. Of a later one it is as the
+            // last has left it.
+            if baseline.is_empty() {
+                *baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
+            }
         }
         Self { shared, tag }
     }

@@ -297,7 +297,7 @@ impl Shared {
         self.baselines.get(usize::from(tag.slot()))
     }
 
-    /// A peer begins: what the last tenant of its slot has sent is not its own. O(counters in use).
+    /// A peer begins: what the last tenant of its slot has sent is not its own. O(counters that there have been at a time).
     pub(crate) fn begin_tallies(&self, peer: PeerId) {
         for (slot, baseline) in (0..).zip(&self.baselines) {
             if let Some(units) = lock(baseline).get_mut(usize::from(peer.index)) {
@@ -330,6 +330,10 @@ impl Shared {
     pub(crate) fn retire_counter(&self, tag: ImmTag) {
         if let Err(error) = self.counting.table().retire(tag) {
             tracing::debug!(%error, %tag, "a counter could not be retired");
+        }
+        if let Some(baseline) = self.baseline(tag) {
+            // What comes from now on is the next tenant's. The row exists, and is as long: `ImmCounter::new` has made it so.
+            let _ = self.tallies.snapshot(tag.slot(), &mut lock(baseline));
         }
         if let Some(taken) = lock(&self.counters_taken).get_mut(usize::from(tag.slot())) {
             *taken = false;

@@ -336,6 +336,8 @@ struct Flight {
     peer: u16,
     /// The region's, there.
     tenant: Option<Tenant>,
+    /// The peer's NIC of which it has spent a grant.
+    spent: Option<NicIndex>,
 }
 
 /// What writes without bytes name as their source: never read.
@@ -692,6 +694,12 @@ impl LibfabricProvider {
             if session.is_leaving() && error.is_some() {
                 error = Some(WorkError::PeerGone);
             }
+            // The peer's device has refused it, immediate and all: the peer will never take that.
+            let spent = flight.spent.filter(|_| error == Some(WorkError::RemoteAccess));
+            let allowance = spent.and_then(|nic| session.allowances.get_mut(usize::from(nic)));
+            if let Some(allowance) = allowance {
+                allowance.restore(1);
+            }
             self.urgent |= waits;
         }
         match flight.purpose {
@@ -876,7 +884,9 @@ impl LibfabricProvider {
                 *count += 1;
                 let (peer, tenant) = (work.peer.index, Tenant::of(key));
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    *slot = Some(Flight { purpose: Purpose::Work(work.token), peer, tenant });
+                    let (purpose, spent) =
+                        (Purpose::Work(work.token), data.map(|_| work.remote_nic));
+                    *slot = Some(Flight { purpose, peer, tenant, spent });
                 }
                 Posted::UnderWay
             }
@@ -970,7 +980,7 @@ impl LibfabricProvider {
                     lane.chain.posted(&mut route.channel, context, true);
                 }
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    *slot = Some(Flight { purpose, peer: index, tenant: None });
+                    *slot = Some(Flight { purpose, peer: index, tenant: None, spent: None });
                 }
                 Posted::UnderWay
             }

@@ -111,6 +111,16 @@ fn rights(case: &Case) {
             peer = lost_and_back(case, &me, &mut other, peer);
         }
         me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
+        if case.facts().refuses_access_softly {
+            // More often than a peer grants room: what is refused takes none of it, nor is it counted.
+            let (counter, tag) = other.counter(&me);
+            for _ in 0..600 {
+                let end = me.end(&write(&me, peer, &src, &longer, (0, 4095, 2), Some(tag)));
+                assert!(matches!(end, End::Quiesced { .. }), "{foreign:?} {end:?}");
+            }
+            me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), Some(tag)));
+            other.count(&me, counter, 1);
+        }
     }
 }
 

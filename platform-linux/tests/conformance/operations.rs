@@ -9,8 +9,8 @@ use std::time::Duration;
 
 use immwire::core::plan::RequestError;
 use immwire::{
-    CountError, CounterTaken, End, Expected, PagedWrite, Pages, PeerId, Region, SingleWrite,
-    SubmitError, TransferError,
+    CountError, CounterTaken, End, Expected, ImmTag, PagedWrite, Pages, PeerId, Region,
+    SingleWrite, SubmitError, TransferError,
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, plain};
@@ -29,6 +29,7 @@ pub const TESTS: &[Test] = &[
     ("a_future_of_a_count", Spread::All, a_future_of_a_count),
     ("stale_tags", Spread::All, stale_tags),
     ("who_is_missing", Spread::All, who_is_missing),
+    ("early_writes_have_a_name", Spread::ProcessesBothMotors, early_writes_have_a_name),
     ("sixty_four_counters", Spread::Threads, sixty_four_counters),
     ("refused_before_posting", Spread::ProcessesBothMotors, refused_before_posting),
     ("a_slow_callback", Spread::Processes, a_slow_callback),
@@ -366,6 +367,41 @@ fn who_is_missing(case: &Case) {
     let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("three are missing");
     let CountError::Timeout { missing: 3, peers, .. } = late else { panic!("{late:?}") };
     assert_eq!(peers.iter().map(|p| p.arrived).collect::<Vec<_>>(), [0, 2]);
+}
+
+/// Writes that come before their counter is made, at a slot that was agreed on, are their peer's by name; and those of the counter
+/// before, in the same slot, are not.
+fn early_writes_have_a_name(case: &Case) {
+    const SLOT: u16 = 37;
+    let (me, mut one, first) = case.pair();
+    let (mut two, address) = case.agent("second");
+    let second = me.peer(&address);
+    let send = |agent: &mut Agent, tag: ImmTag, writes| {
+        let back = only_peer(&me, agent);
+        let ask = Ask::Imm { peer: plain(back), tag: tag.bits(), writes };
+        assert_eq!(agent.ask(&me, ask), Say::Text("Done".into()));
+    };
+    for round in 0..3 {
+        let early = round == 0;
+        if early {
+            send(&mut one, ImmTag::new(SLOT, 0).expect("a tag"), 3);
+        }
+        let mine = me.engine.counter_at(SLOT).expect("a counter");
+        if !early {
+            send(&mut one, mine.tag(), 3);
+        }
+        assert!(me.until(patience(), || (mine.available() == 3).then_some(())).is_some());
+        let expected = [Expected { peer: first, writes: 4 }, Expected { peer: second, writes: 2 }];
+        let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("missing");
+        let CountError::Timeout { missing: 3, peers, .. } = late else { panic!("{late:?}") };
+        assert_eq!(peers.iter().map(|p| p.arrived).collect::<Vec<_>>(), [3, 0], "round {round}");
+        send(&mut one, mine.tag(), 1);
+        send(&mut two, mine.tag(), 3);
+        mine.wait_from(&expected, patience()).expect("all there");
+        let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("missing");
+        let CountError::Timeout { peers, .. } = late else { panic!("{late:?}") };
+        assert_eq!(peers.iter().map(|p| p.arrived).collect::<Vec<_>>(), [0, 1], "round {round}");
+    }
 }
 
 fn sixty_four_counters(case: &Case) {
