@@ -836,6 +836,10 @@ impl<P: Provider> Drive for Engine<P> {
     }
 
     fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError> {
+        // Whoever has had the peer removed before wants another one.
+        if self.state.shared.intake.is_asked() {
+            self.control();
+        }
         self.connect(address)
     }
 
