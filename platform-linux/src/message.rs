@@ -92,7 +92,7 @@ pub(crate) enum Undelivered {
 
 impl Link {
     /// Whether a slot may be given back now, where so many are being given back to whomever.
-    pub(crate) const fn may_credit(&self, to_all: u16) -> bool {
+    pub(crate) fn may_credit(&self, to_all: u16) -> bool {
         credit_may_go(to_all, self.crediting, OWN_TRANSFERS)
     }
 

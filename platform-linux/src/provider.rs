@@ -510,7 +510,8 @@ pub trait Memory: Send + Sync + 'static {
     /// Forgets a region that was withdrawn, and unmaps it if [`Memory::alloc`] made it.
     fn release(&self, region: Registered);
 
-    /// The same by the engine's thread, which waits for no GPU: of a region whose owner has been told that the memory stays in use.
+    /// The same, but waits for no GPU: of a region that nobody waits to be rid of, as its last handle was dropped, by the engine's thread
+    /// perhaps. Its memory stays until the engine has ended, or nobody uses it any more.
     fn release_later(&self, region: Registered) {
         self.release(region);
     }

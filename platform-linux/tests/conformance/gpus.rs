@@ -880,13 +880,15 @@ fn after_stream_short(case: &Case) {
 /// of these is there. What is not pinned they cannot read at all.
 fn host_memory_of_several(case: &Case) {
     const PART: u64 = 64 << 10;
+    const PAGE: u64 = 4096;
     let (me, also) = (case.me(), case.me());
     let (mut other, address) = case.agent("other");
     let peers = [me.peer(&address), also.peer(&address)];
     let all = usize::try_from(3 * PART).expect("small");
     let mine = Lent::new(all);
     let pattern = case.pattern(0);
-    let (there, desc) = other.memory(&me, 2 * PART, Own::Engine);
+    // In turn a GPU's and the host's.
+    let there: Vec<_> = (0..2).map(|_| other.memory(&me, 2 * PART, Own::Engine)).collect();
     let register = |host: &Host, parts: std::ops::Range<u64>, rights| {
         let (from, to) = (parts.start * PART, parts.end * PART);
         let at = mine.ptr.as_ptr().wrapping_add(usize::try_from(from).expect("small"));
@@ -898,6 +900,8 @@ fn host_memory_of_several(case: &Case) {
     let whole = register(&me, 0..3, Rights::LOCAL);
     pattern.fill(&whole, 0, 3 * PART, 0);
     me.close(whole, patience()).expect("closed");
+    let shuffled: Vec<u32> = (0..32).map(|page| page * 5 % 32).collect();
+    let pages = Pages { indices: shuffled.into(), stride: PAGE, offset: 0 };
     // In turn the first, the second and the last goes first.
     for first in 0..3 {
         let mut regions: Vec<_> = [
@@ -910,18 +914,33 @@ fn host_memory_of_several(case: &Case) {
         while !regions.is_empty() {
             for (host, part, region) in &regions {
                 let peer = peers[usize::from(!std::ptr::eq(*host, &me))];
-                // By a warp, by a kernel or the copy engine, and over what was pinned at different times.
-                for len in [100, 2 * PART] {
-                    let poison =
-                        Ask::Poison { region: there, offset: 0, len: 2 * PART, byte: 0xa5 };
-                    other.tell(&me, poison);
-                    for _ in 0..3 {
-                        host.done(&write(host, peer, region, &desc, (0, 0, len), None));
+                // By a warp, if one is up, by the copy engine, and by a kernel; and over what was pinned at different times.
+                for (there, desc) in &there {
+                    for (len, paged) in [(100, false), (2 * PART, false), (2 * PART, true)] {
+                        let (there, offset, at) = (*there, 0, part * PART);
+                        let whole =
+                            Ask::Poison { region: there, offset, len: 2 * PART, byte: 0xa5 };
+                        other.tell(&me, whole);
+                        for _ in 0..3 {
+                            let transfer = if paged {
+                                host.engine.submit_paged_writes(&PagedWrite {
+                                    peer,
+                                    page_bytes: PAGE,
+                                    src: region,
+                                    src_pages: pages.clone(),
+                                    dst: desc,
+                                    dst_pages: pages.clone(),
+                                    imm: None,
+                                })
+                            } else {
+                                Ok(write(host, peer, region, desc, (0, 0, len), None))
+                            };
+                            host.done(&transfer.expect("submit"));
+                        }
+                        let ask = Ask::Mismatch { region: there, offset, len, pattern, at };
+                        let wrong = other.place(&me, ask);
+                        assert_eq!(wrong, None, "{len} bytes of part {part}, by pages: {paged}");
                     }
-                    let (region, offset, at) = (there, 0, part * PART);
-                    let wrong =
-                        other.place(&me, Ask::Mismatch { region, offset, len, pattern, at });
-                    assert_eq!(wrong, None, "{len} bytes of part {part}");
                 }
             }
             let (host, _, region) = regions.remove(0);
