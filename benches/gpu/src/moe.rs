@@ -25,7 +25,6 @@ use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::process::{Child, Command, Stdio};
 use std::ptr;
-use std::sync::atomic::Ordering;
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -967,10 +966,11 @@ const CLOCK: &CStr = c"
 }
 ";
 
-/// Points in time of one GPU. To take one takes about half a microsecond.
+/// Points in time of one GPU, in its memory: a kernel that stores to the host's ends only when the host has the store. To take one takes
+/// about half a microsecond.
 struct Stamps {
     function: cu::CUfunction,
-    places: PinnedMemory,
+    places: Buffer,
 }
 
 impl Stamps {
@@ -991,14 +991,14 @@ impl Stamps {
             }
             Ok(function)
         })?;
-        Ok(Self { function, places: gpu.pinned(count * 8)? })
+        Ok(Self { function, places: Buffer::new(gpu, count * 8)? })
     }
 
     /// To be called with the GPU's context current.
     fn take(&self, stream: &Stream, place: usize) -> Outcome<()> {
-        let mut at = self.places.address() + 8 * place as u64;
+        let mut at = self.places.at() + 8 * place as u64;
         let mut parameters = [(&raw mut at).cast()];
-        // SAFETY: the kernel takes one address, of pinned memory that lives as long as the graphs do.
+        // SAFETY: the kernel takes one address, of memory of its GPU that lives as long as the graphs do.
         call("cuLaunchKernel", unsafe {
             let (stream, none) = (stream.raw().cast(), ptr::null_mut());
             cu::cuLaunchKernel(
@@ -1017,10 +1017,11 @@ impl Stamps {
         })
     }
 
-    /// In microseconds. The launches have ended.
-    fn at(&self, place: usize) -> f64 {
-        let word = self.places.word(8 * place).map(|word| word.load(Ordering::Relaxed));
-        word.map_or(f64::NAN, |word| (word % (1 << 52)) as f64 / 1e3)
+    /// All of them, in microseconds. The launches have ended.
+    fn read(&mut self, gpu: &Gpu) -> Outcome<Vec<f64>> {
+        let words = self.places.get(gpu)?.chunks_exact(8);
+        let word = |bytes: &[u8]| bytes.try_into().map_or(0, u64::from_le_bytes);
+        Ok(words.map(|bytes| (word(bytes) % (1 << 52)) as f64 / 1e3).collect())
     }
 }
 
@@ -1159,30 +1160,35 @@ impl<'a> Timed<'a> {
         self.all.check_poison()
     }
 
-    fn launch(&self, graphs: &[Graph]) -> Outcome<()> {
+    fn launch(all: &World<'_>, graphs: &[Graph]) -> Outcome<()> {
         for (rank, graph) in graphs.iter().enumerate() {
-            graph.launch(&self.all, rank)?;
+            graph.launch(all, rank)?;
         }
-        self.all.settle()
+        all.settle()
     }
 
     /// Measures once more.
-    fn turn(&self) -> Outcome<Times> {
+    fn turn(&mut self) -> Outcome<Times> {
         let Some([marked, plain]) = &self.graphs else { return self.called() };
         let mut times = Times::default();
-        let slowest = |from: usize, to: usize| {
-            let took = |stamps: &Stamps| stamps.at(to) - stamps.at(from);
-            self.stamps.iter().map(took).fold(0f64, f64::max)
+        let (all, stamps) = (&self.all, &mut self.stamps);
+        let mut read = || -> Outcome<Vec<Vec<f64>>> {
+            let of = |(rank, stamps): (&Rank, &mut Stamps)| stamps.read(&all.gpus[rank.gpu]);
+            all.ranks.iter().zip(stamps.iter_mut()).map(of).collect()
+        };
+        let slowest = |ranks: &[Vec<f64>], from: usize, to: usize| {
+            ranks.iter().map(|at| at[to] - at[from]).fold(0f64, f64::max)
         };
         for replay in 0..REPLAYS {
-            self.launch(marked)?;
+            Self::launch(all, marked)?;
+            let at = read()?;
             for round in (0..ROUNDS).filter(|_| replay > 0) {
-                times.out.push(slowest(2 * round, 2 * round + 1));
-                times.back.push(slowest(2 * round + 1, 2 * round + 2));
+                times.out.push(slowest(&at, 2 * round, 2 * round + 1));
+                times.back.push(slowest(&at, 2 * round + 1, 2 * round + 2));
             }
-            self.launch(plain)?;
+            Self::launch(all, plain)?;
             if replay > 0 {
-                times.rounds.push(slowest(0, 2 * ROUNDS) / ROUNDS as f64);
+                times.rounds.push(slowest(&read()?, 0, 2 * ROUNDS) / ROUNDS as f64);
             }
         }
         Ok(times)
@@ -1211,7 +1217,7 @@ impl<'a> Timed<'a> {
     /// Compares what rounds leave, once more.
     fn end(mut self) -> Outcome<()> {
         self.compare(|timed| match &timed.graphs {
-            Some([_, plain]) => timed.launch(plain),
+            Some([_, plain]) => Self::launch(&timed.all, plain),
             None => timed.called().map(drop),
         })
     }
@@ -1249,7 +1255,7 @@ fn evenly(random: &mut Random, count: usize, experts: u32) -> Vec<i32> {
 
 /// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
 fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
-    let timed = Timed::new(gpus, shape, style, None, true)?;
+    let mut timed = Timed::new(gpus, shape, style, None, true)?;
     let mut times = timed.turn()?;
     let wire = timed.wire_bytes();
     let ranks = timed.all.ranks.len();
@@ -1303,7 +1309,7 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
         .chunks_exact(4)
         .map(|bytes| i32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
-    let timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), says("graphs")?)?;
+    let mut timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), says("graphs")?)?;
     println!("{}", json!({ "gpus": gpus.len() }));
     for line in std::io::stdin().lines() {
         line?;
