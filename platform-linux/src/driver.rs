@@ -1286,6 +1286,7 @@ mod tests {
             len: 1,
             run: immwire_core::plan::PageRun::NONE,
             imm: None,
+            bulk: false,
         }
     }
 

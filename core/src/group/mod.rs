@@ -96,6 +96,8 @@ pub struct WorkRequest {
     pub run: PageRun,
     /// Immediate to deliver once the bytes are visible.
     pub imm: Option<Imm>,
+    /// Whether all of the same write that goes between the same two NICs is to go by the same queue: see [`Piece::bulk`].
+    pub bulk: bool,
 }
 
 impl WorkRequest {
@@ -115,6 +117,7 @@ impl WorkRequest {
             len: piece.len,
             run: piece.run,
             imm: piece.imm,
+            bulk: piece.bulk,
         }
     }
 
@@ -132,6 +135,7 @@ impl WorkRequest {
             len: self.len,
             run: self.run,
             imm: self.imm,
+            bulk: self.bulk,
         }
     }
 }

@@ -100,8 +100,9 @@ where
             Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
             None => None,
         };
-        let (remote_nic, run) = (route.remote, PageRun::NONE);
-        Some((nic, lane, Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm }))
+        let (remote_nic, run, bulk) = (route.remote, PageRun::NONE, false);
+        let piece = Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm, bulk };
+        Some((nic, lane, piece))
     }
 
     /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
@@ -230,7 +231,7 @@ where
         // There is no other piece of it.
         active.outstanding = 1;
         active.started = true;
-        take(WorkRequest { run: PageRun::NONE, ..work_of(id, nic, piece) });
+        take(WorkRequest { run: PageRun::NONE, bulk: false, ..work_of(id, nic, piece) });
         let len = piece.len;
         state.credits.take(lane);
         queue.pop_front(&mut NicLinks { slots, nic: at });

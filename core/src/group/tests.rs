@@ -1253,6 +1253,7 @@ const NOTHING: WorkRequest = WorkRequest {
     len: 0,
     run: PageRun::NONE,
     imm: None,
+    bulk: false,
 };
 
 fn arrive(sent: &mut Sent, work: &WorkRequest, ranges: &[(u64, u64, u64)]) {
@@ -1712,14 +1713,18 @@ fn a_trailing_immediate_leaves_a_lost_nic() {
         while world.apply(Do::Post(nic)) {}
     }
     assert!(world.posted.len() > 16);
-    assert!(world.posted.iter().all(|work| work.imm.is_none()));
+    assert!(world.posted.iter().all(|work| work.imm.is_none() && work.bulk));
     for lost in [0, 1] {
         let mut world = world.clone();
         world.apply(Do::NicDown(lost));
         while world.apply(Do::Complete(0)) {}
         assert!(!world.apply(Do::Post(lost)));
-        assert!(world.apply(Do::Post(1 - lost)));
-        assert_eq!(world.posted[0].imm, tag().with_units(WRITE_UNITS));
+        // That of each way that the bytes took.
+        while world.apply(Do::Post(1 - lost)) {}
+        let notes = world.posted.iter();
+        assert!(notes.clone().all(|work| work.len == 0 && work.nic == 1 - lost && work.bulk));
+        let units: Vec<_> = notes.filter_map(|work| work.imm.map(Imm::units)).collect();
+        assert_eq!(units, [WRITE_UNITS / 2; 2]);
         world.finish();
     }
     // With no NIC left, what was not announced is not done.

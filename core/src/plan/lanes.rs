@@ -26,6 +26,9 @@ use crate::region::{LocalMr, MrDesc};
 // number of routes.
 static_assertions::const_assert!(MAX_ITEMS as usize + MAX_NICS <= u32::MAX as usize);
 
+/// Units of an immediate without bytes, but for the last of a lane.
+const NOTE_UNITS: u64 = MAX_MERGED as u64 * WRITE_UNITS as u64;
+
 /// The requests that may be of many pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Long<P, T> {
@@ -44,22 +47,22 @@ enum Walk {
     Runs,
     /// Each lane has its range `at..end` of every item (the single write, one page, one target).
     Items,
-    /// Each lane has `at..end` writes to announce by immediates without bytes.
+    /// Each lane has the units `at..end` to announce by immediates without bytes.
     Notes,
 }
 
 /// Where one route is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 struct Lane {
-    /// Next page, byte of the item, or write to announce.
+    /// Next page, byte of the item, or unit to announce.
     at: u64,
     /// One past the last.
     end: u64,
     /// The item in hand.
     item: u32,
-    /// Number of the next piece among those of the item, if they carry immediates.
+    /// Number of the next piece, or immediate without bytes, among those of the item that carry units.
     piece: u8,
-    /// Pieces of the item; 0 if they carry no immediates.
+    /// How many of the item carry units; 0: the pieces carry none.
     pieces: u8,
 }
 
@@ -91,8 +94,8 @@ pub(super) struct Lanes<P, T> {
     stride: u32,
     /// The most pages that one piece may carry.
     merge: u64,
-    /// Items that were cut into too many pieces to carry immediates.
-    owed: u32,
+    /// Units of each lane's share of the items that were cut into too many pieces to carry immediates.
+    owed: [u32; MAX_NICS],
 }
 
 impl<P: PageList, T: TargetList> Lanes<P, T> {
@@ -158,12 +161,12 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             items,
             stride: if small { lane_count } else { 1 },
             merge: merge.map_or(1, |most| most.min(MAX_MERGED.into())),
-            owed: 0,
+            owed: [0; MAX_NICS],
         };
         match walk {
             Walk::Pages | Walk::Runs => plan.start_pages(),
             Walk::Items => plan.start_items(),
-            Walk::Notes if plan.tag().is_some() => plan.start_notes(items),
+            Walk::Notes if plan.tag().is_some() => plan.start_notes(),
             Walk::Notes => {}
         }
         Ok(Some(plan))
@@ -353,15 +356,18 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     /// `true`: trailing immediates have become available. `false`: that was all (or there still is work,
     /// and nothing changes).
     pub(super) fn drained(&mut self) -> bool {
-        if self.active != 0 || self.trailing || self.owed == 0 {
+        if self.active != 0 || self.trailing || self.owed == [0; MAX_NICS] {
             return false;
         }
         self.trailing = true;
-        if matches!(self.request, Long::Paged(_)) {
-            self.walk = Walk::Notes;
-            self.start_notes(self.owed);
-        } else {
+        if self.sole_peer().is_none() {
             self.start_items();
+            return true;
+        }
+        self.walk = Walk::Notes;
+        for (r, (lane, owed)) in self.lanes.iter_mut().zip(self.owed).enumerate() {
+            *lane = Lane { end: owed.into(), ..Lane::default() };
+            self.active |= if owed == 0 { 0 } else { bit(r) };
         }
         true
     }
@@ -396,14 +402,15 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         }
     }
 
-    /// Deals `writes` out as immediates for up to [`MAX_MERGED`] each.
-    fn start_notes(&mut self, writes: u32) {
-        let (writes, merged) = (u64::from(writes), u64::from(MAX_MERGED));
-        let split = Split::count(writes.div_ceil(merged), &self.routes, self.turn);
+    /// Deals pages without bytes out as immediates for as many as each can count.
+    fn start_notes(&mut self) {
+        let units = u64::from(self.items).saturating_mul(WRITE_UNITS.into());
+        let split = Split::count(units.div_ceil(NOTE_UNITS), &self.routes, self.turn);
         for (r, lane) in self.lanes.iter_mut().enumerate() {
             let run = split.range(r);
-            let (at, end) = (run.start.saturating_mul(merged), run.end.saturating_mul(merged));
-            *lane = Lane { at, end: end.min(writes), ..Lane::default() };
+            let (at, end) =
+                (run.start.saturating_mul(NOTE_UNITS), run.end.saturating_mul(NOTE_UNITS));
+            *lane = Lane { at, end: end.min(units), ..Lane::default() };
             self.active |= if run.is_empty() { 0 } else { bit(r) };
         }
     }
@@ -467,21 +474,26 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         if cut.len == 0 {
             return (r == cut.whole && announced && !self.trailing).then_some(note);
         }
-        let (before, pieces) = cut.pieces(r);
-        let plain = !announced || pieces > u64::from(WRITE_UNITS);
-        if self.trailing {
-            return (r == cut.whole && plain).then_some(note);
-        }
         let range = cut.range(r);
         if range.is_empty() {
             return None;
         }
         let lane = Lane { at: range.start, end: range.end, item, ..Lane::default() };
-        if plain {
-            // The lane of the item's first piece notes what is owed, and no other does.
-            let owed = announced && before == 0;
-            self.owed = self.owed.saturating_add(owed.into());
+        let (before, pieces) = cut.pieces(r);
+        if !announced {
+            return Some(lane).filter(|_| !self.trailing);
+        }
+        if pieces > u64::from(WRITE_UNITS) {
+            let (piece, pieces) = cut.ways(r);
+            if self.trailing {
+                return Some(Lane { piece, pieces, ..note });
+            }
+            let owed = self.owed.get_mut(r)?;
+            *owed = owed.saturating_add(share(piece, pieces)?.into());
             return Some(lane);
+        }
+        if self.trailing {
+            return None;
         }
         // At most WRITE_UNITS pieces: both fit.
         let (piece, pieces) = (u8::try_from(before).ok()?, u8::try_from(pieces).ok()?);
@@ -541,6 +553,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             len,
             run: PageRun::NONE,
             imm: merged(write.imm, pages),
+            bulk: false,
         };
         lane.at = lane.at.wrapping_add(pages);
         Some((piece, next))
@@ -569,6 +582,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             len: pages.wrapping_mul(write.page_bytes), // At most the largest message.
             run,
             imm: merged(write.imm, pages),
+            bulk: false,
         };
         lane.at = end;
         Some(piece)
@@ -589,14 +603,17 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     }
 
     fn note_piece(&self, r: usize, lane: &mut Lane) -> Option<Piece> {
-        let Long::Paged(write) = &self.request else {
-            return None;
+        let (peer, dst, tag) = match &self.request {
+            Long::Single(write) => (write.peer, &write.dst, write.imm),
+            Long::Paged(write) => (write.peer, &write.dst, write.imm),
+            Long::Scatter(_) | Long::Barrier(_) => return None,
         };
-        let writes = u64::from(MAX_MERGED).min(lane.end.saturating_sub(lane.at));
+        let units = NOTE_UNITS.min(lane.end.saturating_sub(lane.at));
         let remote = self.routes.get(r)?.remote;
-        let piece = note(write.peer, remote, &write.dst, merged(write.imm, writes))?;
-        lane.at = lane.at.wrapping_add(writes);
-        Some(piece)
+        let imm = tag?.with_units(u16::try_from(units).ok()?);
+        let piece = note(peer, remote, dst, imm)?;
+        lane.at = lane.at.wrapping_add(units);
+        Some(Piece { bulk: self.trailing, ..piece })
     }
 
     fn item_piece(
@@ -644,12 +661,13 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         to: (PeerId, NicIndex, &MrDesc, u64),
     ) -> Option<Piece> {
         let (peer, remote_nic, dst, dst_base) = to;
+        let imm = share(lane.piece, lane.pieces).and_then(|units| self.tag()?.with_units(units));
         if lane.at == lane.end {
-            return note(peer, remote_nic, dst, merged(self.tag(), 1));
+            let piece = note(peer, remote_nic, dst, imm)?;
+            return Some(Piece { bulk: self.trailing, ..piece });
         }
         let cutter = Cutter::new(dst_base, &self.limits);
         let (at, end) = (lane.at, cutter.cut(lane.at, lane.end));
-        let units = share(lane.piece, lane.pieces);
         let piece = Piece {
             peer,
             remote_nic,
@@ -659,7 +677,8 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             dst_key: dst.keys.get(remote_nic)?,
             len: end.saturating_sub(at),
             run: PageRun::NONE,
-            imm: units.and_then(|units| self.tag()?.with_units(units)),
+            imm,
+            bulk: imm.is_none() && self.tag().is_some(),
         };
         lane.at = end;
         lane.piece = lane.piece.wrapping_add(1);
@@ -731,8 +750,8 @@ fn share(piece: u8, pieces: u8) -> Option<u16> {
 /// A write without bytes, to the start of `dst`.
 fn note(peer: PeerId, remote_nic: NicIndex, dst: &MrDesc, imm: Option<Imm>) -> Option<Piece> {
     let dst_key = dst.keys.get(remote_nic)?;
-    let (dst, run) = (dst.base, PageRun::NONE);
-    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst, dst_key, len: 0, run, imm })
+    let (dst, run, bulk) = (dst.base, PageRun::NONE, false);
+    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst, dst_key, len: 0, run, imm, bulk })
 }
 
 /// How one item is cut over the lanes.
@@ -768,6 +787,14 @@ impl Cut {
             all = all.saturating_add(pieces);
         }
         (before, all)
+    }
+
+    /// Routes before `route` that carry any of it, and how many do.
+    fn ways(&self, route: usize) -> (u8, u8) {
+        let carries = |route: &usize| !self.range(*route).is_empty();
+        let count =
+            |routes: Range<usize>| routes.filter(carries).fold(0_u8, |n, _| n.wrapping_add(1));
+        (count(0..route), count(0..MAX_NICS)) // At most MAX_NICS.
     }
 }
 

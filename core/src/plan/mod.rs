@@ -14,7 +14,9 @@
 //!
 //! - Every byte of the request is in exactly one piece, and every piece inside what was checked.
 //! - The units of the immediates of one write, or page, add up to [`WRITE_UNITS`]; with more than
-//!   [`WRITE_UNITS`] pieces they carry none, and one immediate follows after [`Plan::drained`].
+//!   [`WRITE_UNITS`] pieces they carry none, and after [`Plan::drained`] an immediate follows on each route that
+//!   carried any of its bytes: that the pieces have completed does not say that another NIC's immediate, or another
+//!   queue's, is behind them (InfiniBand Architecture Specification 1, 9.5: no order between queue pairs).
 //! - No piece is longer than [`PlanLimits::max_message_bytes`], and no run has more than
 //!   [`PlanLimits::pages_per_piece`] pages.
 //!
@@ -170,6 +172,9 @@ pub struct Piece {
     pub run: PageRun,
     /// What the receiver is told.
     pub imm: Option<Imm>,
+    /// Of a write of more than [`WRITE_UNITS`] pieces, whose immediates follow without bytes: all of it that goes between
+    /// the same two NICs is to go by the same queue, as an immediate is behind the bytes of its own, and of no other.
+    pub bulk: bool,
 }
 
 /// What [`Plan::next_if`] found.

@@ -351,6 +351,7 @@ fn verify(request: &TestRequest<'_>, limits: PlanLimits, table: &Table, posted: 
     let ranges: Vec<Posted> = posted.iter().flat_map(Posted::ranges).collect();
     bytes_are_exact(&expected, &ranges);
     units_are_exact(&expected, &ranges);
+    immediates_follow_all_bytes(&expected, &ranges);
     edges_are_aligned(&expected, limits, &ranges);
 }
 
@@ -427,6 +428,36 @@ fn units_are_exact(expected: &[Write], posted: &[Posted]) {
     }
     let total: u64 = posted.iter().map(units).sum();
     assert_eq!(total, 16 * expected.iter().map(|write| write.counts).sum::<u64>());
+}
+
+/// Of a write whose immediates come after the drain, one goes by each way that a part of it went, and no other; all of it
+/// is to keep to one queue of each. Nothing else is.
+fn immediates_follow_all_bytes(expected: &[Write], posted: &[Posted]) {
+    let way = |one: &Posted| (one.piece.peer, one.nic, one.piece.remote_nic);
+    let (mut ways, mut bulk) = (Vec::new(), 0);
+    for write in expected.iter().filter(|write| write.counts > 0) {
+        let within = |one: &&Posted| {
+            one.piece.peer == write.peer
+                && one.piece.len > 0
+                && write.dst <= one.piece.dst
+                && one.piece.dst + one.piece.len <= write.dst + write.len
+        };
+        let mine: Vec<_> = posted.iter().filter(within).collect();
+        if mine.len() > 16 {
+            assert!(mine.iter().all(|one| one.piece.bulk));
+            ways.extend(mine.iter().map(|one| way(one)));
+            bulk += mine.len();
+        }
+    }
+    let trailing: Vec<_> = posted.iter().filter(|one| one.trailing).collect();
+    assert!(trailing.iter().all(|one| one.piece.bulk));
+    assert_eq!(posted.iter().filter(|one| one.piece.bulk).count(), bulk + trailing.len());
+    let mut notes: Vec<_> = trailing.into_iter().map(way).collect();
+    for ways in [&mut ways, &mut notes] {
+        ways.sort_unstable();
+        ways.dedup();
+    }
+    assert_eq!(notes, ways);
 }
 
 /// Pieces start on a granule, but where a write starts or the largest message is below a granule.
@@ -511,7 +542,7 @@ fn a_single_write_has_one_piece_for_each_worthwhile_route() {
     assert_eq!(count(128, HUGE, tag()), 2);
     assert_eq!(count(4096, HUGE, tag()), 4);
     assert_eq!(count(4096, 256, tag()), 16); // Sixteen pieces still carry a unit each ..
-    assert_eq!(count(4097, 256, tag()), 18); // .. seventeen need one immediate after them ..
+    assert_eq!(count(4097, 256, tag()), 21); // .. seventeen need one immediate after them for each route ..
     assert_eq!(count(4097, 256, None), 17); // .. if there is one.
     assert_eq!(count(0, HUGE, tag()), 1);
     assert_eq!(count(0, HUGE, None), 0);
@@ -691,7 +722,9 @@ fn pages_in_too_many_pieces_are_announced_together_after_the_drain() {
         assert!(data.iter().all(|one| one.piece.imm.is_none()));
         let mut units: Vec<_> = trailing.iter().filter_map(|one| units(one)).collect();
         units.sort_unstable();
-        assert_eq!(units, [90 * 16, 255 * 16, 255 * 16]);
+        // Pages are not cut: each NIC announces its own.
+        let pages = if nics == 1 { [90, 255, 255] } else { [200; 3] };
+        assert_eq!(units, pages.map(|pages| 16 * pages));
         assert_eq!(trailing.iter().map(|one| one.nic).max(), Some(nics as u8 - 1));
     }
 }
@@ -990,6 +1023,29 @@ fn each_peer_of_a_scatter_gets_its_own_trailing_immediate() {
 }
 
 #[test]
+fn what_announces_a_long_write_follows_on_every_way_it_took() {
+    for nics in 1..=8 {
+        let table = Table::new(nics, &[nics, nics]);
+        for len in [16, 17, 18, 63, 64, 65, 200] {
+            for least in [1, 8, 64] {
+                let limits = limits(1, least, 1);
+                let ways = if len <= 16 { 0 } else { nics.min((len / least).max(1) as usize) };
+                let trailing = |request: &TestRequest<'_>| {
+                    let posted = check(request, limits, &table, nics as u32 / 2);
+                    posted.iter().filter(|one| one.trailing).count()
+                };
+                assert_eq!(trailing(&single(len, 5, tag())), ways);
+                assert_eq!(trailing(&single(len, 5, None)), 0);
+                let targets = targets(&[len, 7, len], 2);
+                let others = if len <= 16 { 0 } else { 2 * ways };
+                assert_eq!(trailing(&scatter(&targets, tag())), others);
+                let _ = trailing(&Request::Paged(paged(len, &[2, 0, 1], &[0, 1, 2])));
+            }
+        }
+    }
+}
+
+#[test]
 fn a_barrier_is_one_immediate_for_each_target() {
     for nics in 1..=8 {
         for count in 0..=20 {
@@ -1084,6 +1140,7 @@ fn a_control_write_is_one_piece_with_its_own_immediate() {
                     dst_key: 400 + u64::from(nic),
                     len,
                     run: PageRun::NONE,
+                    bulk: false,
                     imm: Some(write.imm),
                 };
                 assert_eq!(plan.next(nic, &table), Some(piece));

@@ -26,7 +26,7 @@ fn large_writes(case: &Case) {
     let (counter, tag) = other.counter(&me);
     let pattern = case.pattern(0);
     pattern.fill(&src, 0, size, 0);
-    for len in [MIB - 1, MIB, MIB + 1, 5 * MIB + 12_345, 16 * MIB] {
+    for len in [MIB - 1, MIB, MIB + 1, 5 * MIB + 12_345, 16 * MIB, 16 * MIB + 1] {
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: size, byte: 0xa5 });
         let (from, to) = (len % 61, len % 67 + 1);
         let transfer = write(&me, peer, &src, &desc, (from, to, len), Some(tag));
