@@ -61,7 +61,8 @@ use crate::region::MrDesc;
 use list::{Line, NIL, Place};
 use paths::{Damaged, NoteEnd, Paths};
 use slot::{
-    Active, Credits, Depth, Drain, Lane, NicLinks, PeerEntry, PeerNic, PeerView, Queues, SlotState,
+    Active, Credits, Depth, Drain, Lane, NicLinks, Outstanding, PeerEntry, PeerNic, PeerView,
+    Queues, SlotState,
 };
 
 /// How long a drain deadline is at least when it is set anew: an end to waiting, not a busy loop.
@@ -178,7 +179,7 @@ pub enum TransferError {
     DeadlineExceeded {
         /// Pieces that were in flight then.
         outstanding: u32,
-        /// The peer, if there is only one.
+        /// The peer, if it goes to one only, or all of these do.
         peer: Option<PeerId>,
     },
     /// A peer it goes to is gone.
@@ -951,7 +952,7 @@ where
             lane,
             // A constant is copied in two moves, eight places are written in eight.
             place: const { [Place::Nowhere; MAX_NICS] },
-            outstanding: 0,
+            outstanding: Outstanding::NONE,
             started: false,
             stop: None,
             failed: false,
@@ -1136,7 +1137,7 @@ where
         over.in_flight = over.in_flight.saturating_add(taken);
         over.credits.take_bulk(taken);
         state.credits.take_bulk(taken);
-        active.outstanding = active.outstanding.saturating_add(taken.into());
+        active.outstanding.add(peer.index, taken);
         if !active.plan.has_work(nic) {
             self.withdraw(index, at);
         } else if turn_left > 0 {
@@ -1206,7 +1207,7 @@ where
             if granted {
                 *place = Place::Lane;
             }
-            active.outstanding = active.outstanding.saturating_add(1);
+            active.outstanding.add(peer.index, 1);
             active.started = true;
             state.credits.take(lane);
             let left = active.plan.has_work(nic);
@@ -1267,7 +1268,7 @@ where
         let slot = self.transfers.as_mut().get_mut(usize::from(id.index));
         let active =
             slot.filter(|slot| slot.generation == id.generation).and_then(TransferSlot::active);
-        let Some(active) = active.filter(|active| active.outstanding > 0) else {
+        let Some(active) = active.filter(|active| active.outstanding.count() > 0) else {
             let end = outcome.map_or_else(NoteEnd::Failed, |()| NoteEnd::Arrived);
             return self.note_ended(now, nic, token, end);
         };
@@ -1289,8 +1290,8 @@ where
         let waited_for = !over.waiting.is_empty();
         entry.last_progress = now;
         let gone = entry.stopped && entry.quiet();
-        active.outstanding -= 1;
-        let drained = active.outstanding == 0;
+        active.outstanding.remove(peer_index);
+        let drained = active.outstanding.count() == 0;
         if let Some(state) = self.nics.get_mut(at) {
             state.credits.give_back(active.lane);
         }
@@ -1360,10 +1361,15 @@ where
             return;
         };
         if active.next_timeout() <= now {
-            let outstanding = active.outstanding;
+            let outstanding = active.outstanding.count();
             match active.drain {
                 Drain::No => {
-                    let peer = active.plan.sole_peer();
+                    let late = active.outstanding.sole_peer();
+                    let to = |index: u16| {
+                        let slot = self.peers.as_ref().get(usize::from(index))?;
+                        Some(PeerId { index, generation: slot.generation })
+                    };
+                    let peer = active.plan.sole_peer().or_else(|| late.and_then(to));
                     self.stop(now, index, TransferError::DeadlineExceeded { outstanding, peer });
                 }
                 Drain::Waiting { since, .. } => self.force(now, index, Some(since)),
@@ -1580,7 +1586,8 @@ where
     }
 
     /// The drain took too long: abort the peers that made no progress since it began, or, if that
-    /// did not do, every peer of the transfer that has anything in flight.
+    /// did not do, every peer of the transfer that has anything in flight; or, of either, that one alone that all which
+    /// the transfer has in flight goes to.
     fn force(&mut self, now: Time, index: u16, since: Option<Time>) {
         let until = now.after(self.config.drain.max(MIN_FORCE_INTERVAL));
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
@@ -1607,7 +1614,8 @@ where
             return;
         };
         let stuck = since.is_none_or(|since| entry.last_progress <= since);
-        if stuck && !entry.quiet() && active.plan.goes_to(peer) {
+        let awaited = active.outstanding.sole_peer().is_none_or(|sole| sole == peer_index);
+        if stuck && awaited && !entry.quiet() && active.plan.goes_to(peer) {
             entry.abort_wanted = true;
             self.mark_dirty(peer_index);
         }
@@ -1619,7 +1627,7 @@ where
         let Some(active) = slot.and_then(TransferSlot::active) else {
             return;
         };
-        if active.outstanding > 0 {
+        if active.outstanding.count() > 0 {
             return;
         }
         let posted_all = active.plan.nic_mask() == 0;

@@ -491,7 +491,7 @@ where
         let slot = self.transfers.as_mut().get_mut(usize::from(id.index));
         let active =
             slot.filter(|slot| slot.generation == id.generation).and_then(TransferSlot::active);
-        let Some(active) = active.filter(|active| active.outstanding > 0) else {
+        let Some(active) = active.filter(|active| active.outstanding.count() > 0) else {
             return false;
         };
         let peer_slot = self.peers.as_mut().get_mut(usize::from(work.peer.index));
@@ -520,7 +520,7 @@ where
                 self.aside = self.aside.saturating_add(1);
             }
             None => {
-                active.outstanding -= 1;
+                active.outstanding.remove(work.peer.index);
                 active.failed = true;
                 // As `handle_completion` of a piece that failed: the first reason stays.
                 let (peer, nic, error) = (work.peer, work.nic, WorkError::Flushed);
@@ -714,7 +714,7 @@ where
             self.remove_lost(place);
             let slot = self.transfers.as_mut().get_mut(usize::from(index));
             if let Some(active) = slot.and_then(TransferSlot::active) {
-                active.outstanding = active.outstanding.saturating_sub(1);
+                active.outstanding.remove(work.peer.index);
                 active.failed = true;
             }
             self.grant_all(work.peer.index);
@@ -939,7 +939,7 @@ where
             return Damaged::Moved;
         };
         let kept = granted.map(|place| *place = Place::Lane).is_some();
-        active.outstanding = active.outstanding.saturating_add(1);
+        active.outstanding.add(peer.index, 1);
         active.started = true;
         let left = active.plan.has_work(nic);
         if let Some(state) = self.nics.get_mut(at) {

@@ -72,7 +72,7 @@ pub(super) struct Active<P, T> {
     /// Queue the transfer stands in, for each NIC.
     pub(super) place: [Place; MAX_NICS],
     /// Pieces posted whose completion is not known.
-    pub(super) outstanding: u32,
+    pub(super) outstanding: Outstanding,
     /// Whether anything was ever posted.
     pub(super) started: bool,
     /// Why no more is posted, if so: the first reason.
@@ -93,6 +93,54 @@ impl<P, T> Active<P, T> {
     }
 }
 
+/// How many pieces of a transfer are in flight, and, while all of them go to one peer, to which.
+///
+/// Kept as sums over the pieces of the numbers of their peers, and of their squares: `count * squares == sum * sum` only if
+/// all numbers are equal (Cauchy and Schwarz), whatever was posted and has completed before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub(super) struct Outstanding {
+    count: u32,
+    sum: u64,
+    squares: u64,
+}
+
+impl Outstanding {
+    pub(super) const NONE: Self = Self { count: 0, sum: 0, squares: 0 };
+
+    #[inline]
+    pub(super) const fn count(&self) -> u32 {
+        self.count
+    }
+
+    /// So many pieces to `peer` were posted.
+    #[inline]
+    pub(super) const fn add(&mut self, peer: u16, pieces: u16) {
+        // As many as all queues together have room for, below 2^20: no sum wraps.
+        self.count = self.count.wrapping_add(pieces as u32);
+        let (peer, pieces) = (peer as u64, pieces as u64);
+        self.sum = self.sum.wrapping_add(pieces.wrapping_mul(peer));
+        self.squares = self.squares.wrapping_add(pieces.wrapping_mul(peer.wrapping_mul(peer)));
+    }
+
+    /// One of those to `peer` is no longer in flight.
+    #[inline]
+    pub(super) const fn remove(&mut self, peer: u16) {
+        let peer = peer as u64;
+        self.count = self.count.saturating_sub(1);
+        self.sum = self.sum.wrapping_sub(peer);
+        self.squares = self.squares.wrapping_sub(peer.wrapping_mul(peer));
+    }
+
+    /// The peer that all of them go to; `None` if there are several, or nothing is in flight.
+    pub(super) fn sole_peer(&self) -> Option<u16> {
+        let count = u64::from(self.count);
+        let peer = self.sum.checked_div(count)?;
+        let all_alike =
+            count.checked_mul(peer)? == self.sum && self.sum.checked_mul(peer)? == self.squares;
+        u16::try_from(peer).ok().filter(|_| all_alike)
+    }
+}
+
 /// How far a stopped transfer's draining has come.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Drain {
@@ -100,7 +148,7 @@ pub(super) enum Drain {
     No,
     /// Pieces in flight are given until `until` to complete by themselves.
     Waiting { since: Time, until: Time },
-    /// Peers without progress were aborted; at `until` every peer of the transfer is.
+    /// Peers without progress were aborted; at `until` every peer is that pieces may be in flight to.
     Forced { until: Time },
 }
 

@@ -127,7 +127,7 @@ where
         let id = self.begin(index, Plan::taken(peer), lane, options);
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         if let Some(active) = slot.and_then(TransferSlot::active) {
-            active.outstanding = 1;
+            active.outstanding.add(peer.index, 1);
             active.started = true;
             if movable {
                 active.plan.keep_taken(&write.src.keys, &write.dst.keys);
@@ -229,7 +229,7 @@ where
         over.in_flight = over.in_flight.saturating_add(1);
         *place = Place::Nowhere;
         // There is no other piece of it.
-        active.outstanding = 1;
+        active.outstanding.add(peer.index, 1);
         active.started = true;
         take(WorkRequest { run: PageRun::NONE, bulk: false, ..work_of(id, nic, piece) });
         let len = piece.len;

@@ -1100,12 +1100,15 @@ impl World {
             let active = slot.active().expect("its end was not told");
             let known = lost.iter().chain(flying.iter().copied());
             let outstanding = known.filter(|work| work.token.transfer() == sent.id);
-            assert_eq!(active.outstanding as usize, outstanding.count());
+            let to: Vec<u16> = outstanding.map(|work| work.peer.index).collect();
+            assert_eq!(active.outstanding.count() as usize, to.len());
+            let sole = to.first().filter(|first| to.iter().all(|peer| peer == *first));
+            assert_eq!(active.outstanding.sole_peer(), sole.copied());
             let no_nic = active.stop == Some(TransferError::NoNic);
             assert_eq!(active.stop.is_some(), sent.stopped || no_nic);
             assert!(!no_nic || self.dark, "a NIC was left");
             let idle = active.stop.is_some() || active.plan.nic_mask() == 0;
-            assert!(active.outstanding > 0 || !idle, "over, but not ended");
+            assert!(active.outstanding.count() > 0 || !idle, "over, but not ended");
             let due = active.next_timeout();
             assert!(group.next_timeout <= due, "a deadline is not watched");
         }
@@ -1824,6 +1827,90 @@ fn what_others_complete_delays_an_abort_once() {
     assert_eq!((world.now, world.deaf), (Time::from_nanos(13), 1), "the peer is at work");
     world.apply(Do::Tick);
     assert_eq!(world.deaf, 0, "but not at this");
+}
+
+/// A stopped transfer waits for one peer: others that it went to keep their connection, whatever else they have in flight.
+#[test]
+fn an_abort_is_of_whom_it_waits_for_alone() {
+    for (late, progress) in [(0, false), (0, true), (2, false), (2, true)] {
+        let setup = Setup { peers: 3, nics: 1, slots: 6, queue_depth: 16, peer_depth: 8, ..SMALL };
+        let mut world = World::new(setup);
+        let request = world.request(Kind::Scatter, 0).unwrap();
+        let scattered = submit(&mut world, request);
+        for peer in 0..3 {
+            tiny(&mut world, peer);
+        }
+        while let Some(work) = world.group.poll_work(0) {
+            world.posted.push(work);
+        }
+        let of = |work: &WorkRequest| work.token.transfer() == scattered;
+        assert_eq!(world.posted.iter().filter(|work| of(work)).count(), 3);
+        let ended = |work: &WorkRequest| of(work) && work.peer.index != late;
+        for work in world.posted.extract_if(.., |work| ended(work)).collect::<Vec<_>>() {
+            completed(&mut world, &work);
+        }
+        assert!(world.group.cancel(world.now, scattered));
+        world.now = Time::from_nanos(1);
+        if progress {
+            // Of what is not to be waited for: that delays it once.
+            let other = |work: &WorkRequest| !of(work) && work.peer.index == late;
+            let at = world.posted.iter().position(other).unwrap();
+            let work = world.posted.remove(at);
+            completed(&mut world, &work);
+        }
+        let mut aborted = Vec::new();
+        for _ in 0..3 {
+            world.now = world.group.poll_timeout();
+            world.group.handle_timeout(world.now);
+            while let Some(event) = world.group.poll_event() {
+                match event {
+                    Event::Abort { peer } => aborted.push(peer.index),
+                    Event::Ended { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        assert!(aborted.len() > 1 && aborted.iter().all(|peer| *peer == late), "{aborted:?}");
+    }
+}
+
+/// Whom pieces in flight go to is known while it is one, whatever went to others before.
+#[test]
+fn a_sole_peer_is_told_from_several() {
+    const PEERS: [u16; 4] = [0, 1, 2, u16::MAX];
+    for counts in (0..5_usize.pow(4)).map(|n| [n % 5, n / 5 % 5, n / 25 % 5, n / 125]) {
+        let mut outstanding = Outstanding::NONE;
+        for (peer, count) in PEERS.into_iter().zip(counts) {
+            outstanding.add(peer, index_of(count + 3));
+        }
+        for (peer, _) in PEERS.into_iter().flat_map(|peer| [(peer, 0), (peer, 1), (peer, 2)]) {
+            outstanding.remove(peer);
+        }
+        let some = PEERS.into_iter().zip(counts).filter(|(_, count)| *count > 0);
+        let sole = some.clone().map(|(peer, _)| peer).next().filter(|_| some.count() == 1);
+        assert_eq!(outstanding.sole_peer(), sole, "{counts:?}");
+        assert_eq!(outstanding.count() as usize, counts.iter().sum::<usize>());
+    }
+}
+
+/// Who is late of many is named, if all that is in flight goes to it.
+#[test]
+fn a_deadline_names_the_one_peer_that_is_late() {
+    for late in 0..3 {
+        let mut world = World::new(Setup { peers: 3, nics: 1, queue_depth: 8, ..SMALL });
+        let request = world.request(Kind::Barrier, 0).unwrap().check().unwrap();
+        world.group.submit(request, Options { deadline: DUE, user: 0 }).unwrap();
+        let works: Vec<_> = core::iter::from_fn(|| world.group.poll_work(0)).collect();
+        assert_eq!(works.len(), 3);
+        for work in works.iter().filter(|work| work.peer.index != late) {
+            completed(&mut world, work);
+        }
+        world.group.handle_timeout(DUE);
+        let work = works.iter().find(|work| work.peer.index == late).unwrap();
+        assert!(world.group.handle_completion(DUE, 0, work.token, Err(WorkError::Flushed)));
+        let error = TransferError::DeadlineExceeded { outstanding: 1, peer: Some(work.peer) };
+        assert_eq!(end_of(&mut world.group), Some(End::Quiesced { error }));
+    }
 }
 
 #[test]
