@@ -155,23 +155,47 @@ impl LibfabricMemory {
         if own_keys { device_key(key) as u64 } else { key }
     }
 
-    /// Registers memory with these domains.
+    /// Registers memory with every domain that there is, and puts the region into its slot.
+    ///
+    /// One after the other, and outside the lock: a device takes its time, and sessions begin meanwhile. Domains may come and
+    /// go, too: those that are there in the end are those that it is registered with.
     ///
     /// # Safety
     ///
     /// As for [`Memory::register`].
     unsafe fn hold(
         &self,
-        domains: &Domains,
         tenant: Tenant,
         random: u32,
         (base, len): (NonNull<u8>, usize),
         remote: bool,
-        gpu: Option<Direct>,
-    ) -> io::Result<Held> {
+        (gpu, owned): (Option<Direct>, Option<Owned>),
+    ) -> io::Result<Keys> {
         let mut keys = [0; MAX_NICS];
-        let mut registrations = Vec::with_capacity(domains.len());
-        for (nic, domain) in domains {
+        let mut registrations: Vec<(usize, Registration)> = Vec::new();
+        loop {
+            let mut table = self.regions.table();
+            let with = |made: &Registration, (_, domain): &(usize, Arc<Domain>)| made.is_of(domain);
+            let abandoned = registrations
+                .extract_if(.., |(_, made)| !table.common.iter().any(|it| with(made, it)))
+                .collect::<Vec<_>>();
+            let is_new =
+                |it: &&(usize, Arc<Domain>)| !registrations.iter().any(|(_, made)| with(made, it));
+            let Some((nic, domain)) = table.common.iter().find(is_new).cloned() else {
+                let keys = keys.get(..self.nics).and_then(Keys::new);
+                let keys = keys.ok_or(io::ErrorKind::InvalidInput)?;
+                for (nic, registration) in &registrations {
+                    let at = usize::from(tenant.slot()) * self.nics + nic;
+                    if let Some(desc) = self.descs.get(at) {
+                        desc.store(registration.desc(), Ordering::Release);
+                    }
+                }
+                let held = Held { registrations, base, len, keys, gpu };
+                table.put(tenant, Some(held), remote, owned);
+                return Ok(keys);
+            };
+            drop(table);
+            drop(abandoned);
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
             let made =
                 unsafe { domain.register(base, len, remote, tenant.key(random), gpu.as_ref()) }?;
@@ -182,13 +206,11 @@ impl LibfabricMemory {
             } else {
                 made.key()
             };
-            if let Some(slot) = keys.get_mut(*nic) {
+            if let Some(slot) = keys.get_mut(nic) {
                 *slot = key;
             }
-            registrations.push((*nic, made));
+            registrations.push((nic, made));
         }
-        let keys = keys.get(..self.nics).and_then(Keys::new).ok_or(io::ErrorKind::InvalidInput)?;
-        Ok(Held { registrations, base, len, keys, gpu })
     }
 
     /// # Safety
@@ -216,24 +238,13 @@ impl LibfabricMemory {
             _ => RegisterError::Os { call: "fi_mr_reg", bytes: len, source },
         };
         let random = random_word().map_err(failed)?;
-        // Under the lock: so that a domain that is adopted meanwhile is not left out.
-        let mut table = self.regions.table();
-        let tenant = table.claim()?;
+        let tenant = self.regions.table().claim()?;
         // SAFETY: the caller's promise.
-        let held = unsafe { self.hold(&table.common, tenant, random, (ptr, len), remote, gpu) };
-        let held = held.map_err(|error| {
-            table.unclaim(tenant);
+        let keys = unsafe { self.hold(tenant, random, (ptr, len), remote, (gpu, owned)) };
+        let keys = keys.map_err(|error| {
+            self.regions.table().unclaim(tenant);
             failed(error)
         })?;
-        for (nic, registration) in &held.registrations {
-            let at = usize::from(tenant.slot()) * self.nics + nic;
-            if let Some(desc) = self.descs.get(at) {
-                desc.store(registration.desc(), Ordering::Release);
-            }
-        }
-        let keys = held.keys;
-        table.put(tenant, Some(held), remote, owned);
-        drop(table);
         let (address, bytes, generation) = (ptr.as_ptr() as u64, len as u64, tenant.serial());
         let base = if self.virtual_addresses { address } else { 0 };
         let local = LocalMr { base: address, len: bytes, generation, keys };

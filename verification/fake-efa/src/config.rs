@@ -3,6 +3,7 @@
 //!
 //! Nothing here switches a rule off: it sizes the device, and chooses how late and in which order things happen.
 
+use std::path::PathBuf;
 use std::sync::OnceLock;
 use std::time::Duration;
 
@@ -37,6 +38,8 @@ pub(crate) struct Config {
     pub emulated_write: bool,
     /// `FAKE_EFA_HMEM` (1): whether GPUs' memory can be registered; not if `FI_HMEM` is `system`, as with libfabric.
     pub hmem: bool,
+    /// `FAKE_EFA_PIN_UNTIL`: registering 1 MiB or more takes until this file exists, if given.
+    pub pin_until: Option<PathBuf>,
     /// `FAKE_EFA_UNSOLICITED` (1): whether the device takes a write with data without a posted receive.
     pub unsolicited: bool,
 }
@@ -78,6 +81,7 @@ impl Config {
             emulated_write: number("FAKE_EFA_EMULATED_WRITE", 0, 0..=1)? == 1,
             hmem: number("FAKE_EFA_HMEM", 1, 0..=1)? == 1
                 && variable("FI_HMEM").as_deref() != Some("system"),
+            pin_until: variable("FAKE_EFA_PIN_UNTIL").map(PathBuf::from),
             unsolicited: number("FAKE_EFA_UNSOLICITED", 1, 0..=1)? == 1,
         })
     }

@@ -4,6 +4,7 @@ use core::ffi::{CStr, c_char, c_int, c_void};
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 
 use libfabric_sys as sys;
 
@@ -334,6 +335,8 @@ unsafe fn register(
         | sys::FI_WRITE
         | sys::FI_REMOTE_READ
         | sys::FI_REMOTE_WRITE;
+    /// What takes its time to be pinned, if anything does.
+    const LONG: usize = 1 << 20;
     /// Each registration's key is another, in all domains: a stale one finds nothing, nor does one of another device.
     static SERIAL: AtomicU64 = AtomicU64::new(0);
     // SAFETY: the caller's promise.
@@ -350,6 +353,11 @@ unsafe fn register(
     }
     if asked.dma_buf.is_none() && !is_mapped(asked.base, asked.len as u64) {
         return refused(sys::FI_EFAULT, "FI_MR_ALLOCATED: memory that is not mapped");
+    }
+    if let Some(file) = domain.config.pin_until.as_ref().filter(|_| asked.len >= LONG) {
+        while !file.exists() {
+            std::thread::sleep(Duration::from_millis(1));
+        }
     }
     let device = match asked.dma_buf.map(|(file, offset)| DmaBuf::import(file, offset)) {
         Some(None) => return refused(sys::FI_EINVAL, "a DMA-BUF of no GPU that is known here"),

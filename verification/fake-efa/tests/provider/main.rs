@@ -54,12 +54,13 @@ macro_rules! tests {
     };
 }
 
-const TESTS: [Test; 16] = tests! {
+const TESTS: [Test; 17] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
     replaced_endpoints_know_their_peers [],
     a_session_begins_whatever_overtakes_the_answer [("FAKE_EFA_DELAY_US", "2000")],
+    sessions_begin_while_memory_is_registered [("FAKE_EFA_PIN_UNTIL", "pinned")],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
@@ -92,11 +93,13 @@ fn main() -> ExitCode {
 fn apart(test: &Test) -> Result<(), String> {
     let log = tempfile::NamedTempFile::new().map_err(|error| error.to_string())?;
     let said = tempfile::NamedTempFile::new().map_err(|error| error.to_string())?;
+    let place = tempfile::tempdir().map_err(|error| error.to_string())?;
     let mut command = Command::new(env::current_exe().map_err(|error| error.to_string())?);
     for (name, _) in SETTINGS {
         command.env_remove(name);
     }
     command
+        .current_dir(place.path())
         .env(INSIDE, test.name)
         .env("FAKE_EFA_LOG", log.path())
         .env("FAKE_EFA_SEED", env::var("FAKE_EFA_SEED").unwrap_or_else(|_| "1".to_owned()))
@@ -232,6 +235,30 @@ fn a_session_begins_whatever_overtakes_the_answer() {
         let [here, there] = sides;
         Pair::of(here, there).write_both_ways(1, &[64]);
     }
+}
+
+/// Long memory takes its time to register. Meanwhile peers come, write, and take memory back.
+fn sessions_begin_while_memory_is_registered() {
+    let (here, there) = (Side::new(builder(2)), Side::new(builder(1)));
+    let engine = here.engine.clone();
+    let registers = std::thread::spawn(move || engine.alloc(3 << 20).unwrap());
+    // It may not have begun yet; then this passes for nothing, as it hardly ever does.
+    std::thread::sleep(Duration::from_millis(50));
+    let mut pair = Pair::of(here, there);
+    pair.write_both_ways(4, &[1, 4096, 100_000]);
+    assert!(!registers.is_finished(), "nothing took its time");
+    std::fs::write("pinned", []).unwrap();
+    pair.until("registered", || registers.is_finished().then_some(()));
+    let long = registers.join().unwrap();
+    let short = pair.there.region(1 << 10);
+    let bytes = pattern(&short, 0, 1 << 10, 7);
+    let transfer = submit(&pair.there.engine, pair.back, &short, &long.desc(), (2 << 20, 1 << 10));
+    pair.is_done(&transfer);
+    let mut came = vec![0; bytes.len()];
+    pair.until("there", || {
+        long.read(2 << 20, &mut came).unwrap();
+        (came == bytes).then_some(())
+    });
 }
 
 // ---- room ----
