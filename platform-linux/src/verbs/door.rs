@@ -272,6 +272,11 @@ impl Doors {
         self.all.iter().map(|door| door.completed.fd())
     }
 
+    /// That of the door that a NIC's device has.
+    pub(super) fn fd_of(&self, nic: usize) -> Option<BorrowedFd<'_>> {
+        self.all.get(usize::from(*self.by_nic.get(nic)?)).map(|door| door.completed.fd())
+    }
+
     /// Sends a message by a door, which may be lost.
     pub(super) fn send(
         &mut self,

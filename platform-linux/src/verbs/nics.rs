@@ -11,6 +11,7 @@ use immwire_core::id::NicIndex;
 use immwire_core::life::Notice;
 use immwire_core::peer::DownReason;
 use immwire_core::way::is_led;
+use rustix::event::epoll;
 
 use super::device::Event;
 use super::lane::{Owner, Role};
@@ -153,6 +154,18 @@ impl VerbsProvider {
         }
     }
 
+    /// A device that is gone has its descriptors in error for good (`ib_uverbs_event_poll` of Linux): whoever sleeps on them
+    /// would not.
+    fn watch_no_more(&self, nic: NicIndex) {
+        let at = usize::from(nic);
+        let Some(port) = self.ports.get(at) else { return };
+        let door = self.doors.fd_of(at);
+        for fd in [port.completed.fd(), port.device().event_fd()].into_iter().chain(door) {
+            // Two ports of a device have one of these: the second time it is not there.
+            let _ = epoll::delete(&self.epoll, fd);
+        }
+    }
+
     /// A NIC is lost for good, and with it all paths and lines from there.
     pub(super) fn lose_nic(&mut self, nic: NicIndex) {
         let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
@@ -162,6 +175,7 @@ impl VerbsProvider {
         port.device().lose();
         self.urgent = true;
         tracing::error!(nic, "a NIC is lost");
+        self.watch_no_more(nic);
         self.tidings.push(Tiding::Nic(nic, false));
         for index in self.live.clone() {
             let theirs = self.session(index).map_or(0, |session| session.ports.len());
