@@ -84,9 +84,10 @@ impl GpuFlag {
     }
 
     /// Gives the word back.
-    fn close(&self) -> PyResult<()> {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         let flag = lock(self.flag.get()?).take();
-        drop(flag);
+        // Whoever makes one may be waiting for a GPU's driver, and is waited for.
+        py.detach(|| drop(flag));
         Ok(())
     }
 
@@ -95,8 +96,8 @@ impl GpuFlag {
     }
 
     #[pyo3(signature = (*_error))]
-    fn __exit__(&self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close()
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 
     fn __repr__(&self) -> String {

@@ -29,6 +29,8 @@ use crate::values::{MrDesc, seconds};
 
 /// How long closing waits for transfers and peers that are just letting go.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// So much is copied without the interpreter; less takes no longer than giving it up and getting it back may.
+const LONG_BYTES: usize = 64 << 10;
 
 /// A handle to a registration, and what keeps its memory.
 struct Held {
@@ -350,13 +352,20 @@ impl RegionBase {
             let written = py.detach(|| region.write(offset, &bytes));
             return written.map_err(|error| errors::access(&error));
         }
-        let to = region.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX));
-        // SAFETY: for `copy`:
-        // - `to` is valid for `length` bytes: `slice` checked the range, and `region` keeps it mapped;
-        // - the view's memory is valid for reading while it is held;
-        // - they may overlap, which `copy` allows, and others may write to either meanwhile, in which case
-        //   the copy is torn: no reference is formed to them, and bytes have no invalid values.
-        unsafe { std::ptr::copy(view.ptr(), to, view.len()) };
+        let copy = || {
+            let to = region.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX));
+            // SAFETY: for `copy`:
+            // - `to` is valid for `length` bytes: `slice` checked the range, and `region` keeps it mapped;
+            // - the view's memory is valid for reading while it is held;
+            // - they may overlap, which `copy` allows, and others may write to either meanwhile, in which case
+            //   the copy is torn: no reference is formed to them, and bytes have no invalid values.
+            unsafe { std::ptr::copy(view.ptr(), to, view.len()) };
+        };
+        if view.len() < LONG_BYTES {
+            copy()
+        } else {
+            py.detach(copy)
+        }
         Ok(())
     }
 

@@ -39,9 +39,10 @@ impl UvmWatcher {
     }
 
     /// Ends the watching; a callback may do so itself. No call begins afterwards; one that runs is not waited for.
-    fn close(&self) -> PyResult<()> {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         let watcher = lock(self.watcher.get()?).take();
-        drop(watcher);
+        // Whoever makes one may be waiting for a GPU's driver, and is waited for.
+        py.detach(|| drop(watcher));
         Ok(())
     }
 
@@ -50,8 +51,8 @@ impl UvmWatcher {
     }
 
     #[pyo3(signature = (*_error))]
-    fn __exit__(&self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close()
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 
     fn __repr__(&self) -> String {
