@@ -165,6 +165,12 @@ impl Takings {
     }
 }
 
+/// Whether all that a peer has sent since the start, by NIC of the receiver, is taken. What is not named there is not waited for.
+#[must_use]
+pub fn all_taken(sent: &[u64], takings: &[Takings]) -> bool {
+    sent.iter().zip(takings).all(|(sent, takings)| takings.taken() >= *sent)
+}
+
 /// The grant for each of `peers` on a NIC, of a queue of `entries`, of which `own` are for our own
 /// completions. Zero if there is no room for all of them.
 #[must_use]
@@ -181,6 +187,19 @@ mod tests {
     use super::*;
     use crate::imm::ImmTag;
     use crate::receipt::Epoch;
+
+    /// On two NICs, whatever was sent and taken of each; of a third nothing is known.
+    #[test]
+    fn all_is_taken_when_nothing_of_any_nic_is_missing() {
+        for (sent, taken) in (0..256_u64).map(|n| ([n % 4, n / 4 % 4], [n / 16 % 4, n / 64])) {
+            let mut takings = [Takings::new(4); 3];
+            for (takings, count) in takings.iter_mut().zip(taken) {
+                (0..count).for_each(|_| _ = takings.take());
+            }
+            let missing = sent.iter().zip(taken).any(|(sent, taken)| *sent > taken);
+            assert_eq!(all_taken(&sent, &takings), !missing, "{sent:?} {taken:?}");
+        }
+    }
 
     /// All orders of sending, losing, taking, reporting, and of reports that overtake each other or are lost:
     /// never more is under way than was granted, and nobody is ever stuck.

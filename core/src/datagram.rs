@@ -146,6 +146,9 @@ pub enum Say {
     Bye {
         /// It has nothing in flight, and never will have.
         quiet: bool,
+        /// Immediates sent since the start, by NIC of the receiver. Some may be under way still, if the network keeps no order,
+        /// though they are done for the sender.
+        sent: Counts,
     },
     /// The sender has taken so many immediates over its NIC since the start.
     Taken {
@@ -278,6 +281,11 @@ impl Writer<'_> {
         addresses.iter().try_for_each(|address| self.address(address))
     }
 
+    fn counts(&mut self, counts: &Counts) -> Option<()> {
+        self.put(&u8::try_from(counts.len()).ok()?)?;
+        counts.iter().try_for_each(|count| self.put(&U64::new(*count)))
+    }
+
     fn tenant(&mut self, tenant: Tenant) -> Option<()> {
         self.put(&U64::new(tenant.key(0)))
     }
@@ -316,6 +324,14 @@ impl<'a> Reader<'a> {
         if all.is_empty() { Err(Malformed::Bytes) } else { Ok(all) }
     }
 
+    fn counts(&mut self) -> Result<Counts, Malformed> {
+        let mut counts = Counts::new();
+        for _ in 0..self.take::<u8>()? {
+            counts.push(self.take::<U64>()?.get()).map_err(|_| Malformed::Bytes)?;
+        }
+        Ok(counts)
+    }
+
     fn tenant(&mut self) -> Result<Tenant, Malformed> {
         let key = self.take::<U64>()?.get();
         Tenant::of(key).filter(|tenant| tenant.key(0) == key).ok_or(Malformed::Bytes)
@@ -345,7 +361,10 @@ impl Say {
     fn put(&self, to: &mut Writer<'_>) -> Option<()> {
         match self {
             Self::Ready { gone } => to.put(gone),
-            Self::Bye { quiet } => to.put(&u8::from(*quiet)),
+            Self::Bye { quiet, sent } => {
+                to.put(&u8::from(*quiet))?;
+                to.counts(sent)
+            }
             Self::Taken { nic, count } => {
                 to.put(nic)?;
                 to.put(&U64::new(*count))
@@ -357,8 +376,7 @@ impl Say {
             }
             Self::Moved { turn, sent } => {
                 to.put(&U32::new(turn.0))?;
-                to.put(&u8::try_from(sent.len()).ok()?)?;
-                sent.iter().try_for_each(|count| to.put(&U64::new(*count)))
+                to.counts(sent)
             }
             Self::Open { turns, pairs } | Self::Opened { turns, pairs } => {
                 to.put(&U32::new(turns.asks.0))?;
@@ -376,11 +394,14 @@ impl Say {
     fn take(kind: u8, from: &mut Reader<'_>) -> Result<Self, Malformed> {
         Ok(match kind {
             16 => Self::Ready { gone: from.take()? },
-            17 => match from.take::<u8>()? {
-                0 => Self::Bye { quiet: false },
-                1 => Self::Bye { quiet: true },
-                _ => return Err(Malformed::Bytes),
-            },
+            17 => {
+                let quiet = match from.take::<u8>()? {
+                    0 => false,
+                    1 => true,
+                    _ => return Err(Malformed::Bytes),
+                };
+                Self::Bye { quiet, sent: from.counts()? }
+            }
             18 => Self::Taken { nic: from.take()?, count: from.take::<U64>()?.get() },
             19 => Self::Withdraw(from.tenant()?),
             20 => Self::Withdrawn(from.tenant()?),
@@ -390,11 +411,7 @@ impl Say {
             }
             22 => {
                 let turn = Turn(from.take::<U32>()?.get());
-                let mut sent = Counts::new();
-                for _ in 0..from.take::<u8>()? {
-                    sent.push(from.take::<U64>()?.get()).map_err(|_| Malformed::Bytes)?;
-                }
-                Self::Moved { turn, sent }
+                Self::Moved { turn, sent: from.counts()? }
             }
             23 | 24 => {
                 let asks = Turn(from.take::<U32>()?.get());

@@ -122,9 +122,10 @@ impl Following {
     }
 
     /// Ends it. The flag stays as it is, and what had arrived for the next step is there for the next wait.
-    fn close(&self) -> PyResult<()> {
+    fn close(&self, py: Python<'_>) -> PyResult<()> {
         let following = lock(self.following.get()?).take();
-        drop(following);
+        // It may be the last that has the flag, whose word is given back then.
+        py.detach(|| drop(following));
         Ok(())
     }
 
@@ -133,7 +134,7 @@ impl Following {
     }
 
     #[pyo3(signature = (*_error))]
-    fn __exit__(&self, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
-        self.close()
+    fn __exit__(&self, py: Python<'_>, _error: &Bound<'_, PyTuple>) -> PyResult<()> {
+        self.close(py)
     }
 }

@@ -11,7 +11,7 @@ import time
 import z3
 
 import model
-from model import MAX_MERGED, MAX_NICS, MAX_UNITS, U16, U32, U64, WRITE_UNITS, both
+from model import MAX_MERGED, MAX_NICS, MAX_UNITS, NOTE_UNITS, U16, U32, U64, WRITE_UNITS, both
 
 LIMIT_MS = 300_000
 CLAIMS = {}
@@ -350,24 +350,24 @@ def merging_is_exact():
     yield "each byte to its place", every, to == dst + at
 
 
-@claim("2 Counting", "notes announce every write once, 1 to 255 each")
+@claim("2 Counting", "notes announce every unit once, 1 to 4,080 each")
 def notes_are_exact():
-    writes, given = number("writes", 1, 2**31)
+    units, given = number("units", 1, 2**35)
     chunk, start, end = z3.Ints("chunk start end")
-    count = model.div(writes + MAX_MERGED - 1, MAX_MERGED)
+    count = model.div(units + NOTE_UNITS - 1, NOTE_UNITS)
     given = [*given, 0 <= start, start <= chunk, chunk < end, end <= count]
-    first, last = model.note_run(start, end, writes)
-    at = first + (chunk - start) * MAX_MERGED
-    many = model.note_writes(at, last)
-    yield "its writes", given, z3.And(many >= 1, many <= MAX_MERGED, at == chunk * MAX_MERGED)
-    next_at = z3.If(chunk + 1 == end, last, at + MAX_MERGED)
+    first, last = model.note_run(start, end, units)
+    at = first + (chunk - start) * NOTE_UNITS
+    many = model.note_units(at, last)
+    yield "its units", given, z3.And(many >= 1, many <= model.MAX_IMM_UNITS, at == chunk * NOTE_UNITS)
+    next_at = z3.If(chunk + 1 == end, last, at + NOTE_UNITS)
     yield "up to the next", given, at + many == next_at
-    yield "no overflow", given, z3.And(first <= U64, end * MAX_MERGED <= U64)
+    yield "no overflow", given, z3.And(first <= U64, end * NOTE_UNITS <= U64)
     yield "from the first", [*given, start == 0], first == 0
-    yield "to the last", [*given, end == count], last == writes
+    yield "to the last", [*given, end == count], last == units
     following = z3.Int("following")
     runs = [*given, following > end, following <= count]
-    yield "runs join", runs, model.note_run(end, following, writes)[0] == last
+    yield "runs join", runs, model.note_run(end, following, units)[0] == last
 
 
 @claim("5 Bounds", "if the largest page lies in its region, so does every page, and no address wraps")
@@ -637,7 +637,7 @@ MUTANTS = {
     ),
     "notes: the last is not cut to what is left": (
         "note_run",
-        lambda start, end, writes: (start * MAX_MERGED, end * MAX_MERGED),
+        lambda start, end, units: (start * NOTE_UNITS, end * NOTE_UNITS),
         "notes_are_exact",
     ),
     "pages: the product wraps when checked": (

@@ -65,9 +65,8 @@ def single(question):
         # Without bytes, a piece points to the start of the region.
         where = (src + src_offset + at, to + at) if end > at else (0, dst)
         rows.append((*nics, *where, end - at, imm(units)))
-    if owed:
-        nics = ways[model.at_turn(turn, len(ways))][:2]
-        rows.append((*nics, 0, dst, 0, imm(model.WRITE_UNITS)))
+    for route, units in owed:
+        rows.append((*ways[route][:2], 0, dst, 0, imm(units)))
     return sorted(rows)
 
 
@@ -94,10 +93,11 @@ def paged(question):
         return [(0, 1, refused)]
     weights = [weight for _, _, weight in ways]
     limits = most, minimum, granule
-    rows, owed = [], 0
+    rows, notes = [], []
+    owed = [0] * len(ways)
     small = model.is_small(page_bytes, minimum)
     if page_bytes == 0:
-        owed = pages if announced else 0
+        notes = model.notes(pages * model.WRITE_UNITS if announced else 0, weights, turn)
     elif page_bytes <= most and (small or pages >= len(ways)):
         starts = list(zip(sources, places))
         for route, from_, to, many in model.page_runs(starts, page_bytes, weights, limits, turn):
@@ -106,10 +106,11 @@ def paged(question):
     else:
         for item, (from_, to) in enumerate(zip(sources, places)):
             made, late = model.item_pieces(page_bytes, to, weights, limits, turn + item, announced)
-            owed += late
+            for route, units in late:
+                owed[route] += units
             for route, at, end, units in made:
                 rows.append((*ways[route][:2], from_ + at, to + at, end - at, imm(units)))
-    for route, units in model.notes(owed, weights, turn):
+    for route, units in notes or [note for way, units in enumerate(owed) for note in model.notes_on(way, 0, units)]:
         rows.append((*ways[route][:2], 0, dst, 0, imm(units)))
     return sorted(rows)
 

@@ -15,6 +15,7 @@ U16, U32, U64 = 2**16 - 1, 2**32 - 1, 2**64 - 1
 
 WRITE_UNITS = 16
 MAX_MERGED = 255
+NOTE_UNITS = MAX_MERGED * WRITE_UNITS
 MAX_IMM_UNITS = 2**12 - 1
 SLOTS, GENERATIONS = 2**14, 2**6
 ARMED_BIT = 2**57
@@ -215,13 +216,13 @@ def merge_limit(most, page_bytes):
     return least(div(most, page_bytes), MAX_MERGED)
 
 
-def note_run(start, end, writes):
-    """The writes announced by the notes `start..end`, each for MAX_MERGED."""
-    return start * MAX_MERGED, least(end * MAX_MERGED, writes)
+def note_run(start, end, units):
+    """The units announced by the notes `start..end`, each for NOTE_UNITS."""
+    return start * NOTE_UNITS, least(end * NOTE_UNITS, units)
 
 
-def note_writes(at, end):
-    return least(MAX_MERGED, minus(end, at))
+def note_units(at, end):
+    return least(NOTE_UNITS, minus(end, at))
 
 
 # ---- plan: pages
@@ -345,12 +346,12 @@ def retire(count, generation, _=0):
 
 
 def item_pieces(length, dst, weights, limits, turn, announced):
-    """The pieces of one item: (route, start, end, units or None), and whether a note is owed."""
+    """The pieces of one item: (route, start, end, units or None), and what notes are to announce: (route, units)."""
     most, minimum, granule = limits
     count = len(weights)
     whole = at_turn(turn, count)
     if length == 0:
-        return [(whole, 0, 0, WRITE_UNITS)] if announced else [], False
+        return [(whole, 0, 0, WRITE_UNITS)] if announced else [], []
     if is_small(length, minimum):
         ranges = [(0, length) if route == whole else (0, 0) for route in range(count)]
     else:
@@ -363,19 +364,23 @@ def item_pieces(length, dst, weights, limits, turn, announced):
             to = cut(dst, most, granule, at, end)
             made.append((route, at, to, None if plain else share(number, sum(counts))[1]))
             at, number = to, number + 1
-    return made, announced and plain
+    ways = [route for route, (at, end) in enumerate(ranges) if at < end]
+    owed = [(route, share(way, len(ways))[1]) for way, route in enumerate(ways)]
+    return made, owed if announced and plain else []
 
 
-def notes(writes, weights, turn):
-    """(route, units) of the immediates that announce `writes` writes."""
+def notes(units, weights, turn):
+    """(route, units) of the immediates that announce so many units of pages without bytes."""
+    ranges = split(-(-units // NOTE_UNITS), 0, weights, 1, 1, turn)
+    return [note for route, run in enumerate(ranges) for note in notes_on(route, *note_run(*run, units))]
+
+
+def notes_on(route, at, end):
+    """(route, units) of the immediates that announce the units `at..end` on one route."""
     made = []
-    ranges = split(-(-writes // MAX_MERGED), 0, weights, 1, 1, turn)
-    for route, run in enumerate(ranges):
-        at, end = note_run(*run, writes)
-        while at < end:
-            many = note_writes(at, end)
-            made.append((route, merged(many)[1]))
-            at += many
+    while at < end:
+        made.append((route, note_units(at, end)))
+        at += made[-1][1]
     return made
 
 

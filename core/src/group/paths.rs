@@ -676,10 +676,11 @@ where
         let slot = self.transfers.as_ref().get(usize::from(id.index))?;
         let active = slot.active_ref().filter(|_| slot.generation == id.generation)?;
         let piece = work.piece();
+        // Its own, if that goes: what was written before it may have gone that way, and count only behind it.
+        if nic == work.nic && entry.reaches(nic, work.remote_nic) {
+            return Some(*work);
+        }
         entry.reached_from(nic).find_map(|remote| {
-            if (nic, remote) == (work.nic, work.remote_nic) {
-                return Some(*work);
-            }
             let piece = active.plan.moved(&piece, nic, remote, &view)?;
             Some(work_of(id, nic, &piece))
         })
@@ -995,13 +996,18 @@ where
 }
 
 impl PeerEntry {
+    /// Whether the path between two NICs is whole.
+    fn reaches(&self, nic: NicIndex, remote: NicIndex) -> bool {
+        let whole = self.over.get(usize::from(nic)).map_or(0, |over| over.whole);
+        whole & 1_u8.unbounded_shl(remote.into()) != 0
+    }
+
     /// The peer's NICs that `nic` reaches, the one that its routes name first.
     fn reached_from(&self, nic: NicIndex) -> impl Iterator<Item = NicIndex> {
-        let whole = self.over.get(usize::from(nic)).map_or(0, |over| over.whole);
         let routed = self.routes.as_ref().map_or(&[][..], |routes| routes.as_slice());
         let routed =
             routed.iter().filter(move |route| route.local == nic).map(|route| route.remote);
-        let reached = move |remote: &NicIndex| whole & 1_u8.unbounded_shl((*remote).into()) != 0;
+        let reached = move |remote: &NicIndex| self.reaches(nic, *remote);
         let all = 0..index_of(MAX_NICS).to_le_bytes()[0];
         routed.chain(all).filter(reached)
     }

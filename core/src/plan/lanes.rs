@@ -95,7 +95,7 @@ pub(super) struct Lanes<P, T> {
     /// The most pages that one piece may carry.
     merge: u64,
     /// Units of each lane's share of the items that were cut into too many pieces to carry immediates.
-    owed: [u32; MAX_NICS],
+    owed: [u64; MAX_NICS],
 }
 
 impl<P: PageList, T: TargetList> Lanes<P, T> {
@@ -366,7 +366,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         }
         self.walk = Walk::Notes;
         for (r, (lane, owed)) in self.lanes.iter_mut().zip(self.owed).enumerate() {
-            *lane = Lane { end: owed.into(), ..Lane::default() };
+            *lane = Lane { end: owed, ..Lane::default() };
             self.active |= if owed == 0 { 0 } else { bit(r) };
         }
         true
@@ -489,7 +489,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
                 return Some(Lane { piece, pieces, ..note });
             }
             let owed = self.owed.get_mut(r)?;
-            *owed = owed.saturating_add(share(piece, pieces)?.into());
+            *owed = owed.saturating_add(share(piece, pieces)?.into()); // At most MAX_ITEMS times 16.
             return Some(lane);
         }
         if self.trailing {

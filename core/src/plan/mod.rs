@@ -15,8 +15,9 @@
 //! - Every byte of the request is in exactly one piece, and every piece inside what was checked.
 //! - The units of the immediates of one write, or page, add up to [`WRITE_UNITS`]; with more than
 //!   [`WRITE_UNITS`] pieces they carry none, and after [`Plan::drained`] an immediate follows on each route that
-//!   carried any of its bytes: that the pieces have completed does not say that another NIC's immediate, or another
-//!   queue's, is behind them (InfiniBand Architecture Specification 1, 9.5: no order between queue pairs).
+//!   carries any of its bytes: that the pieces have completed does not say that another NIC's immediate, or another
+//!   queue's, is behind them (InfiniBand Architecture Specification 1, 9.5: no order between queue pairs). Of
+//!   what goes another way because a path broke, or a NIC was lost, this does not hold.
 //! - No piece is longer than [`PlanLimits::max_message_bytes`], and no run has more than
 //!   [`PlanLimits::pages_per_piece`] pages.
 //!

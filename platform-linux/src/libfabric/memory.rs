@@ -192,6 +192,8 @@ impl LibfabricMemory {
                 }
                 let held = Held { registrations, base, len, keys, gpu };
                 table.put(tenant, Some(held), remote, owned);
+                // Before what is to be closed.
+                drop(table);
                 return Ok(keys);
             };
             drop(table);

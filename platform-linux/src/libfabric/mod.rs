@@ -622,7 +622,7 @@ impl LibfabricProvider {
             self.stats.strays += 1;
             return;
         };
-        let peer = session.peer;
+        let (peer, is_parting) = (session.peer, session.parting.is_some());
         if matches!(session.state, State::Greeting { .. }) {
             // It would not write if it did not know that it may.
             session.state = State::Open;
@@ -635,6 +635,8 @@ impl LibfabricProvider {
             }
             self.urgent = true;
         }
+        // It may have been the last that a session that ends waits for.
+        self.urgent |= is_parting;
         #[expect(clippy::cast_possible_truncation, reason = "the immediate is the lower half")]
         sink.immediate(nic, peer, data as u32);
     }
@@ -1001,9 +1003,11 @@ impl LibfabricProvider {
     /// When something is to be done, at the earliest, even if nothing happens.
     fn next_deadline(&self) -> Time {
         let sessions = self.live.iter().filter_map(|&index| {
-            match self.sessions.get(usize::from(index))?.as_ref()?.state {
+            let session = self.sessions.get(usize::from(index))?.as_ref()?;
+            match session.state {
                 State::Greeting { until, retry } => Some(until.min(retry.due())),
-                State::Leaving { cut, .. } => Some(cut),
+                State::Leaving { cut, .. } if session.all_in_flight() > 0 => Some(cut),
+                State::Leaving { .. } => Some(session.awaits(self.now).unwrap_or(self.now)),
                 State::Open => None,
             }
         });

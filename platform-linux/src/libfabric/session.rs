@@ -2,7 +2,7 @@
 //!
 //! Knows no endpoint and sends nothing: it remembers what is to be said, and what stands in the way.
 
-use immwire_core::credit::{Allowance, Takings};
+use immwire_core::credit::{Allowance, Takings, all_taken};
 use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry, Tenants};
 use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
@@ -163,6 +163,8 @@ pub(super) struct Session {
     pub(super) moved: Turn,
     /// It has answered this one; so many of its immediates are to be taken, by NIC of ours.
     pub(super) arrears: Option<(Turn, Counts)>,
+    /// What it had sent when it said that it leaves, by NIC of ours, and how long we wait for that.
+    pub(super) parting: Option<(Time, Counts)>,
     /// By NIC of its.
     pub(super) allowances: [Allowance; MAX_NICS],
     /// By NIC of ours.
@@ -184,6 +186,11 @@ pub(super) struct Session {
     pub(super) is_quiet: bool,
     /// Of what we posted, something failed or was cut off: the peer may not know yet.
     pub(super) was_cut: bool,
+}
+
+/// Immediates sent since the start, by NIC of a peer that has so many.
+pub(super) fn sent_by(allowances: &[Allowance; MAX_NICS], nics: usize) -> Counts {
+    allowances.iter().map(Allowance::sent).take(nics).collect()
 }
 
 impl Session {
@@ -221,6 +228,7 @@ impl Session {
             old_in_flight: 0,
             moved: turn,
             arrears: None,
+            parting: None,
             allowances: [Allowance::new(claim.grant); MAX_NICS],
             takings: [Takings::new(granted); MAX_NICS],
             withdrawn: Withdrawn::new(nothing),
@@ -261,11 +269,28 @@ impl Session {
     /// Looks whether what the peer had sent before it moved is taken.
     pub(super) fn settle_arrears(&mut self) {
         let Some((turn, sent)) = &self.arrears else { return };
-        let mut nics = sent.iter().zip(&self.takings);
-        if nics.all(|(&sent, takings)| takings.taken() >= sent) {
+        if all_taken(sent, &self.takings) {
             self.moved = *turn;
             self.arrears = None;
         }
+    }
+
+    /// Immediates sent since the start, by NIC of the peer.
+    pub(super) fn sent(&self) -> Counts {
+        sent_by(&self.allowances, self.ports.len())
+    }
+
+    /// If the peer leaves and is through, but not all that it had sent is there: until when that is waited for.
+    pub(super) fn awaits(&self, now: Time) -> Option<Time> {
+        let (until, sent) = self.parting.as_ref()?;
+        let theirs = matches!(self.state, State::Leaving { reason: Some(_), .. });
+        let late = theirs && now < *until && !all_taken(sent, &self.takings);
+        late.then_some(*until)
+    }
+
+    /// Whether it is over.
+    pub(super) fn has_ended(&self, now: Time) -> bool {
+        self.is_leaving() && self.all_in_flight() == 0 && self.awaits(now).is_none()
     }
 
     pub(super) const fn all_in_flight(&self) -> u32 {

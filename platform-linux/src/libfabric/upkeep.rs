@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use immwire_core::datagram::{Addresses, Counts, DATAGRAM_MAX, Message, Say};
+use immwire_core::datagram::{Addresses, DATAGRAM_MAX, Message, Say};
 use immwire_core::group::WorkError;
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
@@ -19,7 +19,7 @@ use immwire_core::recycle::Verdict;
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
-use super::session::{Retired, Routes, State};
+use super::session::{Retired, Routes, State, sent_by};
 use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
@@ -27,6 +27,8 @@ use crate::provider::Sink;
 const MESSAGES_MAX: usize = 64;
 /// How long what is in flight to a peer that has failed may take to fail by itself.
 const GRACE: Duration = Duration::from_millis(20);
+/// How long what a peer had sent before it left, and was through with, may take to arrive.
+const PARTING: Duration = Duration::from_secs(1);
 /// How long the other peers may take to move to new endpoints, while we look. Milliseconds if they run; but one whose
 /// machine lets it wait for a moment is not to be lost for another that is got rid of.
 const MOVE_PATIENCE: Duration = Duration::from_secs(2);
@@ -114,9 +116,7 @@ impl LibfabricProvider {
         self.urgent = true;
         let Some(session) = self.session_of_token(token) else {
             // A session that ended before its peer was through.
-            if say != (Say::Bye { quiet: true }) {
-                return None;
-            }
+            let Say::Bye { quiet: true, .. } = say else { return None };
             let laid = self.memory.regions.with_ledger(|ledger| ledger.lay(&[token]));
             return laid.then_some(());
         };
@@ -132,9 +132,11 @@ impl LibfabricProvider {
                 }
                 tenants.iter().for_each(|&tenant| session.withdrawn.withdraw(tenant));
             }
-            Say::Bye { quiet } => {
+            Say::Bye { quiet, sent } => {
                 tracing::debug!(peer = %session.peer, "it says that it leaves");
                 session.is_quiet = quiet;
+                // Of what failed nobody knows how much comes.
+                session.parting = quiet.then(|| (now.after(PARTING), sent));
                 session.leave(now.after(GRACE), Some(DownReason::Disconnected));
             }
             Say::Taken { nic, count } => {
@@ -235,7 +237,7 @@ impl LibfabricProvider {
                 continue;
             };
             session.settle_arrears();
-            let in_flight = session.all_in_flight();
+            let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
             let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
             match &mut session.state {
@@ -250,11 +252,11 @@ impl LibfabricProvider {
                 State::Greeting { retry, .. } => {
                     session.says.accept |= retry.is_due(now);
                 }
-                State::Leaving { .. } if in_flight == 0 => {
+                State::Leaving { .. } if has_ended => {
                     self.finish(index, sink);
                     continue;
                 }
-                State::Leaving { cut, .. } => replace |= now >= *cut,
+                State::Leaving { cut, .. } => replace |= in_flight > 0 && now >= *cut,
             }
             self.speak(index);
             at += 1;
@@ -283,7 +285,7 @@ impl LibfabricProvider {
         self.forget_ports(index, &session.ports, &session.routes, &session.old_routes);
         self.forget_retired(index, &session.retired);
         self.door.give_up(session.token);
-        let say = Say::Bye { quiet: !session.was_cut };
+        let say = Say::Bye { quiet: !session.was_cut, sent: session.sent() };
         let message = Message::Session { token: session.their_token, say };
         self.door.send(&To::Stranger, &session.door, &mut 0, &message);
         if session.holds_door {
@@ -473,8 +475,7 @@ impl LibfabricProvider {
             says.moves = false;
         }
         if let Some(turn) = says.moved {
-            let sent: Counts =
-                session.allowances.iter().map(|it| it.sent()).take(session.ports.len()).collect();
+            let sent = sent_by(&session.allowances, session.ports.len());
             if !say(Say::Moved { turn, sent }) {
                 return;
             }
@@ -693,7 +694,7 @@ impl LibfabricProvider {
             .copied()
             .filter(|&index| {
                 let session = self.sessions.get(usize::from(index)).and_then(Option::as_ref);
-                session.is_some_and(|it| it.is_leaving() && it.all_in_flight() == 0)
+                session.is_some_and(|it| it.has_ended(self.now))
             })
             .collect();
         for index in over {
@@ -708,7 +709,8 @@ impl LibfabricProvider {
         for at in 0..self.live.len() {
             let Some(&index) = self.live.get(at) else { break };
             let Some(session) = self.session(index) else { continue };
-            let say = Say::Bye { quiet: session.all_in_flight() == 0 && !session.was_cut };
+            let quiet = session.all_in_flight() == 0 && !session.was_cut;
+            let say = Say::Bye { quiet, sent: session.sent() };
             let message = Message::Session { token: session.their_token, say };
             let door = session.door.clone();
             self.door.send(&To::Stranger, &door, &mut 0, &message);

@@ -159,10 +159,15 @@ impl VerbsProvider {
     fn watch_no_more(&self, nic: NicIndex) {
         let at = usize::from(nic);
         let Some(port) = self.ports.get(at) else { return };
-        let door = self.doors.fd_of(at);
-        for fd in [port.completed.fd(), port.device().event_fd()].into_iter().chain(door) {
-            // Two ports of a device have one of these: the second time it is not there.
-            let _ = epoll::delete(&self.epoll, fd);
+        let _ = epoll::delete(&self.epoll, port.completed.fd());
+        let is_lost =
+            |nic: NicIndex| self.ports.get(usize::from(nic)).is_none_or(|it| it.health.is_lost());
+        if self.sharing(at).into_iter().all(is_lost) {
+            // The device's own, for all of its NICs.
+            let door = self.doors.fd_of(at);
+            for fd in door.into_iter().chain([port.device().event_fd()]) {
+                let _ = epoll::delete(&self.epoll, fd);
+            }
         }
     }
 

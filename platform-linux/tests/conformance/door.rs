@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use immwire::core::datagram::{Address, DATAGRAM_MAX, Message, Nonces, Say as Said};
+use immwire::core::datagram::{Address, Counts, DATAGRAM_MAX, Message, Nonces, Say as Said};
 use immwire::core::group::WorkRequest;
 use immwire::core::id::{EngineId, NicIndex, PeerId, Time};
 use immwire::core::recycle::Turn;
@@ -555,8 +555,8 @@ fn noise_at_the_door(case: &Case) {
     let mut sayings = Vec::new();
     for say in [
         Said::Ready { gone: 0 },
-        Said::Bye { quiet: true },
-        Said::Bye { quiet: false },
+        Said::Bye { quiet: true, sent: std::iter::once(u64::MAX).collect() },
+        Said::Bye { quiet: false, sent: Counts::new() },
         Said::Taken { nic: 0, count: u64::MAX },
         Said::Withdraw(tenant),
         Said::Withdrawn(tenant),

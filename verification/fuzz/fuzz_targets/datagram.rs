@@ -132,7 +132,7 @@ fn say(from: &mut Unstructured<'_>) -> Result<Say> {
     let turns = Turns { asks: turn, opens: Turn(from.arbitrary()?) };
     Ok(match from.int_in_range(0..=9)? {
         0 => Say::Ready { gone: from.arbitrary()? },
-        1 => Say::Bye { quiet: from.arbitrary()? },
+        1 => Say::Bye { quiet: from.arbitrary()?, sent: counts(from)? },
         2 => Say::Taken { nic: from.arbitrary()?, count: from.arbitrary()? },
         3 => Say::Withdraw(tenant(from)?),
         4 => Say::Withdrawn(tenant(from)?),
@@ -141,9 +141,7 @@ fn say(from: &mut Unstructured<'_>) -> Result<Say> {
             Say::Move { turn, ports: addresses(from, count)? }
         }
         6 => {
-            let count = from.int_in_range(0..=8)?;
-            let sent = (0..count).map(|_| from.arbitrary()).collect::<Result<Counts>>()?;
-            Say::Moved { turn, sent }
+            Say::Moved { turn, sent: counts(from)? }
         }
         7 => Say::Open { turns, pairs: Pairs::from_bytes(from.arbitrary()?) },
         8 => {
@@ -153,6 +151,11 @@ fn say(from: &mut Unstructured<'_>) -> Result<Say> {
         }
         _ => Say::Opened { turns, pairs: Pairs::from_bytes(from.arbitrary()?) },
     })
+}
+
+fn counts(from: &mut Unstructured<'_>) -> Result<Counts> {
+    let count = from.int_in_range(0..=8)?;
+    (0..count).map(|_| from.arbitrary()).collect()
 }
 
 fn tenant(from: &mut Unstructured<'_>) -> Result<Tenant> {

@@ -59,7 +59,7 @@ fn main() -> std::io::Result<()> {
             }
         }
     }
-    for (name, say) in [("ready", Say::Ready { gone: 2 }), ("bye", Say::Bye { quiet: true })] {
+    for (name, say) in [("ready", Say::Ready { gone: 2 }), ("bye", Say::Bye { quiet: true, sent: [1, u64::MAX].into_iter().collect() })] {
         write("datagram", name, &encoded(&Message::Session { token: 9, say }))?;
     }
     // An address without NICs: refused, and hard to come by.

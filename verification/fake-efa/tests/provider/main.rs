@@ -54,13 +54,14 @@ macro_rules! tests {
     };
 }
 
-const TESTS: [Test; 17] = tests! {
+const TESTS: [Test; 18] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
     replaced_endpoints_know_their_peers [],
     a_session_begins_whatever_overtakes_the_answer [("FAKE_EFA_DELAY_US", "2000")],
     sessions_begin_while_memory_is_registered [("FAKE_EFA_PIN_UNTIL", "pinned")],
+    what_was_done_before_a_farewell_counts [("FAKE_EFA_DELAY_US", "10000")],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
@@ -259,6 +260,40 @@ fn sessions_begin_while_memory_is_registered() {
         long.read(2 << 20, &mut came).unwrap();
         (came == bytes).then_some(())
     });
+}
+
+/// A peer leaves when all that it wrote is done. The network keeps no order: its farewell comes before some of that.
+fn what_was_done_before_a_farewell_counts() {
+    for round in 0..20 {
+        let mut pair = Pair::new((2, 1), |builder| builder);
+        let (src, dst) = (pair.here.region(1 << 10), pair.there.region(1 << 10));
+        let counter = pair.there.engine.counter().unwrap();
+        let (peer, desc) = (pair.peer, dst.desc());
+        let write = |n: u64| {
+            let (src, dst, imm) = (&src, &desc, Some(counter.tag()));
+            let (src_offset, dst_offset, len) = (n, n, 1);
+            SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm }
+        };
+        let submit = |n| pair.here.engine.submit_single_write(&write(n)).unwrap();
+        let transfers: Vec<Transfer> = (0..20).map(submit).collect();
+        for transfer in &transfers {
+            pair.is_done(transfer);
+        }
+        if round % 2 == 0 {
+            pair.here.engine.remove_peer(peer);
+        } else {
+            drop(transfers);
+            // It is gone altogether.
+            drop(std::mem::replace(&mut pair.here, Side::new(builder(1))));
+        }
+        let start = Instant::now();
+        while !pair.there.engine.peers().is_empty() {
+            assert!(start.elapsed() < PATIENCE, "it never left");
+            pair.turn();
+        }
+        assert_eq!(counter.available(), 20, "round {round}");
+        assert!(start.elapsed() < Duration::from_millis(900), "as if something were missing");
+    }
 }
 
 // ---- room ----
