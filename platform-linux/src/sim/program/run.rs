@@ -22,8 +22,18 @@ use crate::{
     ScatterWrite, SingleWrite, SubmitError, Transfer, TransferEngine,
 };
 
+/// Whoever has a NIC for less than that may not have been heard: what was due leaves at once, but takes its way.
+const HEARD_AFTER: Duration = Duration::from_micros(250);
 /// Between two looks at paths, and at who is connected.
 const LOOK_EVERY: Duration = Duration::from_micros(20);
+
+/// An engine that has no NIC to be heard by.
+#[derive(Debug, Clone, Copy)]
+struct Mute {
+    since: Duration,
+    /// It has one again, since then.
+    speaks: Option<Duration>,
+}
 
 /// A program under way.
 pub(super) struct Program<'w, W> {
@@ -44,7 +54,7 @@ pub(super) struct Program<'w, W> {
     pub(super) unhealthy: BTreeSet<(usize, u8)>,
     pub(super) health_changed: Duration,
     /// Engines that have no NIC to send by, and since when.
-    mute: BTreeMap<usize, Duration>,
+    mute: BTreeMap<usize, Mute>,
     /// When each path (from, NIC there, to, NIC there) was last cut, or without one of its NICs.
     hurt: BTreeMap<(usize, u8, usize, u8), Duration>,
     /// The same, not counting NICs that their owner took out of use: nothing breaks by that.
@@ -403,10 +413,19 @@ impl<'w, W: World> Program<'w, W> {
         let speaks = |at: usize, side: &Side| (0..side.nics).any(|nic| usable(at, nic));
         let mut lost = Vec::new();
         for (at, side) in self.sides.iter().enumerate() {
-            match side.as_ref().filter(|side| !speaks(at, side)) {
+            match side {
                 None => drop(self.mute.remove(&at)),
+                Some(side) if speaks(at, side) => {
+                    if let Some(mute) = self.mute.get_mut(&at) {
+                        mute.speaks.get_or_insert(now);
+                    }
+                }
                 Some(side) => {
-                    if now >= *self.mute.entry(at).or_insert(now) + enough {
+                    let mute = self.mute.entry(at).or_insert(Mute { since: now, speaks: None });
+                    if mute.speaks.take().is_some_and(|since| now >= since + HEARD_AFTER) {
+                        mute.since = now;
+                    }
+                    if now >= mute.since + enough {
                         lost.push(side.serial);
                     }
                 }
