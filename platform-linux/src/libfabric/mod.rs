@@ -27,7 +27,9 @@
 //! Software providers are asked to complete a write when it has been placed (`FI_DELIVERY_COMPLETE`); by default
 //! they would when it is in the kernel's hands. EFA completes it when the other device has it; that the bytes
 //! can be seen there is said by their immediate alone. So on EFA a write without an immediate, or one of more
-//! than sixteen times the device's longest (of about 1 GiB), is done a moment before it can be seen.
+//! than sixteen times the device's longest (of about 1 GiB), is done a moment before it can be seen. And what is done
+//! may arrive after what was said later: a farewell says how many immediates were sent, and the session ends when
+//! so many are counted, or after a second.
 //!
 //! # Trust
 //!
