@@ -397,6 +397,8 @@ fn early_writes_have_a_name(case: &Case) {
         assert_eq!(peers.iter().map(|p| p.arrived).collect::<Vec<_>>(), [3, 0], "round {round}");
         send(&mut one, mine.tag(), 1);
         send(&mut two, mine.tag(), 3);
+        // Who waits does not poll.
+        assert!(me.until(patience(), || (mine.available() == 7).then_some(())).is_some());
         mine.wait_from(&expected, patience()).expect("all there");
         let late = mine.wait_from(&expected, Duration::from_millis(10)).expect_err("missing");
         let CountError::Timeout { peers, .. } = late else { panic!("{late:?}") };
