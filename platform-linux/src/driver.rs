@@ -1286,7 +1286,6 @@ mod tests {
             len: 1,
             run: immwire_core::plan::PageRun::NONE,
             imm: None,
-            bulk: false,
         }
     }
 

@@ -97,8 +97,6 @@ pub struct WorkRequest {
     pub run: PageRun,
     /// Immediate to deliver once the bytes are visible.
     pub imm: Option<Imm>,
-    /// Whether all of the same write that goes between the same two NICs is to go by the same queue: see [`Piece::bulk`].
-    pub bulk: bool,
 }
 
 impl WorkRequest {
@@ -118,8 +116,14 @@ impl WorkRequest {
             len: piece.len,
             run: piece.run,
             imm: piece.imm,
-            bulk: piece.bulk,
         }
+    }
+
+    /// Whether all of the same write that goes between the same two NICs is to go by the same queue: see [`PageRun::BULK`].
+    #[inline(always)]
+    #[must_use]
+    pub fn is_bulk(&self) -> bool {
+        self.run == PageRun::BULK
     }
 
     /// The piece that it is, whoever posts it.
@@ -136,7 +140,6 @@ impl WorkRequest {
             len: self.len,
             run: self.run,
             imm: self.imm,
-            bulk: self.bulk,
         }
     }
 }
@@ -886,11 +889,12 @@ where
                 {
                     plan.keep_whole(write);
                 }
-                self.begin(index, plan, lane, options)
+                self.begin(index, (plan, false), lane, options)
             }
             None => {
                 let plan = Plan::long(request, *limits, &view, self.turn).map_err(unplanned)?;
-                self.begin(index, plan, lane, options)
+                let several = plan.sole_peer().is_none();
+                self.begin(index, (plan, several), lane, options)
             }
         };
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
@@ -937,9 +941,15 @@ where
         Some(over)
     }
 
-    /// Puts a plan into slot `index`, the first that is free. Inlined, so that the plan is built in place.
+    /// Puts a plan, which may be for several peers, into slot `index`, the first that is free. Inlined, so that the plan is built in place.
     #[inline(always)]
-    fn begin(&mut self, index: u16, plan: Plan<P, T>, lane: Lane, options: Options) -> TransferId {
+    fn begin(
+        &mut self,
+        index: u16,
+        (plan, several): (Plan<P, T>, bool),
+        lane: Lane,
+        options: Options,
+    ) -> TransferId {
         let slots = self.transfers.as_mut();
         self.free.pop_front(&mut NicLinks { slots, nic: 0 });
         let Some(slot) = slots.get_mut(usize::from(index)) else {
@@ -952,7 +962,7 @@ where
             lane,
             // A constant is copied in two moves, eight places are written in eight.
             place: const { [Place::Nowhere; MAX_NICS] },
-            outstanding: Outstanding::NONE,
+            outstanding: Outstanding::none(several),
             started: false,
             stop: None,
             failed: false,

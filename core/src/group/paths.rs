@@ -1033,7 +1033,6 @@ impl PeerEntry {
             len: 0,
             run: PageRun::NONE,
             imm: Some(Imm::from_bits(imm.encode())),
-            bulk: false,
         };
         let mut posted = None;
         for (from, ask) in (0..).zip(&mut self.paths.asks) {

@@ -95,17 +95,23 @@ impl<P, T> Active<P, T> {
 
 /// How many pieces of a transfer are in flight, and, while all of them go to one peer, to which.
 ///
-/// Kept as sums over the pieces of the numbers of their peers, and of their squares: `count * squares == sum * sum` only if
-/// all numbers are equal (Cauchy and Schwarz), whatever was posted and has completed before.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+/// Of a transfer to several, sums are kept over the pieces of the numbers of their peers, and of their squares: `count *
+/// squares == sum * sum` only if all numbers are equal (Cauchy and Schwarz), whatever was posted and has completed before.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) struct Outstanding {
     count: u32,
+    /// There may be several peers: the sums are kept.
+    several: bool,
     sum: u64,
     squares: u64,
 }
 
 impl Outstanding {
-    pub(super) const NONE: Self = Self { count: 0, sum: 0, squares: 0 };
+    /// Of a transfer that has posted nothing yet, to several peers or to one.
+    #[inline(always)]
+    pub(super) const fn none(several: bool) -> Self {
+        Self { count: 0, several, sum: 0, squares: 0 }
+    }
 
     #[inline]
     pub(super) const fn count(&self) -> u32 {
@@ -117,26 +123,38 @@ impl Outstanding {
     pub(super) const fn add(&mut self, peer: u16, pieces: u16) {
         // As many as all queues together have room for, below 2^20: no sum wraps.
         self.count = self.count.wrapping_add(pieces as u32);
-        let (peer, pieces) = (peer as u64, pieces as u64);
-        self.sum = self.sum.wrapping_add(pieces.wrapping_mul(peer));
-        self.squares = self.squares.wrapping_add(pieces.wrapping_mul(peer.wrapping_mul(peer)));
+        if self.several {
+            let (peer, pieces) = (peer as u64, pieces as u64);
+            self.sum = self.sum.wrapping_add(pieces.wrapping_mul(peer));
+            self.squares = self.squares.wrapping_add(pieces.wrapping_mul(peer.wrapping_mul(peer)));
+        }
+    }
+
+    /// The only piece of a transfer to one peer was posted.
+    #[inline(always)]
+    pub(super) const fn set_one(&mut self) {
+        self.count = 1;
     }
 
     /// One of those to `peer` is no longer in flight.
     #[inline]
     pub(super) const fn remove(&mut self, peer: u16) {
-        let peer = peer as u64;
-        self.count = self.count.saturating_sub(1);
-        self.sum = self.sum.wrapping_sub(peer);
-        self.squares = self.squares.wrapping_sub(peer.wrapping_mul(peer));
+        self.count = self.count.wrapping_sub(1);
+        if self.several {
+            let peer = peer as u64;
+            self.sum = self.sum.wrapping_sub(peer);
+            self.squares = self.squares.wrapping_sub(peer.wrapping_mul(peer));
+        }
     }
 
-    /// The peer that all of them go to; `None` if there are several, or nothing is in flight.
+    /// Of a transfer to several, the peer that all of them go to; `None` if there are several, or nothing is in flight.
     pub(super) fn sole_peer(&self) -> Option<u16> {
-        let count = u64::from(self.count);
-        let peer = self.sum.checked_div(count)?;
-        let all_alike =
-            count.checked_mul(peer)? == self.sum && self.sum.checked_mul(peer)? == self.squares;
+        if !self.several {
+            return None;
+        }
+        let (count, sum, squares) = (u64::from(self.count), self.sum, self.squares);
+        let peer = sum.checked_div(count)?;
+        let all_alike = count.checked_mul(peer)? == sum && sum.checked_mul(peer)? == squares;
         u16::try_from(peer).ok().filter(|_| all_alike)
     }
 }

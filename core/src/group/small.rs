@@ -100,9 +100,8 @@ where
             Some(tag) => Some(tag.with_units(WRITE_UNITS)?),
             None => None,
         };
-        let (remote_nic, run, bulk) = (route.remote, PageRun::NONE, false);
-        let piece = Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm, bulk };
-        Some((nic, lane, piece))
+        let (remote_nic, run) = (route.remote, PageRun::NONE);
+        Some((nic, lane, Piece { peer, remote_nic, src, src_key, dst, dst_key, len, run, imm }))
     }
 
     /// Takes a write, and returns it to be posted at once, as from [`DomainGroup::poll_work`].
@@ -124,10 +123,10 @@ where
         over.in_flight = over.in_flight.saturating_add(1);
         over.credits.take(lane);
         state.credits.take(lane);
-        let id = self.begin(index, Plan::taken(peer), lane, options);
+        let id = self.begin(index, (Plan::taken(peer), false), lane, options);
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         if let Some(active) = slot.and_then(TransferSlot::active) {
-            active.outstanding.add(peer.index, 1);
+            active.outstanding.set_one();
             active.started = true;
             if movable {
                 active.plan.keep_taken(&write.src.keys, &write.dst.keys);
@@ -165,7 +164,7 @@ where
         let index = self.free.first()?;
         self.turn = turn;
         let movable = self.is_movable(&write.dst);
-        let id = self.begin(index, Plan::of(whole), lane, options);
+        let id = self.begin(index, (Plan::of(whole), false), lane, options);
         let slots = self.transfers.as_mut();
         if let Some(active) = slots.get_mut(usize::from(index)).and_then(TransferSlot::active)
             && let Some(place) = active.place.get_mut(at)
@@ -229,9 +228,9 @@ where
         over.in_flight = over.in_flight.saturating_add(1);
         *place = Place::Nowhere;
         // There is no other piece of it.
-        active.outstanding.add(peer.index, 1);
+        active.outstanding.set_one();
         active.started = true;
-        take(WorkRequest { run: PageRun::NONE, bulk: false, ..work_of(id, nic, piece) });
+        take(WorkRequest { run: PageRun::NONE, ..work_of(id, nic, piece) });
         let len = piece.len;
         state.credits.take(lane);
         queue.pop_front(&mut NicLinks { slots, nic: at });

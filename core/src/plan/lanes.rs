@@ -94,8 +94,8 @@ pub(super) struct Lanes<P, T> {
     stride: u32,
     /// The most pages that one piece may carry.
     merge: u64,
-    /// Units of each lane's share of the items that were cut into too many pieces to carry immediates.
-    owed: [u64; MAX_NICS],
+    /// Some items were cut into too many pieces to carry immediates.
+    owes: bool,
 }
 
 impl<P: PageList, T: TargetList> Lanes<P, T> {
@@ -161,7 +161,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             items,
             stride: if small { lane_count } else { 1 },
             merge: merge.map_or(1, |most| most.min(MAX_MERGED.into())),
-            owed: [0; MAX_NICS],
+            owes: false,
         };
         match walk {
             Walk::Pages | Walk::Runs => plan.start_pages(),
@@ -356,7 +356,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
     /// `true`: trailing immediates have become available. `false`: that was all (or there still is work,
     /// and nothing changes).
     pub(super) fn drained(&mut self) -> bool {
-        if self.active != 0 || self.trailing || self.owed == [0; MAX_NICS] {
+        if self.active != 0 || self.trailing || !self.owes {
             return false;
         }
         self.trailing = true;
@@ -365,11 +365,29 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             return true;
         }
         self.walk = Walk::Notes;
-        for (r, (lane, owed)) in self.lanes.iter_mut().zip(self.owed).enumerate() {
-            *lane = Lane { end: owed, ..Lane::default() };
+        for (r, owed) in self.owed().into_iter().enumerate() {
+            if let Some(lane) = self.lanes.get_mut(r) {
+                *lane = Lane { end: owed, ..Lane::default() };
+            }
             self.active |= if owed == 0 { 0 } else { bit(r) };
         }
         true
+    }
+
+    /// Units of each lane's share of the items that were cut into too many pieces to carry immediates. O(items), of which each
+    /// was more than [`WRITE_UNITS`] pieces to post.
+    fn owed(&self) -> [u64; MAX_NICS] {
+        let mut all = [0_u64; MAX_NICS];
+        for cut in (0..self.items).filter_map(|item| self.cut(item)) {
+            if cut.pieces(0).1 <= u64::from(WRITE_UNITS) {
+                continue;
+            }
+            for (r, owed) in all.iter_mut().enumerate().filter(|(r, _)| !cut.range(*r).is_empty()) {
+                let (way, ways) = cut.ways(r);
+                *owed = owed.saturating_add(share(way, ways).unwrap_or(0).into());
+            }
+        }
+        all
     }
 
     /// The lane that is next on `nic`: those of one NIC take turns.
@@ -484,12 +502,11 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             return Some(lane).filter(|_| !self.trailing);
         }
         if pieces > u64::from(WRITE_UNITS) {
-            let (piece, pieces) = cut.ways(r);
             if self.trailing {
+                let (piece, pieces) = cut.ways(r);
                 return Some(Lane { piece, pieces, ..note });
             }
-            let owed = self.owed.get_mut(r)?;
-            *owed = owed.saturating_add(share(piece, pieces)?.into()); // At most MAX_ITEMS times 16.
+            self.owes = true;
             return Some(lane);
         }
         if self.trailing {
@@ -553,7 +570,6 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             len,
             run: PageRun::NONE,
             imm: merged(write.imm, pages),
-            bulk: false,
         };
         lane.at = lane.at.wrapping_add(pages);
         Some((piece, next))
@@ -582,7 +598,6 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             len: pages.wrapping_mul(write.page_bytes), // At most the largest message.
             run,
             imm: merged(write.imm, pages),
-            bulk: false,
         };
         lane.at = end;
         Some(piece)
@@ -613,7 +628,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         let imm = tag?.with_units(u16::try_from(units).ok()?);
         let piece = note(peer, remote, dst, imm)?;
         lane.at = lane.at.wrapping_add(units);
-        Some(Piece { bulk: self.trailing, ..piece })
+        Some(Piece { run: layout(self.trailing), ..piece })
     }
 
     fn item_piece(
@@ -664,7 +679,7 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         let imm = share(lane.piece, lane.pieces).and_then(|units| self.tag()?.with_units(units));
         if lane.at == lane.end {
             let piece = note(peer, remote_nic, dst, imm)?;
-            return Some(Piece { bulk: self.trailing, ..piece });
+            return Some(Piece { run: layout(self.trailing), ..piece });
         }
         let cutter = Cutter::new(dst_base, &self.limits);
         let (at, end) = (lane.at, cutter.cut(lane.at, lane.end));
@@ -676,9 +691,8 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
             dst: dst_base.wrapping_add(at),
             dst_key: dst.keys.get(remote_nic)?,
             len: end.saturating_sub(at),
-            run: PageRun::NONE,
+            run: layout(imm.is_none() && self.tag().is_some()),
             imm,
-            bulk: imm.is_none() && self.tag().is_some(),
         };
         lane.at = end;
         lane.piece = lane.piece.wrapping_add(1);
@@ -747,11 +761,16 @@ fn share(piece: u8, pieces: u8) -> Option<u16> {
     edge(piece.checked_add(1)?)?.checked_sub(edge(piece)?)
 }
 
+/// How a range is laid out, of a write whose immediates follow, or of another.
+const fn layout(bulk: bool) -> PageRun {
+    if bulk { PageRun::BULK } else { PageRun::NONE }
+}
+
 /// A write without bytes, to the start of `dst`.
 fn note(peer: PeerId, remote_nic: NicIndex, dst: &MrDesc, imm: Option<Imm>) -> Option<Piece> {
     let dst_key = dst.keys.get(remote_nic)?;
-    let (dst, run, bulk) = (dst.base, PageRun::NONE, false);
-    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst, dst_key, len: 0, run, imm, bulk })
+    let (dst, run) = (dst.base, PageRun::NONE);
+    Some(Piece { peer, remote_nic, src: 0, src_key: 0, dst, dst_key, len: 0, run, imm })
 }
 
 /// How one item is cut over the lanes.

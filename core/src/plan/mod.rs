@@ -134,6 +134,10 @@ pub struct PageRun {
 impl PageRun {
     /// Of a piece that is one range.
     pub const NONE: Self = Self { first: 0, count: 0 };
+    /// Of a range, or an immediate without bytes, of a write of more than [`WRITE_UNITS`] pieces, whose immediates follow: all
+    /// of it that goes between the same two NICs is to go by the same queue, as an immediate is behind the bytes of its
+    /// own, and of no other.
+    pub const BULK: Self = Self { first: u32::MAX, count: 0 };
 }
 
 /// Where the pages of a run lie: that of number `n` at `src_base + n * src_stride` here, and at `dst_base + n *
@@ -169,13 +173,10 @@ pub struct Piece {
     pub dst_key: u64,
     /// Bytes, at most [`PlanLimits::max_message_bytes`]. Of a run, those of all its pages.
     pub len: u64,
-    /// The pages that it is a run of; none if it is one range.
+    /// The pages that it is a run of; [`PageRun::NONE`] or [`PageRun::BULK`] if it is one range.
     pub run: PageRun,
     /// What the receiver is told.
     pub imm: Option<Imm>,
-    /// Of a write of more than [`WRITE_UNITS`] pieces, whose immediates follow without bytes: all of it that goes between
-    /// the same two NICs is to go by the same queue, as an immediate is behind the bytes of its own, and of no other.
-    pub bulk: bool,
 }
 
 /// What [`Plan::next_if`] found.

@@ -241,6 +241,10 @@ impl Posted {
         Self { nic, piece, trailing, pages }
     }
 
+    fn is_bulk(&self) -> bool {
+        self.piece.run == PageRun::BULK
+    }
+
     /// What it is in ranges: of a run one for each page, with the units of a page.
     fn ranges(&self) -> Vec<Self> {
         if self.pages.is_empty() {
@@ -444,14 +448,14 @@ fn immediates_follow_all_bytes(expected: &[Write], posted: &[Posted]) {
         };
         let mine: Vec<_> = posted.iter().filter(within).collect();
         if mine.len() > 16 {
-            assert!(mine.iter().all(|one| one.piece.bulk));
+            assert!(mine.iter().all(|one| one.is_bulk()));
             ways.extend(mine.iter().map(|one| way(one)));
             bulk += mine.len();
         }
     }
     let trailing: Vec<_> = posted.iter().filter(|one| one.trailing).collect();
-    assert!(trailing.iter().all(|one| one.piece.bulk));
-    assert_eq!(posted.iter().filter(|one| one.piece.bulk).count(), bulk + trailing.len());
+    assert!(trailing.iter().all(|one| one.is_bulk()));
+    assert_eq!(posted.iter().filter(|one| one.is_bulk()).count(), bulk + trailing.len());
     let mut notes: Vec<_> = trailing.into_iter().map(way).collect();
     for ways in [&mut ways, &mut notes] {
         ways.sort_unstable();
@@ -1140,7 +1144,6 @@ fn a_control_write_is_one_piece_with_its_own_immediate() {
                     dst_key: 400 + u64::from(nic),
                     len,
                     run: PageRun::NONE,
-                    bulk: false,
                     imm: Some(write.imm),
                 };
                 assert_eq!(plan.next(nic, &table), Some(piece));

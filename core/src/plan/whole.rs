@@ -87,7 +87,6 @@ impl Whole {
             len: write.len,
             run: PageRun::NONE,
             imm: merged(write.imm, 1),
-            bulk: false,
         };
         let nothing = empty && write.imm.is_none();
         let nic = if nothing { NOBODY } else { at.local };
@@ -124,8 +123,8 @@ impl Whole {
     /// A piece of which nothing is known but whom it goes to.
     const fn unknown(peer: PeerId) -> Piece {
         let (remote_nic, src, src_key, dst, dst_key) = (0, 0, 0, 0, 0);
-        let (run, bulk) = (PageRun::NONE, false);
-        Piece { peer, remote_nic, src, src_key, dst, dst_key, len: 0, run, imm: None, bulk }
+        let run = PageRun::NONE;
+        Piece { peer, remote_nic, src, src_key, dst, dst_key, len: 0, run, imm: None }
     }
 
     /// Keeps the source's keys, so that the piece can be moved. Control writes keep theirs from the start.

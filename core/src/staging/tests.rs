@@ -164,7 +164,6 @@ fn whoever_needs_less_goes_past_who_needs_more() {
         len,
         run: PageRun::NONE,
         imm: None,
-        bulk: false,
     };
     let note = u64::MAX << 48;
     let kinds = [

@@ -247,7 +247,6 @@ fn write(token: u64, peer: PeerId, src: &Registered, dst: &Registered) -> WorkRe
         len: (src.len.min(dst.len)) as u64,
         run: PageRun::NONE,
         imm: Some(imm(16)),
-        bulk: false,
     }
 }
 

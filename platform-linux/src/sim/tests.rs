@@ -1153,7 +1153,6 @@ impl Raw {
                 len: 64,
                 run: PageRun::NONE,
                 imm: Some(Imm::from_bits(u32::try_from(n).unwrap())),
-                bulk: false,
             };
             assert_eq!(self.provider.post(path.nic, &[work], &mut self.record), 1);
         }
@@ -1377,7 +1376,6 @@ fn keys_of_other_nics_and_ranges_outside_are_refused() {
         len: 8,
         run: PageRun::NONE,
         imm: None,
-        bulk: false,
     };
     let (local, remote) = (Err(WorkError::LocalAccess), Err(WorkError::RemoteAccess));
     let cases = [
@@ -1437,7 +1435,6 @@ fn runs_that_are_not_inside_are_refused() {
         len: 3 * page_bytes,
         run: PageRun { first: 0, count: 3 },
         imm: None,
-        bulk: false,
     };
     let (local, remote) = (Err(WorkError::LocalAccess), Err(WorkError::RemoteAccess));
     let (src_end, dst_end) = (len / 32, len / 16);

@@ -352,7 +352,6 @@ fn work(nic: NicIndex, remote_nic: NicIndex, len: u64) -> WorkRequest {
         len,
         run: PageRun::NONE,
         imm: None,
-        bulk: false,
     }
 }
 
@@ -427,8 +426,8 @@ fn pieces_go_to_the_side_of_their_nic() {
     );
     // At once, to this host only.
     let piece = |remote_nic, len| {
-        let (peer, run, imm, bulk) = (peer(0), PageRun::NONE, None, false);
-        Piece { peer, remote_nic, src: 0, src_key: 0, dst: 0, dst_key: 0, len, run, imm, bulk }
+        let (peer, run, imm) = (peer(0), PageRun::NONE, None);
+        Piece { peer, remote_nic, src: 0, src_key: 0, dst: 0, dst_key: 0, len, run, imm }
     };
     assert!(span.write_at_once(0, &piece(0, 2)) && !span.write_at_once(0, &piece(0, 3)));
     assert!(!span.write_at_once(2, &piece(1, 2)));

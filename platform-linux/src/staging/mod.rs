@@ -517,7 +517,6 @@ impl Desk {
             len: 0,
             run: PageRun::NONE,
             imm: Some(Signal::Returned(slot, verdict).encode()),
-            bulk: false,
         })
     }
 

@@ -38,7 +38,7 @@
 //! A write is done when the other device has acknowledged it. That the bytes can be seen there is said by its
 //! immediate, as everywhere; so a write without one is done a moment before it can be seen. Nor does an immediate say so of
 //! what went by another queue pair: of a write whose immediates follow without bytes, all goes by the long ones
-//! (`WorkRequest::bulk`), and an immediate behind it by each.
+//! (`WorkRequest::is_bulk`), and an immediate behind it by each.
 //!
 //! # What breaks
 //!
@@ -932,7 +932,7 @@ impl VerbsProvider {
         } else if !session.withdrawn.allows(key) {
             return Admitted::Refused(WorkError::RemoteAccess);
         }
-        let is_short = work.len <= SHORT_BYTES && !work.bulk;
+        let is_short = work.len <= SHORT_BYTES && !work.is_bulk();
         let write = Write {
             number: 0,
             from: work.src,

@@ -293,7 +293,6 @@ impl World {
             len: PIECE,
             run: PageRun::NONE,
             imm: None,
-            bulk: false,
         };
         let taken = self.staged.post(0, &[work], &mut self.seen);
         (taken == 1).then_some(token)

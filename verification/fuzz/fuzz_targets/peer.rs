@@ -398,7 +398,6 @@ impl World {
             len: len.into(),
             run: PageRun::NONE,
             imm: imm.map(Imm::from_bits),
-            bulk: false,
         };
         // As engines do with what is short.
         if self.provider.write_at_once(work.nic, &work.piece()) {

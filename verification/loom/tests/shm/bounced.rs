@@ -25,7 +25,6 @@ fn piece(n: u64, key: u64) -> WorkRequest {
         len: 8,
         run: PageRun::NONE,
         imm: Some(Imm::from_bits(u32::try_from(n).unwrap())),
-        bulk: false,
     }
 }
 
