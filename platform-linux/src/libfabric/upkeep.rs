@@ -135,8 +135,10 @@ impl LibfabricProvider {
             Say::Bye { quiet, sent } => {
                 tracing::debug!(peer = %session.peer, "it says that it leaves");
                 session.is_quiet = quiet;
-                // Of what failed nobody knows how much comes.
-                session.parting = quiet.then(|| (now.after(PARTING), sent));
+                // Of what failed nobody knows how much comes; and who says it again does not gain time.
+                if quiet && session.parting.is_none() {
+                    session.parting = Some((now.after(PARTING), sent));
+                }
                 session.leave(now.after(GRACE), Some(DownReason::Disconnected));
             }
             Say::Taken { nic, count } => {
