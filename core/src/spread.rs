@@ -5,7 +5,10 @@
 //! them are written to all the time. If all ranks of an exchange wrote to one peer after the other, those that are ahead would
 //! meet at a peer that another is not done with, and share its link, while links of others lie idle.
 //!
-//! Knows neither what is copied nor what a queue is; time is told by bytes.
+//! A device has to be given its copies, which takes time, and so does each copy's beginning and end. So as long as it has enough to do, one that
+//! more may be added to is kept back ([`Growth`]).
+//!
+//! Knows neither what is copied nor what a queue is; time is told by bytes, and by how often it is asked.
 //!
 //! # Invariants
 //!
@@ -13,7 +16,9 @@
 //! 2. As long as one queue has nothing to do, no two peers share one.
 //! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
 //!    [`ALONE`].
-//! 4. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
+//! 4. A copy is kept back only while its device has [`BUSY_BYTES`] or more to do, or takes none; and for no longer than until it was asked for
+//!    twice without having grown.
+//! 5. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
 //!    one budget together.
 //!
 //! The tests below go through all states of three queues.
@@ -22,6 +27,10 @@ use core::num::NonZeroU32;
 
 /// Queues that copies to one peer are in while there are none to others.
 pub const ALONE: usize = 2;
+
+/// A device that is still to copy so many has work for longer than it takes to say what else there is: 12 us of an H200's link, in which some
+/// thousands of pages are listed.
+pub const BUSY_BYTES: u64 = 4 << 20;
 
 /// What a queue has to do.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -67,6 +76,44 @@ pub fn processors<P: Copy + Eq>(
     let each =
         if alone { Some(budget) } else { NonZeroU32::new(budget.get().div_ceil(count.max(1))) };
     each.unwrap_or(NonZeroU32::MIN)
+}
+
+/// Whether copies that may still grow are to begin: it is asked after each call that may have added to them.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Growth {
+    in_vain: u8,
+}
+
+impl Growth {
+    /// Who adds to a copy is asked first after it has, then before it adds again.
+    const ASKED: u8 = 2;
+
+    /// Nothing has grown yet.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { in_vain: 0 }
+    }
+
+    /// Something was added.
+    pub const fn grew(&mut self) {
+        self.in_vain = 0;
+    }
+
+    /// Whether more may come; to be asked once a call.
+    pub const fn may_go_on(&mut self) -> bool {
+        let may = self.in_vain < Self::ASKED;
+        if may {
+            self.in_vain += 1;
+        }
+        may
+    }
+}
+
+/// Whether a copy is kept back that more may be added to, by a device that is still to copy so many bytes; `takes_none`: who gave it another
+/// now would have to wait.
+#[must_use]
+pub const fn is_kept(may_go_on: bool, takes_none: bool, bytes: u64) -> bool {
+    takes_none || (may_go_on && bytes >= BUSY_BYTES)
 }
 
 #[cfg(test)]
@@ -153,6 +200,33 @@ mod tests {
                 let loads: Vec<u64> = queues.iter().map(|queue| queue.bytes).collect();
                 assert_eq!(loads, [3, 2, 0], "they take turns");
             }
+        }
+    }
+
+    /// Every way of seven calls, of which some add to a copy: it begins with the second that does not after one that did, and stays so.
+    #[test]
+    fn a_copy_begins_when_it_was_asked_for_twice_in_vain() {
+        for calls in 0..1_u32 << 7 {
+            let (mut growth, mut in_vain) = (Growth::new(), 0);
+            for call in 0..7 {
+                // Staging, and the question after it; then the question of the poll.
+                let adds = calls >> call & 1 == 1;
+                if adds {
+                    growth.grew();
+                    in_vain = 0;
+                }
+                assert_eq!(growth.may_go_on(), in_vain < 2, "{calls:b}, {call}");
+                in_vain += 1;
+            }
+        }
+    }
+
+    #[test]
+    fn a_device_without_work_is_never_kept_waiting_unless_it_takes_none() {
+        for bytes in [0, 1, BUSY_BYTES - 1, BUSY_BYTES, u64::MAX] {
+            let is_busy = bytes >= BUSY_BYTES;
+            assert_eq!([true, false].map(|more| is_kept(more, false, bytes)), [is_busy, false]);
+            assert_eq!([true, false].map(|more| is_kept(more, true, bytes)), [true, true]);
         }
     }
 

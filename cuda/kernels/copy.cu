@@ -10,8 +10,8 @@
 // launch ends, or faults.
 //
 // Invariants:
-// 1. Each piece is copied by exactly one warp: immwire_share cuts [0, piece_count) into disjoint blocks that cover it
-//    (enumerated in cuda/src/geometry.rs, which has the same function).
+// 1. Each piece is copied by exactly one warp: immwire_share cuts [0, turns.dealt) into disjoint blocks that cover it, the rest is cut into
+//    turns, and each turn's number is given out once (enumerated in cuda/src/geometry.rs, which has the same functions).
 // 2. No byte outside of a source page is read, and none outside of a target page is written.
 // 3. The word is released once, by one thread, after every write of the launch: see `announce`.
 // 4. A copy that was asked for at a seat is made once, by its warp, before the warp says so: see `immwire_standby`.
@@ -34,17 +34,29 @@ __device__ Share immwire_share(uint32_t pieces, uint32_t workers, uint32_t worke
   return {worker * each + min(worker, extra), each + (worker < extra ? 1 : 0)};
 }
 
-// Steps through consecutive pieces, all lanes of a warp together.
+// A warp's pieces, one after the other: those that it is dealt, then turns, as long as there are any. All lanes of the warp call all of it together.
 //
 // Page tables may lie in host memory, a microsecond away: so each lane holds the entries of one page, and 32 pages are
-// looked up in one access for each side.
-class Cursor {
+// looked up in one access for each side. Those of a turn are looked up a turn before, and its number is asked for two before.
+//
+// Numbers of turns come from a counter. Each warp asks until it is given one past the last turn, and then no more. So together they ask
+// turns.count + warps times, which wraps the counter to zero, as the next launch finds it.
+class Pieces {
  public:
-  __device__ Cursor(const immwire_copy_args &args, uint32_t first, uint32_t lane) : args(args), lane(lane) {
-    page = first / args.pieces_per_page;
-    piece = first % args.pieces_per_page;
-    look_up();
+  __device__ Pieces(const immwire_copy_args &args, uint32_t worker, uint32_t workers, uint32_t lane)
+      : args(args), lane(lane), workers(workers), asks(args.turns.count > 0) {
+    const Share share = immwire_share(args.turns.dealt, workers, worker);
+    if (asks) ask();
+    if (share.count > 0) {
+      begin(share.first, share.count);
+      look_up(page, WARP, source_page, target_page);
+    }
+    if (left <= args.turns.pieces) prepare();
+    if (left == 0) take_turn();
   }
+
+  // Whether there is a current piece.
+  __device__ bool any() const { return left > 0; }
 
   // The current piece. Every lane gets the same.
   __device__ void get(uint64_t &source, uint64_t &target, uint32_t &bytes) const {
@@ -55,18 +67,53 @@ class Cursor {
   }
 
   __device__ void advance() {
+    if (--left == 0) return take_turn();
+    if (left == args.turns.pieces) prepare();
     if (++piece < args.pieces_per_page) return;
     piece = 0;
-    if (++page == window + WARP) look_up();
+    if (++page == window + WARP) window = page, look_up(page, WARP, source_page, target_page);
   }
 
  private:
-  __device__ void look_up() {
-    window = page;
-    const uint32_t mine = page + lane;
-    if (mine >= args.page_count) return; // Never asked for.
-    source_page = start(args.source, mine);
-    target_page = start(args.target, mine);
+  __device__ void begin(uint32_t first, uint32_t count) {
+    page = window = first / args.pieces_per_page;
+    piece = first % args.pieces_per_page;
+    left = count;
+  }
+
+  __device__ void ask() {
+    if (lane == 0)
+      asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                   : "=r"(number)
+                   : "l"(args.turns.asked), "r"(args.turns.count + workers - 1)
+                   : "memory");
+  }
+
+  // Looks up the pages of the turn that was asked for, and asks for another.
+  __device__ void prepare() {
+    if (!asks) return;
+    const uint32_t turn = __shfl_sync(ALL_LANES, number, 0);
+    asks = turn < args.turns.count;
+    if (!asks) return;
+    next_first = args.turns.dealt + turn * args.turns.pieces;
+    next_count = min(args.turns.pieces, args.piece_count - next_first);
+    look_up(next_first / args.pieces_per_page, next_count + 1, next_source, next_target);
+    ask();
+  }
+
+  __device__ void take_turn() {
+    if (next_count == 0) return;
+    begin(next_first, next_count);
+    source_page = next_source, target_page = next_target;
+    next_count = 0;
+    prepare();
+  }
+
+  __device__ void look_up(uint32_t first, uint32_t most, uint64_t &source, uint64_t &target) const {
+    const uint32_t mine = first + lane;
+    if (mine >= args.page_count || lane >= most) return; // Never asked for.
+    source = start(args.source, mine);
+    target = start(args.target, mine);
   }
 
   __device__ static uint64_t start(const immwire_pages &pages, uint32_t page) {
@@ -75,9 +122,10 @@ class Cursor {
   }
 
   const immwire_copy_args &args;
-  const uint32_t lane;
-  uint32_t page, piece, window;
-  uint64_t source_page = 0, target_page = 0;
+  const uint32_t lane, workers;
+  bool asks;
+  uint32_t page = 0, piece = 0, window = 0, left = 0, number = 0, next_first = 0, next_count = 0;
+  uint64_t source_page = 0, target_page = 0, next_source = 0, next_target = 0;
 };
 
 // Loads and stores of global memory. Volatile, so that they are issued in the order written: loads first.
@@ -187,15 +235,11 @@ __device__ uint32_t worker(uint32_t warp) { return warp * gridDim.x + blockIdx.x
 template <uint32_t THREADS, typename CopyPiece>
 __device__ void through_registers(const immwire_copy_args &args, CopyPiece copy_piece) {
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const Share share = immwire_share(args.piece_count, gridDim.x * (THREADS / WARP), worker(warp));
-  if (share.count > 0) {
-    Cursor cursor(args, share.first, lane);
-    for (uint32_t i = 0; i < share.count; ++i, cursor.advance()) {
-      uint64_t source, target;
-      uint32_t bytes;
-      cursor.get(source, target, bytes);
-      copy_piece(target, source, bytes, lane);
-    }
+  for (Pieces pieces(args, worker(warp), gridDim.x * (THREADS / WARP), lane); pieces.any(); pieces.advance()) {
+    uint64_t source, target;
+    uint32_t bytes;
+    pieces.get(source, target, bytes);
+    copy_piece(target, source, bytes, lane);
   }
   announce(args.release);
 }
@@ -311,8 +355,8 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
   extern __shared__ __align__(128) unsigned char stages[];
   __shared__ __align__(8) uint64_t barriers[IMMWIRE_BULK_WARPS][IMMWIRE_BULK_MAX_STAGES];
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
-  const Share share = immwire_share(args.piece_count, gridDim.x * IMMWIRE_BULK_WARPS, worker(warp));
-  if (share.count > 0) {
+  Pieces pieces(args, worker(warp), gridDim.x * IMMWIRE_BULK_WARPS, lane);
+  if (pieces.any()) {
     const uint32_t ring = shared_address(stages) + warp * args.stage_count * args.stage_bytes;
     const uint32_t loaded = shared_address(barriers[warp]);
     if (lane == 0) {
@@ -322,23 +366,22 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
     }
     __syncwarp();
 
-    Cursor cursor(args, share.first, lane);
     // Where the piece in stage i goes, and its size: held by lane i.
     uint64_t goes_to = 0;
     uint32_t size = 0;
     auto fill = [&](uint32_t stage) {
       uint64_t source, target;
       uint32_t bytes;
-      cursor.get(source, target, bytes);
-      cursor.advance();
+      pieces.get(source, target, bytes);
+      pieces.advance();
       if (lane == stage) goes_to = target, size = bytes;
       if (lane == 0) bulk_load(ring + stage * args.stage_bytes, source, bytes, loaded + 8 * stage);
     };
 
     uint32_t filled = 0;
-    for (; filled < min(share.count, args.stage_count); ++filled) fill(filled);
+    for (; filled < args.stage_count && pieces.any(); ++filled) fill(filled);
     uint32_t stage = 0, parity = 0, refill = 0;
-    for (uint32_t i = 0; i < share.count; ++i) {
+    for (uint32_t i = 0; i < filled; ++i) {
       const uint64_t target = __shfl_sync(ALL_LANES, goes_to, stage);
       const uint32_t bytes = __shfl_sync(ALL_LANES, size, stage);
       if (lane == 0) {
@@ -347,7 +390,7 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
         asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(IMMWIRE_BULK_LAG) : "memory");
       }
       // All but the last IMMWIRE_BULK_LAG stores have been read: the stage of the one before them is free.
-      if (i >= IMMWIRE_BULK_LAG && filled < share.count) {
+      if (i >= IMMWIRE_BULK_LAG && pieces.any()) {
         fill(refill);
         ++filled;
         if (++refill == args.stage_count) refill = 0;

@@ -36,10 +36,21 @@ typedef struct immwire_release {
   uint32_t reserved; /* 0 */
 } immwire_release;
 
+/* Who copies which pieces: the first `dealt` are dealt to the warps in blocks (immwire_share in copy.cu). The others make up turns of `pieces` each,
+ * but for the last, and warps take one after the other as they come to them. */
+typedef struct immwire_turns {
+  uint64_t asked;    /* uint32_t * in memory of the launching GPU: 0 before the launch, and 0 again after it. No other launch may use it at
+                        the same time. Not used if there are no turns */
+  uint32_t dealt;    /* all pieces if there are no turns */
+  uint32_t pieces;   /* 1 to IMMWIRE_TURN_MAX_PIECES if there are turns */
+  uint32_t count;    /* ceil((piece_count - dealt) / pieces), 0 if there are none; with the grid's warps less than 2^32 */
+  uint32_t reserved; /* 0 */
+} immwire_turns;
+#define IMMWIRE_TURN_MAX_PIECES 32
+
 /* One launch of immwire_copy_any, immwire_copy_vector or immwire_copy_bulk.
  *
- * Each page is cut into pieces of piece_bytes (the last may be shorter). Pieces are numbered page by page, and dealt to
- * the warps of the grid in blocks; see immwire_share in copy.cu. */
+ * Each page is cut into pieces of piece_bytes (the last may be shorter), which are numbered page by page. */
 typedef struct immwire_copy_args {
   immwire_pages source;
   immwire_pages target;
@@ -51,6 +62,7 @@ typedef struct immwire_copy_args {
   uint32_t page_count;
   uint32_t stage_bytes; /* bulk: bytes of shared memory for each piece in flight, a multiple of 128 */
   uint32_t stage_count; /* bulk: pieces in flight for each warp, IMMWIRE_BULK_LAG + 1 to IMMWIRE_BULK_MAX_STAGES */
+  immwire_turns turns;
 } immwire_copy_args;
 
 /* These kernels take one immwire_copy_args, in a grid and blocks of one dimension; the number of threads of a block is
@@ -101,7 +113,12 @@ IMMWIRE_ASSERT(offsetof(immwire_release, value) == 8);
 IMMWIRE_ASSERT(offsetof(immwire_release, arrivals) == 16);
 IMMWIRE_ASSERT(offsetof(immwire_release, kind) == 24);
 IMMWIRE_ASSERT(offsetof(immwire_release, reserved) == 28);
-IMMWIRE_ASSERT(sizeof(immwire_copy_args) == 112);
+IMMWIRE_ASSERT(sizeof(immwire_turns) == 24);
+IMMWIRE_ASSERT(offsetof(immwire_turns, dealt) == 8);
+IMMWIRE_ASSERT(offsetof(immwire_turns, pieces) == 12);
+IMMWIRE_ASSERT(offsetof(immwire_turns, count) == 16);
+IMMWIRE_ASSERT(offsetof(immwire_turns, reserved) == 20);
+IMMWIRE_ASSERT(sizeof(immwire_copy_args) == 136);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, target) == 24);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, release) == 48);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, page_bytes) == 80);
@@ -111,6 +128,7 @@ IMMWIRE_ASSERT(offsetof(immwire_copy_args, piece_count) == 96);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, page_count) == 100);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_bytes) == 104);
 IMMWIRE_ASSERT(offsetof(immwire_copy_args, stage_count) == 108);
+IMMWIRE_ASSERT(offsetof(immwire_copy_args, turns) == 112);
 IMMWIRE_ASSERT(sizeof(immwire_standby_args) == 32);
 IMMWIRE_ASSERT(offsetof(immwire_standby_args, idle_ns) == 8);
 IMMWIRE_ASSERT(offsetof(immwire_standby_args, shift_ns) == 16);

@@ -37,6 +37,22 @@ pub struct ReleaseArgs {
     pub reserved: u32,
 }
 
+/// Who copies which pieces: some are dealt to the warps in blocks, the others make up turns, which warps take as they come to them.
+#[repr(C)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct TurnsArgs {
+    /// Address of a `u32` that counts who has asked for a turn; zero before and after a launch.
+    pub asked: u64,
+    /// Pieces that are dealt, the first of all; all if there are no turns.
+    pub dealt: u32,
+    /// Pieces of each turn but the last, at most [`TURN_MAX_PIECES`].
+    pub pieces: u32,
+    /// Turns.
+    pub count: u32,
+    /// Zero.
+    pub reserved: u32,
+}
+
 /// One launch.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -61,6 +77,8 @@ pub struct CopyArgs {
     pub stage_bytes: u32,
     /// Bulk: pieces in flight for each warp.
     pub stage_count: u32,
+    /// Who copies which pieces.
+    pub turns: TurnsArgs,
 }
 
 /// One launch of `immwire_standby`.
@@ -86,6 +104,8 @@ pub const RELEASE_STORE: u32 = 1;
 /// The value is added, atomically.
 pub const RELEASE_ADD: u32 = 2;
 
+/// The most pieces of a turn.
+pub const TURN_MAX_PIECES: u32 = 32;
 /// Threads of a block of `immwire_copy_any`.
 pub const ANY_THREADS: u32 = 512;
 /// Threads of a block of `immwire_copy_vector`.
@@ -116,7 +136,12 @@ const _: () = {
     assert!(offset_of!(ReleaseArgs, arrivals) == 16);
     assert!(offset_of!(ReleaseArgs, kind) == 24);
     assert!(offset_of!(ReleaseArgs, reserved) == 28);
-    assert!(size_of::<CopyArgs>() == 112);
+    assert!(size_of::<TurnsArgs>() == 24);
+    assert!(offset_of!(TurnsArgs, dealt) == 8);
+    assert!(offset_of!(TurnsArgs, pieces) == 12);
+    assert!(offset_of!(TurnsArgs, count) == 16);
+    assert!(offset_of!(TurnsArgs, reserved) == 20);
+    assert!(size_of::<CopyArgs>() == 136);
     assert!(offset_of!(CopyArgs, target) == 24);
     assert!(offset_of!(CopyArgs, release) == 48);
     assert!(offset_of!(CopyArgs, page_bytes) == 80);
@@ -126,6 +151,7 @@ const _: () = {
     assert!(offset_of!(CopyArgs, page_count) == 100);
     assert!(offset_of!(CopyArgs, stage_bytes) == 104);
     assert!(offset_of!(CopyArgs, stage_count) == 108);
+    assert!(offset_of!(CopyArgs, turns) == 112);
     assert!(size_of::<StandbyArgs>() == 32);
     assert!(offset_of!(StandbyArgs, idle_ns) == 8);
     assert!(offset_of!(StandbyArgs, shift_ns) == 16);

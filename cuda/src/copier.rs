@@ -4,12 +4,12 @@
 //!
 //! # Invariants
 //!
-//! 1. The launches of one [`Copier`] are in one stream, so that they share one word of arrivals: each finds it zero, and
-//!    leaves it so (`kernels/copy.cu`).
-//! 2. Kernels and words of arrivals live until every launch that uses them has ended: [`Copier`]'s drop waits, and as long as
+//! 1. The launches of one [`Copier`] are in one stream, so that they share one word of arrivals, and one of turns that were asked for: each
+//!    finds both zero, and leaves them so (`kernels/copy.cu`).
+//! 2. Kernels and these words live until every launch that uses them has ended: [`Copier`]'s drop waits, and as long as
 //!    the stream is stuck nothing is freed ([`crate::stuck`]).
 
-use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use crate::args::{self, CopyArgs, PagesArgs, ReleaseArgs, TurnsArgs};
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
@@ -22,6 +22,10 @@ use std::num::NonZeroU32;
 use std::ptr;
 use std::sync::Arc;
 use std::time::Duration;
+
+/// Where the word of turns is, behind that of arrivals: in a line of its own.
+const ASKED_AT: u64 = 128;
+const WORDS_BYTES: usize = 256;
 
 /// The compiled kernels; empty where there was no compiler.
 static IMAGE: &[u8] = include_bytes!(concat!(env!("OUT_DIR"), "/copy.fatbin"));
@@ -120,7 +124,8 @@ pub struct Copier {
     stream: Stream,
     tuning: Tuning,
     kernels: Arc<Kernels>,
-    arrivals: DeviceMemory,
+    /// Of arrivals, and of turns that were asked for.
+    words: DeviceMemory,
     /// It was waited for in vain.
     is_stuck: bool,
 }
@@ -135,8 +140,8 @@ impl Copier {
     /// [`Error::KernelsAbsent`], [`Error::NoKernelsFor`], or what the driver answers.
     pub fn new(stream: &Stream, tuning: Tuning) -> Result<Self, Error> {
         let kernels = Arc::new(Kernels::load(stream.device())?);
-        let arrivals = DeviceMemory::zeroed(stream, 4)?;
-        Ok(Self { stream: stream.clone(), tuning, kernels, arrivals, is_stuck: false })
+        let words = DeviceMemory::zeroed(stream, WORDS_BYTES)?;
+        Ok(Self { stream: stream.clone(), tuning, kernels, words, is_stuck: false })
     }
 
     /// Another, in the order of another stream of the same GPU's: the kernels are there already.
@@ -146,9 +151,9 @@ impl Copier {
     /// What the driver answers.
     pub fn beside(&self) -> Result<Self, Error> {
         let stream = Stream::new(self.stream.device())?;
-        let arrivals = DeviceMemory::zeroed(&stream, 4)?;
+        let words = DeviceMemory::zeroed(&stream, WORDS_BYTES)?;
         let (tuning, kernels) = (self.tuning, Arc::clone(&self.kernels));
-        Ok(Self { stream, tuning, kernels, arrivals, is_stuck: false })
+        Ok(Self { stream, tuning, kernels, words, is_stuck: false })
     }
 
     /// The stream that requests are enqueued in.
@@ -284,7 +289,7 @@ impl Copier {
         if !word.is_multiple_of(8) {
             return Err(Error::Misaligned { what: "word", address: word, multiple: 8 });
         }
-        Ok(ReleaseArgs { word, value, arrivals: self.arrivals.address(), kind, reserved: 0 })
+        Ok(ReleaseArgs { word, value, arrivals: self.words.address(), kind, reserved: 0 })
     }
 
     /// # Safety
@@ -309,6 +314,13 @@ impl Copier {
             page_count: copy.page_count,
             stage_bytes: launch.stage_bytes,
             stage_count: launch.stage_count,
+            turns: TurnsArgs {
+                asked: self.words.address() + ASKED_AT,
+                dealt: launch.turns.dealt,
+                pieces: launch.turns.pieces,
+                count: launch.turns.count,
+                reserved: 0,
+            },
         };
         let function = self.kernels.function(launch.kernel);
         let mut parameters = [(&raw mut args).cast()];

@@ -6,7 +6,8 @@
 //! # Invariants
 //!
 //! 1. The pieces of a page, in order, cover it exactly: `pieces_per_page = ceil(page_bytes / piece_bytes)`.
-//! 2. [`share`] deals all pieces to the warps of a launch, each piece to one. The kernels have the same function.
+//! 2. [`share`] deals the first pieces to the warps of a launch, and [`Turns::turn`] makes turns of the others: each piece is dealt to one
+//!    warp, or is in one turn. The kernels have the same functions.
 //! 3. Every launch keeps the limits that `kernels/immwire_cuda.h` names: grid, threads, shared memory, stages, multiples
 //!    of 16.
 //!
@@ -36,9 +37,9 @@ pub enum Kernel {
     Bulk,
 }
 
-/// SMs that fill a link of NVLink 4 but for a twentieth, with pages of 4 KiB and more. Between two H200s 8 carry 338 to
-/// 352 GB/s, 10 to 24 hardly more or even less, and all 132 carry 355 to 370 (`benches/results/`).
-pub const DEFAULT_SMS: NonZeroU32 = NonZeroU32::new(8).unwrap();
+/// SMs that fill a link of NVLink 4 with pages of 4 KiB and more: between two H200s 8 carry 341 to 353 GB/s, 10 carry 348 to 369, and all
+/// 132 carry 353 to 369 (`benches/README.md`).
+pub const DEFAULT_SMS: NonZeroU32 = NonZeroU32::new(10).unwrap();
 
 /// By what a request is to be copied.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -96,6 +97,12 @@ pub struct Tuning {
     pub bulk_stages: u32,
     /// The longest piece of the other two; a multiple of 16.
     pub vector_piece_bytes: u32,
+    /// From so many pieces a warp on half of them are dealt, the others make up turns: who is slower, as others of its part of the GPU
+    /// want the same way out of it, makes fewer.
+    pub turns_from_pieces: u32,
+    /// Pieces of a turn: of as many whole pages as there are in so many, or one; none is longer than twice that, nor than
+    /// [`args::TURN_MAX_PIECES`]. 0: there are no turns.
+    pub turn_pieces: u32,
 }
 
 impl Default for Tuning {
@@ -108,6 +115,8 @@ impl Default for Tuning {
             bulk_piece_bytes: 4 << 10,
             bulk_stages: 6,
             vector_piece_bytes: 4 << 10,
+            turns_from_pieces: 32,
+            turn_pieces: 8,
         }
     }
 }
@@ -142,6 +151,43 @@ pub struct Launch {
     pub stage_bytes: u32,
     /// Bulk: pieces in flight for each warp.
     pub stage_count: u32,
+    /// Who copies which.
+    pub turns: Turns,
+}
+
+/// Who copies which pieces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Turns {
+    /// Pieces that are dealt ([`share`]), the first of all; all if there are no turns.
+    pub dealt: u32,
+    /// Pieces of each turn but the last.
+    pub pieces: u32,
+    /// Turns.
+    pub count: u32,
+}
+
+impl Turns {
+    /// For so many pieces, of pages that have so many each, and so many warps.
+    fn new(piece_count: u32, pieces_per_page: u32, workers: u32, tuning: &Tuning) -> Self {
+        let some = tuning.turn_pieces.min(args::TURN_MAX_PIECES);
+        if some == 0 || piece_count / workers.max(1) < tuning.turns_from_pieces.max(2) {
+            return Self { dealt: piece_count, pieces: some.max(1), count: 0 };
+        }
+        let pages = some / pieces_per_page.max(1);
+        let pieces =
+            if pages > 0 { pages * pieces_per_page } else { pieces_per_page.min(2 * some) };
+        let pieces = pieces.clamp(1, args::TURN_MAX_PIECES);
+        let dealt = piece_count.div_ceil(2);
+        Self { dealt, pieces, count: (piece_count - dealt).div_ceil(pieces) }
+    }
+
+    /// The pieces of turn `number`, of a launch that has `piece_count`: the first, and how many; `None`: there is no such turn. As the
+    /// kernels have it.
+    #[must_use]
+    pub fn turn(&self, piece_count: u32, number: u32) -> Option<(u32, u32)> {
+        let first = number.checked_mul(self.pieces)?.checked_add(self.dealt)?;
+        (number < self.count).then(|| (first, piece_count.saturating_sub(first).min(self.pieces)))
+    }
 }
 
 /// Why a request has no layout. Everything follows from the arguments.
@@ -276,8 +322,11 @@ fn launch(
         u32::try_from(shape.page_bytes.div_ceil(u64::from(piece_bytes))).map_err(|_| too_many)?;
     let piece_count = pieces_per_page.checked_mul(shape.page_count).ok_or(too_many)?;
     let blocks = sms.get().min(gpu.sms).min(piece_count).max(1);
-    // The kernels number warps in 32 bits, and a warp's block of pieces likewise: both are far below.
+    let workers = blocks * (threads / 32);
+    let turns = Turns::new(piece_count, pieces_per_page, workers, tuning);
+    // The kernels number warps in 32 bits, a warp's block of pieces, and turns and warps together: all are far below.
     Ok(Launch {
+        turns,
         kernel,
         blocks,
         threads,
@@ -370,6 +419,77 @@ mod tests {
         }
         let (first, count) = share(u32::MAX, 132 * 24, 132 * 24 - 1);
         assert_eq!(first + count, u32::MAX);
+    }
+
+    /// Every way in which warps come to ask for turns: each turn is given out once, and the counter is zero in the end, which wraps at the
+    /// last number that is asked for. As `kernels/copy.cu` does it.
+    fn give_out(turns: u32, asking: &mut Vec<bool>, counter: u32, given: &mut Vec<u32>) -> u32 {
+        let last = turns + u32::try_from(asking.len()).unwrap() - 1;
+        let mut ways = 0;
+        for warp in 0..asking.len() {
+            if !asking[warp] {
+                continue;
+            }
+            let next = if counter >= last { 0 } else { counter + 1 };
+            let goes_on = counter < turns;
+            (asking[warp], ways) = (goes_on, ways + 1);
+            if goes_on {
+                given.push(counter);
+            }
+            if asking.iter().any(|asks| *asks) {
+                give_out(turns, asking, next, given);
+            } else {
+                assert_eq!((next, given.len()), (0, turns as usize));
+                assert!(given.iter().copied().eq(0..turns));
+            }
+            if goes_on {
+                given.pop();
+            }
+            asking[warp] = true;
+        }
+        ways
+    }
+
+    #[test]
+    fn each_turn_is_given_out_once_and_the_counter_wraps() {
+        for turns in 1..=4 {
+            for warps in 1..=3 {
+                let ways = give_out(turns, &mut vec![true; warps], 0, &mut Vec::new());
+                assert_eq!(ways as usize, warps);
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_dealt_and_the_turns_cover_every_piece_once() {
+        let mut with_turns = 0;
+        for (turn_pieces, turns_from_pieces) in [(0, 0), (1, 0), (3, 2), (8, 32), (40, 5)] {
+            let tuning = Tuning { turn_pieces, turns_from_pieces, ..Tuning::default() };
+            for per_page in [1, 2, 3, 7, 8, 9, 16, 17, 300] {
+                for workers in [1, 2, 5, 64] {
+                    for piece_count in (0..200).chain([64 * 31, 64 * 32, 64 * 33 + 1]) {
+                        let turns = Turns::new(piece_count, per_page, workers, &tuning);
+                        let mut next = turns.dealt;
+                        for number in 0..turns.count {
+                            let (first, count) = turns.turn(piece_count, number).unwrap();
+                            assert_eq!(first, next);
+                            assert!((1..=args::TURN_MAX_PIECES).contains(&count));
+                            next += count;
+                        }
+                        assert_eq!(next, piece_count, "{turns:?}");
+                        assert_eq!(turns.turn(piece_count, turns.count), None);
+                        with_turns += u32::from(turns.count > 0);
+                    }
+                }
+            }
+        }
+        assert!(with_turns > 10_000, "{with_turns}");
+        // Whole pages, as long as they are not too long.
+        let pieces = |per_page| Turns::new(1 << 20, per_page, 64, &Tuning::default()).pieces;
+        assert_eq!([1, 2, 3, 4, 8, 9, 16, 17, 256].map(pieces), [8, 8, 6, 8, 8, 9, 16, 16, 16]);
+        let most = Turns::new(u32::MAX, 1, 1, &Tuning { turn_pieces: 1, ..Tuning::default() });
+        assert_eq!(most.turn(u32::MAX, most.count - 1), Some((u32::MAX - 1, 1)));
+        assert_eq!(most.turn(u32::MAX, u32::MAX), None);
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The kernels' header: plain C, without a framework, and the same as the Rust side. Needs a C compiler, and no GPU.
 
-use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs, StandbyArgs};
+use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs, StandbyArgs, TurnsArgs};
 use immwire_cuda::moe::args::{self as moe, MoeArgs, MoeControl, MoePair, MoeReport};
 use std::mem::{align_of, offset_of, size_of};
 use std::path::PathBuf;
@@ -70,8 +70,10 @@ fn structures_are_the_same_in_c() {
             piece_count,
             page_count,
             stage_bytes,
-            stage_count
+            stage_count,
+            turns
         )
+        + &fields!("immwire_turns", TurnsArgs, asked, dealt, pieces, count, reserved)
         + &fields!("immwire_standby_args", StandbyArgs, seats, idle_ns, shift_ns, launch, reserved);
     compile("structures", &text).unwrap();
 }

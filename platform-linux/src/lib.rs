@@ -66,6 +66,7 @@ mod follow;
 mod gate;
 mod gpus;
 mod intake;
+mod largest;
 pub mod libfabric;
 mod message;
 pub mod moe;

@@ -7,6 +7,7 @@ use immwire_core::imm::ImmTag;
 use immwire_core::plan::{self, PageList, Target, TargetList};
 use immwire_core::region::MrDesc;
 
+use crate::largest::largest;
 use crate::region::Region;
 
 /// One contiguous write.
@@ -102,7 +103,7 @@ impl PageList for PageIndices {
     }
 
     fn max(&self) -> Option<u64> {
-        PageList::max(&&*self.0)
+        largest(&self.0).map(u64::from)
     }
 
     #[inline]

@@ -134,9 +134,10 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         "time" => {
             let mut bench = time::Bench::new(&gpus)?;
             type Part<'a> = fn(&mut time::Bench<'a>) -> Result<Value, Box<dyn Error>>;
-            let parts: [(&str, Part<'_>); 6] = [
+            let parts: [(&str, Part<'_>); 7] = [
                 ("contiguous", time::Bench::contiguous),
                 ("pages", time::Bench::pages),
+                ("turns", time::Bench::turns),
                 ("rings", time::Bench::rings),
                 ("others", time::Bench::others),
                 ("streams", time::Bench::streams),

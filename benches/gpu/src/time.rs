@@ -390,6 +390,36 @@ impl<'a> Bench<'a> {
         Ok(json!(rows))
     }
 
+    /// Pages on as many SMs as it takes to fill the link, all dealt to warps, and half of them taken in turns.
+    pub(crate) fn turns(&mut self) -> Outcome<Value> {
+        let gpus = self.gpus;
+        let mut rows = Vec::new();
+        for (page_count, page_bytes) in
+            [(4096, 4096), (16_384, 4096), (16_384, 16_384), (8192, 65_536)]
+        {
+            let requests = self.requests(page_bytes, page_count, false);
+            for turn_pieces in [0, Tuning::default().turn_pieces] {
+                let tuning = Tuning { turn_pieces, ..Tuning::default() };
+                let copier = Copier::new(&gpus[0].stream, tuning)?;
+                for kernel in [Kernel::Bulk, Kernel::Vector] {
+                    for on in [7, 8, 9, 10, 12, 16, 24, 32, 132] {
+                        let method = Method::Kernel(kernel);
+                        let mut row = self.time_pages(&copier, &requests, method, on, false)?;
+                        for (key, value) in [
+                            ("pages", page_count),
+                            ("page_bytes", page_bytes),
+                            ("turn_pieces", turn_pieces as usize),
+                        ] {
+                            row[key] = json!(value);
+                        }
+                        rows.push(row);
+                    }
+                }
+            }
+        }
+        Ok(json!(rows))
+    }
+
     /// The bulk kernel's pieces and rings, on few SMs.
     pub(crate) fn rings(&mut self) -> Outcome<Value> {
         let gpus = self.gpus;

@@ -8,7 +8,7 @@
 //!
 //! # What it refuses to know
 //!
-//! Counts, plans and credits, and which of a GPU's queues a copy goes to (the core's); which kernel and how many pieces a launch has
+//! Counts, plans and credits, which of a GPU's queues a copy goes to, and when it begins (the core's); which kernel and how many pieces a launch has
 //! (`immwire_cuda::geometry`).
 //!
 //! # Limits
@@ -40,7 +40,7 @@ use immwire_core::hazard;
 use immwire_core::id::{PeerId, Time};
 use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
-use immwire_core::spread::{self, Load};
+use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
@@ -54,26 +54,17 @@ use super::segment::Mapping;
 use super::socket::FILES_MAX;
 use super::standing::{Short, Standing};
 use crate::gpus::{CLOSED_WITHIN, Known, One, number, page_bytes};
+use crate::largest::largest;
 use crate::provider::{Sink, Window};
 
 /// Queues of each GPU. Which of them a copy goes to: `core::spread`.
 const QUEUES: usize = 8;
 /// Copies under way in one queue. Few: their tables are to stay in the caches.
 const COPIES: usize = 8;
-/// Pages that one launch copies at most. Longer ones leave one queue with more to do than the other in the end.
-const LAUNCH_PAGES: usize = 4096;
-/// The same where nothing is under way: a GPU that waits is given its first pages soon.
-const FIRST_PAGES: usize = 1024;
-
-/// How many pages a GPU is to be given next that has so many to copy: it is not to end before they are listed, which takes
-/// a third of the time that it takes to copy them.
-const fn next_pages(under_way: usize) -> usize {
-    match under_way {
-        0..FIRST_PAGES => FIRST_PAGES,
-        pages if pages < LAUNCH_PAGES / 2 => 2 * pages,
-        _ => LAUNCH_PAGES,
-    }
-}
+/// Pages that one launch copies at most: to begin one and to end it takes some 7 us, in which less is copied.
+const LAUNCH_PAGES: usize = 16_384;
+/// Bytes that it copies at most, of more than one piece: what is cancelled waits for it.
+const LAUNCH_BYTES: u64 = 256 << 20;
 
 /// Words of a copy's table.
 const TABLE: usize = 2 * LAUNCH_PAGES;
@@ -496,7 +487,6 @@ impl Drop for Reached {
 struct Flight {
     number: u64,
     pieces: usize,
-    pages: usize,
     bytes: u64,
     _claim: Claim,
 }
@@ -518,9 +508,8 @@ struct Queue {
     flights: VecDeque<Flight>,
     /// Theirs, in order.
     pieces: VecDeque<WorkRequest>,
-    /// Bytes that they copy, and pages.
+    /// Bytes that they copy.
     bytes: u64,
-    pages: usize,
 }
 
 impl Queue {
@@ -536,7 +525,6 @@ impl Queue {
             flights: VecDeque::with_capacity(COPIES),
             pieces: VecDeque::with_capacity(COPIES * PIECES),
             bytes: 0,
-            pages: 0,
         })
     }
 
@@ -578,11 +566,9 @@ impl Queue {
         self.issued = number;
         let staged = &mut self.staged;
         self.bytes = self.bytes.saturating_add(staged.bytes);
-        self.pages += staged.pages;
         self.flights.push_back(Flight {
             number,
             pieces: staged.pieces.len(),
-            pages: staged.pages,
             bytes: staged.bytes,
             _claim: claim,
         });
@@ -597,7 +583,6 @@ impl Queue {
         self.flights.front().filter(|flight| flight.number <= ended)?;
         let flight = self.flights.pop_front()?;
         self.bytes = self.bytes.saturating_sub(flight.bytes);
-        self.pages = self.pages.saturating_sub(flight.pages);
         Some(flight)
     }
 
@@ -615,7 +600,7 @@ impl Queue {
     fn fail(&mut self, report: impl FnMut(WorkRequest)) {
         self.refused = None;
         self.flights.clear();
-        (self.bytes, self.pages) = (0, 0);
+        self.bytes = 0;
         self.pieces.drain(..).for_each(report);
     }
 }
@@ -751,6 +736,12 @@ impl Staged {
         (self.claim, self.bytes) = (Some(claim), work.len);
     }
 
+    /// Whether a run of so many pages, of so many bytes, can be part of one launch with it.
+    fn has_room(&self, pages: usize, bytes: u64) -> bool {
+        let is_short = self.pieces.is_empty() || self.bytes.saturating_add(bytes) <= LAUNCH_BYTES;
+        is_short && self.run.is_some() && self.pages.saturating_add(pages) <= LAUNCH_PAGES
+    }
+
     /// Whether it is a copy to this region.
     fn is_to(&self, reached: &Arc<Reached>) -> bool {
         self.claim.as_ref().is_some_and(|claim| Arc::ptr_eq(&claim.0, reached))
@@ -792,6 +783,8 @@ pub(super) struct Gpus {
     sms: NonZeroU32,
     /// Pieces under way.
     flying: usize,
+    /// Of runs of pages that are staged.
+    growth: Growth,
     /// When something ended last, or nothing was under way.
     progress: Time,
     /// All that was enqueued has been waited for.
@@ -818,7 +811,15 @@ impl Gpus {
         };
         let gpus =
             known.devices.iter().enumerate().map(gpu).collect::<Result<_, (u32, Error)>>()?;
-        Ok(Self { known, gpus, sms, flying: 0, progress: Time::ZERO, is_settled: false })
+        Ok(Self {
+            known,
+            gpus,
+            sms,
+            flying: 0,
+            growth: Growth::new(),
+            progress: Time::ZERO,
+            is_settled: false,
+        })
     }
 
     pub(super) fn known(&self) -> &Arc<Known> {
@@ -872,7 +873,7 @@ impl Gpus {
     }
 
     /// Takes a piece to a region of a peer's; its range was checked. [`Gpus::launch`] is to be called before control goes
-    /// back to the engine.
+    /// back to the engine, and by each poll.
     pub(super) fn stage(
         &mut self,
         work: &WorkRequest,
@@ -909,12 +910,6 @@ impl Gpus {
         staged.bytes = staged.bytes.saturating_add(work.len);
         self.flying += 1;
         Staging::Taken
-    }
-
-    /// Pages of runs that are under way on `gpu`.
-    fn pages_under_way(&self, gpu: usize) -> usize {
-        let queues = self.gpus.get(gpu).into_iter().flat_map(|gpu| &gpu.queues);
-        queues.map(|queue| queue.pages).sum()
     }
 
     /// The queue of `gpu` that has a copy to that region staged which takes more, or else one that begins another.
@@ -962,13 +957,11 @@ impl Gpus {
         sink: &impl Sink,
     ) -> Staging {
         let count = usize::try_from(work.run.count).unwrap_or(usize::MAX);
-        let most = next_pages(self.pages_under_way(gpu));
         let mut other = None;
         // Twice at most: the second time nothing is staged there.
         loop {
             let takes = |it: &Staged| {
-                let fits = it.pieces.len() < PIECES && it.pages.saturating_add(count) <= most;
-                fits && it.run.is_some() && it.run != other
+                it.pieces.len() < PIECES && it.has_room(count, work.len) && it.run != other
             };
             let queue = match self.begin(gpu, reached, work.peer, takes) {
                 Ok(queue) => queue,
@@ -981,7 +974,7 @@ impl Gpus {
             let layout = sources.get_mut(range.clone()).zip(targets.get_mut(range));
             let layout = layout.and_then(|(sources, targets)| {
                 let run = sink.page_run(work, sources, targets)?;
-                let last = targets.iter().max().copied().map_or(0, u64::from);
+                let last = largest(targets).map_or(0, u64::from);
                 let span = run.dst_stride.checked_mul(last)?.checked_add(run.page_bytes)?;
                 let dst_base = reached.address(gpu, run.dst_base, span)?;
                 Some(RunLayout { dst_base, ..run })
@@ -1002,15 +995,27 @@ impl Gpus {
                 staged.bytes.saturating_add(layout.page_bytes.saturating_mul(count as u64));
             staged.pieces.push(*work);
             self.flying += 1;
+            self.growth.grew();
             return Staging::Taken;
         }
     }
 
-    /// Hands what is staged to GPUs.
+    /// Hands what is staged to GPUs, but for runs of pages of which more may come before their GPU has done what it has.
     pub(super) fn launch(&mut self) {
+        if self.flying == 0 {
+            return;
+        }
+        // The driver would keep us waiting that closes something, for as long as the GPU is busy with anything.
+        let (may_go_on, is_closing) = (self.growth.may_go_on(), self.is_closing());
         for gpu in &mut self.gpus {
+            let under_way =
+                gpu.queues.iter().fold(0_u64, |all, queue| all.saturating_add(queue.bytes));
+            let are_kept = spread::is_kept(may_go_on, is_closing, under_way);
             for at in 0..gpu.queues.len() {
-                gpu.launch(at, self.sms);
+                let is_run = gpu.queues.get(at).is_some_and(|queue| queue.staged.run.is_some());
+                if !(are_kept && is_run) {
+                    gpu.launch(at, self.sms);
+                }
             }
         }
     }
@@ -1265,18 +1270,6 @@ mod tests {
             let key = 7 << 32 | kind.bits() | 0x00ab_cdef;
             assert_eq!((Kind::of(key), id_of(key)), (kind, 0x00ab_cdef));
         }
-    }
-
-    #[test]
-    fn launches_grow_while_there_is_work_and_are_never_too_large() {
-        let mut under_way = 0;
-        let grown = std::array::from_fn(|_| {
-            let next = next_pages(under_way);
-            under_way += next;
-            next
-        });
-        assert_eq!(grown, [1024, 2048, 4096, 4096, 4096]);
-        assert_eq!(next_pages(usize::MAX), LAUNCH_PAGES);
     }
 
     #[test]

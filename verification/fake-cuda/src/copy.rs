@@ -78,6 +78,16 @@ impl Launch {
             "page_bytes",
         );
         must(a.release.kind <= args::RELEASE_ADD && a.release.reserved == 0, "release");
+        let turns = &a.turns;
+        let left = a.piece_count.checked_sub(turns.dealt);
+        must(left.is_some() && turns.reserved == 0, "turns.dealt");
+        must((1..=args::TURN_MAX_PIECES).contains(&turns.pieces), "turns.pieces");
+        must(
+            left.map(|left| left.div_ceil(turns.pieces.max(1))) == Some(turns.count),
+            "turns.count",
+        );
+        let warps = size.grid[0].checked_mul(kernel.threads() / 32);
+        must(warps.and_then(|warps| warps.checked_add(turns.count)).is_some(), "turns and warps");
         if kernel == Kernel::Bulk {
             let stages = args::BULK_LAG + 1..=args::BULK_MAX_STAGES;
             must(stages.contains(&a.stage_count), "stage_count");
@@ -98,6 +108,12 @@ impl Launch {
             reach.claim_words(memory, a.release.arrivals, (4, 1), true, "arrivals");
             if !reach.is_own(a.release.arrivals) {
                 broken!(Arrivals, "{:#x} is not of GPU {}", a.release.arrivals, reach.gpu);
+            }
+        }
+        if a.turns.count > 0 {
+            reach.claim_words(memory, a.turns.asked, (4, 1), true, "turns asked for");
+            if !reach.is_own(a.turns.asked) {
+                broken!(Turns, "{:#x} is not of GPU {}", a.turns.asked, reach.gpu);
             }
         }
         if a.piece_count == 0 {
@@ -132,6 +148,12 @@ impl Launch {
                 broken!(Arrivals, "{before} at {:#x} before a launch", release.arrivals);
             }
         }
+        if a.turns.count > 0 {
+            let before = reach.half_word(a.turns.asked, true, "turns").swap(1, Ordering::AcqRel);
+            if before != 0 {
+                broken!(Turns, "{before} at {:#x} before a launch", a.turns.asked);
+            }
+        }
         random.each(u64::from(a.piece_count), |piece| {
             let per_page = u64::from(a.pieces_per_page);
             // Both are of 32 bits: a piece's number is.
@@ -144,6 +166,9 @@ impl Launch {
             }
             reach.copy(to.wrapping_add(offset), from.wrapping_add(offset), bytes);
         });
+        if a.turns.count > 0 {
+            reach.half_word(a.turns.asked, true, "turns").store(0, Ordering::Release);
+        }
         if !announces {
             return;
         }

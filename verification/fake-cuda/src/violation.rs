@@ -60,6 +60,8 @@ rules! {
     WentWrong = "went wrong",
     /// Two launches that share a word of arrivals, or one that is not zero.
     Arrivals = "arrivals",
+    /// The same of a word that counts who asks for turns.
+    Turns = "turns",
     /// A call of the driver's from a function that `cuLaunchHostFunc` calls.
     CallInHostFunction = "called in a host function",
     /// A call that makes the capture of a graph fail, or a stream drawn into one.

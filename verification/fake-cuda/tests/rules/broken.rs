@@ -750,6 +750,54 @@ fn arrivals_in_host_memory() {
     });
 }
 
+/// A launch of 32 pieces, half of them in turns of three, with a counter of the GPU's own.
+fn in_turns(gpu: &Gpu) -> Launch {
+    let (from, to) = (gpu.alloc(1 << 16), gpu.alloc(1 << 16));
+    pages(Kernel::Any, from, to, 8).in_turns(16, 3, gpu.alloc(4))
+}
+
+#[test]
+fn turns_asked_for_before_a_launch() {
+    run("broken::turns_asked_for_before_a_launch", End::Broken("turns"), &[], || {
+        let gpu = Gpu::open(0);
+        let launch = in_turns(&gpu);
+        ok!(cuMemsetD8Async(launch.args.turns.asked, 1, 4, gpu.stream));
+        gpu.launch(&launch);
+        gpu.settle();
+    });
+}
+
+#[test]
+fn turns_counted_in_host_memory() {
+    run("broken::turns_counted_in_host_memory", End::Broken("turns"), &[], || {
+        let gpu = Gpu::open(0);
+        gpu.launch(&in_turns(&gpu).with(|a| a.turns.asked = pinned(8).0));
+    });
+}
+
+#[test]
+fn too_few_turns() {
+    run("broken::too_few_turns", End::Broken("geometry"), &[], || {
+        let gpu = Gpu::open(0);
+        gpu.launch(&in_turns(&gpu).with(|a| a.turns.count -= 1));
+    });
+}
+
+#[test]
+fn more_pieces_dealt_than_there_are() {
+    run("broken::more_pieces_dealt_than_there_are", End::Broken("geometry"), &[], || {
+        wrong(Kernel::Any, |launch, _| launch.args.turns.dealt += 1);
+    });
+}
+
+#[test]
+fn turns_longer_than_a_warp_looks_up() {
+    run("broken::turns_longer_than_a_warp_looks_up", End::Broken("geometry"), &[], || {
+        let gpu = Gpu::open(0);
+        gpu.launch(&in_turns(&gpu).in_turns(0, 33, gpu.alloc(4)));
+    });
+}
+
 #[test]
 fn host_function_calls_the_driver() {
     run(

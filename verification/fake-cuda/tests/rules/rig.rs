@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use cudarc::driver::sys::{self as cu, CUresult};
-use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs};
+use immwire_cuda::args::{self, CopyArgs, PagesArgs, ReleaseArgs, TurnsArgs};
 
 /// How long anything may take here.
 pub const PATIENCE: Duration = Duration::from_secs(20);
@@ -335,6 +335,7 @@ pub fn pages(kernel: Kernel, from: u64, to: u64, count: u32) -> Launch {
         page_count: count,
         stage_bytes: 1024,
         stage_count: stages,
+        turns: TurnsArgs { dealt: 4 * count, pieces: 1, ..TurnsArgs::default() },
     };
     Launch { kernel, threads, shared_bytes: args::BULK_WARPS * 1024 * stages, args }
 }
@@ -342,6 +343,13 @@ pub fn pages(kernel: Kernel, from: u64, to: u64, count: u32) -> Launch {
 impl Launch {
     pub fn releasing(mut self, kind: u32, word: u64, value: u64, arrivals: u64) -> Self {
         self.args.release = ReleaseArgs { word, value, arrivals, kind, reserved: 0 };
+        self
+    }
+
+    /// The first `dealt` pieces are dealt, the others make up turns of so many, which `asked` counts.
+    pub fn in_turns(mut self, dealt: u32, pieces: u32, asked: u64) -> Self {
+        let count = (self.args.piece_count - dealt).div_ceil(pieces);
+        self.args.turns = TurnsArgs { asked, dealt, pieces, count, reserved: 0 };
         self
     }
 
