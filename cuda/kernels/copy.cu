@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(IMMWIRE_STANDBY_THREADS, 1)
     immwire_standby(const __grid_constant__ immwire_standby_args args) {
   constexpr uint32_t LOOKS = 8; // Between two at the clock.
-  __shared__ volatile uint64_t last; // When anything was done.
+  __shared__ unsigned long long last; // When anything was done: all warps' word, and so read and written by atomics only.
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint64_t began = now();
   if (threadIdx.x == 0) last = began;
@@ -423,10 +423,13 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_STANDBY_THREADS, 1)
     if (seat.look(source, target, bytes)) {
       copy_any(target, source, bytes, lane);
       seat.has_done();
-      if (lane == 0) last = now();
+      if (lane == 0) atomicMax(&last, now());
     } else if (looks % LOOKS == 0) {
-      const uint64_t time = now();
-      const bool is_over = time > began + args.shift_ns || time > last + args.idle_ns;
+      bool is_over = false;
+      if (lane == 0) {
+        const uint64_t time = now();
+        is_over = time > began + args.shift_ns || time > atomicMax(&last, 0ull) + args.idle_ns;
+      }
       if (__any_sync(ALL_LANES, is_over)) break;
     }
   }
