@@ -64,8 +64,8 @@ pub fn choose<P: Copy + Eq>(
 
 /// Processors of the device for the next copy, of as many as there are for one. Its queue is among these. O(queues).
 ///
-/// More than it takes to fill the device's link make it slower: on an H200 eight SMs fill it, and to three peers at once three for each
-/// bring a tenth more than six.
+/// More than it takes to fill the device's link make it no faster, and those of several copies meet each other on the way out: on an H200 ten SMs
+/// fill it.
 pub fn processors<P: Copy + Eq>(
     queues: impl Iterator<Item = Load<P>> + Clone,
     budget: NonZeroU32,

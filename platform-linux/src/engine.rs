@@ -317,7 +317,7 @@ impl Builder {
     }
 
     /// On how many of its SMs a GPU may make one copy; two to one peer may be under way at a time, and while it copies to several peers at
-    /// once each has its part of them. Default 8, which fill a link of NVLink 4 but for a twentieth.
+    /// once each has its part of them. Default 10, which fill a link of NVLink 4.
     #[must_use]
     pub const fn sms(mut self, sms: NonZeroU32) -> Self {
         self.sms = sms;

@@ -81,7 +81,7 @@ pub struct GpuArgs {
     /// Source and destination, with --provider nvlink, or NICs that reach GPUs: numbers of GPUs, or host; one GPU for both
     #[arg(long, value_delimiter = ',', value_parser = place, value_name = "GPU|host")]
     pub gpus: Vec<Place>,
-    /// SMs of a GPU that one copy takes [default: 8]
+    /// SMs of a GPU that one copy takes [default: 10]
     #[arg(long, value_name = "N")]
     pub sms: Option<NonZeroU32>,
     /// With NICs that do not reach GPUs, or TCP: their memory goes by way of so much pinned memory of the host; the other side

@@ -150,7 +150,7 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``pairing``, ``topology``: which NICs belong to which GPU, with ``"verbs"`` and EFA: ``"gpu0=mlx5_0,mlx5_1"``, where
 ///   GPUs are numbered as by ``immwire doctor``; and a file with the table of the machine's devices, as that takes and
 ///   gives it. Unless told, an engine with ``gpus`` has the NICs that are nearest to these, by what sysfs says.
-/// - ``sms``: on how many of its SMs a GPU may make one copy; 8, unless told, which fill a link of NVLink.
+/// - ``sms``: on how many of its SMs a GPU may make one copy; 10, unless told, which fill a link of NVLink.
 /// - ``stand_by``: whether warps of a GPU that makes short copies (32 KiB at most) stand by for more, a block of 128 threads on one SM, for a
 ///   tenth of a millisecond after the last: each takes half as long then. ``torch.cuda.synchronize()`` waits for them, too.
 /// - ``shm_on_host``: peers on this host are reached through shared memory, and their GPUs over NVLink or PCIe, all others
