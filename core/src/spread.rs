@@ -16,8 +16,8 @@
 //! 2. As long as one queue has nothing to do, no two peers share one.
 //! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
 //!    [`ALONE`].
-//! 4. A copy is kept back only while its device has [`BUSY_BYTES`] or more to do, or takes none; and for no longer than until it was asked for
-//!    twice without having grown.
+//! 4. A copy is kept back while its device takes none. Else only while that has [`BUSY_BYTES`] or more to do, more may come, and the copy was not
+//!    asked for twice without having grown.
 //! 5. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
 //!    one budget together.
 //!
@@ -78,7 +78,7 @@ pub fn processors<P: Copy + Eq>(
     each.unwrap_or(NonZeroU32::MIN)
 }
 
-/// Whether copies that may still grow are to begin: it is asked after each call that may have added to them.
+/// Whether a copy that may still grow is to begin: it is asked after each call that may have added to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub struct Growth {
     in_vain: u8,
@@ -94,7 +94,7 @@ impl Growth {
         Self { in_vain: 0 }
     }
 
-    /// Something was added.
+    /// Something was added to it.
     pub const fn grew(&mut self) {
         self.in_vain = 0;
     }

@@ -410,7 +410,7 @@ extern "C" __global__ void __launch_bounds__(IMMWIRE_BULK_THREADS, 1)
 extern "C" __global__ void __launch_bounds__(IMMWIRE_STANDBY_THREADS, 1)
     immwire_standby(const __grid_constant__ immwire_standby_args args) {
   constexpr uint32_t LOOKS = 8; // Between two at the clock.
-  __shared__ unsigned long long last; // When anything was done: all warps' word, and so read and written by atomics only.
+  __shared__ unsigned long long last; // When anything was done: all warps' word, and so from the barrier on read and written by atomics only.
   const uint32_t lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
   const uint64_t began = now();
   if (threadIdx.x == 0) last = began;

@@ -100,7 +100,7 @@ pub struct Tuning {
     /// From so many pieces a warp on half of them are dealt, the others make up turns: who is slower, as others of its part of the GPU
     /// want the same way out of it, makes fewer.
     pub turns_from_pieces: u32,
-    /// Pieces of a turn: of as many whole pages as there are in so many, or one; none is longer than twice that, nor than
+    /// Pieces of a turn: those of as many whole pages as there are in so many, or of one; but none is longer than twice that, nor than
     /// [`args::TURN_MAX_PIECES`]. 0: there are no turns.
     pub turn_pieces: u32,
 }
@@ -177,7 +177,12 @@ impl Turns {
         let pieces =
             if pages > 0 { pages * pieces_per_page } else { pieces_per_page.min(2 * some) };
         let pieces = pieces.clamp(1, args::TURN_MAX_PIECES);
-        let dealt = piece_count.div_ceil(2);
+        // Whole pages, where turns are.
+        let half = piece_count.div_ceil(2);
+        let dealt = match pieces.is_multiple_of(pieces_per_page.max(1)) {
+            true => half.next_multiple_of(pieces_per_page.max(1)).min(piece_count),
+            false => half,
+        };
         Self { dealt, pieces, count: (piece_count - dealt).div_ceil(pieces) }
     }
 

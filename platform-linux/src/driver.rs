@@ -1215,6 +1215,11 @@ impl Sink for State {
     fn page_run(&self, work: &WorkRequest, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout> {
         self.group.page_run(work, src, dst)
     }
+
+    #[inline]
+    fn has_more(&self, nic: NicIndex) -> bool {
+        self.group.has_work(nic)
+    }
 }
 
 impl State {

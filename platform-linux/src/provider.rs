@@ -263,6 +263,10 @@ pub trait Sink {
     ///
     /// `None`, whatever the slices hold then, if the work is no run, or not in flight, or a slice is too short.
     fn page_run(&self, work: &WorkRequest, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout>;
+
+    /// Whether more is planned for this NIC than was posted so far. So who gathers pieces may wait for it, though not for long: it
+    /// may be for another peer, and wait for something itself.
+    fn has_more(&self, nic: NicIndex) -> bool;
 }
 
 /// What leads from one of our NICs to one of a peer's.
@@ -576,6 +580,10 @@ impl Sink for Nobody {
 
     fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
         None
+    }
+
+    fn has_more(&self, _: NicIndex) -> bool {
+        false
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! A piece whose bytes lie in a GPU's memory, or go there, is copied by a GPU: the one that has the source; from host
 //! memory the one that has the destination. Peers' memory is opened once for each region, and their host memory pinned. What
-//! one call of `post` takes to a region is merged: pieces that adjoin become one copy, pieces of one length one launch. A copy's last
+//! one call of `post` takes to a region is merged: pieces that adjoin become one copy, pieces of one length one launch. Runs of pages of several calls are,
+//! too, while the GPU has enough to do. A copy's last
 //! act is to store its number to a word of pinned host memory; whoever reads it there sees that all of its bytes are where
 //! they belong (`immwire_cuda::Release`), and the immediates are sent.
 //!
@@ -59,11 +60,11 @@ use crate::provider::{Sink, Window};
 
 /// Queues of each GPU. Which of them a copy goes to: `core::spread`.
 const QUEUES: usize = 8;
-/// Copies under way in one queue. Few: their tables are to stay in the caches.
+/// Copies under way in one queue. Few: each has a table of 128 KiB in pinned memory, all queues of a GPU together 8 MiB.
 const COPIES: usize = 8;
 /// Pages that one launch copies at most: to begin one and to end it takes some 7 us, in which less is copied.
 const LAUNCH_PAGES: usize = 16_384;
-/// Bytes that it copies at most, of more than one piece: what is cancelled waits for it.
+/// Bytes that it copies at most, unless one piece has more: whoever cancels waits for it.
 const LAUNCH_BYTES: u64 = 256 << 20;
 
 /// Words of a copy's table.
@@ -572,10 +573,7 @@ impl Queue {
             bytes: staged.bytes,
             _claim: claim,
         });
-        self.pieces.extend(staged.pieces.drain(..));
-        staged.places.clear();
-        (staged.adjoining, staged.even, staged.bytes) = (true, true, 0);
-        (staged.run, staged.pages) = (None, 0);
+        staged.clear(|work| self.pieces.push_back(work));
     }
 
     /// The copy that is the first to end, if its number is this or less: it is not under way any more.
@@ -596,12 +594,13 @@ impl Queue {
         self.refused.is_some() && self.copier.stream().is_done().is_ok_and(|done| done)
     }
 
-    /// Ends all copies as failed. Nothing of them runs any more.
-    fn fail(&mut self, report: impl FnMut(WorkRequest)) {
+    /// Ends all copies as failed, and what is staged. Nothing of them runs any more.
+    fn fail(&mut self, mut report: impl FnMut(WorkRequest)) {
         self.refused = None;
         self.flights.clear();
         self.bytes = 0;
-        self.pieces.drain(..).for_each(report);
+        self.pieces.drain(..).for_each(&mut report);
+        self.staged.clear(report);
     }
 }
 
@@ -635,6 +634,9 @@ impl Gpu {
 
     /// Hands what is staged in a queue to the GPU.
     fn launch(&mut self, at: usize, budget: NonZeroU32) {
+        if self.failed.is_some() {
+            return;
+        }
         let is_short = self.queues.get(at).is_some_and(|queue| queue.staged.is_short());
         if !is_short || self.standing.is_none() || self.is_held() {
             return self.enqueue(at, budget);
@@ -699,6 +701,7 @@ struct Staged {
     run: Option<RunLayout>,
     /// Pages of all of them.
     pages: usize,
+    growth: Growth,
 }
 
 impl Staged {
@@ -712,7 +715,17 @@ impl Staged {
             bytes: 0,
             run: None,
             pages: 0,
+            growth: Growth::new(),
         }
+    }
+
+    /// Nothing is staged any more; what was is given to `take`.
+    fn clear(&mut self, take: impl FnMut(WorkRequest)) {
+        self.claim = None;
+        self.pieces.drain(..).for_each(take);
+        self.places.clear();
+        (self.adjoining, self.even, self.bytes) = (true, true, 0);
+        (self.run, self.pages, self.growth) = (None, 0, Growth::new());
     }
 
     /// Whether it is one piece that a warp copies which stands by.
@@ -736,9 +749,9 @@ impl Staged {
         (self.claim, self.bytes) = (Some(claim), work.len);
     }
 
-    /// Whether a run of so many pages, of so many bytes, can be part of one launch with it.
+    /// Whether a run of so many pages, of so many bytes, can be part of one launch with what is staged.
     fn has_room(&self, pages: usize, bytes: u64) -> bool {
-        let is_short = self.pieces.is_empty() || self.bytes.saturating_add(bytes) <= LAUNCH_BYTES;
+        let is_short = self.bytes.saturating_add(bytes) <= LAUNCH_BYTES;
         is_short && self.run.is_some() && self.pages.saturating_add(pages) <= LAUNCH_PAGES
     }
 
@@ -783,8 +796,6 @@ pub(super) struct Gpus {
     sms: NonZeroU32,
     /// Pieces under way.
     flying: usize,
-    /// Of runs of pages that are staged.
-    growth: Growth,
     /// When something ended last, or nothing was under way.
     progress: Time,
     /// All that was enqueued has been waited for.
@@ -811,15 +822,7 @@ impl Gpus {
         };
         let gpus =
             known.devices.iter().enumerate().map(gpu).collect::<Result<_, (u32, Error)>>()?;
-        Ok(Self {
-            known,
-            gpus,
-            sms,
-            flying: 0,
-            growth: Growth::new(),
-            progress: Time::ZERO,
-            is_settled: false,
-        })
+        Ok(Self { known, gpus, sms, flying: 0, progress: Time::ZERO, is_settled: false })
     }
 
     pub(super) fn known(&self) -> &Arc<Known> {
@@ -831,6 +834,7 @@ impl Gpus {
     /// While something is being closed the driver keeps every other call waiting: if it does not come back from that, it is not asked.
     pub(super) fn settle(&mut self) {
         if !self.is_settled && self.known.closer.end(CLOSED_WITHIN) {
+            self.launch(false);
             self.settle_queues();
         }
     }
@@ -994,26 +998,27 @@ impl Gpus {
             staged.bytes =
                 staged.bytes.saturating_add(layout.page_bytes.saturating_mul(count as u64));
             staged.pieces.push(*work);
+            staged.growth.grew();
             self.flying += 1;
-            self.growth.grew();
             return Staging::Taken;
         }
     }
 
-    /// Hands what is staged to GPUs, but for runs of pages of which more may come before their GPU has done what it has.
-    pub(super) fn launch(&mut self) {
-        if self.flying == 0 {
+    /// Hands what is staged to GPUs, but for runs of pages that others may follow before their GPU has done what it has; `more`: whether
+    /// others may.
+    pub(super) fn launch(&mut self, more: bool) {
+        if self.flying == 0 || self.is_settled {
             return;
         }
         // The driver would keep us waiting that closes something, for as long as the GPU is busy with anything.
-        let (may_go_on, is_closing) = (self.growth.may_go_on(), self.is_closing());
+        let is_closing = self.is_closing();
         for gpu in &mut self.gpus {
             let under_way =
                 gpu.queues.iter().fold(0_u64, |all, queue| all.saturating_add(queue.bytes));
-            let are_kept = spread::is_kept(may_go_on, is_closing, under_way);
             for at in 0..gpu.queues.len() {
-                let is_run = gpu.queues.get(at).is_some_and(|queue| queue.staged.run.is_some());
-                if !(are_kept && is_run) {
+                let Some(Queue { staged, .. }) = gpu.queues.get_mut(at) else { continue };
+                let may_go_on = staged.run.is_some() && staged.growth.may_go_on();
+                if !spread::is_kept(more && may_go_on, is_closing, under_way) {
                     gpu.launch(at, self.sms);
                 }
             }
@@ -1043,7 +1048,7 @@ impl Gpus {
                     Ended::NotDone => gpu.undone.push_back(short),
                 }
             }
-            if !is_closing {
+            if !is_closing && !self.is_settled {
                 gpu.make_up(self.sms);
             }
             for queue in &mut gpu.queues {

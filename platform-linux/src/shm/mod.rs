@@ -317,11 +317,11 @@ impl From<OpenError> for ShmError {
     }
 }
 
-/// Enqueues what was staged for GPUs.
+/// Enqueues what was staged for GPUs, as far as it does not wait for more that may come.
 #[inline]
-fn launch(gpus: &mut Copying) {
+fn launch(gpus: &mut Copying, more: bool) {
     if let Some(gpus) = gpus {
-        gpus.launch();
+        gpus.launch(more);
     }
 }
 
@@ -982,7 +982,7 @@ impl ShmProvider {
                 }
             }
         }
-        launch(&mut gpus);
+        launch(&mut gpus, true);
         self.gpus = gpus;
         any
     }
@@ -1065,7 +1065,7 @@ impl Provider for ShmProvider {
                 copied = copied.saturating_add(piece.len);
             }
         }
-        launch(&mut gpus);
+        launch(&mut gpus, sink.has_more(nic));
         self.gpus = gpus;
         self.settle(last);
         accepted

@@ -105,6 +105,10 @@ impl Sink for Record {
     fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
         None
     }
+
+    fn has_more(&self, _: NicIndex) -> bool {
+        false
+    }
 }
 
 struct Node {

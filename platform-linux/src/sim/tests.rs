@@ -1093,6 +1093,10 @@ impl Sink for Record {
         dst.copy_from_slice(to);
         Some(*layout)
     }
+
+    fn has_more(&self, _: NicIndex) -> bool {
+        false
+    }
 }
 
 /// One end of a connection, without an engine.

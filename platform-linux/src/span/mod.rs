@@ -501,4 +501,9 @@ impl<S: Sink> Sink for Through<'_, S> {
     fn page_run(&self, work: &WorkRequest, src: &mut [u32], dst: &mut [u32]) -> Option<RunLayout> {
         self.sink.page_run(&self.work(work), src, dst)
     }
+
+    #[inline]
+    fn has_more(&self, nic: NicIndex) -> bool {
+        self.sink.has_more(self.side.widen(nic))
+    }
 }

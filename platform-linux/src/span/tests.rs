@@ -313,6 +313,10 @@ impl Sink for Heard {
     fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
         None
     }
+
+    fn has_more(&self, _: NicIndex) -> bool {
+        false
+    }
 }
 
 fn peer(index: u16) -> PeerId {

@@ -196,6 +196,10 @@ impl Sink for Seen {
     fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
         None
     }
+
+    fn has_more(&self, _: NicIndex) -> bool {
+        false
+    }
 }
 
 /// An engine's staging, and a peer of it.
