@@ -88,6 +88,14 @@ pub fn choose_gid(link: Link, table: impl IntoIterator<Item = GidEntry>) -> Opti
     ranked.min_by_key(|(rank, index, _)| (*rank, *index)).map(|(_, _, entry)| entry)
 }
 
+/// Where an entry is now: it moves when its address is taken from an interface and given back, for as long as anything holds the old one.
+/// `None`: it is not there. O(entries).
+#[must_use]
+pub fn find_gid(wanted: &GidEntry, table: impl IntoIterator<Item = GidEntry>) -> Option<u8> {
+    let is_it = |entry: &GidEntry| (entry.gid, entry.kind) == (wanted.gid, wanted.kind);
+    table.into_iter().find(is_it).map(|entry| entry.index)
+}
+
 /// The longest payload of a packet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum Mtu {
@@ -439,7 +447,14 @@ mod tests {
                 });
                 assert_eq!(choose_gid(Link::Ethernet, table.iter().copied()), expected);
                 let ib = table.iter().copied().find(|it| it.kind == Infiniband);
-                assert_eq!(choose_gid(Link::Infiniband, table.into_iter().rev()), ib);
+                assert_eq!(choose_gid(Link::Infiniband, table.iter().rev().copied()), ib);
+                for (kind, gid) in order {
+                    // Wherever it was.
+                    let wanted = GidEntry { index: 9, gid, kind };
+                    let there = table.iter().position(|it| (it.gid, it.kind) == (gid, kind));
+                    let there = there.map(|at| u8::try_from(at).unwrap());
+                    assert_eq!(find_gid(&wanted, table.iter().copied()), there);
+                }
                 tables += 1;
             }
         }

@@ -14,15 +14,16 @@ use std::ffi::{CStr, c_int, c_void};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::ptr::{self, NonNull};
-use std::sync::atomic::AtomicBool;
 use std::sync::atomic::Ordering::Relaxed;
+use std::sync::atomic::{AtomicBool, AtomicU8};
 use std::sync::{Arc, OnceLock};
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
 use immwire_core::device::{Calls, Paging, PortName, PortState};
 use immwire_core::port::{
-    Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, speed_gbps,
+    Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, find_gid,
+    speed_gbps,
 };
 
 use super::{VerbsError, VerbsOptions};
@@ -147,6 +148,8 @@ pub(super) struct Device {
     /// The port's number.
     port: u8,
     pub(super) facts: Facts,
+    /// Where its GID was last in the port's table.
+    gid_index: AtomicU8,
     /// Nothing is to be used that not all drivers have.
     is_classic: bool,
     calls: OnceLock<Calls>,
@@ -162,7 +165,7 @@ unsafe impl Sync for Device {}
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Facts {
     pub(super) port: Port,
-    gid_index: u8,
+    gid: GidEntry,
     pub(super) speed_gbps: u32,
     pub(super) max_message: u32,
     pub(super) max_completions: u32,
@@ -289,7 +292,7 @@ impl Device {
         }
         let facts = Facts {
             port: Port { link: Link::Ethernet, mtu: Mtu::B256, lid: 0, gid: Gid::NONE },
-            gid_index: 0,
+            gid: GidEntry { index: 0, gid: Gid::NONE, kind: GidKind::Infiniband },
             speed_gbps: 0,
             max_message: 0,
             max_completions: 0,
@@ -302,12 +305,14 @@ impl Device {
             name,
             port,
             facts,
+            gid_index: AtomicU8::new(0),
             is_classic: options.classic,
             calls: OnceLock::new(),
             is_lost: AtomicBool::new(false),
         };
         let learnt = opened.learn(&attr, options);
         opened.facts = learnt.map_err(|why| (PortState::Active, why))?;
+        opened.gid_index = AtomicU8::new(opened.facts.gid.index);
         set_nonblocking(opened.event_fd()).map_err(|why| (PortState::Active, why))?;
         Ok(opened)
     }
@@ -338,7 +343,7 @@ impl Device {
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         Ok(Facts {
             port: Port { link, mtu, lid: port.lid, gid: entry.gid },
-            gid_index: entry.index,
+            gid: entry,
             speed_gbps: speed_gbps(port.active_width, port.active_speed),
             max_message: port.max_msg_sz,
             max_completions: most(device.max_cqe),
@@ -373,6 +378,20 @@ impl Device {
         // SAFETY: any bytes are a GID.
         let gid = Gid(unsafe { entry.gid.raw });
         Ok(Some(GidEntry { index, gid, kind }))
+    }
+
+    /// Where its GID is now in the port's table. A call of the kernel's, and one for each entry where it has moved.
+    fn gid_index(&self) -> Result<u8, VerbsError> {
+        let (last, wanted) = (self.gid_index.load(Relaxed), &self.facts.gid);
+        let entry = |index| self.gid(index).ok();
+        let found = find_gid(wanted, entry(last).flatten())
+            .or_else(|| find_gid(wanted, (0..=u8::MAX).map_while(entry).flatten()));
+        let gone = VerbsError::Unfit {
+            why: "its GID is gone from the port's table: its address was taken from the interface",
+        };
+        let index = found.ok_or(gone)?;
+        self.gid_index.store(index, Relaxed);
+        Ok(index)
     }
 
     /// Which of the extended calls are used with it: those that it offers, which is tried out by the first who asks.
@@ -422,6 +441,7 @@ impl Device {
                     Event::QueuePairFailed { number: number() }
                 }
                 sys::IBV_EVENT_QP_ACCESS_ERR => Event::PeerFailed { number: number() },
+                sys::IBV_EVENT_GID_CHANGE if is_ours() => Event::Gids,
                 sys::IBV_EVENT_PORT_ACTIVE if is_ours() => Event::Port { is_up: true },
                 sys::IBV_EVENT_PORT_ERR if is_ours() => Event::Port { is_up: false },
                 sys::IBV_EVENT_QP_LAST_WQE_REACHED => Event::Drained { number: number() },
@@ -462,6 +482,8 @@ pub(super) enum Event {
     PeerFailed { number: u32 },
     /// The port can be used again, or cannot.
     Port { is_up: bool },
+    /// The port's table of GIDs has changed.
+    Gids,
     /// A queue pair in error takes no more from its shared receive queue.
     Drained { number: u32 },
     /// The device, or one of its queues, is in error.
@@ -1151,16 +1173,27 @@ impl QueuePair {
         key: u32,
     ) -> Result<Self, VerbsError> {
         let pair = Self::open(domain, completed, None, sys::IBV_QPT_UD, depths)?;
+        pair.start(key)?;
+        Ok(pair)
+    }
+
+    /// Has one for datagrams send and receive, which is new, or was reset.
+    pub(super) fn start(&self, key: u32) -> Result<(), VerbsError> {
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
-        attr.port_num = domain.device.port;
+        attr.port_num = self.domain.device.port;
         attr.qkey = key;
         let mask = sys::IBV_QP_PKEY_INDEX | sys::IBV_QP_PORT | sys::IBV_QP_QKEY;
-        pair.modify("ibv_modify_qp(INIT)", attr, mask)?;
-        pair.modify("ibv_modify_qp(RTR)", Self::attr(sys::IBV_QPS_RTR), 0)?;
+        self.modify("ibv_modify_qp(INIT)", attr, mask)?;
+        self.modify("ibv_modify_qp(RTR)", Self::attr(sys::IBV_QPS_RTR), 0)?;
         let mut attr = Self::attr(sys::IBV_QPS_RTS);
-        attr.sq_psn = pair.psn.get();
-        pair.modify("ibv_modify_qp(RTS)", attr, sys::IBV_QP_SQ_PSN)?;
-        Ok(pair)
+        attr.sq_psn = self.psn.get();
+        self.modify("ibv_modify_qp(RTS)", attr, sys::IBV_QP_SQ_PSN)
+    }
+
+    /// Takes from one for datagrams all that is posted: it sends and receives nothing until it is started again. No completion of what was
+    /// posted comes after those that are there.
+    pub(super) fn reset(&self) -> Result<(), VerbsError> {
+        self.modify("ibv_modify_qp(RESET)", Self::attr(sys::IBV_QPS_RESET), 0)
     }
 
     const fn attr(state: sys::ibv_qp_state) -> sys::ibv_qp_attr {
@@ -1201,7 +1234,7 @@ impl QueuePair {
         options: &VerbsOptions,
     ) -> Result<(), VerbsError> {
         let mut attr = Self::attr(sys::IBV_QPS_RTR);
-        attr.ah_attr = address(&self.domain.device, route, options);
+        attr.ah_attr = address(&self.domain.device, route, options)?;
         attr.path_mtu = sys::ibv_mtu::from(route.mtu.code());
         attr.dest_qp_num = theirs.number.get();
         attr.rq_psn = theirs.psn.get();
@@ -1400,12 +1433,18 @@ impl Drop for QueuePair {
     }
 }
 
-fn address(device: &Device, route: &Route, options: &VerbsOptions) -> sys::ibv_ah_attr {
-    sys::ibv_ah_attr {
+fn address(
+    device: &Device,
+    route: &Route,
+    options: &VerbsOptions,
+) -> Result<sys::ibv_ah_attr, VerbsError> {
+    // Without a global route no entry is used.
+    let sgid_index = if route.dgid.is_some() { device.gid_index()? } else { 0 };
+    Ok(sys::ibv_ah_attr {
         grh: sys::ibv_global_route {
             dgid: sys::ibv_gid { raw: route.dgid.unwrap_or(Gid::NONE).0 },
             flow_label: 0,
-            sgid_index: device.facts.gid_index,
+            sgid_index,
             hop_limit: HOP_LIMIT,
             traffic_class: options.traffic_class,
         },
@@ -1415,7 +1454,7 @@ fn address(device: &Device, route: &Route, options: &VerbsOptions) -> sys::ibv_a
         static_rate: 0,
         is_global: u8::from(route.dgid.is_some()),
         port_num: device.port,
-    }
+    })
 }
 
 /// Where a datagram goes.
@@ -1437,7 +1476,7 @@ impl AddressHandle {
         route: &Route,
         options: &VerbsOptions,
     ) -> Result<Self, VerbsError> {
-        let mut attr = address(&domain.device, route, options);
+        let mut attr = address(&domain.device, route, options)?;
         let create = domain.device.library.symbols.ibv_create_ah;
         // SAFETY: per ibv_create_ah(3): a live domain, and a local.
         let raw = unsafe { create(domain.raw.as_ptr(), &raw mut attr) };

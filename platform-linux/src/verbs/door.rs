@@ -51,6 +51,8 @@ struct Door {
     address: Address,
     /// Its device has failed.
     is_mute: bool,
+    /// Its queue pair is in error: nothing is sent or received.
+    is_failed: bool,
     /// By send buffer, while it is under way.
     sending: Vec<Option<Arc<AddressHandle>>>,
     free: Vec<u16>,
@@ -94,6 +96,9 @@ pub(super) enum Sent {
 pub(super) enum Heard {
     /// A message of so many bytes, and where it came from.
     Message { len: usize, from: From },
+    /// Its queue pair was in error, as after a message that could not be sent, and is not any more. What was on its way is lost. Of the
+    /// device whose first NIC this is.
+    Mended { nic: usize },
     /// The device has failed, whose first NIC this is. It is said once.
     Broken { nic: usize },
 }
@@ -118,6 +123,7 @@ impl Door {
             place,
             address: place.encode(),
             is_mute: false,
+            is_failed: false,
             sending: (0..SENDS).map(|_| None).collect(),
             free: (0..SENDS).rev().collect(),
             unposted: (0..RECEIVES).collect(),
@@ -143,7 +149,7 @@ impl Door {
         handle: Arc<AddressHandle>,
         message: &Message<'_>,
     ) -> Option<()> {
-        let &index = self.free.last()?;
+        let &index = self.free.last().filter(|_| !self.is_failed)?;
         let buffer = RECEIVES + index;
         let fill = |bytes: &mut [u8]| message.encode(bytes.get_mut(..PACKET_MAX)?);
         // SAFETY: the buffer is free, so nothing is under way.
@@ -172,8 +178,13 @@ impl Door {
                 self.is_mute = true;
                 return Some(Heard::Broken { nic: self.nic });
             }
-            let done = self.stash.next()?;
+            let Some(done) = self.stash.next() else {
+                return self.is_failed.then(|| self.mend());
+            };
             let index = u16::try_from(done.wr_id).ok()?;
+            // A message that is too long to be received is none of it.
+            let is_send = index >= RECEIVES && done.status != sys::IBV_WC_SUCCESS;
+            self.is_failed |= is_send || done.status == sys::IBV_WC_WR_FLUSH_ERR;
             if index >= RECEIVES {
                 let send = index - RECEIVES;
                 if let Some(slot) = self.sending.get_mut(usize::from(send))
@@ -195,12 +206,35 @@ impl Door {
                 }
             }
             self.unposted.push(index);
-            self.post_receives();
+            if !self.is_failed {
+                self.post_receives();
+            }
             if good {
                 let from = From { door: number, header, lid: done.slid };
                 return Some(Heard::Message { len, from });
             }
         }
+    }
+}
+
+impl Door {
+    /// Takes back all that is posted to a queue pair in error, and starts it anew.
+    fn mend(&mut self) -> Heard {
+        let nic = self.nic;
+        let is_reset = self.pair.reset().is_ok();
+        // What has ended before that; then nothing is under way.
+        while is_reset && self.completed.read(&mut self.stash) && self.stash.next().is_some() {}
+        if let Err(error) = self.pair.start(KEY) {
+            tracing::error!(nic, %error, "a door cannot be opened again");
+            self.is_mute = true;
+            return Heard::Broken { nic };
+        }
+        self.sending.iter_mut().for_each(|slot| *slot = None);
+        self.free = (0..SENDS).rev().collect();
+        self.unposted = (0..RECEIVES).collect();
+        self.is_failed = false;
+        self.post_receives();
+        Heard::Mended { nic }
     }
 }
 

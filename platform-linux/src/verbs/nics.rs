@@ -49,6 +49,12 @@ impl VerbsProvider {
                         }
                     }
                     Event::Port { is_up } => self.port_changed(at, is_up),
+                    // Handles name entries by their places.
+                    Event::Gids => {
+                        for nic in self.sharing(at) {
+                            self.resolver.forget_nic(nic.into());
+                        }
+                    }
                     Event::DeviceFailed { kind } => {
                         tracing::error!(kind, "a device failed");
                         for nic in self.sharing(at) {

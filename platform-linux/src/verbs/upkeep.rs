@@ -93,6 +93,11 @@ impl VerbsProvider {
                         self.handshakes.put_off(self.now, bytes, from);
                     }
                 }
+                Some(Heard::Mended { nic }) => {
+                    tracing::warn!(nic, "a door was in error, and is open again");
+                    // It may be that an address by which it sent is not what it was.
+                    self.resolver.forget_nic(nic);
+                }
                 Some(Heard::Broken { nic }) => {
                     tracing::error!(nic, "a device has failed: nobody new is heard there");
                     self.lose_nic(nic_at(nic));

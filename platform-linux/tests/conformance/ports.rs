@@ -24,6 +24,7 @@ const TWO_DEVICES: &[Test] = &[
     ("first_port_down", Spread::TwoNics, |case| ports_fail(case, SHARED, DOWN, &[0])),
     ("ports_down_in_turn", Spread::TwoNics, |case| ports_fail(case, SHARED, DOWN, &[1, 0, 1])),
     ("doors_of_both_closed", Spread::TwoNics, |case| doors_closed(case, SHARED, DOWN, &[0, 1])),
+    ("addresses_given_back", Spread::TwoNics, addresses_given_back),
     ("peer_killed", Spread::TwoNics, peer_killed),
     ("device_removed", Spread::TwoNics, device_removed),
 ];
@@ -245,6 +246,31 @@ fn doors_crosswise(case: &Case) {
     assert!(said.contains("no NIC reaches the other side's of the same number"), "{said}");
     ports.iter().for_each(|port| port.set(DOWN[1]));
     meet(case, &me, &mut other, &address);
+}
+
+/// Addresses that are taken from interfaces and given back, as when they are renewed. What is connected holds the entries of the ports' tables
+/// as they were, so that the same addresses are new entries: who is there uses those for whoever comes later.
+fn addresses_given_back(case: &Case) {
+    let [mine, theirs] = SHARED.map(|names| on(case, names));
+    let me = Host::new(&mine);
+    let mut other = case.bare_agent("other");
+    let address = other.build(&theirs);
+    let peer = meet(case, &me, &mut other, &address);
+    let (src, pattern) = (me.memory(1 << 20, Own::Engine), case.pattern(1));
+    let (there, desc) = other.memory(&me, 1 << 20, Own::Engine);
+    pattern.fill(&src, 0, 1 << 20, 0);
+    for nic in 0..2 {
+        Port(nic).set("renew");
+        // Who knew each other goes on, by the other NIC; and by this one, when there are queue pairs of the new entry.
+        for _ in 0..5 {
+            me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
+            me.linger(Duration::from_millis(300));
+        }
+        other.check(&me, there, 0, 1 << 20, pattern);
+    }
+    let mut late = case.bare_agent("late");
+    let address = late.build(&theirs);
+    meet(case, &me, &mut late, &address);
 }
 
 /// A peer with two NICs that is killed: what is under way to it ends, and it is down.
