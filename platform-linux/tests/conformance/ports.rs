@@ -261,6 +261,9 @@ fn addresses_given_back(case: &Case) {
     pattern.fill(&src, 0, 1 << 20, 0);
     for nic in 0..2 {
         Port(nic).set("renew");
+        let mut late = case.bare_agent(&format!("late {nic}"));
+        let address = late.build(&theirs);
+        meet(case, &me, &mut late, &address);
         // Who knew each other goes on, by the other NIC; and by this one, when there are queue pairs of the new entry.
         for _ in 0..5 {
             me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
@@ -268,9 +271,6 @@ fn addresses_given_back(case: &Case) {
         }
         other.check(&me, there, 0, 1 << 20, pattern);
     }
-    let mut late = case.bare_agent("late");
-    let address = late.build(&theirs);
-    meet(case, &me, &mut late, &address);
 }
 
 /// A peer with two NICs that is killed: what is under way to it ends, and it is down.
