@@ -221,10 +221,12 @@ impl Door {
     /// Takes back all that is posted to a queue pair in error, and starts it anew.
     fn mend(&mut self) -> Heard {
         let nic = self.nic;
-        let is_reset = self.pair.reset().is_ok();
-        // What has ended before that; then nothing is under way.
-        while is_reset && self.completed.read(&mut self.stash) && self.stash.next().is_some() {}
-        if let Err(error) = self.pair.start(KEY) {
+        let restarted = self.pair.reset().and_then(|()| {
+            // What has ended before that; then nothing is under way, and all buffers are ours.
+            while self.completed.read(&mut self.stash) && self.stash.next().is_some() {}
+            self.pair.start(KEY)
+        });
+        if let Err(error) = restarted {
             tracing::error!(nic, %error, "a door cannot be opened again");
             self.is_mute = true;
             return Heard::Broken { nic };
