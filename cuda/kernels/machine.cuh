@@ -52,6 +52,19 @@ __device__ inline void store_vector(uint64_t to, uint4 held) {
                : "memory");
 }
 
+// The same, of what nobody looks at again for so long that caches had better keep other things.
+__device__ inline uint4 load_once(uint64_t from) {
+  uint4 held;
+  asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(held.x), "=r"(held.y), "=r"(held.z), "=r"(held.w)
+               : "l"(from));
+  return held;
+}
+__device__ inline void store_once(uint64_t to, uint4 held) {
+  asm volatile("st.global.cs.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(held.x), "r"(held.y), "r"(held.z), "r"(held.w)
+               : "memory");
+}
+
 // What was stored before is seen by whoever sees what is stored after.
 __device__ inline void fence_for_all() { __threadfence_system(); }
 

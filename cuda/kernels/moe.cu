@@ -54,9 +54,11 @@ constexpr uint32_t BATCH = IMMWIRE_MOE_BATCH;
 constexpr float LARGEST_E4M3 = 448.0f;
 constexpr float SMALLEST_PEAK = 1e-4f; // Groups of smaller values are scaled as if this were the largest of them.
 
+using machine::load_once;
 using machine::load_shared_vector;
 using machine::load_shared_word;
 using machine::load_vector;
+using machine::store_once;
 using machine::store_shared_vector;
 using machine::store_shared_word;
 using machine::store_whole_vector;
@@ -167,6 +169,19 @@ __device__ uint32_t await(typename T::Held (&held)[COUNT], const uint64_t (&from
 }
 
 // ---- memory ----
+
+// Of what a launch reads, or writes, once: where there are many tokens that is more than caches hold, which had better keep what is on its way
+// to somebody.
+template <bool MANY>
+__device__ uint4 load_bulk(uint64_t from) {
+  if constexpr (MANY) return load_once(from);
+  else return load_vector(from);
+}
+template <bool MANY>
+__device__ void store_bulk(uint64_t to, uint4 held) {
+  if constexpr (MANY) store_once(to, held);
+  else store_vector(to, held);
+}
 
 __device__ uint64_t table_of(const Args &args, uint32_t at, uint32_t from, uint32_t parity) {
   return args.inbox[at] + (uint64_t(parity) * args.world + from) * args.table_bytes;
@@ -464,12 +479,14 @@ class Ranks {
   uint32_t rest, first, world;
 };
 
-// Who sends a token: a block, or a warp.
+// Who sends a token: a block, or where there are many a warp.
 struct BlockCrew {
+  static constexpr bool MANY = false;
   uint32_t me = threadIdx.x, of = blockDim.x;
   __device__ bool any(bool value) const { return __syncthreads_or(value) != 0; }
 };
 struct WarpCrew {
+  static constexpr bool MANY = true;
   uint32_t me = threadIdx.x % WARP, of = WARP;
   __device__ bool any(bool value) const { return __ballot_sync(ALL_LANES, value) != 0; }
 };
@@ -508,7 +525,7 @@ struct SlotsAndOwn : Slots<RANKS> {
   __device__ SlotsAndOwn(const Args &args, uint64_t offset, RANKS known, uint32_t row) : Slots<RANKS>(args, offset, known), row(row) {}
   uint32_t row;
   __device__ void vector(uint32_t v, uint4 held) const {
-    if (row != IMMWIRE_MOE_NO_ROW) store_vector(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
+    if (row != IMMWIRE_MOE_NO_ROW) store_bulk<true>(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
     Slots<RANKS>::vector(v, held);
   }
   __device__ void word(uint32_t w, uint32_t held) const {
@@ -523,7 +540,7 @@ struct OwnRows {
   uint32_t count;
   __device__ void know() const {}
   __device__ void vector(uint32_t v, uint4 held) const {
-    for (uint32_t n = 0; n < count; ++n) store_vector(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
+    for (uint32_t n = 0; n < count; ++n) store_bulk<true>(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
   }
   __device__ void word(uint32_t w, uint32_t held) const {
     for (uint32_t n = 0; n < count; ++n) reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(rows[n]) * args.scale_bytes)[w] = held;
@@ -608,7 +625,7 @@ struct Quantised {
     __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true) : low(vector_of(0)), high(vector_of(0)) {
       if (!is_read || crew.me >= args.values / 16) return;
       const uint64_t x = args.x + uint64_t(token) * args.values * 2 + 32 * crew.me;
-      low = load_vector(x), high = load_vector(x + 16);
+      low = load_bulk<CREW::MANY>(x), high = load_bulk<CREW::MANY>(x + 16);
     }
     uint4 low, high;
   };
@@ -618,6 +635,7 @@ struct Quantised {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
     const uint32_t vectors = args.values / 16;
     uint4 low = ahead.low, high = ahead.high;
+    uint32_t gathered = 0;
     // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros. The next ones are read while
     // these are worked on.
     for (uint32_t start = 0; start < vectors; start += crew.of) {
@@ -625,7 +643,7 @@ struct Quantised {
       float values[2][8];
       unpack<FORMAT>(values[0], low), unpack<FORMAT>(values[1], high);
       low = high = vector_of(0);
-      if (next < vectors) low = load_vector(x + 32 * next), high = load_vector(x + 32 * next + 16);
+      if (next < vectors) low = load_bulk<CREW::MANY>(x + 32 * next), high = load_bulk<CREW::MANY>(x + 32 * next + 16);
       float peak = SMALLEST_PEAK;
 #pragma unroll
       for (uint32_t i = 0; i < 16; ++i) peak = fmaxf(peak, fabsf(values[i / 8][i % 8]));
@@ -657,11 +675,26 @@ struct Quantised {
         bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
       }
       if (start == 0) to.know();
+      if constexpr (CREW::MANY) gather_scales(args, start / WARP, vectors, powers ? bytes : __float_as_uint(scale), gathered, to);
       if (v >= vectors) continue;
       to.vector(v, uint4{word[0], word[1], word[2], word[3]});
+      if (CREW::MANY) continue;
       if (powers && v % WARP == 0) to.word(v / WARP, bytes);
       if (!powers && v % SHARE == 0) to.word(v / SHARE, __float_as_uint(scale));
     }
+  }
+
+ private:
+  // Of step `nth` of a warp, which makes a few words of scales: they go out when each lane has one, or no more will come. Those of each step
+  // would be a packet of their own on the wire, of more head than body.
+  template <typename PLACES>
+  __device__ static void gather_scales(const Args &args, uint32_t nth, uint32_t vectors, uint32_t word, uint32_t &gathered, const PLACES &to) {
+    const uint32_t each = args.flags & IMMWIRE_MOE_POWER_SCALES ? 1 : WARP / SHARE, steps = WARP / each, lane = threadIdx.x % WARP;
+    const uint32_t made = __shfl_sync(ALL_LANES, word, lane % each * SHARE);
+    if (lane / each == nth % steps) gathered = made;
+    if (nth % steps != steps - 1 && (nth + 1) * WARP < vectors) return;
+    const uint32_t at = nth / steps * WARP + lane;
+    if (lane / each <= nth % steps && at * steps < vectors) to.word(at, gathered);
   }
 };
 
@@ -983,7 +1016,7 @@ struct Looked {
 };
 
 // One warp: takes a part of a token, which it has looked at, to its rows, or to its one place. Says who is late. The key stays.
-template <typename PAYLOAD>
+template <typename PAYLOAD, bool MANY>
 __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *rows, const Part &part, Looked &now, uint32_t epoch, Patience &patience) {
   const uint32_t lane = threadIdx.x % WARP, scale_words = args.scale_bytes / 4;
   const uint64_t slot = slot_at(args, pair);
@@ -1003,13 +1036,13 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
       uint4 &held = now.held[k];
       held.x ^= key[0], held.y ^= key[0], held.z ^= key[0], held.w ^= key[0];
       if (late != 0) held = vector_of(0);
-      if (now.wanted >> k & 1) store_vector(now.from[k], vector_of(POISON));
+      if (now.wanted >> k & 1) store_bulk<MANY>(now.from[k], vector_of(POISON));
     }
     for (uint32_t n = 0; n < pair.count; ++n) {
       const uint64_t to = args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * (low + lane);
 #pragma unroll
       for (uint32_t k = 0; k < AHEAD; ++k)
-        if (now.wanted >> k & 1) store_vector(to + 16 * k * WARP, now.held[k]);
+        if (now.wanted >> k & 1) store_bulk<MANY>(to + 16 * k * WARP, now.held[k]);
     }
   }
   for (uint32_t low = 0; part.is_last && low < scale_words; low += WARP * PAIR) {
@@ -1101,7 +1134,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
     }
     Patience patience(args, Patience::FOR_TOKENS);
     for (uint32_t low = 0;;) {
-      if (is_mine) take_token<PAYLOAD>(args, pair, rows, part, now, epoch, patience);
+      if (is_mine) take_token<PAYLOAD, false>(args, pair, rows, part, now, epoch, patience);
       if (PAYLOAD::KEYED) {
         __syncthreads(); // All have the keys.
         if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
@@ -1187,7 +1220,7 @@ struct Planned {
 
 // Adds vectors of `count` rows, those before `end`, times their weights, to sums; `rows` tells which. All of up to ROWS of them are read
 // before any is used.
-template <typename FORMAT, uint32_t ROWS, uint32_t SIDE, typename GET>
+template <typename FORMAT, bool MANY, uint32_t ROWS, uint32_t SIDE, typename GET>
 __device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t (&at)[SIDE], uint32_t end, uint32_t count, GET rows) {
   for (uint32_t low = 0; low < count; low += ROWS) {
     uint4 held[ROWS][SIDE];
@@ -1199,7 +1232,7 @@ __device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t
       rows(low + i, row, weight[i]);
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j)
-        if (at[j] < end) held[i][j] = load_vector(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
+        if (at[j] < end) held[i][j] = load_bulk<MANY>(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
     }
 #pragma unroll
     for (uint32_t i = 0; i < ROWS; ++i) {
@@ -1240,7 +1273,7 @@ class Cut {
 };
 
 // Sends, for each of the tokens received that are cut, the weighted sum of its rows.
-template <typename FORMAT>
+template <typename FORMAT, bool MANY>
 __device__ void send_results(const Args &args, Fixed &fixed, Share share, const Cut &pairs, uint32_t epoch, uint32_t present) {
   const uint32_t warps = blockDim.x / WARP;
   uint32_t turn = 0;
@@ -1263,7 +1296,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
       for (uint32_t v = pairs.first(item) + threadIdx.x; v < end; v += 2 * blockDim.x) {
         const uint32_t at[2] = {v, v + blockDim.x};
         float sum[2][8] = {};
-        sum_rows<FORMAT, BATCH>(args, sum, at, end, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
+        sum_rows<FORMAT, MANY, BATCH>(args, sum, at, end, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j)
           if (at[j] < end) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
@@ -1274,7 +1307,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
 
 // Adds up vectors of a token: what those of `ranks` have sent, ACROSS of them awaited side by side, and where this rank's is not sent,
 // what it has itself.
-template <typename FORMAT, uint32_t ACROSS, uint32_t SIDE>
+template <typename FORMAT, bool MANY, uint32_t ACROSS, uint32_t SIDE>
 __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, const uint32_t (&at)[SIDE], bool has_own, const uint4 (&own)[SIDE],
                           uint32_t epoch, Patience &patience) {
   const uint32_t vectors = args.values / 8;
@@ -1313,7 +1346,7 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j) {
         if (!((has & ~lost) >> (i * SIDE + j) & 1)) continue;
-        if (wanted >> (i * SIDE + j) & 1) store_vector(from[i * SIDE + j], vector_of(POISON));
+        if (wanted >> (i * SIDE + j) & 1) store_bulk<MANY>(from[i * SIDE + j], vector_of(POISON));
         float values[8];
         unpack<FORMAT>(values, held[i * SIDE + j]);
 #pragma unroll
@@ -1323,7 +1356,7 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
   }
 #pragma unroll
   for (uint32_t j = 0; j < SIDE; ++j)
-    if (at[j] < vectors) store_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+    if (at[j] < vectors) store_bulk<MANY>(to + 16 * at[j], pack<FORMAT>(sum[j]));
 }
 
 // How many tokens of this rank's are summed: those for which there is memory.
@@ -1340,7 +1373,7 @@ __device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoc
   for (uint32_t item = blockIdx.x; item < cut.items; item += gridDim.x) {
     const uint32_t token = cut.token(item), ranks = masks_of(args)[token] & present;
     for (uint32_t v = cut.first(item) + threadIdx.x; v < cut.end(item); v += blockDim.x)
-      sum_token<FORMAT, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience);
+      sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience);
   }
 }
 
@@ -1479,7 +1512,7 @@ __device__ void combine(const Args &args) {
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   if (args.flags & IMMWIRE_MOE_SEND) {
     if constexpr (EXACT) send_each_result<FORMAT>(args, fixed, epoch, present);
-    else send_results<FORMAT>(args, fixed, all, Cut(control.pairs, gridDim.x, args.values / 8), epoch, present);
+    else send_results<FORMAT, false>(args, fixed, all, Cut(control.pairs, gridDim.x, args.values / 8), epoch, present);
   }
   if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   const uint32_t tokens = tokens_to_sum(args, epoch);
@@ -1506,7 +1539,6 @@ constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have c
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
 constexpr uint32_t OWN = 2;  // and of how many rows of this rank's.
-constexpr uint32_t PARTS = 4; // Of a token, which different warps sum: the last ones are sooner done.
 
 // Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
 struct Chunk {
@@ -1811,7 +1843,7 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t *rows, uint3
   const Pair pair = planned_pair(args, n, rows);
   const Part all(0, 0, args.token_bytes / 16);
   Looked now(slot_at(args, pair), all);
-  take_token<PAYLOAD>(args, pair, rows, all, now, epoch, patience);
+  take_token<PAYLOAD, true>(args, pair, rows, all, now, epoch, patience);
   if (PAYLOAD::KEYED && threadIdx.x % WARP == 0) forget_key(args, pair);
   machine::meet(); // Nobody looks at these rows any more.
 }
@@ -1957,30 +1989,50 @@ struct WarpRows {
   float weight = 0.0f;
 };
 
+// Results, part by part: what a warp sums at a time. So the last ones are sooner done than if each had a token.
+struct Parts {
+  __device__ explicit Parts(uint32_t vectors) : of_token((vectors + LEN - 1) / LEN) {}
+  __device__ uint32_t token(uint32_t turn) const { return turn / of_token; }
+  __device__ void vectors(uint32_t (&at)[SUMS], uint32_t turn) const {
+#pragma unroll
+    for (uint32_t j = 0; j < SUMS; ++j) at[j] = turn % of_token * LEN + j * WARP + threadIdx.x % WARP;
+  }
+  static constexpr uint32_t LEN = WARP * SUMS;
+  uint32_t of_token;
+};
+
 // One warp after the other, of all blocks: add up what ranks have for this rank's tokens.
 template <typename FORMAT>
 __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, bool is_direct, Patience &patience) {
-  const uint32_t lane = threadIdx.x % WARP, vectors = args.values / 8;
+  const uint32_t vectors = args.values / 8;
+  const Parts parts(vectors);
   Turns turns(control_of(args)->summed);
-  for (uint32_t turn = turns.take(); turn < tokens * PARTS; turn = turns.take()) {
-    const uint32_t token = turn / PARTS;
-    const uint32_t ranks = masks_of(args)[token] & present;
+  // Of the next part, what has to be known first.
+  uint32_t ranks_of_next = 0, pair_of_next = 0;
+  const auto ask = [&](uint32_t turn) {
+    if (turn >= tokens * parts.of_token) return;
+    ranks_of_next = masks_of(args)[parts.token(turn)] & present;
+    if (is_direct) pair_of_next = own_pairs_of(args)[parts.token(turn)];
+  };
+  uint32_t next = turns.take();
+  ask(next);
+  while (next < tokens * parts.of_token) {
+    const uint32_t turn = next, ranks = ranks_of_next;
     const bool has_own = is_direct && (ranks >> args.rank & 1);
     WarpRows rows;
-    if (has_own) rows.take(args, own_pairs_of(args)[token], epoch);
-    for (uint32_t low = turn % PARTS * WARP * SUMS; low < vectors; low += PARTS * WARP * SUMS) {
-      uint32_t at[SUMS];
-      uint4 own[SUMS] = {};
+    if (has_own) rows.take(args, pair_of_next, epoch);
+    next = turns.take();
+    ask(next);
+    uint32_t at[SUMS];
+    uint4 own[SUMS] = {};
+    parts.vectors(at, turn);
+    if (has_own) {
+      float sum[SUMS][8] = {};
+      sum_rows<FORMAT, true, OWN>(args, sum, at, vectors, rows.count, rows);
 #pragma unroll
-      for (uint32_t j = 0; j < SUMS; ++j) at[j] = low + j * WARP + lane;
-      if (has_own) {
-        float sum[SUMS][8] = {};
-        sum_rows<FORMAT, OWN>(args, sum, at, vectors, rows.count, rows);
-#pragma unroll
-        for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
-      }
-      sum_token<FORMAT, 1>(args, token, ranks, at, has_own, own, epoch, patience);
+      for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
     }
+    sum_token<FORMAT, true, 1>(args, parts.token(turn), ranks, at, has_own, own, epoch, patience);
   }
 }
 
@@ -1997,7 +2049,7 @@ __device__ void combine_many(const Args &args) {
   const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2};
   const uint32_t tokens = receives ? tokens_to_sum(args, epoch) : 0;
   if (sends && (!is_shared_out || blockIdx.x % 2 == 0))
-    send_results<FORMAT>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all,
+    send_results<FORMAT, true>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all,
                          Cut(is_direct ? control.of_others : control.pairs, 0, args.values / 8), epoch, present);
   if (!receives) return;
   end_round(control, epoch);

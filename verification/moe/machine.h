@@ -169,6 +169,9 @@ inline uint4 load_vector(uint64_t from) {
   return held;
 }
 inline void store_vector(uint64_t to, uint4 held) { store_shared_vector(to, held); }
+// Caches are not told of here.
+inline uint4 load_once(uint64_t from) { return load_vector(from); }
+inline void store_once(uint64_t to, uint4 held) { store_vector(to, held); }
 inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
 template <typename T>

@@ -197,6 +197,49 @@ fn largest(exact: bool) {
     world.check_poison();
 }
 
+/// Scales go out when a warp has one for each lane: of tokens that end just before that, with it and after it.
+#[test]
+fn scales_of_long_tokens() {
+    for (scales, steps) in [(Scales::Float, 8), (Scales::Power, 32)] {
+        for values in [512 * steps - 16, 512 * steps, 512 * steps + 16, 1024 * steps + 528] {
+            let payload = Payload::Fp8 { from: Number::Bf16, scales };
+            let shape = Shape {
+                firsts: vec![0, 2, 3],
+                top_k: 2,
+                max_tokens: 2,
+                payload,
+                values,
+                results: Number::Bf16,
+                padding: 1,
+                exact: false,
+            };
+            let mut random = Random(u64::from(values));
+            let mut world = World::new(&shape);
+            let style = Style {
+                blocks: 2,
+                threads: 64,
+                split: false,
+                wide: false,
+                clear: false,
+                tokens_in_memory: false,
+                many: true,
+                chunk_tokens: 1,
+                slots: false,
+            };
+            for (turn, slots) in [false, true].into_iter().enumerate() {
+                let style = Style { slots, ..style };
+                let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 2)).collect();
+                world.add_turn(tokens, &mut random);
+                let launches: Vec<Launch> =
+                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
+                run(&world, &launches, 1 + turn as u64);
+                world.check_whole(turn, style);
+                world.check_poison();
+            }
+        }
+    }
+}
+
 /// Epochs start anew after the last one, and are never what memory holds at first.
 #[test]
 fn epochs_wrap() {
