@@ -234,6 +234,8 @@ pub struct Port {
     pub lid: u16,
     /// Its global name.
     pub gid: Gid,
+    /// Of InfiniBand: whether packets to and from it must carry global names, whoever else is meant. On Ethernet all do, and this says no.
+    pub is_global: bool,
 }
 
 /// How one port sends to another.
@@ -258,10 +260,23 @@ impl Port {
                 Some(Route { mtu, dlid: 0, dgid: Some(there.gid) })
             }
             (Link::Infiniband, Link::Infiniband) if there.lid != 0 => {
-                let far = self.gid.subnet() != there.gid.subnet() && named;
-                Some(Route { mtu, dlid: there.lid, dgid: far.then_some(there.gid) })
+                let must = self.is_global || there.is_global;
+                let far = self.gid.subnet() != there.gid.subnet();
+                let dgid = (named && (must || far)).then_some(there.gid);
+                (dgid.is_some() || !must).then_some(Route { mtu, dlid: there.lid, dgid })
             }
             _ => None,
+        }
+    }
+
+    /// Whether a datagram came from here, by what stands before it and the local name of its sender, as a device says both. `is_global`:
+    /// whether the former is InfiniBand's header, which not all of its datagrams have, and not what lay there before.
+    #[must_use]
+    pub fn has_sent(&self, header: &[u8; HEADER_BYTES], is_global: bool, lid: u16) -> bool {
+        let is_named = || source_of(header) == Some(self.gid);
+        match self.link {
+            Link::Ethernet => is_named(),
+            Link::Infiniband => self.lid == lid && (!self.is_global || is_global && is_named()),
         }
     }
 }
@@ -311,9 +326,10 @@ const PORT_BYTES: usize = 21;
 
 fn put_port(port: &Port) -> [u8; PORT_BYTES] {
     let mut bytes = [0; PORT_BYTES];
-    let link = match port.link {
-        Link::Infiniband => 0,
-        Link::Ethernet => 1,
+    let link = match (port.link, port.is_global) {
+        (Link::Infiniband, false) => 0,
+        (Link::Ethernet, _) => 1,
+        (Link::Infiniband, true) => 2,
     };
     let [high, low] = port.lid.to_be_bytes();
     let all = [VERSION, link, port.mtu.code(), high, low].into_iter().chain(port.gid.0);
@@ -325,13 +341,14 @@ fn put_port(port: &Port) -> [u8; PORT_BYTES] {
 
 fn take_port(bytes: [u8; PORT_BYTES]) -> Option<Port> {
     let [version, link, mtu, high, low, gid @ ..] = bytes;
-    let link = match link {
-        0 => Link::Infiniband,
-        1 => Link::Ethernet,
+    let (link, is_global) = match link {
+        0 => (Link::Infiniband, false),
+        1 => (Link::Ethernet, false),
+        2 => (Link::Infiniband, true),
         _ => return None,
     };
     let mtu = Mtu::from_code(mtu).filter(|_| version == VERSION)?;
-    Some(Port { link, mtu, lid: u16::from_be_bytes([high, low]), gid: Gid(gid) })
+    Some(Port { link, mtu, lid: u16::from_be_bytes([high, low]), gid: Gid(gid), is_global })
 }
 
 fn joined(head: &[u8], tail: &[u8]) -> Address {
@@ -412,7 +429,7 @@ mod tests {
 
     fn port(link: Link) -> Port {
         let lid = if link == Link::Ethernet { 0 } else { 7 };
-        Port { link, mtu: Mtu::B1024, lid, gid: IPV4 }
+        Port { link, mtu: Mtu::B1024, lid, gid: IPV4, is_global: false }
     }
 
     /// All tables of up to three entries, of all kinds and names: the choice is the best there is, and the first of
@@ -525,15 +542,49 @@ mod tests {
         assert_eq!(ib.route(&Port { lid: 0, ..ib }), None);
         assert_eq!(eth.route(&eth).unwrap().dgid, Some(IPV4));
         assert_eq!(ib.route(&ib).unwrap(), Route { mtu: Mtu::B1024, dlid: 7, dgid: None });
-        // Another subnet is reached by the global name.
+        // Another subnet is reached by the global name; and so is a port that asks for it, and who is asked by one.
         assert_eq!(ib.route(&Port { gid: IPV6, ..ib }).unwrap().dgid, Some(IPV6));
+        let global = Port { is_global: true, ..ib };
+        for (from, to) in [(ib, global), (global, ib), (global, global)] {
+            let dgid = Some(IPV4);
+            assert_eq!(from.route(&to), Some(Route { mtu: Mtu::B1024, dlid: 7, dgid }));
+            assert_eq!(from.route(&Port { gid: Gid::NONE, ..to }), None);
+        }
+        let unnamed = Port { gid: Gid::NONE, ..ib };
+        assert_eq!(ib.route(&unnamed).unwrap().dgid, None);
+    }
+
+    /// All of whom a datagram may be, what may stand before it, and where it may come from.
+    #[test]
+    fn who_has_sent_is_told_by_name() {
+        let from = |gid: Gid| {
+            let mut header = [0; HEADER_BYTES];
+            header[0] = 0x60;
+            header[8..24].copy_from_slice(&gid.0);
+            header
+        };
+        let ib = Port { gid: IPV6, ..port(Link::Infiniband) };
+        let global = Port { is_global: true, ..ib };
+        let eth = Port { gid: IPV6, ..port(Link::Ethernet) };
+        for (gid, is_global, lid) in [IPV6, LOCAL]
+            .into_iter()
+            .flat_map(|gid| [(gid, false), (gid, true)])
+            .flat_map(|(gid, is_global)| [(gid, is_global, 7), (gid, is_global, 8)])
+        {
+            let (header, is_named) = (from(gid), gid == IPV6);
+            assert_eq!(eth.has_sent(&header, is_global, lid), is_named);
+            assert_eq!(ib.has_sent(&header, is_global, lid), lid == 7);
+            let known = lid == 7 && is_global && is_named;
+            assert_eq!(global.has_sent(&header, is_global, lid), known);
+        }
     }
 
     #[test]
     fn addresses_give_back_what_they_were_made_of() {
-        for link in [Link::Infiniband, Link::Ethernet] {
+        let kinds = [(Link::Infiniband, false), (Link::Infiniband, true), (Link::Ethernet, false)];
+        for (link, is_global) in kinds {
             for mtu in Mtu::ALL {
-                let port = Port { mtu, ..port(link) };
+                let port = Port { mtu, is_global, ..port(link) };
                 let door = Door { port, number: Number24::new(0x12_3456), key: 0x89ab_cdef };
                 assert_eq!(Door::decode(&door.encode()), Some(door));
                 let queue = Queue { number: Number24::new(u32::MAX), psn: Number24::new(1) };

@@ -619,6 +619,32 @@ structs! {
     SUFFIXES, Suffix, "Structures that the library allocates, and that grow at their beginning.", {
         /// Where a context lies that has more entries than its own table: how much of this there is says `sz`.
         verbs_context {
+            query_port: Option<unsafe extern "C" fn(context: *mut ibv_context, port_num: u8,
+                port_attr: *mut ibv_port_attr, port_attr_len: usize) -> c_int>,
+            advise_mr: *mut c_void,
+            alloc_null_mr: *mut c_void,
+            read_counters: *mut c_void,
+            attach_counters_point_flow: *mut c_void,
+            create_counters: *mut c_void,
+            destroy_counters: *mut c_void,
+            reg_dm_mr: *mut c_void,
+            alloc_dm: *mut c_void,
+            free_dm: *mut c_void,
+            modify_flow_action_esp: *mut c_void,
+            destroy_flow_action: *mut c_void,
+            create_flow_action_esp: *mut c_void,
+            modify_qp_rate_limit: *mut c_void,
+            alloc_parent_domain: *mut c_void,
+            dealloc_td: *mut c_void,
+            alloc_td: *mut c_void,
+            modify_cq: *mut c_void,
+            post_srq_ops: *mut c_void,
+            destroy_rwq_ind_table: *mut c_void,
+            create_rwq_ind_table: *mut c_void,
+            destroy_wq: *mut c_void,
+            modify_wq: *mut c_void,
+            create_wq: *mut c_void,
+            query_rt_values: *mut c_void,
             create_cq_ex: Option<unsafe extern "C" fn(context: *mut ibv_context,
                 init_attr: *mut ibv_cq_init_attr_ex) -> *mut ibv_cq_ex>,
             r#priv: *mut c_void,
@@ -806,7 +832,7 @@ structs! {
             read_imm_data: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
             read_qp_num: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
             read_src_qp: *mut c_void,
-            read_wc_flags: *mut c_void,
+            read_wc_flags: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
             read_slid: Option<unsafe extern "C" fn(current: *mut ibv_cq_ex) -> u32>,
         }
     }
@@ -858,6 +884,9 @@ constants! {
         IBV_LINK_LAYER_UNSPECIFIED = 0;
         IBV_LINK_LAYER_INFINIBAND = 1;
         IBV_LINK_LAYER_ETHERNET = 2;
+    }
+    "Of `ibv_port_attr.flags`.", u8, {
+        IBV_QPF_GRH_REQUIRED = 1 << 0;
     }
     "`enum ibv_gid_type`.", u32, {
         IBV_GID_TYPE_IB = 0;

@@ -8,7 +8,7 @@ use core::ptr::{self, NonNull};
 
 use crate::abi::{
     IBV_QP_INIT_ATTR_PD, IBV_QP_INIT_ATTR_SEND_OPS_FLAGS, ibv_context, ibv_cq, ibv_cq_ex,
-    ibv_cq_init_attr_ex, ibv_device_attr_ex, ibv_poll_cq_attr, ibv_qp, ibv_qp_ex,
+    ibv_cq_init_attr_ex, ibv_device_attr_ex, ibv_poll_cq_attr, ibv_port_attr, ibv_qp, ibv_qp_ex,
     ibv_qp_init_attr_ex, ibv_recv_wr, ibv_send_wr, ibv_sge, ibv_srq, ibv_wc, ibv_wc_opcode,
     verbs_context,
 };
@@ -70,6 +70,33 @@ pub unsafe fn ibv_query_device_ex(context: *mut ibv_context) -> Result<ibv_devic
         let attr = (&raw mut room).cast::<ibv_device_attr_ex>();
         match query(context, ptr::null(), attr, size_of::<ibv_device_attr_ex>()) {
             0 => Ok(room.attr),
+            code => Err(code),
+        }
+    }
+}
+
+/// Asks for all of a port; the exported function of this name leaves out `flags` and what comes after them. An error is an `errno`:
+/// `ENOSYS` where library or driver knows no such question. ibv_query_port(3).
+///
+/// # Errors
+///
+/// The `errno`.
+///
+/// # Safety
+///
+/// `context` is live.
+pub unsafe fn ibv_query_port_whole(
+    context: *mut ibv_context,
+    port: u8,
+) -> Result<ibv_port_attr, c_int> {
+    // SAFETY: by the caller's promise; the entry is there, as far as the context says. All zero is a value of the structure, of which
+    // the library writes no more than it is told that there is.
+    unsafe {
+        let whole = extended(context, offset_of!(verbs_context, query_port)).ok_or(libc::ENOSYS)?;
+        let query = (&raw const (*whole.as_ptr()).query_port).read().ok_or(libc::ENOSYS)?;
+        let mut attr = core::mem::zeroed::<ibv_port_attr>();
+        match query(context, port, &raw mut attr, size_of::<ibv_port_attr>()) {
+            0 => Ok(attr),
             code => Err(code),
         }
     }
@@ -266,6 +293,7 @@ pub const unsafe fn has_polls(cq: NonNull<ibv_cq_ex>) -> bool {
         && cq.read_imm_data.is_some()
         && cq.read_qp_num.is_some()
         && cq.read_slid.is_some()
+        && cq.read_wc_flags.is_some()
 }
 
 /// Goes to the next completion: zero, and it can be read, until [`ibv_end_poll`]; `ENOENT` if there is none, or another
@@ -320,6 +348,8 @@ reads! {
     ibv_wc_read_qp_num = read_qp_num -> u32;
     /// The port that a datagram came from.
     ibv_wc_read_slid = read_slid -> u32;
+    /// What else came with it: of [`IBV_WC_GRH`](crate::IBV_WC_GRH) and its like.
+    ibv_wc_read_wc_flags = read_wc_flags -> u32;
 }
 
 /// Posts a list of sends, in order; `bad` is the first that was not. Zero, or an `errno`. ibv_post_send(3).
@@ -391,5 +421,52 @@ pub unsafe fn ibv_req_notify_cq(cq: *mut ibv_cq, solicited_only: c_int) -> c_int
     // SAFETY: as above.
     unsafe {
         (*(*cq).context).ops.req_notify_cq.map_or(libc::ENOSYS, |notify| notify(cq, solicited_only))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    unsafe extern "C" fn query_port(
+        _: *mut ibv_context,
+        port: u8,
+        attr: *mut ibv_port_attr,
+        len: usize,
+    ) -> c_int {
+        assert_eq!(len, size_of::<ibv_port_attr>());
+        if port != 1 {
+            return libc::EINVAL;
+        }
+        // SAFETY: the caller's room, of that length.
+        unsafe { (*attr).flags = crate::IBV_QPF_GRH_REQUIRED };
+        0
+    }
+
+    /// As far as contexts go back: those of old, those of libraries that end before the question, drivers without an answer, and with one.
+    #[test]
+    fn a_port_is_asked_where_there_is_somebody_to_ask() {
+        let all = size_of::<verbs_context>();
+        let end = all - offset_of!(verbs_context, query_port) - size_of::<usize>();
+        for (abi, size, driver, port, expected) in [
+            (ptr::null_mut(), all, true, 1, Err(libc::ENOSYS)),
+            (IS_EXTENDED, end, true, 1, Err(libc::ENOSYS)),
+            (IS_EXTENDED, all, false, 1, Err(libc::ENOSYS)),
+            (IS_EXTENDED, all, true, 2, Err(libc::EINVAL)),
+            (IS_EXTENDED, all, true, 1, Ok(crate::IBV_QPF_GRH_REQUIRED)),
+        ] {
+            // SAFETY: all zero is a value of the type.
+            let mut whole: Box<verbs_context> = unsafe { Box::new(core::mem::zeroed()) };
+            (whole.sz, whole.context.abi_compat) = (size, abi);
+            whole.query_port = if driver { Some(query_port) } else { None };
+            let context =
+                Box::into_raw(whole).wrapping_byte_add(offset_of!(verbs_context, context));
+            // SAFETY: it lies in what was made above, which is given back after.
+            let answer = unsafe { ibv_query_port_whole(context.cast(), port) };
+            let whole = context.wrapping_byte_sub(offset_of!(verbs_context, context));
+            // SAFETY: made above, and nobody else's.
+            drop(unsafe { Box::from_raw(whole) });
+            assert_eq!(answer.map(|attr| attr.flags), expected);
+        }
     }
 }

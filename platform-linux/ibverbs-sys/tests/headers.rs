@@ -19,7 +19,7 @@ use ibverbs_sys::{CONSTANTS, ENUMS, Field, PLACES, Part, STRUCTS, SYMBOLS, Struc
 const INCLUDES: &str = "#include <stddef.h>\n#include <infiniband/verbs.h>\n";
 
 /// Their C types are not said here: unions, structures without a name, and tables of old. Size and offset must do.
-const UNTYPED: [(&str, &str); 43] = [
+const UNTYPED: [(&str, &str); 66] = [
     ("ibv_device", "_ops"),
     ("ibv_context_ops", "alloc_mw"),
     ("ibv_async_event", "element"),
@@ -34,6 +34,30 @@ const UNTYPED: [(&str, &str); 43] = [
     ("ibv_cq_ex", "cond"),
     ("ibv_qp_init_attr_ex", "rx_hash_conf"),
     // Functions that are not called.
+    ("verbs_context", "advise_mr"),
+    ("verbs_context", "alloc_null_mr"),
+    ("verbs_context", "read_counters"),
+    ("verbs_context", "attach_counters_point_flow"),
+    ("verbs_context", "create_counters"),
+    ("verbs_context", "destroy_counters"),
+    ("verbs_context", "reg_dm_mr"),
+    ("verbs_context", "alloc_dm"),
+    ("verbs_context", "free_dm"),
+    ("verbs_context", "modify_flow_action_esp"),
+    ("verbs_context", "destroy_flow_action"),
+    ("verbs_context", "create_flow_action_esp"),
+    ("verbs_context", "modify_qp_rate_limit"),
+    ("verbs_context", "alloc_parent_domain"),
+    ("verbs_context", "dealloc_td"),
+    ("verbs_context", "alloc_td"),
+    ("verbs_context", "modify_cq"),
+    ("verbs_context", "post_srq_ops"),
+    ("verbs_context", "destroy_rwq_ind_table"),
+    ("verbs_context", "create_rwq_ind_table"),
+    ("verbs_context", "destroy_wq"),
+    ("verbs_context", "modify_wq"),
+    ("verbs_context", "create_wq"),
+    ("verbs_context", "query_rt_values"),
     ("verbs_context", "ibv_destroy_flow"),
     ("verbs_context", "ABI_placeholder2"),
     ("verbs_context", "ibv_create_flow"),
@@ -59,7 +83,6 @@ const UNTYPED: [(&str, &str); 43] = [
     ("ibv_cq_ex", "next_poll"),
     ("ibv_cq_ex", "read_vendor_err"),
     ("ibv_cq_ex", "read_src_qp"),
-    ("ibv_cq_ex", "read_wc_flags"),
     // `__be64`, which is no `uint64_t` to a compiler.
     ("ibv_device_attr", "node_guid"),
     ("ibv_device_attr", "sys_image_guid"),

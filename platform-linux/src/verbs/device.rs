@@ -112,6 +112,14 @@ impl Context {
         }
     }
 
+    /// Whether all that an InfiniBand port sends has to carry global names, as that of virtual functions does, which share a LID. Not, as
+    /// far as libraries know that do not say: theirs are of before there were such ports.
+    fn is_global(&self, number: u8) -> bool {
+        // SAFETY: the context is open.
+        let port = unsafe { sys::ibv_query_port_whole(self.as_ptr(), number) };
+        port.is_ok_and(|port| port.flags & sys::IBV_QPF_GRH_REQUIRED != 0)
+    }
+
     /// What it offers for memory that is not pinned; nothing, if it cannot be asked.
     fn paging(&self) -> Paging {
         // SAFETY: the context is open.
@@ -291,7 +299,13 @@ impl Device {
             return Err((PortState::Down, why));
         }
         let facts = Facts {
-            port: Port { link: Link::Ethernet, mtu: Mtu::B256, lid: 0, gid: Gid::NONE },
+            port: Port {
+                link: Link::Ethernet,
+                mtu: Mtu::B256,
+                lid: 0,
+                gid: Gid::NONE,
+                is_global: false,
+            },
             gid: GidEntry { index: 0, gid: Gid::NONE, kind: GidKind::Infiniband },
             speed_gbps: 0,
             max_message: 0,
@@ -342,7 +356,13 @@ impl Device {
             mtu.ok_or(VerbsError::Unfit { why: "its packets are shorter than 1024 bytes" })?;
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         Ok(Facts {
-            port: Port { link, mtu, lid: port.lid, gid: entry.gid },
+            port: Port {
+                link,
+                mtu,
+                lid: port.lid,
+                gid: entry.gid,
+                is_global: self.context.is_global(self.port) && link == Link::Infiniband,
+            },
             gid: entry,
             speed_gbps: speed_gbps(port.active_width, port.active_speed),
             max_message: port.max_msg_sz,
@@ -818,6 +838,9 @@ impl Completed {
                 let came = slot.opcode & sys::IBV_WC_RECV != 0;
                 if came || !good {
                     slot.qp_num = sys::ibv_wc_read_qp_num(queue);
+                }
+                if slot.opcode == sys::IBV_WC_RECV {
+                    slot.wc_flags = sys::ibv_wc_read_wc_flags(queue);
                 }
                 if came {
                     slot.byte_len = sys::ibv_wc_read_byte_len(queue);

@@ -16,9 +16,7 @@ use std::sync::Arc;
 use ibverbs_sys as sys;
 use immwire_core::datagram::{Address, Message};
 use immwire_core::id::Time;
-use immwire_core::port::{
-    Door as Place, HEADER_BYTES, Link, Number24, PACKET_MAX, Port, source_of,
-};
+use immwire_core::port::{Door as Place, HEADER_BYTES, Number24, PACKET_MAX, Port};
 use immwire_core::resolve::Asker;
 
 use super::VerbsError;
@@ -68,15 +66,14 @@ pub(super) struct From {
     pub(super) door: u8,
     header: [u8; HEADER_BYTES],
     lid: u16,
+    /// Whether the header is InfiniBand's, and not what lay there before.
+    is_global: bool,
 }
 
 impl From {
     /// Whether it came from that port: whoever answers there disturbs nobody else.
     pub(super) fn is(&self, port: &Port) -> bool {
-        match port.link {
-            Link::Ethernet => source_of(&self.header) == Some(port.gid),
-            Link::Infiniband => self.lid == port.lid,
-        }
+        port.has_sent(&self.header, self.is_global, self.lid)
     }
 }
 
@@ -210,7 +207,8 @@ impl Door {
                 self.post_receives();
             }
             if good {
-                let from = From { door: number, header, lid: done.slid };
+                let is_global = done.wc_flags & sys::IBV_WC_GRH != 0;
+                let from = From { door: number, header, lid: done.slid, is_global };
                 return Some(Heard::Message { len, from });
             }
         }

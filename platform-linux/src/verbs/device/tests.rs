@@ -182,6 +182,11 @@ unsafe extern "C" fn slid(_: *mut sys::ibv_cq_ex) -> u32 {
     came().slid.into()
 }
 
+unsafe extern "C" fn wc_flags(_: *mut sys::ibv_cq_ex) -> u32 {
+    assert_eq!(good().opcode, sys::IBV_WC_RECV, "nobody asks for a write's");
+    came().wc_flags
+}
+
 /// None to three completions of each kind, and a full batch and one more; then none, or an error: each is read once, no more
 /// of it than it has, and each that was begun is ended.
 #[test]
@@ -197,6 +202,7 @@ fn extended_polls_read_what_a_completion_has() {
     queue.read_byte_len = Some(byte_len);
     queue.read_imm_data = Some(imm_data);
     queue.read_slid = Some(slid);
+    queue.read_wc_flags = Some(wc_flags);
     let queue = NonNull::from(&mut queue);
     // SAFETY: it is live.
     assert!(unsafe { sys::has_polls(queue) });
@@ -216,6 +222,7 @@ fn extended_polls_read_what_a_completion_has() {
                 (made.status, made.opcode) = kind(at);
                 (made.wr_id, made.qp_num) = (u64::from(number) + 7, number + 100);
                 (made.byte_len, made.imm_data, made.slid) = (number + 9, !number, 513);
+                made.wc_flags = number % 2 * sys::IBV_WC_GRH;
                 made
             })
             .collect()
@@ -247,6 +254,9 @@ fn extended_polls_read_what_a_completion_has() {
                 if made.opcode & sys::IBV_WC_RECV != 0 && good {
                     let parts = |it: &sys::ibv_wc| (it.opcode, it.byte_len, it.imm_data, it.slid);
                     assert_eq!(parts(read), parts(made));
+                    if made.opcode == sys::IBV_WC_RECV {
+                        assert_eq!(read.wc_flags, made.wc_flags);
+                    }
                 }
             }
         }
