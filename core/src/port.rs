@@ -1,6 +1,6 @@
 //! Where an RDMA port is, in bytes that peers exchange; and what two ports have in common.
 //!
-//! For verbs: a *port* is reached by its LID (InfiniBand) or its GID (RoCE, or another InfiniBand subnet); a queue pair
+//! For verbs: a *port* is reached by its LID (InfiniBand; and its GID, if it asks for that) or its GID (RoCE); a queue pair
 //! on it by a number, and what is sent there counts packets from a number that both sides know. Which of a port's
 //! GIDs is used, and the length of packets, follow from what both ends have. Knows no device and no system call.
 //!
@@ -234,7 +234,8 @@ pub struct Port {
     pub lid: u16,
     /// Its global name.
     pub gid: Gid,
-    /// Of InfiniBand: whether packets to and from it must carry global names, whoever else is meant. On Ethernet all do, and this says no.
+    /// Of InfiniBand: whether all packets to and from it must carry global names, as where ports share a LID. On Ethernet all do
+    /// anyway, and this says no.
     pub is_global: bool,
 }
 
@@ -260,23 +261,25 @@ impl Port {
                 Some(Route { mtu, dlid: 0, dgid: Some(there.gid) })
             }
             (Link::Infiniband, Link::Infiniband) if there.lid != 0 => {
+                // The way to another subnet begins at a router, whose LID nobody has asked for.
+                let is_near = !named || self.gid.subnet() == there.gid.subnet();
                 let must = self.is_global || there.is_global;
-                let far = self.gid.subnet() != there.gid.subnet();
-                let dgid = (named && (must || far)).then_some(there.gid);
-                (dgid.is_some() || !must).then_some(Route { mtu, dlid: there.lid, dgid })
+                let dgid = (named && must).then_some(there.gid);
+                (is_near && (named || !must)).then_some(Route { mtu, dlid: there.lid, dgid })
             }
             _ => None,
         }
     }
 
-    /// Whether a datagram came from here, by what stands before it and the local name of its sender, as a device says both. `is_global`:
-    /// whether the former is InfiniBand's header, which not all of its datagrams have, and not what lay there before.
+    /// Whether a datagram came from here, by what stands before it and the local name of its sender, as a device says both. `has_header`:
+    /// whether the former is a header, which not all of InfiniBand's datagrams have, and not what lay there before. Where there is one it
+    /// is believed, whether this port needs it or not: others that do may share its LID.
     #[must_use]
-    pub fn has_sent(&self, header: &[u8; HEADER_BYTES], is_global: bool, lid: u16) -> bool {
-        let is_named = || source_of(header) == Some(self.gid);
-        match self.link {
-            Link::Ethernet => is_named(),
-            Link::Infiniband => self.lid == lid && (!self.is_global || is_global && is_named()),
+    pub fn has_sent(&self, header: &[u8; HEADER_BYTES], has_header: bool, lid: u16) -> bool {
+        match (self.link, has_header) {
+            (Link::Ethernet, _) => source_of(header) == Some(self.gid),
+            (Link::Infiniband, true) => self.lid == lid && header.get(8..24) == Some(&self.gid.0),
+            (Link::Infiniband, false) => self.lid == lid && !self.is_global,
         }
     }
 }
@@ -542,8 +545,8 @@ mod tests {
         assert_eq!(ib.route(&Port { lid: 0, ..ib }), None);
         assert_eq!(eth.route(&eth).unwrap().dgid, Some(IPV4));
         assert_eq!(ib.route(&ib).unwrap(), Route { mtu: Mtu::B1024, dlid: 7, dgid: None });
-        // Another subnet is reached by the global name; and so is a port that asks for it, and who is asked by one.
-        assert_eq!(ib.route(&Port { gid: IPV6, ..ib }).unwrap().dgid, Some(IPV6));
+        // Nobody knows the way to another subnet. A port that asks for a global name is reached by it, and so is who is asked by one.
+        assert_eq!(ib.route(&Port { gid: IPV6, ..ib }), None);
         let global = Port { is_global: true, ..ib };
         for (from, to) in [(ib, global), (global, ib), (global, global)] {
             let dgid = Some(IPV4);
@@ -566,17 +569,29 @@ mod tests {
         let ib = Port { gid: IPV6, ..port(Link::Infiniband) };
         let global = Port { is_global: true, ..ib };
         let eth = Port { gid: IPV6, ..port(Link::Ethernet) };
-        for (gid, is_global, lid) in [IPV6, LOCAL]
+        for (gid, has_header, lid) in [IPV6, LOCAL]
             .into_iter()
             .flat_map(|gid| [(gid, false), (gid, true)])
-            .flat_map(|(gid, is_global)| [(gid, is_global, 7), (gid, is_global, 8)])
+            .flat_map(|(gid, has_header)| [(gid, has_header, 7), (gid, has_header, 8)])
         {
             let (header, is_named) = (from(gid), gid == IPV6);
-            assert_eq!(eth.has_sent(&header, is_global, lid), is_named);
-            assert_eq!(ib.has_sent(&header, is_global, lid), lid == 7);
-            let known = lid == 7 && is_global && is_named;
-            assert_eq!(global.has_sent(&header, is_global, lid), known);
+            assert_eq!(eth.has_sent(&header, has_header, lid), is_named);
+            // Who shares the LID is told apart by the name, where there is one.
+            assert_eq!(
+                ib.has_sent(&header, has_header, lid),
+                lid == 7 && (is_named || !has_header)
+            );
+            let known = lid == 7 && has_header && is_named;
+            assert_eq!(global.has_sent(&header, has_header, lid), known);
         }
+        // What might be IPv4's behind 20 bytes of no meaning is none on InfiniBand.
+        let mut header = from(Gid([0x45; 16]));
+        header[20] = 0x45;
+        let sum = !ones_sum(&header[20..]);
+        header[30..32].copy_from_slice(&sum.to_be_bytes());
+        let port = Port { gid: Gid(header[8..24].try_into().unwrap()), ..global };
+        assert_ne!(source_of(&header), Some(port.gid));
+        assert!(port.has_sent(&header, true, 7));
     }
 
     #[test]

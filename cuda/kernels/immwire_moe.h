@@ -65,7 +65,7 @@ typedef struct immwire_moe_control {
   uint32_t tokens;   /* of this rank, in this round */
   uint32_t pairs;    /* tokens that this rank received, in this round */
   uint32_t of_others; /* of these, where there are many: other ranks', which come first */
-  uint32_t summed;   /* where there are many tokens: how many parts of this rank's the combine has taken to sum; 0 before it */
+  uint32_t summed;   /* where there are many tokens: how many slices of this rank's results the combine has taken to sum; 0 before it */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */

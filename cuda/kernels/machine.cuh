@@ -52,7 +52,8 @@ __device__ inline void store_vector(uint64_t to, uint4 held) {
                : "memory");
 }
 
-// The same, of what nobody looks at again for so long that caches had better keep other things.
+// The same, where a launch goes through so much memory that caches had better keep what it comes back to. What is seen of memory, and when,
+// is no other.
 __device__ inline uint4 load_once(uint64_t from) {
   uint4 held;
   asm volatile("ld.global.cs.v4.u32 {%0, %1, %2, %3}, [%4];"

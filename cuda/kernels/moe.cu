@@ -170,8 +170,8 @@ __device__ uint32_t await(typename T::Held (&held)[COUNT], const uint64_t (&from
 
 // ---- memory ----
 
-// Of what a launch reads, or writes, once: where there are many tokens that is more than caches hold, which had better keep what is on its way
-// to somebody.
+// Tokens, rows and results: where there may be many tokens they are more than caches hold, which had better keep what is on its way to
+// somebody.
 template <bool MANY>
 __device__ uint4 load_bulk(uint64_t from) {
   if constexpr (MANY) return load_once(from);
@@ -694,7 +694,7 @@ struct Quantised {
     if (lane / each == nth % steps) gathered = made;
     if (nth % steps != steps - 1 && (nth + 1) * WARP < vectors) return;
     const uint32_t at = nth / steps * WARP + lane;
-    if (lane / each <= nth % steps && at * steps < vectors) to.word(at, gathered);
+    if (at * steps < vectors) to.word(at, gathered);
   }
 };
 
@@ -1989,9 +1989,9 @@ struct WarpRows {
   float weight = 0.0f;
 };
 
-// Results, part by part: what a warp sums at a time. So the last ones are sooner done than if each had a token.
-struct Parts {
-  __device__ explicit Parts(uint32_t vectors) : of_token((vectors + LEN - 1) / LEN) {}
+// Results, slice by slice: what a warp sums at a time. So the last ones are sooner done than if each had a token.
+struct Slices {
+  __device__ explicit Slices(uint32_t vectors) : of_token((vectors + LEN - 1) / LEN) {}
   __device__ uint32_t token(uint32_t turn) const { return turn / of_token; }
   __device__ void vectors(uint32_t (&at)[SUMS], uint32_t turn) const {
 #pragma unroll
@@ -2005,18 +2005,18 @@ struct Parts {
 template <typename FORMAT>
 __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, bool is_direct, Patience &patience) {
   const uint32_t vectors = args.values / 8;
-  const Parts parts(vectors);
+  const Slices slices(vectors);
   Turns turns(control_of(args)->summed);
-  // Of the next part, what has to be known first.
+  // Of the next slice, what has to be known first.
   uint32_t ranks_of_next = 0, pair_of_next = 0;
   const auto ask = [&](uint32_t turn) {
-    if (turn >= tokens * parts.of_token) return;
-    ranks_of_next = masks_of(args)[parts.token(turn)] & present;
-    if (is_direct) pair_of_next = own_pairs_of(args)[parts.token(turn)];
+    if (turn >= tokens * slices.of_token) return;
+    ranks_of_next = masks_of(args)[slices.token(turn)] & present;
+    if (is_direct) pair_of_next = own_pairs_of(args)[slices.token(turn)];
   };
   uint32_t next = turns.take();
   ask(next);
-  while (next < tokens * parts.of_token) {
+  while (next < tokens * slices.of_token) {
     const uint32_t turn = next, ranks = ranks_of_next;
     const bool has_own = is_direct && (ranks >> args.rank & 1);
     WarpRows rows;
@@ -2025,14 +2025,14 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
     ask(next);
     uint32_t at[SUMS];
     uint4 own[SUMS] = {};
-    parts.vectors(at, turn);
+    slices.vectors(at, turn);
     if (has_own) {
       float sum[SUMS][8] = {};
       sum_rows<FORMAT, true, OWN>(args, sum, at, vectors, rows.count, rows);
 #pragma unroll
       for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
     }
-    sum_token<FORMAT, true, 1>(args, parts.token(turn), ranks, at, has_own, own, epoch, patience);
+    sum_token<FORMAT, true, 1>(args, slices.token(turn), ranks, at, has_own, own, epoch, patience);
   }
 }
 

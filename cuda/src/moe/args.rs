@@ -71,7 +71,7 @@ pub struct MoeControl {
     pub pairs: u32,
     /// Of these, where there are many: other ranks', which come first.
     pub of_others: u32,
-    /// Of this rank's own, where there are many: how many parts the combine has taken to sum.
+    /// Of this rank's own, where there are many: how many slices the combine has taken to sum.
     pub summed: u32,
     /// Ranks whose table somebody has missed in this dispatch.
     pub suspects: u32,

@@ -112,12 +112,17 @@ impl Context {
         }
     }
 
-    /// Whether all that an InfiniBand port sends has to carry global names, as that of virtual functions does, which share a LID. Not, as
-    /// far as libraries know that do not say: theirs are of before there were such ports.
+    /// Whether all that an InfiniBand port sends has to carry global names: a virtual function's may share its LID with others. Libraries that
+    /// cannot be asked are older than such ports.
     fn is_global(&self, number: u8) -> bool {
         // SAFETY: the context is open.
-        let port = unsafe { sys::ibv_query_port_whole(self.as_ptr(), number) };
-        port.is_ok_and(|port| port.flags & sys::IBV_QPF_GRH_REQUIRED != 0)
+        match unsafe { sys::ibv_query_port_whole(self.as_ptr(), number) } {
+            Ok(port) => port.flags & sys::IBV_QPF_GRH_REQUIRED != 0,
+            Err(errno) => {
+                tracing::debug!(errno, "a device does not say all of a port");
+                false
+            }
+        }
     }
 
     /// What it offers for memory that is not pinned; nothing, if it cannot be asked.

@@ -66,14 +66,14 @@ pub(super) struct From {
     pub(super) door: u8,
     header: [u8; HEADER_BYTES],
     lid: u16,
-    /// Whether the header is InfiniBand's, and not what lay there before.
-    is_global: bool,
+    /// Whether the header is one, which of InfiniBand's datagrams not all have.
+    has_header: bool,
 }
 
 impl From {
     /// Whether it came from that port: whoever answers there disturbs nobody else.
     pub(super) fn is(&self, port: &Port) -> bool {
-        port.has_sent(&self.header, self.is_global, self.lid)
+        port.has_sent(&self.header, self.has_header, self.lid)
     }
 }
 
@@ -207,8 +207,8 @@ impl Door {
                 self.post_receives();
             }
             if good {
-                let is_global = done.wc_flags & sys::IBV_WC_GRH != 0;
-                let from = From { door: number, header, lid: done.slid, is_global };
+                let has_header = done.wc_flags & sys::IBV_WC_GRH != 0;
+                let from = From { door: number, header, lid: done.slid, has_header };
                 return Some(Heard::Message { len, from });
             }
         }
