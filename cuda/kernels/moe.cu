@@ -525,7 +525,7 @@ struct SlotsAndOwn : Slots<RANKS> {
   __device__ SlotsAndOwn(const Args &args, uint64_t offset, RANKS known, uint32_t row) : Slots<RANKS>(args, offset, known), row(row) {}
   uint32_t row;
   __device__ void vector(uint32_t v, uint4 held) const {
-    if (row != IMMWIRE_MOE_NO_ROW) store_bulk<true>(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
+    if (row != IMMWIRE_MOE_NO_ROW) store_once(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
     Slots<RANKS>::vector(v, held);
   }
   __device__ void word(uint32_t w, uint32_t held) const {
@@ -540,7 +540,7 @@ struct OwnRows {
   uint32_t count;
   __device__ void know() const {}
   __device__ void vector(uint32_t v, uint4 held) const {
-    for (uint32_t n = 0; n < count; ++n) store_bulk<true>(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
+    for (uint32_t n = 0; n < count; ++n) store_once(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
   }
   __device__ void word(uint32_t w, uint32_t held) const {
     for (uint32_t n = 0; n < count; ++n) reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(rows[n]) * args.scale_bytes)[w] = held;
