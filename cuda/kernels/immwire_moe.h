@@ -66,6 +66,7 @@ typedef struct immwire_moe_control {
   uint32_t pairs;    /* tokens that this rank received, in this round */
   uint32_t of_others; /* of these, where there are many: other ranks', which come first */
   uint32_t summed;   /* where there are many tokens: how many slices of this rank's results the combine has taken to sum; 0 before it */
+  uint32_t sent;     /* likewise, of other ranks' that it has taken to send */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
@@ -73,6 +74,7 @@ typedef struct immwire_moe_control {
   uint32_t received; /* how many tokens have been taken to be received */
   /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
+  uint32_t reserved;
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
 } immwire_moe_control;

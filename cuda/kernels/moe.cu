@@ -1208,8 +1208,10 @@ struct Planned {
   }
   // Tells the block whose token it is.
   __device__ void keep_token(Fixed &fixed, uint32_t turn, uint32_t i) const {
-    if (threadIdx.x % WARP == 0) fixed.source[turn][i] = pair.x, fixed.token[turn][i] = pair.y;
+    if (threadIdx.x % WARP == 0) fixed.source[turn][i] = source(), fixed.token[turn][i] = token();
   }
+  __device__ uint32_t source() const { return pair.x; }
+  __device__ uint32_t token() const { return pair.y; }
 
   uint32_t row;
   float weight;
@@ -1538,7 +1540,7 @@ constexpr uint32_t LOOKED_UP = 4; // Tokens whose choices a warp reads at a time
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
-constexpr uint32_t OWN = 2;  // and of how many rows of this rank's.
+constexpr uint32_t OWN = 2;  // and of how many rows.
 
 // Which tokens are in a chunk. Chunks are dealt to blocks by number of token first and source then, the next rank's first.
 struct Chunk {
@@ -1934,7 +1936,7 @@ __device__ void dispatch_many(const Args &args) {
   Patience for_tables(args, Patience::FOR_TABLES);
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
-  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = control.sent = 0;
   if (sends) {
     const uint32_t tokens = announce_tokens(args, tokens_given(args), epoch, parity, present);
     // Where it is known at once where tokens go, only those tell choices who have nothing else to do yet.
@@ -1971,11 +1973,11 @@ __device__ void dispatch_many(const Args &args) {
 
 // The rows of a token that a warp has the plan of, one for each lane from the first on.
 struct WarpRows {
-  __device__ void take(const Args &args, uint32_t pair, uint32_t epoch) {
-    const Planned planned(args, pair, epoch);
+  WarpRows() = default;
+  __device__ WarpRows(const Args &args, const Planned &planned) {
     uint32_t bits = __ballot_sync(ALL_LANES, planned.row < args.rows);
     count = __popc(bits);
-    for (uint32_t skip = threadIdx.x % WARP; skip > 0; --skip) bits &= bits - 1;
+    for (uint32_t skip = threadIdx.x % WARP; skip > 0 && bits != 0; --skip) bits &= bits - 1;
     const uint32_t lane = bits != 0 ? __ffs(bits) - 1 : 0;
     row = __shfl_sync(ALL_LANES, planned.row, lane);
     weight = __shfl_sync(ALL_LANES, planned.weight, lane);
@@ -2001,6 +2003,27 @@ struct Slices {
   uint32_t of_token;
 };
 
+// One warp after the other, of the blocks that send: sends the weighted sums of the tokens received, from the `first` on.
+template <typename FORMAT>
+__device__ void send_slices(const Args &args, uint32_t first, uint32_t pairs, uint32_t epoch, uint32_t present) {
+  const uint32_t vectors = args.values / 8;
+  const Slices slices(vectors);
+  Turns turns(control_of(args)->sent);
+  for (uint32_t turn = turns.take(); turn < (pairs - first) * slices.of_token; turn = turns.take()) {
+    const Planned planned(args, first + slices.token(turn), epoch);
+    const WarpRows rows(args, planned);
+    if (!(present >> planned.source() & 1)) continue;
+    uint32_t at[SUMS];
+    slices.vectors(at, turn);
+    float sum[SUMS][8] = {};
+    sum_rows<FORMAT, true, OWN>(args, sum, at, vectors, rows.count, rows);
+    const uint64_t to = result_slot(args, planned.source(), args.rank, planned.token(), 0);
+#pragma unroll
+    for (uint32_t j = 0; j < SUMS; ++j)
+      if (at[j] < vectors) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+  }
+}
+
 // One warp after the other, of all blocks: add up what ranks have for this rank's tokens.
 template <typename FORMAT>
 __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, uint32_t present, bool is_direct, Patience &patience) {
@@ -2020,7 +2043,7 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
     const uint32_t turn = next, ranks = ranks_of_next;
     const bool has_own = is_direct && (ranks >> args.rank & 1);
     WarpRows rows;
-    if (has_own) rows.take(args, pair_of_next, epoch);
+    if (has_own) rows = WarpRows(args, Planned(args, pair_of_next, epoch));
     next = turns.take();
     ask(next);
     uint32_t at[SUMS];
@@ -2048,9 +2071,13 @@ __device__ void combine_many(const Args &args) {
   const bool is_shared_out = is_direct && gridDim.x > 1;
   const Share all = {blockIdx.x, gridDim.x}, even = {blockIdx.x / 2, (gridDim.x + 1) / 2};
   const uint32_t tokens = receives ? tokens_to_sum(args, epoch) : 0;
-  if (sends && (!is_shared_out || blockIdx.x % 2 == 0))
-    send_results<FORMAT, true>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all,
-                         Cut(is_direct ? control.of_others : control.pairs, 0, args.values / 8), epoch, present);
+  if (sends && (!is_shared_out || blockIdx.x % 2 == 0)) {
+    // Blocks are dealt half of the tokens, and take turns with the rest: SMs that share a part of the GPU's way out are slower than others,
+    // by a quarter.
+    const uint32_t pairs = is_direct ? control.of_others : control.pairs, dealt = pairs / 2;
+    send_results<FORMAT, true>(args, *reinterpret_cast<Fixed *>(shared), is_shared_out ? even : all, Cut(dealt, 0, args.values / 8), epoch, present);
+    send_slices<FORMAT>(args, dealt, pairs, epoch, present);
+  }
   if (!receives) return;
   end_round(control, epoch);
   sum_tokens<FORMAT>(args, tokens, epoch, present, is_direct, patience);

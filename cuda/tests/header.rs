@@ -94,11 +94,13 @@ fn structures_of_moe_are_the_same_in_c() {
         pairs,
         of_others,
         summed,
+        sent,
         suspects,
         gathered,
         planned,
         received,
         refused,
+        reserved,
         abort,
         decisions
     ) + &fields!(

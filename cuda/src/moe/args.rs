@@ -73,6 +73,8 @@ pub struct MoeControl {
     pub of_others: u32,
     /// Of this rank's own, where there are many: how many slices the combine has taken to sum.
     pub summed: u32,
+    /// Likewise, of other ranks': how many it has taken to send.
+    pub sent: u32,
     /// Ranks whose table somebody has missed in this dispatch.
     pub suspects: u32,
     /// Blocks that have counted, where there are many tokens.
@@ -83,6 +85,8 @@ pub struct MoeControl {
     pub received: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
+    /// 0.
+    pub reserved: u32,
     /// Not 0: nobody waits any more.
     pub abort: u64,
     /// For each rank `2 * epoch + whether its table counts`.

@@ -335,7 +335,7 @@ fn a_rank_that_never_comes() {
     });
 }
 
-/// A rank that says what it will send, and does not: its rows are zeros, and no others.
+/// A rank that says what it will send, and does not: its rows are zeros, and no others; and it is sent no results.
 #[test]
 fn tokens_that_never_come() {
     for_seeds(60, |seed| {
@@ -360,6 +360,8 @@ fn tokens_that_never_come() {
             launches.extend(world.launches(rank, 0, plain(&mut random)));
         }
         run(&world, &launches, random.draw());
+        // Whoever was late is sent nothing.
+        world.check_results_poison();
         let layouts: Vec<Option<Layout>> = (0..3)
             .map(|rank| (rank != dead).then(|| world.round(0).layout(rank, &[0, 1, 2])))
             .collect();

@@ -423,8 +423,16 @@ impl World {
 
     /// Every slot holds poison again.
     pub(crate) fn check_poison(&self) {
+        self.check_poison_from(self.geometry.dispatch_at);
+    }
+
+    /// Every slot of results does.
+    pub(crate) fn check_results_poison(&self) {
+        self.check_poison_from(self.geometry.combine_at);
+    }
+
+    fn check_poison_from(&self, from: u64) {
         for (rank, memory) in self.ranks.iter().enumerate() {
-            let from = self.geometry.dispatch_at;
             let slots = memory.inbox.bytes(from, (self.geometry.inbox_bytes - from) as usize);
             assert!(slots.iter().all(|byte| *byte == 0xff), "something is left at rank {rank}");
         }
