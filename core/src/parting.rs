@@ -26,6 +26,31 @@ pub const DRAIN: Duration = Duration::from_millis(20);
 /// How long what was posted may take to complete as flushed.
 pub const FLUSH: Duration = Duration::from_millis(500);
 
+/// Whether a device says when a queue pair has drained, as far as is known. Who destroys one before it has loses what it has taken from a
+/// shared receive queue and not reported: so that is waited for, by a device that says so or may.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Draining {
+    is_silent: bool,
+}
+
+impl Draining {
+    /// How long to wait for it to say so of a queue pair that is cut.
+    #[must_use]
+    pub const fn patience(self) -> Duration {
+        if self.is_silent { Duration::ZERO } else { DRAIN }
+    }
+
+    /// It has said so of one.
+    pub const fn hear(&mut self) {
+        self.is_silent = false;
+    }
+
+    /// It was waited for as long, and has not.
+    pub const fn miss(&mut self) {
+        self.is_silent = true;
+    }
+}
+
 /// What of a session has not ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Standing {
@@ -128,6 +153,16 @@ mod tests {
     use super::*;
 
     const PATIENCE: u64 = 20;
+
+    #[test]
+    fn a_device_that_does_not_say_so_is_waited_for_once_until_it_does() {
+        let mut device = Draining::default();
+        assert_eq!(device.patience(), DRAIN);
+        device.miss();
+        assert_eq!(device.patience(), Duration::ZERO);
+        device.hear();
+        assert_eq!(device.patience(), DRAIN);
+    }
 
     fn millis(millis: u64) -> Time {
         Time::from_nanos(millis * 1_000_000)

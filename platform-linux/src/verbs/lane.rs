@@ -273,6 +273,8 @@ impl Lanes {
 pub(super) enum Role {
     /// Letters.
     Line,
+    /// Letters, before the line was made anew, which it is when this is done with the shared receive queue.
+    OldLine { is_drained: bool },
     /// The peer's writes, from this NIC of its, on this lane.
     Inlet { from: NicIndex, lane: u8 },
     /// Our writes.

@@ -12,11 +12,13 @@ use immwire_core::note::Passage;
 use immwire_core::peer::DownReason;
 use immwire_core::port::Queue;
 
+use super::device::QueuePair;
 use super::endings::must;
 use super::lane::{Done, Owner, Role};
 use super::resolver::Reach;
 use super::upkeep::{bit, nic_at};
 use super::{Nic, VerbsProvider, tag_of};
+use crate::provider::Sink;
 
 impl VerbsProvider {
     /// The line of this NIC does not work: it is cut. Notes go over another; without one the session is over.
@@ -58,15 +60,15 @@ impl VerbsProvider {
     }
 
     /// Has lines made anew that have rested, or that the peer asks for.
-    pub(super) fn open_lines(&mut self, index: u16) {
+    pub(super) fn open_lines<S: Sink>(&mut self, index: u16, sink: &mut S) {
         let lines = self.session(index).map_or(0, |session| session.lines.len());
         for at in 0..lines {
-            while self.mend_line(index, nic_at(at)) {}
+            while self.mend_line(index, nic_at(at), sink) {}
         }
     }
 
     /// Does what is next for a line; whether there may be more.
-    fn mend_line(&mut self, index: u16, nic: NicIndex) -> bool {
+    fn mend_line<S: Sink>(&mut self, index: u16, nic: NicIndex, sink: &mut S) -> bool {
         let (now, at) = (self.now, usize::from(nic));
         let usable = self.ports.get(at).is_some_and(Nic::is_usable);
         let session = self.session(index).filter(|it| it.life.is_open());
@@ -81,7 +83,7 @@ impl VerbsProvider {
         match line.state.next(now, usable, is_whole, !waits) {
             line::Step::Nothing => false,
             line::Step::Open { epoch } => {
-                let made = self.line_pair(index, at, None);
+                let made = self.line_pair(index, at, None, sink);
                 match self.session(index).zip(made.ok()) {
                     Some((session, queue)) => {
                         session.says.link.push((Passage { from: nic, to: nic, epoch }, queue));
@@ -101,7 +103,8 @@ impl VerbsProvider {
                 true
             }
             line::Step::Answer { epoch, theirs } => {
-                let made = theirs.ok_or(()).and_then(|it| self.line_pair(index, at, Some(it)));
+                let made =
+                    theirs.ok_or(()).and_then(|it| self.line_pair(index, at, Some(it), sink));
                 if made.is_err() {
                     self.break_line(index, nic);
                 }
@@ -114,14 +117,32 @@ impl VerbsProvider {
         }
     }
 
+    fn set_owner(&mut self, at: usize, pair: &QueuePair, owner: Option<Owner>) {
+        if let Some(port) = self.ports.get_mut(at) {
+            port.owners.set(pair.number(), owner);
+        }
+    }
+
     /// Makes our end of a line anew, connected if the other is given.
-    fn line_pair(&mut self, index: u16, at: usize, theirs: Option<Queue>) -> Result<Queue, ()> {
+    fn line_pair<S: Sink>(
+        &mut self,
+        index: u16,
+        at: usize,
+        theirs: Option<Queue>,
+        sink: &mut S,
+    ) -> Result<Queue, ()> {
+        let line = self.session(index).and_then(|session| session.lines.get_mut(at));
+        let (old, is_drained) = line.map_or((None, true), |it| (it.pair.take(), it.is_drained));
+        if let Some(old) = old {
+            must(old.cut());
+            let role = Role::OldLine { is_drained };
+            self.set_owner(at, &old, Some(Owner { session: index, role }));
+            self.drain(at, &[old.number()], sink);
+            self.set_owner(at, &old, None);
+        }
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let (session, port) = session.zip(self.ports.get_mut(at)).ok_or(())?;
         let line = session.lines.get_mut(at).ok_or(())?;
-        if let Some(old) = line.pair.take() {
-            port.owners.set(old.number(), None);
-        }
         let there = session.ports.get(at).ok_or(())?;
         let pair = port.line().and_then(|pair| {
             if let Some(theirs) = theirs {

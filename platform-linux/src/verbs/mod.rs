@@ -62,6 +62,12 @@
 //! A queue pair that is set to error sends and receives nothing more, and all that was posted on it completes. That
 //! concerns one peer; nobody else notices. What it had sent may still be on its way, until the receiver ends its side.
 //!
+//! What it had taken from the NIC's shared receive queue completes, too, and is posted again. With some devices it goes with the queue
+//! pair if that is destroyed before (ConnectX), and each path that breaks would leave the queue shorter. So one that receives is destroyed when its
+//! device has said that it takes no more (`IBV_EVENT_QP_LAST_WQE_REACHED`), as a rule some microseconds after the cut, and
+//! all was read. Soft-RoCE of older kernels does not say so: a device is waited for once, for 20 ms, and then no
+//! more until it does.
+//!
 //! # Who is gone
 //!
 //! A peer whose process is gone has no queue pairs any more: what is sent to it is not answered, and fails after the
@@ -127,6 +133,7 @@ use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::life::Notice;
 use immwire_core::note::LANES;
+use immwire_core::parting::Draining;
 use immwire_core::peer::DownReason;
 use immwire_core::pulse::patience;
 use immwire_core::tenant::device_key;
@@ -414,6 +421,7 @@ struct Nic {
     /// What letters are received into; outlives the queue that it is posted to.
     slab: Slab,
     health: Health,
+    draining: Draining,
 }
 
 /// How long a NIC's queues are.
@@ -474,6 +482,7 @@ impl Nic {
             domain,
             slab,
             health: Health::Up,
+            draining: Draining::default(),
         };
         nic.refill(1);
         Ok(nic)
@@ -827,6 +836,9 @@ impl VerbsProvider {
         };
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let Some(session) = session.filter(|session| !session.is_leaving()) else { return };
+        if matches!(role, Role::OldLine { .. }) {
+            return;
+        }
         if done.status != sys::IBV_WC_SUCCESS {
             match (role, done.status) {
                 // What is more than a letter, or not for the one who writes it.
@@ -836,7 +848,7 @@ impl VerbsProvider {
                 }
                 (Role::Line, _) => self.break_line(index, nic),
                 // Its queue pair failed or was cut; whoever writes there is told by its own.
-                (Role::Inlet { .. } | Role::Outlet { .. }, _) => {}
+                (Role::Inlet { .. } | Role::Outlet { .. } | Role::OldLine { .. }, _) => {}
             }
             return;
         }
@@ -1199,8 +1211,7 @@ impl Provider for VerbsProvider {
         let session = self.session(index).filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
         let inlet = session.inlets.get(at).ok_or(Unfenced)?;
         inlet.pairs.iter().flatten().for_each(|(pair, _)| endings::must(pair.cut()));
-        self.poll_nic(usize::from(path.to), self.last_rounds, sink);
-        self.close_inlet(index, at);
+        self.close_inlet(index, at, sink);
         let session = self.session(index).ok_or(Unfenced)?;
         let inlet = session.inlets.get(at).ok_or(Unfenced)?;
         let verdict = Verdict { epoch: inlet.epoch, arrived: inlet.arrived };

@@ -6,6 +6,7 @@
 //! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`).
 
 use std::sync::Arc;
+use std::time::Instant;
 
 use immwire_core::id::NicIndex;
 use immwire_core::life::Notice;
@@ -18,6 +19,7 @@ use super::lane::{Owner, Role};
 use super::paths::leads;
 use super::upkeep::{bit, nic_at};
 use super::{Nic, Tiding, VerbsProvider};
+use crate::provider::Sink;
 
 impl VerbsProvider {
     /// Looks for what devices tell by themselves.
@@ -34,7 +36,11 @@ impl VerbsProvider {
                             self.break_line(session, nic);
                         }
                         // Whoever writes there will notice.
-                        Some((_, Owner { role: Role::Inlet { .. }, .. })) | None => {}
+                        Some((
+                            _,
+                            Owner { role: Role::Inlet { .. } | Role::OldLine { .. }, .. },
+                        ))
+                        | None => {}
                     },
                     Event::PeerFailed { number } => {
                         let (now, owner) = (self.now, self.owner(at, number));
@@ -45,6 +51,9 @@ impl VerbsProvider {
                     }
                     Event::Drained { number } => {
                         if let Some((nic, owner)) = self.owner(at, number) {
+                            if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+                                port.draining.hear();
+                            }
                             self.drained(nic, owner, number);
                         }
                     }
@@ -99,6 +108,12 @@ impl VerbsProvider {
                     line.is_drained = true;
                 }
             }
+            Role::OldLine { .. } => {
+                let owner = Owner { session: index, role: Role::OldLine { is_drained: true } };
+                if let Some(port) = self.ports.get_mut(usize::from(nic)) {
+                    port.owners.set(number, Some(owner));
+                }
+            }
             Role::Inlet { from, .. } => {
                 let at = usize::from(from) * nics + usize::from(nic);
                 let inlet = self.session(index).and_then(|session| session.inlets.get_mut(at));
@@ -106,6 +121,50 @@ impl VerbsProvider {
                 for (_, drained) in pairs.filter(|(pair, _)| pair.number() == number) {
                     *drained = true;
                 }
+            }
+        }
+    }
+
+    /// Sees to it that nothing is lost with queue pairs of this NIC's that are cut, and are destroyed next: waits until they take no more from
+    /// the shared receive queue, and reads what they had taken, which is posted again. Else it is posted nowhere any more with devices
+    /// whose completions go with the queue pair (libmlx5's do). Takes no longer than `immwire_core::parting::Draining` says: as a rule some microseconds.
+    pub(super) fn drain<S: Sink>(&mut self, at: usize, numbers: &[u32], sink: &mut S) {
+        let begun = Instant::now();
+        while !numbers.iter().all(|&number| self.is_drained(at, number)) {
+            let port = self.ports.get_mut(at).filter(|port| !port.health.is_lost());
+            let Some(port) = port else { return };
+            if begun.elapsed() >= port.draining.patience() {
+                if !port.draining.patience().is_zero() {
+                    tracing::debug!(
+                        nic = at,
+                        "a device does not say when a queue pair has drained"
+                    );
+                }
+                port.draining.miss();
+                break;
+            }
+            std::thread::yield_now();
+            self.hear_devices();
+        }
+        self.poll_nic(at, self.last_rounds, sink);
+    }
+
+    /// Whether a queue pair that receives is done with the shared receive queue.
+    fn is_drained(&self, at: usize, number: u32) -> bool {
+        let owner = self.ports.get(at).and_then(|port| port.owners.get(number));
+        let session = |index: u16| self.sessions.get(usize::from(index))?.as_deref();
+        let Some((session, role)) = owner.and_then(|it| Some((session(it.session)?, it.role)))
+        else {
+            return true;
+        };
+        match role {
+            Role::Outlet { .. } => true,
+            Role::Line => session.lines.get(at).is_none_or(|line| line.is_drained),
+            Role::OldLine { is_drained } => is_drained,
+            Role::Inlet { from, .. } => {
+                let inlet = session.inlets.get(usize::from(from) * self.ports.len() + at);
+                let mut pairs = inlet.and_then(|it| it.pairs.as_ref()).into_iter().flatten();
+                pairs.find(|(pair, _)| pair.number() == number).is_none_or(|(_, drained)| *drained)
             }
         }
     }

@@ -25,7 +25,7 @@ use super::resolver::Reach;
 use super::session::{Inlet, Session};
 use super::upkeep::{bit, nic_at};
 use super::{INLINE_BYTES, Nic, QUEUE_DEPTH, Tiding, VerbsError, VerbsProvider};
-use crate::provider::Path;
+use crate::provider::{Path, Sink};
 
 /// Queue pairs of a path.
 const LANES_EACH: u8 = {
@@ -156,7 +156,7 @@ impl VerbsProvider {
     }
 
     /// Does what has waited for addresses of the peer's that are known by now, or known not to answer.
-    pub(super) fn connect_paths(&mut self, index: u16) {
+    pub(super) fn connect_paths<S: Sink>(&mut self, index: u16, sink: &mut S) {
         let open = self.session(index).filter(|session| session.life.is_open());
         // As many inlets, too.
         let paths = open.map_or(0, |session| session.outlets.len());
@@ -173,7 +173,7 @@ impl VerbsProvider {
             if let Some((passage, theirs)) = asked
                 && self.reach(index, passage.to, passage.from) != Reach::Waits
             {
-                self.open_inlet(index, passage, theirs);
+                self.open_inlet(index, passage, theirs, sink);
             }
         }
     }
@@ -305,8 +305,14 @@ impl VerbsProvider {
     }
 
     /// Destroys the ends of a path of the peer's, if there are any: nothing is written on their behalf any more.
-    pub(super) fn close_inlet(&mut self, index: u16, at: usize) {
+    pub(super) fn close_inlet<S: Sink>(&mut self, index: u16, at: usize, sink: &mut S) {
         let nics = self.ports.len().max(1);
+        let inlet = self.session(index).and_then(|session| session.inlets.get(at));
+        let numbers = inlet.and_then(|inlet| inlet.pairs.as_ref());
+        if let Some(numbers) = numbers.map(|pairs| pairs.each_ref().map(|(pair, _)| pair.number()))
+        {
+            self.drain(at % nics, &numbers, sink);
+        }
         let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
         else {
             return;
@@ -336,10 +342,19 @@ impl VerbsProvider {
     }
 
     /// Opens our ends of a path of the peer's, or says that we cannot.
-    fn open_inlet(&mut self, index: u16, passage: Passage, theirs: Queues) -> Option<()> {
+    fn open_inlet<S: Sink>(
+        &mut self,
+        index: u16,
+        passage: Passage,
+        theirs: Queues,
+        sink: &mut S,
+    ) -> Option<()> {
         let at = usize::from(passage.from) * self.ports.len() + usize::from(passage.to);
         // Nothing is in flight there, or the peer would have asked what arrived first.
-        self.close_inlet(index, at);
+        let inlet = self.session(index).and_then(|session| session.inlets.get(at));
+        let pairs = inlet.and_then(|inlet| inlet.pairs.as_ref()).into_iter().flatten();
+        pairs.for_each(|(pair, _)| must(pair.cut()));
+        self.close_inlet(index, at, sink);
         let opened = self.inlet_pairs(index, passage, theirs);
         let session = self.session(index)?;
         let inlet = session.inlets.get_mut(at)?;

@@ -121,8 +121,8 @@ impl VerbsProvider {
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.live.get(at) {
             self.release(index);
-            self.connect_paths(index);
-            self.open_lines(index);
+            self.connect_paths(index, sink);
+            self.open_lines(index, sink);
             self.open_outlets(index);
             self.greet(index);
             self.speak(index);
