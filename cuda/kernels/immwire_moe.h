@@ -154,7 +154,7 @@ typedef struct immwire_moe_args {
  *   immwire_moe_dispatch_fp8_fp16     from fp16
  *   immwire_moe_combine_bf16, _fp16   results
  *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
- *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens: other ranks may use either
+ *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens, the one with the other: other ranks may use either
  *
  * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * words + local * stride words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.

@@ -99,7 +99,7 @@ impl VerbsProvider {
         let Some(session) = self.session(index) else { return };
         let lanes: Vec<_> = session.outlets.iter().flat_map(Outlet::lanes).collect();
         let inlets = session.inlets.len();
-        (0..inlets).for_each(|at| self.close_inlet(index, at, sink));
+        (0..inlets).for_each(|at| self.close_inlet(index, at));
         for id in lanes {
             let nic = self.lanes.get(id).map_or(0, |lane| lane.nic);
             for work in self.close_lane(id) {

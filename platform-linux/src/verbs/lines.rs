@@ -132,13 +132,18 @@ impl VerbsProvider {
         sink: &mut S,
     ) -> Result<Queue, ()> {
         let line = self.session(index).and_then(|session| session.lines.get_mut(at));
-        let (old, is_drained) = line.map_or((None, true), |it| (it.pair.take(), it.is_drained));
-        if let Some(old) = old {
+        let line = line.ok_or(())?;
+        let (state, is_drained) = (line.state, line.is_drained);
+        if let Some(old) = line.pair.take() {
             must(old.cut());
             let role = Role::OldLine { is_drained };
             self.set_owner(at, &old, Some(Owner { session: index, role }));
             self.drain(at, &[old.number()], sink);
             self.set_owner(at, &old, None);
+            // The port may have gone down meanwhile: then so has this attempt.
+            let is_usable = self.ports.get(at).is_some_and(Nic::is_usable);
+            let line = self.session(index).and_then(|session| session.lines.get(at));
+            line.filter(|line| line.state == state && is_usable).ok_or(())?;
         }
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
         let (session, port) = session.zip(self.ports.get_mut(at)).ok_or(())?;
@@ -154,7 +159,8 @@ impl VerbsProvider {
             tracing::warn!(peer = %session.peer, at, %error, "a line could not be opened");
         })?;
         port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Line }));
-        line.is_drained = false;
+        // One that is not connected has taken nothing, and no device says so of it.
+        line.is_drained = theirs.is_none();
         let queue = pair.queue();
         line.pair = Some(pair);
         Ok(queue)
@@ -169,6 +175,7 @@ impl VerbsProvider {
         let (word, len) = session.courier.word().encode();
         let line = session.lines.get_mut(at)?;
         let pair = line.pair.as_ref().filter(|_| theirs.is_some())?;
+        line.is_drained = false;
         self.resolver.connect(self.now, (at, pair), (there, theirs)).ok()?;
         pair.send_inline(id, word.get(..len)?).ok()?;
         line.state.post();

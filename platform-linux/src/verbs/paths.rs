@@ -304,15 +304,20 @@ impl VerbsProvider {
         flights
     }
 
-    /// Destroys the ends of a path of the peer's, if there are any: nothing is written on their behalf any more.
-    pub(super) fn close_inlet<S: Sink>(&mut self, index: u16, at: usize, sink: &mut S) {
-        let nics = self.ports.len().max(1);
+    /// Cuts the ends of a path of the peer's, if there are any, and reads what they have received.
+    pub(super) fn drain_inlet<S: Sink>(&mut self, index: u16, at: usize, sink: &mut S) {
         let inlet = self.session(index).and_then(|session| session.inlets.get(at));
-        let numbers = inlet.and_then(|inlet| inlet.pairs.as_ref());
-        if let Some(numbers) = numbers.map(|pairs| pairs.each_ref().map(|(pair, _)| pair.number()))
-        {
-            self.drain(at % nics, &numbers, sink);
-        }
+        let Some(pairs) = inlet.and_then(|inlet| inlet.pairs.as_ref()) else { return };
+        let numbers = pairs.each_ref().map(|(pair, _)| {
+            must(pair.cut());
+            pair.number()
+        });
+        self.drain(at % self.ports.len().max(1), &numbers, sink);
+    }
+
+    /// Destroys the ends of a path of the peer's, if there are any: nothing is written on their behalf any more.
+    pub(super) fn close_inlet(&mut self, index: u16, at: usize) {
+        let nics = self.ports.len().max(1);
         let Some(session) = self.sessions.get_mut(usize::from(index)).and_then(Option::as_mut)
         else {
             return;
@@ -351,14 +356,14 @@ impl VerbsProvider {
     ) -> Option<()> {
         let at = usize::from(passage.from) * self.ports.len() + usize::from(passage.to);
         // Nothing is in flight there, or the peer would have asked what arrived first.
-        let inlet = self.session(index).and_then(|session| session.inlets.get(at));
-        let pairs = inlet.and_then(|inlet| inlet.pairs.as_ref()).into_iter().flatten();
-        pairs.for_each(|(pair, _)| must(pair.cut()));
-        self.close_inlet(index, at, sink);
+        self.drain_inlet(index, at, sink);
+        self.close_inlet(index, at);
         let opened = self.inlet_pairs(index, passage, theirs);
         let session = self.session(index)?;
         let inlet = session.inlets.get_mut(at)?;
-        *inlet = Inlet { epoch: passage.epoch, ..Inlet::default() };
+        // What has been asked for meanwhile waits.
+        let asked = inlet.asked.filter(|(later, _)| later.epoch != passage.epoch);
+        *inlet = Inlet { epoch: passage.epoch, asked, ..Inlet::default() };
         match opened {
             Ok(pairs) => {
                 let queues = pairs.each_ref().map(QueuePair::queue);
