@@ -23,7 +23,7 @@ use crate::id::Time;
 
 /// How long a device that does not say when it has drained may take for it.
 pub const DRAIN: Duration = Duration::from_millis(20);
-/// How long one is waited for that has not said so before: if it does after all, it is as a rule within some microseconds.
+/// How long one is waited for that was waited for in vain before: long enough to hear what it has said by then.
 pub const SILENT: Duration = Duration::from_micros(100);
 /// How long what was posted may take to complete as flushed.
 pub const FLUSH: Duration = Duration::from_millis(500);

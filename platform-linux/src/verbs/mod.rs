@@ -63,9 +63,9 @@
 //! concerns one peer; nobody else notices. What it had sent may still be on its way, until the receiver ends its side.
 //!
 //! What it had taken from the NIC's shared receive queue completes, too, and is posted again. With some devices it goes with the queue
-//! pair if that is destroyed before (ConnectX), and each path that breaks would leave the queue shorter. So one that receives is destroyed when its
-//! device has said that it takes no more (`IBV_EVENT_QP_LAST_WQE_REACHED`), as a rule some microseconds after the cut, and
-//! all was read. Soft-RoCE of older kernels does not say so: a device is waited for once for 20 ms, in which the engine does nothing else, and then
+//! pair if that is destroyed before (ConnectX, by libmlx5's text), and each path that breaks would leave the queue shorter. So one that receives is destroyed when its
+//! device has said that it takes no more (`IBV_EVENT_QP_LAST_WQE_REACHED`) and
+//! all was read. Soft-RoCE of Linux 6.1 does not say so: a device is waited for once for 20 ms, in which the engine does nothing else, and then
 //! for 0.1 ms until it does.
 //!
 //! # Who is gone

@@ -127,7 +127,7 @@ impl VerbsProvider {
 
     /// Sees to it that nothing is lost with queue pairs of this NIC's that are cut, and are destroyed next: waits until they take no more from
     /// the shared receive queue, and reads what they had taken, which is posted again. Else it is posted nowhere any more with devices
-    /// whose completions go with the queue pair (libmlx5's do). Takes no longer than `immwire_core::parting::Draining` says: as a rule some microseconds.
+    /// whose completions go with the queue pair (libmlx5's do). Takes no longer than `immwire_core::parting::Draining` says.
     /// What devices tell and peers say meanwhile is heard: afterwards paths and lines may be broken, and sessions about to leave.
     pub(super) fn drain<S: Sink>(&mut self, at: usize, numbers: &[u32], sink: &mut S) {
         let begun = Instant::now();
