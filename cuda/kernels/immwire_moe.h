@@ -72,9 +72,9 @@ typedef struct immwire_moe_control {
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
   uint32_t planned;  /* of them, those that have planned */
   uint32_t received; /* how many tokens have been taken to be received */
+  uint32_t parts;    /* how many parts of tokens have been taken to be sent, where there are many */
   /* For good. */
   uint32_t refused;  /* set by the first who reports a choice that is none */
-  uint32_t reserved;
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
 } immwire_moe_control;

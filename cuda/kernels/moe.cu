@@ -621,10 +621,11 @@ struct Quantised {
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
 
   struct Ahead {
+    // Of the vectors from `first` on.
     template <typename CREW>
-    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true) : low(vector_of(0)), high(vector_of(0)) {
-      if (!is_read || crew.me >= args.values / 16) return;
-      const uint64_t x = args.x + uint64_t(token) * args.values * 2 + 32 * crew.me;
+    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true, uint32_t first = 0) : low(vector_of(0)), high(vector_of(0)) {
+      if (!is_read || first + crew.me >= args.values / 16) return;
+      const uint64_t x = args.x + uint64_t(token) * args.values * 2 + 32 * (first + crew.me);
       low = load_bulk<CREW::MANY>(x), high = load_bulk<CREW::MANY>(x + 16);
     }
     uint4 low, high;
@@ -632,18 +633,23 @@ struct Quantised {
 
   template <typename CREW, typename PLACES>
   __device__ static void send(const Args &args, uint32_t token, CREW crew, const Ahead &ahead, PLACES to) {
+    send_part(args, token, crew, ahead, to, 0, args.values / 16);
+  }
+
+  // A part of it, from vector `first` on, up to `end`; whole steps of the crew's, but for a token's last.
+  template <typename CREW, typename PLACES>
+  __device__ static void send_part(const Args &args, uint32_t token, CREW crew, const Ahead &ahead, PLACES to, uint32_t first, uint32_t end) {
     const uint64_t x = args.x + uint64_t(token) * args.values * 2;
-    const uint32_t vectors = args.values / 16;
     uint4 low = ahead.low, high = ahead.high;
     uint32_t gathered = 0;
     // Whole warps, for eight lanes each find their largest value together; lanes past the end have zeros. The next ones are read while
     // these are worked on.
-    for (uint32_t start = 0; start < vectors; start += crew.of) {
+    for (uint32_t start = first; start < end; start += crew.of) {
       const uint32_t v = start + crew.me, next = v + crew.of;
       float values[2][8];
       unpack<FORMAT>(values[0], low), unpack<FORMAT>(values[1], high);
       low = high = vector_of(0);
-      if (next < vectors) low = load_bulk<CREW::MANY>(x + 32 * next), high = load_bulk<CREW::MANY>(x + 32 * next + 16);
+      if (next < end) low = load_bulk<CREW::MANY>(x + 32 * next), high = load_bulk<CREW::MANY>(x + 32 * next + 16);
       float peak = SMALLEST_PEAK;
 #pragma unroll
       for (uint32_t i = 0; i < 16; ++i) peak = fmaxf(peak, fabsf(values[i / 8][i % 8]));
@@ -670,13 +676,13 @@ struct Quantised {
       uint32_t bytes = exponent;
       if (powers) {
         // Four of them make up a word; none where there are no values any more.
-        if (v >= vectors) bytes = 0;
+        if (v >= end) bytes = 0;
         bytes |= __shfl_down_sync(ALL_LANES, bytes, SHARE) << 8;
         bytes |= __shfl_down_sync(ALL_LANES, bytes, 2 * SHARE) << 16;
       }
-      if (start == 0) to.know();
-      if constexpr (CREW::MANY) gather_scales(args, start / WARP, vectors, powers ? bytes : __float_as_uint(scale), gathered, to);
-      if (v >= vectors) continue;
+      if (start == first) to.know();
+      if constexpr (CREW::MANY) gather_scales(args, start / WARP, first, end, powers ? bytes : __float_as_uint(scale), gathered, to);
+      if (v >= end) continue;
       to.vector(v, uint4{word[0], word[1], word[2], word[3]});
       if (CREW::MANY) continue;
       if (powers && v % WARP == 0) to.word(v / WARP, bytes);
@@ -688,13 +694,13 @@ struct Quantised {
   // Of step `nth` of a warp, which makes a few words of scales: they go out when each lane has one, or no more will come. Those of each step
   // would be a packet of their own on the wire, of more head than body.
   template <typename PLACES>
-  __device__ static void gather_scales(const Args &args, uint32_t nth, uint32_t vectors, uint32_t word, uint32_t &gathered, const PLACES &to) {
+  __device__ static void gather_scales(const Args &args, uint32_t nth, uint32_t first, uint32_t end, uint32_t word, uint32_t &gathered, const PLACES &to) {
     const uint32_t each = args.flags & IMMWIRE_MOE_POWER_SCALES ? 1 : WARP / SHARE, steps = WARP / each, lane = threadIdx.x % WARP;
     const uint32_t made = __shfl_sync(ALL_LANES, word, lane % each * SHARE);
     if (lane / each == nth % steps) gathered = made;
-    if (nth % steps != steps - 1 && (nth + 1) * WARP < vectors) return;
+    if (nth % steps != steps - 1 && (nth + 1) * WARP < end) return;
     const uint32_t at = nth / steps * WARP + lane;
-    if (at * steps < vectors) to.word(at, gathered);
+    if (at * steps >= first && at * steps < end) to.word(at, gathered);
   }
 };
 
@@ -1499,7 +1505,7 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
   control.next_parity = control.parity ^ 1;
   control.left_out = control.absent;
   control.suspects = 0;
-  control.gathered = control.planned = control.received = 0;
+  control.gathered = control.planned = control.received = control.parts = 0;
 }
 
 template <typename FORMAT, bool EXACT>
@@ -1539,6 +1545,7 @@ static_assert(IMMWIRE_MOE_CHUNK < 256, "a count is a byte");
 constexpr uint32_t LOOKED_UP = 4; // Tokens whose choices a warp reads at a time.
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
+constexpr uint32_t PART_STEPS = 2; // Of 32 vectors: what of a token a warp sends at a time.
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
 constexpr uint32_t OWN = 2;  // and of how many rows.
 
@@ -1900,24 +1907,38 @@ __device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, 
   }
 }
 
-// Sends the tokens of a share.
+// One warp: sends a token, or vectors of it.
+template <typename PAYLOAD>
+__device__ void send_token(const Args &args, uint32_t token, uint32_t first, uint32_t end, uint32_t present, bool is_direct) {
+  bool is_wrong = false; // Who sends the choice says so.
+  const uint32_t all = ranks_of(args, expert_of(args, Choice(args, token), is_wrong), present);
+  const uint32_t goes_to = all & ~(is_direct ? 1u << args.rank : 0);
+  const bool is_left = are_left_here<PAYLOAD>(args, is_direct) && goes_to != all;
+  if (goes_to == 0 && !is_left) return;
+  const auto ranks = [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); };
+  const uint64_t offset = token_offset(args, args.rank, token);
+  if constexpr (PAYLOAD::KEYED) {
+    PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()), Slots<decltype(ranks)>(args, offset, ranks));
+  } else {
+    const uint32_t row = is_left ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
+    const typename PAYLOAD::Ahead ahead(args, token, WarpCrew(), true, first);
+    PAYLOAD::send_part(args, token, WarpCrew(), ahead, SlotsAndOwn<decltype(ranks)>(args, offset, ranks, row), first, end);
+  }
+}
+
+// Sends the tokens of a share. Warps are dealt as many as there are for all of them, and take turns with the rest, a token and a half or less
+// for each, part by part: SMs that share a part of the GPU's way out are slower than others.
 template <typename PAYLOAD>
 __device__ void send_tokens_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t present, bool is_direct) {
-  for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
-    bool is_wrong = false; // Who sends the choice says so.
-    const uint32_t all = ranks_of(args, expert_of(args, Choice(args, token), is_wrong), present);
-    const uint32_t goes_to = all & ~(is_direct ? 1u << args.rank : 0);
-    const bool is_left = are_left_here<PAYLOAD>(args, is_direct) && goes_to != all;
-    if (goes_to == 0 && !is_left) continue;
-    const auto ranks = [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); };
-    const typename PAYLOAD::Ahead ahead(args, token, WarpCrew());
-    const uint64_t offset = token_offset(args, args.rank, token);
-    if constexpr (PAYLOAD::KEYED) {
-      PAYLOAD::send(args, token, WarpCrew(), ahead, Slots<decltype(ranks)>(args, offset, ranks));
-    } else {
-      const uint32_t row = is_left ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
-      PAYLOAD::send(args, token, WarpCrew(), ahead, SlotsAndOwn<decltype(ranks)>(args, offset, ranks, row));
-    }
+  const uint32_t half = dealt.step / 2, until = tokens > half ? (tokens - half) / dealt.step * dealt.step : 0;
+  // A token that has one key for all of it is not cut.
+  const uint32_t vectors = args.values / 16, len = PAYLOAD::KEYED ? ~0u : PART_STEPS * WARP;
+  const uint32_t parts = PAYLOAD::KEYED ? 1 : (vectors + len - 1) / len;
+  for (uint32_t token = dealt.first; token < until; token += dealt.step) send_token<PAYLOAD>(args, token, 0, vectors, present, is_direct);
+  Turns turns(control_of(args)->parts);
+  for (uint32_t turn = turns.take(); turn < (tokens - until) * parts; turn = turns.take()) {
+    const uint32_t first = turn % parts * len;
+    send_token<PAYLOAD>(args, until + turn / parts, first, min(first + len, vectors), present, is_direct);
   }
 }
 

@@ -99,8 +99,8 @@ fn structures_of_moe_are_the_same_in_c() {
         gathered,
         planned,
         received,
+        parts,
         refused,
-        reserved,
         abort,
         decisions
     ) + &fields!(

@@ -83,10 +83,10 @@ pub struct MoeControl {
     pub planned: u32,
     /// How many tokens have been taken to be received.
     pub received: u32,
+    /// How many parts of tokens have been taken to be sent, where there are many.
+    pub parts: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
-    /// 0.
-    pub reserved: u32,
     /// Not 0: nobody waits any more.
     pub abort: u64,
     /// For each rank `2 * epoch + whether its table counts`.

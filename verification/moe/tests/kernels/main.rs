@@ -197,7 +197,7 @@ fn largest(exact: bool) {
     world.check_poison();
 }
 
-/// Scales go out when a warp has one for each lane: of tokens that end just before that, with it and after it.
+/// Scales go out when a warp has one for each lane: of tokens that end just before that, with it and after it. And part by part.
 #[test]
 fn scales_of_long_tokens() {
     for (scales, steps) in [(Scales::Float, 8), (Scales::Power, 32)] {
@@ -206,7 +206,7 @@ fn scales_of_long_tokens() {
             let shape = Shape {
                 firsts: vec![0, 2, 3],
                 top_k: 2,
-                max_tokens: 2,
+                max_tokens: 3, // Of which two warps are dealt one each, and take turns with the third.
                 payload,
                 values,
                 results: Number::Bf16,
@@ -228,7 +228,7 @@ fn scales_of_long_tokens() {
             };
             for (turn, slots) in [false, true].into_iter().enumerate() {
                 let style = Style { slots, ..style };
-                let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 2)).collect();
+                let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 3)).collect();
                 world.add_turn(tokens, &mut random);
                 let launches: Vec<Launch> =
                     (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
