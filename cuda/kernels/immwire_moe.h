@@ -25,6 +25,8 @@
 #define IMMWIRE_MOE_THREADS 512
 /* What a block has in hand at a time: tokens whose results it sends, tables that it reads, results that it adds up. */
 #define IMMWIRE_MOE_BATCH 4
+/* Parts that a token is cut into for different blocks, at the most, where there are few. */
+#define IMMWIRE_MOE_PARTS 8
 /* Tokens of one source that are counted together where there are many; fewer if there are blocks for them. */
 #define IMMWIRE_MOE_CHUNK 64
 /* Of tables; 1 comes after it. */
@@ -156,7 +158,7 @@ typedef struct immwire_moe_args {
  *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
  *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens, the one with the other: other ranks may use either
  *
- * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + 2 * words + local * stride words, and as many halves as the last
+ * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + words + local * stride words, and as many halves as the last
  * term; words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.
  * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + chunks + 2 * IMMWIRE_MOE_THREADS words;
  * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,

@@ -98,6 +98,16 @@ __device__ inline void follow() {
 // Of a whole warp's words, the bits that any of them has.
 __device__ inline uint32_t any_of(uint32_t word) { return __reduce_or_sync(0xffffffffu, word); }
 
+// Their sum.
+__device__ inline uint32_t sum_of(uint32_t word) { return __reduce_add_sync(0xffffffffu, word); }
+
+// Sets bits of a word of shared memory if a condition holds; without a branch.
+__device__ inline void or_if(bool holds, uint32_t *word, uint32_t bits) {
+  asm volatile("{ .reg .pred p; setp.ne.u32 p, %2, 0; @p red.shared.or.b32 [%0], %1; }" ::"r"(uint32_t(__cvta_generic_to_shared(word))),
+               "r"(bits), "r"(uint32_t(holds))
+               : "memory");
+}
+
 // Between looks at something that takes long.
 __device__ inline void pause() {}
 

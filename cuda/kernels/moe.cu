@@ -128,19 +128,18 @@ class Patience {
   bool over = false;
 };
 
-// What a look is made of, and when it was not in vain.
+// What a look is made of, and its highest word: if that is poison, it was in vain.
 struct Vector {
   using Held = uint4;
   __device__ static Held look(uint64_t from) { return load_shared_vector(from); }
-  __device__ static bool is_there(const Held &held) {
-    return held.x != POISON && held.y != POISON && held.z != POISON && held.w != POISON;
-  }
+  __device__ static uint32_t highest(const Held &held) { return max(max(held.x, held.y), max(held.z, held.w)); }
 };
 struct Word {
   using Held = uint32_t;
   __device__ static Held look(uint64_t from) { return load_shared_word(from); }
-  __device__ static bool is_there(Held held) { return held != POISON; }
+  __device__ static uint32_t highest(Held held) { return held; }
 };
+static_assert(POISON == ~0u, "no word is higher");
 
 // Looks at those of `from` whose bit is set in `wanted`, side by side.
 template <typename T, uint32_t COUNT>
@@ -154,10 +153,15 @@ __device__ void look_at(typename T::Held (&held)[COUNT], const uint64_t (&from)[
 template <typename T, uint32_t COUNT>
 __device__ uint32_t await_looked(typename T::Held (&held)[COUNT], const uint64_t (&from)[COUNT], uint32_t wanted, Patience &patience) {
   for (;;) {
+    // Whether all are there is soon known, which of them are is not.
+    uint32_t highest = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < COUNT; ++i) highest = max(highest, wanted >> i & 1 ? T::highest(held[i]) : 0);
+    if (highest != POISON) return 0;
 #pragma unroll
     for (uint32_t i = 0; i < COUNT; ++i)
-      if ((wanted >> i & 1) && T::is_there(held[i])) wanted &= ~(1u << i);
-    if (wanted == 0 || patience.is_over()) return wanted;
+      if ((wanted >> i & 1) && T::highest(held[i]) != POISON) wanted &= ~(1u << i);
+    if (patience.is_over()) return wanted;
     look_at<T>(held, from, wanted);
   }
 }
@@ -223,7 +227,6 @@ struct Fixed {
   uint32_t routes[2];   // Ranks of the token that is sent, and of the next one.
   uint32_t missing;     // Ranks whose tables are not whole.
   uint32_t absent;      // Ranks whose tables do not count.
-  uint32_t total;       // Tokens that are here.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
@@ -231,52 +234,66 @@ struct Fixed {
     Rows rows[2][BATCH];
     uint32_t rows_of_warp[IMMWIRE_MOE_THREADS]; // Of the token that each takes to its rows.
   };
-  Pair pairs[IMMWIRE_MOE_THREADS / WARP]; // These tokens.
+  uint32_t of_group[IMMWIRE_MOE_MAX_EXPERTS / WARP + 1]; // How many rows so many experts have together.
   uint8_t nth[2][IMMWIRE_MOE_MAX_TOP_K]; // Where sums are exact: which of its rank's results each is.
 };
 static_assert(sizeof(Fixed) <= 4 * IMMWIRE_MOE_FIXED_WORDS, "IMMWIRE_MOE_FIXED_WORDS");
 
-  // Exclusive sums of `get`, given to `put`, by one warp; the total. A lane adds up four in a row.
-  template <typename GET, typename PUT>
-  __device__ uint32_t prefix(uint32_t count, GET get, PUT put) {
-    constexpr uint32_t EACH = 4;
-    const uint32_t lane = threadIdx.x % WARP;
-    uint32_t all = 0;
-#pragma unroll 1
-    for (uint32_t start = 0; start < count; start += WARP * EACH) {
-      const uint32_t first = start + lane * EACH;
-      uint32_t own[EACH], sum = 0;
+// One warp: what the lanes before have, and what all have.
+__device__ uint32_t sum_before(uint32_t value, uint32_t &all) {
+  uint32_t sum = value;
 #pragma unroll
-      for (uint32_t i = 0; i < EACH; ++i) own[i] = first + i < count ? get(first + i) : 0, sum += own[i];
-      const uint32_t mine = sum;
-#pragma unroll
-      for (uint32_t step = 1; step < WARP; step *= 2) {
-        const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
-        if (lane >= step) sum += lower;
-      }
-      uint32_t so_far = all + sum - mine;
-#pragma unroll
-      for (uint32_t i = 0; i < EACH; ++i) {
-        if (first + i < count) put(first + i, so_far);
-        so_far += own[i];
-      }
-      all += __shfl_sync(ALL_LANES, sum, WARP - 1);
-    }
-    return all;
+  for (uint32_t step = 1; step < WARP; step *= 2) {
+    const uint32_t lower = __shfl_up_sync(ALL_LANES, sum, step);
+    if (threadIdx.x % WARP >= step) sum += lower;
   }
+  all = __shfl_sync(ALL_LANES, sum, WARP - 1);
+  return sum - value;
+}
+
+// Exclusive sums of `get`, given to `put`, by one warp; the total. A lane adds up four in a row.
+template <typename GET, typename PUT>
+__device__ uint32_t prefix(uint32_t count, GET get, PUT put) {
+  constexpr uint32_t EACH = 4;
+  uint32_t all = 0;
+#pragma unroll 1
+  for (uint32_t start = 0; start < count; start += WARP * EACH) {
+    const uint32_t first = start + threadIdx.x % WARP * EACH;
+    uint32_t own[EACH], sum = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < EACH; ++i) own[i] = first + i < count ? get(first + i) : 0, sum += own[i];
+    uint32_t these, so_far = all + sum_before(sum, these);
+#pragma unroll
+    for (uint32_t i = 0; i < EACH; ++i) {
+      if (first + i < count) put(first + i, so_far);
+      so_far += own[i];
+    }
+    all += these;
+  }
+  return all;
+}
+
+// How many times a number may be doubled and not be more than `most`, but no more often than `limit`.
+__device__ uint32_t doublings(uint32_t number, uint32_t most, uint32_t limit) {
+  const int times = min(int(__clz(number)) - int(__clz(most)), int(limit));
+  if (times <= 0) return 0;
+  return times - (number << times > most ? 1 : 0);
+}
 
 // What blocks work out from the tables: for each expert here a bit for each token that chose it, by source and number; and
-// a bit for each token that is here, by the order in which they are dealt to blocks: 32 of one source after the other.
+// a bit for each token that is here, in the order in which results are sent back: 32 of one source after the other.
+//
+// Each step of it keeps all that receive waiting. So what there is of it is done with few branches, which cost some 40 cycles if
+// they are taken, and few barriers.
 class Routes {
  public:
   __device__ Routes(const Args &args, uint32_t *words)
       : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), stride(this->words | 1), first(args.firsts[args.rank]),
-        local(args.firsts[args.rank + 1] - first), rank(args.rank), by_world(world) {
+        local(args.firsts[args.rank + 1] - first), rank(args.rank), by_span(span) {
     fixed = reinterpret_cast<Fixed *>(words);
     offsets = words + IMMWIRE_MOE_FIXED_WORDS;
     here = offsets + local + 1;
-    here_before = here + this->words;
-    chosen = here_before + this->words;
+    chosen = here + this->words;
     before = reinterpret_cast<uint16_t *>(chosen + local * stride);
   }
 
@@ -285,32 +302,19 @@ class Routes {
     for (uint32_t i = threadIdx.x; i < local * stride; i += blockDim.x) chosen[i] = 0;
   }
 
-  // Takes two choices of a token, as tables have them.
-  __device__ void take(uint32_t source, uint32_t token, uint32_t experts) {
-    const uint32_t at = source * span + token / 32, bit = 1u << token % 32;
+  // Takes two choices of a token whose bit that is in word `at` of each expert's, if they are there; as tables have them.
+  __device__ void take(uint32_t at, uint32_t bit, uint32_t experts, bool are_there) {
     const uint32_t one = (experts & 0xffff) - first, other = (experts >> 16) - first;
-    if (one < local) atomicOr(&chosen[one * stride + at], bit);
-    if (other < local) atomicOr(&chosen[other * stride + at], bit);
+    machine::or_if(are_there && one < local, chosen + one * stride + at, bit);
+    machine::or_if(are_there && other < local, chosen + other * stride + at, bit);
   }
 
   // Once all are taken: how many bits are set before each word, and where each expert's rows begin. All threads call it, and
   // then come to a barrier.
   __device__ void count(uint32_t padding) {
     const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
-    if (words <= FEW_WORDS) {
-      // A thread for each expert. All of its words are read before anything is stored.
-      for (uint32_t expert = threadIdx.x; expert < local; expert += blockDim.x) {
-        uint32_t bits[FEW_WORDS], sum = 0;
-#pragma unroll
-        for (uint32_t i = 0; i < FEW_WORDS; ++i) bits[i] = i < words ? chosen[expert * stride + i] : 0;
-#pragma unroll
-        for (uint32_t i = 0; i < FEW_WORDS; ++i) {
-          if (i < words) before[expert * stride + i] = uint16_t(sum);
-          sum += __popc(bits[i]);
-        }
-        offsets[expert] = sum;
-      }
-    } else {
+    const bool are_few = words <= FEW_WORDS;
+    if (!are_few) {
       // A warp for each.
       for (uint32_t expert = warp; expert < local; expert += warps) {
         const uint32_t *from = chosen + expert * stride;
@@ -318,25 +322,32 @@ class Routes {
         const uint32_t all = prefix(words, [&](uint32_t i) { return __popc(from[i]); }, [&](uint32_t i, uint32_t sum) { to[i] = uint16_t(sum); });
         if (lane == 0) offsets[expert] = all;
       }
+      __syncthreads();
+    }
+    // A thread for each, and for the place behind the last one. Rows begin after those of the group's experts before it, and of groups before.
+#pragma unroll 1
+    for (uint32_t low = warp * WARP; low <= local; low += blockDim.x) {
+      const uint32_t expert = low + lane;
+      uint32_t rows = 0, all;
+      if (expert < local) rows = are_few ? count_few(expert) : offsets[expert];
+      if (padding != 1) rows = (rows + padding - 1) / padding * padding;
+      const uint32_t lower = sum_before(rows, all);
+      if (expert <= local) offsets[expert] = lower;
+      if (lane == 0) fixed->of_group[low / WARP] = all;
     }
     // A warp for 32 tokens of a source. The next rank's first, so that those who send results do not all begin with one.
+#pragma unroll 1
     for (uint32_t at = warps - 1 - warp; at < words; at += warps) {
       uint32_t bits = 0;
-      for (uint32_t expert = lane; expert < local; expert += WARP) bits |= chosen[expert * stride + at];
+#pragma unroll 1
+      for (uint32_t low = lane; low < local; low += WARP * SIDE) {
+#pragma unroll
+        for (uint32_t i = 0; i < SIDE; ++i)
+          if (low + i * WARP < local) bits |= chosen[(low + i * WARP) * stride + at];
+      }
       bits = machine::any_of(bits);
-      const uint32_t source = at / span, turn = source > rank ? source - rank - 1 : source + world - rank - 1;
-      if (lane == 0) here[(at - source * span) * world + turn] = bits;
-    }
-    __syncthreads();
-    // Two warps, for two sums; one after the other where there is only one.
-    if (warp == 0) {
-      const uint32_t all = prefix(local, [&](uint32_t i) { return padding == 1 ? offsets[i] : (offsets[i] + padding - 1) / padding * padding; },
-                                  [&](uint32_t i, uint32_t sum) { offsets[i] = sum; });
-      if (lane == 0) offsets[local] = all;
-    }
-    if (warp == (warps > 1 ? 1 : 0)) {
-      const uint32_t all = prefix(words, [&](uint32_t i) { return __popc(here[i]); }, [&](uint32_t i, uint32_t sum) { here_before[i] = sum; });
-      if (lane == 0) fixed->total = all;
+      const uint32_t source = by_span.into(at);
+      if (lane == 0) here[(at - source * span) * world + turn_of(source)] = bits;
     }
   }
 
@@ -346,41 +357,68 @@ class Routes {
     return before[last] + __popc(chosen[last]);
   }
 
+  // Where those of an expert begin, or end those of the last.
+  __device__ uint32_t offset(uint32_t expert) const {
+    uint32_t sum = offsets[expert];
+#pragma unroll 1
+    for (uint32_t low = 0; low < local / WARP; low += SIDE) {
+#pragma unroll
+      for (uint32_t i = 0; i < SIDE; ++i)
+        if (low + i < expert / WARP) sum += fixed->of_group[low + i];
+    }
+    return sum;
+  }
+
   // The row of a token that chose expert `mine` of this rank's.
   __device__ uint32_t row(uint32_t mine, uint32_t source, uint32_t token) const {
     const uint32_t at = mine * stride + source * span + token / 32;
-    return offsets[mine] + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
+    return offset(mine) + before[at] + __popc(chosen[at] & ((1u << token % 32) - 1));
   }
 
-  // The `n`-th token that is here, of more than so many; by a whole warp.
-  __device__ void find(uint32_t n, uint32_t &source, uint32_t &token) const {
-    const uint32_t lane = threadIdx.x % WARP;
-    // The last word that has no more than `n` before it.
-    uint32_t word = 0;
-    for (uint32_t start = 0; start < words; start += WARP) {
-      const uint32_t not_past = __ballot_sync(ALL_LANES, start + lane < words && here_before[start + lane] <= n);
-      if (not_past == 0) break;
-      word = start + __popc(not_past) - 1;
+  // Which of the tokens that are here one is, and how many they are; by a whole warp.
+  __device__ uint32_t number(uint32_t source, uint32_t token, uint32_t &all) const {
+    const uint32_t word = token / 32 * world + turn_of(source);
+    uint32_t lower = 0, sum = 0;
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x % WARP; at < words; at += WARP) {
+      const uint32_t bits = here[at];
+      sum += __popc(bits);
+      if (at <= word) lower += __popc(at == word ? bits & ((1u << token % 32) - 1) : bits);
     }
-    const uint32_t bits = here[word], skip = n - here_before[word];
-    const uint32_t bit = __ballot_sync(ALL_LANES, (bits >> lane & 1) && __popc(bits & ranks_below(lane)) == skip);
-    const uint32_t group = by_world.into(word);
-    token = group * 32 + __ffs(bit) - 1;
-    source = rank + 1 + (word - group * world);
-    if (source >= world) source -= world;
+    all = machine::sum_of(sum);
+    return machine::sum_of(lower);
   }
 
   Fixed *fixed;
-  uint32_t *offsets;
   uint32_t world, span, words, stride, first, local;
 
  private:
-  static constexpr uint32_t FEW_WORDS = 16;
+  // Of an expert: how many bits are set before each of its words, and in all.
+  __device__ uint32_t count_few(uint32_t expert) const {
+    uint32_t sum = 0;
+#pragma unroll 1
+    for (uint32_t low = 0; low < words; low += SIDE) {
+      uint32_t bits[SIDE];
+#pragma unroll
+      for (uint32_t i = 0; i < SIDE; ++i) bits[i] = low + i < words ? chosen[expert * stride + low + i] : 0;
+#pragma unroll
+      for (uint32_t i = 0; i < SIDE; ++i) {
+        if (low + i < words) before[expert * stride + low + i] = uint16_t(sum);
+        sum += __popc(bits[i]);
+      }
+    }
+    return sum;
+  }
 
-  uint32_t *here, *here_before, *chosen;
+  __device__ uint32_t turn_of(uint32_t source) const { return source > rank ? source - rank - 1 : source + world - rank - 1; }
+
+  static constexpr uint32_t FEW_WORDS = 16;
+  static constexpr uint32_t SIDE = 4; // Read side by side.
+
+  uint32_t *offsets, *here, *chosen;
   uint16_t *before;
   uint32_t rank;
-  Divisor by_world;
+  Divisor by_span;
 };
 
 // ---- the way out: sending ----
@@ -429,9 +467,9 @@ __device__ uint32_t expert_of(const Args &args, const Choice &choice, bool &is_w
     if (uint64_t(index) < args.firsts[args.world]) expert = uint32_t(index);
     else is_wrong = index != -1;
   }
-  // Of choices that are the same the first counts. Those of no expert are told apart by their lanes.
-  const uint32_t same = __match_any_sync(ALL_LANES, expert == NO_EXPERT ? 0x10000u + lane : expert);
-  if ((same & ranks_below(lane)) == 0) return expert;
+  // Of choices that are the same the first counts.
+  const uint32_t same = __match_any_sync(ALL_LANES, expert);
+  if (expert == NO_EXPERT || (same & ranks_below(lane)) == 0) return expert;
   is_wrong = true;
   return NO_EXPERT;
 }
@@ -499,6 +537,13 @@ __device__ uint64_t token_offset(const Args &args, uint32_t from, uint32_t token
 __device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint4 held) {
   while (ranks.any()) store_shared_vector(args.inbox[ranks.next()] + offset, held);
 }
+__device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint4 held, uint64_t word_offset, uint32_t word, bool has_word) {
+  while (ranks.any()) {
+    const uint64_t inbox = args.inbox[ranks.next()];
+    store_shared_vector(inbox + offset, held);
+    if (has_word) store_shared_word(inbox + word_offset, word);
+  }
+}
 __device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint32_t held) {
   while (ranks.any()) store_shared_word(args.inbox[ranks.next()] + offset, held);
 }
@@ -517,6 +562,10 @@ struct Slots : Announcing {
   Ranks ranks = Ranks(0, 0, 0);
   __device__ void know() { ranks = known(); }
   __device__ void vector(uint32_t v, uint4 held) const { store_everywhere(args, ranks, offset + 16 * v, held); }
+  // And perhaps a word, each place looked up once.
+  __device__ void vector(uint32_t v, uint4 held, uint32_t w, uint32_t word, bool has_word) const {
+    store_everywhere(args, ranks, offset + 16 * v, held, offset + args.token_bytes + 4 * w, word, has_word);
+  }
   __device__ void word(uint32_t w, uint32_t held) const { store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held); }
 };
 // The same, and to its one place here, if it has that.
@@ -683,10 +732,13 @@ struct Quantised {
       if (start == first) to.know();
       if constexpr (CREW::MANY) gather_scales(args, start / WARP, first, end, powers ? bytes : __float_as_uint(scale), gathered, to);
       if (v >= end) continue;
-      to.vector(v, uint4{word[0], word[1], word[2], word[3]});
-      if (CREW::MANY) continue;
-      if (powers && v % WARP == 0) to.word(v / WARP, bytes);
-      if (!powers && v % SHARE == 0) to.word(v / SHARE, __float_as_uint(scale));
+      const uint4 made = {word[0], word[1], word[2], word[3]};
+      if constexpr (CREW::MANY) {
+        to.vector(v, made);
+      } else {
+        const uint32_t share = powers ? WARP : SHARE;
+        to.vector(v, made, powers ? v / WARP : v / SHARE, powers ? bytes : __float_as_uint(scale), v % share == 0);
+      }
     }
   }
 
@@ -790,48 +842,44 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, 
         if (roles.tells) masks_of(args)[token] = goes_to;
       }
     }
+    const uint32_t begin = (args.rank + token) % args.world; // Nobody has to wait for that yet.
     const auto ranks = [&] {
       __syncthreads(); // One for each token is enough: the word of the next one is another.
-      return Ranks(fixed.routes[turn], (args.rank + token) % args.world, args.world);
+      return Ranks(fixed.routes[turn], begin, args.world);
     };
-    PAYLOAD::send(args, token, BlockCrew(), next.ahead, Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
+    // The next one is asked for before this one is sent.
     const uint32_t after = token + roles.share.of;
-    if (after >= tokens) break;
-    next.choice = Choice(args, after, is_last_warp);
-    next.ahead = typename PAYLOAD::Ahead(args, after, BlockCrew());
+    const typename PAYLOAD::Ahead ahead = next.ahead;
+    if (after < tokens) next.choice = Choice(args, after, is_last_warp), next.ahead = typename PAYLOAD::Ahead(args, after, BlockCrew());
+    PAYLOAD::send(args, token, BlockCrew(), ahead, Slots<decltype(ranks)>(args, token_offset(args, args.rank, token), ranks));
   }
 }
 
 // ---- the way out: receiving ----
 
-// Reads the tables of `wanted`, which all threads have the same, and takes their choices. Returns who is missing, to all threads.
+// Reads the tables of `wanted`, which all threads have the same, and takes their choices. Each lane gets how many tokens the rank of its number
+// has. Returns who is missing, to all threads.
 __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wanted, uint32_t epoch, uint32_t parity,
-                                uint32_t &missing_word, Patience &patience) {
+                                uint32_t &missing_word, Patience &patience, uint32_t &tokens) {
   const uint32_t lane = threadIdx.x % WARP;
   routes.clear();
   if (threadIdx.x == 0) missing_word = 0;
   __syncthreads();
 
   // How many tokens each has: every warp looks at all heads, a lane at each. And with each look, so that no time is lost, every
-  // thread at a vector of choices of each of the first tables, whether they are that long or not; of each at another, so that short
-  // tables have threads of their own.
+  // thread at a vector of choices of each of the first tables, whether they are that long or not.
   const uint32_t each = vectors_per_token(args);
   const Divisor by_each(each);
+  const bool may_be = threadIdx.x < args.max_tokens * each;
   uint4 early[BATCH];
-  uint32_t tokens = 0, own[BATCH];
-#pragma unroll
-  for (uint32_t i = 0; i < BATCH; ++i) {
-    own[i] = threadIdx.x + i * (blockDim.x / BATCH);
-    if (own[i] >= blockDim.x) own[i] -= blockDim.x;
-  }
+  tokens = 0;
   bool waits = lane < args.world && (wanted >> lane & 1);
   for (;;) {
     uint4 head;
     if (waits) head = load_shared_vector(table_of(args, args.rank, lane, parity));
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i)
-      if (i < args.world && own[i] < args.max_tokens * each)
-        early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(own[i])));
+      if (i < args.world && may_be) early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(threadIdx.x)));
     if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
     if (__ballot_sync(ALL_LANES, waits) == 0) break;
     if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
@@ -847,34 +895,38 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
       most = max(most, vectors[i]);
     }
     for (uint32_t start = 0; start < most; start += blockDim.x) {
+      const uint32_t own = start + threadIdx.x, token = by_each.into(own);
       uint4 held[BATCH];
       uint32_t rest = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) rest |= (start + own[i] < vectors[i] ? 1u : 0u) << i;
+      for (uint32_t i = 0; i < BATCH; ++i) rest |= (own < vectors[i] ? 1u : 0u) << i;
+      const bool is_looked_at = low == 0 && start == 0;
+      if (is_looked_at) {
+#pragma unroll
+        for (uint32_t i = 0; i < BATCH; ++i) held[i] = early[i];
+      }
       uint32_t open = rest;
-      if (low == 0 && start == 0) {
+      for (bool has = is_looked_at; open != 0; has = true) {
+        if (has) {
+          uint32_t differ = 0;
 #pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) {
-          held[i] = early[i];
-          if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
+          for (uint32_t i = 0; i < BATCH; ++i) differ |= open >> i & 1 ? held[i].w ^ epoch : 0;
+          if (differ == 0) break;
+#pragma unroll
+          for (uint32_t i = 0; i < BATCH; ++i)
+            if (held[i].w == epoch) open &= ~(1u << i);
+          if (patience.is_over()) {
+            missing |= open << low;
+            rest &= ~open;
+            break;
+          }
         }
-      }
-      while (open != 0) {
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i)
-          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(start + own[i])));
-#pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i)
-          if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
-        if (open != 0 && patience.is_over()) {
-          missing |= open << low;
-          rest &= ~open;
-          break;
-        }
+          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(own)));
       }
 #pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i)
-        if (rest >> i & 1) routes.take(low + i, by_each.into(start + own[i]), held[i].z);
+      for (uint32_t i = 0; i < BATCH; ++i) routes.take((low + i) * routes.span + token / 32, 1u << token % 32, held[i].z, rest >> i & 1);
     }
   }
   if (missing != 0) atomicOr(&missing_word, missing);
@@ -951,15 +1003,51 @@ __device__ uint32_t list_rows(const Args &args, uint32_t source, uint32_t token,
   return __popc(has);
 }
 
-// A token that is here, and what its way back needs: each lane has the row of one of its choices, and the weight.
+// Tokens that were told of, source by source: a warp knows by the number of one whose it is, and where it lies, before it is known whether
+// it is for here.
+struct Told {
+  // Each lane has how many the rank of its number told of.
+  __device__ explicit Told(uint32_t tokens) { before = sum_before(tokens, all); }
+  // The `n`-th, of more than so many.
+  __device__ Pair token(const Args &args, uint32_t n) const {
+    const uint32_t source = __popc(__ballot_sync(ALL_LANES, threadIdx.x % WARP < args.world && before <= n)) - 1;
+    return {source, n - __shfl_sync(ALL_LANES, before, source), 0};
+  }
+  uint32_t before, all;
+};
+
+// The choice of a token that each lane has, as this rank was told.
+struct Heard {
+  // Of none unless it is read.
+  __device__ Heard(const Args &args, const Pair &pair, uint32_t parity, bool is_read) : two(vector_of(POISON)) {
+    const uint32_t lane = threadIdx.x % WARP;
+    if (is_read && lane < args.top_k)
+      two = load_shared_vector(table_of(args, args.rank, pair.source, parity) + 16 * (1 + uint64_t(pair.token) * vectors_per_token(args) + lane / 2));
+  }
+  __device__ uint32_t expert() const { return threadIdx.x % 2 == 0 ? two.z & 0xffff : two.z >> 16; }
+  __device__ uint32_t weight() const { return threadIdx.x % 2 == 0 ? two.x : two.y; }
+
+ private:
+  uint4 two;
+};
+
+// A token and what its way back needs: each lane has the row of one of its choices, and the weight.
 struct Found {
-  Pair pair;
-  uint32_t row, weight;
+  // One warp: lists its rows. Nobody else sees anything of it.
+  __device__ Found(const Args &args, const Routes &routes, const Pair &told, const Heard &heard, uint32_t *rows)
+      : pair(told), row(IMMWIRE_MOE_NO_ROW), weight(heard.weight()) {
+    const uint32_t mine = heard.expert() - routes.first;
+    if (threadIdx.x % WARP < args.top_k && mine < routes.local) row = routes.row(mine, pair.source, pair.token);
+    if (row != IMMWIRE_MOE_NO_ROW && row >= args.rows) row = IMMWIRE_MOE_LEFT_OUT;
+    is_here = __ballot_sync(ALL_LANES, row != IMMWIRE_MOE_NO_ROW) != 0;
+    pair.count = list_rows(args, pair.source, pair.token, row, rows);
+  }
 
   // One warp: keeps that for the combine.
-  __device__ void keep(const Args &args, uint32_t n, uint32_t epoch) const {
+  __device__ void keep(const Args &args, const Routes &routes, uint32_t epoch) const {
     const uint32_t lane = threadIdx.x % WARP;
-    const uint64_t plan = args.plan + uint64_t(n) * args.plan_stride;
+    uint32_t all;
+    const uint64_t plan = args.plan + uint64_t(routes.number(pair.source, pair.token, all)) * args.plan_stride;
     if (lane == 0) store_vector(plan, {pair.source, pair.token, 0, 0});
     if (lane >= args.top_k) return;
     if (row == IMMWIRE_MOE_LEFT_OUT) put_down(report_of(args)->rows_left_out, epoch);
@@ -969,26 +1057,11 @@ struct Found {
     if (args.slots != 0 && row < IMMWIRE_MOE_LEFT_OUT)
       reinterpret_cast<uint32_t *>(args.slots)[row] = slot_of(args, pair.source, pair.token);
   }
-};
 
-// One warp: finds the `n`-th token that is here, and lists its rows. Nobody else sees anything of it.
-__device__ Found find_pair(const Args &args, const Routes &routes, uint32_t n, uint32_t *rows, uint32_t parity) {
-  const uint32_t lane = threadIdx.x % WARP;
-  Found found;
-  found.row = IMMWIRE_MOE_NO_ROW, found.weight = 0;
-  uint32_t source, token;
-  routes.find(n, source, token);
-  if (lane < args.top_k) {
-    const uint4 two = load_shared_vector(table_of(args, args.rank, source, parity) +
-                                         16 * (1 + uint64_t(token) * vectors_per_token(args) + lane / 2));
-    const uint32_t mine = (lane % 2 == 0 ? two.z & 0xffff : two.z >> 16) - routes.first;
-    if (mine < routes.local) found.row = routes.row(mine, source, token);
-    if (found.row != IMMWIRE_MOE_NO_ROW && found.row >= args.rows) found.row = IMMWIRE_MOE_LEFT_OUT;
-    found.weight = lane % 2 == 0 ? two.x : two.y;
-  }
-  found.pair = {source, token, list_rows(args, source, token, found.row, rows)};
-  return found;
-}
+  Pair pair;
+  uint32_t row, weight;
+  bool is_here;
+};
 
 constexpr uint32_t AHEAD = 7; // Vectors that a lane looks at side by side: half of 7,168 bytes.
 constexpr uint32_t PAIR = 2;  // And words of scales.
@@ -1092,51 +1165,55 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
   Routes routes(args, shared);
   Fixed &fixed = *routes.fixed;
   const uint32_t warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
+  uint32_t *rows = fixed.rows_of_warp + warp * WARP;
   // Once; again if that leaves a doubt, and then those that count.
   uint32_t wanted = present;
   for (uint32_t look = 0;; ++look) {
-    const uint32_t missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing, for_tables);
+    uint32_t tokens;
+    const uint32_t missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing, for_tables, tokens);
     if (look == 1) {
       wanted &= ~settle(args, fixed, missing, epoch);
       continue;
     }
     // Read after the tables (see `doubt`), and not waited for before it is needed: so by all threads, of which one's counts.
     const uint32_t suspects = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
-    routes.count(args.padding);
-    __syncthreads();
     // As many warps share a token as there are for it.
-    uint32_t shift = 0;
-    while (2u << shift <= warps && fixed.total << (shift + 1) <= share.of * warps) ++shift;
+    const Told told(tokens);
+    const uint32_t shift = doublings(told.all, share.of * warps, 31 - __clz(warps));
     const Part part(warp & ((1u << shift) - 1), shift, args.token_bytes / 16);
     const uint32_t at_a_time = warps >> shift, nth = warp >> shift;
-    uint32_t *rows = fixed.rows_of_warp + nth * WARP;
     uint32_t n = share.index + nth * share.of;
-    bool is_mine = nth < at_a_time && n < fixed.total;
+    bool is_mine = nth < at_a_time && n < told.all;
+    Pair pair = told.token(args, is_mine ? n : 0);
+    const Heard heard(args, pair, parity, is_mine);
+    routes.count(args.padding);
     // Before it is known whether there are doubts, nothing is done that another block would see.
-    Found found = {};
-    if (is_mine && part.is_first) {
-      found = find_pair(args, routes, n, rows, parity);
-      if (threadIdx.x % WARP == 0) fixed.pairs[nth] = found.pair;
-    }
     const uint32_t doubted = threadIdx.x == 0 ? suspects & present : 0;
     if (__syncthreads_or(look == 0 ? missing | doubted : 0) != 0) {
       doubt(args, fixed, missing, doubted);
       continue;
     }
-    Pair pair = fixed.pairs[nth];
     Looked now(slot_at(args, pair), is_mine ? part : Part(0, 0, 0));
-    if (is_mine && part.is_first) found.keep(args, n, epoch);
+    if (is_mine) {
+      const Found found(args, routes, pair, heard, rows);
+      pair = found.pair, is_mine = found.is_here;
+      if (is_mine && part.is_first) found.keep(args, routes, epoch);
+    }
     if (share.index == 0) {
       uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
       for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
         if (e < routes.local) counts[e] = routes.rows_of(e);
-        offsets[e] = routes.offsets[e];
+        offsets[e] = routes.offset(e);
       }
-      if (threadIdx.x == 0) control.pairs = fixed.total;
+      if (warp == 0) {
+        uint32_t all;
+        routes.number(0, 0, all);
+        if (threadIdx.x == 0) control.pairs = all;
+      }
     }
     if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
       for (uint32_t e = share.index; e < routes.local; e += share.of)
-        clear_padding(args, routes.offsets[e] + routes.rows_of(e), min(routes.offsets[e + 1], args.rows));
+        clear_padding(args, routes.offset(e) + routes.rows_of(e), min(routes.offset(e + 1), args.rows));
     }
     Patience patience(args, Patience::FOR_TOKENS);
     for (uint32_t low = 0;;) {
@@ -1146,15 +1223,17 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
         if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
       }
       low += at_a_time;
-      if (share.index + low * share.of >= fixed.total) break;
+      if (share.index + low * share.of >= told.all) break;
       // Never so where warps share a token: each has one of its own.
-      n += at_a_time * share.of, is_mine = n < fixed.total;
+      n += at_a_time * share.of, is_mine = n < told.all;
       machine::meet(); // Nobody looks at the rows of the last one any more.
       if (is_mine) {
-        found = find_pair(args, routes, n, rows, parity);
-        pair = found.pair;
-        now.from_on(slot_at(args, pair), part, part.first);
-        found.keep(args, n, epoch);
+        const Pair next = told.token(args, n);
+        const Heard next_heard(args, next, parity, true);
+        now.from_on(slot_at(args, next), part, part.first);
+        const Found found(args, routes, next, next_heard, rows);
+        pair = found.pair, is_mine = found.is_here;
+        if (is_mine) found.keep(args, routes, epoch);
       }
     }
     break;
@@ -1264,8 +1343,7 @@ __device__ auto kept(const Rows &rows) {
 // Vectors of tokens, cut into parts for different blocks where there are fewer tokens than blocks: so they are sooner done.
 class Cut {
  public:
-  __device__ Cut(uint32_t tokens, uint32_t blocks, uint32_t vectors) : vectors(vectors) {
-    while (shift < MOST && tokens << (shift + 1) <= blocks) ++shift;
+  __device__ Cut(uint32_t tokens, uint32_t blocks, uint32_t vectors) : vectors(vectors), shift(doublings(tokens, blocks, MOST)) {
     items = tokens << shift;
     len = (vectors + (1u << shift) - 1) >> shift;
   }
@@ -1277,7 +1355,8 @@ class Cut {
 
  private:
   static constexpr uint32_t MOST = 3;
-  uint32_t vectors, len, shift = 0;
+  static_assert(1u << MOST == IMMWIRE_MOE_PARTS, "so many times in two");
+  uint32_t vectors, len, shift;
 };
 
 // Sends, for each of the tokens received that are cut, the weighted sum of its rows.

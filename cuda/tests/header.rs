@@ -171,6 +171,7 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_MAX_EXPERTS", moe::MAX_EXPERTS as usize),
         ("IMMWIRE_MOE_THREADS", moe::THREADS as usize),
         ("IMMWIRE_MOE_BATCH", moe::BATCH as usize),
+        ("IMMWIRE_MOE_PARTS", moe::PARTS as usize),
         ("IMMWIRE_MOE_CHUNK", moe::CHUNK as usize),
         ("IMMWIRE_MOE_MANY_WORDS", moe::MANY_WORDS as usize),
         ("IMMWIRE_MOE_LAST_EPOCH", moe::LAST_EPOCH as usize),

@@ -114,6 +114,7 @@ T __shfl_xor_sync(uint32_t, T value, uint32_t step) {
 }
 
 inline uint32_t __popc(uint32_t word) { return uint32_t(__builtin_popcount(word)); }
+inline int __clz(uint32_t word) { return word == 0 ? 32 : __builtin_clz(word); }
 inline uint32_t __ffs(uint32_t word) { return uint32_t(__builtin_ffs(int(word))); }
 inline float __uint_as_float(uint32_t word) { return emulated::of_bits<float>(word); }
 inline uint32_t __float_as_uint(float value) { return emulated::bits(value); }
@@ -124,6 +125,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 using std::fabs;
 using std::fmax;
 inline uint32_t min(uint32_t a, uint32_t b) { return a < b ? a : b; }
+inline int min(int a, int b) { return a < b ? a : b; }
 inline uint32_t max(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 inline uint32_t atomicOr(uint32_t *word, uint32_t bits) {
@@ -180,6 +182,13 @@ inline void follow() { emulated::follow(); }
 inline uint32_t any_of(uint32_t word) {
   for (uint32_t step = 1; step < 32; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
   return word;
+}
+inline uint32_t sum_of(uint32_t word) {
+  for (uint32_t step = 1; step < 32; step *= 2) word += __shfl_xor_sync(~0u, word, step);
+  return word;
+}
+inline void or_if(bool holds, uint32_t *word, uint32_t bits) {
+  if (holds) atomicOr(word, bits);
 }
 inline void pause() { emulated::rest(); }
 inline void meet() { emulated::ballot(true); }

@@ -25,6 +25,9 @@ pub const KEY: u32 = 0x9e37_79b1;
 /// Values that share a scale, where the kernel quantises.
 pub const SCALE_VALUES: u32 = 128;
 
+/// Parts that a token is cut into for different blocks, at the most, where there are few.
+pub const PARTS: u32 = 8;
+
 /// [`MoeArgs::flags`]: this launch sends.
 pub const SEND: u32 = 1;
 /// This launch receives; with [`SEND`], first the one and then the other.

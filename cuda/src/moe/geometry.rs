@@ -317,7 +317,7 @@ impl Geometry {
         let words = world * tokens.div_ceil(32);
         // Odd: words of neighbours are in different banks.
         let stride = words | 1;
-        let shared = 4 * (u64::from(args::FIXED_WORDS) + local + 1 + 2 * words + local * stride)
+        let shared = 4 * (u64::from(args::FIXED_WORDS) + local + 1 + words + local * stride)
             + 2 * local * stride;
         let dispatch_stride =
             (u64::from(token_bytes) + u64::from(scale_bytes) + 4).next_multiple_of(ROW_ALIGN_BYTES);
