@@ -25,7 +25,7 @@
 #define IMMWIRE_MOE_THREADS 512
 /* What a block has in hand at a time: tokens whose results it sends, tables that it reads, results that it adds up. */
 #define IMMWIRE_MOE_BATCH 4
-/* Parts that a token is cut into for different blocks, at the most, where there are few. */
+/* Parts that the results of a token are cut into for different blocks, at the most, where there are few. */
 #define IMMWIRE_MOE_PARTS 8
 /* Tokens of one source that are counted together where there are many; fewer if there are blocks for them. */
 #define IMMWIRE_MOE_CHUNK 64

@@ -217,7 +217,7 @@ struct Rows {
   float weight[IMMWIRE_MOE_MAX_TOP_K];
 };
 
-// A token that is here, and how many rows it has.
+// A token that this rank was told of, and how many rows it has here.
 struct Pair {
   uint32_t source, token, count;
 };
@@ -914,7 +914,7 @@ __device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wante
           if (differ == 0) break;
 #pragma unroll
           for (uint32_t i = 0; i < BATCH; ++i)
-            if (held[i].w == epoch) open &= ~(1u << i);
+            if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
           if (patience.is_over()) {
             missing |= open << low;
             rest &= ~open;
@@ -1224,7 +1224,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
       }
       low += at_a_time;
       if (share.index + low * share.of >= told.all) break;
-      // Never so where warps share a token: each has one of its own.
+      // Never so where warps share a token, of which there are as many in a block as halves can be made: each has one of its own.
       n += at_a_time * share.of, is_mine = n < told.all;
       machine::meet(); // Nobody looks at the rows of the last one any more.
       if (is_mine) {

@@ -25,7 +25,7 @@ pub const KEY: u32 = 0x9e37_79b1;
 /// Values that share a scale, where the kernel quantises.
 pub const SCALE_VALUES: u32 = 128;
 
-/// Parts that a token is cut into for different blocks, at the most, where there are few.
+/// Parts that the results of a token are cut into for different blocks, at the most, where there are few.
 pub const PARTS: u32 = 8;
 
 /// [`MoeArgs::flags`]: this launch sends.

@@ -153,7 +153,7 @@ impl Exchange {
         let gpu = device.gpu();
         let module = Module::load(device, IMAGE)?;
         let sms = NonZeroU32::new(sms).map_or(gpu.sms, |sms| sms.get().min(gpu.sms));
-        // No more than there can be parts of tokens: a block without any waits, too.
+        // No more than there can be parts of results: a block without any waits, too.
         let sms = sms.min((geometry.world * shape.max_tokens).saturating_mul(args::PARTS));
         let many = if Many::is_for(&geometry, shape) {
             Some(Many::new(&geometry, shape, sms).map_err(Error::Shape)?)

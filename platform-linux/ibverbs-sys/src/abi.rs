@@ -199,6 +199,8 @@ const fn c_str(text: &'static str) -> &'static core::ffi::CStr {
 
 symbols! {
     needed {
+        /// ibv_fork_init(3).
+        ibv_fork_init @ "IBVERBS_1.1": unsafe extern "C" fn() -> c_int;
         /// ibv_get_device_list(3).
         ibv_get_device_list @ "IBVERBS_1.1": unsafe extern "C" fn(num_devices: *mut c_int) -> *mut *mut ibv_device;
         /// ibv_get_device_list(3).
@@ -269,6 +271,8 @@ symbols! {
         ibv_wc_status_str @ "IBVERBS_1.1": unsafe extern "C" fn(status: ibv_wc_status) -> *const c_char;
     }
     later {
+        /// ibv_is_fork_initialized(3). Since rdma-core 35.
+        ibv_is_fork_initialized @ "IBVERBS_1.13": unsafe extern "C" fn() -> ibv_fork_status;
         /// ibv_reg_mr(3). `fd` is a DMA-BUF, and `offset` where in it the memory begins. Since rdma-core 34.
         ibv_reg_dmabuf_mr @ "IBVERBS_1.12": unsafe extern "C" fn(pd: *mut ibv_pd, offset: u64, length: usize, iova: u64,
             fd: c_int, access: c_int) -> *mut ibv_mr;
@@ -276,6 +280,7 @@ symbols! {
 }
 
 enums! {
+    ibv_fork_status
     ibv_port_state
     ibv_mtu
     ibv_atomic_cap
@@ -863,6 +868,11 @@ const fn place(path: &'static str, offset: usize, size: usize) -> Place {
 }
 
 constants! {
+    "`enum ibv_fork_status`.", ibv_fork_status, {
+        IBV_FORK_DISABLED = 0;
+        IBV_FORK_ENABLED = 1;
+        IBV_FORK_UNNEEDED = 2;
+    }
     "`enum ibv_node_type`.", c_int, {
         IBV_NODE_CA = 1;
     }

@@ -77,6 +77,11 @@
 //! have tried; and a path that stands still as long, if the line of one of its NICs is broken by then, or eight times as long, if
 //! one has none. While there are lines it is slow, not broken.
 //!
+//! # Forks
+//!
+//! Before Linux 5.13 a process that forks, or starts a program, may lose what peers write to it, without a word. So libibverbs is asked to
+//! prepare for that when an engine begins ([`Forks`]): where the kernel does not copy registered pages for a child, they are left out of it.
+//!
 //! # Trust
 //!
 //! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches a door. Nothing
@@ -106,6 +111,7 @@ mod choose;
 mod device;
 mod door;
 mod endings;
+mod forks;
 mod handshake;
 mod lane;
 mod lines;
@@ -152,6 +158,7 @@ use self::device::{
     Write,
 };
 use self::door::Doors;
+pub use self::forks::Forks;
 use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
@@ -343,7 +350,7 @@ pub enum VerbsError {
     /// A device does not take a GPU's memory, in neither of the two ways.
     #[error(
         "by DMA-BUF: {by_file}; by its address: {by_address}. One of two is needed: the open kernel module of NVIDIA's with \
-         Linux 5.12 or later, and a device that takes DMA-BUFs; or the module nvidia-peermem"
+         Linux 5.13 or later, and a device that takes DMA-BUFs; or the module nvidia-peermem"
     )]
     NoGpuDirect {
         /// Why not the one way.
@@ -619,7 +626,12 @@ impl VerbsProvider {
     pub fn new(config: VerbsConfig) -> Result<Self, VerbsError> {
         check(&config)?;
         let gpus = Known::open(&config.gpus)?;
-        let found = device::discover(Library::load()?, &config.options)?;
+        let library = Library::load()?;
+        let forks = forks::prepare(&library.symbols);
+        if matches!(forks, Forks::Unsafe { .. }) {
+            tracing::warn!("{forks}");
+        }
+        let found = device::discover(library, &config.options)?;
         let asked = gpus.as_ref().filter(|_| config.options.devices.is_empty());
         let addresses = asked.map(|gpus| gpus.addresses()).transpose()?;
         let chosen = choose::choose(&config, found, addresses.as_deref())?;

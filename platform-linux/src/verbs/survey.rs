@@ -4,6 +4,7 @@ use ibverbs_sys::Library;
 use immwire_core::device::{Calls, NoPaging};
 
 use super::device::{Unfit, discover};
+use super::forks::{self, Forks};
 use super::{VerbsError, VerbsOptions};
 
 /// A port of a device that an engine can use.
@@ -30,6 +31,8 @@ pub struct Survey {
     pub devices: Vec<Surveyed>,
     /// Those that do not, and why.
     pub unfit: Vec<Unfit>,
+    /// What becomes of registered memory if a process forks.
+    pub forks: Forks,
 }
 
 /// Opens each port, and closes it again: some ms for each.
@@ -39,7 +42,9 @@ pub struct Survey {
 /// [`VerbsError::Load`] without a libibverbs; or what it said when it was asked for devices. None at all is no error.
 pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
     let (mut devices, mut unfit) = (Vec::new(), Vec::new());
-    for found in discover(Library::load()?, options)? {
+    let library = Library::load()?;
+    let forks = forks::prepare(&library.symbols);
+    for found in discover(library, options)? {
         match found.nic {
             Ok(device) => devices.push(Surveyed {
                 device: device.name.clone(),
@@ -52,5 +57,5 @@ pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
             Err(why) => unfit.push(why),
         }
     }
-    Ok(Survey { devices, unfit })
+    Ok(Survey { devices, unfit, forks })
 }

@@ -268,7 +268,10 @@ fn verbs_text(verbs: &Verbs) -> String {
     match verbs {
         Verbs::Found(found) => {
             let unfit = found.unfit.iter().map(|device| format!("{}: {}", device.name, device.why));
-            joined(found.devices.iter().map(fitting).chain(unfit), "no device")
+            let devices = joined(found.devices.iter().map(fitting).chain(unfit), "no device");
+            // Of no interest where there is nothing to be registered with.
+            let forks = (!found.devices.is_empty()).then(|| format!("; {}", found.forks));
+            devices + &forks.unwrap_or_default()
         }
         Verbs::NotFound(why) | Verbs::Fails(why) => why.clone(),
     }

@@ -18,6 +18,8 @@ pub struct Rdma {
     pub devices: Vec<Fitting>,
     /// Those that do not.
     pub unfit: Vec<Unfitting>,
+    /// What becomes of registered memory if a process forks.
+    pub forks: String,
 }
 
 /// A port of a device that an engine can use.
@@ -47,7 +49,7 @@ pub struct Unfitting {
 }
 
 impl From<Survey> for Rdma {
-    fn from(Survey { devices, unfit }: Survey) -> Self {
+    fn from(Survey { devices, unfit, forks }: Survey) -> Self {
         let fitting = |device: immwire::verbs::Surveyed| Fitting {
             name: device.device,
             gbps: device.speed_gbps,
@@ -61,6 +63,7 @@ impl From<Survey> for Rdma {
         Self {
             devices: devices.into_iter().map(fitting).collect(),
             unfit: unfit.into_iter().map(unfitting).collect(),
+            forks: forks.to_string(),
         }
     }
 }

@@ -609,12 +609,12 @@ mod tests {
             calls: "extended posts and polls".into(),
         };
         let unfit = Unfitting { name: "mlx5_0".into(), why: "its port has no GID".into() };
-        let best = judged(Verbs::Found(Rdma { devices: vec![fits], unfit: Vec::new() }));
+        let best = judged(Verbs::Found(Rdma { devices: vec![fits], ..Rdma::default() }));
         assert_eq!((best.paths[3].path.as_str(), best.exit_code), ("verbs: mlx5_0", 0));
         for (verbs, why) in [
             (Verbs::NotFound("x".into()), "no libibverbs"),
             (Verbs::Fails("it crashed".into()), "it crashed"),
-            (Verbs::Found(Rdma { devices: Vec::new(), unfit: vec![unfit] }), "has no GID"),
+            (Verbs::Found(Rdma { unfit: vec![unfit], ..Rdma::default() }), "has no GID"),
             (Verbs::Found(Rdma::default()), "lists none"),
         ] {
             let verdict = judged(verbs);

@@ -161,7 +161,7 @@ impl Launch {
         let local = self.local();
         let words = u64::from(a.world) * u64::from(a.max_tokens.div_ceil(32));
         let stride = words | 1;
-        let of_tables = local + 1 + 2 * words + local * stride;
+        let of_tables = local + 1 + words + local * stride;
         let few = 4 * (u64::from(args::FIXED_WORDS) + of_tables) + 2 * local * stride;
         let is_both = a.flags & args::SEND != 0 && self.receives() && size.grid[0] > 1;
         let receiving = if is_both { size.grid[0] / 2 } else { size.grid[0] };

@@ -240,6 +240,38 @@ fn scales_of_long_tokens() {
     }
 }
 
+/// Few tokens for many warps: up to eight share one, and some of them have no part of it.
+#[test]
+fn warps_share_a_token() {
+    let fp8 = Payload::Fp8 { from: Number::Bf16, scales: Scales::Float };
+    for payload in [fp8, Payload::Raw { token_bytes: 16 * 150, scale_bytes: 4 * 70 }] {
+        for (count, values) in [(1, 2400), (2, 2400), (1, 160), (3, 1040)] {
+            let shape = Shape {
+                firsts: vec![0, 2, 3],
+                top_k: 3,
+                max_tokens: count,
+                payload,
+                values,
+                results: Number::Bf16,
+                padding: 1,
+                exact: false,
+            };
+            let mut random = Random(u64::from(values + count));
+            let mut world = World::new(&shape);
+            for (turn, slots) in [false, true].into_iter().enumerate() {
+                let tokens = (0..2).map(|_| world.maker().tokens(&mut random, count)).collect();
+                world.add_turn(tokens, &mut random);
+                let style = Style { blocks: 3, threads: 256, slots, ..PLAIN };
+                let launches: Vec<Launch> =
+                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
+                run(&world, &launches, 1 + turn as u64);
+                world.check_whole(turn, style);
+                world.check_poison();
+            }
+        }
+    }
+}
+
 /// Epochs start anew after the last one, and are never what memory holds at first.
 #[test]
 fn epochs_wrap() {
@@ -476,6 +508,12 @@ fn ranks_that_are_just_too_late() {
     if std::env::var_os("IMMWIRE_SEEDS").is_none() {
         assert!(absent > 20 && present > 0, "decided absent {absent} times, present {present}");
     }
+}
+
+/// Warps of a block look by themselves, too.
+#[test]
+fn ranks_that_are_just_too_late_for_several_warps() {
+    just_too_late(60, Style { threads: 96, ..PLAIN });
 }
 
 #[test]
