@@ -303,6 +303,23 @@ fn both(runs: bool, gpus: &Path, hosts: &Path) -> Path {
     }
 }
 
+/// What to do about forks. libfabric ends a process with EFA that forks where the kernel does not copy registered pages for its child
+/// (since Linux 5.13), unless it is told to have them left out of the child (fi_efa(7)).
+fn forks_with_efa(facts: &Facts) -> &'static str {
+    match facts.kernel.as_deref().and_then(version) {
+        Some(kernel) if kernel < (5, 13) => {
+            "if the program forks or starts another, set FI_EFA_FORK_SAFE=1 before it begins: libfabric ends it otherwise, before Linux 5.13"
+        }
+        _ => "-",
+    }
+}
+
+/// The first two numbers of a kernel's release: of `6.8.0-45-generic`, 6 and 8.
+fn version(release: &str) -> Option<(u32, u32)> {
+    let mut numbers = release.split(|c: char| !c.is_ascii_digit()).map(str::parse);
+    Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
+}
+
 /// What an engine takes by itself: the first provider, on its devices but loopback.
 fn over(facts: &Facts, found: &Fabric, verbs: &Verbs) -> Option<Path> {
     let outward = |name: &&super::fabric::FabricProvider| name.outward().next().is_some();
@@ -317,7 +334,7 @@ fn over(facts: &Facts, found: &Fabric, verbs: &Verbs) -> Option<Path> {
         .map(|device| device.name.as_str())
         .collect();
     let (state, why, todo) = if provider.name == "efa" {
-        (State::Best, "the fastest there is on AWS".to_owned(), "-")
+        (State::Best, "the fastest there is on AWS".to_owned(), forks_with_efa(facts))
     } else if !facts.efa.is_empty() {
         (
             State::Degraded,
@@ -527,6 +544,18 @@ mod tests {
         assert_eq!((path.state, code), (State::Degraded, 1));
         assert!(path.why.contains("1.17 does not offer it: no device"), "{path:?}");
         let efa = fabric(&[("efa", Ok(&["rdmap0s31-rdm"])), ("tcp", Ok(&["eth0"]))]);
+        for (release, forks) in [
+            ("5.10.245-241.978.amzn2", false),
+            ("5.4", false),
+            ("4.19.0-27", false),
+            ("5.13.0", true),
+            ("6.1.153", true),
+            ("not a number", true),
+        ] {
+            let facts = Facts { kernel: Some(release.into()), ..Facts::default() };
+            let (path, _) = judged(&facts, efa.clone());
+            assert_eq!(path.todo.contains("FI_EFA_FORK_SAFE"), !forks, "{release}: {path:?}");
+        }
         let (path, code) = judged(&efa_there, efa);
         assert_eq!((path.state, code), (State::Best, 0));
         assert!(path.path.contains("efa on rdmap0s31-rdm"), "{path:?}");
