@@ -283,8 +283,7 @@ __device__ uint32_t doublings(uint32_t number, uint32_t most, uint32_t limit) {
 // What blocks work out from the tables: for each expert here a bit for each token that chose it, by source and number; and
 // a bit for each token that is here, in the order in which results are sent back: 32 of one source after the other.
 //
-// Each step of it keeps all that receive waiting. So what there is of it is done with few branches, which cost some 40 cycles if
-// they are taken, and few barriers.
+// Each step of it keeps all that receive waiting: so it is done with few branches and few barriers.
 class Routes {
  public:
   __device__ Routes(const Args &args, uint32_t *words)

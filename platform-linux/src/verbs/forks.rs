@@ -6,11 +6,16 @@
 //! later copies registered pages for the child at once; before that libibverbs can have the kernel leave them out of the child
 //! (`MADV_DONTFORK`), if it is asked to before anything is registered: ibv_fork_init(3), ibv_is_fork_initialized(3).
 //!
-//! Knows no device and no memory; asks the library, each time an engine begins. To ask again changes nothing.
+//! Knows no device and no memory.
+//!
+//! # Invariant
+//!
+//! The library is asked once, whoever begins first, and by one thread at a time: it does not guard what it makes for this.
 
 use std::fmt;
+use std::sync::OnceLock;
 
-use ibverbs_sys::{IBV_FORK_UNNEEDED, Symbols, ibv_fork_status};
+use ibverbs_sys::{IBV_FORK_UNNEEDED, Library, ibv_fork_status};
 
 /// What becomes of registered memory if this process forks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,13 +52,16 @@ impl fmt::Display for Forks {
     }
 }
 
-/// Asks the library to prepare for forks, where that is needed. To be called before memory is registered.
-pub(super) fn prepare(symbols: &Symbols) -> Forks {
-    // SAFETY: ibv_is_fork_initialized(3) and ibv_fork_init(3) take nothing, and may be called at any time.
-    unsafe {
+/// Has the process's library prepare for forks, where that is needed, if it was not asked to before. To be called before memory is
+/// registered.
+pub(super) fn prepare(library: &'static Library) -> Forks {
+    static FOUND: OnceLock<Forks> = OnceLock::new();
+    let symbols = &library.symbols;
+    // SAFETY: ibv_is_fork_initialized(3) and ibv_fork_init(3) take nothing; nobody else here calls them, and this is done once.
+    *FOUND.get_or_init(|| unsafe {
         let status = symbols.ibv_is_fork_initialized.map(|status| status());
         judge(status, || (symbols.ibv_fork_init)())
-    }
+    })
 }
 
 /// `status`: what the library says, if it is new enough; `init` prepares, and returns 0 or an error.

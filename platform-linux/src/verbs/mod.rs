@@ -350,7 +350,7 @@ pub enum VerbsError {
     /// A device does not take a GPU's memory, in neither of the two ways.
     #[error(
         "by DMA-BUF: {by_file}; by its address: {by_address}. One of two is needed: the open kernel module of NVIDIA's with \
-         Linux 5.13 or later, and a device that takes DMA-BUFs; or the module nvidia-peermem"
+         Linux 5.12 or later, and a device that takes DMA-BUFs; or the module nvidia-peermem"
     )]
     NoGpuDirect {
         /// Why not the one way.
@@ -627,7 +627,7 @@ impl VerbsProvider {
         check(&config)?;
         let gpus = Known::open(&config.gpus)?;
         let library = Library::load()?;
-        let forks = forks::prepare(&library.symbols);
+        let forks = forks::prepare(library);
         if matches!(forks, Forks::Unsafe { .. }) {
             tracing::warn!("{forks}");
         }

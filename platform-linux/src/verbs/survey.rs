@@ -43,7 +43,7 @@ pub struct Survey {
 pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
     let (mut devices, mut unfit) = (Vec::new(), Vec::new());
     let library = Library::load()?;
-    let forks = forks::prepare(&library.symbols);
+    let forks = forks::prepare(library);
     for found in discover(library, options)? {
         match found.nic {
             Ok(device) => devices.push(Surveyed {
