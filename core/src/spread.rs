@@ -6,7 +6,8 @@
 //! meet at a peer that another is not done with, and share its link, while links of others lie idle.
 //!
 //! A device has to be given its copies, which takes time, and so does each copy's beginning and end. So as long as it has enough to do, one that
-//! more may be added to is kept back ([`Growth`]).
+//! more may be added to is kept back ([`Growth`]), until it is long enough itself ([`is_enough`]): a device that has nothing to do is soon
+//! given a little, and the more, the more it has.
 //!
 //! Knows neither what is copied nor what a queue is; time is told by bytes, and by how often it is asked.
 //!
@@ -16,8 +17,8 @@
 //! 2. As long as one queue has nothing to do, no two peers share one.
 //! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
 //!    [`ALONE`].
-//! 4. A copy is kept back while its device takes none. Else only while that has [`BUSY_BYTES`] or more to do, more may come, and the copy was not
-//!    asked for twice without having grown.
+//! 4. A copy is kept back while its device takes none. Else only while that has [`BUSY_BYTES`] or more to do, more may come, the copy is less
+//!    than [`TIMES`] that, and it was not asked for twice without having grown.
 //! 5. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
 //!    one budget together.
 //!
@@ -107,6 +108,18 @@ impl Growth {
         }
         may
     }
+}
+
+/// What a device without work is given at once: 23 us of an H200's link.
+pub const FIRST_BYTES: u64 = 8 << 20;
+
+/// How many times as much as a device has to do is listed, and taken by its driver, until it has done that: pages of 4 KiB on an H200.
+pub const TIMES: u64 = 4;
+
+/// Whether a copy of so many bytes, which has just grown, begins whatever else may come, on a device that is still to copy `under_way` bytes.
+#[must_use]
+pub const fn is_enough(bytes: u64, under_way: u64) -> bool {
+    bytes >= FIRST_BYTES && bytes / TIMES >= under_way
 }
 
 /// Whether a copy is kept back that more may be added to, by a device that is still to copy so many bytes; `takes_none`: who gave it another
@@ -228,6 +241,26 @@ mod tests {
             assert_eq!([true, false].map(|more| is_kept(more, false, bytes)), [is_busy, false]);
             assert_eq!([true, false].map(|more| is_kept(more, true, bytes)), [true, true]);
         }
+    }
+
+    /// Lists of 2^20 runs of any length: a little begins at once, then each copy is as long as it may be and not much longer, and few are
+    /// made of all.
+    #[test]
+    fn a_long_list_begins_soon_and_is_not_cut_small() {
+        for run in [1 << 10, 255 << 12, FIRST_BYTES - 1, FIRST_BYTES, 1 << 30] {
+            let (mut under_way, mut staged, mut copies) = (0, 0, 0);
+            for _ in 0..1 << 20 {
+                staged += run;
+                let least = FIRST_BYTES.max(TIMES * under_way);
+                assert_eq!(is_enough(staged, under_way), staged >= least, "{staged}, {under_way}");
+                if staged >= least {
+                    assert!(staged < least + run);
+                    (under_way, staged, copies) = (under_way + staged, 0, copies + 1);
+                }
+            }
+            assert!(copies > 0 && under_way >= (1 + TIMES).pow(copies - 1) * FIRST_BYTES, "{run}");
+        }
+        assert!(!is_enough(u64::MAX, u64::MAX) && is_enough(u64::MAX, u64::MAX / TIMES));
     }
 
     #[test]

@@ -71,44 +71,60 @@ pub struct ScatterWrite<'a> {
 }
 
 /// Page numbers, shared with the engine until the transfer has ended.
+///
+/// To make one looks at all numbers once; a write of them does not any more. So a list that several writes have, as of one request's
+/// pages in each layer, is best made once and cloned, which costs a count.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
-pub struct PageIndices(Arc<[u32]>);
+pub struct PageIndices {
+    numbers: Arc<[u32]>,
+    /// Of these. Nobody can change them any more.
+    largest: Option<u32>,
+}
+
+impl PageIndices {
+    /// The numbers, in order.
+    #[must_use]
+    pub fn numbers(&self) -> &[u32] {
+        &self.numbers
+    }
+}
 
 impl From<Arc<[u32]>> for PageIndices {
-    fn from(indices: Arc<[u32]>) -> Self {
-        Self(indices)
+    fn from(numbers: Arc<[u32]>) -> Self {
+        let largest = largest(&numbers);
+        Self { numbers, largest }
     }
 }
 
 impl From<Vec<u32>> for PageIndices {
-    fn from(indices: Vec<u32>) -> Self {
-        Self(indices.into())
+    fn from(numbers: Vec<u32>) -> Self {
+        Arc::<[u32]>::from(numbers).into()
     }
 }
 
 impl From<&[u32]> for PageIndices {
-    fn from(indices: &[u32]) -> Self {
-        Self(indices.into())
+    fn from(numbers: &[u32]) -> Self {
+        Arc::<[u32]>::from(numbers).into()
     }
 }
 
 impl PageList for PageIndices {
     fn len(&self) -> usize {
-        self.0.len()
+        self.numbers.len()
     }
 
     #[inline]
     fn get(&self, i: usize) -> Option<u64> {
-        self.0.get(i).copied().map(u64::from)
+        self.numbers.get(i).copied().map(u64::from)
     }
 
     fn max(&self) -> Option<u64> {
-        largest(&self.0).map(u64::from)
+        self.largest.map(u64::from)
     }
 
     #[inline]
     fn copy_to(&self, first: usize, out: &mut [u32]) -> Option<()> {
-        PageList::copy_to(&&*self.0, first, out)
+        PageList::copy_to(&&*self.numbers, first, out)
     }
 }
 
@@ -158,3 +174,21 @@ impl TargetList for Targets {
 pub(crate) type Request = plan::Request<PageIndices, Targets>;
 /// A request whose every range was found to lie inside its region.
 pub(crate) type Checked = plan::Checked<PageIndices, Targets>;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_list_knows_its_largest_number() {
+        for (list, most) in
+            [(&[][..], None), (&[7], Some(7)), (&[0, u32::MAX, 3], Some(u32::MAX.into()))]
+        {
+            let ways = [list.into(), list.to_vec().into(), Arc::<[u32]>::from(list).into()];
+            for pages in ways {
+                let pages: PageIndices = pages;
+                assert_eq!((pages.numbers(), pages.max()), (list, most));
+            }
+        }
+    }
+}

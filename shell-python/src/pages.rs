@@ -1,7 +1,5 @@
 //! Page numbers from any buffer of integers, without a loop in Python.
 
-use std::sync::Arc;
-
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -11,13 +9,7 @@ use crate::errors;
 /// Page numbers as the engine keeps them. Made once, it costs nothing to be used again.
 #[pyclass(module = "immwire", frozen, from_py_object)]
 #[derive(Clone)]
-pub(crate) struct PageIndices(Arc<[u32]>);
-
-impl PageIndices {
-    pub(crate) fn indices(&self) -> immwire::PageIndices {
-        Arc::clone(&self.0).into()
-    }
-}
+pub(crate) struct PageIndices(immwire::PageIndices);
 
 #[pymethods]
 impl PageIndices {
@@ -41,19 +33,19 @@ impl PageIndices {
     }
 
     fn __len__(&self) -> usize {
-        self.0.len()
+        self.0.numbers().len()
     }
 
     fn __repr__(&self) -> String {
-        format!("<PageIndices of {} pages>", self.0.len())
+        format!("<PageIndices of {} pages>", self.0.numbers().len())
     }
 }
 
 /// The page numbers of an argument.
 pub(crate) fn of(pages: &Bound<'_, PyAny>) -> PyResult<immwire::PageIndices> {
     match pages.cast::<PageIndices>() {
-        Ok(made) => Ok(made.get().indices()),
-        Err(_) => PageIndices::new(pages).map(|pages| pages.indices()),
+        Ok(made) => Ok(made.get().0.clone()),
+        Err(_) => PageIndices::new(pages).map(|pages| pages.0),
     }
 }
 
@@ -106,7 +98,7 @@ impl Item for i64 {
     }
 }
 
-fn from_view(view: &View) -> PyResult<Arc<[u32]>> {
+fn from_view(view: &View) -> PyResult<immwire::PageIndices> {
     let Some((len, stride)) = view.line() else {
         return Err(errors::request("page numbers come in one dimension"));
     };
@@ -126,7 +118,7 @@ fn from_view(view: &View) -> PyResult<Arc<[u32]>> {
 }
 
 /// The numbers; none, if one of them does not fit.
-fn copy<T: Item>(view: &View, len: usize, stride: isize) -> Option<Arc<[u32]>> {
+fn copy<T: Item>(view: &View, len: usize, stride: isize) -> Option<immwire::PageIndices> {
     let first = view.ptr().cast::<T>();
     let at = |i: usize| {
         let bytes = i.cast_signed().wrapping_mul(stride);

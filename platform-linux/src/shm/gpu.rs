@@ -655,6 +655,22 @@ impl Gpu {
         }
     }
 
+    /// Hands over what is staged for a region, if it is so much that nothing is to be waited for.
+    fn launch_if_enough(&mut self, reached: &Arc<Reached>, budget: NonZeroU32) {
+        let staged = self.queues.iter().position(|queue| queue.staged.is_to(reached));
+        let Some((at, queue)) = staged.and_then(|at| Some((at, self.queues.get(at)?))) else {
+            return;
+        };
+        if spread::is_enough(queue.staged.bytes, self.under_way()) {
+            self.launch(at, budget);
+        }
+    }
+
+    /// Bytes that it is still to copy, of what it was handed.
+    fn under_way(&self) -> u64 {
+        self.queues.iter().fold(0, |all, queue| all.saturating_add(queue.bytes))
+    }
+
     /// Enqueues what is staged in a queue.
     fn enqueue(&mut self, at: usize, budget: NonZeroU32) {
         if self.queues.get(at).is_none_or(|queue| queue.staged.claim.is_none()) {
@@ -1000,6 +1016,9 @@ impl Gpus {
             staged.pieces.push(*work);
             staged.growth.grew();
             self.flying += 1;
+            if let Some(state) = self.gpus.get_mut(gpu) {
+                state.launch_if_enough(reached, self.sms);
+            }
             return Staging::Taken;
         }
     }
@@ -1013,8 +1032,7 @@ impl Gpus {
         // The driver would keep us waiting that closes something, for as long as the GPU is busy with anything.
         let is_closing = self.is_closing();
         for gpu in &mut self.gpus {
-            let under_way =
-                gpu.queues.iter().fold(0_u64, |all, queue| all.saturating_add(queue.bytes));
+            let under_way = gpu.under_way();
             for at in 0..gpu.queues.len() {
                 let Some(Queue { staged, .. }) = gpu.queues.get_mut(at) else { continue };
                 let may_go_on = staged.run.is_some() && staged.growth.may_go_on();
