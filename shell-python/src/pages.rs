@@ -1,5 +1,7 @@
 //! Page numbers from any buffer of integers, without a loop in Python.
 
+use std::sync::Arc;
+
 use pyo3::exceptions::PyTypeError;
 use pyo3::prelude::*;
 
@@ -128,22 +130,24 @@ fn copy<T: Item>(view: &View, len: usize, stride: isize) -> Option<immwire::Page
         unsafe { first.wrapping_byte_offset(bytes).read_unaligned() }
     };
     let mut beyond = 0;
-    let mut pages: Vec<u32> = Vec::with_capacity(len);
-    if stride == size_of::<T>().cast_signed() {
+    // Written to where they stay: of a range it is known how many there are.
+    let pages: Arc<[u32]> = if stride == size_of::<T>().cast_signed() {
         // Without gaps, in a form that is turned into vector instructions. Each number is read once: what
         // is checked is what is kept.
-        pages.extend((0..len).map(|i| {
+        let numbers = (0..len).map(|i| {
             // SAFETY: as above.
             let item = unsafe { first.add(i).read_unaligned() };
             beyond |= item.beyond();
             item.low()
-        }));
+        });
+        numbers.collect()
     } else {
-        pages.extend((0..len).map(|i| {
+        let numbers = (0..len).map(|i| {
             let item = at(i);
             beyond |= item.beyond();
             item.low()
-        }));
-    }
+        });
+        numbers.collect()
+    };
     (beyond == 0).then(|| pages.into())
 }
