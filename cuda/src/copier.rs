@@ -207,16 +207,12 @@ impl Copier {
             }
         }
         let gpu = self.stream.device().gpu();
-        let plan = geometry::plan(
-            copy.shape(release.kind == args::RELEASE_ADD),
-            method,
-            sms,
-            gpu,
-            &self.tuning,
-        )
-        .map_err(Error::Geometry)?;
+        let shape = copy.shape(release.kind == args::RELEASE_ADD);
+        let plan =
+            |method| geometry::plan(shape, method, sms, gpu, &self.tuning).map_err(Error::Geometry);
+        let first = plan(method)?;
         let _current = self.stream.device().enter()?;
-        match plan {
+        match first {
             Plan::Launch(launch) => {
                 // SAFETY: the layout is that of this request; the rest is our caller's promise.
                 unsafe { self.launch(copy, release, launch)? };
@@ -234,6 +230,16 @@ impl Copier {
                         self.stream.handle(),
                     )
                 };
+                // The driver takes no range over two of its allocations, or over host memory that was pinned in two goes, though they
+                // adjoin (seen on 580.159.04; of memory that is mapped by hand it does). To a kernel addresses are addresses.
+                if enqueued == cu::CUresult::CUDA_ERROR_INVALID_VALUE
+                    && method == Method::Auto
+                    && let Plan::Launch(launch) = plan(Method::Launch)?
+                {
+                    // SAFETY: as above; nothing was enqueued.
+                    unsafe { self.launch(copy, release, launch)? };
+                    return Ok(Submitted::Launch(launch));
+                }
                 check("cuMemcpyAsync", enqueued)?;
                 // SAFETY: the context is current; the word is our caller's promise.
                 unsafe { self.announce(release)? };

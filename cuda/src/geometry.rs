@@ -47,6 +47,8 @@ pub enum Method {
     /// What was measured to be quickest for its size.
     #[default]
     Auto,
+    /// The kernel that was measured to be quickest.
+    Launch,
     /// This kernel.
     Kernel(Kernel),
     /// The GPU's copy engine, which takes no SM; one range only.
@@ -261,8 +263,8 @@ impl fmt::Display for GeometryError {
 ///
 /// # Errors
 ///
-/// What was asked for cannot be had for this request; [`Method::Auto`] fails only for [`GeometryError::TooManyPieces`]
-/// and an impossible `tuning`.
+/// What was asked for cannot be had for this request; [`Method::Auto`] and [`Method::Launch`] fail only for
+/// [`GeometryError::TooManyPieces`] and an impossible `tuning`.
 pub fn plan(
     shape: Shape,
     method: Method,
@@ -283,7 +285,7 @@ pub fn plan(
         Method::Auto if shape.contiguous && bytes >= u128::from(engine_from.max(1)) => {
             return Ok(Plan::CopyEngine);
         }
-        Method::Auto | Method::CopyEngine => quickest(shape, bytes, gpu, tuning),
+        Method::Auto | Method::Launch | Method::CopyEngine => quickest(shape, bytes, gpu, tuning),
         Method::Kernel(kernel) => kernel,
     };
     if kernel != Kernel::Any && !shape.multiple.is_multiple_of(ALIGNED_BYTES) {

@@ -33,6 +33,7 @@ pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
     ("after_stream_short", Spread::Places, after_stream_short),
     ("host_memory_of_several", Spread::Processes, host_memory_of_several),
+    ("regions_that_adjoin", Spread::Processes, regions_that_adjoin),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
     ("watched_words", Spread::Once, watched_words),
@@ -946,6 +947,45 @@ fn host_memory_of_several(case: &Case) {
             let (host, _, region) = regions.remove(0);
             host.close(region, patience()).expect("closed");
         }
+    }
+}
+
+/// Two regions of host memory, pinned one after the other, that adjoin; and so do the places that they are written to. Where both writes become
+/// one copy, its source lies in both.
+fn regions_that_adjoin(case: &Case) {
+    const PART: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = other.memory(&me, 2 * PART, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let half = usize::try_from(PART).expect("small");
+    let mine = Lent::new(2 * half);
+    let register = |offset: usize| {
+        let at = NonNull::new(mine.ptr.as_ptr().wrapping_add(offset)).expect("some");
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        unsafe { me.engine.register(at, half, Rights::LOCAL) }.expect("register")
+    };
+    let both = [register(0), register(half)];
+    for round in 0..16 {
+        let pattern = case.pattern(round);
+        for (region, at) in both.iter().zip([0, PART]) {
+            pattern.fill(region, 0, PART, at);
+        }
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: 2 * PART, byte: 0xa5 });
+        // The end of the first and the beginning of the second, of any lengths.
+        let (before, after) = (PART - 16 * round, PART - 7 * round);
+        let (first, second) = ((PART - before, PART - before, before), (0, PART, after));
+        let transfers = [first, second].into_iter().zip(&both);
+        let transfers: Vec<_> = transfers
+            .map(|(range, region)| write(&me, peer, region, &desc, range, Some(tag)))
+            .collect();
+        other.count(&me, counter, 2);
+        transfers.iter().for_each(|transfer| me.done(transfer));
+        let (offset, len) = (PART - before, before + after);
+        let wrong =
+            other.place(&me, Ask::Mismatch { region: there, offset, len, pattern, at: offset });
+        assert_eq!(wrong, None, "round {round}");
+        other.check_only(&me, there, 0, offset, 0xa5);
+        other.check_only(&me, there, offset + len, PART - after, 0xa5);
     }
 }
 

@@ -280,6 +280,13 @@ impl Table {
         self.ranges.range(..=address).next_back().map(|r| r.1).filter(|r| address < r.end())
     }
 
+    /// Whether `bytes` bytes from `start` begin in memory that ends before they do, and is not mapped by hand: what adjoins it was
+    /// allocated, or pinned, in another go.
+    pub(crate) fn is_cut(&self, start: u64, bytes: u64) -> bool {
+        let first = self.at(start).filter(|range| !matches!(range.kind, Kind::Mapped { .. }));
+        first.is_some_and(|range| start.saturating_add(bytes) > range.end())
+    }
+
     /// What overlaps `bytes` bytes from `start`, in order.
     pub(crate) fn within(&self, start: u64, bytes: u64) -> impl Iterator<Item = &Arc<Range>> {
         let end = start.saturating_add(bytes);

@@ -192,6 +192,9 @@ calls! {
         let stream = world.stream("cuMemcpyAsync", stream);
         world.take_command()?;
         let (mut reach, bytes) = (Reach::new(stream.gpu), bytes as u64);
+        if [from, to].into_iter().any(|side| world.memory.is_cut(side, bytes)) {
+            return Err(code::INVALID_VALUE);
+        }
         let (host, plain, known) = match [from, to].map(|side| world.memory.at(side).is_some()) {
             [false, true] => (Host::Source, from, to),
             [true, false] => (Host::Target, to, from),
