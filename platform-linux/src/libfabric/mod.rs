@@ -29,7 +29,8 @@
 //! can be seen there is said by their immediate alone. So on EFA a write without an immediate, or one of more
 //! than sixteen times the device's longest (of about 1 GiB), is done a moment before it can be seen. And what is done
 //! may arrive after what was said later: a farewell says how many immediates were sent, and the session ends when
-//! so many are counted, or after a second.
+//! so many are counted, or after a second. Who finds that a peer is gone, as something for it fails, gives its farewell 20 ms to
+//! be heard first.
 //!
 //! # Trust
 //!
@@ -1008,8 +1009,10 @@ impl LibfabricProvider {
             let session = self.sessions.get(usize::from(index))?.as_ref()?;
             match session.state {
                 State::Greeting { until, retry } => Some(until.min(retry.due())),
-                State::Leaving { cut, .. } if session.all_in_flight() > 0 => Some(cut),
-                State::Leaving { .. } => Some(session.awaits(self.now).unwrap_or(self.now)),
+                State::Leaving { cut, .. } => {
+                    let over = if session.all_in_flight() > 0 { cut } else { self.now };
+                    Some(session.awaits(self.now).unwrap_or(over))
+                }
                 State::Open => None,
             }
         });

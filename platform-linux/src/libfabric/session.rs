@@ -186,6 +186,8 @@ pub(super) struct Session {
     pub(super) is_quiet: bool,
     /// Of what we posted, something failed or was cut off: the peer may not know yet.
     pub(super) was_cut: bool,
+    /// Something failed as the peer is gone, and it has not said why: its farewell may still come, and what it had written.
+    pub(super) is_unheard: bool,
 }
 
 /// Immediates sent since the start, by NIC of a peer that has so many.
@@ -241,6 +243,7 @@ impl Session {
             under_way: 0,
             is_quiet: false,
             was_cut: false,
+            is_unheard: false,
         }
     }
 
@@ -280,12 +283,16 @@ impl Session {
         sent_by(&self.allowances, self.ports.len())
     }
 
-    /// If the peer leaves and is through, but not all that it had sent is there: until when that is waited for.
+    /// If the peer leaves and is through, but not all that it had sent is there; or if it is gone, and its farewell may still come: until
+    /// when that is waited for.
     pub(super) fn awaits(&self, now: Time) -> Option<Time> {
-        let (until, sent) = self.parting.as_ref()?;
-        let theirs = matches!(self.state, State::Leaving { reason: Some(_), .. });
-        let late = theirs && now < *until && !all_taken(sent, &self.takings);
-        late.then_some(*until)
+        let State::Leaving { cut, reason: Some(_) } = self.state else { return None };
+        let until = match &self.parting {
+            Some((until, sent)) if !all_taken(sent, &self.takings) => *until,
+            None if self.is_unheard => cut,
+            _ => return None,
+        };
+        (now < until).then_some(until)
     }
 
     /// Whether it is over.

@@ -135,6 +135,7 @@ impl LibfabricProvider {
             Say::Bye { quiet, sent } => {
                 tracing::debug!(peer = %session.peer, "it says that it leaves");
                 session.is_quiet = quiet;
+                session.is_unheard = false;
                 // Of what failed nobody knows how much comes; and who says it again does not gain time.
                 if quiet && session.parting.is_none() {
                     session.parting = Some((now.after(PARTING), sent));
@@ -199,6 +200,7 @@ impl LibfabricProvider {
                 tracing::warn!(peer = %session.peer, ?why, "the peer is given up");
             }
             session.was_cut = true;
+            session.is_unheard |= session.parting.is_none();
             session.leave(cut, Some(DownReason::Disconnected));
         }
         self.urgent = true;
@@ -240,6 +242,7 @@ impl LibfabricProvider {
             };
             session.settle_arrears();
             let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
+            let awaits = session.awaits(now).is_some();
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
             let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
             match &mut session.state {
@@ -258,7 +261,8 @@ impl LibfabricProvider {
                     self.finish(index, sink);
                     continue;
                 }
-                State::Leaving { cut, .. } => replace |= in_flight > 0 && now >= *cut,
+                // Who closes an endpoint loses what of this peer's may still come there.
+                State::Leaving { cut, .. } => replace |= in_flight > 0 && !awaits && now >= *cut,
             }
             self.speak(index);
             at += 1;

@@ -296,7 +296,8 @@ impl Device {
         match head.kind {
             Kind::Write(piece) => self.take_piece(from, head.op, piece, payload),
             Kind::Send { data } => {
-                let due = now + self.wired.disorder.delay(Choice::Event, head.op, 0);
+                let due =
+                    now + self.wired.late + self.wired.disorder.delay(Choice::Event, head.op, 0);
                 let (transfer, payload) = (Transfer::Send { data }, payload.to_vec());
                 let arrived = Arrived { from, op: head.op, transfer, len: payload.len(), payload };
                 self.push(due, head.op, Work::Arrived(arrived));
@@ -391,7 +392,8 @@ impl Device {
                 Transfer::Write { data: piece.data, key: piece.key, address: piece.address };
             let arrived = Arrived { from, op, transfer, len: total, payload: Vec::new() };
             // Landing has the earlier time, and is done first.
-            let due = landed_by + Duration::from_nanos(1) + disorder.delay(Choice::Event, op, 0);
+            let due = landed_by + Duration::from_nanos(1) + self.wired.late;
+            let due = due + disorder.delay(Choice::Event, op, 0);
             self.push(due, op, Work::Arrived(arrived));
         }
         if status != Status::Ok || !waits {

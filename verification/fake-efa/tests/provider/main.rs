@@ -54,7 +54,7 @@ macro_rules! tests {
     };
 }
 
-const TESTS: [Test; 18] = tests! {
+const TESTS: [Test; 19] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -63,6 +63,7 @@ const TESTS: [Test; 18] = tests! {
     sessions_begin_while_memory_is_registered [("FAKE_EFA_PIN_UNTIL", "pinned")],
     // A seed by which something was late in each run.
     what_was_done_before_a_farewell_counts [("FAKE_EFA_DELAY_US", "10000"), ("FAKE_EFA_SEED", "2")],
+    what_was_done_counts_before_its_end_is_noticed [("FAKE_EFA_LATE_US", "8000"), ("FAKE_EFA_SEED", "5")],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
@@ -298,6 +299,35 @@ fn what_was_done_before_a_farewell_counts() {
     }
     // A few steps each; were something missing, it would be half a second.
     assert!(took < Duration::from_secs(5), "as if something were missing: {took:?}");
+}
+
+/// The same; but who stays has writes under way to who leaves. They fail, as nobody is there any more, and that is known before the
+/// farewell is, and before what had been written.
+fn what_was_done_counts_before_its_end_is_noticed() {
+    for round in 0..10 {
+        let mut pair = Pair::new((1, 1), |builder| builder);
+        let counters = [&pair.here, &pair.there].map(|side| side.engine.counter().unwrap());
+        let [of_here, of_there] = &counters;
+        let another = Side::new(builder(1));
+        let (here, peer) = (pair.here.engine.clone(), pair.peer);
+        let submit = |_| here.submit_imm(peer, of_there.tag(), 1).unwrap();
+        let transfers: Vec<Transfer> = (0..100).map(submit).collect();
+        for transfer in &transfers {
+            pair.is_done(transfer);
+        }
+        let (there, back) = (pair.there.engine.clone(), pair.back);
+        let submit = |_| there.submit_imm(back, of_here.tag(), 1).unwrap();
+        let late: Vec<Transfer> = (0..8).map(submit).collect();
+        pair.there.driver.poll();
+        drop((here, transfers));
+        drop(std::mem::replace(&mut pair.here, another));
+        pair.until("gone", || there.peers().is_empty().then_some(()));
+        assert_eq!(of_there.available(), 100, "round {round}");
+        for transfer in &late {
+            // Done, if it was still there.
+            _ = pair.end(transfer);
+        }
+    }
 }
 
 // ---- room ----
