@@ -280,11 +280,15 @@ impl Table {
         self.ranges.range(..=address).next_back().map(|r| r.1).filter(|r| address < r.end())
     }
 
-    /// Whether `bytes` bytes from `start` begin in memory that ends before they do, and is not mapped by hand: what adjoins it was
-    /// allocated, or pinned, in another go.
+    /// Whether `bytes` bytes from `start` go on in memory that adjoins what they begin in, and was allocated, or pinned, in another go. A driver's
+    /// copy engine takes that of memory that is mapped by hand; of small allocations within one granule it is not known, and taken here.
     pub(crate) fn is_cut(&self, start: u64, bytes: u64) -> bool {
-        let first = self.at(start).filter(|range| !matches!(range.kind, Kind::Mapped { .. }));
-        first.is_some_and(|range| start.saturating_add(bytes) > range.end())
+        let Some(first) = self.at(start).filter(|it| !matches!(it.kind, Kind::Mapped { .. }))
+        else {
+            return false;
+        };
+        let next = self.at(first.end()).filter(|_| start.saturating_add(bytes) > first.end());
+        next.is_some_and(|next| next.backing().is_none() || next.start.is_multiple_of(GRANULE))
     }
 
     /// What overlaps `bytes` bytes from `start`, in order.
