@@ -41,7 +41,7 @@ pub struct Turn(pub u32);
 /// How far one peer is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Standing {
-    /// It is not given up.
+    /// It is not given up; or it leaves, and what it had sent is still waited for.
     pub well: bool,
     /// The last replacement that it has answered.
     pub moved: Turn,

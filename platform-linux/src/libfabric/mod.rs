@@ -1010,8 +1010,13 @@ impl LibfabricProvider {
             match session.state {
                 State::Greeting { until, retry } => Some(until.min(retry.due())),
                 State::Leaving { cut, .. } => {
-                    let over = if session.all_in_flight() > 0 { cut } else { self.now };
-                    Some(session.awaits(self.now).unwrap_or(over))
+                    let awaits = session.awaits(self.now);
+                    match session.all_in_flight() {
+                        0 => Some(awaits.unwrap_or(self.now)),
+                        // That has deadlines of its own.
+                        _ if self.recycle.is_under_way() => awaits,
+                        _ => Some(awaits.map_or(cut, |until| until.min(cut))),
+                    }
                 }
                 State::Open => None,
             }

@@ -251,8 +251,20 @@ impl Session {
         matches!(self.state, State::Leaving { .. })
     }
 
-    pub(super) const fn standing(&self) -> Standing {
-        Standing { well: !self.is_leaving(), moved: self.moved, in_flight: self.old_in_flight }
+    /// What of it keeps endpoints of ours open that are being replaced: it does not move any more when it leaves, but what
+    /// it had sent comes to where it was sent.
+    pub(super) fn standing(&self, now: Time) -> Standing {
+        let well = !self.is_leaving() || self.awaits(now).is_some();
+        Standing { well, moved: self.moved, in_flight: self.old_in_flight }
+    }
+
+    /// It keeps nothing open any more, whatever may still come from it.
+    pub(super) fn give_up(&mut self, now: Time) {
+        self.was_cut = true;
+        if let Some((until, _)) = &mut self.parting {
+            *until = now.min(*until);
+        }
+        self.leave(now, Some(DownReason::Disconnected));
     }
 
     /// Whether the peer is to be asked to open something.

@@ -242,7 +242,6 @@ impl LibfabricProvider {
             };
             session.settle_arrears();
             let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
-            let awaits = session.awaits(now).is_some();
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
             let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
             match &mut session.state {
@@ -261,8 +260,7 @@ impl LibfabricProvider {
                     self.finish(index, sink);
                     continue;
                 }
-                // Who closes an endpoint loses what of this peer's may still come there.
-                State::Leaving { cut, .. } => replace |= in_flight > 0 && !awaits && now >= *cut,
+                State::Leaving { cut, .. } => replace |= in_flight > 0 && now >= *cut,
             }
             self.speak(index);
             at += 1;
@@ -283,7 +281,9 @@ impl LibfabricProvider {
         // What had come before it said farewell is not lost, however much of it there is.
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
-            self.poll_lane(nic, false, self.entries / BATCH + 1, sink);
+            for old in [true, false] {
+                self.poll_lane(nic, old, self.entries / BATCH + 1, sink);
+            }
         }
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
@@ -536,10 +536,9 @@ impl LibfabricProvider {
 
     /// When the replacement under way is to be looked at again.
     pub(super) fn recycle_deadline(&self) -> Time {
-        let standings = self
-            .live
-            .iter()
-            .filter_map(|&index| Some(self.sessions.get(usize::from(index))?.as_ref()?.standing()));
+        let standings = self.live.iter().filter_map(|&index| {
+            Some(self.sessions.get(usize::from(index))?.as_ref()?.standing(self.now))
+        });
         match self.recycle.verdict(standings) {
             Verdict::Idle => Time::NEVER,
             Verdict::Wait(until) => until,
@@ -638,17 +637,16 @@ impl LibfabricProvider {
         // Twice at most: whoever is given up is late no more.
         for _ in 0..2 {
             let standings = self.live.iter().filter_map(|&index| {
-                Some(self.sessions.get(usize::from(index))?.as_ref()?.standing())
+                Some(self.sessions.get(usize::from(index))?.as_ref()?.standing(self.now))
             });
             match self.recycle.verdict(standings) {
                 Verdict::Idle | Verdict::Wait(_) => break,
                 Verdict::GiveUp => {
                     let (now, recycle) = (self.now, self.recycle);
                     for session in self.sessions.iter_mut().flatten() {
-                        if recycle.is_late(session.standing()) {
+                        if recycle.is_late(session.standing(now)) {
                             tracing::warn!(peer = %session.peer, "did not move to the new endpoints in time");
-                            session.was_cut = true;
-                            session.leave(now, Some(DownReason::Disconnected));
+                            session.give_up(now);
                         }
                     }
                 }

@@ -28,6 +28,8 @@ pub(crate) struct Config {
     pub delay: Duration,
     /// `FAKE_EFA_LATE_US` (0): how much later than that it is reported what has arrived.
     pub late: Duration,
+    /// `FAKE_EFA_LATE_WRITES_US` (0): how much later still, if a write has brought it.
+    pub late_writes: Duration,
     /// `FAKE_EFA_DEAD_MS` (300): how long the device tries before it reports a dead peer.
     pub dead: Duration,
     /// `FAKE_EFA_SILENT_MS` (30,000): how long it waits for a peer that exists and says nothing: one whose process is
@@ -78,6 +80,11 @@ impl Config {
             rx_size: size("FAKE_EFA_RX_SIZE", 128, 1..=1 << 15)?,
             delay: Duration::from_micros(number("FAKE_EFA_DELAY_US", 200, 0..=10_000_000)?),
             late: Duration::from_micros(number("FAKE_EFA_LATE_US", 0, 0..=10_000_000)?),
+            late_writes: Duration::from_micros(number(
+                "FAKE_EFA_LATE_WRITES_US",
+                0,
+                0..=10_000_000,
+            )?),
             dead: Duration::from_millis(number("FAKE_EFA_DEAD_MS", 300, 0..=600_000)?),
             silent: Duration::from_millis(number("FAKE_EFA_SILENT_MS", 30_000, 100..=600_000)?),
             early_ack: number("FAKE_EFA_EARLY_ACK", 1, 0..=1)? == 1,

@@ -392,7 +392,8 @@ impl Device {
                 Transfer::Write { data: piece.data, key: piece.key, address: piece.address };
             let arrived = Arrived { from, op, transfer, len: total, payload: Vec::new() };
             // Landing has the earlier time, and is done first.
-            let due = landed_by + Duration::from_nanos(1) + self.wired.late;
+            let late = self.wired.late + self.wired.late_writes;
+            let due = landed_by + Duration::from_nanos(1) + late;
             let due = due + disorder.delay(Choice::Event, op, 0);
             self.push(due, op, Work::Arrived(arrived));
         }

@@ -54,7 +54,7 @@ macro_rules! tests {
     };
 }
 
-const TESTS: [Test; 19] = tests! {
+const TESTS: [Test; 20] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -64,6 +64,7 @@ const TESTS: [Test; 19] = tests! {
     // A seed by which something was late in each run.
     what_was_done_before_a_farewell_counts [("FAKE_EFA_DELAY_US", "10000"), ("FAKE_EFA_SEED", "2")],
     what_was_done_counts_before_its_end_is_noticed [("FAKE_EFA_LATE_US", "8000"), ("FAKE_EFA_SEED", "5")],
+    what_was_done_counts_though_endpoints_are_replaced [("FAKE_EFA_LATE_WRITES_US", "150000")],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
@@ -327,6 +328,43 @@ fn what_was_done_counts_before_its_end_is_noticed() {
             // Done, if it was still there.
             _ = pair.end(transfer);
         }
+    }
+}
+
+/// The same; but endpoints are replaced, to be rid of another peer, while what had been written is still to come to the old ones.
+fn what_was_done_counts_though_endpoints_are_replaced() {
+    for round in 0..4 {
+        let mut pair = Pair::new((1, 1), |builder| builder.drain(Duration::from_millis(1)));
+        let stopped = Other::start();
+        let there = pair.there.engine.clone();
+        let of_there = there.counter().unwrap();
+        // Known to who stays, and no more there.
+        let stuck = {
+            let peer = pair.there.driver.add_peer(&stopped.address).unwrap();
+            let up = || (there.peer_state(peer) == Some(PeerState::Up)).then_some(());
+            pair.until("up", up);
+            let src = pair.there.region(64 << 10);
+            stopped.stop();
+            let submit = |_| submit(&there, peer, &src, &stopped.desc, (0, 64 << 10));
+            let stuck: Vec<Transfer> = (0..8).map(submit).collect();
+            pair.there.driver.poll();
+            (peer, src, stuck)
+        };
+        let submit = |_| pair.here.engine.submit_imm(pair.peer, of_there.tag(), 1).unwrap();
+        let transfers: Vec<Transfer> = (0..20).map(submit).collect();
+        for transfer in &transfers {
+            pair.is_done(transfer);
+        }
+        assert_eq!(of_there.available(), 0, "round {round}: nothing was late");
+        let replaced = logged(&log(), "endpoint", "ops").len();
+        there.remove_peer(stuck.0);
+        drop(transfers);
+        drop(std::mem::replace(&mut pair.here, Side::new(builder(1))));
+        pair.until("gone", || there.peers().is_empty().then_some(()));
+        assert_eq!(of_there.available(), 20, "round {round}");
+        assert!(logged(&log(), "endpoint", "ops").len() > replaced, "nothing was replaced");
+        let cut = |transfer: &Transfer| matches!(transfer.poll_end(), Some(End::Quiesced { .. }));
+        assert!(stuck.2.iter().any(cut), "round {round}: nothing was in flight");
     }
 }
 
