@@ -478,25 +478,34 @@ __device__ uint32_t ranks_of(const Args &args, uint32_t expert, uint32_t present
   return machine::any_of(expert != NO_EXPERT ? 1u << rank_of(args, expert) : 0) & present;
 }
 
+// Which vector of a token's choices a lane tells, and to which ranks: as many side by side as there are lanes for, from one of its own on. Worked out
+// before it is known what is told.
+struct Telling {
+  __device__ explicit Telling(const Args &args) : each(vectors_per_token(args)), side(WARP / each), rank(threadIdx.x % WARP / each) {
+    vector = threadIdx.x % WARP - rank * each;
+    if (rank >= side) rank = IMMWIRE_MOE_MAX_RANKS; // There is none for it.
+  }
+  uint32_t each, side, rank, vector;
+};
+
 // One warp: checks the choices of a token, tells every rank of `present`, and returns the ranks that the token goes to.
-__device__ uint32_t send_choices(const Args &args, uint32_t token, const Choice &choice, uint32_t epoch, uint32_t parity, uint32_t present) {
+__device__ uint32_t send_choices(const Args &args, Telling telling, uint32_t token, const Choice &choice, uint32_t epoch, uint32_t parity,
+                                 uint32_t present) {
   const uint32_t lane = threadIdx.x % WARP, weight = choice.weight;
   bool is_wrong = false;
   const uint32_t expert = expert_of(args, choice, is_wrong);
   if (is_wrong) refuse(args, epoch, token, lane, choice.index(args));
   // This rank's own too, whatever happened to it: exact sums are made by it.
   const uint32_t told = present | 1u << args.rank;
-  const uint32_t each = vectors_per_token(args), low = 2 * lane % WARP, high = low + 1;
+  const uint32_t low = 2 * telling.vector % WARP, high = low + 1;
   uint4 vector;
   vector.x = __shfl_sync(ALL_LANES, weight, low);
   vector.y = __shfl_sync(ALL_LANES, weight, high);
   vector.z = __shfl_sync(ALL_LANES, expert, low) | __shfl_sync(ALL_LANES, expert, high) << 16;
   vector.w = epoch;
-  if (lane < each) {
-    const uint64_t offset = 16 * (1 + uint64_t(token) * each + lane);
-    for (uint32_t rest = told; rest != 0; rest &= rest - 1)
-      store_whole_vector(table_of(args, __ffs(rest) - 1, args.rank, parity) + offset, vector);
-  }
+  const uint64_t offset = 16 * (1 + uint64_t(token) * telling.each + telling.vector);
+  for (uint32_t rank = telling.rank; rank < args.world; rank += telling.side)
+    if (told >> rank & 1) store_whole_vector(table_of(args, rank, args.rank, parity) + offset, vector);
   return ranks_of(args, expert, present);
 }
 
@@ -806,20 +815,23 @@ struct Roles {
 template <typename PAYLOAD>
 struct First {
   __device__ First(const Args &args, const Roles &roles)
-      : given(args.flags & IMMWIRE_MOE_SEND ? tokens_given(args) : 0), told(roles.sends ? roles.share.index : Dealt(roles.share).first),
+      : given(args.flags & IMMWIRE_MOE_SEND ? tokens_given(args) : 0), telling(args), told(roles.sends ? roles.share.index : Dealt(roles.share).first),
         choice(args, told, roles.sends ? reads_choices() : roles.tells, args.tokens),
         ahead(args, roles.share.index, BlockCrew(), roles.sends && roles.share.index < args.tokens) {}
   // Of those who send: the other warps work on the token meanwhile.
   __device__ static bool reads_choices() { return threadIdx.x / WARP == blockDim.x / WARP - 1; }
-  uint32_t given, told;
+  uint32_t given;
+  Telling telling;
+  uint32_t told;
   Choice choice;
   typename PAYLOAD::Ahead ahead;
 };
 
 // Tells everybody the choices of a share.
-__device__ void send_choices_of(const Args &args, Dealt dealt, Choice next, uint32_t tokens, uint32_t epoch, uint32_t parity, uint32_t present) {
+__device__ void send_choices_of(const Args &args, Dealt dealt, Telling telling, Choice next, uint32_t tokens, uint32_t epoch, uint32_t parity,
+                                uint32_t present) {
   for (uint32_t token = dealt.first; token < tokens; token += dealt.step) {
-    const uint32_t goes_to = send_choices(args, token, next, epoch, parity, present);
+    const uint32_t goes_to = send_choices(args, telling, token, next, epoch, parity, present);
     if (threadIdx.x % WARP == 0) masks_of(args)[token] = goes_to;
     next = Choice(args, token + dealt.step, true, tokens);
   }
@@ -834,7 +846,7 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, 
   for (uint32_t token = roles.share.index; token < tokens; token += roles.share.of, turn ^= 1) {
     if (is_last_warp) {
       bool is_wrong = false; // Who tells the choice says so.
-      const uint32_t goes_to = roles.tells ? send_choices(args, token, next.choice, epoch, parity, present)
+      const uint32_t goes_to = roles.tells ? send_choices(args, next.telling, token, next.choice, epoch, parity, present)
                                            : ranks_of(args, expert_of(args, next.choice, is_wrong), present);
       if (threadIdx.x % WARP == 0) {
         fixed.routes[turn] = goes_to;
@@ -856,76 +868,92 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, 
 
 // ---- the way out: receiving ----
 
-// Reads the tables of `wanted`, which all threads have the same, and takes their choices. Each lane gets how many tokens the rank of its number
-// has. Returns who is missing, to all threads.
-__device__ uint32_t read_tables(const Args &args, Routes &routes, uint32_t wanted, uint32_t epoch, uint32_t parity,
-                                uint32_t &missing_word, Patience &patience, uint32_t &tokens) {
-  const uint32_t lane = threadIdx.x % WARP;
-  routes.clear();
-  if (threadIdx.x == 0) missing_word = 0;
-  __syncthreads();
-
-  // How many tokens each has: every warp looks at all heads, a lane at each. And with each look, so that no time is lost, every
-  // thread at a vector of choices of each of the first tables, whether they are that long or not.
-  const uint32_t each = vectors_per_token(args);
-  const Divisor by_each(each);
-  const bool may_be = threadIdx.x < args.max_tokens * each;
-  uint4 early[BATCH];
-  tokens = 0;
-  bool waits = lane < args.world && (wanted >> lane & 1);
-  for (;;) {
-    uint4 head;
-    if (waits) head = load_shared_vector(table_of(args, args.rank, lane, parity));
+// The tables of `wanted`, which all threads have the same.
+struct Tables {
+  // Every warp looks at all heads, a lane at each, until they are there. Then every thread at a vector of choices of each of the first tables: while
+  // that is under way there is something else to do.
+  __device__ Tables(const Args &args, uint32_t wanted, uint32_t epoch, uint32_t parity, Patience &patience)
+      : each(vectors_per_token(args)), by_each(each), first(table_of(args, args.rank, 0, parity)) {
+    const uint32_t lane = threadIdx.x % WARP;
+    const uint64_t own = first + lane * args.table_bytes;
+    bool waits = lane < args.world && (wanted >> lane & 1);
+    while (__ballot_sync(ALL_LANES, waits) != 0) {
+      uint4 head;
+      if (waits) head = load_shared_vector(own);
+      if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
+      if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
+    }
+    missing = __ballot_sync(ALL_LANES, waits);
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i)
-      if (i < args.world && may_be) early[i] = load_shared_vector(table_of(args, args.rank, i, parity) + 16 * (1 + uint64_t(threadIdx.x)));
-    if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
-    if (__ballot_sync(ALL_LANES, waits) == 0) break;
-    if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
+      if (threadIdx.x < vectors(i)) early[i] = choices(args, i, threadIdx.x);
   }
-  uint32_t missing = __ballot_sync(ALL_LANES, waits);
+  // How many vectors of choices a rank has: none that is not there, or that there is not.
+  __device__ uint32_t vectors(uint32_t rank) const { return __shfl_sync(ALL_LANES, tokens, rank) * each; }
+  __device__ uint4 choices(const Args &args, uint32_t rank, uint32_t v) const {
+    return load_shared_vector(first + rank * args.table_bytes + 16 * (1 + uint64_t(v)));
+  }
 
-  // The choices: up to BATCH tables side by side.
+  uint32_t each;
+  uint32_t tokens = 0; // Each lane: how many the rank of its number has.
+  uint32_t missing;    // Whose heads were not there.
+  uint4 early[BATCH];
+  Divisor by_each;
+  uint64_t first;
+};
+
+// Takes a vector of choices of each table from `low` on whose bit is set in `wanted`, which have been looked at once. Returns a bit for each that never
+// was there.
+__device__ uint32_t take_choices(const Args &args, Routes &routes, const Tables &tables, uint32_t low, uint32_t v, uint4 (&held)[BATCH], uint32_t wanted,
+                                 uint32_t epoch, Patience &patience) {
+  uint32_t missing = 0;
+  for (;;) {
+    uint32_t differ = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i) differ |= wanted >> i & 1 ? held[i].w ^ epoch : 0;
+    if (differ == 0) break;
+    if (patience.is_over()) {
+#pragma unroll
+      for (uint32_t i = 0; i < BATCH; ++i)
+        if ((wanted >> i & 1) && held[i].w != epoch) missing |= 1u << i;
+      wanted &= ~missing;
+      break;
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < BATCH; ++i)
+      if (wanted >> i & 1) held[i] = tables.choices(args, low + i, v);
+  }
+  const uint32_t token = tables.by_each.into(v);
+#pragma unroll
+  for (uint32_t i = 0; i < BATCH; ++i) routes.take((low + i) * routes.span + token / 32, 1u << token % 32, held[i].z, wanted >> i & 1);
+  return missing;
+}
+
+// Takes the choices of all tables, up to BATCH of them side by side. Returns who is missing, to all threads.
+__device__ uint32_t read_choices(const Args &args, Routes &routes, const Tables &tables, uint32_t epoch, uint32_t &missing_word, Patience &patience) {
+  uint32_t missing = tables.missing;
   for (uint32_t low = 0; low < args.world; low += BATCH) {
     uint32_t vectors[BATCH], most = 0;
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i) {
-      vectors[i] = __shfl_sync(ALL_LANES, tokens, low + i) * each; // Zero past the last rank.
+      vectors[i] = tables.vectors(low + i);
       most = max(most, vectors[i]);
     }
     for (uint32_t start = 0; start < most; start += blockDim.x) {
-      const uint32_t own = start + threadIdx.x, token = by_each.into(own);
+      const uint32_t v = start + threadIdx.x;
       uint4 held[BATCH];
-      uint32_t rest = 0;
+      uint32_t wanted = 0;
 #pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) rest |= (own < vectors[i] ? 1u : 0u) << i;
-      const bool is_looked_at = low == 0 && start == 0;
-      if (is_looked_at) {
-#pragma unroll
-        for (uint32_t i = 0; i < BATCH; ++i) held[i] = early[i];
+      for (uint32_t i = 0; i < BATCH; ++i) {
+        wanted |= (v < vectors[i] ? 1u : 0u) << i;
+        held[i] = tables.early[i];
       }
-      uint32_t open = rest;
-      for (bool has = is_looked_at; open != 0; has = true) {
-        if (has) {
-          uint32_t differ = 0;
-#pragma unroll
-          for (uint32_t i = 0; i < BATCH; ++i) differ |= open >> i & 1 ? held[i].w ^ epoch : 0;
-          if (differ == 0) break;
-#pragma unroll
-          for (uint32_t i = 0; i < BATCH; ++i)
-            if ((open >> i & 1) && held[i].w == epoch) open &= ~(1u << i);
-          if (patience.is_over()) {
-            missing |= open << low;
-            rest &= ~open;
-            break;
-          }
-        }
+      if (low + start != 0) {
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i)
-          if (open >> i & 1) held[i] = load_shared_vector(table_of(args, args.rank, low + i, parity) + 16 * (1 + uint64_t(own)));
+          if (wanted >> i & 1) held[i] = tables.choices(args, low + i, v);
       }
-#pragma unroll
-      for (uint32_t i = 0; i < BATCH; ++i) routes.take((low + i) * routes.span + token / 32, 1u << token % 32, held[i].z, rest >> i & 1);
+      missing |= take_choices(args, routes, tables, low, v, held, wanted, epoch, patience) << low;
     }
   }
   if (missing != 0) atomicOr(&missing_word, missing);
@@ -1062,40 +1090,45 @@ struct Found {
   bool is_here;
 };
 
-constexpr uint32_t AHEAD = 7; // Vectors that a lane looks at side by side: half of 7,168 bytes.
+constexpr uint32_t AHEAD = 7; // Vectors that a lane looks at side by side, at most: half of 7,168 bytes.
+constexpr uint32_t SOME = 4;  // Where warps share a token: no more is looked at than there is.
 constexpr uint32_t PAIR = 2;  // And words of scales.
 
 // Which of a token's vectors are a warp's, and whether its scales are: of 2^shift warps, each the same number of rows of vectors.
 struct Part {
+  __device__ Part() : most(0), first(0), end(0), is_first(false), is_last(false) {} // Nothing.
   __device__ Part(uint32_t index, uint32_t shift, uint32_t vectors) {
-    const uint32_t len = (((vectors + WARP - 1) / WARP + (1u << shift) - 1) >> shift) * WARP;
-    first = index * len, end = min(first + len, vectors), is_first = index == 0, is_last = index + 1 == 1u << shift;
+    most = (((vectors + WARP - 1) / WARP + (1u << shift) - 1) >> shift) * WARP;
+    first = index * most, end = min(first + most, vectors), is_first = index == 0, is_last = index + 1 == 1u << shift;
   }
+  uint32_t most; // Of any part.
   uint32_t first, end;
   bool is_first, is_last;
 };
 
-// What a lane looks at first of a token; so early that nothing has to wait for it.
+// What a lane looks at first of a token, up to COUNT vectors; so early that nothing has to wait for it.
+template <uint32_t COUNT>
 struct Looked {
   __device__ Looked(uint64_t slot, const Part &part) { from_on(slot, part, part.first); }
   __device__ void from_on(uint64_t slot, const Part &part, uint32_t low) {
     wanted = 0;
 #pragma unroll
-    for (uint32_t k = 0; k < AHEAD; ++k) {
+    for (uint32_t k = 0; k < COUNT; ++k) {
       const uint32_t v = low + k * WARP + threadIdx.x % WARP;
       from[k] = slot + 16 * v;
       wanted |= (v < part.end ? 1u : 0u) << k;
     }
     look_at<Vector>(held, from, wanted);
   }
-  uint4 held[AHEAD];
-  uint64_t from[AHEAD];
+  uint4 held[COUNT];
+  uint64_t from[COUNT];
   uint32_t wanted;
 };
 
 // One warp: takes a part of a token, which it has looked at, to its rows, or to its one place. Says who is late. The key stays.
-template <typename PAYLOAD, bool MANY>
-__device__ void take_token(const Args &args, const Pair &pair, const uint32_t *rows, const Part &part, Looked &now, uint32_t epoch, Patience &patience) {
+template <typename PAYLOAD, bool MANY, uint32_t COUNT>
+__device__ void take_token(const Args &args, const Pair &pair, const uint32_t *rows, const Part &part, Looked<COUNT> &now, uint32_t epoch,
+                           Patience &patience) {
   const uint32_t lane = threadIdx.x % WARP, scale_words = args.scale_bytes / 4;
   const uint64_t slot = slot_at(args, pair);
   uint32_t key[1] = {}, late = 0;
@@ -1105,12 +1138,12 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
     if (!has_key) late |= await<Word>(key, key_at, 1, patience);
     has_key = true;
   };
-  for (uint32_t low = part.first; low < part.end; low += WARP * AHEAD) {
+  for (uint32_t low = part.first; low < part.end; low += WARP * COUNT) {
     if (low != part.first) now.from_on(slot, part, low);
     late |= await_looked<Vector>(now.held, now.from, now.wanted, patience);
     read_key();
 #pragma unroll
-    for (uint32_t k = 0; k < AHEAD; ++k) {
+    for (uint32_t k = 0; k < COUNT; ++k) {
       uint4 &held = now.held[k];
       held.x ^= key[0], held.y ^= key[0], held.z ^= key[0], held.w ^= key[0];
       if (late != 0) held = vector_of(0);
@@ -1119,7 +1152,7 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
     for (uint32_t n = 0; n < pair.count; ++n) {
       const uint64_t to = args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * (low + lane);
 #pragma unroll
-      for (uint32_t k = 0; k < AHEAD; ++k)
+      for (uint32_t k = 0; k < COUNT; ++k)
         if (now.wanted >> k & 1) store_bulk<MANY>(to + 16 * k * WARP, now.held[k]);
     }
   }
@@ -1156,6 +1189,87 @@ __device__ void forget_key(const Args &args, const Pair &pair) {
   *reinterpret_cast<uint32_t *>(slot_at(args, pair) + args.token_bytes + args.scale_bytes) = POISON;
 }
 
+// What a warp does when tokens are received: it takes a part of one to its rows, and keeps for the combine what is known of one. As many warps share
+// a token as there are for it; and those to whom no part falls keep, if they are enough, so that nobody else is later for that.
+struct Task {
+  // Of more tokens than there are for all at a time, the first.
+  __device__ Task(const Args &args, const Told &told, Share share)
+      : shift(doublings(told.all, share.of * (blockDim.x / WARP), 31 - __clz(blockDim.x / WARP))),
+        part(threadIdx.x / WARP & ((1u << shift) - 1), shift, args.token_bytes / 16) {
+    const uint32_t warp = threadIdx.x / WARP, nth = warp >> shift;
+    at_a_time = (blockDim.x / WARP) >> shift;
+    n = share.index + nth * share.of;
+    const bool is_one = nth < at_a_time;
+    is_mine = is_one && n < told.all;
+    const uint32_t places = at_a_time * share.of, left = places > told.all ? (places - told.all) << shift : 0;
+    const uint32_t other = ((n - told.all) << shift) + (warp & ((1u << shift) - 1));
+    const bool is_apart = left >= told.all;
+    is_kept = is_apart ? is_one && !is_mine && other < told.all : is_mine && part.is_first;
+    about = is_mine ? n : is_kept ? other : 0;
+  }
+  __device__ bool any() const { return is_mine || is_kept; }
+
+  uint32_t shift;
+  Part part;
+  uint32_t at_a_time; // Tokens that a block takes side by side.
+  uint32_t n;         // The token whose part is this warp's,
+  uint32_t about;     // or which it knows something of.
+  bool is_mine, is_kept;
+};
+
+// Takes tokens to their rows, once it is known where these are; a lane looks at COUNT vectors side by side.
+template <typename PAYLOAD, uint32_t COUNT>
+__device__ void take_tokens(const Args &args, const Routes &routes, const Told &told, Task task, Pair pair, const Heard &heard, Share share, uint32_t epoch,
+                            uint32_t parity) {
+  uint32_t *rows = routes.fixed->rows_of_warp + threadIdx.x / WARP * WARP;
+  const Part &part = task.part;
+  bool is_mine = task.is_mine;
+  Looked<COUNT> now(slot_at(args, pair), is_mine ? part : Part());
+  if (task.any()) {
+    const Found found(args, routes, pair, heard, rows);
+    pair = found.pair, is_mine = is_mine && found.is_here;
+    if (task.is_kept && found.is_here) found.keep(args, routes, epoch);
+  }
+  // By the last block, which has the least to do.
+  if (share.index == share.of - 1) {
+    uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
+    for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
+      if (e < routes.local) counts[e] = routes.rows_of(e);
+      offsets[e] = routes.offset(e);
+    }
+    if (threadIdx.x / WARP == 0) {
+      uint32_t all;
+      routes.number(0, 0, all);
+      if (threadIdx.x == 0) control_of(args)->pairs = all;
+    }
+  }
+  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
+    for (uint32_t e = share.index; e < routes.local; e += share.of)
+      clear_padding(args, routes.offset(e) + routes.rows_of(e), min(routes.offset(e + 1), args.rows));
+  }
+  Patience patience(args, Patience::FOR_TOKENS);
+  for (uint32_t low = 0, n = task.n;;) {
+    if (is_mine) take_token<PAYLOAD, false>(args, pair, rows, part, now, epoch, patience);
+    if (PAYLOAD::KEYED) {
+      __syncthreads(); // All have the keys.
+      if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
+    }
+    low += task.at_a_time;
+    if (share.index + low * share.of >= told.all) break;
+    // Never so where warps share a token, of which there are as many in a block as halves can be made: each has one of its own.
+    n += task.at_a_time * share.of, is_mine = n < told.all;
+    machine::meet(); // Nobody looks at the rows of the last one any more.
+    if (is_mine) {
+      const Pair next = told.token(args, n);
+      const Heard next_heard(args, next, parity, true);
+      now.from_on(slot_at(args, next), part, part.first);
+      const Found found(args, routes, next, next_heard, rows);
+      pair = found.pair, is_mine = found.is_here;
+      if (is_mine) found.keep(args, routes, epoch);
+    }
+  }
+}
+
 // Takes tokens to their rows.
 template <typename PAYLOAD>
 __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, uint32_t epoch, uint32_t parity, uint32_t present,
@@ -1163,28 +1277,25 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
   immwire_moe_control &control = *control_of(args);
   Routes routes(args, shared);
   Fixed &fixed = *routes.fixed;
-  const uint32_t warps = blockDim.x / WARP, warp = threadIdx.x / WARP;
-  uint32_t *rows = fixed.rows_of_warp + warp * WARP;
   // Once; again if that leaves a doubt, and then those that count.
   uint32_t wanted = present;
   for (uint32_t look = 0;; ++look) {
-    uint32_t tokens;
-    const uint32_t missing = read_tables(args, routes, wanted, epoch, parity, fixed.missing, for_tables, tokens);
+    routes.clear();
+    if (threadIdx.x == 0) fixed.missing = 0;
+    __syncthreads();
+    const Tables tables(args, wanted, epoch, parity, for_tables);
+    // How many tokens there are is known before the choices are: so is what is whose to do.
+    const Told told(tables.tokens);
+    const Task task(args, told, share);
+    const Pair pair = told.token(args, task.about);
+    const uint32_t missing = read_choices(args, routes, tables, epoch, fixed.missing, for_tables);
     if (look == 1) {
       wanted &= ~settle(args, fixed, missing, epoch);
       continue;
     }
     // Read after the tables (see `doubt`), and not waited for before it is needed: so by all threads, of which one's counts.
     const uint32_t suspects = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
-    // As many warps share a token as there are for it.
-    const Told told(tokens);
-    const uint32_t shift = doublings(told.all, share.of * warps, 31 - __clz(warps));
-    const Part part(warp & ((1u << shift) - 1), shift, args.token_bytes / 16);
-    const uint32_t at_a_time = warps >> shift, nth = warp >> shift;
-    uint32_t n = share.index + nth * share.of;
-    bool is_mine = nth < at_a_time && n < told.all;
-    Pair pair = told.token(args, is_mine ? n : 0);
-    const Heard heard(args, pair, parity, is_mine);
+    const Heard heard(args, pair, parity, task.any());
     routes.count(args.padding);
     // Before it is known whether there are doubts, nothing is done that another block would see.
     const uint32_t doubted = threadIdx.x == 0 ? suspects & present : 0;
@@ -1192,50 +1303,10 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
       doubt(args, fixed, missing, doubted);
       continue;
     }
-    Looked now(slot_at(args, pair), is_mine ? part : Part(0, 0, 0));
-    if (is_mine) {
-      const Found found(args, routes, pair, heard, rows);
-      pair = found.pair, is_mine = found.is_here;
-      if (is_mine && part.is_first) found.keep(args, routes, epoch);
-    }
-    if (share.index == 0) {
-      uint32_t *counts = reinterpret_cast<uint32_t *>(args.counts), *offsets = reinterpret_cast<uint32_t *>(args.offsets);
-      for (uint32_t e = threadIdx.x; e <= routes.local; e += blockDim.x) {
-        if (e < routes.local) counts[e] = routes.rows_of(e);
-        offsets[e] = routes.offset(e);
-      }
-      if (warp == 0) {
-        uint32_t all;
-        routes.number(0, 0, all);
-        if (threadIdx.x == 0) control.pairs = all;
-      }
-    }
-    if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
-      for (uint32_t e = share.index; e < routes.local; e += share.of)
-        clear_padding(args, routes.offset(e) + routes.rows_of(e), min(routes.offset(e + 1), args.rows));
-    }
-    Patience patience(args, Patience::FOR_TOKENS);
-    for (uint32_t low = 0;;) {
-      if (is_mine) take_token<PAYLOAD, false>(args, pair, rows, part, now, epoch, patience);
-      if (PAYLOAD::KEYED) {
-        __syncthreads(); // All have the keys.
-        if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
-      }
-      low += at_a_time;
-      if (share.index + low * share.of >= told.all) break;
-      // Never so where warps share a token, of which there are as many in a block as halves can be made: each has one of its own.
-      n += at_a_time * share.of, is_mine = n < told.all;
-      machine::meet(); // Nobody looks at the rows of the last one any more.
-      if (is_mine) {
-        const Pair next = told.token(args, n);
-        const Heard next_heard(args, next, parity, true);
-        now.from_on(slot_at(args, next), part, part.first);
-        const Found found(args, routes, next, next_heard, rows);
-        pair = found.pair, is_mine = found.is_here;
-        if (is_mine) found.keep(args, routes, epoch);
-      }
-    }
-    break;
+    if (task.part.most <= WARP) take_tokens<PAYLOAD, 1>(args, routes, told, task, pair, heard, share, epoch, parity);
+    else if (task.part.most <= SOME * WARP) take_tokens<PAYLOAD, SOME>(args, routes, told, task, pair, heard, share, epoch, parity);
+    else take_tokens<PAYLOAD, AHEAD>(args, routes, told, task, pair, heard, share, epoch, parity);
+    return;
   }
 }
 
@@ -1245,17 +1316,17 @@ __device__ void dispatch(const Args &args) {
   machine::bring(args);
   machine::follow();
   immwire_moe_control &control = *control_of(args);
+  // Not those found absent meanwhile: all blocks need the same. Asked for first, as nothing is sent before.
+  const uint32_t epoch = control.next_epoch, parity = control.next_parity, gone = control.left_out | control.missed;
   const Roles roles(args);
   const First<PAYLOAD> first(args, roles);
   const Patience patience(args, Patience::FOR_TABLES);
-  const uint32_t epoch = control.next_epoch, parity = control.next_parity;
-  // Not those found absent meanwhile: all blocks need the same.
-  const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
+  const uint32_t present = ranks_below(args.world) & ~gone;
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
   if (args.flags & IMMWIRE_MOE_SEND) {
     const uint32_t tokens = announce_tokens(args, first.given, epoch, parity, present);
     if (roles.sends) send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), roles, first, tokens, epoch, parity, present);
-    else send_choices_of(args, Dealt(roles.share), first.choice, tokens, epoch, parity, present);
+    else send_choices_of(args, Dealt(roles.share), first.telling, first.choice, tokens, epoch, parity, present);
   }
   if (roles.receives) {
     __syncthreads();
@@ -1929,7 +2000,7 @@ template <typename PAYLOAD>
 __device__ void receive_pair(const Args &args, uint32_t n, uint32_t *rows, uint32_t epoch, Patience &patience) {
   const Pair pair = planned_pair(args, n, rows);
   const Part all(0, 0, args.token_bytes / 16);
-  Looked now(slot_at(args, pair), all);
+  Looked<AHEAD> now(slot_at(args, pair), all);
   take_token<PAYLOAD, true>(args, pair, rows, all, now, epoch, patience);
   if (PAYLOAD::KEYED && threadIdx.x % WARP == 0) forget_key(args, pair);
   machine::meet(); // Nobody looks at these rows any more.
@@ -2042,7 +2113,7 @@ __device__ void dispatch_many(const Args &args) {
     const bool do_all = !is_shared_out || args.slots == 0;
     if (do_all || !is_sender) {
       const Dealt dealt(do_all ? all : receivers);
-      send_choices_of(args, dealt, Choice(args, dealt.first, true, tokens), tokens, epoch, parity, present);
+      send_choices_of(args, dealt, Telling(args), Choice(args, dealt.first, true, tokens), tokens, epoch, parity, present);
     }
     if (!is_shared_out || is_sender) send_tokens_of<PAYLOAD>(args, Dealt(is_shared_out ? senders : all), tokens, present, is_direct);
   }
