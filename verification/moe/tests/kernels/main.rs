@@ -159,7 +159,8 @@ fn the_largest_of_each() {
 
 fn largest(exact: bool) {
     let shape = Shape {
-        firsts: vec![0, if exact { 512 } else { 500 }, 1024],
+        // More ranks than the vectors of a token's choices can go to side by side.
+        firsts: vec![0, if exact { 512 } else { 500 }, 1000, 1024],
         top_k: 32,
         max_tokens: 9,
         payload: Payload::Raw { token_bytes: 16 * 530, scale_bytes: 4 * 520 },
@@ -170,7 +171,7 @@ fn largest(exact: bool) {
     };
     let mut random = Random(7);
     let mut world = World::new(&shape);
-    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 9)).collect();
+    let tokens = (0..3).map(|_| world.maker().tokens(&mut random, 9)).collect();
     world.add_turn(tokens, &mut random);
     let style = Style {
         blocks: 2,
@@ -183,15 +184,15 @@ fn largest(exact: bool) {
         chunk_tokens: 5,
         slots: exact,
     };
-    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 0, style)).collect();
+    let launches: Vec<Launch> = (0..3).flat_map(|rank| world.launches(rank, 0, style)).collect();
     run(&world, &launches, 1);
     world.check_whole(0, style);
     world.check_poison();
     // By the kernels for many tokens, too.
-    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 9)).collect();
+    let tokens = (0..3).map(|_| world.maker().tokens(&mut random, 9)).collect();
     world.add_turn(tokens, &mut random);
     let style = Style { many: true, ..style };
-    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 1, style)).collect();
+    let launches: Vec<Launch> = (0..3).flat_map(|rank| world.launches(rank, 1, style)).collect();
     run(&world, &launches, 2);
     world.check_whole(1, style);
     world.check_poison();
