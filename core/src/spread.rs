@@ -18,7 +18,7 @@
 //! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
 //!    [`ALONE`].
 //! 4. A copy is kept back while its device takes none. Else only while that has [`BUSY_BYTES`] or more to do, more may come, the copy is less
-//!    than [`TIMES`] that, and it was not asked for twice without having grown.
+//!    than [`GROWTH`] that, and it was not asked for twice without having grown.
 //! 5. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
 //!    one budget together.
 //!
@@ -113,13 +113,13 @@ impl Growth {
 /// What a device without work is given at once: 23 us of an H200's link.
 pub const FIRST_BYTES: u64 = 8 << 20;
 
-/// How many times as much as a device has to do is listed, and taken by its driver, until it has done that: pages of 4 KiB on an H200.
-pub const TIMES: u64 = 4;
+/// A further copy begins with so many times what the device still has to do: that is listed, and taken by its driver, in the meantime. Pages of 4 KiB on an H200.
+pub const GROWTH: u64 = 4;
 
 /// Whether a copy of so many bytes, which has just grown, begins whatever else may come, on a device that is still to copy `under_way` bytes.
 #[must_use]
 pub const fn is_enough(bytes: u64, under_way: u64) -> bool {
-    bytes >= FIRST_BYTES && bytes / TIMES >= under_way
+    bytes >= FIRST_BYTES && bytes / GROWTH >= under_way
 }
 
 /// Whether a copy is kept back that more may be added to, by a device that is still to copy so many bytes; `takes_none`: who gave it another
@@ -251,16 +251,16 @@ mod tests {
             let (mut under_way, mut staged, mut copies) = (0, 0, 0);
             for _ in 0..1 << 20 {
                 staged += run;
-                let least = FIRST_BYTES.max(TIMES * under_way);
+                let least = FIRST_BYTES.max(GROWTH * under_way);
                 assert_eq!(is_enough(staged, under_way), staged >= least, "{staged}, {under_way}");
                 if staged >= least {
                     assert!(staged < least + run);
                     (under_way, staged, copies) = (under_way + staged, 0, copies + 1);
                 }
             }
-            assert!(copies > 0 && under_way >= (1 + TIMES).pow(copies - 1) * FIRST_BYTES, "{run}");
+            assert!(copies > 0 && under_way >= (1 + GROWTH).pow(copies - 1) * FIRST_BYTES, "{run}");
         }
-        assert!(!is_enough(u64::MAX, u64::MAX) && is_enough(u64::MAX, u64::MAX / TIMES));
+        assert!(!is_enough(u64::MAX, u64::MAX) && is_enough(u64::MAX, u64::MAX / GROWTH));
     }
 
     #[test]
