@@ -18,7 +18,7 @@
 //! 3. A peer is in more than one queue only if, when it was given the last of them, there were copies to no other; and never in more than
 //!    [`ALONE`].
 //! 4. A copy is kept back while its device takes none. Else only while that has [`BUSY_BYTES`] or more to do, more may come, the copy is less
-//!    than [`GROWTH`] that, and it was not asked for twice without having grown.
+//!    than [`GROWTH`] times that, and it was not asked for twice without having grown.
 //! 5. Copies to one peer alone have the whole budget each: while two of them run, one is about to end. Those to several have about
 //!    one budget together.
 //!
