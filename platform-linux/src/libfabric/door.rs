@@ -77,7 +77,7 @@ pub(super) struct Door {
     free: Vec<u16>,
     /// Receives that could not be posted again yet.
     unposted: Vec<u16>,
-    /// Messages to peers that are to be sent once more, and since when.
+    /// Messages that libfabric does not take now, or that are to be sent once more, and since when.
     unsent: Vec<(u16, Time)>,
     /// Whether a message ends with "not connected" when its connection was closed before it left. A provider of
     /// sockets closes one of two connections that cross, and sometimes (net of libfabric 1.17) the one in use; the
@@ -172,11 +172,13 @@ impl Door {
         }
     }
 
-    /// Sends a message. `false`: there is no room now; or the address is none, and never will be.
+    /// Sends a message. `false`: there is no room now; or the address is none, and never will be. To a stranger nobody says it again, so
+    /// that one is tried for a while if only libfabric has no room.
     ///
     /// `under_way` counts the messages to this receiver.
     pub(super) fn send(
         &mut self,
+        now: Time,
         to: &To,
         address: &Address,
         under_way: &mut u8,
@@ -203,18 +205,27 @@ impl Door {
         };
         // SAFETY: registered, ours until the completion; the handle was just learnt.
         let sent = unsafe { self.endpoint.send(from, len, self.desc, handle, context_of(send)) };
-        if !matches!(sent, Ok(true)) {
+        let is_sent = matches!(sent, Ok(true));
+        if !is_sent && (*to != To::Stranger || sent.is_err()) {
             self.endpoint.forget(address);
             return false;
         }
         self.free.pop();
+        if !is_sent {
+            self.unsent.push((send, now));
+        }
         match to {
             To::Peer { .. } => *under_way += 1,
             To::Stranger => self.strangers += 1,
         }
         if let Some(slot) = self.sending.get_mut(usize::from(send)) {
-            *slot =
-                Some(Sending { to: to.clone(), address: address.clone(), handle, len, tries: 1 });
+            *slot = Some(Sending {
+                to: to.clone(),
+                address: address.clone(),
+                handle,
+                len,
+                tries: is_sent.into(),
+            });
         }
         true
     }
@@ -237,6 +248,11 @@ impl Door {
             false
         });
         refused
+    }
+
+    /// Whether something is to be sent that libfabric has not taken: it does not say when it does.
+    pub(super) const fn is_held_up(&self) -> bool {
+        !self.unsent.is_empty()
     }
 
     /// What was to be sent to the peer once more is not.

@@ -237,7 +237,7 @@ impl LibfabricProvider {
                 Message::Prove { nonces, door, proof: *proof.as_bytes(), claim }
             }
         };
-        let taken = self.door.send(&to, &call.door, &mut call.under_way, &message);
+        let taken = self.door.send(self.now, &to, &call.door, &mut call.under_way, &message);
         // What waits behind messages of ours that are under way is no sign of anything.
         call.untaken = if taken || call.under_way > 0 {
             None
@@ -300,7 +300,7 @@ impl LibfabricProvider {
 
     fn answer(&mut self, door: &Address, message: &Message<'_>) {
         // If there is no room, the caller repeats its message.
-        self.door.send(&To::Stranger, door, &mut 0, message);
+        self.door.send(self.now, &To::Stranger, door, &mut 0, message);
     }
 
     fn refuse(&mut self, nonce: Nonce, door: &Address, why: Refusal) -> Option<()> {

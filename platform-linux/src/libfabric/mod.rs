@@ -1197,6 +1197,9 @@ impl Provider for LibfabricProvider {
             return false;
         }
         let mut nap = self.next_deadline().since(self.now);
+        if self.door.is_held_up() {
+            nap = nap.min(NAP);
+        }
         let mut may_sleep = true;
         let quiet = self.now.since(self.stirred) > HUSH_AFTER;
         let lanes =

@@ -293,7 +293,7 @@ impl LibfabricProvider {
         self.door.give_up(session.token);
         let say = Say::Bye { quiet: !session.was_cut, sent: session.sent() };
         let message = Message::Session { token: session.their_token, say };
-        self.door.send(&To::Stranger, &session.door, &mut 0, &message);
+        self.door.send(self.now, &To::Stranger, &session.door, &mut 0, &message);
         if session.holds_door {
             self.door.release(&session.door);
         }
@@ -432,7 +432,7 @@ impl LibfabricProvider {
     /// Says what is to be said, as far as there is room.
     fn speak(&mut self, index: u16) {
         let port_names = self.port_names();
-        let turn = self.recycle.turn();
+        let (now, turn) = (self.now, self.recycle.turn());
         let Some(session) =
             self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
         else {
@@ -449,7 +449,7 @@ impl LibfabricProvider {
             let (nonce, proof, claim) =
                 (session.nonce, session.accept_proof, session.accept.as_slice());
             let message = Message::Accept { nonce, proof, claim };
-            if !room.send(&to, &door, under_way, &message) {
+            if !room.send(now, &to, &door, under_way, &message) {
                 return;
             }
             says.accept = false;
@@ -460,7 +460,7 @@ impl LibfabricProvider {
         }
         let mut say = |say: Say| {
             let message = Message::Session { token: their_token, say };
-            room.send(&to, &door, under_way, &message)
+            room.send(now, &to, &door, under_way, &message)
         };
         if says.ready {
             if !say(Say::Ready { gone: session.gone_parts }) {
@@ -717,7 +717,7 @@ impl LibfabricProvider {
             let say = Say::Bye { quiet, sent: session.sent() };
             let message = Message::Session { token: session.their_token, say };
             let door = session.door.clone();
-            self.door.send(&To::Stranger, &door, &mut 0, &message);
+            self.door.send(self.now, &To::Stranger, &door, &mut 0, &message);
         }
         let until = std::time::Instant::now() + FAREWELL;
         let mut bytes = [0; DATAGRAM_MAX];

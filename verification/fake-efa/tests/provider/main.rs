@@ -64,7 +64,8 @@ const TESTS: [Test; 20] = tests! {
     // A seed by which something was late in each run.
     what_was_done_before_a_farewell_counts [("FAKE_EFA_DELAY_US", "10000"), ("FAKE_EFA_SEED", "2")],
     what_was_done_counts_before_its_end_is_noticed [("FAKE_EFA_LATE_US", "8000"), ("FAKE_EFA_SEED", "5")],
-    what_was_done_counts_though_endpoints_are_replaced [("FAKE_EFA_LATE_WRITES_US", "150000")],
+    // And one by which a farewell finds the queue full.
+    what_was_done_counts_though_endpoints_are_replaced [("FAKE_EFA_LATE_WRITES_US", "150000"), ("FAKE_EFA_SEED", "12")],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
