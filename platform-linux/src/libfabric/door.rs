@@ -40,8 +40,16 @@ const AGAIN_PATIENCE: Duration = Duration::from_secs(2);
 pub(super) enum To {
     /// A peer, or somebody who is called; by index, and the token that tells tenants apart.
     Peer { index: u16, token: u64 },
-    /// Somebody who is answered, or taken leave of.
+    /// Somebody who is answered, and asks again.
     Stranger,
+    /// Somebody who is taken leave of: nobody says that again.
+    Former,
+}
+
+impl To {
+    const fn is_peer(&self) -> bool {
+        matches!(self, Self::Peer { .. })
+    }
 }
 
 /// What became of a message.
@@ -172,8 +180,8 @@ impl Door {
         }
     }
 
-    /// Sends a message. `false`: there is no room now; or the address is none, and never will be. To a stranger nobody says it again, so
-    /// that one is tried for a while if only libfabric has no room.
+    /// Sends a message. `false`: there is no room now; or the address is none, and never will be. A farewell is tried for a while if only
+    /// libfabric has no room.
     ///
     /// `under_way` counts the messages to this receiver.
     pub(super) fn send(
@@ -186,7 +194,7 @@ impl Door {
     ) -> bool {
         let full = match to {
             To::Peer { .. } => *under_way >= SENDS_TO_ONE,
-            To::Stranger => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
+            _ => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
         };
         let Some(&send) = self.free.last().filter(|_| !full) else { return false };
         let handle = match self.endpoint.learn(address) {
@@ -206,7 +214,7 @@ impl Door {
         // SAFETY: registered, ours until the completion; the handle was just learnt.
         let sent = unsafe { self.endpoint.send(from, len, self.desc, handle, context_of(send)) };
         let is_sent = matches!(sent, Ok(true));
-        if !is_sent && (*to != To::Stranger || sent.is_err()) {
+        if !is_sent && (*to != To::Former || sent.is_err()) {
             self.endpoint.forget(address);
             return false;
         }
@@ -216,7 +224,7 @@ impl Door {
         }
         match to {
             To::Peer { .. } => *under_way += 1,
-            To::Stranger => self.strangers += 1,
+            _ => self.strangers += 1,
         }
         if let Some(slot) = self.sending.get_mut(usize::from(send)) {
             *slot = Some(Sending {
@@ -285,7 +293,7 @@ impl Door {
 
     /// Whether a stranger has so many answers under way that it does not seem to take them. O(sends).
     fn is_full_of(&self, address: &Address) -> bool {
-        let same = |sending: &&Sending| sending.to == To::Stranger && sending.address == *address;
+        let same = |sending: &&Sending| !sending.to.is_peer() && sending.address == *address;
         let under_way = self.sending.iter().flatten().filter(same).count();
         under_way >= usize::from(SENDS_TO_ONE)
     }
@@ -347,7 +355,7 @@ impl Door {
 
     fn may_try_again(&self, send: u16) -> bool {
         let it = self.sending.get(usize::from(send)).and_then(Option::as_ref);
-        it.is_some_and(|it| it.to != To::Stranger && it.tries < TRIES)
+        it.is_some_and(|it| it.to.is_peer() && it.tries < TRIES)
     }
 
     /// A message is under way no more.
