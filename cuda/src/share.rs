@@ -715,8 +715,28 @@ unsafe fn register(device: &Device, start: u64, bytes: usize) -> Result<bool, Er
     };
     match pinned {
         cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(false),
+        // What the driver allocated it pinned, too; asked to pin that, it says no more than this (seen on driver 580.159.04).
+        cu::CUresult::CUDA_ERROR_INVALID_VALUE if is_allocated_pinned(start, bytes) => Ok(false),
         answer => check("cuMemHostRegister", answer).map(|()| true),
     }
+}
+
+/// Whether the range lies in one allocation of host memory that the driver made and pinned (`cuMemHostAlloc`). A context is current.
+fn is_allocated_pinned(start: u64, bytes: usize) -> bool {
+    use cu::CUpointer_attribute as A;
+    if !matches!(known(start), Ok(None)) {
+        return false;
+    }
+    // SAFETY: numbers of these sizes (CUDA driver API, `cuPointerGetAttribute`).
+    let (first, len) = unsafe {
+        (
+            fact::<u64>(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, start),
+            fact::<usize>(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, start),
+        )
+    };
+    let (Ok(first), Ok(len)) = (first, len) else { return false };
+    let end = start.checked_sub(first).and_then(|offset| offset.checked_add(bytes as u64));
+    end.is_some_and(|end| end <= len as u64)
 }
 
 impl Drop for Pinned {

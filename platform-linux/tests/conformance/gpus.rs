@@ -33,6 +33,7 @@ pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
     ("after_stream_short", Spread::Places, after_stream_short),
     ("host_memory_of_several", Spread::Processes, host_memory_of_several),
+    ("host_memory_of_the_driver", Spread::Processes, host_memory_of_the_driver),
     ("regions_that_adjoin", Spread::Processes, regions_that_adjoin),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
@@ -947,6 +948,30 @@ fn host_memory_of_several(case: &Case) {
             let (host, _, region) = regions.remove(0);
             host.close(region, patience()).expect("closed");
         }
+    }
+}
+
+/// Host memory that the application had the driver allocate, which is pinned from the beginning (`cudaHostAlloc`, a tensor in pinned memory): a region
+/// of all of it, or of a part, as of any other.
+fn host_memory_of_the_driver(case: &Case) {
+    const BYTES: usize = 128 << 10;
+    let (me, mut other, peer) = case.pair();
+    let device = Device::open(0).expect("GPU 0");
+    let memory = PinnedMemory::zeroed(&device, BYTES).expect("pinned");
+    let pattern = case.pattern(0);
+    // In turn a GPU's and the host's.
+    let there: Vec<_> = (0..2).map(|_| other.memory(&me, BYTES as u64, Own::Engine)).collect();
+    for (from, len) in [(0, BYTES), (0, 4096), (8192, 4096), (100, BYTES - 200), (BYTES - 64, 64)] {
+        let at = NonNull::new((memory.address() + from as u64) as *mut u8).expect("some");
+        // SAFETY: freed below, when the region has been closed, and no reference to the bytes is ever made.
+        let mine = unsafe { me.engine.register(at, len, Rights::LOCAL) };
+        let (mine, len) = (mine.expect("register"), len as u64);
+        pattern.fill(&mine, 0, len, 0);
+        for (there, desc) in &there {
+            me.done(&write(&me, peer, &mine, desc, (0, 0, len), None));
+            other.check(&me, *there, 0, len, pattern);
+        }
+        me.close(mine, patience()).expect("closed");
     }
 }
 

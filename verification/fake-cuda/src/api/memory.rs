@@ -4,7 +4,7 @@ use super::device::ordinal;
 use super::{Out, calls};
 use crate::code;
 use crate::ipc::Named;
-use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Reserved, open_file_of};
+use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Range, Reserved, open_file_of};
 use crate::violation::broken;
 use crate::world::{CLOSING, Current, World, begin};
 use cudarc::driver::sys as cu;
@@ -146,6 +146,11 @@ calls! {
         let current = world.current("cuMemHostRegister");
         let end = address.checked_add(bytes as u64);
         if address == 0 || bytes == 0 || end.is_none() || flags & !HOST_FLAGS != 0 {
+            return Err(code::INVALID_VALUE);
+        }
+        // Of what it allocated itself it says no more than that (seen on driver 580.159.04).
+        let is_pinned = |range: &Arc<Range>| matches!(range.kind, Kind::Pinned { .. });
+        if world.memory.within(address, bytes as u64).any(is_pinned) {
             return Err(code::INVALID_VALUE);
         }
         if world.memory.within(address, bytes as u64).next().is_some() {

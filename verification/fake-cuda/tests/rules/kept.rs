@@ -231,6 +231,12 @@ fn refusals_are_answers() {
         let again = call!(cuMemHostRegister_v2(at(63, &mut bytes), 64, 0));
         assert_eq!(again, CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED);
         ok!(cuMemHostUnregister(place));
+        // What was allocated pinned is not pinned again, and not under that name.
+        let mut own = null_mut();
+        ok!(cuMemHostAlloc(&raw mut own, 64, 0));
+        let again = call!(cuMemHostRegister_v2(own, 64, 0));
+        assert_eq!(again, CUresult::CUDA_ERROR_INVALID_VALUE);
+        ok!(cuMemFreeHost(own));
 
         // A handle is for other processes.
         let handle: cu::CUipcMemHandle = got!(cuIpcGetMemHandle(other.alloc(64)));
