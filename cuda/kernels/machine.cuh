@@ -95,6 +95,13 @@ __device__ inline void follow() {
 #endif
 }
 
+// Launches behind this one in its stream that may begin early do, once each block has had a thread say so, or ended.
+__device__ inline void let_next_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Of a whole warp's words, the bits that any of them has.
 __device__ inline uint32_t any_of(uint32_t word) { return __reduce_or_sync(0xffffffffu, word); }
 

@@ -14,7 +14,10 @@
 // - Tables of choices are looked at by all blocks, and so cannot be put back: their vectors carry the number of the round.
 //   That alone rests on 16 bytes that one thread stores at once being seen at once.
 //
-// A launch may begin before those before it in its stream have ended (`machine::follow`): until then it looks at its arguments only.
+// A launch may begin before those before it in its stream have ended (`machine::follow`): until then it looks at its arguments only. It takes
+// room meanwhile, that others may be in need of. So with few tokens one lets those behind it begin (`machine::let_next_begin`) when each of its
+// blocks has heard of all ranks' launches that it waits for: they are there, with all of their blocks, and have sent all they have before they
+// wait for anybody. Else those behind begin when all blocks have ended, and what these wrote is not seen yet.
 //
 // Invariants:
 // 1. What a launch needs to send is there when it starts. So it sends all it has before it waits for anything, and ranks whose
@@ -1303,6 +1306,7 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
       doubt(args, fixed, missing, doubted);
       continue;
     }
+    if (threadIdx.x == 0) machine::let_next_begin();
     if (task.part.most <= WARP) take_tokens<PAYLOAD, 1>(args, routes, told, task, pair, heard, share, epoch, parity);
     else if (task.part.most <= SOME * WARP) take_tokens<PAYLOAD, SOME>(args, routes, told, task, pair, heard, share, epoch, parity);
     else take_tokens<PAYLOAD, AHEAD>(args, routes, told, task, pair, heard, share, epoch, parity);
@@ -1463,10 +1467,10 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
 }
 
 // Adds up vectors of a token: what those of `ranks` have sent, ACROSS of them awaited side by side, and where this rank's is not sent,
-// what it has itself.
+// what it has itself. `is_last`: then all ranks have been heard of.
 template <typename FORMAT, bool MANY, uint32_t ACROSS, uint32_t SIDE>
 __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, const uint32_t (&at)[SIDE], bool has_own, const uint4 (&own)[SIDE],
-                          uint32_t epoch, Patience &patience) {
+                          uint32_t epoch, Patience &patience, bool is_last) {
   const uint32_t vectors = args.values / 8;
   const uint64_t to = args.out + uint64_t(token) * args.values * 2;
   float sum[SIDE][8] = {};
@@ -1494,6 +1498,7 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
       rest &= rest - 1;
     }
     const uint32_t lost = await<Vector>(held, from, wanted, patience);
+    if (is_last && rest == 0) machine::let_next_begin();
 #pragma unroll
     for (uint32_t i = 0; i < ACROSS; ++i) {
       if ((lost >> (i * SIDE) & ((1u << SIDE) - 1)) != 0) {
@@ -1529,8 +1534,10 @@ __device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoc
   const Cut cut(tokens, gridDim.x, args.values / 8);
   for (uint32_t item = blockIdx.x; item < cut.items; item += gridDim.x) {
     const uint32_t token = cut.token(item), ranks = masks_of(args)[token] & present;
+    // The first thread has a vector of each item.
+    const bool is_last = threadIdx.x == 0 && item + gridDim.x >= cut.items;
     for (uint32_t v = cut.first(item) + threadIdx.x; v < cut.end(item); v += blockDim.x)
-      sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience);
+      sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience, is_last);
   }
 }
 
@@ -1610,6 +1617,7 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tok
     }
     __syncthreads(); // One for each token is enough: the next one is kept elsewhere.
     const Rows &rows = fixed.rows[turn][0];
+    const bool is_last = threadIdx.x == 0 && token + gridDim.x >= tokens;
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
       const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
       float sum[8] = {};
@@ -1625,6 +1633,7 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tok
           wanted |= (low + i < rows.count ? 1u : 0u) << i;
         }
         const uint32_t lost = await<Vector>(held, from, wanted, patience);
+        if (is_last && low + BATCH >= rows.count) machine::let_next_begin();
 #pragma unroll
         for (uint32_t i = 0; i < BATCH; ++i) {
           if (!(wanted >> i & 1)) continue;
@@ -2225,7 +2234,7 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
 #pragma unroll
       for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
     }
-    sum_token<FORMAT, true, 1>(args, slices.token(turn), ranks, at, has_own, own, epoch, patience);
+    sum_token<FORMAT, true, 1>(args, slices.token(turn), ranks, at, has_own, own, epoch, patience, false);
   }
 }
 

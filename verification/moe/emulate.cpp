@@ -66,6 +66,7 @@ struct Block {
   std::vector<uint32_t> shared;
   std::vector<std::unique_ptr<Thread>> threads;
   uint32_t at_barrier = 0, gathered = 0, result = 0, ended = 0;
+  bool lets_next_begin = false;
   struct Warp {
     uint32_t arrived = 0;
     uint32_t given[2][LANES];
@@ -91,6 +92,8 @@ struct Stream {
   std::vector<std::unique_ptr<Block>> blocks;
   std::deque<Store> stores;
   uint32_t running = 0;
+  std::vector<const Launch *> begun;
+  uint64_t began_at = 0; // The last of them.
 };
 
 struct World {
@@ -220,6 +223,8 @@ __attribute__((noinline)) void go_on(Thread *thread) {
 void start(Stream &stream) {
   const Launch &launch = *stream.launches.front();
   stream.launches.pop_front();
+  stream.begun.push_back(&launch);
+  stream.began_at = world->time;
   stream.blocks.clear();
   const uint32_t blocks = launch.blocks - launch.missing;
   for (uint32_t b = 0; b < blocks; ++b) {
@@ -279,6 +284,26 @@ void rest() {
 void follow() { world->current->followed = true; }
 void look() {
   if (!world->current->followed) world->failure = "memory is used before the launches before have ended";
+}
+void let_next_begin() { world->current->block->lets_next_begin = true; }
+// All blocks of a launch are there when it has begun, and wait for nobody before they have sent what they have. So who lets others take room
+// looks only for what comes from ranks that have begun to send in this round; whoever is late enough may have been left out.
+void look_for(uint64_t at) {
+  const Block &block = *world->current->block;
+  const Args &args = block.args;
+  const uint64_t place = at - args.inbox[args.rank], results = uint64_t(args.max_tokens) * args.world * args.results_each;
+  if (!block.lets_next_begin || world->among_others || world->time - block.stream->began_at >= args.timeout_ns) return;
+  if (at < args.inbox[args.rank] || place >= args.combine_at + results * args.combine_stride) return;
+  const uint64_t rank = place < args.dispatch_at ? place / args.table_bytes % args.world
+                        : place < args.combine_at ? (place - args.dispatch_at) / args.dispatch_stride / args.max_tokens
+                                                  : (place - args.combine_at) / args.combine_stride / args.results_each % args.world;
+  const auto has_sent = [&](const Stream &stream) {
+    const auto sends = [&](const Launch *it) { return it->args.inbox[0] == args.inbox[0] && (it->args.flags & IMMWIRE_MOE_SEND); };
+    return std::count_if(stream.begun.begin(), stream.begun.end(), sends);
+  };
+  const Stream &sender = world->streams[rank];
+  if (!sender.launches.empty() && has_sent(sender) < has_sent(*block.stream))
+    world->failure = "launches behind may begin before one has that is waited for";
 }
 void step() {
   look();

@@ -53,6 +53,10 @@ uint32_t lane();
 void follow();
 // Fails if they are not known to have.
 void look();
+// Launches behind may begin, and take room.
+void let_next_begin();
+// Fails if that has been said, and who sends what comes to this place may still be in need of room.
+void look_for(uint64_t at);
 void store_later(uint64_t to, uint32_t word);
 void store_whole_later(uint64_t to, const uint4 &held);
 uint64_t clock();
@@ -149,10 +153,12 @@ inline uint32_t atomicCAS(uint32_t *word, uint32_t expected, uint32_t value) {
 namespace machine {
 
 inline uint32_t load_shared_word(uint64_t from) {
+  emulated::look_for(from);
   emulated::step();
   return __atomic_load_n(reinterpret_cast<const uint32_t *>(from), __ATOMIC_RELAXED);
 }
 inline uint4 load_shared_vector(uint64_t from) {
+  emulated::look_for(from);
   emulated::step();
   return emulated::load_whole(from);
 }
@@ -179,6 +185,7 @@ inline uint64_t now() { return emulated::clock(); }
 template <typename T>
 inline void bring(const T &) {}
 inline void follow() { emulated::follow(); }
+inline void let_next_begin() { emulated::let_next_begin(); }
 inline uint32_t any_of(uint32_t word) {
   for (uint32_t step = 1; step < 32; step *= 2) word |= __shfl_xor_sync(~0u, word, step);
   return word;

@@ -1,8 +1,9 @@
 //! Dispatch and combine among GPUs: every kind of exchange against the oracle, bit by bit, and how long rounds take.
 //!
 //! All ranks are in this process, each with a stream, but for those of `processes`; ranks share GPUs where they are more. Times are the GPU's: rounds are
-//! captured in a graph for each rank and replayed, with the clock taken between the launches: a kernel of its own, whose half
-//! microsecond is part of the figures. Whole rounds are measured without it. Of each round the slowest rank counts.
+//! captured in a graph for each rank and replayed, with the clock taken between the launches: a kernel of its own, which is part of the
+//! figures. So it is taken twice after each round, and what lies between, where nothing is done, is told, too: what a stream takes longer for a
+//! launch is the difference. Whole rounds are measured without it. Of each round the slowest rank counts.
 
 use crate::rig::{Gpu, LIMIT};
 use crate::signals::{call, within};
@@ -952,7 +953,7 @@ impl Drop for Graph {
     }
 }
 
-/// A kernel that writes down the GPU's clock.
+/// A kernel that writes down the GPU's clock,
 const CLOCK: &CStr = c"
 .version 7.8
 .target sm_80
@@ -965,23 +966,49 @@ const CLOCK: &CStr = c"
   ret;
 }
 ";
+/// and one that may begin before what is ahead of it in its stream has ended, for which it waits.
+const EARLY_CLOCK: &CStr = c"
+.version 7.8
+.target sm_90
+.address_size 64
+.visible .entry stamp(.param .u64 place) {
+  .reg .u64 %at, %time;
+  ld.param.u64 %at, [place];
+  griddepcontrol.wait;
+  mov.u64 %time, %globaltimer;
+  st.global.u64 [%at], %time;
+  ret;
+}
+";
+
+/// How the clock is taken.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Clock {
+    /// By a kernel like any other.
+    Plain,
+    /// By one that begins early, as the exchange's do, where the GPU lets it (compute capability 9.0).
+    Early,
+}
 
 /// Points in time of one GPU, in its memory: a kernel that stores to the host's ends only when the host has the store. To take one takes
-/// about half a microsecond.
+/// half a microsecond or more.
 struct Stamps {
     function: cu::CUfunction,
+    begins_early: bool,
     places: Buffer,
 }
 
 impl Stamps {
-    fn new(gpu: &Gpu, count: usize) -> Outcome<Self> {
+    fn new(gpu: &Gpu, count: usize, clock: Clock) -> Outcome<Self> {
+        let begins_early = clock == Clock::Early && gpu.device.gpu().capability >= (9, 0);
+        let text = if begins_early { EARLY_CLOCK } else { CLOCK };
         let function = within(&gpu.device, || {
             let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
             // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
             unsafe {
                 call(
                     "cuModuleLoadData",
-                    cu::cuModuleLoadData(&raw mut module, CLOCK.as_ptr().cast()),
+                    cu::cuModuleLoadData(&raw mut module, text.as_ptr().cast()),
                 )?;
                 let name = c"stamp".as_ptr();
                 call(
@@ -991,29 +1018,34 @@ impl Stamps {
             }
             Ok(function)
         })?;
-        Ok(Self { function, places: Buffer::new(gpu, count * 8)? })
+        Ok(Self { function, begins_early, places: Buffer::new(gpu, count * 8)? })
     }
 
     /// To be called with the GPU's context current.
     fn take(&self, stream: &Stream, place: usize) -> Outcome<()> {
         let mut at = self.places.at() + 8 * place as u64;
         let mut parameters = [(&raw mut at).cast()];
-        // SAFETY: the kernel takes one address, of memory of its GPU that lives as long as the graphs do.
-        call("cuLaunchKernel", unsafe {
-            let (stream, none) = (stream.raw().cast(), ptr::null_mut());
-            cu::cuLaunchKernel(
-                self.function,
-                1,
-                1,
-                1,
-                1,
-                1,
-                1,
-                0,
-                stream,
-                parameters.as_mut_ptr(),
-                none,
-            )
+        let mut early = cu::CUlaunchAttribute {
+            id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+            pad: [0; 4],
+            value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+        };
+        let config = cu::CUlaunchConfig {
+            gridDimX: 1,
+            gridDimY: 1,
+            gridDimZ: 1,
+            blockDimX: 1,
+            blockDimY: 1,
+            blockDimZ: 1,
+            sharedMemBytes: 0,
+            hStream: stream.raw().cast(),
+            attrs: &raw mut early,
+            numAttrs: u32::from(self.begins_early),
+        };
+        // SAFETY: the kernel takes one address, of memory of its GPU that lives as long as the graphs do; where it may begin early, it waits.
+        call("cuLaunchKernelEx", unsafe {
+            let none = ptr::null_mut();
+            cu::cuLaunchKernelEx(&raw const config, self.function, parameters.as_mut_ptr(), none)
         })
     }
 
@@ -1034,6 +1066,8 @@ fn percentile(sorted: &[f64], share: f64) -> f64 {
 
 /// Rounds that are measured at a time, after some that bring the ranks together.
 const ROUNDS: usize = 40;
+/// Clocks taken for each.
+const TAKEN: usize = 3;
 const SETTLING: usize = 4;
 /// Times that these rounds are replayed in one go; the first of them is not counted.
 const REPLAYS: usize = 12;
@@ -1044,11 +1078,13 @@ const DRAWN_ROWS: u32 = 1021;
 /// What a link carries of stores from all sides at once, in bytes per microsecond.
 const WIRE: f64 = 354e3;
 
-/// Microseconds of the slowest rank, of each launch; and of whole rounds, each the mean over one replay.
+/// Microseconds of the slowest rank, of each launch; of each rank, between two clocks with no launch in between; and of whole rounds, each
+/// the mean over one replay.
 #[derive(Default)]
 struct Times {
     out: Vec<f64>,
     back: Vec<f64>,
+    clock: Vec<f64>,
     rounds: Vec<f64>,
 }
 
@@ -1064,13 +1100,13 @@ struct Timed<'a> {
 }
 
 impl<'a> Timed<'a> {
-    /// `routes`: the experts of all tokens of all ranks; drawn evenly if there are none.
+    /// `routes`: the experts of all tokens of all ranks; drawn evenly if there are none. Replayed in graphs if a clock is named.
     fn new(
         gpus: &'a [Gpu],
         shape: &Shape,
         style: Style,
         routes: Option<&[i32]>,
-        replayed: bool,
+        clock: Option<Clock>,
     ) -> Outcome<Self> {
         let world = u32::try_from(shape.firsts.len() - 1)?;
         let choices = shape.max_tokens as usize * shape.top_k as usize;
@@ -1117,17 +1153,18 @@ impl<'a> Timed<'a> {
             }
             Ok(())
         })?;
-        if replayed {
+        if let Some(clock) = clock {
             let ranks = &timed.all.ranks;
-            let stamps = ranks.iter().map(|rank| Stamps::new(&gpus[rank.gpu], 2 * ROUNDS + 1));
+            let stamps = |rank: &Rank| Stamps::new(&gpus[rank.gpu], TAKEN * ROUNDS + 1, clock);
+            let stamps = ranks.iter().map(stamps);
             timed.stamps = stamps.collect::<Outcome<_>>()?;
-            timed.graphs = Some([timed.capture(1)?, timed.capture(ROUNDS)?]);
+            timed.graphs = Some([timed.capture(true)?, timed.capture(false)?]);
         }
         Ok(timed)
     }
 
-    /// Of each rank: so many rounds, with the clock taken after each launch, or after `every` rounds only.
-    fn capture(&self, every: usize) -> Outcome<Vec<Graph>> {
+    /// Of each rank: so many rounds, with the clock taken after each launch and once more, or after all rounds only.
+    fn capture(&self, each: bool) -> Outcome<Vec<Graph>> {
         let of = |rank: usize| {
             let (all, stamps, style) = (&self.all, &self.stamps[rank], self.style);
             Graph::new(all, rank, |stream| {
@@ -1137,12 +1174,15 @@ impl<'a> Timed<'a> {
                         stamps.take(stream, 0)?;
                     }
                     all.enqueue(rank, 0, Way::Out, style)?;
-                    if let Some(at) = at.filter(|_| every == 1) {
-                        stamps.take(stream, 2 * at + 1)?;
+                    if let Some(at) = at.filter(|_| each) {
+                        stamps.take(stream, TAKEN * at + 1)?;
                     }
                     all.enqueue(rank, 0, Way::Back, style)?;
-                    if let Some(at) = at.filter(|at| (at + 1) % every == 0) {
-                        stamps.take(stream, 2 * at + 2)?;
+                    if let Some(at) = at.filter(|_| each) {
+                        stamps.take(stream, TAKEN * at + 2)?;
+                    }
+                    if let Some(at) = at.filter(|at| each || at + 1 == ROUNDS) {
+                        stamps.take(stream, TAKEN * at + 3)?;
                     }
                 }
                 Ok(())
@@ -1183,12 +1223,14 @@ impl<'a> Timed<'a> {
             Self::launch(all, marked)?;
             let at = read()?;
             for round in (0..ROUNDS).filter(|_| replay > 0) {
-                times.out.push(slowest(&at, 2 * round, 2 * round + 1));
-                times.back.push(slowest(&at, 2 * round + 1, 2 * round + 2));
+                let start = TAKEN * round;
+                times.out.push(slowest(&at, start, start + 1));
+                times.back.push(slowest(&at, start + 1, start + 2));
+                times.clock.extend(at.iter().map(|at| at[start + 3] - at[start + 2]));
             }
             Self::launch(all, plain)?;
             if replay > 0 {
-                times.rounds.push(slowest(&read()?, 0, 2 * ROUNDS) / ROUNDS as f64);
+                times.rounds.push(slowest(&read()?, 0, TAKEN * ROUNDS) / ROUNDS as f64);
             }
         }
         Ok(times)
@@ -1255,18 +1297,19 @@ fn evenly(random: &mut Random, count: usize, experts: u32) -> Vec<i32> {
 
 /// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
 fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
-    let mut timed = Timed::new(gpus, shape, style, None, true)?;
+    let mut timed = Timed::new(gpus, shape, style, None, Some(Clock::Early))?;
     let mut times = timed.turn()?;
     let wire = timed.wire_bytes();
     let ranks = timed.all.ranks.len();
     timed.end()?;
-    for times in [&mut times.out, &mut times.back, &mut times.rounds] {
+    for times in [&mut times.out, &mut times.back, &mut times.clock, &mut times.rounds] {
         times.sort_by(f64::total_cmp);
     }
     let told = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
     let result = json!({
         "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": shape.max_tokens, "split": style.split,
-        "dispatch_us": told(&times.out), "combine_us": told(&times.back), "round_us": told(&times.rounds),
+        "dispatch_us": told(&times.out), "combine_us": told(&times.back),
+        "clock_us": told(&times.clock), "round_us": told(&times.rounds),
         "dispatch_wire_us": wire[0] as f64 / WIRE, "combine_wire_us": wire[1] as f64 / WIRE,
     });
     eprintln!("{result}");
@@ -1309,7 +1352,9 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
         .chunks_exact(4)
         .map(|bytes| i32::from_le_bytes([bytes[0], bytes[1], bytes[2], bytes[3]]))
         .collect();
-    let mut timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), says("graphs")?)?;
+    // What it is beside takes it so, too.
+    let clock = says("graphs")?.then_some(Clock::Plain);
+    let mut timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), clock)?;
     println!("{}", json!({ "gpus": gpus.len() }));
     for line in std::io::stdin().lines() {
         line?;
