@@ -21,8 +21,9 @@
 #define IMMWIRE_MOE_MAX_RANKS 32
 #define IMMWIRE_MOE_MAX_TOP_K 32
 #define IMMWIRE_MOE_MAX_EXPERTS 1024
-/* Threads of a block on a GPU. */
+/* Threads of a block on a GPU; and of a dispatch for few tokens, which is sooner done with fewer. */
 #define IMMWIRE_MOE_THREADS 512
+#define IMMWIRE_MOE_FEW_THREADS 256
 /* What a block has in hand at a time: tokens whose results it sends, tables that it reads, results that it adds up. */
 #define IMMWIRE_MOE_BATCH 4
 /* Parts that the results of a token are cut into for different blocks, at the most, where there are few. */
@@ -148,7 +149,8 @@ typedef struct immwire_moe_args {
   uint32_t results_each; /* of a token, from each rank: 1, or where sums are exact the most choices that it can have there */
 } immwire_moe_args;
 
-/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, one an SM. All
+/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, of dispatch but
+ * the many also of IMMWIRE_MOE_FEW_THREADS, one an SM. All
  * blocks of a launch that receives, and of what else the ranks of a GPU launch at the same time, must find room at once.
  *
  *   immwire_moe_dispatch_raw          tokens of any bytes

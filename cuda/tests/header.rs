@@ -170,6 +170,7 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_MAX_TOP_K", moe::MAX_TOP_K as usize),
         ("IMMWIRE_MOE_MAX_EXPERTS", moe::MAX_EXPERTS as usize),
         ("IMMWIRE_MOE_THREADS", moe::THREADS as usize),
+        ("IMMWIRE_MOE_FEW_THREADS", moe::FEW_THREADS as usize),
         ("IMMWIRE_MOE_BATCH", moe::BATCH as usize),
         ("IMMWIRE_MOE_PARTS", moe::PARTS as usize),
         ("IMMWIRE_MOE_CHUNK", moe::CHUNK as usize),

@@ -1384,17 +1384,19 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         exact: false,
     };
     let shape = |world, tokens| of_experts(256, world, tokens);
-    let bytes = |token_bytes, scale_bytes| Shape {
+    let bytes = |tokens, token_bytes, scale_bytes| Shape {
         payload: Payload::Raw { token_bytes, scale_bytes },
-        ..shape(pairs, 128)
+        ..shape(pairs, tokens)
     };
     let (plain, split) = (Style::default(), Style { split: true, ..Style::default() });
     let quantised = "e4m3 out, bf16 back";
     let few = [1, 8, 32, 64, 128, 256, 512].map(|tokens| (quantised, shape(pairs, tokens), plain));
     let mut all = few.to_vec();
     all.push((quantised, shape(pairs, 128), split));
-    all.push(("7,168 bytes and 224 of scales out", bytes(7168, 224), plain));
-    all.push(("bf16 out", bytes(14336, 0), plain));
+    for tokens in [8, 128] {
+        all.push(("7,168 bytes and 224 of scales out", bytes(tokens, 7168, 224), plain));
+        all.push(("bf16 out", bytes(tokens, 14336, 0), plain));
+    }
     for tokens in [1, 128] {
         let exact = Shape { exact: true, ..shape(pairs, tokens) };
         all.push(("e4m3 out, bf16 of each choice back", exact, plain));

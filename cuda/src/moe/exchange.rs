@@ -120,6 +120,7 @@ pub struct Exchange {
     _plan: DeviceMemory,
     _masks: DeviceMemory,
     _scratch: Option<DeviceMemory>,
+    dispatch_threads: u32,
     dispatch_shared_bytes: u32,
     /// Whether launches may begin before those before them have ended.
     begins_early: bool,
@@ -209,6 +210,7 @@ impl Exchange {
             results_each: geometry.results_each,
             ..MoeArgs::default()
         };
+        let dispatch_threads = geometry.dispatch_threads(shape, sms);
         let exchange = Self {
             device: device.clone(),
             geometry,
@@ -221,6 +223,7 @@ impl Exchange {
             _masks: masks,
             _scratch: scratch,
             dispatch_shared_bytes,
+            dispatch_threads,
             begins_early: gpu.capability >= (9, 0),
             report,
             _module: module,
@@ -289,6 +292,9 @@ impl Exchange {
     ///
     /// All ranks take turns with dispatch and combine, those without tokens too.
     ///
+    /// From compute capability 9.0 on a kernel behind it in the stream may begin before it has ended, if it was launched to (programmatic dependent
+    /// launch): it has to wait (`griddepcontrol.wait`) before it uses memory that this one does. So with [`Exchange::combine`].
+    ///
     /// # Safety
     ///
     /// - all ranks have the same [`Shape`], and each a number of its own;
@@ -350,7 +356,15 @@ impl Exchange {
             ..self.args
         };
         // SAFETY: our caller's promise.
-        unsafe { self.launch(stream, self.dispatch, self.dispatch_shared_bytes, args) }
+        unsafe {
+            self.launch(
+                stream,
+                self.dispatch,
+                self.dispatch_threads,
+                self.dispatch_shared_bytes,
+                args,
+            )
+        }
     }
 
     /// Enqueues the way back: the results of the rows received, times their weights, to the tokens' ranks; and the sums of this
@@ -379,7 +393,7 @@ impl Exchange {
         // SAFETY: our caller's promise.
         unsafe {
             let shared = self.geometry.combine_shared_bytes;
-            self.launch(stream, self.combine, shared, args)
+            self.launch(stream, self.combine, args::THREADS, shared, args)
         }
     }
 
@@ -390,6 +404,7 @@ impl Exchange {
         &self,
         stream: &Stream,
         function: Function,
+        threads: u32,
         shared_bytes: u32,
         mut args: MoeArgs,
     ) -> Result<(), Error> {
@@ -406,7 +421,7 @@ impl Exchange {
             gridDimX: self.sms.get(),
             gridDimY: 1,
             gridDimZ: 1,
-            blockDimX: args::THREADS,
+            blockDimX: threads,
             blockDimY: 1,
             blockDimZ: 1,
             sharedMemBytes: shared_bytes,

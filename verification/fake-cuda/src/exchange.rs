@@ -110,7 +110,10 @@ impl Launch {
         };
         must(size.grid[0] > 0 && size.grid[1..] == [1, 1], "grid");
         must(!self.receives() || size.grid[0] <= SMS, "more blocks than there is room for");
-        must(size.block == [args::THREADS, 1, 1], "threads");
+        let may_be_few = !self.combines() && !self.is_many();
+        let threads = size.block[0];
+        must(threads == args::THREADS || may_be_few && threads == args::FEW_THREADS, "threads");
+        must(size.block[1..] == [1, 1], "threads");
         must(size.shared_bytes <= most_shared_bytes, "more shared memory than was asked for");
 
         let firsts = a.firsts.as_flattened();
