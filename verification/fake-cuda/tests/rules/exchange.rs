@@ -277,6 +277,23 @@ fn more_shared_memory_than_asked_for() {
 }
 
 #[test]
+fn half_as_many_threads_out() {
+    run("exchange::half_as_many_threads_out", End::Kept, &[], || {
+        wrong(|rank| rank.threads = args::FEW_THREADS);
+    });
+}
+
+#[test]
+fn half_as_many_threads_back() {
+    run("exchange::half_as_many_threads_back", End::Broken("geometry"), &[], || {
+        let mut rank = Rank::new(1);
+        rank.dispatch();
+        rank.threads = args::FEW_THREADS;
+        rank.combine();
+    });
+}
+
+#[test]
 fn too_many_threads() {
     run("exchange::too_many_threads", End::Broken("geometry"), &[], || {
         wrong(|rank| rank.threads *= 2);
