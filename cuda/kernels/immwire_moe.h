@@ -149,8 +149,8 @@ typedef struct immwire_moe_args {
   uint32_t results_each; /* of a token, from each rank: 1, or where sums are exact the most choices that it can have there */
 } immwire_moe_args;
 
-/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, of dispatch but
- * the many also of IMMWIRE_MOE_FEW_THREADS, one an SM. All
+/* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, or of a
+ * dispatch that is none of the many of IMMWIRE_MOE_FEW_THREADS; one an SM. All
  * blocks of a launch that receives, and of what else the ranks of a GPU launch at the same time, must find room at once.
  *
  *   immwire_moe_dispatch_raw          tokens of any bytes

@@ -1534,7 +1534,7 @@ __device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoc
   const Cut cut(tokens, gridDim.x, args.values / 8);
   for (uint32_t item = blockIdx.x; item < cut.items; item += gridDim.x) {
     const uint32_t token = cut.token(item), ranks = masks_of(args)[token] & present;
-    // The first thread has a vector of each item.
+    // The first thread has a vector of each item that has any.
     const bool is_last = threadIdx.x == 0 && item + gridDim.x >= cut.items;
     for (uint32_t v = cut.first(item) + threadIdx.x; v < cut.end(item); v += blockDim.x)
       sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience, is_last);

@@ -483,7 +483,6 @@ mod tests {
         }
     }
 
-    /// However the experts are dealt, all tokens' choices have room in a block's memory by one kind of kernel or the other.
     #[test]
     fn fewer_threads_where_there_is_a_block_for_each_token() {
         for (max_tokens, blocks, threads) in [
@@ -499,6 +498,7 @@ mod tests {
         }
     }
 
+    /// However the experts are dealt, all tokens' choices have room in a block's memory by one kind of kernel or the other.
     #[test]
     fn one_kind_of_kernel_has_room() {
         for world in [1, 2, 8, 32] {
