@@ -381,7 +381,8 @@ fn tokens_that_never_come() {
         }
         shape.top_k = shape.top_k.min(4);
         let mut world = World::new(&shape);
-        world.timeout_ns = 1_600_000;
+        // Steps of everybody's: with up to 70 tokens those who are there have as many to do, and nobody is to miss them.
+        world.timeout_ns = if shape.max_tokens > 8 { 6_400_000 } else { 1_600_000 };
         let most = shape.max_tokens;
         let tokens = (0..3).map(|_| world.maker().tokens(&mut random, most)).collect();
         world.add_turn(tokens, &mut random);
