@@ -14,7 +14,7 @@ pub const MAX_TOP_K: u32 = 32;
 pub const MAX_EXPERTS: u32 = 1024;
 /// Threads of a block on a GPU.
 pub const THREADS: u32 = 512;
-/// The same of a dispatch that has no more tokens than blocks, where warps are in each other's way rather than of use.
+/// The same of a dispatch that has no more tokens than blocks, which is sooner done with fewer warps.
 pub const FEW_THREADS: u32 = 256;
 /// Tokens that a block receives at a time.
 pub const BATCH: u32 = 4;

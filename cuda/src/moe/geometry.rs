@@ -214,8 +214,8 @@ const fn receivers(blocks: u32) -> u32 {
 }
 
 impl Geometry {
-    /// Threads of a block of dispatch. By clocks in the kernels what takes the time of few tokens is that each warp works out where they go, and warps
-    /// of an SM wait for each other: with half of them one token of two ranks goes out in 5.0 us, not 5.5, and 64 in 6.9, not 7.2. Of more
+    /// Threads of a block of dispatch. Where few tokens go each warp works out for itself, and warps of an SM seem to be in each other's
+    /// way: with half of them one token of two ranks goes out in 5.0 us, not 5.5, and 64 in 6.9, not 7.2. Of more
     /// than there are blocks for there is something to do for all: with half of them 128 go out in 9.3 us, not 8.7.
     #[must_use]
     pub fn dispatch_threads(&self, shape: &Shape, blocks: u32) -> u32 {

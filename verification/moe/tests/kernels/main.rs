@@ -381,7 +381,8 @@ fn tokens_that_never_come() {
         }
         shape.top_k = shape.top_k.min(4);
         let mut world = World::new(&shape);
-        // Steps of everybody's: with up to 70 tokens those who are there have as many to do, and nobody is to miss them.
+        // Of everybody's steps: a block with one warp takes some 20,000 of them for each token while others wait, and there may be 210. Who
+        // is there is not to be missed for that.
         world.timeout_ns = if shape.max_tokens > 8 { 6_400_000 } else { 1_600_000 };
         let most = shape.max_tokens;
         let tokens = (0..3).map(|_| world.maker().tokens(&mut random, most)).collect();
