@@ -26,6 +26,7 @@
 //! | [`recycle`] | how an endpoint that serves everybody is replaced |
 //! | [`topology`], [`device`] | which NICs belong to which GPU, and which ports of a device are NICs |
 //! | [`moe`] | where tokens go when experts are spread over ranks |
+//! | [`batch`], [`scale`], [`spread`], [`standby`] | which pieces a GPU is told of together, in which of its queues, and which its waiting warps copy |
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`pool`] | which slots of a table are free |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
@@ -44,6 +45,7 @@
 #[cfg(test)]
 extern crate std;
 
+pub mod batch;
 pub mod calls;
 pub mod courier;
 pub mod credit;
@@ -74,6 +76,7 @@ pub mod recycle;
 pub mod region;
 pub mod resolve;
 pub mod ring;
+pub mod scale;
 pub mod signal;
 pub mod span;
 pub mod spread;

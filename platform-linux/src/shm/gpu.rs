@@ -2,14 +2,14 @@
 //!
 //! A piece whose bytes lie in a GPU's memory, or go there, is copied by a GPU: the one that has the source; from host
 //! memory the one that has the destination. Peers' memory is opened once for each region, and their host memory pinned. What
-//! one call of `post` takes to a region is merged: pieces that adjoin become one copy, pieces of one length one launch. Runs of pages of several calls are,
-//! too, while the GPU has enough to do. A copy's last
+//! one call of `post` takes to a peer is merged: ranges that pieces make up, or pieces of one length (the core's `batch`). Runs of pages of several calls are,
+//! too, while the GPU has enough to do, also if they count their pages from different places (the core's `scale`). A copy's last
 //! act is to store its number to a word of pinned host memory; whoever reads it there sees that all of its bytes are where
 //! they belong (`immwire_cuda::Release`), and the immediates are sent.
 //!
 //! # What it refuses to know
 //!
-//! Counts, plans and credits, which of a GPU's queues a copy goes to, and when it begins (the core's); which kernel and how many pieces a launch has
+//! Counts, plans and credits, which pieces are copied together, which of a GPU's queues a copy goes to, and when it begins (the core's); which kernel and how many pieces a launch has
 //! (`immwire_cuda::geometry`).
 //!
 //! # Limits
@@ -39,11 +39,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, Instant};
 
+use immwire_core::batch::{Batch, Form, Range};
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard;
 use immwire_core::id::{PeerId, Time};
 use immwire_core::plan::RunLayout;
 use immwire_core::region::MrDesc;
+use immwire_core::scale;
 use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{Method, Tuning};
@@ -75,6 +77,8 @@ const TABLE: usize = 2 * LAUNCH_PAGES;
 
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
+/// Regions that it goes to at most.
+const REGIONS: usize = 32;
 /// How long copies may be under way without one ending before the GPU is asked whether it has failed.
 const LOOK_AFTER: Duration = Duration::from_millis(100);
 /// How long GPUs may take, at the end, for what they were given.
@@ -486,13 +490,16 @@ impl Drop for Reached {
     }
 }
 
+/// Claims on all that one copy goes to.
+type Claims = heapless::Vec<Claim, REGIONS>;
+
 /// A copy under way.
 #[derive(Debug)]
 struct Flight {
     number: u64,
     pieces: usize,
     bytes: u64,
-    _claim: Claim,
+    _claims: Claims,
 }
 
 /// Copies of one GPU that are made in order.
@@ -535,7 +542,7 @@ impl Queue {
     /// What it has to do; what is staged becomes a copy before another is.
     fn load(&self) -> Load<PeerId> {
         let last = self.staged.pieces.last().or(self.pieces.back());
-        let copies = self.flights.len() + usize::from(self.staged.claim.is_some());
+        let copies = self.flights.len() + usize::from(self.staged.is_any());
         Load {
             to: last.map(|work| work.peer),
             bytes: self.bytes.saturating_add(self.staged.bytes),
@@ -561,7 +568,10 @@ impl Queue {
 
     /// Enqueues what is staged.
     fn launch(&mut self, sms: NonZeroU32) {
-        let Some(claim) = self.staged.claim.take() else { return };
+        if !self.staged.is_any() {
+            return;
+        }
+        let claims = std::mem::take(&mut self.staged.claims);
         let number = self.issued + 1;
         if let Err(why) = enqueue(self, number, sms) {
             tracing::error!(%why, "a GPU's driver does not take a copy");
@@ -574,7 +584,7 @@ impl Queue {
             number,
             pieces: staged.pieces.len(),
             bytes: staged.bytes,
-            _claim: claim,
+            _claims: claims,
         });
         staged.clear(|work| self.pieces.push_back(work));
     }
@@ -676,7 +686,7 @@ impl Gpu {
 
     /// Enqueues what is staged in a queue.
     fn enqueue(&mut self, at: usize, budget: NonZeroU32) {
-        if self.queues.get(at).is_none_or(|queue| queue.staged.claim.is_none()) {
+        if !self.queues.get(at).is_some_and(|queue| queue.staged.is_any()) {
             return;
         }
         let each = spread::processors(self.queues.iter().map(Queue::load), budget);
@@ -706,15 +716,11 @@ impl Gpu {
 /// What is to become one copy.
 #[derive(Debug)]
 struct Staged {
-    /// `None`: nothing is staged.
-    claim: Option<Claim>,
+    /// None: nothing is staged.
+    claims: Claims,
     pieces: Vec<WorkRequest>,
-    /// Source and target of each, as the GPU has them.
-    places: Vec<(u64, u64)>,
-    /// Whether each adjoins the one before.
-    adjoining: bool,
-    /// Whether all are of one length.
-    even: bool,
+    /// Where they are and go, as the GPU has it, unless they are runs of pages.
+    batch: Batch<PIECES>,
     bytes: u64,
     /// They are runs of pages laid out so, the target's base as the GPU has it; their numbers are in the table already.
     run: Option<RunLayout>,
@@ -726,11 +732,9 @@ struct Staged {
 impl Staged {
     fn new() -> Self {
         Self {
-            claim: None,
+            claims: Claims::new(),
             pieces: Vec::with_capacity(PIECES),
-            places: Vec::with_capacity(PIECES),
-            adjoining: true,
-            even: true,
+            batch: Batch::new(),
             bytes: 0,
             run: None,
             pages: 0,
@@ -740,32 +744,35 @@ impl Staged {
 
     /// Nothing is staged any more; what was is given to `take`.
     fn clear(&mut self, take: impl FnMut(WorkRequest)) {
-        self.claim = None;
+        self.claims.clear();
         self.pieces.drain(..).for_each(take);
-        self.places.clear();
-        (self.adjoining, self.even, self.bytes) = (true, true, 0);
+        self.batch.clear();
+        self.bytes = 0;
         (self.run, self.pages, self.growth) = (None, 0, Growth::new());
     }
 
     /// Whether it is one piece that a warp copies which stands by.
     fn is_short(&self) -> bool {
-        let is_one = self.claim.is_some() && self.run.is_none() && self.pieces.len() == 1;
+        let is_one = self.run.is_none() && self.pieces.len() == 1;
         is_one && self.bytes <= u64::from(standby::SHORT_BYTES)
     }
 
     /// Takes that piece out again.
     fn take_short(&mut self) -> Option<Short> {
-        let (work, (src, dst)) = self.pieces.pop().zip(self.places.pop())?;
+        let (work, Range { src, dst, .. }) = self.pieces.pop().zip(self.batch.only())?;
+        self.batch.clear();
         self.bytes = 0;
-        Some(Short { work, src, dst, claim: self.claim.take()? })
+        Some(Short { work, src, dst, claim: self.claims.pop()? })
     }
 
     /// Stages one piece where nothing is.
     fn put_short(&mut self, short: Short) {
         let Short { work, src, dst, claim } = short;
+        self.batch.add(Range { src, dst, len: work.len });
         self.pieces.push(work);
-        self.places.push((src, dst));
-        (self.claim, self.bytes) = (Some(claim), work.len);
+        self.bytes = work.len;
+        // There is room: nothing was staged.
+        let _ = self.claims.push(claim);
     }
 
     /// Whether a run of so many pages, of so many bytes, can be part of one launch with what is staged.
@@ -774,20 +781,33 @@ impl Staged {
         is_short && self.run.is_some() && self.pages.saturating_add(pages) <= LAUNCH_PAGES
     }
 
-    /// Whether it is a copy to this region.
+    /// Whether there is anything.
+    fn is_any(&self) -> bool {
+        !self.claims.is_empty()
+    }
+
+    /// Whether it goes to this region, too.
     fn is_to(&self, reached: &Arc<Reached>) -> bool {
-        self.claim.as_ref().is_some_and(|claim| Arc::ptr_eq(&claim.0, reached))
+        self.claims.iter().any(|claim| Arc::ptr_eq(&claim.0, reached))
+    }
+
+    /// Whether it may go to this region, too: it is another of the same peer's, in memory of the same kind. What a warp copies is left to it.
+    fn may_go_to(&self, reached: &Arc<Reached>, peer: PeerId) -> bool {
+        let is_alike = self.claims.first().is_some_and(|claim| claim.0.home == reached.home);
+        let is_same = self.pieces.last().is_some_and(|work| work.peer == peer);
+        is_alike && is_same && !self.is_short() && !self.claims.is_full()
+    }
+
+    /// Nothing more goes to the region that it was to go to as well, if it did not before.
+    fn forgo(&mut self, begun: bool) {
+        if begun {
+            self.claims.pop();
+        }
     }
 
     /// Whether a piece can be part of it.
-    fn takes(&self, src: u64, dst: u64, len: u64) -> bool {
-        let (Some(last), Some((from, to))) = (self.pieces.last(), self.places.last()) else {
-            return false;
-        };
-        let adjoins = from.wrapping_add(last.len) == src && to.wrapping_add(last.len) == dst;
-        self.run.is_none()
-            && self.pieces.len() < PIECES
-            && ((self.adjoining && adjoins) || (self.even && last.len == len))
+    fn takes(&self, piece: Range) -> bool {
+        self.run.is_none() && !self.pieces.is_empty() && self.batch.takes(piece)
     }
 }
 
@@ -917,58 +937,69 @@ impl Gpus {
         let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
-        let queue =
-            match self.begin(gpu, reached, work.peer, |it| it.takes(work.src, dst, work.len)) {
-                Ok(queue) => queue,
-                Err(not) => return not,
-            };
+        let piece = Range { src: work.src, dst, len: work.len };
+        let (queue, begun) = match self.begin(gpu, reached, work.peer, |it| it.takes(piece)) {
+            Ok(it) => it,
+            Err(not) => return not,
+        };
         let staged = &mut queue.staged;
-        if let (Some(last), Some((src, to))) = (staged.pieces.last(), staged.places.last()) {
-            staged.adjoining &=
-                src.wrapping_add(last.len) == work.src && to.wrapping_add(last.len) == dst;
-            staged.even &= last.len == work.len;
+        if !staged.batch.add(piece) {
+            // Neither what was asked about, nor the first.
+            staged.forgo(begun);
+            return Staging::Failed(WorkError::LocalAccess);
         }
         staged.pieces.push(*work);
-        staged.places.push((work.src, dst));
         staged.bytes = staged.bytes.saturating_add(work.len);
         self.flying += 1;
         Staging::Taken
     }
 
-    /// The queue of `gpu` that has a copy to that region staged which takes more, or else one that begins another.
+    /// The queue of `gpu` that has a copy staged which takes more and goes to that region, or to others of the same peer's, or else one that
+    /// begins another; and whether it did not go there before.
     fn begin(
         &mut self,
         gpu: usize,
         reached: &Arc<Reached>,
         peer: PeerId,
         takes: impl Fn(&Staged) -> bool,
-    ) -> Result<&mut Queue, Staging> {
+    ) -> Result<(&mut Queue, bool), Staging> {
         let sms = self.sms;
         let state = self.gpus.get_mut(gpu).ok_or(Staging::Failed(WorkError::LocalAccess))?;
         if let Some(code) = state.failed {
             return Err(Staging::Failed(WorkError::Device(code)));
         }
-        let at = state.queues.iter().position(|queue| queue.staged.is_to(reached));
-        let open = at.and_then(|at| Some((at, takes(&state.queues.get(at)?.staged))));
-        let at = match open {
-            Some((at, true)) if reached.may_continue() => at,
-            Some((_, true)) => return Err(Staging::Withdrawn),
-            _ => {
-                // At once: the GPU is not to wait until the next one is full, too.
-                if let Some((full, _)) = open {
-                    state.launch(full, sms);
-                }
+        let find = |is: &dyn Fn(&Staged) -> bool| {
+            let mut all = state.queues.iter();
+            all.position(|queue| queue.staged.is_any() && is(&queue.staged))
+        };
+        let open = find(&|it| it.is_to(reached));
+        let is_open = open.and_then(|at| state.queues.get(at)).is_some_and(|it| takes(&it.staged));
+        if let Some(at) = open.filter(|_| is_open) {
+            if !reached.may_continue() {
+                return Err(Staging::Withdrawn);
+            }
+            return state.queues.get_mut(at).map(|it| (it, false)).ok_or(Staging::NoRoom);
+        }
+        let other = find(&|it| it.may_go_to(reached, peer) && takes(it));
+        // At once: the GPU is not to wait until the next one is full, too.
+        if let Some(full) = open {
+            state.launch(full, sms);
+        }
+        let at = match other {
+            Some(at) => at,
+            None => {
                 let loads = state.queues.iter().map(Queue::load);
                 let at = spread::choose(loads, peer).ok_or(Staging::NoRoom)?;
                 state.launch(at, sms);
-                // What was staged there may have been refused: nothing is to end behind it as if it had been made.
-                let taking = state.queues.get_mut(at).filter(|queue| queue.refused.is_none());
-                let queue = taking.ok_or(Staging::NoRoom)?;
-                queue.staged.claim = Some(Claim::new(reached).ok_or(Staging::Withdrawn)?);
                 at
             }
         };
-        state.queues.get_mut(at).ok_or(Staging::NoRoom)
+        // What was staged there may have been refused: nothing is to end behind it as if it had been made.
+        let taking = state.queues.get_mut(at).filter(|queue| queue.refused.is_none());
+        let queue = taking.ok_or(Staging::NoRoom)?;
+        let claim = Claim::new(reached).ok_or(Staging::Withdrawn)?;
+        queue.staged.claims.push(claim).map_err(|_| Staging::NoRoom)?;
+        Ok((queue, true))
     }
 
     /// As [`Gpus::stage`], of a run of pages.
@@ -980,39 +1011,44 @@ impl Gpus {
         sink: &impl Sink,
     ) -> Staging {
         let count = usize::try_from(work.run.count).unwrap_or(usize::MAX);
-        let mut other = None;
-        // Twice at most: the second time nothing is staged there.
+        let mut joins = true;
+        // Twice at most: the second time with nothing that is staged.
         loop {
-            let takes = |it: &Staged| {
-                it.pieces.len() < PIECES && it.has_room(count, work.len) && it.run != other
-            };
-            let queue = match self.begin(gpu, reached, work.peer, takes) {
-                Ok(queue) => queue,
+            let takes =
+                |it: &Staged| joins && it.pieces.len() < PIECES && it.has_room(count, work.len);
+            let (queue, begun) = match self.begin(gpu, reached, work.peer, takes) {
+                Ok(it) => it,
                 Err(not) => return not,
             };
             let Some((sources, targets, staged)) = queue.next_table() else {
                 return Staging::Failed(WorkError::LocalAccess);
             };
-            let range = staged.pages..staged.pages.saturating_add(count);
-            let layout = sources.get_mut(range.clone()).zip(targets.get_mut(range));
-            let layout = layout.and_then(|(sources, targets)| {
-                let run = sink.page_run(work, sources, targets)?;
-                let last = largest(targets).map_or(0, u64::from);
+            let tables = (sources.split_at_mut_checked(staged.pages))
+                .zip(targets.split_at_mut_checked(staged.pages))
+                .and_then(|((sources, more), (targets, others))| {
+                    Some(((sources, more.get_mut(..count)?), (targets, others.get_mut(..count)?)))
+                });
+            let layout = tables.and_then(|(sources, targets)| {
+                let run = sink.page_run(work, sources.1, targets.1)?;
+                let last = largest(targets.1).map_or(0, u64::from);
                 let span = run.dst_stride.checked_mul(last)?.checked_add(run.page_bytes)?;
                 let dst_base = reached.address(gpu, run.dst_base, span)?;
-                Some(RunLayout { dst_base, ..run })
+                Some((RunLayout { dst_base, ..run }, sources, targets))
             });
-            let Some(layout) = layout else {
-                if staged.pieces.is_empty() {
-                    staged.claim = None;
-                }
+            let Some((layout, sources, targets)) = layout else {
+                staged.forgo(begun);
                 return Staging::Failed(WorkError::RemoteAccess);
             };
-            if staged.run.is_some_and(|run| run != layout) {
-                other = staged.run;
+            let all = match staged.run {
+                Some(run) if run != layout => scale::join((run, layout), sources, targets),
+                _ => Some(layout),
+            };
+            let Some(all) = all else {
+                joins = false;
+                staged.forgo(begun);
                 continue;
-            }
-            staged.run = Some(layout);
+            };
+            staged.run = Some(all);
             staged.pages += count;
             staged.bytes =
                 staged.bytes.saturating_add(layout.page_bytes.saturating_mul(count as u64));
@@ -1144,40 +1180,39 @@ fn enqueue(queue: &mut Queue, number: u64, sms: NonZeroU32) -> Result<(), Error>
         // SAFETY: see `submit`.
         return unsafe { submit(queue, &copy, release, sms) };
     }
-    let (Some((src, dst)), Some(first)) = (staged.places.first(), staged.pieces.first()) else {
-        return Ok(());
-    };
-    let len = first.len;
-    if staged.adjoining {
-        let copy = PagedCopy::contiguous(*src, *dst, staged.bytes);
-        // SAFETY: see `submit`.
-        return unsafe { submit(queue, &copy, release, sms) };
-    }
     let (source_at, target_at) = queue.table_addresses(number);
     let Some((sources, targets, staged)) = queue.next_table() else {
         return Err(Error::OutOfBounds { end: number, bytes: COPIES as u64 });
     };
-    let source = tabulate(staged.places.iter().map(|place| place.0), sources);
-    let target = tabulate(staged.places.iter().map(|place| place.1), targets);
-    let places = &queue.staged.places;
-    if let (Some(source), Some(target)) = (source, target) {
-        let pages = |(base, stride), table| Pages { base, stride, table: Some(table) };
-        let copy = PagedCopy {
-            source: pages(source, source_at),
-            target: pages(target, target_at),
-            page_bytes: len,
-            page_count: u32::try_from(places.len()).unwrap_or(0),
-        };
+    let (places, len) = match staged.batch.form() {
+        Form::Ranges(_) => return enqueue_ranges(queue, release, sms),
+        Form::List { places, len } => (places, len),
+    };
+    let source = tabulate(places.iter().map(|place| place.0), sources);
+    let target = tabulate(places.iter().map(|place| place.1), targets);
+    let page_count = u32::try_from(places.len()).unwrap_or(0);
+    // Further apart than a table can say: one by one.
+    let (Some(source), Some(target)) = (source, target) else {
+        return enqueue_ranges(queue, release, sms);
+    };
+    let pages = |(base, stride), table| Pages { base, stride, table: Some(table) };
+    let copy = PagedCopy {
+        source: pages(source, source_at),
+        target: pages(target, target_at),
+        page_bytes: len,
+        page_count,
+    };
+    // SAFETY: see `submit`.
+    unsafe { submit(queue, &copy, release, sms) }
+}
+
+/// Enqueues what is staged range by range; the last announces them all.
+fn enqueue_ranges(queue: &Queue, release: Release, sms: NonZeroU32) -> Result<(), Error> {
+    let mut ranges = queue.staged.batch.form().ranges().peekable();
+    while let Some(Range { src, dst, len }) = ranges.next() {
+        let release = if ranges.peek().is_some() { Release::Nothing } else { release };
         // SAFETY: see `submit`.
-        return unsafe { submit(queue, &copy, release, sms) };
-    }
-    // Further apart than a table can say: one by one, and the last announces them all.
-    let last = places.len() - 1;
-    for (i, (src, dst)) in places.iter().enumerate() {
-        let copy = PagedCopy::contiguous(*src, *dst, len);
-        let release = if i == last { release } else { Release::Nothing };
-        // SAFETY: see `submit`.
-        unsafe { submit(queue, &copy, release, sms)? };
+        unsafe { submit(queue, &PagedCopy::contiguous(src, dst, len), release, sms)? };
     }
     Ok(())
 }

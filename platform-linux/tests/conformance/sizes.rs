@@ -9,6 +9,8 @@ use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("large_writes", Spread::Threads, large_writes),
+    ("large_writes_at_once", Spread::ProcessesBothMotors, large_writes_at_once),
+    ("layers_at_once", Spread::ProcessesBothMotors, layers_at_once),
     ("tails", Spread::Threads, tails),
     ("islands_beyond_four_gigabytes", Spread::Places, islands_beyond_four_gigabytes),
     ("forty_thousand_pages", Spread::Places, forty_thousand_pages),
@@ -38,6 +40,92 @@ fn large_writes(case: &Case) {
         me.done(&transfer);
     }
     assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+}
+
+/// Several long writes under way at a time, whose pieces take turns: each byte is where it belongs, and no other was touched.
+fn large_writes_at_once(case: &Case) {
+    const APART: u64 = 13 * MIB;
+    let (me, mut other, peer) = case.pair();
+    let lengths = [9 * MIB, 12 * MIB + 4321, 9 * MIB];
+    let size = APART * lengths.len() as u64;
+    let src = me.memory(size, Own::Engine);
+    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    for round in 0..2 {
+        let pattern = case.pattern(round);
+        pattern.fill(&src, 0, size, 0);
+        other.tell(&me, Ask::Poison { region: there, offset: 0, len: size, byte: 0xa5 });
+        let places = || (0..).step_by(APART.try_into().expect("small")).zip(lengths);
+        let transfers: Vec<_> = places()
+            .map(|(at, len)| write(&me, peer, &src, &desc, (at + round, at + 3, len), Some(tag)))
+            .collect();
+        other.count(&me, counter, lengths.len() as u64);
+        for (place, len) in places() {
+            let (offset, at) = (place + 3, place + round);
+            let ask = Ask::Mismatch { region: there, offset, len, pattern, at };
+            assert_eq!(other.place(&me, ask), None, "first wrong byte of {len} at {place}");
+            other.check_only(&me, there, place, 3, 0xa5);
+            other.check_only(&me, there, offset + len, APART - 3 - len, 0xa5);
+        }
+        transfers.iter().for_each(|transfer| me.done(transfer));
+    }
+}
+
+/// Pages of several layers under way at a time, three in each of three regions, and all of them side by side here: so that each write counts
+/// its pages from elsewhere, by a stride of its own.
+fn layers_at_once(case: &Case) {
+    const PAGES: u64 = 300;
+    const PAGE: u64 = 4096;
+    const LAYERS: u64 = 9;
+    const REGIONS: u64 = 3;
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(LAYERS * PAGES * PAGE, Own::Engine);
+    // The later a layer, the further apart its pages.
+    let apart = |layer: u64| PAGE + 16 * layer;
+    let room = PAGES * apart(LAYERS) + 16;
+    let size = LAYERS / REGIONS * room;
+    let there: Vec<_> = (0..REGIONS).map(|_| other.memory(&me, size, Own::Engine)).collect();
+    let place = |layer: u64| {
+        let (at, desc) = &there[usize::try_from(layer % REGIONS).expect("few")];
+        (*at, desc, layer / REGIONS * room)
+    };
+    let (counter, tag) = other.counter(&me);
+    let far = |page: u64| page * 7 % PAGES;
+    let list = |number: &dyn Fn(u64) -> u64| -> Vec<u32> {
+        (0..PAGES).map(|page| u32::try_from(number(page)).expect("few")).collect()
+    };
+    for round in 0..2 {
+        let pattern = case.pattern(round);
+        pattern.fill(&src, 0, LAYERS * PAGES * PAGE, 0);
+        for (region, _) in &there {
+            other.tell(&me, Ask::Poison { region: *region, offset: 0, len: size, byte: 0xa5 });
+        }
+        let write = |layer: u64| {
+            let (_, dst, first) = place(layer);
+            let indices = (list(&|page| page).into(), list(&far).into());
+            let (stride, offset) = (LAYERS * PAGE, layer * PAGE);
+            let src_pages = Pages { indices: indices.0, stride, offset };
+            let (stride, offset) = (apart(layer), first + 16 * round);
+            let dst_pages = Pages { indices: indices.1, stride, offset };
+            let (page_bytes, imm) = (PAGE, Some(tag));
+            let write = PagedWrite { peer, page_bytes, src: &src, src_pages, dst, dst_pages, imm };
+            me.engine.submit_paged_writes(&write).expect("submit")
+        };
+        let transfers: Vec<_> = (0..LAYERS).map(write).collect();
+        other.count(&me, counter, LAYERS * PAGES);
+        for layer in 0..LAYERS {
+            let (region, _, first) = place(layer);
+            for page in (0..PAGES).step_by(17).chain([PAGES - 1]) {
+                let offset = first + 16 * round + far(page) * apart(layer);
+                let at = (page * LAYERS + layer) * PAGE;
+                let ask = Ask::Mismatch { region, offset, len: PAGE, pattern, at };
+                assert_eq!(other.place(&me, ask), None, "page {page} of layer {layer}");
+                other.check_only(&me, region, offset + PAGE, 16 * layer, 0xa5);
+            }
+            other.check_only(&me, region, first, 16 * round, 0xa5);
+        }
+        transfers.iter().for_each(|transfer| me.done(transfer));
+    }
 }
 
 /// Lengths around those at which a write is cut over NICs, to the byte.
