@@ -7,9 +7,10 @@ use crate::processes::{Orders, Place, Process, ask, now};
 use crate::rig::Random;
 use immwire::{
     Builder, Driver, End, ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId,
-    Region, SingleWrite, TransferEngine,
+    Region, SingleWrite, Transfer, TransferEngine,
 };
 use serde_json::{Value, json};
+use std::collections::VecDeque;
 use std::error::Error;
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
@@ -23,6 +24,9 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(20);
 pub(crate) const ROUNDS: usize = 40;
 /// Lists of pages that take turns, so that pages do not come from a cache.
 pub(crate) const TURNS: usize = 4;
+/// Requests that are under way at a time, where several are, and how often that is measured.
+const AT_ONCE: [usize; 3] = [2, 8, 64];
+const AGAIN: usize = 7;
 /// Pages that are compared of each request.
 pub(crate) const COMPARED: usize = 64;
 
@@ -137,6 +141,16 @@ struct Shape {
 struct Lists {
     numbers: (Vec<u32>, Vec<u32>),
     indices: (PageIndices, PageIndices),
+    /// The same, counted from this page of both pools on: no other request counts from there.
+    own: (PageIndices, PageIndices),
+    first: u32,
+}
+
+/// Where requests count their pages from: all from the pools' first, or, as those for several layers of a cache do, each from elsewhere.
+#[derive(Clone, Copy, PartialEq)]
+enum From {
+    First,
+    Own,
 }
 
 struct Bench {
@@ -145,6 +159,8 @@ struct Bench {
     source: Region,
     there: There,
     random: Random,
+    /// Several requests at a time are measured, too.
+    several: bool,
 }
 
 /// Microseconds.
@@ -169,54 +185,74 @@ impl Bench {
             source.write(at as u64, &pattern(at as u64, STEP))?;
         }
         let there = There::start(&mut driver, to)?;
-        Ok(Self { engine, driver, source, there, random: Random(7) })
+        // Over PCIe one at a time fills the link.
+        let several = from.parse::<u32>().is_ok() && to.parse::<u32>().is_ok();
+        Ok(Self { engine, driver, source, there, random: Random(7), several })
     }
 
-    /// As many different pages of the pool as are asked for, in no order.
-    fn shuffled(&mut self, shape: &Shape) -> Vec<u32> {
+    /// All pages of a pool that each request can count, the first so many of them in no order.
+    fn shuffled(&mut self, shape: &Shape, most: usize) -> Vec<u32> {
         let mut all: Vec<u32> = (0..=u32::MAX)
+            .skip(TURNS)
             .take_while(|i| u64::from(i + 1) * shape.page_bytes <= POOL as u64)
             .collect();
-        for i in 0..shape.pages as usize {
+        for i in 0..most.min(all.len()) {
             let other = i + self.random.below(all.len() - i);
             all.swap(i, other);
         }
-        all.truncate(shape.pages as usize);
         all
     }
 
-    fn lists(&mut self, shape: &Shape) -> Option<Lists> {
-        (shape.pages > 1).then(|| {
-            let numbers = (self.shuffled(shape), self.shuffled(shape));
-            let indices = (numbers.0.clone().into(), numbers.1.clone().into());
-            Lists { numbers, indices }
-        })
+    /// The lists of requests that take turns. A page is written from one page only, whichever request it is of.
+    fn lists(&mut self, shape: &Shape) -> Vec<Option<Lists>> {
+        if shape.pages == 1 {
+            return vec![None];
+        }
+        let sources = self.shuffled(shape, usize::MAX);
+        let mut one = |first: u32| {
+            let mut to = self.shuffled(shape, shape.pages as usize);
+            to.truncate(shape.pages as usize);
+            let from: Vec<u32> = to.iter().map(|page| sources[*page as usize - TURNS]).collect();
+            let indices = (from.clone().into(), to.clone().into());
+            let own =
+                |pages: &[u32]| pages.iter().map(|page| page - first).collect::<Vec<_>>().into();
+            let own = (own(&from), own(&to));
+            Some(Lists { numbers: (from, to), indices, own, first })
+        };
+        (0..).take(TURNS).map(&mut one).collect()
     }
 
-    fn once(&mut self, shape: &Shape, lists: Option<&Lists>, compare: bool) -> Outcome<Took> {
-        self.there.process.say(&format!("expect {}", shape.pages))?;
-        self.there.process.hear()?;
-        let side = |indices: &PageIndices| Pages {
+    /// Submits a request, and says what its end and its count come from; when that began, and when the call returned.
+    fn submit(
+        &mut self,
+        shape: &Shape,
+        lists: Option<&Lists>,
+        count_from: From,
+    ) -> Outcome<(Transfer, u64, u64)> {
+        let side = |indices: &PageIndices, first: u32| Pages {
             indices: indices.clone(),
             stride: shape.page_bytes,
-            offset: 0,
+            offset: u64::from(first) * shape.page_bytes,
         };
-        let before = self.engine.stats().posted;
         let (peer, imm) = (self.there.peer, Some(self.there.tag));
-        let (transfer, pieces, started, called) = match lists {
-            Some(Lists { indices: (from, to), .. }) => {
+        Ok(match lists {
+            Some(Lists { indices, own, first, .. }) => {
+                let ((from, to), first) = match count_from {
+                    From::First => (indices, 0),
+                    From::Own => (own, *first),
+                };
                 let write = PagedWrite {
                     peer,
                     page_bytes: shape.page_bytes,
                     src: &self.source,
-                    src_pages: side(from),
+                    src_pages: side(from, first),
                     dst: &self.there.desc,
-                    dst_pages: side(to),
+                    dst_pages: side(to, first),
                     imm,
                 };
                 let started = now();
                 let transfer = self.engine.submit_paged_writes(&write)?;
-                (transfer, u64::from(shape.pages).div_ceil(255), started, now())
+                (transfer, started, now())
             }
             None => {
                 let write = SingleWrite {
@@ -230,9 +266,17 @@ impl Bench {
                 };
                 let started = now();
                 let transfer = self.driver.submit_single_write(&write)?;
-                (transfer, 1, started, now())
+                (transfer, started, now())
             }
-        };
+        })
+    }
+
+    fn once(&mut self, shape: &Shape, lists: Option<&Lists>, compare: bool) -> Outcome<Took> {
+        self.there.process.say(&format!("expect {}", shape.pages))?;
+        self.there.process.hear()?;
+        let before = self.engine.stats().posted;
+        let pieces = lists.map_or(1, |_| u64::from(shape.pages).div_ceil(255));
+        let (transfer, started, called) = self.submit(shape, lists, From::First)?;
         let mut posted = 0;
         let begun = Instant::now();
         while transfer.poll_end().is_none() {
@@ -253,6 +297,45 @@ impl Bench {
         }
         let us = |time: u64| (time.max(started) - started) as f64 / 1e3;
         Ok(Took { call: us(called), posted: us(posted), counted: us(counted) })
+    }
+
+    /// Many requests, of which so many are under way at a time: how long until the receiver has the last one's count, for each of them.
+    fn at_once(
+        &mut self,
+        shape: &Shape,
+        all: &[Option<Lists>],
+        (most, count_from): (usize, From),
+    ) -> Outcome<f64> {
+        const BYTES: u64 = 1 << 30;
+        let requests = (BYTES / (shape.page_bytes * u64::from(shape.pages))).clamp(16, 256);
+        self.there.process.say(&format!("expect {}", requests * u64::from(shape.pages)))?;
+        self.there.process.hear()?;
+        let mut under_way = VecDeque::with_capacity(most);
+        let mut started = None;
+        let mut turns = all.iter().cycle().take(usize::try_from(requests)?).peekable();
+        let begun = Instant::now();
+        while turns.peek().is_some() || !under_way.is_empty() {
+            while under_way.len() < most
+                && let Some(lists) = turns.next()
+            {
+                let (transfer, at, _) = self.submit(shape, lists.as_ref(), count_from)?;
+                started.get_or_insert(at);
+                under_way.push_back(transfer);
+            }
+            self.driver.poll();
+            while let Some(end) = under_way.front().and_then(Transfer::poll_end) {
+                if end != End::Done {
+                    return Err(format!("a transfer ended so: {end:?}").into());
+                }
+                under_way.pop_front();
+            }
+            if begun.elapsed() > LIMIT {
+                return Err("a transfer does not end".into());
+            }
+        }
+        let counted: u64 = self.there.process.hear()?.trim().parse()?;
+        let took = counted.saturating_sub(started.unwrap_or(counted));
+        Ok(took as f64 / 1e3 / requests as f64)
     }
 
     fn compare(&mut self, shape: &Shape, lists: Option<&Lists>) -> Outcome<()> {
@@ -324,8 +407,26 @@ impl Bench {
         Ok(json!({ "bytes": bytes, "p10_us": part(10), "p50_us": part(50), "p99_us": part(99) }))
     }
 
+    fn all_at_once(&mut self, shape: &Shape, lists: &[Option<Lists>]) -> Outcome<Vec<Value>> {
+        let froms: &[From] =
+            if shape.pages > 1 { &[From::First, From::Own] } else { &[From::First] };
+        let bytes = shape.page_bytes * u64::from(shape.pages);
+        let mut rows = Vec::new();
+        for (most, from) in froms.iter().flat_map(|from| AT_ONCE.map(|most| (most, *from))) {
+            let took = (0..AGAIN).map(|_| self.at_once(shape, lists, (most, from)));
+            let mut took = took.collect::<Outcome<Vec<_>>>()?;
+            took.sort_by(f64::total_cmp);
+            let each = took[took.len() / 2];
+            rows.push(json!({
+                "at_once": most, "layers": from == From::Own, "each_us": each, "best_us": took[0], "worst_us": took[took.len() - 1],
+                "GBps": bytes as f64 / each / 1e3,
+            }));
+        }
+        Ok(rows)
+    }
+
     fn measure(&mut self, shape: &Shape) -> Outcome<Value> {
-        let lists: Vec<_> = (0..TURNS).map(|_| self.lists(shape)).collect();
+        let lists = self.lists(shape);
         for lists in &lists {
             self.once(shape, lists.as_ref(), true)?;
         }
@@ -334,6 +435,10 @@ impl Bench {
             turns.map(|lists| self.once(shape, lists.as_ref(), false)).collect::<Outcome<_>>()?;
         took.sort_by(|a, b| a.counted.total_cmp(&b.counted));
         let bytes = shape.page_bytes * u64::from(shape.pages);
+        let several = if self.several { self.all_at_once(shape, &lists)? } else { Vec::new() };
+        for lists in &lists {
+            self.compare(shape, lists.as_ref())?;
+        }
         let middle = |of: fn(&Took) -> f64| {
             let mut all: Vec<f64> = took.iter().map(of).collect();
             all.sort_by(f64::total_cmp);
@@ -344,7 +449,7 @@ impl Bench {
             "pages": shape.pages, "page_bytes": shape.page_bytes,
             "call_us": middle(|took| took.call), "posted_us": middle(|took| took.posted),
             "counted_us": counted, "best_us": took[0].counted, "worst_us": took[took.len() - 1].counted,
-            "GBps": bytes as f64 / counted / 1e3,
+            "GBps": bytes as f64 / counted / 1e3, "several": several,
         }))
     }
 }
