@@ -10,45 +10,72 @@
 //!
 //! 1. Counted anew, every page is where it was.
 //! 2. No number is more than 32 bits have.
-//! 3. What cannot be counted together is left as it was.
+//! 3. What cannot be counted together, or would be copied slower then, is left as it was.
 
 use crate::plan::RunLayout;
 
-/// Where pages are: that of number `n` begins at `base + n * step`, modulo 2^64.
+/// Where pages are: that of number `n` begins at `base + n * step`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Scale {
     base: u64,
     step: u64,
 }
 
+/// The smallest and the largest of some numbers.
+#[derive(Debug, Clone, Copy)]
+struct Ends {
+    least: u32,
+    most: u32,
+}
+
+impl Ends {
+    /// O(numbers). Of none: of the first page.
+    fn of(numbers: &[u32]) -> Self {
+        let first = numbers.first().copied().unwrap_or(0);
+        let all = Self { least: first, most: first };
+        let both = |Self { least, most }: Self, number: &u32| Self {
+            least: least.min(*number),
+            most: most.max(*number),
+        };
+        numbers.iter().fold(all, both)
+    }
+}
+
 /// Numbers below the lowest page, where there are so many: a page that comes later may lie before all others.
 const BELOW: u64 = 1 << 30;
 
+/// What pages lie on decides how they are copied: by a GPU, units of 16 bytes are quicker than others, and of 128 quicker still.
+const GRIDS: [u64; 2] = [16, 128];
+
 impl Scale {
-    /// Where the other scale begins on this one, and how many steps of this one its step is.
-    fn along(self, other: Self) -> Option<(u64, u64)> {
-        let apart = other.base.checked_sub(self.base)?;
-        let is_multiple =
-            apart.checked_rem(self.step)? == 0 && other.step.checked_rem(self.step)? == 0;
-        is_multiple.then_some((apart / self.step, other.step / self.step))
+    /// Where the page of this number is.
+    fn address(self, number: u32) -> i128 {
+        i128::from(self.base) + i128::from(self.step) * i128::from(number)
     }
 
-    /// Whether all pages of `other` up to that of number `largest` have numbers here.
-    fn holds(self, other: Self, largest: u32) -> bool {
-        let last = self
-            .along(other)
-            .and_then(|(first, times)| times.checked_mul(u64::from(largest))?.checked_add(first));
-        last.is_some_and(|last| u32::try_from(last).is_ok())
+    /// How many steps the page of that number on another scale is from the base of this one.
+    fn number(self, other: Self, number: u32) -> Option<i128> {
+        let apart = other.address(number) - i128::from(self.base);
+        let step = i128::from(self.step);
+        (apart.checked_rem(step)? == 0).then_some(apart / step)
     }
 
-    /// The longest step by which both can be counted from one place, up to these numbers.
-    fn common(self, largest: u32, other: Self, other_largest: u32) -> Option<Self> {
-        let lowest = self.base.min(other.base);
+    /// Whether all pages of `other` between these numbers have numbers here.
+    fn holds(self, other: Self, ends: Ends) -> bool {
+        let has = |number| self.number(other, number).is_some_and(|it| u32::try_from(it).is_ok());
+        let is_multiple = || other.step.checked_rem(self.step) == Some(0);
+        self == other || (is_multiple() && has(ends.least) && has(ends.most))
+    }
+
+    /// The longest step, a power of two, by which both can be counted from one place, between these numbers.
+    fn common(self, ends: Ends, other: Self, other_ends: Ends) -> Option<Self> {
+        let lowest = self.address(ends.least).min(other.address(other_ends.least));
+        let lowest = u64::try_from(lowest).ok()?;
         let bits = self.step | other.step | self.base.abs_diff(other.base);
         let step = bits & bits.wrapping_neg();
         let below = lowest.checked_div(step)?.min(BELOW);
         let all = Self { base: lowest - below * step, step };
-        (all.holds(self, largest) && all.holds(other, other_largest)).then_some(all)
+        (all.holds(self, ends) && all.holds(other, other_ends)).then_some(all)
     }
 
     /// Numbers that count on this scale, counted on `to`, which holds their pages.
@@ -56,38 +83,44 @@ impl Scale {
         if self == to {
             return;
         }
-        let Some((first, times)) = to.along(self) else { return };
-        let (first, times) = (low(first), low(times));
+        let (Some(first), Some(times)) = (to.number(self, 0), self.step.checked_div(to.step))
+        else {
+            return;
+        };
+        // Modulo 2^32 as well as without: the sum is no more, nor less than nothing.
+        let (first, times) = (low(first), low(i128::from(times)));
         for number in numbers {
-            // Modulo 2^32 as well as without, as the sum has no more bits.
             *number = number.wrapping_mul(times).wrapping_add(first);
         }
     }
 }
 
-#[expect(clippy::cast_possible_truncation, reason = "modulo 2^32")]
-const fn low(word: u64) -> u32 {
+#[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "modulo 2^32")]
+const fn low(word: i128) -> u32 {
     word as u32
 }
 
-fn largest(numbers: &[u32]) -> u32 {
-    numbers.iter().fold(0, |largest, number| largest.max(*number))
+/// How many of the [`GRIDS`] all pages lie on.
+fn grids(run: &RunLayout) -> usize {
+    let bits = run.src_base | run.src_stride | run.dst_base | run.dst_stride | run.page_bytes;
+    GRIDS.iter().filter(|grid| bits.is_multiple_of(**grid)).count()
 }
 
 /// Two lists of pages, those that there are and the next ones, as one: the layout of both, on which all of their numbers count now. `None`, and
-/// nothing has changed: they cannot be one list. O(pages), and mostly O(next pages): the numbers that there are seldom change.
+/// nothing has changed: they cannot be one list, or the one would make the other slower. O(pages), and mostly O(next pages): the numbers that there
+/// are seldom change.
 pub fn join(
     (all, next): (RunLayout, RunLayout),
     (sources, next_sources): (&mut [u32], &mut [u32]),
     (targets, next_targets): (&mut [u32], &mut [u32]),
 ) -> Option<RunLayout> {
-    if all.page_bytes != next.page_bytes {
+    if all.page_bytes != next.page_bytes || grids(&all) != grids(&next) {
         return None;
     }
     let common = |all: Scale, next: Scale, numbers: &[u32], next_numbers: &[u32]| {
-        let most = largest(next_numbers);
+        let ends = Ends::of(next_numbers);
         // Mostly; then those that there are need not be looked at.
-        if all.holds(next, most) { Some(all) } else { all.common(largest(numbers), next, most) }
+        if all.holds(next, ends) { Some(all) } else { all.common(Ends::of(numbers), next, ends) }
     };
     let sides = |run: &RunLayout| {
         let src = Scale { base: run.src_base, step: run.src_stride };
@@ -209,6 +242,16 @@ mod tests {
             let all: Vec<_> = (0..layers).map(list).collect();
             assert_eq!(joined(&all), all.len());
         }
+        // Tensors a few pages long, each at some multiple of 512 bytes, in all orders: however fine the step has become, there is room.
+        let tensors = [7, 4, 2, 0, 13, 1].map(|at: u64| 0x7e00_0000_0000 + 512 * at + (at << 14));
+        for order in 0..6_usize.pow(6) {
+            let order = [1, 6, 36, 216, 1296, 7776].map(|unit| order / unit % 6);
+            let list = |n: &usize| {
+                let run = layout((tensors[*n], 4096), (tensors[5 - n], 8192));
+                (run, Vec::from([0, 1, 2]), Vec::from([2, 0, 1]))
+            };
+            assert_eq!(joined(&order.iter().map(list).collect::<Vec<_>>()), order.len());
+        }
         let both = |layer: u64| layout(apart(layer), side_by_side(layer, 61));
         // What was counted on once holds what comes later.
         let two = join((both(9), both(3)), (&mut [1], &mut [2]), (&mut [1], &mut [2])).unwrap();
@@ -225,14 +268,30 @@ mod tests {
         assert_eq!(join((one, other), (&mut [1], &mut [1]), (&mut [1], &mut [1])), None);
         // A step of one byte reaches 4 GiB.
         for (apart, may) in [((2 << 30) + 1, true), ((5 << 30) + 1, false)] {
-            let far = layout(((1 << 20) + apart, 4096), (1 << 20, 4096));
-            let run = join((one, far), (&mut [0], &mut [0]), (&mut [1], &mut [2]));
+            let at = |offset: u64| layout(((1 << 20) + offset, 4096), (1 << 20, 4096));
+            let run = join((at(1), at(1 + apart)), (&mut [0], &mut [0]), (&mut [1], &mut [2]));
             assert_eq!(run.is_some(), may, "{run:?}");
         }
-        // The same place for every number.
+        // What lies on every 128th byte is not made to wait for what does not; likes are joined.
+        for (one, other, may) in [
+            (8, 0, false),
+            (16, 0, false),
+            (16, 8, false),
+            (24, 8, true),
+            (48, 16, true),
+            (384, 0, true),
+        ] {
+            let at = |offset: u64| layout(((1 << 20) + offset, 4096), (1 << 20, 4096));
+            let run = join((at(one), at(other)), (&mut [1], &mut [1]), (&mut [1], &mut [2]));
+            assert_eq!(run.is_some(), may, "{one} {other}");
+        }
+        // One place for all numbers.
         let still = layout((1 << 20, 0), (1 << 20, 4096));
+        let mut later = still;
+        later.dst_base += 4096;
         let mut numbers = [5, 6];
-        assert_eq!(join((still, still), (&mut numbers, &mut [9]), (&mut [1], &mut [2])), None);
+        let run = join((still, later), (&mut numbers, &mut [9, 9]), (&mut [1, 2], &mut [2, 3]));
+        assert_eq!(run.map(|run| (run.src_base, run.src_stride)), Some((1 << 20, 0)));
         assert_eq!(numbers, [5, 6]);
     }
 }

@@ -148,9 +148,9 @@ struct Lists {
 
 /// Where requests count their pages from: all from the pools' first, or, as those for several layers of a cache do, each from elsewhere.
 #[derive(Clone, Copy, PartialEq)]
-enum From {
-    First,
-    Own,
+enum Counting {
+    FromOne,
+    FromItsOwn,
 }
 
 struct Bench {
@@ -227,7 +227,7 @@ impl Bench {
         &mut self,
         shape: &Shape,
         lists: Option<&Lists>,
-        count_from: From,
+        counting: Counting,
     ) -> Outcome<(Transfer, u64, u64)> {
         let side = |indices: &PageIndices, first: u32| Pages {
             indices: indices.clone(),
@@ -237,9 +237,9 @@ impl Bench {
         let (peer, imm) = (self.there.peer, Some(self.there.tag));
         Ok(match lists {
             Some(Lists { indices, own, first, .. }) => {
-                let ((from, to), first) = match count_from {
-                    From::First => (indices, 0),
-                    From::Own => (own, *first),
+                let ((from, to), first) = match counting {
+                    Counting::FromOne => (indices, 0),
+                    Counting::FromItsOwn => (own, *first),
                 };
                 let write = PagedWrite {
                     peer,
@@ -276,7 +276,7 @@ impl Bench {
         self.there.process.hear()?;
         let before = self.engine.stats().posted;
         let pieces = lists.map_or(1, |_| u64::from(shape.pages).div_ceil(255));
-        let (transfer, started, called) = self.submit(shape, lists, From::First)?;
+        let (transfer, started, called) = self.submit(shape, lists, Counting::FromOne)?;
         let mut posted = 0;
         let begun = Instant::now();
         while transfer.poll_end().is_none() {
@@ -304,7 +304,7 @@ impl Bench {
         &mut self,
         shape: &Shape,
         all: &[Option<Lists>],
-        (most, count_from): (usize, From),
+        (most, counting): (usize, Counting),
     ) -> Outcome<f64> {
         const BYTES: u64 = 1 << 30;
         let requests = (BYTES / (shape.page_bytes * u64::from(shape.pages))).clamp(16, 256);
@@ -318,7 +318,7 @@ impl Bench {
             while under_way.len() < most
                 && let Some(lists) = turns.next()
             {
-                let (transfer, at, _) = self.submit(shape, lists.as_ref(), count_from)?;
+                let (transfer, at, _) = self.submit(shape, lists.as_ref(), counting)?;
                 started.get_or_insert(at);
                 under_way.push_back(transfer);
             }
@@ -408,8 +408,11 @@ impl Bench {
     }
 
     fn all_at_once(&mut self, shape: &Shape, lists: &[Option<Lists>]) -> Outcome<Vec<Value>> {
-        let froms: &[From] =
-            if shape.pages > 1 { &[From::First, From::Own] } else { &[From::First] };
+        let froms: &[Counting] = if shape.pages > 1 {
+            &[Counting::FromOne, Counting::FromItsOwn]
+        } else {
+            &[Counting::FromOne]
+        };
         let bytes = shape.page_bytes * u64::from(shape.pages);
         let mut rows = Vec::new();
         for (most, from) in froms.iter().flat_map(|from| AT_ONCE.map(|most| (most, *from))) {
@@ -418,7 +421,7 @@ impl Bench {
             took.sort_by(f64::total_cmp);
             let each = took[took.len() / 2];
             rows.push(json!({
-                "at_once": most, "layers": from == From::Own, "each_us": each, "best_us": took[0], "worst_us": took[took.len() - 1],
+                "at_once": most, "layers": from == Counting::FromItsOwn, "each_us": each, "best_us": took[0], "worst_us": took[took.len() - 1],
                 "GBps": bytes as f64 / each / 1e3,
             }));
         }

@@ -778,7 +778,11 @@ impl Staged {
     /// Whether a run of so many pages, of so many bytes, can be part of one launch with what is staged.
     fn has_room(&self, pages: usize, bytes: u64) -> bool {
         let is_short = self.bytes.saturating_add(bytes) <= LAUNCH_BYTES;
-        is_short && self.run.is_some() && self.pages.saturating_add(pages) <= LAUNCH_PAGES
+        let is_alike = |run: RunLayout| {
+            run.page_bytes.checked_mul(pages as u64).is_some_and(|all| all == bytes)
+        };
+        let fits = is_short && self.pages.saturating_add(pages) <= LAUNCH_PAGES;
+        fits && self.run.is_some_and(is_alike)
     }
 
     /// Whether there is anything.
@@ -793,7 +797,10 @@ impl Staged {
 
     /// Whether it may go to this region, too: it is another of the same peer's, in memory of the same kind. What a warp copies is left to it.
     fn may_go_to(&self, reached: &Arc<Reached>, peer: PeerId) -> bool {
-        let is_alike = self.claims.first().is_some_and(|claim| claim.0.home == reached.home);
+        // What was opened alike lies near enough for one table.
+        let is_alike =
+            |it: &Reached| (it.home, it.outlives_owner) == (reached.home, reached.outlives_owner);
+        let is_alike = self.claims.first().is_some_and(|claim| is_alike(&claim.0));
         let is_same = self.pieces.last().is_some_and(|work| work.peer == peer);
         is_alike && is_same && !self.is_short() && !self.claims.is_full()
     }
@@ -1021,6 +1028,7 @@ impl Gpus {
                 Err(not) => return not,
             };
             let Some((sources, targets, staged)) = queue.next_table() else {
+                queue.staged.forgo(begun);
                 return Staging::Failed(WorkError::LocalAccess);
             };
             let tables = (sources.split_at_mut_checked(staged.pages))
@@ -1228,8 +1236,8 @@ unsafe fn submit(
 ) -> Result<(), Error> {
     // SAFETY: for `Copier::submit`, until the number has been read:
     // - sources lie in regions of ours, which stay registered until the pieces are reported (`Provider::post`);
-    // - targets lie in a region of the peer's: its bounds were checked, the claim keeps its owner from taking it back, and
-    //   the flight keeps it open here;
+    // - targets lie in regions of the peer's: their bounds were checked, the claims keep their owner from taking them back, and
+    //   the flight keeps them open here;
     // - that nobody writes sources or uses targets meanwhile, and that they do not overlap, is the callers' of the engine
     //   to see to, as with a NIC; if they do not, the bytes are a mixture;
     // - tables and word are the queue's, in pinned memory, used by one copy at a time.

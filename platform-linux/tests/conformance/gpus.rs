@@ -109,6 +109,7 @@ pub const COPYING: &[Test] = &[
     ("refused_among_others", Spread::Places, refused_among_others),
     ("short_writes", Spread::Places, short_writes),
     ("stuck", Spread::ProcessesBothMotors, stuck),
+    ("closed_beside_another", Spread::ProcessesBothMotors, closed_beside_another),
     (
         "taken_back_while_the_gpu_is_busy",
         Spread::ProcessesBothMotors,
@@ -1104,6 +1105,44 @@ fn stuck(case: &Case) {
     let before = later.until(patience(), || settles(&mut before)).expect("the other goes");
     drop(later.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0"));
     later.until(patience(), || (kept() == before).then_some(())).expect("it is given back");
+}
+
+/// One copy goes to several regions: each of them is its owner's again when that has ended, and not before.
+fn closed_beside_another(case: &Case) {
+    const PAGES: u32 = 300;
+    const BYTES: u64 = PAGES as u64 * 4096;
+    let (me, mut other, peer) = case.pair();
+    let src = me.engine.alloc_gpu(0, 2 << 20).expect("memory of GPU 0");
+    // In turn a GPU's and the host's: three of one GPU's.
+    let kinds = Device::count().expect("GPUs") as usize + 1;
+    let there: Vec<_> = (0..3 * kinds).map(|_| other.memory(&me, BYTES, Own::Engine)).collect();
+    let there: Vec<_> = there.into_iter().step_by(kinds).collect();
+    let pages =
+        |offset| Pages { indices: (0..PAGES).collect::<Vec<_>>().into(), stride: 4096, offset };
+    let submit = |dst| {
+        let (page_bytes, src, imm) = (4096, &src, None);
+        let (src_pages, dst_pages) = (pages(0), pages(0));
+        let write = PagedWrite { peer, page_bytes, src, src_pages, dst, dst_pages, imm };
+        me.engine.submit_paged_writes(&write).expect("submit")
+    };
+    // The peer tells where its memory is, first.
+    there.iter().for_each(|(_, dst)| me.done(&submit(dst)));
+    if !stick(true) {
+        eprintln!("    only the stand-in for the driver can be held");
+        return;
+    }
+    let before = me.engine.stats().posted;
+    let transfers: Vec<_> = there.iter().map(|(_, dst)| submit(dst)).collect();
+    let all = 2 * there.len() as u64;
+    me.until(patience(), || (me.engine.stats().posted >= before + all).then_some(()))
+        .expect("all of it is handed over");
+    for (region, _) in &there {
+        let still = other.ask(&me, Ask::Free { region: *region, ms: 30 });
+        assert!(matches!(still, Say::Text(_)), "{region}: {still:?}");
+    }
+    stick(false);
+    go_on();
+    transfers.iter().for_each(|transfer| me.done(transfer));
 }
 
 /// A stream of each GPU, which waits for a word until this is dropped: also when a test fails, or nothing would end.

@@ -80,9 +80,9 @@ fn layers_at_once(case: &Case) {
     const REGIONS: u64 = 3;
     let (me, mut other, peer) = case.pair();
     let src = me.memory(LAYERS * PAGES * PAGE, Own::Engine);
-    // The later a layer, the further apart its pages.
-    let apart = |layer: u64| PAGE + 16 * layer;
-    let room = PAGES * apart(LAYERS) + 16;
+    // The later a layer, the further apart its pages: on a grid of 128 bytes at first, then on one of 16.
+    let apart = |layer: u64| PAGE + 128 * layer;
+    let room = PAGES * apart(LAYERS) + 128;
     let size = LAYERS / REGIONS * room;
     let there: Vec<_> = (0..REGIONS).map(|_| other.memory(&me, size, Own::Engine)).collect();
     let place = |layer: u64| {
@@ -120,7 +120,7 @@ fn layers_at_once(case: &Case) {
                 let at = (page * LAYERS + layer) * PAGE;
                 let ask = Ask::Mismatch { region, offset, len: PAGE, pattern, at };
                 assert_eq!(other.place(&me, ask), None, "page {page} of layer {layer}");
-                other.check_only(&me, region, offset + PAGE, 16 * layer, 0xa5);
+                other.check_only(&me, region, offset + PAGE, 128 * layer, 0xa5);
             }
             other.check_only(&me, region, first, 16 * round, 0xa5);
         }
