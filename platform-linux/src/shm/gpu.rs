@@ -805,7 +805,7 @@ impl Staged {
         is_alike && is_same && !self.is_short() && !self.claims.is_full()
     }
 
-    /// Nothing more goes to the region that it was to go to as well, if it did not before.
+    /// Gives up the claim on a region that nothing goes to after all; `begun`: it was made for that.
     fn forgo(&mut self, begun: bool) {
         if begun {
             self.claims.pop();
