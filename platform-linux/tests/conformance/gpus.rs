@@ -27,7 +27,7 @@ use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
 use crate::operations::write;
 use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, stick};
-use crate::{Case, Provider, Spread, Test};
+use crate::{Case, Provider, Random, Spread, Test};
 
 pub const TESTS: &[Test] = &[
     ("after_stream", Spread::Places, after_stream),
@@ -110,6 +110,7 @@ pub const COPYING: &[Test] = &[
     ("short_writes", Spread::Places, short_writes),
     ("stuck", Spread::ProcessesBothMotors, stuck),
     ("closed_beside_another", Spread::ProcessesBothMotors, closed_beside_another),
+    ("all_shapes_at_once", Spread::ProcessesBothMotors, all_shapes_at_once),
     (
         "taken_back_while_the_gpu_is_busy",
         Spread::ProcessesBothMotors,
@@ -1143,6 +1144,120 @@ fn closed_beside_another(case: &Case) {
     stick(false);
     go_on();
     transfers.iter().for_each(|transfer| me.done(transfer));
+}
+
+/// What one of the writes below has: one range, or pages. Where it begins, on both sides, is from its slot on.
+struct Shape {
+    slot: u64,
+    starts: (u64, u64),
+    len: u64,
+    /// Strides, and the numbers of its pages, if there are several.
+    pages: Option<((u64, u64), Vec<u32>)>,
+}
+
+impl Shape {
+    /// Of any kind, in a slot of so many bytes.
+    fn any(random: &mut Random, slot: u64, room: u64) -> Self {
+        let mut below = |end| random.below(end);
+        let one_of = |list: &[u64], number: u64| list[usize::try_from(number).expect("small")];
+        let grid = one_of(&[1, 4, 16, 128, 512], below(5));
+        let starts = (below(8) * grid, below(8) * grid);
+        let room = room - 4096;
+        let longest = one_of(&[8 << 10, 64 << 10, 1 << 20, room], below(4));
+        if below(2) == 0 {
+            return Self { slot, starts, len: 1 + below(longest), pages: None };
+        }
+        let len = one_of(&[100, 128, 1000, 1024, 4096, 16 << 10], below(6));
+        let strides = (len + below(3) * grid, len + below(3) * grid);
+        let count = 2 + below((room / strides.0.max(strides.1)).min(300) - 2);
+        let mut numbers: Vec<_> = (0..u32::try_from(count).expect("few")).collect();
+        random.shuffle(&mut numbers);
+        Self { slot, starts, len, pages: Some((strides, numbers)) }
+    }
+
+    /// Where its ranges are, on both sides.
+    fn places(&self) -> Vec<(u64, u64)> {
+        let (from, to) = self.starts;
+        let Some(((near, far), numbers)) = &self.pages else { return vec![(from, to)] };
+        // The first page goes to the last place.
+        let count = numbers.len() as u64;
+        let place = |n: &u32| (from + near * u64::from(*n), to + far * (count - 1 - u64::from(*n)));
+        numbers.iter().map(place).collect()
+    }
+}
+
+/// Many writes of all lengths and kinds under way at a time, to several regions, whichever are put together: each byte is where it belongs.
+fn all_shapes_at_once(case: &Case) {
+    const SLOT: u64 = 3 << 20;
+    const SLOTS: u64 = 3;
+    let (me, mut other, peer) = case.pair();
+    let kinds = u64::from(Device::count().expect("GPUs")) + 1;
+    let there: Vec<_> =
+        (0..2 * kinds).map(|_| other.memory(&me, SLOTS * SLOT, Own::Engine)).collect();
+    let all = there.len() as u64 * SLOTS;
+    let bytes = usize::try_from(all * SLOT).expect("small");
+    let near = [0, last_gpu()].map(|gpu| me.engine.alloc_gpu(gpu, bytes).expect("memory"));
+    let (counter, tag) = other.counter(&me);
+    let mut random = case.random();
+    for round in 0..2 {
+        let pattern = case.pattern(round);
+        near.iter().for_each(|src| pattern.fill(src, 0, all * SLOT, 0));
+        for (region, _) in &there {
+            let poison = Ask::Poison { region: *region, offset: 0, len: SLOTS * SLOT, byte: 0xa5 };
+            other.tell(&me, poison);
+        }
+        let shapes: Vec<_> = (0..all).map(|slot| Shape::any(&mut random, slot, SLOT)).collect();
+        let place = |slot: u64| {
+            let (region, desc) = &there[usize::try_from(slot / SLOTS).expect("few")];
+            (*region, desc, slot % SLOTS * SLOT)
+        };
+        let mut order: Vec<_> = shapes.iter().collect();
+        if round % 2 == 1 {
+            random.shuffle(&mut order);
+        }
+        let mut writes = 0;
+        let mut submit = |shape: &Shape| {
+            let src = &near[usize::from(random.below(2) == 0)];
+            let (_, dst, at) = place(shape.slot);
+            let (from, to) = (shape.slot * SLOT + shape.starts.0, at + shape.starts.1);
+            let Some(((near, far), numbers)) = &shape.pages else {
+                writes += 1;
+                return write(&me, peer, src, dst, (from, to, shape.len), Some(tag));
+            };
+            let count = u32::try_from(numbers.len()).expect("few");
+            writes += u64::from(count);
+            let turned: Vec<u32> = numbers.iter().map(|n| count - 1 - n).collect();
+            let pages = |indices: &[u32], stride, offset| Pages {
+                indices: indices.to_vec().into(),
+                stride,
+                offset,
+            };
+            let (src_pages, dst_pages) = (pages(numbers, *near, from), pages(&turned, *far, to));
+            let (page_bytes, imm) = (shape.len, Some(tag));
+            let write = PagedWrite { peer, page_bytes, src, src_pages, dst, dst_pages, imm };
+            me.engine.submit_paged_writes(&write).expect("submit")
+        };
+        let transfers: Vec<_> = order.into_iter().map(&mut submit).collect();
+        other.count(&me, counter, writes);
+        transfers.iter().for_each(|transfer| me.done(transfer));
+        for shape in &shapes {
+            let (region, _, at) = place(shape.slot);
+            let mut places = shape.places();
+            for (from, to) in places.iter().step_by(7).chain(places.last()) {
+                let (offset, len, from) = (at + to, shape.len, shape.slot * SLOT + from);
+                let ask = Ask::Mismatch { region, offset, len, pattern, at: from };
+                assert_eq!(other.place(&me, ask), None, "round {round}, slot {}", shape.slot);
+            }
+            // What lies between them, and around, is as it was.
+            places.sort_by_key(|(_, to)| *to);
+            let ends = std::iter::once(0).chain(places.iter().map(|(_, to)| to + shape.len));
+            let begins = places.iter().map(|(_, to)| *to).chain([SLOT]);
+            let gaps = ends.zip(begins).filter(|(end, begin)| end < begin).collect::<Vec<_>>();
+            for (end, begin) in gaps.iter().step_by(7).chain(gaps.last()) {
+                other.check_only(&me, region, at + end, begin - end, 0xa5);
+            }
+        }
+    }
 }
 
 /// A stream of each GPU, which waits for a word until this is dropped: also when a test fails, or nothing would end.
