@@ -106,18 +106,6 @@ impl<const N: usize> Batch<N> {
         (self.len, self.is_few, self.bytes) = (None, true, 0);
     }
 
-    /// Pieces.
-    #[must_use]
-    pub fn pieces(&self) -> usize {
-        self.places.len()
-    }
-
-    /// Bytes of all of them.
-    #[must_use]
-    pub const fn bytes(&self) -> u64 {
-        self.bytes
-    }
-
     /// The only piece there is.
     #[must_use]
     pub fn only(&self) -> Option<Range> {
@@ -235,15 +223,15 @@ mod tests {
                         }
                     }
                 }
-                assert_eq!(batch.pieces(), taken.len());
-                assert_eq!(batch.bytes(), taken.iter().map(|piece| piece.len).sum::<u64>());
+                assert_eq!(batch.places.len(), taken.len());
+                assert_eq!(batch.bytes, taken.iter().map(|piece| piece.len).sum::<u64>());
                 assert_eq!(spread(batch.form().ranges()), spread(taken.iter().copied()));
                 match batch.form() {
                     Form::Ranges(&[] | &[_]) => {}
                     Form::Ranges(ranges) => {
                         several += 1;
                         assert!(ranges.len() <= RANGES, "{ranges:?}");
-                        let each = batch.bytes() / ranges.len() as u64;
+                        let each = batch.bytes / ranges.len() as u64;
                         let least = ranges.iter().map(|range| range.len).min();
                         assert!(each >= LONG_BYTES || least >= Some(TOGETHER_BYTES), "{ranges:?}");
                         let even = taken.iter().all(|piece| piece.len == taken[0].len);
