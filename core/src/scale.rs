@@ -45,7 +45,7 @@ impl Ends {
 const BELOW: u64 = 1 << 30;
 
 /// What pages lie on decides how they are copied: by a GPU, units of 16 bytes are quicker than others, and of 128 quicker still.
-const GRIDS: [u64; 2] = [16, 128];
+pub const GRIDS: [u64; 2] = [16, 128];
 
 impl Scale {
     /// Where the page of this number is.

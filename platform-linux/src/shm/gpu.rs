@@ -48,7 +48,7 @@ use immwire_core::region::MrDesc;
 use immwire_core::scale;
 use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
-use immwire_cuda::geometry::{Method, Tuning};
+use immwire_cuda::geometry::{self, Method, Tuning};
 use immwire_cuda::{
     Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
     PinnedMemory, Received, Release, Stream, Uuid,
@@ -74,6 +74,12 @@ const LAUNCH_BYTES: u64 = 256 << 20;
 
 /// Words of a copy's table.
 const TABLE: usize = 2 * LAUNCH_PAGES;
+
+// What is copied by other kernels is what lies on other grids.
+const _: () = {
+    let [aligned, line] = scale::GRIDS;
+    assert!(aligned == geometry::ALIGNED_BYTES && line == geometry::LINE_BYTES);
+};
 
 /// Pieces that one copy carries at most.
 const PIECES: usize = 256;
