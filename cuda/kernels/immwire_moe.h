@@ -70,6 +70,7 @@ typedef struct immwire_moe_control {
   uint32_t of_others; /* of these, where there are many: other ranks', which come first */
   uint32_t summed;   /* where there are many tokens: how many slices of this rank's results the combine has taken to sum; 0 before it */
   uint32_t sent;     /* likewise, of other ranks' that it has taken to send */
+  uint32_t few;      /* 2 * epoch + whether a round with room for many tokens was one of few */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
@@ -77,6 +78,7 @@ typedef struct immwire_moe_control {
   uint32_t received; /* how many tokens have been taken to be received */
   uint32_t parts;    /* how many parts of tokens have been taken to be sent, where there are many */
   /* For good. */
+  uint32_t reserved;
   uint32_t refused;  /* set by the first who reports a choice that is none */
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */
@@ -147,6 +149,8 @@ typedef struct immwire_moe_args {
   uint32_t flags;
   uint32_t chunk_tokens; /* 1 to IMMWIRE_MOE_CHUNK, for many tokens */
   uint32_t results_each; /* of a token, from each rank: 1, or where sums are exact the most choices that it can have there */
+  uint32_t few_tokens;   /* where there is room for many: up to how many of each rank's are exchanged as few are; 0: never so */
+  uint32_t reserved;
 } immwire_moe_args;
 
 /* The kernels. All take one immwire_moe_args, in a grid and blocks of one dimension; blocks of IMMWIRE_MOE_THREADS threads, or of a
@@ -160,8 +164,8 @@ typedef struct immwire_moe_args {
  *   immwire_moe_combine_exact_...     each choice's result by itself, summed where the token is from: all ranks use it or none
  *   immwire_moe_dispatch_many_..., _combine_many_...   the same for thousands of tokens, the one with the other: other ranks may use either
  *
- * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + words + local * stride words, and as many halves as the last
- * term; words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.
+ * Dynamic shared memory: IMMWIRE_MOE_FIXED_WORDS + (local + 1) + local * stride + ceil(local * stride / 2) + words words;
+ * words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.
  * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + chunks + 2 * IMMWIRE_MOE_THREADS words;
  * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,
  * rounded down, or more; of others, or if there is one, all. */

@@ -87,6 +87,14 @@ __device__ inline void bring(const T &args) {
   if (at < sizeof(T) && *reinterpret_cast<const uint32_t *>(reinterpret_cast<const char *>(&args) + at) == UNLIKELY) __nanosleep(0);
 }
 
+// The same for functions of their own, which do not know where arguments lie, and read them as other memory.
+template <typename T>
+__device__ inline void bring_apart(const T &args) {
+  const T *somewhere = &args;
+  asm volatile("" : "+l"(somewhere));
+  bring(*somewhere);
+}
+
 // Waits until the launches before this one in its stream have ended, and what they wrote is seen: where this one was allowed to begin
 // before that (programmatic dependent launch).
 __device__ inline void follow() {
@@ -107,6 +115,9 @@ __device__ inline uint32_t any_of(uint32_t word) { return __reduce_or_sync(0xfff
 
 // Their sum.
 __device__ inline uint32_t sum_of(uint32_t word) { return __reduce_add_sync(0xffffffffu, word); }
+
+// The largest of a warp's words.
+__device__ inline uint32_t most_of(uint32_t word) { return __reduce_max_sync(0xffffffffu, word); }
 
 // Sets bits of a word of shared memory if a condition holds; without a branch.
 __device__ inline void or_if(bool holds, uint32_t *word, uint32_t bits) {

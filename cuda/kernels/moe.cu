@@ -114,19 +114,23 @@ class Patience {
  public:
   enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3 };
 
-  __device__ Patience(const Args &args, Kind kind) : abort(&control_of(args)->abort), lasts(kind * args.timeout_ns) {}
+  // What it is made of is not kept, where it is known anyway: registers are few.
+  __device__ Patience(const Args &args, Kind kind) : args(args), kind(kind) {}
 
   // To be asked after each look that was in vain.
   __device__ bool is_over() {
     if (over || ++looks % 64 != 0) return over;
-    end = look_at_clock(end, lasts, abort);
+    end = look_at_clock(end, kind * args.timeout_ns, &control_of(args)->abort);
     over = end == 0;
     return over;
   }
+  // Another thread's is, with which this one shares it.
+  __device__ void end_too() { over = true; }
 
  private:
-  const uint64_t *abort;
-  uint64_t lasts, end = 0;
+  const Args &args;
+  const Kind kind;
+  uint64_t end = 0;
   uint32_t looks = 0;
   bool over = false;
 };
@@ -231,6 +235,7 @@ struct Fixed {
   uint32_t missing;     // Ranks whose tables are not whole.
   uint32_t absent;      // Ranks whose tables do not count.
   uint32_t doubted;     // Ranks whose tables somebody has missed.
+  uint32_t words;       // Of each expert's, by the first thread: by this all decide alike how they are counted.
   uint32_t source[2][BATCH];
   uint32_t token[2][BATCH];
   union {
@@ -289,19 +294,28 @@ __device__ uint32_t doublings(uint32_t number, uint32_t most, uint32_t limit) {
 // Each step of it keeps all that receive waiting: so it is done with few branches and few barriers.
 class Routes {
  public:
-  __device__ Routes(const Args &args, uint32_t *words)
-      : world(args.world), span((args.max_tokens + 31) / 32), words(world * span), stride(this->words | 1), first(args.firsts[args.rank]),
-        local(args.firsts[args.rank + 1] - first), rank(args.rank), by_span(span) {
+  // With room for up to so many tokens of each rank.
+  __device__ Routes(const Args &args, uint32_t *words, uint32_t most)
+      : world(args.world), first(args.firsts[args.rank]), local(args.firsts[args.rank + 1] - first), room(most), rank(args.rank) {
     fixed = reinterpret_cast<Fixed *>(words);
     offsets = words + IMMWIRE_MOE_FIXED_WORDS;
-    here = offsets + local + 1;
-    chosen = here + this->words;
-    before = reinterpret_cast<uint16_t *>(chosen + local * stride);
+    chosen = offsets + local + 1;
+    fit(most);
   }
 
+  // All that there is room for, before it is known how much of it is needed: others are waited for meanwhile.
   __device__ void clear() {
+    const uint32_t all = local * (world * span_of(room) | 1);
 #pragma unroll 1
-    for (uint32_t i = threadIdx.x; i < local * stride; i += blockDim.x) chosen[i] = 0;
+    for (uint32_t i = threadIdx.x; i < all; i += blockDim.x) chosen[i] = 0;
+  }
+
+  // No rank has more than so many tokens: words that would hold those of more are left out. A warp that misses a rank's may have another number
+  // than others; then nothing that follows from it is used.
+  __device__ void fit(uint32_t most) {
+    span = span_of(most), words = world * span, stride = words | 1, by_span = Divisor(span);
+    before = reinterpret_cast<uint16_t *>(chosen + local * stride);
+    here = chosen + local * stride + (local * stride + 1) / 2;
   }
 
   // Takes two choices of a token whose bit that is in word `at` of each expert's, if they are there; as tables have them.
@@ -315,7 +329,7 @@ class Routes {
   // then come to a barrier.
   __device__ void count(uint32_t padding) {
     const uint32_t warp = threadIdx.x / WARP, warps = blockDim.x / WARP, lane = threadIdx.x % WARP;
-    const bool are_few = words <= FEW_WORDS;
+    const bool are_few = fixed->words <= FEW_WORDS;
     if (!are_few) {
       // A warp for each.
       for (uint32_t expert = warp; expert < local; expert += warps) {
@@ -392,9 +406,11 @@ class Routes {
   }
 
   Fixed *fixed;
-  uint32_t world, span, words, stride, first, local;
+  uint32_t world, span, words, stride, first, local, room;
 
  private:
+  __device__ static uint32_t span_of(uint32_t tokens) { return max((tokens + 31) / 32, 1u); }
+
   // Of an expert: how many bits are set before each of its words, and in all.
   __device__ uint32_t count_few(uint32_t expert) const {
     uint32_t sum = 0;
@@ -420,7 +436,7 @@ class Routes {
   uint32_t *offsets, *here, *chosen;
   uint16_t *before;
   uint32_t rank;
-  Divisor by_span;
+  Divisor by_span = Divisor(1);
 };
 
 // ---- the way out: sending ----
@@ -871,22 +887,31 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, 
 
 // ---- the way out: receiving ----
 
-// The tables of `wanted`, which all threads have the same.
-struct Tables {
-  // Every warp looks at all heads, a lane at each, until they are there. Then every thread at a vector of choices of each of the first tables: while
-  // that is under way there is something else to do.
-  __device__ Tables(const Args &args, uint32_t wanted, uint32_t epoch, uint32_t parity, Patience &patience)
-      : each(vectors_per_token(args)), by_each(each), first(table_of(args, args.rank, 0, parity)) {
+// The heads of the tables of `wanted`, which all threads have the same.
+struct Heads {
+  // Every warp looks at all of them, a lane at each, until they are there. Of a rank that has more than so many tokens only these count.
+  __device__ Heads(const Args &args, uint32_t wanted, uint32_t most, uint32_t epoch, uint32_t parity, Patience &patience) {
     const uint32_t lane = threadIdx.x % WARP;
-    const uint64_t own = first + lane * args.table_bytes;
+    const uint64_t own = table_of(args, args.rank, 0, parity) + lane * args.table_bytes;
     bool waits = lane < args.world && (wanted >> lane & 1);
     while (__ballot_sync(ALL_LANES, waits) != 0) {
       uint4 head;
       if (waits) head = load_shared_vector(own);
-      if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, args.max_tokens), waits = false;
+      if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, most), waits = false;
       if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
     }
     missing = __ballot_sync(ALL_LANES, waits);
+  }
+
+  uint32_t tokens = 0; // Each lane: how many the rank of its number has.
+  uint32_t missing;    // Whose heads were not there.
+};
+
+// The tables of `wanted`, which all threads have the same.
+struct Tables : Heads {
+  // After the heads every thread looks at a vector of choices of each of the first tables: while that is under way there is something else to do.
+  __device__ Tables(const Args &args, uint32_t wanted, uint32_t most, uint32_t epoch, uint32_t parity, Patience &patience)
+      : Heads(args, wanted, most, epoch, parity, patience), each(vectors_per_token(args)), by_each(each), first(table_of(args, args.rank, 0, parity)) {
 #pragma unroll
     for (uint32_t i = 0; i < BATCH; ++i)
       if (threadIdx.x < vectors(i)) early[i] = choices(args, i, threadIdx.x);
@@ -898,8 +923,6 @@ struct Tables {
   }
 
   uint32_t each;
-  uint32_t tokens = 0; // Each lane: how many the rank of its number has.
-  uint32_t missing;    // Whose heads were not there.
   uint4 early[BATCH];
   Divisor by_each;
   uint64_t first;
@@ -960,6 +983,7 @@ __device__ uint32_t read_choices(const Args &args, Routes &routes, const Tables 
     }
   }
   if (missing != 0) atomicOr(&missing_word, missing);
+  if (threadIdx.x == 0) routes.fixed->words = routes.words;
   __syncthreads();
   return missing_word;
 }
@@ -1273,12 +1297,12 @@ __device__ void take_tokens(const Args &args, const Routes &routes, const Told &
   }
 }
 
-// Takes tokens to their rows.
+// Takes tokens to their rows, of which no rank has more than so many.
 template <typename PAYLOAD>
 __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, uint32_t epoch, uint32_t parity, uint32_t present,
-                               Patience for_tables) {
+                               Patience for_tables, uint32_t most) {
   immwire_moe_control &control = *control_of(args);
-  Routes routes(args, shared);
+  Routes routes(args, shared, most);
   Fixed &fixed = *routes.fixed;
   // Once; again if that leaves a doubt, and then those that count.
   uint32_t wanted = present;
@@ -1286,7 +1310,8 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
     routes.clear();
     if (threadIdx.x == 0) fixed.missing = 0;
     __syncthreads();
-    const Tables tables(args, wanted, epoch, parity, for_tables);
+    const Tables tables(args, wanted, most, epoch, parity, for_tables);
+    routes.fit(machine::most_of(tables.tokens));
     // How many tokens there are is known before the choices are: so is what is whose to do.
     const Told told(tables.tokens);
     const Task task(args, told, share);
@@ -1314,6 +1339,15 @@ __device__ void receive_tokens(const Args &args, uint32_t *shared, Share share, 
   }
 }
 
+// Sends what a share has, as few tokens are sent: choices by some blocks, tokens by others.
+template <typename PAYLOAD>
+__device__ void send_few(const Args &args, uint32_t *shared, const Roles &roles, const First<PAYLOAD> &first, uint32_t epoch, uint32_t parity,
+                         uint32_t present) {
+  const uint32_t tokens = announce_tokens(args, first.given, epoch, parity, present);
+  if (roles.sends) send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), roles, first, tokens, epoch, parity, present);
+  else send_choices_of(args, Dealt(roles.share), first.telling, first.choice, tokens, epoch, parity, present);
+}
+
 template <typename PAYLOAD>
 __device__ void dispatch(const Args &args) {
   MACHINE_SHARED(shared);
@@ -1327,14 +1361,10 @@ __device__ void dispatch(const Args &args) {
   const Patience patience(args, Patience::FOR_TABLES);
   const uint32_t present = ranks_below(args.world) & ~gone;
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = 0;
-  if (args.flags & IMMWIRE_MOE_SEND) {
-    const uint32_t tokens = announce_tokens(args, first.given, epoch, parity, present);
-    if (roles.sends) send_tokens<PAYLOAD>(args, *reinterpret_cast<Fixed *>(shared), roles, first, tokens, epoch, parity, present);
-    else send_choices_of(args, Dealt(roles.share), first.telling, first.choice, tokens, epoch, parity, present);
-  }
+  if (args.flags & IMMWIRE_MOE_SEND) send_few<PAYLOAD>(args, shared, roles, first, epoch, parity, present);
   if (roles.receives) {
     __syncthreads();
-    receive_tokens<PAYLOAD>(args, shared, roles.share, epoch, parity, present, patience);
+    receive_tokens<PAYLOAD>(args, shared, roles.share, epoch, parity, present, patience, args.max_tokens);
   }
 }
 
@@ -1379,10 +1409,18 @@ struct Planned {
   uint4 pair;
 };
 
+// Vectors that a lane has side by side: the first one, and each so many behind the one before. Where that number is known when this is compiled,
+// their addresses are one and constants.
+struct Side {
+  __device__ uint32_t at(uint32_t j) const { return first + j * step; }
+  __device__ uint64_t bytes(uint32_t j) const { return uint64_t(first) * 16 + uint64_t(step) * 16 * j; }
+  uint32_t first, step;
+};
+
 // Adds vectors of `count` rows, those before `end`, times their weights, to sums; `rows` tells which. All of up to ROWS of them are read
 // before any is used.
 template <typename FORMAT, bool MANY, uint32_t ROWS, uint32_t SIDE, typename GET>
-__device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t (&at)[SIDE], uint32_t end, uint32_t count, GET rows) {
+__device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], Side side, uint32_t end, uint32_t count, GET rows) {
   for (uint32_t low = 0; low < count; low += ROWS) {
     uint4 held[ROWS][SIDE];
     float weight[ROWS];
@@ -1393,13 +1431,13 @@ __device__ void sum_rows(const Args &args, float (&sum)[SIDE][8], const uint32_t
       rows(low + i, row, weight[i]);
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j)
-        if (at[j] < end) held[i][j] = load_bulk<MANY>(args.y + uint64_t(row) * args.values * 2 + 16 * at[j]);
+        if (side.at(j) < end) held[i][j] = load_bulk<MANY>(args.y + uint64_t(row) * args.values * 2 + side.bytes(j));
     }
 #pragma unroll
     for (uint32_t i = 0; i < ROWS; ++i) {
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j) {
-        if (low + i >= count || at[j] >= end) continue;
+        if (low + i >= count || side.at(j) >= end) continue;
         float values[8];
         unpack<FORMAT>(values, held[i][j]);
 #pragma unroll
@@ -1455,12 +1493,12 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
       const uint64_t to = result_slot(args, source, args.rank, fixed.token[turn][i], 0);
       // Two vectors side by side.
       for (uint32_t v = pairs.first(item) + threadIdx.x; v < end; v += 2 * blockDim.x) {
-        const uint32_t at[2] = {v, v + blockDim.x};
+        const Side side = {v, blockDim.x};
         float sum[2][8] = {};
-        sum_rows<FORMAT, MANY, BATCH>(args, sum, at, end, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
+        sum_rows<FORMAT, MANY, BATCH>(args, sum, side, end, fixed.rows[turn][i].count, kept(fixed.rows[turn][i]));
 #pragma unroll
         for (uint32_t j = 0; j < 2; ++j)
-          if (at[j] < end) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+          if (side.at(j) < end) store_shared_vector(to + side.bytes(j), pack<FORMAT>(sum[j]));
       }
     }
   }
@@ -1469,7 +1507,7 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
 // Adds up vectors of a token: what those of `ranks` have sent, ACROSS of them awaited side by side, and where this rank's is not sent,
 // what it has itself. `is_last`: then all ranks have been heard of.
 template <typename FORMAT, bool MANY, uint32_t ACROSS, uint32_t SIDE>
-__device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, const uint32_t (&at)[SIDE], bool has_own, const uint4 (&own)[SIDE],
+__device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, Side side, bool has_own, const uint4 (&own)[SIDE],
                           uint32_t epoch, Patience &patience, bool is_last) {
   const uint32_t vectors = args.values / 8;
   const uint64_t to = args.out + uint64_t(token) * args.values * 2;
@@ -1477,7 +1515,7 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
   if (args.flags & IMMWIRE_MOE_ACCUMULATE) {
 #pragma unroll
     for (uint32_t j = 0; j < SIDE; ++j)
-      if (at[j] < vectors) unpack<FORMAT>(sum[j], load_vector(to + 16 * at[j]));
+      if (side.at(j) < vectors) unpack<FORMAT>(sum[j], load_vector(to + side.bytes(j)));
   }
   for (uint32_t rest = ranks; rest != 0;) {
     uint4 held[ACROSS * SIDE];
@@ -1489,8 +1527,8 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
       const uint64_t slot = result_slot(args, args.rank, rank[i], token, 0);
 #pragma unroll
       for (uint32_t j = 0; j < SIDE; ++j) {
-        const uint32_t bit = (rest != 0 && at[j] < vectors ? 1u : 0u) << (i * SIDE + j);
-        from[i * SIDE + j] = slot + 16 * at[j];
+        const uint32_t bit = (rest != 0 && side.at(j) < vectors ? 1u : 0u) << (i * SIDE + j);
+        from[i * SIDE + j] = slot + side.bytes(j);
         has |= bit;
         if (has_own && rank[i] == args.rank) held[i * SIDE + j] = own[j];
         else wanted |= bit;
@@ -1518,7 +1556,7 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, cons
   }
 #pragma unroll
   for (uint32_t j = 0; j < SIDE; ++j)
-    if (at[j] < vectors) store_bulk<MANY>(to + 16 * at[j], pack<FORMAT>(sum[j]));
+    if (side.at(j) < vectors) store_bulk<MANY>(to + side.bytes(j), pack<FORMAT>(sum[j]));
 }
 
 // How many tokens of this rank's are summed: those for which there is memory.
@@ -1537,7 +1575,7 @@ __device__ void receive_results(const Args &args, uint32_t tokens, uint32_t epoc
     // The first thread has a vector of each item that has any.
     const bool is_last = threadIdx.x == 0 && item + gridDim.x >= cut.items;
     for (uint32_t v = cut.first(item) + threadIdx.x; v < cut.end(item); v += blockDim.x)
-      sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v}, false, {}, epoch, patience, is_last);
+      sum_token<FORMAT, false, BATCH, 1>(args, token, ranks, {v, WARP}, false, {}, epoch, patience, is_last);
   }
 }
 
@@ -1667,11 +1705,7 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
 }
 
 template <typename FORMAT, bool EXACT>
-__device__ void combine(const Args &args) {
-  MACHINE_SHARED(shared);
-  machine::bring(args);
-  machine::follow();
-  Fixed &fixed = *reinterpret_cast<Fixed *>(shared);
+__device__ void combine_few(const Args &args, Fixed &fixed) {
   immwire_moe_control &control = *control_of(args);
   const Share all = {blockIdx.x, gridDim.x};
   Patience patience(args, Patience::FOR_RESULTS);
@@ -1685,6 +1719,14 @@ __device__ void combine(const Args &args) {
   end_round(control, epoch);
   if constexpr (EXACT) receive_each_result<FORMAT>(args, fixed, tokens, epoch, present, patience);
   else receive_results<FORMAT>(args, tokens, epoch, present, patience);
+}
+
+template <typename FORMAT, bool EXACT>
+__device__ void combine(const Args &args) {
+  MACHINE_SHARED(shared);
+  machine::bring(args);
+  machine::follow();
+  combine_few<FORMAT, EXACT>(args, *reinterpret_cast<Fixed *>(shared));
 }
 
 // ---- many tokens ----
@@ -2100,24 +2142,105 @@ __device__ void send_tokens_of(const Args &args, Dealt dealt, uint32_t tokens, u
   }
 }
 
+// Whether no rank has more tokens in this round than few: the same to all blocks, also where some miss a rank. So whoever misses one says so
+// first, and then looks again (see `doubt`): if nobody has, all go by what all see. Else the first to decide does, and who still misses one
+// is for many, where it is absent.
+__device__ bool are_all_few(const Args &args, Fixed &fixed, uint32_t epoch, uint32_t parity, uint32_t present, Patience &patience) {
+  immwire_moe_control &control = *control_of(args);
+  for (bool is_first_look = true;; is_first_look = false) {
+    if (threadIdx.x == 0) fixed.missing = 0;
+    __syncthreads();
+    const Heads heads(args, present, args.max_tokens, epoch, parity, patience);
+    if (heads.missing != 0 && threadIdx.x % WARP == 0) atomicOr(&fixed.missing, heads.missing);
+    const bool are_few = machine::most_of(heads.tokens) <= args.few_tokens;
+    const uint32_t suspects = load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
+    __syncthreads();
+    const uint32_t missing = fixed.missing;
+    if (is_first_look) {
+      const uint32_t doubted = threadIdx.x == 0 ? suspects & present : 0;
+      if (__syncthreads_or(missing | doubted) == 0) return are_few;
+      doubt(args, fixed, missing, doubted);
+      if (missing != 0) patience.end_too(); // Nobody waits twice.
+      continue;
+    }
+    if (threadIdx.x == 0) {
+      const uint32_t mine = 2 * epoch + (are_few && missing == 0 ? 1 : 0);
+      uint32_t found = atomicAdd(&control.few, 0u);
+      while (found / 2 != (2 * epoch) / 2) {
+        const uint32_t other = atomicCAS(&control.few, found, mine);
+        found = other == found ? mine : other;
+      }
+      fixed.absent = found % 2;
+    }
+    __syncthreads();
+    const bool is_decided = fixed.absent != 0;
+    __syncthreads(); // Its memory is for something else now.
+    return is_decided;
+  }
+}
+
+// Receives many tokens, with all of so many blocks; those who have sent come when they have.
+template <typename PAYLOAD>
+__device__ void receive_many(const Args &args, uint32_t *shared, Share share, uint32_t epoch, uint32_t parity, uint32_t present, Patience for_tables,
+                             bool is_direct) {
+  immwire_moe_control &control = *control_of(args);
+  Many many(args, share, shared);
+  const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
+  plan_chunks(args, many, epoch, parity, present & ~absent);
+  if (share.index == 0 && threadIdx.x < args.world && (absent >> threadIdx.x & 1)) {
+    atomicOr(&control.absent, 1u << threadIdx.x);
+    put_down(report_of(args)->late_table[threadIdx.x], epoch);
+  }
+  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
+    for (uint32_t e = share.index; e < many.local; e += share.of)
+      clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows));
+  }
+  __syncthreads(); // This block's part of the plan is there.
+  if (threadIdx.x == 0) {
+    __threadfence();
+    atomicAdd(&control.planned, 1u);
+  }
+  if (await_plans(args, share.of, many.missing)) receive_pairs<PAYLOAD>(args, epoch, is_direct, many.sums);
+}
+
+// This rank has few tokens, and the others do, or not. A function of its own, so that it takes no registers from the other rounds.
+template <typename PAYLOAD>
+__device__ __noinline__ void dispatch_few_apart(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present, Patience for_tables) {
+  const Roles roles(args);
+  if (args.flags & IMMWIRE_MOE_SEND) send_few<PAYLOAD>(args, shared, roles, First<PAYLOAD>(args, roles), epoch, parity, present);
+  if (!roles.receives) return;
+  __syncthreads();
+  const bool are_few = are_all_few(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present, for_tables);
+  if (roles.share.index == 0 && threadIdx.x == 0)
+    store_shared_word(reinterpret_cast<uint64_t>(&control_of(args)->few), 2 * epoch + (are_few ? 1 : 0));
+  if (are_few) receive_tokens<PAYLOAD>(args, shared, roles.share, epoch, parity, present, for_tables, args.few_tokens);
+  else receive_many<PAYLOAD>(args, shared, roles.share, epoch, parity, present, for_tables, false);
+}
+
 template <typename PAYLOAD>
 __device__ void dispatch_many(const Args &args) {
   MACHINE_SHARED(shared);
+  machine::bring_apart(args);
   machine::follow();
   immwire_moe_control &control = *control_of(args);
-  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;
+  const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE;
+  Patience for_tables(args, Patience::FOR_TABLES);
+  const uint32_t epoch = control.next_epoch, parity = control.next_parity;
+  const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
+  // Who only receives was told by the launch that has sent.
+  const uint32_t given = sends ? tokens_given(args) : control.tokens, own = sends ? min(given, args.tokens) : given;
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = control.sent = 0;
+  if (args.few_tokens != 0 && own <= args.few_tokens) return dispatch_few_apart<PAYLOAD>(args, shared, epoch, parity, present, for_tables);
+  if (blockIdx.x == 0 && threadIdx.x == 0) control.few = 2 * epoch;
+  const bool is_direct = sends && receives;
   // Every other block sends; only every third where most of the work is to lay out rows. One that is alone, or of a launch that does one
   // thing only, does whatever there is to do.
   const uint32_t one_of = args.slots != 0 ? 2 : 3;
   const bool is_shared_out = is_direct && gridDim.x > 1, is_sender = blockIdx.x % one_of == 0;
   const Share all = {blockIdx.x, gridDim.x}, senders = {blockIdx.x / one_of, (gridDim.x + one_of - 1) / one_of};
   const Share receivers = {blockIdx.x - senders.index - 1, gridDim.x - senders.of};
-  Patience for_tables(args, Patience::FOR_TABLES);
-  const uint32_t epoch = control.next_epoch, parity = control.next_parity;
-  const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
-  if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = control.sent = 0;
   if (sends) {
-    const uint32_t tokens = announce_tokens(args, tokens_given(args), epoch, parity, present);
+    const uint32_t tokens = announce_tokens(args, given, epoch, parity, present);
     // Where it is known at once where tokens go, only those tell choices who have nothing else to do yet.
     const bool do_all = !is_shared_out || args.slots == 0;
     if (do_all || !is_sender) {
@@ -2131,23 +2254,7 @@ __device__ void dispatch_many(const Args &args) {
     if (await_plans(args, receivers.of, shared)) receive_pairs<PAYLOAD>(args, epoch, is_direct, shared + IMMWIRE_MOE_MANY_WORDS);
     return;
   }
-  Many many(args, is_shared_out ? receivers : all, shared);
-  const uint32_t absent = count_chunks(args, many, epoch, parity, present, for_tables) & present;
-  plan_chunks(args, many, epoch, parity, present & ~absent);
-  if (many.share.index == 0 && threadIdx.x < args.world && (absent >> threadIdx.x & 1)) {
-    atomicOr(&control.absent, 1u << threadIdx.x);
-    put_down(report_of(args)->late_table[threadIdx.x], epoch);
-  }
-  if (args.flags & IMMWIRE_MOE_CLEAR_PADDING) {
-    for (uint32_t e = many.share.index; e < many.local; e += many.share.of)
-      clear_padding(args, many.offsets[e] + many.totals[e], min(many.offsets[e + 1], args.rows));
-  }
-  __syncthreads(); // This block's part of the plan is there.
-  if (threadIdx.x == 0) {
-    __threadfence();
-    atomicAdd(&control.planned, 1u);
-  }
-  if (await_plans(args, many.share.of, many.missing)) receive_pairs<PAYLOAD>(args, epoch, is_direct, many.sums);
+  receive_many<PAYLOAD>(args, shared, is_shared_out ? receivers : all, epoch, parity, present, for_tables, is_direct);
 }
 
 // The rows of a token that a warp has the plan of, one for each lane from the first on.
@@ -2174,10 +2281,7 @@ struct WarpRows {
 struct Slices {
   __device__ explicit Slices(uint32_t vectors) : of_token((vectors + LEN - 1) / LEN) {}
   __device__ uint32_t token(uint32_t turn) const { return turn / of_token; }
-  __device__ void vectors(uint32_t (&at)[SUMS], uint32_t turn) const {
-#pragma unroll
-    for (uint32_t j = 0; j < SUMS; ++j) at[j] = turn % of_token * LEN + j * WARP + threadIdx.x % WARP;
-  }
+  __device__ Side vectors(uint32_t turn) const { return {turn % of_token * LEN + threadIdx.x % WARP, WARP}; }
   static constexpr uint32_t LEN = WARP * SUMS;
   uint32_t of_token;
 };
@@ -2192,14 +2296,13 @@ __device__ void send_slices(const Args &args, uint32_t first, uint32_t pairs, ui
     const Planned planned(args, first + slices.token(turn), epoch);
     const WarpRows rows(args, planned);
     if (!(present >> planned.source() & 1)) continue;
-    uint32_t at[SUMS];
-    slices.vectors(at, turn);
+    const Side side = slices.vectors(turn);
     float sum[SUMS][8] = {};
-    sum_rows<FORMAT, true, OWN>(args, sum, at, vectors, rows.count, rows);
+    sum_rows<FORMAT, true, OWN>(args, sum, side, vectors, rows.count, rows);
     const uint64_t to = result_slot(args, planned.source(), args.rank, planned.token(), 0);
 #pragma unroll
     for (uint32_t j = 0; j < SUMS; ++j)
-      if (at[j] < vectors) store_shared_vector(to + 16 * at[j], pack<FORMAT>(sum[j]));
+      if (side.at(j) < vectors) store_shared_vector(to + side.bytes(j), pack<FORMAT>(sum[j]));
   }
 }
 
@@ -2225,17 +2328,23 @@ __device__ void sum_tokens(const Args &args, uint32_t tokens, uint32_t epoch, ui
     if (has_own) rows = WarpRows(args, Planned(args, pair_of_next, epoch));
     next = turns.take();
     ask(next);
-    uint32_t at[SUMS];
     uint4 own[SUMS] = {};
-    slices.vectors(at, turn);
+    const Side side = slices.vectors(turn);
     if (has_own) {
       float sum[SUMS][8] = {};
-      sum_rows<FORMAT, true, OWN>(args, sum, at, vectors, rows.count, rows);
+      sum_rows<FORMAT, true, OWN>(args, sum, side, vectors, rows.count, rows);
 #pragma unroll
       for (uint32_t j = 0; j < SUMS; ++j) own[j] = pack<FORMAT>(sum[j]);
     }
-    sum_token<FORMAT, true, 1>(args, slices.token(turn), ranks, at, has_own, own, epoch, patience, false);
+    sum_token<FORMAT, true, 1>(args, slices.token(turn), ranks, side, has_own, own, epoch, patience, false);
   }
+}
+
+// A function of its own, so that it takes no registers from the other rounds.
+template <typename FORMAT>
+__device__ __noinline__ void combine_few_apart(const Args &args, Fixed &fixed) {
+  machine::bring(args);
+  combine_few<FORMAT, false>(args, fixed);
 }
 
 template <typename FORMAT>
@@ -2243,6 +2352,7 @@ __device__ void combine_many(const Args &args) {
   MACHINE_SHARED(shared);
   machine::follow();
   immwire_moe_control &control = *control_of(args);
+  if (control.few % 2 == 1) return combine_few_apart<FORMAT>(args, *reinterpret_cast<Fixed *>(shared));
   Patience patience(args, Patience::FOR_RESULTS);
   const uint32_t epoch = control.epoch, present = ranks_below(args.world) & ~(control.absent | control.left_out | control.missed);
   const bool sends = args.flags & IMMWIRE_MOE_SEND, receives = args.flags & IMMWIRE_MOE_RECEIVE, is_direct = sends && receives;

@@ -95,11 +95,13 @@ fn structures_of_moe_are_the_same_in_c() {
         of_others,
         summed,
         sent,
+        few,
         suspects,
         gathered,
         planned,
         received,
         parts,
+        reserved,
         refused,
         abort,
         decisions
@@ -158,7 +160,9 @@ fn structures_of_moe_are_the_same_in_c() {
             rows,
             flags,
             chunk_tokens,
-            results_each
+            results_each,
+            few_tokens,
+            reserved
         );
     compile("structures_of_moe", &text).unwrap();
 }

@@ -184,6 +184,8 @@ inline void fence_for_all() { emulated::fence(); }
 inline uint64_t now() { return emulated::clock(); }
 template <typename T>
 inline void bring(const T &) {}
+template <typename T>
+inline void bring_apart(const T &) {}
 inline void follow() { emulated::follow(); }
 inline void let_next_begin() { emulated::let_next_begin(); }
 inline uint32_t any_of(uint32_t word) {
@@ -192,6 +194,13 @@ inline uint32_t any_of(uint32_t word) {
 }
 inline uint32_t sum_of(uint32_t word) {
   for (uint32_t step = 1; step < 32; step *= 2) word += __shfl_xor_sync(~0u, word, step);
+  return word;
+}
+inline uint32_t most_of(uint32_t word) {
+  for (uint32_t step = 1; step < 32; step *= 2) {
+    const uint32_t other = __shfl_xor_sync(~0u, word, step);
+    word = other > word ? other : word;
+  }
   return word;
 }
 inline void or_if(bool holds, uint32_t *word, uint32_t bits) {

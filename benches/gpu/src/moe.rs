@@ -1100,26 +1100,28 @@ struct Timed<'a> {
 }
 
 impl<'a> Timed<'a> {
-    /// `routes`: the experts of all tokens of all ranks; drawn evenly if there are none. Replayed in graphs if a clock is named.
+    /// `tokens`: how many each rank has, up to what there is room for. `routes`: the experts of all tokens of all ranks; drawn evenly if there
+    /// are none. Replayed in graphs if a clock is named.
     fn new(
         gpus: &'a [Gpu],
         shape: &Shape,
         style: Style,
+        tokens: u32,
         routes: Option<&[i32]>,
         clock: Option<Clock>,
     ) -> Outcome<Self> {
         let world = u32::try_from(shape.firsts.len() - 1)?;
-        let choices = shape.max_tokens as usize * shape.top_k as usize;
+        let choices = tokens as usize * shape.top_k as usize;
+        let most = shape.max_tokens as usize * shape.top_k as usize;
         // Routes are even: no rank has twice its part.
-        let rows = u32::try_from(
-            (choices * 2 + 4096).min(usize::try_from(Geometry::new(shape)?.max_rows)?),
-        )?;
+        let rows =
+            u32::try_from((most * 2 + 4096).min(usize::try_from(Geometry::new(shape)?.max_rows)?))?;
         let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows), 1, PATIENCE)?;
         let mut random = Random(11);
         let experts = shape.firsts[world as usize];
-        let mut tokens = Vec::new();
+        let mut sends = Vec::new();
         for rank in 0..world as usize {
-            let mut sent = all.maker().tokens(&mut random, shape.max_tokens);
+            let mut sent = all.maker().tokens(&mut random, tokens);
             match routes {
                 Some(routes) => {
                     let own = routes.get(rank * choices..(rank + 1) * choices);
@@ -1133,7 +1135,7 @@ impl<'a> Timed<'a> {
             if sent.indices.iter().any(|expert| !(0..experts.cast_signed()).contains(expert)) {
                 return Err("a route to no expert".into());
             }
-            tokens.push(sent);
+            sends.push(sent);
         }
         // Gigabytes of them: some, again and again.
         let some = all.rows.min(DRAWN_ROWS);
@@ -1143,8 +1145,9 @@ impl<'a> Timed<'a> {
             drawn.into_iter().cycle().take(bytes).collect()
         };
         let results: Vec<Vec<u8>> = (0..world).map(|_| results()).collect();
-        all.put(0, &tokens, &results, style.wide)?;
-        let mut timed = Self { graphs: None, stamps: Vec::new(), all, tokens, results, style };
+        all.put(0, &sends, &results, style.wide)?;
+        let mut timed =
+            Self { graphs: None, stamps: Vec::new(), all, tokens: sends, results, style };
         timed.compare(|timed| {
             for way in [Way::Out, Way::Back] {
                 for rank in 0..timed.all.ranks.len() {
@@ -1296,8 +1299,8 @@ fn evenly(random: &mut Random, count: usize, experts: u32) -> Vec<i32> {
 }
 
 /// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
-fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Value> {
-    let mut timed = Timed::new(gpus, shape, style, None, Some(Clock::Early))?;
+fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style, tokens: u32) -> Outcome<Value> {
+    let mut timed = Timed::new(gpus, shape, style, tokens, None, Some(Clock::Early))?;
     let mut times = timed.turn()?;
     let wire = timed.wire_bytes();
     let ranks = timed.all.ranks.len();
@@ -1307,7 +1310,7 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style) -> Outcome<Val
     }
     let told = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
     let result = json!({
-        "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": shape.max_tokens, "split": style.split,
+        "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": tokens, "room": shape.max_tokens, "split": style.split,
         "dispatch_us": told(&times.out), "combine_us": told(&times.back),
         "clock_us": told(&times.clock), "round_us": told(&times.rounds),
         "dispatch_wire_us": wire[0] as f64 / WIRE, "combine_wire_us": wire[1] as f64 / WIRE,
@@ -1354,7 +1357,8 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
         .collect();
     // What it is beside takes it so, too.
     let clock = says("graphs")?.then_some(Clock::Plain);
-    let mut timed = Timed::new(gpus, &shape, Style::default(), Some(&routes), clock)?;
+    let mut timed =
+        Timed::new(gpus, &shape, Style::default(), shape.max_tokens, Some(&routes), clock)?;
     println!("{}", json!({ "gpus": gpus.len() }));
     for line in std::io::stdin().lines() {
         line?;
@@ -1370,7 +1374,7 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
 
 /// DeepSeek-V3's shape: 7,168 values, the best 8 of 256 experts, e4m3 out and bf16 back; and what of it matters. With 384 experts it is
 /// Kimi K2's.
-/// `only`: the shapes with so many tokens alone.
+/// With as many tokens as there is room for, and with fewer, as batches that are decoded are. `only`: the shapes with room for so many alone.
 pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
     let pairs = u32::try_from(gpus.len())?;
     let of_experts = |experts: u32, world: u32, tokens: u32| Shape {
@@ -1414,7 +1418,25 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         all.push(("of 384 experts: e4m3 out, bf16 back", of_experts(384, pairs, tokens), plain));
     }
     all.push((quantised, shape(pairs, 4096), plain));
-    let wanted = all.iter().filter(|(_, shape, _)| only.is_none_or(|it| it == shape.max_tokens));
-    let measured = wanted.map(|(what, shape, style)| measure(gpus, what, shape, *style));
+    let full = all.into_iter().map(|(what, shape, style)| {
+        let tokens = shape.max_tokens;
+        (what, shape, style, tokens)
+    });
+    let less = [
+        (128, 1),
+        (128, 8),
+        (128, 32),
+        (512, 1),
+        (512, 128),
+        (4096, 1),
+        (4096, 128),
+        (4096, 512),
+        (4096, 1000),
+    ];
+    let less = less.map(|(room, tokens)| (quantised, shape(pairs, room), plain, tokens));
+    let wanted =
+        full.chain(less).filter(|(_, it, ..)| only.is_none_or(|room| room == it.max_tokens));
+    let measured =
+        wanted.map(|(what, shape, style, tokens)| measure(gpus, what, &shape, style, tokens));
     Ok(Value::Array(measured.collect::<Outcome<_>>()?))
 }

@@ -80,6 +80,8 @@ pub struct MoeControl {
     pub summed: u32,
     /// Likewise, of other ranks': how many it has taken to send.
     pub sent: u32,
+    /// Twice the epoch, and one if a round with room for many tokens was one of few.
+    pub few: u32,
     /// Ranks whose table somebody has missed in this dispatch.
     pub suspects: u32,
     /// Blocks that have counted, where there are many tokens.
@@ -90,6 +92,8 @@ pub struct MoeControl {
     pub received: u32,
     /// How many parts of tokens have been taken to be sent, where there are many.
     pub parts: u32,
+    /// Nothing.
+    pub reserved: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
     /// Not 0: nobody waits any more.
@@ -191,4 +195,6 @@ pub struct MoeArgs {
     pub flags: u32,
     pub chunk_tokens: u32,
     pub results_each: u32,
+    pub few_tokens: u32,
+    pub reserved: u32,
 }

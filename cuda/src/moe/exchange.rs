@@ -208,6 +208,7 @@ impl Exchange {
             flags: if powers { args::POWER_SCALES } else { 0 },
             chunk_tokens: many.map_or(0, |many| many.chunk_tokens),
             results_each: geometry.results_each,
+            few_tokens: many.map_or(0, |many| many.few_tokens),
             ..MoeArgs::default()
         };
         let dispatch_threads = geometry.dispatch_threads(shape, sms);

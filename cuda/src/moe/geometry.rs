@@ -206,6 +206,16 @@ pub struct Many {
     pub scratch_bytes: u64,
     /// Shared memory of a block of dispatch.
     pub dispatch_shared_bytes: u32,
+    /// Up to how many tokens of each rank make a round that is exchanged as few are, though there is room for more.
+    pub few_tokens: u32,
+}
+
+/// Bytes of shared memory of a block of dispatch, where it looks at the choices of all of so many tokens of each rank.
+const fn shared_of_few(world: u64, local: u64, tokens: u64) -> u64 {
+    let words = world * tokens.div_ceil(32);
+    // Odd: words of neighbours are in different banks.
+    let all = local * (words | 1);
+    4 * (args::FIXED_WORDS as u64 + local + 1 + all + all.div_ceil(2) + words)
 }
 
 /// How many of so many blocks receive tokens, at the least: every other one, or the only one; where rows are laid out, two of three.
@@ -228,6 +238,10 @@ impl Many {
     /// From how many tokens on the kernels for many are the quicker ones. (Between two H100s 512 tokens go out in 34 us by those for
     /// few, in 51 by these.)
     pub const FROM_TOKENS: u32 = 1024;
+
+    /// Up to how many tokens of each rank a round of theirs is one of few. (Between two H200s, with room for 4,096, 512 go out and back in 66 us
+    /// like that, and in 80 as many do; 1,000 in 118, where 113 is between what 512 and 4,096 take as many.)
+    pub const FEW_TOKENS: u32 = 512;
 
     /// Whether the kernels for many are taken: they are the quicker ones, or those for few have no room in a block's memory for all
     /// tokens' choices, where one rank has most of many experts. Ranks need not agree on it.
@@ -276,11 +290,18 @@ impl Many {
         if shared * 4 > SHARED_BYTES {
             return Err(ShapeError::Shared { needed: shared * 4, available: SHARED_BYTES });
         }
+        let of_few = |tokens: u32| shared_of_few(geometry.world.into(), local, u64::from(tokens));
+        let mut few_tokens = shape.max_tokens.min(Self::FEW_TOKENS);
+        while few_tokens > 0 && of_few(few_tokens) > SHARED_BYTES {
+            few_tokens = (few_tokens - 1) / 32 * 32; // Words of them are what takes room.
+        }
+        let shared_of_few = if few_tokens > 0 { of_few(few_tokens) } else { 0 };
         Ok(Self {
             chunk_tokens: narrow(chunk)?,
             chunks: narrow(chunks)?,
             scratch_bytes: chunks * (local.div_ceil(4) + 1) * 4,
-            dispatch_shared_bytes: narrow(shared * 4)?,
+            dispatch_shared_bytes: narrow(shared_of_few.max(shared * 4))?,
+            few_tokens,
         })
     }
 }
@@ -325,11 +346,7 @@ impl Geometry {
         let most_local =
             shape.firsts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
         let local = u64::from(most_local);
-        let words = world * tokens.div_ceil(32);
-        // Odd: words of neighbours are in different banks.
-        let stride = words | 1;
-        let shared = 4 * (u64::from(args::FIXED_WORDS) + local + 1 + words + local * stride)
-            + 2 * local * stride;
+        let shared = shared_of_few(world, local, tokens);
         let dispatch_stride =
             (u64::from(token_bytes) + u64::from(scale_bytes) + 4).next_multiple_of(ROW_ALIGN_BYTES);
         let combine_stride = (u64::from(shape.values) * 2).next_multiple_of(ROW_ALIGN_BYTES);

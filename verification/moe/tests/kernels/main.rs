@@ -81,6 +81,7 @@ fn random_style(random: &mut Random) -> Style {
         tokens_in_memory: random.one_in(2),
         many: random.one_in(2),
         chunk_tokens: 1 + random.below([4, args::CHUNK][usize::from(chunks)]),
+        few_tokens: [0, random.below(10), u32::MAX][random.below(3) as usize],
         slots: random.one_in(2),
     }
 }
@@ -182,6 +183,7 @@ fn largest(exact: bool) {
         tokens_in_memory: false,
         many: false,
         chunk_tokens: 5,
+        few_tokens: 0,
         slots: exact,
     };
     let launches: Vec<Launch> = (0..3).flat_map(|rank| world.launches(rank, 0, style)).collect();
@@ -195,6 +197,14 @@ fn largest(exact: bool) {
     let launches: Vec<Launch> = (0..3).flat_map(|rank| world.launches(rank, 1, style)).collect();
     run(&world, &launches, 2);
     world.check_whole(1, style);
+    world.check_poison();
+    // And by those as few are.
+    let tokens = (0..3).map(|_| world.maker().tokens(&mut random, 9)).collect();
+    world.add_turn(tokens, &mut random);
+    let style = Style { few_tokens: 9, ..style };
+    let launches: Vec<Launch> = (0..3).flat_map(|rank| world.launches(rank, 2, style)).collect();
+    run(&world, &launches, 3);
+    world.check_whole(2, style);
     world.check_poison();
 }
 
@@ -225,6 +235,7 @@ fn scales_of_long_tokens() {
                 tokens_in_memory: false,
                 many: true,
                 chunk_tokens: 1,
+                few_tokens: 0,
                 slots: false,
             };
             for (turn, slots) in [false, true].into_iter().enumerate() {
@@ -305,12 +316,13 @@ const PLAIN: Style = Style {
     tokens_in_memory: false,
     many: false,
     chunk_tokens: 2,
+    few_tokens: 0,
     slots: false,
 };
 
 /// The same, perhaps for many tokens.
 fn plain(random: &mut Random) -> Style {
-    Style { many: random.one_in(2), ..PLAIN }
+    Style { many: random.one_in(2), few_tokens: 3 * random.below(3), ..PLAIN }
 }
 
 /// A small world, some rounds.
@@ -522,6 +534,14 @@ fn ranks_that_are_just_too_late_for_several_warps() {
 #[test]
 fn ranks_that_are_just_too_late_among_many_tokens() {
     just_too_late(100, Style { many: true, threads: 64, ..PLAIN });
+}
+
+/// With room for many they agree, too, whether this is a round of few.
+#[test]
+fn ranks_that_are_just_too_late_in_rounds_of_few_or_many() {
+    for few_tokens in [3, 6] {
+        just_too_late(150, Style { many: true, few_tokens, threads: 64, ..PLAIN });
+    }
 }
 
 /// Returns how often a rank was decided upon to be absent, and to be present.

@@ -73,6 +73,8 @@ pub(crate) struct Style {
     /// Whether dispatch is that for many tokens, and how many are counted together.
     pub(crate) many: bool,
     pub(crate) chunk_tokens: u32,
+    /// Up to how many tokens of each rank that exchanges few as few are.
+    pub(crate) few_tokens: u32,
     /// Whether each token is received once, in a slot.
     pub(crate) slots: bool,
 }
@@ -273,6 +275,8 @@ impl World {
             flags,
             chunk_tokens: style.chunk_tokens,
             results_each: g.results_each,
+            few_tokens: style.few_tokens.min(self.shape.max_tokens),
+            reserved: 0,
         }
     }
 
