@@ -2157,9 +2157,9 @@ __device__ bool are_all_few(const Args &args, Fixed &fixed, uint32_t epoch, uint
     __syncthreads();
     const uint32_t missing = fixed.missing;
     if (is_first_look) {
-      const uint32_t doubted = threadIdx.x == 0 ? suspects & present : 0;
-      if (__syncthreads_or(missing | doubted) == 0) return are_few;
-      doubt(args, fixed, missing, doubted);
+      const uint32_t said = threadIdx.x == 0 ? suspects & present : 0;
+      if (__syncthreads_or(missing | said) == 0) return are_few;
+      doubt(args, fixed, missing, said);
       if (missing != 0) patience.end_too(); // Nobody waits twice.
       continue;
     }

@@ -634,8 +634,9 @@ fn draw(
     onto: bool,
 ) -> Outcome<Drawn> {
     let world = all.geometry.world;
+    let most = most_of_round(random, &all.shape);
     let tokens = |_| {
-        let tokens = all.maker().random_tokens(random);
+        let tokens = all.maker().random_tokens_up_to(random, most);
         if onto { all.maker().perhaps_onto(random, tokens) } else { tokens }
     };
     let tokens: Vec<Sent> = (0..world).map(tokens).collect();
@@ -643,6 +644,12 @@ fn draw(
         (0..world).map(|_| all.maker().numbers(random, all.rows, all.shape.results)).collect();
     all.put(set, &tokens, &results, style.wide)?;
     Ok(Drawn { tokens, results, style })
+}
+
+/// The most tokens of a rank in a round: every other one with room for many is one of few.
+fn most_of_round(random: &mut Random, shape: &Shape) -> u32 {
+    let is_few = shape.max_tokens > Many::FEW_TOKENS && random.one_in(2);
+    if is_few { Many::FEW_TOKENS } else { shape.max_tokens }
 }
 
 /// A rank that never comes is named by all others, who are right without it, in this round and in the next.
@@ -826,15 +833,22 @@ fn abort(gpus: &[Gpu]) -> Outcome<()> {
 }
 
 /// Captured rounds of each rank, replayed over and over, each rank as fast as it goes. Three sets of tokens, routes and results take
-/// turns from round to round, so that what is left of another round is wrong; they change between replays.
+/// turns from round to round, so that what is left of another round is wrong; they change between replays. And a fiftieth as many rounds with room
+/// for many tokens, some of few.
 pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
+    let mut told = replay_with(gpus, rounds, 24)?;
+    told["with_room_for_many"] = replay_with(gpus, rounds / 50, Many::FROM_TOKENS + 76)?;
+    Ok(told)
+}
+
+fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
     const EACH: usize = 50;
     const SETS: usize = 3;
     let world = u32::try_from(gpus.len())?;
     let shape = Shape {
         firsts: firsts(world, 16),
         top_k: 4,
-        max_tokens: 24,
+        max_tokens,
         payload: Payload::Raw { token_bytes: 512, scale_bytes: 16 },
         values: 256,
         results: Number::Bf16,
@@ -867,8 +881,9 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
     for turn in 0..replays {
         let mut tokens = Vec::new();
         for (set, results) in results.iter().enumerate() {
+            let most = most_of_round(&mut random, &shape);
             let sent: Vec<Sent> =
-                (0..world).map(|_| all.maker().random_tokens(&mut random)).collect();
+                (0..world).map(|_| all.maker().random_tokens_up_to(&mut random, most)).collect();
             all.put(set, &sent, results, false)?;
             tokens.push(sent);
         }
@@ -897,7 +912,9 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
         }
     }
     all.check_poison()?;
-    Ok(json!({ "ranks": world, "rounds": replays * EACH, "compared": compared }))
+    Ok(
+        json!({ "ranks": world, "room": max_tokens, "rounds": replays * EACH, "compared": compared }),
+    )
 }
 
 /// Work of one rank, captured.
@@ -1409,12 +1426,10 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         all.push(("several ranks on a GPU", shape(pairs * ranks, 128), plain));
     }
     let once = Style { slots: true, ..Style::default() };
+    let lists = "e4m3 out, each token once and a list of rows, bf16 back";
+    all.push((lists, shape(pairs, 1), once));
     for tokens in [128, 4096] {
-        all.push((
-            "e4m3 out, each token once and a list of rows, bf16 back",
-            shape(pairs, tokens),
-            once,
-        ));
+        all.push((lists, shape(pairs, tokens), once));
         all.push(("of 384 experts: e4m3 out, bf16 back", of_experts(384, pairs, tokens), plain));
     }
     all.push((quantised, shape(pairs, 4096), plain));

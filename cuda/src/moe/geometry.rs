@@ -295,12 +295,11 @@ impl Many {
         while few_tokens > 0 && of_few(few_tokens) > SHARED_BYTES {
             few_tokens = (few_tokens - 1) / 32 * 32; // Words of them are what takes room.
         }
-        let shared_of_few = if few_tokens > 0 { of_few(few_tokens) } else { 0 };
         Ok(Self {
             chunk_tokens: narrow(chunk)?,
             chunks: narrow(chunks)?,
             scratch_bytes: chunks * (local.div_ceil(4) + 1) * 4,
-            dispatch_shared_bytes: narrow(shared_of_few.max(shared * 4))?,
+            dispatch_shared_bytes: narrow(of_few(few_tokens).max(shared * 4))?,
             few_tokens,
         })
     }
@@ -498,6 +497,36 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Up to so many tokens, and no fewer than fit.
+    #[test]
+    fn rounds_of_few_have_room_where_there_is_room_for_many() {
+        let mut met = [false; 2];
+        for (world, experts) in [(1, 8), (2, 256), (8, 1024), (32, 1024)] {
+            for max_tokens in [1, 31, 100, 416, 640, 1024, 2000] {
+                for most_local in [experts / world, experts] {
+                    let mut firsts = vec![0; world as usize];
+                    for (rank, first) in (0..).zip(&mut firsts) {
+                        *first = rank * (experts - most_local) / world.max(2);
+                    }
+                    firsts.push(experts);
+                    let all = Shape { firsts, max_tokens, ..shape() };
+                    let Ok(g) = Geometry::new(&all) else { continue };
+                    let Ok(many) = Many::new(&g, &all, 132) else { continue };
+                    let needs = |tokens: u32| {
+                        shared_of_few(world.into(), g.most_local.into(), tokens.into())
+                    };
+                    let most = max_tokens.min(Many::FEW_TOKENS);
+                    assert!(many.few_tokens <= most);
+                    assert!(many.few_tokens > 0);
+                    assert!(needs(many.few_tokens) <= many.dispatch_shared_bytes.into());
+                    assert!(many.few_tokens == most || needs(many.few_tokens + 1) > SHARED_BYTES);
+                    met[usize::from(many.few_tokens == most)] = true;
+                }
+            }
+        }
+        assert_eq!(met, [true; 2]);
     }
 
     #[test]

@@ -75,7 +75,11 @@ pub struct Maker<'a> {
 impl Maker<'_> {
     /// Random tokens, with much poison among raw ones.
     pub fn random_tokens(&self, random: &mut Random) -> Tokens {
-        let most = self.shape.max_tokens;
+        self.random_tokens_up_to(random, self.shape.max_tokens)
+    }
+
+    /// The same, no more than so many.
+    pub fn random_tokens_up_to(&self, random: &mut Random, most: u32) -> Tokens {
         let count = match random.below(4) {
             0 => 0,
             1 => most,
