@@ -3,7 +3,8 @@
 // Every rank sends each token once to each rank that has one of its experts, into a slot that needs no agreement: it is
 // numbered as the token is at its source. Some blocks send tokens (`Roles`), and others the choices, which go everywhere; from those each
 // block that receives works out by itself, and as all others do, how many rows each expert has and where each token's lie. Where
-// there are thousands of tokens, blocks share that out among them (`dispatch_many`, `combine_many`).
+// there are thousands of tokens, blocks share that out among them (`dispatch_many`, `combine_many`), and if a round has few, though there is room for
+// that many, they do not (`are_all_few`).
 //
 // It knows addresses and numbers of ranks, not what is behind them. There is no barrier between ranks, no fence and no flag for
 // what they send: what is written announces itself. There is none between blocks, but for two where there are many tokens.
@@ -31,10 +32,11 @@
 //    kind only. (Who is waited for in a combine they need not: each part of a result is one block's own. In a round in which a rank is
 //    missed, which is then reported, parts of one sum may differ in whether it is in them.)
 // 4. Every wait ends: at its deadline, or when `abort` is set. Who was late is put down in the report, is absent from then on, and
-//    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`).
+//    what it did not send counts as zeros. All blocks of a launch agree on whose table counts (`settle`, `count_chunks`), and whether there are few
+//    tokens (`are_all_few`).
 // 5. Rows lie by expert, source and token; sums are made in float, in the order of choices and then of ranks, rounded
 //    once each: the same bits in every run. Exact ones are made where the token is from, of all choices, and rounded once.
-// 6. Where there are many tokens and one launch sends and receives, a rank's own go through no slot: they are taken to their rows from
+// 6. Where a rank has many tokens and one launch sends and receives, its own go through no slot: they are taken to their rows from
 //    where they are, and their results are summed, and rounded as others' are, when the tokens' other results are awaited.
 //
 // Checked by verification/moe on a CPU, with ranks, blocks and threads in any order, and by benches/gpu/run on GPUs.

@@ -878,6 +878,7 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
         .collect::<Outcome<Vec<_>>>()?;
     let mut compared = 0;
     let replays = rounds as usize / EACH;
+    let every = (replays / 100).max(4);
     for turn in 0..replays {
         let mut tokens = Vec::new();
         for (set, results) in results.iter().enumerate() {
@@ -887,7 +888,7 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
             all.put(set, &sent, results, false)?;
             tokens.push(sent);
         }
-        let compares = turn % 20 == 0;
+        let compares = turn % every == 0;
         if compares {
             all.blank()?;
         }

@@ -64,7 +64,7 @@ pub struct Shape {
     pub firsts: Vec<u32>,
     /// Choices of a token, 1 to 32.
     pub top_k: u32,
-    /// The most tokens that any rank has.
+    /// The most tokens that any rank has. With room for [`Many::FROM_TOKENS`] and more, rounds of few take some microseconds more than with less.
     pub max_tokens: u32,
     /// What tokens are on the way out.
     pub payload: Payload,
