@@ -70,7 +70,7 @@ typedef struct immwire_moe_control {
   uint32_t of_others; /* of these, where there are many: other ranks', which come first */
   uint32_t summed;   /* where there are many tokens: how many slices of this rank's results the combine has taken to sum; 0 before it */
   uint32_t sent;     /* likewise, of other ranks' that it has taken to send */
-  uint32_t few;      /* 2 * epoch + whether a round with room for many tokens was one of few */
+  uint32_t few;      /* 2 * epoch + whether a round with room for many tokens was one of few; where that is in doubt, blocks of the dispatch agree by it */
   /* Within a dispatch; zero again after the combine. */
   uint32_t suspects; /* ranks whose table somebody has missed */
   uint32_t gathered; /* blocks that have counted, where there are many tokens; and the highest bit if they have given up */
@@ -149,7 +149,7 @@ typedef struct immwire_moe_args {
   uint32_t flags;
   uint32_t chunk_tokens; /* 1 to IMMWIRE_MOE_CHUNK, for many tokens */
   uint32_t results_each; /* of a token, from each rank: 1, or where sums are exact the most choices that it can have there */
-  uint32_t few_tokens;   /* where there is room for many: up to how many of each rank's are exchanged as few are; 0: never so */
+  uint32_t few_tokens;   /* where there is room for many: up to how many of each rank's, no more than max_tokens, are exchanged as few are; 0: never so */
   uint32_t reserved;
 } immwire_moe_args;
 
@@ -168,7 +168,7 @@ typedef struct immwire_moe_args {
  * words = world * ceil(max_tokens / 32), stride = words, or one more if that is even. Combine takes the first term only.
  * For many tokens: IMMWIRE_MOE_MANY_WORDS + mine * (1 + 2) + 2 * local + 1 + mine * local * (1 + 2) + chunks + 2 * IMMWIRE_MOE_THREADS words;
  * mine = ceil(chunks / receiving), chunks = world * ceil(max_tokens / chunk_tokens). Of a launch that sends and receives half of the blocks receive,
- * rounded down, or more; of others, or if there is one, all. */
+ * rounded down, or more; of others, or if there is one, all. But no less than the first sum with few_tokens in the place of max_tokens. */
 #define IMMWIRE_MOE_FIXED_WORDS 640
 #define IMMWIRE_MOE_MANY_WORDS 16
 

@@ -114,20 +114,31 @@ __device__ __noinline__ uint64_t look_at_clock(uint64_t end, uint64_t lasts, con
 // ranks and not others, those who lack them may in turn be taken for dead by the others: both are named.
 class Patience {
  public:
-  enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3 };
+  // Blocks of a launch wait for each other longer than any of them waits for a table.
+  enum Kind { FOR_TOKENS = 1, FOR_RESULTS = 2, FOR_TABLES = 3, FOR_BLOCKS = 4 };
 
   // What it is made of is not kept, where it is known anyway: registers are few.
   __device__ Patience(const Args &args, Kind kind) : args(args), kind(kind) {}
 
   // To be asked after each look that was in vain.
   __device__ bool is_over() {
-    if (over || ++looks % 64 != 0) return over;
+    if (over || ++looks % LOOKS != 0) return over;
     end = look_at_clock(end, kind * args.timeout_ns, &control_of(args)->abort);
     over = end == 0;
     return over;
   }
   // Another thread's is, with which this one shares it.
   __device__ void end_too() { over = true; }
+  // A warp's lanes, of which some have waited: so none waits longer than the first of them would have.
+  __device__ void share() {
+#pragma unroll
+    for (uint32_t step = 1; step < WARP; step *= 2) {
+      const uint32_t high = __shfl_xor_sync(ALL_LANES, uint32_t(end >> 32), step), low = __shfl_xor_sync(ALL_LANES, uint32_t(end), step);
+      const uint64_t other = uint64_t(high) << 32 | low;
+      if (other != 0 && (end == 0 || other < end)) end = other;
+    }
+  }
+  static constexpr uint32_t LOOKS = 64; // From one at the clock to the next.
 
  private:
   const Args &args;
@@ -896,13 +907,18 @@ struct Heads {
     const uint32_t lane = threadIdx.x % WARP;
     const uint64_t own = table_of(args, args.rank, 0, parity) + lane * args.table_bytes;
     bool waits = lane < args.world && (wanted >> lane & 1);
+    uint32_t looks = 0;
     while (__ballot_sync(ALL_LANES, waits) != 0) {
       uint4 head;
       if (waits) head = load_shared_vector(own);
       if (waits && head.z == epoch && head.w == epoch) tokens = min(head.x, most), waits = false;
+      ++looks;
       if (__ballot_sync(ALL_LANES, waits && patience.is_over()) != 0) break;
     }
     missing = __ballot_sync(ALL_LANES, waits);
+    // Choices are not waited for as long again.
+    if (missing != 0) patience.end_too();
+    else if (looks >= Patience::LOOKS) patience.share();
   }
 
   uint32_t tokens = 0; // Each lane: how many the rank of its number has.
@@ -1885,7 +1901,7 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
     atomicAdd(&control.gathered, 1u);
     // A block that finds no room on the GPU never comes. Then nobody's table counts, for all blocks alike: once all are here, nobody can
     // give up any more, and once somebody has, all find that.
-    Patience for_blocks(args, Patience::FOR_TABLES);
+    Patience for_blocks(args, Patience::FOR_BLOCKS);
     uint32_t gathered;
     for (;;) {
       gathered = load_shared_word(reinterpret_cast<uint64_t>(&control.gathered));
@@ -2063,7 +2079,7 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t *rows, uint3
 __device__ bool await_plans(const Args &args, uint32_t blocks, uint32_t *word) {
   immwire_moe_control &control = *control_of(args);
   if (threadIdx.x == 0) {
-    Patience patience(args, Patience::FOR_TABLES);
+    Patience patience(args, Patience::FOR_BLOCKS);
     *word = 1;
     while (load_shared_word(reinterpret_cast<uint64_t>(&control.planned)) < blocks) {
       if (!(load_shared_word(reinterpret_cast<uint64_t>(&control.gathered)) & GAVE_UP) && !patience.is_over()) continue;
@@ -2162,7 +2178,6 @@ __device__ bool are_all_few(const Args &args, Fixed &fixed, uint32_t epoch, uint
       const uint32_t said = threadIdx.x == 0 ? suspects & present : 0;
       if (__syncthreads_or(missing | said) == 0) return are_few;
       doubt(args, fixed, missing, said);
-      if (missing != 0) patience.end_too(); // Nobody waits twice.
       continue;
     }
     if (threadIdx.x == 0) {
@@ -2181,7 +2196,7 @@ __device__ bool are_all_few(const Args &args, Fixed &fixed, uint32_t epoch, uint
   }
 }
 
-// Receives many tokens, with all of so many blocks; those who have sent come when they have.
+// Receives many tokens, with all blocks of a share; others that have sent take tokens to their rows, too, once all of these have planned.
 template <typename PAYLOAD>
 __device__ void receive_many(const Args &args, uint32_t *shared, Share share, uint32_t epoch, uint32_t parity, uint32_t present, Patience for_tables,
                              bool is_direct) {
@@ -2210,9 +2225,13 @@ template <typename PAYLOAD>
 __device__ __noinline__ void dispatch_few_apart(const Args &args, uint32_t *shared, uint32_t epoch, uint32_t parity, uint32_t present, Patience for_tables) {
   const Roles roles(args);
   if (args.flags & IMMWIRE_MOE_SEND) send_few<PAYLOAD>(args, shared, roles, First<PAYLOAD>(args, roles), epoch, parity, present);
-  if (!roles.receives) return;
+  if (!(args.flags & IMMWIRE_MOE_RECEIVE)) return;
   __syncthreads();
   const bool are_few = are_all_few(args, *reinterpret_cast<Fixed *>(shared), epoch, parity, present, for_tables);
+  if (!roles.receives) {
+    if (!are_few && await_plans(args, gridDim.x - roles.share.of, shared)) receive_pairs<PAYLOAD>(args, epoch, false, shared + IMMWIRE_MOE_MANY_WORDS);
+    return;
+  }
   if (roles.share.index == 0 && threadIdx.x == 0)
     store_shared_word(reinterpret_cast<uint64_t>(&control_of(args)->few), 2 * epoch + (are_few ? 1 : 0));
   if (are_few) receive_tokens<PAYLOAD>(args, shared, roles.share, epoch, parity, present, for_tables, args.few_tokens);

@@ -577,7 +577,9 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         counts.insert(world.to_string(), json!(cases));
     }
     abort(gpus)?;
-    missing(gpus)?;
+    for room in [None, Some(Many::FROM_TOKENS)] {
+        missing(gpus, room)?;
+    }
     let overlapped = overlap::run(gpus, few)?;
     Ok(json!({
         "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true, "overlapped": overlapped,
@@ -652,16 +654,17 @@ fn most_of_round(random: &mut Random, shape: &Shape) -> u32 {
     if is_few { Many::FEW_TOKENS } else { shape.max_tokens }
 }
 
-/// A rank that never comes is named by all others, who are right without it, in this round and in the next.
-fn missing(gpus: &[Gpu]) -> Outcome<()> {
+/// A rank that never comes is named by all others, who are right without it, in this round, in the next, and where there is room for many in one of
+/// few.
+fn missing(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
     const WORLD: u32 = 3;
     const MISSING: usize = 1;
     let mut random = Random(3);
-    let shape = random_shape(&mut random, WORLD, false);
+    let mut shape = random_shape(&mut random, WORLD, false);
+    shape.max_tokens = room.unwrap_or(shape.max_tokens);
     let patience = Duration::from_secs(1);
     let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, patience)?;
-    for _ in 0..2 {
-        let most = shape.max_tokens;
+    for most in [shape.max_tokens, shape.max_tokens, shape.max_tokens.min(9)] {
         let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
         let results: Vec<Vec<u8>> =
             (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();

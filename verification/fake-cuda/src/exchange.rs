@@ -162,21 +162,23 @@ impl Launch {
         must(a.combine_at < 1 << 60, "combine_at");
 
         let local = self.local();
-        let words = u64::from(a.world) * u64::from(a.max_tokens.div_ceil(32));
-        let stride = words | 1;
-        let of_tables = local + 1 + words + local * stride;
-        let few = 4 * (u64::from(args::FIXED_WORDS) + of_tables) + 2 * local * stride;
+        let few = |tokens: u32| {
+            let words = u64::from(a.world) * u64::from(tokens.div_ceil(32));
+            let chosen = local * (words | 1);
+            let of_tables = local + 1 + chosen + chosen.div_ceil(2) + words;
+            4 * (u64::from(args::FIXED_WORDS) + of_tables)
+        };
         let is_both = a.flags & args::SEND != 0 && self.receives() && size.grid[0] > 1;
         let receiving = if is_both { size.grid[0] / 2 } else { size.grid[0] };
         let mine = self.chunks().div_ceil(u64::from(receiving));
-        let of_chunks = mine * 3 + 2 * local + 1 + mine * local * 3;
-        let many =
-            4 * (u64::from(args::MANY_WORDS) + of_chunks + local.max(u64::from(args::THREADS)));
+        let of_chunks = mine * 3 + 2 * local + 1 + mine * local * 3 + self.chunks();
+        let many = 4 * (u64::from(args::MANY_WORDS) + of_chunks + 2 * u64::from(args::THREADS));
+        must(a.few_tokens <= a.max_tokens, "few_tokens");
         must(!self.is_many() || (1..=args::CHUNK).contains(&a.chunk_tokens), "chunk_tokens");
         let needed = match () {
             () if self.combines() => 4 * u64::from(args::FIXED_WORDS),
-            () if self.is_many() => many,
-            () => few,
+            () if self.is_many() => many.max(few(a.few_tokens)),
+            () => few(a.max_tokens),
         };
         must(u64::from(size.shared_bytes) >= needed, "shared memory");
     }

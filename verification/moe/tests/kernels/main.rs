@@ -356,9 +356,23 @@ fn check_without(world: &World, turn: usize, there: &[usize]) {
 /// A rank that never comes is named, and the others have all the rest, in this round and in those after.
 #[test]
 fn a_rank_that_never_comes() {
-    for_seeds(12, |seed| {
+    never_comes(12, 1, plain);
+}
+
+/// Only some blocks have choices of it to count: those that have none, and wait for those, wait longer than they do.
+#[test]
+fn a_rank_that_never_comes_to_many_blocks() {
+    never_comes(12, 4, |random| {
+        let few_tokens = 3 * random.below(3);
+        Style { many: true, few_tokens, blocks: 5 + random.below(4), chunk_tokens: 1, ..PLAIN }
+    });
+}
+
+fn never_comes(seeds: u64, longer: u64, plain: impl Fn(&mut Random) -> Style) {
+    for_seeds(seeds, |seed| {
         let mut random = Random(seed + 100);
-        let world = small(&mut random, 3, 3);
+        let mut world = small(&mut random, 3, 3);
+        world.timeout_ns *= longer;
         let dead = random.below(3) as usize;
         let there: Vec<usize> = (0..3).filter(|rank| *rank != dead).collect();
         let mut launches = Vec::new();
@@ -653,13 +667,15 @@ fn blocks_that_never_come() {
 /// Whoever sets the word ends all waits.
 #[test]
 fn an_abort_ends_waits() {
-    let mut random = Random(500);
-    let mut world = small(&mut random, 2, 1);
-    world.timeout_ns = 1 << 60;
-    world.set_control(0, MoeControl { next_epoch: 1, abort: 1, ..MoeControl::default() });
-    let launches = world.launches(0, 0, PLAIN);
-    run(&world, &launches, 1);
-    assert_eq!(world.report(0).late_table[1], 1);
+    for (many, few_tokens) in [(false, 0), (true, 0), (true, 6)] {
+        let mut random = Random(500);
+        let mut world = small(&mut random, 2, 1);
+        world.timeout_ns = 1 << 60;
+        world.set_control(0, MoeControl { next_epoch: 1, abort: 1, ..MoeControl::default() });
+        let launches = world.launches(0, 0, Style { many, few_tokens, ..PLAIN });
+        run(&world, &launches, 1);
+        assert_eq!(world.report(0).late_table[1], 1);
+    }
 }
 
 /// A choice that is none is dropped and reported, and the rest goes on.
