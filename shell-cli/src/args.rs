@@ -266,13 +266,14 @@ pub struct BenchArgs {
 pub enum BenchCommand {
     /// Dispatch and combine of a mixture of experts, among ranks of this host, in host memory or among GPUs
     #[command(after_help = BENCH_MOE_HELP)]
-    Moe(MoeBenchArgs),
+    Moe(Box<MoeBenchArgs>),
 }
 
 const BENCH_MOE_HELP: &str = "\
-Each rank is a thread of this process with an engine of its own; they write to each other through shared memory. Tokens
-are bf16 both ways, routed uniformly. Times are those of each round's slowest rank. GB/s counts what leaves any rank for
-another one, once; the last column is how long one thread takes to copy as much. Every result is checked.
+Each rank is a thread of this process with an engine of its own; they write to each other through shared memory, or by --provider
+libfabric or verbs, over lo by the former unless --interface says otherwise. Tokens are bf16 both ways, routed uniformly. Times are
+those of each round's slowest rank. GB/s counts what leaves any rank for another one, once; the last column is how long one thread
+takes to copy as much. Every result is checked.
 
 With --gpus ranks have GPUs in turn, and kernels do it: bf16 becomes e4m3 with float scales on the way out, bf16 comes back. Times
 are the GPUs', taken between launches, without what the CPU needs to launch; results are checked before, and after every 16th round.
@@ -283,6 +284,7 @@ Examples:
   immwire bench moe --ep 4 --tokens 128
   immwire bench moe --ep 4 --tokens 128 --exact
   immwire bench moe --ep 2 --tokens 4096 --chunk 512 --rounds 10 --json
+  immwire bench moe --provider libfabric --fabric tcp
   immwire bench moe --provider nvlink --tokens 1            a rank on each GPU
   immwire bench moe --gpus 0,1 --ep 4 --tokens 4096         two ranks on each of two";
 
@@ -292,9 +294,9 @@ pub struct MoeBenchArgs {
     /// Ranks [default: 2, or as many as GPUs]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub ep: Option<u32>,
-    /// shm for host memory, nvlink for GPUs [default: nvlink with --gpus, else shm]
-    #[arg(long, value_enum)]
-    pub provider: Option<Provider>,
+    /// What carries the writes; nvlink with --gpus, unless told
+    #[command(flatten)]
+    pub transport: TransportArgs,
     /// The ranks' GPUs [default with --provider nvlink: all]
     #[arg(long, value_delimiter = ',', value_name = "GPU")]
     pub gpus: Vec<u32>,

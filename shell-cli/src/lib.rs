@@ -136,7 +136,7 @@ fn measure_moe(args: &MoeBenchArgs) -> Result<u8, Failure> {
     bench::moe::bench(args).map(|()| 0).map_err(|error| {
         let interrupted = matches!(error, bench::moe::MoeBenchError::Interrupted);
         let code = if interrupted { signals::INTERRUPTED } else { FAILED };
-        Failure { code, message: error.to_string() }
+        Failure { code, message: advised(error.to_string(), error.motor()) }
     })
 }
 

@@ -250,6 +250,22 @@ impl TransportArgs {
         Ok(Carrier { gpus: pair, ..Carrier::of(Transport::Shm) })
     }
 
+    /// Whether nothing was said that has no meaning where GPUs alone copy.
+    ///
+    /// # Errors
+    ///
+    /// [`TransportError`].
+    pub fn for_gpus_alone(&self) -> Result<(), TransportError> {
+        match self.given().next() {
+            Some((option, of)) => {
+                let (of, provider) = (label(of), label(Provider::Nvlink));
+                Err(TransportError::NoMeaning { option, of, provider })
+            }
+            None if self.shm_on_host => Err(TransportError::NothingBeside),
+            None => Ok(()),
+        }
+    }
+
     /// As [`TransportArgs::choose`], with shared memory beside it if that was asked for, or the address has it.
     ///
     /// # Errors

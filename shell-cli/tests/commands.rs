@@ -74,9 +74,13 @@ fn dispatch_and_combine_are_measured_and_checked() {
     }
     // The same routes: as many results as choices elsewhere are more than ranks elsewhere.
     assert!(back[2] > back[1], "{back:?}");
-    for refused in
-        [&["--experts", "2", "--top-k", "3"][..], &["--hidden", "12"], &["--provider", "verbs"]]
-    {
+    for refused in [
+        &["--experts", "2", "--top-k", "3"][..],
+        &["--hidden", "12"],
+        &["--gpus", "0", "--fabric", "tcp"],
+        &["--gpus", "0", "--provider", "libfabric"],
+        &["--shm-on-host"],
+    ] {
         let output = run(["bench", "moe", "--json"].iter().chain(refused));
         assert_eq!(output.status.code(), Some(1), "{refused:?}");
         assert!(output.stdout.is_empty() && !output.stderr.is_empty());

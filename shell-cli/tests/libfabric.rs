@@ -102,6 +102,22 @@ fn several_peers_and_several_nics_need_no_baseline() {
     assert!(write["ratio"].is_null() && write["nics"] == 2, "{write}");
 }
 
+/// Ranks of a mixture of experts write to each other so, too; every result is checked.
+#[test]
+fn dispatch_and_combine_go_over_libfabric() {
+    for fabric in fabrics() {
+        let small = ["--tokens", "9", "--hidden", "64", "--experts", "7", "--top-k", "3"];
+        let more = ["--ep", "3", "--chunk", "4", "--rounds", "5", "--json", "--fabric", &fabric];
+        let output = run(["bench", "moe"].iter().chain(&small).chain(&more));
+        assert!(output.status.success(), "{fabric}: {}", text(&output.stderr));
+        for line in text(&output.stdout).lines() {
+            let row: Value = serde_json::from_str(line).unwrap();
+            assert_eq!(row["provider"], "libfabric", "{row}");
+            assert!(positive(&row, "p50_us") && positive(&row, "gb_per_s"), "{row}");
+        }
+    }
+}
+
 #[test]
 fn an_engine_that_sleeps_is_measured_too() {
     if fabrics().is_empty() {

@@ -4,7 +4,7 @@
 
 use std::collections::BTreeSet;
 use std::ops::Range;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::thread;
 use std::time::Instant;
 
@@ -12,6 +12,7 @@ use immwire_core::moe::TableError;
 
 use super::*;
 use crate::engine::{LibfabricOptions, Transport};
+use crate::sim::{Fabric, FabricConfig, NicModel};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -536,6 +537,36 @@ fn rounds_over_tcp_are_the_same() {
         let config = Config { chunk_tokens, exact, ..config(&[0, 1, 5, 8]) };
         assert_eq!(check(&engines, &config, 1), 18);
     }
+}
+
+/// Engines whose NICs and clock are simulated: while ranks wait on threads of their own, another one has time pass.
+#[test]
+fn rounds_over_the_simulated_fabric_are_the_same() {
+    /// Ends the other thread, also when this one panics.
+    struct Ends<'a>(&'a AtomicBool);
+    impl Drop for Ends<'_> {
+        fn drop(&mut self) {
+            self.0.store(true, Ordering::Release);
+        }
+    }
+    let fabric = Fabric::new(5, FabricConfig::calm());
+    let engine = |_| fabric.engine(TransferEngine::builder(), &[NicModel::CONNECTX7; 2]).unwrap();
+    let (engines, mut drivers): (Vec<_>, Vec<_>) = (0..3).map(engine).unzip();
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_over.load(Ordering::Acquire) {
+                fabric.run_for(&mut drivers, Duration::from_micros(20));
+            }
+        });
+        let _ends = Ends(&is_over);
+        let chunk_tokens = NonZeroU32::new(3).unwrap();
+        for exact in [false, true] {
+            let config = Config { chunk_tokens, exact, ..config(&[0, 1, 5, 8]) };
+            assert_eq!(check(&engines, &config, 1), 18);
+        }
+    });
+    drop(engines);
 }
 
 /// Large enough that writes are cut and sent past the caches, and no token's bytes are another's.

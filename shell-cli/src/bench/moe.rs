@@ -17,17 +17,19 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use comfy_table::{CellAlignment, Table, presets};
+use immwire::TransferEngine;
 use immwire::core::moe::{Placement, Routing, RoutingError};
 use immwire::moe::gpu::MoeReport;
 use immwire::moe::{Absent, AllToAll, Config, Format, Joining, MoeError, Results, Rows, Tokens};
-use immwire::{BuildError, TransferEngine};
 use serde::Serialize;
 
 use super::moe_gpu;
 use crate::args::{MoeBenchArgs, Provider};
+use crate::motor::MotorError;
 use crate::report::stats::quantile;
 use crate::report::table::figure;
 use crate::signals;
+use crate::transport::{Carrier, Peers, TransportError};
 
 /// No round takes longer, or something is wrong.
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -39,7 +41,7 @@ const WARM: u32 = 2;
 pub enum MoeBenchError {
     /// An engine could not be built.
     #[error(transparent)]
-    Build(#[from] BuildError),
+    Motor(#[from] MotorError),
     /// The arguments make no exchange, or a round failed.
     #[error("rank {rank}: {error}")]
     Exchange {
@@ -72,9 +74,9 @@ pub enum MoeBenchError {
         /// Among whom.
         of: &'static str,
     },
-    /// Something else than shared memory or GPUs.
-    #[error("dispatch and combine are measured with --provider shm or nvlink")]
-    Provider,
+    /// The flags make no transport.
+    #[error(transparent)]
+    Transport(#[from] TransportError),
     /// The driver of the GPUs, or there is none.
     #[error(
         "{0}\n  what to do: `immwire doctor` says which GPUs there are and why others cannot be used; without --gpus and \
@@ -109,6 +111,16 @@ pub enum MoeBenchError {
     /// The output is gone.
     #[error("cannot write the result: {0}")]
     Output(#[from] std::io::Error),
+}
+
+impl MoeBenchError {
+    /// The engine's failure, if it was one.
+    pub(crate) const fn motor(&self) -> Option<&MotorError> {
+        match self {
+            Self::Motor(error) => Some(error),
+            _ => None,
+        }
+    }
 }
 
 /// What was measured of one operation. Serialises to one flat JSON object.
@@ -157,13 +169,15 @@ pub struct Measured {
 ///
 /// [`MoeBenchError`].
 pub fn bench(args: &MoeBenchArgs) -> Result<(), MoeBenchError> {
-    let rows = match (args.provider, args.gpus.is_empty()) {
-        (None | Some(Provider::Shm), true) => measure(args)?,
-        (None, false) | (Some(Provider::Nvlink), _) => moe_gpu::measure(args)?,
-        (Some(Provider::Shm), false) => {
+    let rows = match (args.transport.provider, args.gpus.is_empty()) {
+        (None, false) | (Some(Provider::Nvlink), _) => {
+            args.transport.for_gpus_alone()?;
+            moe_gpu::measure(args)?
+        }
+        (_, true) => measure(args, &args.transport.without_gpus(Peers::Own)?)?,
+        (Some(_), false) => {
             return Err(MoeBenchError::NoMeaning { option: "gpus", of: "in host memory" });
         }
-        (Some(Provider::Libfabric | Provider::Verbs), _) => return Err(MoeBenchError::Provider),
     };
     let mut out = std::io::stdout();
     if args.json {
@@ -215,10 +229,11 @@ fn config(args: &MoeBenchArgs, rank: u32) -> Result<Config, MoeBenchError> {
 /// # Errors
 ///
 /// [`MoeBenchError`].
-pub fn measure(args: &MoeBenchArgs) -> Result<Vec<Measured>, MoeBenchError> {
+pub fn measure(args: &MoeBenchArgs, carrier: &Carrier) -> Result<Vec<Measured>, MoeBenchError> {
     let mut joining = Vec::new();
     for rank in 0..world(args) {
-        let engine = TransferEngine::builder().build()?;
+        let builder = TransferEngine::builder().transport(carrier.transport.clone());
+        let engine = builder.shm_on_host(carrier.shm_on_host).build().map_err(MotorError::from)?;
         let opened = AllToAll::open(&engine, &config(args, rank)?);
         joining.push(opened.map_err(|error| MoeBenchError::Exchange { rank, error })?);
     }
@@ -250,7 +265,7 @@ pub fn measure(args: &MoeBenchArgs) -> Result<Vec<Measured>, MoeBenchError> {
     });
     match meeting.failure.into_inner().unwrap_or_else(PoisonError::into_inner) {
         Some(error) => Err(error),
-        None => Ok(rows(args, &ranks)),
+        None => Ok(rows(args, carrier.name(), &ranks)),
     }
 }
 
@@ -431,7 +446,7 @@ impl Batch {
 }
 
 /// A row for each operation.
-fn rows(args: &MoeBenchArgs, ranks: &[Vec<Sample>]) -> Vec<Measured> {
+fn rows(args: &MoeBenchArgs, provider: &'static str, ranks: &[Vec<Sample>]) -> Vec<Measured> {
     let row = |(op, name): (usize, &'static str)| {
         let of = |round: usize| ranks.iter().filter_map(move |samples| samples.get(round));
         let rounds = 0..args.rounds as usize;
@@ -445,7 +460,7 @@ fn rows(args: &MoeBenchArgs, ranks: &[Vec<Sample>]) -> Vec<Measured> {
         Measured {
             bench: "moe",
             op: name,
-            provider: "shm",
+            provider,
             ep: world(args),
             gpus: None,
             tokens: args.tokens,
@@ -512,6 +527,7 @@ fn table(rows: &[Measured]) -> Table {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::args::TransportArgs;
 
     #[test]
     fn results_are_the_sum_of_the_signs_of_a_tokens_experts() {
@@ -527,7 +543,7 @@ mod tests {
     fn a_round_takes_as_long_as_its_slowest_rank() {
         let args = MoeBenchArgs {
             ep: Some(2),
-            provider: None,
+            transport: TransportArgs::default(),
             gpus: Vec::new(),
             tokens: 1,
             hidden: 8,
@@ -541,7 +557,7 @@ mod tests {
         };
         let sample = |us: f64| Sample { seconds: [us * 1e-6, 1e-3], rows_out: [3, 5] };
         let ranks = [[1.0, 8.0, 2.0].map(sample).into(), [4.0, 3.0, 9.0].map(sample).into()];
-        let [dispatch, combine]: [Measured; 2] = rows(&args, &ranks).try_into().unwrap();
+        let [dispatch, combine]: [Measured; 2] = rows(&args, "shm", &ranks).try_into().unwrap();
         // Slowest of each round: 4, 8, 9.
         assert!((dispatch.p50_us - 8.0).abs() < 1e-9 && (dispatch.p99_us - 9.0).abs() < 1e-9);
         // Rows of 16 bytes: three of each rank.

@@ -31,6 +31,7 @@ use immwire_cuda::{
 
 use super::moe::{Batch, Measured, MoeBenchError, firsts};
 use crate::args::MoeBenchArgs;
+use crate::motor::MotorError;
 use crate::report::stats::quantile;
 use crate::signals;
 
@@ -169,7 +170,7 @@ fn join(gpus: &[u32], shape: &Shape, sms: u32) -> Result<Vec<AllToAll>, MoeBench
     let of = |rank| move |error| MoeBenchError::Exchange { rank, error };
     let mut joining = Vec::new();
     for (rank, gpu) in (0..).zip(gpus.iter().cycle()).take(shape.firsts.len() - 1) {
-        let engine = TransferEngine::builder().gpus([*gpu]).build()?;
+        let engine = TransferEngine::builder().gpus([*gpu]).build().map_err(MotorError::from)?;
         let config = Config { rank, gpu: *gpu, shape: shape.clone(), sms, timeout: KERNELS_WAIT };
         joining.push(AllToAll::open(&engine, &config).map_err(of(rank))?);
     }
