@@ -41,7 +41,7 @@ def work(connection, rank, firsts):
     """One rank: its tokens go to their experts and come back, layer after layer."""
     shape = dict(firsts=firsts, top_k=TOP_K, max_tokens=TOKENS, hidden=HIDDEN, dtype="float16", padding=8)
     with immwire.TransferEngine() as engine:
-        joining = immwire.moe.AllToAll.open(engine, rank=rank, **shape)
+        joining = immwire.moe.HostAllToAll.open(engine, rank=rank, **shape)
         connection.send(joining.seat)
         with joining.join(connection.recv()) as exchange:
             router, experts = parameters()

@@ -53,7 +53,7 @@ mod _immwire {
     #[pymodule_export]
     use super::flag::{Following, GpuFlag};
     #[pymodule_export]
-    use super::moe::{AllToAll, GpuAllToAll, GpuJoining, Joining, MoeReport, Received};
+    use super::moe::{GpuAllToAll, GpuJoining, HostAllToAll, Joining, MoeReport, Received};
     #[pymodule_export]
     use super::pages::PageIndices;
     #[pymodule_export]

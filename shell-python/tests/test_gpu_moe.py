@@ -517,7 +517,7 @@ def case_what_does_not_fit_is_refused():
         joining = moe.GpuAllToAll.open(
             rank.engine, rank=0, device=0, top_k=2, max_tokens=4, hidden=16, firsts=[0, 1, 4]
         )
-        host = moe.AllToAll.open(rank.engine, rank=1, top_k=2, max_tokens=4, hidden=16, firsts=[0, 1, 4])
+        host = moe.HostAllToAll.open(rank.engine, rank=1, top_k=2, max_tokens=4, hidden=16, firsts=[0, 1, 4])
         with pytest.raises(moe.MoeError, match="another shape"):
             joining.join([joining.seat, host.seat])
         with pytest.raises(immwire.EngineClosed, match="exchange is closed"):

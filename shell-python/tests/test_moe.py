@@ -59,7 +59,9 @@ class World:
     def __init__(self, ranks, **shape):
         self.shape = dict(top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN) | shape
         self.engines = [immwire.TransferEngine(timeout=PATIENCE) for _ in range(ranks)]
-        opened = [moe.AllToAll.open(engine, rank=i, **self.shape) for i, engine in enumerate(self.engines)]
+        opened = [
+            moe.HostAllToAll.open(engine, rank=i, **self.shape) for i, engine in enumerate(self.engines)
+        ]
         self.seats = [bytes(joining.seat) for joining in opened]
         self.pool = ThreadPoolExecutor(ranks)
         self.exchanges = list(self.pool.map(lambda joining: joining.join(self.seats), opened))
@@ -210,7 +212,7 @@ def test_exact_sums_are_those_of_one_machine_wherever_experts_are(world):
 def process(connection, rank, world):
     with immwire.TransferEngine(timeout=PATIENCE) as engine:
         shape = dict(experts=6, world=world, top_k=TOP_K, max_tokens=MAX_TOKENS, hidden=HIDDEN)
-        joining = moe.AllToAll.open(engine, rank=rank, **shape)
+        joining = moe.HostAllToAll.open(engine, rank=rank, **shape)
         connection.send(joining.seat)
         with joining.join(connection.recv()) as exchange:
             for turn in range(3):
@@ -251,7 +253,7 @@ def member(connection, rank, world):
             if order == "open":
                 if exchange is not None:
                     exchange.close()
-                joining = moe.AllToAll.open(engine, rank=rank, **shape)
+                joining = moe.HostAllToAll.open(engine, rank=rank, **shape)
                 connection.send(joining.seat)
             elif order == "join":
                 exchange = joining.join(given)
@@ -453,7 +455,7 @@ def test_shapes_that_cannot_be():
         def refused(match, **shape):
             given = dict(rank=0, top_k=2, max_tokens=4, hidden=8, experts=4, world=2) | shape
             with pytest.raises(immwire.ConfigError, match=match):
-                moe.AllToAll.open(engine, **given)
+                moe.HostAllToAll.open(engine, **given)
 
         refused("rank 2 of 2", rank=2)
         refused("choices", top_k=0)
@@ -466,7 +468,7 @@ def test_shapes_that_cannot_be():
         refused("entries|ranks", world=2**32 - 1)
         refused("padding is 1", padding=0)
         refused("chunk_tokens is 1", chunk_tokens=0)
-        joining = moe.AllToAll.open(engine, rank=0, top_k=2, max_tokens=4, hidden=8, firsts=[0, 3, 4])
+        joining = moe.HostAllToAll.open(engine, rank=0, top_k=2, max_tokens=4, hidden=8, firsts=[0, 3, 4])
         assert repr(joining).startswith("<Joining rank 0 of 2, 3 of 4 experts from 0 on")
         with pytest.raises(immwire.RequestError, match="seat 1: a seat does not have 3 bytes"):
             joining.join([joining.seat, b"abc"])
@@ -479,8 +481,8 @@ def test_shapes_that_cannot_be():
 def test_another_shape_is_told_by_its_rank():
     with immwire.TransferEngine() as one, immwire.TransferEngine() as other:
         shape = dict(top_k=2, max_tokens=4, hidden=8, world=2)
-        mine = moe.AllToAll.open(one, rank=0, experts=4, **shape)
-        theirs = moe.AllToAll.open(other, rank=1, experts=6, **shape)
+        mine = moe.HostAllToAll.open(one, rank=0, experts=4, **shape)
+        theirs = moe.HostAllToAll.open(other, rank=1, experts=6, **shape)
         with pytest.raises(moe.MoeError, match="another shape") as raised:
             mine.join([mine.seat, theirs.seat])
         assert raised.value.ranks == (1,)
@@ -635,7 +637,7 @@ def test_two_threads_do_not_share_a_call_and_others_run_meanwhile():
 
 def test_the_engine_lives_as_long_as_its_exchange_and_closes_it():
     def alone():
-        joining = moe.AllToAll.open(
+        joining = moe.HostAllToAll.open(
             immwire.TransferEngine(), rank=0, top_k=1, max_tokens=4, hidden=8, experts=1, world=1
         )
         return joining.join([joining.seat])
@@ -643,7 +645,7 @@ def test_the_engine_lives_as_long_as_its_exchange_and_closes_it():
     exchange = alone()
     x, indices, weights = np.ones((1, 8), np.uint16), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
     rows = np.zeros((exchange.max_rows, 8), np.uint16)
-    assert repr(exchange) == "<AllToAll rank 0 of 1, 1 of 1 experts from 0 on, 0 rounds>"
+    assert repr(exchange) == "<HostAllToAll rank 0 of 1, 1 of 1 experts from 0 on, 0 rounds>"
     received = exchange.dispatch(x, indices, weights, out=rows)
     assert repr(received) == "Received(counts=[1], offsets=[0, 1])"
     exchange.close()
@@ -654,7 +656,7 @@ def test_the_engine_lives_as_long_as_its_exchange_and_closes_it():
 
     with ExitStack() as stack:
         engine = stack.enter_context(immwire.TransferEngine())
-        joining = moe.AllToAll.open(engine, rank=0, top_k=1, max_tokens=4, hidden=8, experts=1, world=1)
+        joining = moe.HostAllToAll.open(engine, rank=0, top_k=1, max_tokens=4, hidden=8, experts=1, world=1)
         exchange = joining.join([joining.seat])
         stack.enter_context(exchange)
         engine.close()

@@ -239,8 +239,8 @@ impl Many {
     /// few, in 51 by these.)
     pub const FROM_TOKENS: u32 = 1024;
 
-    /// Up to how many tokens of each rank a round of theirs is one of few. (Between two H200s, with room for 4,096, 512 go out and back in 66 us
-    /// like that, and in 80 as many do; 1,000 in 118, where 113 is between what 512 and 4,096 take as many.)
+    /// Up to how many tokens of each rank a round of theirs is one of few. (Between two H200s, with room for 4,096, 512 go out and back in 72 us
+    /// like that, and in 80 as many do; 1,000 in 118 when few took 66 for 512, and in 111 as many do.)
     pub const FEW_TOKENS: u32 = 512;
 
     /// Whether the kernels for many are taken: they are the quicker ones, or those for few have no room in a block's memory for all

@@ -40,7 +40,7 @@ __all__ = [
     "ImmCounter",
     "TransferEngine",
     "_close_all",
-    "AllToAll",
+    "HostAllToAll",
     "GpuAllToAll",
     "GpuJoining",
     "Joining",
@@ -445,10 +445,10 @@ class Received:
 class Joining:
     @property
     def seat(self) -> bytes: ...
-    def join(self, seats: Iterable[Buffer], /, *, timeout: float | None = None) -> AllToAll: ...
+    def join(self, seats: Iterable[Buffer], /, *, timeout: float | None = None) -> HostAllToAll: ...
 
 @final
-class AllToAll:
+class HostAllToAll:
     @overload
     @staticmethod
     def open(

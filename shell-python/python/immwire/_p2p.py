@@ -7,38 +7,19 @@ streams, groups and tensors are understood.
 
 from __future__ import annotations
 
-import sys
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING
 
-from ._errors import ConfigError, RequestError
+from ._errors import ConfigError
+from ._groups import dtype_name, gathered, number_of, place, seen, stream_of
 from ._immwire import GpuAllToAll, TransferEngine
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
+    from ._groups import _Group
     from ._immwire import Region, _GpuMemory, _SupportsCudaStream
-    from .bootstrap import Store
-
-    _Group: TypeAlias = "_OtherGroup | _ProcessGroup | tuple[Store, int, int]"
-
-
-class _OtherGroup(Protocol):
-    """Ranks that can tell each other something."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    def all_gather_object(self, obj: Any, /) -> list[Any]: ...
-
-
-class _ProcessGroup(Protocol):
-    """What is asked of a group of torch.distributed."""
-
-    def rank(self) -> int: ...
-    def size(self) -> int: ...
 
 
 #: Bytes of an element.
@@ -115,9 +96,9 @@ class P2PAllToAll:
         timeout: float = 60.0,
         name: str = "P2PAllToAll",
     ) -> None:
-        rank, world = _place("global_group", global_group)
+        rank, world = place("global_group", global_group)
         if dp_group is not None:
-            _, sharing = _place("dp_group", dp_group)
+            _, sharing = place("dp_group", dp_group)
             if sharing > 1:
                 message = f"dp_group has {sharing} ranks, to share tokens: here each rank has its own"
                 raise ConfigError(message)
@@ -126,10 +107,10 @@ class P2PAllToAll:
         scale_bytes = 0
         if hidden_dim_scale is not None:
             scale_bytes = hidden_dim_scale * _item_bytes("scale_dtype", scale_dtype)
-        results = _dtype_name(out_dtype)
+        results = dtype_name(out_dtype)
         if results not in ("bfloat16", "float16"):
             raise ConfigError(f"out_dtype is {results}: bfloat16 and float16 can be")
-        number = _number_of(device)
+        number = number_of(device)
         share = -(-num_experts // world)
         firsts = [min(share * each, num_experts) for each in range(world + 1)]
         with ExitStack() as stack:
@@ -152,7 +133,7 @@ class P2PAllToAll:
             )
             entries = firsts[rank + 1] - firsts[rank] + 1
             self.offsets = stack.enter_context(engine.alloc(4 * entries, device=number))
-            seats = _gathered(global_group, joining.seat, name, timeout)
+            seats = gathered("global_group", global_group, joining.seat, name, timeout)
             self.exchange = stack.enter_context(joining.join(seats, timeout=timeout))
             self.engine = engine
             self._device = number
@@ -191,16 +172,16 @@ class P2PAllToAll:
         if half is None:
             return
         self.exchange.dispatch(
-            _seen(dp_x),
-            _seen(indices),
-            _seen(weights),
-            None if dp_x_scale is None else _seen(dp_x_scale),
-            out=_seen(out_expert_x),
-            out_scales=None if out_expert_x_scale is None else _seen(out_expert_x_scale),
-            counts=_seen(out_expert_num_tokens),
+            seen(dp_x),
+            seen(indices),
+            seen(weights),
+            None if dp_x_scale is None else seen(dp_x_scale),
+            out=seen(out_expert_x),
+            out_scales=None if out_expert_x_scale is None else seen(out_expert_x_scale),
+            counts=seen(out_expert_num_tokens),
             offsets=self._offsets,
-            count=None if bound_m is None else _seen(bound_m),
-            stream=self._stream(stream),
+            count=None if bound_m is None else seen(bound_m),
+            stream=stream_of(stream, self._device),
             half=half,
         )
 
@@ -228,10 +209,10 @@ class P2PAllToAll:
         if half is None:
             return
         self.exchange.combine(
-            _seen(expert_y),
-            out=_seen(out_tokens),
+            seen(expert_y),
+            out=seen(out_tokens),
             accumulate=accumulate,
-            stream=self._stream(stream),
+            stream=stream_of(stream, self._device),
             half=half,
         )
 
@@ -250,19 +231,6 @@ class P2PAllToAll:
     ) -> None:
         self.destroy()
 
-    def _stream(self, stream: _SupportsCudaStream | int | None) -> _SupportsCudaStream | int:
-        if stream is not None:
-            return stream
-        torch = _torch()
-        if torch is None:
-            raise RequestError("stream is missing: torch, whose current one it would be, is not imported")
-        return int(torch.cuda.current_stream(self._device).cuda_stream)
-
-
-def _torch() -> Any:
-    """torch, if the program uses it."""
-    return sys.modules.get("torch")
-
 
 def _half(send: bool, receive: bool) -> str | None:
     if send and receive:
@@ -272,74 +240,9 @@ def _half(send: bool, receive: bool) -> str | None:
     return "receive" if receive else None
 
 
-def _seen(array: _GpuMemory) -> _GpuMemory:
-    """``array``, or a view of its bytes where torch has no interface for its type."""
-    torch = _torch()
-    if torch is None or not isinstance(array, torch.Tensor):
-        return array
-    tensor: Any = array
-    try:
-        _ = tensor.__cuda_array_interface__
-    except Exception:  # Which one, differs among its versions. What is wrong otherwise, the exchange says.
-        tensor = tensor.view(torch.uint8)
-    seen: _GpuMemory = tensor
-    return seen
-
-
-def _dtype_name(dtype: object) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def _item_bytes(what: str, dtype: object) -> int:
-    name = _dtype_name(dtype)
+    name = dtype_name(dtype)
     try:
         return _ITEM_BYTES[name]
     except KeyError:
         raise ConfigError(f"{what} is {name}: it can be {', '.join(sorted(_ITEM_BYTES))}") from None
-
-
-def _number_of(device: object) -> int:
-    """Which GPU: 1 for 1, "cuda:1" and torch.device("cuda", 1); for "cuda" torch's current one."""
-    if isinstance(device, int):
-        return device
-    kind, _, number = str(device).partition(":")
-    if kind == "cuda" and number.isdecimal():
-        return int(number)
-    torch = _torch()
-    if str(device) == "cuda" and torch is not None:
-        return int(torch.cuda.current_device())
-    raise ConfigError(f'device is {str(device)!r}: which GPU is it? A number or "cuda:0" says so')
-
-
-def _place(what: str, group: _Group) -> tuple[int, int]:
-    """Its rank here, and how many there are."""
-    if isinstance(group, tuple):
-        _, rank, world = group
-    else:
-        # Numbers, or methods as torch has them.
-        found: list[Any] = [getattr(group, name, None) for name in ("rank", "size")]
-        rank, world = (each() if callable(each) else each for each in found)
-    if not (isinstance(rank, int) and isinstance(world, int) and 0 <= rank < world):
-        raise ConfigError(f"{what} has rank {rank!r} of {world!r}: it is a group, or (store, rank, world)")
-    return rank, world
-
-
-def _gathered(group: _Group, value: bytes, name: str, timeout: float) -> list[bytes]:
-    """The values of all ranks."""
-    if isinstance(group, tuple):
-        # It brings modules with it that not everybody needs.
-        from . import bootstrap
-
-        store, rank, world = group
-        return bootstrap.exchange(store, rank=rank, world=world, value=value, name=name, timeout=timeout)
-    # torch's groups have no method for it, but a function.
-    gather: Any = getattr(group, "all_gather_object", None)
-    if gather is not None:
-        return list(gather(value))
-    torch = _torch()
-    if torch is None or not isinstance(group, torch.distributed.ProcessGroup):
-        raise ConfigError("global_group has no all_gather_object, and is no group of torch.distributed")
-    _, world = _place("global_group", group)
-    values: list[Any] = [None] * world
-    torch.distributed.all_gather_object(values, value, group=group)
-    return values

@@ -1,4 +1,4 @@
-//! `immwire.moe.AllToAll`: the exchange in host memory. Arguments are copied in, the exchange runs detached, and results are
+//! `immwire.moe.HostAllToAll`: the exchange in host memory. Arguments are copied in, the exchange runs detached, and results are
 //! copied out.
 //!
 //! # Invariants
@@ -107,7 +107,7 @@ impl Joining {
         py: Python<'_>,
         seats: &Bound<'_, PyAny>,
         timeout: Option<f64>,
-    ) -> PyResult<AllToAll> {
+    ) -> PyResult<HostAllToAll> {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
         let seats = super::seats(seats)?;
@@ -125,7 +125,7 @@ impl Joining {
                     Err(Failure::Closed)
                 }
             })?;
-        Ok(AllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots, control })
+        Ok(HostAllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots, control })
     }
 
     fn __repr__(&self) -> String {
@@ -133,7 +133,7 @@ impl Joining {
     }
 }
 
-/// Dispatch and combine among ranks, in host memory, over any transport. Made by ``AllToAll.open`` and ``join``.
+/// Dispatch and combine among ranks, in host memory, over any transport. Made by ``HostAllToAll.open`` and ``join``.
 ///
 /// Every rank calls ``dispatch`` and then ``combine``, round after round. A rank that is gone, or of which nothing comes in time, is left out,
 /// and the others go on with all the rest: ``active_ranks`` and ``report()`` say so, no exception does. To take everybody in again, open a
@@ -141,7 +141,7 @@ impl Joining {
 /// meanwhile raises ``RequestError``; ``report``, ``active_ranks`` and ``abort`` can be called at any time. Whatever a round needs is copied in and out once more than in Rust, so that
 /// other threads may do with the arrays what they like.
 #[pyclass(module = "immwire.moe", frozen)]
-pub(crate) struct AllToAll {
+pub(crate) struct HostAllToAll {
     shared: Arc<Shared>,
     max_rows: usize,
     max_slots: usize,
@@ -149,7 +149,7 @@ pub(crate) struct AllToAll {
     control: Arc<Control>,
 }
 
-impl AllToAll {
+impl HostAllToAll {
     /// Refuses scales where there are none, and none where there are some: before anything is sent.
     fn needs(&self, what: &str, given: bool) -> PyResult<()> {
         match (self.shared.config.scale_bytes, given) {
@@ -163,7 +163,7 @@ impl AllToAll {
 }
 
 #[pymethods]
-impl AllToAll {
+impl HostAllToAll {
     /// Makes the buffers of one rank.
     ///
     /// All but ``rank`` must be the same at every rank:
@@ -454,7 +454,7 @@ impl AllToAll {
 
     fn __repr__(&self) -> String {
         let state = if self.shared.common.is_closed() { ", closed" } else { "" };
-        format!("<AllToAll {}, {} rounds{state}>", self.shared.common.describe(), self.rounds())
+        format!("<HostAllToAll {}, {} rounds{state}>", self.shared.common.describe(), self.rounds())
     }
 }
 

@@ -12,7 +12,7 @@ mod host;
 mod report;
 
 pub(crate) use gpu::{GpuAllToAll, GpuJoining};
-pub(crate) use host::{AllToAll, Joining, Received};
+pub(crate) use host::{HostAllToAll, Joining, Received};
 pub(crate) use report::MoeReport;
 
 use std::sync::atomic::{AtomicBool, Ordering};

@@ -1,0 +1,336 @@
+"""``AllToAll``: one exchange for programs that run on GPUs and without.
+
+It is a ``HostAllToAll`` or a ``GpuAllToAll``, as ``device`` says, called by the same arguments. It knows
+where arrays are, and what torch calls things, and moves no bytes of tokens itself. torch is not imported:
+where a program has done so, its streams, groups and tensors are understood.
+"""
+
+from __future__ import annotations
+
+import array
+import ctypes
+from contextlib import ExitStack
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from ._errors import ConfigError, RequestError
+from ._groups import dtype_name, gathered, number_of, place, seen, stream_of, torch_here
+from ._immwire import GpuAllToAll, HostAllToAll, TransferEngine
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from ._groups import _Group
+    from ._immwire import MoeReport, _SupportsCudaStream
+
+
+class AllToAll:
+    """Dispatch and combine among ranks on GPUs of this host, or in host memory: the same calls and results.
+
+    All ranks of ``group`` make one with the same numbers, and call ``dispatch`` and ``combine`` in turn,
+    those without tokens too.
+
+    - ``group``: anything with ``rank``, ``size`` and ``all_gather_object(obj)``, which returns a list; or a
+      ``torch.distributed.ProcessGroup``; or ``(store, rank, world)`` with a store of ``immwire.bootstrap``:
+      what is made with the same store needs another ``name`` each time.
+    - ``experts``: of all ranks, evenly. ``top_k``: choices of a token. ``hidden``: values of a token.
+      ``max_tokens``: the most that any rank has.
+    - ``device``: ``"cpu"``, or a GPU: a number, ``"cuda:1"`` or a ``torch.device``.
+    - ``dtype``: of results, ``"bfloat16"`` or ``"float16"``, or torch's own; of tokens, too, unless
+      ``token_bytes`` and ``scale_bytes`` say how long others and their scales are. ``quantize``: GPUs make
+      e4m3 of tokens on the way, with scales: ``"float32"`` or ``"ue8m0"``.
+    - ``padding``: rows of an expert start on a multiple of it. ``exact``: each expert's result comes back
+      by itself.
+    - ``chunk_tokens`` is for host memory, ``sms`` for GPUs.
+
+    ``engine`` has ``device`` among its GPUs, or any transport for host memory; without, one is made for
+    ranks of this host, and closed by ``close``. ``patience``: how many seconds others are waited for.
+    ``timeout``: seconds for joining, and before that for meeting in a store.
+
+    ``exchange`` has what there is no name for here.
+    """
+
+    #: The exchange itself.
+    exchange: HostAllToAll | GpuAllToAll
+    #: Whose memory it uses.
+    engine: TransferEngine
+    #: Which rank this is, and of how many.
+    rank: int
+    world: int
+
+    def __init__(
+        self,
+        group: _Group,
+        /,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        max_tokens: int,
+        *,
+        device: object = "cpu",
+        dtype: object = "bfloat16",
+        quantize: str | None = None,
+        token_bytes: int | None = None,
+        scale_bytes: int = 0,
+        padding: int = 1,
+        exact: bool = False,
+        chunk_tokens: int | None = None,
+        sms: int = 0,
+        engine: TransferEngine | None = None,
+        patience: float = 5.0,
+        timeout: float = 60.0,
+        name: str = "AllToAll",
+    ) -> None:
+        self.rank, self.world = place("group", group)
+        results = dtype_name(dtype)
+        self._patience = patience
+        self._tokens: int | None = None
+        self._device = 0
+        with ExitStack() as stack:
+            if str(device) == "cpu":
+                if quantize is not None:
+                    raise ConfigError("quantize is for GPUs: on the CPU give tokens as they are to arrive")
+                if engine is None:
+                    engine = stack.enter_context(TransferEngine())
+                on_host = HostAllToAll.open(
+                    engine,
+                    rank=self.rank,
+                    world=self.world,
+                    experts=experts,
+                    top_k=top_k,
+                    max_tokens=max_tokens,
+                    hidden=hidden,
+                    dtype=results,
+                    token_bytes=token_bytes,
+                    scale_bytes=scale_bytes,
+                    padding=padding,
+                    exact=exact,
+                    chunk_tokens=chunk_tokens,
+                )
+                seats = gathered("group", group, on_host.seat, name, timeout)
+                self.exchange = stack.enter_context(on_host.join(seats, timeout=timeout))
+            else:
+                if chunk_tokens is not None:
+                    raise ConfigError("chunk_tokens is for host memory: leave it out")
+                self._device = number_of(device)
+                if engine is None:
+                    engine = stack.enter_context(TransferEngine(gpus=[self._device]))
+                on_gpu = GpuAllToAll.open(
+                    engine,
+                    rank=self.rank,
+                    world=self.world,
+                    device=self._device,
+                    experts=experts,
+                    top_k=top_k,
+                    max_tokens=max_tokens,
+                    hidden=hidden,
+                    dtype=results,
+                    quantize=quantize,
+                    token_bytes=token_bytes,
+                    scale_bytes=scale_bytes,
+                    padding=padding,
+                    exact=exact,
+                    sms=sms,
+                    patience=patience,
+                )
+                seats = gathered("group", group, on_gpu.seat, name, timeout)
+                self.exchange = stack.enter_context(on_gpu.join(seats, timeout=timeout))
+            self.engine = engine
+            # From here on, `close` ends it all.
+            self._held = stack.pop_all()
+
+    def dispatch(
+        self,
+        x: Any,
+        indices: Any,
+        weights: Any,
+        scales: Any = None,
+        *,
+        out: Any,
+        out_scales: Any = None,
+        slots: Any = None,
+        counts: Any,
+        offsets: Any,
+        count: Any = None,
+        stream: _SupportsCudaStream | int | None = None,
+        half: str = "both",
+    ) -> None:
+        """Send tokens to the ranks of the experts they chose, and receive what others sent.
+
+        Arrays are C-contiguous, where ``device`` is.
+
+        - ``x``, ``scales``: a row for each token. ``indices``: ``[tokens][top_k]``, ``int32`` or ``int64``;
+          -1 is a choice that was dropped. ``weights``: ``float32`` of the same shape; ``combine`` uses
+          them.
+        - ``count``: if given, the ``int32`` in it is the number of tokens; on a GPU, when the stream comes
+          there.
+        - ``out``, ``out_scales``: whole rows; ``max_rows`` are always enough. ``slots``: if given,
+          ``int32``, each token arrives once, in one of ``max_slots`` of ``out``, and this says of each row
+          which it is, or -1 where it only pads.
+        - ``counts``: ``int32``, written: tokens for each of this rank's experts. ``offsets``: where the
+          rows of each begin, and one entry more: all rows, padding included.
+        - ``half``: ``"both"``, or ``"send"``, which waits for nothing, and later ``"receive"`` with the
+          same arguments.
+
+        On a GPU this is enqueued: ``stream`` is torch's current one, unless given; where torch is not
+        imported, it has to be. On the CPU it is done when the call returns, and there is no stream.
+        """
+        exchange = self.exchange
+        if isinstance(exchange, GpuAllToAll):
+            exchange.dispatch(
+                seen(x),
+                seen(indices),
+                seen(weights),
+                None if scales is None else seen(scales),
+                out=seen(out),
+                out_scales=None if out_scales is None else seen(out_scales),
+                slots=None if slots is None else seen(slots),
+                counts=seen(counts),
+                offsets=seen(offsets),
+                count=None if count is None else seen(count),
+                stream=stream_of(stream, self._device),
+                half=half,
+            )
+            return
+        _no_stream(stream)
+        if half != "receive":
+            self._tokens = None if count is None else _words("count", count, 1)[0]
+        arguments = {"x": x, "indices": indices, "weights": weights, "scales": scales}
+        x, indices, weights, scales = (self._first(array) for array in arguments.values())
+        lent: dict[str, Any] = {
+            "out": out,
+            "out_scales": out_scales,
+            "slots": None if slots is None else _buffer(slots),
+        }
+        call: Any = exchange.dispatch
+        received = call(
+            x, _int32(indices), _buffer(weights), scales, **lent, half=half, timeout=self._patience
+        )
+        if received is not None:
+            _write("counts", counts, received.counts)
+            _write("offsets", offsets, received.offsets)
+
+    def combine(
+        self,
+        y: Any,
+        *,
+        out: Any,
+        accumulate: bool = False,
+        stream: _SupportsCudaStream | int | None = None,
+        half: str = "both",
+    ) -> None:
+        """Send the results of the tokens received, and receive those of this rank's own.
+
+        That is for each the sum of its choices' results, times their weights.
+
+        ``y`` has ``hidden`` values of ``dtype`` in each row of the dispatch before, ``out`` in a row for
+        each token. ``accumulate``: add to what is there. The rest is as there.
+        """
+        exchange = self.exchange
+        if isinstance(exchange, GpuAllToAll):
+            exchange.combine(
+                seen(y),
+                out=seen(out),
+                accumulate=accumulate,
+                stream=stream_of(stream, self._device),
+                half=half,
+            )
+            return
+        _no_stream(stream)
+        call: Any = exchange.combine
+        call(y, out=self._first(out), accumulate=accumulate, half=half, timeout=self._patience)
+
+    def report(self) -> MoeReport:
+        """What went wrong until now: who is left out, since when, and why. Waits for nothing."""
+        return self.exchange.report()
+
+    @property
+    def active_ranks(self) -> list[int]:
+        """The ranks that are not left out, this one included."""
+        return self.exchange.active_ranks
+
+    def abort(self) -> None:
+        """End all waits of this rank for others, those to come, too."""
+        self.exchange.abort()
+
+    @property
+    def max_rows(self) -> int:
+        """The most rows that a round can bring here."""
+        return self.exchange.max_rows
+
+    @property
+    def max_slots(self) -> int:
+        """Slots, for experts that gather."""
+        return self.exchange.max_slots
+
+    def close(self) -> None:
+        """End it, once all has been done that was enqueued. Graphs of it must not be replayed any more."""
+        self._held.close()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has ended."""
+        return self.exchange.closed
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<AllToAll by {self.exchange!r}>"
+
+    def _first(self, rows: Any) -> Any:
+        """As many rows as there are tokens."""
+        return rows if rows is None or self._tokens is None else rows[: self._tokens]
+
+
+def _no_stream(stream: object) -> None:
+    if stream is not None:
+        raise RequestError("stream is for GPUs: on the CPU a call has ended when it returns")
+
+
+def _buffer(of: Any) -> Any:
+    """``of``, as something that has a buffer: torch's tensors have none."""
+    torch = torch_here()
+    if torch is not None and isinstance(of, torch.Tensor):
+        return of.detach().numpy()
+    return of
+
+
+def _int32(indices: Any) -> Any:
+    """Choices as 32 bits: torch's ``topk`` has 64."""
+    view = memoryview(_buffer(indices))
+    if view.itemsize != 8 or view.format not in ("q", "l") or not view.c_contiguous or view.ndim != 2:
+        return view  # What is wrong, the exchange says.
+    rows, choices = view.shape or (0, 0)
+    if rows * choices == 0:
+        return memoryview((ctypes.c_int32 * choices * rows)())
+    try:
+        words = array.array("i", view.cast("B").cast("q").tolist())
+    except OverflowError as error:
+        raise RequestError(f"indices: {error}") from None
+    return memoryview(words).cast("B").cast("i", (rows, choices))
+
+
+def _view(what: str, of: Any, needed: int) -> memoryview:
+    view = memoryview(_buffer(of))
+    if view.itemsize != 4 or not view.c_contiguous or view.nbytes < 4 * needed:
+        raise RequestError(f"{what} has {view.nbytes} bytes, {view.itemsize} each, instead of {needed} int32")
+    return view
+
+
+def _words(what: str, of: Any, needed: int) -> list[int]:
+    return _view(what, of, needed).cast("B").cast("i").tolist()
+
+
+def _write(what: str, to: Any, values: list[int]) -> None:
+    view = _view(what, to, len(values))
+    if values:
+        view.cast("B").cast("i")[: len(values)] = memoryview(array.array("i", values))

@@ -1,0 +1,249 @@
+"""``AllToAll``: the same calls on the CPU and, on the stand-in for the CUDA driver, on GPUs.
+
+Cases are processes of their own, as in test_gpu_moe.
+"""
+
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import immwire
+import numpy as np
+import pytest
+from conftest import PATIENCE
+from immwire import bootstrap, moe
+from test_gpu import driver, on_the_stand_in
+from test_gpu_moe import Array
+from test_moe import FORMATS, HIDDEN, MAX_TOKENS, TOP_K, expected_results, made_up
+from test_p2p import Group
+
+EXPERTS, PADDING = 6, 4
+
+
+class OnHost:
+    """An array where a rank in host memory has it."""
+
+    def __init__(self, content):
+        self.there = np.ascontiguousarray(content).copy()
+
+    def read(self):
+        return self.there
+
+
+class Ranks:
+    """Ranks of this process, each with a thread of its own: on the CPU, or on a GPU each."""
+
+    def __init__(self, stack, world, on_gpus=False, groups=None, engines=(None, None, None), **more):
+        self.on_gpus = on_gpus
+        shape = dict(experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MAX_TOKENS, padding=PADDING)
+        shape |= dict(patience=PATIENCE, timeout=PATIENCE) | (dict(sms=2) if on_gpus else {}) | more
+        groups = groups or Group.all(world)
+        self.pool = stack.enter_context(ThreadPoolExecutor(world))
+
+        def make(rank):
+            device = f"cuda:{rank % 2}" if on_gpus else "cpu"
+            return moe.AllToAll(groups[rank], device=device, engine=engines[rank], **shape)
+
+        self.all = list(self.pool.map(make, range(world)))
+        for one in self.all:
+            stack.callback(one.close)
+
+    def each(self, function):
+        """``function(rank, exchange)`` at every rank."""
+        return list(self.pool.map(function, range(len(self.all)), self.all))
+
+    def array(self, rank, content):
+        return Array(self.all[rank].engine, rank % 2, content) if self.on_gpus else OnHost(content)
+
+    def given(self, array):
+        return None if array is None else array if self.on_gpus else array.there
+
+    def settle(self, rank):
+        if self.on_gpus:
+            driver(rank % 2, [("cuCtxSynchronize",)])
+
+    def round(self, seed, tokens, wide=False, counted=False, slots=False, halves=False, onto=False):
+        """One round, compared; returns all that was received and came back."""
+        to, back = FORMATS["bfloat16"]
+        stream = dict(stream=0) if self.on_gpus else {}
+        step = [dict(half="send"), dict(half="receive")] if halves else [{}]
+
+        def rank(number, exchange):
+            x, indices, weights, _ = made_up(seed + number, tokens[number], EXPERTS)
+            room = tokens[number] + counted  # There is memory for one more, of which nothing is to be seen.
+            grown = [
+                np.resize(part, (room, *part.shape[1:])) if len(part) else part
+                for part in (x, indices, weights)
+            ]
+            if counted and not tokens[number]:
+                grown = made_up(seed, 1, EXPERTS)[:3]
+            to_send, choices, factors = grown
+            own = EXPERTS // exchange.world
+            first = own * number
+            places = exchange.max_slots if slots else exchange.max_rows
+            lent = dict(
+                out=self.array(number, np.full((places, HIDDEN), 77, np.uint16)),
+                counts=self.array(number, np.full(own, 55, np.int32)),
+                offsets=self.array(number, np.full(own + 1, 55, np.int32)),
+            )
+            if slots:
+                lent["slots"] = self.array(number, np.full(exchange.max_rows, 55, np.int32))
+            if counted:
+                lent["count"] = self.array(number, np.array([tokens[number]], np.int32))
+            routes = [
+                self.array(number, choices.astype(np.int64 if wide else np.int32)),
+                self.array(number, factors.astype(np.float32)),
+            ]
+            sent = self.array(number, to(to_send))
+            keywords = {name: self.given(array) for name, array in lent.items()}
+            for half in step:
+                exchange.dispatch(self.given(sent), *map(self.given, routes), **keywords, **stream, **half)
+            self.settle(number)
+            counts, offsets = lent["counts"].read(), lent["offsets"].read()
+            rows = lent["out"].read()
+            if slots:
+                named = lent["slots"].read()[: offsets[-1]]
+                rows = np.where(named[:, None] < 0, np.zeros_like(rows[:1]), rows[named])
+            y = np.zeros((exchange.max_rows, HIDDEN), np.uint16)
+            for expert in range(own):
+                assert offsets[expert] % PADDING == 0
+                part = slice(offsets[expert], offsets[expert] + counts[expert])
+                y[part] = to(back(rows[part]) * (first + expert + 1))
+            results = np.full((room, HIDDEN), 77, np.uint16)
+            if onto:
+                results[:] = to(np.full((room, HIDDEN), 4.0))
+            before = results.copy()
+            out, answers = self.array(number, results), self.array(number, y)
+            for half in step:
+                exchange.combine(self.given(answers), out=self.given(out), accumulate=onto, **stream, **half)
+            self.settle(number)
+            found = out.read()
+            expected = expected_results(x, indices, weights) + (4.0 if onto else 0.0)
+            assert (back(found[: tokens[number]]) == expected).all()
+            assert (found[tokens[number] :] == before[tokens[number] :]).all(), "results of no token"
+            assert not exchange.report()
+            assert exchange.active_ranks == list(range(exchange.world))
+            return counts.tolist(), offsets.tolist(), found.tolist()
+
+        return self.each(rank)
+
+
+ROUNDS = [
+    dict(tokens=(5, 0, 2)),
+    dict(tokens=(1, MAX_TOKENS, 7), wide=True),
+    dict(tokens=(3, 4, 0), counted=True, wide=True),
+    dict(tokens=(6, 2, 5), slots=True),
+    dict(tokens=(MAX_TOKENS, 1, 1), halves=True, onto=True),
+]
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_rounds_on_the_cpu(world):
+    with ExitStack() as stack:
+        ranks = Ranks(stack, world)
+        assert repr(ranks.all[0]).startswith(f"<AllToAll by <HostAllToAll rank 0 of {world}, ")
+        for seed, given in enumerate(ROUNDS):
+            ranks.round(100 * seed, **given)
+        engines = [one.engine for one in ranks.all]
+    assert all(engine.closed for engine in engines)
+
+
+def test_ranks_meet_in_a_store_on_engines_that_are_there(tmp_path):
+    store = bootstrap.DirectoryStore(tmp_path)
+    with ExitStack() as stack:
+        engines = [stack.enter_context(immwire.TransferEngine()) for _ in range(2)]
+        groups = [(store, rank, 2) for rank in range(2)]
+        ranks = Ranks(stack, 2, groups=groups, engines=engines, exact=True, chunk_tokens=3)
+        ranks.round(1, tokens=(4, 5))
+        for one in ranks.all:
+            one.close()
+            one.close()
+            assert one.closed
+        assert not any(engine.closed for engine in engines)
+
+
+def test_tensors_without_a_buffer_are_asked_for_one(monkeypatch):
+    class Tensor:
+        def __init__(self, content):
+            self.content = content
+
+        def detach(self):
+            return self
+
+        def numpy(self):
+            return self.content
+
+        def __getitem__(self, part):
+            return Tensor(self.content[part])
+
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
+    monkeypatch.setattr(Ranks, "given", lambda _, array: given(array))
+
+    def given(array):
+        content = None if array is None else array.there
+        # Memory is taken as it is.
+        return content if content is None or content.dtype == np.uint16 else Tensor(content)
+
+    with ExitStack() as stack:
+        Ranks(stack, 2).round(3, tokens=(4, 1), wide=True, counted=True, slots=True)
+
+
+def test_what_cannot_be_is_refused():
+    def refused(words, **more):
+        shape = dict(experts=2, top_k=1, hidden=8, max_tokens=4) | more
+        group = shape.pop("group", Group.all(1)[0])
+        with pytest.raises(immwire.ConfigError, match=words):
+            moe.AllToAll(group, **shape)
+
+    refused("quantize is for GPUs", quantize="float32")
+    refused("chunk_tokens is for host memory", device=0, chunk_tokens=4)
+    refused("which GPU is it", device="tpu")
+    refused("group has rank None of None", group=None)
+    refused("group has no all_gather_object", group=SimpleNamespace(rank=0, size=1))
+    with moe.AllToAll(Group.all(1)[0], experts=2, top_k=1, hidden=8, max_tokens=4, dtype="float16") as alone:
+        x, weights = np.ones((1, 8), np.float16), np.ones((1, 1), np.float32)
+        arrays = dict(out=np.zeros((alone.max_rows, 8), np.float16))
+        arrays |= dict(counts=np.zeros(2, np.int32), offsets=np.zeros(3, np.int32))
+        calls = [
+            ("stream is for GPUs", [[1]], dict(stream=0)),
+            ("indices: ", [[1 << 40]], {}),
+            (r"count has 8 bytes, 8 each, instead of 1 int32", [[1]], dict(count=np.array([1]))),
+        ]
+        for words, indices, more in calls:
+            with pytest.raises(immwire.RequestError, match=words):
+                alone.dispatch(x, np.array(indices), weights, **arrays, **more)
+        alone.dispatch(x, np.array([[1]]), weights, **arrays)
+        assert (arrays["counts"].tolist(), arrays["offsets"].tolist()) == ([0, 1], [0, 0, 1])
+        with pytest.raises(immwire.RequestError, match="stream is for GPUs"):
+            alone.combine(arrays["out"], out=x, stream=0)
+        alone.combine(arrays["out"], out=x)
+        short = arrays | dict(offsets=np.zeros(2, np.int32))
+        with pytest.raises(immwire.RequestError, match="offsets has 8 bytes, 4 each, instead of 3 int32"):
+            alone.dispatch(x, np.array([[1]]), weights, **short)
+        alone.abort()
+    assert alone.closed
+
+
+def case_gpus_and_the_cpu_give_the_same():
+    with ExitStack() as stack:
+        both = [Ranks(stack, 2, on_gpus) for on_gpus in (False, True)]
+        assert repr(both[1].all[1]).startswith("<AllToAll by <GpuAllToAll rank 1 of 2, ")
+        for seed, given in enumerate(ROUNDS):
+            on_cpu, on_gpus = (ranks.round(100 * seed, **given) for ranks in both)
+            assert on_cpu == on_gpus
+        with pytest.raises(immwire.RequestError, match="stream is missing"):
+            both[1].all[0].combine((0, 0), out=(0, 0))
+
+
+CASES = [name for name in dir() if name.startswith("case_")]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_on_the_stand_in(case, tmp_path):
+    on_the_stand_in(__file__, case, tmp_path)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()
+    print(sys.argv[1], "holds")
