@@ -275,8 +275,9 @@ libfabric or verbs, over lo by the former unless --interface says otherwise. Tok
 those of each round's slowest rank. GB/s counts what leaves any rank for another one, once; the last column is how long one thread
 takes to copy as much. Every result is checked.
 
-With --gpus ranks have GPUs in turn, and kernels do it: bf16 becomes e4m3 with float scales on the way out, bf16 comes back. Times
-are the GPUs', taken between launches, without what the CPU needs to launch; results are checked before, and after every 16th round.
+With --gpus, or --provider nvlink for all of them, ranks have GPUs in turn, and kernels do it: bf16 becomes e4m3 with float scales on
+the way out, bf16 comes back. Times are the GPUs', taken between launches, without what the CPU needs to launch; results are checked
+before, and after every 16th round.
 GB/s is what the busiest GPU gets from others; the last columns are how long the wire takes for it, at the rate at which the
 driver copies 64 MiB from GPU to GPU just before, and the share of the time that this is.
 

@@ -110,6 +110,7 @@ fn dispatch_and_combine_go_over_libfabric() {
         let more = ["--ep", "3", "--chunk", "4", "--rounds", "5", "--json", "--fabric", &fabric];
         let output = run(["bench", "moe"].iter().chain(&small).chain(&more));
         assert!(output.status.success(), "{fabric}: {}", text(&output.stderr));
+        assert_eq!(text(&output.stdout).lines().count(), 2, "{fabric}: a row for each way");
         for line in text(&output.stdout).lines() {
             let row: Value = serde_json::from_str(line).unwrap();
             assert_eq!(row["provider"], "libfabric", "{row}");

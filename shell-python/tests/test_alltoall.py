@@ -174,16 +174,11 @@ def test_tensors_without_a_buffer_are_asked_for_one(monkeypatch):
         def numpy(self):
             return self.content
 
-        def __getitem__(self, part):
-            return Tensor(self.content[part])
+        def view(self, kind):
+            return Tensor(self.content.view(kind))
 
-    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor))
-    monkeypatch.setattr(Ranks, "given", lambda _, array: given(array))
-
-    def given(array):
-        content = None if array is None else array.there
-        # Memory is taken as it is.
-        return content if content is None or content.dtype == np.uint16 else Tensor(content)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(Tensor=Tensor, uint8=np.uint8))
+    monkeypatch.setattr(Ranks, "given", lambda _, array: None if array is None else Tensor(array.there))
 
     with ExitStack() as stack:
         Ranks(stack, 2).round(3, tokens=(4, 1), wide=True, counted=True, slots=True)
@@ -198,6 +193,7 @@ def test_what_cannot_be_is_refused():
 
     refused("quantize is for GPUs", quantize="float32")
     refused("chunk_tokens is for host memory", device=0, chunk_tokens=4)
+    refused("sms is for GPUs", sms=4)
     refused("which GPU is it", device="tpu")
     refused("group has rank None of None", group=None)
     refused("group has no all_gather_object", group=SimpleNamespace(rank=0, size=1))
@@ -205,22 +201,47 @@ def test_what_cannot_be_is_refused():
         x, weights = np.ones((1, 8), np.float16), np.ones((1, 1), np.float32)
         arrays = dict(out=np.zeros((alone.max_rows, 8), np.float16))
         arrays |= dict(counts=np.zeros(2, np.int32), offsets=np.zeros(3, np.int32))
+        one = np.array([[1]])
+        read_only = np.zeros(3, np.int32)
+        read_only.flags.writeable = False
         calls = [
-            ("stream is for GPUs", [[1]], dict(stream=0)),
-            ("indices: ", [[1 << 40]], {}),
-            (r"count has 8 bytes, 8 each, instead of 1 int32", [[1]], dict(count=np.array([1]))),
+            ("stream is for GPUs", dict(stream=0)),
+            ("indices: ", dict(indices=one << 40)),
+            ("count has 8 bytes of format 'l' instead of 1 int32", dict(count=np.array([1]))),
+            ("count is 2, of 1 tokens", dict(count=np.array([2], np.int32))),
+            ("count is -1, of 1 tokens", dict(count=np.array([-1], np.int32))),
+            ("counts has 8 bytes of format 'f' instead of 2 int32", dict(counts=np.zeros(2, np.float32))),
+            ("offsets has 8 bytes of format 'i' instead of 3 int32", dict(offsets=np.zeros(2, np.int32))),
+            ("offsets cannot be written to", dict(offsets=read_only)),
         ]
-        for words, indices, more in calls:
+        for words, wrong in calls:
+            given = dict(x=x, indices=one, weights=weights) | arrays | wrong
             with pytest.raises(immwire.RequestError, match=words):
-                alone.dispatch(x, np.array(indices), weights, **arrays, **more)
-        alone.dispatch(x, np.array([[1]]), weights, **arrays)
+                alone.dispatch(**given)
+        with pytest.raises(TypeError):
+            alone.dispatch(x, one, weights, **arrays | dict(counts=[0, 0]))
+        # Nobody had part in a round by then.
+        alone.dispatch(x, one, weights, **arrays)
         assert (arrays["counts"].tolist(), arrays["offsets"].tolist()) == ([0, 1], [0, 0, 1])
         with pytest.raises(immwire.RequestError, match="stream is for GPUs"):
             alone.combine(arrays["out"], out=x, stream=0)
+        # Memory for more tokens than were sent; memory that has no type.
+        results = np.full((3, 8), 7, np.float16)
+        alone.combine(arrays["out"], out=results)
+        assert results[:, 0].tolist() == [1, 7, 7]
+        regions = [alone.engine.alloc(nbytes) for nbytes in (8, 12)]
+        addresses = [(region.ptr, region.nbytes) for region in regions]
+        for counts, offsets in (regions, addresses):
+            alone.dispatch(x, one, weights, out=arrays["out"], counts=counts, offsets=offsets)
+            alone.combine(arrays["out"], out=x)
+            assert np.frombuffer(regions[1].read(), np.int32).tolist() == [0, 0, 1]
+            regions[1].write(0, bytes(12))
+        few = np.array([1], np.int32)
+        alone.dispatch(
+            np.repeat(x, 2, 0).tobytes(), np.repeat(one, 2, 0), np.repeat(weights, 2, 0), **arrays, count=few
+        )
+        assert arrays["counts"].tolist() == [0, 1]
         alone.combine(arrays["out"], out=x)
-        short = arrays | dict(offsets=np.zeros(2, np.int32))
-        with pytest.raises(immwire.RequestError, match="offsets has 8 bytes, 4 each, instead of 3 int32"):
-            alone.dispatch(x, np.array([[1]]), weights, **short)
         alone.abort()
     assert alone.closed
 

@@ -44,8 +44,9 @@ class AllToAll:
     - ``chunk_tokens`` is for host memory, ``sms`` for GPUs.
 
     ``engine`` has ``device`` among its GPUs, or any transport for host memory; without, one is made for
-    ranks of this host, and closed by ``close``. ``patience``: how many seconds others are waited for.
-    ``timeout``: seconds for joining, and before that for meeting in a store.
+    ranks of this host, and closed by ``close``. ``patience``: how many seconds others are waited for: 30 on
+    the CPU (the engine's ``timeout``) and 5 on a GPU, unless told; who has not come by then is left out from
+    then on. ``timeout``: seconds for joining, and before that for meeting in a store.
 
     ``exchange`` has what there is no name for here.
     """
@@ -77,19 +78,22 @@ class AllToAll:
         chunk_tokens: int | None = None,
         sms: int = 0,
         engine: TransferEngine | None = None,
-        patience: float = 5.0,
+        patience: float | None = None,
         timeout: float = 60.0,
         name: str = "AllToAll",
     ) -> None:
         self.rank, self.world = place("group", group)
         results = dtype_name(dtype)
         self._patience = patience
-        self._tokens: int | None = None
+        self._experts, self._hidden = experts, hidden
+        self._tokens = 0
         self._device = 0
         with ExitStack() as stack:
-            if str(device) == "cpu":
+            if str(device).partition(":")[0] == "cpu":
                 if quantize is not None:
                     raise ConfigError("quantize is for GPUs: on the CPU give tokens as they are to arrive")
+                if sms != 0:
+                    raise ConfigError("sms is for GPUs: leave it out")
                 if engine is None:
                     engine = stack.enter_context(TransferEngine())
                 on_host = HostAllToAll.open(
@@ -131,7 +135,7 @@ class AllToAll:
                     padding=padding,
                     exact=exact,
                     sms=sms,
-                    patience=patience,
+                    patience=5.0 if patience is None else patience,
                 )
                 seats = gathered("group", group, on_gpu.seat, name, timeout)
                 self.exchange = stack.enter_context(on_gpu.join(seats, timeout=timeout))
@@ -172,6 +176,9 @@ class AllToAll:
         - ``half``: ``"both"``, or ``"send"``, which waits for nothing, and later ``"receive"`` with the
           same arguments.
 
+        Experts that there are not, or that a token names twice, raise an error on the CPU; kernels leave them
+        out, and ``report`` says so.
+
         On a GPU this is enqueued: ``stream`` is torch's current one, unless given; where torch is not
         imported, it has to be. On the CPU it is done when the call returns, and there is no stream.
         """
@@ -193,22 +200,37 @@ class AllToAll:
             )
             return
         _no_stream(stream)
-        if half != "receive":
-            self._tokens = None if count is None else _words("count", count, 1)[0]
-        arguments = {"x": x, "indices": indices, "weights": weights, "scales": scales}
-        x, indices, weights, scales = (self._first(array) for array in arguments.values())
+        # All that can be refused is, before anybody has part in a round.
+        table = _Table(indices)
+        tokens = table.rows
+        if count is not None:
+            (tokens,) = _words("count", count, 1)
+            if not 0 <= tokens <= table.rows:
+                raise RequestError(f"count is {tokens}, of {table.rows} tokens that were given")
+        own = self._experts // self.world + (self.rank < self._experts % self.world)
+        written = [_words_to("counts", counts, own), _words_to("offsets", offsets, own + 1)]
         lent: dict[str, Any] = {
-            "out": out,
-            "out_scales": out_scales,
+            "out": _memory(out),
+            "out_scales": None if out_scales is None else _memory(out_scales),
             "slots": None if slots is None else _buffer(slots),
         }
+        sent = [_first(array, tokens, table.rows) for array in (x, scales)]
         call: Any = exchange.dispatch
         received = call(
-            x, _int32(indices), _buffer(weights), scales, **lent, half=half, timeout=self._patience
+            sent[0],
+            table.int32(tokens),
+            _Table(weights).first(tokens),
+            sent[1],
+            **lent,
+            half=half,
+            timeout=self._patience,
         )
+        if half != "receive":
+            self._tokens = tokens
         if received is not None:
-            _write("counts", counts, received.counts)
-            _write("offsets", offsets, received.offsets)
+            for to, values in zip(written, (received.counts, received.offsets), strict=True):
+                if values:
+                    to[: 4 * len(values)] = memoryview(array.array("i", values)).cast("B")
 
     def combine(
         self,
@@ -224,7 +246,7 @@ class AllToAll:
         That is for each the sum of its choices' results, times their weights.
 
         ``y`` has ``hidden`` values of ``dtype`` in each row of the dispatch before, ``out`` in a row for
-        each token. ``accumulate``: add to what is there. The rest is as there.
+        each token that was sent, or in more. ``accumulate``: add to what is there. The rest is as there.
         """
         exchange = self.exchange
         if isinstance(exchange, GpuAllToAll):
@@ -237,8 +259,10 @@ class AllToAll:
             )
             return
         _no_stream(stream)
+        # There may be memory for more tokens than were sent.
+        room = _at_most(out, self._tokens * self._hidden * 2)
         call: Any = exchange.combine
-        call(y, out=self._first(out), accumulate=accumulate, half=half, timeout=self._patience)
+        call(_memory(y), out=room, accumulate=accumulate, half=half, timeout=self._patience)
 
     def report(self) -> MoeReport:
         """What went wrong until now: who is left out, since when, and why. Waits for nothing."""
@@ -286,10 +310,6 @@ class AllToAll:
     def __repr__(self) -> str:
         return f"<AllToAll by {self.exchange!r}>"
 
-    def _first(self, rows: Any) -> Any:
-        """As many rows as there are tokens."""
-        return rows if rows is None or self._tokens is None else rows[: self._tokens]
-
 
 def _no_stream(stream: object) -> None:
     if stream is not None:
@@ -297,40 +317,106 @@ def _no_stream(stream: object) -> None:
 
 
 def _buffer(of: Any) -> Any:
-    """``of``, as something that has a buffer: torch's tensors have none."""
+    """``of``, as something that has a buffer: torch's tensors have none, nor have addresses."""
+    if isinstance(of, tuple):
+        address, nbytes = of
+        return (ctypes.c_uint8 * nbytes).from_address(address)
     torch = torch_here()
     if torch is not None and isinstance(of, torch.Tensor):
         return of.detach().numpy()
     return of
 
 
-def _int32(indices: Any) -> Any:
-    """Choices as 32 bits: torch's ``topk`` has 64."""
-    view = memoryview(_buffer(indices))
-    if view.itemsize != 8 or view.format not in ("q", "l") or not view.c_contiguous or view.ndim != 2:
-        return view  # What is wrong, the exchange says.
-    rows, choices = view.shape or (0, 0)
-    if rows * choices == 0:
-        return memoryview((ctypes.c_int32 * choices * rows)())
+def _memory(of: Any) -> Any:
+    """``of``, whatever its type is: of some of torch's there is no array elsewhere."""
+    torch = torch_here()
+    if torch is not None and isinstance(of, torch.Tensor):
+        return of.detach().view(torch.uint8).numpy()
+    return of
+
+
+def _at_most(of: Any, nbytes: int) -> Any:
+    """The first bytes of ``of``, if it has more."""
+    of = _memory(of)
+    if isinstance(of, tuple):
+        return of[0], min(of[1], nbytes)
     try:
-        words = array.array("i", view.cast("B").cast("q").tolist())
-    except OverflowError as error:
-        raise RequestError(f"indices: {error}") from None
-    return memoryview(words).cast("B").cast("i", (rows, choices))
+        view = memoryview(of)
+    except TypeError:
+        return of  # It has no buffer: then it is taken as it is.
+    if view.nbytes <= nbytes or not view.c_contiguous:
+        return of
+    return view.cast("B")[:nbytes]
 
 
-def _view(what: str, of: Any, needed: int) -> memoryview:
+def _first(of: Any, tokens: int, rows: int) -> Any:
+    """The first ``tokens`` of so many rows."""
+    if of is None or tokens == rows:
+        return None if of is None else _memory(of)
+    of = _memory(of)
+    if isinstance(of, tuple):
+        return of[0], of[1] // rows * tokens
+    try:
+        nbytes = memoryview(of).nbytes
+    except TypeError:
+        return of[:tokens]
+    return _at_most(of, nbytes // rows * tokens)
+
+
+class _Table:
+    """``[tokens][top_k]`` of four bytes each, or indices of eight.
+
+    What is wrong otherwise, the exchange says.
+    """
+
+    def __init__(self, of: Any) -> None:
+        self._view = memoryview(_buffer(of))
+        self._shape = self._view.shape or ()
+        self.rows = self._shape[0] if self._shape else 0
+
+    def first(self, tokens: int) -> Any:
+        """As many rows."""
+        if tokens == self.rows or len(self._shape) != 2 or not self._view.c_contiguous:
+            return self._view
+        return self._cut(self._view, tokens)
+
+    def int32(self, tokens: int) -> Any:
+        """As many rows, with 32 bits each: torch's ``topk`` has 64."""
+        view = self._view
+        if view.itemsize != 8 or view.format not in ("q", "l") or not view.c_contiguous or view.ndim != 2:
+            return self.first(tokens)
+        try:
+            words = array.array("i", view.cast("B").cast("q").tolist() if view.nbytes else [])
+        except OverflowError as error:
+            raise RequestError(f"indices: {error}") from None
+        return self._cut(memoryview(words), tokens)
+
+    def _cut(self, words: memoryview, tokens: int) -> Any:
+        choices = self._shape[1]
+        letter = words.format.strip("<=@")
+        if tokens * choices == 0:
+            # A memoryview cannot be made that has none.
+            kind = ctypes.c_float if letter == "f" else ctypes.c_int32
+            return memoryview((kind * choices * tokens)())
+        return words.cast("B")[: 4 * tokens * choices].cast(letter, (tokens, choices))  # type: ignore[call-overload]
+
+
+def _bytes_of(what: str, of: Any, needed: int) -> memoryview:
     view = memoryview(_buffer(of))
-    if view.itemsize != 4 or not view.c_contiguous or view.nbytes < 4 * needed:
-        raise RequestError(f"{what} has {view.nbytes} bytes, {view.itemsize} each, instead of {needed} int32")
-    return view
+    # Memory without a type will do, too.
+    is_fit = view.itemsize == 1 or (view.itemsize == 4 and view.format.strip("<=@") in ("i", "l"))
+    if not is_fit or not view.c_contiguous or view.nbytes < 4 * needed:
+        kind = f"{view.nbytes} bytes of format {view.format!r}"
+        raise RequestError(f"{what} has {kind} instead of {needed} int32")
+    return view.cast("B") if view.nbytes else view
 
 
 def _words(what: str, of: Any, needed: int) -> list[int]:
-    return _view(what, of, needed).cast("B").cast("i").tolist()
+    return _bytes_of(what, of, needed)[: 4 * needed].cast("i").tolist()
 
 
-def _write(what: str, to: Any, values: list[int]) -> None:
-    view = _view(what, to, len(values))
-    if values:
-        view.cast("B").cast("i")[: len(values)] = memoryview(array.array("i", values))
+def _words_to(what: str, to: Any, needed: int) -> memoryview:
+    view = _bytes_of(what, to, needed)
+    if view.readonly:
+        raise RequestError(f"{what} cannot be written to")
+    return view
