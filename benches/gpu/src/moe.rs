@@ -567,7 +567,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
             // Large ones take gigabytes each.
             let sets = if large || many || lopsided { 1 } else { ROUNDS_EACH };
             let mut all = World::new(gpus, &shape, sms(gpus, world), None, sets, PATIENCE)?;
-            rounds(&mut all, &mut random)?;
+            rounds(&mut all, &mut random, if few { 64 } else { Many::FEW_TOKENS })?;
             all.check_poison()?;
         }
         eprintln!(
@@ -590,8 +590,9 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
 const ROUNDS_EACH: usize = 3;
 
 /// Random rounds, each compared. As many are enqueued at once as there are sets for: a rank may be ahead of another as far as it need
-/// not wait. All processes that have ranks of this world draw alike.
-fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
+/// not wait. All processes that have ranks of this world draw alike. Who has few tokens has up to `few_tokens`: threads that are fibers
+/// take long for them.
+fn rounds(all: &mut World<'_>, random: &mut Random, few_tokens: u32) -> Outcome<()> {
     let sets = all.ranks[0].sets.len();
     for _ in 0..ROUNDS_EACH / sets {
         let mut drawn = Vec::new();
@@ -602,7 +603,8 @@ fn rounds(all: &mut World<'_>, random: &mut Random) -> Outcome<()> {
                 clear: random.one_in(2),
                 slots: random.one_in(2),
             };
-            drawn.push(draw(all, random, set, style, true)?);
+            let most = most_of_round(random, &all.shape, few_tokens);
+            drawn.push(draw(all, random, set, style, [few_tokens, most], true)?);
         }
         all.blank()?;
         for (set, drawn) in drawn.iter().enumerate() {
@@ -627,18 +629,24 @@ struct Drawn {
     style: Style,
 }
 
-/// Draws a round, and puts it in this set. `onto`: some results are added to what is there.
+/// Draws a round of up to `most` tokens each, and puts it in this set; who has few of them has up to so many. `onto`: some results are added to what is there.
 fn draw(
     all: &mut World<'_>,
     random: &mut Random,
     set: usize,
     style: Style,
+    [few_tokens, most]: [u32; 2],
     onto: bool,
 ) -> Outcome<Drawn> {
     let world = all.geometry.world;
-    let most = most_of_round(random, &all.shape);
+    let has_both = all.shape.max_tokens > Many::FEW_TOKENS;
     let tokens = |_| {
-        let tokens = all.maker().random_tokens_up_to(random, most);
+        let tokens = loop {
+            let tokens = all.maker().random_tokens_up_to(random, most);
+            if !has_both || tokens.count <= few_tokens || tokens.count > Many::FEW_TOKENS {
+                break tokens;
+            }
+        };
         if onto { all.maker().perhaps_onto(random, tokens) } else { tokens }
     };
     let tokens: Vec<Sent> = (0..world).map(tokens).collect();
@@ -649,9 +657,9 @@ fn draw(
 }
 
 /// The most tokens of a rank in a round: every other one with room for many is one of few.
-fn most_of_round(random: &mut Random, shape: &Shape) -> u32 {
+fn most_of_round(random: &mut Random, shape: &Shape, few_tokens: u32) -> u32 {
     let is_few = shape.max_tokens > Many::FEW_TOKENS && random.one_in(2);
-    if is_few { Many::FEW_TOKENS } else { shape.max_tokens }
+    if is_few { few_tokens } else { shape.max_tokens }
 }
 
 /// A rank that never comes is named by all others, who are right without it, in this round, in the next, and where there is room for many in one of
@@ -730,7 +738,7 @@ pub(crate) fn process(gpus: &[Gpu], world: u32, rank: u32, case: u32) -> Outcome
     let mut inboxes: Vec<u64> = opened.iter().map(Opened::address).collect();
     *inboxes.get_mut(rank as usize).ok_or("a file is missing")? = at;
     own.connect(&inboxes)?;
-    rounds(&mut own, &mut random)?;
+    rounds(&mut own, &mut random, Many::FEW_TOKENS)?;
     there.say(&[])?;
     // Until the end: nothing more is said.
     let _ = there.hear();
@@ -885,7 +893,7 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
     for turn in 0..replays {
         let mut tokens = Vec::new();
         for (set, results) in results.iter().enumerate() {
-            let most = most_of_round(&mut random, &shape);
+            let most = most_of_round(&mut random, &shape, Many::FEW_TOKENS);
             let sent: Vec<Sent> =
                 (0..world).map(|_| all.maker().random_tokens_up_to(&mut random, most)).collect();
             all.put(set, &sent, results, false)?;

@@ -11,6 +11,7 @@ use super::{Drawn, Graph, Outcome, PATIENCE, Style, Way, World, draw, random_sha
 use crate::rig::Gpu;
 use immwire_cuda::Event;
 use immwire_cuda::moe::Half;
+use immwire_cuda::moe::geometry::Many;
 use immwire_verification_moe::oracle::Random;
 use serde_json::{Value, json};
 
@@ -74,7 +75,8 @@ fn fill(
         let mut drawn = Vec::new();
         for set in 0..SETS {
             let style = style(random, exchange, set);
-            drawn.push(draw(all, random, set, style, onto)?);
+            let most = [Many::FEW_TOKENS, all.shape.max_tokens];
+            drawn.push(draw(all, random, set, style, most, onto)?);
         }
         all.blank()?;
         Ok(drawn)
