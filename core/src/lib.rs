@@ -17,7 +17,7 @@
 //! | [`mailbox`] | where a two-sided message lands, built on writes |
 //! | [`wire`], [`datagram`], [`note`], [`port`] | what bytes mean that come from outside |
 //! | [`mod@doorbell`] | when a NIC is told of small pieces: each at once, or several together |
-//! | [`credit`] | how many immediates a receiver has room for |
+//! | [`credit`], [`shelf`] | how many immediates a receiver has room for, and how long its queues are |
 //! | [`tenant`] | which registration a key names, and whether it was withdrawn |
 //! | [`courier`], [`mod@line`] | notes over lines that break and are made anew |
 //! | [`way`], [`verdict`] | paths of queue pairs that break and are made anew, and what had arrived over them |
@@ -77,6 +77,7 @@ pub mod region;
 pub mod resolve;
 pub mod ring;
 pub mod scale;
+pub mod shelf;
 pub mod signal;
 pub mod span;
 pub mod spread;

@@ -243,6 +243,8 @@ symbols! {
             channel: *mut ibv_comp_channel, comp_vector: c_int) -> *mut ibv_cq;
         /// ibv_create_cq(3).
         ibv_destroy_cq @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq) -> c_int;
+        /// ibv_resize_cq(3). What is in the queue stays there.
+        ibv_resize_cq @ "IBVERBS_1.1": unsafe extern "C" fn(cq: *mut ibv_cq, cqe: c_int) -> c_int;
         /// ibv_get_cq_event(3).
         ibv_get_cq_event @ "IBVERBS_1.1": unsafe extern "C" fn(channel: *mut ibv_comp_channel, cq: *mut *mut ibv_cq,
             cq_context: *mut *mut c_void) -> c_int;

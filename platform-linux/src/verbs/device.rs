@@ -20,11 +20,12 @@ use std::sync::{Arc, OnceLock};
 
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
-use immwire_core::device::{Calls, Paging, PortName, PortState};
+use immwire_core::device::{Calls, Paging, PortName, PortState, may_grow};
 use immwire_core::port::{
     Gid, GidEntry, GidKind, Link, Mtu, Number24, Port, Queue, Route, choose_gid, find_gid,
     speed_gbps,
 };
+use rustix::system::uname;
 
 use super::{VerbsError, VerbsOptions};
 use crate::gpus::Direct;
@@ -183,6 +184,8 @@ pub(super) struct Facts {
     pub(super) max_message: u32,
     pub(super) max_completions: u32,
     pub(super) max_receives: u32,
+    /// Whether completion queues can be made longer while they are in use, if the driver does it at all.
+    pub(super) may_grow: bool,
     pub(super) paging: Paging,
 }
 
@@ -316,6 +319,7 @@ impl Device {
             max_message: 0,
             max_completions: 0,
             max_receives: 0,
+            may_grow: false,
             paging: Paging::default(),
         };
         let mut opened = Self {
@@ -373,6 +377,7 @@ impl Device {
             max_message: port.max_msg_sz,
             max_completions: most(device.max_cqe),
             max_receives: most(device.max_srq_wr).min(most(device.max_qp_wr)),
+            may_grow: may_grow(device.vendor_id, &uname().release().to_string_lossy()),
             paging: self.context.paging(),
         })
     }
@@ -801,6 +806,16 @@ impl Completed {
         } else {
             Err(refused("ibv_create_cq_ex", libc::EOPNOTSUPP))
         }
+    }
+
+    /// Makes it as long as this. Not every device can.
+    pub(super) fn resize(&self, entries: u32) -> Result<(), VerbsError> {
+        let entries = c_int::try_from(entries).unwrap_or(c_int::MAX);
+        // SAFETY: per ibv_resize_cq(3): a live queue; nobody reads it meanwhile, as who may is our caller.
+        let code = unsafe {
+            (self.channel.device.library.symbols.ibv_resize_cq)(self.raw.as_ptr(), entries)
+        };
+        check("ibv_resize_cq", code)
     }
 
     /// Reads a batch, if nothing is left of the last. Whether the queue is well.

@@ -209,7 +209,9 @@ impl VerbsProvider {
         let unreachable = |source| ConnectError::Unreachable { source };
         let token = new_token().map_err(unreachable)?;
         let initiator = random().map_err(unreachable)?;
-        let lines = self.lines(address.nics().len()).map_err(|error| unreachable(error.into()))?;
+        let ahead = self.handshakes.calls.len();
+        let lines = self.lines(address.nics().len(), ahead);
+        let lines = lines.map_err(|error| unreachable(error.into()))?;
         let call = Call {
             peer,
             token,
@@ -555,7 +557,7 @@ impl VerbsProvider {
         hello: Hello,
     ) -> Result<(), VerbsError> {
         let token = new_token().map_err(VerbsError::Random)?;
-        let lines = self.lines(claim.ports.len())?;
+        let lines = self.lines(claim.ports.len(), 0)?;
         let ours = self.claim(token, &lines, hello);
         let mut accept = vec![0; DATAGRAM_MAX];
         let len = ours.encode(&mut accept).ok_or(VerbsError::Unreachable)?;
@@ -686,10 +688,19 @@ impl VerbsProvider {
 
     // ---- sessions ----
 
-    /// Our ends of lines to a peer of so many NICs, not connected yet.
-    fn lines(&self, theirs: usize) -> Result<Lines, VerbsError> {
-        let pairs = self.ports.iter().take(theirs);
-        pairs.map(|port| port.is_usable().then(|| port.line()).transpose()).collect()
+    /// The seat of the next session.
+    fn vacant(&self) -> Result<u16, VerbsError> {
+        let vacant = self.sessions.iter().position(Option::is_none);
+        let at = vacant.unwrap_or(self.sessions.len());
+        u16::try_from(at).map_err(|_| VerbsError::Unreachable)
+    }
+
+    /// Our ends of lines to a peer of so many NICs, not connected yet, for the session that comes when `ahead` others have. If it sits down
+    /// elsewhere, its letters take receives of others', and may have to wait for one.
+    fn lines(&mut self, theirs: usize, ahead: usize) -> Result<Lines, VerbsError> {
+        let seat = self.vacant()?.saturating_add(u16::try_from(ahead).unwrap_or(u16::MAX));
+        let pairs = self.ports.iter_mut().take(theirs);
+        pairs.map(|port| port.is_usable().then(|| port.line(seat)).transpose()).collect()
     }
 
     /// Makes an open session, whose lines are connected, as far as they can be; where it is.
@@ -704,9 +715,7 @@ impl VerbsProvider {
     ) -> Result<u16, VerbsError> {
         let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
         let (granted, nics) = (self.grant, self.ports.len());
-        let vacant = self.sessions.iter().position(Option::is_none);
-        let at = vacant.unwrap_or(self.sessions.len());
-        let index = u16::try_from(at).map_err(|_| VerbsError::Unreachable)?;
+        let index = self.vacant()?;
         let mut lines = heapless::Vec::new();
         let ports = self.ports.iter_mut().enumerate();
         for ((pair, stand), (at, port)) in pairs.into_iter().zip(&stands).zip(ports) {
@@ -736,7 +745,7 @@ impl VerbsProvider {
         // before it may write: notes keep their order.
         session.says.withdraw = self.memory.regions.open(token, peer);
         let session = Some(session);
-        match self.sessions.get_mut(at) {
+        match self.sessions.get_mut(usize::from(index)) {
             Some(slot) => *slot = session,
             None => self.sessions.push(session),
         }

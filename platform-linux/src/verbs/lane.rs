@@ -33,8 +33,8 @@ const GENERATIONS: u16 = 1 << 14;
 /// What a work request's number says: what has completed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Done {
-    /// A receive, into this piece.
-    Receive { piece: u32 },
+    /// The receive of this number.
+    Receive { number: u32 },
     /// The write of this number, on this lane.
     Write { lane: LaneId, number: u32 },
     /// A letter, or a probe, of this session's, if its token ends so.
@@ -48,7 +48,7 @@ impl Done {
     #[inline]
     pub(super) const fn encode(self) -> u64 {
         match self {
-            Self::Receive { piece } => piece as u64,
+            Self::Receive { number } => number as u64,
             Self::Write { lane: LaneId { slot, generation }, number } => {
                 1 << 62 | (generation as u64) << 48 | (slot as u64) << 32 | number as u64
             }
@@ -66,7 +66,7 @@ impl Done {
         let (middle, low) = ((id >> 32) as u16, id as u32);
         let lane = LaneId { slot: middle, generation: (id >> 48) as u16 & (GENERATIONS - 1) };
         match (id >> 62, low) {
-            (0, piece) => Some(Self::Receive { piece }),
+            (0, number) => Some(Self::Receive { number }),
             (1, number) => Some(Self::Write { lane, number }),
             (2, token) => Some(Self::Note { session: middle, token }),
             (_, 0) => Some(Self::Trial { lane }),
@@ -335,7 +335,7 @@ mod tests {
                 for number in [0, 1, u32::MAX] {
                     let lane = LaneId { slot, generation };
                     for done in [
-                        Done::Receive { piece: number },
+                        Done::Receive { number },
                         Done::Write { lane, number },
                         Done::Note { session: slot, token: number },
                         Done::Trial { lane },

@@ -149,7 +149,7 @@ impl VerbsProvider {
         let (session, port) = session.zip(self.ports.get_mut(at)).ok_or(())?;
         let line = session.lines.get_mut(at).ok_or(())?;
         let there = session.ports.get(at).ok_or(())?;
-        let pair = port.line().and_then(|pair| {
+        let pair = port.line(index).and_then(|pair| {
             if let Some(theirs) = theirs {
                 self.resolver.connect(self.now, (at, &pair), (there, theirs))?;
             }

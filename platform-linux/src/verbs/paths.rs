@@ -24,7 +24,7 @@ use super::lane::{Done, Lane, LaneId, Owner, Role};
 use super::resolver::Reach;
 use super::session::{Inlet, Session};
 use super::upkeep::{bit, nic_at};
-use super::{INLINE_BYTES, Nic, QUEUE_DEPTH, Tiding, VerbsError, VerbsProvider};
+use super::{INLINE_BYTES, LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
 use crate::provider::{Path, Sink};
 
 /// Queue pairs of a path.
@@ -99,17 +99,18 @@ impl VerbsProvider {
         let (from, to) = (nic_at(at / theirs), nic_at(at % theirs));
         let epoch = outlet.way.open();
         let port = self.ports.get_mut(usize::from(from)).ok_or(VerbsError::Unreachable)?;
+        let shared = port.shared(index)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
         for inline in [0, INLINE_BYTES] {
-            let depths = Depths { sends: QUEUE_DEPTH.into(), receives: 0, inline };
-            let pair = QueuePair::for_writes(&port.domain, &port.completed, &port.shared, depths)?;
+            let depths = Depths { sends: LANE_DEPTH.into(), receives: 0, inline };
+            let pair = QueuePair::for_writes(&port.domain, &port.completed, &shared, depths)?;
             let _ = pairs.push(pair);
         }
         let (mut lanes, mut queues) = (heapless::Vec::<LaneId, LANES>::new(), Queues::default());
         for (pair, queue) in pairs.into_iter().zip(&mut queues) {
             let number = pair.number();
             *queue = pair.queue();
-            let lane = Lane::new(pair, (from, to), index, QUEUE_DEPTH.into());
+            let lane = Lane::new(pair, (from, to), index, LANE_DEPTH.into());
             let Some(lane) = self.lanes.open(lane) else { break };
             let _ = lanes.push(lane);
             port.owners.set(number, Some(Owner { session: index, role: Role::Outlet { lane } }));
@@ -391,10 +392,11 @@ impl VerbsProvider {
         let port = self.ports.get_mut(usize::from(to)).filter(|port| port.is_usable());
         let port = port.ok_or_else(unreachable)?;
         let there = there.ok_or_else(unreachable)?;
+        let shared = port.shared(index)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
         for theirs in theirs {
             let depths = Depths { sends: 1, receives: 0, inline: 0 };
-            let pair = QueuePair::reliable(&port.domain, &port.completed, &port.shared, depths)?;
+            let pair = QueuePair::reliable(&port.domain, &port.completed, &shared, depths)?;
             self.resolver.connect(self.now, (to.into(), &pair), (&there, theirs))?;
             let _ = pairs.push(pair);
         }

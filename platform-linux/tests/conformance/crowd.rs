@@ -1,11 +1,12 @@
 //! Many engines at once: scatter to eight peers, barriers among eight, everybody calling everybody.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use immwire::{NetAddr, PeerId, ScatterWrite, Target};
 
-use crate::agent::{Agent, Ask, Say, peer_of, plain};
-use crate::host::{Host, Own};
+use crate::agent::{Agent, Ask, Say, Write1, encode, peer_of, plain};
+use crate::host::{Host, Own, patience};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -13,6 +14,7 @@ pub const TESTS: &[Test] = &[
     ("scatter_to_eight_polled", Spread::ProcessesBothMotors, scatter_to_eight),
     ("barrier_among_eight", Spread::Places, barrier_among_eight),
     ("barrier_among_eight_polled", Spread::ProcessesBothMotors, barrier_among_eight),
+    ("joined_under_load", Spread::Processes, joined_under_load),
     ("crossing_calls", Spread::Places, crossing_calls),
     ("crossing_calls_polled", Spread::ProcessesBothMotors, crossing_calls),
 ];
@@ -65,6 +67,47 @@ fn scatter_to_eight(case: &Case) {
             agent.check_only(&me, region, offset + len, 2 * part - offset - len, 0x3c);
         }
         me.done(&transfer);
+    }
+}
+
+/// Others come one by one, while all that have come before write to us: what they write is counted, and nothing else. Some go, and as many
+/// others take their places.
+fn joined_under_load(case: &Case) {
+    const PART: u64 = 600;
+    let me = case.me();
+    let dst = me.memory(9 * PART, Own::Engine);
+    let counter = me.engine.counter().expect("a counter");
+    let (mut writers, mut taken, mut done) = (Vec::<Agent>::new(), 0, 0);
+    for n in 0..12_u64 {
+        if n >= 9 {
+            // The one that came first of those that are left.
+            let mut first = writers.remove(0);
+            done += first.number(&me, Ask::Stop);
+            first.tell(&me, Ask::Drop);
+        }
+        let (mut agent, _) = case.agent(&format!("writer {n}"));
+        let peer = agent.peer(&me, me.engine.address());
+        let (src, _) = agent.memory(&me, PART, Own::Engine);
+        let (pattern, offset) = (case.pattern(n), n % 9 * PART);
+        agent.tell(&me, Ask::Fill { region: src, offset: 0, len: PART, pattern, at: 0 });
+        let (dst, tag) = (encode(&dst.desc()), Some(counter.tag().bits()));
+        let peer = plain(peer);
+        let write = Write1 { peer, src, src_offset: 0, dst, dst_offset: offset, len: PART, tag };
+        agent.tell(&me, Ask::Flood(write));
+        writers.push(agent);
+        let came = 20 * writers.len() as u64;
+        assert_eq!(me.count(&counter, came, patience()), Ok(()), "with {} writers", writers.len());
+        taken += came;
+    }
+    for agent in &mut writers {
+        done += agent.number(&me, Ask::Stop);
+    }
+    assert_eq!(me.count(&counter, done - taken, patience()), Ok(()));
+    me.linger(Duration::from_millis(20));
+    assert_eq!(counter.available(), 0);
+    for n in 3..12 {
+        let differs = case.pattern(n).mismatch(&dst, n % 9 * PART, PART, 0);
+        assert_eq!(differs, None, "of writer {n}");
     }
 }
 
