@@ -13,7 +13,8 @@
 //!    flight; with all of them open, no more than the device has.
 //! 2. Each session finds a receive posted for each immediate that it is granted, and each note, wherever the device has so many. That
 //!    some wait to be posted again together takes nothing from it.
-//! 3. Seats of a number of peers are on shelves in their order. A session beyond them shares the last.
+//! 3. Seats of a number of peers are on shelves in their order. Whoever sits beyond them, while others leave, has the receives of one of
+//!    these.
 //!
 //! The tests go through devices small and large, and all numbers of peers that differ.
 
@@ -89,15 +90,17 @@ impl Lengths {
         let needs = Needs { notes, ..needs };
         let sends = u32::from(needs.pieces) + u32::from(notes) + letters;
         let wanted = (u32::from(needs.grant) + u32::from(needs.letters)) * peers;
-        let receives_on = |shelves: u8| {
-            let left = room.completions.saturating_sub(sends);
-            let left = left.saturating_sub(u32::from(needs.together) * u32::from(shelves));
+        let receives_beside = |unposted: u32| {
+            let left = room.completions.saturating_sub(sends).saturating_sub(unposted);
             wanted.min(needs.receives).min(room.receives).min(left).max(1)
         };
         let shelves = place(needs.peers - 1) + 1;
-        // With less than one for each there is nothing to share out.
-        let shelves = if receives_on(shelves) < peers { 1 } else { shelves };
-        let receives = receives_on(shelves);
+        let receives = receives_beside(u32::from(needs.together) * u32::from(shelves));
+        // Where not even one immediate of each finds a receive there is nothing to share out, nor to spare.
+        let is_enough = receives > letters && (receives - letters) / peers > 0;
+        let (shelves, together) = if is_enough { (shelves, needs.together) } else { (1, 0) };
+        let receives = if is_enough { receives } else { receives_beside(0) };
+        let needs = Needs { together, ..needs };
         // Letters take receives, too. One immediate is granted to each in any case: whoever finds none posted waits.
         let own = usize::from(needs.letters) * usize::from(needs.peers);
         let entries = usize::try_from(receives).unwrap_or(usize::MAX);
@@ -114,7 +117,8 @@ impl Lengths {
     /// On which shelf the session in this seat has its receives. O(1).
     #[must_use]
     pub const fn shelf_of(&self, seat: u16) -> u8 {
-        let shelf = place(seat);
+        // Beyond the last there is somebody only while as many others leave, who receive nothing more.
+        let shelf = place(seat % self.needs.peers);
         if shelf < self.shelves { shelf } else { self.shelves - 1 }
     }
 
@@ -164,7 +168,7 @@ mod tests {
 
     const NEEDS: Needs = Needs {
         peers: 256,
-        pieces: 238,
+        pieces: 256,
         notes: 64 * NOTES_PER_PEER,
         letters: 8,
         grant: 256,
@@ -173,7 +177,22 @@ mod tests {
     };
 
     fn numbers_of_peers() -> impl Iterator<Item = u16> {
-        (1..=70).chain([127, 128, 129, 255, 256, 257, 400, 1000, 4096, u16::MAX])
+        (1..=70).chain([
+            127,
+            128,
+            129,
+            255,
+            256,
+            257,
+            400,
+            478,
+            1000,
+            3000,
+            4061,
+            4096,
+            10_000,
+            u16::MAX,
+        ])
     }
 
     /// Every device, with any number of peers.
@@ -197,9 +216,12 @@ mod tests {
             let shelves = lengths.shelves();
             assert!(usize::from(shelves) <= SHELVES_MAX);
             let letters = u32::from(needs.letters) * peers;
-            // Where letters alone leave nothing the device is too small for so many peers.
-            let fits = letters + 238 + 31 * u32::from(shelves) < room.completions;
+            let sends = letters + u32::from(lengths.pieces(shelves));
+            // Where these leave nothing the device is too small for so many peers.
+            let fits = sends < room.completions;
             assert!(!fits || lengths.completions(shelves) <= room.completions, "{lengths:?}");
+            let is_enough = lengths.needs.together > 0;
+            assert!(is_enough || (lengths.grant, shelves) == (1, 1), "{lengths:?}");
             let mut before = (0, 0);
             for open in 1..=shelves {
                 let shelf = open - 1;
@@ -230,11 +252,13 @@ mod tests {
     fn seats_are_on_shelves_in_their_order() {
         for (.., lengths) in all() {
             let mut last = 0;
-            for seat in (0..lengths.needs.peers).chain([u16::MAX]) {
+            let peers = lengths.needs.peers;
+            for seat in 0..peers {
                 let shelf = lengths.shelf_of(seat);
                 assert!(shelf == last || shelf == last + 1, "{lengths:?}");
-                assert!(seat == u16::MAX || seat < lengths.seats(shelf + 1), "{lengths:?}");
+                assert!(seat < lengths.seats(shelf + 1), "{lengths:?}");
                 assert!(shelf == 0 || seat >= lengths.seats(shelf), "{lengths:?}");
+                assert!(seat.checked_add(peers).is_none_or(|it| lengths.shelf_of(it) == shelf));
                 last = shelf;
             }
             assert_eq!(last, lengths.shelves() - 1);
@@ -246,7 +270,7 @@ mod tests {
     fn the_first_shelf_is_short() {
         let soft = Lengths::fitting(Room { completions: 32_767, receives: 1 << 20 }, NEEDS);
         assert_eq!((soft.grant, soft.shelves()), (106, 7));
-        assert_eq!((soft.receives(0), soft.completions(1)), (487, 821));
+        assert_eq!((soft.receives(0), soft.completions(1)), (487, 839));
         assert_eq!(soft.completions(7), 32_767);
         let room = Room { completions: 1 << 22, receives: 1 << 15 };
         let large = Lengths::fitting(room, Needs { peers: 64, ..NEEDS });

@@ -72,6 +72,8 @@ struct Call {
     ways: Ways<Place>,
     hello: Hello,
     /// By NIC of both; of nobody yet.
+    /// Where its session is to sit.
+    seat: u16,
     lines: Lines,
     initiator: Nonce,
     /// By door of ours, once a challenge has come to it: the nonce in it.
@@ -209,8 +211,8 @@ impl VerbsProvider {
         let unreachable = |source| ConnectError::Unreachable { source };
         let token = new_token().map_err(unreachable)?;
         let initiator = random().map_err(unreachable)?;
-        let ahead = self.handshakes.calls.len();
-        let lines = self.lines(address.nics().len(), ahead);
+        let seat = self.vacant().map_err(|error| unreachable(error.into()))?;
+        let lines = self.lines(address.nics().len(), seat);
         let lines = lines.map_err(|error| unreachable(error.into()))?;
         let call = Call {
             peer,
@@ -218,6 +220,7 @@ impl VerbsProvider {
             target: address.engine(),
             ways,
             hello: hello.clone(),
+            seat,
             lines,
             initiator,
             acceptors: [None; MAX_NICS],
@@ -557,7 +560,8 @@ impl VerbsProvider {
         hello: Hello,
     ) -> Result<(), VerbsError> {
         let token = new_token().map_err(VerbsError::Random)?;
-        let lines = self.lines(claim.ports.len(), 0)?;
+        let seat = self.vacant()?;
+        let lines = self.lines(claim.ports.len(), seat)?;
         let ours = self.claim(token, &lines, hello);
         let mut accept = vec![0; DATAGRAM_MAX];
         let len = ours.encode(&mut accept).ok_or(VerbsError::Unreachable)?;
@@ -567,7 +571,7 @@ impl VerbsProvider {
         let target = claim.hello.engine();
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let life = Life::greeting(self.now);
-        let (caller, ends) = ((through, *door), (End::Called, lines));
+        let (caller, ends) = ((through, *door), (End::Called, seat, lines));
         let index = self.open_session(peer, token, claim, caller, nonces.initiator, ends)?;
         if let Some(session) = self.session(index) {
             session.life = life;
@@ -639,9 +643,9 @@ impl VerbsProvider {
                 return Some(Hearing::Later);
             }
         }
-        let Call { token, ways, lines, .. } = self.handshakes.take(nonce)?;
+        let Call { token, ways, seat, lines, .. } = self.handshakes.take(nonce)?;
         let (ours, door) = ways.pair()?;
-        let (called, ends) = ((door_at(ours), *door), (End::Caller, lines));
+        let (called, ends) = ((door_at(ours), *door), (End::Caller, seat, lines));
         match self.open_session(peer, token, &claim, called, *nonce, ends) {
             Ok(index) => {
                 if let Some(session) = self.session(index) {
@@ -688,19 +692,33 @@ impl VerbsProvider {
 
     // ---- sessions ----
 
-    /// The seat of the next session.
+    /// A seat in which no session sits, and that none of our calls is to have. O(sessions and calls).
     fn vacant(&self) -> Result<u16, VerbsError> {
-        let vacant = self.sessions.iter().position(Option::is_none);
-        let at = vacant.unwrap_or(self.sessions.len());
-        u16::try_from(at).map_err(|_| VerbsError::Unreachable)
+        let calls = &self.handshakes.calls;
+        let mut taken: Vec<bool> = self.sessions.iter().map(Option::is_some).collect();
+        taken.resize(taken.len() + calls.len() + 1, false);
+        for call in calls {
+            if let Some(taken) = taken.get_mut(usize::from(call.seat)) {
+                *taken = true;
+            }
+        }
+        let seat = taken.iter().position(|taken| !taken).unwrap_or(taken.len());
+        u16::try_from(seat).map_err(|_| VerbsError::Unreachable)
     }
 
-    /// Our ends of lines to a peer of so many NICs, not connected yet, for the session that comes when `ahead` others have. If it sits down
-    /// elsewhere, its letters take receives of others', and may have to wait for one.
-    fn lines(&mut self, theirs: usize, ahead: usize) -> Result<Lines, VerbsError> {
-        let seat = self.vacant()?.saturating_add(u16::try_from(ahead).unwrap_or(u16::MAX));
-        let pairs = self.ports.iter_mut().take(theirs);
-        pairs.map(|port| port.is_usable().then(|| port.line(seat)).transpose()).collect()
+    /// Our ends of lines to a peer of so many NICs, not connected yet, for a session in this seat. A NIC that has none to give does without.
+    fn lines(&mut self, theirs: usize, seat: u16) -> Result<Lines, VerbsError> {
+        let (mut lines, mut why) = (Lines::new(), VerbsError::Unreachable);
+        for port in self.ports.iter_mut().take(theirs) {
+            let line = port.is_usable().then(|| port.line(seat)).transpose();
+            let line = line.unwrap_or_else(|error| {
+                tracing::warn!(nic = port.device().name, %error, "a line could not be made");
+                why = error;
+                None
+            });
+            let _ = lines.push(line);
+        }
+        if lines.iter().any(Option::is_some) { Ok(lines) } else { Err(why) }
     }
 
     /// Makes an open session, whose lines are connected, as far as they can be; where it is.
@@ -711,11 +729,10 @@ impl VerbsProvider {
         claim: &Claim,
         (through, door): (u8, Place),
         nonce: Nonce,
-        (end, pairs): (End, Lines),
+        (end, index, pairs): (End, u16, Lines),
     ) -> Result<u16, VerbsError> {
         let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
         let (granted, nics) = (self.grant, self.ports.len());
-        let index = self.vacant()?;
         let mut lines = heapless::Vec::new();
         let ports = self.ports.iter_mut().enumerate();
         for ((pair, stand), (at, port)) in pairs.into_iter().zip(&stands).zip(ports) {
@@ -745,9 +762,11 @@ impl VerbsProvider {
         // before it may write: notes keep their order.
         session.says.withdraw = self.memory.regions.open(token, peer);
         let session = Some(session);
-        match self.sessions.get_mut(usize::from(index)) {
-            Some(slot) => *slot = session,
-            None => self.sessions.push(session),
+        // Those before it may be of calls that are not answered yet.
+        let seats = self.sessions.len().max(usize::from(index) + 1);
+        self.sessions.resize_with(seats, || None);
+        if let Some(slot) = self.sessions.get_mut(usize::from(index)) {
+            *slot = session;
         }
         self.live.push(index);
         let seat = usize::from(peer.index);

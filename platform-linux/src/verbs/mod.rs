@@ -25,7 +25,7 @@
 //! end uses one at a time; and for each path that something is written over, from a NIC of the writer's to one of the
 //! receiver's, two of its own, which are opened when they are first needed: long writes go by one, short ones by the
 //! other, so that they do not wait. Each NIC has one completion queue for all, and receive queues of which each is shared by the
-//! sessions in some seats (`immwire_core::shelf`): both grow with the sessions that there are.
+//! sessions in some seats (`immwire_core::shelf`): with these the one becomes longer, and of the others there are more.
 //!
 //! # Queues
 //!
@@ -176,10 +176,10 @@ use crate::provider::{
 use crate::shm::GroupKey;
 use crate::topology::{Misplaced, OverrideError, Pairing};
 
-/// Writes that one queue pair holds: a power of two less one, since Soft-RoCE has room for one more, and rounds up.
-const LANE_DEPTH: u16 = 255;
-/// Pieces of transfers in flight on a NIC. All of them may be on one queue pair, with the peer's notes, and the write with which it is tried.
-const QUEUE_DEPTH: u16 = LANE_DEPTH - NOTES_PER_PEER - 1;
+/// Pieces of transfers in flight on a NIC.
+const QUEUE_DEPTH: u16 = 256;
+/// Writes that one queue pair holds. A power of two less one: Soft-RoCE makes it one more, and rounds that up.
+const LANE_DEPTH: u16 = 127;
 /// The engine's notes in flight on a NIC beside these, at most: those of 64 peers.
 const ENGINE_NOTES_MAX: u16 = 64 * NOTES_PER_PEER;
 /// The longest piece: between two, small writes have their turn, and a cancellation is heard.
@@ -1035,6 +1035,10 @@ impl VerbsProvider {
             return Admitted::Refused(WorkError::RemoteAccess);
         }
         let is_short = work.len <= SHORT_BYTES && !work.is_bulk();
+        let lane = if is_short { short } else { long };
+        if self.lanes.get(lane).is_none_or(|lane| lane.unread() >= LANE_DEPTH.into()) {
+            return Admitted::NoRoom;
+        }
         let write = Write {
             number: 0,
             from: work.src,
@@ -1046,7 +1050,7 @@ impl VerbsProvider {
             // The CPU would read them.
             inline: is_short && len > 0 && len <= INLINE_BYTES && home.is_none(),
         };
-        Admitted::Write { session: index, lane: if is_short { short } else { long }, write }
+        Admitted::Write { session: index, lane, write }
     }
 
     /// Puts an admitted piece into the chain, which is its lane's.

@@ -186,6 +186,11 @@ impl VerbsProvider {
         let there = session.ports.get(usize::from(passage.to))?;
         let port = self.ports.get_mut(usize::from(passage.from))?;
         let outlet = session.outlets.get_mut(at)?;
+        // There is to be room for what it may be tried with.
+        if usize::from(port.pieces.saturating_sub(port.outstanding)) < LANES {
+            outlet.answer = Some((passage, theirs));
+            return Some(());
+        }
         outlet.answer = None;
         let answered = outlet.way.answered(now, passage.epoch, LANES_EACH);
         if answered == Answered::Stale {
