@@ -13,8 +13,7 @@
 //!    flight; with all of them open, no more than the device has.
 //! 2. Each session finds a receive posted for each immediate that it is granted, and each note, wherever the device has so many. That
 //!    some wait to be posted again together takes nothing from it.
-//! 3. Seats of a number of peers are on shelves in their order. Whoever sits beyond them, while others leave, has the receives of one of
-//!    these.
+//! 3. Seats of a number of peers are on shelves in their order. Whoever sits beyond them shares the receives of one of these.
 //!
 //! The tests go through devices small and large, and all numbers of peers that differ.
 
@@ -117,8 +116,10 @@ impl Lengths {
     /// On which shelf the session in this seat has its receives. O(1).
     #[must_use]
     pub const fn shelf_of(&self, seat: u16) -> u8 {
-        // Beyond the last there is somebody only while as many others leave, who receive nothing more.
-        let shelf = place(seat % self.needs.peers);
+        // Who comes while all seats are taken, of some by those who leave, sits beyond the last, and stays there. The longest shelf has the
+        // first of them: others' receives are fewer there by the least part.
+        let (turn, seat) = (seat / self.needs.peers, seat % self.needs.peers);
+        let shelf = place(if turn == 0 { seat } else { self.needs.peers - 1 - seat });
         if shelf < self.shelves { shelf } else { self.shelves - 1 }
     }
 
@@ -258,7 +259,8 @@ mod tests {
                 assert!(shelf == last || shelf == last + 1, "{lengths:?}");
                 assert!(seat < lengths.seats(shelf + 1), "{lengths:?}");
                 assert!(shelf == 0 || seat >= lengths.seats(shelf), "{lengths:?}");
-                assert!(seat.checked_add(peers).is_none_or(|it| lengths.shelf_of(it) == shelf));
+                let mirrored = peers.checked_mul(2).map(|end| end - 1 - seat);
+                assert!(mirrored.is_none_or(|it| lengths.shelf_of(it) == shelf), "{lengths:?}");
                 last = shelf;
             }
             assert_eq!(last, lengths.shelves() - 1);

@@ -881,7 +881,8 @@ impl TransferEngine {
         // SAFETY: null is the GPU's default stream; it is not used.
         let stream = || unsafe { registry.stream(ordinal, std::ptr::null_mut()) };
         let device = || stream().map(|stream| stream.device().clone());
-        self.inner.flags.alloc(ordinal, device, |bytes| registry.pin(bytes))
+        let give_back = || registry.give_back();
+        self.inner.flags.alloc(ordinal, device, |bytes| registry.pin(bytes), give_back)
     }
 
     /// Orders what is submitted after this behind what is in a stream now: GPU `ordinal` copies nothing for this engine that

@@ -11,7 +11,8 @@
 //! # Invariants
 //!
 //! - A flag is zero when it is handed out, and nobody else's until it is dropped.
-//! - A page goes with the last of its flags: unmapped, unpinned, then freed.
+//! - A page goes with the last of its flags: unmapped, unpinned, then freed; by a thread of the engine's, since the driver frees memory
+//!   only when the GPU is idle.
 
 use std::ffi::c_void;
 use std::fmt;
@@ -24,7 +25,7 @@ use std::time::Duration;
 use gdrcopy_sys::{GPU_PAGE_SIZE, Library, gdr, gdr_info_v2, gdr_mh_t};
 use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 
-use crate::provider::{PinnedPage, RegisterError};
+use crate::provider::{GiveBack, PinnedPage, RegisterError};
 use crate::sync::lock;
 use crate::words::Word;
 
@@ -91,6 +92,22 @@ impl Drop for Pin {
     }
 }
 
+/// Memory of a GPU, which whoever drops it does not wait for.
+struct Given {
+    /// Until it is dropped.
+    memory: Option<DeviceMemory>,
+    give_back: Option<GiveBack>,
+}
+
+impl Drop for Given {
+    fn drop(&mut self) {
+        match (self.memory.take(), &self.give_back) {
+            (Some(memory), Some(give_back)) => give_back(Box::new(memory)),
+            (memory, _) => drop(memory),
+        }
+    }
+}
+
 /// A page of a GPU's memory, mapped for the CPU.
 struct MappedPage {
     pin: Pin,
@@ -100,7 +117,7 @@ struct MappedPage {
     cpu: NonNull<u8>,
     gpu: u64,
     /// Goes last.
-    _memory: DeviceMemory,
+    _memory: Given,
 }
 
 // SAFETY: addresses and handles, which no thread owns; words of the page are accessed as atomics.
@@ -109,16 +126,17 @@ unsafe impl Send for MappedPage {}
 unsafe impl Sync for MappedPage {}
 
 impl MappedPage {
-    fn new(device: &Device) -> Result<Self, String> {
+    fn new(device: &Device, give_back: Option<GiveBack>) -> Result<Self, String> {
         let library = Library::load().map_err(|error| error.to_string())?;
         let driver = Driver::open(library)?;
         let cuda = |error: immwire_cuda::Error| error.to_string();
         let stream = Stream::new(device).map_err(cuda)?;
         // Twice as much, so that a whole page is in it.
         let memory = DeviceMemory::zeroed(&stream, 2 * GPU_PAGE_SIZE).map_err(cuda)?;
+        let gpu = memory.address().next_multiple_of(GPU_PAGE_SIZE as u64);
+        let memory = Given { memory: Some(memory), give_back };
         let zeroed = Event::new(device).map_err(cuda)?;
         zeroed.record(&stream).and_then(|()| zeroed.wait(ZEROED_WITHIN)).map_err(cuda)?;
-        let gpu = memory.address().next_multiple_of(GPU_PAGE_SIZE as u64);
         immwire_cuda::prepare(device, gpu, GPU_PAGE_SIZE as u64).map_err(cuda)?;
         let call = |name: &str, errno: i32| match errno {
             0 => Ok(()),
@@ -216,22 +234,27 @@ pub(crate) struct Flags {
 }
 
 impl Flags {
-    /// A flag for a GPU; `device` finds it, `pin` makes memory of the host.
+    /// A flag for a GPU; `device` finds it, `pin` makes memory of the host, `give_back` says how the GPU's is given back.
     pub(crate) fn alloc(
         self: &Arc<Self>,
         ordinal: u32,
         device: impl FnOnce() -> Result<Device, RegisterError>,
         pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
+        give_back: impl FnOnce() -> Option<GiveBack>,
     ) -> Result<GpuFlag, RegisterError> {
-        let mut free = lock(&self.free);
-        let found = free.iter().rposition(|(of, _)| *of == ordinal);
-        let place = match found {
-            Some(at) => free.swap_remove(at).1,
+        let free = || {
+            let mut free = lock(&self.free);
+            let at = free.iter().rposition(|(of, _)| *of == ordinal)?;
+            Some(free.swap_remove(at).1)
+        };
+        let place = match free() {
+            Some(place) => place,
             None => {
-                let mut page = Self::page(&device()?, pin)?;
+                // Without the lock: to make a page takes a while, and whoever drops a flag does not wait for that.
+                let mut page = Self::page(&device()?, pin, give_back())?;
                 // PROOF: a page has hundreds.
                 let first = page.pop().ok_or(RegisterError::Empty)?;
-                free.extend(page.into_iter().map(|place| (ordinal, place)));
+                lock(&self.free).extend(page.into_iter().map(|place| (ordinal, place)));
                 first
             }
         };
@@ -242,8 +265,9 @@ impl Flags {
     fn page(
         device: &Device,
         pin: impl FnOnce(usize) -> Result<PinnedPage, RegisterError>,
+        give_back: Option<GiveBack>,
     ) -> Result<Vec<Place>, RegisterError> {
-        match MappedPage::new(device) {
+        match MappedPage::new(device, give_back) {
             Ok(page) => {
                 let page = Arc::new(page);
                 let offsets = (0..GPU_PAGE_SIZE).step_by(FLAG_BYTES);

@@ -29,7 +29,7 @@ use immwire_cuda::{
 };
 
 use crate::closer::Closer;
-use crate::provider::{PinnedPage, Place, RegisterError, Registered};
+use crate::provider::{GiveBack, PinnedPage, Place, RegisterError, Registered};
 use crate::sync::lock;
 
 /// The most GPUs that one engine may use: keys have room for so many.
@@ -370,6 +370,12 @@ impl Gpus {
         let memory = PinnedMemory::zeroed(first, bytes).map_err(RegisterError::Gpu)?;
         let known = Arc::clone(known);
         Ok(PinnedPage::new(memory, move |memory| known.closer.give(memory)))
+    }
+
+    /// As [`crate::provider::Memory::give_back`].
+    pub(crate) fn give_back(&self) -> Option<GiveBack> {
+        let known = Arc::clone(self.0.as_ref()?);
+        Some(Arc::new(move |remains| known.closer.give(remains)))
     }
 
     /// As [`crate::provider::Memory::copy_gpu`].

@@ -357,6 +357,9 @@ impl Window {
     }
 }
 
+/// Drops, on a thread of the engine's, what the driver of a GPU takes back only when that is idle.
+pub type GiveBack = Arc<dyn Fn(Box<dyn Send>) + Send + Sync>;
+
 /// Registration of memory, from any thread and off the data path.
 pub trait Memory: Send + Sync + 'static {
     /// Memory that peers on this host can map, zeroed.
@@ -395,6 +398,11 @@ pub trait Memory: Send + Sync + 'static {
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         let _ = bytes;
         Err(RegisterError::NoGpus)
+    }
+
+    /// By what memory of GPUs is given back without waiting for these; none where no GPU is used.
+    fn give_back(&self) -> Option<GiveBack> {
+        None
     }
 
     /// Copies `len` bytes between a region of GPU memory, from `offset` on, and `host`; waits for it.

@@ -15,7 +15,9 @@ use immwire_core::id::PeerId;
 use immwire_core::region::{LocalMr, MrDesc, RegionError, Rights};
 use immwire_core::wire::NetAddr;
 
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window,
+};
 use crate::sync::{Counted, Mutex, Uncounted, lock};
 
 /// A range of registered memory. Cloning it is cheap.
@@ -323,6 +325,11 @@ impl Registry {
     /// As [`Memory::pin`].
     pub(crate) fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.memory.pin(bytes)
+    }
+
+    /// As [`Memory::give_back`].
+    pub(crate) fn give_back(&self) -> Option<GiveBack> {
+        self.memory.give_back()
     }
 
     /// As [`Memory::window`].

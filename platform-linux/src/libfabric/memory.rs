@@ -28,7 +28,9 @@ use immwire_core::tenant::{PART, SLOTS, Tenant, device_key};
 use super::LibfabricError;
 use super::fabric::{Domain, Facts, Registration};
 use crate::gpus::{Direct, Gpus, Known};
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
+};
 use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// What domains have of a region.
@@ -273,6 +275,10 @@ impl Memory for LibfabricMemory {
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
+    }
+
+    fn give_back(&self) -> Option<GiveBack> {
+        self.gpus.give_back()
     }
 
     unsafe fn copy_gpu(

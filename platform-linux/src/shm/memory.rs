@@ -42,7 +42,9 @@ use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
 use crate::gpus::{FREED_WITHIN, Gpus, Known, page_bytes};
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window,
+};
 
 /// The key of tenant `generation` of slot `id`. Never [`NO_KEY`], as generations start at 1.
 fn key_of(id: u32, generation: NonZeroU32, kind: Kind) -> u64 {
@@ -479,6 +481,10 @@ impl Memory for ShmMemory {
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
+    }
+
+    fn give_back(&self) -> Option<GiveBack> {
+        self.gpus.give_back()
     }
 
     unsafe fn register(

@@ -18,7 +18,9 @@ use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_core::span::{self, Side};
 use immwire_core::wire::NetAddr;
 
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window,
+};
 use crate::sync::lock;
 
 /// What of a far registration does not follow from the whole.
@@ -197,6 +199,10 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.near.pin(bytes)
+    }
+
+    fn give_back(&self) -> Option<GiveBack> {
+        self.near.give_back()
     }
 
     unsafe fn copy_gpu(

@@ -30,7 +30,9 @@ use immwire_cuda::{PinnedMemory, SharedMemory};
 
 use super::StagingError;
 use crate::gpus::{Gpus, Known};
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
+};
 use crate::sync::lock;
 
 /// What a [`Registered`] of ours is called: this, and its number. Other transports number up to 2^24.
@@ -426,6 +428,10 @@ impl<M: Memory> Memory for StagedMemory<M> {
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.staging.gpus.pin(bytes)
+    }
+
+    fn give_back(&self) -> Option<GiveBack> {
+        self.staging.gpus.give_back()
     }
 
     unsafe fn copy_gpu(

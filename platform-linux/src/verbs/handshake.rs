@@ -71,9 +71,9 @@ struct Call {
     target: EngineId,
     ways: Ways<Place>,
     hello: Hello,
-    /// By NIC of both; of nobody yet.
     /// Where its session is to sit.
     seat: u16,
+    /// By NIC of both; of nobody yet.
     lines: Lines,
     initiator: Nonce,
     /// By door of ours, once a challenge has come to it: the nonce in it.
@@ -708,17 +708,20 @@ impl VerbsProvider {
 
     /// Our ends of lines to a peer of so many NICs, not connected yet, for a session in this seat. A NIC that has none to give does without.
     fn lines(&mut self, theirs: usize, seat: u16) -> Result<Lines, VerbsError> {
-        let (mut lines, mut why) = (Lines::new(), VerbsError::Unreachable);
+        let (mut lines, mut failed) = (Lines::new(), None);
         for port in self.ports.iter_mut().take(theirs) {
             let line = port.is_usable().then(|| port.line(seat)).transpose();
             let line = line.unwrap_or_else(|error| {
                 tracing::warn!(nic = port.device().name, %error, "a line could not be made");
-                why = error;
+                failed = Some(error);
                 None
             });
             let _ = lines.push(line);
         }
-        if lines.iter().any(Option::is_some) { Ok(lines) } else { Err(why) }
+        match failed {
+            Some(error) if lines.iter().all(Option::is_none) => Err(error),
+            _ => Ok(lines),
+        }
     }
 
     /// Makes an open session, whose lines are connected, as far as they can be; where it is.

@@ -18,7 +18,9 @@ use immwire_core::tenant::Tenant;
 use super::VerbsError;
 use super::device::{Access, Domain, Registration};
 use crate::gpus::{Direct, Gpus, Known};
-use crate::provider::{Memory, PinnedPage, Place, RegisterError, Registered, RevokeError};
+use crate::provider::{
+    GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
+};
 use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
 
 /// One registration for each NIC that was not lost; and the keys for us and for peers, of all NICs.
@@ -157,6 +159,10 @@ impl Memory for VerbsMemory {
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
         self.gpus.pin(bytes)
+    }
+
+    fn give_back(&self) -> Option<GiveBack> {
+        self.gpus.give_back()
     }
 
     unsafe fn copy_gpu(

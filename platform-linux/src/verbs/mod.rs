@@ -460,6 +460,8 @@ fn lengths_of(devices: &[Arc<Device>], peers: u16) -> Lengths {
 struct Shelf {
     /// Pieces of the slab that are not posted, by the number of their receive.
     unposted: Vec<u32>,
+    /// So many of them are posted together.
+    together: usize,
     shared: Arc<Shared>,
     /// What letters are received into; outlives the queue that it is posted to.
     slab: Slab,
@@ -482,15 +484,17 @@ impl Shelf {
         let slab = Slab::new(domain, LETTER_MAX, count)?;
         let first = u32::from(at) << SHELF_BITS;
         let unposted = (first..first + receives).rev().collect();
-        let mut shelf = Self { unposted, shared, slab };
-        shelf.refill(1);
+        let mut shelf = Self { unposted, together: 1, shared, slab };
+        shelf.refill();
+        // Where there are few, none is to wait for as many as there are.
+        shelf.together = (count / 2).clamp(1, RECEIVES);
         Ok(shelf)
     }
 
-    /// Posts receives again, as long as there are at least so many to be posted.
+    /// Posts receives again, as long as there are enough to be posted.
     #[inline]
-    fn refill(&mut self, least: usize) {
-        while self.unposted.len() >= least.max(1) {
+    fn refill(&mut self) {
+        while self.unposted.len() >= self.together {
             let mut batch = heapless::Vec::<_, RECEIVES>::new();
             for &number in self.unposted.iter().rev().take(RECEIVES) {
                 let place = self.slab.sge(shelf_and_piece(number).1, LETTER_MAX);
@@ -577,7 +581,7 @@ impl Nic {
     #[inline]
     fn refill(&mut self) {
         for shelf in &mut self.shelves {
-            shelf.refill(RECEIVES);
+            shelf.refill();
         }
     }
 

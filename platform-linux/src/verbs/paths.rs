@@ -189,6 +189,7 @@ impl VerbsProvider {
         // There is to be room for what it may be tried with.
         if usize::from(port.pieces.saturating_sub(port.outstanding)) < LANES {
             outlet.answer = Some((passage, theirs));
+            self.urgent = true;
             return Some(());
         }
         outlet.answer = None;

@@ -40,6 +40,7 @@ pub const TESTS: &[Test] = &[
     ("watched_words", Spread::Once, watched_words),
     ("watchers_come_and_go", Spread::Once, watchers_come_and_go),
     ("flags_reach_their_gpu", Spread::Once, flags_reach_their_gpu),
+    ("flags_go_while_it_is_busy", Spread::Once, flags_go_while_it_is_busy),
     ("flags_follow_counters", Spread::ProcessesBothMotors, flags_follow_counters),
     ("captures_of_graphs", Spread::ProcessesBothMotors, captures_of_graphs),
     ("several_allocations", Spread::Places, several_allocations),
@@ -101,6 +102,19 @@ fn flags_reach_their_gpu(case: &Case) {
     // It may outlive its engine.
     drop(me);
     next.set(1);
+}
+
+/// An engine goes while its GPU does not come to an end, and takes its flags with it: nobody waits for the GPU.
+fn flags_go_while_it_is_busy(case: &Case) {
+    let (me, later) = (case.me(), case.me());
+    let [flag, held] = [&me, &later].map(|it| it.engine.alloc_gpu_flag(0).expect("a flag"));
+    let stream = Stream::new(&Device::open(0).expect("GPU 0")).expect("a stream");
+    // SAFETY: the flag outlives the wait, which ends below.
+    unsafe { stream.after_word(held.address(), 5) }.expect("a wait");
+    goes_within(GIVES_UP_WITHIN, || held.set(5), move || drop((flag, me)));
+    assert!(!stream.is_done().expect("no error"));
+    held.set(5);
+    passes(&later, &stream);
 }
 
 /// Where GPUs copy.
