@@ -444,10 +444,21 @@ impl<P: Provider> Engine<P> {
                 self.state.hook(cell, ticket, id, hold);
                 stop(&mut self.state.group, self.state.now, id);
             }
-            Err(rejected) => {
-                self.state.shared.finish_with(cell, ticket, hold, refused(rejected.error));
-            }
+            Err(rejected) => self.refuse((cell, ticket), hold, rejected.error),
         }
+    }
+
+    /// Tells that the group did not take a transfer: after all that it has to tell, for it may be why. Nobody hears from a
+    /// transfer that a peer is down who is not told so when asking for the peer.
+    #[cold]
+    fn refuse(
+        &mut self,
+        (cell, ticket): (u16, Ticket),
+        hold: Option<Region>,
+        error: group::SubmitError,
+    ) {
+        self.events();
+        self.state.shared.finish_with(cell, ticket, hold, refused(error));
     }
 
     /// Submits to the group, and posts a piece that goes at once.
@@ -466,9 +477,7 @@ impl<P: Provider> Engine<P> {
         }
         match self.state.group.submit(request, options) {
             Ok(id) => self.state.hook(cell, ticket, id, hold),
-            Err(rejected) => {
-                self.state.shared.finish_with(cell, ticket, hold, refused(rejected.error));
-            }
+            Err(rejected) => self.refuse((cell, ticket), hold, rejected.error),
         }
     }
 

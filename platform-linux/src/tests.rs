@@ -6,9 +6,11 @@ use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use immwire_core::group as core_group;
+
 use crate::{
     AddPeerError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId, PeerState,
-    Region, SingleWrite, SubmitError, TransferEngine,
+    Region, SingleWrite, SubmitError, TransferEngine, TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -266,6 +268,54 @@ fn a_source_may_be_closed_by_whoever_is_told_that_nothing_starts() {
         drop(driver);
         assert!(closed.try_recv().unwrap(), "the source was in use still");
         assert!(matches!(transfer.poll_end(), Some(End::NeverStarted { .. })));
+    }
+}
+
+/// A waker that says how a peer of the engine's stands.
+struct Looks(TransferEngine, PeerId, mpsc::Sender<Option<PeerState>>);
+
+impl Wake for Looks {
+    fn wake(self: Arc<Self>) {
+        self.2.send(self.0.peer_state(self.1)).unwrap();
+    }
+}
+
+/// Whoever is told by a transfer that its peer is down finds it down, in the engine's thread too: of a peer that is removed, and
+/// of one that ends, a write that was submitted before the engine knows is refused in the step that finds it out.
+#[test]
+fn whoever_is_told_that_a_peer_is_down_finds_it_down() {
+    for removed in [true, false] {
+        let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+        let (other, _counter, peer) = met(&mut driver);
+        let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+        // Too long to be written at once.
+        let (dst, src) = (&dst.desc(), &src);
+        let write =
+            SingleWrite { peer, src, src_offset: 0, dst, dst_offset: 0, len: 64, imm: None };
+        let (told, state) = mpsc::channel();
+        let mut other = Some(other);
+        let start = Instant::now();
+        let refused = loop {
+            assert!(start.elapsed() < LONG, "the peer is never down");
+            let mut transfer = pin!(engine.submit_single_write(&write).unwrap());
+            let waker = Waker::from(Arc::new(Looks(engine.clone(), peer, told.clone())));
+            assert!(transfer.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
+            if let Some(other) = other.take() {
+                if removed {
+                    engine.remove_peer(peer);
+                }
+                drop(other);
+            }
+            driver.poll();
+            match transfer.poll_end() {
+                Some(End::NeverStarted { error: TransferError::Refused(error) }) => break error,
+                _ => while state.try_recv().is_ok() {},
+            }
+        };
+        let is_down = matches!(refused, core_group::SubmitError::PeerDown { .. });
+        assert!(is_down, "removed: {removed}, {refused:?}");
+        let seen = state.try_recv().unwrap();
+        assert!(matches!(seen, Some(PeerState::Down(_))), "removed: {removed}, {seen:?}");
     }
 }
 

@@ -1,11 +1,16 @@
 //! Peers that die, stop or fall silent, and NICs that fail: whoever is left gets a typed error in time,
 //! and serves the others.
 
+use std::collections::VecDeque;
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Wake, Waker};
 use std::time::{Duration, Instant};
 
+use immwire::core::group;
 use immwire::{
     CountError, DownReason, End, Expected, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer,
-    TransferError,
+    TransferEngine, TransferError,
 };
 use rustix::process::Signal;
 
@@ -18,6 +23,7 @@ pub const TESTS: &[Test] = &[
     ("receiver_killed", Spread::ProcessesBothMotors, receiver_killed),
     ("full_receiver_killed", Spread::ProcessesBothMotors, full_receiver_killed),
     ("sender_killed", Spread::ProcessesBothMotors, sender_killed),
+    ("down_before_refused", Spread::ProcessesBothMotors, down_before_refused),
     ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
     ("no_nic_left", Spread::Places, no_nic_left),
 ];
@@ -186,6 +192,79 @@ fn full_receiver_killed(case: &Case) {
     other.signal(Signal::KILL);
     ends_of_the_dead(case, &me, peer, &transfers);
     third.is_served(&me);
+}
+
+/// What an engine said of a peer at the moment at which a transfer's end was told.
+struct Told {
+    engine: TransferEngine,
+    peer: PeerId,
+    state: OnceLock<Option<PeerState>>,
+}
+
+impl Told {
+    fn look(&self) {
+        self.state.get_or_init(|| self.engine.peer_state(self.peer));
+    }
+}
+
+impl Wake for Told {
+    fn wake(self: Arc<Self>) {
+        self.look();
+    }
+}
+
+/// Whether it ended because the peer is down. That a connection broke under it is said sooner: it need not be the only one.
+fn is_down(end: End) -> bool {
+    let (End::NeverStarted { error } | End::Quiesced { error }) = end else { return false };
+    matches!(
+        error,
+        TransferError::Stopped(group::TransferError::PeerDown { .. })
+            | TransferError::Refused(
+                group::SubmitError::PeerDown { .. } | group::SubmitError::NoSuchPeer { .. }
+            )
+    )
+}
+
+/// A peer dies while write after write to it is submitted. Whoever learns from a write's end that it is down, also of one that
+/// comes just then and is refused, is told the same by the engine.
+fn down_before_refused(case: &Case) {
+    let (me, mut other, peer) = case.pair();
+    let src = me.memory(4096, Own::Engine);
+    let (_, desc) = other.memory(&me, 4096, Own::Engine);
+    let mut under_way = VecDeque::new();
+    let mut other = Some(other);
+    let start = Instant::now();
+    for n in 0_u64.. {
+        assert!(start.elapsed() < patience(), "nobody says that the peer is down");
+        if n == 100
+            && let Some(other) = &mut other
+        {
+            other.signal(Signal::KILL);
+        }
+        let state = OnceLock::new();
+        let told = Arc::new(Told { engine: me.engine.clone(), peer, state });
+        let mut transfer = Box::pin(write(&me, peer, &src, &desc, (0, 0, 8), None));
+        let waker = Waker::from(Arc::clone(&told));
+        if Pin::new(&mut transfer).poll(&mut Context::from_waker(&waker)).is_ready() {
+            told.look();
+        }
+        under_way.push_back((transfer, told));
+        // One step, where it is we who make them: what was submitted before it is refused in that which finds the peer down.
+        me.step();
+        while let Some((transfer, told)) = under_way.front() {
+            let limit = if under_way.len() < 64 { Duration::ZERO } else { patience() };
+            let Some(end) = me.until(limit, || transfer.poll_end()) else { break };
+            if is_down(end) {
+                me.until(patience(), || told.state.get().copied()).expect("woken");
+                let state = told.state.get();
+                let down = matches!(state, Some(Some(PeerState::Down(_))));
+                assert!(down, "{n}: {end:?}, and the peer is {state:?}");
+                return;
+            }
+            assert!(end == End::Done || names(end, peer), "{n}: {end:?}");
+            under_way.pop_front();
+        }
+    }
 }
 
 fn sender_killed(case: &Case) {
