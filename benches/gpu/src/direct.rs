@@ -3,6 +3,8 @@
 
 use crate::rig::Gpu;
 use crate::row::{GRANULE, Row};
+use crate::signals::{call, within};
+use cudarc::driver::sys as cu;
 use immwire_cuda::{DmaBuf, Error as CudaError, SharedMemory, owner_of, whole_pages};
 use rustix::fs::{SeekFrom, seek};
 use serde_json::{Value, json};
@@ -43,6 +45,27 @@ fn export(gpu: &Gpu, address: u64, whole: u64) -> Result<(u32, f64), Box<dyn Err
     }
 }
 
+/// That memory which moves between the host and GPUs is refused, as a GPU's for NICs and for other processes.
+fn managed(gpu: &Gpu) -> Result<(), Box<dyn Error>> {
+    const BYTES: usize = 1 << 20;
+    let mut address = 0;
+    let flags = cu::CUmemAttach_flags::CU_MEM_ATTACH_GLOBAL as u32;
+    within(&gpu.device, || {
+        // SAFETY: writes the one address.
+        let made = unsafe { cu::cuMemAllocManaged(&raw mut address, BYTES, flags) };
+        call("cuMemAllocManaged", made)
+    })?;
+    let owner = owner_of(&gpu.device, address + 4096, 4096);
+    within(&gpu.device, || {
+        // SAFETY: allocated above, and used by nobody.
+        call("cuMemFree", unsafe { cu::cuMemFree_v2(address) })
+    })?;
+    match owner {
+        Err(CudaError::Managed { .. }) => Ok(()),
+        other => Err(format!("managed memory: {other:?}").into()),
+    }
+}
+
 /// What each GPU offers, and that ranges of its memory are exported as they should be.
 pub(crate) fn run(gpus: &[Gpu]) -> Result<Value, Box<dyn Error>> {
     let mut found = Vec::new();
@@ -52,6 +75,7 @@ pub(crate) fn run(gpus: &[Gpu]) -> Result<Value, Box<dyn Error>> {
         if owner_of(&gpu.device, host.as_ptr() as u64, 4096)?.is_some() {
             return Err("memory of the host is taken for a GPU's".into());
         }
+        managed(gpu)?;
         let mut times = Vec::with_capacity(FLUSHES);
         for _ in 0..FLUSHES {
             let started = Instant::now();

@@ -17,6 +17,7 @@ mod check;
 mod direct;
 mod ends;
 mod exchange;
+mod graph;
 mod joined;
 mod moe;
 mod processes;

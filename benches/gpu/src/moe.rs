@@ -5,6 +5,7 @@
 //! figures. So it is taken twice after each round, and what lies between, where nothing is done, is told, too: what a stream takes longer for a
 //! launch is the difference. Whole rounds are measured without it. Of each round the slowest rank counts.
 
+use crate::graph::Graph;
 use crate::rig::{Gpu, LIMIT};
 use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
@@ -522,12 +523,14 @@ fn random_shape(random: &mut Random, world: u32, large: bool) -> Shape {
             scale_bytes: 4 * random.below(120),
         }
     };
+    // Rows of results are multiples of 16 bytes; what is quantised has twice that.
+    let step = if matches!(payload, Payload::Raw { .. }) { 8 } else { 16 };
     Shape {
         firsts,
         top_k: 1 + random.below(if large { 32 } else { 8 }),
         max_tokens: 1 + random.below(if large { 300 } else { 40 }),
         payload,
-        values: 16 * (1 + random.below(if large { 500 } else { 60 })),
+        values: step * (1 + random.below(if large { 500 } else { 60 })),
         results: [Number::Bf16, Number::Fp16][usize::from(random.one_in(2))],
         padding: [1, 4, 16, 128][random.below(4) as usize],
         exact: random.one_in(2),
@@ -564,6 +567,11 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
                 shape.firsts[last] = 1024;
                 (shape.max_tokens, shape.padding) = (416, 1);
             }
+            // And of some all have as many experts and choices as there can be.
+            let widest = case == 4 && world == 4;
+            if widest {
+                (shape.firsts, shape.top_k) = (firsts(world, 1024), 32);
+            }
             // Large ones take gigabytes each.
             let sets = if large || many || lopsided { 1 } else { ROUNDS_EACH };
             let mut all = World::new(gpus, &shape, sms(gpus, world), None, sets, PATIENCE)?;
@@ -580,9 +588,13 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
     for room in [None, Some(Many::FROM_TOKENS)] {
         missing(gpus, room)?;
     }
+    for room in [None, Some(Many::FROM_TOKENS)] {
+        halves(gpus, room)?;
+    }
     let overlapped = overlap::run(gpus, few)?;
     Ok(json!({
-        "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true, "overlapped": overlapped,
+        "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true, "halves_end": true,
+        "overlapped": overlapped,
     }))
 }
 
@@ -622,6 +634,44 @@ fn rounds(all: &mut World<'_>, random: &mut Random, few_tokens: u32) -> Outcome<
     all.check_poison()
 }
 
+/// Where the tokens of all ranks go.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Route {
+    /// As they were drawn.
+    Drawn,
+    /// All to one expert, by one of their choices, which is not always the first.
+    One { expert: i32, choice: u32 },
+    /// Nowhere: every choice is dropped.
+    Nowhere,
+}
+
+impl Route {
+    fn draw(random: &mut Random, shape: &Shape) -> Self {
+        let experts = shape.firsts.last().copied().unwrap_or(0);
+        match random.below(8) {
+            0 => Self::Nowhere,
+            1 if experts > 0 => Self::One {
+                expert: random.below(experts).cast_signed(),
+                choice: random.below(shape.top_k),
+            },
+            _ => Self::Drawn,
+        }
+    }
+
+    fn lay(self, indices: &mut [i32], top_k: u32) {
+        if self != Self::Drawn {
+            indices.fill(-1);
+        }
+        if let Self::One { expert, choice } = self {
+            indices
+                .iter_mut()
+                .skip(choice as usize)
+                .step_by(top_k as usize)
+                .for_each(|it| *it = expert);
+        }
+    }
+}
+
 /// What one round has.
 struct Drawn {
     tokens: Vec<Sent>,
@@ -640,13 +690,15 @@ fn draw(
 ) -> Outcome<Drawn> {
     let world = all.geometry.world;
     let has_both = all.shape.max_tokens > Many::FEW_TOKENS;
+    let route = Route::draw(random, &all.shape);
     let tokens = |_| {
-        let tokens = loop {
+        let mut tokens = loop {
             let tokens = all.maker().random_tokens_up_to(random, most);
             if !has_both || tokens.count <= few_tokens || tokens.count > Many::FEW_TOKENS {
                 break tokens;
             }
         };
+        route.lay(&mut tokens.indices, all.shape.top_k);
         if onto { all.maker().perhaps_onto(random, tokens) } else { tokens }
     };
     let tokens: Vec<Sent> = (0..world).map(tokens).collect();
@@ -685,6 +737,36 @@ fn missing(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
         }
         all.settle()?;
         all.check_without(Some(MISSING), 0, &tokens, &results, Style::default())?;
+    }
+    Ok(())
+}
+
+/// What has been sent needs no SM until it is received: a rank's half that sends ends while no other rank has begun, whichever way.
+fn halves(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
+    const WORLD: u32 = 3;
+    let mut random = Random(4);
+    let mut shape = random_shape(&mut random, WORLD, false);
+    shape.max_tokens = room.unwrap_or(shape.max_tokens);
+    let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, PATIENCE)?;
+    let style = Style { split: true, ..Style::default() };
+    for most in [shape.max_tokens, shape.max_tokens.min(9)] {
+        let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
+        let results: Vec<Vec<u8>> =
+            (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
+        all.put(0, &tokens, &results, false)?;
+        all.blank()?;
+        for way in [Way::Out, Way::Back] {
+            for rank in 0..all.ranks.len() {
+                all.enqueue_half(rank, 0, way, Half::Send, style)?;
+                all.settle()?;
+            }
+            for rank in 0..all.ranks.len() {
+                all.enqueue_half(rank, 0, way, Half::Receive, style)?;
+            }
+            all.settle()?;
+        }
+        all.check(0, &tokens, &results, style)?;
+        all.check_poison()?;
     }
     Ok(())
 }
@@ -843,30 +925,67 @@ fn abort(gpus: &[Gpu]) -> Outcome<()> {
     Ok(())
 }
 
-/// Captured rounds of each rank, replayed over and over, each rank as fast as it goes. Three sets of tokens, routes and results take
-/// turns from round to round, so that what is left of another round is wrong; they change between replays. And a fiftieth as many rounds with room
-/// for many tokens, some of few.
-pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
-    let mut told = replay_with(gpus, rounds, 24)?;
-    told["with_room_for_many"] = replay_with(gpus, rounds / 50, Many::FROM_TOKENS + 76)?;
-    Ok(told)
+/// What is replayed.
+struct Replayed {
+    what: &'static str,
+    ranks_each: u32,
+    payload: Payload,
+    exact: bool,
+    style: Style,
+    max_tokens: u32,
+    rounds: u32,
 }
 
-fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
+/// Captured rounds of each rank, replayed over and over, each rank as fast as it goes but for pauses that are drawn, in its graphs and between
+/// them. Three sets of tokens, routes and results take turns from round to round, so that what is left of another round is wrong; they
+/// change between replays. And a fiftieth as many rounds with room for many tokens, some of few; quantised, with exact sums; in slots; by halves; and
+/// with two ranks on each GPU.
+pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
+    let plain = || Replayed {
+        what: "few tokens",
+        ranks_each: 1,
+        payload: Payload::Raw { token_bytes: 512, scale_bytes: 16 },
+        exact: false,
+        style: Style { clear: true, ..Style::default() },
+        max_tokens: 24,
+        rounds: rounds / 50,
+    };
+    let quantised = Payload::Fp8 { from: Number::Bf16, scales: Scales::Float };
+    let all = [
+        Replayed { rounds, ..plain() },
+        Replayed { what: "room for many", max_tokens: Many::FROM_TOKENS + 76, ..plain() },
+        Replayed { what: "e4m3, exact sums", payload: quantised, exact: true, ..plain() },
+        Replayed {
+            what: "slots",
+            style: Style { slots: true, clear: true, ..Style::default() },
+            ..plain()
+        },
+        Replayed {
+            what: "halves",
+            style: Style { split: true, clear: true, ..Style::default() },
+            ..plain()
+        },
+        Replayed { what: "two ranks on a GPU", ranks_each: 2, ..plain() },
+    ];
+    all.iter().map(|replayed| replay_one(gpus, replayed)).collect()
+}
+
+fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
     const EACH: usize = 50;
     const SETS: usize = 3;
-    let world = u32::try_from(gpus.len())?;
+    let Replayed { style, max_tokens, .. } = *replayed;
+    let world = u32::try_from(gpus.len())? * replayed.ranks_each;
     let shape = Shape {
         firsts: firsts(world, 16),
         top_k: 4,
         max_tokens,
-        payload: Payload::Raw { token_bytes: 512, scale_bytes: 16 },
+        payload: replayed.payload,
         values: 256,
         results: Number::Bf16,
         padding: 4,
-        exact: false,
+        exact: replayed.exact,
     };
-    let mut all = World::new(gpus, &shape, 0, None, SETS, PATIENCE)?;
+    let mut all = World::new(gpus, &shape, sms(gpus, world), None, SETS, PATIENCE)?;
     let mut random = Random(5);
     let results: Vec<Vec<Vec<u8>>> = (0..SETS)
         .map(|_| {
@@ -874,11 +993,13 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
             (0..world).map(each).collect()
         })
         .collect();
-    let style = Style { clear: true, ..Style::default() };
+    let pauses = all.ranks.iter().map(|rank| Pauses::new(&gpus[rank.gpu], EACH));
+    let mut pauses = pauses.collect::<Outcome<Vec<_>>>()?;
     let graphs = (0..all.ranks.len())
         .map(|rank| {
-            Graph::new(&all, rank, |_| {
+            capture(&all, rank, |stream| {
                 for round in 0..EACH {
+                    pauses[rank].take(stream, round)?;
                     for way in [Way::Out, Way::Back] {
                         all.enqueue(rank, round % SETS, way, style)?;
                     }
@@ -888,7 +1009,7 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
         })
         .collect::<Outcome<Vec<_>>>()?;
     let mut compared = 0;
-    let replays = rounds as usize / EACH;
+    let replays = replayed.rounds as usize / EACH;
     let every = (replays / 100).max(4);
     for turn in 0..replays {
         let mut tokens = Vec::new();
@@ -899,6 +1020,9 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
             all.put(set, &sent, results, false)?;
             tokens.push(sent);
         }
+        for (rank, pauses) in all.ranks.iter().zip(&mut pauses) {
+            pauses.draw(&gpus[rank.gpu], &mut random)?;
+        }
         let compares = turn % every == 0;
         if compares {
             all.blank()?;
@@ -908,7 +1032,7 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
             if random.one_in(4) {
                 std::thread::sleep(Duration::from_micros(u64::from(random.below(300))));
             }
-            graph.launch(&all, rank)?;
+            launch(&all, graph, rank)?;
         }
         all.settle()?;
         if compares {
@@ -924,62 +1048,53 @@ fn replay_with(gpus: &[Gpu], rounds: u32, max_tokens: u32) -> Outcome<Value> {
         }
     }
     all.check_poison()?;
-    Ok(
-        json!({ "ranks": world, "room": max_tokens, "rounds": replays * EACH, "compared": compared }),
-    )
+    Ok(json!({
+        "what": replayed.what, "ranks": world, "room": max_tokens, "rounds": replays * EACH, "replays": replays, "replays_compared": compared,
+    }))
+}
+
+/// Pauses of a stream, in a graph: a kernel each that lets so much time pass as its place in memory says.
+struct Pauses {
+    function: cu::CUfunction,
+    places: Buffer,
+    count: usize,
+}
+
+impl Pauses {
+    fn new(gpu: &Gpu, count: usize) -> Outcome<Self> {
+        Ok(Self {
+            function: function(gpu, PAUSE, c"pause")?,
+            places: Buffer::new(gpu, count * 8)?,
+            count,
+        })
+    }
+
+    /// Up to 40 us for one round in eight, and none for the rest: longer than a round takes. No graph is being replayed.
+    fn draw(&mut self, gpu: &Gpu, random: &mut Random) -> Outcome<()> {
+        let mut one = |_| if random.one_in(8) { i64::from(random.below(40_000)) } else { 0 };
+        let pauses: Vec<i64> = (0..self.count).map(&mut one).collect();
+        self.places.put(gpu, &bytes_of(&pauses))
+    }
+
+    /// To be called with the GPU's context current.
+    fn take(&self, stream: &Stream, place: usize) -> Outcome<()> {
+        launch_one(self.function, stream, self.places.at() + 8 * place as u64, false)
+    }
 }
 
 /// Work of one rank, captured.
-struct Graph {
-    graph: cu::CUgraph,
-    ready: cu::CUgraphExec,
+fn capture(
+    all: &World<'_>,
+    rank: usize,
+    work: impl FnOnce(&Stream) -> Outcome<()>,
+) -> Outcome<Graph> {
+    let rank = &all.ranks[rank];
+    Graph::new(&all.gpus[rank.gpu].device, &rank.stream, work)
 }
 
-impl Graph {
-    fn new(
-        all: &World<'_>,
-        rank: usize,
-        work: impl FnOnce(&Stream) -> Outcome<()>,
-    ) -> Outcome<Self> {
-        let rank = &all.ranks[rank];
-        let stream: cu::CUstream = rank.stream.raw().cast();
-        within(&all.gpus[rank.gpu].device, || {
-            let (mut graph, mut ready) = (ptr::null_mut(), ptr::null_mut());
-            let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
-            // SAFETY: the stream is alive, and nobody else captures it; so below.
-            call("cuStreamBeginCapture", unsafe { cu::cuStreamBeginCapture_v2(stream, mode) })?;
-            work(&rank.stream)?;
-            // SAFETY: writes the one handle.
-            call("cuStreamEndCapture", unsafe { cu::cuStreamEndCapture(stream, &raw mut graph) })?;
-            // SAFETY: writes the one handle; the graph is alive.
-            call("cuGraphInstantiate", unsafe {
-                cu::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0)
-            })?;
-            // SAFETY: both are alive.
-            call("cuGraphUpload", unsafe { cu::cuGraphUpload(ready, stream) })?;
-            Ok(Self { graph, ready })
-        })
-    }
-
-    fn launch(&self, all: &World<'_>, rank: usize) -> Outcome<()> {
-        let rank = &all.ranks[rank];
-        within(&all.gpus[rank.gpu].device, || {
-            // SAFETY: graph and stream are alive, and so is all memory that the graph names.
-            call("cuGraphLaunch", unsafe {
-                cu::cuGraphLaunch(self.ready, rank.stream.raw().cast())
-            })
-        })
-    }
-}
-
-impl Drop for Graph {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, destroyed here only, after its launches have been waited for.
-        unsafe {
-            let _ = cu::cuGraphExecDestroy(self.ready);
-            let _ = cu::cuGraphDestroy(self.graph);
-        }
-    }
+fn launch(all: &World<'_>, graph: &Graph, rank: usize) -> Outcome<()> {
+    let rank = &all.ranks[rank];
+    graph.launch(&all.gpus[rank.gpu].device, &rank.stream)
 }
 
 /// A kernel that writes down the GPU's clock,
@@ -1010,6 +1125,26 @@ const EARLY_CLOCK: &CStr = c"
 }
 ";
 
+/// A kernel that lets so many nanoseconds pass.
+const PAUSE: &CStr = c"
+.version 7.8
+.target sm_80
+.address_size 64
+.visible .entry pause(.param .u64 place) {
+  .reg .u64 %at, %long, %began, %time;
+  .reg .pred %early;
+  ld.param.u64 %at, [place];
+  ld.global.u64 %long, [%at];
+  mov.u64 %began, %globaltimer;
+again:
+  mov.u64 %time, %globaltimer;
+  sub.u64 %time, %time, %began;
+  setp.lt.u64 %early, %time, %long;
+  @%early bra again;
+  ret;
+}
+";
+
 /// How the clock is taken.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Clock {
@@ -1017,6 +1152,54 @@ enum Clock {
     Plain,
     /// By one that begins early, as the exchange's do, where the GPU lets it (compute capability 9.0).
     Early,
+}
+
+/// A kernel of a text, which stays until the process ends.
+fn function(gpu: &Gpu, text: &CStr, name: &CStr) -> Outcome<cu::CUfunction> {
+    within(&gpu.device, || {
+        let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: terminated texts; handles are written to where they are given.
+        unsafe {
+            call("cuModuleLoadData", cu::cuModuleLoadData(&raw mut module, text.as_ptr().cast()))?;
+            call(
+                "cuModuleGetFunction",
+                cu::cuModuleGetFunction(&raw mut function, module, name.as_ptr()),
+            )?;
+        }
+        Ok(function)
+    })
+}
+
+/// Launches one thread of [`CLOCK`]'s kernel, or of another that takes one address. To be called with the GPU's context current.
+fn launch_one(
+    function: cu::CUfunction,
+    stream: &Stream,
+    mut at: u64,
+    begins_early: bool,
+) -> Outcome<()> {
+    let mut parameters = [(&raw mut at).cast()];
+    let mut early = cu::CUlaunchAttribute {
+        id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
+        pad: [0; 4],
+        value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
+    };
+    let config = cu::CUlaunchConfig {
+        gridDimX: 1,
+        gridDimY: 1,
+        gridDimZ: 1,
+        blockDimX: 1,
+        blockDimY: 1,
+        blockDimZ: 1,
+        sharedMemBytes: 0,
+        hStream: stream.raw().cast(),
+        attrs: &raw mut early,
+        numAttrs: u32::from(begins_early),
+    };
+    // SAFETY: the kernel takes one address, of memory of its GPU that lives as long as the graphs do; where it may begin early, it waits.
+    call("cuLaunchKernelEx", unsafe {
+        let none = ptr::null_mut();
+        cu::cuLaunchKernelEx(&raw const config, function, parameters.as_mut_ptr(), none)
+    })
 }
 
 /// Points in time of one GPU, in its memory: a kernel that stores to the host's ends only when the host has the store. To take one takes
@@ -1031,51 +1214,13 @@ impl Stamps {
     fn new(gpu: &Gpu, count: usize, clock: Clock) -> Outcome<Self> {
         let begins_early = clock == Clock::Early && gpu.device.gpu().capability >= (9, 0);
         let text = if begins_early { EARLY_CLOCK } else { CLOCK };
-        let function = within(&gpu.device, || {
-            let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
-            // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
-            unsafe {
-                call(
-                    "cuModuleLoadData",
-                    cu::cuModuleLoadData(&raw mut module, text.as_ptr().cast()),
-                )?;
-                let name = c"stamp".as_ptr();
-                call(
-                    "cuModuleGetFunction",
-                    cu::cuModuleGetFunction(&raw mut function, module, name),
-                )?;
-            }
-            Ok(function)
-        })?;
+        let function = function(gpu, text, c"stamp")?;
         Ok(Self { function, begins_early, places: Buffer::new(gpu, count * 8)? })
     }
 
     /// To be called with the GPU's context current.
     fn take(&self, stream: &Stream, place: usize) -> Outcome<()> {
-        let mut at = self.places.at() + 8 * place as u64;
-        let mut parameters = [(&raw mut at).cast()];
-        let mut early = cu::CUlaunchAttribute {
-            id: cu::CUlaunchAttributeID::CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION,
-            pad: [0; 4],
-            value: cu::CUlaunchAttributeValue { programmaticStreamSerializationAllowed: 1 },
-        };
-        let config = cu::CUlaunchConfig {
-            gridDimX: 1,
-            gridDimY: 1,
-            gridDimZ: 1,
-            blockDimX: 1,
-            blockDimY: 1,
-            blockDimZ: 1,
-            sharedMemBytes: 0,
-            hStream: stream.raw().cast(),
-            attrs: &raw mut early,
-            numAttrs: u32::from(self.begins_early),
-        };
-        // SAFETY: the kernel takes one address, of memory of its GPU that lives as long as the graphs do; where it may begin early, it waits.
-        call("cuLaunchKernelEx", unsafe {
-            let none = ptr::null_mut();
-            cu::cuLaunchKernelEx(&raw const config, self.function, parameters.as_mut_ptr(), none)
-        })
+        launch_one(self.function, stream, self.places.at() + 8 * place as u64, self.begins_early)
     }
 
     /// All of them, in microseconds. The launches have ended.
@@ -1130,12 +1275,12 @@ struct Timed<'a> {
 
 impl<'a> Timed<'a> {
     /// `tokens`: how many each rank has, up to what there is room for. `routes`: the experts of all tokens of all ranks; drawn evenly if there
-    /// are none. Replayed in graphs if a clock is named.
+    /// are none. Replayed in graphs if a clock is named. `blocks`: the SMs that each rank takes.
     fn new(
         gpus: &'a [Gpu],
         shape: &Shape,
         style: Style,
-        tokens: u32,
+        (tokens, blocks): (u32, u32),
         routes: Option<&[i32]>,
         clock: Option<Clock>,
     ) -> Outcome<Self> {
@@ -1145,7 +1290,7 @@ impl<'a> Timed<'a> {
         // Routes are even: no rank has twice its part.
         let rows =
             u32::try_from((most * 2 + 4096).min(usize::try_from(Geometry::new(shape)?.max_rows)?))?;
-        let mut all = World::new(gpus, shape, sms(gpus, world), Some(rows), 1, PATIENCE)?;
+        let mut all = World::new(gpus, shape, blocks, Some(rows), 1, PATIENCE)?;
         let mut random = Random(11);
         let experts = shape.firsts[world as usize];
         let mut sends = Vec::new();
@@ -1199,7 +1344,7 @@ impl<'a> Timed<'a> {
     fn capture(&self, each: bool) -> Outcome<Vec<Graph>> {
         let of = |rank: usize| {
             let (all, stamps, style) = (&self.all, &self.stamps[rank], self.style);
-            Graph::new(all, rank, |stream| {
+            capture(all, rank, |stream| {
                 for round in 0..ROUNDS + SETTLING {
                     let at = round.checked_sub(SETTLING);
                     if at == Some(0) {
@@ -1234,9 +1379,34 @@ impl<'a> Timed<'a> {
 
     fn launch(all: &World<'_>, graphs: &[Graph]) -> Outcome<()> {
         for (rank, graph) in graphs.iter().enumerate() {
-            graph.launch(all, rank)?;
+            launch(all, graph, rank)?;
         }
         all.settle()
+    }
+
+    /// What a round of all of these takes, in microseconds, where each goes through its rounds as fast as it can beside the others: of the slowest
+    /// rank, from the first clock to the last.
+    fn spans(all: &mut [&mut Self]) -> Outcome<f64> {
+        for timed in all.iter() {
+            let Some([_, plain]) = &timed.graphs else { return Err("not captured".into()) };
+            for (rank, graph) in plain.iter().enumerate() {
+                launch(&timed.all, graph, rank)?;
+            }
+        }
+        let mut spans: Vec<(f64, f64)> = Vec::new();
+        for timed in all {
+            timed.all.settle()?;
+            let ranks = timed.all.ranks.iter().zip(&mut timed.stamps).enumerate();
+            for (number, (rank, stamps)) in ranks {
+                let at = stamps.read(&timed.all.gpus[rank.gpu])?;
+                let (from, to) = (at[0], at[TAKEN * ROUNDS]);
+                match spans.get_mut(number) {
+                    Some(span) => *span = (span.0.min(from), span.1.max(to)),
+                    None => spans.push((from, to)),
+                }
+            }
+        }
+        Ok(spans.iter().map(|(from, to)| to - from).fold(0f64, f64::max) / ROUNDS as f64)
     }
 
     /// Measures once more.
@@ -1327,9 +1497,18 @@ fn evenly(random: &mut Random, count: usize, experts: u32) -> Vec<i32> {
     chosen
 }
 
-/// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without.
-fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style, tokens: u32) -> Outcome<Value> {
-    let mut timed = Timed::new(gpus, shape, style, tokens, None, Some(Clock::Early))?;
+/// Rounds of one shape: of each launch the slowest rank's time, with the clock taken in between, and whole rounds without. `blocks`: the SMs of each
+/// rank, all that it can have if there is no number.
+fn measure(
+    gpus: &[Gpu],
+    name: &str,
+    shape: &Shape,
+    style: Style,
+    tokens: u32,
+    blocks: Option<u32>,
+) -> Outcome<Value> {
+    let blocks = blocks.unwrap_or(sms(gpus, u32::try_from(shape.firsts.len() - 1)?));
+    let mut timed = Timed::new(gpus, shape, style, (tokens, blocks), None, Some(Clock::Early))?;
     let mut times = timed.turn()?;
     let wire = timed.wire_bytes();
     let ranks = timed.all.ranks.len();
@@ -1339,10 +1518,45 @@ fn measure(gpus: &[Gpu], name: &str, shape: &Shape, style: Style, tokens: u32) -
     }
     let told = |times: &[f64]| json!({ "p50": percentile(times, 0.5), "p99": percentile(times, 0.99), "least": percentile(times, 0.0) });
     let result = json!({
-        "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": tokens, "room": shape.max_tokens, "split": style.split,
+        "what": name, "ranks": ranks, "gpus": gpus.len(), "tokens": tokens, "room": shape.max_tokens, "split": style.split, "sms": blocks,
         "dispatch_us": told(&times.out), "combine_us": told(&times.back),
         "clock_us": told(&times.clock), "round_us": told(&times.rounds),
         "dispatch_wire_us": wire[0] as f64 / WIRE, "combine_wire_us": wire[1] as f64 / WIRE,
+    });
+    eprintln!("{result}");
+    Ok(result)
+}
+
+/// Two exchanges of one shape at a time, as two micro-batches overlap, each with half of the SMs and a stream of its own: how long a round of both
+/// takes beside a round of one with all SMs, and with half of them.
+fn overlapped(gpus: &[Gpu], shape: &Shape) -> Outcome<Value> {
+    let all = sms(gpus, u32::try_from(shape.firsts.len() - 1)?);
+    let new = |blocks| {
+        let size = (shape.max_tokens, blocks);
+        Timed::new(gpus, shape, Style::default(), size, None, Some(Clock::Plain))
+    };
+    let mut whole = new(all)?;
+    let mut halves = [new(all / 2)?, new(all / 2)?];
+    let (mut one, mut half, mut both) = (Vec::new(), Vec::new(), Vec::new());
+    for _ in 0..REPLAYS {
+        one.push(Timed::spans(&mut [&mut whole])?);
+        let [first, second] = &mut halves;
+        half.push(Timed::spans(&mut [first])?);
+        both.push(Timed::spans(&mut [first, second])?);
+    }
+    whole.end()?;
+    for timed in halves {
+        timed.end()?;
+    }
+    let told = |mut times: Vec<f64>| {
+        // The first of them brings the ranks together.
+        times.remove(0);
+        times.sort_by(f64::total_cmp);
+        json!({ "p50": percentile(&times, 0.5), "most": percentile(&times, 1.0), "least": percentile(&times, 0.0) })
+    };
+    let result = json!({
+        "what": "rounds of two exchanges at a time", "ranks": shape.firsts.len() - 1, "gpus": gpus.len(), "tokens": shape.max_tokens,
+        "sms": all, "round_of_one_us": told(one), "round_of_one_with_half_us": told(half), "round_of_both_us": told(both),
     });
     eprintln!("{result}");
     Ok(result)
@@ -1386,8 +1600,8 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
         .collect();
     // What it is beside takes it so, too.
     let clock = says("graphs")?.then_some(Clock::Plain);
-    let mut timed =
-        Timed::new(gpus, &shape, Style::default(), shape.max_tokens, Some(&routes), clock)?;
+    let size = (shape.max_tokens, sms(gpus, ranks));
+    let mut timed = Timed::new(gpus, &shape, Style::default(), size, Some(&routes), clock)?;
     println!("{}", json!({ "gpus": gpus.len() }));
     for line in std::io::stdin().lines() {
         line?;
@@ -1464,6 +1678,22 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
     let wanted =
         full.chain(less).filter(|(_, it, ..)| only.is_none_or(|room| room == it.max_tokens));
     let measured =
-        wanted.map(|(what, shape, style, tokens)| measure(gpus, what, &shape, style, tokens));
-    Ok(Value::Array(measured.collect::<Outcome<_>>()?))
+        wanted.map(|(what, shape, style, tokens)| measure(gpus, what, &shape, style, tokens, None));
+    let mut measured = measured.collect::<Outcome<Vec<_>>>()?;
+    for (tokens, blocks) in [(128, 64), (128, 32), (128, 16), (4096, 64), (4096, 32), (4096, 16)] {
+        if only.is_none_or(|room| room == tokens) {
+            let (what, shape) = ("on some of the SMs", shape(pairs, tokens));
+            // Of few SMs each would have more experts' numbers than it has room for.
+            let fits = Many::new(&Geometry::new(&shape)?, &shape, blocks).is_ok();
+            if fits {
+                measured.push(measure(gpus, what, &shape, plain, tokens, Some(blocks))?);
+            }
+        }
+    }
+    for tokens in [128, 4096] {
+        if only.is_none_or(|room| room == tokens) {
+            measured.push(overlapped(gpus, &shape(pairs, tokens))?);
+        }
+    }
+    Ok(Value::Array(measured))
 }

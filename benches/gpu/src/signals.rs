@@ -8,6 +8,7 @@
 //! for half of its round trip: as far as the way there and the way back differ, the one-way times are wrong. The round trips
 //! are not. Both are given.
 
+use crate::graph::Graph;
 use crate::rig::{LIMIT, Random};
 use cudarc::driver::sys as cu;
 use immwire::{IdlePolicy, Region, SingleWrite, TransferEngine};
@@ -86,8 +87,27 @@ fn spread(mut all: Vec<i64>) -> Value {
     };
     json!({
         "best": at(0), "p50": at(500), "p90": at(900), "p99": at(990), "p999": at(999), "worst": at(1000),
-        "of": all.len(),
+        "of": all.len(), "histogram": histogram(&all),
     })
+}
+
+/// How many there are in each quarter of a microsecond, up to 16, by its upper end; those that have any, and how many are longer.
+fn histogram(sorted: &[i64]) -> Value {
+    const QUARTER_NS: i64 = 250;
+    const QUARTERS: i64 = 64;
+    let mut buckets: Vec<(f64, usize)> = Vec::new();
+    for ns in sorted {
+        let quarter = ns.div_euclid(QUARTER_NS).saturating_add(1).min(QUARTERS + 1);
+        let upper = if quarter > QUARTERS { f64::INFINITY } else { quarter as f64 / 4.0 };
+        match buckets.last_mut() {
+            Some((last, count)) if *last == upper => *count += 1,
+            _ => buckets.push((upper, 1)),
+        }
+    }
+    // What is longer than all has no number as its end.
+    let told =
+        buckets.iter().map(|&(upper, count)| json!([upper.is_finite().then_some(upper), count]));
+    told.collect()
 }
 
 pub(crate) fn call(what: &str, answer: cu::CUresult) -> Outcome<()> {
@@ -126,9 +146,9 @@ fn settle(device: &Device, stream: &Stream) -> Outcome<()> {
     Ok(event.wait(LIMIT)?)
 }
 
-/// Launches the answering kernel.
-fn launch(device: &Device, stream: &Stream, words: [u64; 4]) -> Outcome<()> {
-    within(device, || {
+/// Launches the answering kernel, as a graph: it is in graphs that what is watched is stored to.
+fn launch(device: &Device, stream: &Stream, words: [u64; 4]) -> Outcome<Graph> {
+    let graph = Graph::new(device, stream, |stream| {
         let text = CString::new(ANSWERING)?;
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
         let [mut go, mut stamps, mut raw, mut word] = words;
@@ -148,7 +168,9 @@ fn launch(device: &Device, stream: &Stream, words: [u64; 4]) -> Outcome<()> {
                 cu::cuLaunchKernel(function, 1, 1, 1, 1, 1, 1, 0, stream, parameters, none);
             call("cuLaunchKernel", launched)
         }
-    })
+    })?;
+    graph.launch(device, stream)?;
+    Ok(graph)
 }
 
 /// From a kernel's store to the callback, with so many words watched; the one that is stored to is the last.
@@ -169,7 +191,7 @@ fn watched(gpu: u32, watchers: usize) -> Outcome<Value> {
     let (go, raw) = (words.word(0)?, words.word(64)?);
     let stream = Stream::new(&device)?;
     let places = [words.address(), stamps.address(), words.address() + 64, watcher.address()];
-    launch(&device, &stream, places)?;
+    let graph = launch(&device, &stream, places)?;
     let mut random = Random(1);
     // Of each answer: when it was asked for, and when it was seen.
     let mut times = vec![(0, 0)];
@@ -192,6 +214,7 @@ fn watched(gpu: u32, watchers: usize) -> Outcome<Value> {
         times.push((asked, seen));
     }
     settle(&device, &stream)?;
+    drop(graph);
     let mut answers = Vec::new();
     for (i, &(asked, seen)) in times.iter().enumerate().skip(WARM_UP) {
         let stored = stamps.word(8 * i)?.load(Ordering::Acquire).cast_signed();

@@ -2,6 +2,22 @@
 //!
 //! Pure arithmetic: no address, no device, no allocation.
 //!
+//! What one rank's exchange takes of its GPU, in MiB: 256 experts, the best 8, 7,168 values, e4m3 with `f32` scales out and bf16 back; with
+//! pre-quantised tokens and scales it is the same, with tokens in bf16 an inbox has as much for them as for results. `rows` are those by expert that a
+//! caller makes room for if it wants to be sure of any routes: 7,392 bytes each there, and as many of 14,336 bytes for what experts answer.
+//! With slots (`Rows::slots`) it is one row for each token of all ranks, and a number for each of these rows.
+//!
+//! | ranks | tokens | sums of | inbox | plans and counts | both | rows |
+//! |---|---|---|---|---|---|---|
+//! | 2 | 128 | each rank | 5.3 | 0.0 | 5.4 | 2048 |
+//! | 4 | 128 | each rank | 10.7 | 0.0 | 10.7 | 4096 |
+//! | 8 | 128 | each rank | 21.4 | 0.1 | 21.5 | 8192 |
+//! | 2 | 4096 | each rank | 171.0 | 0.6 | 171.6 | 65536 |
+//! | 4 | 4096 | each rank | 342.0 | 1.3 | 343.3 | 131072 |
+//! | 8 | 4096 | each rank | 684.0 | 2.5 | 686.5 | 262144 |
+//! | 8 | 128 | each choice | 119.4 | 0.1 | 119.5 | 8192 |
+//! | 8 | 4096 | each choice | 3820.0 | 2.5 | 3822.5 | 262144 |
+//!
 //! # Invariants
 //!
 //! 1. The parts of an inbox lie one after the other, none overlaps another, and all rows start on a cache line.
@@ -76,7 +92,7 @@ pub struct Shape {
     pub padding: u32,
     /// Whether each choice's result comes back by itself, to be summed where the token is from, in the order of choices: sums then do
     /// not depend on which rank has which experts, for up to `top_k` results on the way back in the place of one for each rank. An
-    /// inbox has room for as many from each rank: for 4,096 tokens, the best 8 of 256 experts, 7,168 values and 8 ranks 3.5 GiB.
+    /// inbox has room for as many from each rank: see the table [above](self) for what that takes.
     pub exact: bool,
 }
 
@@ -656,6 +672,37 @@ mod tests {
         for error in [entries(vec![]), shared] {
             assert!(!error.to_string().is_empty());
         }
+    }
+
+    /// The lines of the table in the documentation, anew.
+    #[test]
+    fn documented_sizes_are_these() {
+        let text = include_str!("geometry.rs");
+        let documented: Vec<_> = text.lines().filter_map(|it| it.strip_prefix("//! | ")).collect();
+        let cases = [(2, 128), (4, 128), (8, 128), (2, 4096), (4, 4096), (8, 4096)];
+        let cases = cases.map(|(world, tokens)| (world, tokens, false));
+        let mut computed =
+            vec!["ranks | tokens | sums of | inbox | plans and counts | both | rows |".to_owned()];
+        for (world, max_tokens, exact) in cases.into_iter().chain([(8, 128, true), (8, 4096, true)])
+        {
+            let firsts = (0..=world).map(|rank| rank * 256 / world).collect();
+            let all = Shape { firsts, max_tokens, exact, ..shape() };
+            let geometry = Geometry::new(&all).unwrap();
+            let is_many = max_tokens >= Many::FROM_TOKENS;
+            let scratch =
+                if is_many { Many::new(&geometry, &all, 132).unwrap().scratch_bytes } else { 0 };
+            let rest = geometry.plan_bytes + scratch;
+            let mib = |bytes: u64| format!("{:.1}", bytes as f64 / f64::from(1 << 20));
+            computed.push(format!(
+                "{world} | {max_tokens} | {} | {} | {} | {} | {} |",
+                if exact { "each choice" } else { "each rank" },
+                mib(geometry.inbox_bytes),
+                mib(rest),
+                mib(geometry.inbox_bytes + rest),
+                geometry.max_rows,
+            ));
+        }
+        assert_eq!(documented, computed, "{}", computed.join("\n//! | "));
     }
 
     /// 4,096 tokens of each of two ranks fit, at 256 experts.

@@ -43,7 +43,7 @@
 //! # What it has not
 //!
 //! Order between default streams and others, streams shared by several contexts, graphs (what is captured is counted, and cannot be
-//! launched), managed memory, arrays, events
+//! launched), managed memory but for what the driver says of it, arrays, events
 //! between processes, faults that only later calls report. A process that forks cannot use it in the child, as with the
 //! driver.
 

@@ -197,6 +197,8 @@ pub(crate) enum Kind {
     Pinned { _pages: HostPages },
     /// `cuMemHostRegister`.
     Registered,
+    /// `cuMemAllocManaged`, of which only what the driver says is modelled: it stays in the host's memory.
+    Managed { _pages: HostPages },
 }
 
 /// Live memory.
@@ -228,7 +230,7 @@ impl Range {
             Kind::Allocated { backing, .. }
             | Kind::Opened { backing, .. }
             | Kind::Mapped { backing, .. } => Some(backing),
-            Kind::Pinned { .. } | Kind::Registered => None,
+            Kind::Pinned { .. } | Kind::Registered | Kind::Managed { .. } => None,
         }
     }
 
@@ -311,7 +313,7 @@ impl Table {
                 *by == gpu || (*by == backing.gpu && reaches(backing.gpu))
             }
             Kind::Mapped { .. } => range.allows(gpu, write),
-            Kind::Pinned { .. } | Kind::Registered => true,
+            Kind::Pinned { .. } | Kind::Registered | Kind::Managed { .. } => true,
         }
     }
 
@@ -372,6 +374,7 @@ impl std::fmt::Display for Range {
             Kind::Mapped { backing, .. } => write!(f, ", mapped, of GPU {}", backing.gpu),
             Kind::Pinned { .. } => f.write_str(", pinned host memory"),
             Kind::Registered => f.write_str(", registered host memory"),
+            Kind::Managed { .. } => f.write_str(", managed"),
         }
     }
 }

@@ -7,7 +7,9 @@
 //! The launches of one exchange keep their order; between the two, and between ranks, any order is drawn. At first they take turns by
 //! halves: each sends between what the other sends and receives.
 
-use super::{Drawn, Graph, Outcome, PATIENCE, Style, Way, World, draw, random_shape, sms};
+use super::{
+    Drawn, Outcome, PATIENCE, Style, Way, World, capture, draw, launch, random_shape, sms,
+};
 use crate::rig::Gpu;
 use immwire_cuda::Event;
 use immwire_cuda::moe::Half;
@@ -140,7 +142,7 @@ fn captured(pair: &mut [World<'_>; 2], random: &mut Random, replays: u32) -> Out
             let steps = order(&drawn, random, false);
             let other = &pair[1].ranks[rank].stream;
             let [forks, joins] = [Event::new(other.device())?, Event::new(other.device())?];
-            Graph::new(&pair[0], rank, |stream| {
+            capture(&pair[0], rank, |stream| {
                 forks.record(stream)?;
                 other.after(&forks)?;
                 steps.iter().try_for_each(|step| enqueue(pair, &drawn, rank, *step))?;
@@ -153,7 +155,7 @@ fn captured(pair: &mut [World<'_>; 2], random: &mut Random, replays: u32) -> Out
         let again = fill(pair, random, false, |_, exchange, set| drawn[exchange][set].style)?;
         let first = random.below(graphs.len().try_into()?) as usize;
         for rank in (first..graphs.len()).chain(0..first) {
-            graphs[rank].launch(&pair[0], rank)?;
+            launch(&pair[0], &graphs[rank], rank)?;
         }
         compare(pair, &again)?;
     }

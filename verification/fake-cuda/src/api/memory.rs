@@ -98,6 +98,22 @@ calls! {
         address.put(start)
     }
 
+    /// What it is, and no more: see [`Kind::Managed`].
+    fn cuMemAllocManaged(address: Out<u64>, bytes: usize, flags: c_uint) {
+        const GLOBAL_OR_HOST: [c_uint; 2] = [1, 2];
+        let mut world = begin("cuMemAllocManaged");
+        let current = world.current("cuMemAllocManaged");
+        address.is_there()?;
+        if bytes == 0 || !GLOBAL_OR_HOST.contains(&flags) {
+            return Err(code::INVALID_VALUE);
+        }
+        let pages = HostPages::new(bytes as u64)?;
+        let start = pages.start;
+        let kind = Kind::Managed { _pages: pages };
+        world.memory.add(start, bytes as u64, kind, Some(current.context));
+        address.put(start)
+    }
+
     /// Waits for the context's streams, which do not use it.
     fn cuMemFree_v2(address: u64) {
         let mut world = begin("cuMemFree");
@@ -105,7 +121,7 @@ calls! {
         if address != 0 {
             world
                 .memory
-                .remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. }));
+                .remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. } | Kind::Managed { .. }));
         }
         wait_for_all(world, current);
         Ok(())
@@ -193,7 +209,8 @@ calls! {
         let is = |known: A| attribute == known as c_uint;
         let number = Out::<c_int>(data.cast());
         if is(A::CU_POINTER_ATTRIBUTE_MEMORY_TYPE) {
-            let host = range.gpu().is_none();
+            // Managed memory is a GPU's, wherever it lies.
+            let host = range.gpu().is_none() && !matches!(range.kind, Kind::Managed { .. });
             let (host_type, device_type) =
                 (cu::CUmemorytype::CU_MEMORYTYPE_HOST, cu::CUmemorytype::CU_MEMORYTYPE_DEVICE);
             Out::<c_uint>(data.cast()).put(if host { host_type } else { device_type } as c_uint)
@@ -202,7 +219,7 @@ calls! {
             let gpu = range.gpu().or(context.map(|context| context.gpu));
             number.put(gpu.map_or(0, ordinal))
         } else if is(A::CU_POINTER_ATTRIBUTE_IS_MANAGED) {
-            number.put(0)
+            number.put(c_int::from(matches!(range.kind, Kind::Managed { .. })))
         } else if is(A::CU_POINTER_ATTRIBUTE_IS_LEGACY_CUDA_IPC_CAPABLE) {
             number.put(c_int::from(matches!(range.kind, Kind::Allocated { .. })))
         } else if is(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR) {
