@@ -539,6 +539,10 @@ impl TransferEngine {
     /// Orders what is submitted after this behind what is in a stream of GPU ``device`` now: a source that kernels are
     /// still writing may be submitted at once. Waits for nothing itself.
     ///
+    /// Not one transfer waits, but all from that GPU's memory that are submitted after this, to whatever peer and by whatever
+    /// thread; and of others, from the host to it and earlier ones, what the GPU has not begun to copy. So one call is for any
+    /// number of transfers, and the stream must not itself be waiting for what comes of a later one.
+    ///
     /// ``stream`` is one of that GPU's primary context, which the CUDA runtime and torch use: anything with
     /// ``__cuda_stream__``, or its handle (``torch.cuda.current_stream().cuda_stream``; 0 is the default stream). A number
     /// that is no stream's handle ends the process.

@@ -36,6 +36,9 @@ class Ranks:
 
     def __init__(self, stack, world, on_gpus=False, groups=None, engines=(None, None, None), **more):
         self.on_gpus = on_gpus
+        share, odd = divmod(EXPERTS, world)
+        even = [share * rank + min(rank, odd) for rank in range(world + 1)]
+        self.firsts = more.get("firsts", even)
         shape = dict(experts=EXPERTS, top_k=TOP_K, hidden=HIDDEN, max_tokens=MAX_TOKENS, padding=PADDING)
         shape |= dict(patience=PATIENCE, timeout=PATIENCE) | (dict(sms=2) if on_gpus else {}) | more
         groups = groups or Group.all(world)
@@ -70,17 +73,18 @@ class Ranks:
         step = [dict(half="send"), dict(half="receive")] if halves else [{}]
 
         def rank(number, exchange):
-            x, indices, weights, _ = made_up(seed + number, tokens[number], EXPERTS)
+            experts = self.firsts[-1]
+            x, indices, weights, _ = made_up(seed + number, tokens[number], experts)
             room = tokens[number] + counted  # There is memory for one more, of which nothing is to be seen.
             grown = [
                 np.resize(part, (room, *part.shape[1:])) if len(part) else part
                 for part in (x, indices, weights)
             ]
             if counted and not tokens[number]:
-                grown = made_up(seed, 1, EXPERTS)[:3]
+                grown = made_up(seed, 1, experts)[:3]
             to_send, choices, factors = grown
-            own = EXPERTS // exchange.world
-            first = own * number
+            first, end = self.firsts[number : number + 2]
+            own = end - first
             places = exchange.max_slots if slots else exchange.max_rows
             lent = dict(
                 out=self.array(number, np.full((places, HIDDEN), 77, np.uint16)),
@@ -149,6 +153,135 @@ def test_rounds_on_the_cpu(world):
     assert all(engine.closed for engine in engines)
 
 
+#: Of three ranks the second has no expert, of two the last.
+UNEVEN = [[0, 5, 5, 7], [0, 6, 6]]
+
+
+@pytest.mark.parametrize("firsts", UNEVEN)
+def test_uneven_experts_on_the_cpu(firsts):
+    with ExitStack() as stack:
+        ranks = Ranks(stack, len(firsts) - 1, experts=firsts[-1], firsts=firsts)
+        for seed, given in enumerate(ROUNDS):
+            received = ranks.round(100 * seed, **given)
+            assert [len(counts) for counts, _, _ in received] == np.diff(firsts).tolist()
+        # An array says it, too, and then nobody need say how many there are.
+        others = Ranks(stack, len(firsts) - 1, experts=None, firsts=np.array(firsts))
+        others.round(3, **ROUNDS[0])
+
+
+def test_more_experts_than_can_be_even_on_the_cpu():
+    with ExitStack() as stack:
+        ranks = Ranks(stack, 3, experts=7, firsts=[0, 3, 5, 7])
+        even = Ranks(stack, 3, experts=7)
+        even.firsts = ranks.firsts
+        assert ranks.round(1, (5, 0, 2)) == even.round(1, (5, 0, 2))
+
+
+#: Bytes of a token, and of its scales, in formats that the exchange does not know.
+OPAQUE = {
+    "nvfp4": lambda hidden: (hidden // 2, hidden // 16),
+    "mxfp4": lambda hidden: (hidden // 2, hidden // 32),
+    "mxfp8": lambda hidden: (hidden, hidden // 32),
+}
+
+
+def opaque(kind, hidden, on_gpus):
+    """Tokens of a format with block scales, of which every byte is compared."""
+    token_bytes, scale_bytes = OPAQUE[kind](hidden)
+    # To whole words, with bytes that arrive as they are, too.
+    scale_bytes = -(-scale_bytes // 4) * 4
+    world, most, top_k, experts = 2, 3, 2, 5
+    firsts, tokens = [0, 4, 5], (most, 1)
+    shape = dict(experts=experts, firsts=firsts, top_k=top_k, hidden=hidden, max_tokens=most)
+    with ExitStack() as stack:
+        ranks = Ranks(stack, world, on_gpus, token_bytes=token_bytes, scale_bytes=scale_bytes, **shape)
+        for turn, slots in enumerate((False, True)):
+            rng = np.random.default_rng(turn)
+            inputs = [
+                (
+                    rng.integers(0, 256, (count, token_bytes), np.uint8),
+                    rng.integers(0, 256, (count, scale_bytes), np.uint8),
+                    np.array([rng.permutation(experts)[:top_k] for _ in range(count)], np.int32),
+                )
+                for count in tokens
+            ]
+
+            def rank(number, exchange, inputs=inputs, slots=slots):
+                def space(*shape, dtype=np.uint8):
+                    return ranks.array(number, np.full(shape, 77, dtype))
+
+                stream = dict(stream=0) if on_gpus else {}
+                x, scales, indices = (ranks.array(number, part) for part in inputs[number])
+                weights = ranks.array(number, np.ones(inputs[number][2].shape, np.float32))
+                places = exchange.max_slots if slots else exchange.max_rows
+                out, out_scales = space(places, token_bytes), space(places, scale_bytes)
+                own = range(firsts[number], firsts[number + 1])
+                counts, offsets = space(len(own), dtype=np.int32), space(len(own) + 1, dtype=np.int32)
+                named = space(exchange.max_rows, dtype=np.int32) if slots else None
+                exchange.dispatch(
+                    *map(ranks.given, (x, indices, weights, scales)),
+                    out=ranks.given(out),
+                    out_scales=ranks.given(out_scales),
+                    slots=ranks.given(named),
+                    counts=ranks.given(counts),
+                    offsets=ranks.given(offsets),
+                    **stream,
+                )
+                ranks.settle(number)
+                rows, row_scales, starts = out.read(), out_scales.read(), offsets.read()
+                for expert, count, start in zip(own, counts.read(), starts, strict=False):
+                    chosen = [(choices == expert).any(axis=1) for _, _, choices in inputs]
+                    at = np.arange(start, start + count)
+                    if slots:
+                        at = named.read()[at]
+                    for i, found in enumerate((rows, row_scales)):
+                        sent = np.concatenate(
+                            [each[i][mask] for each, mask in zip(inputs, chosen, strict=True)]
+                        )
+                        assert found[at].tobytes() == sent.tobytes()
+                # Results are numbers, whatever tokens are.
+                y = ranks.array(number, np.full((max(starts[-1], 1), hidden), 0x3F80, np.uint16))
+                results = space(tokens[number], hidden, dtype=np.uint16)
+                exchange.combine(ranks.given(y), out=ranks.given(results), **stream)
+                ranks.settle(number)
+                # Twice 1.
+                assert (results.read() == 0x4000).all()
+                assert not exchange.report()
+
+            ranks.each(rank)
+
+
+@pytest.mark.parametrize("hidden", [7168, 2880])
+@pytest.mark.parametrize("kind", OPAQUE)
+def test_tokens_with_block_scales_on_the_cpu(kind, hidden):
+    opaque(kind, hidden, on_gpus=False)
+
+
+def test_scales_need_no_padding_on_the_cpu():
+    """There the exchange copies bytes."""
+    with ExitStack() as stack:
+        (alone,) = Ranks(stack, 1, token_bytes=16, scale_bytes=5).all
+        x, scales = np.arange(16, dtype=np.uint8), np.arange(5, dtype=np.uint8)
+        rows, row_scales = np.zeros((alone.max_rows, 16), np.uint8), np.zeros((alone.max_rows, 5), np.uint8)
+        routes = np.array([[2, -1, -1, -1]]), np.ones((1, TOP_K), np.float32)
+        places = dict(counts=np.zeros(EXPERTS, np.int32), offsets=np.zeros(EXPERTS + 1, np.int32))
+        alone.dispatch(x, *routes, scales, out=rows, out_scales=row_scales, **places)
+        assert (rows[0] == x).all() and (row_scales[0] == scales).all()
+
+
+def test_it_has_all_that_both_exchanges_have():
+    def names(kind):
+        return {name for name in dir(kind) if not name.startswith("_")}
+
+    on_host, on_gpus = names(moe.HostAllToAll), names(moe.GpuAllToAll)
+    assert (on_host & on_gpus) - names(moe.AllToAll) == {"open"}
+    # What is said of the others is true.
+    assert on_host - on_gpus == {"rounds"}
+    assert on_gpus - on_host == {"start_over", "nbytes", "token_bytes", "scale_bytes"}
+    with moe.AllToAll(Group.all(1)[0], experts=2, top_k=1, hidden=8, max_tokens=4) as alone:
+        assert alone.exchange.rounds == 0
+
+
 def test_ranks_meet_in_a_store_on_engines_that_are_there(tmp_path):
     store = bootstrap.DirectoryStore(tmp_path)
     with ExitStack() as stack:
@@ -194,6 +327,14 @@ def test_what_cannot_be_is_refused():
     refused("quantize is for GPUs", quantize="float32")
     refused("chunk_tokens is for host memory", device=0, chunk_tokens=4)
     refused("sms is for GPUs", sms=4)
+    refused("experts is None: .* firsts", experts=None)
+    refused("firsts has 3 entries instead of 2: the first expert", firsts=[0, 1, 2])
+    refused("firsts has 0 entries instead of 2", firsts=[])
+    refused("experts is 2, and firsts says 3", firsts=[0, 3])
+    refused("rank 0 starts with expert 1", firsts=[1, 2])
+    refused("1 to 1024", experts=0)
+    refused("1 to 1024", experts=None, firsts=[0, 0])
+    refused("expert 4, the next one with 2", group=SimpleNamespace(rank=0, size=2), firsts=[0, 4, 2])
     refused("which GPU is it", device="tpu")
     refused("group has rank None of None", group=None)
     refused("group has no all_gather_object", group=SimpleNamespace(rank=0, size=1))
@@ -255,6 +396,35 @@ def case_gpus_and_the_cpu_give_the_same():
             assert on_cpu == on_gpus
         with pytest.raises(immwire.RequestError, match="stream is missing"):
             both[1].all[0].combine((0, 0), out=(0, 0))
+
+
+def case_uneven_experts():
+    # Ranks that share a GPU would wait for each other: there are two.
+    for firsts in ([0, 5, 6], [0, 0, 6], [0, 7, 7]):
+        with ExitStack() as stack:
+            shape = dict(experts=None, firsts=firsts)
+            both = [Ranks(stack, 2, on_gpus, **shape) for on_gpus in (False, True)]
+            for seed, given in enumerate(ROUNDS):
+                on_cpu, on_gpus = (ranks.round(100 * seed, **given) for ranks in both)
+                assert on_cpu == on_gpus
+
+
+def case_tokens_with_block_scales():
+    for kind in OPAQUE:
+        for hidden in (7168, 2880):
+            opaque(kind, hidden, on_gpus=True)
+    with pytest.raises(immwire.ConfigError, match="to 92 bytes, and say scale_bytes=92"):
+        moe.AllToAll(Group.all(1)[0], 2, 1, 2880, 4, device=0, token_bytes=2880, scale_bytes=90)
+
+
+def case_what_is_of_gpus_alone():
+    with ExitStack() as stack:
+        (alone,) = Ranks(stack, 1, True, token_bytes=32, scale_bytes=4).all
+        exchange = alone.exchange
+        assert (exchange.token_bytes, exchange.scale_bytes) == (32, 4)
+        assert exchange.nbytes > 0
+        exchange.start_over()
+        assert alone.active_ranks == [0]
 
 
 CASES = [name for name in dir() if name.startswith("case_")]

@@ -505,6 +505,9 @@ def case_what_does_not_fit_is_refused():
 
         impossible("rank 2 of 2", rank=2)
         impossible("16", hidden=24, quantize="float32")
+        impossible("scale_bytes is 90, .* pad .* to 92 bytes, and say scale_bytes=92", scale_bytes=90)
+        impossible("scale_bytes is 1, .* scale_bytes=4", scale_bytes=1)
+        impossible("scale_bytes=4294967296", scale_bytes=2**32 - 1)
         impossible("not quantised", quantize="ue8m0", token_bytes=16)
         impossible('scales of "e4m3"', quantize="e4m3")
         impossible('numbers of "float32"', dtype="float32")

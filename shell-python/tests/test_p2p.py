@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE
 from immwire import bootstrap, moe
-from test_gpu import driver, on_the_stand_in
+from test_gpu import dlpack, driver, on_the_stand_in
 from test_gpu_moe import Array
 from test_moe import FORMATS, HIDDEN, MAX_TOKENS, TOP_K, expected_results, made_up
 
@@ -77,9 +77,9 @@ def start(stack, groups, devices=(0, 1, 0), engines=(None, None, None), **more):
 class Round:
     """One rank's part of a round, by the names of the arguments."""
 
-    def __init__(self, p2p, rank, seed, tokens, bound=False, dtype="bfloat16"):
-        self.p2p, self.device, self.first = p2p, rank % 2, FIRSTS[rank]
-        self.experts = FIRSTS[rank + 1] - self.first
+    def __init__(self, p2p, rank, seed, tokens, bound=False, dtype="bfloat16", firsts=FIRSTS):
+        self.p2p, self.device, self.first = p2p, rank % 2, firsts[rank]
+        self.experts = firsts[rank + 1] - self.first
         self.to, self.back = FORMATS[dtype]
         self.inputs = x, indices, weights, _ = made_up(seed, tokens, EXPERTS)
         self.tokens = tokens
@@ -131,9 +131,9 @@ class Round:
         self.y = self.array(y)
 
     def combine(self, **more):
-        # Weights are those of the dispatch, whatever is given here.
         routes = dict(indices=None, weights=None) if self.bound else self.routes
-        self.p2p.combine(out_tokens=self.results, expert_y=self.y, **routes, **self.bound, **more, stream=0)
+        call = dict(out_tokens=self.results, expert_y=self.y) | routes | self.bound | more
+        self.p2p.combine(**call, stream=0)
 
     def check(self, times=1):
         self.settle()
@@ -170,6 +170,81 @@ def case_rounds():
                     one.work()
         for one in both:
             one.check(times=2)
+
+
+def case_routes_of_combine_are_those_of_dispatch():
+    class View:
+        """Another object of the same memory."""
+
+        def __init__(self, of):
+            self.__cuda_array_interface__ = dict(of.__cuda_array_interface__)
+
+    class OfTorch:
+        """Asked for its address alone."""
+
+        def __init__(self, of):
+            self.data_ptr = lambda: of.region.ptr
+
+    def lent(of):
+        """Without an address that Python can see."""
+        return dlpack(of.region.ptr, 0, of.region.nbytes)
+
+    def pair(of):
+        return of.region.ptr, of.region.nbytes
+
+    with ExitStack() as stack:
+        (alone,), firsts = start(stack, Group.all(1)), [0, EXPERTS]
+        for bound in (False, True):
+            one = Round(alone, 0, 5, 6, bound=bound, firsts=firsts)
+            one.dispatch()
+            one.work()
+            copies = {name: one.array(array.read()) for name, array in one.routes.items()}
+            copies["bound_m"] = one.array(np.array([6], np.int32))
+            given = one.routes | one.bound
+            refused = [dict([item]) for item in copies.items()]
+            refused += [{name: OfTorch(array)} for name, array in copies.items()]
+            refused += [dict(indices=given["weights"]), dict(weights=np.zeros(2)), dict(indices=(0, 0))]
+            for wrong in refused:
+                (name,) = wrong
+                was = ", which was None" if name not in given else ""
+                words = (
+                    f"{name} is not the one that dispatch was given{was}: .* same tensors to both, or None"
+                )
+                for half in (dict(), dict(do_recv=False)):
+                    with pytest.raises(ValueError, match=words):
+                        one.combine(**wrong, **half)
+            # Nothing was enqueued by that. Neither half looks at anything.
+            one.combine(**copies, do_send=False, do_recv=False)
+            for seen_as in (View, OfTorch, pair):
+                one.combine(**{name: seen_as(array) for name, array in given.items()})
+                one.check()
+                one.dispatch()
+            one.combine(**dict.fromkeys(copies))
+            one.check()
+        # An object without an address is known again as itself.
+        one = Round(alone, 0, 5, 6, firsts=firsts)
+        own = one.routes
+        one.routes = {name: lent(array) for name, array in own.items()}
+        for half in (dict(do_recv=False), dict(do_send=False)):
+            one.dispatch(**half)
+        one.work()
+        with pytest.raises(immwire.RequestError, match="weights is not the one"):
+            one.combine(weights=lent(own["weights"]))
+        one.combine()
+        one.check()
+        # A call that is refused has given nothing.
+        with pytest.raises(immwire.RequestError, match="weights has 0 bytes"):
+            alone.dispatch(
+                out_expert_num_tokens=one.counts,
+                out_expert_x=one.rows,
+                dp_x=one.x,
+                indices=own["indices"],
+                weights=(0, 0),
+                stream=0,
+            )
+        one.dispatch()
+        one.combine()
+        one.check()
 
 
 def case_numbers_of_float16_on_an_engine_that_is_there():
@@ -328,6 +403,8 @@ def case_what_cannot_be_is_refused():
         refused("in_dtype is int4: it can be bfloat16", in_dtype="torch.int4")
         refused("scale_dtype is half", hidden_dim_scale=1, scale_dtype="half")
         refused("go together", hidden_dim_scale=1)
+        refused("scales of 90 bytes a token.* to 92, .*=92", hidden_dim_scale=90, scale_dtype="uint8")
+        refused("scales of 6 bytes a token.* to 8, .*=4", hidden_dim_scale=3, scale_dtype="float16")
         refused("go together", scale_dtype="float32")
         refused("device is 'cpu'", device="cpu")
         refused("device is 'cuda'", device="cuda")

@@ -18,6 +18,8 @@ from ._groups import dtype_name, gathered, number_of, place, seen, stream_of, to
 from ._immwire import GpuAllToAll, HostAllToAll, TransferEngine
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from typing_extensions import Self
 
     from ._groups import _Group
@@ -33,12 +35,14 @@ class AllToAll:
     - ``group``: anything with ``rank``, ``size`` and ``all_gather_object(obj)``, which returns a list; or a
       ``torch.distributed.ProcessGroup``; or ``(store, rank, world)`` with a store of ``immwire.bootstrap``:
       what is made with the same store needs another ``name`` each time.
-    - ``experts``: of all ranks, evenly. ``top_k``: choices of a token. ``hidden``: values of a token.
-      ``max_tokens``: the most that any rank has.
+    - ``experts``: of all ranks, spread evenly unless ``firsts`` is given: the first expert of each rank, and
+      the number of experts; then ``experts`` is that, too, or None. ``top_k``: choices of a token.
+      ``hidden``: values of a token. ``max_tokens``: the most that any rank has.
     - ``device``: ``"cpu"``, or a GPU: a number, ``"cuda:1"`` or a ``torch.device``.
     - ``dtype``: of results, ``"bfloat16"`` or ``"float16"``, or torch's own; of tokens, too, unless
-      ``token_bytes`` and ``scale_bytes`` say how long others and their scales are. ``quantize``: GPUs make
-      e4m3 of tokens on the way, with scales: ``"float32"`` or ``"ue8m0"``.
+      ``token_bytes`` and ``scale_bytes`` say how long others and their scales are: a multiple of 16 and, on
+      GPUs, one of 4, to which you pad each token's. ``quantize``: GPUs make e4m3 of tokens on the way, with
+      scales: ``"float32"`` or ``"ue8m0"``.
     - ``padding``: rows of an expert start on a multiple of it. ``exact``: each expert's result comes back
       by itself.
     - ``chunk_tokens`` is for host memory, ``sms`` for GPUs.
@@ -48,7 +52,10 @@ class AllToAll:
     the CPU (the engine's ``timeout``) and 5 on a GPU, unless told; who has not come by then is left out from
     then on. ``timeout``: seconds for joining, and before that for meeting in a store.
 
-    ``exchange`` has what there is no name for here.
+    ``exchange`` has what only one of the two has. On GPUs: ``start_over``, ``nbytes``, ``token_bytes``,
+    ``scale_bytes``, and ``clear_padding`` of a ``dispatch``. In host memory: ``rounds``, and a ``timeout`` of
+    each call; rows that only pad are always cleared there, and to take everybody in again a new exchange is
+    made.
     """
 
     #: The exchange itself.
@@ -63,11 +70,12 @@ class AllToAll:
         self,
         group: _Group,
         /,
-        experts: int,
+        experts: int | None,
         top_k: int,
         hidden: int,
         max_tokens: int,
         *,
+        firsts: Sequence[int] | None = None,
         device: object = "cpu",
         dtype: object = "bfloat16",
         quantize: str | None = None,
@@ -85,7 +93,9 @@ class AllToAll:
         self.rank, self.world = place("group", group)
         results = dtype_name(dtype)
         self._patience = patience
-        self._experts, self._hidden = experts, hidden
+        starts = _starts(experts, firsts, self.world)
+        self._own = starts[self.rank + 1] - starts[self.rank]
+        self._hidden = hidden
         self._tokens = 0
         self._device = 0
         with ExitStack() as stack:
@@ -99,8 +109,7 @@ class AllToAll:
                 on_host = HostAllToAll.open(
                     engine,
                     rank=self.rank,
-                    world=self.world,
-                    experts=experts,
+                    firsts=starts,
                     top_k=top_k,
                     max_tokens=max_tokens,
                     hidden=hidden,
@@ -122,9 +131,8 @@ class AllToAll:
                 on_gpu = GpuAllToAll.open(
                     engine,
                     rank=self.rank,
-                    world=self.world,
                     device=self._device,
-                    experts=experts,
+                    firsts=starts,
                     top_k=top_k,
                     max_tokens=max_tokens,
                     hidden=hidden,
@@ -207,8 +215,7 @@ class AllToAll:
             (tokens,) = _words("count", count, 1)
             if not 0 <= tokens <= table.rows:
                 raise RequestError(f"count is {tokens}, of {table.rows} tokens that were given")
-        own = self._experts // self.world + (self.rank < self._experts % self.world)
-        written = [_words_to("counts", counts, own), _words_to("offsets", offsets, own + 1)]
+        written = [_words_to("counts", counts, self._own), _words_to("offsets", offsets, self._own + 1)]
         lent: dict[str, Any] = {
             "out": _memory(out),
             "out_scales": None if out_scales is None else _memory(out_scales),
@@ -309,6 +316,24 @@ class AllToAll:
 
     def __repr__(self) -> str:
         return f"<AllToAll by {self.exchange!r}>"
+
+
+def _starts(experts: int | None, firsts: Sequence[int] | None, world: int) -> list[int]:
+    """The first expert of each rank, and the number of experts: as given, or an even spread."""
+    if firsts is None:
+        if experts is None:
+            raise ConfigError(
+                "experts is None: say how many there are, or with firsts which ones each rank has"
+            )
+        share, more = divmod(experts, world)
+        return [share * rank + min(rank, more) for rank in range(world + 1)]
+    starts = list(firsts)
+    if len(starts) != world + 1:
+        message = f"firsts has {len(starts)} entries instead of {world + 1}"
+        raise ConfigError(f"{message}: the first expert of each rank, and the number of experts")
+    if experts is not None and experts != starts[-1]:
+        raise ConfigError(f"experts is {experts}, and firsts says {starts[-1]}: they are to be the same")
+    return starts
 
 
 def _no_stream(stream: object) -> None:

@@ -112,8 +112,8 @@ class DeadlineExceeded(TransferError):
 class PeerDown(TransferError, PeerError):
     """A peer that the transfer goes to is gone, or a connection to it broke under the transfer.
 
-    Of the latter it may be told before the peer is down, and where there is another way the peer stays up: ask
-    ``TransferEngine.peer_state``, or wait with ``wait_peer``.
+    Of the latter it may be told before the peer is down, and where there is another way the peer stays up:
+    ask ``TransferEngine.peer_state``, or wait with ``wait_peer``.
     """
 
 

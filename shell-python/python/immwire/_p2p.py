@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from ._errors import ConfigError
+from ._errors import ConfigError, RequestError
 from ._groups import dtype_name, gathered, number_of, place, seen, stream_of
 from ._immwire import GpuAllToAll, TransferEngine
 
@@ -48,8 +48,8 @@ class P2PAllToAll:
     - ``num_experts``: so many in all, and each rank has as many as the others, rounded up; the last ones have
       what is left. Rows of an expert start on a multiple of ``expert_padding``.
     - ``hidden_dim``: values of a token, of ``in_dtype``. ``hidden_dim_scale``: scales, of ``scale_dtype``,
-      if it has some. Both arrive as they are. A result has ``hidden_dim`` values of ``out_dtype``, bfloat16
-      or float16. Types are torch's, or their names: ``"bfloat16"``.
+      if it has some: pad them to a multiple of 4 bytes. Both arrive as they are. A result has ``hidden_dim``
+      values of ``out_dtype``, bfloat16 or float16. Types are torch's, or their names: ``"bfloat16"``.
     - ``device``: a number, ``"cuda:1"`` or a ``torch.device``.
     - ``global_group``: anything with ``rank``, ``size`` and ``all_gather_object(obj)``, which returns a list;
       or a ``torch.distributed.ProcessGroup``; or ``(store, rank, world)`` with a store of
@@ -106,7 +106,15 @@ class P2PAllToAll:
             raise ConfigError("hidden_dim_scale and scale_dtype go together: give both, or none")
         scale_bytes = 0
         if hidden_dim_scale is not None:
-            scale_bytes = hidden_dim_scale * _item_bytes("scale_dtype", scale_dtype)
+            item = _item_bytes("scale_dtype", scale_dtype)
+            scale_bytes = hidden_dim_scale * item
+            if scale_bytes % 4 != 0:
+                message = f"scales of {scale_bytes} bytes a token, no multiple of 4"
+                padded = -(-scale_bytes // 4) * 4
+                count = padded // item
+                raise ConfigError(
+                    f"{message}: pad each token's to {padded}, and say hidden_dim_scale={count}"
+                )
         results = dtype_name(out_dtype)
         if results not in ("bfloat16", "float16"):
             raise ConfigError(f"out_dtype is {results}: bfloat16 and float16 can be")
@@ -137,6 +145,8 @@ class P2PAllToAll:
             self.exchange = stack.enter_context(joining.join(seats, timeout=timeout))
             self.engine = engine
             self._device = number
+            # Where the routes of the dispatch before lie.
+            self._routes: dict[str, object] | None = None
             # Where it was, still says so after `destroy`; then it is for the exchange to refuse the call.
             self._offsets = self.offsets.ptr, self.offsets.nbytes
             # From here on, `destroy` ends it all.
@@ -184,15 +194,18 @@ class P2PAllToAll:
             stream=stream_of(stream, self._device),
             half=half,
         )
+        if do_send:
+            routes = {"indices": indices, "weights": weights, "bound_m": bound_m}
+            self._routes = {what: _whereabouts(array) for what, array in routes.items()}
 
     def combine(
         self,
         *,
         out_tokens: _GpuMemory,
-        indices: object = None,
-        weights: object = None,
+        indices: _GpuMemory | None = None,
+        weights: _GpuMemory | None = None,
         expert_y: _GpuMemory,
-        bound_m: object = None,
+        bound_m: _GpuMemory | None = None,
         do_send: bool = True,
         do_recv: bool = True,
         accumulate: bool = False,
@@ -203,11 +216,18 @@ class P2PAllToAll:
         ``expert_y`` has ``hidden_dim`` values in each row of the dispatch before, ``out_tokens`` in a row for
         each token that this had memory for. ``accumulate``: add to what is there. The rest is as there.
 
-        ``indices``, ``weights`` and ``bound_m`` are not looked at: those given to the dispatch before hold.
+        ``indices``, ``weights`` and ``bound_m`` are what the dispatch before was given, and what they held
+        then counts. They need not be given again. If they are, they lie where those do, in the same tensors
+        or views of them; ``RequestError`` otherwise, for to compare contents would wait for the GPU. After
+        graphs that were replayed, "before" is the call that was made last, not the dispatch in the graph:
+        leave them out then.
         """
         half = _half(do_send, do_recv)
         if half is None:
             return
+        for what, given in (("indices", indices), ("weights", weights), ("bound_m", bound_m)):
+            if given is not None and self._routes is not None:
+                _same(what, given, self._routes[what])
         self.exchange.combine(
             seen(expert_y),
             out=seen(out_tokens),
@@ -230,6 +250,28 @@ class P2PAllToAll:
         traceback: TracebackType | None,
     ) -> None:
         self.destroy()
+
+
+def _whereabouts(array: _GpuMemory | None) -> object:
+    """Its address; itself, where only the exchange finds that. Then it is held until the next dispatch."""
+    if array is None or isinstance(array, tuple):
+        return array and array[0]
+    # torch has its address at hand, and takes its time for the interface.
+    ask: Any = getattr(array, "data_ptr", None)
+    if callable(ask):
+        return ask()
+    interface: Any = getattr(array, "__cuda_array_interface__", None)
+    return array if interface is None else interface["data"][0]
+
+
+def _same(what: str, given: _GpuMemory, before: object) -> None:
+    """Refuses what lies elsewhere than what dispatch was given."""
+    here = _whereabouts(given)
+    if here is before or (isinstance(here, int) and isinstance(before, int) and here == before):
+        return
+    was = ", which was None" if before is None else ""
+    message = f"{what} is not the one that dispatch was given{was}: that is what combine uses"
+    raise RequestError(f"{message}. Pass the same tensors to both, or None here")
 
 
 def _half(send: bool, receive: bool) -> str | None:

@@ -158,7 +158,7 @@ impl GpuAllToAll {
     /// - ``quantize``: tokens are of ``hidden`` values of ``dtype``, and arrive as e4m3 with a scale for each 128: ``"float32"``, or
     ///   ``"ue8m0"`` for powers of two in a byte each. Compute capability 8.9.
     /// - else ``token_bytes``: bytes of a token, a multiple of 16; as a result has, unless told; and ``scale_bytes``: bytes of its
-    ///   scales, a multiple of 4. Neither are looked at.
+    ///   scales, a multiple of 4: pad each token's if they are fewer. Neither are looked at.
     /// - ``padding``: rows of an expert start on a multiple of this.
     /// - ``exact``: let each choice's result come back by itself, to be summed where the token is from, in the order of choices: sums
     ///   then do not depend on which rank has which experts. Up to ``top_k`` rows come back then, not one of each rank.
@@ -196,6 +196,7 @@ impl GpuAllToAll {
             Format::Fp16 => Number::Fp16,
         };
         let fp8 = |scales| Payload::Fp8 { from: number, scales };
+        whole_words(scale_bytes)?;
         let payload = match (quantize, token_bytes, scale_bytes) {
             // What does not fit is no multiple of 16 either, and refused.
             (None, token_bytes, scale_bytes) => Payload::Raw {
@@ -565,6 +566,19 @@ fn short(what: &str, bytes: u64, needed: u64, kind: &str) -> PyErr {
 
 fn elsewhere(what: &str, gpu: u32) -> PyErr {
     errors::request(&format!("{what} is not in the memory of GPU {gpu}, which this rank's is"))
+}
+
+/// Refuses scales that kernels do not copy by whole words.
+fn whole_words(scale_bytes: u32) -> PyResult<()> {
+    if scale_bytes.is_multiple_of(4) {
+        return Ok(());
+    }
+    let padded = u64::from(scale_bytes).next_multiple_of(4);
+    let message = format!(
+        "scale_bytes is {scale_bytes}, no multiple of 4: pad the scales of each token to {padded} bytes, and say \
+         scale_bytes={padded}"
+    );
+    Err(errors::config(&message))
 }
 
 /// Refuses scales where there are none, and none where there are some: before anything is enqueued.
