@@ -527,6 +527,21 @@ fn rounds_are_what_a_gather_by_routes_says() {
     assert_eq!(compared, 2 * 7 * 6 * (2 + 3 * 2 + 2 * 3 + 2 * 4));
 }
 
+/// Of eight ranks and of thirty-two, far more than there are processors.
+#[test]
+fn rounds_of_many_ranks_are_the_same() {
+    for world in [8, 32] {
+        let engines = engines(world, &Transport::Shm);
+        let ranks = u32::try_from(world).unwrap();
+        // Of three in a row one has two experts, and one none.
+        let firsts: Vec<u32> =
+            (0..=ranks).map(|rank| rank / 3 * 3 + [0, 2, 2][rank as usize % 3]).collect();
+        let chunk_tokens = NonZeroU32::new(3).unwrap();
+        let config = Config { chunk_tokens, ..config(&firsts) };
+        assert_eq!(check(&engines, &config, u64::from(ranks)), 6 * ranks);
+    }
+}
+
 #[test]
 #[ignore = "needs libfabric with a provider for TCP"]
 fn rounds_over_tcp_are_the_same() {
