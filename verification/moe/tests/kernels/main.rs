@@ -7,6 +7,7 @@
     reason = "small numbers, and failed tests"
 )]
 
+mod golden;
 mod world;
 
 use immwire_cuda::moe::args::{self, MoeArgs, MoeControl};

@@ -84,7 +84,7 @@ pub(crate) struct Turn {
     inputs: Vec<Memory>,
     pub(crate) rows_x: Memory,
     pub(crate) rows_scales: Memory,
-    slots: Memory,
+    pub(crate) slots: Memory,
     pub(crate) counts: Memory,
     pub(crate) offsets: Memory,
     pub(crate) out: Memory,
