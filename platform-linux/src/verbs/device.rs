@@ -168,6 +168,8 @@ pub(super) struct Device {
     is_classic: bool,
     calls: OnceLock<Calls>,
     is_lost: AtomicBool,
+    /// It was said that GPUs' memory is registered by its address.
+    is_by_address: AtomicBool,
 }
 
 // SAFETY: contexts are used by any thread: libibverbs's functions lock what they share.
@@ -332,6 +334,7 @@ impl Device {
             is_classic: options.classic,
             calls: OnceLock::new(),
             is_lost: AtomicBool::new(false),
+            is_by_address: AtomicBool::new(false),
         };
         let learnt = opened.learn(&attr, options);
         opened.facts = learnt.map_err(|why| (PortState::Active, why))?;
@@ -491,6 +494,20 @@ impl Device {
         self.is_lost.store(true, Relaxed);
     }
 
+    /// A GPU's memory is registered by its address, as it could not be by its DMA-BUF. That is said once.
+    fn say_by_address(&self, why: &str, len: usize) {
+        // Relaxed: nothing else is told by it.
+        if !self.is_by_address.swap(true, Relaxed) {
+            let device = self.name.as_str();
+            tracing::info!(
+                device,
+                why,
+                len,
+                "not by DMA-BUF: GPUs' memory is registered by address"
+            );
+        }
+    }
+
     /// Whether it has failed.
     pub(super) fn is_lost(&self) -> bool {
         self.is_lost.load(Relaxed)
@@ -604,13 +621,18 @@ impl Domain {
         // SAFETY: per ibv_reg_mr(3): a live domain; the memory is there, by the caller's promise. Of a GPU's the kernel finds
         // out with nvidia-peermem's help, or refuses the address.
         let raw = unsafe { register(self.raw.as_ptr(), address, len, iova, access) };
-        let raw = NonNull::new(raw).ok_or_else(|| match (by_file, io::Error::last_os_error()) {
-            // Not for want of something.
-            (Some(by_file), by_address) if is_unable(&by_address) => {
-                VerbsError::NoGpuDirect { by_file, by_address }
-            }
-            (_, source) => VerbsError::Call { call: "ibv_reg_mr", source },
-        })?;
+        let Some(raw) = NonNull::new(raw) else {
+            return Err(match (by_file, io::Error::last_os_error()) {
+                // Not for want of something.
+                (Some(by_file), by_address) if is_unable(&by_address) => {
+                    VerbsError::NoGpuDirect { by_file, by_address }
+                }
+                (_, source) => VerbsError::Call { call: "ibv_reg_mr", source },
+            });
+        };
+        if let Some(why) = by_file {
+            self.device.say_by_address(&why, len);
+        }
         Ok(Registration { raw, domain: Arc::clone(self) })
     }
 

@@ -53,7 +53,7 @@
 //!   (`immwire_core::courier`). The end that has called opens the line anew (`immwire_core::line`).
 //! - *A port that goes down.* Nothing more is posted there. What is in flight is taken for broken, if there is another way;
 //!   else the transport tries until it gives up, or the port is up again.
-//! - *A device.* Its NICs are lost for good.
+//! - *A device.* Its NICs are lost for good: their queue pairs are cut, and what these had received is read, as far as that can be.
 //!
 //! A session ends when it has no line left, or all its paths are broken at a time, or a write names memory that it may
 //! not: that fails on every path alike.
@@ -207,6 +207,8 @@ const LETTERS: usize = NOTES as usize;
 const ROUNDS: usize = 4;
 /// How often what can wait is looked at.
 const UPKEEP_EVERY: Duration = Duration::from_micros(500);
+/// How often it is said, at most, what strangers have sent.
+const SAID_EVERY: Duration = Duration::from_secs(1);
 
 /// Which devices, and how their packets travel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -435,6 +437,8 @@ struct Nic {
     lengths: Lengths,
     domain: Arc<Domain>,
     health: Health,
+    /// Its completion queue cannot be read.
+    is_mute: bool,
     draining: Draining,
 }
 
@@ -531,6 +535,7 @@ impl Nic {
             lengths,
             domain,
             health: Health::Up,
+            is_mute: false,
             draining: Draining::default(),
         };
         nic.open_shelf(0)?;
@@ -672,6 +677,8 @@ pub struct VerbsProvider {
     /// How long nothing may complete of what is under way on a queue pair.
     patience: Duration,
     stats: VerbsStats,
+    /// As they were when they were last said, and when.
+    said: (VerbsStats, Time),
     epoll: OwnedFd,
     timer: OwnedFd,
 }
@@ -771,6 +778,7 @@ impl VerbsProvider {
             now: Time::ZERO,
             patience: patience(config.options.ack_timeout, config.options.retry_count),
             stats: VerbsStats::default(),
+            said: (VerbsStats::default(), Time::ZERO),
             epoll,
             timer,
             config,
@@ -815,10 +823,10 @@ impl VerbsProvider {
         let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
         let mut any = false;
         for _ in 0..rounds {
-            let Some(port) = self.ports.get_mut(at).filter(|port| !port.health.is_lost()) else {
-                break;
-            };
+            // One that is lost, too: what it has received was acknowledged, and counts.
+            let Some(port) = self.ports.get_mut(at).filter(|port| !port.is_mute) else { break };
             if !port.read() {
+                port.is_mute = true;
                 self.lose_nic(nic);
                 break;
             }
@@ -1375,8 +1383,10 @@ impl Provider for VerbsProvider {
         let nap = self.next_deadline().since(self.now);
         // All are asked, so that none is left out when they are asked for nothing the next time.
         let mut may_sleep = self.doors.arm();
-        for port in self.ports.iter_mut().filter(|port| !port.health.is_lost()) {
-            may_sleep &= port.completed.arm() && port.read() && port.stash.is_empty();
+        for port in self.ports.iter_mut().filter(|port| !port.is_mute) {
+            // Nobody waits for the signals of one that is lost.
+            let armed = port.health.is_lost() || port.completed.arm();
+            may_sleep &= armed && port.read() && port.stash.is_empty();
         }
         if may_sleep {
             self.set_timer(nap.max(Duration::from_micros(1)));

@@ -3,6 +3,8 @@
 //! # Invariants
 //!
 //! - A NIC that is lost stays so. Of each change the engine is told once.
+//! - What a NIC has received before it was lost counts: its queue pairs are cut, so that it acknowledges nothing more, and it is read on as
+//!   long as its completion queue lets itself be read.
 //! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`).
 
 use std::sync::Arc;
@@ -137,8 +139,7 @@ impl VerbsProvider {
             if drained(self) {
                 break;
             }
-            let port = self.ports.get_mut(at).filter(|port| !port.health.is_lost());
-            let Some(port) = port else { return };
+            let Some(port) = self.ports.get_mut(at).filter(|port| !port.is_mute) else { return };
             if begun.elapsed() >= port.draining.patience() {
                 tracing::debug!(nic = at, "a device does not say when a queue pair has drained");
                 port.draining.miss();
@@ -251,6 +252,7 @@ impl VerbsProvider {
             let theirs = self.session(index).map_or(0, |session| session.ports.len());
             (0..theirs).for_each(|remote| self.break_path(index, nic, nic_at(remote)));
             self.break_line(index, nic);
+            self.cut_inlets(index, nic);
         }
     }
 }

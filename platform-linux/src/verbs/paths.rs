@@ -311,6 +311,16 @@ impl VerbsProvider {
         flights
     }
 
+    /// Cuts all ends of the peer's paths to this NIC. The peer notices by its own.
+    pub(super) fn cut_inlets(&mut self, index: u16, nic: NicIndex) {
+        let nics = self.ports.len().max(1);
+        let Some(session) = self.session(index) else { return };
+        let inlets = session.inlets.iter().skip(usize::from(nic)).step_by(nics);
+        for (pair, _) in inlets.filter_map(|inlet| inlet.pairs.as_ref()).flatten() {
+            must(pair.cut());
+        }
+    }
+
     /// Cuts the ends of a path of the peer's, if there are any, and reads what they have received.
     pub(super) fn drain_inlet<S: Sink>(&mut self, index: u16, at: usize, sink: &mut S) {
         let inlet = self.session(index).and_then(|session| session.inlets.get(at));

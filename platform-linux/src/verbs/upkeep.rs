@@ -14,7 +14,7 @@ use super::door::{Heard, Sent};
 use super::handshake::Hearing;
 use super::lane::Done;
 use super::session::Session;
-use super::{Nic, Tiding, UPKEEP_EVERY, VerbsProvider, tag_of};
+use super::{Nic, SAID_EVERY, Tiding, UPKEEP_EVERY, VerbsProvider, VerbsStats, tag_of};
 use crate::provider::Sink;
 
 /// Messages heard in one go.
@@ -52,6 +52,7 @@ impl VerbsProvider {
             self.hear_devices();
         }
         let heard = self.hear_doors(sink);
+        self.say_stats();
         if self.resolver.take(self.now) {
             self.resume(sink);
         }
@@ -61,6 +62,17 @@ impl VerbsProvider {
         self.tend(sink);
         self.tell(sink);
         heard
+    }
+
+    /// Says, now and then, that there is more than before which was not to be believed, or was for nobody.
+    fn say_stats(&mut self) {
+        let (said, at) = self.said;
+        if self.stats == said || self.now.since(at) < SAID_EVERY {
+            return;
+        }
+        let VerbsStats { ignored, refused, strays } = self.stats;
+        tracing::debug!(ignored, refused, strays, "messages that led to nothing, since the start");
+        self.said = (self.stats, self.now);
     }
 
     /// Tells what has become of NICs and paths.
@@ -176,7 +188,7 @@ impl VerbsProvider {
                     broken |= bit(nic);
                 }
             }
-            // What a lost device was given is not read any more.
+            // What a lost device was given may never be read.
             let waits = line.state.posted() > 0 && !port.health.is_lost();
             let stuck = line.watch.look(now, line.completed, waits, patience);
             if stuck <= now {

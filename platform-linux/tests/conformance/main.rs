@@ -26,6 +26,7 @@ mod crowd;
 mod disturbed;
 mod door;
 mod ends;
+mod events;
 mod faults;
 mod foreign;
 mod gpus;

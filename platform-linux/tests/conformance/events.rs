@@ -1,0 +1,351 @@
+//! Faults that a device tells of by itself, while much is under way both ways: of a queue pair, of a queue that many share, of all of it. Every
+//! transfer ends; nothing is lost, nothing counted twice. What one NIC has lost, the other goes on with.
+//!
+//! For devices that tell of what they are asked to: those of `verification/rdma-guest/events.c`, of which there must be four. Each end has
+//! two of its own, so that what goes over a NIC can be seen at its network interface.
+
+use std::collections::VecDeque;
+use std::path::PathBuf;
+use std::time::{Duration, Instant};
+
+use immwire::core::group::TransferError as Stopped;
+use immwire::{
+    End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
+};
+
+use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::host::{Host, Memory, Own, Pattern, names, patience};
+use crate::operations::only_peer;
+use crate::ports::{APART, on};
+use crate::{Case, Spread, Test};
+
+pub const TESTS: &[Test] = &[
+    ("own_queue_fails", Spread::TwoNics, |case| nic_lost(case, 1, "srq_err")),
+    ("peers_queue_fails", Spread::TwoNics, |case| nic_lost(case, 3, "cq_err")),
+    ("own_device_fails", Spread::TwoNics, |case| nic_lost(case, 0, "device_fatal")),
+    ("peers_device_fails", Spread::TwoNics, |case| nic_lost(case, 2, "device_fatal")),
+    ("all_devices_fail", Spread::TwoNics, all_lost),
+    ("queue_pairs_fail", Spread::TwoNics, queue_pairs_fail),
+    ("peer_writes_where_it_may_not", Spread::TwoNics, access_error),
+];
+
+/// Where devices are asked to tell of something, if they can be.
+pub fn folder() -> Option<PathBuf> {
+    std::env::var_os("IMMWIRE_RDMA_EVENTS").map(PathBuf::from)
+}
+
+/// A device, by its number.
+#[derive(Clone, Copy)]
+struct Device(u8);
+
+impl Device {
+    fn file(self, ending: &str) -> PathBuf {
+        folder().expect("a folder").join(format!("rxe{}{ending}", self.0))
+    }
+
+    /// Has it tell of this, to whoever uses it.
+    fn tell(self, what: &str) {
+        for ending in [".told", ".gone"] {
+            let _ = std::fs::remove_file(self.file(ending));
+        }
+        std::fs::write(self.file(".new"), what).expect("written");
+        std::fs::rename(self.file(".new"), self.file("")).expect("moved");
+    }
+
+    fn has_told(self) -> bool {
+        self.file(".told").exists() || self.is_gone()
+    }
+
+    /// The queue pair that it has told of is destroyed.
+    fn is_gone(self) -> bool {
+        self.file(".gone").exists()
+    }
+
+    /// Bytes that its interface has sent.
+    fn sent(self) -> u64 {
+        self.count("tx_bytes")
+    }
+
+    /// And has received.
+    fn received(self) -> u64 {
+        self.count("rx_bytes")
+    }
+
+    fn count(self, what: &str) -> u64 {
+        let path = format!("/sys/class/net/net{}/statistics/{what}", self.0);
+        let text = std::fs::read_to_string(path).expect("a network interface");
+        text.trim().parse().expect("a number")
+    }
+}
+
+const ALL: [Device; 4] = [Device(0), Device(1), Device(2), Device(3)];
+const PAGES: u32 = 64;
+const PAGE: u64 = 4096;
+const BYTES: u64 = PAGES as u64 * PAGE;
+/// Transfers under way.
+const DEPTH: usize = 8;
+/// What is looked at in one go.
+const WHILE: Duration = Duration::from_millis(300);
+/// More than goes over a NIC that is not in use, in that time; less than over one that is.
+const FEW: u64 = 32 << 10;
+
+/// Two ends that write to each other all the time.
+struct Work {
+    me: Host,
+    other: Agent,
+    peer: PeerId,
+    src: Memory,
+    mine: Memory,
+    count: ImmCounter,
+    desc: MrDesc,
+    there: usize,
+    counter: usize,
+    pattern: Pattern,
+    own_pattern: Pattern,
+    write_back: Write1,
+    tag: ImmTag,
+    flying: VecDeque<Transfer>,
+    submitted: u64,
+}
+
+impl Work {
+    fn begin(case: &Case) -> Self {
+        // Nothing is left of a test before.
+        let asked = folder().expect("a folder");
+        let _ = std::fs::remove_dir_all(&asked);
+        std::fs::create_dir_all(asked).expect("made");
+        let [mine, theirs] = APART.map(|names| on(case, names));
+        let me = Host::new(&mine);
+        let mut other = case.bare_agent("other");
+        let address = other.build(&theirs);
+        let peer = me.peer(&address);
+        let back = only_peer(&me, &mut other);
+        let (pattern, own_pattern) = (case.pattern(0), case.pattern(1));
+        let (src, mine) = (me.memory(BYTES, Own::Engine), me.memory(BYTES, Own::Engine));
+        pattern.fill(&src, 0, BYTES, 0);
+        let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+        let (counter, tag) = other.counter(&me);
+        let (from, _) = other.memory(&me, BYTES, Own::Engine);
+        let fill = Ask::Fill { region: from, offset: 0, len: BYTES, pattern: own_pattern, at: 0 };
+        other.tell(&me, fill);
+        let count = me.engine.counter().expect("a counter");
+        let write_back = Write1 {
+            peer: plain(back),
+            src: from,
+            src_offset: 0,
+            dst: encode(&mine.desc()),
+            dst_offset: 0,
+            len: BYTES,
+            tag: Some(count.tag().bits()),
+        };
+        other.tell(&me, Ask::Flood(write_back.clone()));
+        let (flying, submitted) = (VecDeque::new(), 0);
+        let mut work = Self {
+            me,
+            other,
+            peer,
+            src,
+            mine,
+            count,
+            desc,
+            there,
+            counter,
+            pattern,
+            own_pattern,
+            write_back,
+            tag,
+            flying,
+            submitted,
+        };
+        // All are in use.
+        work.until("all NICs send", |work| {
+            let before = ALL.map(Device::sent);
+            work.go_on(WHILE);
+            ALL.iter().zip(before).all(|(device, before)| device.sent() - before > FEW)
+        });
+        work
+    }
+
+    fn submit(&mut self) {
+        let places =
+            || Pages { indices: (0..PAGES).collect::<Vec<_>>().into(), stride: PAGE, offset: 0 };
+        let write = PagedWrite {
+            peer: self.peer,
+            page_bytes: PAGE,
+            src: &self.src,
+            src_pages: places(),
+            dst: &self.desc,
+            dst_pages: places(),
+            imm: Some(self.tag),
+        };
+        self.flying.push_back(self.me.engine.submit_paged_writes(&write).expect("submit"));
+        self.submitted += 1;
+    }
+
+    /// Writes all the time, and every write is done.
+    fn go_on(&mut self, time: Duration) {
+        let start = Instant::now();
+        while start.elapsed() < time {
+            self.submit();
+            if self.flying.len() > DEPTH {
+                let first = self.flying.pop_front().expect("some");
+                self.me.done(&first);
+            }
+        }
+    }
+
+    /// Goes on until something is so.
+    fn until(&mut self, what: &str, mut is_so: impl FnMut(&mut Self) -> bool) {
+        let start = Instant::now();
+        while !is_so(self) {
+            assert!(start.elapsed() < patience(), "not in time: {what}");
+            self.go_on(Duration::from_millis(20));
+        }
+        println!("{what}: after {} ms", start.elapsed().as_millis());
+    }
+
+    /// Nothing goes over this NIC any more, either way, and much over the other of the same end.
+    fn leaves(&mut self, lost: Device) {
+        let other = Device(lost.0 ^ 1);
+        let look = || [lost.sent(), lost.received(), other.sent(), other.received()];
+        self.until("the NIC is left", |work| {
+            let before = look();
+            work.go_on(WHILE);
+            let after = look();
+            let [sent, received, others, to_others] = [0, 1, 2, 3].map(|at| after[at] - before[at]);
+            sent.max(received) < FEW && others.min(to_others) > FEW
+        });
+    }
+
+    /// Writes, and does not wait for it, until a device has told of what it was asked to.
+    fn until_told(&mut self, device: Device) {
+        let start = Instant::now();
+        while !device.has_told() {
+            assert!(start.elapsed() < patience(), "not told in time");
+            match self.flying.iter().filter(|it| it.poll_end().is_none()).count() {
+                under_way if under_way < DEPTH => self.submit(),
+                _ => self.me.linger(Duration::from_millis(1)),
+            }
+        }
+    }
+
+    /// The end of the writes both ways: all are done, and were counted once.
+    fn finish(&mut self) {
+        for transfer in std::mem::take(&mut self.flying) {
+            self.me.done(&transfer);
+        }
+        let written = self.submitted * u64::from(PAGES);
+        self.other.count(&self.me, self.counter, written);
+        self.submitted = 0;
+        let flooded = self.other.number(&self.me, Ask::Flooded);
+        let done = self.other.number(&self.me, Ask::Stop);
+        assert!(done > 0 && flooded <= done);
+        self.me.count(&self.count, done, patience()).expect("as many as were done");
+        self.me.linger(Duration::from_millis(200));
+        let more = self.other.number(&self.me, Ask::Available { counter: self.counter });
+        assert_eq!((more, self.count.available()), (0, 0), "counted twice");
+        self.other.check(&self.me, self.there, 0, BYTES, self.pattern);
+        assert_eq!(self.own_pattern.mismatch(&self.mine, 0, BYTES, 0), None);
+        assert_eq!(self.me.engine.peer_state(self.peer), Some(PeerState::Up));
+        println!("{written} pages there, {done} writes back");
+    }
+
+    /// The end of the writes both ways, where the peer is given up: each write was done, or names the peer, or else has this `other` end; what
+    /// was done was counted, and nothing was counted that was not written.
+    fn give_up(&mut self, other: Option<Stopped>) {
+        let soon = patience();
+        let mut failed = 0;
+        for transfer in std::mem::take(&mut self.flying) {
+            let end = self.me.end_within(&transfer, soon).expect("ends");
+            let is_other = match end {
+                End::Done => true,
+                End::NeverStarted { error } | End::Quiesced { error } => {
+                    other.is_some_and(|other| error == TransferError::Stopped(other))
+                }
+            };
+            assert!(is_other || names(end, self.peer), "{end:?}");
+            failed += u64::from(end != End::Done);
+        }
+        let (least, most) = (self.submitted - failed, self.submitted);
+        let state = self.me.peer_down(self.peer, soon);
+        assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+        let peer = self.write_back.peer;
+        let ms = u64::try_from(soon.as_millis()).expect("small");
+        let down = self.other.ask(&self.me, Ask::Down { peer, ms });
+        assert!(format!("{down:?}").contains("Down"), "{down:?}");
+        self.other.count(&self.me, self.counter, least * u64::from(PAGES));
+        let more = self.other.number(&self.me, Ask::Available { counter: self.counter });
+        assert!(more <= (most - least) * u64::from(PAGES), "{more} more than {least} of {most}");
+        println!("{least} of {most} writes were done");
+    }
+
+    /// Both engines end.
+    fn end(mut self) {
+        self.other.tell(&self.me, Ask::Drop);
+    }
+}
+
+/// A NIC is lost for good, for what its device tells.
+fn nic_lost(case: &Case, device: u8, event: &str) {
+    let (mut work, lost) = (Work::begin(case), Device(device));
+    lost.tell(event);
+    work.until("told", |_| lost.has_told());
+    work.leaves(lost);
+    work.finish();
+    // Neither end is awake for what it has left.
+    let naps = Duration::from_millis(500);
+    let busy = |work: &mut Work| work.other.number(&work.me, Ask::Cpu);
+    let before = busy(&mut work);
+    work.me.linger(naps);
+    let used = Duration::from_micros(busy(&mut work) - before);
+    println!("{used:?} of {naps:?} while nothing is done");
+    assert!(used < naps / 2, "awake");
+    work.end();
+}
+
+/// One NIC after the other, until none is left.
+fn all_lost(case: &Case) {
+    let mut work = Work::begin(case);
+    let [first, second, ..] = ALL;
+    first.tell("cq_err");
+    work.until("told", |_| first.has_told());
+    work.leaves(first);
+    work.finish();
+    work.other.tell(&work.me, Ask::Flood(work.write_back.clone()));
+    second.tell("device_fatal");
+    work.until_told(second);
+    work.give_up(Some(Stopped::NoNic));
+    work.end();
+}
+
+/// Queue pairs of each kind and of both ends, one after the other: each is made anew, and all NICs are in use again.
+fn queue_pairs_fail(case: &Case) {
+    let mut work = Work::begin(case);
+    for (device, what) in [
+        (0, "qp_fatal lane"),
+        (3, "qp_req_err lane"),
+        (1, "qp_fatal line"),
+        (2, "qp_fatal lane cut"),
+        (0, "qp_req_err line cut"),
+    ] {
+        let device = Device(device);
+        device.tell(what);
+        work.until(what, |_| device.is_gone());
+    }
+    work.until("all NICs send", |work| {
+        let before = ALL.map(Device::sent);
+        work.go_on(WHILE);
+        ALL.iter().zip(before).all(|(device, before)| device.sent() - before > FEW)
+    });
+    work.finish();
+    work.end();
+}
+
+/// A queue pair that is written by is in error, because its peer wanted to write where it may not: that one is given up, by both ends.
+fn access_error(case: &Case) {
+    let mut work = Work::begin(case);
+    ALL[2].tell("qp_access_err inlet");
+    work.until_told(ALL[2]);
+    work.give_up(None);
+    work.end();
+}
