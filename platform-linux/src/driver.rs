@@ -448,8 +448,8 @@ impl<P: Provider> Engine<P> {
         }
     }
 
-    /// Tells that the group did not take a transfer: after all that it has to tell, for it may be why. Nobody hears from a
-    /// transfer that a peer is down who is not told so when asking for the peer.
+    /// Tells that the group did not take a transfer: after all that the group has to tell, for that may be why. Else somebody could hear
+    /// from a transfer that its peer is down, ask for the peer, and be told that it is up.
     #[cold]
     fn refuse(
         &mut self,

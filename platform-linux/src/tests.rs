@@ -7,6 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use immwire_core::group as core_group;
+use immwire_core::mailbox::SendError;
 
 use crate::{
     AddPeerError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId, PeerState,
@@ -281,10 +282,10 @@ impl Wake for Looks {
 }
 
 /// Whoever is told by a transfer that its peer is down finds it down, in the engine's thread too: of a peer that is removed, and
-/// of one that ends, a write that was submitted before the engine knows is refused in the step that finds it out.
+/// of one that ends, a write or message that was submitted before the engine knows is refused in the step that finds it out.
 #[test]
 fn whoever_is_told_that_a_peer_is_down_finds_it_down() {
-    for removed in [true, false] {
+    for (removed, is_message) in [(true, false), (false, false), (true, true), (false, true)] {
         let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
         let (other, _counter, peer) = met(&mut driver);
         let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
@@ -297,7 +298,12 @@ fn whoever_is_told_that_a_peer_is_down_finds_it_down() {
         let start = Instant::now();
         let refused = loop {
             assert!(start.elapsed() < LONG, "the peer is never down");
-            let mut transfer = pin!(engine.submit_single_write(&write).unwrap());
+            let transfer = if is_message {
+                engine.submit_send(peer, &[7; 64])
+            } else {
+                engine.submit_single_write(&write)
+            };
+            let mut transfer = pin!(transfer.unwrap());
             let waker = Waker::from(Arc::new(Looks(engine.clone(), peer, told.clone())));
             assert!(transfer.as_mut().poll(&mut Context::from_waker(&waker)).is_pending());
             if let Some(other) = other.take() {
@@ -308,11 +314,17 @@ fn whoever_is_told_that_a_peer_is_down_finds_it_down() {
             }
             driver.poll();
             match transfer.poll_end() {
-                Some(End::NeverStarted { error: TransferError::Refused(error) }) => break error,
+                Some(End::NeverStarted { error }) => break error,
                 _ => while state.try_recv().is_ok() {},
             }
         };
-        let is_down = matches!(refused, core_group::SubmitError::PeerDown { .. });
+        let is_down = match refused {
+            TransferError::Refused(error) => {
+                !is_message && matches!(error, core_group::SubmitError::PeerDown { .. })
+            }
+            TransferError::Message(error) => is_message && error == SendError::Closed,
+            _ => false,
+        };
         assert!(is_down, "removed: {removed}, {refused:?}");
         let seen = state.try_recv().unwrap();
         assert!(matches!(seen, Some(PeerState::Down(_))), "removed: {removed}, {seen:?}");

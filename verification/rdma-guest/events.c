@@ -51,7 +51,7 @@ static struct known {
     struct ibv_cq_ex *(*create_cq_ex)(struct ibv_context *, struct ibv_cq_init_attr_ex *);
     struct ibv_qp *(*create_qp_ex)(struct ibv_context *, struct ibv_qp_init_attr_ex *);
 } contexts[CONTEXTS_MAX];
-// Queue pairs that are connected, in that order, and what they are for. Those without a role were cut.
+// Queue pairs that are connected, and what they are for; places are used again. Those without a role were cut.
 static struct pair {
     struct ibv_qp *qp;
     const char *role;

@@ -27,16 +27,19 @@ impl Graph {
             let mode = cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL;
             // SAFETY: the stream is alive, and nobody else captures it; so below.
             call("cuStreamBeginCapture", unsafe { cu::cuStreamBeginCapture_v2(raw, mode) })?;
-            work(stream)?;
+            let worked = work(stream);
             // SAFETY: writes the one handle.
-            call("cuStreamEndCapture", unsafe { cu::cuStreamEndCapture(raw, &raw mut graph) })?;
+            let ended = unsafe { cu::cuStreamEndCapture(raw, &raw mut graph) };
+            worked?;
+            call("cuStreamEndCapture", ended)?;
             // SAFETY: writes the one handle; the graph is alive.
-            call("cuGraphInstantiate", unsafe {
-                cu::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0)
-            })?;
+            let made = unsafe { cu::cuGraphInstantiateWithFlags(&raw mut ready, graph, 0) };
+            // From here on what there is is destroyed.
+            let made_both = Self { graph, ready };
+            call("cuGraphInstantiate", made)?;
             // SAFETY: both are alive.
             call("cuGraphUpload", unsafe { cu::cuGraphUpload(ready, raw) })?;
-            Ok(Self { graph, ready })
+            Ok(made_both)
         })
     }
 
@@ -50,9 +53,12 @@ impl Graph {
 
 impl Drop for Graph {
     fn drop(&mut self) {
-        // SAFETY: made by `new`, destroyed here only, after its launches have been waited for.
+        // SAFETY: made by `new`, destroyed here only. Launches have been waited for, but where something failed: then the driver frees
+        // what is under way when it has ended (`cuGraphExecDestroy`).
         unsafe {
-            let _ = cu::cuGraphExecDestroy(self.ready);
+            if !self.ready.is_null() {
+                let _ = cu::cuGraphExecDestroy(self.ready);
+            }
             let _ = cu::cuGraphDestroy(self.graph);
         }
     }

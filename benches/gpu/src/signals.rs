@@ -91,10 +91,10 @@ fn spread(mut all: Vec<i64>) -> Value {
     })
 }
 
-/// How many there are in each quarter of a microsecond, up to 16, by its upper end; those that have any, and how many are longer.
+/// How many there are in each quarter of a microsecond, up to 64, by its upper end; those that have any, and how many are longer.
 fn histogram(sorted: &[i64]) -> Value {
     const QUARTER_NS: i64 = 250;
-    const QUARTERS: i64 = 64;
+    const QUARTERS: i64 = 256;
     let mut buckets: Vec<(f64, usize)> = Vec::new();
     for ns in sorted {
         let quarter = ns.div_euclid(QUARTER_NS).saturating_add(1).min(QUARTERS + 1);
@@ -148,20 +148,26 @@ fn settle(device: &Device, stream: &Stream) -> Outcome<()> {
 
 /// Launches the answering kernel, as a graph: it is in graphs that what is watched is stored to.
 fn launch(device: &Device, stream: &Stream, words: [u64; 4]) -> Outcome<Graph> {
-    let graph = Graph::new(device, stream, |stream| {
+    // Before the capture, in which older drivers load nothing.
+    let function = within(device, || {
         let text = CString::new(ANSWERING)?;
         let (mut module, mut function) = (ptr::null_mut(), ptr::null_mut());
+        // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
+        unsafe {
+            call("cuModuleLoadData", cu::cuModuleLoadData(&raw mut module, text.as_ptr().cast()))?;
+            let name = c"answer".as_ptr();
+            call("cuModuleGetFunction", cu::cuModuleGetFunction(&raw mut function, module, name))?;
+        }
+        Ok(function)
+    })?;
+    let graph = Graph::new(device, stream, |stream| {
         let [mut go, mut stamps, mut raw, mut word] = words;
         let mut count = ANSWERS as u64;
         let mut parameters =
             [&raw mut go, &raw mut stamps, &raw mut raw, &raw mut word, &raw mut count]
                 .map(|value| value.cast::<c_void>());
-        // SAFETY: a terminated text; handles are written to where they are given. The module stays until the process ends.
-        // The kernel takes five words, and reaches what they point to for as long as its caller waits.
+        // SAFETY: the kernel takes five words, and reaches what they point to for as long as its caller waits.
         unsafe {
-            call("cuModuleLoadData", cu::cuModuleLoadData(&raw mut module, text.as_ptr().cast()))?;
-            let name = c"answer".as_ptr();
-            call("cuModuleGetFunction", cu::cuModuleGetFunction(&raw mut function, module, name))?;
             let (stream, parameters) = (stream.raw().cast(), parameters.as_mut_ptr());
             let none = ptr::null_mut();
             let launched =

@@ -3,7 +3,8 @@
 //! Pure arithmetic: no address, no device, no allocation.
 //!
 //! What one rank's exchange takes of its GPU, in MiB: 256 experts, the best 8, 7,168 values, e4m3 with `f32` scales out and bf16 back; with
-//! pre-quantised tokens and scales it is the same, with tokens in bf16 an inbox has as much for them as for results. `rows` are those by expert that a
+//! pre-quantised tokens and scales it is the same, with tokens in bf16 an inbox has about as much for them as for results summed by rank. Counts are
+//! those of 132 SMs; eight bytes for each token are left out. `rows` are those by expert that a
 //! caller makes room for if it wants to be sure of any routes: 7,392 bytes each there, and as many of 14,336 bytes for what experts answer.
 //! With slots (`Rows::slots`) it is one row for each token of all ranks, and a number for each of these rows.
 //!

@@ -207,7 +207,7 @@ const LETTERS: usize = NOTES as usize;
 const ROUNDS: usize = 4;
 /// How often what can wait is looked at.
 const UPKEEP_EVERY: Duration = Duration::from_micros(500);
-/// How often it is said, at most, what strangers have sent.
+/// How often it is said, at most, what led to nothing.
 const SAID_EVERY: Duration = Duration::from_secs(1);
 
 /// Which devices, and how their packets travel.

@@ -3,8 +3,8 @@
 //! # Invariants
 //!
 //! - A NIC that is lost stays so. Of each change the engine is told once.
-//! - What a NIC has received before it was lost counts: its queue pairs are cut, so that it acknowledges nothing more, and it is read on as
-//!   long as its completion queue lets itself be read.
+//! - What a NIC has received before it was lost counts: the queue pairs that peers write by are cut, so that it acknowledges nothing more, and it is read
+//!   before anything is given up for that, and on, as long as its completion queue lets itself be read.
 //! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`).
 
 use std::sync::Arc;
@@ -25,7 +25,7 @@ use crate::provider::Sink;
 
 impl VerbsProvider {
     /// Looks for what devices tell by themselves.
-    pub(super) fn hear_devices(&mut self) {
+    pub(super) fn hear_devices<S: Sink>(&mut self, sink: &mut S) {
         for at in 0..self.ports.len() {
             while let Some(event) = self.ports.get(at).and_then(|port| port.device().event()) {
                 self.urgent = true;
@@ -45,8 +45,15 @@ impl VerbsProvider {
                         | None => {}
                     },
                     Event::PeerFailed { number } => {
-                        let (now, owner) = (self.now, self.owner(at, number));
-                        if let Some(session) = owner.and_then(|(_, it)| self.session(it.session)) {
+                        let Some((_, Owner { session: index, .. })) = self.owner(at, number) else {
+                            continue;
+                        };
+                        for nic in 0..self.ports.len() {
+                            self.cut_inlets(index, nic_at(nic));
+                            self.poll_nic(nic, self.last_rounds, sink);
+                        }
+                        let now = self.now;
+                        if let Some(session) = self.session(index) {
                             // There is nothing to wait for.
                             session.life.leave(now, Notice::Untold, Some(DownReason::Disconnected));
                         }
@@ -69,7 +76,7 @@ impl VerbsProvider {
                     Event::DeviceFailed { kind } => {
                         tracing::error!(kind, "a device failed");
                         for nic in self.sharing(at) {
-                            self.lose_nic(nic);
+                            self.give_up_nic(nic, sink);
                         }
                     }
                     Event::Other { kind } => tracing::debug!(kind, "an event of a device's"),
@@ -135,7 +142,7 @@ impl VerbsProvider {
         let begun = Instant::now();
         let drained = |this: &Self| numbers.iter().all(|&number| this.is_drained(at, number));
         while !drained(self) {
-            self.hear_devices();
+            self.hear_devices(sink);
             if drained(self) {
                 break;
             }
@@ -235,6 +242,16 @@ impl VerbsProvider {
                 let _ = epoll::delete(&self.epoll, fd);
             }
         }
+    }
+
+    /// A NIC is lost for good. What it has acknowledged is read and counted before anything is given up for that: a peer that is reached by no
+    /// other is left then, and nothing of its is counted any more.
+    fn give_up_nic<S: Sink>(&mut self, nic: NicIndex, sink: &mut S) {
+        for index in self.live.clone() {
+            self.cut_inlets(index, nic);
+        }
+        self.poll_nic(usize::from(nic), self.last_rounds, sink);
+        self.lose_nic(nic);
     }
 
     /// A NIC is lost for good, and with it all paths and lines from there.

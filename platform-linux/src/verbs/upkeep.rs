@@ -49,7 +49,7 @@ impl VerbsProvider {
         }
         let session = |index: &u16| self.sessions.get(usize::from(*index))?.as_deref();
         if due || woken || self.live.iter().filter_map(session).any(Session::is_leaving) {
-            self.hear_devices();
+            self.hear_devices(sink);
         }
         let heard = self.hear_doors(sink);
         self.say_stats();

@@ -662,7 +662,7 @@ fn census(gpus: bool) -> Say {
 }
 
 /// Microseconds of processor time, and how often a thread went to sleep: of this process, since its start.
-fn usage() -> (u64, u64) {
+pub fn usage() -> (u64, u64) {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::uninit();
     // SAFETY: `usage` is writable and of the right size; the call fills it when it returns 0.
     let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };

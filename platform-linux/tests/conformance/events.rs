@@ -13,7 +13,7 @@ use immwire::{
     End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
 };
 
-use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::agent::{Agent, Ask, Write1, encode, plain, usage};
 use crate::host::{Host, Memory, Own, Pattern, names, patience};
 use crate::operations::only_peer;
 use crate::ports::{APART, on};
@@ -111,9 +111,12 @@ struct Work {
 impl Work {
     fn begin(case: &Case) -> Self {
         // Nothing is left of a test before.
-        let asked = folder().expect("a folder");
-        let _ = std::fs::remove_dir_all(&asked);
-        std::fs::create_dir_all(asked).expect("made");
+        std::fs::create_dir_all(folder().expect("a folder")).expect("made");
+        for device in ALL {
+            for ending in ["", ".new", ".told", ".gone"] {
+                let _ = std::fs::remove_file(device.file(ending));
+            }
+        }
         let [mine, theirs] = APART.map(|names| on(case, names));
         let me = Host::new(&mine);
         let mut other = case.bare_agent("other");
@@ -294,12 +297,14 @@ fn nic_lost(case: &Case, device: u8, event: &str) {
     work.finish();
     // Neither end is awake for what it has left.
     let naps = Duration::from_millis(500);
-    let busy = |work: &mut Work| work.other.number(&work.me, Ask::Cpu);
+    let busy = |work: &mut Work| [usage().0, work.other.number(&work.me, Ask::Cpu)];
     let before = busy(&mut work);
     work.me.linger(naps);
-    let used = Duration::from_micros(busy(&mut work) - before);
-    println!("{used:?} of {naps:?} while nothing is done");
-    assert!(used < naps / 2, "awake");
+    for (after, before) in busy(&mut work).into_iter().zip(before) {
+        let used = Duration::from_micros(after - before);
+        println!("{used:?} of {naps:?} while nothing is done");
+        assert!(used < naps / 2, "awake");
+    }
     work.end();
 }
 
@@ -315,6 +320,9 @@ fn all_lost(case: &Case) {
     second.tell("device_fatal");
     work.until_told(second);
     work.give_up(Some(Stopped::NoNic));
+    // What the peer's devices were told is done came, though ours are lost.
+    let done = work.other.number(&work.me, Ask::Stop);
+    work.me.count(&work.count, done, patience()).expect("as many as were done");
     work.end();
 }
 

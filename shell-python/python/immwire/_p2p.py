@@ -217,8 +217,8 @@ class P2PAllToAll:
         each token that this had memory for. ``accumulate``: add to what is there. The rest is as there.
 
         ``indices``, ``weights`` and ``bound_m`` are what the dispatch before was given, and what they held
-        then counts. They need not be given again. If they are, they lie where those do, in the same tensors
-        or views of them; ``RequestError`` otherwise, for to compare contents would wait for the GPU. After
+        then counts. They need not be given again. If they are, they begin where those do, the same tensors or
+        such views of them; ``RequestError`` otherwise, for to compare contents would wait for the GPU. After
         graphs that were replayed, "before" is the call that was made last, not the dispatch in the graph:
         leave them out then.
         """

@@ -226,7 +226,8 @@ fn compare_chunks(tokens: u32, group: u32) {
     }
 }
 
-/// As many writes as theirs where nothing overflows, and as theirs at most where one more write takes all that does.
+/// As many writes as theirs where nothing overflows or one more write takes all that does, for the most tokens; and so never fewer than for the tokens
+/// that there are.
 fn compare_writes(published: &Published, from: &[u32], rank: usize) {
     let most = from.iter().copied().max().unwrap();
     let (groups, nets) = (from.len() as u32, 1);
