@@ -14,7 +14,7 @@ use immwire_core::mailbox::{
     Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, Reserved, SendError,
     SlotIndex, credit_may_go,
 };
-use immwire_core::peer::{DownReason, PeerState};
+use immwire_core::peer::DownReason;
 use immwire_core::plan::{ControlWrite, Request as PlanRequest};
 use immwire_core::receipt::{Epoch, SETTLEMENT_BYTES, Settlement, SettlementError};
 use immwire_core::region::MrDesc;
@@ -212,16 +212,9 @@ impl State {
         let mut links = links.flatten();
         links.any(|link| {
             let unsent = (link.credits != 0 && link.may_credit(self.own)) || !link.again.is_empty();
-            (unsent && self.reaches(link.peer))
+            (unsent && self.group.reaches(link.peer))
                 || (link.inbox.has_delivery() && self.shared.inbox.has_room())
         })
-    }
-
-    /// Whether what is sent to the peer now goes somewhere. To one that is down, whether that was told yet or not, nothing does: what waits
-    /// for it ends when it is told, and no sooner.
-    fn reaches(&self, peer: PeerId) -> bool {
-        let state = self.group.peer_state(peer);
-        state.is_some_and(|state| !matches!(state, PeerState::Down(_))) && self.group.reaches(peer)
     }
 
     /// When the first of the messages that wait for room has waited too long.
@@ -255,7 +248,8 @@ impl State {
 
     /// Sends what waits, in order, as far as there is room and a NIC.
     pub(crate) fn retry_messages(&mut self, peer: PeerId) {
-        let reached = self.reaches(peer);
+        // What waits for one that is down ends when that is told, and no sooner.
+        let reached = self.group.reaches(peer);
         let Some(link) = self.link(peer) else { return };
         if !reached {
             if !(link.again.is_empty() && link.waiting.is_empty()) {

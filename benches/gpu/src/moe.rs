@@ -714,6 +714,21 @@ fn most_of_round(random: &mut Random, shape: &Shape, few_tokens: u32) -> u32 {
     if is_few { few_tokens } else { shape.max_tokens }
 }
 
+/// A round in which every rank has so many tokens, put in the first set; what is received is cleared.
+fn full(
+    all: &mut World<'_>,
+    random: &mut Random,
+    tokens: u32,
+) -> Outcome<(Vec<Sent>, Vec<Vec<u8>>)> {
+    let ranks = 0..all.geometry.world;
+    let sent: Vec<Sent> = ranks.clone().map(|_| all.maker().tokens(random, tokens)).collect();
+    let result = |_| all.maker().numbers(random, all.rows, all.shape.results);
+    let results: Vec<Vec<u8>> = ranks.map(result).collect();
+    all.put(0, &sent, &results, false)?;
+    all.blank()?;
+    Ok((sent, results))
+}
+
 /// A rank that never comes is named by all others, who are right without it, in this round, in the next, and where there is room for many in one of
 /// few.
 fn missing(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
@@ -725,11 +740,7 @@ fn missing(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
     let patience = Duration::from_secs(1);
     let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, patience)?;
     for most in [shape.max_tokens, shape.max_tokens, shape.max_tokens.min(9)] {
-        let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
-        let results: Vec<Vec<u8>> =
-            (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
-        all.put(0, &tokens, &results, false)?;
-        all.blank()?;
+        let (tokens, results) = full(&mut all, &mut random, most)?;
         for way in [Way::Out, Way::Back] {
             for rank in (0..WORLD as usize).filter(|rank| *rank != MISSING) {
                 all.enqueue(rank, 0, way, Style::default())?;
@@ -750,11 +761,7 @@ fn halves(gpus: &[Gpu], room: Option<u32>) -> Outcome<()> {
     let mut all = World::new(gpus, &shape, sms(gpus, WORLD), None, 1, PATIENCE)?;
     let style = Style { split: true, ..Style::default() };
     for most in [shape.max_tokens, shape.max_tokens.min(9)] {
-        let tokens: Vec<Sent> = (0..WORLD).map(|_| all.maker().tokens(&mut random, most)).collect();
-        let results: Vec<Vec<u8>> =
-            (0..WORLD).map(|_| all.maker().numbers(&mut random, all.rows, shape.results)).collect();
-        all.put(0, &tokens, &results, false)?;
-        all.blank()?;
+        let (tokens, results) = full(&mut all, &mut random, most)?;
         for way in [Way::Out, Way::Back] {
             for rank in 0..all.ranks.len() {
                 all.enqueue_half(rank, 0, way, Half::Send, style)?;

@@ -805,11 +805,11 @@ where
         self.view().entry(peer).map(|entry| entry.machine.state())
     }
 
-    /// Whether a request to the peer finds a NIC to go by; if not it is refused with
-    /// [`PlanError::NoRoute`].
+    /// Whether what is sent to the peer goes somewhere: it is not down, whether that was polled yet or not, and there is a NIC to go by. If not, a request to
+    /// it is refused, with [`SubmitError::PeerDown`], [`SubmitError::NoSuchPeer`] or [`PlanError::NoRoute`].
     #[must_use]
     pub fn reaches(&self, peer: PeerId) -> bool {
-        self.view().entry(peer).is_some_and(|entry| entry.routes.is_some())
+        self.view().entry(peer).is_some_and(|entry| entry.routes.is_some() && !entry.is_down())
     }
 
     /// The peers there are.

@@ -1965,16 +1965,19 @@ fn a_request_for_nobody_is_refused() {
     let wrong = SubmitError::WrongOwner { peer, expected: engine(0), found: EngineId(99) };
     assert_eq!(refused(&mut world, Request::Single(write).check().unwrap()), wrong);
 
+    let other = world.live(1).unwrap();
+    assert!(world.group.reaches(peer) && world.group.reaches(other));
     world.group.remove_peer(world.now, peer, DownReason::Removed);
     let down = SubmitError::PeerDown { peer, reason: DownReason::Removed };
     assert_eq!(refused(&mut world, kept.clone()), down);
+    assert!(!world.group.reaches(peer) && world.group.reaches(other));
     let barrier = |peers: &[PeerId]| {
         let targets = Targets::Peers(peers.to_vec());
         Request::Barrier(Barrier { targets, imm: tag() }).check().unwrap()
     };
-    let other = world.live(1).unwrap();
     assert_eq!(refused(&mut world, barrier(&[other, peer])), down);
     world.events();
+    assert!(!world.group.reaches(peer));
     assert_eq!(refused(&mut world, kept.clone()), SubmitError::NoSuchPeer { peer });
     assert_eq!(refused(&mut world, barrier(&[peer])), SubmitError::NoSuchPeer { peer });
     assert!(world.apply(Do::Rejoin(0)));
