@@ -34,6 +34,8 @@
 #define IMMWIRE_MOE_LAST_EPOCH 0x7fffffffu
 /* Keys that payload may be combined with are multiples of this: odd, so that all are different. */
 #define IMMWIRE_MOE_KEY 0x9e3779b1u
+/* Of a token whose words may be anything, in its slot. */
+#define IMMWIRE_MOE_KEYS 16
 /* Values that share a scale. */
 #define IMMWIRE_MOE_SCALE_VALUES 128
 
@@ -133,7 +135,7 @@ typedef struct immwire_moe_args {
   uint64_t table_bytes;
   uint64_t dispatch_at;
   uint64_t combine_at;
-  uint32_t dispatch_stride; /* token_bytes, then scale_bytes, then a word; a multiple of 128 */
+  uint32_t dispatch_stride; /* token_bytes, then scale_bytes, then keys of any payload; a multiple of 128 */
   uint32_t combine_stride;  /* a multiple of 128 */
   uint32_t plan_stride;     /* a multiple of 16 */
   uint32_t rank;

@@ -574,6 +574,8 @@ __device__ uint64_t token_offset(const Args &args, uint32_t from, uint32_t token
   return args.dispatch_at + uint64_t(from * args.max_tokens + token) * args.dispatch_stride;
 }
 
+__device__ uint4 combined(uint4 held, uint32_t key) { return {held.x ^ key, held.y ^ key, held.z ^ key, held.w ^ key}; }
+
 __device__ void store_everywhere(const Args &args, Ranks ranks, uint64_t offset, uint4 held) {
   while (ranks.any()) store_shared_vector(args.inbox[ranks.next()] + offset, held);
 }
@@ -601,25 +603,29 @@ struct Slots : Announcing {
   RANKS known;
   Ranks ranks = Ranks(0, 0, 0);
   __device__ void know() { ranks = known(); }
-  __device__ void vector(uint32_t v, uint4 held) const { store_everywhere(args, ranks, offset + 16 * v, held); }
+  // Combined with a key, or 0.
+  __device__ void vector(uint32_t v, uint4 held, uint32_t with = 0) const { store_everywhere(args, ranks, offset + 16 * v, combined(held, with)); }
   // And perhaps a word, each place looked up once.
   __device__ void vector(uint32_t v, uint4 held, uint32_t w, uint32_t word, bool has_word) const {
     store_everywhere(args, ranks, offset + 16 * v, held, offset + args.token_bytes + 4 * w, word, has_word);
   }
-  __device__ void word(uint32_t w, uint32_t held) const { store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held); }
+  __device__ void word(uint32_t w, uint32_t held, uint32_t with = 0) const {
+    store_everywhere(args, ranks, offset + args.token_bytes + 4 * w, held ^ with);
+  }
+  __device__ void key(uint32_t number, uint32_t key) const { word(args.scale_bytes / 4 + number, 0, key); }
 };
 // The same, and to its one place here, if it has that.
 template <typename RANKS>
 struct SlotsAndOwn : Slots<RANKS> {
   __device__ SlotsAndOwn(const Args &args, uint64_t offset, RANKS known, uint32_t row) : Slots<RANKS>(args, offset, known), row(row) {}
   uint32_t row;
-  __device__ void vector(uint32_t v, uint4 held) const {
+  __device__ void vector(uint32_t v, uint4 held, uint32_t with = 0) const {
     if (row != IMMWIRE_MOE_NO_ROW) store_once(this->args.rows_x + uint64_t(row) * this->args.token_bytes + 16 * v, held);
-    Slots<RANKS>::vector(v, held);
+    Slots<RANKS>::vector(v, held, with);
   }
-  __device__ void word(uint32_t w, uint32_t held) const {
+  __device__ void word(uint32_t w, uint32_t held, uint32_t with = 0) const {
     if (row != IMMWIRE_MOE_NO_ROW) reinterpret_cast<uint32_t *>(this->args.rows_scales + uint64_t(row) * this->args.scale_bytes)[w] = held;
-    Slots<RANKS>::word(w, held);
+    Slots<RANKS>::word(w, held, with);
   }
 };
 struct OwnRows {
@@ -628,60 +634,130 @@ struct OwnRows {
   const uint32_t *rows;
   uint32_t count;
   __device__ void know() const {}
-  __device__ void vector(uint32_t v, uint4 held) const {
+  __device__ void vector(uint32_t v, uint4 held, uint32_t = 0) const {
     for (uint32_t n = 0; n < count; ++n) store_once(args.rows_x + uint64_t(rows[n]) * args.token_bytes + 16 * v, held);
   }
-  __device__ void word(uint32_t w, uint32_t held) const {
+  __device__ void word(uint32_t w, uint32_t held, uint32_t = 0) const {
     for (uint32_t n = 0; n < count; ++n) reinterpret_cast<uint32_t *>(args.rows_scales + uint64_t(rows[n]) * args.scale_bytes)[w] = held;
   }
+  __device__ void key(uint32_t, uint32_t) const {}
 };
 
-// Tokens of any bytes. Where they are waited for, words are combined with a key by exclusive or, such that none becomes poison, and the
-// key comes last.
+constexpr uint32_t KEYS = IMMWIRE_MOE_KEYS;
+static_assert(KEYS <= WARP, "a lane for each key");
+constexpr uint32_t PART_STEPS = 2; // Of 32 vectors: what of a token a warp sends at a time.
+
+// Tokens of any bytes. Where they are waited for, words are combined with a key by exclusive or, such that none becomes poison. A block has
+// one key for all of a token. A warp has one for each part, so that others can send other parts, and the last part's is that of the scales
+// too. A token has `KEYS` of them in its slot, whoever sends it: of a block's all are the same, of a warp's those from the last part on.
 struct Raw {
   static constexpr bool KEYED = true;
 
-  __device__ static bool is_bad(uint4 held, uint32_t key) {
-    return (held.x ^ key) == POISON || (held.y ^ key) == POISON || (held.z ^ key) == POISON || (held.w ^ key) == POISON;
+  // Steps of 32 vectors that make up a part, as a power of two: so many that there are no more parts than keys.
+  __device__ static uint32_t part_shift(const Args &args) {
+    const uint32_t steps = (args.token_bytes / 16 + WARP - 1) / WARP;
+    uint32_t shift = 1;
+    while ((KEYS << shift) < steps) ++shift;
+    return shift;
   }
+  __device__ static uint32_t part_vectors(const Args &args) { return WARP << part_shift(args); }
 
-  // Keys to try: all different, and none of them poison itself before there are more than a token can have words.
-  __device__ static uint32_t key(uint32_t turn) { return turn * IMMWIRE_MOE_KEY; }
-
-  // What of a token can be read before it is known where it goes.
+  // What of a token can be read before it is known where it goes, from vector `first` on.
   struct Ahead {
     template <typename CREW>
-    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true) : first(vector_of(0)) {
-      if (is_read && crew.me < args.token_bytes / 16) first = load_vector(args.x + uint64_t(token) * args.token_bytes + 16 * crew.me);
+    __device__ Ahead(const Args &args, uint32_t token, CREW crew, bool is_read = true, uint32_t first = 0) {
+#pragma unroll
+      for (uint32_t k = 0; k < PART_STEPS; ++k) {
+        const uint32_t v = first + k * crew.of + crew.me;
+        held[k] = vector_of(0);
+        if (is_read && v < args.token_bytes / 16) held[k] = load_bulk<CREW::MANY>(args.x + uint64_t(token) * args.token_bytes + 16 * v);
+      }
     }
-    uint4 first;
+    uint4 held[PART_STEPS];
   };
 
   template <typename CREW, typename PLACES>
   __device__ static void send(const Args &args, uint32_t token, CREW crew, const Ahead &ahead, PLACES to) {
-    const uint64_t x = args.x + uint64_t(token) * args.token_bytes, scales = args.scales + uint64_t(token) * args.scale_bytes;
-    const uint32_t vectors = args.token_bytes / 16, words = args.scale_bytes / 4, last = crew.of - 1 - crew.me;
-    const uint4 first = ahead.first;
-    for (uint32_t turn = 0;; ++turn) {
-      const uint32_t with = PLACES::ANNOUNCES ? key(turn) : 0;
-      bool bad = is_bad(first, with);
-      if constexpr (PLACES::ANNOUNCES) {
-        for (uint32_t v = crew.me + crew.of; v < vectors; v += crew.of) bad |= is_bad(load_vector(x + 16 * v), with);
-        for (uint32_t w = last; w < words; w += crew.of)
-          bad |= (reinterpret_cast<const uint32_t *>(scales)[w] ^ with) == POISON;
-        if (crew.any(bad)) continue;
-      }
+    if constexpr (CREW::MANY) return send_part(args, token, crew, ahead, to, 0, args.token_bytes / 16);
+    else {
+      const Sent sent = {args, token, 0, args.token_bytes / 16, args.scale_bytes / 4};
+      const uint32_t with = sent.template key<PLACES::ANNOUNCES>(crew, ahead);
       to.know();
-      for (uint32_t v = crew.me; v < vectors; v += crew.of) {
-        uint4 held = v < crew.of ? first : load_vector(x + 16 * v);
-        held.x ^= with, held.y ^= with, held.z ^= with, held.w ^= with;
-        to.vector(v, held);
-      }
-      for (uint32_t w = last; w < words; w += crew.of) to.word(w, reinterpret_cast<const uint32_t *>(scales)[w] ^ with);
-      if (PLACES::ANNOUNCES && last == 0) to.word(words, with);
-      return;
+      sent.store(crew, ahead, to, with, KEYS);
     }
   }
+
+  // One warp: the vectors from `first` on, up to `end`; whole parts of it. The next part is asked for before one is sent.
+  template <typename CREW, typename PLACES>
+  __device__ static void send_part(const Args &args, uint32_t token, CREW crew, Ahead ahead, PLACES to, uint32_t first, uint32_t end) {
+    const uint32_t shift = part_shift(args), len = WARP << shift, vectors = args.token_bytes / 16;
+    uint32_t keys = 0;
+    for (uint32_t start = first; start < end; start += len) {
+      const uint32_t until = min(start + len, end);
+      const Ahead now = ahead;
+      if (until < end) ahead = Ahead(args, token, crew, true, until);
+      const Sent sent = {args, token, start, until, until == vectors ? args.scale_bytes / 4 : 0};
+      const uint32_t with = sent.template key<PLACES::ANNOUNCES>(crew, now);
+      if (start == first) to.know();
+      sent.store(crew, now, to, with, 0);
+      if (crew.me >= start / len) keys = with;
+    }
+    // Together: each by itself would be a packet of its own on the wire.
+    if (crew.me >= first / len && crew.me < (end == vectors ? KEYS : end / len)) to.key(crew.me, keys);
+  }
+
+ private:
+  // A part of a token, or all of it, with so many words of scales.
+  struct Sent {
+    const Args &args;
+    uint32_t token, first, end, words;
+
+    __device__ uint64_t x() const { return args.x + uint64_t(token) * args.token_bytes; }
+    __device__ const uint32_t *scales() const { return reinterpret_cast<const uint32_t *>(args.scales + uint64_t(token) * args.scale_bytes); }
+    // The others, for whom vectors come last, begin with scales.
+    template <typename CREW>
+    __device__ static uint32_t first_word(CREW crew) { return crew.of - 1 - crew.me; }
+
+    __device__ static bool is_bad(uint4 held, uint32_t key) {
+      return (held.x ^ key) == POISON || (held.y ^ key) == POISON || (held.z ^ key) == POISON || (held.w ^ key) == POISON;
+    }
+
+    // The `n`th vector of a thread's, which is `v`. Loops are not unrolled: code that is run once has to be fetched first.
+    __device__ uint4 vector(const Ahead &ahead, uint32_t n, uint32_t v) const {
+      return n == 0 ? ahead.held[0] : n == 1 ? ahead.held[1] : load_vector(x() + 16 * v);
+    }
+
+    // Whether this thread has a word that it makes poison of.
+    template <typename CREW>
+    __device__ bool is_any_bad(CREW crew, const Ahead &ahead, uint32_t key) const {
+      bool bad = false;
+#pragma unroll 1
+      for (uint32_t n = 0, v = first + crew.me; v < end; ++n, v += crew.of) bad |= is_bad(vector(ahead, n, v), key);
+#pragma unroll 1
+      for (uint32_t w = first_word(crew); w < words; w += crew.of) bad |= (scales()[w] ^ key) == POISON;
+      return bad;
+    }
+
+    // The first key that makes poison of no word. Keys to try are all different, and none of them is poison itself before there are more than
+    // a token can have words.
+    template <bool ANNOUNCES, typename CREW>
+    __device__ uint32_t key(CREW crew, const Ahead &ahead) const {
+      uint32_t with = 0;
+      if constexpr (ANNOUNCES) {
+        while (crew.any(is_any_bad(crew, ahead, with))) with += IMMWIRE_MOE_KEY;
+      }
+      return with;
+    }
+
+    // With so many keys, which lie behind the scales.
+    template <typename CREW, typename PLACES>
+    __device__ void store(CREW crew, const Ahead &ahead, const PLACES &to, uint32_t with, uint32_t keys) const {
+#pragma unroll 1
+      for (uint32_t n = 0, v = first + crew.me; v < end; ++n, v += crew.of) to.vector(v, vector(ahead, n, v), with);
+#pragma unroll 1
+      for (uint32_t w = first_word(crew); w < words + keys; w += crew.of) to.word(w, w < words ? scales()[w] : 0, with);
+    }
+  };
 };
 
 struct Bf16 {
@@ -708,6 +784,8 @@ template <typename FORMAT>
 struct Quantised {
   static constexpr bool KEYED = false;
   static constexpr uint32_t SHARE = IMMWIRE_MOE_SCALE_VALUES / 16;
+
+  __device__ static uint32_t part_vectors(const Args &) { return PART_STEPS * WARP; }
 
   struct Ahead {
     // Of the vectors from `first` on.
@@ -887,7 +965,8 @@ __device__ void send_tokens(const Args &args, Fixed &fixed, const Roles &roles, 
     }
     const uint32_t begin = (args.rank + token) % args.world; // Nobody has to wait for that yet.
     const auto ranks = [&] {
-      __syncthreads(); // One for each token is enough: the word of the next one is another.
+      // One for each token is enough: the word of the next one is another. Who has agreed on a key has had it.
+      if (!PAYLOAD::KEYED) __syncthreads();
       return Ranks(fixed.routes[turn], begin, args.world);
     };
     // The next one is asked for before this one is sent.
@@ -1170,19 +1249,26 @@ struct Looked {
   uint32_t wanted;
 };
 
-// One warp: takes a part of a token, which it has looked at, to its rows, or to its one place. Says who is late. The key stays.
+__device__ uint64_t keys_at(const Args &args, uint64_t slot) { return slot + args.token_bytes + args.scale_bytes; }
+
+// One warp: takes a part of a token, which it has looked at, to its rows, or to its one place. Says who is late. Keys stay.
 template <typename PAYLOAD, bool MANY, uint32_t COUNT>
 __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *rows, const Part &part, Looked<COUNT> &now, uint32_t epoch,
                            Patience &patience) {
   const uint32_t lane = threadIdx.x % WARP, scale_words = args.scale_bytes / 4;
   const uint64_t slot = slot_at(args, pair);
-  uint32_t key[1] = {}, late = 0;
+  uint32_t key[1] = {}, late = 0, shift = 0;
   bool has_key = !PAYLOAD::KEYED;
+  if constexpr (PAYLOAD::KEYED && MANY) shift = PAYLOAD::part_shift(args);
+  // With few tokens all keys are the same: any will do, but each is to have come before it is forgotten, which the first part sees to.
   const auto read_key = [&] {
-    const uint64_t key_at[1] = {slot + args.token_bytes + args.scale_bytes};
-    if (!has_key) late |= await<Word>(key, key_at, 1, patience);
+    if (has_key) return;
+    const uint64_t key_at[1] = {keys_at(args, slot) + 4 * (MANY || part.is_first ? min(lane, KEYS - 1) : 0)};
+    late |= await<Word>(key, key_at, 1, patience);
+    late = __ballot_sync(ALL_LANES, late != 0); // Lanes need others' keys.
     has_key = true;
   };
+  const auto key_of = [&](uint32_t number) { return PAYLOAD::KEYED && MANY ? __shfl_sync(ALL_LANES, key[0], number) : key[0]; };
   for (uint32_t low = part.first; low < part.end; low += WARP * COUNT) {
     if (low != part.first) now.from_on(slot, part, low);
     late |= await_looked<Vector>(now.held, now.from, now.wanted, patience);
@@ -1190,7 +1276,7 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
 #pragma unroll
     for (uint32_t k = 0; k < COUNT; ++k) {
       uint4 &held = now.held[k];
-      held.x ^= key[0], held.y ^= key[0], held.z ^= key[0], held.w ^= key[0];
+      held = combined(held, key_of((low / WARP + k) >> shift));
       if (late != 0) held = vector_of(0);
       if (now.wanted >> k & 1) store_bulk<MANY>(now.from[k], vector_of(POISON));
     }
@@ -1212,9 +1298,10 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
     }
     late |= await<Word>(held, from, wanted, patience);
     read_key();
+    const uint32_t with = key_of(KEYS - 1);
 #pragma unroll
     for (uint32_t k = 0; k < PAIR; ++k) {
-      held[k] = late != 0 ? 0 : held[k] ^ key[0];
+      held[k] = late != 0 ? 0 : held[k] ^ with;
       if (wanted >> k & 1) *reinterpret_cast<uint32_t *>(from[k]) = POISON;
     }
     for (uint32_t n = 0; n < pair.count; ++n) {
@@ -1229,9 +1316,10 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
   put_down(report_of(args)->late_tokens[pair.source], epoch);
 }
 
-// Puts the poison back in a key's place; by one thread, when all who need the key have it.
-__device__ void forget_key(const Args &args, const Pair &pair) {
-  *reinterpret_cast<uint32_t *>(slot_at(args, pair) + args.token_bytes + args.scale_bytes) = POISON;
+// Puts the poison back in the keys' places; by one warp, when all who need a key have it.
+__device__ void forget_keys(const Args &args, const Pair &pair) {
+  const uint32_t lane = threadIdx.x % WARP;
+  if (lane < KEYS) reinterpret_cast<uint32_t *>(keys_at(args, slot_at(args, pair)))[lane] = POISON;
 }
 
 // What a warp does when tokens are received: it takes a part of one to its rows, and keeps for the combine what is known of one. As many warps share
@@ -1297,7 +1385,7 @@ __device__ void take_tokens(const Args &args, const Routes &routes, const Told &
     if (is_mine) take_token<PAYLOAD, false>(args, pair, rows, part, now, epoch, patience);
     if (PAYLOAD::KEYED) {
       __syncthreads(); // All have the keys.
-      if (is_mine && part.is_last && threadIdx.x % WARP == 0) forget_key(args, pair);
+      if (is_mine && part.is_first) forget_keys(args, pair);
     }
     low += task.at_a_time;
     if (share.index + low * share.of >= told.all) break;
@@ -1763,7 +1851,6 @@ static_assert(IMMWIRE_MOE_CHUNK < 256, "a count is a byte");
 constexpr uint32_t LOOKED_UP = 4; // Tokens whose choices a warp reads at a time.
 constexpr uint32_t GAVE_UP = 0x80000000u; // Of the number of blocks that have counted: somebody does not wait for the others any more.
 constexpr uint32_t ALL_RANKS = 0xffffffffu;
-constexpr uint32_t PART_STEPS = 2; // Of 32 vectors: what of a token a warp sends at a time.
 constexpr uint32_t SUMS = 4; // Vectors of a token that a lane sums side by side,
 constexpr uint32_t OWN = 2;  // and of how many rows.
 
@@ -2071,7 +2158,7 @@ __device__ void receive_pair(const Args &args, uint32_t n, uint32_t *rows, uint3
   const Part all(0, 0, args.token_bytes / 16);
   Looked<AHEAD> now(slot_at(args, pair), all);
   take_token<PAYLOAD, true>(args, pair, rows, all, now, epoch, patience);
-  if (PAYLOAD::KEYED && threadIdx.x % WARP == 0) forget_key(args, pair);
+  if (PAYLOAD::KEYED) forget_keys(args, pair);
   machine::meet(); // Nobody looks at these rows any more.
 }
 
@@ -2100,12 +2187,8 @@ __device__ void take_own(const Args &args, uint32_t n, uint32_t *rows) {
   machine::meet(); // Nobody looks at these rows any more.
 }
 
-// Whether a rank's own tokens are at their places once they are sent: where each has one only, which no choice of another decides, and
-// nothing is combined with a key on the way.
-template <typename PAYLOAD>
-__device__ bool are_left_here(const Args &args, bool is_direct) {
-  return is_direct && !PAYLOAD::KEYED && args.slots != 0;
-}
+// Whether a rank's own tokens are at their places once they are sent: where each has one only, which no choice of another decides.
+__device__ bool are_left_here(const Args &args, bool is_direct) { return is_direct && args.slots != 0; }
 
 // One warp after the other, of all blocks: take tokens to their rows; this rank's own first, which nobody has to wait for. `words`: one
 // for each thread.
@@ -2114,7 +2197,7 @@ __device__ void receive_pairs(const Args &args, uint32_t epoch, bool is_direct, 
   immwire_moe_control &control = *control_of(args);
   Patience patience(args, Patience::FOR_TOKENS);
   const uint32_t others = load_shared_word(reinterpret_cast<uint64_t>(&control.of_others));
-  const uint32_t pairs = are_left_here<PAYLOAD>(args, is_direct) ? others : load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
+  const uint32_t pairs = are_left_here(args, is_direct) ? others : load_shared_word(reinterpret_cast<uint64_t>(&control.pairs));
   const uint32_t own = pairs - others;
   uint32_t *rows = words + threadIdx.x / WARP * WARP;
   Turns turns(control.received);
@@ -2131,17 +2214,13 @@ __device__ void send_token(const Args &args, uint32_t token, uint32_t first, uin
   bool is_wrong = false; // Who sends the choice says so.
   const uint32_t all = ranks_of(args, expert_of(args, Choice(args, token), is_wrong), present);
   const uint32_t goes_to = all & ~(is_direct ? 1u << args.rank : 0);
-  const bool is_left = are_left_here<PAYLOAD>(args, is_direct) && goes_to != all;
+  const bool is_left = are_left_here(args, is_direct) && goes_to != all;
   if (goes_to == 0 && !is_left) return;
   const auto ranks = [&] { return Ranks(goes_to, (args.rank + token) % args.world, args.world); };
   const uint64_t offset = token_offset(args, args.rank, token);
-  if constexpr (PAYLOAD::KEYED) {
-    PAYLOAD::send(args, token, WarpCrew(), typename PAYLOAD::Ahead(args, token, WarpCrew()), Slots<decltype(ranks)>(args, offset, ranks));
-  } else {
-    const uint32_t row = is_left ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
-    const typename PAYLOAD::Ahead ahead(args, token, WarpCrew(), true, first);
-    PAYLOAD::send_part(args, token, WarpCrew(), ahead, SlotsAndOwn<decltype(ranks)>(args, offset, ranks, row), first, end);
-  }
+  const uint32_t row = is_left ? slot_of(args, args.rank, token) : IMMWIRE_MOE_NO_ROW;
+  const typename PAYLOAD::Ahead ahead(args, token, WarpCrew(), true, first);
+  PAYLOAD::send_part(args, token, WarpCrew(), ahead, SlotsAndOwn<decltype(ranks)>(args, offset, ranks, row), first, end);
 }
 
 // Sends the tokens of a share. Warps are dealt as many as there are for all of them, and take turns with the rest, a token and a half or less
@@ -2149,9 +2228,7 @@ __device__ void send_token(const Args &args, uint32_t token, uint32_t first, uin
 template <typename PAYLOAD>
 __device__ void send_tokens_of(const Args &args, Dealt dealt, uint32_t tokens, uint32_t present, bool is_direct) {
   const uint32_t half = dealt.step / 2, until = tokens > half ? (tokens - half) / dealt.step * dealt.step : 0;
-  // A token that has one key for all of it is not cut.
-  const uint32_t vectors = args.values / 16, len = PAYLOAD::KEYED ? ~0u : PART_STEPS * WARP;
-  const uint32_t parts = PAYLOAD::KEYED ? 1 : (vectors + len - 1) / len;
+  const uint32_t vectors = args.token_bytes / 16, len = PAYLOAD::part_vectors(args), parts = (vectors + len - 1) / len;
   for (uint32_t token = dealt.first; token < until; token += dealt.step) send_token<PAYLOAD>(args, token, 0, vectors, present, is_direct);
   Turns turns(control_of(args)->parts);
   for (uint32_t turn = turns.take(); turn < (tokens - until) * parts; turn = turns.take()) {

@@ -181,6 +181,7 @@ fn constants_of_moe_are_the_same_in_c() {
         ("IMMWIRE_MOE_MANY_WORDS", moe::MANY_WORDS as usize),
         ("IMMWIRE_MOE_LAST_EPOCH", moe::LAST_EPOCH as usize),
         ("IMMWIRE_MOE_KEY", moe::KEY as usize),
+        ("IMMWIRE_MOE_KEYS", moe::KEYS as usize),
         ("IMMWIRE_MOE_SCALE_VALUES", moe::SCALE_VALUES as usize),
         ("IMMWIRE_MOE_FIXED_WORDS", moe::FIXED_WORDS as usize),
         ("IMMWIRE_MOE_SEND", moe::SEND as usize),

@@ -1577,7 +1577,8 @@ fn overlapped(gpus: &[Gpu], shape: &Shape) -> Outcome<Value> {
 /// Measures one shape whenever a line comes on the standard input, so that others can be measured in between, and writes what it
 /// took as a line, after one of how many GPUs there are. At the end of the input results are compared once more, and a last line says
 /// that they were right. What is asked for is a JSON object: `values`, `experts`, `top_k`, `tokens`, `ranks`; `ready`, whether tokens
-/// come in e4m3 with scales rather than as bf16; `routes`, a file of 32-bit numbers, `[ranks][tokens][top_k]`; and `graphs`.
+/// come in e4m3 with scales rather than as bf16; `once`, whether each token is received once, with a list of rows; `routes`, a file of
+/// 32-bit numbers, `[ranks][tokens][top_k]`; and `graphs`.
 pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
     let asked: Value = serde_json::from_str(asked)?;
     let number = |name: &str| -> Outcome<u32> {
@@ -1613,7 +1614,8 @@ pub(crate) fn turns(gpus: &[Gpu], asked: &str) -> Outcome<()> {
     // What it is beside takes it so, too.
     let clock = says("graphs")?.then_some(Clock::Plain);
     let size = (shape.max_tokens, sms(gpus, ranks));
-    let mut timed = Timed::new(gpus, &shape, Style::default(), size, Some(&routes), clock)?;
+    let style = Style { slots: says("once")?, ..Style::default() };
+    let mut timed = Timed::new(gpus, &shape, style, size, Some(&routes), clock)?;
     println!("{}", json!({ "gpus": gpus.len() }));
     for line in std::io::stdin().lines() {
         line?;
@@ -1671,6 +1673,11 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         all.push(("of 384 experts: e4m3 out, bf16 back", of_experts(384, pairs, tokens), plain));
     }
     all.push((quantised, shape(pairs, 4096), plain));
+    for tokens in [128, 4096] {
+        let once_raw = "7,168 bytes and 224 of scales out, each token once and a list of rows";
+        all.push((once_raw, bytes(tokens, 7168, 224), once));
+    }
+    all.push(("7,168 bytes and 224 of scales out", bytes(4096, 7168, 224), plain));
     let full = all.into_iter().map(|(what, shape, style)| {
         let tokens = shape.max_tokens;
         (what, shape, style, tokens)

@@ -24,6 +24,8 @@ pub const CHUNK: u32 = 64;
 pub const LAST_EPOCH: u32 = 0x7fff_ffff;
 /// Keys that payload may be combined with are multiples of this.
 pub const KEY: u32 = 0x9e37_79b1;
+/// So many of them a token has in its slot, if its words may be anything.
+pub const KEYS: u32 = 16;
 /// Values that share a scale, where the kernel quantises.
 pub const SCALE_VALUES: u32 = 128;
 

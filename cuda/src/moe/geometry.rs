@@ -363,8 +363,13 @@ impl Geometry {
             shape.firsts.windows(2).map(|pair| pair[1] - pair[0]).max().unwrap_or_default();
         let local = u64::from(most_local);
         let shared = shared_of_few(world, local, tokens);
+        let keys = match shape.payload {
+            Payload::Raw { .. } => args::KEYS,
+            Payload::Fp8 { .. } => 0,
+        };
         let dispatch_stride =
-            (u64::from(token_bytes) + u64::from(scale_bytes) + 4).next_multiple_of(ROW_ALIGN_BYTES);
+            (u64::from(token_bytes) + u64::from(scale_bytes) + 4 * u64::from(keys))
+                .next_multiple_of(ROW_ALIGN_BYTES);
         let combine_stride = (u64::from(shape.values) * 2).next_multiple_of(ROW_ALIGN_BYTES);
         let table_bytes = 16 * (1 + tokens * u64::from(shape.top_k.div_ceil(2)));
         let dispatch_at = (2 * world * table_bytes).next_multiple_of(ROW_ALIGN_BYTES);
@@ -467,7 +472,10 @@ mod tests {
                 let (world, tokens) = (u64::from(world), u64::from(max_tokens));
                 assert_eq!(g.table_bytes, 16 * (1 + tokens * u64::from(top_k.div_ceil(2))));
                 assert!(g.dispatch_at >= 2 * world * g.table_bytes);
-                assert!(g.dispatch_stride >= g.token_bytes + g.scale_bytes + 4);
+                let payload = Payload::Raw { token_bytes: 128, scale_bytes: 64 };
+                let raw = Geometry::new(&Shape { payload, ..all.clone() }).unwrap();
+                assert_eq!((raw.dispatch_stride, g.dispatch_stride), (256, 7424));
+                assert!(g.dispatch_stride >= g.token_bytes + g.scale_bytes);
                 assert!(
                     g.combine_at >= g.dispatch_at + world * tokens * u64::from(g.dispatch_stride)
                 );

@@ -144,8 +144,9 @@ impl Launch {
 
         let [tokens, scales, values, top_k] =
             [a.token_bytes, a.scale_bytes, a.values, a.top_k].map(u64::from);
+        let keys = if self.is_raw() { 4 * u64::from(args::KEYS) } else { 0 };
         let rows = [
-            (a.dispatch_stride, tokens + scales + 4, 128, "dispatch_stride"),
+            (a.dispatch_stride, tokens + scales + keys, 128, "dispatch_stride"),
             (a.combine_stride, values * 2, 128, "combine_stride"),
             (a.plan_stride, size_of::<MoePair>() as u64 + 8 * top_k, 16, "plan_stride"),
         ];

@@ -253,6 +253,77 @@ fn scales_of_long_tokens() {
     }
 }
 
+/// Each part of a token has a key of its own where warps send them, and each warp that shares one takes the key of a block's: tokens of
+/// whole parts, of one vector more, of as many parts as there are keys, and of more, when parts are longer. With much poison in all of
+/// them. In the second round one rank has few tokens and sends by blocks, while the other receives many.
+#[test]
+fn keys_of_long_tokens() {
+    let part = 16 * 2 * 32;
+    let most = args::KEYS * part;
+    for token_bytes in [16, part, part + 16, 7 * part, most - 16, most, most + 16, 2 * most + 528] {
+        for scale_bytes in [0, 4, 4 * 70] {
+            let shape = Shape {
+                firsts: vec![0, 2, 3],
+                top_k: 2,
+                max_tokens: 4,
+                payload: Payload::Raw { token_bytes, scale_bytes },
+                values: 16,
+                results: Number::Bf16,
+                padding: 1,
+                exact: false,
+            };
+            let mut random = Random(u64::from(token_bytes + scale_bytes));
+            let mut world = World::new(&shape);
+            let plain = Style { blocks: 2, threads: 64, many: true, chunk_tokens: 1, ..PLAIN };
+            for (turn, (slots, few)) in
+                [(false, 0), (false, 2), (true, 0), (true, 2), (true, u32::MAX)]
+                    .into_iter()
+                    .enumerate()
+            {
+                let style = Style { slots, few_tokens: few, ..plain };
+                let tokens = [4, if few == 0 { 4 } else { 2 }]
+                    .map(|count| world.maker().tokens(&mut random, count));
+                world.add_turn(tokens.into(), &mut random);
+                let launches: Vec<Launch> =
+                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
+                run(&world, &launches, 1 + turn as u64);
+                world.check_whole(turn, style);
+                world.check_poison();
+            }
+        }
+    }
+}
+
+/// Keys of a token that a block has sent come one by one: none is forgotten before all have come, also where no vector is left for some of the
+/// warps that share it.
+#[test]
+fn keys_come_one_by_one() {
+    for_seeds(300, |seed| {
+        let mut random = Random(seed + 900);
+        let shape = Shape {
+            firsts: vec![0, 1, 2],
+            top_k: 2,
+            max_tokens: 1,
+            payload: Payload::Raw { token_bytes: 16 * (1 + random.below(3)), scale_bytes: 0 },
+            values: 16,
+            results: Number::Bf16,
+            padding: 1,
+            exact: false,
+        };
+        let mut world = World::new(&shape);
+        for turn in 0..2 {
+            let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 1)).collect();
+            world.add_turn(tokens, &mut random);
+            let style = Style { blocks: 1, threads: 64, ..PLAIN };
+            let launches: Vec<Launch> =
+                (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
+            run(&world, &launches, random.draw());
+            world.check_whole(turn, style);
+            world.check_poison();
+        }
+    });
+}
+
 /// Few tokens for many warps: up to eight share one, and some of them have no part of it.
 #[test]
 fn warps_share_a_token() {
@@ -395,7 +466,8 @@ fn never_comes(seeds: u64, longer: u64, plain: impl Fn(&mut Random) -> Style) {
     });
 }
 
-/// A rank that says what it will send, and does not: its rows are zeros, and no others; and it is sent no results.
+/// A rank that says what it will send, and does not, or all but a key of each token: its rows are zeros, and no others; and it is sent no
+/// results.
 #[test]
 fn tokens_that_never_come() {
     for_seeds(60, |seed| {
@@ -419,6 +491,9 @@ fn tokens_that_never_come() {
         let mut launches = Vec::new();
         for &rank in &there {
             world.put_table(dead, rank, 0, 1, 0);
+            if let (Payload::Raw { .. }, 1) = (shape.payload, seed % 4) {
+                world.put_tokens_without_a_key(dead, rank, &mut random);
+            }
             launches.extend(world.launches(rank, 0, plain(&mut random)));
         }
         run(&world, &launches, random.draw());

@@ -452,6 +452,20 @@ impl World {
             (parity * u64::from(self.geometry.world) + from as u64) * self.geometry.table_bytes;
         self.ranks[to].inbox.write(at, &bytes_of(&vectors[..count]));
     }
+
+    /// A rank's tokens of any bytes at `to`, each without its first key: as if that was still on its way.
+    pub(crate) fn put_tokens_without_a_key(&self, from: usize, to: usize, random: &mut Random) {
+        let g = &self.geometry;
+        for token in 0..self.tokens[0][from].count {
+            let number = from as u64 * u64::from(self.shape.max_tokens) + u64::from(token);
+            let at = g.dispatch_at + number * u64::from(g.dispatch_stride);
+            let bytes: Vec<u8> =
+                (0..g.token_bytes + g.scale_bytes).map(|_| random.below(255) as u8).collect();
+            self.ranks[to].inbox.write(at, &bytes);
+            let keys = [0; 4 * (args::KEYS as usize - 1)];
+            self.ranks[to].inbox.write(at + bytes.len() as u64 + 4, &keys);
+        }
+    }
 }
 
 /// Numbers of ranks that no slot has: the two sides agree on what is no row.
