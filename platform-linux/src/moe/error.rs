@@ -42,8 +42,10 @@ pub enum MoeError {
         /// Ranks there are.
         world: u32,
     },
-    /// A rank's exchange is of another shape or placement.
-    #[error("rank {rank} was set up for another shape or placement: give all ranks the same")]
+    /// A rank's exchange is of another shape or placement, or its version lays out what ranks write to each other another way.
+    #[error(
+        "rank {rank} was set up for another shape or placement, or by another version: give all ranks the same"
+    )]
     OtherShape {
         /// The rank.
         rank: u32,

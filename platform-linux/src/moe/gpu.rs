@@ -333,8 +333,8 @@ impl Joining {
 
 /// Tells two shapes apart that cannot work together.
 fn shape_digest(shape: &Shape) -> u64 {
-    // Other than that of an exchange in host memory.
-    const GPU: u32 = u32::from_le_bytes(*b"GPU1");
+    // Other than that of an exchange in host memory, and than that of kernels that lay their slots out another way.
+    const GPU: u32 = u32::from_le_bytes(*b"GPU2");
     let number = |number| u32::from(number == Number::Fp16);
     let payload = match shape.payload {
         Payload::Raw { token_bytes, scale_bytes } => [0, token_bytes, scale_bytes],
