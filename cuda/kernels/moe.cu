@@ -649,7 +649,8 @@ constexpr uint32_t PART_STEPS = 2; // Of 32 vectors: what of a token a warp send
 
 // Tokens of any bytes. Where they are waited for, words are combined with a key by exclusive or, such that none becomes poison. A block has
 // one key for all of a token. A warp has one for each part, so that others can send other parts, and the last part's is that of the scales
-// too. A token has `KEYS` of them in its slot, whoever sends it: of a block's all are the same, of a warp's those from the last part on.
+// too. A token has `KEYS` of them in its slot, whoever sends it: of a block's all are the same, of a warp's those from the last part on. Who receives
+// few tokens takes them to be a block's, and who receives many takes either.
 struct Raw {
   static constexpr bool KEYED = true;
 
@@ -890,9 +891,12 @@ __device__ uint32_t tokens_given(const Args &args) {
   return args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
 }
 
+// How many of these there is memory for, here and at others.
+__device__ uint32_t tokens_there_are(const Args &args, uint32_t given) { return min(min(given, args.tokens), args.max_tokens); }
+
 // How many it has, which the last block tells everybody.
 __device__ uint32_t announce_tokens(const Args &args, uint32_t given, uint32_t epoch, uint32_t parity, uint32_t present) {
-  const uint32_t tokens = min(min(given, args.tokens), args.max_tokens);
+  const uint32_t tokens = tokens_there_are(args, given);
   if (given > tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
   if (blockIdx.x == gridDim.x - 1 && threadIdx.x < args.world) {
     if (present >> threadIdx.x & 1)
@@ -1260,7 +1264,8 @@ __device__ void take_token(const Args &args, const Pair &pair, const uint32_t *r
   uint32_t key[1] = {}, late = 0, shift = 0;
   bool has_key = !PAYLOAD::KEYED;
   if constexpr (PAYLOAD::KEYED && MANY) shift = PAYLOAD::part_shift(args);
-  // With few tokens all keys are the same: any will do, but each is to have come before it is forgotten, which the first part sees to.
+  // With few tokens all keys are the same: any will do, but each is to have come before it is forgotten, which the first part sees to. (So if only
+  // some have come from a rank that is left out, the other parts of that token may be there, and the first one zeros.)
   const auto read_key = [&] {
     if (has_key) return;
     const uint64_t key_at[1] = {keys_at(args, slot) + 4 * (MANY || part.is_first ? min(lane, KEYS - 1) : 0)};
@@ -1842,7 +1847,8 @@ __device__ void combine(const Args &args) {
 // that receives counts the choices of its own chunks, up to IMMWIRE_MOE_CHUNK tokens of one source; from the counts of all it works
 // out where the rows of its chunks begin. That needs a barrier among those blocks, after which they also know alike whose tables count,
 // and another when all have planned. Then every warp takes the next token, whoever's it is; those of blocks that have sent all they have,
-// too. What is on the wire is the same as with few tokens.
+// too. What is on the wire is the same as with few tokens, but for keys (`Raw`): ranks agree on which way a round goes, as it goes by their shape and by
+// what they tell each other.
 
 constexpr uint32_t CHUNK_WORDS = IMMWIRE_MOE_CHUNK / 32;
 constexpr uint32_t COUNTS = 8;   // Words of counts that a thread reads at a time.
@@ -2326,7 +2332,7 @@ __device__ void dispatch_many(const Args &args) {
   const uint32_t epoch = control.next_epoch, parity = control.next_parity;
   const uint32_t present = ranks_below(args.world) & ~(control.left_out | control.missed);
   // Who only receives was told by the launch that has sent.
-  const uint32_t given = sends ? tokens_given(args) : control.tokens, own = sends ? min(given, args.tokens) : given;
+  const uint32_t given = sends ? tokens_given(args) : control.tokens, own = sends ? tokens_there_are(args, given) : given;
   if (blockIdx.x == 0 && threadIdx.x == 0) control.epoch = epoch, control.parity = parity, control.summed = control.sent = 0;
   if (args.few_tokens != 0 && own <= args.few_tokens) return dispatch_few_apart<PAYLOAD>(args, shared, epoch, parity, present, for_tables);
   if (blockIdx.x == 0 && threadIdx.x == 0) control.few = 2 * epoch;

@@ -261,7 +261,7 @@ impl Many {
     pub const FEW_TOKENS: u32 = 512;
 
     /// Whether the kernels for many are taken: they are the quicker ones, or those for few have no room in a block's memory for all
-    /// tokens' choices, where one rank has most of many experts. Ranks need not agree on it.
+    /// tokens' choices, where one rank has most of many experts. It goes by the shape, so ranks agree on it, as they must: keys of any payload differ.
     #[must_use]
     pub fn is_for(geometry: &Geometry, shape: &Shape) -> bool {
         shape.max_tokens >= Self::FROM_TOKENS

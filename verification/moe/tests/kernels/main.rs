@@ -54,6 +54,7 @@ fn random_shape(random: &mut Random, world: u32) -> Shape {
             let scales = if random.one_in(2) { Scales::Float } else { Scales::Power };
             Payload::Fp8 { from: of, scales }
         }
+        // Of one part, so that some ranks of a test may send as if there were many tokens while others receive as if there were few.
         _ => Payload::Raw {
             token_bytes: 16 * (1 + random.below(40)),
             scale_bytes: 4 * random.below(12),
@@ -274,13 +275,11 @@ fn keys_of_long_tokens() {
             };
             let mut random = Random(u64::from(token_bytes + scale_bytes));
             let mut world = World::new(&shape);
-            let plain = Style { blocks: 2, threads: 64, many: true, chunk_tokens: 1, ..PLAIN };
-            for (turn, (slots, few)) in
-                [(false, 0), (false, 2), (true, 0), (true, 2), (true, u32::MAX)]
-                    .into_iter()
-                    .enumerate()
-            {
-                let style = Style { slots, few_tokens: few, ..plain };
+            let plain = Style { threads: 64, many: true, chunk_tokens: 1, ..PLAIN };
+            for turn in 0..8 {
+                let few = [0, 2, 0, u32::MAX][turn % 4];
+                let (slots, split, blocks) = (turn >= 4, turn % 4 == 2, 1 + turn as u32 % 3);
+                let style = Style { slots, split, blocks, few_tokens: few, ..plain };
                 let tokens = [4, if few == 0 { 4 } else { 2 }]
                     .map(|count| world.maker().tokens(&mut random, count));
                 world.add_turn(tokens.into(), &mut random);
