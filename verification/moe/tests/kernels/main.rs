@@ -40,6 +40,15 @@ fn run(world: &World, launches: &[Launch], seed: u64) {
     unsafe { emulate(launches, world.ranks.len() as u32, seed) }.unwrap();
 }
 
+/// A round of all ranks, each in the same style: all rows and results are right, and nothing is left in slots.
+fn run_whole(world: &World, turn: usize, style: Style, seed: u64) {
+    let ranks = 0..world.ranks.len();
+    let launches: Vec<Launch> = ranks.flat_map(|rank| world.launches(rank, turn, style)).collect();
+    run(world, &launches, seed);
+    world.check_whole(turn, style);
+    world.check_poison();
+}
+
 fn random_shape(random: &mut Random, world: u32) -> Shape {
     let mut firsts = vec![0];
     for rank in 0..world {
@@ -244,11 +253,7 @@ fn scales_of_long_tokens() {
                 let style = Style { slots, ..style };
                 let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 3)).collect();
                 world.add_turn(tokens, &mut random);
-                let launches: Vec<Launch> =
-                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
-                run(&world, &launches, 1 + turn as u64);
-                world.check_whole(turn, style);
-                world.check_poison();
+                run_whole(&world, turn, style, 1 + turn as u64);
             }
         }
     }
@@ -283,11 +288,7 @@ fn keys_of_long_tokens() {
                 let tokens = [4, if few == 0 { 4 } else { 2 }]
                     .map(|count| world.maker().tokens(&mut random, count));
                 world.add_turn(tokens.into(), &mut random);
-                let launches: Vec<Launch> =
-                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
-                run(&world, &launches, 1 + turn as u64);
-                world.check_whole(turn, style);
-                world.check_poison();
+                run_whole(&world, turn, style, 1 + turn as u64);
             }
         }
     }
@@ -314,11 +315,7 @@ fn keys_come_one_by_one() {
             let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 1)).collect();
             world.add_turn(tokens, &mut random);
             let style = Style { blocks: 1, threads: 64, ..PLAIN };
-            let launches: Vec<Launch> =
-                (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
-            run(&world, &launches, random.draw());
-            world.check_whole(turn, style);
-            world.check_poison();
+            run_whole(&world, turn, style, random.draw());
         }
     });
 }
@@ -345,11 +342,7 @@ fn warps_share_a_token() {
                 let tokens = (0..2).map(|_| world.maker().tokens(&mut random, count)).collect();
                 world.add_turn(tokens, &mut random);
                 let style = Style { blocks: 3, threads: 256, slots, ..PLAIN };
-                let launches: Vec<Launch> =
-                    (0..2).flat_map(|rank| world.launches(rank, turn, style)).collect();
-                run(&world, &launches, 1 + turn as u64);
-                world.check_whole(turn, style);
-                world.check_poison();
+                run_whole(&world, turn, style, 1 + turn as u64);
             }
         }
     }
