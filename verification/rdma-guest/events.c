@@ -6,6 +6,7 @@
 //     qp_fatal|qp_req_err|qp_access_err lane|line|inlet [cut]     of a live queue pair that writes, takes notes, or is written by;
 //                                                                 which is put in error before, or is as it was
 //     cq_err|srq_err|device_fatal
+//     hold                                                        of nothing yet: what has come is not polled until it tells of something
 //
 // After the last, queue pairs of the device are changed as they should be, but the calls fail, as all that asks for events does; and the
 // descriptor of events is readable for good. Other queue pairs than those named, and queues, go on as if nothing were the matter: who is to
@@ -47,7 +48,8 @@ static void *real(const char *name, const char *version) {
 static struct known {
     struct ibv_context *context;
     int shown, real, moved, failed; // Descriptors.
-    int is_asked, is_dead;
+    int is_asked, is_dead, holds;
+    int (*start_poll)(struct ibv_cq_ex *, struct ibv_poll_cq_attr *);
     struct ibv_cq_ex *(*create_cq_ex)(struct ibv_context *, struct ibv_cq_init_attr_ex *);
     struct ibv_qp *(*create_qp_ex)(struct ibv_context *, struct ibv_qp_init_attr_ex *);
 } contexts[CONTEXTS_MAX];
@@ -91,8 +93,22 @@ static const char *file_of(struct ibv_context *context, const char *ending) {
     it->context->async_fd = it->shown;                                                                                                   \
     return made
 
-static struct ibv_cq_ex *create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr) {
+static struct ibv_cq_ex *real_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr) {
     WITH_REAL(context, struct ibv_cq_ex *, it->create_cq_ex(context, attr));
+}
+
+static int start_poll(struct ibv_cq_ex *queue, struct ibv_poll_cq_attr *attr) {
+    struct known *it = known(queue->context);
+    return it->holds ? ENOENT : it->start_poll(queue, attr);
+}
+
+static struct ibv_cq_ex *create_cq_ex(struct ibv_context *context, struct ibv_cq_init_attr_ex *attr) {
+    struct ibv_cq_ex *made = real_cq_ex(context, attr);
+    if (made) {
+        known(context)->start_poll = made->start_poll; // The same of all.
+        made->start_poll = start_poll;
+    }
+    return made;
 }
 
 static struct ibv_qp *create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr) {
@@ -119,7 +135,7 @@ struct ibv_context *ibv_open_device(struct ibv_device *device) {
         return context;
     struct known *it = known(NULL);
     *it = (struct known){context, epoll_create1(EPOLL_CLOEXEC), context->async_fd, inotify_init1(IN_NONBLOCK | IN_CLOEXEC),
-                         eventfd(0, EFD_CLOEXEC), 0, 0, whole->create_cq_ex, whole->create_qp_ex};
+                         eventfd(0, EFD_CLOEXEC), 0, 0, 0, NULL, whole->create_cq_ex, whole->create_qp_ex};
     int bad = inotify_add_watch(it->moved, folder, IN_MOVED_TO) < 0;
     int all[] = {it->real, it->moved, it->failed};
     for (int at = 0; at < 3; at++)
@@ -219,6 +235,9 @@ static int take(struct known *it, struct ibv_async_event *event) {
     if (!is_ready)
         return 0;
     it->is_asked = 0;
+    it->holds = strcmp(name, "hold") == 0;
+    if (it->holds)
+        return 0;
     for (size_t at = 0; at < sizeof(kinds) / sizeof(*kinds); at++)
         if (strcmp(kinds[at].name, name) == 0) {
             event->event_type = kinds[at].type;

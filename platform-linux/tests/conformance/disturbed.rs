@@ -325,7 +325,10 @@ fn run(case: &Case, fault: Fault, op: Op) {
         assert!(state == Some(PeerState::Up) || fault == Fault::Jitter, "{state:?}");
     }
     let (done, ended_else) = (&work.done, work.ended_else);
-    println!("{fault:?} {op:?}: {done:?} counted, {ended_else} transfers ended other than done");
+    println!(
+        "{fault:?} {op:?}, seed {:#x}: {done:?} counted, {ended_else} transfers ended other than done",
+        case.seed
+    );
     drop((work, all));
     if let Some(mut removal) = removal {
         let start = Instant::now();

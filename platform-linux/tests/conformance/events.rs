@@ -25,6 +25,7 @@ pub const TESTS: &[Test] = &[
     ("own_device_fails", Spread::TwoNics, |case| nic_lost(case, 0, "device_fatal")),
     ("peers_device_fails", Spread::TwoNics, |case| nic_lost(case, 2, "device_fatal")),
     ("all_devices_fail", Spread::TwoNics, all_lost),
+    ("what_came_is_counted_first", Spread::TwoNics, counted_first),
     ("queue_pairs_fail", Spread::TwoNics, queue_pairs_fail),
     ("peer_writes_where_it_may_not", Spread::TwoNics, access_error),
 ];
@@ -322,6 +323,35 @@ fn all_lost(case: &Case) {
     work.give_up(Some(Stopped::NoNic));
     // What the peer's devices were told is done came, though ours are lost.
     let done = work.other.number(&work.me, Ask::Stop);
+    work.me.count(&work.count, done, patience()).expect("as many as were done");
+    work.end();
+}
+
+/// The last NIC is lost while much has come that nobody has looked at: it is counted before its peer is given up.
+fn counted_first(case: &Case) {
+    let mut work = Work::begin(case);
+    let [first, second, ..] = ALL;
+    first.tell("cq_err");
+    work.until("told", |_| first.has_told());
+    work.leaves(first);
+    second.tell("hold");
+    work.until_told(second);
+    let mut done_of = |work: &mut Work| work.other.number(&work.me, Ask::Flooded);
+    let (before, start) = (done_of(&mut work), Instant::now());
+    // Each is more than one write can have been on its way to a look before.
+    let held = loop {
+        let held = done_of(&mut work) - before;
+        if held > 2 * DEPTH as u64 {
+            break held;
+        }
+        assert!(start.elapsed() < patience(), "{held} came");
+        work.me.linger(Duration::from_millis(1));
+    };
+    second.tell("device_fatal");
+    work.until_told(second);
+    work.give_up(Some(Stopped::NoNic));
+    let done = work.other.number(&work.me, Ask::Stop);
+    println!("{held} of {done} that came were looked at last");
     work.me.count(&work.count, done, patience()).expect("as many as were done");
     work.end();
 }
