@@ -336,9 +336,9 @@ fn counted_first(case: &Case) {
     work.leaves(first);
     second.tell("hold");
     work.until_told(second);
-    let mut done_of = |work: &mut Work| work.other.number(&work.me, Ask::Flooded);
+    let done_of = |work: &mut Work| work.other.number(&work.me, Ask::Flooded);
     let (before, start) = (done_of(&mut work), Instant::now());
-    // Each is more than one write can have been on its way to a look before.
+    // More than had come, and been looked at, before it was asked to hold back.
     let held = loop {
         let held = done_of(&mut work) - before;
         if held > 2 * DEPTH as u64 {

@@ -261,7 +261,7 @@ fn scales_of_long_tokens() {
 
 /// Each part of a token has a key of its own where warps send them, and each warp that shares one takes the key of a block's: tokens of
 /// whole parts, of one vector more, of as many parts as there are keys, and of more, when parts are longer. With much poison in all of
-/// them. In the second round one rank has few tokens and sends by blocks, while the other receives many.
+/// them. In some rounds one rank has few tokens and sends by blocks, while the other receives many; some are split.
 #[test]
 fn keys_of_long_tokens() {
     let part = 16 * 2 * 32;
