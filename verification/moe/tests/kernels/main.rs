@@ -294,17 +294,18 @@ fn keys_of_long_tokens() {
     }
 }
 
-/// Keys of a token that a block has sent come one by one: none is forgotten before all have come, also where no vector is left for some of the
-/// warps that share it.
+/// Keys of a token that a block has sent come one by one: none is forgotten before all have come, nor before all warps that share the token
+/// have theirs, be it for vectors, for scales alone, or for nothing.
 #[test]
 fn keys_come_one_by_one() {
-    for_seeds(300, |seed| {
+    for_seeds(900, |seed| {
         let mut random = Random(seed + 900);
+        let vectors = [1 + random.below(3), 33 + random.below(32)][usize::from(random.one_in(2))];
         let shape = Shape {
             firsts: vec![0, 1, 2],
             top_k: 2,
             max_tokens: 1,
-            payload: Payload::Raw { token_bytes: 16 * (1 + random.below(3)), scale_bytes: 0 },
+            payload: Payload::Raw { token_bytes: 16 * vectors, scale_bytes: 4 * random.below(70) },
             values: 16,
             results: Number::Bf16,
             padding: 1,
@@ -314,7 +315,9 @@ fn keys_come_one_by_one() {
         for turn in 0..2 {
             let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 1)).collect();
             world.add_turn(tokens, &mut random);
-            let style = Style { blocks: 1, threads: 64, ..PLAIN };
+            // For the tokens of both ranks: one warp takes each, or two or four share it.
+            let threads = [64, 128, 256][random.below(3) as usize];
+            let style = Style { blocks: 1, threads, ..PLAIN };
             run_whole(&world, turn, style, random.draw());
         }
     });
