@@ -46,6 +46,7 @@ const CONTROL_NOTE: u16 = 16381;
 const CONTROL_CREDIT: u16 = 16382;
 const CONTROL_MESSAGE: u16 = 16383;
 const NOTE_HEARTBEAT: u16 = 1;
+const NOTE_HEARTBEAT_USED: u16 = 2;
 /// With the NIC in the lowest three bits.
 const NOTE_ANSWER: u16 = 1 << 10;
 /// With the two NICs in three bits each, and five bits of the epoch above them.
@@ -64,8 +65,11 @@ pub enum Control {
     Message(SlotIndex),
     /// This slot of the sender's messages is free again.
     Credit(SlotIndex),
-    /// Nothing but: I am here.
-    Heartbeat,
+    /// Nothing but: I am here. With `used`, the sender has written since its last one, or is about to.
+    Heartbeat {
+        /// See there.
+        used: bool,
+    },
     /// The path from the sender's NIC `from` to the receiver's NIC `to` broke: what arrived over it?
     Ask {
         /// The sender's NIC.
@@ -81,6 +85,16 @@ pub enum Control {
 }
 
 impl Control {
+    /// Whether it is said because the connection is used, and not to keep it or to mend it.
+    #[must_use]
+    pub const fn is_use(self) -> bool {
+        match self {
+            Self::Message(_) | Self::Credit(_) => true,
+            Self::Heartbeat { used } => used,
+            Self::Ask { .. } | Self::Answer(_) => false,
+        }
+    }
+
     /// What these bits say: `None` if they are of a user's counter, `Err` with the bits if they are of
     /// a reserved one and mean nothing.
     #[must_use]
@@ -96,7 +110,10 @@ impl Control {
             _ if tag.generation() != 0 => None,
             (CONTROL_MESSAGE, Some(slot)) => Some(Self::Message(slot)),
             (CONTROL_CREDIT, Some(slot)) => Some(Self::Credit(slot)),
-            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat),
+            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat { used: false }),
+            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT_USED => {
+                Some(Self::Heartbeat { used: true })
+            }
             (CONTROL_NOTE, _) if units & !NIC_MASK == NOTE_ANSWER => Some(Self::Answer(nic(units))),
             _ => None,
         };
@@ -109,7 +126,8 @@ impl Control {
         let (counter, generation, units) = match self {
             Self::Message(slot) => (CONTROL_MESSAGE, 0, slot.into()),
             Self::Credit(slot) => (CONTROL_CREDIT, 0, slot.into()),
-            Self::Heartbeat => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
+            Self::Heartbeat { used: false } => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
+            Self::Heartbeat { used: true } => (CONTROL_NOTE, 0, NOTE_HEARTBEAT_USED),
             Self::Answer(of) => (CONTROL_NOTE, 0, NOTE_ANSWER | u16::from(of) & NIC_MASK),
             Self::Ask { from, to, epoch } => {
                 let nics = (u16::from(from) & NIC_MASK) << NIC_BITS | u16::from(to) & NIC_MASK;

@@ -3,7 +3,7 @@
 //! ```text
 //!   Connecting ── connected ──▶ Up ◀── heard ── Suspect
 //!       │                       │ └── silence ──▶ │
-//!       └── deadline, refusal ─▶ Down ◀───────────┘   (also by loss, removal, a broken protocol)
+//!       └── deadline, refusal ─▶ Down ◀───────────┘   (also by loss, removal, disuse, a broken protocol)
 //! ```
 //!
 //! Knows no clock, socket or address: instants come in as arguments, and what is to be done is polled.
@@ -14,8 +14,9 @@
 //! 1. `Down` is final: a peer that returns is another [`crate::id::PeerId`], with a machine of its own.
 //! 2. `Down` is reported exactly once, and nothing is asked for after that report.
 //! 3. A peer is suspected, or lost by silence, only if nothing was heard for the time configured.
-//! 4. Calling `handle_timeout` late, or less often, ends in the same machine as calling it on time.
-//! 5. Unless it is `Down`, or the configuration says "never", a timeout lies ahead: all waits end.
+//! 4. A peer is let go for disuse only if neither end was said to have used it for the time configured.
+//! 5. Calling `handle_timeout` late, or less often, ends in the same machine as calling it on time.
+//! 6. Unless it is `Down`, or the configuration says "never", a timeout lies ahead: all waits end.
 //!
 //! The tests below walk every sequence of events over a few instants against a plain record of them.
 
@@ -39,16 +40,21 @@ pub struct LivenessConfig {
     pub down_after: Duration,
     /// A connection that was started ends in so long, one way or the other.
     pub connect_deadline: Duration,
+    /// When neither end has used the connection for so long, it is ended, and what it takes is free for others. Use is what
+    /// transfers and messages do; heartbeats are none, but those of a peer that is about to write bytes without an
+    /// immediate say so: not less than some heartbeats, then.
+    pub idle_after: Duration,
 }
 
 impl Default for LivenessConfig {
-    /// A heartbeat every 500 ms, suspicion after 2 s, loss after 10 s, 10 s to connect.
+    /// A heartbeat every 500 ms, suspicion after 2 s, loss after 10 s, 10 s to connect, as long without use as may be.
     fn default() -> Self {
         Self {
             heartbeat: Duration::from_millis(500),
             suspect_after: Duration::from_secs(2),
             down_after: Duration::from_secs(10),
             connect_deadline: Duration::from_secs(10),
+            idle_after: Duration::MAX,
         }
     }
 }
@@ -90,6 +96,11 @@ pub enum DownReason {
         /// For how many milliseconds that was allowed.
         for_ms: u64,
     },
+    /// Neither end had used the connection, and we let it go.
+    Idle {
+        /// For how many milliseconds that was allowed.
+        for_ms: u64,
+    },
     /// The connection was lost.
     Disconnected,
     /// We removed it.
@@ -111,6 +122,7 @@ impl fmt::Display for DownReason {
             Self::NeverAnswered => f.write_str("never answered"),
             Self::Refused(refusal) => write!(f, "connection refused: {refusal}"),
             Self::Silent { for_ms } => write!(f, "silent for {for_ms} ms"),
+            Self::Idle { for_ms } => write!(f, "not used for {for_ms} ms"),
             Self::Disconnected => f.write_str("connection lost"),
             Self::Removed => f.write_str("removed"),
             Self::Protocol => f.write_str("broke the protocol"),
@@ -142,6 +154,8 @@ pub struct Peer {
     reported: PeerState,
     /// When the peer was heard last; when it was called, while connecting.
     heard: Time,
+    /// When it was used last; when it was connected, if never. Kept only where that may end it.
+    used: Time,
     /// When something was sent last; later heartbeats due at whole intervals from there.
     sent: Time,
     heartbeat: bool,
@@ -158,6 +172,7 @@ impl Peer {
             state: PeerState::Connecting,
             reported: PeerState::Connecting,
             heard: now,
+            used: now,
             sent: now,
             heartbeat: false,
             disconnect: false,
@@ -188,6 +203,7 @@ impl Peer {
             self.state = PeerState::Up;
             self.config.heartbeat = self.config.heartbeat.min(asked).max(MIN_HEARTBEAT);
             (self.heard, self.sent) = (self.heard.max(now), self.sent.max(now));
+            self.handle_used(now);
         }
     }
 
@@ -203,11 +219,36 @@ impl Peer {
         self.heard = self.heard.max(now);
     }
 
+    /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does.
+    pub fn handle_used(&mut self, now: Time) {
+        let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
+        if is_there && self.config.idle_after < Duration::MAX {
+            self.used = self.used.max(now);
+        }
+    }
+
+    /// Whether `handle_timeout` would let the peer go for disuse: to be asked by who knows of more that it is used for.
+    #[must_use]
+    pub fn is_idle(&self, now: Time) -> bool {
+        let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
+        let (idle, lost) = (self.idle(), self.heard.after(self.config.down_after));
+        // Whichever comes first, however late it is noticed.
+        is_there && due(idle, now) && idle < lost
+    }
+
+    /// When it will not have been used for long enough.
+    fn idle(&self) -> Time {
+        self.used.after(self.config.idle_after)
+    }
+
     /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
     pub fn handle_late(&mut self, since: Time, now: Time) {
         let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
         if is_there && self.heard >= since {
             self.heard = self.heard.max(now);
+        }
+        if self.used >= since {
+            self.handle_used(now);
         }
     }
 
@@ -238,8 +279,14 @@ impl Peer {
                 }
             }
             PeerState::Up | PeerState::Suspect => {
+                let ms = |limit: Duration| limit.as_millis().try_into().unwrap_or(u64::MAX);
+                if self.is_idle(now) {
+                    let for_ms = ms(self.config.idle_after);
+                    self.go_down(DownReason::Idle { for_ms }, true);
+                    return;
+                }
                 if due(self.heard.after(self.config.down_after), now) {
-                    let for_ms = self.config.down_after.as_millis().try_into().unwrap_or(u64::MAX);
+                    let for_ms = ms(self.config.down_after);
                     self.go_down(DownReason::Silent { for_ms }, true);
                     return;
                 }
@@ -255,14 +302,14 @@ impl Peer {
     /// When `handle_timeout` has something to do at the earliest; [`Time::NEVER`] if nothing.
     #[must_use]
     pub fn next_timeout(&self) -> Time {
-        let heartbeat = self.sent.after(self.config.heartbeat);
+        let soon = self.sent.after(self.config.heartbeat).min(self.idle());
         match self.state {
             PeerState::Connecting => self.heard.after(self.config.connect_deadline),
             PeerState::Up => {
                 let silence = self.config.suspect_after.min(self.config.down_after);
-                heartbeat.min(self.heard.after(silence))
+                soon.min(self.heard.after(silence))
             }
-            PeerState::Suspect => heartbeat.min(self.heard.after(self.config.down_after)),
+            PeerState::Suspect => soon.min(self.heard.after(self.config.down_after)),
             PeerState::Down(_) => Time::NEVER,
         }
     }
@@ -296,7 +343,7 @@ impl Peer {
             self.heartbeat = false;
             self.disconnect = disconnect;
             // No instant matters any more: machines with the same future compare equal.
-            (self.heard, self.sent) = (Time::ZERO, Time::ZERO);
+            (self.heard, self.used, self.sent) = (Time::ZERO, Time::ZERO, Time::ZERO);
         }
     }
 }

@@ -28,7 +28,7 @@ use crate::mailbox::{Geometry, GeometryError};
 use crate::region::{Keys, MrDesc, Rights};
 
 /// The version of the protocol spoken between engines: a [`Hello`] of another one is refused.
-pub const PROTOCOL_VERSION: u16 = 2;
+pub const PROTOCOL_VERSION: u16 = 3;
 
 /// The longest address a provider may give a NIC, in bytes.
 pub const NIC_ADDRESS_MAX: usize = 48;

@@ -1138,8 +1138,13 @@ impl Sink for State {
     }
 
     fn immediate(&mut self, _nic: NicIndex, peer: PeerId, imm: u32) {
-        self.group.handle_heard(self.now, peer);
-        match mailbox::Control::decode(imm) {
+        let control = mailbox::Control::decode(imm);
+        self.group.handle_heard(
+            self.now,
+            peer,
+            control.is_none_or(|it| it.is_ok_and(mailbox::Control::is_use)),
+        );
+        match control {
             None => {
                 let imm = Imm::from_bits(imm);
                 bump(&self.shared.stats.immediates, 1);

@@ -119,6 +119,7 @@ pub struct Builder {
     cpu: Option<usize>,
     drain: Duration,
     liveness: Option<LivenessConfig>,
+    idle_after: Option<Duration>,
     mailbox_slots: u8,
     mailbox_slot_bytes: u32,
     latency_bytes: u64,
@@ -145,6 +146,7 @@ impl Default for Builder {
             cpu: None,
             drain: Duration::from_secs(1),
             liveness: None,
+            idle_after: None,
             mailbox_slots: 8,
             mailbox_slot_bytes: 64 << 10,
             latency_bytes: 8 << 10,
@@ -233,6 +235,16 @@ impl Builder {
     #[must_use]
     pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
         self.liveness = Some(liveness);
+        self
+    }
+
+    /// [`LivenessConfig::idle_after`] alone: a peer that neither end has used for so long is let go, as by
+    /// [`TransferEngine::remove_peer`], with [`DownReason::Idle`](crate::DownReason::Idle), and its place, queue pairs and messages'
+    /// memory are free for others; to use it again, add it again. Default: never. Several times
+    /// [`LivenessConfig::heartbeat`] at least, by which peers say that they write what we do not hear of.
+    #[must_use]
+    pub const fn idle_after(mut self, idle_after: Duration) -> Self {
+        self.idle_after = Some(idle_after);
         self
     }
 
@@ -388,13 +400,14 @@ impl Builder {
 
     fn liveness_config(&self) -> LivenessConfig {
         let default = LivenessConfig::default();
-        self.liveness.unwrap_or(match self.transport {
+        let liveness = self.liveness.unwrap_or(match self.transport {
             // The socket tells of a peer's death at once; silence alone may be a caller that computes, or a
             // debugger.
             Transport::Shm => LivenessConfig { down_after: Duration::MAX, ..default },
             // With shared memory beside it or not: silence tells nothing else of a peer far away.
             Transport::Libfabric(_) | Transport::Verbs(_) => default,
-        })
+        });
+        LivenessConfig { idle_after: self.idle_after.unwrap_or(liveness.idle_after), ..liveness }
     }
 
     /// Whether there are two transports.

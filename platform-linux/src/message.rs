@@ -366,7 +366,7 @@ impl State {
     /// An immediate of the engine's own protocol.
     pub(crate) fn control_immediate(&mut self, peer: PeerId, control: Control) {
         let fault = match control {
-            Control::Heartbeat => return,
+            Control::Heartbeat { .. } => return,
             Control::Ask { from, to, epoch } => {
                 match self.group.handle_ask(peer, from, to, epoch) {
                     Ok(()) => return,

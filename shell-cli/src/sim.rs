@@ -232,6 +232,7 @@ impl World {
             suspect_after: Duration::MAX,
             down_after: Duration::MAX,
             connect_deadline: Duration::MAX,
+            idle_after: Duration::MAX,
         };
         // As little for each peer as there can be: one message slot, one counter's tally.
         let builder = TransferEngine::builder()

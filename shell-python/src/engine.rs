@@ -166,6 +166,9 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``spin``: seconds that an ``await`` looks for its result before it lets other tasks run, if none
 ///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
 /// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
+/// - ``idle_after``: seconds after which a peer that neither end has used is let go, as by ``remove_peer``: its place is free for others,
+///   and it can be added again. Unless told, never; some seconds at least, since what a peer writes of which nothing tells us is
+///   known by its heartbeats, two in a second.
 /// - ``mailbox_slots``, ``mailbox_slot_bytes``: how messages of each peer are kept.
 /// - ``latency_bytes``: single writes up to this size overtake bulk transfers.
 /// - ``foreign_path``: how ``"shm"`` writes to memory that was registered: ``"auto"``, ``"kernel"`` or
@@ -292,7 +295,7 @@ impl TransferEngine {
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
         traffic_class = None, service_level = None, ack_timeout = None, retry_count = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, stand_by = true, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
-        mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
+        idle_after = None, mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword with a default")]
     fn new(
@@ -327,6 +330,7 @@ impl TransferEngine {
         timeout: f64,
         spin: Option<f64>,
         drain: f64,
+        idle_after: Option<f64>,
         mailbox_slots: u8,
         mailbox_slot_bytes: u32,
         latency_bytes: u64,
@@ -426,6 +430,9 @@ impl TransferEngine {
             "bounce" => builder.foreign_path(ForeignPath::BounceOnly),
             _ => return Err(errors::config("foreign_path is \"auto\", \"kernel\" or \"bounce\"")),
         };
+        if let Some(idle) = idle_after {
+            builder = builder.idle_after(seconds(idle)?);
+        }
         if let Some(cpu) = pin_cpu {
             builder = builder.pin_cpu(cpu);
         }

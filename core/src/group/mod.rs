@@ -734,6 +734,7 @@ where
             last_progress: now,
             abort_wanted: false,
             sent: false,
+            used: false,
             stopped: false,
             pathless: false,
             paths: Paths::new(unreached),
@@ -780,13 +781,18 @@ where
         self.after_peer_step(now, peer);
     }
 
-    /// Something arrived from the peer.
-    pub fn handle_heard(&mut self, now: Time, peer: PeerId) {
+    /// Something arrived from the peer: what says that it is used ([`Control::is_use`], and all immediates of users), or not.
+    ///
+    /// [`Control::is_use`]: crate::mailbox::Control::is_use
+    pub fn handle_heard(&mut self, now: Time, peer: PeerId, used: bool) {
         let Some(entry) = self.peer_entry(peer) else {
             return;
         };
         let before = entry.machine.state();
         entry.machine.handle_heard(now);
+        if used {
+            entry.machine.handle_used(now);
+        }
         if before != entry.machine.state() {
             self.after_peer_step(now, peer);
         }
@@ -1299,6 +1305,7 @@ where
         over.credits.give_back(active.lane);
         let waited_for = !over.waiting.is_empty();
         entry.last_progress = now;
+        entry.used = true;
         let gone = entry.stopped && entry.quiet();
         active.outstanding.remove(peer_index);
         let drained = active.outstanding.count() == 0;
@@ -1355,6 +1362,16 @@ where
         }
         if core::mem::take(&mut entry.sent) {
             entry.machine.handle_sent(now);
+        }
+        if core::mem::take(&mut entry.used) {
+            entry.paths.tell_use();
+            entry.machine.handle_used(now);
+        }
+        // What waits for its turn counts, too.
+        let transfers = self.transfers.as_ref().iter();
+        let mut active = transfers.filter_map(TransferSlot::active_ref);
+        if entry.machine.is_idle(now) && active.any(|it| it.plan.goes_to(peer)) {
+            entry.machine.handle_used(now);
         }
         entry.machine.handle_timeout(now);
         self.after_peer_step(now, peer);

@@ -136,6 +136,18 @@ impl Paths {
         }
     }
 
+    /// The peer is to hear that the connection was used.
+    pub(super) const fn tell_use(&mut self) {
+        self.beat.used = true;
+    }
+
+    /// Heartbeats, asks and answers that are in flight.
+    pub(super) fn notes_in_flight(&self) -> u32 {
+        let asks = self.asks.iter().map(|ask| ask.in_flight);
+        let replies = self.replies.iter().map(|reply| reply.in_flight);
+        asks.chain(replies).chain([self.beat.in_flight]).map(u32::from).sum()
+    }
+
     /// What the platform is to do next.
     pub(super) fn poll_event(&mut self, peer: PeerId) -> Option<Event> {
         for (from, reply) in (0..).zip(&mut self.replies) {
@@ -320,10 +332,12 @@ struct Beat {
     in_flight: u8,
     /// The NIC that it was posted on last.
     via: NicIndex,
+    /// The next is to say that the connection was used.
+    used: bool,
 }
 
 impl Beat {
-    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC };
+    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC, used: false };
 
     /// Wants one more, unless enough are under way to tell.
     fn repeat(&mut self) {
@@ -792,6 +806,8 @@ where
                 paths.beat.in_flight -= 1;
                 over.in_flight -= 1;
                 if end == NoteEnd::Undelivered {
+                    // What it has said is not heard.
+                    paths.beat.used = true;
                     paths.beat.repeat();
                 }
             }
@@ -1063,14 +1079,16 @@ impl PeerEntry {
             }
         }
         // Last: any of the others is a sign of life, too.
+        let carries = self.carries();
         let beat = &mut self.paths.beat;
         if posted.is_none() && beat.pending && (beat.via != nic || !others) {
             (beat.pending, beat.via) = (false, nic);
             beat.in_flight = beat.in_flight.saturating_add(1);
-            posted = Some(work(Note::Beat, Control::Heartbeat));
+            let used = core::mem::take(&mut beat.used) || carries;
+            posted = Some(work(Note::Beat, Control::Heartbeat { used }));
         }
-        posted.as_ref()?;
-        self.sent = true;
+        // When the next heartbeat is due follows from when this one was.
+        self.sent |= posted.as_ref()?.token.note() != Some(Note::Beat);
         let over = self.over.get_mut(usize::from(nic))?;
         over.in_flight = over.in_flight.saturating_add(1);
         posted

@@ -385,6 +385,8 @@ pub(super) struct PeerEntry {
     pub(super) abort_wanted: bool,
     /// Something was posted to it since the last timeout that it hears of: bytes alone it does not.
     pub(super) sent: bool,
+    /// A piece of a transfer to it has completed since the last timeout.
+    pub(super) used: bool,
     /// The platform holds no connection to it any more, or was told to drop it.
     pub(super) stopped: bool,
     /// Every path to it over our usable NICs is broken: nothing is posted until one is back.
@@ -444,6 +446,12 @@ impl PeerEntry {
 
     pub(super) fn is_down(&self) -> bool {
         matches!(self.machine.state(), PeerState::Down(_))
+    }
+
+    /// Whether a piece of a transfer to it is in flight, or set aside.
+    pub(super) fn carries(&self) -> bool {
+        let all: u32 = self.over.iter().map(|over| u32::from(over.in_flight)).sum();
+        all > self.paths.notes_in_flight() || self.paths.lost > 0
     }
 
     /// Whether no piece to it is in flight.

@@ -54,6 +54,7 @@ where
         {
             entry.sent |= piece.imm.is_some();
             entry.last_progress = now;
+            entry.used = true;
             over.credits.pass(lane);
             state.credits.pass(lane);
         }

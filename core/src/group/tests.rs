@@ -87,6 +87,7 @@ const NEVER: LivenessConfig = LivenessConfig {
     suspect_after: Duration::MAX,
     down_after: Duration::MAX,
     connect_deadline: Duration::MAX,
+    idle_after: Duration::MAX,
 };
 
 fn keys(first: u64) -> Keys {
@@ -632,7 +633,9 @@ impl World {
                     let theirs = self.theirs_of(work.peer, from).unwrap();
                     theirs.heard = theirs.laid;
                 }
-                Some(Ok(Control::Heartbeat)) => assert_eq!((work.len, work.dst), (0, CONTROL)),
+                Some(Ok(Control::Heartbeat { .. })) => {
+                    assert_eq!((work.len, work.dst), (0, CONTROL))
+                }
                 other => panic!("{other:?}"),
             },
         }
@@ -2091,6 +2094,7 @@ fn a_silent_peer_is_asked_then_lost() {
         suspect_after: Duration::from_millis(5),
         down_after: Duration::from_millis(9),
         connect_deadline: Duration::from_millis(20),
+        idle_after: Duration::MAX,
     };
     let config = GroupConfig { liveness, ..config(SMALL) };
     let mut world = World::with(Setup { peers: 1, ..SMALL }, config);
@@ -2154,7 +2158,7 @@ fn what_keeps_a_connection_needs_nothing_that_others_hold() {
             assert!(world.apply(Do::Beat(1)) && !world.apply(Do::Beat(1)));
             assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
             let work = *world.posted.last().unwrap();
-            let beat = Imm::from_bits(Control::Heartbeat.encode());
+            let beat = Imm::from_bits(Control::Heartbeat { used: false }.encode());
             assert_eq!((work.peer, work.imm, work.len), (peer, Some(beat), 0));
             assert!(work.token.is_note());
             vias.push(work.nic);
@@ -2188,7 +2192,9 @@ fn heartbeats_outlast_their_path() {
     assert!(world.limbo.is_empty() && world.group.has_work(1));
     assert!(!world.apply(Do::Post(0)) && world.apply(Do::Post(1)), "the heartbeat, over another");
     let again = world.posted[0];
-    assert_eq!((again.token, again.imm), (first.token, first.imm));
+    let beat = |used| Some(Imm::from_bits(Control::Heartbeat { used }.encode()));
+    assert_eq!((first.imm, again.imm), (beat(false), beat(true)), "the first may have said so");
+    assert_eq!(again.token, first.token);
     let before = world.group.clone();
     let nobodys = Token::of_note(Note::Beat, PeerId { generation: peer.generation + 1, ..peer });
     for (nic, token) in [(0, again.token), (1, nobodys)] {
@@ -2242,6 +2248,82 @@ fn bytes_alone_do_not_stand_for_a_heartbeat() {
         assert_eq!(first, Some(Event::Heartbeat { peer }));
         assert_eq!(world.now.as_nanos(), expected * 1_000_000, "{kind:?}");
     }
+}
+
+/// What is in flight or waits for its turn, and what has completed, is use, whether the peer hears of it by itself or by the
+/// next heartbeat; keeping the connection is none.
+#[test]
+fn a_peer_that_is_not_used_is_let_go() {
+    let ms = Duration::from_millis;
+    let liveness = LivenessConfig { heartbeat: ms(2), idle_after: ms(7), ..NEVER };
+    let config = GroupConfig { liveness, ..config(SMALL) };
+    let setup = Setup { peers: 1, nics: 1, ..SMALL };
+    let at = |n: u64| Time::ZERO.after(ms(n));
+    // What the heartbeats of the next instants say; each is in flight until the one after the next goes.
+    let beats = |world: &mut World, times: core::ops::Range<u64>| {
+        let (mut said, mut flying) = (Vec::new(), None::<WorkRequest>);
+        let arrive = |world: &mut World, work: Option<WorkRequest>| {
+            let token = work.map(|work| work.token);
+            assert!(token.is_none_or(|it| world.group.handle_completion(world.now, 0, it, Ok(()))));
+        };
+        for now in times {
+            world.now = at(now);
+            world.group.handle_timeout(world.now);
+            while let Some(event) = world.group.poll_event() {
+                match event {
+                    Event::Heartbeat { peer } => {
+                        world.group.beat(peer);
+                        let work = world.group.poll_work(0).unwrap();
+                        arrive(world, flying.replace(work));
+                        let control = work.imm.and_then(|imm| Control::decode(imm.bits()));
+                        said.push(control == Some(Ok(Control::Heartbeat { used: true })));
+                    }
+                    Event::Peer { state: PeerState::Down(reason), .. } => {
+                        assert_eq!(reason, DownReason::Idle { for_ms: 7 });
+                    }
+                    _ => {}
+                }
+            }
+        }
+        arrive(world, flying);
+        said
+    };
+    let new = || World::with(setup, config);
+
+    let mut unused = new();
+    let peer = unused.live(0).unwrap();
+    assert_eq!(beats(&mut unused, 0..7), [false; 3]);
+    assert_eq!(unused.group.peer_state(peer), Some(PeerState::Up));
+    let mut heard = unused.clone();
+    assert!(beats(&mut unused, 7..8).is_empty());
+    assert_eq!(unused.group.peer_state(peer), None);
+    heard.group.handle_heard(at(6), peer, false);
+    assert!(beats(&mut heard, 7..8).is_empty(), "a heartbeat is no use");
+
+    let mut used = new();
+    used.group.handle_heard(at(6), peer, true);
+    assert_eq!(beats(&mut used, 6..13), [false; 4]);
+    assert_eq!(used.group.peer_state(peer), Some(PeerState::Up));
+    beats(&mut used, 13..14);
+    assert_eq!(used.group.peer_state(peer), None);
+
+    // Bytes of which the peer hears nothing: in flight, completed, and no more.
+    let mut writing = new();
+    assert!(writing.apply(Do::Submit(Kind::Long, 0)) && writing.apply(Do::Post(0)));
+    let piece = writing.posted[0];
+    assert_eq!(piece.imm, None);
+    assert!(beats(&mut writing, 0..20).iter().all(|used| *used));
+    assert_eq!(writing.group.peer_state(peer), Some(PeerState::Up));
+    writing.group.handle_completion(at(20), 0, piece.token, Err(WorkError::LocalAccess));
+    assert_eq!(beats(&mut writing, 20..27), [true, false, false, false]);
+    beats(&mut writing, 27..29);
+    assert_eq!(writing.group.peer_state(peer), None);
+
+    // Not posted: the NIC is full of others'.
+    let mut waiting = new();
+    assert!(waiting.apply(Do::Submit(Kind::Long, 0)));
+    beats(&mut waiting, 0..20);
+    assert_eq!(waiting.group.peer_state(peer), Some(PeerState::Up));
 }
 
 /// A list of six pages that forgets the last ones once it was checked.

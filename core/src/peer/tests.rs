@@ -20,6 +20,7 @@ struct Limits {
     suspect: u64,
     down: u64,
     connect: u64,
+    idle: u64,
 }
 
 const FOREVER: u64 = u64::MAX;
@@ -32,6 +33,7 @@ impl Limits {
             suspect_after: limit(self.suspect),
             down_after: limit(self.down),
             connect_deadline: limit(self.connect),
+            idle_after: limit(self.idle),
         }
     }
 }
@@ -40,15 +42,17 @@ impl Limits {
 enum Event {
     Connected,
     Heard,
+    Used,
     Sent,
     Timeout,
     Disconnected,
     Close,
 }
 
-const EVENTS: [Event; 6] = [
+const EVENTS: [Event; 7] = [
     Event::Connected,
     Event::Heard,
+    Event::Used,
     Event::Sent,
     Event::Timeout,
     Event::Disconnected,
@@ -59,6 +63,7 @@ fn apply(peer: &mut Peer, limits: Limits, event: Event, now: u64) {
     match event {
         Event::Connected => peer.handle_connected(ms(limits.asked), at(now)),
         Event::Heard => peer.handle_heard(at(now)),
+        Event::Used => peer.handle_used(at(now)),
         Event::Sent => peer.handle_sent(at(now)),
         Event::Timeout => peer.handle_timeout(at(now)),
         Event::Disconnected => peer.handle_disconnected(DownReason::Disconnected),
@@ -72,17 +77,24 @@ fn state_by_record(limits: Limits, record: &[(Event, u64)]) -> PeerState {
     let mut suspect = false;
     for (index, (event, now)) in record.iter().enumerate() {
         let answered = connected.filter(|first| *first < index);
-        // The last sign of life before this event.
-        let signs = answered.map(|first| &record[first..index]);
-        let last = signs.and_then(|signs| {
-            let heard = signs.iter().rev().find(|(event, _)| *event == Event::Heard);
-            heard.or(signs.first()).map(|(_, when)| *when) // The first is the answer itself.
-        });
+        // When this had happened last before it; the answer is the first time of either.
+        let since = answered.map(|first| &record[first..index]);
+        let last = |what| {
+            let signs = since?;
+            let last = signs.iter().rev().find(|(event, _)| *event == what);
+            last.or(signs.first()).map(|(_, when)| *when)
+        };
+        let (last, used) = (last(Event::Heard), last(Event::Used));
+        let idle = used.map(|used| used.saturating_add(limits.idle)).filter(|idle| idle <= now);
+        let lost = last.map(|last| last.saturating_add(limits.down));
         match (event, last) {
             (Event::Disconnected, _) => return PeerState::Down(DownReason::Disconnected),
             (Event::Close, _) => return PeerState::Down(DownReason::Removed),
             (Event::Timeout, None) if *now >= limits.connect => {
                 return PeerState::Down(DownReason::NeverAnswered);
+            }
+            (Event::Timeout, Some(_)) if idle.is_some() && idle < lost => {
+                return PeerState::Down(DownReason::Idle { for_ms: limits.idle });
             }
             (Event::Timeout, Some(last)) if now - last >= limits.down => {
                 return PeerState::Down(DownReason::Silent { for_ms: limits.down });
@@ -124,11 +136,13 @@ struct Walk {
     nodes: u64,
     lost: u64,
     suspected: u64,
+    idle: u64,
 }
 
 impl Walk {
     fn run(limits: Limits, depth: usize) -> Self {
-        let mut walk = Self { limits, depth, record: Vec::new(), nodes: 0, lost: 0, suspected: 0 };
+        let mut walk =
+            Self { limits, depth, record: Vec::new(), nodes: 0, lost: 0, suspected: 0, idle: 0 };
         walk.visit(Peer::new(limits.config(), at(0)), 0);
         walk
     }
@@ -139,6 +153,8 @@ impl Walk {
         self.check_timeouts(peer, now);
         if matches!(peer.state(), PeerState::Down(_)) {
             self.lost += 1;
+            let idle = matches!(peer.state(), PeerState::Down(DownReason::Idle { .. }));
+            self.idle += u64::from(idle);
             return Self::check_final(peer, self.limits, now);
         }
         if self.record.len() == self.depth {
@@ -213,14 +229,17 @@ impl Walk {
 
 #[test]
 fn every_sequence_of_events_agrees_with_its_record() {
-    let limits = Limits { heartbeat: 2, asked: 9, suspect: 2, down: 4, connect: 3 };
-    let walk = Walk::run(limits, 5);
-    assert!(walk.nodes > 100_000 && walk.lost > 10_000 && walk.suspected > 1_000);
+    let limits = Limits { heartbeat: 2, asked: 9, suspect: 2, down: 4, connect: 3, idle: FOREVER };
+    for idle in [FOREVER, 3] {
+        let walk = Walk::run(Limits { idle, ..limits }, 5);
+        assert!(walk.nodes > 100_000 && walk.lost > 10_000 && walk.suspected > 1_000);
+        assert_eq!(walk.idle > 1_000, idle == 3);
+    }
 }
 
 #[test]
 fn other_limits_agree_too() {
-    let limits = Limits { heartbeat: 9, asked: 2, suspect: 2, down: 4, connect: 3 };
+    let limits = Limits { heartbeat: 9, asked: 2, suspect: 2, down: 4, connect: 3, idle: FOREVER };
     let cases = [
         limits,
         Limits { suspect: FOREVER, ..limits },
@@ -229,18 +248,24 @@ fn other_limits_agree_too() {
         Limits { connect: FOREVER, ..limits },
         Limits { suspect: 5, ..limits }, // Lost before it is suspected.
         Limits { heartbeat: 0, asked: 0, ..limits }, // Taken for one millisecond.
+        Limits { idle: 1, ..limits },    // Before it is suspected.
+        Limits { idle: 4, ..limits },    // As it is lost.
+        Limits { idle: 5, down: FOREVER, ..limits },
+        Limits { idle: 0, ..limits },
     ];
     for limits in cases {
         let walk = Walk::run(limits, 3);
         assert!(walk.nodes > 1_000);
-        assert_eq!(walk.suspected > 0, limits.suspect < limits.down && limits.suspect <= 3);
+        let suspected = limits.suspect < limits.down && limits.suspect <= 3 && limits.idle > 0;
+        assert_eq!(walk.suspected > 0, suspected);
     }
 }
 
 /// The path on which a peer comes, is suspected, recovers and is lost.
 #[test]
 fn the_whole_life_is_reported_in_order() {
-    let config = Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3 }.config();
+    let config =
+        Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3, idle: FOREVER }.config();
     let mut peer = Peer::new(config, at(0));
     let mut reports = Vec::new();
     let mut step = |f: &dyn Fn(&mut Peer)| {
@@ -266,8 +291,14 @@ fn the_whole_life_is_reported_in_order() {
 /// when it was, and what was heard in it from its end. Who is gone stays so.
 #[test]
 fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
-    let limits =
-        Limits { heartbeat: FOREVER / 2, asked: FOREVER / 2, suspect: 2, down: 4, connect: 9 };
+    let limits = Limits {
+        heartbeat: FOREVER / 2,
+        asked: FOREVER / 2,
+        suspect: 2,
+        down: 4,
+        connect: 9,
+        idle: FOREVER,
+    };
     for (heard, since) in (0..4).flat_map(|heard| (0..4).map(move |since| (heard, since))) {
         for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
             let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
@@ -294,10 +325,38 @@ fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
     assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
 }
 
+/// The same of use.
+#[test]
+fn what_was_used_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
+    let forever = FOREVER / 2;
+    let limits = Limits {
+        heartbeat: forever,
+        asked: forever,
+        suspect: FOREVER,
+        down: FOREVER,
+        connect: 9,
+        idle: 3,
+    };
+    for (used, since) in (0..4).flat_map(|used| (0..4).map(move |since| (used, since))) {
+        for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
+            let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
+            peer.handle_used(at(used));
+            peer.handle_late(at(since), at(now));
+            let last = if used >= since { used.max(now) } else { used };
+            let idle = then.saturating_sub(last) >= 3;
+            assert_eq!(peer.is_idle(at(then)), idle, "{used} {since} {now} {then}");
+            peer.handle_timeout(at(then));
+            let down = PeerState::Down(DownReason::Idle { for_ms: 3 });
+            assert_eq!(peer.state(), if idle { down } else { PeerState::Up });
+        }
+    }
+}
+
 /// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
 #[test]
 fn what_came_during_our_own_sleep_is_a_sign_of_life() {
-    let config = Limits { heartbeat: 1, asked: 1, suspect: 2, down: 4, connect: 3 }.config();
+    let config =
+        Limits { heartbeat: 1, asked: 1, suspect: 2, down: 4, connect: 3, idle: FOREVER }.config();
     let mut peer = Peer::accepted(config, ms(1), at(0));
     assert_eq!(peer.poll_action(), Some(Action::Report(PeerState::Up)));
     peer.handle_heard(at(100));
@@ -314,6 +373,7 @@ fn what_never_ends_never_does() {
         suspect_after: Duration::MAX,
         down_after: Duration::MAX,
         connect_deadline: Duration::MAX,
+        idle_after: Duration::MAX,
     };
     let peers = [Peer::new(config, at(1)), Peer::accepted(config, Duration::MAX, at(1))];
     for mut peer in peers {
@@ -327,7 +387,8 @@ fn what_never_ends_never_does() {
 /// What happened between two polls is told as its outcome.
 #[test]
 fn reports_not_fetched_are_merged() {
-    let config = Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3 }.config();
+    let config =
+        Limits { heartbeat: 9, asked: 9, suspect: 2, down: 4, connect: 3, idle: FOREVER }.config();
     let mut peer = Peer::accepted(config, ms(9), at(0));
     peer.close(DownReason::Protocol);
     peer.close(DownReason::Removed);
@@ -360,6 +421,8 @@ fn states_say_why() {
     assert_eq!(state.to_string(), "down: connection refused: no room for another peer");
     let state = PeerState::Down(DownReason::Silent { for_ms: 4000 });
     assert_eq!(state.to_string(), "down: silent for 4000 ms");
+    let state = PeerState::Down(DownReason::Idle { for_ms: 60_000 });
+    assert_eq!(state.to_string(), "down: not used for 60000 ms");
 }
 
 fn any_duration() -> impl Strategy<Value = Duration> {
@@ -375,11 +438,12 @@ proptest! {
     /// At the ends of the clock, and when it goes backwards, the machine still moves on.
     #[test]
     fn any_times_are_harmless(
-        durations in prop::array::uniform5(any_duration()),
-        times in prop::collection::vec((0..6_usize, prop_oneof![any::<u64>(), 0..9_u64]), 1..12),
+        durations in prop::array::uniform6(any_duration()),
+        times in prop::collection::vec((0..EVENTS.len(), prop_oneof![any::<u64>(), 0..9_u64]), 1..12),
     ) {
-        let [heartbeat, suspect_after, down_after, connect_deadline, asked] = durations;
-        let config = LivenessConfig { heartbeat, suspect_after, down_after, connect_deadline };
+        let [heartbeat, suspect_after, down_after, connect_deadline, idle_after, asked] = durations;
+        let config =
+            LivenessConfig { heartbeat, suspect_after, down_after, connect_deadline, idle_after };
         let mut peer = Peer::new(config, Time::from_nanos(times[0].1));
         let mut lost = 0;
         for (event, nanos) in times {
@@ -387,6 +451,7 @@ proptest! {
             match EVENTS[event] {
                 Event::Connected => peer.handle_connected(asked, now),
                 Event::Heard => peer.handle_heard(now),
+                Event::Used => peer.handle_used(now),
                 Event::Sent => peer.handle_sent(now),
                 Event::Timeout => {
                     peer.handle_timeout(now);

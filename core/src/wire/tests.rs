@@ -156,7 +156,7 @@ fn layouts_are_fixed() {
     assert_eq!(encoded(&region), expected);
 
     let small = hello(addr(ProviderKind::Shm, 3, &[nic(1, b"x")]), 2, 128);
-    let mut expected = b"IWhi\x02\x00\x62\x00\x02\0\0\0\x80\0\0\0\xf4\x01\0\0\
+    let mut expected = b"IWhi\x03\x00\x62\x00\x02\0\0\0\x80\0\0\0\xf4\x01\0\0\
                          \x08\x07\x06\x05\x04\x03\x02\x01"
         .to_vec();
     expected.extend(encoded(&small.address));

@@ -651,6 +651,7 @@ fn a_dead_peer_is_noticed_in_time_or_by_its_silence() {
         suspect_after: limit * 2,
         down_after: limit * 5,
         connect_deadline: SECOND,
+        idle_after: Duration::MAX,
     };
     for death in [Death::NoticedWithin(limit), Death::Silent] {
         for seed in 0..20 {
@@ -733,6 +734,7 @@ fn who_is_gone_costs_nobody_else_the_connection() {
         suspect_after: DOWN / 2,
         down_after: DOWN,
         connect_deadline: SECOND,
+        idle_after: Duration::MAX,
     };
     let builder = || builder().liveness(liveness).drain(DOWN / 4);
     let (mut held, mut free) = (0, 0);

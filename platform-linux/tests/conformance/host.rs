@@ -21,9 +21,13 @@ use crate::segment::{PART, Segment};
 /// No single step of a test takes longer on a loaded machine, unless it hangs. An emulated guest is another matter:
 /// whoever runs the suite in one sets `IMMWIRE_EMULATED=1`.
 pub fn patience() -> Duration {
-    static PATIENCE: OnceLock<Duration> = OnceLock::new();
-    let emulated = || std::env::var_os("IMMWIRE_EMULATED").is_some();
-    *PATIENCE.get_or_init(|| Duration::from_secs(if emulated() { 60 } else { 20 }))
+    Duration::from_secs(if is_emulated() { 60 } else { 20 })
+}
+
+/// Whether all this runs on processors that are emulated.
+pub fn is_emulated() -> bool {
+    static EMULATED: OnceLock<bool> = OnceLock::new();
+    *EMULATED.get_or_init(|| std::env::var_os("IMMWIRE_EMULATED").is_some())
 }
 
 /// Who makes an engine move.
@@ -53,6 +57,8 @@ pub struct Setup {
     pub drain_ms: u64,
     /// When a silent peer counts as gone; if not given, as the engine has it.
     pub silent_ms: Option<u64>,
+    /// When a peer that is not used is let go; never, if not given.
+    pub idle_ms: Option<u64>,
     pub key: Option<String>,
     pub foreign: Foreign,
     /// Names of devices, for providers that have some; if none, as the environment says.
@@ -85,6 +91,10 @@ impl Host {
                 down_after: limit,
                 ..LivenessConfig::default()
             }),
+        };
+        let builder = match setup.idle_ms.map(Duration::from_millis) {
+            None => builder,
+            Some(limit) => builder.idle_after(limit),
         };
         let (engine, driver) = match setup.motor {
             Motor::Thread => (builder.build().expect("build"), None),

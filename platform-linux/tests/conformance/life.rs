@@ -6,7 +6,7 @@ use immwire::core::id::EngineId;
 use immwire::{DownReason, End, NetAddr, PeerState, SubmitError, TransferError};
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Foreign, Host, Motor, Own, Setup, patience};
+use crate::host::{Foreign, Host, Motor, Own, Setup, is_emulated, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
@@ -21,6 +21,7 @@ pub const TESTS: &[Test] = &[
     ("waits_end_with_the_engine", Spread::Once, waits_end_with_the_engine),
     ("handles_outlive_the_engine", Spread::Once, handles_outlive_the_engine),
     ("idle_costs_nothing", Spread::Once, idle_costs_nothing),
+    ("let_go_when_not_used", Spread::Once, let_go_when_not_used),
     ("nobody_oversleeps", Spread::Threads, nobody_oversleeps),
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
@@ -376,6 +377,53 @@ fn idle_costs_nothing(case: &Case) {
         eprintln!("    {facts}");
         assert!(naps < 100 && cpu * 10 < wall, "{facts}");
     }
+}
+
+/// A peer is kept while either end writes to the other, be it bytes of which no immediate tells; then it is let go, its end
+/// hears of that, and both begin anew.
+fn let_go_when_not_used(case: &Case) {
+    let idle = Duration::from_millis(if is_emulated() { 5000 } else { 2000 });
+    let idle_ms = u64::try_from(idle.as_millis()).expect("small");
+    let me = Host::new(&Setup { idle_ms: Some(idle_ms), ..case.setup(case.nics.0) });
+    let (mut other, address) = case.agent("not used");
+    let first = me.peer(&address);
+    let back = only_peer(&me, &mut other);
+    let (src, dst) = (me.memory(4096, Own::Engine), me.memory(4096, Own::Engine));
+    let (there, desc) = other.memory(&me, 4096, Own::Engine);
+    let write_back = Write1 {
+        peer: plain(back),
+        src: there,
+        src_offset: 0,
+        dst: encode(&dst.desc()),
+        dst_offset: 0,
+        len: 64,
+        tag: None,
+    };
+    other.tell(&me, Ask::Flood(write_back));
+    me.linger(idle * 2);
+    assert_eq!(me.engine.peer_state(first), Some(PeerState::Up), "it writes");
+    assert!(other.number(&me, Ask::Stop) > 0);
+    let begun = Instant::now();
+    while begun.elapsed() < idle * 2 {
+        me.done(&write(&me, first, &src, &desc, (0, 0, 64), None));
+        me.linger(idle / 20);
+    }
+    assert_eq!(me.engine.peer_state(first), Some(PeerState::Up), "we write");
+    let begun = Instant::now();
+    let down = DownReason::Idle { for_ms: idle_ms };
+    assert_eq!(me.peer_down(first, idle + patience()), Some(PeerState::Down(down)));
+    // Its last write was done before that, by some moments that are small beside it.
+    assert!(begun.elapsed() > idle / 2);
+    let Say::Text(gone) = other.ask(&me, Ask::Down { peer: plain(back), ms: 20_000 }) else {
+        panic!("no state")
+    };
+    assert!(gone.starts_with("Some(Down("), "{gone}");
+
+    let (counter, tag) = other.counter(&me);
+    let again = me.peer(&address);
+    assert_ne!(again, first);
+    me.done(&write(&me, again, &src, &desc, (0, 0, 64), Some(tag)));
+    other.count(&me, counter, 1);
 }
 
 /// Engines that sleep are woken by whatever there is to do. A lost wake-up is made good after a second, and

@@ -465,6 +465,7 @@ impl Case {
             transfers: 1024,
             drain_ms: 1000,
             silent_ms: None,
+            idle_ms: None,
             key: None,
             foreign: Foreign::Auto,
             devices: Vec::new(),

@@ -151,6 +151,7 @@ fn setup(nics: u8, silent_ms: Option<u64>) -> Setup {
         transfers: 1024,
         drain_ms: 500,
         silent_ms,
+        idle_ms: None,
         key: Some("of the two hosts".to_owned()),
         foreign: Foreign::Auto,
         devices: Vec::new(),

@@ -333,6 +333,7 @@ class TransferEngine:
         timeout: float = 30.0,
         spin: float | None = None,
         drain: float = 1.0,
+        idle_after: float | None = None,
         mailbox_slots: int = 8,
         mailbox_slot_bytes: int = 65536,
         latency_bytes: int = 8192,

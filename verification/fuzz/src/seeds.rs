@@ -67,7 +67,8 @@ fn main() -> std::io::Result<()> {
     none.truncate(18);
     (none[6], none[17]) = (18, 0);
     write("net_addr", "without-nics", &none)?;
-    let controls = [Control::Message(3), Control::Credit(63), Control::Heartbeat];
+    let beats = [false, true].map(|used| Control::Heartbeat { used });
+    let controls = [Control::Message(3), Control::Credit(63)].into_iter().chain(beats);
     let bits: Vec<u8> =
         controls.iter().flat_map(|control| control.encode().to_le_bytes()).collect();
     let header = MessageHeader { len: 12, kind: 1, sequence: 2 }.to_bytes();

@@ -236,8 +236,8 @@ extern "C" fn hp_group_disconnected(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hp_group_heard(group: &mut Group, now: &Time, peer: &PeerId) {
-    group.handle_heard(*now, *peer);
+extern "C" fn hp_group_heard(group: &mut Group, now: &Time, peer: &PeerId, used: bool) {
+    group.handle_heard(*now, *peer, used);
 }
 
 #[unsafe(no_mangle)]

@@ -261,6 +261,12 @@ extern "C" fn hp_peer_heard(peer: &mut Peer, now: &Time) {
 }
 
 #[unsafe(no_mangle)]
+extern "C" fn hp_peer_used(peer: &mut Peer, now: &Time, idle: &mut bool) {
+    *idle = peer.is_idle(*now);
+    peer.handle_used(*now);
+}
+
+#[unsafe(no_mangle)]
 extern "C" fn hp_peer_sent(peer: &mut Peer, now: &Time) {
     peer.handle_sent(*now);
 }
@@ -295,6 +301,11 @@ extern "C" fn hp_peer_crossing(mine: u64, theirs: u64, out: &mut Crossing) {
 #[unsafe(no_mangle)]
 extern "C" fn hp_mailbox_control(bits: u32, out: &mut Option<Result<Control, u32>>) {
     *out = Control::decode(bits);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_mailbox_control_use(bits: u32) -> bool {
+    matches!(Control::decode(bits), Some(Ok(control)) if control.is_use())
 }
 
 #[unsafe(no_mangle)]

@@ -75,6 +75,7 @@ pub const PATIENT: LivenessConfig = LivenessConfig {
     suspect_after: Duration::MAX,
     down_after: Duration::MAX,
     connect_deadline: Duration::MAX,
+    idle_after: Duration::MAX,
 };
 
 const SRC: u64 = 0x1000;

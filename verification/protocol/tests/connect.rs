@@ -592,7 +592,7 @@ impl Model for Connect {
                         let (peer, now) = (told.peer, side.now);
                         let mut group = Group::clone(&side.group);
                         fixture::connected(&mut group, now, peer, EngineId(1), 1);
-                        group.handle_heard(now, peer);
+                        group.handle_heard(now, peer, true);
                         group.handle_disconnected(now, peer, DownReason::Protocol);
                         group.remove_peer(now, peer, DownReason::Removed);
                         group == *side.group

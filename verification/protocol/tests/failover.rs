@@ -260,7 +260,7 @@ impl Failover {
             None => count(state, from, &work),
             Some(Control::Ask { from, to, epoch }) => {
                 let asked = side.group.change(|group| {
-                    group.handle_heard(now, peer);
+                    group.handle_heard(now, peer, true);
                     group.handle_ask(peer, from, to, epoch)
                 });
                 if asked.is_err() {
@@ -272,7 +272,7 @@ impl Failover {
                     *place = bytes;
                 }
                 side.group.change(|group| {
-                    group.handle_heard(now, peer);
+                    group.handle_heard(now, peer, true);
                     group.handle_answer(peer, nic);
                 });
             }
@@ -432,7 +432,7 @@ fn count(state: &mut State, from: usize, work: &WorkRequest) {
     }
     let side = &mut state.sides[1 - from];
     let (peer, now) = (side.peer, side.now);
-    side.group.change(|group| group.handle_heard(now, peer));
+    side.group.change(|group| group.handle_heard(now, peer, true));
 }
 
 impl State {

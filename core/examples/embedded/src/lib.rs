@@ -40,6 +40,7 @@ const FOR_EVER: LivenessConfig = LivenessConfig {
     suspect_after: Duration::MAX,
     down_after: Duration::MAX,
     connect_deadline: Duration::MAX,
+    idle_after: Duration::MAX,
 };
 const CONFIG: GroupConfig = GroupConfig {
     limits: PlanLimits {

@@ -237,6 +237,7 @@ impl<'w, W: World> Program<'w, W> {
                 suspect_after: config.silence / 2,
                 down_after: config.silence,
                 connect_deadline: config.silence,
+                idle_after: Duration::MAX,
             });
         let engine = self.world.start(at, nics, builder).map_err(|error| error.to_string())?;
         let serial = self.next_serial;
