@@ -42,6 +42,7 @@ mod sizes;
 mod slots;
 mod spans;
 mod staged;
+mod stranger;
 mod trust;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -73,8 +74,8 @@ pub struct Facts {
     pub chooses_ways: bool,
     /// The name of the socket that strangers can reach, if it is one in the abstract namespace.
     pub socket_name: Option<fn(&TransferEngine) -> String>,
-    /// libfabric's name for the provider of a door that takes messages from strangers, if there is one.
-    pub door: Option<&'static str>,
+    /// The door that takes messages from strangers, if there is one.
+    pub door: Option<Door>,
     /// Memory of a process that does not run is written all the same; not given if that depends on where it is.
     pub writes_into_the_stopped: Option<bool>,
     /// A peer's end is told at once; if not, it shows in what is sent to it, heartbeats at least.
@@ -107,6 +108,15 @@ pub struct Facts {
     pub is_slow: bool,
     /// Pages that take a second or some to be written.
     pub pages_for_a_while: u32,
+}
+
+/// What takes messages from strangers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Door {
+    /// An endpoint of this provider of libfabric's.
+    Endpoint(&'static str),
+    /// A queue pair for datagrams.
+    QueuePair,
 }
 
 /// A way to memory of a peer's: whose it is, and how it is written.
@@ -144,7 +154,7 @@ const fn libfabric(
     Provider {
         name,
         builder,
-        facts: Facts { door: Some(door), survives_long_messages, ..OVER_TCP },
+        facts: Facts { door: Some(Door::Endpoint(door)), survives_long_messages, ..OVER_TCP },
     }
 }
 
@@ -180,6 +190,7 @@ const VERBS_STAGED: Provider = Provider {
         stages: Some("verbs"),
         pages_for_a_while: TCP_STAGED.facts.pages_for_a_while,
         survives_lost_ports: false,
+        door: None,
         ..VERBS.facts
     },
 };
@@ -192,30 +203,14 @@ fn staged(builder: Builder) -> Builder {
 const VERBS_GPUS: Provider = Provider {
     name: "verbs-gpus",
     builder: |setup| (VERBS.builder)(setup).gpus(all_gpus()),
-    facts: Facts { has_gpus: true, ..VERBS.facts },
+    facts: Facts { has_gpus: true, door: None, ..VERBS.facts },
 };
 
 /// RDMA NICs: whichever `IMMWIRE_VERBS_DEVICES` names, separated by commas, or all there are.
 const VERBS: Provider = Provider {
     name: "verbs",
     builder: |setup| {
-        let named = std::env::var("IMMWIRE_VERBS_DEVICES").unwrap_or_default();
-        let named = named.split(',').filter(|name| !name.is_empty()).map(str::to_owned);
-        let devices = if setup.devices.is_empty() {
-            named.collect()
-        } else {
-            setup.devices.iter().map(|device| as_port(device)).collect()
-        };
-        let on_demand = std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_some();
-        let classic = std::env::var_os("IMMWIRE_RDMA_CLASSIC").is_some();
-        // Twice as long for an answer as by default: an emulated guest takes longer than a device.
-        let options = VerbsOptions {
-            devices,
-            ack_timeout: 15,
-            on_demand,
-            classic,
-            ..VerbsOptions::default()
-        };
+        let options = verbs_options(setup);
         let builder = TransferEngine::builder().transport(Transport::Verbs(options));
         match &setup.key {
             Some(secret) => builder.group_key(GroupKey::derive(secret.as_bytes())),
@@ -223,6 +218,7 @@ const VERBS: Provider = Provider {
         }
     },
     facts: Facts {
+        door: Some(Door::QueuePair),
         writes_into_the_stopped: Some(true),
         closes_all_sockets: true,
         survives_long_messages: true,
@@ -230,6 +226,20 @@ const VERBS: Provider = Provider {
         ..OVER_TCP
     },
 };
+
+pub fn verbs_options(setup: &Setup) -> VerbsOptions {
+    let named = std::env::var("IMMWIRE_VERBS_DEVICES").unwrap_or_default();
+    let named = named.split(',').filter(|name| !name.is_empty()).map(str::to_owned);
+    let devices = if setup.devices.is_empty() {
+        named.collect()
+    } else {
+        setup.devices.iter().map(|device| as_port(device)).collect()
+    };
+    let on_demand = std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_some();
+    let classic = std::env::var_os("IMMWIRE_RDMA_CLASSIC").is_some();
+    // Twice as long for an answer as by default: an emulated guest takes longer than a device.
+    VerbsOptions { devices, ack_timeout: 15, on_demand, classic, ..VerbsOptions::default() }
+}
 
 /// The name of a guest's device: where two are the ports of one (`verification/rdma-guest/ports.c`), the port's.
 fn as_port(device: &str) -> String {
@@ -394,7 +404,12 @@ const SPAN_STAGED: Provider = Provider {
 const SPAN_VERBS: Provider = Provider {
     name: "span-verbs",
     builder: |setup| beside((VERBS.builder)(setup), setup),
-    facts: Facts { host: SPAN.facts.host, writes_into_the_stopped: None, ..VERBS.facts },
+    facts: Facts {
+        host: SPAN.facts.host,
+        writes_into_the_stopped: None,
+        door: None,
+        ..VERBS.facts
+    },
 };
 
 fn all_gpus() -> Vec<u32> {
