@@ -391,6 +391,33 @@ impl Lent {
         Self { ptr: NonNull::new(ptr.expect("mmap").cast()).expect("an address") }
     }
 
+    /// `bytes` of address space over `real` of memory, again and again.
+    pub fn repeated(bytes: u64, real: u64) -> Self {
+        use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+        use rustix::mm::{MapFlags, ProtFlags, mmap};
+        let file = memfd_create("repeated", MemfdFlags::CLOEXEC).expect("memfd_create");
+        ftruncate(&file, real).expect("ftruncate");
+        let (all, real) = [bytes, real].map(|it| usize::try_from(it).expect("64-bit")).into();
+        let place = Self::new(all);
+        for at in (0..all).step_by(real) {
+            let (protection, flags) =
+                (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED | MapFlags::FIXED);
+            // SAFETY: within our own mapping, to which there is no reference.
+            let mapped = unsafe {
+                mmap(
+                    place.ptr.as_ptr().add(at).cast(),
+                    real.min(all - at),
+                    protection,
+                    flags,
+                    &file,
+                    0,
+                )
+            };
+            mapped.expect("mmap");
+        }
+        place
+    }
+
     /// In turn of `cudaMalloc`, and over two allocations of `cuMemCreate`.
     fn of_gpu(ordinal: u32, bytes: usize) -> Self {
         static TURNS: AtomicU32 = AtomicU32::new(0);

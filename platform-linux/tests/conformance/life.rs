@@ -382,7 +382,7 @@ fn idle_costs_nothing(case: &Case) {
 /// A peer is kept while either end writes to the other, be it bytes of which no immediate tells; then it is let go, its end
 /// hears of that, and both begin anew.
 fn let_go_when_not_used(case: &Case) {
-    let idle = Duration::from_millis(if is_emulated() { 5000 } else { 2000 });
+    let idle = Duration::from_millis(if is_emulated() { 3000 } else { 2000 });
     let idle_ms = u64::try_from(idle.as_millis()).expect("small");
     let me = Host::new(&Setup { idle_ms: Some(idle_ms), ..case.setup(case.nics.0) });
     let (mut other, address) = case.agent("not used");

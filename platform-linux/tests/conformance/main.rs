@@ -106,6 +106,8 @@ pub struct Facts {
     pub host: Option<fn() -> String>,
     /// Each operation takes long enough that fewer combinations must do.
     pub is_slow: bool,
+    /// Memory is pinned when it is registered.
+    pub pins: bool,
     /// Pages that take a second or some to be written.
     pub pages_for_a_while: u32,
 }
@@ -219,6 +221,7 @@ const VERBS: Provider = Provider {
     },
     facts: Facts {
         door: Some(Door::QueuePair),
+        pins: true,
         writes_into_the_stopped: Some(true),
         closes_all_sockets: true,
         survives_long_messages: true,
@@ -270,6 +273,7 @@ const OVER_TCP: Facts = Facts {
     stages: None,
     host: None,
     is_slow: true,
+    pins: false,
     pages_for_a_while: 100_000,
 };
 
@@ -320,6 +324,7 @@ const SHM: Provider = Provider {
         stages: None,
         host: None,
         is_slow: false,
+        pins: false,
         pages_for_a_while: 100_000,
     },
 };
@@ -676,6 +681,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     }
     if facts.socket_name.is_some() {
         modules.extend([hostile::AT_A_SOCKET, hostile::IN_SHARED_MEMORY]);
+    }
+    if facts.pins && !facts.has_gpus {
+        modules.push(sizes::WHERE_IT_IS_PINNED);
     }
     if facts.door.is_some() {
         modules.push(door::TESTS);

@@ -2,9 +2,12 @@
 
 use immwire::{MrDesc, PagedWrite, Pages, Rights};
 
-use crate::agent::Ask;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use crate::agent::{Ask, Write1, encode, plain};
 use crate::host::{Lent, Own, patience, poison};
-use crate::operations::write;
+use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -16,6 +19,10 @@ pub const TESTS: &[Test] = &[
     ("forty_thousand_pages", Spread::Places, forty_thousand_pages),
     ("five_gigabytes", Spread::Once, five_gigabytes),
 ];
+
+/// Where memory is pinned when it is registered, page by page.
+pub const WHERE_IT_IS_PINNED: &[Test] =
+    &[("registered_beside_traffic", Spread::Once, registered_beside_traffic)];
 
 const MIB: u64 = 1 << 20;
 const GIB: u64 = 1 << 30;
@@ -282,4 +289,69 @@ fn free_memory() -> u64 {
     let line = info.lines().find(|line| line.starts_with("MemAvailable")).expect("a line");
     let kib: u64 = line.split_whitespace().nth(1).expect("a number").parse().expect("a number");
     kib * 1024
+}
+
+/// What has been counted since a moment: how much, and the longest time without any.
+fn counted(
+    counter: &immwire::ImmCounter,
+    until: impl FnOnce() -> bool,
+) -> (u64, Duration, Duration) {
+    let is_over = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        let watching = scope.spawn(|| {
+            let (start, first) = (Instant::now(), counter.available());
+            let (mut last, mut at, mut longest) = (first, start, Duration::ZERO);
+            while !is_over.load(Ordering::Relaxed) {
+                std::thread::sleep(Duration::from_micros(200));
+                let now = counter.available();
+                if now != last {
+                    longest = longest.max(at.elapsed());
+                    (last, at) = (now, Instant::now());
+                }
+            }
+            (last - first, longest.max(at.elapsed()), start.elapsed())
+        });
+        let is_good = until();
+        is_over.store(true, Ordering::Relaxed);
+        assert!(is_good);
+        watching.join().expect("it watches")
+    })
+}
+
+/// Four gigabytes are registered, and closed, while a peer writes: it goes on writing, and we count.
+fn registered_beside_traffic(case: &Case) {
+    let (me, mut other, _) = case.pair();
+    let back = only_peer(&me, &mut other);
+    let dst = me.memory(MIB, Own::Engine);
+    let counter = me.engine.counter().expect("a counter");
+    let (there, _) = other.memory(&me, MIB, Own::Engine);
+    let (dst, tag) = (encode(&dst.desc()), Some(counter.tag().bits()));
+    let peer = plain(back);
+    let (src, src_offset, dst_offset, len) = (there, 0, 0, 4096);
+    other.tell(&me, Ask::Flood(Write1 { peer, src, src_offset, dst, dst_offset, len, tag }));
+    assert_eq!(me.count(&counter, 50, patience()), Ok(()));
+    let quiet = counted(&counter, || {
+        std::thread::sleep(Duration::from_millis(500));
+        true
+    });
+    let lent = Lent::repeated(4 * GIB, 64 * MIB);
+    let mut region = None;
+    let bytes = usize::try_from(4 * GIB).expect("64-bit");
+    let registering = counted(&counter, || {
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        region = unsafe { me.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) }.ok();
+        region.is_some()
+    });
+    let region = region.expect("registered");
+    let closing = counted(&counter, || region.close(patience()).is_ok());
+    for (what, (writes, longest, all)) in
+        [("before", quiet), ("while registering", registering), ("while closing", closing)]
+    {
+        println!("    {what}: {writes} writes counted in {all:?}, none for {longest:?} at most");
+    }
+    // Pages are pinned one by one, which takes a while whoever does it.
+    let (writes, longest, all) = registering;
+    assert!(all > Duration::from_millis(20), "nothing was pinned: {all:?}");
+    assert!(writes > 0 && longest < all / 2, "{writes} writes in {all:?}, none for {longest:?}");
+    assert!(other.number(&me, Ask::Stop) > 50 + writes);
 }
