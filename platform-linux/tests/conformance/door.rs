@@ -632,7 +632,7 @@ fn a_thousand_callers(case: &Case) {
         }
     }
     let taken = callers.iter().filter(|caller| caller.answer == Some(true)).count();
-    eprintln!("    {said} messages, {taken} of {} callers let in", callers.len());
+    println!("    {said} messages, {taken} of {} callers let in", callers.len());
     assert!((PEERS - 1..callers.len()).contains(&taken), "{taken} let in");
     assert_eq!(most, PEERS);
     friend.is_served(case, host);
