@@ -114,7 +114,7 @@ impl Allowance {
 #[cold]
 fn beyond(imm: Imm) -> Result<Option<Imm>, Shut> {
     match Control::decode(imm.bits()) {
-        Some(Ok(Control::Heartbeat { .. })) => Ok(None),
+        Some(Ok(Control::Heartbeat(_))) => Ok(None),
         _ => Err(Shut),
     }
 }
@@ -272,8 +272,9 @@ mod tests {
         let controls = [
             Control::Message(3),
             Control::Credit(63),
-            Control::Heartbeat { used: false },
-            Control::Heartbeat { used: true },
+            Control::Heartbeat(crate::mailbox::Usage::None),
+            Control::Heartbeat(crate::mailbox::Usage::Some),
+            Control::Heartbeat(crate::mailbox::Usage::Over),
             Control::Ask { from: 1, to: 2, epoch: Epoch::default() },
             Control::Answer(7),
         ];
@@ -288,9 +289,7 @@ mod tests {
         let (open, shut) = (Allowance::new(1), Allowance::new(0));
         for imm in imms() {
             assert_eq!(open.carries(Some(imm)), Ok(Some(imm)));
-            let beats = [false, true]
-                .map(|used| Control::Heartbeat { used }.encode())
-                .contains(&imm.bits());
+            let beats = matches!(Control::decode(imm.bits()), Some(Ok(Control::Heartbeat(_))));
             assert_eq!(shut.carries(Some(imm)), if beats { Ok(None) } else { Err(Shut) });
         }
         assert_eq!((open.carries(None), shut.carries(None)), (Ok(None), Ok(None)));

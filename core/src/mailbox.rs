@@ -46,7 +46,8 @@ const CONTROL_NOTE: u16 = 16381;
 const CONTROL_CREDIT: u16 = 16382;
 const CONTROL_MESSAGE: u16 = 16383;
 const NOTE_HEARTBEAT: u16 = 1;
-const NOTE_HEARTBEAT_USED: u16 = 2;
+const NOTE_USED: u16 = 2;
+const NOTE_PARTING: u16 = 3;
 /// With the NIC in the lowest three bits.
 const NOTE_ANSWER: u16 = 1 << 10;
 /// With the two NICs in three bits each, and five bits of the epoch above them.
@@ -58,6 +59,18 @@ const_assert!(CONTROL_MESSAGE < MAX_COUNTERS);
 /// A slot of a mailbox: `0..MAX_SLOTS`.
 pub type SlotIndex = u8;
 
+/// Of what use a connection is to one of its ends, as that end's heartbeats say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Usage {
+    /// It has written nothing since its last heartbeat, and has nothing to write.
+    None,
+    /// It has, or is about to.
+    Some,
+    /// None for so long that it would let the connection go: it writes nothing until the other end has answered, by
+    /// [`Usage::Some`], or by ending the connection.
+    Over,
+}
+
 /// What an immediate of a reserved counter says.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Control {
@@ -65,11 +78,8 @@ pub enum Control {
     Message(SlotIndex),
     /// This slot of the sender's messages is free again.
     Credit(SlotIndex),
-    /// Nothing but: I am here. With `used`, the sender has written since its last one, or is about to.
-    Heartbeat {
-        /// See there.
-        used: bool,
-    },
+    /// I am here; and of what use the connection is to the sender.
+    Heartbeat(Usage),
     /// The path from the sender's NIC `from` to the receiver's NIC `to` broke: what arrived over it?
     Ask {
         /// The sender's NIC.
@@ -89,9 +99,10 @@ impl Control {
     #[must_use]
     pub const fn is_use(self) -> bool {
         match self {
-            Self::Message(_) | Self::Credit(_) => true,
-            Self::Heartbeat { used } => used,
-            Self::Ask { .. } | Self::Answer(_) => false,
+            // Who asks has pieces that it is to post again, or not.
+            Self::Message(_) | Self::Credit(_) | Self::Ask { .. } => true,
+            Self::Heartbeat(usage) => matches!(usage, Usage::Some),
+            Self::Answer(_) => false,
         }
     }
 
@@ -110,10 +121,9 @@ impl Control {
             _ if tag.generation() != 0 => None,
             (CONTROL_MESSAGE, Some(slot)) => Some(Self::Message(slot)),
             (CONTROL_CREDIT, Some(slot)) => Some(Self::Credit(slot)),
-            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat { used: false }),
-            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT_USED => {
-                Some(Self::Heartbeat { used: true })
-            }
+            (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat(Usage::None)),
+            (CONTROL_NOTE, _) if units == NOTE_USED => Some(Self::Heartbeat(Usage::Some)),
+            (CONTROL_NOTE, _) if units == NOTE_PARTING => Some(Self::Heartbeat(Usage::Over)),
             (CONTROL_NOTE, _) if units & !NIC_MASK == NOTE_ANSWER => Some(Self::Answer(nic(units))),
             _ => None,
         };
@@ -126,8 +136,9 @@ impl Control {
         let (counter, generation, units) = match self {
             Self::Message(slot) => (CONTROL_MESSAGE, 0, slot.into()),
             Self::Credit(slot) => (CONTROL_CREDIT, 0, slot.into()),
-            Self::Heartbeat { used: false } => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
-            Self::Heartbeat { used: true } => (CONTROL_NOTE, 0, NOTE_HEARTBEAT_USED),
+            Self::Heartbeat(Usage::None) => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
+            Self::Heartbeat(Usage::Some) => (CONTROL_NOTE, 0, NOTE_USED),
+            Self::Heartbeat(Usage::Over) => (CONTROL_NOTE, 0, NOTE_PARTING),
             Self::Answer(of) => (CONTROL_NOTE, 0, NOTE_ANSWER | u16::from(of) & NIC_MASK),
             Self::Ask { from, to, epoch } => {
                 let nics = (u16::from(from) & NIC_MASK) << NIC_BITS | u16::from(to) & NIC_MASK;

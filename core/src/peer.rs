@@ -14,7 +14,8 @@
 //! 1. `Down` is final: a peer that returns is another [`crate::id::PeerId`], with a machine of its own.
 //! 2. `Down` is reported exactly once, and nothing is asked for after that report.
 //! 3. A peer is suspected, or lost by silence, only if nothing was heard for the time configured.
-//! 4. A peer is let go for disuse only if neither end was said to have used it for the time configured.
+//! 4. It is asked to part only if it was not said to be used for the time configured, and not used any more until it was
+//!    answered ([`Peer::is_parting`]). Whether it parts is the other end's to decide: it alone knows what it is about to do.
 //! 5. Calling `handle_timeout` late, or less often, ends in the same machine as calling it on time.
 //! 6. Unless it is `Down`, or the configuration says "never", a timeout lies ahead: all waits end.
 //!
@@ -40,9 +41,9 @@ pub struct LivenessConfig {
     pub down_after: Duration,
     /// A connection that was started ends in so long, one way or the other.
     pub connect_deadline: Duration,
-    /// When neither end has used the connection for so long, it is ended, and what it takes is free for others. Use is what
-    /// transfers and messages do; heartbeats are none, but those of a peer that is about to write bytes without an
-    /// immediate say so: not less than some heartbeats, then.
+    /// When the connection was of no use for so long, the peer is asked to end it, so that what it takes is free for others; at
+    /// least [`LivenessConfig::heartbeat`]. A peer to whom it is of use says so, and is asked again after as long. Use is
+    /// what transfers and messages do, from the time that they are submitted.
     pub idle_after: Duration,
 }
 
@@ -96,11 +97,8 @@ pub enum DownReason {
         /// For how many milliseconds that was allowed.
         for_ms: u64,
     },
-    /// Neither end had used the connection, and we let it go.
-    Idle {
-        /// For how many milliseconds that was allowed.
-        for_ms: u64,
-    },
+    /// Neither end had used the connection for as long as one of them allows.
+    Idle,
     /// The connection was lost.
     Disconnected,
     /// We removed it.
@@ -122,7 +120,7 @@ impl fmt::Display for DownReason {
             Self::NeverAnswered => f.write_str("never answered"),
             Self::Refused(refusal) => write!(f, "connection refused: {refusal}"),
             Self::Silent { for_ms } => write!(f, "silent for {for_ms} ms"),
-            Self::Idle { for_ms } => write!(f, "not used for {for_ms} ms"),
+            Self::Idle => f.write_str("not used for as long as one end allows"),
             Self::Disconnected => f.write_str("connection lost"),
             Self::Removed => f.write_str("removed"),
             Self::Protocol => f.write_str("broke the protocol"),
@@ -141,7 +139,7 @@ pub enum Action {
     Disconnect,
     /// Tell whoever wants to know; the state differs from the one reported last.
     Report(PeerState),
-    /// Send [`crate::mailbox::Control::Heartbeat`], then call [`Peer::handle_sent`].
+    /// Send [`crate::mailbox::Control::Heartbeat`]. That it is sent is known here.
     SendHeartbeat,
 }
 
@@ -156,6 +154,8 @@ pub struct Peer {
     heard: Time,
     /// When it was used last; when it was connected, if never. Kept only where that may end it.
     used: Time,
+    /// It is asked to part.
+    parting: bool,
     /// When something was sent last; later heartbeats due at whole intervals from there.
     sent: Time,
     heartbeat: bool,
@@ -168,11 +168,16 @@ impl Peer {
     pub fn new(config: LivenessConfig, now: Time) -> Self {
         let heartbeat = config.heartbeat.max(MIN_HEARTBEAT);
         Self {
-            config: LivenessConfig { heartbeat, ..config },
+            config: LivenessConfig {
+                heartbeat,
+                idle_after: config.idle_after.max(heartbeat),
+                ..config
+            },
             state: PeerState::Connecting,
             reported: PeerState::Connecting,
             heard: now,
-            used: now,
+            used: Time::ZERO,
+            parting: false,
             sent: now,
             heartbeat: false,
             disconnect: false,
@@ -219,26 +224,24 @@ impl Peer {
         self.heard = self.heard.max(now);
     }
 
-    /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does.
+    /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does. Who is asked
+    /// to part is not written to until it has said so.
     pub fn handle_used(&mut self, now: Time) {
         let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
         if is_there && self.config.idle_after < Duration::MAX {
-            self.used = self.used.max(now);
+            (self.used, self.parting) = (self.used.max(now), false);
         }
     }
 
-    /// Whether `handle_timeout` would let the peer go for disuse: to be asked by who knows of more that it is used for.
+    /// Whether the peer is asked to part, and has not answered.
     #[must_use]
-    pub fn is_idle(&self, now: Time) -> bool {
-        let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
-        let (idle, lost) = (self.idle(), self.heard.after(self.config.down_after));
-        // Whichever comes first, however late it is noticed.
-        is_there && due(idle, now) && idle < lost
+    pub const fn is_parting(&self) -> bool {
+        self.parting
     }
 
-    /// When it will not have been used for long enough.
+    /// When it is to be asked to part.
     fn idle(&self) -> Time {
-        self.used.after(self.config.idle_after)
+        if self.parting { Time::NEVER } else { self.used.after(self.config.idle_after) }
     }
 
     /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
@@ -246,9 +249,6 @@ impl Peer {
         let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
         if is_there && self.heard >= since {
             self.heard = self.heard.max(now);
-        }
-        if self.used >= since {
-            self.handle_used(now);
         }
     }
 
@@ -262,7 +262,8 @@ impl Peer {
 
     /// The connection is gone, or never came to be.
     pub fn handle_disconnected(&mut self, reason: DownReason) {
-        self.go_down(reason, false);
+        let agreed = self.parting && reason == DownReason::Disconnected;
+        self.go_down(if agreed { DownReason::Idle } else { reason }, false);
     }
 
     /// We end the connection: the caller is asked to cut it.
@@ -279,19 +280,16 @@ impl Peer {
                 }
             }
             PeerState::Up | PeerState::Suspect => {
-                let ms = |limit: Duration| limit.as_millis().try_into().unwrap_or(u64::MAX);
-                if self.is_idle(now) {
-                    let for_ms = ms(self.config.idle_after);
-                    self.go_down(DownReason::Idle { for_ms }, true);
-                    return;
-                }
                 if due(self.heard.after(self.config.down_after), now) {
-                    let for_ms = ms(self.config.down_after);
+                    let for_ms = self.config.down_after.as_millis().try_into().unwrap_or(u64::MAX);
                     self.go_down(DownReason::Silent { for_ms }, true);
                     return;
                 }
                 if due(self.heard.after(self.config.suspect_after), now) {
                     self.state = PeerState::Suspect;
+                }
+                if due(self.idle(), now) {
+                    (self.parting, self.heartbeat) = (true, true);
                 }
                 self.beat(now);
             }
@@ -340,7 +338,7 @@ impl Peer {
     fn go_down(&mut self, reason: DownReason, disconnect: bool) {
         if !matches!(self.state, PeerState::Down(_)) {
             self.state = PeerState::Down(reason);
-            self.heartbeat = false;
+            (self.heartbeat, self.parting) = (false, false);
             self.disconnect = disconnect;
             // No instant matters any more: machines with the same future compare equal.
             (self.heard, self.used, self.sent) = (Time::ZERO, Time::ZERO, Time::ZERO);

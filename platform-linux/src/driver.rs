@@ -114,6 +114,10 @@ pub(crate) struct Engine<P: Provider> {
     looked: Time,
     /// The last step did something: there may be more of it.
     was_busy: bool,
+    /// The last poll of the provider found something: there may be more of it.
+    found: bool,
+    /// Steps in which it always did, while a peer asked to part.
+    found_again: u32,
 }
 
 /// Everything but the provider, which reports here while it is borrowed.
@@ -134,6 +138,8 @@ pub(crate) struct State {
     pub(crate) waiting_messages: usize,
     /// Transfers whose sources wait for streams.
     held: Vec<Submission>,
+    /// Peers that ask to part, and are to be answered.
+    pub(crate) partings: Vec<PeerId>,
     /// Paths that broke, and whose pieces may still be staged or parked.
     broken: Vec<(PeerId, Path)>,
     address: NetAddr,
@@ -168,6 +174,9 @@ pub(crate) struct Submission {
     /// What the source is to wait for: see [`Region::behind`].
     pub(crate) behind: u64,
 }
+
+/// Polls that find something, one after the other, while a peer waits to be let go.
+const POLLS_BEFORE_PARTING: u32 = 256;
 
 /// One step at a time, whatever the provider.
 pub(crate) trait Drive: Send {
@@ -221,6 +230,7 @@ impl<P: Provider> Engine<P> {
             own: 0,
             waiting_messages: 0,
             held: Vec::new(),
+            partings: Vec::with_capacity(usize::from(setup.peers)),
             broken: Vec::new(),
             address: provider.address(),
             geometry: setup.geometry,
@@ -240,7 +250,7 @@ impl<P: Provider> Engine<P> {
         let together = |nic: usize| provider.nics().get(nic).map_or(1, |nic| nic.limits.together);
         let together = std::array::from_fn(together);
         let (next_sweep, looked) = (Time::ZERO, state.now);
-        let (steps, was_busy) = (0, false);
+        let (steps, was_busy, found, found_again) = (0, false, false, 0);
         Self {
             provider,
             state,
@@ -252,6 +262,8 @@ impl<P: Provider> Engine<P> {
             next_sweep,
             looked,
             was_busy,
+            found,
+            found_again,
         }
     }
 
@@ -417,6 +429,20 @@ impl<P: Provider> Engine<P> {
             }
         }
         any
+    }
+
+    /// Answers peers that ask to part. What they wrote before is counted first: all of it is when a poll finds nothing. Where each finds
+    /// something, of whomever, they are to stay.
+    fn part(&mut self) {
+        self.found_again += 1;
+        if self.found && self.found_again < POLLS_BEFORE_PARTING {
+            return;
+        }
+        self.found_again = 0;
+        self.state.note_use();
+        while let Some(peer) = self.state.partings.pop() {
+            self.state.group.handle_parting(self.state.now, peer, self.found);
+        }
     }
 
     /// Cancels a transfer that is held; `false`: it is not.
@@ -726,7 +752,8 @@ fn park(staged: &mut Vec<WorkRequest>, parked: &mut Vec<WorkRequest>) {
 
 impl<P: Provider> Drive for Engine<P> {
     fn arrivals(&mut self) -> bool {
-        self.provider.poll(self.state.now, &mut self.state)
+        self.found = self.provider.poll(self.state.now, &mut self.state);
+        self.found
     }
 
     fn progress(&mut self) -> bool {
@@ -741,8 +768,10 @@ impl<P: Provider> Drive for Engine<P> {
                 // What was heard meanwhile has a time of before, and what has come since was not heard: nobody is silent for that.
                 self.state.group.handle_late(before, now);
                 busy = self.provider.poll(now, &mut self.state);
+                self.found |= busy;
             }
             if now >= self.state.group.poll_timeout() {
+                self.state.note_use();
                 self.state.group.handle_timeout(now);
             }
             if now >= self.next_sweep {
@@ -755,6 +784,9 @@ impl<P: Provider> Drive for Engine<P> {
         busy |= self.commands();
         if !self.state.held.is_empty() {
             busy |= self.release();
+        }
+        if !self.state.partings.is_empty() {
+            self.part();
         }
         for nic in 0..self.provider.nics().len() {
             busy |= self.pump(NicIndex::try_from(nic).unwrap_or(NicIndex::MAX));
@@ -773,6 +805,7 @@ impl<P: Provider> Drive for Engine<P> {
             // Callbacks that a caller's `poll` is to run, and messages that somebody made room for.
             && !shared.callbacks.wait_for_poll()
             && !self.state.can_deliver()
+            && self.state.partings.is_empty()
             && self.staged.iter().all(Vec::is_empty);
         if nothing && self.provider.arm() {
             self.state.refresh();
@@ -784,7 +817,9 @@ impl<P: Provider> Drive for Engine<P> {
             let timeout = due.since(self.state.now).min(limit);
             bump(&shared.stats.sleeps, 1);
             wait_readable(&self.provider, &shared, timeout);
-            self.looked = shared.clock.now();
+            // What has come since has come now.
+            self.state.refresh();
+            self.looked = self.state.now;
         }
         self.provider.disarm();
         shared.intake.awake();
@@ -1097,6 +1132,17 @@ impl State {
 }
 
 impl State {
+    /// Has the group know whom the connection is of use to beside its transfers: streams are waited for, messages wait for room,
+    /// or to be taken. O(peers).
+    fn note_use(&mut self) {
+        for submission in &self.held {
+            self.group.handle_awaited(&submission.request);
+        }
+        for link in self.links.iter().flatten().filter(|link| link.has_mail()) {
+            self.group.handle_used(link.peer());
+        }
+    }
+
     /// Ends what waits for streams.
     fn end_held(&mut self) {
         for submission in self.held.drain(..) {

@@ -238,10 +238,13 @@ impl Builder {
         self
     }
 
-    /// [`LivenessConfig::idle_after`] alone: a peer that neither end has used for so long is let go, as by
-    /// [`TransferEngine::remove_peer`], with [`DownReason::Idle`](crate::DownReason::Idle), and its place, queue pairs and messages'
-    /// memory are free for others; to use it again, add it again. Default: never. Several times
-    /// [`LivenessConfig::heartbeat`] at least, by which peers say that they write what we do not hear of.
+    /// [`LivenessConfig::idle_after`] alone: a peer to whom nothing went and from whom nothing came for so long is asked whether it can be
+    /// let go. If it has no use for the connection either, it ends that: both are told
+    /// [`DownReason::Idle`](crate::DownReason::Idle), and its place, queue pairs and messages' memory are free for others; to use it
+    /// again, add it again. Default: never. At least [`LivenessConfig::heartbeat`].
+    ///
+    /// Of use are transfers and messages, also those that wait for anything. Whoever only waits for a count, for longer than this, is not
+    /// known to: its peer may be let go meanwhile.
     #[must_use]
     pub const fn idle_after(mut self, idle_after: Duration) -> Self {
         self.idle_after = Some(idle_after);

@@ -12,7 +12,7 @@ use immwire_core::id::{PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::mailbox::{
     Control, Delivery, Geometry, HEADER_BYTES, Inbox, MessageHeader, Outbox, Reserved, SendError,
-    SlotIndex, credit_may_go,
+    SlotIndex, Usage, credit_may_go,
 };
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{ControlWrite, Request as PlanRequest};
@@ -91,6 +91,12 @@ pub(crate) enum Undelivered {
 }
 
 impl Link {
+    /// Whether a message waits to be sent or taken, or a slot to be given back.
+    pub(crate) fn has_mail(&self) -> bool {
+        let unsent = !self.waiting.is_empty() || !self.again.is_empty() || self.credits != 0;
+        unsent || self.inbox.has_delivery()
+    }
+
     /// Whether a slot may be given back now, where so many are being given back to whomever.
     pub(crate) fn may_credit(&self, to_all: u16) -> bool {
         credit_may_go(to_all, self.crediting, OWN_TRANSFERS)
@@ -366,7 +372,12 @@ impl State {
     /// An immediate of the engine's own protocol.
     pub(crate) fn control_immediate(&mut self, peer: PeerId, control: Control) {
         let fault = match control {
-            Control::Heartbeat { .. } => return,
+            Control::Heartbeat(usage) => {
+                if usage == Usage::Over && !self.partings.contains(&peer) {
+                    self.partings.push(peer);
+                }
+                return;
+            }
             Control::Ask { from, to, epoch } => {
                 match self.group.handle_ask(peer, from, to, epoch) {
                     Ok(()) => return,

@@ -788,14 +788,46 @@ where
         let Some(entry) = self.peer_entry(peer) else {
             return;
         };
-        let before = entry.machine.state();
+        let (before, was_parting) = (entry.machine.state(), entry.machine.is_parting());
         entry.machine.handle_heard(now);
         if used {
             entry.machine.handle_used(now);
         }
-        if before != entry.machine.state() {
+        let goes_on = was_parting && !entry.machine.is_parting();
+        if goes_on || before != entry.machine.state() {
             self.after_peer_step(now, peer);
         }
+        if goes_on {
+            // What was submitted meanwhile.
+            self.routes_changed(now, peer.index);
+        }
+    }
+
+    /// The connection is of use for what the group does not know of, of ours or of the peer's.
+    pub fn handle_used(&mut self, peer: PeerId) {
+        if let Some(entry) = self.peer_entry(peer) {
+            entry.used = true;
+        }
+    }
+
+    /// As [`DomainGroup::handle_used`], for whomever a request goes to that is yet to be submitted. O(targets).
+    pub fn handle_awaited(&mut self, request: &Checked<P, T>) {
+        let peers = self.peers.as_mut();
+        let mark = |peer: PeerId, _: Option<&MrDesc>| {
+            let slot = peers.get_mut(usize::from(peer.index));
+            let slot = slot.filter(|slot| slot.generation == peer.generation);
+            if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) {
+                entry.used = true;
+            }
+            Ok::<_, core::convert::Infallible>(())
+        };
+        let _ = each_peer(request.request(), mark);
+    }
+
+    /// Whether any transfer that has not ended goes there. O(transfers).
+    pub(super) fn any_goes_to(&self, peer: PeerId) -> bool {
+        let mut active = self.transfers.as_ref().iter().filter_map(TransferSlot::active_ref);
+        active.any(|it| it.plan.goes_to(peer))
     }
 
     /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
@@ -1125,7 +1157,7 @@ where
         };
         let slot = self.peers.as_mut().get_mut(usize::from(peer.index));
         let entry = slot.filter(|slot| slot.generation == peer.generation);
-        let entry = entry.and_then(|slot| slot.entry.as_mut()).filter(|entry| entry.is_usable());
+        let entry = entry.and_then(|slot| slot.entry.as_mut()).filter(|entry| entry.is_open());
         let Some(entry) = entry else {
             return;
         };
@@ -1335,17 +1367,32 @@ where
         self.next_timeout
     }
 
-    /// Time has passed. O(1) before [`DomainGroup::poll_timeout`]; O(transfers + peers) after.
+    /// Time has passed. O(1) before [`DomainGroup::poll_timeout`]; O(transfers and their targets, and peers) after.
     pub fn handle_timeout(&mut self, now: Time) {
         if now < self.next_timeout {
             return;
         }
         self.next_timeout = Time::NEVER;
+        self.note_use();
         for index in 0..self.peers.as_ref().len() {
             self.peer_timeout(now, index_of(index));
         }
         for index in 0..self.transfers.as_ref().len() {
             self.transfer_timeout(now, index_of(index));
+        }
+    }
+
+    /// Whoever a transfer goes to that has not ended is of use, be it that nothing of it was posted yet.
+    fn note_use(&mut self) {
+        let peers = self.peers.as_mut();
+        for active in self.transfers.as_ref().iter().filter_map(TransferSlot::active_ref) {
+            active.plan.each_peer(|peer| {
+                let slot = peers.get_mut(usize::from(peer.index));
+                let slot = slot.filter(|slot| slot.generation == peer.generation);
+                if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) {
+                    entry.used = true;
+                }
+            });
         }
     }
 
@@ -1363,14 +1410,9 @@ where
         if core::mem::take(&mut entry.sent) {
             entry.machine.handle_sent(now);
         }
-        if core::mem::take(&mut entry.used) {
+        // Who is asked to part has to say first that it does not.
+        if !entry.machine.is_parting() && core::mem::take(&mut entry.used) {
             entry.paths.tell_use();
-            entry.machine.handle_used(now);
-        }
-        // What waits for its turn counts, too.
-        let transfers = self.transfers.as_ref().iter();
-        let mut active = transfers.filter_map(TransferSlot::active_ref);
-        if entry.machine.is_idle(now) && active.any(|it| it.plan.goes_to(peer)) {
             entry.machine.handle_used(now);
         }
         entry.machine.handle_timeout(now);

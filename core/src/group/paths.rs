@@ -47,7 +47,7 @@ use super::{
 };
 use crate::id::{MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::imm::Imm;
-use crate::mailbox::Control;
+use crate::mailbox::{Control, Usage};
 use crate::peer::DownReason;
 use crate::plan::{Next, PageList, PageRun, TargetList};
 use crate::receipt::{Epoch, SETTLEMENT_BYTES};
@@ -139,13 +139,6 @@ impl Paths {
     /// The peer is to hear that the connection was used.
     pub(super) const fn tell_use(&mut self) {
         self.beat.used = true;
-    }
-
-    /// Heartbeats, asks and answers that are in flight.
-    pub(super) fn notes_in_flight(&self) -> u32 {
-        let asks = self.asks.iter().map(|ask| ask.in_flight);
-        let replies = self.replies.iter().map(|reply| reply.in_flight);
-        asks.chain(replies).chain([self.beat.in_flight]).map(u32::from).sum()
     }
 
     /// What the platform is to do next.
@@ -557,6 +550,22 @@ where
         };
         entry.paths.beat.repeat();
         self.count_notes(peer.index);
+    }
+
+    /// The peer asks to part ([`Usage::Over`]): it writes nothing until it is answered. All that it wrote before has been reported,
+    /// or the connection is of `use` all the same. It is ended, if it is not: with [`Event::Disconnect`]. O(transfers).
+    pub fn handle_parting(&mut self, now: Time, peer: PeerId, used: bool) {
+        let used = used || self.any_goes_to(peer);
+        let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
+            return;
+        };
+        if used || entry.used || entry.paths.beat.used {
+            entry.paths.tell_use();
+            entry.paths.beat.repeat();
+            self.count_notes(peer.index);
+        } else {
+            self.remove_peer(now, peer, DownReason::Idle);
+        }
     }
 
     // ---- the receiver ----
@@ -1079,13 +1088,18 @@ impl PeerEntry {
             }
         }
         // Last: any of the others is a sign of life, too.
-        let carries = self.carries();
         let beat = &mut self.paths.beat;
         if posted.is_none() && beat.pending && (beat.via != nic || !others) {
             (beat.pending, beat.via) = (false, nic);
             beat.in_flight = beat.in_flight.saturating_add(1);
-            let used = core::mem::take(&mut beat.used) || carries;
-            posted = Some(work(Note::Beat, Control::Heartbeat { used }));
+            let usage = if self.machine.is_parting() {
+                Usage::Over
+            } else if core::mem::take(&mut beat.used) {
+                Usage::Some
+            } else {
+                Usage::None
+            };
+            posted = Some(work(Note::Beat, Control::Heartbeat(usage)));
         }
         // When the next heartbeat is due follows from when this one was.
         self.sent |= posted.as_ref()?.token.note() != Some(Note::Beat);

@@ -385,7 +385,7 @@ pub(super) struct PeerEntry {
     pub(super) abort_wanted: bool,
     /// Something was posted to it since the last timeout that it hears of: bytes alone it does not.
     pub(super) sent: bool,
-    /// A piece of a transfer to it has completed since the last timeout.
+    /// It was of use since the last timeout: a piece of a transfer to it has completed.
     pub(super) used: bool,
     /// The platform holds no connection to it any more, or was told to drop it.
     pub(super) stopped: bool,
@@ -433,7 +433,13 @@ impl PeerEntry {
         unreached.is_some_and(|unreached| self.usable() & !unreached != 0)
     }
 
-    /// Whether pieces may be posted to it.
+    /// Whether pieces of transfers may be posted to it.
+    #[inline]
+    pub(super) fn is_open(&self) -> bool {
+        self.is_usable() && !self.machine.is_parting()
+    }
+
+    /// Whether pieces may be posted to it, notes among them.
     #[inline]
     pub(super) fn is_usable(&self) -> bool {
         matches!(self.machine.state(), PeerState::Up | PeerState::Suspect) && !self.pathless
@@ -441,17 +447,11 @@ impl PeerEntry {
 
     /// Whether credits that return go to those in line: not while pieces lost with a path want them.
     pub(super) fn is_handing_out(&self) -> bool {
-        self.is_usable() && self.paths.lost == 0
+        self.is_open() && self.paths.lost == 0
     }
 
     pub(super) fn is_down(&self) -> bool {
         matches!(self.machine.state(), PeerState::Down(_))
-    }
-
-    /// Whether a piece of a transfer to it is in flight, or set aside.
-    pub(super) fn carries(&self) -> bool {
-        let all: u32 = self.over.iter().map(|over| u32::from(over.in_flight)).sum();
-        all > self.paths.notes_in_flight() || self.paths.lost > 0
     }
 
     /// Whether no piece to it is in flight.
@@ -474,7 +474,7 @@ impl PeerView<'_> {
     /// The credits of a peer that pieces may be posted to.
     #[inline]
     pub(super) fn over(&self, peer: PeerId, nic: usize) -> Option<&PeerNic> {
-        self.entry(peer).filter(|entry| entry.is_usable())?.over.get(nic)
+        self.entry(peer).filter(|entry| entry.is_open())?.over.get(nic)
     }
 }
 

@@ -76,7 +76,7 @@ where
         let dst = write.dst.range(write.dst_offset, len).ok()?;
         let slot = self.peers.as_ref().get(usize::from(peer.index))?;
         let entry = slot.entry.as_ref().filter(|_| slot.generation == peer.generation)?;
-        if !entry.is_usable() || entry.engine != write.dst.owner {
+        if !entry.is_open() || entry.engine != write.dst.owner {
             return None;
         }
         let routes = entry.routes.as_ref()?;
@@ -214,7 +214,7 @@ where
             return None;
         }
         let entry = peer_slot.entry.as_mut()?;
-        if !entry.is_usable() {
+        if !entry.is_open() {
             return None;
         }
         let over = entry.over.get_mut(at)?;

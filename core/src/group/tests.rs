@@ -19,7 +19,7 @@ use super::paths::{MAX_BEATS, Note};
 use super::slot::LATENCY_BURST;
 use super::*;
 use crate::imm::{ImmTag, WRITE_UNITS};
-use crate::mailbox::Control;
+use crate::mailbox::{Control, Usage};
 use crate::nic::SplitRule;
 use crate::plan::{
     Barrier, ImmWrite, PageRun, PagedWrite, Pages, ScatterWrite, Side, SingleWrite, Target,
@@ -633,7 +633,7 @@ impl World {
                     let theirs = self.theirs_of(work.peer, from).unwrap();
                     theirs.heard = theirs.laid;
                 }
-                Some(Ok(Control::Heartbeat { .. })) => {
+                Some(Ok(Control::Heartbeat(_))) => {
                     assert_eq!((work.len, work.dst), (0, CONTROL))
                 }
                 other => panic!("{other:?}"),
@@ -2158,7 +2158,7 @@ fn what_keeps_a_connection_needs_nothing_that_others_hold() {
             assert!(world.apply(Do::Beat(1)) && !world.apply(Do::Beat(1)));
             assert_eq!((0..nics).filter(|nic| world.apply(Do::Post(*nic))).count(), 1);
             let work = *world.posted.last().unwrap();
-            let beat = Imm::from_bits(Control::Heartbeat { used: false }.encode());
+            let beat = Imm::from_bits(Control::Heartbeat(Usage::None).encode());
             assert_eq!((work.peer, work.imm, work.len), (peer, Some(beat), 0));
             assert!(work.token.is_note());
             vias.push(work.nic);
@@ -2192,8 +2192,9 @@ fn heartbeats_outlast_their_path() {
     assert!(world.limbo.is_empty() && world.group.has_work(1));
     assert!(!world.apply(Do::Post(0)) && world.apply(Do::Post(1)), "the heartbeat, over another");
     let again = world.posted[0];
-    let beat = |used| Some(Imm::from_bits(Control::Heartbeat { used }.encode()));
-    assert_eq!((first.imm, again.imm), (beat(false), beat(true)), "the first may have said so");
+    let beat = |usage| Some(Imm::from_bits(Control::Heartbeat(usage).encode()));
+    assert_eq!(first.imm, beat(Usage::None));
+    assert_eq!(again.imm, beat(Usage::Some), "the first may have said so");
     assert_eq!(again.token, first.token);
     let before = world.group.clone();
     let nobodys = Token::of_note(Note::Beat, PeerId { generation: peer.generation + 1, ..peer });
@@ -2250,80 +2251,138 @@ fn bytes_alone_do_not_stand_for_a_heartbeat() {
     }
 }
 
-/// What is in flight or waits for its turn, and what has completed, is use, whether the peer hears of it by itself or by the
-/// next heartbeat; keeping the connection is none.
-#[test]
-fn a_peer_that_is_not_used_is_let_go() {
+/// One peer, over one NIC, that is asked to part after 7 ms.
+fn idle_world() -> (World, PeerId) {
     let ms = Duration::from_millis;
     let liveness = LivenessConfig { heartbeat: ms(2), idle_after: ms(7), ..NEVER };
     let config = GroupConfig { liveness, ..config(SMALL) };
-    let setup = Setup { peers: 1, nics: 1, ..SMALL };
-    let at = |n: u64| Time::ZERO.after(ms(n));
-    // What the heartbeats of the next instants say; each is in flight until the one after the next goes.
-    let beats = |world: &mut World, times: core::ops::Range<u64>| {
-        let (mut said, mut flying) = (Vec::new(), None::<WorkRequest>);
-        let arrive = |world: &mut World, work: Option<WorkRequest>| {
-            let token = work.map(|work| work.token);
-            assert!(token.is_none_or(|it| world.group.handle_completion(world.now, 0, it, Ok(()))));
-        };
-        for now in times {
-            world.now = at(now);
-            world.group.handle_timeout(world.now);
-            while let Some(event) = world.group.poll_event() {
-                match event {
-                    Event::Heartbeat { peer } => {
-                        world.group.beat(peer);
-                        let work = world.group.poll_work(0).unwrap();
-                        arrive(world, flying.replace(work));
-                        let control = work.imm.and_then(|imm| Control::decode(imm.bits()));
-                        said.push(control == Some(Ok(Control::Heartbeat { used: true })));
-                    }
-                    Event::Peer { state: PeerState::Down(reason), .. } => {
-                        assert_eq!(reason, DownReason::Idle { for_ms: 7 });
-                    }
-                    _ => {}
-                }
+    let world = World::with(Setup { peers: 1, nics: 1, ..SMALL }, config);
+    let peer = world.live(0).unwrap();
+    (world, peer)
+}
+
+/// What the heartbeats of these milliseconds say. Each is in flight until the next goes.
+fn beats(world: &mut World, times: core::ops::Range<u64>) -> Vec<Usage> {
+    let (mut said, mut flying) = (Vec::new(), None::<WorkRequest>);
+    let arrive = |world: &mut World, work: Option<WorkRequest>| {
+        let token = work.map(|work| work.token);
+        assert!(token.is_none_or(|it| world.group.handle_completion(world.now, 0, it, Ok(()))));
+    };
+    for now in times {
+        world.now = Time::ZERO.after(Duration::from_millis(now));
+        world.group.handle_timeout(world.now);
+        while let Some(event) = world.group.poll_event() {
+            let Event::Heartbeat { peer } = event else { continue };
+            world.group.beat(peer);
+            let work = world.group.poll_work(0).unwrap();
+            arrive(world, flying.replace(work));
+            match work.imm.and_then(|imm| Control::decode(imm.bits())) {
+                Some(Ok(Control::Heartbeat(usage))) => said.push(usage),
+                other => panic!("{other:?}"),
             }
         }
-        arrive(world, flying);
-        said
-    };
-    let new = || World::with(setup, config);
+    }
+    arrive(world, flying);
+    said
+}
 
-    let mut unused = new();
-    let peer = unused.live(0).unwrap();
-    assert_eq!(beats(&mut unused, 0..7), [false; 3]);
-    assert_eq!(unused.group.peer_state(peer), Some(PeerState::Up));
-    let mut heard = unused.clone();
-    assert!(beats(&mut unused, 7..8).is_empty());
-    assert_eq!(unused.group.peer_state(peer), None);
-    heard.group.handle_heard(at(6), peer, false);
-    assert!(beats(&mut heard, 7..8).is_empty(), "a heartbeat is no use");
+/// What was submitted and has not ended, and what has completed, is use, whether the peer hears of it by itself or by the
+/// next heartbeat; keeping the connection is none.
+#[test]
+fn a_peer_that_is_not_used_is_asked_to_part() {
+    use Usage::{None, Over, Some};
+    let (mut world, peer) = idle_world();
+    assert_eq!(beats(&mut world, 0..7), [None; 3]);
+    let mut heard = world.clone();
+    assert_eq!(beats(&mut world, 7..11), [Over; 3]);
+    heard.group.handle_heard(heard.now, peer, false);
+    assert_eq!(beats(&mut heard, 7..8), [Over], "a heartbeat is no use");
 
-    let mut used = new();
-    used.group.handle_heard(at(6), peer, true);
-    assert_eq!(beats(&mut used, 6..13), [false; 4]);
-    assert_eq!(used.group.peer_state(peer), Some(PeerState::Up));
-    beats(&mut used, 13..14);
-    assert_eq!(used.group.peer_state(peer), None);
+    let (mut world, _) = idle_world();
+    world.group.handle_heard(Time::ZERO.after(Duration::from_millis(6)), peer, true);
+    assert_eq!(beats(&mut world, 0..13), [None; 6]);
+    assert_eq!(beats(&mut world, 13..14), [Over]);
 
     // Bytes of which the peer hears nothing: in flight, completed, and no more.
-    let mut writing = new();
-    assert!(writing.apply(Do::Submit(Kind::Long, 0)) && writing.apply(Do::Post(0)));
-    let piece = writing.posted[0];
-    assert_eq!(piece.imm, None);
-    assert!(beats(&mut writing, 0..20).iter().all(|used| *used));
-    assert_eq!(writing.group.peer_state(peer), Some(PeerState::Up));
-    writing.group.handle_completion(at(20), 0, piece.token, Err(WorkError::LocalAccess));
-    assert_eq!(beats(&mut writing, 20..27), [true, false, false, false]);
-    beats(&mut writing, 27..29);
-    assert_eq!(writing.group.peer_state(peer), None);
+    let (mut world, _) = idle_world();
+    assert!(world.apply(Do::Submit(Kind::Long, 0)) && world.apply(Do::Post(0)));
+    let piece = world.posted[0];
+    assert_eq!(piece.imm, Option::None);
+    assert_eq!(beats(&mut world, 0..20), [Some; 9]);
+    world.group.handle_completion(world.now, 0, piece.token, Err(WorkError::LocalAccess));
+    assert_eq!(beats(&mut world, 20..27), [Some, None, None, None]);
+    assert_eq!(beats(&mut world, 27..28), [Over]);
 
-    // Not posted: the NIC is full of others'.
-    let mut waiting = new();
-    assert!(waiting.apply(Do::Submit(Kind::Long, 0)));
-    beats(&mut waiting, 0..20);
-    assert_eq!(waiting.group.peer_state(peer), Some(PeerState::Up));
+    // Not posted yet.
+    let (mut world, _) = idle_world();
+    assert!(world.apply(Do::Submit(Kind::Long, 0)));
+    assert_eq!(beats(&mut world, 0..20), [Some; 9]);
+
+    // What only the platform knows of.
+    let (mut world, _) = idle_world();
+    world.group.handle_used(peer);
+    assert_eq!(beats(&mut world, 0..7), [Some, None, None]);
+    let awaited = world.request(Kind::Long, 0).unwrap().check().unwrap();
+    world.group.handle_awaited(&awaited);
+    assert_eq!(beats(&mut world, 7..11), [Some, None]);
+}
+
+/// Nothing is written to a peer that is asked to part until it has said that it does not; when it does, nothing was.
+#[test]
+fn who_is_asked_to_part_is_not_written_to() {
+    let (mut world, peer) = idle_world();
+    beats(&mut world, 0..8);
+    for kind in [Kind::Tiny, Kind::Split, Kind::Long, Kind::Imm] {
+        let mut stays = world.clone();
+        assert!(stays.apply(Do::Submit(kind, 0)), "{kind:?}");
+        stays.apply(Do::Post(0));
+        assert!(stays.posted.is_empty(), "{kind:?}");
+        assert!(!stays.clone().apply(Do::Express(Kind::Tiny, 0)));
+        let mut parts = stays.clone();
+        // However often the clock is looked at.
+        assert!(beats(&mut stays, 8..12).iter().all(|usage| *usage == Usage::Over));
+        stays.group.handle_heard(stays.now, peer, true);
+        assert!(stays.apply(Do::Post(0)), "{kind:?}");
+
+        parts.group.handle_disconnected(parts.now, peer, DownReason::Disconnected);
+        let reason = DownReason::Idle;
+        let told = core::iter::from_fn(|| parts.group.poll_event());
+        let told: Vec<_> = told.filter(|event| !matches!(event, Event::Ended { .. })).collect();
+        assert!(told.contains(&Event::Peer { peer, state: PeerState::Down(reason) }), "{told:?}");
+    }
+    world.apply(Do::Submit(Kind::Tiny, 0));
+    world.group.handle_disconnected(world.now, peer, DownReason::Disconnected);
+    let error = TransferError::PeerDown { peer, reason: DownReason::Idle };
+    assert_eq!(end_of(&mut world.group), Some(End::NeverStarted { error }));
+}
+
+/// Who asks is let go if the connection is of no use here either; else it is told so.
+#[test]
+fn who_asks_to_part_is_told_if_it_is_used() {
+    let stays = |world: &mut World, peer, used| {
+        world.group.handle_parting(world.now, peer, used);
+        assert_eq!(world.group.peer_state(peer), Some(PeerState::Up));
+        let said = world.group.poll_work(0).unwrap().imm.unwrap();
+        assert_eq!(said.bits(), Control::Heartbeat(Usage::Some).encode());
+    };
+    let (world, peer) = idle_world();
+    stays(&mut world.clone(), peer, true);
+    let mut used = world.clone();
+    used.group.handle_used(peer);
+    stays(&mut used, peer, false);
+    let mut submitted = world.clone();
+    assert!(submitted.apply(Do::Submit(Kind::Imm, 0)));
+    stays(&mut submitted, peer, false);
+    let mut done = world.clone();
+    assert!(done.apply(Do::Submit(Kind::Imm, 0)) && done.apply(Do::Post(0)));
+    assert!(done.apply(Do::Complete(0)));
+    stays(&mut done, peer, false);
+
+    let mut unused = world;
+    unused.group.handle_parting(unused.now, peer, false);
+    let state = PeerState::Down(DownReason::Idle);
+    let told: Vec<_> = core::iter::from_fn(|| unused.group.poll_event()).collect();
+    assert_eq!(told, [Event::Disconnect { peer }, Event::Peer { peer, state }]);
 }
 
 /// A list of six pages that forgets the last ones once it was checked.

@@ -20,8 +20,9 @@ fn control_immediates_are_those_and_no_others() {
         known.insert((16383 << 18) | u32::from(slot), Control::Message(slot));
         known.insert((16382 << 18) | u32::from(slot), Control::Credit(slot));
     }
-    known.insert((16381 << 18) | 1, Control::Heartbeat { used: false });
-    known.insert((16381 << 18) | 2, Control::Heartbeat { used: true });
+    for (units, usage) in [(1, Usage::None), (2, Usage::Some), (3, Usage::Over)] {
+        known.insert((16381 << 18) | units, Control::Heartbeat(usage));
+    }
     for of in 0..8 {
         known.insert((16381 << 18) | 1 << 10 | u32::from(of), Control::Answer(of));
     }
@@ -47,14 +48,15 @@ fn control_immediates_are_those_and_no_others() {
 }
 
 #[test]
-fn what_keeps_or_mends_a_connection_is_no_use_of_it() {
+fn what_keeps_a_connection_is_no_use_of_it() {
     let (from, to, epoch) = (0, 1, Epoch::ZERO);
     for (control, is_use) in [
         (Control::Message(0), true),
         (Control::Credit(63), true),
-        (Control::Heartbeat { used: true }, true),
-        (Control::Heartbeat { used: false }, false),
-        (Control::Ask { from, to, epoch }, false),
+        (Control::Heartbeat(Usage::Some), true),
+        (Control::Heartbeat(Usage::None), false),
+        (Control::Heartbeat(Usage::Over), false),
+        (Control::Ask { from, to, epoch }, true),
         (Control::Answer(7), false),
     ] {
         assert_eq!(control.is_use(), is_use, "{control:?}");

@@ -84,17 +84,16 @@ fn state_by_record(limits: Limits, record: &[(Event, u64)]) -> PeerState {
             let last = signs.iter().rev().find(|(event, _)| *event == what);
             last.or(signs.first()).map(|(_, when)| *when)
         };
-        let (last, used) = (last(Event::Heard), last(Event::Used));
-        let idle = used.map(|used| used.saturating_add(limits.idle)).filter(|idle| idle <= now);
-        let lost = last.map(|last| last.saturating_add(limits.down));
+        let last = last(Event::Heard);
         match (event, last) {
-            (Event::Disconnected, _) => return PeerState::Down(DownReason::Disconnected),
+            (Event::Disconnected, _) => {
+                let asked = parting_by_record(limits, &record[..index]);
+                let agreed = if asked { DownReason::Idle } else { DownReason::Disconnected };
+                return PeerState::Down(agreed);
+            }
             (Event::Close, _) => return PeerState::Down(DownReason::Removed),
             (Event::Timeout, None) if *now >= limits.connect => {
                 return PeerState::Down(DownReason::NeverAnswered);
-            }
-            (Event::Timeout, Some(_)) if idle.is_some() && idle < lost => {
-                return PeerState::Down(DownReason::Idle { for_ms: limits.idle });
             }
             (Event::Timeout, Some(last)) if now - last >= limits.down => {
                 return PeerState::Down(DownReason::Silent { for_ms: limits.down });
@@ -109,6 +108,23 @@ fn state_by_record(limits: Limits, record: &[(Event, u64)]) -> PeerState {
         (Some(_), false) => PeerState::Up,
         (Some(_), true) => PeerState::Suspect,
     }
+}
+
+/// Whether the peer is asked to part, by what follows from the record, in which it was not lost.
+fn parting_by_record(limits: Limits, record: &[(Event, u64)]) -> bool {
+    let idle = limits.idle.max(limits.heartbeat).max(1);
+    let Some(first) = record.iter().position(|(event, _)| *event == Event::Connected) else {
+        return false;
+    };
+    let (mut used, mut asked) = (record[first].1, false);
+    for (event, now) in &record[first + 1..] {
+        match event {
+            Event::Used => (used, asked) = (*now, false),
+            Event::Timeout => asked |= *now >= used.saturating_add(idle),
+            _ => {}
+        }
+    }
+    asked
 }
 
 /// Whether the last event of the record asks for a heartbeat: a whole interval has passed since the
@@ -153,7 +169,7 @@ impl Walk {
         self.check_timeouts(peer, now);
         if matches!(peer.state(), PeerState::Down(_)) {
             self.lost += 1;
-            let idle = matches!(peer.state(), PeerState::Down(DownReason::Idle { .. }));
+            let idle = peer.state() == PeerState::Down(DownReason::Idle);
             self.idle += u64::from(idle);
             return Self::check_final(peer, self.limits, now);
         }
@@ -184,7 +200,10 @@ impl Walk {
         if before != state {
             expected.push(Action::Report(state));
         }
-        if !down && heartbeat_by_record(self.limits, record) {
+        let asked = |record| parting_by_record(self.limits, record);
+        let asks = asked(record) && !asked(&record[..record.len() - 1]);
+        assert_eq!(peer.is_parting(), !down && asked(record), "{record:?}");
+        if !down && (asks || heartbeat_by_record(self.limits, record)) {
             expected.push(Action::SendHeartbeat);
         }
         let actions: Vec<Action> = core::iter::from_fn(|| peer.poll_action()).take(9).collect();
@@ -233,7 +252,7 @@ fn every_sequence_of_events_agrees_with_its_record() {
     for idle in [FOREVER, 3] {
         let walk = Walk::run(Limits { idle, ..limits }, 5);
         assert!(walk.nodes > 100_000 && walk.lost > 10_000 && walk.suspected > 1_000);
-        assert_eq!(walk.idle > 1_000, idle == 3);
+        assert_eq!(walk.idle > 1_000, idle == 3, "{}", walk.idle);
     }
 }
 
@@ -256,8 +275,7 @@ fn other_limits_agree_too() {
     for limits in cases {
         let walk = Walk::run(limits, 3);
         assert!(walk.nodes > 1_000);
-        let suspected = limits.suspect < limits.down && limits.suspect <= 3 && limits.idle > 0;
-        assert_eq!(walk.suspected > 0, suspected);
+        assert_eq!(walk.suspected > 0, limits.suspect < limits.down && limits.suspect <= 3);
     }
 }
 
@@ -323,33 +341,6 @@ fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
     called.handle_late(at(0), at(8));
     called.handle_timeout(at(9));
     assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
-}
-
-/// The same of use.
-#[test]
-fn what_was_used_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
-    let forever = FOREVER / 2;
-    let limits = Limits {
-        heartbeat: forever,
-        asked: forever,
-        suspect: FOREVER,
-        down: FOREVER,
-        connect: 9,
-        idle: 3,
-    };
-    for (used, since) in (0..4).flat_map(|used| (0..4).map(move |since| (used, since))) {
-        for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
-            let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
-            peer.handle_used(at(used));
-            peer.handle_late(at(since), at(now));
-            let last = if used >= since { used.max(now) } else { used };
-            let idle = then.saturating_sub(last) >= 3;
-            assert_eq!(peer.is_idle(at(then)), idle, "{used} {since} {now} {then}");
-            peer.handle_timeout(at(then));
-            let down = PeerState::Down(DownReason::Idle { for_ms: 3 });
-            assert_eq!(peer.state(), if idle { down } else { PeerState::Up });
-        }
-    }
 }
 
 /// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
@@ -421,8 +412,8 @@ fn states_say_why() {
     assert_eq!(state.to_string(), "down: connection refused: no room for another peer");
     let state = PeerState::Down(DownReason::Silent { for_ms: 4000 });
     assert_eq!(state.to_string(), "down: silent for 4000 ms");
-    let state = PeerState::Down(DownReason::Idle { for_ms: 60_000 });
-    assert_eq!(state.to_string(), "down: not used for 60000 ms");
+    let state = PeerState::Down(DownReason::Idle);
+    assert_eq!(state.to_string(), "down: not used for as long as one end allows");
 }
 
 fn any_duration() -> impl Strategy<Value = Duration> {

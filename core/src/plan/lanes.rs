@@ -181,6 +181,18 @@ impl<P: PageList, T: TargetList> Lanes<P, T> {
         }
     }
 
+    /// Calls `f` for each peer that it goes to. O(targets).
+    pub(super) fn each_peer(&self, mut f: impl FnMut(PeerId)) {
+        let mut all =
+            |targets: &T| (0..targets.len()).filter_map(|i| targets.peer(i)).for_each(&mut f);
+        match &self.request {
+            Long::Single(write) => f(write.peer),
+            Long::Paged(write) => f(write.peer),
+            Long::Scatter(write) => all(&write.targets),
+            Long::Barrier(barrier) => all(&barrier.targets),
+        }
+    }
+
     /// Whether any of it goes to `peer`. O(targets).
     pub(super) fn goes_to(&self, peer: PeerId) -> bool {
         let among = |targets: &T| (0..targets.len()).any(|i| targets.peer(i) == Some(peer));

@@ -302,6 +302,15 @@ impl<P: PageList, T: TargetList> Plan<P, T> {
         }
     }
 
+    /// Calls `f` for each peer that it goes to. O(targets).
+    pub fn each_peer(&self, mut f: impl FnMut(PeerId)) {
+        match &self.0 {
+            Shape::Taken(peer, _) => f(*peer),
+            Shape::Whole(whole, _) => f(whole.peer()),
+            Shape::Lanes(lanes) => lanes.each_peer(f),
+        }
+    }
+
     /// Whether any of it goes to `peer`. O(targets).
     #[must_use]
     pub fn goes_to(&self, peer: PeerId) -> bool {

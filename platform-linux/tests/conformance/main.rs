@@ -682,7 +682,8 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     if facts.socket_name.is_some() {
         modules.extend([hostile::AT_A_SOCKET, hostile::IN_SHARED_MEMORY]);
     }
-    if facts.pins && !facts.has_gpus {
+    let pins = facts.pins && std::env::var_os("IMMWIRE_RDMA_ON_DEMAND").is_none();
+    if pins && !facts.has_gpus {
         modules.push(sizes::WHERE_IT_IS_PINNED);
     }
     if facts.door.is_some() {

@@ -292,10 +292,7 @@ fn free_memory() -> u64 {
 }
 
 /// What has been counted since a moment: how much, and the longest time without any.
-fn counted(
-    counter: &immwire::ImmCounter,
-    until: impl FnOnce() -> bool,
-) -> (u64, Duration, Duration) {
+fn counted(counter: &immwire::ImmCounter, until: impl FnOnce()) -> (u64, Duration, Duration) {
     let is_over = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let watching = scope.spawn(|| {
@@ -311,9 +308,8 @@ fn counted(
             }
             (last - first, longest.max(at.elapsed()), start.elapsed())
         });
-        let is_good = until();
+        until();
         is_over.store(true, Ordering::Relaxed);
-        assert!(is_good);
         watching.join().expect("it watches")
     })
 }
@@ -332,18 +328,17 @@ fn registered_beside_traffic(case: &Case) {
     assert_eq!(me.count(&counter, 50, patience()), Ok(()));
     let quiet = counted(&counter, || {
         std::thread::sleep(Duration::from_millis(500));
-        true
     });
     let lent = Lent::repeated(4 * GIB, 64 * MIB);
     let mut region = None;
     let bytes = usize::try_from(4 * GIB).expect("64-bit");
     let registering = counted(&counter, || {
         // SAFETY: never unmapped, and no reference to the bytes is ever made.
-        region = unsafe { me.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) }.ok();
-        region.is_some()
+        let made = unsafe { me.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
+        region = Some(made.expect("register"));
     });
     let region = region.expect("registered");
-    let closing = counted(&counter, || region.close(patience()).is_ok());
+    let closing = counted(&counter, || region.close(patience()).expect("nobody writes there"));
     for (what, (writes, longest, all)) in
         [("before", quiet), ("while registering", registering), ("while closing", closing)]
     {
@@ -352,6 +347,9 @@ fn registered_beside_traffic(case: &Case) {
     // Pages are pinned one by one, which takes a while whoever does it.
     let (writes, longest, all) = registering;
     assert!(all > Duration::from_millis(20), "nothing was pinned: {all:?}");
-    assert!(writes > 0 && longest < all / 2, "{writes} writes in {all:?}, none for {longest:?}");
+    // A processor that others need, too.
+    let hiccup = Duration::from_millis(100).max(4 * quiet.1);
+    let limit = hiccup.max(all / 2);
+    assert!(writes > 0 && longest < limit, "{writes} writes in {all:?}, none for {longest:?}");
     assert!(other.number(&me, Ask::Stop) > 50 + writes);
 }

@@ -391,12 +391,12 @@ impl Datagrams {
         let library = ib::Library::load().expect("libibverbs");
         let place = Place::decode(beside).expect("a door");
         let symbols = &library.symbols;
+        let (context, gid_index) = device_of(library, &place);
         let buffers = Box::into_raw(vec![0; SPACE * (usize::from(TAKES) + 1)].into_boxed_slice());
         // SAFETY: the calls of a program in C, in the order and with the arguments that the manual asks for: every
         // object was made by an earlier call that succeeded, attributes are locals, and the buffers live until after the
         // queue pair.
         let mut stranger = unsafe {
-            let (context, gid_index) = device_of(library, &place);
             let pd = (symbols.ibv_alloc_pd)(context);
             let cq = (symbols.ibv_create_cq)(context, 256, null_mut(), null_mut(), 0);
             assert!(!pd.is_null() && !cq.is_null(), "ibv_alloc_pd, ibv_create_cq");
@@ -454,17 +454,14 @@ impl Datagrams {
     }
 }
 
-/// Opens the device that has that port, and finds where the port's name is in its table.
-///
-/// # Safety
-///
-/// None but libibverbs's own: it is called as its manual asks for.
-unsafe fn device_of(library: &ib::Library, place: &Place) -> (*mut ib::ibv_context, u8) {
+/// Opens the device that has that port, its first and of RoCE v2, and finds where the port's name is in its table.
+fn device_of(library: &ib::Library, place: &Place) -> (*mut ib::ibv_context, u8) {
     let symbols = &library.symbols;
     let mut count = 0;
     // SAFETY: the list has so many devices until it is freed; what is opened outlives it; entries are locals.
     unsafe {
         let list = (symbols.ibv_get_device_list)(&raw mut count);
+        assert!(!list.is_null(), "ibv_get_device_list");
         let devices = (0..usize::try_from(count).expect("a count")).map(|at| *list.add(at));
         let mut found = None;
         for device in devices {

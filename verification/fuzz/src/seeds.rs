@@ -11,7 +11,7 @@ use immwire_cli::push::message::{Digest, FromReceiver, FromSender, Have, Keep};
 use immwire_cli::push::path::RelPath;
 use immwire_cli::push::recv::STAGING;
 use immwire_core::datagram::{Address, Claim, DATAGRAM_MAX, Message, Nonces, Protocol, Say};
-use immwire_core::mailbox::{Control, MessageHeader};
+use immwire_core::mailbox::{Control, MessageHeader, Usage};
 use immwire_core::moe::TableShape;
 use immwire_core::recycle::Turn;
 use immwire_core::wire::Hello;
@@ -67,7 +67,7 @@ fn main() -> std::io::Result<()> {
     none.truncate(18);
     (none[6], none[17]) = (18, 0);
     write("net_addr", "without-nics", &none)?;
-    let beats = [false, true].map(|used| Control::Heartbeat { used });
+    let beats = [Usage::None, Usage::Some, Usage::Over].map(Control::Heartbeat);
     let controls = [Control::Message(3), Control::Credit(63)].into_iter().chain(beats);
     let bits: Vec<u8> =
         controls.iter().flat_map(|control| control.encode().to_le_bytes()).collect();

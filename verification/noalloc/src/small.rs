@@ -261,8 +261,8 @@ extern "C" fn hp_peer_heard(peer: &mut Peer, now: &Time) {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hp_peer_used(peer: &mut Peer, now: &Time, idle: &mut bool) {
-    *idle = peer.is_idle(*now);
+extern "C" fn hp_peer_used(peer: &mut Peer, now: &Time, parting: &mut bool) {
+    *parting = peer.is_parting();
     peer.handle_used(*now);
 }
 
