@@ -3,7 +3,7 @@
 use std::time::{Duration, Instant};
 
 use immwire::core::id::EngineId;
-use immwire::{DownReason, End, NetAddr, PeerState, SubmitError, TransferError};
+use immwire::{DownReason, End, NetAddr, PeerState, SingleWrite, SubmitError, TransferError};
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Foreign, Host, Motor, Own, Setup, is_emulated, patience};
@@ -22,6 +22,7 @@ pub const TESTS: &[Test] = &[
     ("handles_outlive_the_engine", Spread::Once, handles_outlive_the_engine),
     ("idle_costs_nothing", Spread::Once, idle_costs_nothing),
     ("let_go_when_not_used", Spread::Once, let_go_when_not_used),
+    ("parting_loses_nothing", Spread::ProcessesBothMotors, parting_loses_nothing),
     ("nobody_oversleeps", Spread::Threads, nobody_oversleeps),
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
@@ -424,6 +425,51 @@ fn let_go_when_not_used(case: &Case) {
     assert_ne!(again, first);
     me.done(&write(&me, again, &src, &desc, (0, 0, 64), Some(tag)));
     other.count(&me, counter, 1);
+}
+
+/// Both ends would let the other go after as long as we wait between two writes, more or less: each write is counted, or has not been begun.
+fn parting_loses_nothing(case: &Case) {
+    // No less than a heartbeat.
+    const IDLE_MS: u64 = 500;
+    let setup = Setup { idle_ms: Some(IDLE_MS), ..case.setup(1) };
+    let me = Host::new(&setup);
+    let mut other = case.bare_agent("as idle");
+    let address = other.build(&setup);
+    let src = me.memory(4096, Own::Engine);
+    let (_, desc) = other.memory(&me, 4096, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let (mut peer, mut done, mut parted) = (me.peer(&address), 0, 0);
+    let mut random = case.random();
+    for _ in 0..14 {
+        me.linger(Duration::from_millis(IDLE_MS - 80 + random.below(160)));
+        let write = SingleWrite {
+            peer,
+            src: &src,
+            src_offset: 0,
+            dst: &desc,
+            dst_offset: 0,
+            len: 64,
+            imm: Some(tag),
+        };
+        let end = me.engine.submit_single_write(&write).map(|transfer| me.end(&transfer));
+        match end {
+            Ok(End::Done) => done += 1,
+            Ok(End::NeverStarted { .. }) | Err(_) => {
+                assert_eq!(me.peer_down(peer, patience()).filter(|it| !is_idle(*it)), None);
+                parted += 1;
+                peer = me.peer(&address);
+            }
+            Ok(end) => panic!("{end:?}"),
+        }
+    }
+    eprintln!("    {done} writes done, parted {parted} times");
+    other.count(&me, counter, done);
+    me.linger(Duration::from_millis(50));
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+}
+
+fn is_idle(state: PeerState) -> bool {
+    state == PeerState::Down(DownReason::Idle)
 }
 
 /// Engines that sleep are woken by whatever there is to do. A lost wake-up is made good after a second, and
