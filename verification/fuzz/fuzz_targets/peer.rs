@@ -145,6 +145,10 @@ struct Ears {
 }
 
 impl Sink for Ears {
+    fn has_more(&self, _: u8) -> bool {
+        false
+    }
+
     fn work_done(&mut self, nic: NicIndex, token: Token, _: Result<(), WorkError>) {
         assert!(nic < 16);
         assert!(self.outstanding.remove(&token.bits()), "{} was reported twice", token.bits());

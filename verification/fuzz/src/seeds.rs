@@ -70,7 +70,7 @@ fn main() -> std::io::Result<()> {
     let beats = [Usage::None, Usage::Some, Usage::Over].map(Control::Heartbeat);
     let controls = [Control::Message(3), Control::Credit(63)].into_iter().chain(beats);
     let bits: Vec<u8> =
-        controls.iter().flat_map(|control| control.encode().to_le_bytes()).collect();
+        controls.flat_map(|control| control.encode().to_le_bytes()).collect();
     let header = MessageHeader { len: 12, kind: 1, sequence: 2 }.to_bytes();
     write("mailbox", "controls", &bits)?;
     write("mailbox", "header", &header)?;
