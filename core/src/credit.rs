@@ -274,7 +274,8 @@ mod tests {
             Control::Credit(63),
             Control::Heartbeat(crate::mailbox::Usage::None),
             Control::Heartbeat(crate::mailbox::Usage::Some),
-            Control::Heartbeat(crate::mailbox::Usage::Over),
+            Control::Heartbeat(crate::mailbox::Usage::Over(1)),
+            Control::Heartbeat(crate::mailbox::Usage::Stays(255)),
             Control::Ask { from: 1, to: 2, epoch: Epoch::default() },
             Control::Answer(7),
         ];

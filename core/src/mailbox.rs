@@ -47,7 +47,10 @@ const CONTROL_CREDIT: u16 = 16382;
 const CONTROL_MESSAGE: u16 = 16383;
 const NOTE_HEARTBEAT: u16 = 1;
 const NOTE_USED: u16 = 2;
-const NOTE_PARTING: u16 = 3;
+/// With the round in the lowest eight bits, as the next.
+const NOTE_OVER: u16 = 1 << 8;
+const NOTE_STAYS: u16 = 1 << 9;
+const ROUND_MASK: u16 = 0xff;
 /// With the NIC in the lowest three bits.
 const NOTE_ANSWER: u16 = 1 << 10;
 /// With the two NICs in three bits each, and five bits of the epoch above them.
@@ -59,6 +62,9 @@ const_assert!(CONTROL_MESSAGE < MAX_COUNTERS);
 /// A slot of a mailbox: `0..MAX_SLOTS`.
 pub type SlotIndex = u8;
 
+/// Which time it is that an end would let a connection go, from 1 on; after 255 it is 0's turn.
+pub type Round = u8;
+
 /// Of what use a connection is to one of its ends, as that end's heartbeats say.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Usage {
@@ -66,9 +72,11 @@ pub enum Usage {
     None,
     /// It has, or is about to.
     Some,
-    /// None for so long that it would let the connection go: it writes nothing until the other end has answered, by
-    /// [`Usage::Some`], or by ending the connection.
-    Over,
+    /// None for so long that it would let the connection go: it writes nothing until the other end has answered this, by
+    /// [`Usage::Stays`] of the same number, or by ending the connection.
+    Over(Round),
+    /// To the other end's [`Usage::Over`] of this number: it is, and stays.
+    Stays(Round),
 }
 
 /// What an immediate of a reserved counter says.
@@ -101,7 +109,7 @@ impl Control {
         match self {
             // Who asks has pieces that it is to post again, or not.
             Self::Message(_) | Self::Credit(_) | Self::Ask { .. } => true,
-            Self::Heartbeat(usage) => matches!(usage, Usage::Some),
+            Self::Heartbeat(usage) => matches!(usage, Usage::Some | Usage::Stays(_)),
             Self::Answer(_) => false,
         }
     }
@@ -123,7 +131,12 @@ impl Control {
             (CONTROL_CREDIT, Some(slot)) => Some(Self::Credit(slot)),
             (CONTROL_NOTE, _) if units == NOTE_HEARTBEAT => Some(Self::Heartbeat(Usage::None)),
             (CONTROL_NOTE, _) if units == NOTE_USED => Some(Self::Heartbeat(Usage::Some)),
-            (CONTROL_NOTE, _) if units == NOTE_PARTING => Some(Self::Heartbeat(Usage::Over)),
+            (CONTROL_NOTE, _) if units & !ROUND_MASK == NOTE_OVER => {
+                Some(Self::Heartbeat(Usage::Over(round(units))))
+            }
+            (CONTROL_NOTE, _) if units & !ROUND_MASK == NOTE_STAYS => {
+                Some(Self::Heartbeat(Usage::Stays(round(units))))
+            }
             (CONTROL_NOTE, _) if units & !NIC_MASK == NOTE_ANSWER => Some(Self::Answer(nic(units))),
             _ => None,
         };
@@ -138,7 +151,10 @@ impl Control {
             Self::Credit(slot) => (CONTROL_CREDIT, 0, slot.into()),
             Self::Heartbeat(Usage::None) => (CONTROL_NOTE, 0, NOTE_HEARTBEAT),
             Self::Heartbeat(Usage::Some) => (CONTROL_NOTE, 0, NOTE_USED),
-            Self::Heartbeat(Usage::Over) => (CONTROL_NOTE, 0, NOTE_PARTING),
+            Self::Heartbeat(Usage::Over(round)) => (CONTROL_NOTE, 0, NOTE_OVER | u16::from(round)),
+            Self::Heartbeat(Usage::Stays(round)) => {
+                (CONTROL_NOTE, 0, NOTE_STAYS | u16::from(round))
+            }
             Self::Answer(of) => (CONTROL_NOTE, 0, NOTE_ANSWER | u16::from(of) & NIC_MASK),
             Self::Ask { from, to, epoch } => {
                 let nics = (u16::from(from) & NIC_MASK) << NIC_BITS | u16::from(to) & NIC_MASK;
@@ -165,6 +181,11 @@ const NIC_MASK: u16 = (1 << NIC_BITS) - 1;
 fn nic(units: u16) -> NicIndex {
     // Three bits.
     (units & NIC_MASK).to_le_bytes()[0]
+}
+
+fn round(units: u16) -> Round {
+    // Eight bits.
+    (units & ROUND_MASK).to_le_bytes()[0]
 }
 
 fn ask(units: u16, epoch_low: u8) -> Option<Control> {

@@ -15,7 +15,7 @@
 //! 2. `Down` is reported exactly once, and nothing is asked for after that report.
 //! 3. A peer is suspected, or lost by silence, only if nothing was heard for the time configured.
 //! 4. It is asked to part only if it was not said to be used for the time configured, and not used any more until it was
-//!    answered ([`Peer::is_parting`]). Whether it parts is the other end's to decide: it alone knows what it is about to do.
+//!    answered ([`Peer::parting`]), that very question. Whether it parts is the other end's to decide: it alone knows what it is about to do.
 //! 5. Calling `handle_timeout` late, or less often, ends in the same machine as calling it on time.
 //! 6. Unless it is `Down`, or the configuration says "never", a timeout lies ahead: all waits end.
 //!
@@ -25,6 +25,7 @@ use core::fmt;
 use core::time::Duration;
 
 use crate::id::{EngineId, NicIndex, Time};
+use crate::mailbox::Round;
 use crate::wire::Refusal;
 
 /// The shortest heartbeat interval: a shorter one is taken for this.
@@ -154,8 +155,9 @@ pub struct Peer {
     heard: Time,
     /// When it was used last; when it was connected, if never. Kept only where that may end it.
     used: Time,
-    /// It is asked to part.
+    /// It is asked to part, and how often it was.
     parting: bool,
+    asked: Round,
     /// When something was sent last; later heartbeats due at whole intervals from there.
     sent: Time,
     heartbeat: bool,
@@ -178,6 +180,7 @@ impl Peer {
             heard: now,
             used: Time::ZERO,
             parting: false,
+            asked: 0,
             sent: now,
             heartbeat: false,
             disconnect: false,
@@ -224,19 +227,30 @@ impl Peer {
         self.heard = self.heard.max(now);
     }
 
-    /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does. Who is asked
-    /// to part is not written to until it has said so.
+    /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does. Whoever is
+    /// asked to part may have done so before it heard of that, so this is no answer.
     pub fn handle_used(&mut self, now: Time) {
         let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
         if is_there && self.config.idle_after < Duration::MAX {
-            (self.used, self.parting) = (self.used.max(now), false);
+            self.used = self.used.max(now);
         }
     }
 
-    /// Whether the peer is asked to part, and has not answered.
+    /// The peer answers that it stays, to what it was asked for the `round`th time. Returns whether it was waited for.
     #[must_use]
-    pub const fn is_parting(&self) -> bool {
-        self.parting
+    pub fn handle_stays(&mut self, now: Time, round: Round) -> bool {
+        let answers = self.parting && round == self.asked;
+        if answers {
+            self.parting = false;
+            self.handle_used(now);
+        }
+        answers
+    }
+
+    /// For the how-manieth time the peer is asked to part, if it is, and has not answered: it is not written to.
+    #[must_use]
+    pub const fn parting(&self) -> Option<Round> {
+        if self.parting { Some(self.asked) } else { None }
     }
 
     /// When it is to be asked to part.
@@ -290,6 +304,7 @@ impl Peer {
                 }
                 if due(self.idle(), now) {
                     (self.parting, self.heartbeat) = (true, true);
+                    self.asked = self.asked.wrapping_add(1);
                 }
                 self.beat(now);
             }
@@ -338,7 +353,7 @@ impl Peer {
     fn go_down(&mut self, reason: DownReason, disconnect: bool) {
         if !matches!(self.state, PeerState::Down(_)) {
             self.state = PeerState::Down(reason);
-            (self.heartbeat, self.parting) = (false, false);
+            (self.heartbeat, self.parting, self.asked) = (false, false, 0);
             self.disconnect = disconnect;
             // No instant matters any more: machines with the same future compare equal.
             (self.heard, self.used, self.sent) = (Time::ZERO, Time::ZERO, Time::ZERO);

@@ -16,7 +16,7 @@ use immwire_core::group::{
 };
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use immwire_core::imm::{Added, Imm, Tally, TallyWriter};
-use immwire_core::mailbox::{self, Geometry, SlotIndex};
+use immwire_core::mailbox::{self, Geometry, Round, SlotIndex};
 use immwire_core::peer::{DownReason, PeerState};
 use immwire_core::plan::{self, ControlWrite, Request as PlanRequest, RunLayout, TargetList as _};
 use immwire_core::receipt::{Epoch, Settlement};
@@ -139,7 +139,7 @@ pub(crate) struct State {
     /// Transfers whose sources wait for streams.
     held: Vec<Submission>,
     /// Peers that ask to part, and are to be answered.
-    pub(crate) partings: Vec<PeerId>,
+    partings: Vec<(PeerId, Round)>,
     /// Paths that broke, and whose pieces may still be staged or parked.
     broken: Vec<(PeerId, Path)>,
     address: NetAddr,
@@ -440,8 +440,8 @@ impl<P: Provider> Engine<P> {
         }
         self.found_again = 0;
         self.state.note_use();
-        while let Some(peer) = self.state.partings.pop() {
-            self.state.group.handle_parting(self.state.now, peer, self.found);
+        while let Some((peer, round)) = self.state.partings.pop() {
+            self.state.group.handle_parting(self.state.now, peer, round, self.found);
         }
     }
 
@@ -1141,6 +1141,12 @@ impl State {
         for link in self.links.iter().flatten().filter(|link| link.has_mail()) {
             self.group.handle_used(link.peer());
         }
+    }
+
+    /// A peer asks to part; it is answered when all is read that it wrote before.
+    pub(crate) fn asked_to_part(&mut self, peer: PeerId, round: Round) {
+        self.partings.retain(|(asking, _)| *asking != peer);
+        self.partings.push((peer, round));
     }
 
     /// Ends what waits for streams.

@@ -373,8 +373,10 @@ impl State {
     pub(crate) fn control_immediate(&mut self, peer: PeerId, control: Control) {
         let fault = match control {
             Control::Heartbeat(usage) => {
-                if usage == Usage::Over && !self.partings.contains(&peer) {
-                    self.partings.push(peer);
+                match usage {
+                    Usage::None | Usage::Some => {}
+                    Usage::Over(round) => self.asked_to_part(peer, round),
+                    Usage::Stays(round) => self.group.handle_stays(self.now, peer, round),
                 }
                 return;
             }

@@ -788,18 +788,13 @@ where
         let Some(entry) = self.peer_entry(peer) else {
             return;
         };
-        let (before, was_parting) = (entry.machine.state(), entry.machine.is_parting());
+        let before = entry.machine.state();
         entry.machine.handle_heard(now);
         if used {
             entry.machine.handle_used(now);
         }
-        let goes_on = was_parting && !entry.machine.is_parting();
-        if goes_on || before != entry.machine.state() {
+        if before != entry.machine.state() {
             self.after_peer_step(now, peer);
-        }
-        if goes_on {
-            // What was submitted meanwhile.
-            self.routes_changed(now, peer.index);
         }
     }
 
@@ -1410,8 +1405,7 @@ where
         if core::mem::take(&mut entry.sent) {
             entry.machine.handle_sent(now);
         }
-        // Who is asked to part has to say first that it does not.
-        if !entry.machine.is_parting() && core::mem::take(&mut entry.used) {
+        if core::mem::take(&mut entry.used) {
             entry.paths.tell_use();
             entry.machine.handle_used(now);
         }

@@ -47,7 +47,7 @@ use super::{
 };
 use crate::id::{MAX_NICS, NicIndex, PeerId, Time, TransferId};
 use crate::imm::Imm;
-use crate::mailbox::{Control, Usage};
+use crate::mailbox::{Control, Round, Usage};
 use crate::peer::DownReason;
 use crate::plan::{Next, PageList, PageRun, TargetList};
 use crate::receipt::{Epoch, SETTLEMENT_BYTES};
@@ -108,6 +108,8 @@ pub(super) struct Paths {
     /// For each NIC of the peer's.
     replies: [Reply; MAX_NICS],
     beat: Beat,
+    /// The last time that the peer asked to part and was told that it is to stay.
+    stayed: Option<Round>,
     receipts: Option<Receipts>,
     /// When the peer is given up for want of a path.
     pathless_until: Time,
@@ -128,6 +130,7 @@ impl Paths {
             asks: [Ask::IDLE; MAX_NICS],
             replies: [Reply::IDLE; MAX_NICS],
             beat: Beat::IDLE,
+            stayed: None,
             receipts: None,
             pathless_until: Time::NEVER,
             last_broken: 0,
@@ -325,12 +328,14 @@ struct Beat {
     in_flight: u8,
     /// The NIC that it was posted on last.
     via: NicIndex,
-    /// The next is to say that the connection was used.
+    /// The next is to say that the connection was used,
     used: bool,
+    /// or, before that, that it stays, to what the peer asked.
+    stays: Option<Round>,
 }
 
 impl Beat {
-    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC, used: false };
+    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC, used: false, stays: None };
 
     /// Wants one more, unless enough are under way to tell.
     fn repeat(&mut self) {
@@ -552,19 +557,30 @@ where
         self.count_notes(peer.index);
     }
 
-    /// The peer asks to part ([`Usage::Over`]): it writes nothing until it is answered. All that it wrote before has been reported,
-    /// or the connection is of `use` all the same. It is ended, if it is not: with [`Event::Disconnect`]. O(transfers).
-    pub fn handle_parting(&mut self, now: Time, peer: PeerId, used: bool) {
+    /// The peer asks to part, for the `round`th time ([`Usage::Over`]): it writes nothing until this is answered. All that it wrote before has
+    /// been reported, unless the connection is `used` all the same. If it is not, here either, it is ended, with [`Event::Disconnect`];
+    /// else the peer is told, and the same question has the same answer from then on: it may come late. O(transfers).
+    pub fn handle_parting(&mut self, now: Time, peer: PeerId, round: Round, used: bool) {
         let used = used || self.any_goes_to(peer);
         let Some(entry) = self.peer_entry(peer).filter(|entry| entry.is_usable()) else {
             return;
         };
-        if used || entry.used || entry.paths.beat.used {
-            entry.paths.tell_use();
-            entry.paths.beat.repeat();
+        let paths = &mut entry.paths;
+        if used || entry.used || paths.beat.used || paths.stayed == Some(round) {
+            (paths.stayed, paths.beat.stays) = (Some(round), Some(round));
+            paths.beat.repeat();
             self.count_notes(peer.index);
         } else {
             self.remove_peer(now, peer, DownReason::Idle);
+        }
+    }
+
+    /// The peer answers that it stays ([`Usage::Stays`]): what was submitted since it was asked goes to it.
+    pub fn handle_stays(&mut self, now: Time, peer: PeerId, round: Round) {
+        let entry = self.peer_entry(peer);
+        if entry.is_some_and(|entry| entry.machine.handle_stays(now, round)) {
+            self.after_peer_step(now, peer);
+            self.routes_changed(now, peer.index);
         }
     }
 
@@ -1092,12 +1108,11 @@ impl PeerEntry {
         if posted.is_none() && beat.pending && (beat.via != nic || !others) {
             (beat.pending, beat.via) = (false, nic);
             beat.in_flight = beat.in_flight.saturating_add(1);
-            let usage = if self.machine.is_parting() {
-                Usage::Over
-            } else if core::mem::take(&mut beat.used) {
-                Usage::Some
-            } else {
-                Usage::None
+            let usage = match (beat.stays.take(), self.machine.parting()) {
+                (Some(round), _) => Usage::Stays(round),
+                (None, Some(round)) => Usage::Over(round),
+                (None, None) if core::mem::take(&mut beat.used) => Usage::Some,
+                (None, None) => Usage::None,
             };
             posted = Some(work(Note::Beat, Control::Heartbeat(usage)));
         }

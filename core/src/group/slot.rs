@@ -436,7 +436,7 @@ impl PeerEntry {
     /// Whether pieces of transfers may be posted to it.
     #[inline]
     pub(super) fn is_open(&self) -> bool {
-        self.is_usable() && !self.machine.is_parting()
+        self.is_usable() && self.machine.parting().is_none()
     }
 
     /// Whether pieces may be posted to it, notes among them.

@@ -2294,14 +2294,14 @@ fn a_peer_that_is_not_used_is_asked_to_part() {
     let (mut world, peer) = idle_world();
     assert_eq!(beats(&mut world, 0..7), [None; 3]);
     let mut heard = world.clone();
-    assert_eq!(beats(&mut world, 7..11), [Over; 3]);
+    assert_eq!(beats(&mut world, 7..11), [Over(1); 3]);
     heard.group.handle_heard(heard.now, peer, false);
-    assert_eq!(beats(&mut heard, 7..8), [Over], "a heartbeat is no use");
+    assert_eq!(beats(&mut heard, 7..8), [Over(1)], "a heartbeat is no use");
 
     let (mut world, _) = idle_world();
     world.group.handle_heard(Time::ZERO.after(Duration::from_millis(6)), peer, true);
     assert_eq!(beats(&mut world, 0..13), [None; 6]);
-    assert_eq!(beats(&mut world, 13..14), [Over]);
+    assert_eq!(beats(&mut world, 13..14), [Over(1)]);
 
     // Bytes of which the peer hears nothing: in flight, completed, and no more.
     let (mut world, _) = idle_world();
@@ -2311,7 +2311,7 @@ fn a_peer_that_is_not_used_is_asked_to_part() {
     assert_eq!(beats(&mut world, 0..20), [Some; 9]);
     world.group.handle_completion(world.now, 0, piece.token, Err(WorkError::LocalAccess));
     assert_eq!(beats(&mut world, 20..27), [Some, None, None, None]);
-    assert_eq!(beats(&mut world, 27..28), [Over]);
+    assert_eq!(beats(&mut world, 27..28), [Over(1)]);
 
     // Not posted yet.
     let (mut world, _) = idle_world();
@@ -2340,8 +2340,12 @@ fn who_is_asked_to_part_is_not_written_to() {
         assert!(!stays.clone().apply(Do::Express(Kind::Tiny, 0)));
         let mut parts = stays.clone();
         // However often the clock is looked at.
-        assert!(beats(&mut stays, 8..12).iter().all(|usage| *usage == Usage::Over));
+        assert!(beats(&mut stays, 8..12).iter().all(|usage| *usage == Usage::Over(1)));
+        // It may have written before it was asked, or answer what it was asked before.
         stays.group.handle_heard(stays.now, peer, true);
+        stays.group.handle_stays(stays.now, peer, 0);
+        assert!(!stays.apply(Do::Post(0)) && stays.posted.is_empty(), "{kind:?}");
+        stays.group.handle_stays(stays.now, peer, 1);
         assert!(stays.apply(Do::Post(0)), "{kind:?}");
 
         parts.group.handle_disconnected(parts.now, peer, DownReason::Disconnected);
@@ -2359,27 +2363,34 @@ fn who_is_asked_to_part_is_not_written_to() {
 /// Who asks is let go if the connection is of no use here either; else it is told so.
 #[test]
 fn who_asks_to_part_is_told_if_it_is_used() {
-    let stays = |world: &mut World, peer, used| {
-        world.group.handle_parting(world.now, peer, used);
+    let stays = |world: &mut World, peer, round, used| {
+        world.group.handle_parting(world.now, peer, round, used);
         assert_eq!(world.group.peer_state(peer), Some(PeerState::Up));
-        let said = world.group.poll_work(0).unwrap().imm.unwrap();
-        assert_eq!(said.bits(), Control::Heartbeat(Usage::Some).encode());
+        let work = world.group.poll_work(0).unwrap();
+        assert!(world.group.handle_completion(world.now, 0, work.token, Ok(())));
+        let said = Control::Heartbeat(Usage::Stays(round)).encode();
+        assert_eq!(work.imm.map(Imm::bits), Some(said));
     };
     let (world, peer) = idle_world();
-    stays(&mut world.clone(), peer, true);
     let mut used = world.clone();
     used.group.handle_used(peer);
-    stays(&mut used, peer, false);
+    stays(&mut used, peer, 3, false);
     let mut submitted = world.clone();
     assert!(submitted.apply(Do::Submit(Kind::Imm, 0)));
-    stays(&mut submitted, peer, false);
+    stays(&mut submitted, peer, 3, false);
     let mut done = world.clone();
     assert!(done.apply(Do::Submit(Kind::Imm, 0)) && done.apply(Do::Post(0)));
     assert!(done.apply(Do::Complete(0)));
-    stays(&mut done, peer, false);
+    stays(&mut done, peer, 3, false);
+    // What it was told once it is told again, used or not, and however late it asks.
+    let mut told = world.clone();
+    stays(&mut told, peer, 3, true);
+    stays(&mut told, peer, 3, false);
+    told.group.handle_parting(told.now, peer, 4, false);
+    assert_ne!(told.group.peer_state(peer), Some(PeerState::Up));
 
     let mut unused = world;
-    unused.group.handle_parting(unused.now, peer, false);
+    unused.group.handle_parting(unused.now, peer, 3, false);
     let state = PeerState::Down(DownReason::Idle);
     let told: Vec<_> = core::iter::from_fn(|| unused.group.poll_event()).collect();
     assert_eq!(told, [Event::Disconnect { peer }, Event::Peer { peer, state }]);

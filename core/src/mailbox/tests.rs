@@ -20,8 +20,13 @@ fn control_immediates_are_those_and_no_others() {
         known.insert((16383 << 18) | u32::from(slot), Control::Message(slot));
         known.insert((16382 << 18) | u32::from(slot), Control::Credit(slot));
     }
-    for (units, usage) in [(1, Usage::None), (2, Usage::Some), (3, Usage::Over)] {
+    for (units, usage) in [(1, Usage::None), (2, Usage::Some)] {
         known.insert((16381 << 18) | units, Control::Heartbeat(usage));
+    }
+    for round in 0..=255 {
+        let [over, stays] = [Usage::Over(round), Usage::Stays(round)].map(Control::Heartbeat);
+        known.insert((16381 << 18) | 0x100 | u32::from(round), over);
+        known.insert((16381 << 18) | 0x200 | u32::from(round), stays);
     }
     for of in 0..8 {
         known.insert((16381 << 18) | 1 << 10 | u32::from(of), Control::Answer(of));
@@ -55,7 +60,8 @@ fn what_keeps_a_connection_is_no_use_of_it() {
         (Control::Credit(63), true),
         (Control::Heartbeat(Usage::Some), true),
         (Control::Heartbeat(Usage::None), false),
-        (Control::Heartbeat(Usage::Over), false),
+        (Control::Heartbeat(Usage::Over(1)), false),
+        (Control::Heartbeat(Usage::Stays(1)), true),
         (Control::Ask { from, to, epoch }, true),
         (Control::Answer(7), false),
     ] {

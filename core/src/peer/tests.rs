@@ -43,16 +43,18 @@ enum Event {
     Connected,
     Heard,
     Used,
+    Stays,
     Sent,
     Timeout,
     Disconnected,
     Close,
 }
 
-const EVENTS: [Event; 7] = [
+const EVENTS: [Event; 8] = [
     Event::Connected,
     Event::Heard,
     Event::Used,
+    Event::Stays,
     Event::Sent,
     Event::Timeout,
     Event::Disconnected,
@@ -64,6 +66,10 @@ fn apply(peer: &mut Peer, limits: Limits, event: Event, now: u64) {
         Event::Connected => peer.handle_connected(ms(limits.asked), at(now)),
         Event::Heard => peer.handle_heard(at(now)),
         Event::Used => peer.handle_used(at(now)),
+        Event::Stays => {
+            let answers = peer.parting().is_some_and(|round| peer.handle_stays(at(now), round));
+            assert!(answers || !peer.handle_stays(at(now), 1));
+        }
         Event::Sent => peer.handle_sent(at(now)),
         Event::Timeout => peer.handle_timeout(at(now)),
         Event::Disconnected => peer.handle_disconnected(DownReason::Disconnected),
@@ -119,7 +125,8 @@ fn parting_by_record(limits: Limits, record: &[(Event, u64)]) -> bool {
     let (mut used, mut asked) = (record[first].1, false);
     for (event, now) in &record[first + 1..] {
         match event {
-            Event::Used => (used, asked) = (*now, false),
+            Event::Used => used = *now,
+            Event::Stays if asked => (used, asked) = (*now, false),
             Event::Timeout => asked |= *now >= used.saturating_add(idle),
             _ => {}
         }
@@ -202,7 +209,7 @@ impl Walk {
         }
         let asked = |record| parting_by_record(self.limits, record);
         let asks = asked(record) && !asked(&record[..record.len() - 1]);
-        assert_eq!(peer.is_parting(), !down && asked(record), "{record:?}");
+        assert_eq!(peer.parting().is_some(), !down && asked(record), "{record:?}");
         if !down && (asks || heartbeat_by_record(self.limits, record)) {
             expected.push(Action::SendHeartbeat);
         }
@@ -343,6 +350,28 @@ fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
     assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
 }
 
+/// Each time it is asked it is another question, and an answer to one before is none.
+#[test]
+fn what_was_asked_before_is_not_answered_late() {
+    let limits =
+        Limits { heartbeat: 1, asked: 1, suspect: FOREVER, down: FOREVER, connect: 3, idle: 2 };
+    let mut peer = Peer::accepted(limits.config(), ms(1), at(0));
+    let mut now = 0;
+    for time in 1..600_u64 {
+        assert_eq!(peer.parting(), None);
+        now += 2;
+        peer.handle_timeout(at(now));
+        let round = u8::try_from(time % 256).unwrap();
+        assert_eq!(peer.parting(), Some(round));
+        for other in (0..=255).filter(|other| *other != round) {
+            assert!(!peer.handle_stays(at(now), other));
+        }
+        peer.handle_used(at(now));
+        assert_eq!(peer.parting(), Some(round), "use is no answer");
+        assert!(peer.handle_stays(at(now), round) && !peer.handle_stays(at(now), round));
+    }
+}
+
 /// An engine that slept hears first and then looks at the clock: nobody is lost by its sleep.
 #[test]
 fn what_came_during_our_own_sleep_is_a_sign_of_life() {
@@ -443,6 +472,7 @@ proptest! {
                 Event::Connected => peer.handle_connected(asked, now),
                 Event::Heard => peer.handle_heard(now),
                 Event::Used => peer.handle_used(now),
+                Event::Stays => drop(peer.handle_stays(now, 1)),
                 Event::Sent => peer.handle_sent(now),
                 Event::Timeout => {
                     peer.handle_timeout(now);

@@ -67,7 +67,7 @@ fn main() -> std::io::Result<()> {
     none.truncate(18);
     (none[6], none[17]) = (18, 0);
     write("net_addr", "without-nics", &none)?;
-    let beats = [Usage::None, Usage::Some, Usage::Over].map(Control::Heartbeat);
+    let beats = [Usage::None, Usage::Some, Usage::Over(1), Usage::Stays(1)].map(Control::Heartbeat);
     let controls = [Control::Message(3), Control::Credit(63)].into_iter().chain(beats);
     let bits: Vec<u8> =
         controls.flat_map(|control| control.encode().to_le_bytes()).collect();

@@ -261,9 +261,10 @@ extern "C" fn hp_peer_heard(peer: &mut Peer, now: &Time) {
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hp_peer_used(peer: &mut Peer, now: &Time, parting: &mut bool) {
-    *parting = peer.is_parting();
+extern "C" fn hp_peer_used(peer: &mut Peer, now: &Time, parting: &mut Option<u8>) -> bool {
+    *parting = peer.parting();
     peer.handle_used(*now);
+    parting.is_some_and(|round| peer.handle_stays(*now, round))
 }
 
 #[unsafe(no_mangle)]
