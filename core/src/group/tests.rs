@@ -4,6 +4,8 @@
 //! invariants of the module: it paints the bytes that arrived, counts what is in flight, and knows of
 //! each transfer whether anything of it may still be posted.
 
+mod parting;
+
 use std::collections::HashSet;
 use std::hash::{Hash, Hasher};
 use std::vec;
