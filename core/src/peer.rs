@@ -276,8 +276,7 @@ impl Peer {
 
     /// The connection is gone, or never came to be.
     pub fn handle_disconnected(&mut self, reason: DownReason) {
-        let agreed = self.parting && reason == DownReason::Disconnected;
-        self.go_down(if agreed { DownReason::Idle } else { reason }, false);
+        self.go_down(reason, false);
     }
 
     /// We end the connection: the caller is asked to cut it.
@@ -352,7 +351,8 @@ impl Peer {
 
     fn go_down(&mut self, reason: DownReason, disconnect: bool) {
         if !matches!(self.state, PeerState::Down(_)) {
-            self.state = PeerState::Down(reason);
+            let agreed = self.parting && reason == DownReason::Disconnected;
+            self.state = PeerState::Down(if agreed { DownReason::Idle } else { reason });
             (self.heartbeat, self.parting, self.asked) = (false, false, 0);
             self.disconnect = disconnect;
             // No instant matters any more: machines with the same future compare equal.

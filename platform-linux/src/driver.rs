@@ -116,8 +116,8 @@ pub(crate) struct Engine<P: Provider> {
     was_busy: bool,
     /// The last poll of the provider found something: there may be more of it.
     found: bool,
-    /// Steps in which it always did, while a peer asked to part.
-    found_again: u32,
+    /// Steps since a peer has asked to part.
+    parting: u32,
 }
 
 /// Everything but the provider, which reports here while it is borrowed.
@@ -139,7 +139,7 @@ pub(crate) struct State {
     /// Transfers whose sources wait for streams.
     held: Vec<Submission>,
     /// Peers that ask to part, and are to be answered.
-    partings: Vec<(PeerId, Round)>,
+    partings: Vec<Asking>,
     /// Paths that broke, and whose pieces may still be staged or parked.
     broken: Vec<(PeerId, Path)>,
     address: NetAddr,
@@ -175,8 +175,17 @@ pub(crate) struct Submission {
     pub(crate) behind: u64,
 }
 
-/// Polls that find something, one after the other, while a peer waits to be let go.
-const POLLS_BEFORE_PARTING: u32 = 256;
+/// Steps in which all that came before cannot be known to be read, or something of ours is in flight, while a peer waits to be let go.
+const STEPS_BEFORE_PARTING: u32 = 256;
+
+/// A peer that asks to part.
+#[derive(Debug, Clone, Copy)]
+struct Asking {
+    peer: PeerId,
+    round: Round,
+    /// It was of use when the question came.
+    used: bool,
+}
 
 /// One step at a time, whatever the provider.
 pub(crate) trait Drive: Send {
@@ -250,7 +259,7 @@ impl<P: Provider> Engine<P> {
         let together = |nic: usize| provider.nics().get(nic).map_or(1, |nic| nic.limits.together);
         let together = std::array::from_fn(together);
         let (next_sweep, looked) = (Time::ZERO, state.now);
-        let (steps, was_busy, found, found_again) = (0, false, false, 0);
+        let (steps, was_busy, found, parting) = (0, false, false, 0);
         Self {
             provider,
             state,
@@ -263,7 +272,7 @@ impl<P: Provider> Engine<P> {
             looked,
             was_busy,
             found,
-            found_again,
+            parting,
         }
     }
 
@@ -431,17 +440,22 @@ impl<P: Provider> Engine<P> {
         any
     }
 
-    /// Answers peers that ask to part. What they wrote before is counted first: all of it is when a poll finds nothing. Where each finds
-    /// something, of whomever, they are to stay.
+    /// Answers peers that ask to part. What they wrote before is counted first: all of it is when a poll finds nothing. Nor is anything of
+    /// ours in flight, a heartbeat say, when a connection ends: some transports have more to do then. Where that does not come to be, they
+    /// are to stay.
     fn part(&mut self) {
-        self.found_again += 1;
-        if self.found && self.found_again < POLLS_BEFORE_PARTING {
+        self.parting += 1;
+        let nics = 0..u8::try_from(self.provider.nics().len()).unwrap_or(u8::MAX);
+        let group = &self.state.group;
+        let is_quiet = |it: &Asking| nics.clone().all(|nic| group.in_flight(it.peer, nic) == 0);
+        let is_ready = !self.found && self.state.partings.iter().all(is_quiet);
+        if !is_ready && self.parting < STEPS_BEFORE_PARTING {
             return;
         }
-        self.found_again = 0;
+        self.parting = 0;
         self.state.note_use();
-        while let Some((peer, round)) = self.state.partings.pop() {
-            self.state.group.handle_parting(self.state.now, peer, round, self.found);
+        while let Some(Asking { peer, round, used }) = self.state.partings.pop() {
+            self.state.group.handle_parting(self.state.now, peer, round, used || !is_ready);
         }
     }
 
@@ -586,6 +600,7 @@ impl<P: Provider> Engine<P> {
             return Err(ConnectError::Myself.into());
         }
         if let Some(peer) = self.state.live_peer(engine) {
+            self.state.group.handle_used(peer);
             return Ok(peer);
         }
         let nics = self.provider.nics_at(address);
@@ -1145,8 +1160,9 @@ impl State {
 
     /// A peer asks to part; it is answered when all is read that it wrote before.
     pub(crate) fn asked_to_part(&mut self, peer: PeerId, round: Round) {
-        self.partings.retain(|(asking, _)| *asking != peer);
-        self.partings.push((peer, round));
+        let used = self.group.is_used(peer);
+        self.partings.retain(|asking| asking.peer != peer);
+        self.partings.push(Asking { peer, round, used });
     }
 
     /// Ends what waits for streams.

@@ -167,7 +167,8 @@ pub(crate) fn close_all(py: Python<'_>) {
 ///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
 /// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
 /// - ``idle_after``: seconds after which a peer is asked to end the connection, if neither end has used it: its place is free for others then,
-///   and it can be added again. Unless told, never. Who only waits for a count does not use it.
+///   and it can be added again. Unless told, never. Who only waits for a count does not use it;
+///   ranks of an ``AllToAll`` that were let go are left out of it for good.
 /// - ``mailbox_slots``, ``mailbox_slot_bytes``: how messages of each peer are kept.
 /// - ``latency_bytes``: single writes up to this size overtake bulk transfers.
 /// - ``foreign_path``: how ``"shm"`` writes to memory that was registered: ``"auto"``, ``"kernel"`` or

@@ -735,8 +735,10 @@ where
             abort_wanted: false,
             sent: false,
             used: false,
+            heard_use: false,
             stopped: false,
             pathless: false,
+            withheld: false,
             paths: Paths::new(unreached),
         });
         entry.set_nics(nics, &own);
@@ -790,9 +792,7 @@ where
         };
         let before = entry.machine.state();
         entry.machine.handle_heard(now);
-        if used {
-            entry.machine.handle_used(now);
-        }
+        entry.heard_use |= used;
         if before != entry.machine.state() {
             self.after_peer_step(now, peer);
         }
@@ -1405,9 +1405,12 @@ where
         if core::mem::take(&mut entry.sent) {
             entry.machine.handle_sent(now);
         }
+        // From now on: the clock may not have been looked at since.
+        if core::mem::take(&mut entry.heard_use) | entry.used {
+            entry.machine.handle_used(now);
+        }
         if core::mem::take(&mut entry.used) {
             entry.paths.tell_use();
-            entry.machine.handle_used(now);
         }
         entry.machine.handle_timeout(now);
         self.after_peer_step(now, peer);
@@ -1609,6 +1612,7 @@ where
         let Some(entry) = self.peer_entry(peer) else {
             return;
         };
+        entry.withhold();
         let timeout = entry.machine.next_timeout();
         let state = entry.machine.state();
         self.next_timeout = self.next_timeout.min(timeout);

@@ -330,12 +330,20 @@ struct Beat {
     via: NicIndex,
     /// The next is to say that the connection was used,
     used: bool,
-    /// or, before that, that it stays, to what the peer asked.
+    /// and the last said so, which the peer may not have heard.
+    told: bool,
+    /// Before that, that it stays: to what the peer asked.
     stays: Option<Round>,
 }
 
 impl Beat {
-    const IDLE: Self = Self { pending: false, in_flight: 0, via: NO_NIC, used: false, stays: None };
+    const IDLE: Self =
+        Self { pending: false, in_flight: 0, via: NO_NIC, used: false, told: false, stays: None };
+
+    /// The connection was used, and the peer need not know of it.
+    const fn is_use_news(&self) -> bool {
+        self.used || self.told
+    }
 
     /// Wants one more, unless enough are under way to tell.
     fn repeat(&mut self) {
@@ -566,13 +574,22 @@ where
             return;
         };
         let paths = &mut entry.paths;
-        if used || entry.used || paths.beat.used || paths.stayed == Some(round) {
-            (paths.stayed, paths.beat.stays) = (Some(round), Some(round));
+        // That question, or one before: its asker has gone on since.
+        let stayed = paths.stayed.filter(|stayed| stayed.wrapping_sub(round) <= Round::MAX / 2);
+        if used || entry.used || paths.beat.is_use_news() || stayed.is_some() {
+            (paths.stayed, paths.beat.stays) = (stayed.or(Some(round)), Some(round));
             paths.beat.repeat();
             self.count_notes(peer.index);
         } else {
             self.remove_peer(now, peer, DownReason::Idle);
         }
+    }
+
+    /// Whether the connection is of use to this end, or was since a heartbeat that the peer has heard of. O(transfers).
+    #[must_use]
+    pub fn is_used(&self, peer: PeerId) -> bool {
+        let is_news = |entry: &PeerEntry| entry.used || entry.paths.beat.is_use_news();
+        self.any_goes_to(peer) || self.view().entry(peer).is_some_and(is_news)
     }
 
     /// The peer answers that it stays ([`Usage::Stays`]): what was submitted since it was asked goes to it.
@@ -1114,6 +1131,7 @@ impl PeerEntry {
                 (None, None) if core::mem::take(&mut beat.used) => Usage::Some,
                 (None, None) => Usage::None,
             };
+            beat.told = usage == Usage::Some;
             posted = Some(work(Note::Beat, Control::Heartbeat(usage)));
         }
         // When the next heartbeat is due follows from when this one was.

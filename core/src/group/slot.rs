@@ -387,10 +387,14 @@ pub(super) struct PeerEntry {
     pub(super) sent: bool,
     /// It was of use since the last timeout: a piece of a transfer to it has completed.
     pub(super) used: bool,
+    /// The same of the peer, by what has come of it.
+    pub(super) heard_use: bool,
     /// The platform holds no connection to it any more, or was told to drop it.
     pub(super) stopped: bool,
     /// Every path to it over our usable NICs is broken: nothing is posted until one is back.
     pub(super) pathless: bool,
+    /// That, or it is asked to part: nothing of transfers is posted.
+    pub(super) withheld: bool,
     pub(super) paths: Paths,
 }
 
@@ -418,6 +422,12 @@ impl PeerEntry {
         // Without any path, transfers are planned for when one is back.
         self.routes = whole.or_else(|| Routes::avoiding(own, nics, &self.paths.unreached));
         self.pathless = whole.is_none() && self.routes.is_some();
+        self.withhold();
+    }
+
+    /// After a change of what [`PeerEntry::is_open`] follows from.
+    pub(super) const fn withhold(&mut self) {
+        self.withheld = self.pathless || self.machine.parting().is_some();
     }
 
     /// Its NICs that can be used, a bit for each.
@@ -436,7 +446,7 @@ impl PeerEntry {
     /// Whether pieces of transfers may be posted to it.
     #[inline]
     pub(super) fn is_open(&self) -> bool {
-        self.is_usable() && self.machine.parting().is_none()
+        matches!(self.machine.state(), PeerState::Up | PeerState::Suspect) && !self.withheld
     }
 
     /// Whether pieces may be posted to it, notes among them.

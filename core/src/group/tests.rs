@@ -2301,8 +2301,10 @@ fn a_peer_that_is_not_used_is_asked_to_part() {
     assert_eq!(beats(&mut heard, 7..8), [Over(1)], "a heartbeat is no use");
 
     let (mut world, _) = idle_world();
-    world.group.handle_heard(Time::ZERO.after(Duration::from_millis(6)), peer, true);
-    assert_eq!(beats(&mut world, 0..13), [None; 6]);
+    assert_eq!(beats(&mut world, 0..6), [None; 2]);
+    // It is used when that is looked at, whatever the time was when it came.
+    world.group.handle_heard(Time::ZERO, peer, true);
+    assert_eq!(beats(&mut world, 6..13), [None; 4]);
     assert_eq!(beats(&mut world, 13..14), [Over(1)]);
 
     // Bytes of which the peer hears nothing: in flight, completed, and no more.
@@ -2388,8 +2390,27 @@ fn who_asks_to_part_is_told_if_it_is_used() {
     let mut told = world.clone();
     stays(&mut told, peer, 3, true);
     stays(&mut told, peer, 3, false);
-    told.group.handle_parting(told.now, peer, 4, false);
-    assert_ne!(told.group.peer_state(peer), Some(PeerState::Up));
+    for late in [2, 0, 255, 3 + 129] {
+        stays(&mut told, peer, late, false);
+        stays(&mut told, peer, 3, false);
+    }
+    for next in [4, 3 + 128] {
+        let mut told = told.clone();
+        told.group.handle_parting(told.now, peer, next, false);
+        assert_ne!(told.group.peer_state(peer), Some(PeerState::Up), "{next}");
+    }
+    // It has said that the connection was used, and need not have been heard.
+    let mut said = world.clone();
+    said.group.handle_used(peer);
+    assert_eq!(beats(&mut said, 0..3), [Usage::Some]);
+    assert!(said.group.is_used(peer));
+    stays(&mut said, peer, 3, false);
+    let mut said = world.clone();
+    said.group.handle_used(peer);
+    assert_eq!(beats(&mut said, 0..5), [Usage::Some, Usage::None]);
+    assert!(!said.group.is_used(peer));
+    said.group.handle_parting(said.now, peer, 3, false);
+    assert_ne!(said.group.peer_state(peer), Some(PeerState::Up));
 
     let mut unused = world;
     unused.group.handle_parting(unused.now, peer, 3, false);

@@ -936,7 +936,18 @@ impl VerbsProvider {
             return;
         };
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
-        let Some(session) = session.filter(|session| !session.is_leaving()) else { return };
+        let Some(session) = session else { return };
+        if session.is_leaving() {
+            // What the peer wrote before it left may be read after that: another NIC has it. The engine does not know yet that it is gone.
+            let is_counted = session.life.reason().is_some()
+                && matches!(role, Role::Inlet { .. })
+                && (done.status, done.opcode)
+                    == (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV_RDMA_WITH_IMM);
+            if is_counted {
+                sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
+            }
+            return;
+        }
         if matches!(role, Role::OldLine { .. }) {
             return;
         }

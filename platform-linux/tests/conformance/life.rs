@@ -27,6 +27,10 @@ pub const TESTS: &[Test] = &[
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
 
+/// Where memory of a process that does not run is written all the same, over several NICs.
+pub const TOO_LATE: &[Test] =
+    &[("counted_when_the_writer_is_gone", Spread::Once, counted_when_the_writer_is_gone)];
+
 /// Threads, and what each open file is.
 type Census = (u64, Vec<String>);
 
@@ -470,6 +474,31 @@ fn parting_loses_nothing(case: &Case) {
 
 fn is_idle(state: PeerState) -> bool {
     state == PeerState::Down(DownReason::Idle)
+}
+
+/// Of whoever runs its engine itself, and looks at it too late: all that a peer had done before it left is counted, whichever NIC it came by.
+fn counted_when_the_writer_is_gone(case: &Case) {
+    for round in 0..6 {
+        let me = Host::new(&Setup { motor: Motor::Polled, ..case.setup(4) });
+        let mut other = case.bare_agent("gone");
+        other.build(&case.setup(4));
+        let peer = other.peer(&me, me.engine.address());
+        let counter = me.engine.counter().expect("a counter");
+        let (peer, tag) = (plain(peer), counter.tag().bits());
+        // The paths are there.
+        for _ in 0..8 {
+            let end = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
+            assert_eq!(end, Say::Text("Done".into()));
+        }
+        assert_eq!(me.count(&counter, 8, patience()), Ok(()));
+        for _ in 0..12 {
+            other.post(Ask::Imm { peer, tag, writes: 1 });
+            assert_eq!(other.answer(None), Say::Text("Done".into()));
+        }
+        other.post(Ask::Drop);
+        assert_eq!(other.answer(None), Say::Fine);
+        assert_eq!(me.count(&counter, 12, patience()), Ok(()), "round {round}");
+    }
 }
 
 /// Engines that sleep are woken by whatever there is to do. A lost wake-up is made good after a second, and

@@ -676,6 +676,9 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         Some(false) => modules.extend([faults::NOT_WRITTEN_WHILE_STOPPED, replacing::TESTS]),
         None => {}
     }
+    if facts.several_nics && facts.writes_into_the_stopped == Some(true) {
+        modules.push(life::TOO_LATE);
+    }
     if facts.several_nics {
         modules.push(faults::WITH_SEVERAL_NICS);
     }
