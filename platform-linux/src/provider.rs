@@ -242,7 +242,8 @@ pub trait Sink {
     /// A connection that was started is up.
     fn connected(&mut self, peer: PeerId, hello: &Hello);
 
-    /// A connection was lost, or never came to be. What was in flight has been reported.
+    /// A connection was lost, or never came to be. What was in flight has been reported, and all immediates of writes that the
+    /// peer had done, if it left by itself.
     fn disconnected(&mut self, peer: PeerId, reason: DownReason);
 
     /// One of our NICs was lost, or is back. Its paths are reported one by one.
