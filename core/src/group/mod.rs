@@ -800,23 +800,16 @@ where
 
     /// The connection is of use for what the group does not know of, of ours or of the peer's.
     pub fn handle_used(&mut self, peer: PeerId) {
-        if let Some(entry) = self.peer_entry(peer) {
-            entry.used = true;
-        }
+        set_used(self.peers.as_mut(), peer);
     }
 
     /// As [`DomainGroup::handle_used`], for whomever a request goes to that is yet to be submitted. O(targets).
     pub fn handle_awaited(&mut self, request: &Checked<P, T>) {
         let peers = self.peers.as_mut();
-        let mark = |peer: PeerId, _: Option<&MrDesc>| {
-            let slot = peers.get_mut(usize::from(peer.index));
-            let slot = slot.filter(|slot| slot.generation == peer.generation);
-            if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) {
-                entry.used = true;
-            }
+        let _ = each_peer(request.request(), |peer, _| {
+            set_used(peers, peer);
             Ok::<_, core::convert::Infallible>(())
-        };
-        let _ = each_peer(request.request(), mark);
+        });
     }
 
     /// Whether any transfer that has not ended goes there. O(transfers).
@@ -1381,13 +1374,7 @@ where
     fn note_use(&mut self) {
         let peers = self.peers.as_mut();
         for active in self.transfers.as_ref().iter().filter_map(TransferSlot::active_ref) {
-            active.plan.each_peer(|peer| {
-                let slot = peers.get_mut(usize::from(peer.index));
-                let slot = slot.filter(|slot| slot.generation == peer.generation);
-                if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) {
-                    entry.used = true;
-                }
-            });
+            active.plan.each_peer(|peer| set_used(peers, peer));
         }
     }
 
@@ -1884,6 +1871,15 @@ fn set_place<P, T>(slots: &mut [TransferSlot<P, T>], index: u16, nic: usize, pla
     let active = slots.get_mut(usize::from(index)).and_then(TransferSlot::active);
     if let Some(current) = active.and_then(|active| active.place.get_mut(nic)) {
         *current = place;
+    }
+}
+
+/// Notes that a connection is of use to this end.
+fn set_used(peers: &mut [PeerSlot], peer: PeerId) {
+    let slot = peers.get_mut(usize::from(peer.index));
+    let slot = slot.filter(|slot| slot.generation == peer.generation);
+    if let Some(entry) = slot.and_then(|slot| slot.entry.as_mut()) {
+        entry.used = true;
     }
 }
 
