@@ -1362,8 +1362,12 @@ where
         }
         self.next_timeout = Time::NEVER;
         self.note_use();
+        let beats = self.peers.as_ref().iter().any(|slot| {
+            let entry = slot.entry.as_ref();
+            entry.is_some_and(|entry| !entry.sent && entry.machine.is_beat_due(now))
+        });
         for index in 0..self.peers.as_ref().len() {
-            self.peer_timeout(now, index_of(index));
+            self.peer_timeout(now, index_of(index), beats);
         }
         for index in 0..self.transfers.as_ref().len() {
             self.transfer_timeout(now, index_of(index));
@@ -1378,7 +1382,8 @@ where
         }
     }
 
-    fn peer_timeout(&mut self, now: Time, index: u16) {
+    /// `beats` tells that the heartbeat of some peer goes now.
+    fn peer_timeout(&mut self, now: Time, index: u16, beats: bool) {
         let Some(slot) = self.peers.as_mut().get_mut(usize::from(index)) else {
             return;
         };
@@ -1400,6 +1405,9 @@ where
             entry.paths.tell_use();
         }
         entry.machine.handle_timeout(now);
+        if beats {
+            entry.machine.beat_along(now);
+        }
         self.after_peer_step(now, peer);
         let paths = self.paths_timeout(now, peer);
         if let Some(entry) = self.peer_entry(peer) {

@@ -2253,6 +2253,52 @@ fn bytes_alone_do_not_stand_for_a_heartbeat() {
     }
 }
 
+/// Whenever peers came, those within an eighth of an interval of each other are soon written to at one instant, and nobody
+/// waits longer than the interval. What was posted since stands for a heartbeat, and none goes along with it.
+#[test]
+fn heartbeats_of_many_peers_go_together() {
+    let ms = |count| Duration::from_millis(count);
+    let liveness = LivenessConfig { heartbeat: ms(16), ..NEVER };
+    let config = GroupConfig { liveness, ..config(SMALL) };
+    let run = |came: [u64; 3], written: usize| {
+        let mut world = World::with(Setup { peers: 3, ..SMALL }, config);
+        let ids: Vec<_> = (0..3).map(|at| world.live(at).unwrap()).collect();
+        for (at, slot) in world.group.peers.iter_mut().enumerate() {
+            let entry = slot.entry.as_mut().unwrap();
+            entry.machine.handle_sent(Time::ZERO.after(ms(came[at])));
+            entry.sent = at < written;
+        }
+        let mut beats = [const { Vec::new() }; 3];
+        world.group.next_timeout = Time::ZERO.after(ms(16));
+        while world.now < Time::ZERO.after(ms(64)) {
+            world.now = world.group.poll_timeout().max(world.now);
+            world.group.handle_timeout(world.now);
+            while let Some(event) = world.group.poll_event() {
+                let Event::Heartbeat { peer } = event else { continue };
+                let at = ids.iter().position(|id| *id == peer).unwrap();
+                beats[at].push(world.now.as_nanos() / 1_000_000);
+            }
+        }
+        beats
+    };
+    for (a, b) in (0..16).flat_map(|a| (0..16).map(move |b| (a, b))) {
+        let beats = run([0, a, b], 0);
+        for (beats, came) in beats.iter().zip([0, a, b]) {
+            let mut last = came;
+            for beat in beats {
+                assert!((14..=16).contains(&(beat - last)), "{a} {b}: {beats:?}");
+                last = *beat;
+            }
+        }
+        if a <= 2 && b <= 2 {
+            assert!(beats.iter().all(|it| *it == [16, 32, 48, 64]), "{a} {b}: {beats:?}");
+        }
+    }
+    // The first look is at 16 ms, and finds who was written to.
+    assert_eq!(run([0, 1, 2], 1), [vec![32, 48, 64], vec![17, 32, 48, 64], vec![17, 32, 48, 64]]);
+    assert!(run([0, 1, 2], 3).iter().all(|it| *it == [32, 48, 64]));
+}
+
 /// One peer, over one NIC, that is asked to part after 7 ms.
 fn idle_world() -> (World, PeerId) {
     let ms = Duration::from_millis;

@@ -385,6 +385,36 @@ fn what_came_during_our_own_sleep_is_a_sign_of_life() {
     assert_eq!(peer.poll_action(), Some(Action::SendHeartbeat));
 }
 
+/// A heartbeat goes along with another's from an eighth of the interval before it is due, and the next is an interval
+/// after that; nothing goes along to who is not there, nor where nothing is ever due.
+#[test]
+fn a_heartbeat_goes_along_when_it_is_nearly_due() {
+    let config =
+        Limits { heartbeat: 16, asked: 16, suspect: 90, down: 99, connect: 99, idle: FOREVER }
+            .config();
+    for now in 0..40 {
+        let mut peer = Peer::accepted(config, ms(16), at(0));
+        assert_eq!(peer.poll_action(), Some(Action::Report(PeerState::Up)));
+        assert_eq!(peer.is_beat_due(at(now)), now >= 16);
+        peer.beat_along(at(now));
+        let asked = peer.poll_action();
+        assert_eq!(asked, (now >= 14).then_some(Action::SendHeartbeat), "{now}");
+        let next = if asked.is_some() { now + 16 } else { 16 };
+        assert_eq!(peer.next_timeout(), at(next), "{now}");
+    }
+    let mut calling = Peer::new(config, at(0));
+    let mut left = Peer::accepted(config, ms(16), at(0));
+    left.handle_disconnected(DownReason::Disconnected);
+    let mut never =
+        Peer::accepted(LivenessConfig { heartbeat: Duration::MAX, ..config }, Duration::MAX, at(0));
+    for peer in [&mut calling, &mut left, &mut never] {
+        let before = *peer;
+        assert!(!peer.is_beat_due(Time::NEVER));
+        peer.beat_along(at(u64::MAX / 2_000_000));
+        assert_eq!(*peer, before);
+    }
+}
+
 /// "For ever" is not reached, not even at the end of the clock.
 #[test]
 fn what_never_ends_never_does() {

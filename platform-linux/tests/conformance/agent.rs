@@ -332,8 +332,8 @@ impl State {
                 Say::Fine
             }
             Ask::Census { gpus } => census(gpus),
-            Ask::Cpu => Say::Number(usage().0),
-            Ask::Naps => Say::Number(usage().1),
+            Ask::Cpu => Say::Number(processor_time()),
+            Ask::Naps => Say::Number(naps()),
             Ask::Peer { address } => Say::Peer(plain(self.host().peer(&parse(&address)))),
             Ask::TryPeer { address } => match self.host().try_peer(&parse(&address)) {
                 Ok(peer) => Say::Peer(plain(peer)),
@@ -661,8 +661,8 @@ fn census(gpus: bool) -> Say {
     Say::Census { threads, files }
 }
 
-/// Microseconds of processor time, and how often a thread went to sleep: of this process, since its start.
-pub fn usage() -> (u64, u64) {
+/// Microseconds of processor time of this process, since its start.
+pub fn processor_time() -> u64 {
     let mut usage = std::mem::MaybeUninit::<libc::rusage>::uninit();
     // SAFETY: `usage` is writable and of the right size; the call fills it when it returns 0.
     let status = unsafe { libc::getrusage(libc::RUSAGE_SELF, usage.as_mut_ptr()) };
@@ -673,8 +673,24 @@ pub fn usage() -> (u64, u64) {
         u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000
             + u64::try_from(time.tv_usec).unwrap_or(0)
     };
-    let naps = u64::try_from(usage.ru_nvcsw).unwrap_or(0);
-    (micros(usage.ru_utime) + micros(usage.ru_stime), naps)
+    micros(usage.ru_utime) + micros(usage.ru_stime)
+}
+
+/// How often a thread of this process went to sleep, of those that are there. Threads of a stand-in are left out: they do
+/// what devices do, for which no processor wakes.
+fn naps() -> u64 {
+    let mut sum = 0;
+    for thread in std::fs::read_dir("/proc/self/task").expect("proc(5)") {
+        let thread = thread.expect("proc(5)").path();
+        let read = |name| std::fs::read_to_string(thread.join(name)).unwrap_or_default();
+        if !read("comm").starts_with("fake-") {
+            let status = read("status");
+            let naps =
+                status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:"));
+            sum += naps.map_or(0, |count| count.trim().parse::<u64>().expect("a number"));
+        }
+    }
+    sum
 }
 
 fn load_and_drop(setup: &Setup) -> Say {

@@ -13,7 +13,7 @@ use immwire::{
     End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
 };
 
-use crate::agent::{Agent, Ask, Write1, encode, plain, usage};
+use crate::agent::{Agent, Ask, Write1, encode, plain, processor_time};
 use crate::host::{Host, Memory, Own, Pattern, names, patience};
 use crate::operations::only_peer;
 use crate::ports::{APART, on};
@@ -298,7 +298,7 @@ fn nic_lost(case: &Case, device: u8, event: &str) {
     work.finish();
     // Neither end is awake for what it has left.
     let naps = Duration::from_millis(500);
-    let busy = |work: &mut Work| [usage().0, work.other.number(&work.me, Ask::Cpu)];
+    let busy = |work: &mut Work| [processor_time(), work.other.number(&work.me, Ask::Cpu)];
     let before = busy(&mut work);
     work.me.linger(naps);
     for (after, before) in busy(&mut work).into_iter().zip(before) {
