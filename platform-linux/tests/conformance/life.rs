@@ -380,7 +380,9 @@ fn idle_costs_nothing(case: &Case) {
         let wall = u64::try_from(start.elapsed().as_micros()).expect("small");
         let facts = format!("an idle engine woke {naps} times, and used {cpu} us of {wall}");
         eprintln!("    {facts}");
-        assert!(naps < 100 && cpu * 10 < wall, "{facts}");
+        // In a guest, whose devices are by software, more.
+        let most = if case.provider.contains("verbs") { 100 } else { 60 };
+        assert!(naps < most && cpu * 10 < wall, "{facts}");
     }
 }
 
