@@ -16,6 +16,7 @@ use crate::violation::broken;
 use crate::world::world;
 use cudarc::driver::sys as cu;
 use rustix::fs::MemfdFlags;
+use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
 use std::ffi::c_int;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::ptr;
@@ -175,19 +176,72 @@ extern "C" fn immwire_fake_cuda_import(file: c_int) -> u64 {
 }
 
 /// No driver's: where the CPU finds bytes of a DMA-BUF, for a NIC that is the kernel's and takes no other memory; 0 if they
-/// are not all in one piece of memory. Nobody keeps them from being freed meanwhile.
+/// cannot be had in one range of addresses. Nobody keeps them from being freed meanwhile.
+///
+/// Bytes of several pieces of memory are mapped once more, one piece behind the other: `mapped` is how many bytes of
+/// address space the caller has to unmap then, from the page on that the first byte is in; 0: none.
 #[unsafe(no_mangle)]
-extern "C" fn immwire_fake_cuda_shadow(file: c_int, offset: u64, bytes: u64) -> u64 {
+extern "C" fn immwire_fake_cuda_shadow(
+    file: c_int,
+    offset: u64,
+    bytes: u64,
+    mapped: *mut u64,
+) -> u64 {
+    // SAFETY: the caller has a word there.
+    unsafe { mapped.write(0) };
     if file < 0 {
         return 0;
     }
     // SAFETY: open, by the caller's promise, for the length of the call.
     let Some(imported) = Imported::of(unsafe { BorrowedFd::borrow_raw(file) }) else { return 0 };
     let mut pieces = Vec::new();
-    imported.each(offset, bytes, |range, address, _, _| {
-        pieces.push(range.shadow(address) as u64);
+    imported.each(offset, bytes, |range, address, len, _| {
+        pieces.push((Arc::clone(range), address, len));
     });
-    if let [one] = pieces[..] { one } else { 0 }
+    if let [(range, address, _)] = &pieces[..] {
+        return range.shadow(*address) as u64;
+    }
+    let Some((first, whole)) = join(&pieces) else { return 0 };
+    // SAFETY: as above.
+    unsafe { mapped.write(whole) };
+    first
+}
+
+/// Maps pieces that adjoin once more, one behind the other. Where the first byte is then, and how many bytes of address space
+/// that takes from its page on; `None` if there are no pieces, or some do not begin and end with a page of their file.
+fn join(pieces: &[(Arc<Range>, u64, u64)]) -> Option<(u64, u64)> {
+    let (_, first, _) = pieces.first()?;
+    let (_, last, len) = pieces.last()?;
+    let start = first / PAGE * PAGE;
+    let whole = (last + len).next_multiple_of(PAGE) - start;
+    // SAFETY: a new mapping, at an address of the kernel's choice.
+    let room = unsafe {
+        let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
+        mmap_anonymous(ptr::null_mut(), size(whole), ProtFlags::empty(), flags)
+    };
+    let room = room.ok()?;
+    let both = ProtFlags::READ | ProtFlags::WRITE;
+    let is_mapped = pieces.iter().all(|(range, address, len)| {
+        let from = address / PAGE * PAGE;
+        let Some(backing) = range.backing() else { return false };
+        let is_whole = range.start.is_multiple_of(PAGE)
+            && (address + len).is_multiple_of(PAGE) | (address == last)
+            && address.is_multiple_of(PAGE) | (address == first);
+        let bytes = size((address + len).next_multiple_of(PAGE) - from);
+        // SAFETY: the place is within the room above, which nobody else knows of.
+        is_whole
+            && unsafe {
+                let place = room.byte_add(size(from - start));
+                let flags = MapFlags::SHARED | MapFlags::FIXED;
+                mmap(place, bytes, both, flags, &backing.file, from - range.start).is_ok()
+            }
+    });
+    if !is_mapped {
+        // SAFETY: mapped above, and given to nobody.
+        let _ = unsafe { munmap(room, size(whole)) };
+        return None;
+    }
+    Some((room as u64 + (first - start), whole))
 }
 
 /// No driver's: gives an import back. What is on its way there arrives.
