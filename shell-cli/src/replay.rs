@@ -23,11 +23,11 @@ pub fn replay(args: &SimReplayArgs) -> (String, bool) {
     for line in &trace {
         let _ = writeln!(text, "{line}");
     }
-    let Totals { operations, events, ended, messages } = totals;
+    let Totals { operations, events, ended, messages, partings } = totals;
     let _ = writeln!(
         text,
         "seed {}: {operations} of {} operations did something, {events} events, {ended} transfers ended, \
-         {messages} messages came",
+         {messages} messages came, {partings} partings",
         args.seed,
         chosen.len()
     );

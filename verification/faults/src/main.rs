@@ -112,10 +112,10 @@ fn main() -> ExitCode {
             return ExitCode::FAILURE;
         }
     }
-    let Totals { operations, events, ended, messages } = totals;
+    let Totals { operations, events, ended, messages, partings } = totals;
     println!(
         "seed {seed}: {} steps ({operations} operations, {events} events) in {programs} programs, \
-         {ended} transfers ended, {messages} messages, 0 violations, {:.1} s",
+         {ended} transfers ended, {messages} messages, {partings} partings, 0 violations, {:.1} s",
         totals.steps(),
         start.elapsed().as_secs_f64()
     );

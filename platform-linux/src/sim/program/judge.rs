@@ -258,7 +258,7 @@ impl<W: World> Program<'_, W> {
             End::Quiesced { error } => (Left::Either, Some(error)),
         };
         if let Some(error) = error {
-            self.has_cause(flight, error)?;
+            self.has_cause(flight, error, left)?;
         }
         if let Some(number) = flight.message {
             let sent = match end {
@@ -306,7 +306,7 @@ impl<W: World> Program<'_, W> {
     }
 
     /// What a transfer ended by has happened.
-    fn has_cause(&self, flight: &Flight, error: TransferError) -> Check {
+    fn has_cause(&self, flight: &Flight, error: TransferError, left: Left) -> Check {
         let now = self.world.now();
         let sender = self.side(flight.from).filter(|side| side.serial == flight.serial);
         let Some(sender) = sender else { return Ok(()) };
@@ -314,8 +314,18 @@ impl<W: World> Program<'_, W> {
             let part = flight.parts.iter().find(|part| part.id == peer);
             part.ok_or_else(|| format!("{peer} is none of its peers"))
         };
+        // Who parts has nothing under way to that peer: what waited was never started. To others it may have been.
+        let others = flight.parts.len() > 1;
+        let lost = |part: &Part| {
+            let parted = self.has_parted(flight.from, flight.serial, part.id);
+            if parted && (others || left == Left::Old) {
+                Ok(())
+            } else {
+                self.pair_failed(flight, part)
+            }
+        };
         let down = |part: &Part| match sender.engine.peer_state(part.id) {
-            None | Some(PeerState::Down(_)) => self.pair_failed(flight, part),
+            None | Some(PeerState::Down(_)) => lost(part),
             Some(state) => Err(format!("{} is {state}", part.id)),
         };
         let stopped = match error {
@@ -330,7 +340,7 @@ impl<W: World> Program<'_, W> {
             ) => return down(named(peer)?),
             // Where memory for messages was not to be had, none can be sent.
             TransferError::Message(_) if self.registrations_failed => {
-                return flight.parts.iter().try_for_each(|part| self.pair_failed(flight, part));
+                return flight.parts.iter().try_for_each(lost);
             }
             TransferError::Message(_) => return flight.parts.iter().try_for_each(down),
             TransferError::Refused(group::SubmitError::Plan(PlanError::NoRoute { .. })) => {
@@ -483,7 +493,10 @@ impl<W: World> Program<'_, W> {
                 };
                 list.iter().any(stands)
             };
-            self.confirm(serial, part, count, stood(&before) && stood(&after));
+            // Ends that part have counted all that was done.
+            let parted = self.has_parted(from, serial, part.id)
+                && part.theirs.is_some_and(|id| self.has_parted(part.to, part.serial, id));
+            self.confirm(serial, part, count, parted || stood(&before) && stood(&after));
         }
         for at in 0..self.sides.len() {
             for slot in 0..usize::from(self.config.counters) {
@@ -533,7 +546,9 @@ impl<W: World> Program<'_, W> {
             let Some(side) = side else { continue };
             for (to, known) in side.peers.iter().enumerate() {
                 let Some(known) = known else { continue };
-                if self.was_disturbed((from, side.serial), (to, known.serial), known.since) {
+                if self.was_disturbed((from, side.serial), (to, known.serial), known.since)
+                    || self.has_parted(from, side.serial, known.id)
+                {
                     continue;
                 }
                 if let Some(state @ PeerState::Down(_)) = side.engine.peer_state(known.id) {
@@ -574,6 +589,8 @@ impl<W: World> Program<'_, W> {
         }
         self.settle()?;
         for &(from, to) in &pairs {
+            // Those that nobody has used since may have parted.
+            self.meet(from, to)?;
             self.fill(from, to)?;
         }
         self.settle()?;

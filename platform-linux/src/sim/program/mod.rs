@@ -11,7 +11,7 @@
 //! | counting | a counter has seen no more than was sent to it, and no less than what was done; when it has seen all, all bytes are there |
 //! | ends | each transfer ends once, for a reason that exists; done: all is written; never started: nothing; and what is there then stays, though the source is written over at once |
 //! | time | what was stopped ends within its drain; waits end when enough has come; one that ends without names who sent what |
-//! | peers | messages come once, in order; engines between which nothing went wrong stay connected; at the end everybody finds together again, and a fresh batch fills every place |
+//! | peers | messages come once, in order; engines between which nothing went wrong stay connected, or part where they do not use each other: then nothing was under way, and what was done counts; at the end everybody finds together again, and a fresh batch fills every place |
 //!
 //! A program that breaks a rule is shrunk to the operations that matter. What it does not see: what
 //! threads do to each other (programs have one), and faults that its world does not have.
@@ -79,6 +79,8 @@ pub struct Config {
     pub drain: Duration,
     /// A peer that is silent for so long is lost.
     pub silence: Duration,
+    /// A peer that nobody has used for so long is let go.
+    pub idle_after: Duration,
     /// What goes wrong is known to everybody concerned, and dealt with, after this.
     pub news: Duration,
     /// The longest time between two operations, and the longest deadline.
@@ -110,6 +112,7 @@ impl Config {
             latency_bytes: 64,
             drain: Duration::from_millis(1),
             silence: Duration::from_millis(16),
+            idle_after: Duration::MAX,
             news: Duration::from_millis(32),
             pass: Duration::from_micros(200),
             settle: Duration::from_millis(2),
@@ -152,6 +155,8 @@ pub struct Totals {
     pub ended: u64,
     /// Messages that came.
     pub messages: u64,
+    /// Connections that one of their ends found ended by agreement.
+    pub partings: u64,
 }
 
 impl Totals {
@@ -167,6 +172,7 @@ impl Totals {
         self.events += other.events;
         self.ended += other.ended;
         self.messages += other.messages;
+        self.partings += other.partings;
     }
 }
 
@@ -230,14 +236,21 @@ pub fn run<W: World>(
     outcome
 }
 
-/// The configuration that goes with a seed: how many engines, and how many operations.
+/// The configuration that goes with a seed: how many engines, how many operations, and whether peers that are not used are let go.
 #[must_use]
 pub fn configuration(seed: u64) -> Config {
     let mut numbers = Numbers::new(seed.rotate_left(32));
     let engines = 2 + numbers.index(4);
     let operations = 250 << numbers.index(4);
     let drain = Duration::from_micros([700, 1000, 2000][numbers.index(3)]);
-    Config { engines, operations, drain, ..Config::small() }
+    let small = Config::small();
+    // As often as heartbeats go, or half as often.
+    let idle_after = match seed % 8 {
+        3 => small.silence / 8,
+        7 => small.silence / 4,
+        _ => small.idle_after,
+    };
+    Config { engines, operations, drain, idle_after, ..small }
 }
 
 /// Runs the program of `seed` on a simulated fabric of the same seed, or only these `operations`.

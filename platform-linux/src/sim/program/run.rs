@@ -18,8 +18,8 @@ use super::{Config, Totals};
 use crate::region::CloseError;
 use crate::sync::lock;
 use crate::{
-    AddPeerError, CountError, End, Expected, LivenessConfig, PageIndices, PagedWrite, Pages,
-    ScatterWrite, SingleWrite, SubmitError, Transfer, TransferEngine,
+    AddPeerError, CountError, DownReason, End, Expected, LivenessConfig, PageIndices, PagedWrite,
+    Pages, PeerState, ScatterWrite, SingleWrite, SubmitError, Transfer, TransferEngine,
 };
 
 /// Whoever has a NIC for less than that may not have been heard: what was due leaves at once, but takes its way.
@@ -46,6 +46,8 @@ pub(super) struct Program<'w, W> {
     pub(super) streams: BTreeMap<(u32, PeerId), Stream>,
     /// Writes that were done, and must have been counted by the next time that all has settled.
     pub(super) done: Vec<(usize, u32, Part, Count)>,
+    /// Connections that an end has found ended by agreement, by that end.
+    parted: BTreeSet<(usize, u32, PeerId)>,
     /// When something last went wrong between two engines.
     pub(super) disturbed: BTreeMap<(u32, u32), Duration>,
     /// What is wrong now.
@@ -94,6 +96,7 @@ impl<'w, W: World> Program<'w, W> {
             ledger: Ledger::default(),
             streams: BTreeMap::new(),
             done: Vec::new(),
+            parted: BTreeSet::new(),
             disturbed: BTreeMap::new(),
             faults: BTreeSet::new(),
             unhealthy: BTreeSet::new(),
@@ -237,7 +240,7 @@ impl<'w, W: World> Program<'w, W> {
                 suspect_after: config.silence / 2,
                 down_after: config.silence,
                 connect_deadline: config.silence,
-                idle_after: Duration::MAX,
+                idle_after: config.idle_after,
             });
         let engine = self.world.start(at, nics, builder).map_err(|error| error.to_string())?;
         let serial = self.next_serial;
@@ -293,6 +296,7 @@ impl<'w, W: World> Program<'w, W> {
         if from == to {
             return Ok(false);
         }
+        self.look_at_partings();
         let now = self.world.now();
         let Some(driver) = self.world.driver(from) else { return Ok(false) };
         let added = driver.add_peer(&door.address);
@@ -306,6 +310,7 @@ impl<'w, W: World> Program<'w, W> {
                 let since = now.saturating_sub(self.config.news).min(met.unwrap_or(now));
                 if let Some(old) = self.side(from).and_then(|side| side.known(to))
                     && old.id != id
+                    && !self.has_parted(from, serial, old.id)
                     && !self.was_disturbed((from, serial), (to, old.serial), old.since)
                 {
                     return Err(format!("engine {from} lost {}, and nothing has happened", old.id));
@@ -436,6 +441,7 @@ impl<'w, W: World> Program<'w, W> {
         for mute in lost {
             others.iter().for_each(|other| self.disturb(mute, *other));
         }
+        self.look_at_partings();
         if now >= self.next_look {
             self.look_at_paths();
             for side in self.sides.iter_mut().flatten() {
@@ -445,6 +451,28 @@ impl<'w, W: World> Program<'w, W> {
             }
             self.next_look = now + LOOK_EVERY;
         }
+    }
+
+    /// Notes whom engines have let go.
+    fn look_at_partings(&mut self) {
+        if self.config.idle_after == Duration::MAX {
+            return;
+        }
+        for (at, side) in self.sides.iter().enumerate() {
+            let Some(side) = side else { continue };
+            for known in side.peers.iter().flatten() {
+                let is_down =
+                    side.engine.peer_state(known.id) == Some(PeerState::Down(DownReason::Idle));
+                if is_down && self.parted.insert((at, side.serial, known.id)) {
+                    self.totals.partings += 1;
+                }
+            }
+        }
+    }
+
+    /// Whether this end of a connection has found it ended by agreement.
+    pub(super) fn has_parted(&self, at: usize, serial: u32, id: PeerId) -> bool {
+        self.parted.contains(&(at, serial, id))
     }
 
     /// Whether connections outlast the loss of a path. Without memory for answers they do not.

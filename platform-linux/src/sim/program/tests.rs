@@ -33,9 +33,21 @@ fn programs_on_a_fabric_keep_the_contract() {
     assert!(totals.operations > 1000 && totals.ended > 500 && totals.messages > 10, "{totals:?}");
 }
 
+/// Peers that nobody uses part, at about the time at which one is used again.
+#[test]
+fn programs_whose_peers_part_keep_the_contract() {
+    let mut totals = Totals::default();
+    for seed in (3..200).step_by(4) {
+        let outcome = run_on_fabric(seed, &operations(seed), false);
+        assert_eq!(outcome.violation, None, "seed {seed}");
+        totals.add(outcome.totals);
+    }
+    assert!(totals.partings > 100 && totals.ended > 2000, "{totals:?}");
+}
+
 #[test]
 fn the_same_seed_does_the_same() {
-    for seed in [3, 4] {
+    for seed in [2, 3, 4] {
         let program = operations(seed);
         let once = run_on_fabric(seed, &program, true);
         assert_eq!(once, run_on_fabric(seed, &program, true));
