@@ -31,6 +31,9 @@ use crate::receipt::{Epoch, SETTLEMENT_BYTES};
 /// The most slots a mailbox may have: a sender keeps them in one word.
 pub const MAX_SLOTS: u8 = 64;
 
+/// The most bytes of all slots of a mailbox: whoever is called makes room for as many as its caller says, and may have to pin it.
+pub const MAX_SLOTS_BYTES: u64 = 256 << 20;
+
 /// Slots are a multiple of this: no two share a cache line.
 pub const SLOT_ALIGN: u32 = 64;
 
@@ -216,6 +219,11 @@ pub enum GeometryError {
         /// The size given.
         found: u32,
     },
+    /// Slots of more than [`MAX_SLOTS_BYTES`] together.
+    Bytes {
+        /// How many they are.
+        found: u64,
+    },
 }
 
 impl fmt::Display for GeometryError {
@@ -224,6 +232,9 @@ impl fmt::Display for GeometryError {
             Self::Slots { found } => write!(f, "1 to {MAX_SLOTS} slots, not {found}"),
             Self::SlotBytes { found } => {
                 write!(f, "slots of a multiple of {SLOT_ALIGN} bytes, not {found}")
+            }
+            Self::Bytes { found } => {
+                write!(f, "slots of {MAX_SLOTS_BYTES} bytes together at most, not {found}")
             }
         }
     }
@@ -236,13 +247,17 @@ impl Geometry {
     ///
     /// # Errors
     ///
-    /// [`GeometryError`] if either number is not possible.
+    /// [`GeometryError`] if either number is not possible, or both together.
     pub const fn new(slots: u8, slot_bytes: u32) -> Result<Self, GeometryError> {
         if slots == 0 || slots > MAX_SLOTS {
             return Err(GeometryError::Slots { found: slots });
         }
         if slot_bytes == 0 || !slot_bytes.is_multiple_of(SLOT_ALIGN) {
             return Err(GeometryError::SlotBytes { found: slot_bytes });
+        }
+        let found = slots as u64 * slot_bytes as u64; // No `From` in a const function.
+        if found > MAX_SLOTS_BYTES {
+            return Err(GeometryError::Bytes { found });
         }
         Ok(Self { slots, slot_bytes })
     }

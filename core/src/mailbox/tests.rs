@@ -72,12 +72,16 @@ fn what_keeps_a_connection_is_no_use_of_it() {
 #[test]
 fn geometry_is_one_to_64_slots_of_whole_lines() {
     for slots in 0..=u8::MAX {
-        for slot_bytes in (0..=256).chain([u32::MAX, u32::MAX - 63]) {
-            let possible = (1..=64).contains(&slots) && slot_bytes > 0 && slot_bytes % 64 == 0;
+        let large = [1 << 22, (1 << 22) + 64, 1 << 28, (1 << 28) + 64, u32::MAX, u32::MAX - 63];
+        for slot_bytes in (0..=256).chain(large) {
+            let bytes = u64::from(slots) * u64::from(slot_bytes);
+            let possible = (1..=64).contains(&slots)
+                && slot_bytes % 64 == 0
+                && (1..=256 << 20).contains(&bytes);
             let got = Geometry::new(slots, slot_bytes);
             assert_eq!(got.is_ok(), possible, "{slots} {slot_bytes}");
             let Ok(geometry) = got else { continue };
-            let messages = u64::from(slots) * u64::from(slot_bytes);
+            let messages = bytes;
             assert_eq!(geometry.bytes(), messages + 512);
             for nic in 0..=u8::MAX {
                 let offset = messages + 64 * u64::from(nic);

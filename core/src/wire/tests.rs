@@ -388,11 +388,11 @@ fn any_desc() -> impl Strategy<Value = MrDesc> {
 }
 
 fn any_hello() -> impl Strategy<Value = Hello> {
-    (any_addr(), 1..=64_u8, 1..=u32::MAX / 64, any::<u32>(), any::<u64>()).prop_map(
-        |(address, slots, lines, heartbeat_ms, call)| Hello {
-            heartbeat_ms,
-            call,
-            ..hello(address, slots, lines * 64)
+    (any_addr(), 1..=64_u8, any::<u32>(), any::<u32>(), any::<u64>()).prop_map(
+        |(address, slots, lines, heartbeat_ms, call)| {
+            // As many as there may be of so many slots.
+            let lines = lines % ((1 << 22) / u32::from(slots)) + 1;
+            Hello { heartbeat_ms, call, ..hello(address, slots, lines * 64) }
         },
     )
 }

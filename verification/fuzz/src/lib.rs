@@ -5,7 +5,7 @@
 
 use arbitrary::{Result, Unstructured};
 use immwire_core::id::EngineId;
-use immwire_core::mailbox::Geometry;
+use immwire_core::mailbox::{Geometry, MAX_SLOTS_BYTES};
 use immwire_core::region::{Keys, MrDesc, Rights};
 use immwire_core::wire::{Hello, NIC_ADDRESS_MAX, NetAddr, NicAddr, ProviderKind, Refusal, Wire};
 
@@ -114,8 +114,9 @@ pub fn hello(from: &mut Unstructured<'_>) -> Result<Hello> {
         mailbox.keys = Keys::new(&keys).expect("1 to 8 keys");
     }
     let slots = from.int_in_range(1..=64)?;
-    let lines = from.int_in_range(1..=u32::MAX / 64)?;
-    let geometry = Geometry::new(slots, lines * 64).expect("possible");
+    let lines = from.int_in_range(1..=MAX_SLOTS_BYTES / 64 / u64::from(slots))?;
+    let slot_bytes = u32::try_from(lines * 64).expect("few");
+    let geometry = Geometry::new(slots, slot_bytes).expect("possible");
     let (heartbeat_ms, call) = (from.arbitrary()?, from.arbitrary()?);
     Ok(Hello { address, mailbox, geometry, heartbeat_ms, call })
 }
