@@ -42,7 +42,13 @@ fn main() -> Result<(), Box<dyn Error>> {
         Some(none) if none == "none" => leave_empty(&folder)?,
         Some(named) => compile(Path::new(&named), &folder)?,
         None => match found() {
-            None => leave_empty(&folder)?,
+            None => {
+                println!(
+                    "cargo::warning=built without GPU kernels: no nvcc in CUDA_HOME, CUDA_PATH or PATH; cuda/toolchain fetches one, for \
+                     IMMWIRE_NVCC"
+                );
+                leave_empty(&folder)?;
+            }
             Some(nvcc) => {
                 if let Err(why) = compile(&nvcc, &folder) {
                     println!("cargo::warning=built without GPU kernels: {why}");

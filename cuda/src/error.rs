@@ -159,7 +159,10 @@ impl fmt::Display for Error {
             Self::NoPeerAccess { from, to } => {
                 write!(f, "GPU {from} cannot reach the memory of GPU {to}")
             }
-            Self::KernelsAbsent => f.write_str("built without a CUDA compiler: no kernels"),
+            Self::KernelsAbsent => f.write_str(
+                "built without a CUDA compiler, so there are no kernels: build it again with IMMWIRE_NVCC, or CUDA_HOME, telling where \
+                 nvcc is (cuda/toolchain fetches one)",
+            ),
             Self::NoKernelsFor { capability: (major, minor) } => {
                 write!(
                     f,

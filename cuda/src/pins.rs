@@ -1,26 +1,26 @@
 //! Which host memory is pinned by this library, in this process: each page once, for as many as need it.
 //!
-//! The driver pins no page twice (`CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`), and does not say by whom it is pinned, nor whether all
-//! of a range is. So who pins asks here first: what others of ours have pinned is shared, and what is left is to be pinned.
+//! The driver pins nothing twice (`CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`), and does not say by whom it is pinned. So who pins
+//! asks here first: what others of ours have pinned is shared, and what is left is to be pinned, as far as it is not the application's.
 //!
 //! Pure: pages are numbers, and the driver is whoever keeps to what is said here.
 //!
 //! # Invariants
 //!
 //! 1. No page is in two pins.
-//! 2. A page of a range that was taken, and not given back, stays pinned, unless nobody could pin it.
+//! 2. A page of a range that was taken, and not given back, stays pinned, unless nobody could pin it, or the application unpins its own.
 //! 3. While one pins or unpins a page, nobody else takes it.
 //!
 //! The tests below go through all short programs of three owners over a few pages.
 
 use std::ops::Range;
 
-/// Pages that are pinned in one go, by their first and past their last byte.
+/// Pages that were taken in one go, by their first and past their last byte.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pin {
     pages: Range<u64>,
-    /// What the driver was told to pin begins here, in the first of them.
-    at: u64,
+    /// Where each part of them begins that the driver was told to pin: one, if none of them is the application's.
+    parts: Vec<u64>,
     users: usize,
     /// It is being pinned, or unpinned.
     is_busy: bool,
@@ -74,7 +74,7 @@ impl Pins {
         }
         let busy = |pages: &Range<u64>| Pin {
             pages: pages.clone(),
-            at: pages.start,
+            parts: Vec::new(),
             users: 1,
             is_busy: true,
         };
@@ -82,21 +82,22 @@ impl Pins {
         Some(taken)
     }
 
-    /// How it went with one that was missing: it is pinned, from this byte on, or nobody's.
-    pub(crate) fn pinned(&mut self, start: u64, from: Option<u64>) {
+    /// How it went with one that was missing: it is pinned, in parts that begin here; if there are none, it is nobody's.
+    pub(crate) fn pinned(&mut self, start: u64, parts: Vec<u64>) {
         let Some(at) = self.0.iter().position(|pin| pin.pages.start == start) else { return };
-        match (from, self.0.get_mut(at)) {
-            (Some(from), Some(pin)) => (pin.at, pin.is_busy) = (from, false),
+        match self.0.get_mut(at) {
+            Some(pin) if !parts.is_empty() => (pin.parts, pin.is_busy) = (parts, false),
             _ => _ = self.0.swap_remove(at),
         }
     }
 
-    /// Gives one back. If nobody uses it any more: where it begins; it is to be unpinned, and [said](Pins::unpinned) how that went.
-    pub(crate) fn give_back(&mut self, start: u64) -> Option<u64> {
+    /// Gives one back. If nobody uses it any more: where its parts begin; they are to be unpinned, and it is to be
+    /// [said](Pins::unpinned) how that went.
+    pub(crate) fn give_back(&mut self, start: u64) -> Option<Vec<u64>> {
         let pin = self.0.iter_mut().find(|pin| pin.pages.start == start)?;
         pin.users = pin.users.saturating_sub(1);
         pin.is_busy |= pin.users == 0;
-        pin.is_busy.then_some(pin.at)
+        pin.is_busy.then(|| std::mem::take(&mut pin.parts))
     }
 
     /// How it went: it is unpinned, or stays pinned for good.
@@ -147,18 +148,29 @@ mod tests {
             }
         }
 
-        /// As the driver is asked: all of it, or nothing.
+        /// What of a range is not the application's.
+        fn parts(&self, pages: &Range<u64>) -> Vec<Range<u64>> {
+            let Some(page) = self.foreign.filter(|page| pages.contains(page)) else {
+                return vec![pages.clone()];
+            };
+            let mut parts = vec![pages.start..page, page + 1..pages.end];
+            parts.retain(|part| !part.is_empty());
+            parts
+        }
+
+        /// As the driver is asked: all that is not pinned, in as few parts as there are.
         fn take(&mut self, owner: usize, pages: Range<u64>) {
             let taken = self.pins.take(&pages).unwrap();
             let mut held = taken.shared;
             for missing in &taken.missing {
                 assert_eq!(self.pins.take(missing), None, "busy");
-                let is_pinned = self.foreign.is_none_or(|page| !missing.contains(&page));
-                self.pins.pinned(missing.start, is_pinned.then_some(missing.start));
-                if is_pinned {
-                    self.set(missing, true);
+                let parts = self.parts(missing);
+                parts.iter().for_each(|part| self.set(part, true));
+                let begun: Vec<_> = parts.iter().map(|part| part.start).collect();
+                if !begun.is_empty() {
                     held.push(missing.start);
                 }
+                self.pins.pinned(missing.start, begun);
             }
             self.held[owner] = Some((pages, held));
         }
@@ -166,12 +178,14 @@ mod tests {
         fn give_back(&mut self, owner: usize, is_stuck: bool) {
             let Some((_, held)) = self.held[owner].take() else { return };
             for start in held {
-                if self.pins.give_back(start) == Some(start) {
+                if let Some(begun) = self.pins.give_back(start) {
                     let pages = self.pins.0.iter().find(|pin| pin.pages.start == start);
                     let pages = pages.unwrap().pages.clone();
                     assert_eq!(self.pins.take(&pages), None, "busy");
+                    let parts = self.parts(&pages);
+                    assert_eq!(begun, parts.iter().map(|part| part.start).collect::<Vec<_>>());
                     if !is_stuck {
-                        self.set(&pages, false);
+                        parts.iter().for_each(|part| self.set(part, false));
                     }
                     self.pins.unpinned(start, !is_stuck);
                 }
@@ -181,10 +195,10 @@ mod tests {
         fn check(&self) {
             for (pages, _) in self.held.iter().flatten() {
                 for page in pages.clone() {
-                    // Where the application has pinned a page of what was missing, that is its affair.
+                    let is_foreign = self.foreign == Some(page);
+                    assert_ne!(self.pinned[usize::try_from(page).unwrap()], is_foreign, "{page}");
                     let known = self.pins.0.iter().any(|pin| pin.pages.contains(&page));
-                    assert!(self.pinned[usize::try_from(page).unwrap()] == known);
-                    assert!(known || self.foreign.is_some(), "page {page}");
+                    assert!(known || is_foreign, "page {page}");
                 }
             }
             for (at, pin) in self.pins.0.iter().enumerate() {

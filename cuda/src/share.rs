@@ -24,10 +24,12 @@
 //! 4. What is mapped is unmapped as it was mapped, each allocation by itself, before its addresses are given back: no
 //!    part of a mapping can be unmapped (CUDA driver API, `cuMemUnmap`).
 
+use crate::copier::settle;
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
 use crate::extent::{Allocation, Found, walk};
+use crate::memory::PinnedMemory;
 use crate::pins::{Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
@@ -46,8 +48,10 @@ pub const IPC_HANDLE_BYTES: usize = 64;
 const FILE: cu::CUmemAllocationHandleType =
     cu::CUmemAllocationHandleType_enum::CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
 
-/// How long a copy between the host and a GPU's memory may take that is waited for.
+/// How long one piece of a copy between the host and a GPU's memory may take that is waited for.
 const COPY_LIMIT: Duration = Duration::from_secs(10);
+/// Bytes of such a piece, at most.
+const PIECE_BYTES: usize = 1 << 20;
 
 /// How an allocation is handed to another process.
 #[derive(Debug)]
@@ -184,32 +188,79 @@ pub fn hand_over(device: &Device, address: u64) -> Result<Handover, Error> {
 }
 
 /// Copies between a GPU's memory and the host that are waited for: slow, and meant to be.
+///
+/// They go by pinned memory of its own, in pieces: with pageable memory the driver comes back when it is done, however late, and a
+/// copy that nobody waits for any more touches no memory of the caller's on the host.
+///
+/// Invariant: while the event is not done the pinned memory is the stream's.
 #[derive(Debug)]
 pub struct Shuttle {
     stream: Stream,
     event: Event,
+    bounce: PinnedMemory,
 }
 
 impl Shuttle {
-    /// Takes a stream of the GPU for it.
+    /// Takes a stream of the GPU for it, and a MiB of pinned memory.
     ///
     /// # Errors
     ///
     /// What the driver answers.
     pub fn new(device: &Device) -> Result<Self, Error> {
-        Ok(Self { stream: Stream::new(device)?, event: Event::new(device)? })
+        let (stream, event) = (Stream::new(device)?, Event::new(device)?);
+        Ok(Self { stream, event, bounce: PinnedMemory::zeroed(device, PIECE_BYTES)? })
     }
 
-    /// Copies `bytes` bytes, and waits for it.
+    /// Copies as many bytes as `to` has from memory of a GPU, and waits for it.
     ///
     /// # Errors
     ///
-    /// What the driver answers; [`Error::TimedOut`], and then the copy may go on.
+    /// What the driver answers; [`Error::TimedOut`], and then a piece may still be read. Part of `to` may have been written; no more
+    /// will be. A shuttle that is late answers so until its GPU has gone on.
     ///
     /// # Safety
     ///
-    /// Both ranges are allocated; and stay so for ever, if it times out. Nobody else uses `to` meanwhile.
-    pub unsafe fn copy(&mut self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
+    /// The range is allocated; and stays so until the GPU has gone on, if it times out. Nobody writes it meanwhile.
+    pub unsafe fn read(&mut self, from: u64, to: &mut [u8]) -> Result<(), Error> {
+        self.event.wait(COPY_LIMIT)?;
+        let mut at = from;
+        for piece in to.chunks_mut(PIECE_BYTES) {
+            // SAFETY: our caller's promise; the other range is ours, and nothing is under way there.
+            unsafe { self.carry(at, self.bounce.address(), piece.len())? };
+            piece.iter_mut().zip(self.bounce.as_slice()).for_each(|(to, from)| *to = *from);
+            at = at.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Copies `from` to memory of a GPU, and waits for it.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Shuttle::read`]; a piece may still be written.
+    ///
+    /// # Safety
+    ///
+    /// As for [`Shuttle::read`]; nor does anybody read the range meanwhile.
+    pub unsafe fn write(&mut self, from: &[u8], to: u64) -> Result<(), Error> {
+        self.event.wait(COPY_LIMIT)?;
+        let mut at = to;
+        for piece in from.chunks(PIECE_BYTES) {
+            let bounce = self.bounce.as_mut_slice();
+            bounce.iter_mut().zip(piece).for_each(|(to, from)| *to = *from);
+            // SAFETY: as in `read`.
+            unsafe { self.carry(self.bounce.address(), at, piece.len())? };
+            at = at.saturating_add(piece.len() as u64);
+        }
+        Ok(())
+    }
+
+    /// Copies one piece, and waits for it. If it is late, nothing is freed until the GPU has gone on ([`stuck`]).
+    ///
+    /// # Safety
+    ///
+    /// Both ranges are allocated; and stay so until the GPU has gone on, if it times out. Nobody else uses `to` meanwhile.
+    unsafe fn carry(&self, from: u64, to: u64, bytes: usize) -> Result<(), Error> {
         {
             let _current = self.stream.device().enter()?;
             // SAFETY: our caller's promise.
@@ -217,7 +268,11 @@ impl Shuttle {
             check("cuMemcpyAsync", copied)?;
         }
         self.event.record(&self.stream)?;
-        self.event.wait(COPY_LIMIT)
+        let waited = self.event.wait(COPY_LIMIT);
+        if matches!(waited, Err(Error::TimedOut { .. })) {
+            settle(&self.stream, Duration::ZERO);
+        }
+        waited
     }
 }
 
@@ -623,7 +678,8 @@ pub struct Pinned {
 
 impl Pinned {
     /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address. Some tenths of a second for
-    /// each GiB. `None`: that is pinned already, by the application, who will have to keep it so. `page`: bytes of a page.
+    /// each GiB. What of it the application has pinned, if only some of it, it will have to keep so; `None`: that is all.
+    /// `page`: bytes of a page.
     ///
     /// # Safety
     ///
@@ -645,18 +701,14 @@ impl Pinned {
         let mut pinned = Self { device: device.clone(), held: shared };
         let mut failed = Ok(());
         for pages in missing {
-            let (first, end) = (pages.start.max(range.start), pages.end.min(range.end));
-            // No more than all of them.
-            let bytes = usize::try_from(end - first).unwrap_or(bytes);
+            let part = pages.start.max(range.start)..pages.end.min(range.end);
+            let mut begun = Vec::new();
             // SAFETY: our caller's promise.
-            let answer = failed.and_then(|()| unsafe { register(device, first, bytes) });
-            let at = (answer == Ok(true)).then_some(first);
-            settled(|pins| pins.pinned(pages.start, at));
-            match answer {
-                Ok(true) => pinned.held.push(pages.start),
-                Ok(false) => {}
-                Err(why) => failed = Err(why),
+            failed = failed.and_then(|()| unsafe { register(device, part, &mut begun) });
+            if !begun.is_empty() {
+                pinned.held.push(pages.start);
             }
+            settled(|pins| pins.pinned(pages.start, begun));
         }
         failed.map(|()| (!pinned.held.is_empty()).then_some(pinned))
     }
@@ -672,10 +724,12 @@ impl Pinned {
         for start in std::mem::take(&mut self.held) {
             // The guard goes at once.
             let unused = pins().give_back(start);
-            let Some(at) = unused else { continue };
+            let Some(begun) = unused else { continue };
             let freed = stuck::to_free(&self.device).map(|_current| {
-                // SAFETY: pinned by `register`, undone here only, once: nobody else holds it, and nobody takes it until it is said.
-                let _ = unsafe { cu::cuMemHostUnregister(at as *mut c_void) };
+                for at in begun {
+                    // SAFETY: pinned by `register`, undone here only, once: nobody else holds it, and nobody takes it until it is said.
+                    let _ = unsafe { cu::cuMemHostUnregister(at as *mut c_void) };
+                }
             });
             all &= freed.is_some();
             settled(|pins| pins.unpinned(start, freed.is_some()));
@@ -701,42 +755,63 @@ fn take(pages: &Range<u64>) -> Result<Taken, Error> {
     }
 }
 
-/// Has the driver pin a range. `false`: it is pinned already.
+/// Has the driver pin what of a range is not pinned, and adds to `begun` where each part begins that it has pinned so.
+///
+/// The driver takes a range, or none of it if a byte of it is pinned, and counts by the byte: two may share a page (seen on driver
+/// 580.159.04, where a refusal takes some ten microseconds). So what it refuses is halved.
 ///
 /// # Safety
 ///
 /// As for [`Pinned::new`].
-unsafe fn register(device: &Device, start: u64, bytes: usize) -> Result<bool, Error> {
+unsafe fn register(device: &Device, range: Range<u64>, begun: &mut Vec<u64>) -> Result<(), Error> {
     let _current = device.enter()?;
-    // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
-    let pinned = unsafe {
-        let portable = cu::CU_MEMHOSTREGISTER_PORTABLE;
-        cu::cuMemHostRegister_v2(start as *mut c_void, bytes, portable)
-    };
-    match pinned {
-        cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => Ok(false),
-        // What the driver allocated it pinned, too; asked to pin that, it says no more than this (seen on driver 580.159.04).
-        cu::CUresult::CUDA_ERROR_INVALID_VALUE if is_allocated_pinned(start, bytes) => Ok(false),
-        answer => check("cuMemHostRegister", answer).map(|()| true),
+    let (mut at, mut len) = (range.start, range.end - range.start);
+    while at < range.end {
+        if let Some(end) = pinned_until(at)? {
+            (at, len) = (end, range.end.saturating_sub(end));
+            continue;
+        }
+        // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
+        let answer = unsafe {
+            let (bytes, portable) = (usize::try_from(len), cu::CU_MEMHOSTREGISTER_PORTABLE);
+            cu::cuMemHostRegister_v2(at as *mut c_void, bytes.unwrap_or(usize::MAX), portable)
+        };
+        match answer {
+            cu::CUresult::CUDA_SUCCESS => {
+                begun.push(at);
+                at += len;
+                len = range.end - at;
+            }
+            // What the driver allocated it pinned, too; asked to pin that, it says no more than the latter.
+            cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED
+            | cu::CUresult::CUDA_ERROR_INVALID_VALUE
+                if len > 1 =>
+            {
+                len /= 2;
+            }
+            answer => check("cuMemHostRegister", answer)?,
+        }
     }
+    Ok(())
 }
 
-/// Whether the range lies in one allocation of host memory that the driver made and pinned (`cuMemHostAlloc`). A context is current.
-fn is_allocated_pinned(start: u64, bytes: usize) -> bool {
+/// Past the last byte of what was pinned together with the host's memory at `address`, by whomever. `None`: that is not pinned. A
+/// context is current.
+fn pinned_until(address: u64) -> Result<Option<u64>, Error> {
     use cu::CUpointer_attribute as A;
-    if !matches!(known(start), Ok(None)) {
-        return false;
+    if known(address)?.is_some() {
+        return Ok(None);
     }
     // SAFETY: numbers of these sizes (CUDA driver API, `cuPointerGetAttribute`).
-    let (first, len) = unsafe {
+    let (first, bytes) = unsafe {
         (
-            fact::<u64>(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, start),
-            fact::<usize>(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, start),
+            fact::<u64>(A::CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, address),
+            fact::<usize>(A::CU_POINTER_ATTRIBUTE_RANGE_SIZE, address),
         )
     };
-    let (Ok(first), Ok(len)) = (first, len) else { return false };
-    let end = start.checked_sub(first).and_then(|offset| offset.checked_add(bytes as u64));
-    end.is_some_and(|end| end <= len as u64)
+    // Memory that is not pinned the driver has not heard of.
+    let (Ok(first), Ok(bytes)) = (first, bytes) else { return Ok(None) };
+    Ok(first.checked_add(bytes as u64).filter(|end| *end > address))
 }
 
 impl Drop for Pinned {

@@ -378,6 +378,21 @@ impl Gpus {
         Some(Arc::new(move |remains| known.closer.give(remains)))
     }
 
+    /// Has what was a region of a GPU's given back by the closer; waits for nothing.
+    pub(crate) fn give_back_later(&self, remains: impl Send + 'static) {
+        if let Some(known) = &self.0 {
+            known.closer.give(remains);
+        }
+    }
+
+    /// The same, and there is to be room for the next when it returns, unless the driver keeps everybody waiting.
+    pub(crate) fn give_back_soon(&self, remains: impl Send + 'static) {
+        if let Some(known) = &self.0 {
+            known.closer.give(remains);
+            known.closer.catch_up(FREED_WITHIN);
+        }
+    }
+
     /// As [`crate::provider::Memory::copy_gpu`].
     ///
     /// # Safety
@@ -393,10 +408,16 @@ impl Gpus {
     ) -> Result<(), Error> {
         let Place::Gpu(ordinal) = region.place else { return Err(Error::NoDriver) };
         let one = self.one(ordinal).map_err(|_| Error::NoDriver)?;
-        let (there, here) = (region.local.base.saturating_add(offset as u64), host as u64);
-        let (from, to) = if to_host { (there, here) } else { (here, there) };
-        // SAFETY: our caller's promise.
-        unsafe { lock(&one.shuttle).copy(from, to, len) }
+        let there = region.local.base.saturating_add(offset as u64);
+        let mut shuttle = lock(&one.shuttle);
+        // SAFETY: the host's range is a slice of that kind, and the GPU's is registered, as is our caller's promise.
+        unsafe {
+            if to_host {
+                shuttle.read(there, std::slice::from_raw_parts_mut(host, len))
+            } else {
+                shuttle.write(std::slice::from_raw_parts(host, len), there)
+            }
+        }
     }
 
     /// As [`crate::provider::Memory::after_stream`].

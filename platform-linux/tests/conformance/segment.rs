@@ -1,4 +1,5 @@
-//! Memory of a GPU over several allocations that adjoin, as PyTorch's expandable segments are; and what looks like it.
+//! Memory of a GPU over several allocations that adjoin, as PyTorch's expandable segments are; and what looks like it. Host memory that
+//! the application pins itself.
 
 use std::ffi::c_void;
 use std::ptr::NonNull;
@@ -146,6 +147,31 @@ impl Segment {
             ok(unsafe { cu::cuMemAddressFree(self.at, self.parts.len() * PART_BYTES) });
         });
     }
+}
+
+/// Pins host memory, as an application does; `false`: some of it is pinned already.
+///
+/// # Safety
+///
+/// It stays mapped until it has been unpinned.
+pub unsafe fn pin(at: u64, bytes: u64) -> bool {
+    let device = Device::open(0).expect("GPU 0");
+    let bytes = usize::try_from(bytes).expect("64-bit");
+    // SAFETY: our caller's promise.
+    match within(&device, || unsafe { cu::cuMemHostRegister_v2(at as *mut c_void, bytes, 0) }) {
+        cu::CUresult::CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED => false,
+        answer => {
+            ok(answer);
+            true
+        }
+    }
+}
+
+/// Unpins what was pinned from there on.
+pub fn unpin(at: u64) {
+    let device = Device::open(0).expect("GPU 0");
+    // SAFETY: the driver knows what is pinned.
+    ok(within(&device, || unsafe { cu::cuMemHostUnregister(at as *mut c_void) }));
 }
 
 /// How much of GPUs' memory this process has taken by hand; `None`: the driver is not the stand-in, which counts.

@@ -106,15 +106,9 @@ impl DriverCopy {
                 region.read(0, &mut bytes).map_err(outside)?;
             }
             Target::Gpu(owner, memory) => {
-                let to = bytes.as_mut_ptr().expose_provenance() as u64;
-                let copied = Shuttle::new(owner).and_then(|mut shuttle| {
-                    // SAFETY: both are of this length and ours alone; what a late copy may still write to is not freed.
-                    unsafe { shuttle.copy(memory.address(), to, bytes.len()) }
-                });
-                if let Err(error) = copied {
-                    std::mem::forget(bytes);
-                    return Err(error.into());
-                }
+                let mut shuttle = Shuttle::new(owner)?;
+                // SAFETY: of this length, and ours alone; it is not freed before its GPU has gone on.
+                unsafe { shuttle.read(memory.address(), &mut bytes)? };
             }
         }
         Ok(bytes)

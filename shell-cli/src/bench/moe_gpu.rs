@@ -315,33 +315,17 @@ impl Rank {
 
     /// Copies to memory of this rank, which is as long.
     fn put(&mut self, to: u64, bytes: &[u8]) -> Result<(), MoeBenchError> {
-        if bytes.is_empty() {
-            return Ok(());
-        }
-        let bytes = bytes.to_vec();
-        let from = bytes.as_ptr().expose_provenance() as u64;
-        // SAFETY: callers name memory of ours that is as long, which no launch uses now, and which stays until the GPU has ended
-        // all; what a late copy may still read is not freed.
-        let copied = unsafe { self.shuttle.copy(from, to, bytes.len()) };
-        if copied.is_err() {
-            std::mem::forget(bytes);
-        }
-        Ok(copied?)
+        // SAFETY: callers name memory of ours that is as long, which no launch uses now, and which is not freed before the GPU has
+        // gone on.
+        unsafe { self.shuttle.write(bytes, to)? };
+        Ok(())
     }
 
     /// Copies from memory of this rank, which is at least as long.
     fn get(&mut self, from: u64, bytes: usize) -> Result<Vec<u8>, MoeBenchError> {
         let mut found = vec![0; bytes];
-        if bytes == 0 {
-            return Ok(found);
-        }
-        let to = found.as_mut_ptr().expose_provenance() as u64;
         // SAFETY: as in `put`, the other way.
-        let copied = unsafe { self.shuttle.copy(from, to, bytes) };
-        if let Err(error) = copied {
-            std::mem::forget(found);
-            return Err(error.into());
-        }
+        unsafe { self.shuttle.read(from, &mut found)? };
         Ok(found)
     }
 

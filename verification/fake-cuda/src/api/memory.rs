@@ -157,6 +157,7 @@ calls! {
         Ok(())
     }
 
+    /// Counts by the byte: two ranges may share a page (seen on driver 580.159.04).
     fn cuMemHostRegister_v2(address: u64, bytes: usize, flags: c_uint) {
         let mut world = begin("cuMemHostRegister");
         let current = world.current("cuMemHostRegister");
