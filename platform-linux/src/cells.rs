@@ -18,6 +18,8 @@
 //!    and would be mistaken after 2^21 more of them.)
 //! 2. Each cell that was taken comes back once, after both holders are done with it.
 //! 3. Whoever waits for room is woken by the next cell that comes back.
+//! 4. Of each cell one cancellation at most is on its way to the driver, however often it is asked for, and for however many
+//!    tenancies: so there is room for all of them.
 //!
 //! The loom models of `verification/loom` check them on this text.
 
@@ -41,6 +43,8 @@ struct TransferCell<F> {
     failure: Mutex<Option<F>>,
     /// Who still needs the cell: the engine, and the caller's handle.
     holders: AtomicU8,
+    /// The last tenancy that is to be cancelled, while a cancellation is on its way.
+    cancelled: Mutex<Option<Ticket>>,
 }
 
 /// Room for all transfers that there can be; one that fails has an `F` to say of it.
@@ -61,6 +65,7 @@ impl<F: Copy> Cells<F> {
             wait: WaitCell::default(),
             failure: Mutex::new(None),
             holders: AtomicU8::new(0),
+            cancelled: Mutex::new(None),
         };
         Self {
             cells: (0..count).map(empty).collect(),
@@ -129,6 +134,22 @@ impl<F: Copy> Cells<F> {
                 self.give_back(cell);
             }
         }
+    }
+
+    /// Asks for a tenancy to be cancelled. Returns whether the driver is to be sent that: not if a cancellation of this cell is
+    /// on its way, which asks [`Cells::next_cancelled`] when it has come.
+    pub(crate) fn cancel(&self, cell: u16, ticket: Ticket) -> bool {
+        self.slot(cell).is_some_and(|slot| lock(&slot.cancelled).replace(ticket).is_none())
+    }
+
+    /// A cancellation has come to the driver. Returns the tenancy that was to be cancelled since, if another was: what was
+    /// submitted then may come behind this, so the driver sends itself another cancellation.
+    pub(crate) fn next_cancelled(&self, cell: u16, ticket: Ticket) -> Option<Ticket> {
+        let mut cancelled = lock(&self.slot(cell)?.cancelled);
+        if *cancelled == Some(ticket) {
+            *cancelled = None;
+        }
+        *cancelled
     }
 
     /// How a transfer ended; [`None`] while it is under way. For a holder. One load.
@@ -204,5 +225,53 @@ impl<F: Copy> TransferCell<F> {
     fn end(&self, code: u8) -> Result<(), F> {
         let failure = if code == CODE_FAILED { *lock(&self.failure) } else { None };
         failure.map_or(Ok(()), Err)
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))] // The models have their own.
+mod tests {
+    use super::*;
+
+    /// Whatever is asked for of two tenancies, and whenever the driver looks: the last one is cancelled, behind its submission,
+    /// and there is never more than one cancellation on its way.
+    #[test]
+    fn one_cancellation_is_on_its_way() {
+        // Of each step two bits: the first tenancy is cancelled, the second is, the driver takes one, nothing.
+        for steps in 0..4_u32.pow(7) {
+            let cells = Cells::<u32>::new(1);
+            let tickets = {
+                let take = || cells.take().map(|(_, ticket)| ticket);
+                let first = take();
+                first.iter().for_each(|ticket| cells.put_back(0, *ticket));
+                [first, take()].map(|ticket| ticket.expect("free"))
+            };
+            let (mut ring, mut done, mut last) = (Vec::new(), Vec::new(), None);
+            let take = |ring: &mut Vec<Ticket>, done: &mut Vec<Ticket>| {
+                if let Some(ticket) = ring.pop() {
+                    done.push(ticket);
+                    ring.extend(cells.next_cancelled(0, ticket));
+                }
+            };
+            for step in (0..7).map(|at| steps >> (2 * at) & 3) {
+                match usize::try_from(step).expect("two bits") {
+                    // Nobody cancels an older one afterwards: its handle says that it has ended.
+                    0 if last == Some(tickets[1]) => {}
+                    at @ 0..2 => {
+                        last = Some(tickets[at]);
+                        if cells.cancel(0, tickets[at]) {
+                            ring.push(tickets[at]);
+                        }
+                    }
+                    2 => take(&mut ring, &mut done),
+                    _ => {}
+                }
+                assert!(ring.len() <= 1, "{steps:#x}");
+            }
+            while !ring.is_empty() {
+                take(&mut ring, &mut done);
+            }
+            assert_eq!(done.last().copied(), last, "{steps:#x}");
+        }
     }
 }

@@ -352,6 +352,11 @@ impl<P: Provider> Engine<P> {
             if self.state.shared.intake.is_asked() {
                 self.control();
             }
+            if let Command::Cancel { cell, ticket } = command
+                && let Some(ticket) = self.state.shared.cells.next_cancelled(cell, ticket)
+            {
+                self.state.shared.send(Command::Cancel { cell, ticket });
+            }
             match command {
                 Command::Submit(submission) => self.take(submission),
                 Command::Cancel { cell, ticket } if self.cancel_held(cell, ticket) => {}

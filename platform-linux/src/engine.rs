@@ -200,8 +200,8 @@ impl Builder {
         self
     }
 
-    /// The secret that every engine of the group must prove to have. Without one, only processes of
-    /// the same user are let in.
+    /// The secret that every engine of the group must prove to have. Without one shared memory lets in processes of the same
+    /// user, and libfabric and libibverbs whoever reaches the engine. One derived of nothing is refused.
     #[must_use]
     pub fn group_key(mut self, key: GroupKey) -> Self {
         self.group_key = Some(key);
@@ -253,7 +253,7 @@ impl Builder {
         self
     }
 
-    /// How messages from each peer are kept: 1 to 64 slots, each of a multiple of 64 bytes. Default 8
+    /// How messages from each peer are kept: 1 to 64 slots, each of a multiple of 64 bytes, of 256 MiB together at most. Default 8
     /// of 64 KiB; memory is taken as it is used.
     #[must_use]
     pub const fn mailbox(mut self, slots: u8, slot_bytes: u32) -> Self {
@@ -435,6 +435,10 @@ impl Builder {
             if found == 0 || found > max {
                 return Err(BuildError::Config { what, found, allowed });
             }
+        }
+        if self.group_key.as_ref().is_some_and(GroupKey::is_of_nothing) {
+            let what = "bytes that the group key is derived of";
+            return Err(BuildError::Config { what, found: 0, allowed: "1 or more, hard to guess" });
         }
         Ok(())
     }
@@ -1374,7 +1378,18 @@ impl Driver {
             return Ok(Transfer::new(Arc::clone(&self.shared), cell, ticket));
         }
         self.spare = Some((cell, ticket));
-        self.submit(plan::Request::Single(single(write)), Some(src))
+        let submitted = self.submit(plan::Request::Single(single(write)), Some(src));
+        if submitted.is_err() {
+            self.give_spare_back();
+        }
+        submitted
+    }
+
+    /// So that whoever submits otherwise has all places.
+    fn give_spare_back(&mut self) {
+        if let Some((cell, ticket)) = self.spare.take() {
+            self.shared.cells.put_back(cell, ticket);
+        }
     }
 
     fn take_cell(&mut self) -> Result<(u16, Ticket), SubmitError> {

@@ -9,6 +9,7 @@ use immwire_core::mailbox;
 use immwire_core::peer::DownReason;
 use immwire_core::plan::RequestError;
 use immwire_core::region::RegionError;
+use immwire_core::wire::Refusal;
 
 use crate::provider::{ConnectError, RegisterError};
 
@@ -237,12 +238,35 @@ pub enum AddPeerError {
     NoAnswer,
 }
 
+/// What to do about it, where that does not go without saying.
+const fn remedy(reason: DownReason) -> &'static str {
+    match reason {
+        DownReason::Idle => "; add it again when it is of use",
+        DownReason::PathLost { .. } => "; add it again",
+        DownReason::Refused(Refusal::Version { .. }) => "; run the same version at both ends",
+        DownReason::Refused(Refusal::Busy) => "; have its engine built for more peers",
+        DownReason::Refused(Refusal::Unauthorised) => {
+            "; have both ends run as the same user of one host, or give both the same group key"
+        }
+        DownReason::Refused(Refusal::NoWay) => {
+            "; see that the networks of both ends lead to each other, NIC by NIC"
+        }
+        DownReason::NeverAnswered
+        | DownReason::Silent { .. }
+        | DownReason::Disconnected
+        | DownReason::Refused(Refusal::ShuttingDown | Refusal::Elsewhere) => {
+            "; once it runs again, add it by its new address"
+        }
+        _ => "",
+    }
+}
+
 /// Why a peer is not up.
 #[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum PeerError {
     /// It is gone.
-    #[error("{peer} is down: {reason}; once it runs again, add it by its new address")]
+    #[error("{peer} is down: {reason}{}", remedy(*reason))]
     Down {
         /// Which.
         peer: PeerId,

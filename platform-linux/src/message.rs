@@ -149,7 +149,7 @@ impl Link {
         let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
         self.outbox = Some(Outbox::new(geometry));
         // Without memory messages cannot be sent, and say so; everything else works.
-        self.staging = self.registry.alloc(bytes).ok();
+        self.staging = self.registry.alloc_host(bytes).ok();
     }
 
     /// Where answers to the peer's asks lie, if there is memory for them.

@@ -370,7 +370,17 @@ pub trait Memory: Send + Sync + 'static {
     /// [`RegisterError`].
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError>;
 
-    /// Memory for messages from one peer, zeroed, as [`Memory::alloc`] does; it may have more behind it, which is the
+    /// The same for the CPU and NICs alone: no GPU of this process reads or writes there, and so no GPU's driver is asked for it. May be
+    /// called by the engine's thread.
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    fn alloc_host(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        self.alloc(bytes)
+    }
+
+    /// Memory for messages from one peer, zeroed, as [`Memory::alloc_host`] does; it may have more behind it, which is the
     /// transport's own. `peer` is what is known of the peer's address.
     ///
     /// # Errors
@@ -378,7 +388,7 @@ pub trait Memory: Send + Sync + 'static {
     /// [`RegisterError`].
     fn alloc_mailbox(&self, bytes: usize, peer: &NetAddr) -> Result<Registered, RegisterError> {
         let _ = peer;
-        self.alloc(bytes)
+        self.alloc_host(bytes)
     }
 
     /// Memory of GPU `ordinal` of this process, zeroed, that peers on this host can open.
@@ -410,12 +420,13 @@ pub trait Memory: Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// The range lies in the region, which is registered; the host's is valid for reading or writing.
+    /// The range lies in the region, which is registered, and stays so until the GPU has gone on if it times out; the host's is valid as
+    /// a slice, one to be written if `to_host`.
     ///
     /// # Errors
     ///
-    /// What the driver answers, and part may have been copied; [`immwire_cuda::Error::NoDriver`] where a transport reaches
-    /// no GPU.
+    /// What the driver answers, and part may have been copied; [`immwire_cuda::Error::TimedOut`], and then the GPU may use the
+    /// region's range later, but not the host's; [`immwire_cuda::Error::NoDriver`] where a transport reaches no GPU.
     unsafe fn copy_gpu(
         &self,
         region: &Registered,
@@ -444,6 +455,25 @@ pub trait Memory: Send + Sync + 'static {
         len: usize,
         rights: Rights,
     ) -> Result<Registered, RegisterError>;
+
+    /// The same, of the host's memory, for the CPU and NICs alone, as [`Memory::alloc_host`].
+    ///
+    /// # Safety
+    ///
+    /// As for [`Memory::register`].
+    ///
+    /// # Errors
+    ///
+    /// [`RegisterError`].
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.register(ptr, len, rights) }
+    }
 
     /// Holds back the copies of GPU `ordinal` that are enqueued from now on until what is in `stream` now is done. Where NICs
     /// read its memory, they know no streams: then [`Memory::behind`] has one more for what is submitted from now on.

@@ -99,6 +99,9 @@ impl Region {
     /// Copies bytes out. What a peer is writing at the same time comes torn. Out of a GPU's memory it takes some hundred
     /// microseconds at least.
     ///
+    /// A copy that a GPU does not come to is given up after ten seconds, [`immwire_cuda::Error::TimedOut`]. It may use the region
+    /// later, though not `bytes`: the region stays registered for good, and [`Region::close`] says that it is in use.
+    ///
     /// # Errors
     ///
     /// [`AccessError`]; if [`AccessError::Region`], nothing was copied.
@@ -118,7 +121,7 @@ impl Region {
         Ok(())
     }
 
-    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it.
+    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is.
     ///
     /// # Errors
     ///
@@ -165,11 +168,14 @@ impl Region {
     ) -> Result<(), AccessError> {
         let registration = &self.registration;
         let at = usize::try_from(self.offset.saturating_add(offset)).unwrap_or(usize::MAX);
-        // SAFETY: `at` checked the range, which lies in the registration that `self` keeps; the host's is a slice of our
-        // caller's, written only if it is to be.
+        // SAFETY: `at` checked the range, which lies in the registration that `self` keeps, and that is kept below if the copy is late;
+        // the host's is a slice of our caller's, written only if it is to be.
         let copied = unsafe {
             registration.memory.copy_gpu(&registration.registered, at, host, len, to_host)
         };
+        if matches!(copied, Err(immwire_cuda::Error::TimedOut { .. })) {
+            std::mem::forget(Counted::clone(registration));
+        }
         copied.map_err(AccessError::Gpu)
     }
 
@@ -197,6 +203,7 @@ impl Region {
                 Ok(())
             }
             Err(error) => {
+                registration.is_withdrawn = true;
                 let registration = Counted::new(registration);
                 if let Some(registry) = registration.registry.upgrade() {
                     registry.remember(&registration);
@@ -250,6 +257,8 @@ struct Registration {
     registered: std::mem::ManuallyDrop<Registered>,
     /// Whoever drops it waits until it is forgotten: it is being closed. Others may be the engine's thread, which waits for no GPU.
     at_once: bool,
+    /// Peers are refused, though one that had begun to write may not have ended: it is not handed out any more.
+    is_withdrawn: bool,
     memory: Arc<dyn Memory>,
     registry: Weak<Registry>,
 }
@@ -271,11 +280,20 @@ impl Drop for Registration {
     }
 }
 
+/// A registration, and what tells whether a range is part of it: who looks for another one does not hold it meanwhile, be it
+/// that its owner is closing it.
+struct Known {
+    registration: Uncounted<Registration>,
+    len: u64,
+    rights: Rights,
+    is_withdrawn: bool,
+}
+
 /// The registrations of one engine, off the data path.
 pub(crate) struct Registry {
     memory: Arc<dyn Memory>,
     /// By first byte, then by the provider's name: several may start at the same byte.
-    ranges: Mutex<BTreeMap<(u64, u32), Uncounted<Registration>>>,
+    ranges: Mutex<BTreeMap<(u64, u32), Known>>,
     /// Dropped while a peer was still writing.
     lingering: Mutex<Vec<Registered>>,
 }
@@ -294,6 +312,14 @@ impl Registry {
 
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
         let registered = self.memory.alloc(bytes)?;
+        let registration = self.adopt(registered);
+        self.remember(&registration);
+        Ok(Region::whole(registration))
+    }
+
+    /// As [`Memory::alloc_host`].
+    pub(crate) fn alloc_host(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
+        let registered = self.memory.alloc_host(bytes)?;
         let registration = self.adopt(registered);
         self.remember(&registration);
         Ok(Region::whole(registration))
@@ -371,16 +397,20 @@ impl Registry {
         rights: Rights,
     ) -> Result<Region, RegisterError> {
         let base = ptr.addr().get() as u64;
-        let part = |registration: &Uncounted<Registration>| {
-            let whole = Region::whole(registration.upgrade()?);
+        let bytes = len as u64;
+        let part = |start: u64, known: &Known| {
             // The address here: what peers use may count from elsewhere.
-            let offset = base.saturating_sub(whole.local().base);
-            let fits = whole.desc().rights == rights && len > 0;
-            fits.then(|| whole.slice(offset, len as u64).ok()).flatten()
+            let offset = base.saturating_sub(start);
+            let is_inside = offset.checked_add(bytes).is_some_and(|end| end <= known.len);
+            if len == 0 || !is_inside || known.rights != rights || known.is_withdrawn {
+                return None;
+            }
+            Region::whole(known.registration.upgrade()?).slice(offset, bytes).ok()
         };
         let ranges = lock(&self.ranges);
         // Not only the nearest: a small region may lie before the range inside the large one around it.
-        if let Some(part) = ranges.range(..=(base, u32::MAX)).rev().find_map(|(_, at)| part(at)) {
+        let mut before = ranges.range(..=(base, u32::MAX)).rev();
+        if let Some(part) = before.find_map(|((start, _), known)| part(*start, known)) {
             return Ok(part);
         }
         drop(ranges);
@@ -395,16 +425,23 @@ impl Registry {
         let mut ranges = lock(&self.ranges);
         // Those that are gone are cleared out whenever the number has doubled: a share of O(1) for each.
         if ranges.len().is_power_of_two() {
-            ranges.retain(|_, registration| registration.strong_count() > 0);
+            ranges.retain(|_, known| known.registration.strong_count() > 0);
         }
-        let Registered { local, id, .. } = &*registration.registered;
-        ranges.insert((local.base, *id), Counted::downgrade(registration));
+        let Registered { local, desc, id, .. } = &*registration.registered;
+        let known = Known {
+            registration: Counted::downgrade(registration),
+            len: desc.len,
+            rights: desc.rights,
+            is_withdrawn: registration.is_withdrawn,
+        };
+        ranges.insert((local.base, *id), known);
     }
 
     fn adopt(self: &Arc<Self>, registered: Registered) -> Counted<Registration> {
         Counted::new(Registration {
             registered: std::mem::ManuallyDrop::new(registered),
             at_once: false,
+            is_withdrawn: false,
             memory: Arc::clone(&self.memory),
             registry: Arc::downgrade(self),
         })
@@ -417,7 +454,7 @@ impl Registry {
         let ranges = std::mem::take(&mut *lock(&self.ranges));
         let deadline = Instant::now().checked_add(patience);
         let mut live: Vec<_> =
-            ranges.into_values().filter_map(|registration| registration.upgrade()).collect();
+            ranges.into_values().filter_map(|known| known.registration.upgrade()).collect();
         let is_written_to =
             |registered: &Registered| self.memory.revoke(registered, Duration::ZERO).is_err();
         loop {
@@ -552,6 +589,54 @@ mod tests {
         assert_eq!(revoked, [1, 2, 3]);
         assert_eq!(*lock(&fake.released), [3]);
         drop((small, large, region));
+    }
+
+    /// Peers are refused there for good, so whoever registers the range again needs another registration.
+    #[test]
+    fn what_was_closed_in_vain_is_not_handed_out() {
+        let (fake, registry) = registry();
+        lock(&fake.written_to).push(1);
+        let Err(CloseError::StillWriting { region, .. }) =
+            register(&registry, 4096, 100).close(Duration::ZERO)
+        else {
+            panic!("closed while written to")
+        };
+        let again = register(&registry, 4096, 100);
+        let part = register(&registry, 4100, 10);
+        assert_eq!((region.desc().generation, again.desc().generation), (1, 2));
+        assert_eq!(part.desc().generation, 2);
+        drop((again, part));
+        assert_eq!(*lock(&fake.released), [2]);
+        // For another try, or the engine's end.
+        assert_eq!(registry.withdraw_all(Duration::ZERO, || ()), 1);
+        lock(&fake.written_to).clear();
+        assert!(region.close(Duration::ZERO).is_ok());
+        assert_eq!(*lock(&fake.released), [2, 1]);
+    }
+
+    /// Somebody else looks for a registration while one that it is no part of is closed.
+    #[test]
+    fn who_looks_holds_nothing_else() {
+        let (_fake, registry) = registry();
+        let closed = register(&registry, 4096, 10);
+        let busy = std::sync::atomic::AtomicBool::new(true);
+        std::thread::scope(|scope| {
+            let looks = || {
+                while busy.load(std::sync::atomic::Ordering::Relaxed) {
+                    drop(register(&registry, 8192, 10));
+                }
+            };
+            let looks = scope.spawn(looks);
+            let mut closed = Some(closed);
+            let mut refused = 0;
+            for at in 0..2000 {
+                let region = closed.take().unwrap_or_else(|| register(&registry, 4096 + at, 10));
+                refused += u32::from(region.close(Duration::ZERO).is_err());
+            }
+            busy.store(false, std::sync::atomic::Ordering::Relaxed);
+            looks.join().unwrap();
+            assert_eq!(refused, 0);
+        });
     }
 
     #[test]

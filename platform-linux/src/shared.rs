@@ -239,7 +239,7 @@ impl Shared {
         let sleeper = Sleeper { clock: clock.clone(), wake_fd };
         Some(Self {
             clock,
-            // Each transfer has one submission and may have some cancellations under way.
+            // Each cell has one submission and one cancellation on its way.
             intake: Intake::new(transfers.saturating_mul(2), sleeper)?,
             cells: Cells::new(sizes.transfers),
             counting: Counting::new(sizes.counters),
@@ -268,7 +268,7 @@ impl Shared {
         self.cells.take().ok_or(SubmitError::Full { capacity: self.cells.len() })
     }
 
-    /// Hands a command to the driver. There is room, since each transfer sends few.
+    /// Hands a command to the driver. There is room: see [`Cells`].
     pub(crate) fn send(&self, command: Command) {
         self.intake.send(command, |command| self.refuse(command));
     }

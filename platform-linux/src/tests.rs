@@ -10,8 +10,8 @@ use immwire_core::group as core_group;
 use immwire_core::mailbox::SendError;
 
 use crate::{
-    AddPeerError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId, PeerState,
-    Region, SingleWrite, SubmitError, TransferEngine, TransferError,
+    AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId,
+    PeerState, Region, SingleWrite, SubmitError, TransferEngine, TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -93,6 +93,40 @@ fn a_count_that_is_awaited_while_the_engine_stops_ends() {
         drop(engine);
         waiting.join().unwrap();
     }
+}
+
+/// Cancelling again and again while nobody polls does not wait for room.
+#[test]
+fn cancelled_many_times_is_cancelled_once() {
+    let silent = TransferEngine::builder().build_polled().unwrap();
+    for capacity in [1, 3] {
+        let built = TransferEngine::builder().transfers(capacity).build_polled().unwrap();
+        let (engine, mut driver) = built;
+        let peer = driver.add_peer(silent.0.address()).unwrap();
+        for _ in 0..3 {
+            let send = |_| engine.submit_send(peer, b"never").unwrap();
+            let transfers: Vec<_> = (0..capacity).map(send).collect();
+            for _ in 0..50 {
+                transfers.iter().for_each(crate::Transfer::cancel);
+            }
+            let start = Instant::now();
+            while transfers.iter().any(|it| it.poll_end().is_none()) && start.elapsed() < LONG {
+                driver.poll();
+            }
+            let ends = transfers.iter().map(crate::Transfer::poll_end);
+            assert!(ends.into_iter().all(|end| matches!(end, Some(End::NeverStarted { .. }))));
+        }
+    }
+}
+
+/// Anybody has the key of an empty secret: of a variable that is not set, say.
+#[test]
+fn a_group_key_of_nothing_is_refused() {
+    let build = |secret: &[u8]| {
+        TransferEngine::builder().group_key(crate::shm::GroupKey::derive(secret)).build_polled()
+    };
+    assert!(build(b"x").is_ok());
+    assert!(matches!(build(b""), Err(BuildError::Config { found: 0, .. })));
 }
 
 #[test]

@@ -83,7 +83,9 @@ impl Transfer {
 
     /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory.
     pub fn cancel(&self) {
-        if let (Some((cell, ticket)), None) = (self.cell, self.poll_end()) {
+        if let (Some((cell, ticket)), None) = (self.cell, self.poll_end())
+            && self.shared.cells.cancel(cell, ticket)
+        {
             self.shared.send(Command::Cancel { cell, ticket });
         }
     }

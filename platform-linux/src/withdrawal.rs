@@ -90,7 +90,14 @@ pub(crate) struct Region<R> {
     held: Option<R>,
     remote: bool,
     /// Goes last.
-    _owned: Option<Owned>,
+    owned: Option<Owned>,
+}
+
+impl<R> Region<R> {
+    /// Whether its memory is a GPU's, and of our making.
+    pub(crate) const fn owns_gpu_memory(&self) -> bool {
+        matches!(self.owned, Some(Owned::Gpu { .. }))
+    }
 }
 
 #[derive(Debug)]
@@ -130,7 +137,7 @@ impl<R, C> Slots<R, C> {
         owned: Option<Owned>,
     ) {
         if let Some(slot) = self.slot(tenant) {
-            slot.region = Some(Region { held, remote, _owned: owned });
+            slot.region = Some(Region { held, remote, owned });
         }
     }
 
@@ -293,11 +300,18 @@ impl Ledger {
 pub(crate) struct Releasing(Vec<Tenant>);
 
 impl Releasing {
-    /// The peer takes a region back, for the first time or again.
-    pub(crate) fn add(&mut self, tenant: Tenant) {
-        if !self.0.contains(&tenant) {
+    /// The peer takes a region back, for the first time or again. Returns whether that makes sense: nobody has more regions
+    /// than [`SLOTS`], those included of which it is `yet_to_hear`.
+    #[must_use]
+    pub(crate) fn add(&mut self, tenant: Tenant, yet_to_hear: usize) -> bool {
+        if self.0.contains(&tenant) {
+            return true;
+        }
+        let fits = self.0.len().saturating_add(yet_to_hear) < SLOTS;
+        if fits {
             self.0.push(tenant);
         }
+        fits
     }
 
     pub(crate) const fn is_empty(&self) -> bool {
@@ -378,14 +392,15 @@ impl<R, C: Default> Regions<R, C> {
         Ok(())
     }
 
-    /// Forgets a region that was taken back, and unmaps what we mapped.
-    pub(crate) fn release(&self, tenant: Tenant) {
+    /// Forgets a region that was taken back. What we mapped or allocated for it goes with what is returned, outside the locks.
+    #[must_use]
+    pub(crate) fn release(&self, tenant: Tenant) -> Option<Region<R>> {
         let held = self.table().close(tenant);
         // Outside the locks, and before the memory goes.
         drop(held);
         let region = self.table().unclaim(tenant);
         lock(&self.ledger).forget(tenant);
-        drop(region);
+        region
     }
 
     /// Waits until no peer writes there; from then on the region is closed, but for what was held, which is returned
@@ -607,7 +622,7 @@ mod tests {
                     self.regions[at].1 = now;
                 }
                 Event::Release(at) => {
-                    self.tested.release(self.regions[at].0);
+                    drop(self.tested.release(self.regions[at].0));
                     self.regions[at].1 = Life::Released;
                 }
             }
@@ -691,7 +706,7 @@ mod tests {
                 regions.revoke(tenant, Duration::ZERO).unwrap();
                 assert_eq!(*lock(&closed), 1);
             }
-            regions.release(tenant);
+            drop(regions.release(tenant));
             assert_eq!(*lock(&closed), 1);
         }
     }
@@ -708,7 +723,7 @@ mod tests {
             for step in 0..4 {
                 let slot = added / 4_usize.pow(step) % 4;
                 if slot < 3 {
-                    releasing.add(tenant(slot));
+                    assert!(releasing.add(tenant(slot), says.len()));
                     if !expected.contains(&tenant(slot)) {
                         expected.push(tenant(slot));
                     }
@@ -723,6 +738,23 @@ mod tests {
             assert_eq!(says, [free, waiting].concat());
             assert!(releasing.is_empty());
         }
+    }
+
+    /// A peer that takes no answers, and goes on taking back what it never had.
+    #[test]
+    fn nobody_takes_back_more_than_there_can_be() {
+        let (mut releasing, mut says) = (Releasing::default(), Vec::new());
+        let all = (1..=3).flat_map(|serial| (0..SLOTS).map(move |slot| (slot, serial)));
+        let tenants = all.map(|(slot, serial)| Tenant::new(slot.try_into().unwrap(), serial));
+        let mut taken = 0;
+        for tenant in tenants {
+            taken += usize::from(releasing.add(tenant.unwrap(), says.len()));
+            // Some are busy for a while.
+            releasing.release(&mut says, |tenant| tenant.slot() % 512 == 0);
+        }
+        assert_eq!((taken, says.len() < SLOTS), (SLOTS, true));
+        releasing.release(&mut says, |_| false);
+        assert_eq!(says.len(), SLOTS);
     }
 
     #[test]

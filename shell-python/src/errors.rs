@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use immwire::core::group;
 use immwire::core::id::PeerId;
+use immwire::core::mailbox::SendError;
 use immwire::libfabric::LibfabricError;
 use immwire::moe::{MoeError, SeatError};
 use immwire::provider::RevokeError;
@@ -58,6 +59,10 @@ pub(crate) fn request(message: &str) -> PyErr {
 
 pub(crate) fn closed(what: &str) -> PyErr {
     raise("EngineClosed", &format!("the {what} is closed"), |_| Ok(()))
+}
+
+pub(crate) fn counter_closed() -> PyErr {
+    raise("CounterError", "the counter is closed, and its tag is stale", |_| Ok(()))
 }
 
 pub(crate) fn in_callback() -> PyErr {
@@ -251,6 +256,8 @@ pub(crate) fn end(end: End, deadline: Option<Duration>) -> Option<PyErr> {
         | TransferError::Refused(Refusal::PeerDown { peer, .. } | Refusal::NoSuchPeer { peer }) => {
             ("PeerDown", Some(peer), None)
         }
+        // Which one, whoever sent the message knows.
+        TransferError::Message(SendError::Closed) => ("PeerDown", None, None),
         TransferError::Stopped(Stop::Piece { peer, nic, error }) => {
             let gone = matches!(error, WorkError::PeerGone | WorkError::Flushed);
             (if gone { "PeerDown" } else { "TransferError" }, Some(peer), Some(nic))

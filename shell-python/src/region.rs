@@ -372,8 +372,9 @@ impl RegionBase {
     /// Withdraws the region from peers: afterwards nobody writes there any more.
     ///
     /// Waits up to ``timeout`` seconds (1, unless told) for transfers and peers that use it. Raises
-    /// ``RegionInUse`` if they, or views of its memory, or parts of it remain; it is open then as before. Of a
-    /// part, and of memory that was registered already, only this handle is closed.
+    /// ``RegionInUse`` if they, or views of its memory, or parts of it remain; it can be used here as before then. If it was a
+    /// peer that had not ended, peers are refused from then on: register it again for others to write to. Of a part, and of memory
+    /// that was registered already, only this handle is closed.
     #[pyo3(signature = (*, timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map_or(Ok(PATIENCE), seconds)?;

@@ -277,9 +277,10 @@ impl From<immwire::Stats> for Stats {
 #[pymethods]
 impl Stats {
     fn __repr__(&self) -> String {
-        let Self { posted, completed, failed, immediates, .. } = self;
+        let Self { posted, completed, failed, immediates, refused_immediates: refused, .. } = self;
         format!(
-            "<Stats posted={posted} completed={completed} failed={failed} immediates={immediates}>"
+            "<Stats posted={posted} completed={completed} failed={failed} immediates={immediates} \
+             refused_immediates={refused}>"
         )
     }
 }

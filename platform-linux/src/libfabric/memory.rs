@@ -31,7 +31,7 @@ use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{
     GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
 };
-use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
+use crate::withdrawal::{Mapping, Owned, Region, Regions, tenant_of};
 
 /// What domains have of a region.
 #[derive(Debug)]
@@ -217,6 +217,21 @@ impl LibfabricMemory {
         }
     }
 
+    /// How NICs are given memory that may be a GPU's. `None`: it is the host's.
+    fn direct(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Option<Direct>, RegisterError> {
+        let Some(known) = self.gpus.0.as_ref() else { return Ok(None) };
+        let able: Result<(), &dyn fmt::Display> =
+            if self.device_memory { Ok(()) } else { Err(&LibfabricError::HostMemoryOnly) };
+        known.direct(ptr, len, rights.remote_write(), &self.devices, able)
+    }
+
+    /// `gpu`: how it is reached, if it is a GPU's.
+    ///
     /// # Safety
     ///
     /// As for [`Memory::register`].
@@ -225,14 +240,9 @@ impl LibfabricMemory {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-        owned: Option<Owned>,
+        (gpu, owned): (Option<Direct>, Option<Owned>),
     ) -> Result<Registered, RegisterError> {
         let remote = rights.remote_write();
-        let able: Result<(), &dyn fmt::Display> =
-            if self.device_memory { Ok(()) } else { Err(&LibfabricError::HostMemoryOnly) };
-        let known = self.gpus.0.as_ref();
-        let direct = known.map_or(Ok(None), |it| it.direct(ptr, len, remote, &self.devices, able));
-        let gpu = direct?;
         let home = gpu.as_ref().map(|gpu| gpu.ordinal);
         let failed = |source: io::Error| match home {
             Some(ordinal) if is_no_way(&source) => {
@@ -262,15 +272,18 @@ impl Memory for LibfabricMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let mapping = Mapping::new(bytes)?;
         let (base, rights) = (mapping.base(), Rights::REMOTE_WRITE);
+        let owned = Owned::Mapped { _mapping: mapping };
         // SAFETY: the mapping lives as long as the region, which is closed before.
-        unsafe { self.insert(base, bytes, rights, Some(Owned::Mapped { _mapping: mapping })) }
+        unsafe { self.insert(base, bytes, rights, (None, Some(owned))) }
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
         let (base, memory, _) = self.gpus.alloc(ordinal, bytes)?;
         let rights = Rights::REMOTE_WRITE;
+        let gpu = self.direct(base, bytes, rights)?;
+        let owned = Owned::Gpu { _memory: memory };
         // SAFETY: the memory lives as long as the region, which is closed before.
-        unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
+        unsafe { self.insert(base, bytes, rights, (gpu, Some(owned))) }
     }
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
@@ -324,8 +337,22 @@ impl Memory for LibfabricMemory {
         if len == 0 {
             return Err(RegisterError::Empty);
         }
+        let gpu = self.direct(ptr, len, rights)?;
         // SAFETY: the caller's promise.
-        unsafe { self.insert(ptr, len, rights, None) }
+        unsafe { self.insert(ptr, len, rights, (gpu, None)) }
+    }
+
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        if len == 0 {
+            return Err(RegisterError::Empty);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.insert(ptr, len, rights, (None, None)) }
     }
 
     fn counts_from_zero(&self) -> bool {
@@ -337,7 +364,17 @@ impl Memory for LibfabricMemory {
     }
 
     fn release(&self, region: Registered) {
-        tenant_of(&region).into_iter().for_each(|tenant| self.regions.release(tenant));
+        let region = tenant_of(&region).and_then(|tenant| self.regions.release(tenant));
+        if let Some(region) = region.filter(Region::owns_gpu_memory) {
+            self.gpus.give_back_soon(region);
+        }
+    }
+
+    fn release_later(&self, region: Registered) {
+        let region = tenant_of(&region).and_then(|tenant| self.regions.release(tenant));
+        if let Some(region) = region.filter(Region::owns_gpu_memory) {
+            self.gpus.give_back_later(region);
+        }
     }
 }
 

@@ -151,7 +151,10 @@ impl LibfabricProvider {
             }
             Say::Withdraw(tenant) => {
                 session.withdrawn.withdraw(tenant);
-                session.releasing.add(tenant);
+                if !session.releasing.add(tenant, session.says.withdrawn.len()) {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
             }
             Say::Withdrawn(tenant) => {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));

@@ -18,8 +18,9 @@
 //! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Memory mapped by hand, as `alloc_gpu` and
 //! PyTorch's expandable segments have it, is closed at once.
 //!
-//! A peer's host memory is pinned when a GPU is first to write there, by the engine's own thread: some 43 ms for each GiB, in which the driver
-//! keeps all other calls of the process waiting (seen on 580.159.04), whichever thread pins.
+//! A peer's host memory is pinned in parts of 256 MiB, each when a GPU is first to write there, by the engine's own thread: some 43 ms for each
+//! GiB, in which the driver keeps all other calls of the process waiting (seen on 580.159.04), whichever thread pins. No more is pinned than
+//! what is written to, whatever the peer says of its length.
 //!
 //! # Invariants
 //!
@@ -35,8 +36,8 @@
 use std::collections::VecDeque;
 use std::num::NonZeroU32;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use immwire_core::batch::{Batch, Form, Range};
@@ -59,9 +60,10 @@ use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
 use super::standing::{Short, Standing};
-use crate::gpus::{CLOSED_WITHIN, Known, One, number, page_bytes};
+use crate::gpus::{CLOSED_WITHIN, GPUS_MAX, Known, One, number, page_bytes};
 use crate::largest::largest;
 use crate::provider::{Sink, Window};
+use crate::sync::lock;
 
 /// Queues of each GPU. Which of them a copy goes to: `core::spread`.
 const QUEUES: usize = 8;
@@ -69,6 +71,8 @@ const QUEUES: usize = 8;
 const COPIES: usize = 8;
 /// Pages that one launch copies at most: to begin one and to end it takes some 7 us, in which less is copied.
 const LAUNCH_PAGES: usize = 16_384;
+/// Bytes of a peer's host memory that are pinned in one go.
+const PART_BYTES: u64 = 256 << 20;
 /// Bytes that it copies at most, unless one piece has more: whoever cancels waits for it.
 const LAUNCH_BYTES: u64 = 256 << 20;
 
@@ -95,9 +99,15 @@ const STUCK_AFTER: Duration = Duration::from_secs(5);
 pub(super) enum Kind {
     /// Of the host.
     Host,
+    /// Of the host, and not pinned: GPUs do not read it. In the keys of sources only.
+    Unreached,
     /// Of the engine's GPU of this index.
     Gpu(u8),
 }
+
+/// All GPUs that an engine may have have numbers below that of what they do not reach.
+const _: () = assert!(GPUS_MAX < UNREACHED as usize);
+const UNREACHED: u8 = u8::MAX;
 
 impl Kind {
     const SHIFT: u32 = 24;
@@ -106,6 +116,7 @@ impl Kind {
     pub(super) fn bits(self) -> u64 {
         let number = match self {
             Self::Host => 0,
+            Self::Unreached => u64::from(UNREACHED),
             Self::Gpu(index) => 1 + u64::from(index),
         };
         number << Self::SHIFT
@@ -115,30 +126,98 @@ impl Kind {
     pub(super) fn of(key: u64) -> Self {
         match (key >> Self::SHIFT & 0xff) as u8 {
             0 => Self::Host,
+            UNREACHED => Self::Unreached,
             number => Self::Gpu(number - 1),
         }
+    }
+
+    #[inline]
+    pub(super) fn is_host(self) -> bool {
+        !matches!(self, Self::Gpu(_))
     }
 }
 
 /// Mapped memory that GPUs reach, as far as it is pinned by us: unmapped when it has been unpinned, and not at all if it is to stay so.
 #[derive(Debug)]
 pub(super) struct Reachable<M> {
-    pinned: Option<Pinned>,
+    pinned: Vec<Pinned>,
     mapping: Option<M>,
 }
 
 impl<M> Reachable<M> {
-    pub(super) const fn new(pinned: Option<Pinned>, mapping: M) -> Self {
-        Self { pinned, mapping: Some(mapping) }
+    pub(super) fn new(pinned: Option<Pinned>, mapping: M) -> Self {
+        Self { pinned: pinned.into_iter().collect(), mapping: Some(mapping) }
     }
 }
 
 impl<M> Drop for Reachable<M> {
     fn drop(&mut self) {
-        if !self.pinned.take().is_none_or(Pinned::unpin) {
+        let mut all = true;
+        for pinned in self.pinned.drain(..) {
+            all &= pinned.unpin();
+        }
+        if !all {
             std::mem::forget(self.mapping.take());
         }
     }
+}
+
+/// A peer's host memory, mapped here. Parts of it are pinned as they are first written to: how much there is of it, the peer says.
+#[derive(Debug)]
+struct Host {
+    base: u64,
+    bytes: u64,
+    /// Whether each part is pinned, and how many are not. The engine's thread alone writes them.
+    parts: Box<[AtomicBool]>,
+    missing: AtomicUsize,
+    memory: Mutex<Reachable<Arc<Mapping>>>,
+}
+
+impl Host {
+    /// Of a mapping of at least `bytes` bytes.
+    fn new(mapping: &Arc<Mapping>, bytes: u64) -> Self {
+        // Whatever is mapped has far fewer parts than there are addresses.
+        let count = usize::try_from(bytes.div_ceil(PART_BYTES)).unwrap_or(0);
+        Self {
+            base: mapping.base().as_ptr() as u64,
+            bytes,
+            parts: (0..count).map(|_| AtomicBool::new(false)).collect(),
+            missing: AtomicUsize::new(count),
+            memory: Mutex::new(Reachable::new(None, Arc::clone(mapping))),
+        }
+    }
+
+    fn is_pinned(&self) -> bool {
+        self.missing.load(Ordering::Relaxed) == 0
+    }
+
+    /// Pins the parts that `len` bytes from `address` on lie in, which are inside, as far as they are not pinned. Calls the driver then.
+    fn pin(&self, device: &Device, address: u64, len: u64) -> Result<(), Error> {
+        let (first, last) = parts_of(address.saturating_sub(self.base), len);
+        for (part, number) in self.parts.iter().zip(0_u64..).take(last + 1).skip(first) {
+            if !part.load(Ordering::Relaxed) {
+                self.pin_part(device, number)?;
+                part.store(true, Ordering::Relaxed);
+                self.missing.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        Ok(())
+    }
+
+    fn pin_part(&self, device: &Device, number: u64) -> Result<(), Error> {
+        let at = number * PART_BYTES;
+        let bytes = usize::try_from(self.bytes.saturating_sub(at).min(PART_BYTES)).unwrap_or(0);
+        // SAFETY: the mapping has at least `self.bytes` bytes, and is kept until after it has been unpinned (`Reachable`).
+        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes())? };
+        lock(&self.memory).pinned.extend(pinned);
+        Ok(())
+    }
+}
+
+/// The first and the last part that `len` bytes from `offset` on lie in.
+fn parts_of(offset: u64, len: u64) -> (usize, usize) {
+    let part = |at: u64| usize::try_from(at / PART_BYTES).unwrap_or(usize::MAX - 1);
+    (part(offset), part(offset.saturating_add(len.saturating_sub(1))))
 }
 
 /// A region of GPU memory, as its owner describes it to a peer.
@@ -259,7 +338,7 @@ pub(super) struct Reached {
     /// One of them is its own.
     is_held: bool,
     /// For host memory.
-    host: Option<Reachable<Arc<Mapping>>>,
+    host: Option<Host>,
     /// Whose closer has it closed.
     known: Arc<Known>,
 }
@@ -267,7 +346,7 @@ pub(super) struct Reached {
 /// What is left of a [`Reached`] that nobody uses any more.
 struct Remains {
     ways: Vec<Option<Way>>,
-    host: Option<Reachable<Arc<Mapping>>>,
+    host: Option<Host>,
     /// What it claims of itself, until it is closed.
     held: Option<(Arc<Link>, u64)>,
 }
@@ -380,35 +459,41 @@ impl Reached {
         }
     }
 
-    /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to pieces. `None`: it cannot be pinned.
+    /// A peer's host memory, which is mapped here in `bytes` bytes, and is `base` to pieces. Asks no driver.
     pub(super) fn host(
         known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         base: u64,
         mapping: &Arc<Mapping>,
-        bytes: usize,
-    ) -> Option<Self> {
-        let address = mapping.base().as_ptr() as u64;
-        // SAFETY: the mapping is at least as long, and is kept until after it has been unpinned (`Reachable`).
-        let pinned = unsafe { Pinned::new(known.first()?, address, bytes, page_bytes()) };
-        let pinned = pinned
-            .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
-            .ok()?;
-        let way = |_: &One| Some(Way { address, opened: None });
-        Some(Self {
+        bytes: u64,
+    ) -> Self {
+        let host = Host::new(mapping, bytes);
+        let way = |_: &One| Some(Way { address: host.base, opened: None });
+        Self {
             link: Arc::clone(link),
             key,
             base,
-            len: bytes as u64,
+            len: bytes,
             home: None,
             outlives_owner: false,
             ways: known.devices.iter().map(way).collect(),
             claims: AtomicU32::new(0),
             is_held: false,
-            host: Some(Reachable::new(pinned, Arc::clone(mapping))),
+            host: Some(host),
             known: Arc::clone(known),
-        })
+        }
+    }
+
+    /// Has GPUs reach `len` bytes at each of these addresses of theirs, which are inside; `false`: they cannot. Calls the driver if it is host
+    /// memory, and was not written to there before.
+    fn pin(&self, len: u64, mut addresses: impl Iterator<Item = u64>) -> bool {
+        let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else { return true };
+        let Some(device) = self.known.first() else { return false };
+        let pinned = addresses.try_for_each(|address| host.pin(device, address, len));
+        pinned
+            .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
+            .is_ok()
     }
 
     /// Where `len` bytes from what pieces call address `dst` are for GPU `gpu`, if they are all inside.
@@ -939,6 +1024,8 @@ impl Gpus {
         let gpu = match Kind::of(work.src_key) {
             Kind::Gpu(index) => usize::from(index),
             Kind::Host => reached.home.unwrap_or(0),
+            // A peer's word that its mailbox is a GPU's.
+            Kind::Unreached => return Staging::Failed(WorkError::LocalAccess),
         };
         // Not to wait in the driver, nor to be overlooked at the end.
         if self.is_settled || self.is_closing() {
@@ -950,6 +1037,9 @@ impl Gpus {
         let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
+        if !reached.pin(work.len, std::iter::once(dst)) {
+            return Staging::Failed(WorkError::LocalAccess);
+        }
         let piece = Range { src: work.src, dst, len: work.len };
         let (queue, begun) = match self.begin(gpu, reached, work.peer, |it| it.takes(piece)) {
             Ok(it) => it,
@@ -1053,6 +1143,11 @@ impl Gpus {
                 staged.forgo(begun);
                 return Staging::Failed(WorkError::RemoteAccess);
             };
+            let place = |number: &u32| layout.dst_base + layout.dst_stride * u64::from(*number);
+            if !reached.pin(layout.page_bytes, targets.1.iter().map(place)) {
+                staged.forgo(begun);
+                return Staging::Failed(WorkError::LocalAccess);
+            }
             let all = match staged.run {
                 Some(run) if run != layout => scale::join((run, layout), sources, targets),
                 _ => Some(layout),
@@ -1341,9 +1436,21 @@ mod tests {
 
     #[test]
     fn a_key_says_which_memory_it_is_of() {
-        for kind in (0..=u8::MAX - 1).map(Kind::Gpu).chain([Kind::Host]) {
+        for kind in (0..UNREACHED - 1).map(Kind::Gpu).chain([Kind::Host, Kind::Unreached]) {
             let key = 7 << 32 | kind.bits() | 0x00ab_cdef;
             assert_eq!((Kind::of(key), id_of(key)), (kind, 0x00ab_cdef));
+        }
+    }
+
+    /// Of a region however long, no more parts are touched than there are bytes to write.
+    #[test]
+    fn what_is_written_lies_in_its_parts_and_in_no_others() {
+        let ends = [0, 1, PART_BYTES - 1, PART_BYTES, PART_BYTES + 1, (1 << 40) - 1, 1 << 40];
+        for (offset, len) in ends.iter().flat_map(|&at| ends.map(|len| (at, len))) {
+            let (first, last) = parts_of(offset, len);
+            let (start, past) = (first as u64 * PART_BYTES, (last as u64 + 1) * PART_BYTES);
+            assert!(start <= offset && offset + len <= past, "{offset} {len}");
+            assert!(offset - start < PART_BYTES && past - (offset + len) <= PART_BYTES);
         }
     }
 

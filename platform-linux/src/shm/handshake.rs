@@ -54,6 +54,11 @@ impl GroupKey {
 }
 
 impl GroupKey {
+    /// Whether it was derived of no bytes, as everybody can.
+    pub(crate) fn is_of_nothing(&self) -> bool {
+        self.0 == Self::derive(&[]).0
+    }
+
     /// A hash under the key. Whoever uses it begins with words of its own, so that no two uses meet.
     pub(crate) fn hasher(&self) -> blake3::Hasher {
         blake3::Hasher::new_keyed(&self.0)

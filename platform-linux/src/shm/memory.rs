@@ -11,10 +11,12 @@
 //!   up no grant is left, and none is given any more.
 //! - [`ShmMemory::revoke`] returns `Ok` when, after that, each session was seen once with nobody writing
 //!   under the key (`immwire_core::hazard`), or with its peer gone. A peer is gone when the kernel has
-//!   closed its end of the socket. It does so only after each of the process's threads has left user
-//!   mode for good, and a system call that a thread was in has ended; a peer that shuts its end down
-//!   itself does so on the thread that writes, between two writes. A child that a peer forked may hold
-//!   the socket open, which delays us and harms nothing.
+//!   closed its end of the socket, or its process has ended. Both come only after each of the process's
+//!   threads has left user mode for good, and a system call that a thread was in has ended; a peer that
+//!   shuts its end down itself does so on the thread that writes, between two writes.
+//! - A child that a peer forked has its socket and its mappings, and is not the peer: an engine is its process's, and a child
+//!   does not write with it. Where the peer's process cannot be asked, such a child keeps the session up until it ends itself:
+//!   writes to the peer go on, and a region that the peer died writing to is not given back before.
 //! - Who has taken a region out of the table is the last to hold anything of its memory: references to a GPU's allocations, too.
 //! - A session that we closed stays listed until its peer has stopped writing.
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
@@ -33,7 +35,6 @@ use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_cuda::{Found, Pinned, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
-use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 use super::copy::copy;
 use super::gpu::{Described, Kind, Reachable, Reached, Shared, files_of};
@@ -57,6 +58,16 @@ pub(super) fn id_of(key: u64) -> u32 {
     (key & 0x00ff_ffff) as u32
 }
 
+/// A region that is not pinned: as a source it is known by that.
+fn unreached(region: Registered) -> Registered {
+    let mark = |key: &u64| *key | Kind::Unreached.bits();
+    let keys: heapless::Vec<u64, MAX_NICS> =
+        region.local.keys.as_slice().iter().map(mark).collect();
+    // As many as there were.
+    let keys = Keys::new(&keys).unwrap_or(region.local.keys);
+    Registered { local: LocalMr { keys, ..region.local }, ..region }
+}
+
 static_assertions::const_assert!(REGIONS_MAX <= 1 << 24);
 
 /// One session, as far as the taking back of grants is concerned.
@@ -65,7 +76,7 @@ pub(super) struct Link {
     pub(super) peer: PeerId,
     pub(super) segment: Segment,
     pub(super) socket: OwnedFd,
-    /// Its process, if there is one to ask: what its GPUs write outlives its socket.
+    /// Its process, if there is one to ask: a child of it may hold the socket, and what its GPUs write outlives that.
     process: Option<OwnedFd>,
     /// We have ended the session. What the peer may be in the middle of is still awaited.
     closed: AtomicBool,
@@ -75,10 +86,10 @@ pub(super) struct Link {
 
 impl Link {
     pub(super) fn new(peer: PeerId, segment: Segment, socket: OwnedFd) -> Self {
-        let pid = socket::credentials(&socket).ok().and_then(|who| Pid::from_raw(who.pid));
-        let process = pid.and_then(|pid| pidfd_open(pid, PidfdFlags::empty()).ok());
-        // A number that was dealt anew while we looked would be of a peer that is gone.
-        let process = process.filter(|_| !socket::is_gone(&socket));
+        // One that has ended, or whose number was dealt anew, is not who has just shaken hands: whoever that is goes by the
+        // socket alone.
+        let ended = |process: &OwnedFd| socket::is_gone_or_ended(&socket, process);
+        let process = socket::process(&socket).filter(|process| !ended(process));
         Self {
             peer,
             segment,
@@ -89,9 +100,23 @@ impl Link {
         }
     }
 
-    /// Whether no GPU writes for the peer any more because the kernel has let go of all that was its.
+    /// The peer's process, if there is one to ask.
+    pub(super) fn process(&self) -> Option<&OwnedFd> {
+        self.process.as_ref()
+    }
+
+    /// Whether the peer is gone: its processor writes no more for it. One system call.
+    pub(super) fn is_gone(&self) -> bool {
+        match &self.process {
+            Some(process) => socket::is_gone_or_ended(&self.socket, process),
+            None => socket::is_gone(&self.socket),
+        }
+    }
+
+    /// Whether no GPU writes for the peer any more because the kernel has let go of all that was its. A child that it forked
+    /// has the driver's files as well as the socket: with both open, GPUs may be at work.
     fn process_is_gone(&self) -> bool {
-        // Of one that cannot be asked, in another namespace of processes, say, nobody knows: its socket may go before its GPUs stop.
+        // Of one that cannot be asked nobody knows: its socket may go before its GPUs stop.
         self.process.as_ref().is_some_and(socket::is_readable) && socket::is_gone(&self.socket)
     }
 
@@ -130,7 +155,7 @@ impl Link {
     fn is_quiet(&self, key: u64) -> bool {
         let inn = self.segment.inbound();
         let gpu = inn.gpu_active(id_of(key));
-        (hazard::quiet(inn.active(), key) || socket::is_gone(&self.socket))
+        (hazard::quiet(inn.active(), key) || self.is_gone())
             && (gpu.is_none_or(|active| hazard::quiet(active, key)) || self.process_is_gone())
     }
 
@@ -139,7 +164,7 @@ impl Link {
         let inn = self.segment.inbound();
         let active = inn.active().load(Ordering::Acquire);
         self.closed.load(Ordering::Relaxed)
-            && (active == NO_KEY || socket::is_gone(&self.socket))
+            && (active == NO_KEY || self.is_gone())
             && (inn.gpu_claims().load(Ordering::Acquire) == 0 || self.process_is_gone())
     }
 }
@@ -417,6 +442,19 @@ impl ShmMemory {
         Ok(Registered { ptr, len, local, desc, id, place })
     }
 
+    fn insert_file(
+        &self,
+        file: OwnedFd,
+        mapping: Mapping,
+        bytes: usize,
+        pinned: Option<Pinned>,
+    ) -> Result<Registered, RegisterError> {
+        let (base, rights) = (mapping.base(), Rights::REMOTE_WRITE);
+        let mapping = Reachable::new(pinned, mapping);
+        let backing = Backing::File { file: Arc::new(file), mapping };
+        self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
+    }
+
     /// Pins host memory for the GPUs, if there are any. `None`: there are none, or it is pinned.
     ///
     /// # Safety
@@ -456,22 +494,28 @@ impl ShmMemory {
     }
 }
 
+/// Memory that peers can map.
+fn map_file(bytes: usize) -> Result<(OwnedFd, Mapping), RegisterError> {
+    if bytes == 0 {
+        return Err(RegisterError::Empty);
+    }
+    let failed = |call| move |errno: Errno| RegisterError::Os { call, bytes, source: errno.into() };
+    let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
+    let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
+    Ok((file, mapping))
+}
+
 impl Memory for ShmMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
-        if bytes == 0 {
-            return Err(RegisterError::Empty);
-        }
-        let failed =
-            |call| move |errno: Errno| RegisterError::Os { call, bytes, source: errno.into() };
-        let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
-        let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
-        let base = mapping.base();
+        let (file, mapping) = map_file(bytes)?;
         // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
-        let pinned = unsafe { self.pin(base, bytes)? };
-        let mapping = Reachable::new(pinned, mapping);
-        let backing = Backing::File { file: Arc::new(file), mapping };
-        let rights = Rights::REMOTE_WRITE;
-        self.insert(Region { base, len: bytes, rights, backing, withdrawn: false })
+        let pinned = unsafe { self.pin(mapping.base(), bytes)? };
+        self.insert_file(file, mapping, bytes, pinned)
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        let (file, mapping) = map_file(bytes)?;
+        Ok(unreached(self.insert_file(file, mapping, bytes, None)?))
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
@@ -504,6 +548,20 @@ impl Memory for ShmMemory {
         let _pinned = unsafe { self.pin(ptr, len)? };
         let backing = Backing::Process { _pinned };
         self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
+    }
+
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        if len == 0 {
+            return Err(RegisterError::Empty);
+        }
+        let backing = Backing::Process { _pinned: None };
+        let region = Region { base: ptr, len, rights, backing, withdrawn: false };
+        Ok(unreached(self.insert(region)?))
     }
 
     unsafe fn copy_gpu(
@@ -542,7 +600,7 @@ impl Memory for ShmMemory {
     }
 
     fn takes_runs(&self, src: &LocalMr, dst: &MrDesc) -> bool {
-        let gpus = |keys: &Keys| keys.get(0).is_some_and(|key| Kind::of(key) != Kind::Host);
+        let gpus = |keys: &Keys| keys.get(0).is_some_and(|key| !Kind::of(key).is_host());
         gpus(&src.keys) || gpus(&dst.keys)
     }
 
@@ -595,6 +653,8 @@ impl Memory for ShmMemory {
 
 #[cfg(test)]
 mod tests {
+    use rustix::process::{Pid, PidfdFlags, pidfd_open};
+
     use super::*;
     use crate::shm::segment::Geometry;
 
@@ -638,6 +698,32 @@ mod tests {
         assert!(matches!(memory.grant(&link, key), Granted::Refused));
     }
 
+    /// As a source only: what peers write to is the host's to them.
+    #[test]
+    fn what_is_not_pinned_says_so_as_a_source() {
+        let memory = memory();
+        let (link, _peers, _socket) = link();
+        memory.attach(Arc::clone(&link));
+        let kinds = |region: &Registered| {
+            let kind = |keys: &Keys| keys.as_slice().iter().map(|&key| Kind::of(key)).collect();
+            (kind(&region.local.keys), kind(&region.desc.keys))
+        };
+        let expected = |source| (vec![source; 2], vec![Kind::Host; 2]);
+        let pinned = memory.alloc(1).unwrap();
+        assert_eq!(kinds(&pinned), expected(Kind::Host));
+        let mut byte = 0_u8;
+        let ptr = NonNull::from(&mut byte);
+        // SAFETY: `byte` outlives the registration.
+        let lent = unsafe { memory.register_host(ptr, 1, Rights::REMOTE_WRITE) }.unwrap();
+        for region in [memory.alloc_host(1).unwrap(), lent] {
+            assert_eq!(kinds(&region), expected(Kind::Unreached));
+            let key = region.desc.keys.get(0).unwrap();
+            assert!(!matches!(memory.grant(&link, key), Granted::Refused));
+            memory.revoke(&region, Duration::ZERO).unwrap();
+            memory.release(region);
+        }
+    }
+
     #[test]
     fn a_peer_in_mid_write_is_named_until_it_stops_or_dies() {
         for dies in [false, true] {
@@ -662,6 +748,32 @@ mod tests {
             memory.detach(&link);
             assert!(lock(&memory.links).is_empty());
         }
+    }
+
+    /// A process that has ended, though its socket is open, in a child of its own, say.
+    #[test]
+    fn a_dead_process_writes_no_more_whoever_has_its_socket() {
+        let memory = memory();
+        let (link, peers, _socket) = link();
+        let Ok(link) = Arc::try_unwrap(link) else { panic!("ours alone") };
+        let mut child = std::process::Command::new("cat");
+        let mut child = child.stdin(std::process::Stdio::piped()).spawn().unwrap();
+        let process = pidfd_open(Pid::from_child(&child), PidfdFlags::empty()).unwrap();
+        let link = Arc::new(Link { process: Some(process), ..link });
+        memory.attach(Arc::clone(&link));
+        let region = memory.alloc(1).unwrap();
+        let key = region.desc.keys.get(0).unwrap();
+        assert!(matches!(memory.grant(&link, key), Granted::File { .. }));
+        let out = peers.outbound();
+        assert!(hazard::enter(out.active(), out.grant(id_of(key)).unwrap(), key));
+        let refused = memory.revoke(&region, Duration::from_millis(5));
+        assert_eq!((refused, link.is_gone()), (Err(RevokeError { peer: PEER }), false));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        assert!(link.is_gone() && !socket::is_gone(&link.socket));
+        memory.revoke(&region, Duration::ZERO).unwrap();
+        memory.detach(&link);
+        assert!(lock(&memory.links).is_empty());
     }
 
     /// What a GPU writes is over when the peer's process is, not when its socket is; of one that cannot be asked, never.

@@ -27,6 +27,9 @@
 //! session's segment, at any time: what the hazard words promise, they promise of peers that run this
 //! code. It cannot crash or block this process, nor reach memory that it was not granted.
 //!
+//! A peer is the process that has made its end of the connection. A session ends with the socket or with that process, whichever
+//! is first; with the socket alone, if the kernel does not say who the process is, or it had ended before the handshake.
+//!
 //! # Invariants
 //!
 //! - Nothing here waits for a peer. (Ending a session may, for a millisecond: see
@@ -280,8 +283,19 @@ pub struct ShmProvider {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Source {
     Listener,
-    Stranger { at: usize, serial: u64 },
-    Peer { index: u16, serial: u64 },
+    Stranger {
+        at: usize,
+        serial: u64,
+    },
+    Peer {
+        index: u16,
+        serial: u64,
+    },
+    /// The peer's process.
+    Process {
+        index: u16,
+        serial: u64,
+    },
 }
 
 const SERIAL_BITS: u32 = 40;
@@ -292,6 +306,7 @@ impl Source {
             Self::Listener => (0, 0, 0),
             Self::Stranger { at, serial } => (1, at as u64, serial),
             Self::Peer { index, serial } => (2, u64::from(index), serial),
+            Self::Process { index, serial } => (3, u64::from(index), serial),
         };
         EventData::new_u64(kind << 62 | at << SERIAL_BITS | serial)
     }
@@ -303,6 +318,7 @@ impl Source {
         match (word >> 62, u16::try_from(at)) {
             (1, Ok(at)) => Self::Stranger { at: usize::from(at), serial },
             (2, Ok(index)) => Self::Peer { index, serial },
+            (3, Ok(index)) => Self::Process { index, serial },
             _ => Self::Listener,
         }
     }
@@ -452,9 +468,17 @@ impl ShmProvider {
         epoll::add(&self.epoll, socket, source.data(), EventFlags::IN | EventFlags::RDHUP)
     }
 
-    /// Stops watching; closing alone would not, while a copy of the socket is open elsewhere.
-    fn unwatch(&self, socket: &OwnedFd) {
-        let _ = epoll::delete(&self.epoll, socket);
+    /// Stops watching; closing alone would not, while a copy of the file is open elsewhere.
+    fn unwatch(&self, file: &OwnedFd) {
+        let _ = epoll::delete(&self.epoll, file);
+    }
+
+    /// Watches a session's socket and, if it can be asked, its peer's process.
+    fn watch_session(&self, link: &Link, serial: u64) -> Result<(), Errno> {
+        let index = link.peer.index;
+        self.watch(&link.socket, Source::Peer { index, serial })?;
+        let ended = Source::Process { index, serial }.data();
+        link.process().map_or(Ok(()), |it| epoll::add(&self.epoll, it, ended, EventFlags::IN))
     }
 
     fn look<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
@@ -469,7 +493,11 @@ impl ShmProvider {
             match Source::of(event.data) {
                 Source::Listener => self.accept(now),
                 Source::Stranger { at, serial } => self.hear_stranger(at, serial, sink),
-                Source::Peer { index, serial } => self.hear_peer(index, serial, now, sink),
+                Source::Peer { index, serial } if self.is_calling(index) => {
+                    self.hear_answer(index, serial, now, sink);
+                }
+                Source::Peer { index, serial } => self.hear_peer(index, serial, false, sink),
+                Source::Process { index, serial } => self.hear_peer(index, serial, true, sink),
             }
         }
         self.tend(now, sink);
@@ -861,7 +889,7 @@ impl ShmProvider {
         if !matches!(self.slot(index), Slot::Vacant) {
             return None;
         }
-        self.watch(&link.socket, Source::Peer { index, serial }).ok()?;
+        self.watch_session(&link, serial).ok()?;
         let (our_nics, foreign) = (self.config.nics, self.config.foreign);
         let from_zero = self.config.from_zero;
         let start = Start {
@@ -883,10 +911,12 @@ impl ShmProvider {
         Some(())
     }
 
-    fn hear_peer<S: Sink>(&mut self, index: u16, serial: u64, now: Time, sink: &mut S) {
-        if matches!(self.slot(index), Slot::Calling(_)) {
-            return self.hear_answer(index, serial, now, sink);
-        }
+    fn is_calling(&self, index: u16) -> bool {
+        matches!(self.slots.get(usize::from(index)), Some(Slot::Calling(_)))
+    }
+
+    /// Takes the peer's messages. Nothing comes after the last from one whose process had `ended` before we looked.
+    fn hear_peer<S: Sink>(&mut self, index: u16, serial: u64, ended: bool, sink: &mut S) {
         let mut buffer = [0; MESSAGE_MAX];
         for _ in 0..MESSAGES_MAX {
             let Some(Slot::Up(session)) = self.slots.get_mut(usize::from(index)) else {
@@ -903,9 +933,9 @@ impl ShmProvider {
                         session.handle(message, received.files, &self.memory, known).ok()
                     })
                 }
-                Err(NoMessage::Yet) => return,
+                Err(NoMessage::Yet) if !ended => return,
                 Err(NoMessage::Malformed) => None,
-                Err(NoMessage::Gone) => {
+                Err(NoMessage::Gone | NoMessage::Yet) => {
                     return self.lose(index, DownReason::Disconnected, sink);
                 }
             };
@@ -940,10 +970,7 @@ impl ShmProvider {
         };
         session.close(DownReason::Disconnected);
         let until = Instant::now() + QUIET_PATIENCE;
-        while !session.bounce_is_quiet()
-            && !socket::is_gone(&session.link.socket)
-            && Instant::now() < until
-        {
+        while !session.bounce_is_quiet() && !session.link.is_gone() && Instant::now() < until {
             std::hint::spin_loop();
         }
         session.flush(error, sink);
@@ -955,6 +982,9 @@ impl ShmProvider {
         *self.slot(index) = Slot::Vacant;
         self.up.retain(|&up| up != index);
         self.unwatch(&link.socket);
+        if let Some(process) = link.process() {
+            self.unwatch(process);
+        }
         // We write no more. The peer is told so; until it stops too, the link stays in the memory's list.
         let _ = rustix::net::shutdown(&link.socket, rustix::net::Shutdown::Write);
         self.memory.detach(link);

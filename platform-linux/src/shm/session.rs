@@ -394,7 +394,7 @@ impl Session {
         let (key, imm) = (piece.dst_key, piece.imm?);
         let len = usize::try_from(piece.len).ok().filter(|_| piece.len <= PIECE_MIN_BYTES)?;
         let short = piece.len <= SHORT_BYTES;
-        let here = piece.run.count == 0 && Kind::of(piece.src_key) == Kind::Host;
+        let here = piece.run.count == 0 && Kind::of(piece.src_key).is_host();
         let near = nic < self.our_nics && piece.remote_nic < self.their_nics;
         if !here || !near || self.closing.is_some() {
             return None;
@@ -616,8 +616,8 @@ impl Session {
             // Bounds are checked where it is known which pages a run has.
             Target::Gpu { reached, .. } => Ok(Place::Gpu(Arc::clone(reached))),
             // A GPU reaches no memory that only the peer has.
-            Target::Process { .. } if Kind::of(work.src_key) != Kind::Host => Err(REFUSED),
-            Target::Mapped { .. } if Kind::of(work.src_key) != Kind::Host => {
+            Target::Process { .. } if !Kind::of(work.src_key).is_host() => Err(REFUSED),
+            Target::Mapped { .. } if !Kind::of(work.src_key).is_host() => {
                 self.reach(id, gpus).map(Place::Gpu)
             }
             // What is not for GPUs is never planned so: `Memory::takes_runs`.
@@ -644,7 +644,7 @@ impl Session {
         }
     }
 
-    /// What our GPUs need to write to host memory of the peer's; made the first time.
+    /// What our GPUs need to write to host memory of the peer's; made the first time. Asks no driver.
     fn reach(&mut self, id: usize, gpus: &Copying) -> Result<Arc<Reached>, Step> {
         const LOCAL: Step = Step::Ended(Err(WorkError::LocalAccess));
         const REFUSED: Step = Step::Ended(Err(WorkError::RemoteAccess));
@@ -657,9 +657,8 @@ impl Session {
         if let Some(reached) = reached {
             return Ok(Arc::clone(reached));
         }
-        let bytes = usize::try_from(*len).map_err(|_| REFUSED)?;
-        let made = Reached::host(gpus.known(), &self.link, *key, *base, mapping, bytes);
-        let made = Arc::new(made.ok_or(LOCAL)?);
+        let made = Reached::host(gpus.known(), &self.link, *key, *base, mapping, *len);
+        let made = Arc::new(made);
         *reached = Some(Arc::clone(&made));
         Ok(made)
     }
@@ -711,8 +710,9 @@ impl Session {
     }
 
     fn move_by_kernel(&mut self, work: &WorkRequest, there: u64, len: usize) -> Step {
-        // The pid is the peer's as long as the peer lives.
-        if socket::is_gone(&self.link.socket) {
+        // The pid is the peer's as long as its process lives; its socket may be open longer, in a child of it, or less long,
+        // if it has started another program.
+        if self.link.is_gone() {
             return Step::Ended(Err(WorkError::PeerGone));
         }
         match write_process(self.pid, work.src, there, len) {
@@ -980,7 +980,7 @@ impl Session {
             Err(Errno::AGAIN) => Err(Broken),
             // Too many of ours are on their way, or the peer is gone.
             Err(why) => {
-                if !files.is_empty() && !socket::is_gone(&self.link.socket) {
+                if !files.is_empty() && !self.link.is_gone() {
                     tracing::warn!(%why, files = files.len(), "a peer cannot be sent files");
                 }
                 self.reply(refusal)

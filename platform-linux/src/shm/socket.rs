@@ -11,7 +11,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags};
 use rustix::io::Errno;
@@ -19,6 +19,7 @@ use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, ReturnFlags,
     SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
 };
+use rustix::process::{Pid, PidfdFlags, pidfd_open};
 
 /// The name of an engine's listening socket: these bits, in hexadecimal.
 pub(super) type ListenerId = [u8; 16];
@@ -89,6 +90,47 @@ pub(super) fn credentials(socket: &OwnedFd) -> Result<Credentials, Errno> {
         )
     };
     if status == 0 { Ok(Credentials { pid: found.pid, uid: found.uid }) } else { Err(last_errno()) }
+}
+
+/// `asm-generic/socket.h`, Linux 6.5.
+const SO_PEERPIDFD: libc::c_int = 77;
+
+/// A pidfd of who made the other end, closed on exec, if there is one (Linux 5.3).
+pub(super) fn process(socket: &OwnedFd) -> Option<OwnedFd> {
+    match process_of(socket) {
+        Err(Errno::NOPROTOOPT) => process_by_number(socket),
+        found => found.ok(),
+    }
+}
+
+/// Before Linux 6.5. The number of a process that has been reaped may be another's by then; one of another namespace may have none.
+fn process_by_number(socket: &OwnedFd) -> Option<OwnedFd> {
+    let pid = credentials(socket).ok().and_then(|who| Pid::from_raw(who.pid))?;
+    pidfd_open(pid, PidfdFlags::empty()).ok()
+}
+
+fn process_of(socket: &OwnedFd) -> Result<OwnedFd, Errno> {
+    let mut found: libc::c_int = -1;
+    let mut len: libc::socklen_t = 4;
+    const { assert!(size_of::<libc::c_int>() == 4) };
+    // SAFETY: `found` is a local of exactly `len` bytes, for which any bits are a value.
+    let status = unsafe {
+        libc::getsockopt(
+            socket.as_raw_fd(),
+            libc::SOL_SOCKET,
+            SO_PEERPIDFD,
+            (&raw mut found).cast(),
+            &raw mut len,
+        )
+    };
+    if status != 0 {
+        return Err(last_errno());
+    }
+    if found < 0 {
+        return Err(Errno::BADF);
+    }
+    // SAFETY: the kernel has just opened it for us, and nobody else knows of it.
+    Ok(unsafe { OwnedFd::from_raw_fd(found) })
 }
 
 /// The errno of the libc call that just failed.
@@ -163,23 +205,26 @@ pub(super) fn receive(
     Ok(Received { len: got.bytes, files })
 }
 
-/// Whether the other end has been closed, or its process is dead. Does not read.
+/// Whether the other end has been closed, in each process that has it. Does not read.
 pub(super) fn is_gone(socket: &OwnedFd) -> bool {
-    let gone = PollFlags::HUP | PollFlags::RDHUP | PollFlags::ERR;
-    let mut fds = [PollFd::new(socket, PollFlags::RDHUP)];
-    let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    let [fd] = match rustix::event::poll(&mut fds, Some(&now)) {
-        Ok(_) => fds,
-        Err(_) => return false,
-    };
-    fd.revents().intersects(gone)
+    any_is_ready(&mut [PollFd::new(socket, PollFlags::RDHUP)])
+}
+
+/// Whether the other end has been closed, or the process has ended, whoever else has the socket. Does not read.
+pub(super) fn is_gone_or_ended(socket: &OwnedFd, process: &OwnedFd) -> bool {
+    let ends = [PollFd::new(socket, PollFlags::RDHUP), PollFd::new(process, PollFlags::IN)];
+    any_is_ready(&mut { ends })
 }
 
 /// Whether a descriptor has something to read: of a process, whether it has ended (pidfd_open(2)).
 pub(super) fn is_readable(file: &OwnedFd) -> bool {
-    let mut fds = [PollFd::new(file, PollFlags::IN)];
+    any_is_ready(&mut [PollFd::new(file, PollFlags::IN)])
+}
+
+/// Whether there is now what is asked for, or an end or an error, of which poll(2) tells unasked.
+fn any_is_ready(fds: &mut [PollFd<'_>]) -> bool {
     let now = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
-    rustix::event::poll(&mut fds, Some(&now)).is_ok_and(|ready| ready > 0)
+    rustix::event::poll(fds, Some(&now)).is_ok_and(|ready| ready > 0)
 }
 
 #[cfg(test)]
@@ -258,5 +303,20 @@ mod tests {
         assert_eq!(credentials(&caller).unwrap(), me);
         assert_eq!(credentials(&callee).unwrap(), me);
         assert!(listen(&id).is_err());
+    }
+
+    #[test]
+    fn both_ends_can_ask_for_each_other_s_process() {
+        let (a, b) = pair();
+        for process in [process, process_by_number] {
+            let [to_a, to_b] = [&b, &a].map(|socket| process(socket).unwrap());
+            assert!(!is_readable(&to_a) && !is_readable(&to_b));
+            assert!(!is_gone_or_ended(&a, &to_b));
+            let flags = rustix::io::fcntl_getfd(&to_a).unwrap();
+            assert!(flags.contains(rustix::io::FdFlags::CLOEXEC));
+        }
+        let to_b = process(&a).unwrap();
+        drop(b);
+        assert!(is_gone_or_ended(&a, &to_b));
     }
 }

@@ -108,6 +108,18 @@ impl<N: Memory, F: Memory> SpanMemory<N, F> {
         self.join(near, far, false)
     }
 
+    /// The same of memory that is the CPU's and NICs' alone.
+    fn add_far_host(&self, near: Registered) -> Result<Registered, RegisterError> {
+        // SAFETY: as in `Self::add_far`.
+        match unsafe { self.far.register_host(near.ptr, near.len, near.desc.rights) } {
+            Ok(far) => self.join(near, far, false),
+            Err(error) => {
+                self.undo(near);
+                Err(error)
+            }
+        }
+    }
+
     /// What both sides have registered, under one name; `made` by the far one.
     fn join(
         &self,
@@ -176,15 +188,19 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
         self.add_far(self.near.alloc(bytes)?)
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        self.add_far_host(self.near.alloc_host(bytes)?)
+    }
+
     /// Of the side's that leads to the peer.
     fn alloc_mailbox(&self, bytes: usize, peer: &NetAddr) -> Result<Registered, RegisterError> {
         if span::towards(&self.address, peer) != Some(Side::Far) {
-            return self.alloc(bytes);
+            return self.add_far_host(self.near.alloc_mailbox(bytes, peer)?);
         }
         let far = self.far.alloc_mailbox(bytes, peer)?;
         // SAFETY: the far side has it mapped until it is revoked and released, which `Self::revoke` and `Self::release_by` have the near one do
         // before.
-        match unsafe { self.near.register(far.ptr, far.len, far.desc.rights) } {
+        match unsafe { self.near.register_host(far.ptr, far.len, far.desc.rights) } {
             Ok(near) => self.join(near, far, true),
             Err(error) => {
                 undo(&*self.far, far);
@@ -226,6 +242,16 @@ impl<N: Memory, F: Memory> Memory for SpanMemory<N, F> {
     ) -> Result<Registered, RegisterError> {
         // SAFETY: our caller's promise.
         self.add_far(unsafe { self.near.register(ptr, len, rights) }?)
+    }
+
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        // SAFETY: our caller's promise.
+        self.add_far_host(unsafe { self.near.register_host(ptr, len, rights) }?)
     }
 
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {

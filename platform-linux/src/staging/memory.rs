@@ -384,6 +384,10 @@ impl<M: Memory> Memory for StagedMemory<M> {
         self.inner.alloc(bytes)
     }
 
+    fn alloc_host(&self, bytes: usize) -> Result<Registered, RegisterError> {
+        self.inner.alloc_host(bytes)
+    }
+
     /// An area: the peer that it is for lands there.
     fn alloc_mailbox(&self, bytes: usize, _: &NetAddr) -> Result<Registered, RegisterError> {
         let staging = &self.staging;
@@ -407,7 +411,7 @@ impl<M: Memory> Memory for StagedMemory<M> {
                     }
                 }
                 // SAFETY: the pool lives as long as `self`, which outlives its regions.
-                unsafe { self.inner.register(base, len, Rights::REMOTE_WRITE) }
+                unsafe { self.inner.register_host(base, len, Rights::REMOTE_WRITE) }
             }
             _ => Err(RegisterError::Empty),
         };
@@ -465,6 +469,16 @@ impl<M: Memory> Memory for StagedMemory<M> {
         }
     }
 
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        // SAFETY: our caller's promise.
+        unsafe { self.inner.register_host(ptr, len, rights) }
+    }
+
     unsafe fn after_stream(&self, ordinal: u32, stream: *mut c_void) -> Result<(), RegisterError> {
         // SAFETY: our caller's promise.
         unsafe { self.staging.gpus.after(ordinal, stream) }
@@ -510,17 +524,33 @@ impl<M: Memory> Memory for StagedMemory<M> {
     }
 
     fn release(&self, region: Registered) {
+        self.release_by(region, M::release, Gpus::give_back_soon);
+    }
+
+    fn release_later(&self, region: Registered) {
+        self.release_by(region, M::release_later, Gpus::give_back_later);
+    }
+}
+
+impl<M: Memory> StagedMemory<M> {
+    /// Forgets a region: has the inner transport do so by `inner`, or memory of a GPU's that was allocated here given back by `gpus`.
+    fn release_by(
+        &self,
+        region: Registered,
+        inner: impl FnOnce(&M, Registered),
+        gpus: impl Fn(&Gpus, SharedMemory),
+    ) {
         if let Some((number, _)) = self.staging.staged(&region) {
             let mut numbers = lock(&self.staging.numbers);
             let owned = numbers.owned.remove(&number);
             numbers.free.push(number);
             drop(numbers);
-            drop(owned);
+            owned.into_iter().for_each(|owned| gpus(&self.staging.gpus, owned));
             return;
         }
         // Before the inner transport gives the name away again.
         let live = lock(&self.staging.by_peer).live.remove(&region.id);
-        self.inner.release(region);
+        inner(&self.inner, region);
         if let Some(live) = live {
             lock(&self.staging.by_peer).free.push(live.area);
         }

@@ -366,6 +366,9 @@ impl Device {
         let mtu = mtu.filter(|mtu| *mtu >= Mtu::B1024);
         let mtu =
             mtu.ok_or(VerbsError::Unfit { why: "its packets are shorter than 1024 bytes" })?;
+        if device.max_srq <= 0 || device.max_srq_wr <= 0 {
+            return Err(VerbsError::Unfit { why: "it has no shared receive queues" });
+        }
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         Ok(Facts {
             port: Port {

@@ -21,7 +21,7 @@ use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{
     GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
 };
-use crate::withdrawal::{Mapping, Owned, Regions, tenant_of};
+use crate::withdrawal::{Mapping, Owned, Region, Regions, tenant_of};
 
 /// One registration for each NIC that was not lost; and the keys for us and for peers, of all NICs.
 type Held = (Vec<Registration>, Keys, Keys);
@@ -51,6 +51,15 @@ pub struct VerbsMemory {
 }
 
 impl VerbsMemory {
+    /// Has what NICs have written to GPUs be seen there, unless that was done since the batch was read that `is_shown` is of.
+    #[inline]
+    pub(super) fn show_once(&self, is_shown: &mut bool) {
+        if let (Some(gpus), false) = (&self.gpus.0, *is_shown) {
+            gpus.show();
+        }
+        *is_shown = true;
+    }
+
     pub(super) fn new(
         engine: EngineId,
         domains: Vec<Arc<Domain>>,
@@ -110,6 +119,19 @@ impl VerbsMemory {
         Ok((registrations, locals, remotes))
     }
 
+    /// How NICs are given memory that may be a GPU's. `None`: it is the host's.
+    fn direct(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Option<Direct>, RegisterError> {
+        let Some(known) = self.gpus.0.as_ref() else { return Ok(None) };
+        known.direct(ptr, len, rights.remote_write(), "RDMA devices", Ok(()))
+    }
+
+    /// `gpu`: how it is reached, if it is a GPU's.
+    ///
     /// # Safety
     ///
     /// As for [`Memory::register`].
@@ -118,12 +140,9 @@ impl VerbsMemory {
         ptr: NonNull<u8>,
         len: usize,
         rights: Rights,
-        owned: Option<Owned>,
+        (gpu, owned): (Option<Direct>, Option<Owned>),
     ) -> Result<Registered, RegisterError> {
         let remote = rights.remote_write();
-        let known = self.gpus.0.as_ref();
-        let gpu = known
-            .map_or(Ok(None), |known| known.direct(ptr, len, remote, "RDMA devices", Ok(())))?;
         let tenant = self.regions.table().claim()?;
         // Outside the lock: pinning takes its time, and others register meanwhile.
         // SAFETY: the caller's promise.
@@ -146,15 +165,18 @@ impl Memory for VerbsMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let mapping = Mapping::new(bytes)?;
         let (base, rights) = (mapping.base(), Rights::REMOTE_WRITE);
+        let owned = Owned::Mapped { _mapping: mapping };
         // SAFETY: the mapping lives as long as the region, whose registrations are dropped before.
-        unsafe { self.insert(base, bytes, rights, Some(Owned::Mapped { _mapping: mapping })) }
+        unsafe { self.insert(base, bytes, rights, (None, Some(owned))) }
     }
 
     fn alloc_gpu(&self, ordinal: u32, bytes: usize) -> Result<Registered, RegisterError> {
         let (base, memory, _) = self.gpus.alloc(ordinal, bytes)?;
         let rights = Rights::REMOTE_WRITE;
+        let gpu = self.direct(base, bytes, rights)?;
+        let owned = Owned::Gpu { _memory: memory };
         // SAFETY: the memory lives as long as the region, whose registrations are dropped before.
-        unsafe { self.insert(base, bytes, rights, Some(Owned::Gpu { _memory: memory })) }
+        unsafe { self.insert(base, bytes, rights, (gpu, Some(owned))) }
     }
 
     fn pin(&self, bytes: usize) -> Result<PinnedPage, RegisterError> {
@@ -208,8 +230,22 @@ impl Memory for VerbsMemory {
         if len == 0 {
             return Err(RegisterError::Empty);
         }
+        let gpu = self.direct(ptr, len, rights)?;
         // SAFETY: the caller's promise.
-        unsafe { self.insert(ptr, len, rights, None) }
+        unsafe { self.insert(ptr, len, rights, (gpu, None)) }
+    }
+
+    unsafe fn register_host(
+        &self,
+        ptr: NonNull<u8>,
+        len: usize,
+        rights: Rights,
+    ) -> Result<Registered, RegisterError> {
+        if len == 0 {
+            return Err(RegisterError::Empty);
+        }
+        // SAFETY: the caller's promise.
+        unsafe { self.insert(ptr, len, rights, (None, None)) }
     }
 
     fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
@@ -217,7 +253,17 @@ impl Memory for VerbsMemory {
     }
 
     fn release(&self, region: Registered) {
-        tenant_of(&region).into_iter().for_each(|tenant| self.regions.release(tenant));
+        let region = tenant_of(&region).and_then(|tenant| self.regions.release(tenant));
+        if let Some(region) = region.filter(Region::owns_gpu_memory) {
+            self.gpus.give_back_soon(region);
+        }
+    }
+
+    fn release_later(&self, region: Registered) {
+        let region = tenant_of(&region).and_then(|tenant| self.regions.release(tenant));
+        if let Some(region) = region.filter(Region::owns_gpu_memory) {
+            self.gpus.give_back_later(region);
+        }
     }
 }
 

@@ -944,6 +944,7 @@ impl VerbsProvider {
                 && (done.status, done.opcode)
                     == (sys::IBV_WC_SUCCESS, sys::IBV_WC_RECV_RDMA_WITH_IMM);
             if is_counted {
+                self.memory.show_once(&mut self.is_shown);
                 sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
             }
             return;
@@ -983,11 +984,7 @@ impl VerbsProvider {
                     }
                     self.urgent = true;
                 }
-                // Once for all that was read with it.
-                if let (Some(gpus), false) = (&self.memory.gpus.0, self.is_shown) {
-                    gpus.show();
-                }
-                self.is_shown = true;
+                self.memory.show_once(&mut self.is_shown);
                 sink.immediate(nic, session.peer, u32::from_be(done.imm_data));
             }
             (Role::Line, sys::IBV_WC_RECV) => {
@@ -1306,6 +1303,13 @@ impl Provider for VerbsProvider {
     /// What is in flight is cut off, and reported at later polls.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         self.hang_up(peer);
+        let session = self.seat(peer).and_then(|index| self.session(index));
+        if session.is_some_and(|session| session.life.reason().is_some()) {
+            // It has left by itself, and that may have been read, by one NIC, before all that it had written, by another.
+            for at in 0..self.ports.len() {
+                self.poll_nic(at, self.last_rounds, sink);
+            }
+        }
         self.part(peer, None, sink);
     }
 

@@ -55,8 +55,8 @@ impl VerbsProvider {
             }
             Note::Withdraw(tenant) => {
                 session.withdrawn.withdraw(tenant);
-                session.releasing.add(tenant);
-                Some(())
+                let yet_to_hear = session.says.withdrawn.len();
+                session.releasing.add(tenant, yet_to_hear).then_some(())
             }
             Note::Withdrawn(tenant) => {
                 let token = session.token;
@@ -82,7 +82,9 @@ impl VerbsProvider {
                 Some(())
             }
         };
-        if understood.is_none() {
+        // Whoever never takes the answers asks in vain.
+        let is_flooded = self.session(index).is_some_and(|session| session.says.is_flooded());
+        if understood.is_none() || is_flooded {
             self.stats.ignored += 1;
             if let Some(session) = self.session(index) {
                 session.life.leave(now, Notice::Told, Some(DownReason::Protocol));

@@ -80,6 +80,18 @@ pub(super) struct Says {
     pub(super) linked: Vec<(Passage, Queue)>,
 }
 
+/// Answers of each kind that wait to be said: some for each path, of which there are [`MAX_NICS`] times as many at most.
+const ANSWERS: usize = 4 * MAX_NICS * MAX_NICS;
+
+impl Says {
+    /// Whether more waits to be said than a peer that listens has asked for.
+    pub(super) const fn is_flooded(&self) -> bool {
+        self.connected.len() > ANSWERS
+            || self.declined.len() > ANSWERS
+            || self.linked.len() > ANSWERS
+    }
+}
+
 /// A session.
 #[derive(Debug)]
 pub(super) struct Session {

@@ -172,6 +172,11 @@ pub enum Ask {
     Doze {
         ms: u64,
     },
+    /// Starts a child that does nothing, but holds all that the process has open, until the agent's input ends, or for so
+    /// long.
+    Fork {
+        ms: i32,
+    },
     /// Writes random words over everything that the process shares with its peers' sessions.
     Scribble {
         seed: u64,
@@ -494,6 +499,10 @@ impl State {
                 std::thread::sleep(Duration::from_millis(ms));
                 Say::Fine
             }
+            Ask::Fork { ms } => {
+                fork(ms);
+                Say::Fine
+            }
             Ask::Scribble { seed, ms } => scribble(seed, Duration::from_millis(ms)),
         }
     }
@@ -715,6 +724,22 @@ fn load_and_drop(setup: &Setup) -> Say {
         immwire::End::Done => Say::Text("Done".into()),
         other => Say::Text(format!("{other:?}")),
     })
+}
+
+/// See [`Ask::Fork`].
+fn fork(ms: i32) {
+    let mut input = libc::pollfd { fd: libc::STDIN_FILENO, events: 0, revents: 0 };
+    // SAFETY: the child makes system calls alone, on memory of its own, and ends by one.
+    match unsafe { libc::fork() } {
+        0 => {
+            // SAFETY: system calls, and `input` is one that is writable.
+            unsafe {
+                libc::poll(&raw mut input, 1, ms);
+                libc::_exit(0);
+            }
+        }
+        child => assert!(child > 0, "fork"),
+    }
 }
 
 /// A peer gone mad: random words into every mapping of a session, for a while.

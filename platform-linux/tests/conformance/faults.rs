@@ -15,9 +15,10 @@ use immwire::{
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::ends::flood;
 use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
 use crate::operations::{only_peer, write};
-use crate::{Case, Spread, Test, foreign};
+use crate::{Case, Spread, Test, foreign, life};
 
 pub const TESTS: &[Test] = &[
     ("receiver_killed", Spread::ProcessesBothMotors, receiver_killed),
@@ -26,6 +27,16 @@ pub const TESTS: &[Test] = &[
     ("down_before_refused", Spread::ProcessesBothMotors, down_before_refused),
     ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
     ("no_nic_left", Spread::Places, no_nic_left),
+];
+
+/// Where the death of a process is told, not the end of its connection only.
+pub const DEATHS: &[Test] = &[
+    ("forked_peer_killed", Spread::ProcessesBothMotors, forked_peer_killed),
+    (
+        "counted_when_the_forked_writer_is_killed",
+        Spread::Once,
+        life::counted_when_the_forked_writer_is_killed,
+    ),
 ];
 
 /// Where memory of a process that does not run is written all the same.
@@ -156,6 +167,29 @@ fn receiver_killed(case: &Case) {
         // What comes later is told the same.
         let end = me.end(&write(&me, peer, &src, &desc, (0, 0, 8), None));
         assert!(names(end, peer), "{way:?} {end:?}");
+        third.is_served(&me);
+    }
+}
+
+/// A peer that is killed in the middle of writing to us, while a child that it has forked holds its connection: it is down,
+/// what we write to it ends, and our memory is given back.
+fn forked_peer_killed(case: &Case) {
+    for &(way, own) in case.facts().ways {
+        let (me, mut other, peer) = foreign::pair(case, way);
+        let mut third = Third::new(case, &me);
+        let mine = me.memory(1 << 20, own);
+        flood(&me, &mut other, &mine);
+        let src = me.memory(1 << 20, Own::Engine);
+        let (_, desc) = other.memory(&me, 1 << 20, own);
+        other.tell(&me, Ask::Fork { ms: 60_000 });
+        let transfers: Vec<_> = (0..5)
+            .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, None, None))
+            .collect();
+        me.until(patience(), || (me.engine.stats().completed > 2000).then_some(()));
+        other.signal(Signal::KILL);
+        let ends = ends_of_the_dead(case, &me, peer, &transfers);
+        assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
+        me.close(mine.region, SOON).expect("nobody writes");
         third.is_served(&me);
     }
 }

@@ -13,20 +13,20 @@ use immwire::core::wire::Wire;
 use immwire::provider::NicInfo;
 use immwire::topology::{Pairing, Table};
 use immwire::{
-    CountError, End, FlagPlace, GpuFlag, ImmCounter, MrDesc, PagedWrite, Pages, PeerState, Place,
-    RegisterError, Rights, ScatterWrite, SingleWrite, StreamWait, StreamWaitError, Target,
-    TransferError, UvmWatcher,
+    AccessError, CloseError, CountError, End, FlagPlace, GpuFlag, ImmCounter, MrDesc, PagedWrite,
+    Pages, PeerId, PeerState, Place, RegisterError, Rights, ScatterWrite, SingleWrite, StreamWait,
+    StreamWaitError, Target, TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
-    ALLOCATIONS_MAX, Copier, Device, DeviceMemory, Error, PagedCopy, PinnedMemory, Release, Stream,
-    Visibility,
+    ALLOCATIONS_MAX, Copier, Device, DeviceMemory, Error, PagedCopy, Pinned, PinnedMemory, Release,
+    Stream, Visibility,
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
-use crate::operations::write;
-use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, stick};
+use crate::operations::{only_peer, write};
+use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin};
 use crate::{Case, Provider, Random, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -34,6 +34,8 @@ pub const TESTS: &[Test] = &[
     ("after_stream_short", Spread::Places, after_stream_short),
     ("host_memory_of_several", Spread::Processes, host_memory_of_several),
     ("host_memory_of_the_driver", Spread::Processes, host_memory_of_the_driver),
+    ("host_memory_pinned_in_part", Spread::Processes, host_memory_pinned_in_part),
+    ("late_copies_of_the_host", Spread::Once, late_copies_of_the_host),
     ("regions_that_adjoin", Spread::Processes, regions_that_adjoin),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
@@ -45,6 +47,7 @@ pub const TESTS: &[Test] = &[
     ("captures_of_graphs", Spread::ProcessesBothMotors, captures_of_graphs),
     ("several_allocations", Spread::Places, several_allocations),
     ("three_hundred_allocations", Spread::Processes, three_hundred_allocations),
+    ("joined_while_the_driver_waits", Spread::ProcessesBothMotors, joined_while_the_driver_waits),
 ];
 
 /// A GPU finds in a flag what was stored there, and the next one who has it finds zero. By GDRCopy, if that is there.
@@ -135,6 +138,12 @@ pub const COPYING: &[Test] = &[
         Spread::ProcessesBothMotors,
         beside_an_engine_that_waits_for_the_gpu,
     ),
+    (
+        "first_write_to_host_memory_while_the_gpu_is_busy",
+        Spread::ProcessesBothMotors,
+        first_write_to_host_memory_while_the_gpu_is_busy,
+    ),
+    ("host_memory_in_parts", Spread::Processes, host_memory_in_parts),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -991,6 +1000,103 @@ fn host_memory_of_the_driver(case: &Case) {
     }
 }
 
+/// Host memory of which the application has pinned some: by pages, by bytes within one, over an end of the region, all of it in two goes. GPUs
+/// reach every byte; what is unpinned then is what the application had not pinned.
+fn host_memory_pinned_in_part(case: &Case) {
+    const BYTES: u64 = 128 << 10;
+    const PAGE: u64 = 4096;
+    let (me, mut other, peer) = case.pair();
+    let mine = Lent::new(usize::try_from(BYTES).expect("small"));
+    let first = mine.ptr.as_ptr() as u64;
+    // In turn a GPU's and the host's.
+    let there: Vec<_> = (0..2).map(|_| other.memory(&me, BYTES, Own::Engine)).collect();
+    let whole = 0..BYTES;
+    let all: [(_, &[(u64, u64)]); 9] = [
+        (whole.clone(), &[(2 * PAGE, PAGE)]),
+        (whole.clone(), &[(0, PAGE)]),
+        (whole.clone(), &[(BYTES - PAGE, PAGE)]),
+        (whole.clone(), &[(PAGE, PAGE), (9 * PAGE, 3 * PAGE)]),
+        (whole.clone(), &[(5000, 50), (5100, 10_001)]),
+        (whole.clone(), &[(1, 1), (BYTES - 2, 1)]),
+        (100..BYTES - 100, &[(0, 100), (BYTES - 100, 100)]),
+        (PAGE..BYTES - 100, &[(0, 2 * PAGE), (BYTES - PAGE, PAGE)]),
+        (whole, &[(0, BYTES / 2), (BYTES / 2, BYTES / 2)]),
+    ];
+    for (n, (range, theirs)) in (0..).zip(all) {
+        for (from, bytes) in theirs {
+            // SAFETY: never unmapped.
+            assert!(unsafe { pin(first + from, *bytes) });
+        }
+        let (at, len) = (first + range.start, range.end - range.start);
+        let ptr = NonNull::new(at as *mut u8).expect("some");
+        // SAFETY: never unmapped, and no reference to the bytes is ever made.
+        let region =
+            unsafe { me.engine.register(ptr, usize::try_from(len).expect("small"), Rights::LOCAL) };
+        let region = region.expect("register");
+        let pattern = case.pattern(n);
+        pattern.fill(&region, 0, len, 0);
+        for (there, desc) in &there {
+            me.done(&write(&me, peer, &region, desc, (0, 0, len), None));
+            other.check(&me, *there, 0, len, pattern);
+        }
+        me.close(region, patience()).expect("closed");
+        let mut at = 0;
+        for (from, bytes) in theirs.iter().copied().chain([(BYTES, 0)]) {
+            if at < from {
+                // SAFETY: never unmapped.
+                assert!(unsafe { pin(first + at, from - at) }, "{theirs:?}: {at} to {from}");
+                unpin(first + at);
+            }
+            at = from + bytes;
+        }
+        theirs.iter().for_each(|(from, _)| unpin(first + from));
+    }
+}
+
+/// A GPU that is stuck when the application reads from a region, or writes: that is given up, and what the GPU does of it when it goes on is none
+/// of the host's memory. Until then nobody can close the region.
+fn late_copies_of_the_host(case: &Case) {
+    const BYTES: usize = 3 << 20;
+    const PIECE: usize = 1 << 20;
+    let me = case.me();
+    let region = me.engine.alloc_gpu(0, BYTES).expect("memory of GPU 0");
+    region.write(0, &vec![1; BYTES]).expect("no error");
+    let is_late = |done: Result<(), AccessError>| {
+        assert!(matches!(done, Err(AccessError::Gpu(Error::TimedOut { .. }))), "{done:?}");
+    };
+    let in_time = |work: &mut (dyn FnMut() + Send)| {
+        goes_within(GIVES_UP_WITHIN, || _ = stick(false), work);
+    };
+    if !stick(true) {
+        eprintln!("    only the stand-in for the driver can be held");
+        return;
+    }
+    let mut read = vec![2; BYTES];
+    in_time(&mut || is_late(region.read(0, &mut read)));
+    assert!(read.iter().all(|&byte| byte == 2));
+    read.fill(3);
+    // The first is not over.
+    in_time(&mut || is_late(region.write(0, &[4; 64])));
+    let Err(CloseError::InUse { region }) = me.close(region, Duration::ZERO) else {
+        panic!("it is read");
+    };
+    stick(false);
+    go_on();
+    assert!(read.iter().all(|&byte| byte == 3), "read after it was given up");
+    region.read(0, &mut read).expect("no error");
+    assert!(read.iter().all(|&byte| byte == 1), "the second was not begun");
+
+    stick(true);
+    let mut written = vec![5; BYTES];
+    in_time(&mut || is_late(region.write(0, &written)));
+    written.fill(6);
+    stick(false);
+    go_on();
+    region.read(0, &mut read).expect("no error");
+    let (begun, rest) = read.split_at(PIECE);
+    assert!(begun.iter().all(|&byte| byte == 5) && rest.iter().all(|&byte| byte == 1));
+}
+
 /// Two regions of host memory, pinned one after the other, that adjoin; and so do the places that they are written to. Where both writes become
 /// one copy, its source lies in both.
 fn regions_that_adjoin(case: &Case) {
@@ -1397,6 +1503,135 @@ fn beside_an_engine_that_waits_for_the_gpu(case: &Case) {
     beside.done(&copy());
     other.count(&beside, counter, 1);
     other.check(&beside, there, 0, BYTES, pattern);
+}
+
+/// Pins a page of the host's for GPU 0.
+fn pin_page() -> Pinned {
+    let page = rustix::param::page_size();
+    let device = Device::open(0).expect("GPU 0");
+    let start = Lent::new(page).ptr.as_ptr() as u64;
+    // SAFETY: the page is never unmapped.
+    unsafe { Pinned::new(&device, start, page, page as u64) }.expect("a pin").expect("new")
+}
+
+/// Messages and counts, both ways.
+fn speak(me: &Host, other: &mut Agent, peer: PeerId, back: PeerId) {
+    let (counter, tag) = other.counter(me);
+    for n in 0..20_u8 {
+        me.done(&me.engine.submit_send(peer, &[n; 100]).expect("submit"));
+        let ms = u64::try_from(patience().as_millis()).expect("small");
+        let got = other.ask(me, Ask::Recv { ms });
+        assert_eq!(got, Say::Message { from: plain(back), bytes: vec![n; 100] });
+        let said = other.ask(me, Ask::Send { peer: plain(back), bytes: vec![n] });
+        assert_eq!(said, Say::Text("Done".into()));
+        assert_eq!(me.recv(patience()).expect("a message").bytes, [n]);
+        me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+        other.count(me, counter, 1);
+    }
+}
+
+/// While the driver keeps all its callers waiting, as a GPU is busy and something is to be unpinned, engines that have GPUs call others and
+/// are called, and both sides send messages and count.
+fn joined_while_the_driver_waits(case: &Case) {
+    let me = case.me();
+    let [(mut called, address), (mut caller, _)] = ["called", "caller"].map(|it| case.agent(it));
+    let pinned = pin_page();
+    let busy = Busy::all();
+    let unpins = std::thread::spawn(move || pinned.unpin());
+    me.linger(Duration::from_millis(50));
+    let peer = me.peer(&address);
+    let back = only_peer(&me, &mut called);
+    speak(&me, &mut called, peer, back);
+    let back = caller.peer(&me, me.engine.address());
+    let calls = me.until(patience(), || me.engine.peers().into_iter().find(|&it| it != peer));
+    speak(&me, &mut caller, calls.expect("the caller"), back);
+    assert!(!unpins.is_finished(), "nobody was kept waiting");
+    drop(busy);
+    assert!(unpins.join().expect("no panic"));
+    go_on();
+}
+
+/// Memory of the host's, of an agent that has had none yet: whose it is goes round, first the GPUs', and then the host's.
+fn host_memory(other: &mut Agent, me: &Host, bytes: u64) -> (usize, MrDesc) {
+    for _ in 0..Device::count().expect("GPUs") {
+        other.memory(me, 4096, Own::Engine);
+    }
+    other.memory(me, bytes, Own::Engine)
+}
+
+/// A GPU writes here and there to much host memory of a peer's, which is pinned part by part: to one that is new, over the border of two, and
+/// pages to several at a time.
+fn host_memory_in_parts(case: &Case) {
+    const PINNED: u64 = 256 << 20;
+    const BYTES: u64 = 3 * PINNED + 4096 + 100;
+    const LEN: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = host_memory(&mut other, &me, BYTES);
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, usize::try_from(LEN).expect("small")).expect("memory");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, LEN, 0);
+    let border = PINNED - LEN / 2;
+    for at in [BYTES - LEN, border, border + 100, 0] {
+        me.done(&write(&me, peer, &src, &desc, (0, at, LEN), Some(tag)));
+        other.count(&me, counter, 1);
+        other.check(&me, there, at, LEN, pattern);
+    }
+    let (srcs, dsts) = (vec![3_u32, 0, 2, 1], vec![5_u32, 0, 1, 2]);
+    let (stride, offset, page_bytes) = (PINNED / 2, 3072, 4096);
+    let write = PagedWrite {
+        peer,
+        page_bytes,
+        src: &src,
+        src_pages: Pages { indices: srcs.clone().into(), stride: page_bytes, offset: 0 },
+        dst: &desc,
+        // One of them alone goes to the third part.
+        dst_pages: Pages { indices: dsts.clone().into(), stride, offset },
+        imm: Some(tag),
+    };
+    me.done(&me.engine.submit_paged_writes(&write).expect("submit"));
+    other.count(&me, counter, 4);
+    for (from, to) in srcs.into_iter().zip(dsts) {
+        let (offset, at) = (offset + u64::from(to) * stride, u64::from(from) * page_bytes);
+        let ask = Ask::Mismatch { region: there, offset, len: page_bytes, pattern, at };
+        assert_eq!(other.place(&me, ask), None, "page {from}");
+    }
+}
+
+/// A GPU is to write to host memory of a peer's where none has written before, while the driver waits for that GPU: it is written when the GPU
+/// is free, and all that needs no GPU goes on meanwhile.
+fn first_write_to_host_memory_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let me = case.me();
+    let (mut other, address) = case.agent("other");
+    let (peer, beside) = (me.peer(&address), case.me());
+    let its_peer = beside.peer(&address);
+    let (there, desc) = host_memory(&mut other, &me, BYTES);
+    let [(counter, tag), (writes, wrote)] = [(); 2].map(|()| other.counter(&beside));
+    let len = usize::try_from(BYTES).expect("small");
+    let [src, from] = [&me, &beside].map(|host| host.engine.alloc_gpu(0, len).expect("memory"));
+    let pattern = case.pattern(0);
+    pattern.fill(&from, 0, BYTES, 0);
+    let (region, opened) = other.memory(&me, BYTES, Own::Test);
+    me.done(&write(&me, peer, &src, &opened, (0, 0, BYTES), None));
+    let busy = Busy::all();
+    let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
+    assert!(matches!(still, Say::Text(_)), "{still:?}");
+    let later = write(&beside, its_peer, &from, &desc, (0, 0, BYTES), Some(wrote));
+    for n in 0..20_u8 {
+        beside.done(&beside.engine.submit_send(its_peer, &[n]).expect("submit"));
+        let ms = u64::try_from(patience().as_millis()).expect("small");
+        let got = other.ask(&beside, Ask::Recv { ms });
+        assert!(matches!(&got, Say::Message { bytes, .. } if *bytes == [n]), "{got:?}");
+        beside.done(&beside.engine.submit_imm(its_peer, tag, 1).expect("submit"));
+        other.count(&beside, counter, 1);
+    }
+    assert!(beside.end_within(&later, Duration::from_millis(20)).is_none(), "the GPU is busy");
+    drop(busy);
+    beside.done(&later);
+    other.count(&beside, writes, 1);
+    other.check(&beside, there, 0, BYTES, pattern);
+    go_on();
 }
 
 /// A copy that the driver does not take, or takes half of, fails alone: it is not counted, and the

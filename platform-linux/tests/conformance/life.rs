@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 
 use immwire::core::id::EngineId;
 use immwire::{DownReason, End, NetAddr, PeerState, SingleWrite, SubmitError, TransferError};
+use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Foreign, Host, Motor, Own, Setup, is_emulated, patience};
@@ -478,12 +479,30 @@ fn is_idle(state: PeerState) -> bool {
     state == PeerState::Down(DownReason::Idle)
 }
 
-/// Of whoever runs its engine itself, and looks at it too late: all that a peer had done before it left is counted, whichever NIC it came by.
+/// Of whoever runs its engine itself, and looks at it too late: all that a peer had done before it left is counted, whichever NIC it came by;
+/// also if that is more than is read at a time, and what is sent back fails meanwhile.
 fn counted_when_the_writer_is_gone(case: &Case) {
+    counted_when_gone(case, 4, true, |other| {
+        other.post(Ask::Drop);
+        assert_eq!(other.answer(None), Say::Fine);
+    });
+}
+
+/// The same of one that is killed, while a child of it holds its connection.
+pub fn counted_when_the_forked_writer_is_killed(case: &Case) {
+    counted_when_gone(case, 1, false, |other| {
+        other.post(Ask::Fork { ms: 60_000 });
+        assert_eq!(other.answer(None), Say::Fine);
+        other.signal(Signal::KILL);
+    });
+}
+
+/// `many`: also when that is more than is read at a time, and something goes back.
+fn counted_when_gone(case: &Case, nics: u8, many: bool, leave: fn(&mut Agent)) {
     for round in 0..6 {
-        let me = Host::new(&Setup { motor: Motor::Polled, ..case.setup(4) });
+        let me = Host::new(&Setup { motor: Motor::Polled, ..case.setup(nics) });
         let mut other = case.bare_agent("gone");
-        other.build(&case.setup(4));
+        other.build(&case.setup(nics));
         let peer = other.peer(&me, me.engine.address());
         let counter = me.engine.counter().expect("a counter");
         let (peer, tag) = (plain(peer), counter.tag().bits());
@@ -493,13 +512,16 @@ fn counted_when_the_writer_is_gone(case: &Case) {
             assert_eq!(end, Say::Text("Done".into()));
         }
         assert_eq!(me.count(&counter, 8, patience()), Ok(()));
-        for _ in 0..12 {
+        let writes = if many && round > 3 { 320 } else { 12 };
+        for _ in 0..writes {
             other.post(Ask::Imm { peer, tag, writes: 1 });
             assert_eq!(other.answer(None), Say::Text("Done".into()));
         }
-        other.post(Ask::Drop);
-        assert_eq!(other.answer(None), Say::Fine);
-        assert_eq!(me.count(&counter, 12, patience()), Ok(()), "round {round}");
+        leave(&mut other);
+        let back = me.engine.peers().first().copied().filter(|_| many && round > 4);
+        let sent = back.map(|back| me.engine.submit_send(back, b"too late").expect("submit"));
+        assert_eq!(me.count(&counter, writes, patience()), Ok(()), "round {round}");
+        assert!(sent.is_none_or(|sent| !matches!(me.end(&sent), immwire::End::Done)));
     }
 }
 

@@ -676,6 +676,10 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
         Some(false) => modules.extend([faults::NOT_WRITTEN_WHILE_STOPPED, replacing::TESTS]),
         None => {}
     }
+    // With its connection a child holds what a dead peer's GPUs are at, too.
+    if facts.tells_death && !facts.has_gpus {
+        modules.push(faults::DEATHS);
+    }
     if facts.several_nics && facts.writes_into_the_stopped == Some(true) {
         modules.push(life::TOO_LATE);
     }
