@@ -66,7 +66,8 @@ pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
 
 fn start(cli: &Cli) -> u8 {
     let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).init();
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    log.with_ansi(std::io::stderr().is_terminal()).init();
     let ended = signals::listen()
         .map_err(|error| failed(format!("cannot listen for signals: {error}")))
         .and_then(|()| dispatch(&cli.command));

@@ -74,7 +74,7 @@ impl ImmCounter {
 
     fn get(&self) -> PyResult<Arc<Counter>> {
         let counter = lock(self.counter.get()?).clone();
-        counter.ok_or_else(errors::counter_closed)
+        counter.ok_or_else(|| errors::closed("counter"))
     }
 
     pub(crate) fn imm(&self) -> PyResult<Arc<immwire::ImmCounter>> {

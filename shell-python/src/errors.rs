@@ -61,10 +61,6 @@ pub(crate) fn closed(what: &str) -> PyErr {
     raise("EngineClosed", &format!("the {what} is closed"), |_| Ok(()))
 }
 
-pub(crate) fn counter_closed() -> PyErr {
-    raise("CounterError", "the counter is closed, and its tag is stale", |_| Ok(()))
-}
-
 pub(crate) fn in_callback() -> PyErr {
     let message = "an engine cannot be closed by one of its callbacks, which closing waits for";
     raise("ImmwireError", message, |_| Ok(()))

@@ -29,15 +29,6 @@ def test_a_group_key_of_nothing_is_refused():
         immwire.TransferEngine(group_key=b"")
 
 
-def test_a_closed_counter_is_not_a_closed_engine():
-    with immwire.TransferEngine() as engine:
-        counter = engine.counter()
-        counter.close()
-        with pytest.raises(immwire.CounterError, match="stale"):
-            counter.available()
-        assert engine.counter() is not None
-
-
 def test_a_group_key_is_proven():
     with (
         immwire.TransferEngine(group_key=b"one") as one,

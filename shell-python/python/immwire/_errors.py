@@ -69,7 +69,7 @@ class CapacityError(ImmwireError):
 
 
 class EngineClosed(ImmwireError):
-    """The engine was closed."""
+    """The engine was closed, or the counter or region that is used."""
 
 
 class ForkedError(ImmwireError):
