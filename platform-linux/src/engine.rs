@@ -1527,9 +1527,7 @@ impl Driver {
 
 impl Drop for Driver {
     fn drop(&mut self) {
-        if let Some((cell, ticket)) = self.spare.take() {
-            self.shared.cells.put_back(cell, ticket);
-        }
+        self.give_spare_back();
         // As in `Inner`.
         self.gates.stop();
         self.engine.shut_down(self.drain);

@@ -381,7 +381,7 @@ fn idle_costs_nothing(case: &Case) {
         let wall = u64::try_from(start.elapsed().as_micros()).expect("small");
         let facts = format!("an idle engine woke {naps} times, and used {cpu} us of {wall}");
         eprintln!("    {facts}");
-        // In a guest, whose devices are by software, more.
+        // RDMA devices are a guest's software here, and their counts are not known.
         let most = if case.provider.contains("verbs") { 100 } else { 60 };
         assert!(naps < most && cpu * 10 < wall, "{facts}");
     }
