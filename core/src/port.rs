@@ -11,6 +11,8 @@
 //! - A queue pair's number and a packet's have 24 bits, here and on the wire.
 //! - [`choose_gid`] depends on the table's entries, not on their order, but to tell equals apart.
 
+use core::fmt;
+
 use heapless::Vec;
 
 use crate::datagram::Address;
@@ -39,7 +41,7 @@ impl Gid {
     }
 }
 
-/// What packets a GID stands for.
+/// What packets a GID stands for. Each is received by ports that have a GID of the same, and by no other.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub enum GidKind {
     /// InfiniBand's own.
@@ -226,8 +228,8 @@ impl Queue {
 /// How a port is reached, and what of it both ends of a connection must take into account.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Port {
-    /// What it is connected to.
-    pub link: Link,
+    /// What packets its name stands for; by that, what it is connected to.
+    pub kind: GidKind,
     /// Its longest packets.
     pub mtu: Mtu,
     /// Its local name; zero on Ethernet.
@@ -250,24 +252,90 @@ pub struct Route {
     pub dgid: Option<Gid>,
 }
 
+/// Why there is no way from one port to another. Of several pairs of ports, the greatest is the one that lacks least.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub enum NoRoute {
+    /// One is on Ethernet, the other on InfiniBand.
+    OtherLink,
+    /// The other has no name that would do.
+    Unnamed,
+    /// One sends RoCE v1, the other takes RoCE v2, or the other way round: packets would leave, and nobody would take them.
+    OtherRoce,
+    /// Of RoCE v2: one has the name of an IPv4 address, the other that of an IPv6 one.
+    OtherFamily,
+    /// Of InfiniBand: they are in different subnets.
+    OtherSubnet,
+}
+
+impl fmt::Display for NoRoute {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::OtherLink => "one is on Ethernet, the other on InfiniBand",
+            Self::Unnamed => "the peer's has no address",
+            Self::OtherRoce => {
+                "one has a GID of RoCE v1, the other of RoCE v2; give both one of v2, or choose by gid_index"
+            }
+            Self::OtherFamily => {
+                "one has the GID of an IPv4 address, the other of an IPv6 one; choose one of the same family by gid_index"
+            }
+            Self::OtherSubnet => "they are in different InfiniBand subnets",
+        })
+    }
+}
+
+impl core::error::Error for NoRoute {}
+
+/// Whether there is a way from any port of `ours` to any of `theirs`. O(ours * theirs).
+///
+/// # Errors
+///
+/// What the pair of ports lacks that lacks least; [`NoRoute::Unnamed`] where there is no pair.
+pub fn reaches<'a>(
+    ours: impl IntoIterator<Item = &'a Port>,
+    theirs: impl IntoIterator<Item = &'a Port> + Clone,
+) -> Result<(), NoRoute> {
+    let mut ways = ours
+        .into_iter()
+        .flat_map(|here| theirs.clone().into_iter().map(|there| here.route(there).map(drop)));
+    let first = ways.next().unwrap_or(Err(NoRoute::Unnamed));
+    // `Ok` of any is `Ok`.
+    ways.fold(first, |best, way| best.or_else(|least| way.map_err(|why| why.max(least))))
+}
+
 impl Port {
-    /// The way from here to there; `None` if they are on different kinds of link, or one has no name that would do.
-    #[must_use]
-    pub fn route(&self, there: &Self) -> Option<Route> {
+    /// The way from here to there.
+    ///
+    /// # Errors
+    ///
+    /// [`NoRoute`].
+    pub fn route(&self, there: &Self) -> Result<Route, NoRoute> {
+        use GidKind::{Infiniband, RoceV1, RoceV2};
         let mtu = self.mtu.min(there.mtu);
         let named = there.gid != Gid::NONE;
-        match (self.link, there.link) {
-            (Link::Ethernet, Link::Ethernet) if named => {
-                Some(Route { mtu, dlid: 0, dgid: Some(there.gid) })
+        match (self.kind, there.kind) {
+            (RoceV1 | RoceV2, RoceV1 | RoceV2) if !named => Err(NoRoute::Unnamed),
+            (RoceV1, RoceV2) | (RoceV2, RoceV1) => Err(NoRoute::OtherRoce),
+            // The kernel asks the network for addresses of its own family alone.
+            (RoceV2, RoceV2) if self.gid.is_ipv4() != there.gid.is_ipv4() => {
+                Err(NoRoute::OtherFamily)
             }
-            (Link::Infiniband, Link::Infiniband) if there.lid != 0 => {
-                // The way to another subnet begins at a router, whose LID nobody has asked for.
-                let is_near = !named || self.gid.subnet() == there.gid.subnet();
+            (RoceV1, RoceV1) | (RoceV2, RoceV2) => {
+                Ok(Route { mtu, dlid: 0, dgid: Some(there.gid) })
+            }
+            (Infiniband, Infiniband) => {
                 let must = self.is_global || there.is_global;
-                let dgid = (named && must).then_some(there.gid);
-                (is_near && (named || !must)).then_some(Route { mtu, dlid: there.lid, dgid })
+                if there.lid == 0 || (must && !named) {
+                    return Err(NoRoute::Unnamed);
+                }
+                // The way to another subnet begins at a router, whose LID nobody has asked for.
+                if named && self.gid.subnet() != there.gid.subnet() {
+                    return Err(NoRoute::OtherSubnet);
+                }
+                Ok(Route { mtu, dlid: there.lid, dgid: must.then_some(there.gid) })
             }
-            _ => None,
+            (Infiniband, RoceV1 | RoceV2) | (RoceV1 | RoceV2, Infiniband) => {
+                Err(NoRoute::OtherLink)
+            }
         }
     }
 
@@ -276,10 +344,12 @@ impl Port {
     /// is believed, whether this port needs it or not: others that do may share its LID.
     #[must_use]
     pub fn has_sent(&self, header: &[u8; HEADER_BYTES], has_header: bool, lid: u16) -> bool {
-        match (self.link, has_header) {
-            (Link::Ethernet, _) => source_of(header) == Some(self.gid),
-            (Link::Infiniband, true) => self.lid == lid && header.get(8..24) == Some(&self.gid.0),
-            (Link::Infiniband, false) => self.lid == lid && !self.is_global,
+        match (self.kind, has_header) {
+            (GidKind::RoceV1 | GidKind::RoceV2, _) => source_of(header) == Some(self.gid),
+            (GidKind::Infiniband, true) => {
+                self.lid == lid && header.get(8..24) == Some(&self.gid.0)
+            }
+            (GidKind::Infiniband, false) => self.lid == lid && !self.is_global,
         }
     }
 }
@@ -329,13 +399,14 @@ const PORT_BYTES: usize = 21;
 
 fn put_port(port: &Port) -> [u8; PORT_BYTES] {
     let mut bytes = [0; PORT_BYTES];
-    let link = match (port.link, port.is_global) {
-        (Link::Infiniband, false) => 0,
-        (Link::Ethernet, _) => 1,
-        (Link::Infiniband, true) => 2,
+    let kind = match (port.kind, port.is_global) {
+        (GidKind::Infiniband, false) => 0,
+        (GidKind::RoceV2, _) => 1,
+        (GidKind::Infiniband, true) => 2,
+        (GidKind::RoceV1, _) => 3,
     };
     let [high, low] = port.lid.to_be_bytes();
-    let all = [VERSION, link, port.mtu.code(), high, low].into_iter().chain(port.gid.0);
+    let all = [VERSION, kind, port.mtu.code(), high, low].into_iter().chain(port.gid.0);
     for (byte, value) in bytes.iter_mut().zip(all) {
         *byte = value;
     }
@@ -343,15 +414,16 @@ fn put_port(port: &Port) -> [u8; PORT_BYTES] {
 }
 
 fn take_port(bytes: [u8; PORT_BYTES]) -> Option<Port> {
-    let [version, link, mtu, high, low, gid @ ..] = bytes;
-    let (link, is_global) = match link {
-        0 => (Link::Infiniband, false),
-        1 => (Link::Ethernet, false),
-        2 => (Link::Infiniband, true),
+    let [version, kind, mtu, high, low, gid @ ..] = bytes;
+    let (kind, is_global) = match kind {
+        0 => (GidKind::Infiniband, false),
+        1 => (GidKind::RoceV2, false),
+        2 => (GidKind::Infiniband, true),
+        3 => (GidKind::RoceV1, false),
         _ => return None,
     };
     let mtu = Mtu::from_code(mtu).filter(|_| version == VERSION)?;
-    Some(Port { link, mtu, lid: u16::from_be_bytes([high, low]), gid: Gid(gid), is_global })
+    Some(Port { kind, mtu, lid: u16::from_be_bytes([high, low]), gid: Gid(gid), is_global })
 }
 
 fn joined(head: &[u8], tail: &[u8]) -> Address {
@@ -430,9 +502,9 @@ mod tests {
     const IPV6: Gid = Gid([0x20, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
     const LOCAL: Gid = Gid([0xfe, 0x80, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]);
 
-    fn port(link: Link) -> Port {
-        let lid = if link == Link::Ethernet { 0 } else { 7 };
-        Port { link, mtu: Mtu::B1024, lid, gid: IPV4, is_global: false }
+    fn port(kind: GidKind) -> Port {
+        let lid = if kind == GidKind::Infiniband { 7 } else { 0 };
+        Port { kind, mtu: Mtu::B1024, lid, gid: IPV4, is_global: false }
     }
 
     /// All tables of up to three entries, of all kinds and names: the choice is the best there is, and the first of
@@ -487,7 +559,7 @@ mod tests {
             assert_eq!(Mtu::from_code(ours.code()), Some(ours));
             assert_eq!(usize::from(ours.bytes()), 256 << n);
             for theirs in Mtu::ALL {
-                let (here, there) = (port(Link::Ethernet), port(Link::Ethernet));
+                let (here, there) = (port(GidKind::RoceV2), port(GidKind::RoceV2));
                 let (here, there) = (Port { mtu: ours, ..here }, Port { mtu: theirs, ..there });
                 let route = here.route(&there).unwrap();
                 assert_eq!(route.mtu.bytes(), ours.bytes().min(theirs.bytes()));
@@ -536,25 +608,86 @@ mod tests {
         }
     }
 
+    /// All pairs of ports, of all kinds and names: there is a way where both send and take the same packets, and can find each
+    /// other; and where there is none, it is said which.
     #[test]
-    fn routes_lead_where_there_is_a_name() {
-        let (ib, eth) = (port(Link::Infiniband), port(Link::Ethernet));
-        assert_eq!(ib.route(&eth), None);
-        assert_eq!(eth.route(&ib), None);
-        assert_eq!(eth.route(&Port { gid: Gid::NONE, ..eth }), None);
-        assert_eq!(ib.route(&Port { lid: 0, ..ib }), None);
-        assert_eq!(eth.route(&eth).unwrap().dgid, Some(IPV4));
-        assert_eq!(ib.route(&ib).unwrap(), Route { mtu: Mtu::B1024, dlid: 7, dgid: None });
-        // Nobody knows the way to another subnet. A port that asks for a global name is reached by it, and so is who is asked by one.
-        assert_eq!(ib.route(&Port { gid: IPV6, ..ib }), None);
-        let global = Port { is_global: true, ..ib };
-        for (from, to) in [(ib, global), (global, ib), (global, global)] {
-            let dgid = Some(IPV4);
-            assert_eq!(from.route(&to), Some(Route { mtu: Mtu::B1024, dlid: 7, dgid }));
-            assert_eq!(from.route(&Port { gid: Gid::NONE, ..to }), None);
+    fn routes_lead_where_both_speak_the_same() {
+        use GidKind::{Infiniband, RoceV1, RoceV2};
+        let mut ports = Vec::new();
+        for kind in [Infiniband, RoceV1, RoceV2] {
+            for gid in [Gid::NONE, IPV4, IPV6, LOCAL] {
+                for (lid, is_global) in [(0, false), (7, false), (7, true)] {
+                    ports.push(Port { kind, gid, lid, is_global, mtu: Mtu::B1024 });
+                }
+            }
         }
-        let unnamed = Port { gid: Gid::NONE, ..ib };
-        assert_eq!(ib.route(&unnamed).unwrap().dgid, None);
+        let mut seen = std::collections::BTreeMap::new();
+        for here in &ports {
+            for there in &ports {
+                let (named, must) = (there.gid != Gid::NONE, here.is_global || there.is_global);
+                let same = here.gid.is_ipv4() == there.gid.is_ipv4();
+                let roce = Ok(Some(there.gid));
+                let expected = match (here.kind, there.kind) {
+                    (Infiniband, Infiniband) if there.lid == 0 => Err(NoRoute::Unnamed),
+                    (Infiniband, Infiniband) if !named && must => Err(NoRoute::Unnamed),
+                    (Infiniband, Infiniband) if !named => Ok(None),
+                    (Infiniband, Infiniband) if here.gid.0[..8] != there.gid.0[..8] => {
+                        Err(NoRoute::OtherSubnet)
+                    }
+                    (Infiniband, Infiniband) => Ok(must.then_some(there.gid)),
+                    (Infiniband, _) | (_, Infiniband) => Err(NoRoute::OtherLink),
+                    _ if !named => Err(NoRoute::Unnamed),
+                    (RoceV1, RoceV1) => roce,
+                    (RoceV2, RoceV2) if same => roce,
+                    (RoceV2, RoceV2) => Err(NoRoute::OtherFamily),
+                    _ => Err(NoRoute::OtherRoce),
+                };
+                let found = here.route(there);
+                assert_eq!(found.map(|route| route.dgid), expected, "{here:?} {there:?}");
+                if let Ok(route) = found {
+                    let lid = if here.kind == Infiniband { there.lid } else { 0 };
+                    assert_eq!((route.mtu, route.dlid), (Mtu::B1024, lid));
+                }
+                *seen.entry(found.err()).or_insert(0) += 1;
+            }
+        }
+        // The way, and each reason.
+        assert_eq!(seen.len(), 6, "{seen:?}");
+    }
+
+    /// All pairs of up to two ports at either end: any way is enough, and of reasons the nearest is said.
+    #[test]
+    fn of_many_ports_the_reason_is_that_of_the_nearest_pair() {
+        use GidKind::{Infiniband, RoceV1, RoceV2};
+        let named = |kind, gid| Port { gid, ..port(kind) };
+        let ports = [
+            named(Infiniband, IPV4),
+            named(Infiniband, IPV6),
+            named(RoceV1, LOCAL),
+            named(RoceV2, IPV4),
+            named(RoceV2, IPV6),
+        ];
+        let lists = || {
+            let ones = ports.iter().map(|one| [one].to_vec());
+            ones.chain(ports.iter().flat_map(|a| ports.iter().map(move |b| [a, b].to_vec())))
+        };
+        for ours in lists() {
+            for theirs in lists() {
+                let all = ours.iter().flat_map(|a| theirs.iter().map(move |b| a.route(b)));
+                let all: Vec<_> = all.collect();
+                let expected = match all.iter().any(Result::is_ok) {
+                    true => Ok(()),
+                    false => Err(all.iter().filter_map(|way| way.err()).max().unwrap()),
+                };
+                let found = reaches(ours.iter().copied(), theirs.iter().copied());
+                assert_eq!(found, expected, "{ours:?} {theirs:?}");
+            }
+        }
+        assert_eq!(reaches([], ports.iter()), Err(NoRoute::Unnamed));
+        // By how little is missing.
+        assert!(
+            NoRoute::OtherFamily > NoRoute::OtherRoce && NoRoute::OtherRoce > NoRoute::OtherLink
+        );
     }
 
     /// All of whom a datagram may be, what may stand before it, and where it may come from.
@@ -566,9 +699,9 @@ mod tests {
             header[8..24].copy_from_slice(&gid.0);
             header
         };
-        let ib = Port { gid: IPV6, ..port(Link::Infiniband) };
+        let ib = Port { gid: IPV6, ..port(GidKind::Infiniband) };
         let global = Port { is_global: true, ..ib };
-        let eth = Port { gid: IPV6, ..port(Link::Ethernet) };
+        let eth = Port { gid: IPV6, ..port(GidKind::RoceV2) };
         for (gid, has_header, lid) in [IPV6, LOCAL]
             .into_iter()
             .flat_map(|gid| [(gid, false), (gid, true)])
@@ -596,10 +729,12 @@ mod tests {
 
     #[test]
     fn addresses_give_back_what_they_were_made_of() {
-        let kinds = [(Link::Infiniband, false), (Link::Infiniband, true), (Link::Ethernet, false)];
-        for (link, is_global) in kinds {
+        use GidKind::{Infiniband, RoceV1, RoceV2};
+        for (kind, is_global) in
+            [(Infiniband, false), (Infiniband, true), (RoceV1, false), (RoceV2, false)]
+        {
             for mtu in Mtu::ALL {
-                let port = Port { mtu, is_global, ..port(link) };
+                let port = Port { mtu, is_global, ..port(kind) };
                 let door = Door { port, number: Number24::new(0x12_3456), key: 0x89ab_cdef };
                 assert_eq!(Door::decode(&door.encode()), Some(door));
                 let queue = Queue { number: Number24::new(u32::MAX), psn: Number24::new(1) };
@@ -614,7 +749,7 @@ mod tests {
     /// Whatever is not an encoding is refused; whatever is not refused is the encoding of what it is taken for.
     #[test]
     fn every_truncation_and_change_is_refused_or_means_another() {
-        let door = Door { port: port(Link::Ethernet), number: Number24::new(9), key: 3 };
+        let door = Door { port: port(GidKind::RoceV2), number: Number24::new(9), key: 3 };
         let good = door.encode();
         for len in 0..good.len() {
             assert_eq!(Door::decode(&good[..len]), None);
@@ -630,8 +765,8 @@ mod tests {
                 }
             }
         }
-        // Of the version all, of the link's but one, of the MTU's but two: 1 and 2, where 3 stood.
-        assert_eq!(refused, 8 + 7 + 6);
+        // Of the version all, of the kind's but two: 0 and 3, where 1 stood; of the MTU's but two: 1 and 2, where 3 stood.
+        assert_eq!(refused, 8 + 6 + 6);
     }
 
     /// The longest there are: of engines with all NICs, and of a call between them.
@@ -644,7 +779,7 @@ mod tests {
         use crate::region::{Keys, MrDesc, Rights};
         use crate::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 
-        let port = port(Link::Ethernet);
+        let port = port(GidKind::RoceV2);
         let door = Door { port, number: Number24::new(u32::MAX), key: u32::MAX }.encode();
         let nic = NicAddr { speed_gbps: 400, address: door.clone() };
         let geometry = Geometry::new(64, 1 << 20).unwrap();

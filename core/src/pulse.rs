@@ -30,9 +30,10 @@ pub const PATIENCE_MIN: Duration = Duration::from_secs(1);
 /// of its longest pieces may have one completion, and a slow network takes a second for them.
 pub const UNSEEN: u32 = 8;
 
-/// How long nothing may complete of what is under way on a queue pair: twice as long as a device tries that gives up by itself, so
-/// that it is the first to say so. Of a timeout of 4.096 us times two to `ack_timeout`, after which it is tried again
-/// `retry_count` times (`InfiniBand` Architecture Specification, volume 1, 9.7.6.1.3).
+/// How long nothing may complete of what is under way on a queue pair: twice as long as a device tries that gives up by itself after
+/// the timeouts that it was told, so that it is the first to say so. Of a timeout of 4.096 us times two to `ack_timeout`, after which it is
+/// tried again `retry_count` times. A device may take up to four times each timeout (`InfiniBand` Architecture Specification, volume 1, 9.7.6.1.3); for one
+/// that takes more than two it is not waited: what it may still do is settled as for any path that broke.
 #[must_use]
 pub fn patience(ack_timeout: u8, retry_count: u8) -> Duration {
     let timeout = Duration::from_nanos(4096 << ack_timeout.min(31));

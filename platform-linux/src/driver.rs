@@ -41,6 +41,8 @@ const BATCH: usize = 32;
 const STEPS_PER_CLOCK: u32 = 16;
 /// Between two looks at the clock: after as long, this engine was not run, or slept.
 const LATE: Duration = Duration::from_millis(20);
+/// Polls at most until all is heard that came meanwhile. Each takes what a provider reports at a time, 64 pieces or so.
+const CATCH_UP: u32 = 1024;
 /// Transfers of the engine's own, credits, at a time. No more, since callers have the rest.
 pub(crate) const OWN_TRANSFERS: u16 = 64;
 /// How often dropped regions are tried again.
@@ -787,7 +789,12 @@ impl<P: Provider> Drive for Engine<P> {
             if now.since(before) >= LATE {
                 // What was heard meanwhile has a time of before, and what has come since was not heard: nobody is silent for that.
                 self.state.group.handle_late(before, now);
-                busy = self.provider.poll(now, &mut self.state);
+                for _ in 0..CATCH_UP {
+                    if !self.provider.poll(now, &mut self.state) {
+                        break;
+                    }
+                    busy = true;
+                }
                 self.found |= busy;
             }
             if now >= self.state.group.poll_timeout() {
@@ -836,10 +843,13 @@ impl<P: Provider> Drive for Engine<P> {
             let due = self.next_timeout();
             let timeout = due.since(self.state.now).min(limit);
             bump(&shared.stats.sleeps, 1);
+            let wanted = self.state.now.after(timeout);
             wait_readable(&self.provider, &shared, timeout);
-            // What has come since has come now.
+            // What has come since has come now: but for who slept longer than it wanted, for whom more may have come than the next poll takes.
             self.state.refresh();
-            self.looked = self.state.now;
+            if self.state.now.since(wanted) < LATE {
+                self.looked = self.state.now;
+            }
         }
         self.provider.disarm();
         shared.intake.awake();

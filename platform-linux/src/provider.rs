@@ -51,6 +51,7 @@ use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::nic::NicState;
 use immwire_core::peer::DownReason;
 use immwire_core::plan::{Piece, RunLayout};
+use immwire_core::port::NoRoute;
 use immwire_core::receipt::MAX_RECEIPT_BYTES;
 use immwire_core::region::{LocalMr, MrDesc, Rights};
 use immwire_core::wire::{Hello, NetAddr, Refusal};
@@ -713,6 +714,12 @@ pub enum ConnectError {
     Unreachable {
         /// What the kernel said.
         source: std::io::Error,
+    },
+    /// No NIC of this engine reaches one of the peer's, of whatever the network is made.
+    #[error("none of our NICs reaches one of the peer's: {why}")]
+    NoRoute {
+        /// Of the pair that lacks least.
+        why: NoRoute,
     },
     /// The address is well formed, but not one that this provider made.
     #[error("the address is damaged: {what}")]

@@ -310,7 +310,7 @@ impl Device {
         }
         let facts = Facts {
             port: Port {
-                link: Link::Ethernet,
+                kind: GidKind::Infiniband,
                 mtu: Mtu::B256,
                 lid: 0,
                 gid: Gid::NONE,
@@ -362,6 +362,11 @@ impl Device {
         };
         let entry =
             entry.ok_or(VerbsError::Unfit { why: "its port has no GID that can be used" })?;
+        if (entry.kind == GidKind::Infiniband) != (link == Link::Infiniband) {
+            return Err(VerbsError::Unfit {
+                why: "the GID of that index is not of its kind of link",
+            });
+        }
         let mtu = u8::try_from(port.active_mtu).ok().and_then(Mtu::from_code);
         let mtu = mtu.filter(|mtu| *mtu >= Mtu::B1024);
         let mtu =
@@ -372,7 +377,7 @@ impl Device {
         let most = |limit: c_int| u32::try_from(limit).unwrap_or(0);
         Ok(Facts {
             port: Port {
-                link,
+                kind: entry.kind,
                 mtu,
                 lid: port.lid,
                 gid: entry.gid,

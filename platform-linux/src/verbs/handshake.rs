@@ -34,7 +34,7 @@ use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
 use immwire_core::peer::DownReason;
-use immwire_core::port::{Door as Place, Stand};
+use immwire_core::port::{Door as Place, Stand, reaches};
 use immwire_core::pulse::Watch;
 use immwire_core::recycle::Turn;
 use immwire_core::resolve::Asker;
@@ -202,11 +202,9 @@ impl VerbsProvider {
         }
         let ways = Ways::new(self.doors.count(), doors);
         let mut ways = ways.ok_or(malformed("it names no door"))?;
-        let leads =
-            |ours: &Place| ways.theirs().iter().any(|door| ours.port.route(&door.port).is_some());
-        if !self.doors.places().any(leads) {
-            return Err(malformed("it is on another kind of link than we are"));
-        }
+        let theirs = ways.theirs().iter().map(|door| &door.port);
+        reaches(self.doors.places().map(|door| &door.port), theirs)
+            .map_err(|why| ConnectError::NoRoute { why })?;
         ways.start(self.may_lead());
         let unreachable = |source| ConnectError::Unreachable { source };
         let token = new_token().map_err(unreachable)?;
@@ -267,7 +265,7 @@ impl VerbsProvider {
         move |ours, theirs| {
             let nic = self.doors.nic(ours).and_then(|nic| self.ports.get(nic));
             let ours = self.doors.place(ours).filter(|_| nic.is_some_and(Nic::is_usable));
-            ours.is_some_and(|ours| ours.port.route(&theirs.port).is_some())
+            ours.is_some_and(|ours| ours.port.route(&theirs.port).is_ok())
         }
     }
 

@@ -22,7 +22,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use immwire_core::id::{NicIndex, Time};
-use immwire_core::port::{Gid, Link, Port, Queue, Route};
+use immwire_core::port::{Gid, GidKind, Port, Queue, Route};
 use immwire_core::resolve::{Asker, Limits, Look, Resolve};
 use rustix::event::EventfdFlags;
 
@@ -228,7 +228,7 @@ impl Resolver {
 
     /// Whether a queue pair of this NIC can be connected to a port, without waiting for the kernel.
     pub(super) fn reach(&mut self, now: Time, nic: usize, there: &Port, asker: Asker) -> Reach {
-        if self.here.get(nic).is_some_and(|it| it.port.link == Link::Infiniband) {
+        if self.here.get(nic).is_some_and(|it| it.port.kind == GidKind::Infiniband) {
             return Reach::Reached;
         }
         let Some((key, _)) = self.key(nic, there) else { return Reach::Lost };
@@ -251,7 +251,7 @@ impl Resolver {
         (there, theirs): (&Port, Queue),
     ) -> Result<(), VerbsError> {
         let reached = self.reach(now, nic, there, Asker::Us) == Reach::Reached;
-        let route = self.here.get(nic).and_then(|it| it.port.route(there));
+        let route = self.here.get(nic).and_then(|it| it.port.route(there).ok());
         let route = route.filter(|_| reached).ok_or(VerbsError::Unreachable)?;
         pair.connect(&route, theirs, &self.desk.options)
     }
@@ -269,7 +269,7 @@ impl Resolver {
 
     fn key(&self, nic: usize, there: &Port) -> Option<(Key, Route)> {
         let here = self.here.get(nic)?;
-        let route = here.port.route(there)?;
+        let route = here.port.route(there).ok()?;
         Some((Key { nic: here.first, dlid: route.dlid, dgid: route.dgid }, route))
     }
 

@@ -52,7 +52,7 @@ pub fn survey(options: &VerbsOptions) -> Result<Survey, VerbsError> {
                 mtu: device.facts.port.mtu.bytes(),
                 pins: device.facts.paging.check().err(),
                 calls: device.calls(),
-                is_ethernet: device.facts.port.link == immwire_core::port::Link::Ethernet,
+                is_ethernet: device.facts.port.kind != immwire_core::port::GidKind::Infiniband,
             }),
             Err(why) => unfit.push(why),
         }

@@ -8,9 +8,10 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use immwire::core::port::Door;
+use immwire::core::port::{Door, Gid, GidKind, NoRoute};
 use immwire::core::wire::NicAddr;
-use immwire::{DownReason, End, NetAddr, PeerError, TransferEngine};
+use immwire::provider::ConnectError;
+use immwire::{AddPeerError, DownReason, End, NetAddr, PeerError, TransferEngine};
 
 use crate::agent::Agent;
 use crate::host::{Host, Own, Setup, patience};
@@ -19,7 +20,10 @@ use crate::ports::{APART, Port};
 use crate::{Case, Spread, Test};
 
 /// In a guest.
-pub const TESTS: &[Test] = &[("calls_to_nobody", Spread::Once, calls_to_nobody)];
+pub const TESTS: &[Test] = &[
+    ("calls_to_nobody", Spread::Once, calls_to_nobody),
+    ("another_network", Spread::Once, another_network),
+];
 /// In a guest with four devices.
 pub const FOUR_DEVICES: &[Test] =
     &[("a_nic_without_answer", Spread::TwoNics, a_nic_without_answer)];
@@ -71,14 +75,43 @@ fn longest_gap(
 
 /// The same engine's, where nobody is.
 fn absent(address: &NetAddr, host: u8) -> NetAddr {
+    changed(address, host.into(), |door| *door.port.gid.0.last_mut().expect("bytes") = host)
+}
+
+/// Another engine's, with doors as these would be but for a change.
+fn changed(address: &NetAddr, engine: u64, change: impl Fn(&mut Door)) -> NetAddr {
     let nics = address.nics().iter().map(|nic| {
         let mut door = Door::decode(&nic.address).expect("a door");
-        *door.port.gid.0.last_mut().expect("bytes") = host;
+        change(&mut door);
         NicAddr { speed_gbps: nic.speed_gbps, address: door.encode() }
     });
     let nics: Vec<_> = nics.collect();
-    NetAddr::new(address.provider(), immwire::core::id::EngineId(host.into()), &nics)
+    NetAddr::new(address.provider(), immwire::core::id::EngineId(engine), &nics)
         .expect("an address")
+}
+
+/// Peers whose packets these devices would not send or take: who calls them is told so at once, and why.
+fn another_network(case: &Case) {
+    let me = Host::new(&case.setup(1));
+    let (_other, there) = case.agent("other");
+    let mut ipv6 = Gid([0; 16]);
+    (ipv6.0[0], ipv6.0[15]) = (0x20, 1);
+    type Change<'a> = &'a dyn Fn(&mut Door);
+    let changes: [(Change<'_>, NoRoute); 4] = [
+        (&|door| door.port.kind = GidKind::RoceV1, NoRoute::OtherRoce),
+        (&|door| door.port.gid = ipv6, NoRoute::OtherFamily),
+        (&|door| (door.port.kind, door.port.lid) = (GidKind::Infiniband, 1), NoRoute::OtherLink),
+        (&|door| door.port.gid = Gid::NONE, NoRoute::Unnamed),
+    ];
+    for (engine, (change, expected)) in (1..).zip(changes) {
+        let found = me.engine.add_peer(&changed(&there, engine, change));
+        let Err(AddPeerError::Connect(ConnectError::NoRoute { why })) = found else {
+            panic!("{expected:?}: {found:?}");
+        };
+        assert_eq!(why, expected);
+    }
+    // As it is, it is reached.
+    me.peer(&there);
 }
 
 /// Several engines that are not there are called, while much is written to one that is.

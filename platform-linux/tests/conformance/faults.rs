@@ -26,6 +26,7 @@ pub const TESTS: &[Test] = &[
     ("sender_killed", Spread::ProcessesBothMotors, sender_killed),
     ("down_before_refused", Spread::ProcessesBothMotors, down_before_refused),
     ("silent_peer", Spread::ProcessesBothMotors, silent_peer),
+    ("not_run_for_a_while", Spread::Once, not_run_for_a_while),
     ("no_nic_left", Spread::Places, no_nic_left),
 ];
 
@@ -458,6 +459,51 @@ fn peer_stopped_and_cut(case: &Case, foreign: Foreign) {
     let (_, desc) = other.memory(&me, 1 << 20, Own::Test);
     me.done(&write(&me, again, &src, &desc, (0, 0, 1 << 20), None));
     third.is_served(&me);
+}
+
+/// An engine whose process does not run for longer than it takes others to be silent, while several write to it as much as it takes and one has
+/// nothing to say but that it is there: when it runs again nobody was silent.
+fn not_run_for_a_while(case: &Case) {
+    const WRITERS: u64 = 4;
+    const WRITES: u64 = 200;
+    let silent = Duration::from_secs(2);
+    let mut held = case.bare_agent("held up");
+    let silent_ms = u64::try_from(silent.as_millis()).ok();
+    let address = held.build(&Setup { silent_ms, ..case.setup(1) });
+    let me = Host::new(&case.setup(1));
+    let peer = me.peer(&address);
+    let (counter, tag) = held.counter(&me);
+    let (_, desc) = held.memory(&me, 4096, Own::Engine);
+    let src = me.memory(4096, Own::Engine);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, 8), Some(tag)));
+    let writers: Vec<_> = (0..WRITERS)
+        .map(|_| {
+            let host = Host::new(&case.setup(1));
+            let (peer, src) = (host.peer(&address), host.memory(4096, Own::Engine));
+            host.done(&write(&host, peer, &src, &desc, (0, 0, 8), Some(tag)));
+            (host, peer, src)
+        })
+        .collect();
+    held.count(&me, counter, 1 + WRITERS);
+    held.signal(Signal::STOP);
+    let mut transfers = Vec::new();
+    for (host, peer, src) in &writers {
+        for _ in 0..WRITES {
+            transfers.push((host, write(host, *peer, src, &desc, (0, 0, 8), Some(tag))));
+        }
+    }
+    me.linger(silent + silent / 4);
+    held.signal(Signal::CONT);
+    held.count(&me, counter, WRITERS * WRITES);
+    for (host, transfer) in &transfers {
+        host.done(transfer);
+    }
+    for (host, peer, src) in
+        writers.iter().map(|(host, peer, src)| (host, *peer, src)).chain([(&me, peer, &src)])
+    {
+        host.done(&write(host, peer, src, &desc, (0, 0, 8), Some(tag)));
+    }
+    held.count(&me, counter, 1 + WRITERS);
 }
 
 fn silent_peer(case: &Case) {
