@@ -150,6 +150,14 @@ pub(crate) fn in_use() -> PyErr {
     raise("RegionInUse", message, |_| Ok(()))
 }
 
+pub(crate) fn being_closed() -> PyErr {
+    raise(
+        "RegionInUse",
+        "another thread is closing the region, and has not done so yet",
+        |_| Ok(()),
+    )
+}
+
 pub(crate) fn still_writing(error: RevokeError) -> PyErr {
     raise("RegionInUse", &error.to_string(), |fields| set_peer(fields, error.peer))
 }

@@ -17,10 +17,20 @@ use crate::transfer::{Caller, Job};
 use crate::values;
 use crate::waiting::{Bell, Op, Outcome, Waiter};
 
-/// Who takes the next message.
+/// Who takes the next message, or the next few.
 enum Taker {
     Waiter(u64, Waiter),
-    Call(Arc<Py<PyAny>>),
+    Call { call: Arc<Py<PyAny>>, left: usize },
+}
+
+impl Taker {
+    /// Messages.
+    const fn wants(&self) -> usize {
+        match self {
+            Self::Waiter(..) => 1,
+            Self::Call { left, .. } => *left,
+        }
+    }
 }
 
 /// See the [module](self).
@@ -32,8 +42,11 @@ pub(crate) struct Mailbox {
 /// Either nobody waits, or nothing is kept.
 #[derive(Default)]
 struct State {
-    /// Messages that the engine was asked for.
-    asked: usize,
+    /// Messages that the engine was asked for, and have not come.
+    asked: u128,
+    /// Messages that all takers together want: more than memory has addresses, where callers ask for as many as there may be.
+    wanted: u128,
+    /// Each wants one or more.
     takers: VecDeque<Taker>,
     /// Came when nobody waited any more.
     kept: VecDeque<immwire::Message>,
@@ -70,12 +83,16 @@ impl Mailbox {
             else {
                 break;
             };
+            state.wanted = state.wanted.saturating_sub(1);
             match taker {
                 Taker::Waiter(id, waiter) => {
                     state.given.insert(id, message);
                     after.wake.push(waiter);
                 }
-                Taker::Call(call) => {
+                Taker::Call { call, left } => {
+                    if let left @ 1.. = left.saturating_sub(1) {
+                        state.takers.push_front(Taker::Call { call: Arc::clone(&call), left });
+                    }
                     let job = move || {
                         call_back(&call, |call| {
                             call.call1((values::Message::new(call.py(), &message),))
@@ -98,20 +115,23 @@ impl Mailbox {
         after.settle();
     }
 
-    /// Puts takers in line, gives them what there is, and asks the engine for the rest.
-    fn line_up(
-        self: &Arc<Self>,
-        engine: &immwire::TransferEngine,
-        takers: impl Iterator<Item = Taker>,
-    ) {
+    /// Puts a taker in line, gives it what there is, and asks the engine for the rest: one that is on its way to stop cannot be asked, and
+    /// tells who stands here when it has. Once it has, nobody stands in line.
+    fn line_up(self: &Arc<Self>, engine: Option<&immwire::TransferEngine>, taker: Taker) {
         let mut state = lock(&self.state);
-        state.takers.extend(takers);
+        if state.closed || taker.wants() == 0 {
+            drop(state);
+            return drop(taker);
+        }
+        state.wanted = state.wanted.saturating_add(taker.wants() as u128);
+        state.takers.push_back(taker);
         let after = self.hand_out(&mut state);
-        let more = state.takers.len().saturating_sub(state.asked);
-        state.asked += more;
+        let more = state.wanted.saturating_sub(state.asked);
+        let more = if engine.is_some() { usize::try_from(more).unwrap_or(usize::MAX) } else { 0 };
+        state.asked = state.asked.saturating_add(more as u128);
         drop(state);
         after.settle();
-        if more > 0 {
+        if let Some(engine) = engine.filter(|_| more > 0) {
             let mailbox = Arc::clone(self);
             engine.submit_recvs(more, move |message| mailbox.arrived(message));
         }
@@ -125,8 +145,7 @@ impl Mailbox {
         call: Py<PyAny>,
     ) -> std::io::Result<()> {
         self.caller.start()?;
-        let call = Arc::new(call);
-        self.line_up(engine, (0..count).map(|_| Taker::Call(Arc::clone(&call))));
+        self.line_up(Some(engine), Taker::Call { call: Arc::new(call), left: count });
         Ok(())
     }
 
@@ -139,6 +158,7 @@ impl Mailbox {
         let mut state = lock(&self.state);
         let is_it = |taker: &Taker| matches!(taker, Taker::Waiter(other, _) if *other == id);
         let gone = state.takers.iter().position(is_it).and_then(|at| state.takers.remove(at));
+        state.wanted = state.wanted.saturating_sub(gone.as_ref().map_or(0, Taker::wants) as u128);
         if let Some(message) = state.given.remove(&id) {
             state.kept.push_front(message);
         }
@@ -153,7 +173,7 @@ impl Mailbox {
     pub(crate) fn close(&self) {
         let takers = {
             let mut state = lock(&self.state);
-            state.closed = true;
+            (state.closed, state.wanted) = (true, 0);
             std::mem::take(&mut state.takers)
         };
         for taker in takers {
@@ -194,9 +214,9 @@ impl Recv {
         if let Some(id) = self.id.replace(id) {
             self.mailbox.withdraw(id);
         }
-        if let Some(core) = self.core.upgrade() {
-            self.mailbox.line_up(&core.engine, std::iter::once(Taker::Waiter(id, waiter)));
-        }
+        let core = self.core.upgrade();
+        let engine = core.as_ref().map(|core| &core.engine);
+        self.mailbox.line_up(engine, Taker::Waiter(id, waiter));
     }
 
     /// Waits without an event loop.

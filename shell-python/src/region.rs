@@ -6,9 +6,11 @@
 //!   its `__cuda_array_interface__` is given to cannot be counted.
 //! - Memory of another object is held until its region was closed, or the engine has stopped: a region
 //!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
+//! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that.
 
 use std::collections::HashMap;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use immwire::CloseError;
@@ -29,6 +31,8 @@ use crate::values::{MrDesc, seconds};
 
 /// How long closing waits for transfers and peers that are just letting go.
 const PATIENCE: Duration = Duration::from_secs(1);
+/// How often what lingers is tried again.
+const SWEEP_EVERY: Duration = Duration::from_millis(20);
 /// So much is copied without the interpreter; less takes no longer than giving it up and getting it back may.
 const LONG_BYTES: usize = 64 << 10;
 
@@ -46,9 +50,12 @@ impl Held {
 }
 
 /// Handles to registrations, and those that were dropped while in use, until they are not, or the engine has
-/// stopped.
+/// stopped. A thread sees to these, from the first on; while there are none it sleeps.
 #[derive(Default)]
-pub(crate) struct Lingering(Mutex<LingeringState>);
+pub(crate) struct Lingering {
+    state: Mutex<LingeringState>,
+    changed: Condvar,
+}
 
 #[derive(Default)]
 struct LingeringState {
@@ -56,12 +63,13 @@ struct LingeringState {
     /// Regions of Python by registration.
     regions: HashMap<Keys, usize>,
     stopped: bool,
+    thread: Option<JoinHandle<()>>,
 }
 
 impl Lingering {
     /// One region of Python more; returns whether it shares its registration.
     fn enter(&self, registration: Keys) -> bool {
-        let mut state = lock(&self.0);
+        let mut state = lock(&self.state);
         let regions = state.regions.entry(registration).or_default();
         *regions += 1;
         *regions > 1
@@ -69,7 +77,7 @@ impl Lingering {
 
     /// One region of Python less.
     fn leave(&self, registration: Keys) {
-        let mut state = lock(&self.0);
+        let mut state = lock(&self.state);
         if let Some(regions) = state.regions.get_mut(&registration) {
             *regions -= 1;
             if *regions == 0 {
@@ -80,13 +88,39 @@ impl Lingering {
 
     /// Whether another region of Python has the same registration.
     fn is_shared(&self, registration: Keys) -> bool {
-        lock(&self.0).regions.get(&registration).is_some_and(|&regions| regions > 1)
+        lock(&self.state).regions.get(&registration).is_some_and(|&regions| regions > 1)
     }
 
-    fn add(&self, held: Held) {
-        let mut state = lock(&self.0);
-        if !state.stopped {
-            state.held.push(held);
+    fn add(self: &Arc<Self>, held: Held) {
+        let mut state = lock(&self.state);
+        if state.stopped {
+            // After the lock: what goes with it may run Python code.
+            drop(state);
+            return drop(held);
+        }
+        state.held.push(held);
+        if state.thread.is_none() {
+            let lingering = Arc::clone(self);
+            let thread = std::thread::Builder::new().name("immwire-linger".into());
+            // Without one it is looked again when memory is next registered.
+            state.thread = thread.spawn(move || lingering.serve()).ok();
+        }
+        drop(state);
+        self.changed.notify_one();
+    }
+
+    /// Lets go of what is in use no more, until the engine has stopped.
+    fn serve(self: &Arc<Self>) {
+        let mut state = lock(&self.state);
+        while !state.stopped {
+            if state.held.is_empty() {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+                continue;
+            }
+            drop(state);
+            std::thread::sleep(SWEEP_EVERY);
+            self.sweep();
+            state = lock(&self.state);
         }
     }
 
@@ -94,15 +128,15 @@ impl Lingering {
     fn adopt(&self, held: &mut Held) {
         let registration = held.registration();
         let (same, other) = {
-            let all = std::mem::take(&mut lock(&self.0).held);
+            let all = std::mem::take(&mut lock(&self.state).held);
             all.into_iter().partition::<Vec<Held>, _>(|held| held.registration() == registration)
         };
-        lock(&self.0).held.extend(other);
+        lock(&self.state).held.extend(other);
         held.keep.extend(same.into_iter().flat_map(|held| held.keep));
     }
 
     /// Lets go of the memory, now or once nobody uses it.
-    fn release(&self, mut held: Held) {
+    fn release(self: &Arc<Self>, mut held: Held) {
         self.adopt(&mut held);
         let Held { region, keep } = held;
         if keep.iter().all(|keep| matches!(keep, Keep::Nothing)) {
@@ -117,19 +151,22 @@ impl Lingering {
     }
 
     /// Lets go of what is in use no more.
-    pub(crate) fn sweep(&self) {
-        let held = std::mem::take(&mut lock(&self.0).held);
+    pub(crate) fn sweep(self: &Arc<Self>) {
+        let held = std::mem::take(&mut lock(&self.state).held);
         held.into_iter().for_each(|held| self.release(held));
     }
 
-    /// The engine has stopped: peers reach none of it any more.
+    /// The engine has stopped: peers reach none of it any more. Not attached.
     pub(crate) fn stop(&self) {
-        let held = {
-            let mut state = lock(&self.0);
+        let (held, thread) = {
+            let mut state = lock(&self.state);
             state.stopped = true;
-            std::mem::take(&mut state.held)
+            (std::mem::take(&mut state.held), state.thread.take())
         };
+        self.changed.notify_one();
         drop(held);
+        // It panics on nothing that a caller does.
+        let _ = thread.map(JoinHandle::join);
     }
 }
 
@@ -152,15 +189,56 @@ struct Inner {
 }
 
 struct State {
-    /// None once closed, or while it is being closed.
-    held: Option<Held>,
+    stage: Stage,
     views: usize,
+}
+
+enum Stage {
+    Open(Held),
+    /// Somebody waits for transfers and peers to let go.
+    Closing,
+    Closed,
+}
+
+impl Stage {
+    const fn held(&self) -> Option<&Held> {
+        match self {
+            Self::Open(held) => Some(held),
+            Self::Closing | Self::Closed => None,
+        }
+    }
+}
+
+/// What somebody finds who is to close a region.
+enum Taken {
+    /// It is to be closed by this caller, who says then what became of it.
+    Held(Held),
+    /// Another is at it.
+    Another,
+    Closed,
+    /// So many views of its memory exist.
+    Viewed(usize),
+}
+
+impl Inner {
+    fn take(&self) -> Taken {
+        let mut state = lock(&self.state);
+        match (state.views, &state.stage) {
+            (_, Stage::Closed) => Taken::Closed,
+            (_, Stage::Closing) => Taken::Another,
+            (0, Stage::Open(_)) => match std::mem::replace(&mut state.stage, Stage::Closing) {
+                Stage::Open(held) => Taken::Held(held),
+                Stage::Closing | Stage::Closed => Taken::Another,
+            },
+            (views, Stage::Open(_)) => Taken::Viewed(views),
+        }
+    }
 }
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        let held = lock(&self.state).held.take();
-        let Some(held) = held else { return };
+        let stage = std::mem::replace(&mut lock(&self.state).stage, Stage::Closed);
+        let Stage::Open(held) = stage else { return };
         self.lingering.leave(held.registration());
         let mut held = Some(held);
         let mut release = || {
@@ -203,7 +281,8 @@ pub(crate) fn make<'py>(
         Place::Gpu(ordinal) => Some(ordinal),
     };
     let is_part = lingering.enter(desc.keys);
-    let state = Mutex::new(State { held: Some(Held { region, keep: vec![keep] }), views: 0 });
+    let stage = Stage::Open(Held { region, keep: vec![keep] });
+    let state = Mutex::new(State { stage, views: 0 });
     let inner = Owned::new(Inner { state, lingering: Arc::clone(lingering), is_part });
     let base = RegionBase { inner, desc, ptr, device, readonly };
     class(py)?.call1((NewRegion(Mutex::new(Some(base))),))
@@ -213,7 +292,7 @@ impl RegionBase {
     /// Another handle to the registration.
     pub(crate) fn region(&self) -> PyResult<immwire::Region> {
         let inner = self.inner.get()?;
-        let region = lock(&inner.state).held.as_ref().map(|held| held.region.clone());
+        let region = lock(&inner.state).stage.held().map(|held| held.region.clone());
         region.ok_or_else(errors::region_closed)
     }
 }
@@ -228,7 +307,7 @@ impl Exporter for RegionBase {
             )));
         }
         let mut state = lock(&self.inner.get()?.state);
-        let (held, readonly) = (state.held.as_ref(), self.readonly);
+        let (held, readonly) = (state.stage.held(), self.readonly);
         let offer = held.map(|Held { region, .. }| Offer {
             ptr: region.as_ptr(),
             len: region.len(),
@@ -306,7 +385,7 @@ impl RegionBase {
     /// Whether it is closed.
     #[getter]
     fn closed(&self) -> PyResult<bool> {
-        Ok(lock(&self.inner.get()?.state).held.is_none())
+        Ok(matches!(lock(&self.inner.get()?.state).stage, Stage::Closed))
     }
 
     /// Part of the region, with a descriptor of its own. Peers still may write to the whole.
@@ -378,25 +457,38 @@ impl RegionBase {
     #[pyo3(signature = (*, timeout = None))]
     fn close(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<()> {
         let timeout = timeout.map_or(Ok(PATIENCE), seconds)?;
-        let inner = self.inner.get()?;
-        let (held, views) = {
-            let mut state = lock(&inner.state);
-            let views = state.views;
-            (if views == 0 { state.held.take() } else { None }, views)
+        let (inner, start) = (self.inner.get()?, Instant::now());
+        // Another thread may be at it, and may not succeed.
+        let taken = wait(py, timeout, |slice| {
+            let from = Instant::now();
+            loop {
+                let taken = inner.take();
+                if !matches!(taken, Taken::Another) {
+                    return Some(taken);
+                }
+                if from.elapsed() >= slice {
+                    return None;
+                }
+                std::thread::sleep(Duration::from_millis(1));
+            }
+        })?;
+        let mut held = match taken {
+            Some(Taken::Held(held)) => held,
+            Some(Taken::Closed) => return Ok(()),
+            Some(Taken::Viewed(views)) => return Err(errors::region_views(views)),
+            Some(Taken::Another) | None => return Err(errors::being_closed()),
         };
-        if views > 0 {
-            return Err(errors::region_views(views));
-        }
-        let Some(mut held) = held else { return Ok(()) };
         let registration = held.registration();
         if !inner.lingering.is_shared(registration) {
             inner.lingering.adopt(&mut held);
         } else if inner.is_part {
             // The registration is another region's too, and stays.
             inner.lingering.leave(registration);
+            lock(&inner.state).stage = Stage::Closed;
             return Ok(());
         }
         let Held { region, keep } = held;
+        let timeout = timeout.saturating_sub(start.elapsed());
         let start = Instant::now();
         let mut region = Some(region);
         let mut reason = None;
@@ -418,10 +510,14 @@ impl RegionBase {
                 std::thread::sleep(Duration::from_millis(1));
             }
         });
-        match region {
-            Some(region) => lock(&inner.state).held = Some(Held { region, keep }),
-            None => inner.lingering.leave(registration),
+        if region.is_none() {
+            inner.lingering.leave(registration);
         }
+        let stage = match region {
+            Some(region) => Stage::Open(Held { region, keep }),
+            None => Stage::Closed,
+        };
+        lock(&inner.state).stage = stage;
         match (closed?, reason) {
             (None, Some(reason)) => Err(reason),
             _ => Ok(()),
@@ -441,8 +537,11 @@ impl RegionBase {
         let (len, ptr) = (self.desc.len, self.ptr);
         let rights = if self.desc.rights.remote_write() { "writable" } else { "source only" };
         let closed = match self.inner.get() {
-            Ok(inner) if lock(&inner.state).held.is_none() => ", closed",
-            Ok(_) => "",
+            Ok(inner) => match lock(&inner.state).stage {
+                Stage::Open(_) => "",
+                Stage::Closing => ", being closed",
+                Stage::Closed => ", closed",
+            },
             Err(_) => ", of the parent process",
         };
         let of = self.device.map_or(String::new(), |device| format!(" of GPU {device}"));

@@ -1,6 +1,7 @@
 """Awaiting, on asyncio's event loop and uvloop's."""
 
 import asyncio
+import threading
 import time
 
 import immwire
@@ -247,6 +248,22 @@ def test_the_end_of_the_engine_ends_all_waits(run):
             pair.sender.alloc(1)
         with pytest.raises(immwire.EngineClosed):
             await counter.wait(1)
+
+    run(main())
+
+
+def test_who_begins_to_wait_while_the_engine_ends_is_told(run):
+    async def main():
+        for turn in range(100):
+            engine = immwire.TransferEngine(timeout=PATIENCE)
+            wait = engine.recv()
+            closing = threading.Thread(target=engine.close)
+            closing.start()
+            # At any moment of the end.
+            time.sleep(turn * 20e-6)
+            with pytest.raises(immwire.EngineClosed):
+                await wait
+            closing.join()
 
     run(main())
 

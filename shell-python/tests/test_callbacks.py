@@ -2,6 +2,7 @@
 
 import gc
 import queue
+import sys
 import threading
 
 import immwire
@@ -53,6 +54,18 @@ def test_messages_call_back(pair):
     assert pair.receiver.recv_blocking().data == b"\3"
     pair.receiver.submit_recvs(count=1, callback=called.put)
     assert called.get(timeout=PATIENCE).data == b"\4"
+
+
+def test_all_messages_there_will_be_can_be_asked_for(pair):
+    first, later = queue.Queue(), queue.Queue()
+    pair.receiver.submit_recvs(count=0, callback=later.put)
+    pair.receiver.submit_recvs(count=sys.maxsize, callback=first.put)
+    pair.receiver.submit_recvs(count=2 * sys.maxsize + 1, callback=later.put)
+    for i in range(40):
+        pair.sender.submit_send(peer=pair.peer, data=bytes([i])).wait_blocking()
+    assert [first.get(timeout=PATIENCE).data for _ in range(40)] == [bytes([i]) for i in range(40)]
+    pair.receiver.close()
+    assert later.empty()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")

@@ -4,12 +4,15 @@ import array
 import ctypes
 import gc
 import mmap
+import threading
+import time
 import weakref
 from typing import ClassVar
 
 import immwire
 import numpy as np
 import pytest
+from conftest import PATIENCE
 
 
 def test_an_allocated_region_is_zeroed_and_has_a_buffer(pair):
@@ -205,7 +208,10 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     assert gone() is not None, "the part is still registered"
     part.write(0, b"here")
     del part
-    pair.sender.alloc(1)  # Looks whether something can be let go of.
+    # Nobody asks the engine for anything meanwhile.
+    until = time.monotonic() + PATIENCE
+    while gone() is not None and time.monotonic() < until:
+        time.sleep(0.001)
     assert gone() is None
     # The engine's end lets go of what is left.
     memory = Held(4096)
@@ -215,6 +221,37 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     pair.close()
     assert gone() is None
     del part
+
+
+def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
+    region = pair.sender.register(bytearray(4096))
+    part = region.slice(0, 8)
+    refused = []
+
+    def close():
+        with pytest.raises(immwire.RegionInUse) as caught:
+            region.close(timeout=1)
+        refused.append(caught.value)
+
+    thread = threading.Thread(target=close)
+    thread.start()
+    while "being closed" not in repr(region):
+        time.sleep(0.001)
+    with pytest.raises(immwire.RegionInUse, match="another thread"):
+        region.close(timeout=0.05)
+    assert not region.closed
+    thread.join()
+    assert refused
+    # As before: it can be used, and closed.
+    region.write(0, b"here")
+    assert region.read(0, 4) == b"here"
+    closers = [threading.Thread(target=region.close) for _ in range(4)]
+    part.close()
+    for thread in closers:
+        thread.start()
+    for thread in closers:
+        thread.join()
+    assert region.closed
 
 
 def test_a_dropped_region_gives_its_object_back(pair):
