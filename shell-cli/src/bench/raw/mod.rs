@@ -22,7 +22,7 @@ mod fabric;
 mod loops;
 mod verbs;
 
-use immwire::core::port::Door;
+use immwire::core::port::{Door, NoRoute};
 use immwire::core::wire::ProviderKind;
 use immwire::{Region, TransferEngine};
 use serde::{Deserialize, Serialize};
@@ -67,6 +67,9 @@ pub enum RawError {
     /// The other side is on another transport, or its address is none.
     #[error("the baseline's other side cannot be reached at the address it gave")]
     Unreachable,
+    /// Its port and ours do not hear each other.
+    #[error("the baseline's other side cannot be reached: {0}")]
+    NoRoute(#[from] NoRoute),
     /// The other side sent something else.
     #[error("the baseline expected {expected:#x} and got {found:#x}")]
     Wrong {
