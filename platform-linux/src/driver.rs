@@ -447,7 +447,8 @@ impl<P: Provider> Engine<P> {
         any
     }
 
-    /// Answers peers that ask to part. What they wrote before is counted first: all of it is when a poll finds nothing. Nor is anything of
+    /// Answers peers that ask to part. What they wrote before is counted first: all of it is when a poll finds nothing. What callers have
+    /// submitted is taken first. Nor is anything of
     /// ours in flight, a heartbeat say, when a connection ends: some transports have more to do then. Where that does not come to be, they
     /// are to stay.
     fn part(&mut self) {
@@ -455,7 +456,9 @@ impl<P: Provider> Engine<P> {
         let nics = 0..u8::try_from(self.provider.nics().len()).unwrap_or(u8::MAX);
         let group = &self.state.group;
         let is_quiet = |it: &Asking| nics.clone().all(|nic| group.in_flight(it.peer, nic) == 0);
-        let is_ready = !self.found && self.state.partings.iter().all(is_quiet);
+        let is_ready = !self.found
+            && self.state.shared.intake.is_empty()
+            && self.state.partings.iter().all(is_quiet);
         if !is_ready && self.parting < STEPS_BEFORE_PARTING {
             return;
         }
@@ -798,6 +801,13 @@ impl<P: Provider> Drive for Engine<P> {
                 self.found |= busy;
             }
             if now >= self.state.group.poll_timeout() {
+                // What was submitted by now is of use, and in time.
+                for _ in 0..=self.state.shared.intake.capacity() / COMMANDS_PER_STEP {
+                    if !self.commands() {
+                        break;
+                    }
+                    busy = true;
+                }
                 self.state.note_use();
                 self.state.group.handle_timeout(now);
             }

@@ -192,8 +192,8 @@ impl Builder {
         self
     }
 
-    /// Counters: 1 to 16,381. Default 1024. They take memory only as they are used; with GPUs each has 16 bytes of
-    /// pinned memory, for streams that wait.
+    /// Counters: 1 to 16,381. Default 1024. Each has eight bytes for each of [`Builder::peers`], who may write to it: 2 MiB by default for all of
+    /// them; and with GPUs 16 bytes of pinned memory, for streams that wait.
     #[must_use]
     pub const fn counters(mut self, counters: u16) -> Self {
         self.counters = counters;
@@ -528,12 +528,7 @@ impl Builder {
     }
 
     fn geometry(&self) -> Result<Geometry, BuildError> {
-        let geometry = Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes);
-        geometry.map_err(|_| BuildError::Config {
-            what: "mailbox slot bytes",
-            found: self.mailbox_slot_bytes as usize,
-            allowed: "a multiple of 64, in 1 to 64 slots",
-        })
+        Geometry::new(self.mailbox_slots, self.mailbox_slot_bytes).map_err(BuildError::Mailbox)
     }
 
     /// Puts an engine together around a provider.

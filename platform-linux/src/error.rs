@@ -27,6 +27,9 @@ pub enum BuildError {
         /// What is possible.
         allowed: &'static str,
     },
+    /// Mailboxes cannot be so.
+    #[error("a mailbox must have {0}")]
+    Mailbox(mailbox::GeometryError),
     /// The scheduler refused the configuration.
     #[error("{0}")]
     Group(group::ConfigError),

@@ -139,6 +139,16 @@ impl<C, Q, W: Wake> Intake<C, Q, W> {
 
     // ---- the driver ----
 
+    /// Commands there are at most.
+    pub(crate) fn capacity(&self) -> usize {
+        self.commands.capacity()
+    }
+
+    /// Whether there is no command.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.commands.is_empty()
+    }
+
     /// The next command.
     pub(crate) fn next(&self) -> Option<C> {
         self.commands.try_pop()

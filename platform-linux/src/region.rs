@@ -453,12 +453,12 @@ impl Registry {
     pub(crate) fn withdraw_all(&self, patience: Duration, mut go_on: impl FnMut()) -> usize {
         let ranges = std::mem::take(&mut *lock(&self.ranges));
         let deadline = Instant::now().checked_add(patience);
-        let mut live: Vec<_> =
-            ranges.into_values().filter_map(|known| known.registration.upgrade()).collect();
+        let mut live: Vec<_> = ranges.into_values().map(|known| known.registration).collect();
         let is_written_to =
             |registered: &Registered| self.memory.revoke(registered, Duration::ZERO).is_err();
         loop {
-            live.retain(|live| is_written_to(&live.registered));
+            // Held for the look alone: its owner may be closing it, and waits for whoever writes, not for us.
+            live.retain(|live| live.upgrade().is_some_and(|live| is_written_to(&live.registered)));
             // Those that were dropped are their owners' to free once the engine has stopped.
             self.sweep();
             let left = live.len() + lock(&self.lingering).len();
@@ -589,6 +589,25 @@ mod tests {
         assert_eq!(revoked, [1, 2, 3]);
         assert_eq!(*lock(&fake.released), [3]);
         drop((small, large, region));
+    }
+
+    /// While the engine ends, too, whoever closes a region hears who writes there.
+    #[test]
+    fn at_the_engines_end_a_region_in_use_names_its_writer() {
+        let (fake, registry) = registry();
+        lock(&fake.written_to).push(1);
+        let mut region = Some(register(&registry, 4096, 100));
+        let left = registry.withdraw_all(Duration::from_secs(60), || {
+            match region.take().map(|region| region.close(Duration::ZERO)) {
+                Some(Err(CloseError::StillWriting { region: back, .. })) => region = Some(back),
+                Some(Err(CloseError::InUse { .. })) => panic!("nobody else has it"),
+                Some(Ok(())) => panic!("closed while written to"),
+                None => {}
+            }
+            lock(&fake.written_to).clear();
+        });
+        assert_eq!(left, 0);
+        assert!(region.expect("it was given back").close(Duration::ZERO).is_ok());
     }
 
     /// Peers are refused there for good, so whoever registers the range again needs another registration.

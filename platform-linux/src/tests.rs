@@ -130,6 +130,23 @@ fn a_group_key_of_nothing_is_refused() {
 }
 
 #[test]
+fn a_mailbox_that_cannot_be_is_refused_by_what_is_wrong_with_it() {
+    for (slots, bytes, said) in [
+        (0, 65_536, "a mailbox must have 1 to 64 slots, not 0"),
+        (65, 65_536, "a mailbox must have 1 to 64 slots, not 65"),
+        (4, 100, "a mailbox must have slots of a multiple of 64 bytes, not 100"),
+        (
+            64,
+            8 << 20,
+            "a mailbox must have slots of 268435456 bytes together at most, not 536870912",
+        ),
+    ] {
+        let built = TransferEngine::builder().mailbox(slots, bytes).build();
+        assert_eq!(built.err().map(|error| error.to_string()).as_deref(), Some(said));
+    }
+}
+
+#[test]
 fn a_stopped_engine_answers_at_once() {
     let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
     drop(driver);
@@ -476,6 +493,38 @@ fn a_polled_engine_answers_before_it_takes_what_was_submitted_later() {
             assert_eq!(end == End::Done, healthy, "round {round}: {end:?}");
         }
     }
+}
+
+/// What was submitted before a peer is asked to part is of use to the connection, whether or not the engine has had time to take it.
+#[test]
+fn what_was_submitted_is_of_use_before_it_is_taken() {
+    let idle = Duration::from_millis(200);
+    let liveness = LivenessConfig {
+        heartbeat: Duration::from_millis(50),
+        idle_after: idle,
+        ..LivenessConfig::default()
+    };
+    let (engine, mut driver) = TransferEngine::builder().liveness(liveness).build_polled().unwrap();
+    let (other, counter, peer) = met(&mut driver);
+    let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+    for _ in 0..5 {
+        driver.sleep(Duration::from_millis(1));
+        let write = SingleWrite {
+            peer,
+            src: &src,
+            src_offset: 0,
+            dst: &dst.desc(),
+            dst_offset: 0,
+            len: 64,
+            imm: Some(counter.tag()),
+        };
+        let transfer = engine.submit_single_write(&write).unwrap();
+        // The caller has something else to do.
+        std::thread::sleep(idle * 3 / 2);
+        assert_eq!(driver.wait(&transfer, LONG), Ok(End::Done));
+    }
+    assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
+    counter.wait(5, LONG).unwrap();
 }
 
 /// An engine that was not polled for longer than a peer may be silent hears first what the peer has said meanwhile.
