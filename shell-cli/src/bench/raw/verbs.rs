@@ -224,7 +224,7 @@ impl Verbs {
 
     pub(super) fn meet(&mut self, name: &[u8]) -> Result<(), RawError> {
         let there = Stand::decode(name).ok_or(RawError::Unreachable)?;
-        let route = self.port.route(&there.port).map_err(|_| RawError::Unreachable)?;
+        let route = self.port.route(&there.port)?;
         let mut attr = Self::attr(sys::IBV_QPS_RTR);
         attr.ah_attr.grh.dgid = sys::ibv_gid { raw: route.dgid.unwrap_or_default().0 };
         attr.ah_attr.grh.sgid_index = self.gid_index;
