@@ -12,7 +12,7 @@
 //!   (bytes by paged writes)          ══▶   (credit by counter: a slot is free again)
 //!                                    ◀──   Done
 //! ```
-//! Either side may say `Working` while it reads its disk, and `Failed` instead of anything.
+//! Either side may say `Working` while its disk is at work, and `Failed` instead of anything.
 
 use super::manifest::Entry;
 use serde::de::DeserializeOwned;
@@ -85,7 +85,7 @@ pub enum FromReceiver {
         /// What is here already.
         have: Vec<Have>,
     },
-    /// Still here, reading.
+    /// Still here, reading or writing.
     Working,
     /// All files are complete and checked.
     Done,

@@ -14,6 +14,7 @@ use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
 use std::collections::BTreeMap;
 use std::io::Write;
+use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// Where chunks land: 64 of 1 MiB, in pages of 64 KiB. The bound of what a push takes of memory.
@@ -21,6 +22,9 @@ pub const STAGING: Staging = Staging { slots: 64, slot_bytes: 1 << 20, page_byte
 
 /// How long a receiver that is about to end waits for the sender to leave.
 const LEAVE: Duration = Duration::from_secs(2);
+
+/// How often whoever waits for the disk looks up.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// Why something was not received. Partial files stay, to be gone on from.
 #[derive(Debug, thiserror::Error)]
@@ -43,6 +47,9 @@ pub enum RecvError {
     /// The engine, the sender's silence, or Ctrl-C.
     #[error(transparent)]
     Talk(#[from] TalkError),
+    /// The system has no thread to wait for the disk.
+    #[error("cannot start a thread: {0}")]
+    Thread(std::io::Error),
     /// The address could not be printed.
     #[error("cannot print the address: {0}")]
     Output(#[from] std::io::Error),
@@ -241,7 +248,8 @@ impl<'a> Push<'a> {
                 self.store.touch(entry, &hashed, &mut touched)?;
             } else {
                 let right = hashed.digest();
-                self.store.grow(entry, Some(hashed))?.finish(right)?;
+                let growing = self.store.grow(entry, Some(hashed))?;
+                finish(growing, right, || working(self.talk, self.peer))?;
             }
         }
         let bar = bar(stream.file_bytes(), "receiving");
@@ -314,6 +322,32 @@ fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
     Ok(())
 }
 
+/// [`Growing::finish`] on a thread of its own: the disk may take longer than the sender has patience, so
+/// `working` is called meanwhile. If that stops it, the file is finished all the same before this returns.
+fn finish(
+    growing: Growing<'_>,
+    expected: Digest,
+    mut working: impl FnMut() -> Result<(), RecvError>,
+) -> Result<(), RecvError> {
+    std::thread::scope(|scope| {
+        let (ends, ended) = mpsc::channel::<()>();
+        let finish = move || {
+            let finished = growing.finish(expected);
+            drop(ends);
+            finished
+        };
+        let thread = std::thread::Builder::new().name("immwire-finish".to_owned());
+        let thread = thread.spawn_scoped(scope, finish).map_err(RecvError::Thread)?;
+        let mut at_work = Ok(());
+        while at_work.is_ok() && ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
+            at_work = working();
+        }
+        let finished = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        at_work?;
+        Ok(finished?)
+    })
+}
+
 /// The files' side of the stream.
 struct Writer<'a> {
     store: &'a Store,
@@ -325,7 +359,8 @@ struct Writer<'a> {
 
 impl Writer<'_> {
     /// Writes the pieces of `chunk`, which `walk` has next. `working` is called after each, with how
-    /// many bytes of a file it had: there may be thousands of small files in one chunk.
+    /// many bytes of a file it had: there may be thousands of small files in one chunk. And with 0
+    /// while the disk takes its time.
     fn chunk(
         &mut self,
         walk: &mut Walk<'_>,
@@ -335,14 +370,19 @@ impl Writer<'_> {
         let mut rest = chunk;
         while let Some(piece) = walk.next_piece(u32::try_from(rest.len()).unwrap_or(u32::MAX)) {
             let (bytes, after) = rest.split_at_checked(piece.len() as usize).unwrap_or_default();
-            self.write(piece, bytes)?;
+            self.write(piece, bytes, || working(0))?;
             working(piece.file_bytes())?;
             rest = after;
         }
         Ok(())
     }
 
-    fn write(&mut self, piece: Piece, bytes: &[u8]) -> Result<(), RecvError> {
+    fn write(
+        &mut self,
+        piece: Piece,
+        bytes: &[u8],
+        working: impl FnMut() -> Result<(), RecvError>,
+    ) -> Result<(), RecvError> {
         let (Piece::Bytes { file, .. } | Piece::Digest { file, .. }) = piece;
         self.open(file)?;
         let Some((_, growing, digest)) = &mut self.growing else {
@@ -356,7 +396,7 @@ impl Writer<'_> {
         if let Ok(whole) = <[u8; 32]>::try_from(digest.as_slice())
             && let Some((_, growing, _)) = self.growing.take()
         {
-            growing.finish(Digest(whole))?;
+            finish(growing, Digest(whole), working)?;
         }
         Ok(())
     }
@@ -379,7 +419,82 @@ impl Writer<'_> {
 #[cfg(test)]
 mod tests {
     use super::super::path::RelPath;
+    use super::super::send::{PushError, Sent, push};
     use super::*;
+    use crate::args::{Cli, Command};
+    use clap::Parser;
+    use rustix::fs::{FileType, fstat};
+    use std::path::Path;
+
+    /// Pushes `bytes` as `x` into `inbox`, whose disk takes longer for each file than the sender has patience.
+    fn pushed_onto_a_slow_disk(bytes: &[u8], inbox: &Path) -> Result<Sent, PushError> {
+        let outbox = tempfile::tempdir().unwrap();
+        let file = outbox.path().join("x");
+        std::fs::write(&file, bytes).unwrap();
+        let store = Store::open(inbox, false).unwrap().with_disk(|file| {
+            if FileType::from_raw_mode(fstat(file)?.st_mode) == FileType::RegularFile {
+                std::thread::sleep(Duration::from_secs(4));
+            }
+            Ok(())
+        });
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let address = motor.engine().address().to_string();
+        let file = file.to_str().unwrap();
+        let line = ["immwire", "push", file, &address, "--patience", "3"];
+        let Command::Push(args) = Cli::parse_from(line).command else { panic!("{line:?}") };
+        let sender = std::thread::spawn(move || push(&args));
+        let mut talk = Talk::new(motor, Duration::from_secs(30));
+        let heard = loop {
+            if let Some(heard) = talk.hear(Duration::from_secs(30)).unwrap() {
+                break heard;
+            }
+        };
+        let Ok(FromSender::Offer { version, credit_tag, entries }) = heard.message else {
+            panic!("{heard:?}")
+        };
+        let received = Push::run(&store, &mut talk, heard.from, version, credit_tag, entries);
+        let sent = sender.join().unwrap();
+        assert_eq!(received.is_ok(), sent.is_ok(), "{received:?} {sent:?}");
+        assert_eq!(std::fs::read(inbox.join("x")).unwrap(), bytes);
+        sent
+    }
+
+    #[test]
+    fn a_sender_waits_for_a_disk_that_takes_longer_than_it_has_patience() {
+        let dir = tempfile::tempdir().unwrap();
+        let sent = pushed_onto_a_slow_disk(b"hello", dir.path()).unwrap();
+        assert_eq!((sent.bytes, sent.kept), (5, 0));
+    }
+
+    #[test]
+    fn and_where_all_of_a_file_was_there_already_without_its_name() {
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::write(dir.path().join("x.immwire-partial"), b"hello").unwrap();
+        let sent = pushed_onto_a_slow_disk(b"hello", dir.path()).unwrap();
+        assert_eq!((sent.bytes, sent.kept), (0, 5));
+    }
+
+    #[test]
+    fn a_file_that_is_being_finished_is_finished_whoever_stops_waiting() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap().with_disk(|_| {
+            std::thread::sleep(LOOK * 3);
+            Ok(())
+        });
+        let path = RelPath::new("x").unwrap();
+        let entry = Entry { path, size: Some(0), mode: 0o600, mtime_s: 0, mtime_ns: 0 };
+        let growing = store.grow(&entry, None).unwrap();
+        let right = Digest(*blake3::hash(b"").as_bytes());
+        let mut calls = 0;
+        let stopped = finish(growing, right, || {
+            calls += 1;
+            assert!(!dir.path().join("x").exists(), "its disk is still at it");
+            Err(MotorError::Interrupted.into())
+        });
+        assert!(stopped.is_err_and(|error| error.interrupted()));
+        assert_eq!(calls, 1);
+        assert!(dir.path().join("x").exists());
+    }
 
     #[test]
     fn whoever_waits_is_heard_of_after_each_file_of_a_chunk() {

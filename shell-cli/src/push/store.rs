@@ -27,7 +27,7 @@ use rustix::io::Errno;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
@@ -103,7 +103,11 @@ fn bytes(count: u64) -> String {
 pub struct Store {
     root: OwnedFd,
     overwrite: bool,
+    write_out: WriteOut,
 }
+
+/// Puts a file or a folder on the disk; tests have slow disks and broken ones.
+pub(super) type WriteOut = fn(BorrowedFd<'_>) -> Result<(), Errno>;
 
 /// A folder on the way, by components.
 const FOLDER: OFlags =
@@ -130,7 +134,13 @@ impl Store {
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root =
             rustix::fs::open(dir, flags, Mode::empty()).map_err(|errno| failed(errno.into()))?;
-        Ok(Self { root, overwrite })
+        Ok(Self { root, overwrite, write_out: |file| fsync(file) })
+    }
+
+    /// The same folder on another disk.
+    #[cfg(test)]
+    pub(super) fn with_disk(self, write_out: WriteOut) -> Self {
+        Self { write_out, ..self }
     }
 
     /// Bytes that this user may still write here.
@@ -524,6 +534,7 @@ impl Growing<'_> {
 
     /// Checks the digest and gives the file its mode, time and name. When this returns `Ok` the file is
     /// on the disk, name and all: whoever removes the original afterwards loses nothing to a power cut.
+    /// Takes as long as the disk does: minutes, for what lies in memory of a big file.
     ///
     /// # Errors
     ///
@@ -541,7 +552,7 @@ impl Growing<'_> {
             return Err(StoreError::Corrupt(path.clone()));
         }
         dress(&self.file, &self.entry)?;
-        fsync(&self.file).map_err(io("write out", path.as_str()))?;
+        (self.store.write_out)(self.file.as_fd()).map_err(io("write out", path.as_str()))?;
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
             rename(RenameFlags::empty())
@@ -562,7 +573,7 @@ impl Growing<'_> {
             Errno::EXIST => StoreError::Exists(path.clone()),
             errno => io("rename", path.as_str())(errno),
         })?;
-        match fsync(&self.at) {
+        match (self.store.write_out)(self.at.as_fd()) {
             // Not every file system can do that with a folder.
             Ok(()) | Err(Errno::INVAL) => Ok(()),
             Err(errno) => Err(io("write out the folder of", path.as_str())(errno)),
