@@ -11,7 +11,8 @@
 //!   never through a symbolic link, whatever changes meanwhile.
 //! - A name appears only with bytes of the right digest behind it; an existing file with other bytes
 //!   is replaced only if that was allowed.
-//! - One process writes a partial file at a time: it is locked.
+//! - One process writes a partial file at a time: it is locked. Its owner can always read and write it, whatever mode it
+//!   gets with its name.
 
 use super::manifest::{Entry, Manifest};
 use super::message::{Digest, Have, Keep};
@@ -115,6 +116,8 @@ const FOLDER: OFlags =
 /// A file whose kind is not known before it is open: must not wait for a pipe's other end.
 const UNKNOWN_FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlags::NONBLOCK);
 const READ_BYTES: usize = 1 << 20;
+/// What an owner needs to go on from a file.
+const OWNER_MODE: u32 = 0o600;
 
 fn io(step: &'static str, path: &str) -> impl Fn(Errno) -> StoreError {
     let path = Printable(path).to_string();
@@ -365,7 +368,7 @@ impl Store {
         let (_, name) = path.split();
         let new = if hashed.is_none() { OFlags::CREATE } else { OFlags::empty() };
         let flags = UNKNOWN_FILE | OFlags::RDWR | new;
-        let file = match openat(&at, partial(name), flags, Mode::from_raw_mode(0o600)) {
+        let file = match openat(&at, partial(name), flags, Mode::from_raw_mode(OWNER_MODE)) {
             Ok(file) => regular(file, path)?,
             Err(Errno::LOOP | Errno::NXIO | Errno::ISDIR) => {
                 return Err(StoreError::NotAFile(path.clone()));
@@ -551,8 +554,14 @@ impl Growing<'_> {
             let _ = unlinkat(&self.at, &growing, AtFlags::empty());
             return Err(StoreError::Corrupt(path.clone()));
         }
-        dress(&self.file, &self.entry)?;
-        (self.store.write_out)(self.file.as_fd()).map_err(io("write out", path.as_str()))?;
+        let write_out = || {
+            let done = (self.store.write_out)(self.file.as_fd());
+            done.map_err(io("write out", path.as_str()))
+        };
+        // What others may do is right when the name appears; what the owner may not, only after that.
+        let growing_mode = self.entry.mode | OWNER_MODE;
+        dress(&self.file, &Entry { mode: growing_mode, ..self.entry.clone() })?;
+        write_out()?;
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
             rename(RenameFlags::empty())
@@ -573,6 +582,11 @@ impl Growing<'_> {
             Errno::EXIST => StoreError::Exists(path.clone()),
             errno => io("rename", path.as_str())(errno),
         })?;
+        if self.entry.mode != growing_mode {
+            // Broken off before this, the next push finds the file whole and does it.
+            dress(&self.file, &self.entry)?;
+            write_out()?;
+        }
         match (self.store.write_out)(self.at.as_fd()) {
             // Not every file system can do that with a folder.
             Ok(()) | Err(Errno::INVAL) => Ok(()),
@@ -685,6 +699,43 @@ mod tests {
             (0o640, 1_600_000_000)
         );
         assert_eq!(fs::read_dir(place.parent().unwrap()).unwrap().count(), 1);
+    }
+
+    #[test]
+    fn its_owner_can_go_on_from_a_partial_file_until_it_has_its_name() {
+        let broken: WriteOut = |_| Err(Errno::IO);
+        for owner in 0..8 {
+            let dir = tempfile::tempdir().unwrap();
+            let (place, growing) = (dir.path().join("x"), dir.path().join("x.immwire-partial"));
+            let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
+            let entry = Entry { mode: owner << 6 | 0o44, ..entry("x", Some(3)) };
+            let offered = Manifest::new(vec![entry.clone()]).unwrap();
+            // Broken off between its mode and its name: by the disk, and because the name is taken.
+            let store = Store::open(dir.path(), false).unwrap().with_disk(broken);
+            let mut first = store.grow(&entry, None).unwrap();
+            first.append(b"hel").unwrap();
+            assert!(matches!(first.finish(of(b"hel")), Err(StoreError::Io { .. })));
+            assert_eq!(mode(&growing), entry.mode | 0o600);
+            let store = Store::open(dir.path(), false).unwrap();
+            let again = || {
+                let hashed = survey(&store, &offered)?.hashed[&0].clone();
+                store.grow(&entry, Some(hashed))
+            };
+            let second = again().unwrap();
+            fs::write(&place, b"theirs").unwrap();
+            assert!(matches!(second.finish(of(b"hel")), Err(StoreError::Exists(_))));
+            assert_eq!(mode(&growing), entry.mode | 0o600);
+            fs::remove_file(&place).unwrap();
+            again().unwrap().finish(of(b"hel")).unwrap();
+            assert_eq!(mode(&place), entry.mode);
+            assert_eq!(fs::metadata(&place).unwrap().mtime(), 1_600_000_000);
+            // Broken off between its name and its mode.
+            fs::set_permissions(&place, fs::Permissions::from_mode(entry.mode | 0o600)).unwrap();
+            let found = survey(&store, &offered).unwrap();
+            assert!(found.whole.contains(&0));
+            store.touch(&entry, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            assert_eq!(mode(&place), entry.mode);
+        }
     }
 
     #[test]
