@@ -112,10 +112,9 @@ fn links_arrive_under_their_own_names_and_dots_under_those_of_their_folders() {
 
 const BIG: usize = 192 << 20;
 
-/// A big file, pushed until some of it has arrived.
-fn broken_off(from: &Path, to: &Path) -> (Listening, std::process::Child) {
+/// A big file, pushed to `receiver` until some of it has arrived.
+fn broken_off(from: &Path, to: &Path, receiver: Listening) -> (Listening, std::process::Child) {
     fs::write(from, noise(9, BIG)).unwrap();
-    let receiver = Listening::receiver(to);
     let mut sender = immwire(["push", from.to_str().unwrap(), &receiver.address]).spawn().unwrap();
     let partial = to.join("big.immwire-partial");
     until("some of it arrives", || {
@@ -127,7 +126,7 @@ fn broken_off(from: &Path, to: &Path) -> (Listening, std::process::Child) {
 
 fn goes_on(from: &Path, to: &Path, address: &str) {
     let here = fs::metadata(to.join("big.immwire-partial")).unwrap().len();
-    assert!(here > 8 << 20 && here < BIG as u64 && !to.join("big").exists());
+    assert!(here > 8 << 20 && here < BIG as u64);
     let sent = push(&[from], address);
     let said = text(&sent.stderr);
     assert!(sent.status.success() && said.contains("were there already"), "{said}");
@@ -139,9 +138,10 @@ fn goes_on(from: &Path, to: &Path, address: &str) {
 fn a_push_goes_on_after_its_sender_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (mut receiver, mut sender) = broken_off(&file, to.path());
+    let (mut receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
     sender.kill().unwrap();
     sender.wait().unwrap();
+    assert!(!to.path().join("big").exists());
     // The receiver is still there, and takes the next one.
     goes_on(&file, to.path(), &receiver.address);
     assert!(receiver.child.try_wait().unwrap().is_none());
@@ -155,8 +155,9 @@ fn a_push_goes_on_after_its_sender_was_killed() {
 fn a_push_goes_on_after_its_receiver_was_killed() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (receiver, sender) = broken_off(&file, to.path());
+    let (receiver, sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
     drop(receiver);
+    assert!(!to.path().join("big").exists());
     let sent = ended(sender);
     assert_eq!(sent.status.code(), Some(1));
     assert!(text(&sent.stderr).contains("gone"), "{}", text(&sent.stderr));
@@ -166,10 +167,31 @@ fn a_push_goes_on_after_its_receiver_was_killed() {
 }
 
 #[test]
+fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("big");
+    fs::write(to.path().join("big"), noise(8, BIG)).unwrap();
+    let overwriting = || {
+        let dir = to.path().to_str().unwrap();
+        Listening::start(immwire(["recv", "--overwrite", "--dir", dir]))
+    };
+    let (receiver, sender) = broken_off(&file, to.path(), overwriting());
+    drop(receiver);
+    assert_eq!(ended(sender).status.code(), Some(1));
+    assert!(fs::read(to.path().join("big")).unwrap() == noise(8, BIG));
+    let receiver = overwriting();
+    goes_on(&file, to.path(), &receiver.address);
+    // With nothing left over, what is there is found to be right.
+    let sent = push(&[&file], &receiver.address);
+    let said = text(&sent.stderr);
+    assert!(sent.status.success() && said.contains("0 B sent"), "{said}");
+}
+
+#[test]
 fn ctrl_c_ends_a_push_with_its_own_code_and_leaves_what_came() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let file = from.path().join("big");
-    let (receiver, mut sender) = broken_off(&file, to.path());
+    let (receiver, mut sender) = broken_off(&file, to.path(), Listening::receiver(to.path()));
     signal(&sender, Signal::INT);
     assert_eq!(status(&mut sender).code(), Some(130));
     goes_on(&file, to.path(), &receiver.address);

@@ -219,8 +219,8 @@ impl Store {
     }
 
     /// What of `manifest`'s files is here, hashed: a whole file of the right size under its name, else
-    /// what its partial file has. `working` is called for each file and for each piece read of one, and
-    /// stops it by `false`.
+    /// what its partial file has; where files may be replaced, the partial file first. `working` is called
+    /// for each file and for each piece read of one, and stops it by `false`.
     ///
     /// Reads all of it: as long as that takes.
     ///
@@ -250,28 +250,32 @@ impl Store {
                 }
                 Err(error) => return Err(error),
             };
-            let mut whole = self.open_regular(&at, name, path)?;
-            if let Some(file) = &whole {
-                if Stamp::of(file, path)?.size != size {
-                    if !self.overwrite {
-                        return Err(StoreError::Exists(path.clone()));
-                    }
-                    whole = None;
-                } else {
-                    survey.whole.insert(number);
+            let mut found = self.open_regular(&at, name, path)?;
+            if let Some(file) = &found
+                && Stamp::of(file, path)?.size != size
+            {
+                if !self.overwrite {
+                    return Err(StoreError::Exists(path.clone()));
+                }
+                found = None;
+            }
+            let mut whole = found.is_some();
+            // What is being replaced may well have the size of what replaces it.
+            if !whole || self.overwrite {
+                let growing = self.open_regular(&at, &partial(name), path)?;
+                if let Some(file) = growing
+                    && Stamp::of(&file, path)?.size.min(size) > 0
+                {
+                    (found, whole) = (Some(file), false);
                 }
             }
-            let found = match whole {
-                Some(file) => Some(file),
-                None => self.open_regular(&at, &partial(name), path)?,
-            };
             let Some(mut file) = found else { continue };
+            if whole {
+                survey.whole.insert(number);
+            }
             // Before it is read: what is written meanwhile makes it another one, too.
             let stamp = Stamp::of(&file, path)?;
             let here = stamp.size.min(size);
-            if here == 0 && !survey.whole.contains(&number) {
-                continue;
-            }
             let hasher = hash(&mut file, here, path, &mut working)?;
             survey.have.push(Have { file: number, bytes: here, digest: digest(&hasher) });
             survey.hashed.insert(number, Hashed { hasher, stamp });
@@ -789,6 +793,30 @@ mod tests {
         assert_eq!(fs::read(dir.path().join("d/part")).unwrap(), b"hello");
         let stopped = store.survey(&offered, |_| false);
         assert!(matches!(stopped, Err(StoreError::Stopped)));
+    }
+
+    #[test]
+    fn what_has_come_of_a_replacement_goes_before_what_it_replaces() {
+        for (replaced, partial, overwrite, expected) in [
+            (&b"theirs"[..], &b""[..], true, Some((&b"theirs"[..], true))),
+            (b"theirs", b"", false, Some((b"theirs", true))),
+            (b"theirs", b"our", true, Some((b"our", false))),
+            (b"theirs", b"our own", true, Some((b"our ow", false))),
+            (b"theirs", b"our", false, Some((b"theirs", true))),
+            (b"old", b"our", true, Some((b"our", false))),
+            (b"old", b"", true, None),
+        ] {
+            let dir = tempfile::tempdir().unwrap();
+            let store = Store::open(dir.path(), overwrite).unwrap();
+            fs::write(dir.path().join("x"), replaced).unwrap();
+            fs::write(dir.path().join("x.immwire-partial"), partial).unwrap();
+            let found = survey(&store, &manifest(&[("x", Some(6))])).unwrap();
+            let have = found.have.first().map(|have| (have.bytes, have.digest));
+            let expected_have = expected.map(|(bytes, _)| (bytes.len() as u64, of(bytes)));
+            assert_eq!(have, expected_have, "{replaced:?} {partial:?} {overwrite}");
+            let whole = expected.is_some_and(|(_, whole)| whole);
+            assert_eq!(found.whole.contains(&0), whole, "{replaced:?} {partial:?} {overwrite}");
+        }
     }
 
     /// Writes `bytes` to `path`, until its time says so: clocks of file systems may be slow.
