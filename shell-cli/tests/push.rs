@@ -115,13 +115,20 @@ const BIG: usize = 192 << 20;
 /// A big file, pushed to `receiver` until some of it has arrived.
 fn broken_off(from: &Path, to: &Path, receiver: Listening) -> (Listening, std::process::Child) {
     fs::write(from, noise(9, BIG)).unwrap();
-    let mut sender = immwire(["push", from.to_str().unwrap(), &receiver.address]).spawn().unwrap();
-    let partial = to.join("big.immwire-partial");
+    let sender = begun(&[from], &to.join("big.immwire-partial"), &receiver);
+    (receiver, sender)
+}
+
+/// A push to `receiver` of which some has arrived, in `partial`.
+fn begun(paths: &[&Path], partial: &Path, receiver: &Listening) -> std::process::Child {
+    let paths = paths.iter().map(|path| path.to_str().unwrap());
+    let words = ["push"].into_iter().chain(paths).chain([&*receiver.address]);
+    let mut sender = immwire(words).spawn().unwrap();
     until("some of it arrives", || {
         assert!(sender.try_wait().unwrap().is_none(), "it ended before it could be broken off");
-        fs::metadata(&partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
+        fs::metadata(partial).is_ok_and(|metadata| metadata.len() > 8 << 20)
     });
-    (receiver, sender)
+    sender
 }
 
 fn goes_on(from: &Path, to: &Path, address: &str) {
@@ -185,6 +192,52 @@ fn a_push_that_replaces_a_file_of_the_same_size_goes_on_after_a_kill() {
     let sent = push(&[&file], &receiver.address);
     let said = text(&sent.stderr);
     assert!(sent.status.success() && said.contains("0 B sent"), "{said}");
+}
+
+#[test]
+fn folders_of_a_push_that_goes_on_get_their_modes_and_times() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let (tree, old) = (from.path().join("tree"), from.path().join("old"));
+    let folders =
+        [("tree", 0o751), ("tree/open", 0o777), ("tree/open/deep", 0o750), ("tree/secret", 0o700)];
+    fs::create_dir(&old).unwrap();
+    for (folder, _) in folders {
+        fs::create_dir(from.path().join(folder)).unwrap();
+    }
+    fs::write(tree.join("secret/key"), b"key").unwrap();
+    fs::write(tree.join("big"), noise(9, BIG)).unwrap();
+    let seconds = |number: usize| 1_500_000_000 + number as u64;
+    for (number, (folder, mode)) in folders.iter().enumerate() {
+        let path = from.path().join(folder);
+        fs::set_permissions(&path, fs::Permissions::from_mode(*mode)).unwrap();
+        let past = SystemTime::UNIX_EPOCH + Duration::from_secs(seconds(number));
+        fs::File::open(&path).unwrap().set_modified(past).unwrap();
+    }
+    let mode = |path: &str| fs::metadata(to.path().join(path)).unwrap().mode() & 0o7777;
+    let set = |path: &str, mode| {
+        fs::set_permissions(to.path().join(path), fs::Permissions::from_mode(mode)).unwrap();
+    };
+    fs::create_dir(to.path().join("old")).unwrap();
+    set("old", 0o705);
+
+    let receiver = Listening::receiver(to.path());
+    let sender = begun(&[&tree, &old], &to.path().join("tree/big.immwire-partial"), &receiver);
+    drop(receiver);
+    assert_eq!(ended(sender).status.code(), Some(1));
+    assert_eq!(mode("tree/secret") & 0o77, 0, "nobody else sees what arrives");
+    let receiver = Listening::receiver(to.path());
+    let sent = push(&[&tree, &old], &receiver.address);
+    let said = text(&sent.stderr);
+    assert!(sent.status.success() && said.contains("were there already"), "{said}");
+    for (number, (folder, expected)) in folders.iter().enumerate() {
+        let time = fs::metadata(to.path().join(folder)).unwrap().mtime();
+        assert_eq!((mode(folder), time), (*expected, seconds(number) as i64), "{folder}");
+    }
+    assert_eq!(mode("old"), 0o705, "it was there before");
+    // Now they all were.
+    set("tree/open", 0o705);
+    assert!(push(&[&tree, &old], &receiver.address).status.success());
+    assert_eq!(mode("tree/open"), 0o705);
 }
 
 #[test]

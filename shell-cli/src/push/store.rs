@@ -11,8 +11,9 @@
 //!   never through a symbolic link, whatever changes meanwhile.
 //! - A name appears only with bytes of the right digest behind it; an existing file with other bytes
 //!   is replaced only if that was allowed.
-//! - One process writes a partial file at a time: it is locked. Its owner can always read and write it, whatever mode it
-//!   gets with its name.
+//! - One process writes a partial file at a time: it is locked. Its owner can read and write it, whatever
+//!   mode it gets with its name.
+//! - A folder that we made and that has not its own mode and time yet can be told from all others.
 
 use super::manifest::{Entry, Manifest};
 use super::message::{Digest, Have, Keep};
@@ -25,6 +26,7 @@ use rustix::fs::{
     unlinkat,
 };
 use rustix::io::Errno;
+use rustix::process::geteuid;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
@@ -118,6 +120,9 @@ const UNKNOWN_FILE: OFlags = OFlags::NOFOLLOW.union(OFlags::CLOEXEC).union(OFlag
 const READ_BYTES: usize = 1 << 20;
 /// What an owner needs to go on from a file.
 const OWNER_MODE: u32 = 0o600;
+/// Of a folder that waits for its own mode: nobody else sees what arrives there, and the sticky bit,
+/// which never travels, tells whoever goes on after a kill that it was not there before.
+const WAITING_FOLDER: u32 = 0o1700;
 
 fn io(step: &'static str, path: &str) -> impl Fn(Errno) -> StoreError {
     let path = Printable(path).to_string();
@@ -175,25 +180,27 @@ impl Store {
             source,
         })?;
         for folder in folders {
-            at = self.step_into(&at, folder, path, make)?.0;
+            at = self.step_into(&at, folder, path, make.then_some(0o777))?.0;
         }
         Ok(at)
     }
 
-    /// Opens one folder in another; returns whether it was made.
+    /// Opens one folder in another, made with mode `make` if that is one and it is not there; returns
+    /// whether it was made.
     fn step_into(
         &self,
         at: &OwnedFd,
         folder: &str,
         path: &RelPath,
-        make: bool,
+        make: Option<u32>,
     ) -> Result<(OwnedFd, bool), StoreError> {
-        let made = make
-            && match mkdirat(at, folder, Mode::from_raw_mode(0o777)) {
-                Ok(()) => true,
-                Err(Errno::EXIST) => false,
-                Err(errno) => return Err(self.write_error(path, 0, 0, errno, "make a folder for")),
-            };
+        let made = match make.map(|mode| mkdirat(at, folder, Mode::from_raw_mode(mode))) {
+            Some(Ok(())) => true,
+            None | Some(Err(Errno::EXIST)) => false,
+            Some(Err(errno)) => {
+                return Err(self.write_error(path, 0, 0, errno, "make a folder for"));
+            }
+        };
         match openat(at, folder, FOLDER, Mode::empty()) {
             Ok(next) => Ok((next, made)),
             Err(Errno::LOOP | Errno::NOTDIR) => {
@@ -305,8 +312,9 @@ impl Store {
         }
     }
 
-    /// Makes `manifest`'s folders; returns the numbers of the entries that were not there before.
-    /// `working` is called for each entry, and stops it by `false`.
+    /// Makes `manifest`'s folders; returns the numbers of the entries that were not there before, or only
+    /// since a push that was broken off. Until [`finish_folders`](Self::finish_folders) they are for
+    /// their owner alone. `working` is called for each entry, and stops it by `false`.
     ///
     /// # Errors
     ///
@@ -316,7 +324,7 @@ impl Store {
         manifest: &Manifest,
         mut working: impl FnMut(u64) -> bool,
     ) -> Result<Vec<usize>, StoreError> {
-        let mut made = Vec::new();
+        let mut new = Vec::new();
         for (number, entry) in manifest.entries().iter().enumerate() {
             if !working(0) {
                 return Err(StoreError::Stopped);
@@ -324,15 +332,17 @@ impl Store {
             if entry.size.is_none() {
                 let at = self.folder_of(&entry.path, true)?;
                 let (_, name) = entry.path.split();
-                if self.step_into(&at, name, &entry.path, true)?.1 {
-                    made.push(number);
+                let (folder, made) =
+                    self.step_into(&at, name, &entry.path, Some(WAITING_FOLDER))?;
+                if made || waiting(&folder) {
+                    new.push(number);
                 }
             }
         }
-        Ok(made)
+        Ok(new)
     }
 
-    /// Gives the folders numbered `made` their modes and times; last, for a folder may be read-only,
+    /// Gives the folders numbered `new` their modes and times; last, for a folder may be read-only,
     /// and its time changes with what is made in it. `working` is called for each, and stops it by
     /// `false`.
     ///
@@ -342,11 +352,11 @@ impl Store {
     pub fn finish_folders(
         &self,
         manifest: &Manifest,
-        made: &[usize],
+        new: &[usize],
         mut working: impl FnMut(u64) -> bool,
     ) -> Result<(), StoreError> {
         // Deepest first: the order of entries is a folder before what is in it.
-        for number in made.iter().rev() {
+        for number in new.iter().rev() {
             if !working(0) {
                 return Err(StoreError::Stopped);
             }
@@ -355,7 +365,7 @@ impl Store {
             };
             let (_, name) = entry.path.split();
             let at = self.folder_of(&entry.path, false)?;
-            let (folder, _) = self.step_into(&at, name, &entry.path, false)?;
+            let (folder, _) = self.step_into(&at, name, &entry.path, None)?;
             dress(&folder, entry)?;
         }
         Ok(())
@@ -619,13 +629,20 @@ fn leads_to(at: &OwnedFd, name: &str, file: &File) -> bool {
         if (named.st_dev, named.st_ino) == (open.st_dev, open.st_ino))
 }
 
-/// Mode and time, as the manifest says.
+/// Whether `folder` is one of ours that waits for its mode. A folder may inherit the bit of its group.
+fn waiting(folder: &OwnedFd) -> bool {
+    fstat(folder).is_ok_and(|stat| {
+        stat.st_mode & 0o5777 == WAITING_FOLDER && stat.st_uid == geteuid().as_raw()
+    })
+}
+
+/// Mode and time, as the manifest says. The mode last: a folder that has it has both.
 fn dress(file: impl std::os::fd::AsFd, entry: &Entry) -> Result<(), StoreError> {
     let failed = io("set mode and time of", entry.path.as_str());
     let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
     let times = Timestamps { last_access: changed, last_modification: changed };
-    fchmod(&file, Mode::from_raw_mode(entry.mode)).map_err(&failed)?;
-    futimens(&file, &times).map_err(&failed)
+    futimens(&file, &times).map_err(&failed)?;
+    fchmod(&file, Mode::from_raw_mode(entry.mode)).map_err(&failed)
 }
 
 /// The digest so far.
@@ -1024,9 +1041,22 @@ mod tests {
         let before = fs::metadata(dir.path().join("old")).unwrap().mode();
         let offered =
             manifest(&[("new", None), ("new/deep", None), ("old", None), ("old/in", None)]);
-        let made = store.make_folders(&offered, |_| true).unwrap();
-        assert_eq!(made, [0, 1, 3]);
-        store.finish_folders(&offered, &made, |_| true).unwrap();
+        // Once broken off, before any has its mode, and once after the first had.
+        let new = store.make_folders(&offered, |_| true).unwrap();
+        assert_eq!(new, [0, 1, 3]);
+        for folder in ["new", "new/deep", "old/in"] {
+            let mode = fs::metadata(dir.path().join(folder)).unwrap().mode();
+            assert_eq!(mode & 0o777, 0o700, "{folder}");
+        }
+        let store = Store::open(dir.path(), false).unwrap();
+        assert_eq!(store.make_folders(&offered, |_| true).unwrap(), new);
+        let mut first = true;
+        let stopped = store.finish_folders(&offered, &new, |_| std::mem::take(&mut first));
+        assert!(matches!(stopped, Err(StoreError::Stopped)));
+        let new = store.make_folders(&offered, |_| true).unwrap();
+        assert_eq!(new, [0, 1]);
+        store.finish_folders(&offered, &new, |_| true).unwrap();
+        assert!(store.make_folders(&offered, |_| true).unwrap().is_empty());
         for folder in ["new", "new/deep", "old/in"] {
             let metadata = fs::metadata(dir.path().join(folder)).unwrap();
             assert_eq!(
