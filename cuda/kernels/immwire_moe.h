@@ -79,8 +79,8 @@ typedef struct immwire_moe_control {
   uint32_t planned;  /* of them, those that have planned */
   uint32_t received; /* how many tokens have been taken to be received */
   uint32_t parts;    /* how many parts of tokens have been taken to be sent, where there are many */
+  uint32_t unheard;  /* ranks whose choices a block that counts has missed, where there are many tokens: whole once all have gathered */
   /* For good. */
-  uint32_t reserved;
   uint32_t refused;  /* set by the first who reports a choice that is none */
   uint64_t abort;    /* not 0: nobody waits any more */
   uint32_t decisions[IMMWIRE_MOE_MAX_RANKS]; /* 2 * epoch + whether its table counts */

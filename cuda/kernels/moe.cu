@@ -1616,17 +1616,17 @@ __device__ void send_results(const Args &args, Fixed &fixed, Share share, const 
 }
 
 // Adds up vectors of a token: what those of `ranks` have sent, ACROSS of them awaited side by side, and where this rank's is not sent,
-// what it has itself. `is_last`: then all ranks have been heard of.
+// what it has itself; and keeps the sums, if there is memory for the token's. `is_last`: then all ranks have been heard of.
 template <typename FORMAT, bool MANY, uint32_t ACROSS, uint32_t SIDE>
 __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, Side side, bool has_own, const uint4 (&own)[SIDE],
                           uint32_t epoch, Patience &patience, bool is_last) {
-  const uint32_t vectors = args.values / 8;
+  const uint32_t vectors = args.values / 8, kept = token < args.tokens ? vectors : 0;
   const uint64_t to = args.out + uint64_t(token) * args.values * 2;
   float sum[SIDE][8] = {};
   if (args.flags & IMMWIRE_MOE_ACCUMULATE) {
 #pragma unroll
     for (uint32_t j = 0; j < SIDE; ++j)
-      if (side.at(j) < vectors) unpack<FORMAT>(sum[j], load_vector(to + side.bytes(j)));
+      if (side.at(j) < kept) unpack<FORMAT>(sum[j], load_vector(to + side.bytes(j)));
   }
   for (uint32_t rest = ranks; rest != 0;) {
     uint4 held[ACROSS * SIDE];
@@ -1667,14 +1667,15 @@ __device__ void sum_token(const Args &args, uint32_t token, uint32_t ranks, Side
   }
 #pragma unroll
   for (uint32_t j = 0; j < SIDE; ++j)
-    if (side.at(j) < vectors) store_bulk<MANY>(to + side.bytes(j), pack<FORMAT>(sum[j]));
+    if (side.at(j) < kept) store_bulk<MANY>(to + side.bytes(j), pack<FORMAT>(sum[j]));
 }
 
-// How many tokens of this rank's are summed: those for which there is memory.
+// How many tokens of this rank's have results: all that it sent, also those whose sums there is no memory for. They are awaited, too, so that
+// nothing lies in their slots in the next round.
 __device__ uint32_t tokens_to_sum(const Args &args, uint32_t epoch) {
   const uint32_t sent = control_of(args)->tokens;
   if (sent > args.tokens && blockIdx.x == 0 && threadIdx.x == 0) put_down(report_of(args)->tokens_left_out, epoch);
-  return min(sent, args.tokens);
+  return sent;
 }
 
 // Adds up what ranks sent for this rank's tokens.
@@ -1735,7 +1736,7 @@ __device__ void send_each_result(const Args &args, Fixed &fixed, uint32_t epoch,
   }
 }
 
-// Adds up the results of this rank's tokens' choices, times their weights, in their order; as many tokens as there is memory for.
+// Adds up the results of this rank's tokens' choices, times their weights, in their order; and keeps the sums of as many tokens as there is memory for.
 template <typename FORMAT>
 __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tokens, uint32_t epoch, uint32_t present, Patience &patience) {
   immwire_moe_control &control = *control_of(args);
@@ -1766,11 +1767,11 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tok
     }
     __syncthreads(); // One for each token is enough: the next one is kept elsewhere.
     const Rows &rows = fixed.rows[turn][0];
-    const bool is_last = threadIdx.x == 0 && token + gridDim.x >= tokens;
+    const bool is_last = threadIdx.x == 0 && token + gridDim.x >= tokens, is_kept = token < args.tokens;
     for (uint32_t v = threadIdx.x; v < vectors; v += blockDim.x) {
       const uint64_t to = args.out + (uint64_t(token) * args.values + 8 * v) * 2;
       float sum[8] = {};
-      if (args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
+      if (is_kept && args.flags & IMMWIRE_MOE_ACCUMULATE) unpack<FORMAT>(sum, load_vector(to));
       for (uint32_t low = 0; low < rows.count; low += BATCH) {
         uint4 held[BATCH];
         uint64_t from[BATCH];
@@ -1800,7 +1801,7 @@ __device__ void receive_each_result(const Args &args, Fixed &fixed, uint32_t tok
           for (uint32_t k = 0; k < 8; ++k) sum[k] = __fadd_rn(sum[k], __fmul_rn(weight, values[k]));
         }
       }
-      store_vector(to, pack<FORMAT>(sum));
+      if (is_kept) store_vector(to, pack<FORMAT>(sum));
     }
   }
 }
@@ -1811,7 +1812,7 @@ __device__ void end_round(immwire_moe_control &control, uint32_t epoch) {
   control.next_epoch = epoch == IMMWIRE_MOE_LAST_EPOCH ? 1 : epoch + 1;
   control.next_parity = control.parity ^ 1;
   control.left_out = control.absent;
-  control.suspects = 0;
+  control.suspects = control.unheard = 0;
   control.gathered = control.planned = control.received = control.parts = 0;
 }
 
@@ -1988,8 +1989,8 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
   }
   __syncthreads();
   if (threadIdx.x == 0) {
-    // Who finds all blocks here finds their counts, and whom they miss.
-    if (*many.missing != 0) atomicOr(&control.suspects, *many.missing);
+    // Who finds all blocks here finds their counts, and whom they miss: in a word that nobody else writes to, as blocks that send do to `suspects`.
+    if (*many.missing != 0) atomicOr(&control.unheard, *many.missing);
     __threadfence();
     atomicAdd(&control.gathered, 1u);
     // A block that finds no room on the GPU never comes. Then nobody's table counts, for all blocks alike: once all are here, nobody can
@@ -2002,7 +2003,7 @@ __device__ uint32_t count_chunks(const Args &args, Many &many, uint32_t epoch, u
       if (for_blocks.is_over()) atomicCAS(&control.gathered, gathered, gathered | GAVE_UP);
     }
     __threadfence();
-    *many.absent = gathered & GAVE_UP ? ALL_RANKS : load_shared_word(reinterpret_cast<uint64_t>(&control.suspects));
+    *many.absent = gathered & GAVE_UP ? ALL_RANKS : load_shared_word(reinterpret_cast<uint64_t>(&control.unheard));
   }
   __syncthreads();
   return *many.absent;

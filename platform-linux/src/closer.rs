@@ -139,6 +139,14 @@ impl Closer {
         drop(unsent);
     }
 
+    /// Drops `remains`, on the thread, and waits for that: however long the driver takes.
+    pub(crate) fn give_and_wait(&self, remains: impl Send + 'static) {
+        let (last, over) = mpsc::channel::<()>();
+        self.give((remains, last));
+        // It never says anything: it ends.
+        let _ = over.recv();
+    }
+
     /// Waits until what has been given by now is dropped, for `limit` at most.
     pub(crate) fn catch_up(&self, limit: Duration) {
         let (last, over) = mpsc::channel::<()>();
@@ -224,6 +232,10 @@ mod tests {
         closer.give(Noted(9, Arc::clone(&noted)));
         assert!(closer.end(Duration::from_secs(60)) && !closer.is_busy());
         assert_eq!(lock(&noted.all).last().map(|one| one.0), Some(9), "after an end, too");
+        closer.give_and_wait(Noted(10, Arc::clone(&noted)));
+        let last = lock(&noted.all).last().copied();
+        assert!(last.is_some_and(|(n, thread)| n == 10 && thread != here), "{last:?}");
+        assert!(closer.end(Duration::from_secs(60)));
     }
 
     #[test]

@@ -103,6 +103,7 @@ pub(crate) fn build(error: &BuildError) -> PyErr {
     match error {
         BuildError::Config { .. }
         | BuildError::Group(_)
+        | BuildError::Mailbox(_)
         | BuildError::Libfabric(LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. })
         | BuildError::Verbs(VerbsError::Pairing(_))
         | BuildError::Staging(

@@ -94,8 +94,8 @@ pub struct MoeControl {
     pub received: u32,
     /// How many parts of tokens have been taken to be sent, where there are many.
     pub parts: u32,
-    /// Nothing.
-    pub reserved: u32,
+    /// Ranks whose choices a block that counts has missed, where there are many tokens.
+    pub unheard: u32,
     /// Set by the first who reports a choice that is none.
     pub refused: u32,
     /// Not 0: nobody waits any more.

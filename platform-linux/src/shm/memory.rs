@@ -636,8 +636,13 @@ impl Memory for ShmMemory {
     }
 
     fn release(&self, region: Registered) {
-        // Its owner may unmap it, or free it.
-        drop(self.let_go(&region));
+        // Its owner may unmap it, or free it, and waits for the driver to unpin it; who has to do with the same GPU knows that it may have to.
+        match (self.let_go(&region), &self.gpus.0) {
+            (Some(backing @ Backing::Process { _pinned: Some(_) }), Some(known)) => {
+                known.closer.give_and_wait(backing);
+            }
+            (backing, _) => drop(backing),
+        }
         if let (Place::Gpu(_), Some(known)) = (region.place, &self.gpus.0) {
             // There is to be room for the next, unless the driver keeps everybody waiting.
             known.closer.catch_up(FREED_WITHIN);

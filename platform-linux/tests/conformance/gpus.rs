@@ -138,6 +138,7 @@ pub const COPYING: &[Test] = &[
         Spread::ProcessesBothMotors,
         beside_an_engine_that_waits_for_the_gpu,
     ),
+    ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
     (
         "first_write_to_host_memory_while_the_gpu_is_busy",
         Spread::ProcessesBothMotors,
@@ -1503,6 +1504,42 @@ fn beside_an_engine_that_waits_for_the_gpu(case: &Case) {
     beside.done(&copy());
     other.count(&beside, counter, 1);
     other.check(&beside, there, 0, BYTES, pattern);
+}
+
+/// While a caller takes host memory back that the engine had pinned, which takes as long as the GPU is busy, the engine goes on with all that needs no
+/// driver, though a copy waits.
+fn closed_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let (counter, tag) = other.counter(&me);
+    let src = me.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0");
+    let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+    let copy = || write(&me, peer, &src, &desc, (0, 0, BYTES), Some(tag));
+    me.done(&copy());
+    other.count(&me, counter, 1);
+    let lent = Lent::new(4096);
+    // SAFETY: the memory is unmapped after the region is closed, or the test has failed; no reference to its bytes is made.
+    let region = unsafe { me.engine.register(lent.ptr, 4096, Rights::REMOTE_WRITE) };
+    let region = region.expect("register");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, BYTES, 0);
+    std::thread::scope(|scope| {
+        let busy = Busy::all();
+        let closing = scope.spawn(|| region.close(patience()).is_ok());
+        std::thread::sleep(Duration::from_millis(50));
+        let later = copy();
+        for _ in 0..20 {
+            me.done(&me.engine.submit_imm(peer, tag, 1).expect("submit"));
+            other.count(&me, counter, 1);
+        }
+        assert!(!closing.is_finished(), "it is pinned while the GPU is busy");
+        drop(busy);
+        go_on();
+        assert!(closing.join().expect("closes"));
+        me.done(&later);
+    });
+    other.count(&me, counter, 1);
+    other.check(&me, there, 0, BYTES, pattern);
 }
 
 /// Pins a page of the host's for GPU 0.

@@ -850,10 +850,12 @@ fn too_little_room(exact: bool, many: bool) {
     world.check_whole(0, plain);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
 
-    // Sums for which there is no room.
+    // Sums for which there is no room; and then a round in which there is.
     let mut world = World::new(&shape);
-    let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
-    world.add_turn(tokens, &mut random);
+    for _ in 0..2 {
+        let tokens = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
+        world.add_turn(tokens, &mut random);
+    }
     let launches: Vec<Launch> = (0..2)
         .flat_map(|rank| world.launches(rank, 0, plain))
         .map(|launch| {
@@ -865,6 +867,11 @@ fn too_little_room(exact: bool, many: bool) {
     run(&world, &launches, 6);
     assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (1, 0));
     assert!(world.found(0, 0, 3).iter().all(|byte| *byte == UNTOUCHED), "past the room");
+    world.check_poison();
+    let launches: Vec<Launch> = (0..2).flat_map(|rank| world.launches(rank, 1, plain)).collect();
+    run(&world, &launches, 7);
+    world.check_whole(1, plain);
+    world.check_poison();
 
     (0..2).for_each(|holder| results_past_the_end(&shape, plain, holder));
 }
