@@ -10,6 +10,8 @@ mod support;
 
 use rustix::process::Signal;
 use serde_json::Value;
+use std::os::unix::process::CommandExt;
+use std::process::Command;
 use std::time::Instant;
 use support::{Listening, ended, immwire, run, signal, text, until};
 
@@ -240,6 +242,56 @@ fn doctor_says_the_same_in_words_json_and_exit_code() {
     for needle in ["result: ", "why not faster", "what to do", "other hosts", "kernel"] {
         assert!(text(&words.stdout).contains(needle), "{needle}");
     }
+}
+
+/// Has the kernel refuse `socket(AF_UNIX, ..)` to `command`, as systemd's `RestrictAddressFamilies` does:
+/// by the number of the call, so that `socketpair` passes.
+#[allow(clippy::cast_possible_truncation, reason = "all are small numbers of the kernel's")]
+fn without_unix_sockets(command: &mut Command) -> &mut Command {
+    const fn step(code: u32, k: u32, if_not: u8) -> libc::sock_filter {
+        libc::sock_filter { code: code as u16, jt: 0, jf: if_not, k }
+    }
+    const LOAD: u32 = libc::BPF_LD | libc::BPF_W | libc::BPF_ABS;
+    const EQUALS: u32 = libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K;
+    const RETURN: u32 = libc::BPF_RET | libc::BPF_K;
+    // The call's number, and the low half of its first argument, in what the filter sees.
+    static FILTER: [libc::sock_filter; 6] = [
+        step(LOAD, 0, 0),
+        step(EQUALS, libc::SYS_socket as u32, 3),
+        step(LOAD, 16, 0),
+        step(EQUALS, libc::AF_UNIX as u32, 1),
+        step(RETURN, libc::SECCOMP_RET_ERRNO | libc::EAFNOSUPPORT as u32, 0),
+        step(RETURN, libc::SECCOMP_RET_ALLOW, 0),
+    ];
+    let refuse = || {
+        let program = libc::sock_fprog { len: 6, filter: FILTER.as_ptr().cast_mut() };
+        let (yes, no): (libc::c_ulong, libc::c_ulong) = (1, 0);
+        let mode = libc::c_ulong::from(libc::SECCOMP_MODE_FILTER);
+        // SAFETY: prctl alone, which may be called after a fork; it reads a local and, through it, the six
+        // steps of a static.
+        let refused = unsafe {
+            libc::prctl(libc::PR_SET_NO_NEW_PRIVS, yes, no, no, no) == 0
+                && libc::prctl(libc::PR_SET_SECCOMP, mode, &raw const program) == 0
+        };
+        if refused { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+    };
+    // SAFETY: between fork and exec it makes two system calls, allocates nothing, and takes no lock.
+    unsafe { command.pre_exec(refuse) }
+}
+
+#[test]
+fn doctor_tries_the_sockets_that_engines_have() {
+    let mut doctor = immwire(["doctor", "--json"]);
+    let json = ended(without_unix_sockets(&mut doctor).spawn().unwrap());
+    let diagnosis: Value = serde_json::from_slice(&json.stdout).unwrap();
+    assert_eq!(json.status.code(), Some(2), "{diagnosis}");
+    assert_eq!(diagnosis["paths"][0]["state"], "broken");
+    let why = diagnosis["paths"][0]["why"].as_str().unwrap();
+    assert!(why.contains("Unix sockets failed: Address family not supported"), "{why}");
+    let dir = tempfile::tempdir().unwrap();
+    let mut recv = immwire(["recv", "--dir", dir.path().to_str().unwrap()]);
+    let failed = ended(without_unix_sockets(&mut recv).spawn().unwrap());
+    assert_eq!(failed.status.code(), Some(1), "no engine can open its own either");
 }
 
 #[test]

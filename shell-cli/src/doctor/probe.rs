@@ -1,8 +1,8 @@
 //! What the kernel lets this process do: tried, not guessed.
 //!
 //! Sandboxes refuse calls that version numbers promise, so each is made once, harmlessly: a memfd is
-//! sealed and thrown away, and a child of our own is written to. The child is this program again,
-//! started with [`TARGET_COMMAND`]. Others ask libfabric ([`super::fabric`]), libibverbs
+//! sealed and thrown away, a socket of our own is called, and a child of our own is written to. The
+//! child is this program again, started with [`TARGET_COMMAND`]. Others ask libfabric ([`super::fabric`]), libibverbs
 //! ([`super::rdma`]) and the CUDA driver ([`super::cuda`]).
 
 use super::child;
@@ -10,6 +10,10 @@ use super::cuda::{self, Cuda};
 use super::fabric::{self, Libfabric};
 use super::rdma::{self, Verbs};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
+use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
+use rustix::net::{accept_with, bind, connect, listen, socket_with};
+use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, Stdio};
@@ -53,7 +57,8 @@ pub struct Probes {
     /// Writing to the memory of another process of the same user (a child; Yama may still refuse
     /// strangers).
     pub process_vm_writev: Attempt,
-    /// Binding a Unix socket: how peers find each other.
+    /// Listening on a Unix socket with an abstract name, and being called there: how peers find each
+    /// other.
     pub unix_socket: Attempt,
     /// Loading libfabric, and asking for its devices.
     pub libfabric: Libfabric,
@@ -69,16 +74,32 @@ pub fn probe([target, fabrics, devices, gpus]: [Command; 4]) -> Probes {
     Probes {
         memfd_sealing: Attempt::of(memfd_sealing()),
         process_vm_writev: Attempt::of(write_to_child(target)),
-        unix_socket: Attempt::of(std::os::unix::net::UnixDatagram::pair().map(|_| ())),
+        unix_socket: Attempt::of(unix_socket()),
         libfabric: child::ask(fabrics, fabric::CHILD_COMMAND),
         verbs: child::ask(devices, rdma::CHILD_COMMAND),
         cuda: child::ask(gpus, cuda::CHILD_COMMAND),
     }
 }
 
-fn memfd_sealing() -> Result<(), rustix::io::Errno> {
+fn memfd_sealing() -> Result<(), Errno> {
     let file = memfd_create("immwire-doctor", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)?;
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)
+}
+
+/// A pair would not do: sandboxes that refuse sockets by their family let it pass.
+fn unix_socket() -> Result<(), Errno> {
+    const FLAGS: SocketFlags = SocketFlags::CLOEXEC.union(SocketFlags::NONBLOCK);
+    let socket = || socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, FLAGS, None);
+    let mut bits = [0; 16];
+    getrandom(&mut bits, GetRandomFlags::empty())?;
+    let name = format!("immwire-doctor-{:032x}", u128::from_ne_bytes(bits));
+    let name = SocketAddrUnix::new_abstract_name(name.as_bytes())?;
+    let listener = socket()?;
+    bind(&listener, &name)?;
+    listen(&listener, 1)?;
+    let caller = socket()?;
+    connect(&caller, &name)?;
+    accept_with(&listener, FLAGS).map(drop)
 }
 
 /// Why the child was not written to.
@@ -193,7 +214,8 @@ mod tests {
     }
 
     #[test]
-    fn memfds_are_probed_for_real() {
+    fn memfds_and_sockets_are_probed_for_real() {
         assert_eq!(Attempt::of(memfd_sealing()), Attempt::Works);
+        assert_eq!(Attempt::of(unix_socket()), Attempt::Works);
     }
 }
