@@ -30,6 +30,8 @@ pub struct Facts {
     pub limits: Limits,
     /// `kernel.yama.ptrace_scope`; `None` where Yama is not built in.
     pub ptrace_scope: Option<u32>,
+    /// Whether this process has `CAP_SYS_PTRACE`, which Yama lets through but for scope 3.
+    pub cap_sys_ptrace: bool,
     /// Libraries that providers load at run time.
     pub libraries: Vec<Library>,
     /// GPUs on the PCI bus.
@@ -170,6 +172,9 @@ pub struct NetworkInterface {
 pub const LIBRARIES: [&str; 4] =
     ["libibverbs.so.1", "libfabric.so.1", "libcuda.so.1", "libgdrapi.so.2"];
 
+/// `linux/capability.h`.
+const CAP_SYS_PTRACE: u32 = 19;
+
 /// Reads the facts below `root` (`/`, but for tests). `library_path` is `LD_LIBRARY_PATH`.
 #[must_use]
 pub fn gather(root: &Path, library_path: Option<&str>) -> Facts {
@@ -181,6 +186,7 @@ pub fn gather(root: &Path, library_path: Option<&str>) -> Facts {
         memory: machine.memory(),
         limits: machine.limits(),
         ptrace_scope: machine.number("proc/sys/kernel/yama/ptrace_scope"),
+        cap_sys_ptrace: machine.has_capability(CAP_SYS_PTRACE),
         libraries: machine.libraries(library_path),
         gpus: machine.gpus(),
         nvidia_driver: machine
@@ -284,6 +290,13 @@ impl Machine<'_> {
             }
         };
         Limits { locked: limit("Max locked memory"), open_files: limit("Max open files") }
+    }
+
+    fn has_capability(&self, number: u32) -> bool {
+        let status = self.text("proc/self/status").unwrap_or_default();
+        let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
+        let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
+        bits.is_some_and(|bits| bits >> number & 1 == 1)
     }
 
     fn libraries(&self, library_path: Option<&str>) -> Vec<Library> {
@@ -580,6 +593,21 @@ mod tests {
         assert_eq!(facts.limits.locked, Some(Limit::At(65536)));
         assert_eq!(facts.limits.open_files, Some(Limit::Unlimited));
         assert_eq!(facts.ptrace_scope, Some(1));
+    }
+
+    #[test]
+    fn the_capability_is_read_from_those_in_effect() {
+        for (status, expected) in [
+            ("Name:\tx\nCapPrm:\t0000000000000000\nCapEff:\t000001ffffffffff\n", true),
+            ("CapEff:\t0000000000080000\n", true),
+            ("CapPrm:\t0000000000080000\nCapEff:\t0000000000000000\n", false),
+            ("CapEff:\tfffffffffff7ffff\n", false),
+            ("CapEff:\tnothing\n", false),
+            ("Name:\tx\n", false),
+        ] {
+            let tree = Tree::new();
+            assert_eq!(tree.file("proc/self/status", status).facts().cap_sys_ptrace, expected);
+        }
     }
 
     #[test]

@@ -115,11 +115,12 @@ impl Diagnosis {
             [
                 "process_vm_writev".into(),
                 format!(
-                    "to a child: {}; yama: {}",
+                    "to a child: {}; yama: {}{}",
                     attempt_text(&self.probes.process_vm_writev),
                     facts
                         .ptrace_scope
                         .map_or("not there".into(), |scope| format!("ptrace_scope {scope}")),
+                    if facts.cap_sys_ptrace { "; with CAP_SYS_PTRACE" } else { "" },
                 ),
             ],
         ];

@@ -117,8 +117,10 @@ fn registered(facts: &Facts, probes: &Probes, runs: bool) -> Path {
             todo: "as above".into(),
         };
     }
-    let why = match (&probes.process_vm_writev, facts.ptrace_scope) {
-        (Attempt::Works, None | Some(0)) => {
+    let allow =
+        "use the engine's alloc, or run both processes as one user with CAP_SYS_PTRACE allowed";
+    let (why, todo) = match (&probes.process_vm_writev, yama(facts)) {
+        (Attempt::Works, None) => {
             return Path {
                 pair,
                 path: "shm: process_vm_writev, one copy by the kernel".into(),
@@ -127,23 +129,36 @@ fn registered(facts: &Facts, probes: &Probes, runs: bool) -> Path {
                 todo: "use the engine's alloc where you can".into(),
             };
         }
-        (Attempt::Works, Some(scope)) => {
-            format!(
-                "process_vm_writev is refused to processes other than descendants (kernel.yama.ptrace_scope = {scope})"
-            )
+        // Scope 1 would have let the child be written to.
+        (Attempt::Fails(why), None | Some((1, ..))) => {
+            (format!("{why} (a container's seccomp profile may refuse it)"), allow)
         }
-        (Attempt::Fails(why), _) => format!("{why} (a container's seccomp profile may refuse it)"),
+        (_, Some((scope, whom, todo))) => (
+            format!("process_vm_writev is refused to {whom} (kernel.yama.ptrace_scope = {scope})"),
+            todo,
+        ),
     };
     Path {
         pair,
         path: "shm: bounce ring, two copies".into(),
         state: State::Degraded,
         why,
-        todo: match facts.ptrace_scope {
-            Some(1..) => "use the engine's alloc, or set kernel.yama.ptrace_scope=0",
-            _ => "use the engine's alloc, or run both processes as one user with CAP_SYS_PTRACE allowed",
-        }
-        .into(),
+        todo: todo.into(),
+    }
+}
+
+/// Whether Yama is in the way of peers: its scope, whom it refuses, and what to do about it.
+fn yama(facts: &Facts) -> Option<(u32, &'static str, &'static str)> {
+    let lower = "use the engine's alloc, or set kernel.yama.ptrace_scope=0";
+    match (facts.ptrace_scope?, facts.cap_sys_ptrace) {
+        (0, _) | (1 | 2, true) => None,
+        (1, false) => Some((1, "processes other than descendants", lower)),
+        (2, false) => Some((2, "processes without CAP_SYS_PTRACE", lower)),
+        (scope, _) => Some((
+            scope,
+            "all processes until the next boot",
+            "use the engine's alloc, or boot with a lower kernel.yama.ptrace_scope",
+        )),
     }
 }
 
@@ -561,19 +576,34 @@ mod tests {
         assert!(path.path.contains("efa on rdmap0s31-rdm"), "{path:?}");
     }
 
+    /// Yama's scope, whether we have `CAP_SYS_PTRACE`, and whether peers may then write to each other.
+    const SCOPES: [(Option<u32>, bool, bool); 10] = [
+        (None, false, true),
+        (None, true, true),
+        (Some(0), false, true),
+        (Some(0), true, true),
+        (Some(1), false, false),
+        (Some(1), true, true),
+        (Some(2), false, false),
+        (Some(2), true, true),
+        (Some(3), false, false),
+        (Some(3), true, false),
+    ];
+
     #[test]
     fn the_exit_code_follows_from_what_peers_on_this_host_can_use() {
         for bits in 0..8 {
             let (memfd, writev, socket) = (bits & 1 != 0, bits & 2 != 0, bits & 4 != 0);
-            for ptrace_scope in [None, Some(0), Some(1), Some(2), Some(3)] {
-                let facts = Facts { ptrace_scope, ..Facts::default() };
+            for (ptrace_scope, cap_sys_ptrace, yama_lets) in SCOPES {
+                let facts = Facts { ptrace_scope, cap_sys_ptrace, ..Facts::default() };
                 let verdict = judge(&facts, &probes(memfd, writev, socket));
-                let expected = match (memfd && socket, writev && ptrace_scope.unwrap_or(0) == 0) {
+                let expected = match (memfd && socket, writev && yama_lets) {
                     (false, _) => 2,
                     (true, false) => 1,
                     (true, true) => 0,
                 };
-                assert_eq!(verdict.exit_code, expected, "{bits} {ptrace_scope:?}");
+                let case = format!("{bits} {ptrace_scope:?} {cap_sys_ptrace}");
+                assert_eq!(verdict.exit_code, expected, "{case}");
                 assert_eq!(verdict.paths.len(), 6);
                 for path in &verdict.paths {
                     assert!(!path.why.is_empty() && !path.todo.is_empty(), "{path:?}");
@@ -584,12 +614,24 @@ mod tests {
 
     #[test]
     fn the_reason_of_a_slower_path_is_the_one_that_holds() {
-        let yama = Facts { ptrace_scope: Some(1), ..Facts::default() };
-        let path = &judge(&yama, &probes(true, true, true)).paths[1];
-        assert!(path.why.contains("ptrace_scope = 1") && path.todo.contains("ptrace_scope=0"));
-        let path = &judge(&Facts::default(), &probes(true, false, true)).paths[1];
-        assert!(path.why.contains("refused") && !path.todo.contains("yama"));
-        assert_eq!(path.state, State::Degraded);
+        let (profile, allow) = ("refused (a container's seccomp profile", "CAP_SYS_PTRACE allowed");
+        let (lower, boot) = ("set kernel.yama.ptrace_scope=0", "boot with a lower");
+        for (scope, capable, child_written, why, todo) in [
+            (None, false, false, profile, allow),
+            (Some(0), false, false, profile, allow),
+            (Some(1), false, true, "other than descendants (kernel.yama.ptrace_scope = 1)", lower),
+            (Some(1), false, false, profile, allow),
+            (Some(1), true, false, profile, allow),
+            (Some(2), false, false, "without CAP_SYS_PTRACE (kernel.yama.ptrace_scope = 2)", lower),
+            (Some(2), true, false, profile, allow),
+            (Some(3), false, false, "all processes until the next boot", boot),
+            (Some(3), true, false, "all processes until the next boot", boot),
+        ] {
+            let facts = Facts { ptrace_scope: scope, cap_sys_ptrace: capable, ..Facts::default() };
+            let path = &judge(&facts, &probes(true, child_written, true)).paths[1];
+            assert_eq!(path.state, State::Degraded, "{scope:?} {capable}");
+            assert!(path.why.contains(why) && path.todo.contains(todo), "{path:?}");
+        }
     }
 
     #[test]
