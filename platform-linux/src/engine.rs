@@ -36,7 +36,7 @@ use crate::error::{
 use crate::flag::{Flags, GpuFlag};
 use crate::gate::{Gates, StreamWait, StreamWaitError};
 use crate::libfabric::{LibfabricConfig, LibfabricProvider};
-use crate::provider::{Memory, NicInfo, Provider, RegisterError, Window};
+use crate::provider::{GiveBack, Memory, NicInfo, Provider, RegisterError, Window};
 use crate::region::{CloseError, Region, Registry};
 use crate::request::{
     Checked, PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets,
@@ -898,7 +898,7 @@ impl TransferEngine {
         // SAFETY: null is the GPU's default stream; it is not used.
         let stream = || unsafe { registry.stream(ordinal, std::ptr::null_mut()) };
         let device = || stream().map(|stream| stream.device().clone());
-        let give_back = || registry.give_back();
+        let give_back = || self.give_back();
         self.inner.flags.alloc(ordinal, device, |bytes| registry.pin(bytes), give_back)
     }
 
@@ -983,6 +983,11 @@ impl TransferEngine {
     ) -> Result<immwire_cuda::Stream, RegisterError> {
         // SAFETY: our caller's promise.
         unsafe { self.inner.registry.stream(ordinal, stream) }
+    }
+
+    /// As [`Memory::give_back`](crate::provider::Memory::give_back).
+    pub(crate) fn give_back(&self) -> Option<GiveBack> {
+        self.inner.registry.give_back()
     }
 
     /// As [`Memory::window`](crate::provider::Memory::window).

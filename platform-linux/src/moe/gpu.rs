@@ -12,6 +12,7 @@
 //! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work.
 
 use std::ffi::c_void;
+use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ptr;
 use std::time::Duration;
@@ -30,7 +31,7 @@ use super::others::{At, Circle, Others, Own, Until, digest};
 use super::seat::Seat;
 use crate::engine::TransferEngine;
 use crate::error::TransferError;
-use crate::provider::Window;
+use crate::provider::{GiveBack, Window};
 use crate::region::Region;
 
 /// What each rank writes to the others when it joins, behind the inbox: it takes a write to open one.
@@ -58,10 +59,32 @@ pub struct Config {
 #[derive(Debug)]
 pub struct Joining {
     config: Config,
-    exchange: Exchange,
+    exchange: Unused,
     stream: Stream,
     inbox: Region,
     own: Own,
+}
+
+/// Buffers that no kernel uses: whoever drops them does not wait until the GPU has nothing to do, which its driver does.
+struct Unused {
+    /// Until it is dropped, or taken.
+    exchange: Option<Exchange>,
+    give_back: Option<GiveBack>,
+}
+
+impl fmt::Debug for Unused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.exchange.fmt(f)
+    }
+}
+
+impl Drop for Unused {
+    fn drop(&mut self) {
+        match (self.exchange.take(), &self.give_back) {
+            (Some(exchange), Some(give_back)) => give_back(Box::new(exchange)),
+            (exchange, _) => drop(exchange),
+        }
+    }
 }
 
 /// Dispatch and combine among GPUs.
@@ -112,15 +135,13 @@ impl AllToAll {
         let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
         let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let own = Own::new(engine, config.rank)?;
-        let joining = Joining { config: config.clone(), exchange, stream, inbox, own };
-        match clear(&joining.exchange, &joining.stream, &joining.inbox) {
-            Ok(()) => Ok(joining),
-            Err(error) => {
-                // The GPU may be at it still.
-                mem::forget(joining);
-                Err(error)
-            }
+        if let Err(error) = clear(&exchange, &stream, &inbox) {
+            // The GPU may be at it still.
+            mem::forget((exchange, stream, inbox));
+            return Err(error);
         }
+        let exchange = Unused { exchange: Some(exchange), give_back: engine.give_back() };
+        Ok(Joining { config: config.clone(), exchange, stream, inbox, own })
     }
 
     /// Sizes of everything.
@@ -281,9 +302,11 @@ impl Joining {
     ///
     /// [`MoeError`] names the rank that does not fit, or cannot be reached, or not in time.
     pub fn join(self, seats: &[Seat], timeout: Duration) -> Result<AllToAll, MoeError> {
-        let Self { config, mut exchange, stream, inbox, own } = self;
+        let Self { config, exchange: mut unused, stream, inbox, own } = self;
         let until = Until::new(timeout);
         let engine = own.engine().clone();
+        // It is there, and taken below.
+        let exchange = unused.exchange.as_mut().ok_or(MoeError::Over)?;
         let geometry = exchange.geometry();
         let circle = Circle {
             world: geometry.world,
@@ -323,11 +346,12 @@ impl Joining {
             windows.push(window);
         }
         exchange.connect(&inboxes)?;
-        let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
-        let mut joined = AllToAll { gpu: config.gpu, stream, others, is_over: false, used };
         // Who cannot open an inbox does not come here: then nobody begins.
-        joined.meet(until)?;
-        Ok(joined)
+        let met = others.meet(here);
+        met.inspect_err(|_| others.stop())?;
+        let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
+        let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
+        Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, used })
     }
 }
 

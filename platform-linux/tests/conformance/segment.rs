@@ -185,7 +185,7 @@ pub fn kept() -> Option<u64> {
 /// Has the process's GPUs begin nothing that moves bytes, or again: they are stuck. Only the stand-in for the driver can: `false`
 /// elsewhere.
 pub fn stick(held: bool) -> bool {
-    let call: Option<extern "C" fn(u32)> = driver_s(c"immwire_fake_cuda_hold");
+    let call: Option<extern "C" fn(u32)> = driver_s(HOLD);
     call.inspect(|call| call(u32::from(held))).is_some()
 }
 
@@ -200,6 +200,34 @@ pub fn go_on() {
     for gpu in 0..Device::count().expect("GPUs") {
         Device::open(gpu).and_then(|gpu| gpu.synchronize()).expect("no error");
     }
+}
+
+/// A function that the stand-in for the driver has, and no other.
+const HOLD: &std::ffi::CStr = c"immwire_fake_cuda_hold";
+
+/// Tests that ask of a driver what only the stand-in does: to be held, to refuse, to say how often it was asked. On any other they are left out.
+pub const ON_THE_STAND_IN: &[&str] = &[
+    "counts_come_after_a_flush",
+    "late_copies_of_the_host",
+    "stuck",
+    "closed_beside_another",
+    "refused_copies",
+    "refused_among_others",
+    "copies_refused_at_either_end",
+    "others_go_past_a_slow_gpu",
+    "a_broken_rule_costs_the_peer",
+    "stuck_where_it_is_written",
+    "stuck_where_it_is_read",
+    "nobody_gets_what_is_still_read",
+    "slots_come_back_after_errors",
+];
+
+/// Whether the driver that engines will load is the stand-in.
+pub fn is_stand_in() -> bool {
+    // SAFETY: what engines load, too: a driver's start does nothing yet.
+    let driver = unsafe { libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW) };
+    // SAFETY: a library's handle, and a name.
+    !driver.is_null() && !unsafe { libc::dlsym(driver, HOLD.as_ptr()) }.is_null()
 }
 
 /// A function of the driver's, or one that only the stand-in for it has, if it is there. `F` is its type (`cuda.h`,
