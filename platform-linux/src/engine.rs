@@ -781,7 +781,7 @@ impl TransferEngine {
     }
 
     /// A handle to the same engine that gives each transfer a deadline: one that has not completed by
-    /// then is stopped and drained.
+    /// then is stopped and drained. A message only while it waits for room, as for [`TransferEngine::submit_send`].
     #[must_use]
     pub fn with_deadline(&self, deadline: Duration) -> Self {
         Self { inner: Arc::clone(&self.inner), deadline: Some(deadline) }
@@ -1203,7 +1203,8 @@ impl TransferEngine {
     }
 
     /// Sends a message: bytes that the peer takes with [`TransferEngine::recv`]. Messages of one peer
-    /// arrive in order. Done means that it lies in the peer's mailbox.
+    /// arrive in order. Done means that it lies in the peer's mailbox. Once there is room for it there it has its place in the order,
+    /// and is sent whatever its sender wants by then: a deadline, or [`Transfer::cancel`], stops one that still waits for room.
     ///
     /// # Errors
     ///

@@ -81,7 +81,8 @@ impl Transfer {
         outcome.map(end_of).ok_or(WaitTimeout { after: timeout })
     }
 
-    /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory.
+    /// Asks the engine to stop it. It still ends by itself: wait for that before using its memory. A message that has its place in the
+    /// order is sent all the same ([`TransferEngine::submit_send`](crate::TransferEngine::submit_send)).
     pub fn cancel(&self) {
         if let (Some((cell, ticket)), None) = (self.cell, self.poll_end())
             && self.shared.cells.cancel(cell, ticket)
