@@ -369,6 +369,9 @@ impl LibfabricProvider {
                 return self.refuse(initiator, door, Refusal::Version { ours, theirs });
             }
         };
+        if self.is_any_going() {
+            return Some(()); // It is said again.
+        }
         let (peer, hello) = match sink.incoming(&claim.hello) {
             Ok(answer) => answer,
             Err(why) => return self.refuse(initiator, door, why),
@@ -470,6 +473,9 @@ impl LibfabricProvider {
             self.fail_call(peer, DownReason::Protocol, sink);
             return Some(());
         };
+        if self.sessions.get(usize::from(peer.index)).is_some_and(Option::is_some) {
+            return Some(()); // It is said again, until we confirm it.
+        }
         let call = self.take_call(nonce)?;
         let (token, door) = (call.token, &call.door);
         let turn = call.turn.unwrap_or_default();
@@ -523,6 +529,15 @@ impl LibfabricProvider {
     }
 
     // ---- sessions ----
+
+    /// Whether any session leaves that the engine has let go of already: its number may be another peer's by now, and its place is not free
+    /// while something of ours is in flight to it that the engine knows nothing of, as what opens a connection.
+    fn is_any_going(&self) -> bool {
+        let mut live = self.live.iter().filter_map(|&index| self.sessions.get(usize::from(index)));
+        live.any(|it| {
+            it.as_ref().is_some_and(|it| matches!(it.state, State::Leaving { reason: None, .. }))
+        })
+    }
 
     /// Makes an open session. The peer was told of our endpoints when `turn` was their number.
     fn open_session(

@@ -687,7 +687,8 @@ fn counts_come_after_a_flush(case: &Case) {
     let (src, _) = other.memory(&me, 4096, Own::Engine);
     let counter = me.engine.counter().expect("a counter");
     let peer = plain(other.peer(&me, me.engine.address()));
-    let mut before = flushes().expect("only the stand-in for the driver says how often it was asked");
+    let mut before =
+        flushes().expect("only the stand-in for the driver says how often it was asked");
     let direct = Device::open(0).expect("GPU 0").direct().expect("what it offers");
     let wants = direct.visibility() == Visibility::Flush;
     for _ in 0..20 {

@@ -19,6 +19,7 @@ pub const TESTS: &[Test] = &[
         let motor = crate::host::Motor::Polled;
         others_go_on(&Case { nics: (4, 4), motor, ..*case }, 5);
     }),
+    ("in_the_place_of_one_that_leaves", Spread::Once, in_the_place_of_one_that_leaves),
 ];
 
 const DRAIN: Duration = Duration::from_millis(200);
@@ -156,5 +157,37 @@ fn others_go_on(case: &Case, rounds: u32) {
     }
     for other in others {
         other.must_be_exact(&me);
+    }
+}
+
+/// A peer that is let go of while it does not run, and was about to write: another takes its place at once, and is reached, though a third takes
+/// its time.
+fn in_the_place_of_one_that_leaves(case: &Case) {
+    let me = case.me();
+    let (mut slow, address) = case.agent("slow");
+    let slow_peer = me.peer(&address);
+    let (mut next, next_address) = case.agent("next");
+    let src = me.memory(64, Own::Engine);
+    let counter = me.engine.counter().expect("a counter");
+    for micros in [400, 600, 700, 800] {
+        let (mut gone, address) = case.agent("gone");
+        let peer = me.peer(&address);
+        let back = plain(only_peer(&me, &mut gone));
+        slow.signal(Signal::STOP);
+        // It begins to write, and stops wherever it is then.
+        gone.post(Ask::Imm { peer: back, tag: counter.tag().bits(), writes: 1 });
+        std::thread::sleep(Duration::from_micros(micros));
+        gone.signal(Signal::STOP);
+        std::thread::sleep(Duration::from_millis(5));
+        me.engine.remove_peer(peer);
+        let found = me.engine.add_peer(&next_address).expect("a call");
+        std::thread::sleep(Duration::from_millis(300));
+        slow.signal(Signal::CONT);
+        assert_eq!(me.engine.wait_peer(found, patience()), Ok(()), "{micros} us");
+        let (_, desc) = next.memory(&me, 64, Own::Engine);
+        me.done(&write(&me, found, &src, &desc, (0, 0, 64), None));
+        me.engine.remove_peer(found);
+        assert!(matches!(me.peer_down(found, patience()), None | Some(PeerState::Down(_))));
+        assert_eq!(me.engine.peer_state(slow_peer), Some(PeerState::Up));
     }
 }
