@@ -101,7 +101,7 @@ fn structures_of_moe_are_the_same_in_c() {
         planned,
         received,
         parts,
-        reserved,
+        unheard,
         refused,
         abort,
         decisions

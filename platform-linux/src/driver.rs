@@ -1092,7 +1092,7 @@ impl State {
     }
 
     fn peer_changed(&mut self, peer: PeerId, state: PeerState) {
-        tracing::debug!(%peer, %state, "peer changed");
+        tracing::info!(%peer, %state, "a peer has changed");
         self.shared.peers.set(peer, state);
         if let PeerState::Down(_) = state {
             self.close_link(peer);

@@ -64,10 +64,16 @@ pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
     start(&Cli::parse_from(args))
 }
 
-fn start(cli: &Cli) -> u8 {
+/// Has what engines have to say written to standard error, as `IMMWIRE_LOG` wants it, and warnings if that is not set. Whoever listens to
+/// them already goes on to, and this does nothing.
+pub fn log() {
     let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
-    log.with_ansi(std::io::stderr().is_terminal()).init();
+    let _ = log.with_ansi(std::io::stderr().is_terminal()).try_init();
+}
+
+fn start(cli: &Cli) -> u8 {
+    log();
     let ended = signals::listen()
         .map_err(|error| failed(format!("cannot listen for signals: {error}")))
         .and_then(|()| dispatch(&cli.command));

@@ -70,6 +70,9 @@ mod _immwire {
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
         fork::watch();
+        if std::env::var_os("IMMWIRE_LOG").is_some() {
+            immwire_cli::log();
+        }
         module.add("__version__", env!("CARGO_PKG_VERSION"))?;
         module.add("Region", region::class(module.py())?)
     }

@@ -385,3 +385,21 @@ def test_the_import_needs_and_loads_nothing_else():
     loaded = subprocess.run([*command, where], capture_output=True, text=True, check=True).stdout.split()
     outside = {name.partition(".")[0] for name in loaded} - set(sys.stdlib_module_names)
     assert outside == {"immwire"}
+
+
+LOGGED = """
+import immwire
+with immwire.TransferEngine() as a, immwire.TransferEngine() as b:
+    a.wait_peer_blocking(a.add_peer(b.address))
+"""
+
+
+@pytest.mark.parametrize(("told", "says"), [(None, False), ("warn", False), ("immwire=info", True)])
+def test_a_log_is_written_where_one_is_asked_for(told, says):
+    environment = {name: value for name, value in os.environ.items() if name != "IMMWIRE_LOG"}
+    if told is not None:
+        environment["IMMWIRE_LOG"] = told
+    command = [sys.executable, "-c", LOGGED]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    assert ("a peer has changed" in done.stderr) is says, done.stderr
+    assert done.stdout == ""

@@ -596,6 +596,9 @@ def test_a_forked_child_is_told():
                 for attempt in (
                     lambda: exchange.dispatch(to_bf16(x), indices, weights, out=rows),
                     lambda: exchange.combine(rows, out=rows[:2]),
+                    exchange.report,
+                    lambda: exchange.active_ranks,
+                    exchange.abort,
                     exchange.close,
                 ):
                     with pytest.raises(immwire.ForkedError):

@@ -20,6 +20,7 @@ use super::{Common, Failure, MoeReport, format, placement, writable};
 use crate::buffer::View;
 use crate::engine::TransferEngine;
 use crate::errors;
+use crate::fork::Owned;
 use crate::memory::{self, Memory};
 
 /// Where an exchange stands.
@@ -125,7 +126,12 @@ impl Joining {
                     Err(Failure::Closed)
                 }
             })?;
-        Ok(HostAllToAll { shared: Arc::clone(&self.shared), max_rows, max_slots, control })
+        Ok(HostAllToAll {
+            shared: Arc::clone(&self.shared),
+            max_rows,
+            max_slots,
+            control: Owned::new(control),
+        })
     }
 
     fn __repr__(&self) -> String {
@@ -146,7 +152,7 @@ pub(crate) struct HostAllToAll {
     max_rows: usize,
     max_slots: usize,
     /// Beside calls, which hold the rest.
-    control: Arc<Control>,
+    control: Owned<Arc<Control>>,
 }
 
 impl HostAllToAll {
@@ -398,20 +404,21 @@ impl HostAllToAll {
     }
 
     /// What went wrong until now: who is left out, since when, and why. Waits for nothing, also while another thread is in a call.
-    fn report(&self) -> MoeReport {
-        MoeReport::of_host(&self.control.report())
+    fn report(&self) -> PyResult<MoeReport> {
+        Ok(MoeReport::of_host(&self.control.get()?.report()))
     }
 
     /// The ranks that are not left out, this one included.
     #[getter]
-    fn active_ranks(&self) -> Vec<u32> {
-        self.control.active_ranks()
+    fn active_ranks(&self) -> PyResult<Vec<u32>> {
+        Ok(self.control.get()?.active_ranks())
     }
 
     /// Ends all waits of this rank for others, as if they had lasted too long: those of calls to come, too. Who has not sent by then is
     /// left out. For another thread than the one in a call.
-    fn abort(&self) {
-        self.control.abort();
+    fn abort(&self) -> PyResult<()> {
+        self.control.get()?.abort();
+        Ok(())
     }
 
     /// The most rows that a round can bring here.
