@@ -254,16 +254,23 @@ def test_the_end_of_the_engine_ends_all_waits(run):
 
 def test_who_begins_to_wait_while_the_engine_ends_is_told(run):
     async def main():
-        for turn in range(100):
+        others = [immwire.TransferEngine() for _ in range(4)]
+        for turn in range(50):
             engine = immwire.TransferEngine(timeout=PATIENCE)
+            for other in others:
+                engine.wait_peer_blocking(engine.add_peer(other.address))
             wait = engine.recv()
             closing = threading.Thread(target=engine.close)
             closing.start()
             # At any moment of the end.
             time.sleep(turn * 20e-6)
+            begun = time.monotonic()
             with pytest.raises(immwire.EngineClosed):
                 await wait
+            assert time.monotonic() - begun < PATIENCE / 2, "it waited for its time to be up"
             closing.join()
+        for other in others:
+            other.close()
 
     run(main())
 
