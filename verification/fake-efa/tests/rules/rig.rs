@@ -80,10 +80,15 @@ impl Peer {
         }
     }
 
-    /// Stops it: it is there, and does nothing.
+    /// Stops it: it is there, and does nothing. Once none of its threads runs any more.
     pub fn stop(&self) {
-        // SAFETY: it is a child of ours that was not waited for.
-        assert_eq!(unsafe { libc::kill(self.child.id().cast_signed(), libc::SIGSTOP) }, 0);
+        let (child, mut status) = (self.child.id().cast_signed(), 0);
+        // SAFETY: it is a child of ours that was not waited for, and is not by this: it has not ended. `status` is ours.
+        unsafe {
+            assert_eq!(libc::kill(child, libc::SIGSTOP), 0);
+            assert_eq!(libc::waitpid(child, &raw mut status, libc::WUNTRACED), child);
+        }
+        assert!(libc::WIFSTOPPED(status), "{status:#x}");
     }
 
     /// Kills it, as a crash would.
