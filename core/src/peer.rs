@@ -153,6 +153,8 @@ pub struct Peer {
     reported: PeerState,
     /// When the peer was heard last; when it was called, while connecting.
     heard: Time,
+    /// Nobody could hear it for a while, and it was let off for that: `heard` is later than it was.
+    spared: bool,
     /// When it was used last; when it was connected, if never. Kept only where that may end it.
     used: Time,
     /// It is asked to part, and how often it was.
@@ -178,6 +180,7 @@ impl Peer {
             state: PeerState::Connecting,
             reported: PeerState::Connecting,
             heard: now,
+            spared: false,
             used: Time::ZERO,
             parting: false,
             asked: 0,
@@ -225,6 +228,7 @@ impl Peer {
             PeerState::Connecting | PeerState::Down(_) => return,
         }
         self.heard = self.heard.max(now);
+        self.spared = false;
     }
 
     /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does. Whoever is
@@ -258,11 +262,22 @@ impl Peer {
         if self.parting { Time::NEVER } else { self.used.after(self.config.idle_after) }
     }
 
-    /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that.
+    /// Nobody looked at the clock from `since` until `now`: what was heard in between may have come as late as that. Of whom nothing
+    /// was, it may be on its way still, where all of a machine stood still, or what takes it in: it is not silent before two heartbeats' time. Once
+    /// until it is heard: who is dead is given up all the same.
     pub fn handle_late(&mut self, since: Time, now: Time) {
-        let is_there = matches!(self.state, PeerState::Up | PeerState::Suspect);
-        if is_there && self.heard >= since {
+        if !matches!(self.state, PeerState::Up | PeerState::Suspect) {
+            return;
+        }
+        if self.heard >= since && !self.spared {
             self.heard = self.heard.max(now);
+            return;
+        }
+        let beats = self.config.heartbeat.saturating_mul(2).min(self.config.down_after);
+        let missing = now.after(beats).since(self.heard.after(self.config.down_after));
+        if !self.spared && missing > Duration::ZERO {
+            self.heard = self.heard.after(missing);
+            self.spared = true;
         }
     }
 

@@ -312,42 +312,67 @@ fn the_whole_life_is_reported_in_order() {
     assert_eq!(reports, expected);
 }
 
-/// Heard, then nobody looked at the clock for a while, then the time is looked at: what was heard before that while counts from
-/// when it was, and what was heard in it from its end. Who is gone stays so.
+/// Heard, then nobody looked at the clock for a while, then the time is looked at: what was heard in that while counts from its end, and who
+/// was not heard since before has two heartbeats' time yet. Who is gone stays so.
 #[test]
 fn what_came_while_nobody_looked_at_the_clock_counts_from_the_end_of_that() {
-    let limits = Limits {
-        heartbeat: FOREVER / 2,
-        asked: FOREVER / 2,
-        suspect: 2,
-        down: 4,
-        connect: 9,
-        idle: FOREVER,
-    };
-    for (heard, since) in (0..4).flat_map(|heard| (0..4).map(move |since| (heard, since))) {
-        for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
-            let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
-            peer.handle_heard(at(heard));
-            peer.handle_late(at(since), at(now));
-            peer.handle_timeout(at(then));
-            let last = if heard >= since { heard.max(now) } else { heard };
-            let state = match then.saturating_sub(last) {
-                0..2 => PeerState::Up,
-                2..4 => PeerState::Suspect,
-                _ => PeerState::Down(DownReason::Silent { for_ms: limits.down }),
-            };
-            assert_eq!(peer.state(), state, "{heard} {since} {now} {then}");
-            let mut gone = peer;
-            gone.close(DownReason::Removed);
-            let before = gone;
-            gone.handle_late(at(0), at(20));
-            assert_eq!(gone, before);
+    for (heartbeat, grace) in [(1, 2), (FOREVER / 2, 4)] {
+        let limits =
+            Limits { heartbeat, asked: heartbeat, suspect: 2, down: 4, connect: 9, idle: FOREVER };
+        for (heard, since) in (0..4).flat_map(|heard| (0..4).map(move |since| (heard, since))) {
+            for (now, then) in (since..9).flat_map(|now| (now..14).map(move |then| (now, then))) {
+                let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
+                peer.handle_heard(at(heard));
+                peer.handle_late(at(since), at(now));
+                peer.handle_timeout(at(then));
+                let last =
+                    heard.max(if heard >= since { now } else { (now + grace).saturating_sub(4) });
+                let state = match then.saturating_sub(last) {
+                    0..2 => PeerState::Up,
+                    2..4 => PeerState::Suspect,
+                    _ => PeerState::Down(DownReason::Silent { for_ms: limits.down }),
+                };
+                assert_eq!(peer.state(), state, "{heard} {since} {now} {then} {heartbeat}");
+                assert!(peer.next_timeout() > at(then), "{heard} {since} {now} {then} {heartbeat}");
+                let mut gone = peer;
+                gone.close(DownReason::Removed);
+                let before = gone;
+                gone.handle_late(at(0), at(20));
+                assert_eq!(gone, before);
+            }
+        }
+        let mut called = Peer::new(limits.config(), at(0));
+        called.handle_late(at(0), at(8));
+        called.handle_timeout(at(9));
+        assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
+    }
+}
+
+/// An engine that looks late again and again gives up who is dead all the same: with one heartbeat's time more than it would else, whatever gap
+/// between two looks.
+#[test]
+fn who_is_dead_is_spared_once() {
+    let limits = Limits { heartbeat: 1, asked: 1, suspect: 2, down: 6, connect: 9, idle: FOREVER };
+    for gap in 1..20 {
+        let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
+        peer.handle_heard(at(1));
+        let mut now = 2;
+        while !matches!(peer.state(), PeerState::Down(_)) {
+            peer.handle_late(at(now), at(now + gap));
+            now += gap;
+            peer.handle_timeout(at(now));
+            assert!(now <= 1 + 6 + 2 + 2 * gap, "{gap}: up at {now}");
+        }
+        // It is heard: then it is spared again.
+        let mut peer = Peer::accepted(limits.config(), ms(limits.asked), at(0));
+        for turn in 0..4 {
+            let now = turn * 100;
+            peer.handle_heard(at(now));
+            peer.handle_late(at(now + 1), at(now + 1 + 6 + gap));
+            peer.handle_timeout(at(now + 1 + 6 + gap));
+            assert!(matches!(peer.state(), PeerState::Up | PeerState::Suspect), "{gap}: {turn}");
         }
     }
-    let mut called = Peer::new(limits.config(), at(0));
-    called.handle_late(at(0), at(8));
-    called.handle_timeout(at(9));
-    assert_eq!(called.state(), PeerState::Down(DownReason::NeverAnswered));
 }
 
 /// Each time it is asked it is another question, and an answer to one before is none.
