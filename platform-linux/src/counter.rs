@@ -7,6 +7,7 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -16,8 +17,8 @@ use immwire_core::imm::{ImmTag, WRITE_UNITS};
 use immwire_core::wake::Ticket;
 
 use crate::counting::{ArmError, CODE_STOPPED};
-use crate::error::{CountError, PeerShare};
-use crate::shared::Shared;
+use crate::error::{CountError, PeerShare, Strays};
+use crate::shared::{Shared, Stray};
 use crate::sync::lock;
 use crate::wait::{OnEnd, Waiter};
 
@@ -25,6 +26,8 @@ use crate::wait::{OnEnd, Waiter};
 pub struct ImmCounter {
     shared: Arc<Shared>,
     tag: ImmTag,
+    /// Immediates that no counter had taken when this one was made.
+    strayed: u64,
 }
 
 /// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there was no
@@ -57,7 +60,8 @@ impl ImmCounter {
                 *baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
             }
         }
-        Self { shared, tag }
+        let strayed = shared.stats.refused_immediates.load(Ordering::Relaxed);
+        Self { shared, tag, strayed }
     }
 
     /// What peers put into their writes to count here. 20 bits: `tag().bits()` travels in a message.
@@ -201,7 +205,8 @@ impl ImmCounter {
     ) -> Result<(), CountError> {
         let Some(missing_units) = self.disarm(ticket, writes)? else { return Ok(()) };
         let missing = missing_units.div_ceil(WRITE_UNITS.into());
-        Err(CountError::Timeout { target: writes, missing, after, peers: self.shares(expected) })
+        let peers = self.shares(expected);
+        Err(CountError::Timeout { target: writes, missing, after, peers, strays: self.strays() })
     }
 
     /// Consumes `writes` if they are there; otherwise says who is late, as a wait that had timed out.
@@ -225,22 +230,22 @@ impl ImmCounter {
         Ok(self.shared.counting.disarm(self.tag, ticket, writes)?)
     }
 
+    /// What has come for no counter while there was this one.
+    fn strays(&self) -> Option<Strays> {
+        let (count, Stray { peer, tag }) = self.shared.stats.refused_since(self.strayed)?;
+        Some(Strays { count, peer, tag, instead: self.tag })
+    }
+
     /// Who had sent what: the peers expected, or, if none were named, all who ever sent.
     fn shares(&self, expected: &[Expected]) -> Vec<PeerShare> {
-        let arrived = |peer: PeerId| self.arrived_from(peer);
-        if expected.is_empty() {
-            let peers = self.shared.peers.known();
-            let shares = peers.into_iter().map(|peer| (peer, arrived(peer)));
-            return shares
-                .map(|(peer, arrived)| PeerShare { peer, arrived, expected: None })
-                .collect();
-        }
-        let share = |share: &Expected| PeerShare {
-            peer: share.peer,
-            arrived: arrived(share.peer),
-            expected: Some(share.writes),
+        let share = |peer, expected| {
+            let (arrived, state) = (self.arrived_from(peer), self.shared.peers.get(peer));
+            PeerShare { peer, arrived, expected, state }
         };
-        expected.iter().map(share).collect()
+        if expected.is_empty() {
+            return self.shared.peers.known().into_iter().map(|peer| share(peer, None)).collect();
+        }
+        expected.iter().map(|it| share(it.peer, Some(it.writes))).collect()
     }
 }
 

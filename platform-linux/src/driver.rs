@@ -31,7 +31,7 @@ use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
 use crate::provider::{ConnectError, Path, Place, Provider, RemotePath, Sink, nic_states};
 use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
-use crate::shared::{Command, Control, Shared, bump, refused};
+use crate::shared::{Command, Control, Shared, Stray, bump, refused};
 
 /// Commands taken in one step.
 const COMMANDS_PER_STEP: usize = 64;
@@ -1248,7 +1248,7 @@ impl Sink for State {
                 match self.shared.count(imm) {
                     Added::Counted | Added::Fired => {}
                     Added::Stale | Added::NoSuchSlot | Added::Overflow => {
-                        bump(&self.shared.stats.refused_immediates, 1);
+                        self.shared.stats.refuse(Stray { peer, tag: imm.tag() });
                     }
                 }
             }

@@ -1,12 +1,13 @@
 //! Errors of the engine: what was asked, what was found, and what may be done about it.
 
+use std::fmt;
 use std::time::Duration;
 
 use immwire_core::group;
 use immwire_core::id::PeerId;
-use immwire_core::imm::CounterError;
+use immwire_core::imm::{CounterError, ImmTag};
 use immwire_core::mailbox;
-use immwire_core::peer::DownReason;
+use immwire_core::peer::{DownReason, PeerState};
 use immwire_core::plan::RequestError;
 use immwire_core::region::RegionError;
 use immwire_core::wire::Refusal;
@@ -173,6 +174,34 @@ pub struct PeerShare {
     pub arrived: u64,
     /// Writes and pages that were expected of it, if the caller said so.
     pub expected: Option<u64>,
+    /// Where it stood then; none of one that nobody knows, or that went long ago.
+    pub state: Option<PeerState>,
+}
+
+/// Immediates that came for no counter while one was waited for: whoever sends them may have the tag of one that is gone.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Strays {
+    /// How many, since the counter was made that is waited for.
+    pub count: u64,
+    /// Who sent the last of them.
+    pub peer: PeerId,
+    /// What that was for.
+    pub tag: ImmTag,
+    /// The tag of the counter that is waited for.
+    pub instead: ImmTag,
+}
+
+impl fmt::Display for Strays {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { count, peer, tag, instead } = self;
+        let (is, bits, own) =
+            (if *count == 1 { "immediate" } else { "immediates" }, tag.bits(), instead.bits());
+        write!(
+            f,
+            "; since it was made, {count} {is} came that no counter takes, the last from {peer} for {tag} ({bits:#x}), and this one \
+             is {instead} ({own:#x}): has the sender the tag of one that is gone?"
+        )
+    }
 }
 
 /// Why a count was not reached.
@@ -180,7 +209,10 @@ pub struct PeerShare {
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
 pub enum CountError {
     /// It took longer than it was given. What has arrived is kept for the next wait.
-    #[error("{missing} of {target} writes had not arrived after {after:?}{}", shares(.peers))]
+    #[error(
+        "{missing} of {target} writes had not arrived after {after:?}{}{}",
+        shares(.peers), strays.map(|it| it.to_string()).unwrap_or_default(),
+    )]
     Timeout {
         /// Writes waited for.
         target: u64,
@@ -190,6 +222,8 @@ pub enum CountError {
         after: Duration,
         /// Who had sent what.
         peers: Vec<PeerShare>,
+        /// What has come for other counters, which are none any more, or never were.
+        strays: Option<Strays>,
     },
     /// Somebody else waits on the same counter.
     #[error("another wait on this counter is under way: one waits at a time")]
@@ -215,9 +249,14 @@ impl From<CounterError> for CountError {
 fn shares(peers: &[PeerShare]) -> String {
     let late = peers.iter().filter(|share| share.expected.is_none_or(|n| share.arrived < n));
     let named: Vec<String> = late
-        .map(|share| match share.expected {
-            Some(expected) => format!("{} sent {} of {expected}", share.peer, share.arrived),
-            None => format!("{} sent {}", share.peer, share.arrived),
+        .map(|share| {
+            let state = match share.state {
+                Some(PeerState::Up) => String::new(),
+                Some(state) => format!(", {state},"),
+                None => ", of which nothing is known,".to_owned(),
+            };
+            let of = share.expected.map_or(String::new(), |expected| format!(" of {expected}"));
+            format!("{}{state} sent {}{of}", share.peer, share.arrived)
         })
         .collect();
     if named.is_empty() { String::new() } else { format!(" ({})", named.join(", ")) }

@@ -104,7 +104,7 @@ pub use counter::{Expected, ImmCounter, Reached};
 pub use engine::{Builder, Driver, IdlePolicy, LibfabricOptions, Stats, TransferEngine, Transport};
 pub use error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, PeerShare, RecvError,
-    SubmitError, TransferError, WaitTimeout,
+    Strays, SubmitError, TransferError, WaitTimeout,
 };
 pub use flag::{FlagPlace, GpuFlag, gdrcopy_version};
 pub use follow::Following;

@@ -175,7 +175,51 @@ pub(crate) struct Counters {
     pub(crate) failed: AtomicU64,
     pub(crate) immediates: AtomicU64,
     pub(crate) refused_immediates: AtomicU64,
+    /// The last of those: [`Stray::pack`].
+    pub(crate) last_refused: AtomicU64,
     pub(crate) sleeps: AtomicU64,
+}
+
+impl Counters {
+    /// An immediate was not counted.
+    pub(crate) fn refuse(&self, stray: Stray) {
+        self.last_refused.store(stray.pack(), Ordering::Relaxed);
+        bump(&self.refused_immediates, 1);
+    }
+
+    /// Those of which there were more than `before` by now, and the last. That is read later, and may be one more than were told.
+    pub(crate) fn refused_since(&self, before: u64) -> Option<(u64, Stray)> {
+        let count = self.refused_immediates.load(Ordering::Relaxed).wrapping_sub(before);
+        let last = Stray::unpack(self.last_refused.load(Ordering::Relaxed))?;
+        (count > 0).then_some((count, last))
+    }
+}
+
+/// Whose an immediate was that no counter took, and for which it was meant.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Stray {
+    pub(crate) peer: PeerId,
+    pub(crate) tag: ImmTag,
+}
+
+impl Stray {
+    const TAG: u32 = 20;
+    const INDEX: u32 = 16;
+    const GENERATION: u32 = u64::BITS - Self::TAG - Self::INDEX;
+
+    /// In one word, so that it is read whole. Of the peer's generation 28 bits: more than a slot has tenants in a process's life.
+    pub(crate) const fn pack(self) -> u64 {
+        let generation = (self.peer.generation as u64) << (u64::BITS - Self::GENERATION);
+        generation | (self.peer.index as u64) << Self::TAG | self.tag.bits() as u64
+    }
+
+    #[expect(clippy::cast_possible_truncation, reason = "each part is cut to its width")]
+    pub(crate) fn unpack(word: u64) -> Option<Self> {
+        let tag = ImmTag::from_bits(word as u32 & ((1 << Self::TAG) - 1))?;
+        let index = (word >> Self::TAG) as u16;
+        let generation = (word >> (Self::TAG + Self::INDEX)) as u32;
+        Some(Self { peer: PeerId { index, generation }, tag })
+    }
 }
 
 /// Adds to a statistic that one thread writes and others read.
@@ -420,4 +464,22 @@ impl From<PeersFull> for AddPeerError {
 /// The end of a transfer that the scheduler refused.
 pub(crate) const fn refused(error: GroupError) -> End {
     End::NeverStarted { error: TransferError::Refused(error) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn strays_are_what_was_packed() {
+        for generation in [0, 1, (1 << Stray::GENERATION) - 1] {
+            for index in [0, 1, u16::MAX] {
+                for tag in [0, 1, (1 << Stray::TAG) - 1] {
+                    let tag = ImmTag::from_bits(tag).expect("20 bits");
+                    let stray = Stray { peer: PeerId { index, generation }, tag };
+                    assert_eq!(Stray::unpack(stray.pack()), Some(stray));
+                }
+            }
+        }
+    }
 }

@@ -194,7 +194,7 @@ pub(crate) fn counter_taken(error: CounterTaken) -> PyErr {
 
 pub(crate) fn count(error: &CountError) -> PyErr {
     match error {
-        CountError::Timeout { target, missing, after, peers } => {
+        CountError::Timeout { target, missing, after, peers, .. } => {
             raise("WaitTimeout", &error.to_string(), |fields| {
                 fields.set_item("target", target)?;
                 fields.set_item("missing", missing)?;
@@ -224,8 +224,9 @@ fn late(peers: &[PeerShare]) -> Option<PeerId> {
 fn shares<'py>(py: Python<'py>, peers: &[PeerShare]) -> PyResult<Bound<'py, PyList>> {
     let class = py.import(intern!(py, "immwire._errors"))?.getattr("PeerShare")?;
     let shares = PyList::empty(py);
-    for PeerShare { peer, arrived, expected } in peers {
-        shares.append(class.call1((values::PeerId::from(*peer), arrived, expected))?)?;
+    for PeerShare { peer, arrived, expected, state } in peers {
+        let state = state.map(|state| state.to_string());
+        shares.append(class.call1((values::PeerId::from(*peer), arrived, expected, state))?)?;
     }
     Ok(shares)
 }

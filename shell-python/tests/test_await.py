@@ -101,7 +101,7 @@ def test_late_peers_are_named(run):
                         await awaitable
                     assert caught.value.peer == second
                     assert caught.value.missing == 2
-                    assert [share[1:] for share in caught.value.shares] == [(3, 3), (0, 2)]
+                    assert [share[1:] for share in caught.value.shares] == [(3, 3, "up"), (0, 2, "up")]
                 await two.submit_imm(peer=next(iter(two.peers)), imm=counter.tag, writes=2)
                 await counter.wait_from({first: 3, second: 2})
 

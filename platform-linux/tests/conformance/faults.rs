@@ -338,6 +338,11 @@ fn sender_killed(case: &Case) {
         assert!(start.elapsed() < SOON);
         let CountError::Timeout { peers, .. } = &late else { panic!("{late:?}") };
         assert!(peers.iter().any(|share| share.peer == peer && share.arrived >= 5), "{late:?}");
+        assert!(peers.iter().all(|share| share.state == state), "{late:?}");
+        assert!(
+            late.to_string().contains(&format!("({peer}, down: connection lost, sent ")),
+            "{late}"
+        );
         third.is_served(&me);
         me.close(mine.region, SOON).expect("nobody writes");
     }

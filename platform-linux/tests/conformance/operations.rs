@@ -10,7 +10,7 @@ use std::time::Duration;
 use immwire::core::plan::RequestError;
 use immwire::{
     CountError, CounterTaken, End, Expected, ImmTag, PagedWrite, Pages, PeerId, Region,
-    SingleWrite, SubmitError, TransferError,
+    SingleWrite, Strays, SubmitError, TransferError,
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, plain};
@@ -309,7 +309,7 @@ fn a_future_of_a_count(case: &Case) {
 }
 
 fn stale_tags(case: &Case) {
-    let (me, mut other, _) = case.pair();
+    let (me, mut other, peer) = case.pair();
     let back = only_peer(&me, &mut other);
     let old = me.engine.counter_at(5).expect("free");
     let taken = me.engine.counter_at(5).expect_err("taken");
@@ -331,6 +331,15 @@ fn stale_tags(case: &Case) {
     let after = stale.unwrap_or_else(|| panic!("{:?}", me.engine.stats()));
     assert_eq!(after.refused_immediates, before.refused_immediates + 1);
     assert_eq!(new.available(), 0);
+    // Who waits for what was sent elsewhere is told so; and whose counter is younger than that is not.
+    let late = new.wait(1, Duration::from_millis(10)).expect_err("it went to the old tag");
+    let CountError::Timeout { strays, .. } = late else { panic!("{late:?}") };
+    assert_eq!(strays, Some(Strays { count: 1, peer, tag, instead: new.tag() }));
+    let words = format!("1 immediate came that no counter takes, the last from {peer} for {tag} ");
+    assert!(late.to_string().contains(&words), "{late}");
+    let another = me.engine.counter().expect("a counter");
+    let late = another.wait(1, Duration::from_millis(10)).expect_err("nothing was sent");
+    assert!(matches!(late, CountError::Timeout { strays: None, .. }), "{late:?}");
 }
 
 fn who_is_missing(case: &Case) {

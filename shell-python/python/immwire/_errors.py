@@ -16,6 +16,8 @@ class PeerShare(NamedTuple):
     arrived: int
     #: Writes and pages expected of it, if the wait said so.
     expected: int | None
+    #: Where it stood then, as ``TransferEngine.peer_state`` says it.
+    state: str | None
 
 
 class ImmwireError(Exception):

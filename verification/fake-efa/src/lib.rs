@@ -10,7 +10,7 @@
 //! # What it holds callers to
 //!
 //! Each broken rule is answered with the documented error and written to the file that `FAKE_EFA_LOG` names
-//! (`log.rs` has the names), so that a test can demand that there is none. No rule can be switched off; the environment
+//! (`log.rs` has the names), so that a test can demand that there is none; where it names none, the process ends. No rule can be switched off; the environment
 //! sizes the device (`config.rs` has the variables).
 //!
 //! - `fi_getinfo` offers what the hints can use: required modes and registration modes granted, nothing asked for that

@@ -1,7 +1,8 @@
 //! The log: one JSON object a line, each in one write, appended to the file that `FAKE_EFA_LOG` names.
 //!
 //! `{"violation": RULE, "detail": TEXT, "pid": N}` is a rule that the caller broke; a test of a well-behaved caller
-//! demands that there is none. `{"event": NAME, ...}` is what else is worth knowing: `start` has the seed, `enabled` says
+//! demands that there is none. Where no file is named nobody would hear of it, and the process is aborted, with the rule on its
+//! standard error. `{"event": NAME, ...}` is what else is worth knowing: `start` has the seed, `enabled` says
 //! whether an endpoint may use CUDA and shared memory (the model has neither), `endpoint`
 //! (at its close) counts what it did and how much disorder it made, `failed` has an operation's `prov_errno`.
 
@@ -83,15 +84,16 @@ rules! {
     NotModelled = "not modelled",
 }
 
-/// Opened for each line: a library that keeps a file open is noticed by those who count theirs.
-fn line(text: &str) {
+/// Opened for each line: a library that keeps a file open is noticed by those who count theirs. Returns whether there is a file.
+fn line(text: &str) -> bool {
     static PATH: OnceLock<Option<OsString>> = OnceLock::new();
-    let Some(path) = PATH.get_or_init(|| std::env::var_os("FAKE_EFA_LOG")) else { return };
+    let Some(path) = PATH.get_or_init(|| std::env::var_os("FAKE_EFA_LOG")) else { return false };
     let opened = OpenOptions::new().append(true).create(true).open(path);
     if let Err(error) = opened.and_then(|mut file| file.write_all(text.as_bytes())) {
         // A log that cannot be written fails the tests that read it.
         eprintln!("fake-efa: {}: {error}", path.display());
     }
+    true
 }
 
 /// Records that the caller broke `rule`.
@@ -100,11 +102,15 @@ pub(crate) fn violation(rule: Rule, detail: &str) {
         .chars()
         .map(|c| if c == '"' || c == '\\' || c.is_control() { '\'' } else { c })
         .collect();
-    line(&format!(
+    let heard = line(&format!(
         "{{\"violation\": \"{}\", \"detail\": \"{detail}\", \"pid\": {}}}\n",
         rule.name(),
         std::process::id()
     ));
+    if !heard {
+        eprintln!("fake-efa: {}: {detail}", rule.name());
+        std::process::abort();
+    }
 }
 
 /// Records that the caller broke `rule`, and returns `-errno` for it.

@@ -2,6 +2,7 @@
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::io::{BufRead as _, BufReader, Write as _};
+use std::os::unix::process::ExitStatusExt as _;
 use std::path::PathBuf;
 use std::process::{Child, Command, Stdio};
 use std::ptr::null_mut;
@@ -34,6 +35,22 @@ pub fn alone(name: &str, environment: &[(&str, &str)], body: impl FnOnce(Fake)) 
         .unwrap();
     assert!(status.success(), "{name}: {status}");
     assert_eq!(std::fs::read_to_string(ran.path()).unwrap(), name, "there is no test of this name");
+}
+
+/// Runs `body`, which breaks a rule, in a process of its own for which no log is named; returns what that said before it was aborted.
+pub fn unheard(name: &str, body: impl FnOnce(Fake)) -> String {
+    if std::env::var("FAKE_EFA_TEST").is_ok_and(|test| test == name) {
+        body(Fake::load());
+        std::process::exit(0);
+    }
+    let ended = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", name, "--nocapture"])
+        .env("FAKE_EFA_TEST", name)
+        .env_remove("FAKE_EFA_LOG")
+        .output()
+        .unwrap();
+    assert_eq!(ended.status.signal(), Some(libc::SIGABRT), "{}", ended.status);
+    String::from_utf8(ended.stderr).unwrap()
 }
 
 /// Starts the same test again, as another process with a role: `body` runs there, and talks by lines.

@@ -77,6 +77,16 @@ fn an_endpoint_is_bound_before_it_is_enabled() {
 }
 
 #[test]
+fn where_no_log_is_named_the_process_ends() {
+    let said = unheard("strictness::where_no_log_is_named_the_process_ends", |fake| {
+        let node = Node::open(fake, fake.info());
+        // SAFETY: an open endpoint; what it lacks is the rule that is broken.
+        unsafe { sys::fi_enable(node.ep()) };
+    });
+    assert!(said.contains("fake-efa: not bound"), "{said}");
+}
+
+#[test]
 fn required_modes_stay_in_the_info() {
     alone("strictness::required_modes_stay_in_the_info", &[], |fake| {
         let node = Node::open(fake, fake.info());
