@@ -444,6 +444,8 @@ pub struct LibfabricProvider {
     live: Vec<u16>,
     handshakes: Handshakes,
     recycle: Recycle,
+    /// New endpoints could not be opened, and are not tried again before.
+    reopens: Time,
     /// Ghosts that the replacement under way drives out, by token.
     haunting: Vec<u64>,
     /// Entries of each lane's queue, and what each peer is granted of them.
@@ -572,6 +574,7 @@ impl LibfabricProvider {
             sessions: Vec::new(),
             live: Vec::new(),
             recycle: Recycle::default(),
+            reopens: Time::ZERO,
             haunting: Vec::new(),
             entries,
             grant: granted,

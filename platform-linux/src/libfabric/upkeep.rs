@@ -37,6 +37,8 @@ const MOVE_PATIENCE: Duration = Duration::from_secs(2);
 const STUCK: Duration = Duration::from_secs(2);
 /// The same, for a peer that has not been written to yet: connecting takes longer than going on.
 const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
+/// When new endpoints are tried again that could not be opened: it may be descriptors that are short, of which each try takes some.
+const REOPEN_AFTER: Duration = Duration::from_millis(50);
 /// How long leaving may take at the end.
 const FAREWELL: Duration = Duration::from_millis(20);
 
@@ -271,9 +273,11 @@ impl LibfabricProvider {
         replace |= self.memory.regions.look(|ledger| ledger.is_haunted());
         if replace
             && !self.recycle.is_under_way()
+            && now >= self.reopens
             && let Err(error) = self.begin_replacing()
         {
             tracing::error!(%error, "new endpoints could not be opened; it is tried again");
+            self.reopens = now.after(REOPEN_AFTER);
             return;
         }
         self.go_on_replacing(sink);
@@ -576,22 +580,32 @@ impl LibfabricProvider {
         }
     }
 
-    fn begin_replacing(&mut self) -> Result<(), LibfabricError> {
+    /// A lane for each NIC, with which all regions are registered; or none is left of any.
+    fn open_lanes(&self) -> Result<Vec<Lane>, LibfabricError> {
         let mut lanes = Vec::with_capacity(self.ports.len());
         let peers = self.config.peers.max(1);
         for (nic, port) in self.ports.iter().enumerate() {
             let shared = port.domain.as_ref();
-            let lane = Lane::open(&port.device, shared, self.entries, peers, &self.nothing)?;
-            if shared.is_none()
-                && let Err(error) = self.memory.adopt(nic, lane.endpoint.domain())
-            {
-                for lane in &lanes {
-                    self.abandon(lane);
+            let opened = Lane::open(&port.device, shared, self.entries, peers, &self.nothing);
+            let adopted = opened.and_then(|lane| match shared {
+                Some(_) => Ok(lane),
+                None => self.memory.adopt(nic, lane.endpoint.domain()).map(|()| lane),
+            });
+            match adopted {
+                Ok(lane) => lanes.push(lane),
+                Err(error) => {
+                    for lane in &lanes {
+                        self.abandon(lane);
+                    }
+                    return Err(error);
                 }
-                return Err(error);
             }
-            lanes.push(lane);
         }
+        Ok(lanes)
+    }
+
+    fn begin_replacing(&mut self) -> Result<(), LibfabricError> {
+        let lanes = self.open_lanes()?;
         if self.recycle.begin(self.now, MOVE_PATIENCE).is_none() {
             return Ok(());
         }

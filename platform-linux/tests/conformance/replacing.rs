@@ -6,7 +6,7 @@
 use std::time::{Duration, Instant};
 
 use immwire::{End, PeerState};
-use rustix::process::Signal;
+use rustix::process::{Resource, Rlimit, Signal, getrlimit, setrlimit};
 
 use crate::agent::{Agent, Ask, Flood, Write1, encode, plain};
 use crate::host::{Host, Memory, Own, Setup, names, patience};
@@ -19,6 +19,7 @@ pub const TESTS: &[Test] = &[
         let motor = crate::host::Motor::Polled;
         others_go_on(&Case { nics: (4, 4), motor, ..*case }, 5);
     }),
+    ("no_descriptors_for_new_endpoints", Spread::Once, no_descriptors_for_new_endpoints),
     ("in_the_place_of_one_that_leaves", Spread::Once, in_the_place_of_one_that_leaves),
 ];
 
@@ -158,6 +159,55 @@ fn others_go_on(case: &Case, rounds: u32) {
     for other in others {
         other.must_be_exact(&me);
     }
+}
+
+/// New endpoints cannot be opened for want of descriptors, some of them or all: what they took is given back, and when there are
+/// some again what is in flight to one that does not run ends.
+fn no_descriptors_for_new_endpoints(case: &Case) {
+    let drain_ms = u64::try_from(DRAIN.as_millis()).expect("small");
+    let me = Host::new(&Setup { drain_ms, ..case.setup(2) });
+    let src = me.memory(1 << 20, Own::Engine);
+    let mut held = Vec::new();
+    for scarce in [false, false, true, false] {
+        let (mut stopped, address) = me.meanwhile(|| case.agent("stopped"));
+        let peer = me.peer(&address);
+        let (_, desc) = stopped.memory(&me, 1 << 20, Own::Engine);
+        me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), None));
+        me.meanwhile(|| stopped.signal(Signal::STOP));
+        let transfers: Vec<_> =
+            (0..40).map(|_| write(&me, peer, &src, &desc, (0, 0, 1 << 20), None)).collect();
+        me.linger(Duration::from_millis(100));
+        let before = getrlimit(Resource::Nofile);
+        me.engine.remove_peer(peer);
+        if scarce {
+            for more in 0..24 {
+                let most = held.iter().copied().max().expect("the first round") + more;
+                setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..before })
+                    .expect("less is allowed");
+                me.linger(Duration::from_millis(60));
+            }
+            setrlimit(Resource::Nofile, before).expect("as before");
+        }
+        for transfer in &transfers {
+            let end = me.end(transfer);
+            assert!(end == End::Done || names(end, peer), "{end:?}");
+        }
+        assert!(transfers.iter().any(|it| matches!(me.end(it), End::Quiesced { .. })));
+        me.peer_down(peer, patience());
+        me.meanwhile(|| stopped.signal(Signal::KILL));
+        drop(stopped);
+        me.linger(Duration::from_millis(500));
+        held.push(descriptors());
+    }
+    // Of a peer that is gone a transport may keep something, but not more where descriptors were short.
+    let most = held[1] + 2 * held[1].saturating_sub(held[0]);
+    let given_back = me.until(patience(), || (descriptors() <= most).then_some(()));
+    assert!(given_back.is_some(), "{} descriptors, after {held:?}", descriptors());
+}
+
+/// Descriptors that this process has open.
+fn descriptors() -> u64 {
+    std::fs::read_dir("/proc/self/fd").expect("proc").count() as u64
 }
 
 /// A peer that is let go of while it does not run, and was about to write: another takes its place at once, and is reached, though a third takes
