@@ -72,7 +72,8 @@ pub fn withdraw(grant: &AtomicU64) {
     fence(Ordering::SeqCst);
 }
 
-/// Whether no write under `key` is under way; after [`withdraw`], `true` holds for ever.
+/// Whether no write under `key` is under way. Once `true` after [`withdraw`], none ever will be; but whoever tries, and is told that it may
+/// not, announces itself for a moment: asked again, this may be `false`.
 #[must_use]
 pub fn quiet(active: &AtomicU64, key: u64) -> bool {
     active.load(Ordering::Acquire) != key

@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, TryLockError, Weak};
 use std::time::{Duration, Instant};
 
 use immwire_core::id::PeerId;
@@ -18,7 +18,7 @@ use immwire_core::wire::NetAddr;
 use crate::provider::{
     GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window,
 };
-use crate::sync::{Counted, Mutex, Uncounted, lock};
+use crate::sync::{Counted, Mutex, Uncounted, lock, yield_now};
 
 /// A range of registered memory. Cloning it is cheap.
 #[derive(Clone)]
@@ -192,7 +192,7 @@ impl Region {
     /// [`CloseError`] gives the region back: other handles or transfers use it, or a peer was still
     /// writing after `patience`. The memory must stay valid.
     pub fn close(self, patience: Duration) -> Result<(), CloseError> {
-        let mut registration = match Counted::try_unwrap(self.registration) {
+        let mut registration = match sole(self.registration, patience) {
             Ok(registration) => registration,
             Err(registration) => {
                 let region = Self { registration, ..self };
@@ -200,7 +200,7 @@ impl Region {
             }
         };
         match registration.memory.revoke(&registration.registered, patience) {
-            // Dropping it revokes once more, at no cost, and releases it.
+            // Dropping it releases it.
             Ok(()) => {
                 registration.at_once = true;
                 Ok(())
@@ -255,10 +255,37 @@ pub enum CloseError {
     },
 }
 
+/// The registration, if no other handle has it. Who looks at it because the engine ends is waited for, up to `patience`.
+fn sole(
+    registration: Counted<Registration>,
+    patience: Duration,
+) -> Result<Registration, Counted<Registration>> {
+    let shared = match Counted::try_unwrap(registration) {
+        Ok(sole) => return Ok(sole),
+        Err(shared) => shared,
+    };
+    let Some(registry) = shared.registry.upgrade() else { return Err(shared) };
+    let start = Instant::now();
+    loop {
+        match registry.looks.try_lock() {
+            Err(TryLockError::WouldBlock) if start.elapsed() < patience => {
+                yield_now();
+            }
+            Err(TryLockError::WouldBlock) => return Err(shared),
+            nobody_looks => {
+                let sole = Counted::try_unwrap(shared);
+                drop(nobody_looks);
+                return sole;
+            }
+        }
+    }
+}
+
 struct Registration {
     /// Taken only by `drop`.
     registered: std::mem::ManuallyDrop<Registered>,
-    /// Whoever drops it waits until it is forgotten: it is being closed. Others may be the engine's thread, which waits for no GPU.
+    /// It is withdrawn, and whoever drops it waits until it is forgotten: it is being closed. Others may be the engine's thread, which
+    /// waits for no GPU.
     at_once: bool,
     /// Peers are refused, though one that had begun to write may not have ended: it is not handed out any more.
     is_withdrawn: bool,
@@ -270,8 +297,11 @@ impl Drop for Registration {
     fn drop(&mut self) {
         // SAFETY: `drop` runs once, and nothing uses the field after it.
         let registered = unsafe { std::mem::ManuallyDrop::take(&mut self.registered) };
+        if self.at_once {
+            // Not asked once more: whoever would write, and finds that it may not, looks for a moment as if it did.
+            return self.memory.release(registered);
+        }
         match self.memory.revoke(&registered, Duration::ZERO) {
-            Ok(()) if self.at_once => self.memory.release(registered),
             Ok(()) => self.memory.release_later(registered),
             Err(error) => {
                 tracing::debug!(%error, "a dropped region is withdrawn later");
@@ -297,6 +327,8 @@ pub(crate) struct Registry {
     memory: Arc<dyn Memory>,
     /// By first byte, then by the provider's name: several may start at the same byte.
     ranges: Mutex<BTreeMap<(u64, u32), Known>>,
+    /// Taken by who looks at registrations that are others': while nobody does, each handle is a user's.
+    looks: Mutex<()>,
     /// Dropped while a peer was still writing.
     lingering: Mutex<Vec<Registered>>,
 }
@@ -310,7 +342,7 @@ impl fmt::Debug for Registry {
 impl Registry {
     pub(crate) fn new(memory: Arc<dyn Memory>) -> Arc<Self> {
         let (ranges, lingering) = (Mutex::new(BTreeMap::new()), Mutex::new(Vec::new()));
-        Arc::new(Self { memory, ranges, lingering })
+        Arc::new(Self { memory, ranges, looks: Mutex::new(()), lingering })
     }
 
     pub(crate) fn alloc(self: &Arc<Self>, bytes: usize) -> Result<Region, RegisterError> {
@@ -461,7 +493,10 @@ impl Registry {
             |registered: &Registered| self.memory.revoke(registered, Duration::ZERO).is_err();
         loop {
             // Held for the look alone: its owner may be closing it, and waits for whoever writes, not for us.
-            live.retain(|live| live.upgrade().is_some_and(|live| is_written_to(&live.registered)));
+            live.retain(|live| {
+                let _looks = lock(&self.looks);
+                live.upgrade().is_some_and(|live| is_written_to(&live.registered))
+            });
             // Those that were dropped are their owners' to free once the engine has stopped.
             self.sweep();
             let left = live.len() + lock(&self.lingering).len();
@@ -494,6 +529,8 @@ impl Region {
 #[cfg(test)]
 #[cfg(not(loom))] // The models have their own.
 mod tests {
+    use std::sync::atomic::{AtomicBool, Ordering};
+
     use super::*;
     use immwire_core::id::{EngineId, PeerId};
     use immwire_core::region::Keys;
@@ -505,6 +542,9 @@ mod tests {
         written_to: Mutex<Vec<u32>>,
         revoked: Mutex<Vec<u32>>,
         released: Mutex<Vec<u32>>,
+        /// Somebody is being told, and stays until he may go on.
+        stays: AtomicBool,
+        inside: AtomicBool,
     }
 
     impl Memory for Fake {
@@ -529,6 +569,10 @@ mod tests {
         }
 
         fn revoke(&self, region: &Registered, _patience: Duration) -> Result<(), RevokeError> {
+            self.inside.store(true, Ordering::Relaxed);
+            while self.stays.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
             if lock(&self.written_to).contains(&region.id) {
                 return Err(RevokeError { peer: PeerId { index: 0, generation: 0 } });
             }
@@ -611,6 +655,68 @@ mod tests {
         });
         assert_eq!(left, 0);
         assert!(region.expect("it was given back").close(Duration::ZERO).is_ok());
+    }
+
+    /// It may take long to withdraw a region, and the engine's end is no other use of it.
+    #[test]
+    fn at_the_engines_end_a_region_that_is_looked_at_can_be_closed() {
+        let (fake, registry) = registry();
+        let region = register(&registry, 4096, 100);
+        fake.stays.store(true, Ordering::Relaxed);
+        std::thread::scope(|scope| {
+            let ends = scope.spawn(|| registry.withdraw_all(Duration::from_secs(60), || ()));
+            while !fake.inside.load(Ordering::Relaxed) {
+                std::thread::yield_now();
+            }
+            let Err(CloseError::InUse { region }) = region.close(Duration::from_millis(10)) else {
+                panic!("closed while it was looked at")
+            };
+            let closes = scope.spawn(|| region.close(Duration::from_secs(60)));
+            std::thread::sleep(Duration::from_millis(20));
+            fake.stays.store(false, Ordering::Relaxed);
+            assert!(closes.join().unwrap().is_ok());
+            assert_eq!(ends.join().unwrap(), 0);
+        });
+        assert_eq!(*lock(&fake.released), [1]);
+    }
+
+    /// A peer that would write, and may not, looks for a moment as if it did: that is too late to keep what is closed.
+    #[test]
+    fn what_was_closed_is_released() {
+        /// Is written to from the second look on.
+        #[derive(Default)]
+        struct Late(Fake);
+
+        impl Memory for Late {
+            fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
+                self.0.alloc(bytes)
+            }
+
+            unsafe fn register(
+                &self,
+                ptr: NonNull<u8>,
+                len: usize,
+                rights: Rights,
+            ) -> Result<Registered, RegisterError> {
+                // SAFETY: our caller's promise.
+                unsafe { self.0.register(ptr, len, rights) }
+            }
+
+            fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
+                let answer = self.0.revoke(region, patience);
+                lock(&self.0.written_to).push(region.id);
+                answer
+            }
+
+            fn release(&self, region: Registered) {
+                self.0.release(region);
+            }
+        }
+
+        let late = Arc::new(Late::default());
+        let registry = Registry::new(Arc::<Late>::clone(&late));
+        assert!(register(&registry, 4096, 10).close(Duration::ZERO).is_ok());
+        assert_eq!(*lock(&late.0.released), [1]);
     }
 
     /// Peers are refused there for good, so whoever registers the range again needs another registration.

@@ -147,6 +147,11 @@ impl Watch {
         let (thread, entries) = (table.thread.take(), std::mem::take(&mut table.entries));
         self.tell();
         drop(table);
+        // Where a callback ends the engine, those behind it in the same turn are not called any more.
+        for entry in &entries {
+            // No matter who is last: their words stay what they are, and are nobody else's.
+            let _ = entry.watched.stop();
+        }
         let thread = thread.filter(|it| it.thread().id() != std::thread::current().id());
         if thread.is_some_and(|thread| thread.join().is_err()) {
             tracing::error!("the watching thread panicked");

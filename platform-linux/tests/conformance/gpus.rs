@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 use std::mem::ManuallyDrop;
 use std::num::{NonZeroU32, NonZeroU64};
-use std::ptr::NonNull;
+use std::ptr::{NonNull, with_exposed_provenance_mut};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -15,7 +15,7 @@ use immwire::topology::{Pairing, Table};
 use immwire::{
     AccessError, CloseError, CountError, End, FlagPlace, GpuFlag, ImmCounter, MrDesc, PagedWrite,
     Pages, PeerId, PeerState, Place, RegisterError, Rights, ScatterWrite, SingleWrite, StreamWait,
-    StreamWaitError, Target, TransferError, UvmWatcher,
+    StreamWaitError, Target, TransferEngine, TransferError, UvmWatcher,
 };
 use immwire_cuda::geometry::{Method, Tuning};
 use immwire_cuda::{
@@ -2060,6 +2060,32 @@ fn watchers_come_and_go(case: &Case) {
     drop(last);
     let state = me.peer_down(theirs, patience());
     assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+    // Where one callback ends the engine, none follows it, though its word has changed.
+    let fourth = case.me();
+    let late = Arc::new(AtomicU64::new(0));
+    let count = Arc::clone(&late);
+    let call = move |_, _| _ = count.fetch_add(1, Ordering::Relaxed);
+    let kept = Arc::new(Mutex::new(None));
+    let (mine, ended) = (Arc::clone(&kept), Arc::new(AtomicU64::new(0)));
+    let end = Arc::clone(&ended);
+    let first = fourth.engine.alloc_uvm_watcher(move |_, _| {
+        let (engine, second): (TransferEngine, Arc<UvmWatcher>) =
+            mine.lock().unwrap().take().expect("called once");
+        let word = with_exposed_provenance_mut(usize::try_from(second.address()).unwrap());
+        // SAFETY: the watcher's word, which is the CPU's, too, and aligned; all who use it do so atomically.
+        unsafe { AtomicU64::from_ptr(word) }.store(1, Ordering::Relaxed);
+        drop(engine);
+        end.store(1, Ordering::Relaxed);
+    });
+    let first = first.expect("a watcher");
+    let second = Arc::new(fourth.engine.alloc_uvm_watcher(call).expect("a watcher"));
+    *kept.lock().unwrap() = Some((fourth.engine.clone(), Arc::clone(&second)));
+    drop(fourth);
+    storing.store(&first, 1);
+    storing.drain(&me);
+    me.until(patience(), || (ended.load(Ordering::Relaxed) == 1).then_some(())).expect("ended");
+    me.linger(Duration::from_millis(20));
+    assert_eq!((late.load(Ordering::Relaxed), second.value()), (0, 1));
 }
 
 /// Has a stream of GPU 0 wait.
