@@ -743,6 +743,10 @@ impl Desk {
         // so it is read once, and no reference is formed.
         let bytes = unsafe { (at as *const [u8; NOTE_BYTES]).read_volatile() };
         let note = Note::from_bytes(&bytes)?;
+        // To a NIC that it has not, the slot would never get back, and would be tried for ever.
+        if session.theirs.is_some_and(|theirs| theirs.mailbox.keys.get(note.nic).is_none()) {
+            return Err(Broken);
+        }
         if let Some(way) = session.ways.get_mut(usize::from(slot)) {
             *way = (nic, note.nic);
         }

@@ -14,7 +14,9 @@ use immwire::core::id::{EngineId, NicIndex, PeerId, Time};
 use immwire::core::mailbox::Geometry;
 use immwire::core::plan::{PageRun, RunLayout};
 use immwire::core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire::core::staging::{LANDING_SLOTS, Signal, SlotIndex, StagedKey, TAIL_BYTES, Verdict};
+use immwire::core::staging::{
+    LANDING_SLOTS, NOTE_BYTES, Note, SLOT_BYTES, Signal, SlotIndex, StagedKey, TAIL_BYTES, Verdict,
+};
 use immwire::core::wire::{Hello, NetAddr, NicAddr, ProviderKind, Refusal};
 use immwire::provider::{
     ConnectError, Memory, NicInfo, NicLimits, Path, Place, Provider, RegisterError, Registered,
@@ -208,6 +210,8 @@ struct World {
     script: Arc<Mutex<Script>>,
     seen: Seen,
     geometry: Geometry,
+    /// Ours, with the slots behind, for the peer to write to.
+    mailbox: Option<NonNull<u8>>,
     peer: PeerId,
     source: Registered,
     gpu: Registered,
@@ -237,7 +241,8 @@ impl World {
         let gpu = staged.memory().alloc_gpu(0, 4096).expect("memory of GPU 0");
         let peer = PeerId { index: 0, generation: 0 };
         let seen = Seen::default();
-        let mut world = Self { staged, script, seen, geometry, peer, source, gpu, tokens: 0 };
+        let (mailbox, tokens) = (None, 0);
+        let mut world = Self { staged, script, seen, geometry, mailbox, peer, source, gpu, tokens };
         world.session();
         world
     }
@@ -260,6 +265,7 @@ impl World {
         self.peer.generation += 1;
         let bytes = usize::try_from(self.geometry.bytes()).expect("small");
         let mailbox = self.staged.memory().alloc_mailbox(bytes, &address(2)).expect("an area");
+        self.mailbox = Some(mailbox.ptr);
         let hello = |engine: u64, mailbox| Hello {
             address: address(engine),
             mailbox,
@@ -308,6 +314,18 @@ impl World {
         let token = self.post(&from).expect("it is taken");
         let work = self.script().posted.pop().expect("it is posted");
         (token, work, slot_of(&work))
+    }
+
+    /// The peer writes a note to a slot of ours, and says so.
+    fn lands(&mut self, slot: SlotIndex, note: Note) -> u32 {
+        let behind = self.geometry.bytes() + u64::from(slot) * SLOT_BYTES;
+        let to = self.mailbox.expect("a session").as_ptr();
+        let to = to.wrapping_add(usize::try_from(behind).expect("small"));
+        // SAFETY: the slot is in the area that the mailbox begins, which is there as long as the staging; nobody reads it before it is told.
+        unsafe { to.cast::<[u8; NOTE_BYTES]>().write(note.to_bytes()) };
+        let bits = Signal::Landed(slot).encode().bits();
+        self.tell([Tell::Imm(self.peer, bits)]);
+        bits
     }
 
     fn returns(&self, slot: SlotIndex, verdict: Verdict) -> Tell {
@@ -472,6 +490,19 @@ fn what_cannot_be_is_passed_on(_: &Case) {
         let bits = lie.encode().bits();
         world.tell([Tell::Imm(world.peer, bits)]);
         assert_eq!(std::mem::take(&mut world.seen.immediates), [(world.peer, bits)]);
+    }
+    // To a region that there is not: it is given back, refused, to the NIC that the note names; where the peer has none, nothing is.
+    let key = StagedKey::new(5, 1).expect("a key");
+    let note = Note { nic: 0, key, dst: 1 << 30, len: 64, imm: None };
+    world.lands(1, note);
+    let back = world.script().posted.pop().expect("it is posted");
+    let refused = Signal::Returned(1, Verdict::Refused).encode();
+    assert_eq!((back.remote_nic, back.imm), (0, Some(refused)));
+    world.tell([Tell::Ended(back, Ok(()))]);
+    for (slot, nic) in [(2, 1), (3, 7), (4, 200)] {
+        let bits = world.lands(slot, Note { nic, ..note });
+        assert_eq!(std::mem::take(&mut world.seen.immediates), [(world.peer, bits)]);
+        assert!(world.script().posted.is_empty(), "to NIC {nic}");
     }
     world.poll();
     assert!(world.seen.ended.is_empty(), "{:?}", world.seen.ended);
