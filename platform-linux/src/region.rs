@@ -545,6 +545,8 @@ mod tests {
         /// Somebody is being told, and stays until he may go on.
         stays: AtomicBool,
         inside: AtomicBool,
+        /// From the second look on.
+        then_written_to: AtomicBool,
     }
 
     impl Memory for Fake {
@@ -577,6 +579,9 @@ mod tests {
                 return Err(RevokeError { peer: PeerId { index: 0, generation: 0 } });
             }
             lock(&self.revoked).push(region.id);
+            if self.then_written_to.load(Ordering::Relaxed) {
+                lock(&self.written_to).push(region.id);
+            }
             Ok(())
         }
 
@@ -683,40 +688,10 @@ mod tests {
     /// A peer that would write, and may not, looks for a moment as if it did: that is too late to keep what is closed.
     #[test]
     fn what_was_closed_is_released() {
-        /// Is written to from the second look on.
-        #[derive(Default)]
-        struct Late(Fake);
-
-        impl Memory for Late {
-            fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
-                self.0.alloc(bytes)
-            }
-
-            unsafe fn register(
-                &self,
-                ptr: NonNull<u8>,
-                len: usize,
-                rights: Rights,
-            ) -> Result<Registered, RegisterError> {
-                // SAFETY: our caller's promise.
-                unsafe { self.0.register(ptr, len, rights) }
-            }
-
-            fn revoke(&self, region: &Registered, patience: Duration) -> Result<(), RevokeError> {
-                let answer = self.0.revoke(region, patience);
-                lock(&self.0.written_to).push(region.id);
-                answer
-            }
-
-            fn release(&self, region: Registered) {
-                self.0.release(region);
-            }
-        }
-
-        let late = Arc::new(Late::default());
-        let registry = Registry::new(Arc::<Late>::clone(&late));
+        let (fake, registry) = registry();
+        fake.then_written_to.store(true, Ordering::Relaxed);
         assert!(register(&registry, 4096, 10).close(Duration::ZERO).is_ok());
-        assert_eq!(*lock(&late.0.released), [1]);
+        assert_eq!(*lock(&fake.released), [1]);
     }
 
     /// Peers are refused there for good, so whoever registers the range again needs another registration.

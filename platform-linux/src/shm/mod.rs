@@ -618,6 +618,12 @@ impl ShmProvider {
             Ok(received) => {
                 let bytes = buffer.get(..received.len).unwrap_or(&[]);
                 match (Message::decode(bytes), terms, received.files.as_slice()) {
+                    (Ok(Message::Prove { .. }), Some(_), []) if received.is_short => {
+                        tracing::warn!(
+                            "no descriptor is left for a caller's segment: ulimit -n may be too low"
+                        );
+                        self.refuse_stranger(at, Refusal::Busy);
+                    }
                     (Ok(Message::Call { nonce, target }), None, []) => {
                         self.challenge(at, nonce, target);
                     }
@@ -930,7 +936,8 @@ impl ShmProvider {
                 Ok(received) => {
                     let bytes = buffer.get(..received.len).unwrap_or(&[]);
                     Message::decode(bytes).ok().and_then(|message| {
-                        session.handle(message, received.files, &self.memory, known).ok()
+                        let files = (received.files, received.is_short);
+                        session.handle(message, files, &self.memory, known).ok()
                     })
                 }
                 Err(NoMessage::Yet) if !ended => return,

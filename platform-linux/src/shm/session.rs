@@ -186,6 +186,11 @@ enum Target {
     Refused {
         key: u64,
     },
+    /// This process lacked something for it. The next piece is told so, and the one after asks again.
+    Failed {
+        key: u64,
+        errno: Errno,
+    },
 }
 
 impl Target {
@@ -195,6 +200,7 @@ impl Target {
             Self::Asked { key }
             | Self::Arriving { key, .. }
             | Self::Refused { key }
+            | Self::Failed { key, .. }
             | Self::Mapped { key, .. }
             | Self::Gpu { key, .. }
             | Self::Process { key, .. } => *key,
@@ -601,6 +607,7 @@ impl Session {
                 | Target::Asked { .. }
                 | Target::Arriving { .. }
                 | Target::Refused { .. }
+                | Target::Failed { .. }
         );
         let stale = have > key && known;
         if stale || id >= REGIONS_MAX || key == NO_KEY {
@@ -641,6 +648,13 @@ impl Session {
                 }
             }
             Target::Refused { .. } | Target::Unknown => Err(REFUSED),
+            Target::Failed { errno, .. } => {
+                let code = errno.raw_os_error();
+                if let Some(target) = self.targets.get_mut(id) {
+                    *target = Target::Unknown;
+                }
+                Err(Step::Ended(Err(WorkError::Device(code))))
+            }
         }
     }
 
@@ -921,11 +935,14 @@ impl Session {
     pub(super) fn handle(
         &mut self,
         message: Message<'_>,
-        files: Vec<OwnedFd>,
+        (files, is_short): (Vec<OwnedFd>, bool),
         memory: &ShmMemory,
         gpus: Option<&Arc<Known>>,
     ) -> Result<(), Broken> {
         match message {
+            Message::MapReply { key, .. } | Message::FilesReply { key, .. } if is_short => {
+                self.lack(key, Errno::MFILE)?;
+            }
             Message::Kick => {}
             Message::Probe { nonce } => {
                 let arrived = self.probe.holds(nonce);
@@ -995,6 +1012,21 @@ impl Session {
             // If it is gone, the socket says so when it is read.
             Ok(()) | Err(_) => Ok(()),
         }
+    }
+
+    /// What was asked for has come, but this process cannot take it.
+    fn lack(&mut self, key: u64, errno: Errno) -> Result<(), Broken> {
+        let target = usize::try_from(id_of(key)).ok().and_then(|id| self.targets.get(id));
+        let is_awaited = match target {
+            Some(Target::Asked { key: asked } | Target::Arriving { key: asked, .. }) => {
+                *asked == key
+            }
+            _ => false,
+        };
+        if !is_awaited {
+            return Err(Broken);
+        }
+        self.settle_target(key, lacking(key, errno))
     }
 
     fn learn(
@@ -1183,15 +1215,20 @@ fn opened(link: &Link, key: u64, reached: Reached) -> Target {
     Target::Gpu { key, reached }
 }
 
+/// A region that this process cannot reach, which is no fault of its owner's.
+fn lacking(key: u64, errno: Errno) -> Target {
+    tracing::warn!(%errno, "a peer's region cannot be reached: ulimit -n, ulimit -v or vm.max_map_count may be too low");
+    Target::Failed { key, errno }
+}
+
 /// Maps a region whose file the peer has sent.
 fn map(key: u64, base: u64, start: u64, len: u64, file: Option<OwnedFd>) -> Target {
-    let mapped = file
-        .filter(|file| is_sealed(file, len))
-        .and_then(|file| Mapping::new(file, usize::try_from(len).ok()?).ok());
-    match mapped {
-        Some(mapping) => {
+    let file = file.filter(|file| is_sealed(file, len)).zip(usize::try_from(len).ok());
+    match file.map(|(file, bytes)| Mapping::new(file, bytes)) {
+        Some(Ok(mapping)) => {
             Target::Mapped { key, mapping: Arc::new(mapping), base, start, len, reached: None }
         }
+        Some(Err(errno)) => lacking(key, errno),
         None => Target::Refused { key },
     }
 }

@@ -161,6 +161,8 @@ pub(super) struct Received {
     pub(super) len: usize,
     /// The files that came with it, [`FILES_MAX`] at most.
     pub(super) files: Vec<OwnedFd>,
+    /// More have come, for which this process had no descriptors left: `RLIMIT_NOFILE` (unix(7), `MSG_CTRUNC` in recvmsg(2)).
+    pub(super) is_short: bool,
 }
 
 /// Why there is no message.
@@ -199,10 +201,13 @@ pub(super) fn receive(
     }
     // There may be room for one more: space is aligned.
     let surplus = files.len() > FILES_MAX;
-    if surplus || got.flags.intersects(ReturnFlags::TRUNC | ReturnFlags::CTRUNC) {
+    let is_cut = got.flags.contains(ReturnFlags::CTRUNC);
+    // Cut with room left: it was not the room that lacked.
+    let is_short = is_cut && files.len() < FILES_MAX;
+    if surplus || (is_cut && !is_short) || got.flags.contains(ReturnFlags::TRUNC) {
         return Err(NoMessage::Malformed);
     }
-    Ok(Received { len: got.bytes, files })
+    Ok(Received { len: got.bytes, files, is_short })
 }
 
 /// Whether the other end has been closed, in each process that has it. Does not read.

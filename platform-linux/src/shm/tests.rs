@@ -12,6 +12,7 @@ use immwire_core::peer::{Crossing, resolve_crossing};
 use immwire_core::plan::{PageRun, RunLayout};
 use immwire_core::region::Rights;
 use rustix::event::{PollFd, PollFlags};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use super::*;
 use crate::provider::{Memory, Path, Registered};
@@ -736,6 +737,85 @@ fn many_new_regions_at_once_are_all_asked_for() {
     assert_eq!(a.post(&work), 100);
     run(&mut a, &mut b, |a, b| a.record.done.len() == 100 && b.record.immediates.len() == 100);
     assert!(regions.iter().all(|region| bytes(region) == bytes(&src)));
+}
+
+/// Runs `body` while this process gets only so many more descriptors.
+fn with_descriptors<R>(more: u64, body: impl FnOnce() -> R) -> R {
+    let limits = getrlimit(Resource::Nofile);
+    // As many as there are lower numbers: one that is duplicated has the lowest free.
+    let next = rustix::io::dup(std::io::stdin()).unwrap();
+    let current = u64::try_from(next.as_raw_fd()).unwrap();
+    drop(next);
+    setrlimit(Resource::Nofile, Rlimit { current: Some(current + more), ..limits }).unwrap();
+    let made = body();
+    setrlimit(Resource::Nofile, limits).unwrap();
+    made
+}
+
+/// Files for which there is no descriptor do not come, and that is told from a message that carries too many.
+#[test]
+fn files_that_find_no_descriptor_are_missed() {
+    if !is_own_process("files_that_find_no_descriptor_are_missed") {
+        return;
+    }
+    let kind = rustix::net::SocketType::SEQPACKET;
+    let flags = rustix::net::SocketFlags::CLOEXEC;
+    let (a, b) =
+        rustix::net::socketpair(rustix::net::AddressFamily::UNIX, kind, flags, None).unwrap();
+    let mut buffer = [0; MESSAGE_MAX];
+    for (room, sent) in [(0, 1), (0, 2), (1, 2), (1, socket::FILES_MAX), (2, 2)] {
+        socket::send(&a, b"some", &vec![a.as_fd(); sent]).unwrap();
+        let got = with_descriptors(room, || socket::receive(&b, &mut buffer)).unwrap();
+        let came = usize::try_from(room).unwrap().min(sent);
+        assert_eq!((got.len, got.files.len(), got.is_short), (4, came, came < sent));
+    }
+}
+
+/// What is short on this side is not the peer's doing: the write says so, the session stays, and the next write goes.
+#[test]
+fn without_descriptors_a_write_fails_and_nothing_else() {
+    if !is_own_process("without_descriptors_a_write_fails_and_nothing_else") {
+        return;
+    }
+    let (mut a, mut b) = pair();
+    let peer = a.peer(&b);
+    let src = source(&a, 64, 1);
+    let [known, new] = [(); 2].map(|()| b.provider.memory().alloc(64).unwrap());
+    a.post(&[write(1, peer, &src, &known)]);
+    run(&mut a, &mut b, |_, b| b.record.immediates.len() == 1);
+    a.record.done.clear();
+    with_descriptors(0, || {
+        for token in 2..5 {
+            a.record.done.clear();
+            assert_eq!(a.post(&[write(token, peer, &src, &new)]), 1);
+            run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+            let short = Err(WorkError::Device(Errno::MFILE.raw_os_error()));
+            assert_eq!(a.record.done, [(token, short)]);
+        }
+        a.record.done.clear();
+        a.post(&[write(5, peer, &src, &known)]);
+        run(&mut a, &mut b, |a, _| a.record.done == [(5, Ok(()))]);
+    });
+    a.record.done.clear();
+    a.post(&[write(6, peer, &src, &new)]);
+    run(&mut a, &mut b, |a, b| a.record.done == [(6, Ok(()))] && b.record.immediates.len() == 3);
+    assert_eq!(bytes(&new), bytes(&src));
+    assert!(a.record.lost.is_empty() && b.record.lost.is_empty());
+    // Nor is a caller to blame: it is told to come again.
+    let mut c = Node::new(3);
+    let caller = c.call(&b);
+    while !c
+        .provider
+        .slots
+        .iter()
+        .any(|slot| matches!(slot, Slot::Calling(it) if it.segment.is_some()))
+    {
+        b.poll();
+        c.poll();
+    }
+    with_descriptors(0, || b.provider.look(Time::ZERO, &mut b.record));
+    run(&mut c, &mut b, |c, _| !c.record.lost.is_empty());
+    assert_eq!(c.record.lost, [(caller, DownReason::Refused(Refusal::Busy))]);
 }
 
 // ---- taking back ----
