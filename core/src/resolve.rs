@@ -72,6 +72,49 @@ pub enum Look<V> {
     Full,
 }
 
+/// Whether something can be connected to an address, without waiting for the kernel.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Reach {
+    /// The address was found.
+    Reached,
+    /// It is being looked up: ask again when there are answers.
+    Waits,
+    /// Nobody answers there.
+    Lost,
+    /// No network leads there: it is not looked up.
+    NoRoute,
+    /// There is no room to wait in.
+    Full,
+}
+
+impl Reach {
+    /// The same of several ways, of which one will do: whether to begin with those that are reached.
+    ///
+    /// All are waited for that may be reached soon, so that they begin together. When nobody has answered to the first lookup, which
+    /// takes a second, those that are reached are not kept any longer: where many ways lead nowhere, looked up some at a time, there
+    /// might be no moment at which all are known.
+    #[must_use]
+    pub fn of_all(ways: impl IntoIterator<Item = Self>) -> Self {
+        let (mut any, mut lost, mut waits, mut full) = (false, false, false, false);
+        for way in ways {
+            match way {
+                Self::Reached => any = true,
+                Self::Waits => waits = true,
+                Self::Lost => lost = true,
+                Self::Full => full = true,
+                Self::NoRoute => {}
+            }
+        }
+        match (any, lost, waits, full) {
+            (true, true, ..) | (true, _, false, false) => Self::Reached,
+            (.., true) => Self::Full,
+            (_, _, true, _) => Self::Waits,
+            (_, true, ..) => Self::Lost,
+            _ => Self::NoRoute,
+        }
+    }
+}
+
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Stage {
     Idle,
@@ -386,5 +429,74 @@ mod tests {
         assert_eq!(one.last(1), None);
         assert_eq!(one.look(late, 1, Asker::Us, WITHIN), Look::Failed);
         assert_eq!(one.look(late, 2, Asker::Us, WITHIN), Look::Waits);
+    }
+
+    /// All ways of up to four: nobody is kept who is reached, but for what may be reached with it soon.
+    #[test]
+    fn of_several_ways_those_that_lead_nowhere_keep_nobody() {
+        const ALL: [Reach; 5] =
+            [Reach::Reached, Reach::Waits, Reach::Lost, Reach::NoRoute, Reach::Full];
+        for count in 0..=4_u32 {
+            for number in 0..5_usize.pow(count) {
+                let ways: Vec<_> = (0..count).map(|at| ALL[number / 5_usize.pow(at) % 5]).collect();
+                let has = |reach| ways.contains(&reach);
+                let pending = has(Reach::Waits) || has(Reach::Full);
+                let expected = if has(Reach::Reached) && (has(Reach::Lost) || !pending) {
+                    Reach::Reached
+                } else if has(Reach::Full) {
+                    Reach::Full
+                } else if has(Reach::Waits) {
+                    Reach::Waits
+                } else if has(Reach::Lost) {
+                    Reach::Lost
+                } else {
+                    Reach::NoRoute
+                };
+                assert_eq!(Reach::of_all(ways.iter().copied()), expected, "{ways:?}");
+            }
+        }
+    }
+
+    /// Eight ways, looked up four at a time; those that lead nowhere take as long to find that out as they rest. Whichever these are, there
+    /// is a moment to begin with the others, soon after the first round of lookups.
+    #[test]
+    fn many_ways_that_lead_nowhere_keep_no_other() {
+        const LOOKUP: Duration = Duration::from_secs(1);
+        let limits = Limits {
+            at_once: 4,
+            strangers_at_once: 4,
+            strangers_waiting: 8,
+            rest: LOOKUP,
+            kept: LOOKUP,
+        };
+        for good in 1..=u8::MAX {
+            let (mut resolve, mut now) = (Resolve::<u8, (), 8>::new(limits), Time::ZERO);
+            let mut under_way = Vec::new();
+            let mut reach = Reach::Waits;
+            while now <= Time::ZERO.after(LOOKUP * 5 / 4) && reach != Reach::Reached {
+                let ways: Vec<_> = (0..8)
+                    .map(|key| match resolve.look(now, key, Asker::Stranger, LOOKUP) {
+                        Look::Found(()) => Reach::Reached,
+                        Look::Waits => Reach::Waits,
+                        Look::Failed => Reach::Lost,
+                        Look::Full => Reach::Full,
+                    })
+                    .collect();
+                reach = Reach::of_all(ways);
+                while let Some(key) = resolve.begin() {
+                    under_way.push((key, now));
+                }
+                now = now.after(LOOKUP / 8);
+                under_way.retain(|&(key, since)| {
+                    let found = good >> key & 1 == 1;
+                    let is_over = found || now.since(since) >= LOOKUP;
+                    if is_over {
+                        resolve.answered(now, key, found.then_some(()));
+                    }
+                    !is_over
+                });
+            }
+            assert_eq!(reach, Reach::Reached, "{good:b}");
+        }
     }
 }

@@ -28,7 +28,9 @@ use immwire_core::wire::{Hello, NetAddr, Refusal};
 use crate::error::{AddPeerError, End, TransferError};
 use crate::gpus::number;
 use crate::message::{Again, Link, Outgoing, Placed, Undelivered};
-use crate::provider::{ConnectError, Path, Place, Provider, RemotePath, Sink, nic_states};
+use crate::provider::{
+    ConnectError, Path, Place, Provider, RemotePath, Sink, Unfenced, nic_states,
+};
 use crate::region::{Region, Registry};
 use crate::request::{Checked, PageIndices, Request, Targets};
 use crate::shared::{Command, Control, Shared, Stray, bump, refused};
@@ -665,6 +667,9 @@ impl<P: Provider> Engine<P> {
     /// The peer asks what arrived over this path of its.
     fn fence(&mut self, peer: PeerId, path: RemotePath, epoch: Epoch) {
         let fenced = self.provider.fence(peer, path, &mut self.state);
+        if fenced == Err(Unfenced::Leaving) {
+            return;
+        }
         let RemotePath { from, to } = path;
         let answered = fenced.is_ok_and(|receipt| {
             self.state.lay_out(peer, &Settlement { epoch, from, to, receipt: receipt.0 })
@@ -695,7 +700,8 @@ impl<P: Provider> Engine<P> {
                 tracing::debug!(%peer, ?path, "a broken path is settled");
                 self.state.group.handle_settled(now, peer, path.nic, path.remote_nic);
             }
-            Err(error) => {
+            Err(Unfenced::Leaving) => {}
+            Err(error @ Unfenced::Unknown) => {
                 tracing::warn!(%peer, ?path, %error, "the peer is dropped");
                 self.state.group.handle_unsettled(now, peer, path.nic);
             }

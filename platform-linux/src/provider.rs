@@ -178,7 +178,7 @@ pub trait Provider: Send + 'static {
     ///
     /// # Errors
     ///
-    /// [`Unfenced`]: this transport cannot know. The peer is to be aborted.
+    /// [`Unfenced`]: this transport cannot know.
     fn fence<S: Sink>(
         &mut self,
         peer: PeerId,
@@ -186,7 +186,7 @@ pub trait Provider: Send + 'static {
         sink: &mut S,
     ) -> Result<Receipt, Unfenced> {
         let _ = (peer, path, sink);
-        Err(Unfenced)
+        Err(Unfenced::Unknown)
     }
 
     /// The peer's receipt for a broken path of ours: reports each piece that was in flight there, by
@@ -194,7 +194,7 @@ pub trait Provider: Send + 'static {
     ///
     /// # Errors
     ///
-    /// [`Unfenced`]: the receipt makes no sense; nothing was reported. The peer is to be aborted.
+    /// [`Unfenced`]: the receipt makes no sense, or comes too late; nothing was reported.
     fn settle<S: Sink>(
         &mut self,
         peer: PeerId,
@@ -203,7 +203,7 @@ pub trait Provider: Send + 'static {
         sink: &mut S,
     ) -> Result<(), Unfenced> {
         let _ = (peer, path, receipt, sink);
-        Err(Unfenced)
+        Err(Unfenced::Unknown)
     }
 
     /// Becomes readable when there is something to poll, after [`Provider::arm`] returned `true`.
@@ -295,8 +295,14 @@ pub struct Receipt(pub heapless::Vec<u8, MAX_RECEIPT_BYTES>);
 
 /// It cannot be said what became of the pieces on a broken path.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
-#[error("it is not known what arrived over the broken path")]
-pub struct Unfenced;
+pub enum Unfenced {
+    /// It is not known. The peer is to be aborted.
+    #[error("it is not known what arrived over the broken path")]
+    Unknown,
+    /// The peer is leaving by itself: [`Sink::disconnected`] follows, with the reason.
+    #[error("the peer is leaving")]
+    Leaving,
+}
 
 /// Pinned memory of the host, as [`immwire_cuda::PinnedMemory`]; given back by a thread of the engine's, since the driver waits
 /// for GPUs first.
@@ -720,6 +726,15 @@ pub enum ConnectError {
     NoRoute {
         /// Of the pair that lacks least.
         why: NoRoute,
+    },
+    /// The address is this engine's own by now: whoever had it is gone.
+    #[error("the peer is gone, and this engine has its address: add the peer by its new one")]
+    Ours,
+    /// This engine lacks something for the call. Whether the peer is there is not known.
+    #[error("the call cannot begin here: {why}")]
+    Local {
+        /// What.
+        why: Box<dyn std::error::Error + Send + Sync>,
     },
     /// The address is well formed, but not one that this provider made.
     #[error("the address is damaged: {what}")]

@@ -128,11 +128,11 @@ impl LibfabricProvider {
             return Err(malformed("it is for another provider of libfabric's"));
         }
         if door == *self.door.address() {
-            return Err(ConnectError::Myself);
+            return Err(ConnectError::Ours);
         }
-        let unreachable = |source| ConnectError::Unreachable { source };
-        let token = token_for(peer.index).map_err(unreachable)?;
-        let initiator = random().map_err(unreachable)?;
+        let lacks = |why: io::Error| ConnectError::Local { why: why.into() };
+        let token = token_for(peer.index).map_err(lacks)?;
+        let initiator = random().map_err(lacks)?;
         let held = self.door.hold(&door);
         let call = Call {
             peer,

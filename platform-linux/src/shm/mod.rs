@@ -1146,8 +1146,8 @@ impl Provider for ShmProvider {
         if !matches!(self.slot(peer.index), Slot::Vacant) {
             return Err(malformed("the peer's slot is in use"));
         }
-        let unreachable = |errno: Errno| ConnectError::Unreachable { source: errno.into() };
-        let terms = Terms { initiator: random().map_err(unreachable)?, acceptor: [0; 32], target };
+        let lacks = |errno: Errno| ConnectError::Local { why: io::Error::from(errno).into() };
+        let terms = Terms { initiator: random().map_err(lacks)?, acceptor: [0; 32], target };
         let mut call = Call {
             peer,
             socket: None,
@@ -1159,7 +1159,10 @@ impl Provider for ShmProvider {
             segment: None,
             probe: Probe::deal(),
         };
-        self.dial(&mut call).map_err(unreachable)?;
+        self.dial(&mut call).map_err(|errno| match errno {
+            Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS => lacks(errno),
+            _ => ConnectError::Unreachable { source: errno.into() },
+        })?;
         *self.slot(peer.index) = Slot::Calling(Box::new(call));
         self.handshakes += 1;
         Ok(())

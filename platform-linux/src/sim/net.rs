@@ -1650,11 +1650,11 @@ impl Net {
         peer: PeerId,
         path: RemotePath,
     ) -> Result<(Vec<Said>, Receipt), Unfenced> {
-        let (conn, side) = self.link(engine, peer).ok_or(Unfenced)?;
+        let (conn, side) = self.link(engine, peer).ok_or(Unfenced::Unknown)?;
         let (far, sender) =
             (1 - side, self.side(conn, 1 - side).map_or(u32::MAX, |side| side.engine));
         if !self.is_ordered(sender, path.from, engine, path.to) {
-            return Err(Unfenced);
+            return Err(Unfenced::Unknown);
         }
         let at = self.path_at(conn, far, path.from, path.to);
         // Whoever fences a path breaks it, if it was not broken.
@@ -1677,7 +1677,8 @@ impl Net {
                 }
             }
         }
-        let mut arrived = self.path_mut(conn, far, path.from, path.to).ok_or(Unfenced)?.arrived;
+        let mut arrived =
+            self.path_mut(conn, far, path.from, path.to).ok_or(Unfenced::Unknown)?.arrived;
         self.record(
             engine,
             Some(path.to),
@@ -1696,13 +1697,14 @@ impl Net {
         path: Path,
         receipt: &Receipt,
     ) -> Result<Vec<Said>, Unfenced> {
-        let (conn, side) = self.link(engine, peer).ok_or(Unfenced)?;
-        let (of, from, to, arrived) = read_receipt(receipt).ok_or(Unfenced)?;
+        let (conn, side) = self.link(engine, peer).ok_or(Unfenced::Unknown)?;
+        let (of, from, to, arrived) = read_receipt(receipt).ok_or(Unfenced::Unknown)?;
         let at = self.path_at(conn, side, path.nic, path.remote_nic);
-        let state = self.path_mut(conn, side, path.nic, path.remote_nic).ok_or(Unfenced)?;
+        let state =
+            self.path_mut(conn, side, path.nic, path.remote_nic).ok_or(Unfenced::Unknown)?;
         let fits = (of, from, to) == (conn, path.nic, path.remote_nic) && arrived <= state.posted;
         if !fits || state.health != Health::Broken {
-            return Err(Unfenced);
+            return Err(Unfenced::Unknown);
         }
         state.health = Health::Settled;
         let flights = self.flights_of(conn, side, Some(at));

@@ -1317,9 +1317,9 @@ fn without_order_nobody_can_say_what_arrived() {
     fabric.nic_down(1, 0);
     advance(&fabric, &mut a, &mut b, SECOND);
     let remote = RemotePath { from: 0, to: 0 };
-    assert_eq!(b.provider.fence(b.record.peer, remote, &mut b.record), Err(Unfenced));
+    assert_eq!(b.provider.fence(b.record.peer, remote, &mut b.record), Err(Unfenced::Unknown));
     let settled = a.provider.settle(a.record.peer, path, &Receipt::default(), &mut a.record);
-    assert_eq!(settled, Err(Unfenced));
+    assert_eq!(settled, Err(Unfenced::Unknown));
     // What is left is to abort: each piece is reported, and the connection is lost on both sides.
     a.provider.abort(a.record.peer, &mut a.record);
     advance(&fabric, &mut a, &mut b, SECOND);

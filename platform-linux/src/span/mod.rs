@@ -368,9 +368,9 @@ impl<N: Provider, F: Provider> Provider for Span<N, F> {
         path: RemotePath,
         sink: &mut S,
     ) -> Result<Receipt, Unfenced> {
-        let side = self.sides.get(peer).ok_or(Unfenced)?;
+        let side = self.sides.get(peer).ok_or(Unfenced::Unknown)?;
         let ends = side.narrow(path.from).zip(side.narrow(path.to));
-        let (from, to) = ends.ok_or(Unfenced)?;
+        let (from, to) = ends.ok_or(Unfenced::Unknown)?;
         let path = RemotePath { from, to };
         self.on(
             side,
@@ -387,9 +387,9 @@ impl<N: Provider, F: Provider> Provider for Span<N, F> {
         receipt: &Receipt,
         sink: &mut S,
     ) -> Result<(), Unfenced> {
-        let side = self.sides.get(peer).ok_or(Unfenced)?;
+        let side = self.sides.get(peer).ok_or(Unfenced::Unknown)?;
         let ends = side.narrow(path.nic).zip(side.narrow(path.remote_nic));
-        let (nic, remote_nic) = ends.ok_or(Unfenced)?;
+        let (nic, remote_nic) = ends.ok_or(Unfenced::Unknown)?;
         let path = Path { nic, remote_nic };
         self.on(
             side,

@@ -865,7 +865,7 @@ impl<P: Provider> Provider for Staged<P> {
     }
 
     fn fence<S: Sink>(&mut self, _: PeerId, _: RemotePath, _: &mut S) -> Result<Receipt, Unfenced> {
-        Err(Unfenced)
+        Err(Unfenced::Unknown)
     }
 
     fn settle<S: Sink>(
@@ -875,7 +875,7 @@ impl<P: Provider> Provider for Staged<P> {
         _: &Receipt,
         _: &mut S,
     ) -> Result<(), Unfenced> {
-        Err(Unfenced)
+        Err(Unfenced::Unknown)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -115,6 +115,7 @@ impl VerbsProvider {
             }
         }
         let Session { peer, token, life, .. } = *session;
+        drop(session);
         if let Some(seat) = self.seats.get_mut(usize::from(peer.index))
             && *seat == Some(index)
         {

@@ -37,13 +37,12 @@ use immwire_core::peer::DownReason;
 use immwire_core::port::{Door as Place, Stand, reaches};
 use immwire_core::pulse::Watch;
 use immwire_core::recycle::Turn;
-use immwire_core::resolve::Asker;
+use immwire_core::resolve::{Asker, Reach};
 use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::device::QueuePair;
 use super::door::{From, Sent};
 use super::lane::{Owner, Role};
-use super::resolver::Reach;
 use super::session::{Line, Made, Session};
 use super::{Nic, VerbsError, VerbsProvider, new_token, random};
 use crate::proof::{Prover, challenge, is_proven, proof};
@@ -196,9 +195,12 @@ impl VerbsProvider {
         let malformed = |what| ConnectError::Malformed { what };
         let doors = address.nics().iter().map(|nic| Place::decode(&nic.address));
         let doors: Option<heapless::Vec<_, MAX_NICS>> = doors.collect();
-        let doors = doors.ok_or(malformed("it is no door's"))?;
-        if doors.iter().any(|door| self.doors.places().any(|ours| ours == door)) {
-            return Err(ConnectError::Myself);
+        let mut doors = doors.ok_or(malformed("it is no door's"))?;
+        // One that is ours leads to nobody else: it was another's before, or two networks have the same addresses.
+        let named = doors.len();
+        doors.retain(|door| !self.doors.places().any(|ours| ours == door));
+        if named > 0 && doors.is_empty() {
+            return Err(ConnectError::Ours);
         }
         let ways = Ways::new(self.doors.count(), doors);
         let mut ways = ways.ok_or(malformed("it names no door"))?;
@@ -206,12 +208,11 @@ impl VerbsProvider {
         reaches(self.doors.places().map(|door| &door.port), theirs)
             .map_err(|why| ConnectError::NoRoute { why })?;
         ways.start(self.may_lead());
-        let unreachable = |source| ConnectError::Unreachable { source };
-        let token = new_token().map_err(unreachable)?;
-        let initiator = random().map_err(unreachable)?;
-        let seat = self.vacant().map_err(|error| unreachable(error.into()))?;
-        let lines = self.lines(address.nics().len(), seat);
-        let lines = lines.map_err(|error| unreachable(error.into()))?;
+        let lacks = |why: VerbsError| ConnectError::Local { why: why.into() };
+        let token = new_token().map_err(VerbsError::Random).map_err(lacks)?;
+        let initiator = random().map_err(VerbsError::Random).map_err(lacks)?;
+        let seat = self.vacant().map_err(lacks)?;
+        let lines = self.lines(address.nics().len(), seat).map_err(lacks)?;
         let call = Call {
             peer,
             token,
@@ -417,21 +418,16 @@ impl VerbsProvider {
         Some(Hearing::Done)
     }
 
-    /// Whether all can be connected that can be connected of a session's lines; if not, it is later, or never: if it is none.
+    /// Whether the lines of a session can be connected ([`Reach::of_all`]).
     fn can_connect(&mut self, stands: &[Stand], asker: Asker) -> Reach {
-        let mut worst = Reach::Lost;
-        // All of them, so that they are looked up at a time.
-        for ((nic, port), stand) in self.ports.iter().enumerate().zip(stands) {
-            if port.is_usable() && stand.queue.is_some() {
-                match self.resolver.reach(self.now, nic, &stand.port, asker) {
-                    Reach::Lost => {}
-                    Reach::Reached if worst != Reach::Lost => {}
-                    Reach::Waits if worst == Reach::Full => {}
-                    reach => worst = reach,
-                }
-            }
-        }
-        worst
+        let (now, resolver) = (self.now, &mut self.resolver);
+        let pairs = self.ports.iter().enumerate().zip(stands);
+        // All of them are asked for, so that they are looked up at a time.
+        let reaches: heapless::Vec<_, MAX_NICS> = pairs
+            .filter(|((_, port), stand)| port.is_usable() && stand.queue.is_some())
+            .map(|((nic, _), stand)| resolver.reach(now, nic, &stand.port, asker))
+            .collect();
+        Reach::of_all(reaches)
     }
 
     fn challenge(
@@ -529,7 +525,7 @@ impl VerbsProvider {
             Reach::Waits => return Some(Hearing::Later),
             // It is repeated.
             Reach::Full => return Some(Hearing::Done),
-            Reach::Lost => return self.refuse(initiator, caller, Refusal::NoWay),
+            Reach::Lost | Reach::NoRoute => return self.refuse(initiator, caller, Refusal::NoWay),
             Reach::Reached => {}
         }
         let (peer, hello) = match sink.incoming(&claim.hello) {
@@ -543,6 +539,10 @@ impl VerbsProvider {
             Err(error) => {
                 tracing::warn!(%peer, %error, "a session could not be opened");
                 sink.disconnected(peer, DownReason::Disconnected);
+                // Its next word would be a call that was answered.
+                let no_way = matches!(error, VerbsError::Unreachable);
+                let why = if no_way { Refusal::NoWay } else { Refusal::Busy };
+                return self.refuse(initiator, caller, why);
             }
         }
         Some(Hearing::Done)
@@ -626,7 +626,7 @@ impl VerbsProvider {
         };
         match self.can_connect(&stands, Asker::Us) {
             Reach::Reached => {}
-            Reach::Lost => {
+            Reach::Lost | Reach::NoRoute => {
                 self.fail_call(peer, DownReason::Refused(Refusal::NoWay), sink);
                 return Some(Hearing::Done);
             }
@@ -643,7 +643,8 @@ impl VerbsProvider {
         }
         let Call { token, ways, seat, lines, .. } = self.handshakes.take(nonce)?;
         let (ours, door) = ways.pair()?;
-        let (called, ends) = ((door_at(ours), *door), (End::Caller, seat, lines));
+        let door = *door;
+        let (called, ends) = ((door_at(ours), door), (End::Caller, seat, lines));
         match self.open_session(peer, token, &claim, called, *nonce, ends) {
             Ok(index) => {
                 if let Some(session) = self.session(index) {
@@ -654,6 +655,8 @@ impl VerbsProvider {
             }
             Err(error) => {
                 tracing::warn!(%peer, %error, "a session could not be opened");
+                self.revoke_call(*nonce, ours, &door);
+                self.handshakes.given_up.note(*nonce, ways);
                 sink.disconnected(peer, DownReason::Disconnected);
             }
         }

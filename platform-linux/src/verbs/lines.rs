@@ -11,11 +11,11 @@ use immwire_core::line;
 use immwire_core::note::Passage;
 use immwire_core::peer::DownReason;
 use immwire_core::port::Queue;
+use immwire_core::resolve::Reach;
 
 use super::device::QueuePair;
 use super::endings::must;
 use super::lane::{Done, Owner, Role};
-use super::resolver::Reach;
 use super::upkeep::{bit, nic_at};
 use super::{Nic, VerbsProvider, tag_of};
 use crate::provider::Sink;

@@ -1326,15 +1326,16 @@ impl Provider for VerbsProvider {
         path: RemotePath,
         sink: &mut S,
     ) -> Result<Receipt, Unfenced> {
-        let index = self.seat(peer).ok_or(Unfenced)?;
+        let index = self.seat(peer).ok_or(Unfenced::Unknown)?;
         let nics = self.ports.len();
         let at = usize::from(path.from) * nics + usize::from(path.to);
-        let session = self.session(index).filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
-        session.inlets.get(at).ok_or(Unfenced)?;
+        let session = self.session(index).ok_or(Unfenced::Unknown)?;
+        session.must_stay()?;
+        session.inlets.get(at).ok_or(Unfenced::Unknown)?;
         self.drain_inlet(index, at, sink);
         self.close_inlet(index, at);
-        let session = self.session(index).ok_or(Unfenced)?;
-        let inlet = session.inlets.get(at).ok_or(Unfenced)?;
+        let session = self.session(index).ok_or(Unfenced::Unknown)?;
+        let inlet = session.inlets.get(at).ok_or(Unfenced::Unknown)?;
         let verdict = Verdict { epoch: inlet.epoch, arrived: inlet.arrived };
         Ok(Receipt(verdict.encode()))
     }
@@ -1346,23 +1347,25 @@ impl Provider for VerbsProvider {
         receipt: &Receipt,
         sink: &mut S,
     ) -> Result<(), Unfenced> {
-        let index = self.seat(peer).ok_or(Unfenced)?;
-        let verdict = Verdict::decode(&receipt.0).ok_or(Unfenced)?;
+        let index = self.seat(peer).ok_or(Unfenced::Unknown)?;
+        let verdict = Verdict::decode(&receipt.0).ok_or(Unfenced::Unknown)?;
         // What the device knows by now it need not be told.
         self.poll_nic(usize::from(path.nic), self.last_rounds, sink);
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
-        let session = session.filter(|it| !it.is_leaving()).ok_or(Unfenced)?;
-        let at = session.outlet(path.nic, path.remote_nic).ok_or(Unfenced)?;
-        let outlet = session.outlets.get_mut(at).ok_or(Unfenced)?;
+        let session = session.ok_or(Unfenced::Unknown)?;
+        session.must_stay()?;
+        let at = session.outlet(path.nic, path.remote_nic).ok_or(Unfenced::Unknown)?;
+        let outlet = session.outlets.get_mut(at).ok_or(Unfenced::Unknown)?;
         if !outlet.way.is_broken() {
             return Ok(());
         }
-        let claimed = verdict.of(outlet.way.epoch()).ok_or(Unfenced)?;
+        let claimed = verdict.of(outlet.way.epoch()).ok_or(Unfenced::Unknown)?;
         let mut done = heapless::Vec::<(LaneId, usize), LANES>::new();
         for (id, claimed) in outlet.lanes().zip(claimed) {
-            let lane = self.lanes.get(id).ok_or(Unfenced)?;
+            let lane = self.lanes.get(id).ok_or(Unfenced::Unknown)?;
             let announced = lane.flights.iter().map(|work| work.imm.is_some());
-            let arrived = verdict::arrived(lane.announced, claimed, announced).ok_or(Unfenced)?;
+            let arrived =
+                verdict::arrived(lane.announced, claimed, announced).ok_or(Unfenced::Unknown)?;
             let _ = done.push((id, arrived));
         }
         outlet.way.settled(self.now);
@@ -1378,7 +1381,7 @@ impl Provider for VerbsProvider {
                     sink.undelivered(work);
                 }
             }
-            let session = self.session(index).ok_or(Unfenced)?;
+            let session = self.session(index).ok_or(Unfenced::Unknown)?;
             if let Some(allowance) = session.allowances.get_mut(usize::from(path.remote_nic)) {
                 allowance.restore(lost);
             }

@@ -14,14 +14,13 @@ use immwire_core::id::NicIndex;
 use immwire_core::life::Notice;
 use immwire_core::note::{LANES, Passage, Queues};
 use immwire_core::peer::DownReason;
-use immwire_core::resolve::Asker;
+use immwire_core::resolve::{Asker, Reach};
 use immwire_core::tenant::device_key;
 use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later};
 
 use super::device::{Depths, QueuePair};
 use super::endings::must;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
-use super::resolver::Reach;
 use super::session::{Inlet, Session};
 use super::upkeep::{bit, nic_at};
 use super::{INLINE_BYTES, LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
@@ -148,7 +147,7 @@ impl VerbsProvider {
     pub(super) fn reach(&mut self, index: u16, nic: NicIndex, remote_nic: NicIndex) -> Reach {
         let session = self.sessions.get(usize::from(index)).and_then(Option::as_deref);
         let there = session.and_then(|session| session.ports.get(usize::from(remote_nic)));
-        let Some(there) = there else { return Reach::Lost };
+        let Some(there) = there else { return Reach::NoRoute };
         match self.resolver.reach(self.now, nic.into(), there, Asker::Us) {
             // Not for long: all that there is room for is answered.
             Reach::Full => Reach::Waits,

@@ -23,7 +23,7 @@ use std::time::Duration;
 
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::port::{Gid, GidKind, Port, Queue, Route};
-use immwire_core::resolve::{Asker, Limits, Look, Resolve};
+use immwire_core::resolve::{Asker, Limits, Look, Reach, Resolve};
 use rustix::event::EventfdFlags;
 
 use super::device::{AddressHandle, Device, Domain, QueuePair};
@@ -130,18 +130,6 @@ pub(super) enum Way {
     Nowhere,
 }
 
-/// Whether a queue pair can be connected to an address.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Reach {
-    Reached,
-    /// It is being looked up: ask again when there are answers.
-    Waits,
-    /// Nobody answers there.
-    Lost,
-    /// There is no room to wait in.
-    Full,
-}
-
 /// Looks addresses up. See the [module](self).
 #[derive(Debug)]
 pub(super) struct Resolver {
@@ -228,10 +216,10 @@ impl Resolver {
 
     /// Whether a queue pair of this NIC can be connected to a port, without waiting for the kernel.
     pub(super) fn reach(&mut self, now: Time, nic: usize, there: &Port, asker: Asker) -> Reach {
+        let Some((key, _)) = self.key(nic, there) else { return Reach::NoRoute };
         if self.here.get(nic).is_some_and(|it| it.port.kind == GidKind::Infiniband) {
             return Reach::Reached;
         }
-        let Some((key, _)) = self.key(nic, there) else { return Reach::Lost };
         match self.table.look(now, key, asker, FRESH) {
             Look::Found(_) => Reach::Reached,
             Look::Failed => Reach::Lost,

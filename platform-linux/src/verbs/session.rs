@@ -18,6 +18,7 @@ use immwire_core::way::Way;
 use super::LETTERS;
 use super::device::QueuePair;
 use super::lane::LaneId;
+use crate::provider::Unfenced;
 use crate::withdrawal::Releasing;
 
 /// One of our ways to one of the peer's NICs.
@@ -177,6 +178,15 @@ impl Session {
 
     pub(super) const fn is_leaving(&self) -> bool {
         self.life.is_leaving()
+    }
+
+    /// An error, if what arrived over its paths is not to be asked any more.
+    pub(super) const fn must_stay(&self) -> Result<(), Unfenced> {
+        match self.life.reason() {
+            _ if !self.is_leaving() => Ok(()),
+            Some(_) => Err(Unfenced::Leaving),
+            None => Err(Unfenced::Unknown),
+        }
     }
 
     /// Where the way from one of our NICs to one of its is in `outlets`.
