@@ -10,11 +10,11 @@ use std::collections::VecDeque;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use immwire::{End, NetAddr, PagedWrite, Pages, PeerId, PeerState};
+use immwire::{DownReason, End, NetAddr, PagedWrite, Pages, PeerId, PeerState};
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Own, Setup, names, patience};
+use crate::host::{Host, Motor, Own, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Facts, Spread, Test};
 
@@ -40,6 +40,7 @@ const FOUR_DEVICES: &[Test] = &[
         doors_closed(case, APART, MUTE, &[2, 0])
     }),
     ("doors_crosswise", Spread::TwoNics, doors_crosswise),
+    ("leaves_before_it_is_answered", Spread::TwoNics, leaves_before_it_is_answered),
 ];
 
 /// What is done to a port, and what undoes it. Of one that is mute, what arrives is not acknowledged: it is counted all
@@ -189,6 +190,41 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
 pub fn on(case: &Case, names: &[&str]) -> Setup {
     let devices = names.iter().map(|&name| name.to_owned()).collect();
     Setup { drain_ms: 10_000, devices, ..case.setup(2) }
+}
+
+/// A peer loses a NIC, asks what had arrived over it, and leaves; all of that is read at one time. It has left, and that is what is said
+/// of it.
+fn leaves_before_it_is_answered(case: &Case) {
+    let [mine, theirs] = APART.map(|names| on(case, names));
+    let me = Host::new(&Setup { motor: Motor::Polled, ..mine });
+    let mut other = case.bare_agent("other");
+    let address = other.build(&Setup { drain_ms: 500, ..theirs });
+    let peer = me.peer(&address);
+    let back = only_peer(&me, &mut other);
+    let len = 1 << 20;
+    let (from, _) = other.memory(&me, len, Own::Engine);
+    let memory = me.memory(len, Own::Engine);
+    let count = me.engine.counter().expect("a counter");
+    let flood = Write1 {
+        peer: plain(back),
+        src: from,
+        src_offset: 0,
+        dst: encode(&memory.desc()),
+        dst_offset: 0,
+        len,
+        tag: Some(count.tag().bits()),
+    };
+    other.tell(&me, Ask::Flood(flood));
+    me.count(&count, 20, patience()).expect("the flood comes");
+    // From here on nothing is read here.
+    let port = Port(3);
+    port.set("down");
+    std::thread::sleep(Duration::from_secs(1));
+    other.post(Ask::Drop);
+    std::thread::sleep(Duration::from_secs(4));
+    let state = me.peer_down(peer, patience());
+    port.set("up");
+    assert_eq!(state, Some(PeerState::Down(DownReason::Disconnected)));
 }
 
 /// Connects two engines that are there, and moves something each way.
