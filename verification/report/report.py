@@ -16,6 +16,7 @@ and so is a mutant that survived. The tests in `test_report.py` check the parsin
 
 import json
 import os
+import re
 
 CLAUSES = {
     "1": "Transport", "2": "Counting", "3": "Ends", "4": "Time", "5": "Bounds", "6": "Peers",
@@ -100,6 +101,36 @@ def mutant_counts(entry):
     if not (slash and caught.isdigit() and tried.isdigit()) or int(caught) > int(tried) or int(tried) == 0:
         raise BadLine(f"mutants: {entry['mutants']}")
     return int(caught), int(tried)
+
+
+def mutants_of(printed):
+    """(package, test, caught) for each mutant that a runner of verification/mutants printed."""
+    found = re.findall(r"^\S+\s+(caught|SURVIVED|NO END in \d+ s)\s+[\d.]+ s\s+([^\s/]+)/(\S+)\s*$", printed, re.M)
+    return [(package, test, outcome == "caught") for outcome, package, test in found]
+
+
+def credit(entries, mutants):
+    """Adds to each claim the mutants that its check was tried on; returns an entry for those of no claim.
+
+    A check that is a module's, `name::`, is of the core's tests: what breaks another package, they cannot see.
+    """
+
+    def is_of(check, package, test):
+        return test == check or (check.endswith("::") and package == "immwire-core" and test.startswith(check))
+
+    left = []
+    for package, test, caught in mutants:
+        owner = next((e for e in entries if e.get("check") and is_of(e["check"], package, test)), None)
+        if owner is None or "skipped" in owner:
+            left.append(caught)
+            continue
+        before = mutant_counts(owner)
+        owner["mutants"] = f"{before[0] + caught}/{before[1] + 1}"
+    if not left:
+        return []
+    return [{"clause": "code", "claim": "each named break of the code is noticed by the test that claims to (those not "
+             "counted above)", "method": "tested", "bound": f"{len(left)} mutants", "seconds": 0,
+             "mutants": f"{sum(left)}/{len(left)}"}]
 
 
 def survived(entry):

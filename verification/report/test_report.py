@@ -88,6 +88,22 @@ class Tables(unittest.TestCase):
         entries = [report.parse(line(mutants="3/3")), report.parse(line(claim="y", mutants="4/4"))]
         self.assertIn("2 claims hold (loom); broken on purpose 7 times, noticed 7 times.", report.summary(entries))
 
+    def test_a_mutant_is_its_package_s_and_its_test_s(self):
+        printed = "\n".join([
+            "all mutants built at once, in 3 s",
+            "core-a       caught      0.1 s  immwire-core/region::tests::a",
+            "core-b       SURVIVED    0.1 s  immwire-core/region::tests::b",
+            "platform-a   caught      0.1 s  immwire/region::tests::a",
+            "kernel-a     NO END in 60 s   60.0 s  immwire-verification-moe/sums",
+            "3 of 4 caught",
+        ])
+        mutants = report.mutants_of(printed)
+        self.assertEqual(mutants[2:], [("immwire", "region::tests::a", True), ("immwire-verification-moe", "sums", False)])
+        claims = [{"claim": "r", "check": "region::"}, {"claim": "s", "check": "sums"}, {"claim": "t"}]
+        left = report.credit(claims, mutants)
+        self.assertEqual([claim.get("mutants") for claim in claims], ["1/2", "0/1", None])
+        self.assertEqual([entry["mutants"] for entry in left], ["1/1"])
+
 
 if __name__ == "__main__":
     unittest.main()
