@@ -980,8 +980,9 @@ pub(crate) fn replay(gpus: &[Gpu], rounds: u32) -> Outcome<Value> {
 }
 
 fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
-    const EACH: usize = 50;
-    const SETS: usize = 3;
+    const EACH: usize = 40;
+    // As many as rounds between two pauses: what each has written is there at the next.
+    const SETS: usize = 4;
     let Replayed { style, max_tokens, .. } = *replayed;
     let world = u32::try_from(gpus.len())? * replayed.ranks_each;
     let shape = Shape {
@@ -1004,16 +1005,22 @@ fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
         .collect();
     let pauses = all.ranks.iter().map(|rank| Pauses::new(&gpus[rank.gpu], EACH));
     let mut pauses = pauses.collect::<Outcome<Vec<_>>>()?;
+    let digests = all.ranks.iter().map(|rank| Digests::new(&gpus[rank.gpu], rank, EACH / SETS));
+    let mut digests = digests.collect::<Outcome<Vec<_>>>()?;
     let graphs = (0..all.ranks.len())
         .map(|rank| {
             capture(&all, rank, |stream| {
                 for round in 0..EACH {
                     // Between most rounds there is none: a dispatch may begin while the combine before it is still there.
-                    if round % 4 == 0 {
+                    if round % SETS == 0 {
+                        all.ranks[rank].blank(stream)?;
                         pauses[rank].take(stream, round)?;
                     }
                     for way in [Way::Out, Way::Back] {
                         all.enqueue(rank, round % SETS, way, style)?;
+                    }
+                    if round % SETS == SETS - 1 {
+                        digests[rank].take(stream, round / SETS)?;
                     }
                 }
                 Ok(())
@@ -1035,9 +1042,8 @@ fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
         for (rank, pauses) in all.ranks.iter().zip(&mut pauses) {
             pauses.draw(&gpus[rank.gpu], &mut random)?;
         }
-        let compares = turn % every == 0;
-        if compares {
-            all.blank()?;
+        for (rank, digests) in all.ranks.iter().zip(&mut digests) {
+            digests.sums.fill(&gpus[rank.gpu], 0)?;
         }
         for (rank, graph) in graphs.iter().enumerate() {
             // One may be far ahead of the other: up to where it has to wait.
@@ -1047,7 +1053,10 @@ fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
             launch(&all, graph, rank)?;
         }
         all.settle()?;
-        if compares {
+        for (rank, digests) in all.ranks.iter().zip(&mut digests) {
+            digests.check(&gpus[rank.gpu]).map_err(|why| format!("rank {}: {why}", rank.number))?;
+        }
+        if turn % every == 0 {
             for set in 0..SETS {
                 all.check(set, &tokens[set], &results[set], style)?;
             }
@@ -1062,8 +1071,147 @@ fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
     all.check_poison()?;
     Ok(json!({
         "what": replayed.what, "ranks": world, "room": max_tokens, "rounds": replays * EACH, "replays": replays, "replays_compared": compared,
+        "rounds_digested": replays * EACH,
     }))
 }
+
+impl Set {
+    /// What a round writes.
+    fn written(&self) -> [&Buffer; 6] {
+        [&self.rows_x, &self.rows_scales, &self.slots, &self.counts, &self.offsets, &self.out]
+    }
+}
+
+impl Rank {
+    /// What rounds write is as before any, when the stream comes there. To be called with the GPU's context current.
+    fn blank(&self, stream: &Stream) -> Outcome<()> {
+        for buffer in self.sets.iter().flat_map(Set::written) {
+            // SAFETY: memory of this rank's, as long as that; it lives as long as the graphs do.
+            call("cuMemsetD8Async", unsafe {
+                cu::cuMemsetD8Async(
+                    buffer.at(),
+                    UNTOUCHED,
+                    buffer.here.bytes(),
+                    stream.raw().cast(),
+                )
+            })?;
+        }
+        Ok(())
+    }
+}
+
+/// A number for all that a set's round has written, which differs where a byte does, for each set and each time that all sets were
+/// written. With the same tokens it is to be the same each time: so no round is left out, of those that the oracle is not asked about either.
+struct Digests {
+    function: cu::CUfunction,
+    /// Where each sum goes, and of what it is.
+    tables: Buffer,
+    table_bytes: usize,
+    sums: Buffer,
+    sets: usize,
+}
+
+impl Digests {
+    fn new(gpu: &Gpu, rank: &Rank, times: usize) -> Outcome<Self> {
+        let sets = rank.sets.len();
+        let sums = Buffer::new(gpu, times * sets * 8)?;
+        let (mut words, mut table_bytes) = (Vec::new(), 0);
+        for time in 0..times {
+            for (number, set) in rank.sets.iter().enumerate() {
+                let ranges = set.written();
+                let began = words.len();
+                words.push(sums.at() + 8 * (time * sets + number) as u64);
+                words.push(ranges.len() as u64);
+                words.extend(ranges.iter().flat_map(|it| [it.at(), it.here.bytes() as u64 / 4]));
+                table_bytes = 8 * (words.len() - began);
+            }
+        }
+        let mut tables = Buffer::new(gpu, 8 * words.len())?;
+        let words: Vec<i64> = words.into_iter().map(u64::cast_signed).collect();
+        tables.put(gpu, &bytes_of(&words))?;
+        Ok(Self { function: function(gpu, DIGEST, c"digest")?, tables, table_bytes, sums, sets })
+    }
+
+    /// To be called with the GPU's context current.
+    fn take(&self, stream: &Stream, time: usize) -> Outcome<()> {
+        for set in 0..self.sets {
+            let at = self.tables.at() + (self.table_bytes * (time * self.sets + set)) as u64;
+            launch_few(self.function, stream, at, 512, false)?;
+        }
+        Ok(())
+    }
+
+    fn check(&mut self, gpu: &Gpu) -> Outcome<()> {
+        let sets = self.sets;
+        let sums: Vec<u64> = self.sums.get(gpu)?.chunks_exact(8).map(u64_of).collect();
+        for (at, sum) in sums.iter().enumerate() {
+            if *sum == 0 || *sum != sums[at % sets] {
+                return Err(format!(
+                    "what round {at} of a graph wrote is not what round {} did",
+                    at % sets
+                )
+                .into());
+            }
+        }
+        Ok(())
+    }
+}
+
+fn u64_of(bytes: &[u8]) -> u64 {
+    let mut word = [0; 8];
+    word.copy_from_slice(bytes);
+    u64::from_ne_bytes(word)
+}
+
+/// Adds what `digest` makes of some memory to a word: each four bytes mixed with their place. The address is of a table: that word's, how many
+/// ranges there are, and of each the address and how many times four bytes it has.
+const DIGEST: &CStr = c"
+.version 7.8
+.target sm_80
+.address_size 64
+.visible .entry digest(.param .u64 place) {
+  .reg .u64 %table, %sum, %ranges, %base, %words, %at, %all, %i, %wide, %step;
+  .reg .u32 %me, %threads, %v, %k, %salt;
+  .reg .pred %over;
+  ld.param.u64 %table, [place];
+  ld.global.u64 %sum, [%table];
+  ld.global.u64 %ranges, [%table+8];
+  mov.u32 %me, %tid.x;
+  mov.u32 %threads, %ntid.x;
+  cvt.u64.u32 %step, %threads;
+  mov.u64 %all, 1;
+  mov.u32 %salt, 0;
+range:
+  setp.eq.u64 %over, %ranges, 0;
+  @%over bra done;
+  add.u64 %table, %table, 16;
+  ld.global.u64 %base, [%table];
+  ld.global.u64 %words, [%table+8];
+  cvt.u64.u32 %i, %me;
+word:
+  setp.ge.u64 %over, %i, %words;
+  @%over bra next;
+  shl.b64 %at, %i, 2;
+  add.u64 %at, %at, %base;
+  ld.global.u32 %v, [%at];
+  cvt.u32.u64 %k, %i;
+  mul.lo.u32 %k, %k, 2654435761;
+  add.u32 %k, %k, %salt;
+  xor.b32 %v, %v, %k;
+  mul.lo.u32 %v, %v, 2246822507;
+  cvt.u64.u32 %wide, %v;
+  add.u64 %all, %all, %wide;
+  add.u64 %i, %i, %step;
+  bra word;
+next:
+  add.u32 %salt, %salt, 2135587861;
+  sub.u64 %ranges, %ranges, 1;
+  bra range;
+done:
+  red.global.add.u64 [%sum], %all;
+  ret;
+}
+";
 
 /// Pauses of a stream, in a graph: a kernel each that lets so much time pass as its place in memory says.
 struct Pauses {
@@ -1186,7 +1334,18 @@ fn function(gpu: &Gpu, text: &CStr, name: &CStr) -> Outcome<cu::CUfunction> {
 fn launch_one(
     function: cu::CUfunction,
     stream: &Stream,
+    at: u64,
+    begins_early: bool,
+) -> Outcome<()> {
+    launch_few(function, stream, at, 1, begins_early)
+}
+
+/// The same with as many threads, in one block.
+fn launch_few(
+    function: cu::CUfunction,
+    stream: &Stream,
     mut at: u64,
+    threads: u32,
     begins_early: bool,
 ) -> Outcome<()> {
     let mut parameters = [(&raw mut at).cast()];
@@ -1199,7 +1358,7 @@ fn launch_one(
         gridDimX: 1,
         gridDimY: 1,
         gridDimZ: 1,
-        blockDimX: 1,
+        blockDimX: threads,
         blockDimY: 1,
         blockDimZ: 1,
         sharedMemBytes: 0,

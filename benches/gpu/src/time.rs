@@ -2,7 +2,8 @@
 //!
 //! Three figures for each request: `alone_us`, the GPU's time for one launch with nothing before it; `queued_us`, the GPU's
 //! time for each of many in a row; and `seen_us`, the wall time from before the submission until the CPU sees the word in
-//! host memory. All are medians. The bytes are compared with the oracle before anything is timed.
+//! host memory. All are medians. Before shuffled pages are timed, one request of each shape by each kernel is compared with the oracle;
+//! ranges, other tunings and what streams do are timed as they are: that copies are right is for `check` to say.
 
 use crate::rig::{Gpu, LIMIT, Random, sms, write_table};
 use cudarc::driver::sys as cu;
