@@ -215,12 +215,7 @@ impl<'a> World<'a> {
     }
 
     fn settle(&self) -> Outcome<()> {
-        for rank in &self.ranks {
-            let event = Event::new(rank.stream.device())?;
-            event.record(&rank.stream)?;
-            event.wait(LIMIT)?;
-        }
-        Ok(())
+        self.ranks.iter().try_for_each(Rank::settle)
     }
 
     fn put(&mut self, set: usize, tokens: &[Sent], results: &[Vec<u8>], wide: bool) -> Outcome<()> {
@@ -1007,6 +1002,9 @@ fn replay_one(gpus: &[Gpu], replayed: &Replayed) -> Outcome<Value> {
     let mut pauses = pauses.collect::<Outcome<Vec<_>>>()?;
     let digests = all.ranks.iter().map(|rank| Digests::new(&gpus[rank.gpu], rank, EACH / SETS));
     let mut digests = digests.collect::<Outcome<Vec<_>>>()?;
+    for (rank, digests) in all.ranks.iter().zip(&mut digests) {
+        digests.prove(&gpus[rank.gpu], rank)?;
+    }
     let graphs = (0..all.ranks.len())
         .map(|rank| {
             capture(&all, rank, |stream| {
@@ -1083,6 +1081,12 @@ impl Set {
 }
 
 impl Rank {
+    fn settle(&self) -> Outcome<()> {
+        let event = Event::new(self.stream.device())?;
+        event.record(&self.stream)?;
+        Ok(event.wait(LIMIT)?)
+    }
+
     /// What rounds write is as before any, when the stream comes there. To be called with the GPU's context current.
     fn blank(&self, stream: &Stream) -> Outcome<()> {
         for buffer in self.sets.iter().flat_map(Set::written) {
@@ -1130,6 +1134,31 @@ impl Digests {
         let words: Vec<i64> = words.into_iter().map(u64::cast_signed).collect();
         tables.put(gpu, &bytes_of(&words))?;
         Ok(Self { function: function(gpu, DIGEST, c"digest")?, tables, table_bytes, sums, sets })
+    }
+
+    /// An error, unless one byte makes a difference, and only to its set.
+    fn prove(&mut self, gpu: &Gpu, rank: &Rank) -> Outcome<()> {
+        self.sums.fill(gpu, 0)?;
+        within(&gpu.device, || {
+            rank.blank(&rank.stream)?;
+            self.take(&rank.stream, 0)?;
+            let out = &rank.sets[0].out;
+            let last = out.at() + out.here.bytes() as u64 - 1;
+            // SAFETY: the last byte of memory that lives as long as the rank.
+            call("cuMemsetD8Async", unsafe {
+                cu::cuMemsetD8Async(last, UNTOUCHED ^ 1, 1, rank.stream.raw().cast())
+            })?;
+            self.take(&rank.stream, 1)
+        })?;
+        rank.settle()?;
+        let sets = self.sets;
+        let sums = self.sums.get(gpu)?;
+        let sum = |time: usize, set: usize| &sums[8 * (time * sets + set)..][..8];
+        let differ: Vec<bool> = (0..sets).map(|set| sum(0, set) != sum(1, set)).collect();
+        if differ.iter().enumerate().any(|(set, differs)| *differs != (set == 0)) {
+            return Err(format!("digests do not tell a byte: {differ:?}").into());
+        }
+        Ok(())
     }
 
     /// To be called with the GPU's context current.
