@@ -25,7 +25,8 @@
 //! Let in are processes of the same user; if a group key is given, those that prove they hold it, and
 //! nobody else. A peer that was let in can write what it likes to the regions it was granted, and to the
 //! session's segment, at any time: what the hazard words promise, they promise of peers that run this
-//! code. It cannot crash or block this process, nor reach memory that it was not granted.
+//! code. It is granted any region that peers may write to, mailboxes of others among them, if it asks for it by its key, and keys
+//! are small numbers that can be guessed. It cannot crash or block this process, nor reach other memory.
 //!
 //! A peer is the process that has made its end of the connection. A session ends with the socket or with that process, whichever
 //! is first; with the socket alone, if the kernel does not say who the process is, or it had ended before the handshake.

@@ -1281,9 +1281,19 @@ impl Net {
         let Some(flight) = self.current(id) else { return };
         let (conn, side, work) = (flight.conn, flight.side, flight.work);
         let (number, outcome, places) = (flight.number, flight.outcome, flight.places.clone());
+        let (own_copy, moves) = (flight.bytes.is_some(), self.config.move_bytes);
         let engine = self.side(conn, side).map_or(u32::MAX, |side| side.engine);
         let to = self.side(conn, 1 - side).map_or(u32::MAX, |side| side.engine);
         let ok = outcome.is_ok();
+        // A device may have had to send it once more, until now.
+        if ok
+            && moves
+            && work.len > 0
+            && !own_copy
+            && !self.source_is_there(conn, side, &work, &places)
+        {
+            self.breaches.sources_gone += 1;
+        }
         self.record(engine, Some(work.nic), What::Completed { to, number, ok });
         let note = || Note::Done { conn, nic: work.nic, token: work.token, outcome };
         if self.sabotages(Sabotage::CompletionTwice) {

@@ -1308,6 +1308,26 @@ fn nics_and_paths_are_reported_to_both_sides() {
     }
 }
 
+/// A source is the device's until its owner was told that the write is done, not only until it has landed.
+#[test]
+fn a_source_that_goes_before_the_completion_is_noticed() {
+    for early in [true, false] {
+        let (fabric, mut a, mut b) = raw_pair(1, NO_FULL_QUEUES, CX7);
+        let desc = b.memory.desc;
+        a.post(Path { nic: 0, remote_nic: 1 }, &desc, 0..1);
+        let is_time = |a: &Raw, b: &Raw| if early { b.has(0) } else { !a.record.done.is_empty() };
+        while !is_time(&a, &b) {
+            fabric.step();
+            a.poll();
+            b.poll();
+        }
+        assert_eq!((early, fabric.breaches().sources_gone), (a.record.done.is_empty(), 0));
+        a.provider.memory().revoke(&a.memory, Duration::ZERO).unwrap();
+        advance(&fabric, &mut a, &mut b, SECOND);
+        assert_eq!(fabric.breaches().sources_gone, u64::from(early));
+    }
+}
+
 #[test]
 fn without_order_nobody_can_say_what_arrived() {
     let (fabric, mut a, mut b) = raw_pair(1, NO_FULL_QUEUES, NicModel::EFA_200);
