@@ -310,6 +310,36 @@ def test_a_program_ends_whatever_it_leaves_behind(end, code):
         assert not ended.stderr
 
 
+LAST = """
+import immwire, time
+there = immwire.TransferEngine()
+engine = immwire.TransferEngine()
+into = there.alloc(64 << 20)
+
+class Held(bytearray):
+    pass
+
+memory = Held(64 << 20)
+memory.engine = engine
+region = engine.register(memory)
+peer = engine.add_peer(there.address)
+engine.wait_peer_blocking(peer)
+transfer = engine.submit_single_write(peer=peer, src=region, dst=into.desc)
+assert not transfer.done()
+del region, memory, engine, transfer
+until = time.monotonic() + {patience}
+while there.peers and time.monotonic() < until:
+    time.sleep(0.01)
+assert not there.peers, "the engine was not stopped"
+"""
+
+
+def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine():
+    command = [sys.executable, "-c", LAST.format(patience=PATIENCE / 2)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 QUARREL = """
 import immwire, sys, threading
 engine, gone = immwire.TransferEngine(), immwire.TransferEngine()
