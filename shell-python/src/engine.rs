@@ -855,14 +855,15 @@ impl TransferEngine {
         Ok(core.mailbox.call(&core.engine, count, callable(callback)?)?)
     }
 
-    /// To be awaited: a message, whoever sends it.
+    /// To be awaited: a message, whoever sends it. One that lies there is taken at once, also with ``timeout=0``.
     #[pyo3(signature = (*, timeout = None))]
     fn recv(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
         Ok(Waiting::new(Recv::new(&self.core()?), timeout, Duration::ZERO))
     }
 
-    /// Waits for a message, whoever sends it; other threads run meanwhile.
+    /// Waits for a message, whoever sends it; other threads run meanwhile. One that lies there is taken at once, also with
+    /// ``timeout=0``.
     #[pyo3(signature = (*, timeout = None))]
     fn recv_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Message> {
         let timeout = self.timeout(timeout)?;

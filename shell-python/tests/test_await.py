@@ -1,11 +1,14 @@
 """Awaiting, on asyncio's event loop and uvloop's."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 
 import immwire
 import pytest
+import uvloop
 from conftest import PATIENCE, Pair
 
 
@@ -212,6 +215,124 @@ def test_what_was_given_to_a_cancelled_task_goes_to_the_next(pair, run):
                 await receives[0]
 
     run(main())
+
+
+def test_messages_that_are_given_back_keep_their_order(pair, run):
+    async def main():
+        for _ in range(50):
+            receives = [asyncio.ensure_future(pair.receiver.recv()) for _ in range(3)]
+            await asyncio.sleep(0)
+            # They arrive while the loop does not look.
+            for data in (b"first", b"second", b"third"):
+                pair.sender.submit_send(peer=pair.peer, data=data).wait_blocking()
+            time.sleep(0.002)
+            for receive in receives:
+                receive.cancel()
+            await asyncio.wait(receives)
+            given = [not receive.cancelled() for receive in receives]
+            assert given == [False] * 3
+            assert [(await pair.receiver.recv()).data for _ in range(3)] == [b"first", b"second", b"third"]
+
+    run(main())
+
+
+def test_no_time_to_wait_is_time_to_take_what_lies_there(pair, run):
+    async def taken(data):
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                message = await pair.receiver.recv(timeout=0)
+            except immwire.WaitTimeout as late:
+                assert late.deadline == 0
+                await asyncio.sleep(0.001)
+            else:
+                return message.data == data
+        return False
+
+    async def main():
+        # What the engine has not been asked for; then what it has, by the looks before.
+        for data in (b"one", b"two", b"three"):
+            await pair.sender.submit_send(peer=pair.peer, data=data)
+        assert await taken(b"one")
+        assert await taken(b"two")
+        assert await taken(b"three")
+        with pytest.raises(immwire.WaitTimeout):
+            await pair.receiver.recv(timeout=0)
+        await pair.sender.submit_send(peer=pair.peer, data=b"four")
+        assert await taken(b"four")
+        # One that was given back.
+        receive = asyncio.ensure_future(pair.receiver.recv())
+        await asyncio.sleep(0)
+        await pair.sender.submit_send(peer=pair.peer, data=b"five")
+        time.sleep(0.01)
+        receive.cancel()
+        await asyncio.wait([receive])
+        assert receive.cancelled()
+        assert await taken(b"five")
+
+    run(main())
+
+
+def test_without_a_loop_too_what_lies_there_is_taken_at_once(pair):
+    pair.sender.submit_send(peer=pair.peer, data=b"there").wait_blocking()
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            message = pair.receiver.recv_blocking(timeout=0)
+            break
+        except immwire.WaitTimeout:
+            assert time.monotonic() < until
+    assert message.data == b"there"
+
+
+def test_a_wait_is_awaited_by_one_task(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        for outcome in ("late", "there"):
+            wait = counter.wait(1, timeout=0.05 if outcome == "late" else PATIENCE)
+            first = asyncio.ensure_future(forward(wait))
+            await asyncio.sleep(0.001)
+            with pytest.raises(RuntimeError, match="awaited already"):
+                await wait
+            # The first one's is as it was.
+            if outcome == "late":
+                with pytest.raises(immwire.WaitTimeout):
+                    await asyncio.wait_for(first, PATIENCE)
+            else:
+                await write(pair, counter)
+                assert await asyncio.wait_for(first, PATIENCE) is None
+
+    async def forward(wait):
+        return await wait
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_a_loop_that_is_closed_leaves_no_wait_behind(pair, new_loop):
+    counter = pair.receiver.counter()
+
+    async def wait():
+        await counter.wait(1)
+
+    for _ in range(3):
+        event_loop = new_loop()
+        task = event_loop.create_task(wait())
+        event_loop.run_until_complete(asyncio.sleep(0))
+        with pytest.raises(immwire.CounterError, match="another wait"):
+            counter.wait_blocking(1)
+        # Nobody has cancelled it.
+        event_loop.close()
+        gone = weakref.ref(task)
+        del event_loop, task
+        gc.collect()
+        assert gone() is None
+        write(pair, counter).wait_blocking()
+        second = new_loop()
+        second.run_until_complete(wait())
+        second.close()
 
 
 def test_peers_and_capacity_are_awaited(run):
