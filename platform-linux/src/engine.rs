@@ -49,6 +49,7 @@ use crate::sync::lock;
 use crate::topology::Pairing;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
+use crate::waits::{self, Capacity, PeerUp};
 use crate::watch::{UvmWatcher, Watch};
 
 /// A polled engine that waits looks for arrivals so often for each full step.
@@ -1038,14 +1039,13 @@ impl TransferEngine {
     ///
     /// [`PeerError`].
     pub fn wait_peer(&self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
-        let up = |state| match state {
-            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
-            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
-            Some(PeerState::Connecting) => None,
-            None => Some(Err(PeerError::Unknown { peer })),
-        };
-        let waited = self.inner.shared.peers.wait(peer, timeout, up);
+        let waited = self.inner.shared.peers.wait(peer, timeout, |state| waits::is_up(peer, state));
         waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
+    }
+
+    /// A future of the same, without a timeout: resolves when the peer is up, or will not be.
+    pub fn peer_up(&self, peer: PeerId) -> PeerUp {
+        PeerUp::new(Arc::clone(&self.inner.shared), peer)
     }
 
     /// Waits until the peer is down; returns whether it is.
@@ -1241,6 +1241,11 @@ impl TransferEngine {
     #[must_use]
     pub fn wait_capacity(&self, timeout: Duration) -> bool {
         self.inner.shared.cells.wait_room(timeout)
+    }
+
+    /// A future of the same, without a timeout: resolves when another transfer can be submitted, or the engine has stopped.
+    pub fn capacity(&self) -> Capacity {
+        Capacity::new(Arc::clone(&self.inner.shared))
     }
 
     fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
@@ -1499,13 +1504,7 @@ impl Driver {
     /// [`PeerError`].
     pub fn wait_peer(&mut self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
         let shared = Arc::clone(&self.shared);
-        let state = || match shared.peers.get(peer) {
-            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
-            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
-            Some(PeerState::Connecting) => None,
-            None => Some(Err(PeerError::Unknown { peer })),
-        };
-        let waited = self.run_until(timeout, state);
+        let waited = self.run_until(timeout, || waits::is_up(peer, shared.peers.get(peer)));
         waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
     }
 

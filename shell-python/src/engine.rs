@@ -22,7 +22,7 @@ use immwire::{
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::buffer::View;
 use crate::counter::ImmCounter;
@@ -33,6 +33,7 @@ use crate::memory::{self, Keep};
 use crate::messages::{Mailbox, Recv};
 use crate::moe::Exchanges;
 use crate::pages;
+use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
 use crate::sync::{call_back, in_callback, lock, wait};
@@ -268,24 +269,6 @@ fn address(given: &Bound<'_, PyAny>) -> PyResult<immwire::NetAddr> {
         return Err(PyTypeError::new_err("an address is a NetAddr, or its text or bytes"));
     };
     Ok(made.cast::<NetAddr>()?.get().0.clone())
-}
-
-/// ``await`` of a blocking method: on a thread of the event loop's.
-fn on_a_thread<'py>(
-    slf: &Bound<'py, TransferEngine>,
-    method: &str,
-    arguments: &Bound<'py, PyTuple>,
-    timeout: Option<f64>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = slf.py();
-    let event_loop = py.import(intern!(py, "asyncio"))?.call_method0("get_running_loop")?;
-    let fields = PyDict::new(py);
-    fields.set_item("timeout", timeout)?;
-    let partial = py.import(intern!(py, "functools"))?.getattr("partial")?;
-    let bound = partial.call((slf.getattr(method)?,), Some(&fields))?;
-    let call = PyTuple::new(py, [py.None().into_bound(py), bound])?;
-    let all = call.as_sequence().concat(arguments.as_sequence())?.to_tuple()?;
-    event_loop.call_method1(intern!(py, "run_in_executor"), all)
 }
 
 #[pymethods]
@@ -629,13 +612,9 @@ impl TransferEngine {
 
     /// To be awaited: until the peer is up.
     #[pyo3(signature = (peer, /, *, timeout = None))]
-    fn wait_peer<'py>(
-        slf: &Bound<'py, Self>,
-        peer: PeerId,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let peer = (peer,).into_pyobject(slf.py())?;
-        on_a_thread(slf, "wait_peer_blocking", &peer, timeout)
+    fn wait_peer(&self, peer: PeerId, timeout: Option<f64>) -> PyResult<Waiting> {
+        let timeout = self.timeout(timeout)?;
+        Ok(Waiting::new(Up::new(&self.core()?, peer.into()), timeout, Duration::ZERO))
     }
 
     /// Waits until the peer is up; other threads run meanwhile.
@@ -874,11 +853,9 @@ impl TransferEngine {
 
     /// To be awaited: until another transfer can be submitted; whether it can.
     #[pyo3(signature = (*, timeout = None))]
-    fn wait_capacity<'py>(
-        slf: &Bound<'py, Self>,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        on_a_thread(slf, "wait_capacity_blocking", &PyTuple::empty(slf.py()), timeout)
+    fn wait_capacity(&self, timeout: Option<f64>) -> PyResult<Waiting> {
+        let timeout = self.timeout(timeout)?;
+        Ok(Waiting::new(Room::new(&self.core()?), timeout, Duration::ZERO))
     }
 
     /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile.

@@ -2,14 +2,18 @@
 
 import asyncio
 import gc
+import os
+import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import immwire
 import pytest
 import uvloop
 from conftest import PATIENCE, Pair
+from test_gpu import counted
 
 
 @pytest.fixture(params=[0.0, 20e-6], ids=["suspends", "spins"])
@@ -109,6 +113,47 @@ def test_late_peers_are_named(run):
                 await counter.wait_from({first: 3, second: 2})
 
     run(main())
+
+
+@pytest.mark.parametrize("consume", ["wait", "wait_blocking", "try_take", "expect_imm_count"])
+def test_nobody_is_named_whose_share_is_not_known(consume):
+    async def main():
+        with (
+            immwire.TransferEngine() as receiver,
+            immwire.TransferEngine() as one,
+            immwire.TransferEngine() as two,
+        ):
+            counter, peers = receiver.counter(), []
+            for engine in (one, two):
+                await engine.wait_peer(engine.add_peer(receiver.address))
+                peers += set(receiver.peers) - set(peers)
+            first, second = peers
+            # Of the first one's writes a wait consumes some without saying so.
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag, writes=2)
+            counted(counter, 2)
+            if consume == "expect_imm_count":
+                told = threading.Event()
+                receiver.expect_imm_count(counter=counter, writes=2, callback=lambda _: told.set())
+                assert told.wait(PATIENCE)
+            else:
+                ended = getattr(counter, consume)(2)
+                if consume == "wait":
+                    await ended
+            await two.submit_imm(peer=two.peers[0], imm=counter.tag, writes=1)
+            counted(counter, 1)
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                # The first has sent nothing of it, and the second half.
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({first: 2, second: 2}, timeout=0.02)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (None, 3)
+                assert [share[:3] for share in caught.value.shares] == [(first, 2, None), (second, 1, None)]
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({second: 2}, timeout=0.02)
+                    await awaitable
+                assert caught.value.peer == second
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_wait_gives_back_what_had_come(pair, run):
@@ -353,6 +398,81 @@ def test_peers_and_capacity_are_awaited(run):
             assert await engine.wait_capacity() is True
 
     run(main())
+
+
+def frozen(connection):
+    """An engine whose process is stopped by whoever asked for it."""
+    with immwire.TransferEngine() as engine:
+        connection.send((os.getpid(), bytes(engine.address)))
+        connection.recv()
+
+
+def test_waits_for_a_peer_and_for_room_take_no_thread(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+    held = threading.Event()
+
+    async def main():
+        event_loop = asyncio.get_running_loop()
+        # Its only thread has something to do.
+        executor = ThreadPoolExecutor(1)
+        event_loop.set_default_executor(executor)
+        busy = event_loop.run_in_executor(None, held.wait, PATIENCE)
+        with immwire.TransferEngine(transfers=1) as engine:
+            peer = engine.add_peer(address)
+            with pytest.raises(immwire.WaitTimeout) as late:
+                await engine.wait_peer(peer, timeout=0.1)
+            assert (late.value.peer, late.value.deadline) == (peer, 0.1)
+            with pytest.raises(immwire.WaitTimeout):
+                await engine.wait_peer(peer, timeout=0)
+            assert await engine.wait_capacity(timeout=0) is True
+            engine.submit_imm(peer=peer, imm=0)
+            for timeout in (0, 0.1):
+                assert await engine.wait_capacity(timeout=timeout) is False
+            # Many wait at once, and some give up.
+            waits = [asyncio.ensure_future(engine.wait_peer(peer)) for _ in range(20)]
+            waits += [asyncio.ensure_future(engine.wait_capacity()) for _ in range(20)]
+            await asyncio.sleep(0)
+            for wait in waits[::2]:
+                wait.cancel()
+            os.kill(process, signal.SIGCONT)
+            ended = await asyncio.gather(*waits, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError) for end in ended[::2])
+            assert ended[1::2] == [None] * 10 + [True] * 10
+        assert not busy.done(), "they waited for the thread"
+        held.set()
+        await busy
+
+    try:
+        run(main())
+    finally:
+        held.set()
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+
+
+def test_the_end_of_an_engine_ends_the_waits_for_its_peers(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+
+    async def main():
+        engine = immwire.TransferEngine(transfers=1)
+        peer = engine.add_peer(address)
+        engine.submit_imm(peer=peer, imm=0)
+        waits = [asyncio.ensure_future(wait) for wait in (engine.wait_peer(peer), engine.wait_capacity())]
+        await asyncio.sleep(0.01)
+        assert not any(wait.done() for wait in waits)
+        engine.close()
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(end) for end in ended] == [immwire.EngineClosed] * 2
+
+    try:
+        run(main())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
 
 
 def test_the_end_of_the_engine_ends_all_waits(run):
