@@ -62,7 +62,7 @@ class _Tensor(ctypes.Structure):
 
 
 def dlpack(address, device, nbytes=BYTES, kind=(1, 8)):
-    """Something that offers DLPack alone, without a version: bytes of GPU `device`, or items of that code and bits."""
+    """Something that offers DLPack alone, without a version: bytes of a GPU, or items of that code, bits."""
     shape = (ctypes.c_int64 * 1)(nbytes * 8 // kind[1])
     tensor = _Tensor(address, 2, device, 1, *kind, 1, shape, None, 0, None, None)
     new = ctypes.pythonapi.PyCapsule_New
