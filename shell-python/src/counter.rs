@@ -1,6 +1,7 @@
 //! Counters, as Python sees them: awaited, waited for, asked.
 
 use std::collections::HashMap;
+use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -262,6 +263,14 @@ impl Counted {
 }
 
 impl Op for Counted {
+    fn forgotten(&self) -> &'static CStr {
+        if self.expected.is_empty() {
+            c"ImmCounter.wait was never awaited"
+        } else {
+            c"ImmCounter.wait_from was never awaited"
+        }
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         if self.waiting.is_some() {
             return self.poll(py, Waker::noop());

@@ -5,6 +5,7 @@
 //! for the next.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::CStr;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -259,6 +260,10 @@ impl Recv {
 }
 
 impl Op for Recv {
+    fn forgotten(&self) -> &'static CStr {
+        c"TransferEngine.recv was never awaited"
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         let found = self.found()?;
         Some(found.and_then(|message| {

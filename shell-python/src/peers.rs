@@ -1,5 +1,6 @@
 //! Waits of tasks for a peer that comes up, and for room for another transfer.
 
+use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
@@ -54,6 +55,10 @@ impl Up {
 }
 
 impl Op for Up {
+    fn forgotten(&self) -> &'static CStr {
+        c"TransferEngine.wait_peer was never awaited"
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         self.poll(py, Waker::noop())
     }
@@ -84,6 +89,10 @@ impl Room {
 }
 
 impl Op for Room {
+    fn forgotten(&self) -> &'static CStr {
+        c"TransferEngine.wait_capacity was never awaited"
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         self.poll(py, Waker::noop())
     }

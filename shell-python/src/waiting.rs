@@ -21,13 +21,14 @@
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, Weak};
 use std::task::Wake;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyTypeError};
+use pyo3::exceptions::{PyRuntimeError, PyRuntimeWarning, PyStopIteration, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -41,6 +42,9 @@ pub(crate) type Outcome = PyResult<Py<PyAny>>;
 
 /// Something to be waited for, once. Dropped before it is there, it gives back what it took.
 pub(crate) trait Op: Send {
+    /// The warning, if nobody awaits what was called.
+    fn forgotten(&self) -> &'static CStr;
+
     /// The outcome, if it is there. Cheap: it is called again and again.
     fn look(&mut self, py: Python<'_>) -> Option<Outcome>;
 
@@ -276,7 +280,7 @@ impl Late {
     }
 }
 
-/// A wait, and the iterator that `await` drives. To be awaited once.
+/// A wait, and the iterator that `await` drives. To be awaited once, or made a task of, as a coroutine is.
 #[pyclass(module = "immwire", frozen, name = "Waiting")]
 pub(crate) struct Waiting {
     state: Mutex<State>,
@@ -409,6 +413,13 @@ impl Waiting {
         self.suspend(&event_loop, &hook, op, times)
     }
 
+    /// As ``next``; what is sent says nothing. With it this is a coroutine to asyncio, which tells one that is cancelled before it
+    /// has begun.
+    #[pyo3(signature = (_value, /))]
+    fn send(&self, py: Python<'_>, _value: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.__next__(py)?.ok_or_else(|| PyStopIteration::new_err(()))
+    }
+
     /// The task was cancelled, or thrown into.
     #[pyo3(signature = (*error))]
     fn throw(&self, error: &Bound<'_, PyTuple>) -> PyResult<()> {
@@ -446,11 +457,32 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if self.made_in == fork::generation() {
-            self.close();
-        } else {
+        if self.made_in != fork::generation() {
             // The parent's: see `fork`.
             std::mem::forget(std::mem::replace(&mut *lock(&self.state), State::Over));
+            return;
         }
+        let forgotten = match &*lock(&self.state) {
+            State::Fresh { op, .. } => Some(op.forgotten()),
+            State::Suspended { .. } | State::Over => None,
+        };
+        self.close();
+        forgotten.map(warn);
     }
+}
+
+/// Warns, as of a coroutine that was never awaited.
+fn warn(message: &CStr) {
+    // At the interpreter's end nobody would see it.
+    let _ = Python::try_attach(|py| {
+        // Whoever drops it may be on its way with an exception, which goes on.
+        let raised = PyErr::take(py);
+        let kind = py.get_type::<PyRuntimeWarning>();
+        if let Err(error) = PyErr::warn(py, &kind, message, 1) {
+            error.write_unraisable(py, None);
+        }
+        if let Some(raised) = raised {
+            raised.restore(py);
+        }
+    });
 }

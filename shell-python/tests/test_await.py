@@ -353,6 +353,60 @@ def test_a_wait_is_awaited_by_one_task(pair, run):
     run(main())
 
 
+def test_a_wait_that_nobody_awaits_is_warned_of(pair):
+    counter, transfer = pair.receiver.counter(), pair.sender.submit_imm(peer=pair.peer, imm=0)
+    calls = {
+        "Transfer.wait": lambda: transfer.wait(),
+        "ImmCounter.wait": lambda: counter.wait(1),
+        "ImmCounter.wait_from": lambda: counter.wait_from({pair.peer: 1}),
+        "TransferEngine.recv": lambda: pair.receiver.recv(),
+        "TransferEngine.wait_peer": lambda: pair.sender.wait_peer(pair.peer),
+        "TransferEngine.wait_capacity": lambda: pair.sender.wait_capacity(),
+    }
+    for name, call in calls.items():
+        with pytest.warns(RuntimeWarning, match=f"^{name} was never awaited$"):
+            call()
+    # An exception that is on its way goes on.
+    with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
+        [counter.wait(1), 1 // 0]
+
+
+def test_a_task_is_made_of_a_wait(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        task = asyncio.create_task(counter.wait(1))
+        assert "Waiting" in repr(task)
+        await write(pair, counter)
+        assert await task is None
+        # What is given up before it has begun was not forgotten.
+        transfer = write(pair, pair.receiver.counter())
+        waits = [counter.wait(1), pair.receiver.recv(), transfer.wait()]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(counter.wait(1), 0)
+        counter.wait(1).close()
+        # It is gone through by hand as a coroutine is.
+        wait = pair.sender.wait_capacity()
+        with pytest.raises(StopIteration) as ended:
+            wait.send(None)
+        assert ended.value.value is True
+        wait = pair.sender.wait_peer(pair.peer)
+        with pytest.raises(StopIteration) as ended:
+            wait.send(None)
+        assert ended.value.value is None
+        with pytest.raises(immwire.WaitTimeout):
+            counter.wait(1, timeout=0).send(None)
+        waits.clear()
+        tasks.clear()
+        gc.collect()
+
+    run(main())
+
+
 @pytest.mark.parametrize(
     "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
 )
