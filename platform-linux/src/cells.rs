@@ -238,8 +238,10 @@ impl<F: Copy> Cells<F> {
             self.returned.notify_all();
             lock(&self.tasks).take()
         });
-        // Once the lock is free: a waker may look at once.
-        wakers::wake(tasks.unwrap_or_default());
+        if let Some(tasks) = tasks {
+            // Once the lock is free: a waker may look at once.
+            wakers::wake(tasks);
+        }
     }
 
     fn slot(&self, cell: u16) -> Option<&TransferCell<F>> {
