@@ -308,8 +308,8 @@ def test_no_time_to_wait_is_time_to_take_what_lies_there(pair, run):
         # One that was given back.
         receive = asyncio.ensure_future(pair.receiver.recv())
         await asyncio.sleep(0)
-        await pair.sender.submit_send(peer=pair.peer, data=b"five")
-        time.sleep(0.01)
+        pair.sender.submit_send(peer=pair.peer, data=b"five").wait_blocking()
+        time.sleep(0.002)
         receive.cancel()
         await asyncio.wait([receive])
         assert receive.cancelled()
