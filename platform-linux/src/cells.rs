@@ -8,7 +8,7 @@
 //! ```
 //!
 //! The cells are made when the engine is built, so that submitting allocates nothing; when all are
-//! taken, submitting is refused, and [`Cells::wait_room`] waits.
+//! taken, submitting is refused, and [`Cells::wait_room`] waits, as a task does that [`Cells::watch_room`] wakes.
 //!
 //! # Invariants
 //!
@@ -32,6 +32,7 @@ use immwire_core::wake::{Progress, Ticket};
 use crate::callback::{Callbacks, Job};
 use crate::sync::{AtomicBool, AtomicU8, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
 use crate::wait::{WaitCell, Waiter};
+use crate::wakers::{self, Wakers};
 
 const CODE_DONE: u8 = 0;
 const CODE_FAILED: u8 = 1;
@@ -56,6 +57,8 @@ pub(crate) struct Cells<F> {
     /// Whether waiting is over: no cell need come back any more.
     closed: Mutex<bool>,
     returned: Condvar,
+    /// Tasks that wait for a free cell: left, and taken, under the lock of `closed`.
+    tasks: Mutex<Wakers>,
 }
 
 impl<F: Copy> Cells<F> {
@@ -73,6 +76,7 @@ impl<F: Copy> Cells<F> {
             wanted: AtomicBool::new(false),
             closed: Mutex::new(false),
             returned: Condvar::new(),
+            tasks: Mutex::new(Wakers::default()),
         }
     }
 
@@ -201,18 +205,42 @@ impl<F: Copy> Cells<F> {
         }
     }
 
+    /// Whether a cell may be free; else leaves `waker`, as `id`, to be woken when it is worth looking again.
+    pub(crate) fn watch_room(&self, id: &mut Option<u64>, waker: &Waker) -> bool {
+        let closed = lock(&self.closed);
+        // As in `wait_room`; if `give_back` reads it, it finds the waker.
+        self.wanted.swap(true, Ordering::AcqRel);
+        let may_be = *closed || !self.free.is_empty();
+        if !may_be {
+            lock(&self.tasks).leave(id, waker);
+        }
+        may_be
+    }
+
+    /// Takes back the waker that `id` stands for.
+    pub(crate) fn forget_room(&self, id: Option<u64>) {
+        lock(&self.tasks).withdraw(id);
+    }
+
     /// Ends all waiting for room, now and later.
     pub(crate) fn close(&self) {
         *lock(&self.closed) = true;
         self.returned.notify_all();
+        let tasks = lock(&self.tasks).take();
+        wakers::wake(tasks);
     }
 
     /// A cell is empty again.
     fn give_back(&self, cell: u16) {
         self.free.give(cell);
-        if self.wanted.swap(false, Ordering::AcqRel) {
+        let tasks = self.wanted.swap(false, Ordering::AcqRel).then(|| {
             let _guard = lock(&self.closed);
             self.returned.notify_all();
+            lock(&self.tasks).take()
+        });
+        if let Some(tasks) = tasks {
+            // Once the lock is free: a waker may look at once.
+            wakers::wake(tasks);
         }
     }
 

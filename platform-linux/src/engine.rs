@@ -49,6 +49,7 @@ use crate::sync::lock;
 use crate::topology::Pairing;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
+use crate::waits::{self, Capacity, PeerUp};
 use crate::watch::{UvmWatcher, Watch};
 
 /// A polled engine that waits looks for arrivals so often for each full step.
@@ -215,7 +216,7 @@ impl Builder {
         self
     }
 
-    /// The CPU that the engine's thread is pinned to. Default: none.
+    /// The CPU that the engine's thread is pinned to; one that it cannot be pinned to is refused. Default: none.
     #[must_use]
     pub const fn pin_cpu(mut self, cpu: usize) -> Self {
         self.cpu = Some(cpu);
@@ -236,6 +237,14 @@ impl Builder {
     pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
         self.liveness = Some(liveness);
         self
+    }
+
+    /// As [`Builder::liveness`], but for what `change` leaves as it would be: choose the transport before.
+    #[must_use]
+    pub fn liveness_with(self, change: impl FnOnce(&mut LivenessConfig)) -> Self {
+        let mut liveness = self.liveness_config();
+        change(&mut liveness);
+        self.liveness(liveness)
     }
 
     /// [`LivenessConfig::idle_after`] alone: a peer to whom nothing went and from whom nothing came for so long is asked whether it can be
@@ -357,6 +366,7 @@ impl Builder {
     /// [`BuildError`].
     pub fn build(self) -> Result<TransferEngine, BuildError> {
         let (idle, cpu, drain) = (self.idle, self.cpu, self.drain);
+        cpu.map_or(Ok(()), pinnable)?;
         let parts = self.parts()?;
         let inner = Arc::new(parts.inner);
         let mut engine = parts.drive;
@@ -366,8 +376,9 @@ impl Builder {
             serve.callbacks.serve();
         })?;
         let progress = spawn("immwire-engine", move || {
-            if let Some(cpu) = cpu {
-                pin(cpu);
+            if let Some((cpu, Err(error))) = cpu.map(|cpu| (cpu, pin(cpu))) {
+                // It has gone since it was tried.
+                tracing::warn!(cpu, %error, "the engine's thread could not be pinned");
             }
             run(&mut *engine, &shared, idle);
             engine.shut_down(drain);
@@ -660,17 +671,34 @@ fn eventfd() -> Result<OwnedFd, BuildError> {
     made.map_err(|errno| BuildError::Os { call: "eventfd", source: errno.into() })
 }
 
-fn spawn(name: &str, body: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, BuildError> {
+fn spawn<R: Send + 'static>(
+    name: &str,
+    body: impl FnOnce() -> R + Send + 'static,
+) -> Result<JoinHandle<R>, BuildError> {
     let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
     thread.map_err(|source| BuildError::Os { call: "starting a thread", source })
 }
 
-/// Pins the calling thread. A CPU that does not exist is reported and ignored.
-fn pin(cpu: usize) {
-    let mut set = rustix::thread::CpuSet::new();
+/// Pins the calling thread.
+fn pin(cpu: usize) -> rustix::io::Result<()> {
+    use rustix::thread::CpuSet;
+    if cpu >= CpuSet::MAX_CPU {
+        return Err(rustix::io::Errno::INVAL);
+    }
+    let mut set = CpuSet::new();
     set.set(cpu);
-    if let Err(error) = rustix::thread::sched_setaffinity(None, &set) {
-        tracing::warn!(cpu, %error, "the engine's thread could not be pinned");
+    rustix::thread::sched_setaffinity(None, &set)
+}
+
+/// Whether a thread of this process can be pinned to a CPU: tried by one that ends.
+fn pinnable(cpu: usize) -> Result<(), BuildError> {
+    let tried = spawn("immwire-pin", move || pin(cpu))?.join();
+    let allowed = "one of the machine's, which this process may use";
+    let what = "the CPU that the engine's thread is pinned to";
+    // It does not panic.
+    match tried {
+        Ok(Ok(())) => Ok(()),
+        _ => Err(BuildError::Config { what, found: cpu, allowed }),
     }
 }
 
@@ -1038,14 +1066,13 @@ impl TransferEngine {
     ///
     /// [`PeerError`].
     pub fn wait_peer(&self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
-        let up = |state| match state {
-            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
-            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
-            Some(PeerState::Connecting) => None,
-            None => Some(Err(PeerError::Unknown { peer })),
-        };
-        let waited = self.inner.shared.peers.wait(peer, timeout, up);
+        let waited = self.inner.shared.peers.wait(peer, timeout, |state| waits::is_up(peer, state));
         waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
+    }
+
+    /// A future of the same, without a timeout: resolves when the peer is up, or will not be.
+    pub fn peer_up(&self, peer: PeerId) -> PeerUp {
+        PeerUp::new(Arc::clone(&self.inner.shared), peer)
     }
 
     /// Waits until the peer is down; returns whether it is.
@@ -1241,6 +1268,11 @@ impl TransferEngine {
     #[must_use]
     pub fn wait_capacity(&self, timeout: Duration) -> bool {
         self.inner.shared.cells.wait_room(timeout)
+    }
+
+    /// A future of the same, without a timeout: resolves when another transfer can be submitted, or the engine has stopped.
+    pub fn capacity(&self) -> Capacity {
+        Capacity::new(Arc::clone(&self.inner.shared))
     }
 
     fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
@@ -1499,13 +1531,7 @@ impl Driver {
     /// [`PeerError`].
     pub fn wait_peer(&mut self, peer: PeerId, timeout: Duration) -> Result<(), PeerError> {
         let shared = Arc::clone(&self.shared);
-        let state = || match shared.peers.get(peer) {
-            Some(PeerState::Up | PeerState::Suspect) => Some(Ok(())),
-            Some(PeerState::Down(reason)) => Some(Err(PeerError::Down { peer, reason })),
-            Some(PeerState::Connecting) => None,
-            None => Some(Err(PeerError::Unknown { peer })),
-        };
-        let waited = self.run_until(timeout, state);
+        let waited = self.run_until(timeout, || waits::is_up(peer, shared.peers.get(peer)));
         waited.unwrap_or(Err(PeerError::Timeout { peer, after: timeout }))
     }
 

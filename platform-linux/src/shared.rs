@@ -7,6 +7,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Condvar, Mutex};
+use std::task::Waker;
 use std::time::{Duration, Instant};
 
 use immwire_core::group::{PeersFull, SubmitError as GroupError};
@@ -25,6 +26,7 @@ use crate::driver::Submission;
 use crate::error::{AddPeerError, End, RecvError, SubmitError, TransferError};
 use crate::intake::{Intake, Wake};
 use crate::sync::lock;
+use crate::wakers::{self, Wakers};
 
 /// How long a peer that went down is remembered by name, at most so many of them.
 const REMEMBERED_PEERS: usize = 4096;
@@ -118,6 +120,8 @@ struct PeerStates {
     states: HashMap<PeerId, PeerState>,
     /// Peers that are down, the oldest first.
     down: VecDeque<PeerId>,
+    /// Tasks that wait for a change.
+    tasks: Wakers,
 }
 
 impl PeerBook {
@@ -132,6 +136,30 @@ impl PeerBook {
             }
         }
         self.changed.notify_all();
+        let tasks = book.tasks.take();
+        drop(book);
+        wakers::wake(tasks);
+    }
+
+    /// What `done` says of the peer's state; if that is nothing, leaves `waker`, as `id`, to be woken when some peer's state changes.
+    pub(crate) fn watch<R>(
+        &self,
+        peer: PeerId,
+        done: impl Fn(Option<PeerState>) -> Option<R>,
+        id: &mut Option<u64>,
+        waker: &Waker,
+    ) -> Option<R> {
+        let mut book = lock(&self.states);
+        let result = done(book.states.get(&peer).copied());
+        if result.is_none() {
+            book.tasks.leave(id, waker);
+        }
+        result
+    }
+
+    /// Takes back the waker that `id` stands for.
+    pub(crate) fn forget(&self, id: Option<u64>) {
+        lock(&self.states).tasks.withdraw(id);
     }
 
     pub(crate) fn get(&self, peer: PeerId) -> Option<PeerState> {

@@ -10,8 +10,8 @@ use immwire_core::group as core_group;
 use immwire_core::mailbox::SendError;
 
 use crate::{
-    AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr, PeerId,
-    PeerState, Region, SingleWrite, SubmitError, TransferEngine, TransferError,
+    AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr,
+    PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine, TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -321,6 +321,57 @@ fn a_source_may_be_closed_by_whoever_is_told_that_nothing_starts() {
         assert!(closed.try_recv().unwrap(), "the source was in use still");
         assert!(matches!(transfer.poll_end(), Some(End::NeverStarted { .. })));
     }
+}
+
+/// A waker that says that it was woken.
+struct Tells(mpsc::Sender<()>);
+
+impl Wake for Tells {
+    fn wake(self: Arc<Self>) {
+        self.0.send(()).unwrap();
+    }
+}
+
+/// A peer that comes up, room for a transfer, and the end of the engine: whoever waits for them by a future is woken.
+#[test]
+fn futures_of_a_peer_and_of_room_are_woken() {
+    let (sender, woken) = mpsc::channel();
+    let waker = Waker::from(Arc::new(Tells(sender)));
+    let look = &mut Context::from_waker(&waker);
+    let (engine, mut driver) = TransferEngine::builder().transfers(1).build_polled().unwrap();
+    let other = TransferEngine::builder().build().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    let mut up = pin!(engine.peer_up(peer));
+    assert!(up.as_mut().poll(look).is_pending());
+    drop(engine.peer_up(peer));
+    driver.wait_peer(peer, LONG).unwrap();
+    woken.try_recv().unwrap();
+    assert_eq!(up.as_mut().poll(look), Poll::Ready(Ok(())));
+    let nobody = PeerId { index: 3, generation: 7 };
+    let unknown = Poll::Ready(Err(PeerError::Unknown { peer: nobody }));
+    assert_eq!(pin!(engine.peer_up(nobody)).poll(look), unknown);
+
+    let mut room = pin!(engine.capacity());
+    assert_eq!(room.as_mut().poll(look), Poll::Ready(()));
+    let counter = other.counter().unwrap();
+    let transfer = engine.submit_imm(peer, counter.tag(), 1).unwrap();
+    assert!(room.as_mut().poll(look).is_pending());
+    driver.wait(&transfer, LONG).unwrap().ok().unwrap();
+    assert!(woken.try_recv().is_err(), "a handle keeps the place");
+    drop(transfer);
+    woken.try_recv().unwrap();
+    assert_eq!(room.as_mut().poll(look), Poll::Ready(()));
+
+    // What nobody drives does not connect, nor end.
+    let silent = TransferEngine::builder().build_polled().unwrap();
+    let absent = driver.add_peer(silent.0.address()).unwrap();
+    let _transfer = engine.submit_imm(peer, counter.tag(), 1).unwrap();
+    let (mut up, mut room) = (pin!(engine.peer_up(absent)), pin!(engine.capacity()));
+    assert!(up.as_mut().poll(look).is_pending() && room.as_mut().poll(look).is_pending());
+    drop(driver);
+    assert_eq!(woken.try_iter().count(), 2);
+    assert!(matches!(up.poll(look), Poll::Ready(Err(PeerError::Down { .. }))));
+    assert_eq!(room.poll(look), Poll::Ready(()));
 }
 
 /// A waker that says how a peer of the engine's stands.

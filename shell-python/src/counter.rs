@@ -1,8 +1,10 @@
 //! Counters, as Python sees them: awaited, waited for, asked.
 
 use std::collections::HashMap;
+use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -22,11 +24,22 @@ struct Counter {
     imm: Arc<immwire::ImmCounter>,
     /// Writes by peer that earlier waits for shares have consumed.
     consumed: Mutex<HashMap<immwire::PeerId, u64>>,
+    /// Others may have been consumed, of which nobody said whose they were.
+    is_mixed: AtomicBool,
 }
 
 impl Counter {
-    /// The writes of a wait for shares were consumed.
-    fn settle(&self, expected: &[Expected]) {
+    /// Writes were, or may be, consumed of which nobody says whose they are.
+    fn mix(&self) {
+        // It tells no more than itself.
+        self.is_mixed.store(true, Ordering::Relaxed);
+    }
+
+    /// The writes of a wait were consumed.
+    fn settle(&self, writes: u64, expected: &[Expected]) {
+        if expected.is_empty() && writes > 0 {
+            self.mix();
+        }
         let mut consumed = lock(&self.consumed);
         for Expected { peer, writes } in expected {
             let all = consumed.entry(*peer).or_default();
@@ -41,13 +54,19 @@ impl Counter {
         } else {
             self.imm.wait_from(expected, Duration::ZERO)
         };
+        if ended.is_ok() && expected.is_empty() && writes > 0 {
+            self.mix();
+        }
         ended.map_err(|mut error| {
             if let CountError::Timeout { after, peers, .. } = &mut error {
                 *after = given;
+                let is_mixed = self.is_mixed.load(Ordering::Relaxed);
                 let consumed = lock(&self.consumed);
                 for share in peers.iter_mut().filter(|share| share.expected.is_some()) {
                     let before = consumed.get(&share.peer).copied().unwrap_or(0);
                     share.arrived = share.arrived.saturating_sub(before);
+                    // How many of them are of this wait nobody knows: so nobody is said to be late who is not.
+                    share.expected = share.expected.filter(|_| !is_mixed);
                 }
             }
             error
@@ -68,7 +87,8 @@ pub(crate) struct ImmCounter {
 impl ImmCounter {
     pub(crate) fn new(imm: immwire::ImmCounter, manner: Manner) -> Self {
         let tag = imm.tag();
-        let counter = Counter { imm: Arc::new(imm), consumed: Mutex::default() };
+        let (imm, consumed, is_mixed) = (Arc::new(imm), Mutex::default(), AtomicBool::new(false));
+        let counter = Counter { imm, consumed, is_mixed };
         Self { counter: Owned::new(Mutex::new(Some(Arc::new(counter)))), tag, manner }
     }
 
@@ -77,8 +97,11 @@ impl ImmCounter {
         counter.ok_or_else(|| errors::closed("counter"))
     }
 
+    /// For others to wait on.
     pub(crate) fn imm(&self) -> PyResult<Arc<immwire::ImmCounter>> {
-        Ok(Arc::clone(&self.get()?.imm))
+        let counter = self.get()?;
+        counter.mix();
+        Ok(Arc::clone(&counter.imm))
     }
 
     fn op(&self, writes: u64, expected: Vec<Expected>) -> PyResult<Counted> {
@@ -100,7 +123,7 @@ impl ImmCounter {
         })?;
         match reached {
             Some(Ok(())) => {
-                counter.settle(expected);
+                counter.settle(writes, expected);
                 Ok(())
             }
             Some(Err(error)) => Err(errors::count(&error)),
@@ -141,7 +164,12 @@ impl ImmCounter {
     /// Consumes ``writes`` if so many have arrived; returns whether.
     #[pyo3(signature = (writes, /))]
     fn try_take(&self, writes: u64) -> PyResult<bool> {
-        self.get()?.imm.try_take(writes).map_err(|error| errors::count(&error))
+        let counter = self.get()?;
+        let taken = counter.imm.try_take(writes).map_err(|error| errors::count(&error))?;
+        if taken {
+            counter.settle(writes, &[]);
+        }
+        Ok(taken)
     }
 
     /// To be awaited: until ``writes`` have arrived, and were consumed. Early ones count.
@@ -153,7 +181,8 @@ impl ImmCounter {
         Ok(Waiting::new(self.op(writes, Vec::new())?, timeout, self.manner.spin))
     }
 
-    /// As ``wait``, for what each peer is to send: a timeout then names who is late.
+    /// As ``wait``, for what each peer is to send: a timeout then names who is late. Not where others of the counter's writes
+    /// were consumed without saying whose they are, as by ``wait``: shares are then what each has sent for all of these.
     #[pyo3(signature = (expected, /, *, timeout = None))]
     fn wait_from(&self, expected: HashMap<PeerId, u64>, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = timeout.map_or(Ok(self.manner.timeout), seconds)?;
@@ -221,7 +250,7 @@ struct Counted {
 impl Counted {
     fn outcome(&self, py: Python<'_>, ended: Result<(), CountError>) -> Outcome {
         ended.map_err(|error| errors::count(&error))?;
-        self.counter.settle(&self.expected);
+        self.counter.settle(self.writes, &self.expected);
         Ok(py.None())
     }
 
@@ -234,6 +263,14 @@ impl Counted {
 }
 
 impl Op for Counted {
+    fn forgotten(&self) -> &'static CStr {
+        if self.expected.is_empty() {
+            c"ImmCounter.wait was never awaited"
+        } else {
+            c"ImmCounter.wait_from was never awaited"
+        }
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         if self.waiting.is_some() {
             return self.poll(py, Waker::noop());

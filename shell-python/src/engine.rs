@@ -22,7 +22,7 @@ use immwire::{
 use pyo3::exceptions::PyTypeError;
 use pyo3::intern;
 use pyo3::prelude::*;
-use pyo3::types::{PyBytes, PyDict, PyString, PyTuple};
+use pyo3::types::{PyBytes, PyString, PyTuple};
 
 use crate::buffer::View;
 use crate::counter::ImmCounter;
@@ -33,6 +33,7 @@ use crate::memory::{self, Keep};
 use crate::messages::{Mailbox, Recv};
 use crate::moe::Exchanges;
 use crate::pages;
+use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
 use crate::sync::{call_back, in_callback, lock, wait};
@@ -161,11 +162,16 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``group_key``: the secret (bytes) that every engine of the group must have. Without one, only
 ///   processes of the same user are let in, and over a network whoever reaches the port.
 /// - ``idle_spin``: seconds that the engine's thread, with nothing to do, looks on, and then lets others run
-///   between looks, before it sleeps; ``math.inf`` on a core of its own, which is ``pin_cpu`` if given.
+///   between looks, before it sleeps; ``math.inf`` on a core of its own, which is ``pin_cpu`` if given: a CPU that is not there, or
+///   not for this process, is refused.
 /// - ``timeout``: seconds that a wait takes at most, unless it is told otherwise.
 /// - ``spin``: seconds that an ``await`` looks for its result before it lets other tasks run, if none
 ///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
 /// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
+/// - ``heartbeat``, ``suspect_after``, ``down_after``: a peer is sent something every so many seconds, 0.5 unless told (it is asked to
+///   do likewise, and the shorter interval counts); it is suspected when nothing was heard of it for so many, 2, and given up after so many,
+///   10, but with ``"shm"`` never for silence alone, unless told: there its death is seen at once. ``math.inf`` is never.
+/// - ``connect_deadline``: seconds after which a peer that was added and has not answered is given up, 10 unless told.
 /// - ``idle_after``: seconds after which a peer is asked to end the connection, if neither end has used it: its place is free for others then,
 ///   and it can be added again. Unless told, never. Who only waits for a count does not use it;
 ///   ranks of an ``AllToAll`` that were let go are left out of it for good.
@@ -270,24 +276,6 @@ fn address(given: &Bound<'_, PyAny>) -> PyResult<immwire::NetAddr> {
     Ok(made.cast::<NetAddr>()?.get().0.clone())
 }
 
-/// ``await`` of a blocking method: on a thread of the event loop's.
-fn on_a_thread<'py>(
-    slf: &Bound<'py, TransferEngine>,
-    method: &str,
-    arguments: &Bound<'py, PyTuple>,
-    timeout: Option<f64>,
-) -> PyResult<Bound<'py, PyAny>> {
-    let py = slf.py();
-    let event_loop = py.import(intern!(py, "asyncio"))?.call_method0("get_running_loop")?;
-    let fields = PyDict::new(py);
-    fields.set_item("timeout", timeout)?;
-    let partial = py.import(intern!(py, "functools"))?.getattr("partial")?;
-    let bound = partial.call((slf.getattr(method)?,), Some(&fields))?;
-    let call = PyTuple::new(py, [py.None().into_bound(py), bound])?;
-    let all = call.as_sequence().concat(arguments.as_sequence())?.to_tuple()?;
-    event_loop.call_method1(intern!(py, "run_in_executor"), all)
-}
-
 #[pymethods]
 impl TransferEngine {
     #[new]
@@ -295,7 +283,7 @@ impl TransferEngine {
         *, provider = "shm", fabric = None, interface = None, library = None, devices = None, gid_index = None,
         traffic_class = None, service_level = None, ack_timeout = None, retry_count = None, on_demand = false, classic = false, gpus = None, pairing = None, topology = None, sms = None, stand_by = true, shm_on_host = false, host = None, staging = None, nics = 1, transfers = 1024, peers = 256, counters = 1024,
         group_key = None, idle_spin = 50e-6, pin_cpu = None, timeout = 30.0, spin = None, drain = 1.0,
-        idle_after = None, mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
+        heartbeat = None, suspect_after = None, down_after = None, connect_deadline = None, idle_after = None, mailbox_slots = 8, mailbox_slot_bytes = 65536, latency_bytes = 8192, foreign_path = "auto",
     ))]
     #[expect(clippy::too_many_arguments, reason = "each is a keyword with a default")]
     fn new(
@@ -330,6 +318,10 @@ impl TransferEngine {
         timeout: f64,
         spin: Option<f64>,
         drain: f64,
+        heartbeat: Option<f64>,
+        suspect_after: Option<f64>,
+        down_after: Option<f64>,
+        connect_deadline: Option<f64>,
         idle_after: Option<f64>,
         mailbox_slots: u8,
         mailbox_slot_bytes: u32,
@@ -430,8 +422,17 @@ impl TransferEngine {
             "bounce" => builder.foreign_path(ForeignPath::BounceOnly),
             _ => return Err(errors::config("foreign_path is \"auto\", \"kernel\" or \"bounce\"")),
         };
-        if let Some(idle) = idle_after {
-            builder = builder.idle_after(seconds(idle)?);
+        let given = |time: Option<f64>| time.map(seconds).transpose();
+        let (heartbeat, suspect_after) = (given(heartbeat)?, given(suspect_after)?);
+        let (down_after, connect_deadline) = (given(down_after)?, given(connect_deadline)?);
+        builder = builder.liveness_with(|usual| {
+            usual.heartbeat = heartbeat.unwrap_or(usual.heartbeat);
+            usual.suspect_after = suspect_after.unwrap_or(usual.suspect_after);
+            usual.down_after = down_after.unwrap_or(usual.down_after);
+            usual.connect_deadline = connect_deadline.unwrap_or(usual.connect_deadline);
+        });
+        if let Some(idle) = given(idle_after)? {
+            builder = builder.idle_after(idle);
         }
         if let Some(cpu) = pin_cpu {
             builder = builder.pin_cpu(cpu);
@@ -629,13 +630,9 @@ impl TransferEngine {
 
     /// To be awaited: until the peer is up.
     #[pyo3(signature = (peer, /, *, timeout = None))]
-    fn wait_peer<'py>(
-        slf: &Bound<'py, Self>,
-        peer: PeerId,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        let peer = (peer,).into_pyobject(slf.py())?;
-        on_a_thread(slf, "wait_peer_blocking", &peer, timeout)
+    fn wait_peer(&self, peer: PeerId, timeout: Option<f64>) -> PyResult<Waiting> {
+        let timeout = self.timeout(timeout)?;
+        Ok(Waiting::new(Up::new(&self.core()?, peer.into()), timeout, Duration::ZERO))
     }
 
     /// Waits until the peer is up; other threads run meanwhile.
@@ -855,14 +852,15 @@ impl TransferEngine {
         Ok(core.mailbox.call(&core.engine, count, callable(callback)?)?)
     }
 
-    /// To be awaited: a message, whoever sends it.
+    /// To be awaited: a message, whoever sends it. One that lies there is taken at once, also with ``timeout=0``.
     #[pyo3(signature = (*, timeout = None))]
     fn recv(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
         Ok(Waiting::new(Recv::new(&self.core()?), timeout, Duration::ZERO))
     }
 
-    /// Waits for a message, whoever sends it; other threads run meanwhile.
+    /// Waits for a message, whoever sends it; other threads run meanwhile. One that lies there is taken at once, also with
+    /// ``timeout=0``.
     #[pyo3(signature = (*, timeout = None))]
     fn recv_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Message> {
         let timeout = self.timeout(timeout)?;
@@ -873,11 +871,9 @@ impl TransferEngine {
 
     /// To be awaited: until another transfer can be submitted; whether it can.
     #[pyo3(signature = (*, timeout = None))]
-    fn wait_capacity<'py>(
-        slf: &Bound<'py, Self>,
-        timeout: Option<f64>,
-    ) -> PyResult<Bound<'py, PyAny>> {
-        on_a_thread(slf, "wait_capacity_blocking", &PyTuple::empty(slf.py()), timeout)
+    fn wait_capacity(&self, timeout: Option<f64>) -> PyResult<Waiting> {
+        let timeout = self.timeout(timeout)?;
+        Ok(Waiting::new(Room::new(&self.core()?), timeout, Duration::ZERO))
     }
 
     /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile.

@@ -30,6 +30,7 @@ mod memory;
 mod messages;
 mod moe;
 mod pages;
+mod peers;
 mod region;
 mod streams;
 mod sync;

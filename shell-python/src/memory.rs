@@ -5,6 +5,7 @@
 //! may write there. Streams of GPUs are found here, too.
 
 use std::ffi::{CStr, c_void};
+use std::fmt;
 use std::ptr::NonNull;
 
 use pyo3::exceptions::{PyTypeError, PyValueError};
@@ -21,7 +22,51 @@ pub(crate) struct Memory {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) len: usize,
     pub(crate) readonly: bool,
+    /// What lies there, by an array's interface or DLPack.
+    pub(crate) item: Option<Item>,
     pub(crate) keep: Keep,
+}
+
+/// The type of an array's items.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Item {
+    /// In a letter of numpy's array interface, if it is in this machine's order of bytes; else a question mark.
+    kind: u8,
+    bytes: usize,
+}
+
+impl Item {
+    pub(crate) const INT32: Self = Self { kind: b'i', bytes: 4 };
+    pub(crate) const INT64: Self = Self { kind: b'i', bytes: 8 };
+    pub(crate) const FLOAT32: Self = Self { kind: b'f', bytes: 4 };
+
+    /// Of an array's interface: a letter for the order of bytes, one for the kind, then the bytes of an item.
+    fn of_array(typestr: &str) -> Option<Self> {
+        let (order, kind) = (*typestr.as_bytes().first()?, *typestr.as_bytes().get(1)?);
+        let bytes = typestr.get(2..)?.parse().ok()?;
+        let own = if cfg!(target_endian = "little") { b'<' } else { b'>' };
+        let is_ours = bytes == 1 || order == own || order == b'=';
+        Some(Self { kind: if is_ours { kind } else { b'?' }, bytes })
+    }
+
+    /// Whether items may be taken for these: they are, but for a sign, or they are bytes, of which nothing is known.
+    pub(crate) fn may_be(self, other: Self) -> bool {
+        // Some libraries have indices without a sign: below 2^31 they are the same.
+        let signed = |item: Self| if item.kind == b'u' { b'i' } else { item.kind };
+        self.bytes == 1 || (self.bytes == other.bytes && signed(self) == signed(other))
+    }
+}
+
+impl fmt::Display for Item {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let bits = self.bytes.saturating_mul(8);
+        match self.kind {
+            b'i' => write!(f, "int{bits}"),
+            b'u' => write!(f, "uint{bits}"),
+            b'f' => write!(f, "float{bits}"),
+            _ => write!(f, "items of {} bytes", self.bytes),
+        }
+    }
 }
 
 /// What is held so that memory stays. Dropped, it lets go.
@@ -166,11 +211,11 @@ fn gpu(what: &str) -> PyErr {
     ))
 }
 
-fn found(ptr: usize, len: usize, readonly: bool, keep: Keep) -> PyResult<Memory> {
+fn found(ptr: usize, len: usize, readonly: bool, item: Option<Item>, keep: Keep) -> Memory {
     // Nothing lies at address zero.
     let (ptr, len) = NonNull::new(std::ptr::with_exposed_provenance_mut(ptr))
         .map_or((NonNull::dangling(), 0), |ptr| (ptr, len));
-    Ok(Memory { ptr, len, readonly, keep })
+    Memory { ptr, len, readonly, item, keep }
 }
 
 fn address(pair: &Bound<'_, PyTuple>) -> PyResult<Memory> {
@@ -180,7 +225,7 @@ fn address(pair: &Bound<'_, PyTuple>) -> PyResult<Memory> {
     if ptr.checked_add(len).is_none() {
         return Err(PyValueError::new_err("the range wraps around the end of the address space"));
     }
-    found(ptr, len, false, Keep::Nothing)
+    Ok(found(ptr, len, false, None, Keep::Nothing))
 }
 
 fn viewed(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
@@ -190,7 +235,7 @@ fn viewed(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
         Err(_) => View::contiguous(object, false)?,
     };
     let (ptr, len, readonly) = (view.ptr(), view.len(), view.readonly());
-    found(ptr.expose_provenance(), len, readonly, Keep::View { _view: view })
+    Ok(found(ptr.expose_provenance(), len, readonly, None, Keep::View { _view: view }))
 }
 
 /// numpy's array interface, version 3, or Numba's for CUDA, which has the same fields and two more: a mask, and a
@@ -209,30 +254,29 @@ fn array(object: &Bound<'_, PyAny>, interface: &Bound<'_, PyAny>) -> PyResult<Me
         PyTypeError::new_err("data of the array's interface is not (address, read only)")
     })?;
     let shape: Vec<i64> = wanted("shape")?.extract()?;
-    // A letter for the byte order, one for the kind, then the bytes of an item.
     let typestr: String = wanted("typestr")?.extract()?;
-    let digits = typestr.get(2..).and_then(|digits| digits.parse::<i64>().ok());
-    let item = digits.ok_or_else(|| PyTypeError::new_err(format!("{typestr:?} has no size")))?;
+    let no_size = || PyTypeError::new_err(format!("{typestr:?} has no size"));
+    let item = Item::of_array(&typestr).ok_or_else(no_size)?;
     let strides: Option<Vec<i64>> = match fields.get_item(intern!(py, "strides"))? {
         Some(strides) => strides.extract()?,
         None => None,
     };
-    let len = contiguous(&shape, strides.as_deref(), item)?;
+    let len = contiguous(&shape, strides.as_deref(), item.bytes)?;
     let keep = Keep::Object { _object: object.clone().unbind() };
-    found(ptr, len, readonly, keep)
+    Ok(found(ptr, len, readonly, Some(item), keep))
 }
 
 /// Bytes of a C-contiguous array; strides count `unit`s as the item's size does.
-fn contiguous(shape: &[i64], strides: Option<&[i64]>, item: i64) -> PyResult<usize> {
-    let mut len = item;
+fn contiguous(shape: &[i64], strides: Option<&[i64]>, item: usize) -> PyResult<usize> {
+    let too_large = || PyValueError::new_err("the array is too large");
+    let mut len = i64::try_from(item).map_err(|_| too_large())?;
     for (axis, &extent) in shape.iter().enumerate().rev() {
         let stride = strides.and_then(|strides| strides.get(axis));
         if extent > 1 && stride.is_some_and(|&stride| stride != len) {
             let message = "only C-contiguous arrays can be registered: make a contiguous copy";
             return Err(errors::request(message));
         }
-        let next = len.checked_mul(extent);
-        len = next.ok_or_else(|| PyValueError::new_err("the array is too large"))?;
+        len = len.checked_mul(extent).ok_or_else(too_large)?;
     }
     usize::try_from(len).map_err(|_| PyValueError::new_err("the array has a negative size"))
 }
@@ -325,8 +369,8 @@ fn dlpack(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     if !reaches(tensor.device_type, gpus) {
         return Err(gpu(&kind(object)));
     }
-    let bits = i64::from(tensor.bits) * i64::from(tensor.lanes);
-    if bits % 8 != 0 {
+    let bits = usize::from(tensor.bits) * usize::from(tensor.lanes);
+    if !bits.is_multiple_of(8) {
         return Err(errors::unsupported("items of less than a byte cannot be registered"));
     }
     let axes = usize::try_from(tensor.ndim).unwrap_or(0);
@@ -335,15 +379,23 @@ fn dlpack(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
         let all = || unsafe { std::slice::from_raw_parts(first, axes) };
         (!first.is_null()).then(all)
     };
-    let item = bits / 8;
+    // Codes of DLPack's `DLDataTypeCode`.
+    let kind = match (tensor.code, tensor.lanes) {
+        (0, 1) => b'i',
+        (1, 1) => b'u',
+        (2, 1) => b'f',
+        _ => b'?',
+    };
+    let item = Item { kind, bytes: bits / 8 };
     let shape = numbers(tensor.shape).unwrap_or(&[]);
     // DLPack counts strides in items.
+    let unit = i64::try_from(item.bytes).unwrap_or(i64::MAX);
     let strides: Option<Vec<i64>> = numbers(tensor.strides)
-        .map(|strides| strides.iter().map(|stride| stride.saturating_mul(item)).collect());
-    let len = contiguous(shape, strides.as_deref(), item)?;
+        .map(|strides| strides.iter().map(|stride| stride.saturating_mul(unit)).collect());
+    let len = contiguous(shape, strides.as_deref(), item.bytes)?;
     let offset = usize::try_from(tensor.byte_offset).unwrap_or(usize::MAX);
     let ptr = tensor.data.expose_provenance().checked_add(offset);
     let ptr = ptr.ok_or_else(|| PyValueError::new_err("the tensor's offset is beyond memory"))?;
     let keep = Keep::Object { _object: capsule.into_any().unbind() };
-    found(ptr, len, flags & DL_READ_ONLY != 0, keep)
+    Ok(found(ptr, len, flags & DL_READ_ONLY != 0, Some(item), keep))
 }

@@ -4,7 +4,8 @@
 //! senders. What it is asked for cannot be taken back: if whoever waited has gone, the message is kept
 //! for the next.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::ffi::CStr;
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
@@ -48,11 +49,21 @@ struct State {
     wanted: u128,
     /// Each wants one or more.
     takers: VecDeque<Taker>,
-    /// Came when nobody waited any more.
-    kept: VecDeque<immwire::Message>,
-    /// Whose they are, by the waiter's number.
-    given: HashMap<u64, immwire::Message>,
+    /// Messages that have come.
+    arrived: u64,
+    /// Came when nobody waited any more, or were given back: by the order in which they came.
+    kept: BTreeMap<u64, immwire::Message>,
+    /// Whose they are, by the waiter's number; and the order in which they came.
+    given: HashMap<u64, (u64, immwire::Message)>,
     closed: bool,
+}
+
+impl State {
+    /// A message behind all that came before.
+    fn keep(&mut self, message: immwire::Message) {
+        self.kept.insert(self.arrived, message);
+        self.arrived += 1;
+    }
 }
 
 /// What is left to be done once the lock is free.
@@ -79,17 +90,17 @@ impl Mailbox {
     fn hand_out(&self, state: &mut State) -> Aftermath {
         let mut after = Aftermath::default();
         while !state.kept.is_empty() && !state.takers.is_empty() {
-            let Some((taker, message)) = state.takers.pop_front().zip(state.kept.pop_front())
-            else {
+            let Some((taker, kept)) = state.takers.pop_front().zip(state.kept.pop_first()) else {
                 break;
             };
             state.wanted = state.wanted.saturating_sub(1);
             match taker {
                 Taker::Waiter(id, waiter) => {
-                    state.given.insert(id, message);
+                    state.given.insert(id, kept);
                     after.wake.push(waiter);
                 }
                 Taker::Call { call, left } => {
+                    let (_, message) = kept;
                     if let left @ 1.. = left.saturating_sub(1) {
                         state.takers.push_front(Taker::Call { call: Arc::clone(&call), left });
                     }
@@ -109,14 +120,14 @@ impl Mailbox {
     fn arrived(&self, message: immwire::Message) {
         let mut state = lock(&self.state);
         state.asked = state.asked.saturating_sub(1);
-        state.kept.push_back(message);
+        state.keep(message);
         let after = self.hand_out(&mut state);
         drop(state);
         after.settle();
     }
 
-    /// Puts a taker in line, gives it what there is, and asks the engine for the rest: one that is on its way to stop cannot be asked, and
-    /// tells who stands here when it has. Once it has, nobody stands in line.
+    /// Puts a taker in line, gives it what there is, here or in the engine, and asks the engine for the rest: one that is on its way to stop
+    /// cannot be asked, and tells who stands here when it has. Once it has, nobody stands in line.
     fn line_up(self: &Arc<Self>, engine: Option<&immwire::TransferEngine>, taker: Taker) {
         let mut state = lock(&self.state);
         if state.closed || taker.wants() == 0 {
@@ -124,7 +135,13 @@ impl Mailbox {
             return drop(taker);
         }
         state.wanted = state.wanted.saturating_add(taker.wants() as u128);
+        let is_waiter = matches!(taker, Taker::Waiter(..));
         state.takers.push_back(taker);
+        // What was asked for comes first, by the engine's callbacks, which calls are left to altogether.
+        if is_waiter && state.kept.is_empty() && state.asked == 0 {
+            let lies_there = engine.and_then(|engine| engine.recv(Duration::ZERO).ok());
+            lies_there.into_iter().for_each(|message| state.keep(message));
+        }
         let after = self.hand_out(&mut state);
         let more = state.wanted.saturating_sub(state.asked);
         let more = if engine.is_some() { usize::try_from(more).unwrap_or(usize::MAX) } else { 0 };
@@ -150,7 +167,7 @@ impl Mailbox {
     }
 
     fn take(&self, id: u64) -> Option<immwire::Message> {
-        lock(&self.state).given.remove(&id)
+        lock(&self.state).given.remove(&id).map(|(_, message)| message)
     }
 
     /// The waiter goes: what was given to it is for the next.
@@ -159,8 +176,9 @@ impl Mailbox {
         let is_it = |taker: &Taker| matches!(taker, Taker::Waiter(other, _) if *other == id);
         let gone = state.takers.iter().position(is_it).and_then(|at| state.takers.remove(at));
         state.wanted = state.wanted.saturating_sub(gone.as_ref().map_or(0, Taker::wants) as u128);
-        if let Some(message) = state.given.remove(&id) {
-            state.kept.push_front(message);
+        if let Some((order, message)) = state.given.remove(&id) {
+            // Before those that came later, whoever gives them back first.
+            state.kept.insert(order, message);
         }
         let after = self.hand_out(&mut state);
         drop(state);
@@ -242,6 +260,10 @@ impl Recv {
 }
 
 impl Op for Recv {
+    fn forgotten(&self) -> &'static CStr {
+        c"TransferEngine.recv was never awaited"
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         let found = self.found()?;
         Some(found.and_then(|message| {
@@ -255,6 +277,10 @@ impl Op for Recv {
     }
 
     fn late(&mut self, py: Python<'_>, after: Duration) -> Outcome {
+        if self.id.is_none() {
+            // There was no time to wait at all: what lies there is taken all the same.
+            self.stand_in_line(fresh_id(), Waiter::Thread(std::thread::current()));
+        }
         let timed_out = || Err(errors::recv(immwire::RecvError::Timeout { after }));
         self.look(py).unwrap_or_else(timed_out)
     }

@@ -75,15 +75,16 @@ impl Lingering {
         *regions > 1
     }
 
-    /// One region of Python less.
-    fn leave(&self, registration: Keys) {
+    /// One region of Python less; returns whether others have the same registration.
+    fn leave(&self, registration: Keys) -> bool {
         let mut state = lock(&self.state);
-        if let Some(regions) = state.regions.get_mut(&registration) {
-            *regions -= 1;
-            if *regions == 0 {
-                state.regions.remove(&registration);
-            }
+        let Some(regions) = state.regions.get_mut(&registration) else { return false };
+        *regions -= 1;
+        let is_shared = *regions > 0;
+        if !is_shared {
+            state.regions.remove(&registration);
         }
+        is_shared
     }
 
     /// Whether another region of Python has the same registration.
@@ -165,8 +166,10 @@ impl Lingering {
         };
         self.changed.notify_one();
         drop(held);
+        // Who stops the engine may be this thread itself, with the last that lingered: then it ends next.
+        let is_own = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         // It panics on nothing that a caller does.
-        let _ = thread.map(JoinHandle::join);
+        let _ = thread.filter(|thread| !is_own(thread)).map(JoinHandle::join);
     }
 }
 
@@ -239,12 +242,14 @@ impl Drop for Inner {
     fn drop(&mut self) {
         let stage = std::mem::replace(&mut lock(&self.state).stage, Stage::Closed);
         let Stage::Open(held) = stage else { return };
-        self.lingering.leave(held.registration());
+        let is_shared = self.lingering.leave(held.registration());
         let mut held = Some(held);
-        let mut release = || {
-            if let Some(held) = held.take() {
-                self.lingering.release(held);
-            }
+        let mut release = || match held.take() {
+            // As `close` does: the registration stays, and what keeps this part may be a view of the whole, which could
+            // never be closed while it lingers.
+            Some(part) if self.is_part && is_shared => drop(part),
+            Some(held) => self.lingering.release(held),
+            None => {}
         };
         // A GPU's driver may be waited for.
         if Python::try_attach(|py| py.detach(&mut release)).is_none() {

@@ -4,6 +4,7 @@
 //! wait for it.
 
 use std::collections::VecDeque;
+use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
@@ -352,6 +353,10 @@ struct Ended {
 }
 
 impl Op for Ended {
+    fn forgotten(&self) -> &'static CStr {
+        c"Transfer.wait was never awaited"
+    }
+
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
         let end = self.watched.poll_end()?;
         Some(errors::end(end, self.deadline).map_or_else(|| Ok(py.None()), Err))

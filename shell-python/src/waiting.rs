@@ -14,18 +14,21 @@
 //!
 //! # Invariants
 //!
-//! - A number is known to a hook from suspension until it is rung, late, or forgotten.
+//! - A number is known to a hook from suspension until it is rung, late, or forgotten. Its task is not resumed before.
+//! - A hook belongs to what its loop calls: a loop that is closed lets go of it, and with it go the futures, the tasks that
+//!   nobody will resume, and what these have begun to take.
 //! - A cancelled or forgotten wait gives back what it had begun to take: dropping an [`Op`] does.
 
 use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap};
+use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::task::Wake;
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
-use pyo3::exceptions::{PyRuntimeError, PyStopIteration, PyTypeError};
+use pyo3::exceptions::{PyRuntimeError, PyRuntimeWarning, PyStopIteration, PyTypeError};
 use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::sync::PyOnceLock;
@@ -39,6 +42,9 @@ pub(crate) type Outcome = PyResult<Py<PyAny>>;
 
 /// Something to be waited for, once. Dropped before it is there, it gives back what it took.
 pub(crate) trait Op: Send {
+    /// The warning, if nobody awaits what was called.
+    fn forgotten(&self) -> &'static CStr;
+
     /// The outcome, if it is there. Cheap: it is called again and again.
     fn look(&mut self, py: Python<'_>) -> Option<Outcome>;
 
@@ -51,7 +57,7 @@ pub(crate) trait Op: Send {
 
 /// What wakes one waiting task.
 pub(crate) struct Bell {
-    hook: Arc<Hook>,
+    hook: Weak<Hook>,
     id: u64,
 }
 
@@ -61,7 +67,22 @@ impl Bell {
     }
 
     pub(crate) fn ring(&self) {
-        self.hook.ring(self.id);
+        if let Some(hook) = self.hook.upgrade() {
+            hook.ring(self.id);
+        }
+    }
+
+    /// Its task is not to be woken any more.
+    fn forget(&self) {
+        if let Some(hook) = self.hook.upgrade() {
+            hook.forget(self.id);
+        }
+    }
+
+    /// Whether its task sleeps still.
+    fn is_awaited(&self) -> bool {
+        let futures = |hook: Arc<Hook>| lock(&hook.waiting).futures.contains_key(&self.id);
+        self.hook.upgrade().is_some_and(futures)
     }
 }
 
@@ -139,20 +160,15 @@ impl Tasks {
 impl Hook {
     /// The hook of `event_loop`; made, and given to the loop, on first use.
     fn of(event_loop: &Bound<'_, PyAny>) -> PyResult<Arc<Self>> {
-        static HOOKS: Mutex<Vec<(Py<PyAny>, Arc<Hook>)>> = Mutex::new(Vec::new());
+        static HOOKS: Mutex<Vec<(Py<PyAny>, Weak<Hook>)>> = Mutex::new(Vec::new());
         let py = event_loop.py();
         let known: Vec<(Py<PyAny>, Arc<Self>)> = lock(&HOOKS)
             .iter()
-            .map(|(weak, hook)| (weak.clone_ref(py), Arc::clone(hook)))
+            .filter_map(|(weak, hook)| Some((weak.clone_ref(py), hook.upgrade()?)))
             .collect();
-        let mut dead = Vec::new();
         for (weak, hook) in known {
-            let alive = weak.bind(py).call0()?;
-            if alive.is(event_loop) && hook.made_in == fork::generation() {
+            if hook.made_in == fork::generation() && weak.bind(py).call0()?.is(event_loop) {
                 return Ok(hook);
-            }
-            if alive.is_none() {
-                dead.push(weak);
             }
         }
         let flags = rustix::event::EventfdFlags::CLOEXEC | rustix::event::EventfdFlags::NONBLOCK;
@@ -165,10 +181,8 @@ impl Hook {
         let weak = weak.call1((event_loop,))?.unbind();
         let mut hooks = lock(&HOOKS);
         let (mut live, gone): (Vec<_>, Vec<_>) =
-            std::mem::take(&mut *hooks).into_iter().partition(|(weak, hook)| {
-                hook.made_in == fork::generation() && !dead.iter().any(|dead| dead.is(weak))
-            });
-        live.push((weak, Arc::clone(&hook)));
+            std::mem::take(&mut *hooks).into_iter().partition(|(_, hook)| hook.strong_count() > 0);
+        live.push((weak, Arc::downgrade(&hook)));
         *hooks = live;
         drop(hooks);
         // After the lock: what goes with them may run Python code.
@@ -216,7 +230,7 @@ impl Hook {
         let delay = at.saturating_duration_since(Instant::now()) + Duration::from_micros(100);
         let late = Bound::new(
             py,
-            Late { hook: Arc::clone(self), event_loop: event_loop.clone().unbind() },
+            Late { hook: Arc::downgrade(self), event_loop: event_loop.clone().unbind() },
         )?;
         let handle =
             event_loop.call_method1(intern!(py, "call_later"), (delay.as_secs_f64(), late))?;
@@ -247,24 +261,26 @@ impl Reader {
 /// Called by the loop when a deadline is over.
 #[pyclass(module = "immwire", frozen, name = "_Late")]
 struct Late {
-    hook: Arc<Hook>,
+    /// Which has the handle of this call, in turn.
+    hook: Weak<Hook>,
     event_loop: Py<PyAny>,
 }
 
 #[pymethods]
 impl Late {
     fn __call__(&self, py: Python<'_>) -> PyResult<()> {
+        let Some(hook) = self.hook.upgrade() else { return Ok(()) };
         let (late, timer) = {
-            let mut waiting = lock(&self.hook.waiting);
+            let mut waiting = lock(&hook.waiting);
             (waiting.expired(Instant::now()), waiting.timer.take())
         };
         drop(timer);
-        self.hook.resolve(py, late)?;
-        self.hook.plan(self.event_loop.bind(py))
+        hook.resolve(py, late)?;
+        hook.plan(self.event_loop.bind(py))
     }
 }
 
-/// A wait, and the iterator that `await` drives. To be awaited once.
+/// A wait, and the iterator that `await` drives. To be awaited once, or made a task of, as a coroutine is.
 #[pyclass(module = "immwire", frozen, name = "Waiting")]
 pub(crate) struct Waiting {
     state: Mutex<State>,
@@ -293,7 +309,7 @@ impl Waiting {
     ) -> PyResult<Option<Py<PyAny>>> {
         let py = event_loop.py();
         let future = event_loop.call_method0(intern!(py, "create_future"))?;
-        let bell = Arc::new(Bell { hook: Arc::clone(hook), id: fresh_id() });
+        let bell = Arc::new(Bell { hook: Arc::downgrade(hook), id: fresh_id() });
         {
             let mut waiting = lock(&hook.waiting);
             waiting.futures.insert(bell.id, future.clone().unbind());
@@ -316,6 +332,10 @@ fn finish(outcome: Outcome) -> PyResult<Option<Py<PyAny>>> {
     let value = outcome?;
     let none = Python::attach(|py| value.is_none(py));
     if none { Ok(None) } else { Err(PyStopIteration::new_err((value,))) }
+}
+
+fn awaited() -> PyErr {
+    PyRuntimeError::new_err("this was awaited already: make another")
 }
 
 fn running_loop(py: Python<'_>) -> PyResult<Bound<'_, PyAny>> {
@@ -373,22 +393,31 @@ impl Waiting {
                 (op, event_loop, hook, (timeout, start + timeout))
             }
             State::Suspended { mut op, timeout, deadline, bell } => {
+                if bell.is_awaited() {
+                    // By another task, which goes on.
+                    *lock(&self.state) = State::Suspended { op, timeout, deadline, bell };
+                    return Err(awaited());
+                }
                 if let Some(outcome) = op.look(py) {
-                    bell.hook.forget(bell.id);
                     return finish(outcome);
                 }
-                bell.hook.forget(bell.id);
-                let hook = Arc::clone(&bell.hook);
-                (op, running_loop(py)?, hook, (timeout, deadline))
+                let event_loop = running_loop(py)?;
+                let hook = bell.hook.upgrade().map_or_else(|| Hook::of(&event_loop), Ok)?;
+                (op, event_loop, hook, (timeout, deadline))
             }
-            State::Over => {
-                return Err(PyRuntimeError::new_err("this was awaited already: make another"));
-            }
+            State::Over => return Err(awaited()),
         };
         if Instant::now() >= times.1 {
             return finish(op.late(py, times.0));
         }
         self.suspend(&event_loop, &hook, op, times)
+    }
+
+    /// As ``next``; what is sent says nothing. With it this is a coroutine to asyncio, which tells one that is cancelled before it
+    /// has begun.
+    #[pyo3(signature = (_value, /))]
+    fn send(&self, py: Python<'_>, _value: &Bound<'_, PyAny>) -> PyResult<Py<PyAny>> {
+        self.__next__(py)?.ok_or_else(|| PyStopIteration::new_err(()))
     }
 
     /// The task was cancelled, or thrown into.
@@ -413,7 +442,7 @@ impl Waiting {
     fn close(&self) {
         let state = std::mem::replace(&mut *lock(&self.state), State::Over);
         if let State::Suspended { bell, .. } = &state {
-            bell.hook.forget(bell.id);
+            bell.forget();
         }
     }
 
@@ -428,11 +457,32 @@ impl Waiting {
 
 impl Drop for Waiting {
     fn drop(&mut self) {
-        if self.made_in == fork::generation() {
-            self.close();
-        } else {
+        if self.made_in != fork::generation() {
             // The parent's: see `fork`.
             std::mem::forget(std::mem::replace(&mut *lock(&self.state), State::Over));
+            return;
         }
+        let forgotten = match &*lock(&self.state) {
+            State::Fresh { op, .. } => Some(op.forgotten()),
+            State::Suspended { .. } | State::Over => None,
+        };
+        self.close();
+        forgotten.map(warn);
     }
+}
+
+/// Warns, as of a coroutine that was never awaited.
+fn warn(message: &CStr) {
+    // At the interpreter's end nobody would see it.
+    let _ = Python::try_attach(|py| {
+        // Whoever drops it may be on its way with an exception, which goes on.
+        let raised = PyErr::take(py);
+        let kind = py.get_type::<PyRuntimeWarning>();
+        if let Err(error) = PyErr::warn(py, &kind, message, 1) {
+            error.write_unraisable(py, None);
+        }
+        if let Some(raised) = raised {
+            raised.restore(py);
+        }
+    });
 }

@@ -383,6 +383,11 @@ def test_what_cannot_be_is_refused():
         )
         assert arrays["counts"].tolist() == [0, 1]
         alone.combine(arrays["out"], out=x)
+        # What lies behind that is not looked at.
+        beyond = np.array([[1], [1 << 40]])
+        alone.dispatch(np.repeat(x, 2, 0), beyond, np.repeat(weights, 2, 0), **arrays, count=few)
+        assert arrays["counts"].tolist() == [0, 1]
+        alone.combine(arrays["out"], out=x)
         alone.abort()
     assert alone.closed
 

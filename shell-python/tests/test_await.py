@@ -1,12 +1,19 @@
 """Awaiting, on asyncio's event loop and uvloop's."""
 
 import asyncio
+import gc
+import os
+import signal
 import threading
 import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import immwire
 import pytest
+import uvloop
 from conftest import PATIENCE, Pair
+from test_gpu import counted
 
 
 @pytest.fixture(params=[0.0, 20e-6], ids=["suspends", "spins"])
@@ -106,6 +113,47 @@ def test_late_peers_are_named(run):
                 await counter.wait_from({first: 3, second: 2})
 
     run(main())
+
+
+@pytest.mark.parametrize("consume", ["wait", "wait_blocking", "try_take", "expect_imm_count"])
+def test_nobody_is_named_whose_share_is_not_known(consume):
+    async def main():
+        with (
+            immwire.TransferEngine() as receiver,
+            immwire.TransferEngine() as one,
+            immwire.TransferEngine() as two,
+        ):
+            counter, peers = receiver.counter(), []
+            for engine in (one, two):
+                await engine.wait_peer(engine.add_peer(receiver.address))
+                peers += set(receiver.peers) - set(peers)
+            first, second = peers
+            # Of the first one's writes a wait consumes some without saying so.
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag, writes=2)
+            counted(counter, 2)
+            if consume == "expect_imm_count":
+                told = threading.Event()
+                receiver.expect_imm_count(counter=counter, writes=2, callback=lambda _: told.set())
+                assert told.wait(PATIENCE)
+            else:
+                ended = getattr(counter, consume)(2)
+                if consume == "wait":
+                    await ended
+            await two.submit_imm(peer=two.peers[0], imm=counter.tag, writes=1)
+            counted(counter, 1)
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                # The first has sent nothing of it, and the second half.
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({first: 2, second: 2}, timeout=0.02)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (None, 3)
+                assert [share[:3] for share in caught.value.shares] == [(first, 2, None), (second, 1, None)]
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({second: 2}, timeout=0.02)
+                    await awaitable
+                assert caught.value.peer == second
+
+    asyncio.run(main())
 
 
 def test_a_cancelled_wait_gives_back_what_had_come(pair, run):
@@ -214,6 +262,178 @@ def test_what_was_given_to_a_cancelled_task_goes_to_the_next(pair, run):
     run(main())
 
 
+def test_messages_that_are_given_back_keep_their_order(pair, run):
+    async def main():
+        for _ in range(50):
+            receives = [asyncio.ensure_future(pair.receiver.recv()) for _ in range(3)]
+            await asyncio.sleep(0)
+            # They arrive while the loop does not look.
+            for data in (b"first", b"second", b"third"):
+                pair.sender.submit_send(peer=pair.peer, data=data).wait_blocking()
+            time.sleep(0.002)
+            for receive in receives:
+                receive.cancel()
+            await asyncio.wait(receives)
+            given = [not receive.cancelled() for receive in receives]
+            assert given == [False] * 3
+            assert [(await pair.receiver.recv()).data for _ in range(3)] == [b"first", b"second", b"third"]
+
+    run(main())
+
+
+def test_no_time_to_wait_is_time_to_take_what_lies_there(pair, run):
+    async def taken(data):
+        until = time.monotonic() + PATIENCE
+        while time.monotonic() < until:
+            try:
+                message = await pair.receiver.recv(timeout=0)
+            except immwire.WaitTimeout as late:
+                assert late.deadline == 0
+                await asyncio.sleep(0.001)
+            else:
+                return message.data == data
+        return False
+
+    async def main():
+        # What the engine has not been asked for; then what it has, by the looks before.
+        for data in (b"one", b"two", b"three"):
+            await pair.sender.submit_send(peer=pair.peer, data=data)
+        assert await taken(b"one")
+        assert await taken(b"two")
+        assert await taken(b"three")
+        with pytest.raises(immwire.WaitTimeout):
+            await pair.receiver.recv(timeout=0)
+        await pair.sender.submit_send(peer=pair.peer, data=b"four")
+        assert await taken(b"four")
+        # One that was given back.
+        receive = asyncio.ensure_future(pair.receiver.recv())
+        await asyncio.sleep(0)
+        pair.sender.submit_send(peer=pair.peer, data=b"five").wait_blocking()
+        time.sleep(0.002)
+        receive.cancel()
+        await asyncio.wait([receive])
+        assert receive.cancelled()
+        assert await taken(b"five")
+
+    run(main())
+
+
+def test_without_a_loop_too_what_lies_there_is_taken_at_once(pair):
+    pair.sender.submit_send(peer=pair.peer, data=b"there").wait_blocking()
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            message = pair.receiver.recv_blocking(timeout=0)
+            break
+        except immwire.WaitTimeout:
+            assert time.monotonic() < until
+    assert message.data == b"there"
+
+
+def test_a_wait_is_awaited_by_one_task(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        for outcome in ("late", "there"):
+            wait = counter.wait(1, timeout=0.05 if outcome == "late" else PATIENCE)
+            first = asyncio.ensure_future(forward(wait))
+            await asyncio.sleep(0.001)
+            with pytest.raises(RuntimeError, match="awaited already"):
+                await wait
+            # The first one's is as it was.
+            if outcome == "late":
+                with pytest.raises(immwire.WaitTimeout):
+                    await asyncio.wait_for(first, PATIENCE)
+            else:
+                await write(pair, counter)
+                assert await asyncio.wait_for(first, PATIENCE) is None
+
+    async def forward(wait):
+        return await wait
+
+    run(main())
+
+
+def test_a_wait_that_nobody_awaits_is_warned_of(pair):
+    counter, transfer = pair.receiver.counter(), pair.sender.submit_imm(peer=pair.peer, imm=0)
+    calls = {
+        "Transfer.wait": lambda: transfer.wait(),
+        "ImmCounter.wait": lambda: counter.wait(1),
+        "ImmCounter.wait_from": lambda: counter.wait_from({pair.peer: 1}),
+        "TransferEngine.recv": lambda: pair.receiver.recv(),
+        "TransferEngine.wait_peer": lambda: pair.sender.wait_peer(pair.peer),
+        "TransferEngine.wait_capacity": lambda: pair.sender.wait_capacity(),
+    }
+    for name, call in calls.items():
+        with pytest.warns(RuntimeWarning, match=f"^{name} was never awaited$"):
+            call()
+    # An exception that is on its way goes on.
+    with pytest.warns(RuntimeWarning), pytest.raises(ZeroDivisionError):
+        [counter.wait(1), 1 // 0]
+
+
+def test_a_task_is_made_of_a_wait(pair, run):
+    async def main():
+        counter = pair.receiver.counter()
+        task = asyncio.create_task(counter.wait(1))
+        assert "Waiting" in repr(task)
+        await write(pair, counter)
+        assert await task is None
+        # What is given up before it has begun was not forgotten.
+        transfer = write(pair, pair.receiver.counter())
+        waits = [counter.wait(1), pair.receiver.recv(), transfer.wait()]
+        tasks = [asyncio.ensure_future(wait) for wait in waits]
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        assert all(task.cancelled() for task in tasks)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(counter.wait(1), 0)
+        counter.wait(1).close()
+        # It is gone through by hand as a coroutine is.
+        wait = pair.sender.wait_capacity()
+        with pytest.raises(StopIteration) as ended:
+            wait.send(None)
+        assert ended.value.value is True
+        wait = pair.sender.wait_peer(pair.peer)
+        with pytest.raises(StopIteration) as ended:
+            wait.send(None)
+        assert ended.value.value is None
+        with pytest.raises(immwire.WaitTimeout):
+            counter.wait(1, timeout=0).send(None)
+        waits.clear()
+        tasks.clear()
+        gc.collect()
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"]
+)
+def test_a_loop_that_is_closed_leaves_no_wait_behind(pair, new_loop):
+    counter = pair.receiver.counter()
+
+    async def wait():
+        await counter.wait(1)
+
+    for _ in range(3):
+        event_loop = new_loop()
+        task = event_loop.create_task(wait())
+        event_loop.run_until_complete(asyncio.sleep(0))
+        with pytest.raises(immwire.CounterError, match="another wait"):
+            counter.wait_blocking(1)
+        # Nobody has cancelled it.
+        event_loop.close()
+        gone = weakref.ref(task)
+        del event_loop, task
+        gc.collect()
+        assert gone() is None
+        write(pair, counter).wait_blocking()
+        second = new_loop()
+        second.run_until_complete(wait())
+        second.close()
+
+
 def test_peers_and_capacity_are_awaited(run):
     async def main():
         with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
@@ -232,6 +452,81 @@ def test_peers_and_capacity_are_awaited(run):
             assert await engine.wait_capacity() is True
 
     run(main())
+
+
+def frozen(connection):
+    """An engine whose process is stopped by whoever asked for it."""
+    with immwire.TransferEngine() as engine:
+        connection.send((os.getpid(), bytes(engine.address)))
+        connection.recv()
+
+
+def test_waits_for_a_peer_and_for_room_take_no_thread(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+    held = threading.Event()
+
+    async def main():
+        event_loop = asyncio.get_running_loop()
+        # Its only thread has something to do.
+        executor = ThreadPoolExecutor(1)
+        event_loop.set_default_executor(executor)
+        busy = event_loop.run_in_executor(None, held.wait, PATIENCE)
+        with immwire.TransferEngine(transfers=1) as engine:
+            peer = engine.add_peer(address)
+            with pytest.raises(immwire.WaitTimeout) as late:
+                await engine.wait_peer(peer, timeout=0.1)
+            assert (late.value.peer, late.value.deadline) == (peer, 0.1)
+            with pytest.raises(immwire.WaitTimeout):
+                await engine.wait_peer(peer, timeout=0)
+            assert await engine.wait_capacity(timeout=0) is True
+            engine.submit_imm(peer=peer, imm=0)
+            for timeout in (0, 0.1):
+                assert await engine.wait_capacity(timeout=timeout) is False
+            # Many wait at once, and some give up.
+            waits = [asyncio.ensure_future(engine.wait_peer(peer)) for _ in range(20)]
+            waits += [asyncio.ensure_future(engine.wait_capacity()) for _ in range(20)]
+            await asyncio.sleep(0)
+            for wait in waits[::2]:
+                wait.cancel()
+            os.kill(process, signal.SIGCONT)
+            ended = await asyncio.gather(*waits, return_exceptions=True)
+            assert all(isinstance(end, asyncio.CancelledError) for end in ended[::2])
+            assert ended[1::2] == [None] * 10 + [True] * 10
+        assert not busy.done(), "they waited for the thread"
+        held.set()
+        await busy
+
+    try:
+        run(main())
+    finally:
+        held.set()
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+
+
+def test_the_end_of_an_engine_ends_the_waits_for_its_peers(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+
+    async def main():
+        engine = immwire.TransferEngine(transfers=1)
+        peer = engine.add_peer(address)
+        engine.submit_imm(peer=peer, imm=0)
+        waits = [asyncio.ensure_future(wait) for wait in (engine.wait_peer(peer), engine.wait_capacity())]
+        await asyncio.sleep(0.01)
+        assert not any(wait.done() for wait in waits)
+        engine.close()
+        ended = await asyncio.gather(*waits, return_exceptions=True)
+        assert [type(end) for end in ended] == [immwire.EngineClosed] * 2
+
+    try:
+        run(main())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
 
 
 def test_the_end_of_the_engine_ends_all_waits(run):

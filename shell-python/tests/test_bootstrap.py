@@ -3,6 +3,7 @@
 import base64
 import http.server
 import json
+import os
 import socketserver
 import threading
 import time
@@ -61,6 +62,35 @@ class EtcdHandler(http.server.BaseHTTPRequestHandler):
 
     def log_message(self, *_words):
         pass
+
+
+class GuardedEtcdHandler(EtcdHandler):
+    """With a password, and tokens that are forgotten when ``server.valid`` is cleared."""
+
+    def do_POST(self):
+        self.server.asked.append(self.path)
+        if self.path == "/v3/auth/authenticate":
+            assert self.headers["Authorization"] is None
+            request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            if request != {"name": "root", "password": self.server.password}:
+                return self.refuse(400, "authentication failed, invalid user ID or password")
+            token = f"token.{len(self.server.asked)}"
+            self.server.valid.add(token)
+            return self.answer(200, {"header": {}, "token": token})
+        if self.headers["Authorization"] not in self.server.valid:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            return self.refuse(self.server.code, "invalid auth token")
+        return super().do_POST()
+
+    def refuse(self, code, why):
+        self.answer(code, {"error": f"etcdserver: {why}", "code": 16, "message": f"etcdserver: {why}"})
+
+    def answer(self, code, content):
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
 
 
 class TorchLike:
@@ -132,6 +162,69 @@ def test_what_is_set_can_be_got(store):
     store.set("a", b"new")
     assert store.get("a", timeout=0) == b"new"
     assert repr(store).startswith(type(store).__name__)
+
+
+@pytest.mark.parametrize("code", [401, 400])
+def test_a_token_that_etcd_has_forgotten_is_fetched_again(serve, code):
+    server = serve(http.server.ThreadingHTTPServer, GuardedEtcdHandler)
+    server.password, server.valid, server.asked, server.code = "secret", set(), [], code
+    url = "http://{}:{}".format(*server.server_address)
+    store = bootstrap.EtcdStore(url, username="root", password="secret")
+    store.set("key", b"value")
+    server.valid.clear()
+    assert store.get("key", timeout=1) == b"value"
+    server.valid.clear()
+    store.set("key", b"new")
+    assert store.get("key", timeout=1) == b"new"
+    tokens = [path for path in server.asked if path == "/v3/auth/authenticate"]
+    assert (len(tokens), len(server.asked)) == (3, 9)
+    # Once, and no more often.
+    server.valid.clear()
+    server.password = "changed"
+    server.asked.clear()
+    with pytest.raises(bootstrap.StoreError, match="400"):
+        store.get("key", timeout=1)
+    assert server.asked == ["/v3/kv/range", "/v3/auth/authenticate"]
+    # Who has no name has no token.
+    server.asked.clear()
+    with pytest.raises(bootstrap.StoreError, match=str(code)):
+        bootstrap.EtcdStore(url).set("key", b"value")
+    assert server.asked == ["/v3/kv/put"]
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077])
+def test_files_of_a_directory_have_the_mode_that_the_umask_leaves(tmp_path, umask):
+    before = os.umask(umask)
+    try:
+        bootstrap.DirectoryStore(tmp_path).set("key", b"value")
+    finally:
+        os.umask(before)
+    (file,) = tmp_path.iterdir()
+    assert file.stat().st_mode & 0o777 == 0o666 & ~umask
+
+
+def test_what_the_system_refuses_is_an_error_of_the_directory(tmp_path, monkeypatch):
+    store = bootstrap.DirectoryStore(tmp_path / "store")
+    store.set("key", b"value")
+    (file,) = (tmp_path / "store").iterdir()
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(bootstrap.StoreError, match="directory"):
+        store.get("key", timeout=1)
+    with pytest.raises(bootstrap.StoreError, match="directory"):
+        store.set("key", b"value")
+    assert list((tmp_path / "store").iterdir()) == [file], "what was being written is left"
+    with pytest.raises(bootstrap.StoreError, match="store"):
+        bootstrap.DirectoryStore(tmp_path / "store" / ("x" * 300))
+
+    # Whoever runs the tests may be let do anything.
+    def refuse(*_arguments, **_keywords):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("pathlib.Path.open", refuse)
+    for attempt in (lambda: store.get("other", timeout=1), lambda: store.set("other", b"")):
+        with pytest.raises(bootstrap.StoreError, match="Permission denied"):
+            attempt()
 
 
 def test_getting_waits_until_the_deadline(store):

@@ -61,10 +61,10 @@ class _Tensor(ctypes.Structure):
     ]
 
 
-def dlpack(address, device, nbytes=BYTES):
-    """Something that offers DLPack alone: bytes of GPU `device`, without a version."""
-    shape = (ctypes.c_int64 * 1)(nbytes)
-    tensor = _Tensor(address, 2, device, 1, 1, 8, 1, shape, None, 0, None, None)
+def dlpack(address, device, nbytes=BYTES, kind=(1, 8)):
+    """Something that offers DLPack alone, without a version: bytes of a GPU, or items of that code, bits."""
+    shape = (ctypes.c_int64 * 1)(nbytes * 8 // kind[1])
+    tensor = _Tensor(address, 2, device, 1, *kind, 1, shape, None, 0, None, None)
     new = ctypes.pythonapi.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
 

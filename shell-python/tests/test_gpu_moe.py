@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import sys
+import threading
 import time
 from contextlib import ExitStack
 
@@ -18,7 +19,7 @@ import numpy as np
 import pytest
 from conftest import PATIENCE
 from immwire import moe
-from test_gpu import allocated, driver, interface, on_the_stand_in
+from test_gpu import allocated, dlpack, driver, interface, on_the_stand_in
 from test_moe import FORMATS, HIDDEN, MAX_TOKENS, TOP_K, expected_results, from_bf16, made_up, to_bf16
 
 EXPERTS, SCALES, PADDING = 6, 8, 4
@@ -398,6 +399,84 @@ def case_a_rank_that_is_late_is_named_and_all_start_over():
             alone.dispatch()
 
 
+def case_what_goes_on_can_be_asked_for_and_aborted_at_any_time():
+    with ExitStack() as stack:
+        ranks = start(*(Rank(number, 2) for number in range(2)))
+        for rank in ranks:
+            stack.callback(rank.close)
+        asked, done = [0], threading.Event()
+
+        def ask():
+            while not done.is_set():
+                for rank in ranks:
+                    assert not rank.exchange.report()
+                    assert rank.exchange.active_ranks == [0, 1]
+                asked[0] += 1
+
+        with multiprocessing.pool.ThreadPool(1) as pool:
+            asking = pool.apply_async(ask)
+            turn = 0
+            while turn < 20 or asked[0] < 100:
+                rounds = [Round(rank, turn + rank.number, 3, 0) for rank in ranks]
+                for step in ("dispatch", "work", "combine"):
+                    for one in rounds:
+                        getattr(one, step)()
+                turn += 1
+            for rank in ranks:
+                rank.settle()
+            done.set()
+            asking.get(PATIENCE)
+
+        # Rank 1 does not come: rank 0 would be kept waiting for three times the patience.
+        def wait(end):
+            begun = threading.Event()
+
+            def run():
+                begun.set()
+                end()
+
+            thread = threading.Thread(target=run)
+            thread.start()
+            assert begun.wait(PATIENCE)
+            time.sleep(0.2)
+            assert thread.is_alive()
+            return thread
+
+        failed = []
+
+        def start_over():
+            with pytest.raises(moe.MoeTimeout):
+                ranks[0].exchange.start_over(timeout=0.1)
+            failed.append(True)
+
+        alone = Round(ranks[0], 1, 3, 0)
+        alone.dispatch()
+        waiting = wait(start_over)
+        with pytest.raises(immwire.RequestError, match="another thread"):
+            alone.dispatch()
+        assert not ranks[0].exchange.report()
+        ranks[0].exchange.abort()
+        waiting.join(PATIENCE)
+        assert failed
+        assert ranks[0].exchange.active_ranks == [0]
+    with ExitStack() as stack:
+        ranks = start(*(Rank(number, 2) for number in range(2)))
+        for rank in ranks:
+            stack.callback(rank.close)
+        exchange = ranks[0].exchange
+        alone = Round(ranks[0], 1, 3, 0)
+        alone.dispatch()
+        waiting = wait(exchange.close)
+        assert not exchange.closed
+        assert exchange.active_ranks == [0, 1]
+        exchange.abort()
+        waiting.join(PATIENCE)
+        assert exchange.closed
+        for call in (exchange.report, exchange.abort, lambda: exchange.active_ranks):
+            with pytest.raises(immwire.EngineClosed, match="exchange is closed"):
+                call()
+
+
 def victim(connection, number, world):
     rank = Rank(number, world, patience=0.3)
     connection.send(rank.joining.seat)
@@ -459,6 +538,23 @@ def case_what_does_not_fit_is_refused():
         refused("not in GPU memory", immwire.UnsupportedMemory, x=np.zeros((5, HIDDEN), np.uint16))
         refused("not in GPU memory", immwire.UnsupportedMemory, out=bytearray(100))
         refused("__cuda_stream__", TypeError, stream="0")
+        # What says that it is of another type, though it is long enough.
+        for name, dtype in [
+            ("counts", "int64"),
+            ("offsets", "int64"),
+            ("slots", "int64"),
+            ("slots", "float32"),
+        ]:
+            wide = rank.space(99, dtype=dtype)
+            refused(f"{name} has {dtype} instead of int32: convert it", **{name: wide})
+        refused("counts has int64 instead of int32", counts=dlpack(wide.region.ptr, 0, 80, (0, 64)))
+        refused("counts has items of 4 bytes instead", counts=dlpack(wide.region.ptr, 0, 80, (3, 32)))
+        refused("count has float32 instead of int32", count=rank.space(1, dtype=np.float32))
+        for dtype in (np.float32, ">i4"):
+            refused("indices has .* instead of int32", indices=rank.space(5, TOP_K, dtype=dtype))
+        refused("indices has float64 instead of int64", indices=rank.space(5, TOP_K, dtype=np.float64))
+        refused("weights has int32 instead of float32", weights=rank.space(5, TOP_K, dtype=np.int32))
+        refused("weights has float16 instead of float32", weights=rank.space(5, 2 * TOP_K, dtype=np.float16))
         elsewhere = allocated(1, 5 * HIDDEN * 2)
         refused("x is not in the memory of GPU 0", x=(elsewhere, 5 * HIDDEN * 2))
         many = dict(x=rank.space(13, HIDDEN * 2), indices=rank.space(13, TOP_K, dtype=np.int32))
@@ -497,6 +593,20 @@ def case_what_does_not_fit_is_refused():
         own.combine()
         rank.settle()
         assert rank.exchange.report().rows_left_out == 3
+        own = Round(rank, 1, 5)
+        # Bytes, addresses and numbers without a sign say nothing of what they are.
+        counts, choices = rank.space(4 * EXPERTS), own.inputs[1]
+        lent = dict(counts=counts, offsets=dlpack(own.offsets.region.ptr, 0, 4 * EXPERTS + 4, (1, 32)))
+        lent |= dict(indices=rank.array(choices.astype(np.uint32)))
+        lent |= dict(weights=(own.call["weights"].region.ptr, own.call["weights"].region.nbytes))
+        rank.exchange.dispatch(**own.call | lent)
+        rank.settle()
+        assert counts.read().view(np.int32).sum() == (choices >= 0).sum()
+        own.counts.region.write(0, counts.read())
+        own.work()
+        own.combine()
+        rank.settle()
+        assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
 
         def impossible(match, error=immwire.ConfigError, **shape):
             given = dict(rank=0, device=0, top_k=2, max_tokens=4, hidden=16, experts=4, world=2) | shape

@@ -1,5 +1,6 @@
 """Processes, threads, memory and the end."""
 
+import contextlib
 import gc
 import os
 import signal
@@ -22,6 +23,71 @@ def test_configurations_that_make_no_sense_are_refused():
             immwire.TransferEngine(**wrong)
     with pytest.raises(TypeError):
         immwire.TransferEngine("shm")
+
+
+def pinned(cpu):
+    """Whether a thread of this process is pinned to that CPU."""
+    for thread in os.listdir("/proc/self/task"):
+        # It may have ended.
+        with contextlib.suppress(ProcessLookupError):
+            if os.sched_getaffinity(int(thread)) == {cpu}:
+                return True
+    return False
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) == 1, reason="every thread is on the only CPU")
+def test_an_engine_is_pinned():
+    cpu = min(os.sched_getaffinity(0))
+    with immwire.TransferEngine(pin_cpu=cpu):
+        until = time.monotonic() + PATIENCE
+        while not pinned(cpu):
+            assert time.monotonic() < until
+
+
+def test_a_cpu_that_is_not_there_is_refused():
+    mine = os.sched_getaffinity(0)
+    for absent in (1023, 1024, 1 << 40):
+        with pytest.raises(immwire.ConfigError, match=f"one of the machine's, .* not {absent}"):
+            immwire.TransferEngine(pin_cpu=absent)
+    assert os.sched_getaffinity(0) == mine
+
+
+def frozen(connection):
+    """Engines whose process is stopped by whoever asked for them."""
+    with immwire.TransferEngine() as one, immwire.TransferEngine() as other:
+        connection.send((os.getpid(), bytes(one.address), bytes(other.address)))
+        connection.recv()
+
+
+def test_how_long_a_peer_may_be_silent_is_said_in_seconds(partner):
+    for wrong in ("heartbeat", "suspect_after", "down_after", "connect_deadline"):
+        with pytest.raises(ValueError, match="not a time"):
+            immwire.TransferEngine(**{wrong: -1})
+    connection = partner(frozen)
+    process, *addresses = connection.recv()
+    times = dict(heartbeat=0.05, suspect_after=0.2, down_after=0.6, connect_deadline=0.3)
+    try:
+        # With "shm" nobody is given up for being silent, unless told.
+        with (
+            immwire.TransferEngine(**times) as engine,
+            immwire.TransferEngine(**times | {"down_after": None}) as other,
+        ):
+            peer, patient = engine.add_peer(addresses[0]), other.add_peer(addresses[0])
+            engine.wait_peer_blocking(peer)
+            other.wait_peer_blocking(patient)
+            os.kill(process, signal.SIGSTOP)
+            until = time.monotonic() + PATIENCE
+            while not engine.peer_state(peer).startswith("down"):
+                assert time.monotonic() < until
+                time.sleep(0.01)
+            assert other.peer_state(patient) == "suspect"
+            # Less than the usual time, and not the call's.
+            late = engine.add_peer(addresses[1])
+            with pytest.raises(immwire.PeerError, match="never answered"):
+                engine.wait_peer_blocking(late, timeout=5)
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
 
 
 def test_a_group_key_of_nothing_is_refused():
@@ -308,6 +374,36 @@ def test_a_program_ends_whatever_it_leaves_behind(end, code):
     assert ended.stdout.count("told: EngineClosed") == 1
     if code == 0:
         assert not ended.stderr
+
+
+LAST = """
+import immwire, time
+there = immwire.TransferEngine()
+engine = immwire.TransferEngine()
+into = there.alloc(64 << 20)
+
+class Held(bytearray):
+    pass
+
+memory = Held(64 << 20)
+memory.engine = engine
+region = engine.register(memory)
+peer = engine.add_peer(there.address)
+engine.wait_peer_blocking(peer)
+transfer = engine.submit_single_write(peer=peer, src=region, dst=into.desc)
+assert not transfer.done()
+del region, memory, engine, transfer
+until = time.monotonic() + {patience}
+while there.peers and time.monotonic() < until:
+    time.sleep(0.01)
+assert not there.peers, "the engine was not stopped"
+"""
+
+
+def test_memory_that_is_in_use_may_hold_the_last_reference_to_its_engine():
+    command = [sys.executable, "-c", LAST.format(patience=PATIENCE / 2)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stderr) == (0, "")
 
 
 QUARREL = """

@@ -195,6 +195,26 @@ def test_a_registered_object_is_held_until_the_region_is_closed(pair):
     assert gone() is None
 
 
+def test_a_region_can_be_closed_once_the_part_made_of_its_own_memory_is_gone(pair):
+    whole = pair.sender.alloc(1 << 20)
+    for own in (lambda: whole, lambda: np.frombuffer(whole, "f4")):
+        part = pair.sender.register(own())
+        with pytest.raises(immwire.RegionInUse, match="1 views"):
+            whole.close()
+        del part
+    whole.close()
+    assert whole.closed
+
+
+def test_a_region_and_the_part_made_of_its_own_memory_are_let_go(pair):
+    whole = pair.sender.alloc(1 << 20)
+    view = np.frombuffer(whole, "f4")
+    gone, part = weakref.ref(view), pair.sender.register(view)
+    del view, whole, part
+    gc.collect()
+    assert gone() is None
+
+
 def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     class Held(bytearray):
         pass

@@ -15,6 +15,7 @@ use std::ffi::c_void;
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ptr;
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire_cuda::moe::Exchange;
@@ -33,6 +34,7 @@ use crate::engine::TransferEngine;
 use crate::error::TransferError;
 use crate::provider::{GiveBack, Window};
 use crate::region::Region;
+use crate::sync::lock;
 
 /// What each rank writes to the others when it joins, behind the inbox: it takes a write to open one.
 const GREETING_BYTES: u64 = 16;
@@ -95,14 +97,23 @@ pub struct AllToAll {
     stream: Stream,
     others: Others,
     is_over: bool,
+    control: Arc<Control>,
     /// Dropped only once no kernel uses it.
     used: ManuallyDrop<Used>,
+}
+
+/// What is known of an exchange, and what can be asked of it, while another thread is in a call, or waits for the GPU to drop it.
+#[derive(Debug)]
+pub struct Control {
+    stream: Stream,
+    /// Until nobody waits for its kernels any more.
+    exchange: Mutex<Option<Arc<Exchange>>>,
 }
 
 /// What kernels use.
 #[derive(Debug)]
 struct Used {
-    exchange: Exchange,
+    exchange: Arc<Exchange>,
     inbox: Region,
     /// The other ranks' inboxes.
     _windows: Vec<Window>,
@@ -223,7 +234,13 @@ impl AllToAll {
     ///
     /// [`MoeError::Gpu`].
     pub fn abort(&self) -> Result<(), MoeError> {
-        Ok(self.used.exchange.abort(&self.stream)?)
+        self.control.abort()
+    }
+
+    /// What other threads may ask meanwhile, and when this is being dropped, which waits for the GPU.
+    #[must_use]
+    pub const fn control(&self) -> &Arc<Control> {
+        &self.control
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more, and the report is empty. All ranks have
@@ -269,13 +286,41 @@ impl AllToAll {
 
 impl Drop for AllToAll {
     fn drop(&mut self) {
-        // Kernels' waits have deadlines, so this ends unless the caller's own do not.
-        match self.stream.device().synchronize() {
+        // Kernels' waits have deadlines, and others may end them, so this ends unless the caller's own do not.
+        let ended = self.stream.device().synchronize();
+        // Nobody else has anything written to the exchange from here on; what was on its way then comes first.
+        self.control.end();
+        match ended.and_then(|()| self.stream.device().synchronize()) {
             // SAFETY: this is the only place where it is dropped, and nothing uses it afterwards.
             Ok(()) => unsafe { ManuallyDrop::drop(&mut self.used) },
             // The GPU has failed, or a stream of its is captured: kernels may go on.
             Err(why) => tracing::warn!(%why, "what kernels may use still is never freed"),
         }
+    }
+}
+
+impl Control {
+    /// As [`AllToAll::report`]; [`None`] once that was dropped.
+    #[must_use]
+    pub fn report(&self) -> Option<MoeReport> {
+        lock(&self.exchange).as_ref().map(|exchange| exchange.report())
+    }
+
+    /// As [`AllToAll::abort`]; once that was dropped, there is nothing to end.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Gpu`].
+    pub fn abort(&self) -> Result<(), MoeError> {
+        match lock(&self.exchange).as_ref() {
+            Some(exchange) => Ok(exchange.abort(&self.stream)?),
+            None => Ok(()),
+        }
+    }
+
+    fn end(&self) {
+        // It is not the last one: the exchange itself has another.
+        lock(&self.exchange).take();
     }
 }
 
@@ -350,8 +395,12 @@ impl Joining {
         let met = others.meet(here);
         met.inspect_err(|_| others.stop())?;
         let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
+        let exchange = Arc::new(exchange);
+        let control =
+            Control { stream: stream.clone(), exchange: Mutex::new(Some(Arc::clone(&exchange))) };
+        let control = Arc::new(control);
         let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
-        Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, used })
+        Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, control, used })
     }
 }
 

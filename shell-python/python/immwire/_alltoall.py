@@ -410,8 +410,10 @@ class _Table:
         view = self._view
         if view.itemsize != 8 or view.format not in ("q", "l") or not view.c_contiguous or view.ndim != 2:
             return self.first(tokens)
+        # What lies behind them is the caller's, whatever it is.
+        used = view.cast("B")[: 8 * tokens * self._shape[1]] if view.nbytes else view
         try:
-            words = array.array("i", view.cast("B").cast("q").tolist() if view.nbytes else [])
+            words = array.array("i", used.cast("q").tolist() if used.nbytes else [])
         except OverflowError as error:
             raise RequestError(f"indices: {error}") from None
         return self._cut(memoryview(words), tokens)

@@ -12,9 +12,10 @@ class PeerShare(NamedTuple):
     """What one peer had sent when a wait for a count timed out."""
 
     peer: PeerId
-    #: Whole writes and pages of it that had arrived.
+    #: Whole writes and pages of it that had arrived, but for those that waits for its share have consumed.
     arrived: int
-    #: Writes and pages expected of it, if the wait said so.
+    #: Writes and pages expected of it, if the wait said so, and all earlier waits on the counter did: else
+    #: ``arrived`` is of those, too.
     expected: int | None
     #: Where it stood then, as ``TransferEngine.peer_state`` says it.
     state: str | None

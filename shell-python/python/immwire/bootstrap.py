@@ -23,9 +23,10 @@ import base64
 import http.client
 import json
 import os
+import secrets
 import socket
-import tempfile
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Callable, Mapping, Sequence
@@ -58,6 +59,10 @@ _LONGEST_PAUSE = 0.05
 
 class StoreError(ImmwireError):
     """A store cannot be reached, or answers nonsense."""
+
+
+class _Unauthorized(StoreError):
+    """etcd does not know the token, or wants one."""
 
 
 class Store(Protocol):
@@ -95,11 +100,18 @@ def _checked(value: bytes) -> bytes:
 
 
 class DirectoryStore:
-    """A directory that all processes see, one file for each key."""
+    """A directory that all processes see, one file for each key, with the mode that the umask leaves it.
+
+    Where users differ, all must be let read there, and those who set, write: a umask of 027 or 077 keeps
+    others out.
+    """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
-        self._path.mkdir(parents=True, exist_ok=True)
+        try:
+            self._path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error}") from error
 
     def _file(self, key: str) -> Path:
         # No key reaches outside the directory, nor meets a file that is being written, which has a dot.
@@ -107,14 +119,17 @@ class DirectoryStore:
 
     def set(self, key: str, value: bytes, /) -> None:
         """Leave ``value``; whoever looks sees all of it or nothing."""
-        file, name = tempfile.mkstemp(dir=self._path, prefix="new.")
+        new = self._path / f"new.{secrets.token_hex(8)}"
         try:
-            with os.fdopen(file, "wb") as out:
-                out.write(_checked(value))
-            os.replace(name, self._file(key))
-        except BaseException:
-            Path(name).unlink(missing_ok=True)
-            raise
+            try:
+                with new.open("xb") as out:
+                    out.write(_checked(value))
+                new.replace(self._file(key))
+            except BaseException:
+                new.unlink(missing_ok=True)
+                raise
+        except OSError as error:
+            raise StoreError(f"{self._path}: {error}") from error
 
     def get(self, key: str, /, *, timeout: float) -> bytes:
         """Return the value, once it is there."""
@@ -125,6 +140,8 @@ class DirectoryStore:
                     return _checked(file.read(MAX_VALUE_BYTES + 1))
             except FileNotFoundError:
                 return None
+            except OSError as error:
+                raise StoreError(f"{self._path}: {error}") from error
 
         return _await(key, timeout, look)
 
@@ -251,7 +268,10 @@ def _redis_answer(answers: Any) -> bytes | None:
 
 
 class EtcdStore:
-    """An etcd server, version 3, by its JSON gateway."""
+    """An etcd server, version 3, by its JSON gateway.
+
+    With ``username``, a token is fetched once, and again whenever the server knows it no more.
+    """
 
     def __init__(
         self,
@@ -265,18 +285,37 @@ class EtcdStore:
         self._url = url.rstrip("/")
         self._prefix = prefix
         self._connect_timeout = connect_timeout
-        self._headers = {"Content-Type": "application/json"}
-        if username is not None:
-            login = {"name": username, "password": password or ""}
-            answer = self._ask("auth/authenticate", login, timeout=connect_timeout)
-            self._headers["Authorization"] = str(answer.get("token", ""))
+        self._login = None if username is None else {"name": username, "password": password or ""}
+        self._token = None if self._login is None else self._fetched(self._login, connect_timeout)
 
     def _ask(self, path: str, request: Mapping[str, str], *, timeout: float) -> dict[str, Any]:
+        end = time.monotonic() + min(timeout, self._connect_timeout)
+        try:
+            return self._post(path, request, self._token, timeout)
+        except _Unauthorized:
+            if self._login is None:
+                raise
+        # Tokens end when they were not used for a while (of 300 s, unless told), or with the server.
+        self._token = self._fetched(self._login, max(end - time.monotonic(), 0.1))
+        return self._post(path, request, self._token, max(end - time.monotonic(), 0.1))
+
+    def _fetched(self, login: Mapping[str, str], timeout: float) -> str:
+        return str(self._post("auth/authenticate", login, None, timeout).get("token", ""))
+
+    def _post(
+        self, path: str, request: Mapping[str, str], token: str | None, timeout: float
+    ) -> dict[str, Any]:
         body = json.dumps(request).encode()
-        ask = urllib.request.Request(f"{self._url}/v3/{path}", body, self._headers, method="POST")
+        headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": token})
+        ask = urllib.request.Request(f"{self._url}/v3/{path}", body, headers, method="POST")
         try:
             with urllib.request.urlopen(ask, timeout=min(timeout, self._connect_timeout)) as answer:
                 found = json.loads(answer.read(4 * MAX_VALUE_BYTES))
+        except urllib.error.HTTPError as error:
+            with error:
+                is_unauthorized = error.code == 401 or b"invalid auth token" in error.read(4096)
+            kind = _Unauthorized if is_unauthorized else StoreError
+            raise kind(f"etcd at {self._url}: {error}") from error
         except (OSError, ValueError, http.client.HTTPException) as error:
             raise StoreError(f"etcd at {self._url}: {error}") from error
         if not isinstance(found, dict):

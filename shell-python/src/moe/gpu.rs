@@ -1,17 +1,19 @@
 //! `immwire.moe.GpuAllToAll`: the exchange among GPUs, in the order of the caller's streams. Arrays are looked at for where they
-//! lie and how long they are; what is in them, the host does not see.
+//! lie, how long they are, and of what type, where kernels take them for numbers; what is in them, the host does not see.
 //!
 //! # Invariants
 //!
 //! - No launch is told of more than the arrays have that were given: counts of tokens and rows follow from their bytes.
-//! - Who closes an exchange waits for the GPU first: no kernel uses what is gone.
+//! - Who closes an exchange waits for the GPU first: no kernel uses what is gone. What is asked meanwhile, and who ends the
+//!   kernels' waits, is not kept waiting by that, nor by a call.
 
 use std::ptr::with_exposed_provenance_mut;
 use std::sync::Arc;
 use std::time::Duration;
 
 use immwire::moe::gpu::{
-    self, Config, Count, Geometry, Half, Number, Payload, Results, Rows, Scales, Shape, Tokens,
+    self, Config, Control, Count, Geometry, Half, Number, Payload, Results, Rows, Scales, Shape,
+    Tokens,
 };
 use immwire::moe::{Format, MoeError};
 use pyo3::prelude::*;
@@ -20,7 +22,8 @@ use pyo3::types::{PyBytes, PyTuple};
 use super::{Common, Failure, MoeReport, format, placement};
 use crate::engine::TransferEngine;
 use crate::errors;
-use crate::memory::{self, Memory};
+use crate::fork::Owned;
+use crate::memory::{self, Item, Memory};
 use crate::values::seconds;
 
 /// Where an exchange stands.
@@ -113,18 +116,19 @@ impl GpuJoining {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
         let seats = super::seats(seats)?;
-        common.call(py, |state| match std::mem::take(state) {
+        let control = common.call(py, |state| match std::mem::take(state) {
             State::Joining(joining) => {
                 let exchange = joining.join(&seats, timeout)?;
+                let control = Arc::clone(exchange.control());
                 *state = State::Joined(Box::new(Joined { exchange, tokens: 0 }));
-                Ok(())
+                Ok(control)
             }
             other => {
                 *state = other;
                 Err(Failure::Closed)
             }
         })?;
-        Ok(GpuAllToAll { shared: Arc::clone(&self.shared) })
+        Ok(GpuAllToAll { shared: Arc::clone(&self.shared), control: Owned::new(control) })
     }
 
     fn __repr__(&self) -> String {
@@ -137,12 +141,25 @@ impl GpuJoining {
 ///
 /// Every rank enqueues ``dispatch`` and then ``combine``, round after round; nothing waits for the host, and nothing that is passed
 /// need change from round to round, so that both can be captured in a CUDA graph. Arrays are anything of the GPU's that has
-/// ``__cuda_array_interface__`` or DLPack, of whatever element type and shape, or a tuple ``(address, nbytes)``; as with any kernel,
-/// they stay as they are until the stream has come past. Where a framework's type has no such interface, pass a view of
+/// ``__cuda_array_interface__`` or DLPack, of whatever shape, or a tuple ``(address, nbytes)``; as with any kernel,
+/// they stay as they are until the stream has come past. Tokens, scales and results are of whatever element type; indices, weights and
+/// the numbers of tokens and rows of the one that is named, with or without a sign, or bytes. Where a framework's type has no such interface, pass a view of
 /// its bytes (``tensor.view(torch.uint8)``).
+///
+/// One thread at a time is in a call, another one's raises ``RequestError``; ``report``, ``active_ranks`` and ``abort`` can be called at any
+/// time.
 #[pyclass(module = "immwire.moe", frozen)]
 pub(crate) struct GpuAllToAll {
     shared: Arc<Shared>,
+    /// Beside calls, which hold the rest, and beside who closes it.
+    control: Owned<Arc<Control>>,
+}
+
+impl GpuAllToAll {
+    /// What the kernels have reported until now.
+    fn kernels(&self) -> PyResult<gpu::MoeReport> {
+        self.control.get()?.report().ok_or_else(|| errors::closed("exchange"))
+    }
 }
 
 #[pymethods]
@@ -295,8 +312,10 @@ impl GpuAllToAll {
         if !wide_indices {
             indices.exactly(choices * 4, "int32 or int64 of [tokens, top_k]")?;
         }
+        indices.is_of(if wide_indices { Item::INT64 } else { Item::INT32 })?;
         let weights = Array::of("weights", weights)?;
         weights.exactly(choices * 4, "float32 of [tokens, top_k]")?;
+        weights.is_of(Item::FLOAT32)?;
         let scales = scales.map(|scales| Array::of("scales", scales)).transpose()?;
         if let Some(scales) = &scales {
             let bytes = u64::from(tokens) * u64::from(scale_bytes);
@@ -305,6 +324,7 @@ impl GpuAllToAll {
         let count = count.map(|count| Array::of("count", count)).transpose()?;
         if let Some(count) = &count {
             count.exactly(4, "one int32")?;
+            count.is_of(Item::INT32)?;
         }
         let out = Array::to("out", out)?;
         let places = out.rows(geometry.token_bytes)?;
@@ -320,6 +340,9 @@ impl GpuAllToAll {
             }
             Some(slots) => slots.rows(4)?,
         };
+        if let Some(slots) = &slots {
+            slots.is_of(Item::INT32)?;
+        }
         let out_scales = out_scales.map(|to| Array::to("out_scales", to)).transpose()?;
         if let Some(out_scales) = &out_scales {
             let places = if slots.is_some() { self.max_slots() } else { places };
@@ -333,6 +356,8 @@ impl GpuAllToAll {
             (experts + 1) * 4,
             "int32, one for each of this rank's experts, and one more",
         )?;
+        counts.is_of(Item::INT32)?;
+        offsets.is_of(Item::INT32)?;
         let at = |array: &Option<Array>| array.as_ref().map_or(0, |array| array.address);
         let sent = Tokens {
             count: match &count {
@@ -426,21 +451,26 @@ impl GpuAllToAll {
         })
     }
 
-    /// What went wrong in the kernels until now. Waits for nothing: what is under way may not be in it yet.
-    fn report(&self, py: Python<'_>) -> PyResult<MoeReport> {
-        self.shared.call(py, |joined| Ok(MoeReport::of_gpu(&joined.exchange.report())))
+    /// What went wrong in the kernels until now. Waits for nothing, also while another thread is in a call: what is under way may not be
+    /// in it yet.
+    fn report(&self) -> PyResult<MoeReport> {
+        Ok(MoeReport::of_gpu(&self.kernels()?))
     }
 
     /// The ranks of which nothing was late until now. Who was, is left out from the next round on.
     #[getter]
-    fn active_ranks(&self, py: Python<'_>) -> PyResult<Vec<u32>> {
-        let late = self.shared.call(py, |joined| Ok(joined.exchange.report().late()))?;
+    fn active_ranks(&self) -> PyResult<Vec<u32>> {
+        let late = self.kernels()?.late();
         Ok((0..self.shared.geometry.world).filter(|rank| late >> rank & 1 == 0).collect())
     }
 
-    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too.
+    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too. Also for another thread
+    /// than one that waits for the GPU, in ``start_over`` or ``close``.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
-        self.shared.call(py, |joined| joined.exchange.abort())
+        let control = self.control.get()?;
+        // Which has nothing to end once it is closed.
+        self.kernels()?;
+        py.detach(|| control.abort()).map_err(|error| errors::moe(&error))
     }
 
     /// Begins with the first round again, after something went wrong: nobody is left out any more. All ranks have to call it. Waits
@@ -485,7 +515,7 @@ impl GpuAllToAll {
         self.shared.geometry.inbox_bytes + self.shared.geometry.plan_bytes
     }
 
-    /// Ends the exchange, once the GPU has done all that it was given. Closing its engine does so, too. Graphs that captured it must
+    /// Ends the exchange, once the GPU has done all that it was given: ``abort`` hurries that. Closing its engine does so, too. Graphs that captured it must
     /// not be replayed any more.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         self.shared.common.close(py)
@@ -538,6 +568,20 @@ impl Array {
             return Err(errors::request(&format!("{what} is read only")));
         }
         Ok(array)
+    }
+
+    /// Refuses other items than these, where it says of what type they are.
+    fn is_of(&self, wanted: Item) -> PyResult<()> {
+        match self.memory.item {
+            // Of none it has none of a wrong type.
+            Some(item) if self.bytes > 0 && !item.may_be(wanted) => {
+                let what = self.what;
+                Err(errors::request(&format!(
+                    "{what} has {item} instead of {wanted}: convert it, or pass a view of its bytes if that is what they are"
+                )))
+            }
+            _ => Ok(()),
+        }
     }
 
     /// How many rows of so many bytes.

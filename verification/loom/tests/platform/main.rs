@@ -32,6 +32,8 @@ mod region;
 mod ring;
 #[path = "../../../../platform-linux/src/wait.rs"]
 mod wait;
+#[path = "../../../../platform-linux/src/wakers.rs"]
+mod wakers;
 
 mod callbacks;
 mod commands;

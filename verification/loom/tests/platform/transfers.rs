@@ -194,3 +194,44 @@ fn nobody_waits_for_room_beyond_the_end() {
         closing.join().unwrap();
     });
 }
+
+/// A task waits for room by a waker, and looks again whenever it is woken.
+///
+/// *Fails if* it says that it waits after its look, or without the lock under which its waker is taken, or if that is not
+/// woken (deadlock).
+#[test]
+fn a_task_that_waits_for_room_is_woken() {
+    explore(clause::TIME, Bound::None, 18, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        engine.let_go(taken);
+        let ending = finish(&engine, taken, Ok(()));
+        let mut id = None;
+        while !engine.cells.watch_room(&mut id, &my_waker()) {
+            park();
+        }
+        engine.cells.forget_room(id);
+        assert!(engine.cells.take().is_some());
+        ending.join().unwrap();
+    });
+}
+
+/// The engine ends while a task waits for room that never comes.
+///
+/// *Fails if* the end wakes no tasks, or takes their wakers before it is said (deadlock).
+#[test]
+fn no_task_waits_for_room_beyond_the_end() {
+    explore(clause::TIME, Bound::None, 8, || {
+        let engine = Engine::new(1);
+        let _taken = engine.cells.take().unwrap();
+        let closing = {
+            let engine = engine.clone();
+            thread::spawn(move || engine.cells.close())
+        };
+        let mut id = None;
+        while !engine.cells.watch_room(&mut id, &my_waker()) {
+            park();
+        }
+        closing.join().unwrap();
+    });
+}
