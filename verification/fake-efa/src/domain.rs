@@ -458,10 +458,8 @@ unsafe extern "C" fn regattr(
             return refused(sys::FI_ENOSYS, "memory of a device other than CUDA's");
         }
         if !by_file {
-            return refused(
-                sys::FI_EOPNOTSUPP,
-                "device memory by its address: there is no peermem",
-            );
+            // No rule: whether there is peermem, who asks can only try.
+            return -sys::FI_EOPNOTSUPP;
         }
         if domain.api_version < sys::FI_VERSION(1, 20) || attr.iov_count != 1 {
             return refused(sys::FI_EINVAL, "a DMA-BUF before API 1.20, or more than one");
