@@ -15,7 +15,7 @@ use crate::disorder::{Choice, Disorder};
 use crate::endpoint;
 use crate::info;
 use crate::lock;
-use crate::log::{Rule, refuse, violation};
+use crate::log::{Rule, refuse, refuse_tried, violation};
 use crate::memory::{InUse, Keys, Region, Users, is_mapped};
 use crate::object::{self, Kind, number, table};
 use crate::packet::{ADDRESS_BYTES, Address};
@@ -458,8 +458,8 @@ unsafe extern "C" fn regattr(
             return refused(sys::FI_ENOSYS, "memory of a device other than CUDA's");
         }
         if !by_file {
-            // No rule: whether there is peermem, who asks can only try.
-            return -sys::FI_EOPNOTSUPP;
+            let text = "device memory by its address: there is no peermem";
+            return refuse_tried(Rule::MrRegister, sys::FI_EOPNOTSUPP, text);
         }
         if domain.api_version < sys::FI_VERSION(1, 20) || attr.iov_count != 1 {
             return refused(sys::FI_EINVAL, "a DMA-BUF before API 1.20, or more than one");

@@ -96,26 +96,36 @@ fn line(text: &str) -> bool {
     true
 }
 
-/// Records that the caller broke `rule`.
+/// Records that the caller broke `rule`; ends the process where nobody would hear of it.
 pub(crate) fn violation(rule: Rule, detail: &str) {
-    let detail: String = detail
-        .chars()
-        .map(|c| if c == '"' || c == '\\' || c.is_control() { '\'' } else { c })
-        .collect();
-    let heard = line(&format!(
-        "{{\"violation\": \"{}\", \"detail\": \"{detail}\", \"pid\": {}}}\n",
-        rule.name(),
-        std::process::id()
-    ));
-    if !heard {
+    if !record(rule, detail) {
         eprintln!("fake-efa: {}: {detail}", rule.name());
         std::process::abort();
     }
 }
 
+/// Records it; returns whether there is a log.
+fn record(rule: Rule, detail: &str) -> bool {
+    let detail: String = detail
+        .chars()
+        .map(|c| if c == '"' || c == '\\' || c.is_control() { '\'' } else { c })
+        .collect();
+    line(&format!(
+        "{{\"violation\": \"{}\", \"detail\": \"{detail}\", \"pid\": {}}}\n",
+        rule.name(),
+        std::process::id()
+    ))
+}
+
 /// Records that the caller broke `rule`, and returns `-errno` for it.
 pub(crate) fn refuse(rule: Rule, errno: i32, detail: &str) -> i32 {
     violation(rule, detail);
+    -errno
+}
+
+/// The same of what a caller cannot know before it has tried: it is in the log, and ends nobody's process.
+pub(crate) fn refuse_tried(rule: Rule, errno: i32, detail: &str) -> i32 {
+    let _ = record(rule, detail);
     -errno
 }
 

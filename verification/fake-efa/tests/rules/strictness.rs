@@ -500,8 +500,7 @@ fn device_memory_is_registered_by_its_file() {
             assert_eq!(reg(sys::FI_HMEM_CUDA, true), -sys::FI_EINVAL);
             assert_eq!(reg(sys::FI_HMEM_ROCR, true), -sys::FI_ENOSYS);
         }
-        // That peermem is not there nobody can know before.
-        fake.broken(&["registration refused"; 3]);
+        fake.broken(&["registration refused"; 4]);
         drop(one);
         node.close();
     });
