@@ -624,6 +624,57 @@ impl Retry {
     }
 }
 
+/// Whether what is said to somebody leaves, where the transport may take nothing for a receiver that is not there, and says no more than that it
+/// is busy (libfabric's `tcp`, while it connects). One that at times takes a message, and then does not deliver it, is no nearer to being there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub struct Uptake {
+    /// Nothing has been delivered since, and not everything was taken.
+    since: Option<Time>,
+    /// When what was not taken is said again.
+    again: Option<Time>,
+}
+
+impl Uptake {
+    /// How soon it is asked again.
+    pub const ASK_AGAIN: Duration = Duration::from_millis(1);
+    /// For how long, until nobody is believed to be there.
+    pub const PATIENCE: Duration = Duration::from_secs(2);
+
+    /// A message was taken, or waits behind one that was: which is no sign of anything.
+    pub const fn taken(&mut self) {
+        self.again = None;
+    }
+
+    /// A message was not taken.
+    pub fn refused(&mut self, now: Time) {
+        self.since.get_or_insert(now);
+        self.again = Some(now.after(Self::ASK_AGAIN));
+    }
+
+    /// A message that had been taken was delivered.
+    pub const fn delivered(&mut self) {
+        self.since = None;
+    }
+
+    /// A message that had been taken was not delivered, and from `since` on it was not taken once more.
+    pub fn undelivered(&mut self, since: Time) {
+        self.since.get_or_insert(since);
+    }
+
+    /// When it is to be said again because it was not taken.
+    #[must_use]
+    pub const fn again(&self) -> Option<Time> {
+        self.again
+    }
+
+    /// Whether nobody is there: nothing is taken now, and for so long nothing was delivered.
+    #[must_use]
+    pub fn is_over(&self, now: Time) -> bool {
+        let long = self.since.is_some_and(|since| now.since(since) > Self::PATIENCE);
+        long && self.again.is_some()
+    }
+}
+
 /// Calls of ours that were given up after they had been proven, and the doors they went to: the last `N`.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct GivenUp<D, const N: usize>(Vec<(Nonce, D), N>);

@@ -170,6 +170,24 @@ fn two_terminals_measure_with_each_other_and_draw() {
     assert!(listening.ended().status.success());
 }
 
+/// Counters of peers that have served others before, and not all the same, agree all the same.
+#[test]
+fn peers_that_have_served_before_take_part_in_scatters_and_barriers() {
+    let peers = [(); 2].map(|()| Listening::start(immwire(["bench", "--listen"])));
+    let [first, second] = peers.each_ref().map(|peer| ["--connect", &peer.address]);
+    let both = [first, second].concat();
+    let measures = |bench: &[&str], to: &[&str]| {
+        let how = ["--seconds", "0.05", "--json", "--no-baseline"];
+        let output = run(["bench"].iter().chain(bench).chain(to).chain(&how));
+        assert!(output.status.success(), "{bench:?} {to:?}: {}", text(&output.stderr));
+    };
+    for _ in 0..2 {
+        measures(&["write", "--size", "4K"], &first);
+        measures(&["scatter", "--size", "4K"], &both);
+        measures(&["barrier"], &both);
+    }
+}
+
 /// Processes of this user whose parent is `pid`.
 fn children(pid: u32) -> Vec<u32> {
     let found = std::fs::read_dir("/proc").unwrap().flatten().filter_map(|entry| {

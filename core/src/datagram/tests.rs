@@ -204,3 +204,66 @@ fn what_is_not_answered_is_repeated_ever_more_rarely() {
     assert_eq!(sent, [50, 150, 350, 750, 1550, 2550, 3550, 4550]);
     assert_eq!(retry.due(), Time::from_nanos(5_550_000_000));
 }
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Became {
+    Taken,
+    Refused,
+    Delivered,
+    /// Held back for so long before.
+    Undelivered(Duration),
+}
+
+/// Whether nobody is believed to be there, by all that has become of messages.
+fn is_over(history: &[(Time, Became)], now: Time) -> bool {
+    let refused_last = history.iter().rev().find_map(|&(_, became)| match became {
+        Became::Refused => Some(true),
+        Became::Taken => Some(false),
+        Became::Delivered | Became::Undelivered(_) => None,
+    });
+    let delivered = history.iter().rposition(|&(_, became)| became == Became::Delivered);
+    let mut after = history.iter().skip(delivered.map_or(0, |at| at + 1));
+    let first = after.find_map(|&(at, became)| match became {
+        Became::Refused => Some(at),
+        Became::Undelivered(held) => Some(Time::ZERO.after(at.since(Time::ZERO.after(held)))),
+        Became::Taken | Became::Delivered => None,
+    });
+    refused_last == Some(true) && first.is_some_and(|first| now.since(first) > Uptake::PATIENCE)
+}
+
+#[test]
+fn who_is_taken_for_and_not_reached_is_given_up_as_soon_as_who_is_never_taken_for() {
+    let step = Duration::from_millis(700);
+    let all = [
+        Became::Taken,
+        Became::Refused,
+        Became::Delivered,
+        Became::Undelivered(Duration::ZERO),
+        Became::Undelivered(Duration::from_millis(1_500)),
+    ];
+    let (len, mut overs) = (6, 0);
+    for mut number in 0..all.len().pow(len) {
+        let (mut uptake, mut history) = (Uptake::default(), Vec::new());
+        let mut now = Time::ZERO.after(Duration::from_secs(2));
+        for _ in 0..len {
+            let became = all[number % all.len()];
+            number /= all.len();
+            match became {
+                Became::Taken => uptake.taken(),
+                Became::Refused => uptake.refused(now),
+                Became::Delivered => uptake.delivered(),
+                Became::Undelivered(held) => {
+                    uptake.undelivered(Time::ZERO.after(now.since(Time::ZERO.after(held))));
+                }
+            }
+            history.push((now, became));
+            let refused = became == Became::Refused;
+            let again = uptake.again();
+            assert!(!refused || again == Some(now.after(Uptake::ASK_AGAIN)), "{history:?}");
+            now = now.after(step);
+            assert_eq!(uptake.is_over(now), is_over(&history, now), "{history:?}");
+            overs += u32::from(uptake.is_over(now));
+        }
+    }
+    assert!(overs > 1_000, "{overs}");
+}

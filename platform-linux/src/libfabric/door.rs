@@ -57,8 +57,8 @@ impl To {
 pub(super) enum Heard {
     /// A message has come; its bytes are in the buffer given to [`Door::read`].
     Message { len: usize },
-    /// One of ours to a peer was not delivered.
-    Undelivered { index: u16, token: u64, code: i32 },
+    /// One of ours to a peer was not delivered, and from `untaken` on not taken once more.
+    Undelivered { index: u16, token: u64, code: i32, untaken: Option<Time> },
     /// The door is shut for good: the device says so.
     Broken { code: i32 },
 }
@@ -238,8 +238,8 @@ impl Door {
         true
     }
 
-    /// Posts what is to be sent once more, as far as it is taken. Returns one that is not, and will not be, if there is one.
-    fn send_again(&mut self, now: Time) -> Option<u16> {
+    /// Posts what is to be sent once more, as far as it is taken. Returns one that is not, and will not be, if there is one, and since when it is not.
+    fn send_again(&mut self, now: Time) -> Option<(u16, Time)> {
         let Self { unsent, sending, endpoint, buffers, desc, .. } = self;
         let mut refused = None;
         unsent.retain(|&(send, since)| {
@@ -249,7 +249,7 @@ impl Door {
             match unsafe { endpoint.send(from, it.len, *desc, it.handle, context) } {
                 Ok(true) => it.tries += 1,
                 Ok(false) if now.since(since) < AGAIN_PATIENCE => return true,
-                Ok(false) | Err(_) if refused.is_none() => refused = Some(send),
+                Ok(false) | Err(_) if refused.is_none() => refused = Some((send, since)),
                 // One at a time: the next call returns it.
                 Ok(false) | Err(_) => return true,
             }
@@ -304,12 +304,12 @@ impl Door {
     }
 
     /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
-    /// any more.
+    /// any more, and whether it was delivered.
     pub(super) fn read(
         &mut self,
         into: &mut [u8; DATAGRAM_MAX],
         now: Time,
-        mut ended: impl FnMut(u16, u64),
+        mut ended: impl FnMut(u16, u64, bool),
     ) -> Option<Heard> {
         loop {
             // One at a time: what is read must be handled before the buffer is posted again.
@@ -317,9 +317,9 @@ impl Door {
             self.endpoint.read(&mut batch);
             let Some(done) = batch.pop() else {
                 self.post_receives();
-                let refused = self.send_again(now)?;
+                let (refused, since) = self.send_again(now)?;
                 let failure = Err(Failure { code: libc::ENOTCONN, detail: 0 });
-                if let Some(heard) = self.end(refused, failure, &mut ended) {
+                if let Some(heard) = self.end(refused, failure, Some(since), &mut ended) {
                     return Some(heard);
                 }
                 continue;
@@ -347,7 +347,7 @@ impl Door {
             let lost = outcome.is_err_and(|failure| failure.code == libc::ENOTCONN);
             if lost && self.loses_connections && self.may_try_again(send) {
                 self.unsent.push((send, now));
-            } else if let Some(heard) = self.end(send, outcome, &mut ended) {
+            } else if let Some(heard) = self.end(send, outcome, None, &mut ended) {
                 return Some(heard);
             }
         }
@@ -363,7 +363,8 @@ impl Door {
         &mut self,
         send: u16,
         outcome: Result<(), Failure>,
-        ended: &mut impl FnMut(u16, u64),
+        untaken: Option<Time>,
+        ended: &mut impl FnMut(u16, u64, bool),
     ) -> Option<Heard> {
         let Sending { to, address, .. } = self.sending.get_mut(usize::from(send))?.take()?;
         self.free.push(send);
@@ -372,8 +373,8 @@ impl Door {
             self.strangers -= 1;
             return None;
         };
-        ended(index, token);
+        ended(index, token, outcome.is_ok());
         let failure = outcome.err()?;
-        Some(Heard::Undelivered { index, token, code: failure.code })
+        Some(Heard::Undelivered { index, token, code: failure.code, untaken })
     }
 }

@@ -16,7 +16,7 @@ use std::io;
 use std::time::Duration;
 
 use immwire_core::datagram::{
-    Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Retry,
+    Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Retry, Uptake,
 };
 use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
@@ -37,19 +37,6 @@ const GIVEN_UP: usize = 64;
 /// Messages of a call that may fail to be delivered, until nobody is believed to be there.
 const FAILURES_MAX: u32 = 3;
 
-/// How long libfabric may take nothing for a callee: `tcp` says that it is busy while it connects, and also when
-/// nobody is there to connect to.
-const UNTAKEN_MAX: Duration = Duration::from_secs(2);
-/// How soon it is asked again.
-const ASK_AGAIN: Duration = Duration::from_millis(1);
-
-/// What is to be said is not taken.
-#[derive(Debug, Clone, Copy)]
-struct Untaken {
-    since: Time,
-    again: Time,
-}
-
 /// A call of ours that has not been answered.
 #[derive(Debug)]
 struct Call {
@@ -66,7 +53,7 @@ struct Call {
     /// Of the challenge, once it has come.
     acceptor: Option<Nonce>,
     retry: Retry,
-    untaken: Option<Untaken>,
+    uptake: Uptake,
     under_way: u8,
     failures: u32,
 }
@@ -74,7 +61,7 @@ struct Call {
 impl Call {
     /// When something is next to be said.
     fn due(&self) -> Time {
-        self.untaken.map_or(self.retry.due(), |untaken| untaken.again)
+        self.uptake.again().unwrap_or(self.retry.due())
     }
 }
 
@@ -102,9 +89,12 @@ impl Handshakes {
     }
 
     /// One message of a call's is not under way any more.
-    pub(super) fn delivered(&mut self, token: u64) {
+    pub(super) fn ended(&mut self, token: u64, is_delivered: bool) {
         if let Some(call) = self.calls.iter_mut().find(|call| call.token == token) {
             call.under_way = call.under_way.saturating_sub(1);
+            if is_delivered {
+                call.uptake.delivered();
+            }
         }
     }
 }
@@ -145,7 +135,7 @@ impl LibfabricProvider {
             turn: None,
             acceptor: None,
             retry: Retry::start(self.now),
-            untaken: None,
+            uptake: Uptake::default(),
             under_way: 0,
             failures: 0,
         };
@@ -193,12 +183,12 @@ impl LibfabricProvider {
         // Not an iterator: a call that is given up leaves the list.
         while let Some(call) = self.handshakes.calls.get_mut(at) {
             let peer = call.peer;
-            if call.untaken.is_some_and(|it| now.since(it.since) > UNTAKEN_MAX) {
+            if call.uptake.is_over(now) {
                 self.fail_call(peer, DownReason::NeverAnswered, sink);
                 continue;
             }
-            let due = match call.untaken {
-                Some(untaken) => now >= untaken.again,
+            let due = match call.uptake.again() {
+                Some(again) => now >= again,
                 None => call.retry.is_due(now),
             };
             if due {
@@ -239,12 +229,11 @@ impl LibfabricProvider {
         };
         let taken = self.door.send(self.now, &to, &call.door, &mut call.under_way, &message);
         // What waits behind messages of ours that are under way is no sign of anything.
-        call.untaken = if taken || call.under_way > 0 {
-            None
+        if taken || call.under_way > 0 {
+            call.uptake.taken();
         } else {
-            let since = call.untaken.map_or(self.now, |it| it.since);
-            Some(Untaken { since, again: self.now.after(ASK_AGAIN) })
-        };
+            call.uptake.refused(self.now);
+        }
     }
 
     /// What we say of ourselves.
@@ -267,10 +256,18 @@ impl LibfabricProvider {
         sink.disconnected(peer, reason);
     }
 
-    /// A message of a call's was not delivered.
-    pub(super) fn call_undelivered<S: Sink>(&mut self, token: u64, sink: &mut S) {
+    /// A message of a call's was not delivered, and from `untaken` on not taken once more.
+    pub(super) fn call_undelivered<S: Sink>(
+        &mut self,
+        token: u64,
+        untaken: Option<Time>,
+        sink: &mut S,
+    ) {
         let call = self.handshakes.calls.iter_mut().find(|call| call.token == token);
         let Some(call) = call else { return };
+        if let Some(since) = untaken {
+            call.uptake.undelivered(since);
+        }
         call.failures += 1;
         if call.failures >= FAILURES_MAX {
             let peer = call.peer;

@@ -66,11 +66,11 @@ impl LibfabricProvider {
         let (mut bytes, now) = ([0; DATAGRAM_MAX], self.now);
         for round in 0..MESSAGES_MAX {
             let (sessions, handshakes) = (&mut self.sessions, &mut self.handshakes);
-            let ended = |index: u16, token: u64| {
+            let ended = |index: u16, token: u64, is_delivered: bool| {
                 let session = sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut);
                 match session.filter(|session| session.token == token) {
                     Some(session) => session.under_way = session.under_way.saturating_sub(1),
-                    None => handshakes.delivered(token),
+                    None => handshakes.ended(token, is_delivered),
                 }
             };
             let Some(heard) = self.door.read(&mut bytes, now, ended) else { return round > 0 };
@@ -86,14 +86,14 @@ impl LibfabricProvider {
                         self.stats.ignored += 1;
                     }
                 }
-                Heard::Undelivered { index, token, code } => {
+                Heard::Undelivered { index, token, code, untaken } => {
                     if self.session(index).is_some_and(|session| session.token == token) {
                         self.stumble(
                             index,
                             &format_args!("a message to its door ended with {code}"),
                         );
                     } else {
-                        self.call_undelivered(token, sink);
+                        self.call_undelivered(token, untaken, sink);
                     }
                 }
                 Heard::Broken { code } => {
@@ -739,7 +739,7 @@ impl LibfabricProvider {
         let until = std::time::Instant::now() + FAREWELL;
         let mut bytes = [0; DATAGRAM_MAX];
         while self.door.is_sending_to_strangers() && std::time::Instant::now() < until {
-            while self.door.read(&mut bytes, self.now, |_, _| ()).is_some() {}
+            while self.door.read(&mut bytes, self.now, |_, _, _| ()).is_some() {}
             std::thread::yield_now();
         }
     }

@@ -8,7 +8,8 @@ use std::collections::VecDeque;
 use std::path::PathBuf;
 use std::time::{Duration, Instant};
 
-use immwire::core::group::TransferError as Stopped;
+use immwire::core::group::{SubmitError, TransferError as Stopped};
+use immwire::core::plan::PlanError;
 use immwire::{
     End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
 };
@@ -254,22 +255,32 @@ impl Work {
         println!("{written} pages there, {done} writes back");
     }
 
-    /// The end of the writes both ways, where the peer is given up: each write was done, or names the peer, or else has this `other` end; what
-    /// was done was counted, and nothing was counted that was not written.
-    fn give_up(&mut self, other: Option<Stopped>) {
+    /// The end of the writes both ways, where the peer is given up: each write was done, or names the peer, or else ends for want of a NIC
+    /// where `no_nic` is left; what was done was counted, and nothing was counted that was not written.
+    fn give_up(&mut self, no_nic: bool) {
         let soon = patience();
-        let mut failed = 0;
+        if no_nic {
+            // Whoever comes later has no way either, until the peer is down.
+            self.submit();
+        }
+        let no_route = SubmitError::Plan(PlanError::NoRoute { peer: self.peer });
+        let (mut failed, mut refused) = (0, 0);
         for transfer in std::mem::take(&mut self.flying) {
             let end = self.me.end_within(&transfer, soon).expect("ends");
-            let is_other = match end {
-                End::Done => true,
+            let late = end == End::NeverStarted { error: TransferError::Refused(no_route) };
+            let wants_nic = match end {
                 End::NeverStarted { error } | End::Quiesced { error } => {
-                    other.is_some_and(|other| error == TransferError::Stopped(other))
+                    late || error == TransferError::Stopped(Stopped::NoNic)
                 }
+                End::Done => false,
             };
-            assert!(is_other || names(end, self.peer), "{end:?}");
+            let is_right = end == End::Done || names(end, self.peer) || no_nic && wants_nic;
+            assert!(is_right, "{end:?}");
             failed += u64::from(end != End::Done);
+            refused += usize::from(late);
         }
+        // Nothing was submitted any more once the device had told, but for the last.
+        assert!(refused <= DEPTH + 1, "{refused} refused");
         let (least, most) = (self.submitted - failed, self.submitted);
         let state = self.me.peer_down(self.peer, soon);
         assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
@@ -320,7 +331,7 @@ fn all_lost(case: &Case) {
     work.other.tell(&work.me, Ask::Flood(work.write_back.clone()));
     second.tell("device_fatal");
     work.until_told(second);
-    work.give_up(Some(Stopped::NoNic));
+    work.give_up(true);
     // What the peer's devices were told is done came, though ours are lost.
     let done = work.other.number(&work.me, Ask::Stop);
     work.me.count(&work.count, done, patience()).expect("as many as were done");
@@ -349,7 +360,7 @@ fn counted_first(case: &Case) {
     };
     second.tell("device_fatal");
     work.until_told(second);
-    work.give_up(Some(Stopped::NoNic));
+    work.give_up(true);
     let done = work.other.number(&work.me, Ask::Stop);
     println!("{held} of {done} that came were looked at last");
     work.me.count(&work.count, done, patience()).expect("as many as were done");
@@ -384,6 +395,6 @@ fn access_error(case: &Case) {
     let mut work = Work::begin(case);
     ALL[2].tell("qp_access_err inlet");
     work.until_told(ALL[2]);
-    work.give_up(None);
+    work.give_up(false);
     work.end();
 }

@@ -10,7 +10,7 @@ use super::mapping::{self, Place};
 use super::plan::{Case, What};
 use super::raw::{self, DEPTH_MAX, Done, Ends, Far, Memory, Piece, Raw, RawError};
 use super::say::{Answer, Ask, Layout, fill, page_lists, wrong_bytes};
-use super::serve::{Echo, WrongTurn, barriers, join};
+use super::serve::{BARRIER_COUNTER, Echo, WrongTurn, barriers, join};
 use crate::baseline::{PingPong, PingPongError, Side, Slots};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
 use crate::report::{Measure, Row, Shape};
@@ -76,9 +76,6 @@ pub enum BenchError {
         /// How many there are.
         found: usize,
     },
-    /// The members of a barrier do not agree on its counters.
-    #[error("the members of the barrier count in different counters")]
-    Tags,
 }
 
 /// What a row's measurement goes by, besides the case.
@@ -205,7 +202,17 @@ impl Bench<'_> {
     }
 
     fn prepare(&mut self, peer: PeerId, bytes: u64) -> Result<There, BenchError> {
-        self.ask(peer, &Ask::Prepare { bytes })?;
+        self.prepare_at(peer, bytes, None)
+    }
+
+    /// With a counter of this tag, if one is named.
+    fn prepare_at(
+        &mut self,
+        peer: PeerId,
+        bytes: u64,
+        tag: Option<ImmTag>,
+    ) -> Result<There, BenchError> {
+        self.ask(peer, &Ask::Prepare { bytes, tag: tag.map(ImmTag::bits) })?;
         match self.answer(peer)? {
             Answer::Prepared { region, tag, place } => {
                 let bad = || BenchError::Confused("a region or a tag that is none".to_owned());
@@ -542,9 +549,10 @@ impl Bench<'_> {
 
     fn scatter(&mut self, case: &Case) -> Result<Samples, BenchError> {
         let slot = case.bytes.next_multiple_of(64);
-        let mut all = Vec::new();
+        // One tag for all: the first peer chooses it.
+        let mut all: Vec<There> = Vec::new();
         for (peer, _) in self.peers {
-            all.push(self.prepare(*peer, slot)?);
+            all.push(self.prepare_at(*peer, slot, all.first().map(|there| there.tag))?);
         }
         let total = slot * all.len() as u64;
         let src = self.alloc(total)?;
@@ -557,7 +565,6 @@ impl Bench<'_> {
             len: case.bytes,
         });
         let targets: Arc<[Target]> = targets.collect();
-        // One tag for all: the peers are fresh, so that they all chose the same; checked by counting.
         let imm = all.first().map(|there| there.tag);
         let mapped: Vec<_> = all.iter().filter_map(|there| self.mapped(there)).collect();
         let slots: Vec<_> = mapped
@@ -713,14 +720,15 @@ impl Bench<'_> {
         let own = self.motor.engine().address().to_string();
         let members: Vec<_> =
             self.peers.iter().map(|(_, address)| address.clone()).chain([own]).collect();
-        let (group, counters) = join(self.motor, &members)?;
-        let tags =
-            [0, 1].map(|which: usize| counters.get(which).map(|counter| counter.tag().bits()));
+        let engine = self.motor.engine();
+        let counter = |slot| engine.counter_at(slot).map_err(MotorError::from);
+        let counters = [counter(BARRIER_COUNTER)?, counter(BARRIER_COUNTER + 1)?];
+        let group = join(self.motor, &members)?;
+        let tags = counters.each_ref().map(|counter| counter.tag().bits());
         for (peer, _) in self.peers {
-            self.ask(*peer, &Ask::Join { members: members.clone() })?;
+            self.ask(*peer, &Ask::Join { members: members.clone(), tags })?;
             match self.answer(*peer)? {
-                Answer::Joined { tags: theirs } if theirs.map(Some) == tags => {}
-                Answer::Joined { .. } => return Err(BenchError::Tags),
+                Answer::Joined => {}
                 other => return Err(confused(&other)),
             }
         }

@@ -15,6 +15,8 @@ pub enum Ask {
     Prepare {
         /// Bytes of memory.
         bytes: u64,
+        /// The counter's tag, where it is to be a certain one.
+        tag: Option<u32>,
     },
     /// Check that so many writes have arrived and what they brought. Answer: [`Answer::Checked`].
     Check {
@@ -71,10 +73,12 @@ pub enum Ask {
         /// When a write is done.
         done: Done,
     },
-    /// Know these members, the asker among them, and have two counters. Answer: [`Answer::Joined`].
+    /// Know these members, the asker among them, and have the two counters of these tags. Answer: [`Answer::Joined`].
     Join {
         /// Addresses; the own is left out.
         members: Vec<String>,
+        /// As the asker has them.
+        tags: [u32; 2],
     },
     /// Take part in so many barriers. [`Answer::Ready`] first.
     Barriers {
@@ -109,10 +113,7 @@ pub enum Answer {
     /// Go on.
     Ready,
     /// A member of the barrier.
-    Joined {
-        /// Tags of the counters that are used in turns.
-        tags: [u32; 2],
-    },
+    Joined,
     /// It did not work.
     Failed {
         /// Why.

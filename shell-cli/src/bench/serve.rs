@@ -7,6 +7,7 @@ use super::raw::{self, Ends, Memory, Raw, RawError};
 use super::say::{Answer, Ask, Layout, marks, wrong};
 use crate::baseline::{PingPong, Side};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
+use immwire::core::imm::GENERATIONS;
 use immwire::{ImmCounter, ImmTag, NetAddr, PeerGroup, PeerId, Place, Region, SingleWrite};
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
@@ -63,11 +64,12 @@ pub fn serve(motor: &mut Motor, place: Place) -> Result<(), MotorError> {
             Err(MotorError::Interrupted) => return Ok(()),
             message => message?,
         };
+        // What clients had that are gone is free for the next.
+        let gone = |peer: &PeerId| {
+            matches!(motor.engine().peer_state(*peer), None | Some(immwire::PeerState::Down(_)))
+        };
+        clients.retain(|peer, _| !gone(peer));
         let Some(message) = message else {
-            let gone = |peer: &PeerId| {
-                matches!(motor.engine().peer_state(*peer), None | Some(immwire::PeerState::Down(_)))
-            };
-            clients.retain(|peer, _| !gone(peer));
             if motor.is_polled() && last.elapsed() > AWAKE {
                 motor.rest(Duration::from_millis(20));
             }
@@ -106,10 +108,13 @@ fn meet(
     ask: Ask,
 ) -> Result<Option<Answer>, ServeError> {
     match ask {
-        Ask::Prepare { bytes } => {
+        Ask::Prepare { bytes, tag } => {
             (client.raw, client.memory) = (None, None);
             let region = motor.alloc(place, bytes)?;
-            let counter = motor.engine().counter().map_err(MotorError::from)?;
+            let counter = match tag {
+                Some(tag) => counter_of(motor, tag)?,
+                None => motor.engine().counter().map_err(MotorError::from)?,
+            };
             let answer = Answer::Prepared {
                 region: desc_text(&region.desc()),
                 tag: counter.tag().bits(),
@@ -178,12 +183,11 @@ fn meet(
             raw.pong(&ends, turns, (data, done))?;
             Ok(None)
         }
-        Ask::Join { members } => {
+        Ask::Join { members, tags: [first, second] } => {
             client.barrier = None;
-            let (group, counters) = join(motor, &members)?;
-            let tags = [counters[0].tag().bits(), counters[1].tag().bits()];
-            client.barrier = Some((group, counters));
-            Ok(Some(Answer::Joined { tags }))
+            let counters = [counter_of(motor, first)?, counter_of(motor, second)?];
+            client.barrier = Some((join(motor, &members)?, counters));
+            Ok(Some(Answer::Joined))
         }
         Ask::Barriers { rounds } => {
             let (group, counters) = client.barrier.as_ref().ok_or(ServeError::Bad("no barrier"))?;
@@ -192,6 +196,18 @@ fn meet(
             Ok(None)
         }
     }
+}
+
+/// The counter of this tag, which others are to have too: whatever of its slot's generations is next.
+fn counter_of(motor: &Motor, tag: u32) -> Result<ImmCounter, ServeError> {
+    let tag = ImmTag::from_bits(tag).ok_or(ServeError::Bad("not a tag"))?;
+    for _ in 0..GENERATIONS {
+        let counter = motor.engine().counter_at(tag.slot()).map_err(MotorError::from)?;
+        if counter.tag() == tag {
+            return Ok(counter);
+        }
+    }
+    Err(ServeError::Bad("the counter is of no such generation"))
 }
 
 /// What is wrong with count or bytes; `None` if nothing is.
@@ -314,27 +330,22 @@ impl<'a> Echo<'a> {
     }
 }
 
-/// The first of the two counters of a barrier, the same at every member.
-const BARRIER_COUNTER: u16 = 1000;
+/// The first of the two counters of a barrier, the same at every member; those of [`Ask::Prepare`] are the first that are free.
+pub(super) const BARRIER_COUNTER: u16 = 1000;
 
-/// Knows `members` but itself, and takes the two counters that they all use in turns.
-pub(super) fn join(
-    motor: &mut Motor,
-    members: &[String],
-) -> Result<(PeerGroup, [ImmCounter; 2]), MotorError> {
+/// Knows `members` but itself.
+pub(super) fn join(motor: &mut Motor, members: &[String]) -> Result<PeerGroup, MotorError> {
     let own = motor.engine().address().clone();
     let mut peers = Vec::new();
     for member in members {
-        // An address that cannot be read is not met: the barrier's tags then do not agree.
+        // Whose address cannot be read is not met, and the barrier misses it.
         match member.parse::<NetAddr>() {
             Ok(address) if address == own => {}
             Ok(address) => peers.push(motor.connect(&address, PATIENCE)?),
             Err(error) => tracing::warn!(%error, "a member of the barrier has no address"),
         }
     }
-    let engine = motor.engine();
-    let counters = [engine.counter_at(BARRIER_COUNTER)?, engine.counter_at(BARRIER_COUNTER + 1)?];
-    Ok((engine.add_peer_group(&peers), counters))
+    Ok(motor.engine().add_peer_group(&peers))
 }
 
 /// Takes part in `rounds` barriers. A member can be at most one barrier ahead of another, so two
