@@ -211,15 +211,17 @@ impl<F: Copy> Cells<F> {
         // As in `wait_room`; if `give_back` reads it, it finds the waker.
         self.wanted.swap(true, Ordering::AcqRel);
         let may_be = *closed || !self.free.is_empty();
-        if !may_be {
-            lock(&self.tasks).leave(id, waker);
-        }
+        let replaced = if may_be { None } else { lock(&self.tasks).leave(id, waker) };
+        drop(closed);
+        // Not under the locks: a waker's drop may run code of others, and give a cell back.
+        drop(replaced);
         may_be
     }
 
     /// Takes back the waker that `id` stands for.
     pub(crate) fn forget_room(&self, id: Option<u64>) {
-        lock(&self.tasks).withdraw(id);
+        let withdrawn = lock(&self.tasks).withdraw(id);
+        drop(withdrawn);
     }
 
     /// Ends all waiting for room, now and later.

@@ -28,6 +28,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::sync::lock;
+use crate::thread;
 
 /// Something that is dropped by another thread.
 type Remains = Box<dyn Send>;
@@ -97,7 +98,7 @@ impl State {
     fn start() -> Self {
         let (given, take) = mpsc::channel::<Remains>();
         let work = move || take.into_iter().for_each(drop);
-        match std::thread::Builder::new().name("immwire-closer".to_owned()).spawn(work) {
+        match thread::spawn("immwire-closer", work) {
             Ok(thread) => Self::Running { given, thread },
             Err(error) => {
                 tracing::warn!(%error, "no thread to give memory back to a driver on");

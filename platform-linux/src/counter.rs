@@ -6,14 +6,16 @@
 
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
+use std::sync::Arc;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
 use immwire_core::id::PeerId;
 use immwire_core::imm::{ImmTag, WRITE_UNITS};
+use immwire_core::peer::PeerState;
 use immwire_core::wake::Ticket;
 
 use crate::counting::{ArmError, CODE_STOPPED};
@@ -30,9 +32,66 @@ pub struct ImmCounter {
     strayed: u64,
 }
 
-/// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there was no
-/// counter yet.
-pub(crate) type Baseline = Mutex<Box<[u64]>>;
+/// Peers that have gone, and of which a counter still knows what they had sent.
+const GONE_PEERS: usize = 64;
+
+/// What a counter needs, beside the units that have come by peer slot, to say what each peer has sent.
+#[derive(Debug, Default)]
+pub(crate) struct Baseline {
+    /// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there was no counter yet.
+    before: Box<[u64]>,
+    /// Units of peers whose slots others have now, the last that went at the end.
+    gone: Vec<(PeerId, u64)>,
+}
+
+impl Baseline {
+    fn make(&mut self, peers: u16) {
+        if self.before.is_empty() {
+            self.before = vec![0; usize::from(peers)].into_boxed_slice();
+        }
+    }
+
+    /// The slot of `from`, if anybody had it, is another peer's from now on; `units` have come by it so far, of as many `peers` as there can be.
+    pub(crate) fn pass_on(&mut self, slot: u16, from: Option<PeerId>, units: u64, peers: u16) {
+        if units > 0 {
+            self.make(peers);
+        }
+        let Some(before) = self.before.get_mut(usize::from(slot)) else { return };
+        let own = units.saturating_sub(mem::replace(before, units));
+        if let Some(from) = from.filter(|_| own > 0) {
+            if self.gone.len() == GONE_PEERS {
+                self.gone.remove(0);
+            }
+            self.gone.push((from, own));
+        }
+    }
+
+    /// Units of a peer's that earlier waits have not consumed, where `units` have come by its slot, and it has it or had it.
+    fn own(&self, peer: PeerId, has_slot: bool, units: u64) -> u64 {
+        if has_slot {
+            let before = self.before.get(usize::from(peer.index)).copied();
+            return units.saturating_sub(before.unwrap_or(0));
+        }
+        self.gone.iter().rev().find(|(gone, _)| *gone == peer).map_or(0, |(_, units)| *units)
+    }
+
+    /// A wait has consumed units of a peer's.
+    fn consume(&mut self, peer: PeerId, has_slot: bool, units: u64) {
+        if has_slot {
+            if let Some(before) = self.before.get_mut(usize::from(peer.index)) {
+                *before = before.saturating_add(units);
+            }
+        } else if let Some((_, own)) = self.gone.iter_mut().rev().find(|(gone, _)| *gone == peer) {
+            *own = own.saturating_sub(units);
+        }
+    }
+
+    /// What has come so far is not the next tenant's.
+    pub(crate) fn retire(&mut self, snapshot: impl FnOnce(&mut [u64])) {
+        snapshot(&mut self.before);
+        self.gone.clear();
+    }
+}
 
 impl fmt::Debug for ImmCounter {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -53,12 +112,9 @@ pub struct Expected {
 impl ImmCounter {
     pub(crate) fn new(shared: Arc<Shared>, tag: ImmTag) -> Self {
         if let Some(baseline) = shared.baseline(tag) {
-            let mut baseline = lock(baseline);
             // What has come to its first tenant already is its own: peers were told of the slot before. Of a later one it is as the
             // last has left it.
-            if baseline.is_empty() {
-                *baseline = vec![0; usize::from(shared.tallies.peers())].into_boxed_slice();
-            }
+            lock(baseline).make(shared.tallies.peers());
         }
         let strayed = shared.stats.refused_immediates.load(Ordering::Relaxed);
         Self { shared, tag, strayed }
@@ -96,7 +152,8 @@ impl ImmCounter {
         self.wait_shares(writes, &[], timeout)
     }
 
-    /// As [`ImmCounter::wait`], for what each peer is to send: a time-out then names who is late.
+    /// As [`ImmCounter::wait`], for what each peer is to send: a time-out then names who is late. What other ways of waiting have consumed here
+    /// before counts as sent still, so one counter is best waited for in one way.
     ///
     /// # Errors
     ///
@@ -105,11 +162,9 @@ impl ImmCounter {
         let writes = expected.iter().map(|share| share.writes).fold(0, u64::saturating_add);
         self.wait_shares(writes, expected, timeout)?;
         let Some(baseline) = self.shared.baseline(self.tag) else { return Ok(()) };
-        let mut baseline = lock(baseline);
-        for share in expected {
-            if let Some(units) = baseline.get_mut(usize::from(share.peer.index)) {
-                *units = units.saturating_add(share.writes.saturating_mul(WRITE_UNITS.into()));
-            }
+        for Expected { peer, writes } in expected {
+            let has_slot = self.shared.has_slot(*peer);
+            lock(baseline).consume(*peer, has_slot, writes.saturating_mul(WRITE_UNITS.into()));
         }
         Ok(())
     }
@@ -220,9 +275,10 @@ impl ImmCounter {
     /// Whole writes of a peer that were counted here, consumed or not, but for those that [`ImmCounter::wait_from`] has consumed.
     pub(crate) fn arrived_from(&self, peer: PeerId) -> u64 {
         let Some(baseline) = self.shared.baseline(self.tag) else { return 0 };
+        let has_slot = self.shared.has_slot(peer);
         let units = self.shared.tallies.units(self.tag.slot(), peer.index).unwrap_or(0);
-        let before = lock(baseline).get(usize::from(peer.index)).copied().unwrap_or(0);
-        units.saturating_sub(before) / u64::from(WRITE_UNITS)
+        let own = lock(baseline).own(peer, has_slot, units);
+        own / u64::from(WRITE_UNITS)
     }
 
     /// `None`: too late, it was reached.
@@ -236,14 +292,17 @@ impl ImmCounter {
         Some(Strays { count, peer, tag, instead: self.tag })
     }
 
-    /// Who had sent what: the peers expected, or, if none were named, all who ever sent.
+    /// Who had sent what: the peers expected, or, if none were named, all that are there, and of those that went whoever had sent something.
     fn shares(&self, expected: &[Expected]) -> Vec<PeerShare> {
         let share = |peer, expected| {
             let (arrived, state) = (self.arrived_from(peer), self.shared.peers.get(peer));
             PeerShare { peer, arrived, expected, state }
         };
         if expected.is_empty() {
-            return self.shared.peers.known().into_iter().map(|peer| share(peer, None)).collect();
+            let all = self.shared.peers.known().into_iter();
+            let shares = all.map(|peer| share(peer, None));
+            let is_down = |share: &PeerShare| matches!(share.state, Some(PeerState::Down(_)));
+            return shares.filter(|share| share.arrived > 0 || !is_down(share)).collect();
         }
         expected.iter().map(|it| share(it.peer, Some(it.writes))).collect()
     }
@@ -301,5 +360,95 @@ impl Drop for Reached<'_> {
         if let State::Waiting(ticket) = self.state {
             self.counter.abandon(ticket, self.writes);
         }
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+
+    const SLOT: u16 = 1;
+
+    #[derive(Debug, Clone, Copy)]
+    enum Do {
+        /// A counter is made, where there is none.
+        Make,
+        Arrive(u64),
+        /// The next peer has the slot.
+        Next,
+        /// A wait consumes of the peer of so many before.
+        Consume(u32, u64),
+        Retire,
+    }
+
+    /// Every short program, beside what each peer has sent and waits have consumed.
+    #[test]
+    fn what_a_peer_has_sent_is_its_own_whoever_has_its_slot_next() {
+        let all = [
+            Do::Make,
+            Do::Arrive(3),
+            Do::Next,
+            Do::Consume(0, 1),
+            Do::Consume(1, 2),
+            Do::Consume(1, 9),
+            Do::Retire,
+        ];
+        let len = 6;
+        for mut number in 0..all.len().pow(len) {
+            let (mut baseline, mut units, mut generation) = (Baseline::default(), 0_u64, 0_u32);
+            let mut own = BTreeMap::from([(0_u32, 0_u64)]);
+            let peer = |generation| PeerId { index: SLOT, generation };
+            let mut program = Vec::new();
+            for _ in 0..len {
+                let step = all[number % all.len()];
+                number /= all.len();
+                program.push(step);
+                match step {
+                    Do::Make => baseline.make(3),
+                    Do::Arrive(more) => {
+                        units += more;
+                        *own.entry(generation).or_default() += more;
+                    }
+                    Do::Next => {
+                        baseline.pass_on(SLOT, Some(peer(generation)), units, 3);
+                        generation += 1;
+                        own.insert(generation, 0);
+                    }
+                    Do::Consume(before, writes) => {
+                        // Nobody waits where there is no counter.
+                        baseline.make(3);
+                        let Some(of) = generation.checked_sub(before) else { continue };
+                        let had = own[&of];
+                        // Of whoever has the slot more may be consumed than has come of it: the next that come.
+                        let writes = if before == 0 { writes.min(had) } else { writes };
+                        baseline.consume(peer(of), before == 0, writes);
+                        own.insert(of, had.saturating_sub(writes));
+                    }
+                    Do::Retire => {
+                        baseline.make(3);
+                        baseline.retire(|before| before.fill(units));
+                        own.values_mut().for_each(|own| *own = 0);
+                    }
+                }
+                for (&of, &own) in &own {
+                    let found = baseline.own(peer(of), of == generation, units);
+                    assert_eq!(found, own, "of {of} after {program:?}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn of_the_peers_that_went_the_last_are_remembered() {
+        let mut baseline = Baseline::default();
+        let peer = |generation| PeerId { index: 0, generation };
+        for generation in 0..100 {
+            baseline.pass_on(0, Some(peer(generation)), u64::from(generation) + 1, 1);
+        }
+        let known: Vec<_> = (0..100).filter(|&it| baseline.own(peer(it), false, 100) > 0).collect();
+        assert_eq!(known, (36..100).collect::<Vec<_>>());
     }
 }

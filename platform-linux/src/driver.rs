@@ -643,7 +643,7 @@ impl<P: Provider> Engine<P> {
             match event {
                 Event::Ended { user, end, .. } => self.state.ended(user, end),
                 Event::Abort { peer } => {
-                    self.flush_transfers(peer);
+                    self.flush_stopped(peer);
                     // It may have been no more than that: then the connection is none the worse.
                     if self.is_in_flight(peer) {
                         tracing::debug!(%peer, "what is in flight has not ended in time: it is cut off");
@@ -725,12 +725,16 @@ impl<P: Provider> Engine<P> {
         self.provider.disconnect(peer, &mut self.state);
     }
 
-    /// Ends what the provider has not taken of transfers to the peer. Notes go on waiting for room: that there is none
-    /// for them says nothing against the connection.
-    fn flush_transfers(&mut self, peer: PeerId) {
-        let of_it = |work: &mut WorkRequest| !work.token.is_note() && work.peer == peer;
+    /// Ends what the provider has not taken of transfers to the peer that were stopped. All else goes on waiting for room, notes, messages and
+    /// credits among it: that there is none for them says nothing against the connection.
+    fn flush_stopped(&mut self, peer: PeerId) {
         for queue in self.staged.iter_mut().chain(&mut self.parked) {
-            for work in queue.extract_if(.., of_it) {
+            let is_stopped = |work: &mut WorkRequest| {
+                let of_it = !work.token.is_note() && work.peer == peer;
+                of_it && self.state.group.is_stopped(work.token.transfer())
+            };
+            let flushed: Vec<_> = queue.extract_if(.., is_stopped).collect();
+            for work in flushed {
                 self.state.work_done(work.nic, work.token, Err(WorkError::Flushed));
             }
         }
@@ -1207,6 +1211,7 @@ impl State {
 impl Drop for State {
     /// Whatever is left ends now. The provider is gone, and with it everything that could still have read or written.
     fn drop(&mut self) {
+        self.drop_messages();
         self.end_held();
         let error = TransferError::EngineStopped;
         for at in 0..self.hooks.len() {

@@ -46,6 +46,7 @@ use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
 use crate::span::{Span, find_host};
 use crate::staging::{Staged, Staging, StagingError};
 use crate::sync::lock;
+use crate::thread;
 use crate::topology::Pairing;
 use crate::transfer::Transfer;
 use crate::verbs::{VerbsConfig, VerbsOptions, VerbsProvider};
@@ -376,7 +377,7 @@ impl Builder {
             serve.callbacks.serve();
         })?;
         let progress = spawn("immwire-engine", move || {
-            if let Some((cpu, Err(error))) = cpu.map(|cpu| (cpu, pin(cpu))) {
+            if let Some((cpu, Err(error))) = cpu.map(|cpu| (cpu, thread::pin(cpu))) {
                 // It has gone since it was tried.
                 tracing::warn!(cpu, %error, "the engine's thread could not be pinned");
             }
@@ -675,24 +676,12 @@ fn spawn<R: Send + 'static>(
     name: &str,
     body: impl FnOnce() -> R + Send + 'static,
 ) -> Result<JoinHandle<R>, BuildError> {
-    let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
-    thread.map_err(|source| BuildError::Os { call: "starting a thread", source })
-}
-
-/// Pins the calling thread.
-fn pin(cpu: usize) -> rustix::io::Result<()> {
-    use rustix::thread::CpuSet;
-    if cpu >= CpuSet::MAX_CPU {
-        return Err(rustix::io::Errno::INVAL);
-    }
-    let mut set = CpuSet::new();
-    set.set(cpu);
-    rustix::thread::sched_setaffinity(None, &set)
+    thread::spawn(name, body).map_err(|source| BuildError::Os { call: "starting a thread", source })
 }
 
 /// Whether a thread of this process can be pinned to a CPU: tried by one that ends.
 fn pinnable(cpu: usize) -> Result<(), BuildError> {
-    let tried = spawn("immwire-pin", move || pin(cpu))?.join();
+    let tried = spawn("immwire-pin", move || thread::pin(cpu))?.join();
     let allowed = "one of the machine's, which this process may use";
     let what = "the CPU that the engine's thread is pinned to";
     // It does not panic.
@@ -1094,7 +1083,7 @@ impl TransferEngine {
     /// The peers that are connecting or up, whoever called.
     #[must_use]
     pub fn peers(&self) -> Vec<PeerId> {
-        self.inner.shared.peers.known()
+        self.inner.shared.peers.live()
     }
 
     /// Leaves a peer: transfers to it are stopped, and end.

@@ -37,13 +37,12 @@ use crate::counter::ImmCounter;
 use crate::error::CountError;
 use crate::provider::{PinnedPage, RegisterError};
 use crate::sync::{Timer, lock, sleep_locked};
+use crate::thread;
 use crate::wait::OnEnd;
 use crate::words::Word;
 
 const SHUT: u64 = 0;
 const OPEN: u64 = 1;
-/// Words that are looked at for one that is free.
-const LOOKS: usize = 16;
 
 /// Why a stream does not wait.
 #[non_exhaustive]
@@ -159,12 +158,12 @@ struct Words {
 }
 
 impl Words {
-    /// A word that no stream waits for.
+    /// A word that no stream waits for. O(waits that are held), of which each is asked of the driver.
     fn take(&mut self) -> Option<Word> {
         if let Some(word) = self.fresh.pop() {
             return Some(word);
         }
-        for _ in 0..self.used.len().min(LOOKS) {
+        for _ in 0..self.used.len() {
             let used = self.used.pop_front()?;
             if used.is_free() {
                 used.word.set(SHUT);
@@ -291,9 +290,9 @@ impl Gates {
         let mut held = lock(&self.held);
         if held.thread.is_none() && !held.is_stopped {
             let gates = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("immwire-gates".to_owned());
             let os = |source| RegisterError::Os { call: "starting a thread", bytes: 0, source };
-            held.thread = Some(thread.spawn(move || gates.serve()).map_err(os)?);
+            let serve = move || gates.serve();
+            held.thread = Some(thread::spawn("immwire-gates", serve).map_err(os)?);
         }
         Ok(())
     }

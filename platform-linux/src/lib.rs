@@ -83,6 +83,7 @@ pub mod staging;
 mod sync;
 #[cfg(test)]
 mod tests;
+mod thread;
 pub mod topology;
 mod transfer;
 pub mod verbs;

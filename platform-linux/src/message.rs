@@ -26,7 +26,7 @@ use crate::error::{End, TransferError};
 use crate::provider::{Path, Receipt, RegisterError};
 use crate::region::{Region, Registry};
 use crate::request::Request;
-use crate::shared::Message;
+use crate::shared::{Message, Shared};
 
 /// A message on its way into a mailbox.
 pub(crate) struct Outgoing {
@@ -186,11 +186,13 @@ impl Link {
         Ok(reserved)
     }
 
-    /// Copies a message out of the mailbox.
-    fn take(&self, delivery: &Delivery) -> Option<Vec<u8>> {
-        let mut bytes = vec![0; usize::try_from(delivery.len).ok()?];
-        self.mailbox.read(delivery.offset, &mut bytes).ok()?;
-        Some(bytes)
+    /// Copies a message out of the mailbox, for whoever takes it next.
+    fn hand_over(&self, delivery: &Delivery, to: &Arc<Shared>) {
+        let Ok(len) = usize::try_from(delivery.len) else { return };
+        let mut bytes = vec![0; len];
+        if self.mailbox.read(delivery.offset, &mut bytes).is_ok() {
+            to.deliver(Message { from: self.peer, bytes });
+        }
     }
 }
 
@@ -219,7 +221,7 @@ impl State {
         links.any(|link| {
             let unsent = (link.credits != 0 && link.may_credit(self.own)) || !link.again.is_empty();
             (unsent && self.group.reaches(link.peer))
-                || (link.inbox.has_delivery() && self.shared.inbox.has_room())
+                || (link.inbox.has_delivery() && self.shared.inbox.has_room(false))
         })
     }
 
@@ -460,12 +462,9 @@ impl State {
             return Undelivered::None;
         };
         let peer = link.peer;
-        while self.shared.inbox.has_room() {
+        while self.shared.inbox.has_room(false) {
             let Some(delivery) = link.inbox.poll_delivery() else { break };
-            if let Some(bytes) = link.take(&delivery) {
-                let message = Message { from: peer, bytes };
-                self.shared.deliver(message);
-            }
+            link.hand_over(&delivery, &self.shared);
             if let Ok(Control::Credit(slot)) = link.inbox.handle_consumed(delivery.slot) {
                 link.credits |= 1_u64.checked_shl(u32::from(slot)).unwrap_or(0);
             }
@@ -492,14 +491,23 @@ impl State {
         credits
     }
 
-    /// The peer is gone, and with it what waits for it.
+    /// The peer is gone, and with it what waits for it. What it has sent is handed over.
     pub(crate) fn close_link(&mut self, peer: PeerId) {
         if self.link(peer).is_none() {
             return;
         }
-        let Some(link) = self.links.get_mut(usize::from(peer.index)).and_then(Option::take) else {
+        let Some(mut link) = self.links.get_mut(usize::from(peer.index)).and_then(Option::take)
+        else {
             return;
         };
+        // Its sender was told that it lies here: it goes with the mailbox no more than with its sender.
+        while let Some(delivery) = link.inbox.poll_delivery() {
+            if !self.shared.inbox.has_room(true) {
+                tracing::error!(%peer, "messages of a peer that is gone are dropped: nobody takes them");
+                break;
+            }
+            link.hand_over(&delivery, &self.shared);
+        }
         self.waiting_messages = self.waiting_messages.saturating_sub(link.waiting.len());
         for outgoing in link.waiting {
             let error = TransferError::Message(SendError::Closed);

@@ -169,7 +169,8 @@ pub trait Provider: Send + 'static {
     /// nothing else of the peer is reported any more, and nothing more is written to it.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
 
-    /// Forces every piece in flight to the peer to a reported end. The connection may be lost by it.
+    /// Forces every piece in flight to the peer to a reported end, those that were not begun to [`Sink::undelivered`] if it can. The connection may be
+    /// lost by it.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S);
 
     /// The peer says that this path of its broke. Sees to it that nothing it posted there lands here any
@@ -256,7 +257,7 @@ pub trait Sink {
     /// A path that broke, and was settled since, can be posted on again.
     fn path_restored(&mut self, peer: PeerId, path: Path);
 
-    /// A piece of a broken path did not arrive, and never will: it may be posted on another.
+    /// A piece of a broken path did not arrive, and never will: it may be posted on another. Or it was not begun when its peer was aborted.
     fn undelivered(&mut self, work: &WorkRequest);
 
     /// What a run of pages in flight is made of: copies the numbers of its pages into the first

@@ -80,10 +80,13 @@ struct InboxState {
 impl Inbox {
     /// Messages kept here at most; the rest wait in the mailboxes, and their senders for credit.
     const CAPACITY: usize = 256;
+    /// With those of peers that have gone, and their mailboxes with them.
+    const CAPACITY_WITH_LEFT: usize = 64 * Self::CAPACITY;
 
-    /// Whether there is room for another message.
-    pub(crate) fn has_room(&self) -> bool {
-        lock(&self.state).messages.len() < Self::CAPACITY
+    /// Whether there is room for another message, of a peer that is there, or of one that goes.
+    pub(crate) fn has_room(&self, goes: bool) -> bool {
+        let capacity = if goes { Self::CAPACITY_WITH_LEFT } else { Self::CAPACITY };
+        lock(&self.state).messages.len() < capacity
     }
 
     pub(crate) fn try_take(&self) -> Option<Message> {
@@ -151,15 +154,17 @@ impl PeerBook {
     ) -> Option<R> {
         let mut book = lock(&self.states);
         let result = done(book.states.get(&peer).copied());
-        if result.is_none() {
-            book.tasks.leave(id, waker);
-        }
+        let replaced = if result.is_none() { book.tasks.leave(id, waker) } else { None };
+        drop(book);
+        // Not under the lock: a waker's drop may run code of others.
+        drop(replaced);
         result
     }
 
     /// Takes back the waker that `id` stands for.
     pub(crate) fn forget(&self, id: Option<u64>) {
-        lock(&self.states).tasks.withdraw(id);
+        let withdrawn = lock(&self.states).tasks.withdraw(id);
+        drop(withdrawn);
     }
 
     pub(crate) fn get(&self, peer: PeerId) -> Option<PeerState> {
@@ -167,12 +172,15 @@ impl PeerBook {
     }
 
     /// The peers that are not down, in order.
-    pub(crate) fn known(&self) -> Vec<PeerId> {
+    pub(crate) fn live(&self) -> Vec<PeerId> {
         let book = lock(&self.states);
         let live = book.states.iter().filter(|(_, state)| !matches!(state, PeerState::Down(_)));
-        let mut peers: Vec<PeerId> = live.map(|(peer, _)| *peer).collect();
-        peers.sort_unstable();
-        peers
+        sorted(live.map(|(peer, _)| *peer))
+    }
+
+    /// The same, and those that went, as far as they are remembered.
+    pub(crate) fn known(&self) -> Vec<PeerId> {
+        sorted(lock(&self.states).states.keys().copied())
     }
 
     /// Waits until `done` says something of the peer's state.
@@ -193,6 +201,12 @@ impl PeerBook {
             book = waited.unwrap_or_else(std::sync::PoisonError::into_inner).0;
         }
     }
+}
+
+fn sorted(peers: impl Iterator<Item = PeerId>) -> Vec<PeerId> {
+    let mut peers: Vec<PeerId> = peers.collect();
+    peers.sort_unstable();
+    peers
 }
 
 /// What an engine has done so far.
@@ -264,7 +278,9 @@ pub(crate) struct Shared {
     pub(crate) counting: Counting,
     pub(crate) tallies: Tallies<Arc<[Tally]>>,
     /// By counter slot.
-    baselines: Box<[Baseline]>,
+    baselines: Box<[Mutex<Baseline>]>,
+    /// By peer slot, who has it, or had it last.
+    tenants: Mutex<Box<[Option<PeerId>]>>,
     counters_taken: Mutex<Box<[bool]>>,
     pub(crate) callbacks: Callbacks,
     pub(crate) inbox: Inbox,
@@ -315,8 +331,9 @@ impl Shared {
             intake: Intake::new(transfers.saturating_mul(2), sleeper)?,
             cells: Cells::new(sizes.transfers),
             counting: Counting::new(sizes.counters),
+            baselines: (0..sizes.counters).map(|_| Mutex::default()).collect(),
+            tenants: Mutex::new(vec![None; usize::from(tallies.peers())].into_boxed_slice()),
             tallies,
-            baselines: (0..sizes.counters).map(|_| Baseline::default()).collect(),
             counters_taken: Mutex::new(vec![false; counters].into_boxed_slice()),
             callbacks: Callbacks::new(transfers + counters + Inbox::CAPACITY)?,
             inbox: Inbox::default(),
@@ -365,17 +382,24 @@ impl Shared {
 
     // ---- counters ----
 
-    pub(crate) fn baseline(&self, tag: ImmTag) -> Option<&Baseline> {
+    pub(crate) fn baseline(&self, tag: ImmTag) -> Option<&Mutex<Baseline>> {
         self.baselines.get(usize::from(tag.slot()))
     }
 
     /// A peer begins: what the last tenant of its slot has sent is not its own. O(counters that there have been at a time).
     pub(crate) fn begin_tallies(&self, peer: PeerId) {
+        let mut tenants = lock(&self.tenants);
+        let Some(tenant) = tenants.get_mut(usize::from(peer.index)) else { return };
+        let from = tenant.replace(peer);
         for (slot, baseline) in (0..).zip(&self.baselines) {
-            if let Some(units) = lock(baseline).get_mut(usize::from(peer.index)) {
-                *units = self.tallies.units(slot, peer.index).unwrap_or(0);
-            }
+            let units = self.tallies.units(slot, peer.index).unwrap_or(0);
+            lock(baseline).pass_on(peer.index, from, units, self.tallies.peers());
         }
+    }
+
+    /// Whether the peer's slot is still its own, so that what has come by it last is from it.
+    pub(crate) fn has_slot(&self, peer: PeerId) -> bool {
+        lock(&self.tenants).get(usize::from(peer.index)).copied().flatten() == Some(peer)
     }
 
     /// Counts an immediate, and wakes whoever waited for it.
@@ -405,7 +429,9 @@ impl Shared {
         }
         if let Some(baseline) = self.baseline(tag) {
             // What comes from now on is the next tenant's. The row exists, and is as long: `ImmCounter::new` has made it so.
-            let _ = self.tallies.snapshot(tag.slot(), &mut lock(baseline));
+            lock(baseline).retire(|before| {
+                let _ = self.tallies.snapshot(tag.slot(), before);
+            });
         }
         if let Some(taken) = lock(&self.counters_taken).get_mut(usize::from(tag.slot())) {
             *taken = false;
@@ -471,7 +497,7 @@ impl Shared {
     pub(crate) fn stop(&self) {
         self.intake.stop(|command| self.refuse(command));
         self.counting.end(&self.callbacks);
-        let live = self.peers.known();
+        let live = self.peers.live();
         for peer in live {
             self.peers.set(peer, PeerState::Down(DownReason::Removed));
         }

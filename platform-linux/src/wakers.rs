@@ -17,17 +17,22 @@ pub(crate) struct Wakers {
 }
 
 impl Wakers {
-    /// Leaves a waker, in the place of the one that `id` stands for, if it does.
-    pub(crate) fn leave(&mut self, id: &mut Option<u64>, waker: &Waker) {
-        self.withdraw(*id);
+    /// Leaves a waker, in the place of the one that `id` stands for, if it does, which is returned: to be dropped once no lock is held, as that
+    /// may run code of others, and look at once.
+    #[must_use]
+    pub(crate) fn leave(&mut self, id: &mut Option<u64>, waker: &Waker) -> Option<Waker> {
+        let replaced = self.withdraw(*id);
         self.left.push((self.next, waker.clone()));
         *id = Some(self.next);
         self.next += 1;
+        replaced
     }
 
-    /// Takes a waker back; nothing if it was woken.
-    pub(crate) fn withdraw(&mut self, id: Option<u64>) {
-        self.left.retain(|(other, _)| Some(*other) != id);
+    /// Takes a waker back, to be dropped once no lock is held; nothing if it was woken.
+    #[must_use]
+    pub(crate) fn withdraw(&mut self, id: Option<u64>) -> Option<Waker> {
+        let at = self.left.iter().position(|(other, _)| Some(*other) == id)?;
+        Some(self.left.swap_remove(at).1)
     }
 
     /// All, to be woken once no lock is held: a waker may look at once.
@@ -65,14 +70,18 @@ mod tests {
         let mut ids = [None; 3];
         for _ in 0..2 {
             for (id, bell) in ids.iter_mut().zip(&bells) {
-                wakers.leave(id, &Waker::from(Arc::clone(bell)));
+                drop(wakers.leave(id, &Waker::from(Arc::clone(bell))));
             }
         }
-        wakers.withdraw(ids[1]);
-        wakers.withdraw(None);
+        assert!(
+            wakers
+                .withdraw(ids[1])
+                .is_some_and(|it| it.will_wake(&Waker::from(Arc::clone(&bells[1]))))
+        );
+        assert!(wakers.withdraw(ids[1]).is_none() && wakers.withdraw(None).is_none());
         wake(wakers.take());
         wake(wakers.take());
-        wakers.withdraw(ids[0]);
+        assert!(wakers.withdraw(ids[0]).is_none());
         assert_eq!(bells.map(|bell| bell.0.load(Ordering::Relaxed)), [1, 0, 1]);
     }
 }

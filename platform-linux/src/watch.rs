@@ -23,6 +23,7 @@ use std::thread::JoinHandle;
 use immwire_core::watch::Watched;
 
 use crate::provider::{PinnedPage, RegisterError};
+use crate::thread;
 use crate::words::Word;
 
 type Callback = Box<dyn Fn(u64, u64) + Send + Sync>;
@@ -93,9 +94,9 @@ impl Watch {
         }
         if table.thread.is_none() {
             let watch = Arc::clone(self);
-            let thread = std::thread::Builder::new().name("immwire-watch".to_owned());
             let os = |source| RegisterError::Os { call: "starting a thread", bytes: 0, source };
-            table.thread = Some(thread.spawn(move || watch.serve()).map_err(os)?);
+            let serve = move || watch.serve();
+            table.thread = Some(thread::spawn("immwire-watch", serve).map_err(os)?);
         }
         // PROOF: there was one, or there are 512 new ones.
         let Some(word) = table.free.pop() else { return Err(RegisterError::Empty) };

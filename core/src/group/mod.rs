@@ -1012,6 +1012,14 @@ where
         known
     }
 
+    /// Whether the transfer was stopped, and waits for what is in flight of it: of any other, what was not written yet may still be.
+    #[must_use]
+    pub fn is_stopped(&self, id: TransferId) -> bool {
+        let slot = self.transfers.as_ref().get(usize::from(id.index));
+        let slot = slot.filter(|slot| slot.generation == id.generation);
+        slot.and_then(TransferSlot::active_ref).is_some_and(|active| active.stop.is_some())
+    }
+
     /// Whether `nic` has something that might be posted now. Cheap: for idle loops.
     #[must_use]
     pub fn has_work(&self, nic: NicIndex) -> bool {
@@ -1216,7 +1224,7 @@ where
                     let rest = active.plan.has_work(nic);
                     self.withdraw(index, at);
                     if rest {
-                        self.stop(Time::ZERO, index, TransferError::ListChanged);
+                        self.stop_untimed(index, TransferError::ListChanged);
                     }
                     continue;
                 }
@@ -1233,7 +1241,7 @@ where
                 }
                 Next::Impossible(peer) => {
                     let error = TransferError::Piece { peer, nic, error: WorkError::RemoteAccess };
-                    self.stop(Time::ZERO, index, error);
+                    self.stop_untimed(index, error);
                     continue;
                 }
             };
@@ -1433,6 +1441,10 @@ where
                     let peer = active.plan.sole_peer().or_else(|| late.and_then(to));
                     self.stop(now, index, TransferError::DeadlineExceeded { outstanding, peer });
                 }
+                Drain::Begins => {
+                    let until = now.after(self.config.drain);
+                    active.drain = Drain::Waiting { since: now, until };
+                }
                 Drain::Waiting { since, .. } => self.force(now, index, Some(since)),
                 Drain::Forced { .. } => self.force(now, index, None),
             }
@@ -1631,14 +1643,23 @@ where
     /// A `now` in the past makes the next call of [`DomainGroup::handle_timeout`] look after the drain.
     fn stop(&mut self, now: Time, index: u16, error: TransferError) {
         let until = now.after(self.config.drain);
+        self.stop_with(index, error, Drain::Waiting { since: now, until });
+    }
+
+    /// The same for whoever does not know the time.
+    fn stop_untimed(&mut self, index: u16, error: TransferError) {
+        self.stop_with(index, error, Drain::Begins);
+    }
+
+    fn stop_with(&mut self, index: u16, error: TransferError, drain: Drain) {
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         let Some(active) = slot.and_then(TransferSlot::active) else {
             return;
         };
         if active.stop.is_none() {
             active.stop = Some(error);
-            active.drain = Drain::Waiting { since: now, until };
-            self.next_timeout = self.next_timeout.min(until);
+            active.drain = drain;
+            self.next_timeout = self.next_timeout.min(active.next_timeout());
             self.withdraw_all(index);
             if self.lost_count > 0 {
                 self.drop_lost(index);
@@ -1735,7 +1756,7 @@ where
             nics &= nics - 1;
             if !self.nics.get(nic).is_some_and(Nic::usable) {
                 // What it still has to say it cannot: the NIC was lost, and none could take over.
-                return self.stop(Time::ZERO, index, TransferError::NoNic);
+                return self.stop_untimed(index, TransferError::NoNic);
             }
             self.enter_queue(index, nic, Place::Lane);
         }

@@ -929,7 +929,9 @@ where
             return Time::NEVER;
         };
         let paths = &mut entry.paths;
-        let given_up = (0..).zip(&paths.asks).find(|(_, ask)| ask.until <= now);
+        // An answer that has come is looked at first, however late whoever drives this is: see [`Paths::poll`].
+        let is_over = |ask: &Ask| ask.until <= now && !ask.answered;
+        let given_up = (0..).zip(&paths.asks).find(|(_, ask)| is_over(ask));
         let pathless = (paths.pathless_until <= now).then_some(paths.last_broken);
         if let Some(nic) = given_up.map(|(nic, _)| nic).or(pathless) {
             self.remove_peer(now, peer, DownReason::PathLost { nic });
@@ -994,7 +996,7 @@ where
         let Next::Piece(piece) = active.plan.next_if(nic, &view, |_| true) else {
             // The list has changed, or there is nowhere to write to: refused a second time, it is stopped.
             let error = TransferError::ListChanged;
-            self.stop(Time::ZERO, index, error);
+            self.stop_untimed(index, error);
             return Damaged::Moved;
         };
         let kept = granted.map(|place| *place = Place::Lane).is_some();
@@ -1041,7 +1043,7 @@ where
             self.withdraw(index, usize::from(nic));
             self.enqueue(index);
         } else {
-            self.stop(Time::ZERO, index, TransferError::NoNic);
+            self.stop_untimed(index, TransferError::NoNic);
         }
         Damaged::Moved
     }

@@ -88,6 +88,7 @@ impl<P, T> Active<P, T> {
     pub(super) fn next_timeout(&self) -> Time {
         match self.drain {
             Drain::No => self.deadline,
+            Drain::Begins => Time::ZERO,
             Drain::Waiting { until, .. } | Drain::Forced { until } => until,
         }
     }
@@ -164,6 +165,8 @@ impl Outstanding {
 pub(super) enum Drain {
     /// Not stopped.
     No,
+    /// Stopped between two looks at the clock: time runs from the next.
+    Begins,
     /// Pieces in flight are given until `until` to complete by themselves.
     Waiting { since: Time, until: Time },
     /// Peers without progress were aborted; at `until` every peer is that pieces may be in flight to.

@@ -21,6 +21,7 @@ use super::slot::{Depth, Lane, NicLinks, PeerSlot, PeerView, Storage, TransferSl
 use super::{DomainGroup, Options, Place, WorkRequest, work_of};
 use crate::id::{NicIndex, Time, TransferId};
 use crate::imm::WRITE_UNITS;
+use crate::mailbox::USER_COUNTERS;
 use crate::plan::{PageList, PageRun, Piece, Plan, SingleRef, SingleWrite, TargetList, Whole};
 
 impl<P, T, TS, PS, LS> DomainGroup<P, T, TS, PS, LS>
@@ -68,7 +69,9 @@ where
     #[inline(always)]
     fn clear(&self, write: &SingleRef<'_>) -> Option<(NicIndex, Lane, Piece)> {
         let (peer, len) = (write.peer, write.len);
-        if len == 0 || len > self.express_bytes {
+        // The general way says what is wrong.
+        let is_reserved = write.imm.is_some_and(|tag| tag.slot() >= USER_COUNTERS);
+        if len == 0 || len > self.express_bytes || is_reserved {
             return None;
         }
         let lane = self.lane_by_len(len);

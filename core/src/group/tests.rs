@@ -2037,6 +2037,32 @@ fn a_path_that_nobody_can_settle_is_named() {
     assert!(told.contains("peer 0.0") && told.contains("nic 1"), "{told}");
 }
 
+/// Whoever drives the group was not run until after the time for an answer, which has come meanwhile.
+#[test]
+fn an_answer_that_has_come_counts_however_late_it_is_looked_at() {
+    for comes in [false, true] {
+        let mut world = World::new(SMALL);
+        let peer = world.live(0).unwrap();
+        world.apply(Do::Submit(Kind::Split, 0));
+        world.apply(Do::Post(1));
+        world.apply(Do::Break(0, 1, 1));
+        if comes {
+            world.group.handle_answer(peer, 1);
+        }
+        let late = Time::ZERO.after(DRAIN).after(DRAIN);
+        world.group.handle_timeout(late);
+        let events: Vec<_> = core::iter::from_fn(|| world.group.poll_event()).collect();
+        let settles = |event: &Event| matches!(event, Event::Settle { nic: 1, .. });
+        assert_eq!((events.iter().any(settles), world.live(0).is_some()), (comes, true));
+        let state = world.group.peer_state(peer);
+        assert_eq!(matches!(state, Some(PeerState::Down(_))), !comes, "{state:?}");
+        // If it was of another epoch, nothing was settled by it: the time is over at the next look.
+        world.group.handle_timeout(late);
+        let state = world.group.peer_state(peer);
+        assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+    }
+}
+
 #[test]
 fn without_room_for_lost_pieces_their_transfer_ends() {
     let nic = NicConfig { state: GOOD_NIC, queue_depth: 4, takes: PieceLimits::ANY };
@@ -2546,6 +2572,49 @@ fn a_list_that_changes_ends_its_transfer() {
         assert_eq!(core::iter::from_fn(|| group.poll_event()).find_map(ended), Some(wanted));
         assert_eq!(group.active(), 0);
     }
+}
+
+/// A transfer that is stopped in the middle of posting has as long to end as one that its caller stops, however old the group is.
+#[test]
+fn time_runs_from_the_stop_not_from_the_beginning() {
+    let setup = Setup { peer_depth: 8, queue_depth: 8, ..SMALL };
+    let mut group = DomainGroup::<Fickle, Targets, _, _>::new(
+        config(setup),
+        &[NicConfig { state: GOOD_NIC, queue_depth: 8, takes: PieceLimits::ANY }],
+        [const { TransferSlot::new() }; 1],
+        [const { PeerSlot::new() }; 1],
+    )
+    .unwrap();
+    let peer = group.accept_peer(Time::ZERO, engine(0), &answer(0, &[GOOD_NIC])).unwrap();
+    let (mine, theirs) = (Fickle::new(), Fickle::new());
+    let write = PagedWrite {
+        peer,
+        page_bytes: 2,
+        src: source(),
+        src_pages: Pages { indices: mine.clone(), stride: 2, offset: 0 },
+        dst: region(engine(0), DST),
+        dst_pages: Pages { indices: theirs, stride: 2, offset: 0 },
+        imm: None,
+    };
+    let options = Options { deadline: Time::NEVER, user: 0 };
+    group.submit(Request::Paged(write).check().unwrap(), options).unwrap();
+    let (first, _second) = (group.poll_work(0).unwrap(), group.poll_work(0).unwrap());
+    mine.0.set(0);
+    assert_eq!(group.poll_work(0), None);
+    let mut now = Time::ZERO.after(DRAIN * 10);
+    assert!(group.poll_timeout() <= now);
+    let abort_at = |group: &mut DomainGroup<Fickle, Targets, _, _>, now| {
+        group.handle_timeout(now);
+        core::iter::from_fn(|| group.poll_event()).any(|it| matches!(it, Event::Abort { .. }))
+    };
+    assert!(!abort_at(&mut group, now), "no time has passed");
+    assert_eq!(group.poll_timeout(), now.after(DRAIN));
+    now = now.after(DRAIN / 2);
+    assert!(group.handle_completion(now, 0, first.token, Ok(())));
+    now = now.after(DRAIN / 2);
+    assert!(!abort_at(&mut group, now), "the peer took something meanwhile");
+    let again = group.poll_timeout();
+    assert!(again >= now.after(DRAIN) && abort_at(&mut group, again));
 }
 
 /// Neither between its last completion and the poll of its end, nor when its slot has another tenant.

@@ -13,6 +13,7 @@ use core::fmt;
 use super::{PageRun, RunLayout};
 use crate::id::PeerId;
 use crate::imm::{Imm, ImmTag, MAX_MERGED};
+use crate::mailbox::USER_COUNTERS;
 use crate::region::{LocalMr, MrDesc, RegionError};
 
 /// Page numbers that do not change while a plan refers to them.
@@ -340,6 +341,11 @@ pub enum RequestError {
         /// Writes asked for.
         writes: u16,
     },
+    /// The counters from [`USER_COUNTERS`] on are the engines' own.
+    Reserved {
+        /// The counter's slot.
+        slot: u16,
+    },
 }
 
 impl fmt::Display for RequestError {
@@ -360,6 +366,12 @@ impl fmt::Display for RequestError {
             }
             Self::Writes { writes } => {
                 write!(f, "an immediate for {writes} writes, 1 to {MAX_MERGED} are possible")
+            }
+            Self::Reserved { slot } => {
+                write!(
+                    f,
+                    "counter {slot} is the engines' own: those below {USER_COUNTERS} are counters of users"
+                )
             }
         }
     }
@@ -401,6 +413,9 @@ impl<P: PageList, T: TargetList> Request<P, T> {
     #[inline]
     pub fn check(self) -> Result<Checked<P, T>, RequestError> {
         let items = self.items()?;
+        if let Some(tag) = self.tag().filter(|tag| tag.slot() >= USER_COUNTERS) {
+            return Err(RequestError::Reserved { slot: tag.slot() });
+        }
         let mut narrow = false;
         let (longest, total_bytes) = match &self {
             Self::Single(write) => {
@@ -443,6 +458,18 @@ impl<P: PageList, T: TargetList> Request<P, T> {
             }
         };
         Ok(Checked { request: self, total_bytes, longest, items, narrow })
+    }
+
+    /// What is to count at the peers, but for what engines say to each other.
+    const fn tag(&self) -> Option<ImmTag> {
+        match self {
+            Self::Single(write) => write.imm,
+            Self::Paged(write) => write.imm,
+            Self::Scatter(write) => write.imm,
+            Self::Barrier(barrier) => Some(barrier.imm),
+            Self::Imm(write) => Some(write.imm),
+            Self::Control(_) => None,
+        }
     }
 
     /// How many pages or targets.

@@ -11,6 +11,8 @@ use proptest::prelude::*;
 
 use super::*;
 use crate::id::EngineId;
+use crate::imm::{GENERATIONS, MAX_COUNTERS};
+use crate::mailbox::USER_COUNTERS;
 use crate::nic::NicState;
 use crate::region::{Keys, RegionError, Rights};
 
@@ -1093,6 +1095,29 @@ fn an_immediate_counts_for_1_to_255_writes() {
             check(&request, limits(HUGE, 64, 64), &table, 0);
         } else {
             assert_eq!(request.check(), Err(RequestError::Writes { writes }));
+        }
+    }
+}
+
+#[test]
+fn what_engines_say_to_each_other_is_said_by_nobody_else() {
+    let (to, pages) = ([target(0, 8, 0, 0)], [0]);
+    for slot in USER_COUNTERS - 1..MAX_COUNTERS {
+        for generation in [0, GENERATIONS - 1] {
+            let tag = ImmTag::new(slot, generation).unwrap();
+            let imm = Some(tag);
+            let requests: [TestRequest<'_>; 5] = [
+                single(8, 0, imm),
+                Request::Paged(PagedWrite { imm, ..paged(8, &pages, &pages) }),
+                scatter(&to, imm),
+                Request::Barrier(Barrier { targets: &to, imm: tag }),
+                Request::Imm(ImmWrite { peer: peer(0), imm: tag, writes: 1 }),
+            ];
+            for request in requests {
+                let refused = request.check().err();
+                let reserved = (slot >= USER_COUNTERS).then_some(RequestError::Reserved { slot });
+                assert_eq!(refused, reserved, "{request:?}");
+            }
         }
     }
 }

@@ -1192,7 +1192,7 @@ impl Provider for ShmProvider {
     /// rest ends as soon as the peer is not copying out of it, and the connection with it.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {
-            session.flush_waiting(WorkError::Flushed, sink);
+            session.return_waiting(sink);
             session.flush_landed(WorkError::Flushed, sink);
             if session.is_bouncing() {
                 session.close(DownReason::Disconnected);

@@ -1188,6 +1188,14 @@ impl Session {
         self.retry = 0;
     }
 
+    /// Gives the pieces back that wait: nothing of them has been written, and what nobody has stopped is posted again.
+    pub(super) fn return_waiting<S: Sink>(&mut self, sink: &mut S) {
+        for work in self.waiting.drain(..) {
+            sink.undelivered(&work);
+        }
+        self.retry = 0;
+    }
+
     /// Ends all pieces. The bounce ring must be quiet, or the peer gone.
     pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         self.flush_waiting(error, sink);

@@ -29,6 +29,7 @@ use rustix::event::EventfdFlags;
 use super::device::{AddressHandle, Device, Domain, QueuePair};
 use super::{VerbsError, VerbsOptions};
 use crate::sync::lock;
+use crate::thread;
 
 /// Lookups at a time, each on a thread: so many addresses that nobody has keep others waiting for a second.
 const AT_ONCE: usize = 8;
@@ -288,8 +289,7 @@ impl Resolver {
 
     fn start(&mut self) -> std::io::Result<()> {
         let desk = Arc::clone(&self.desk);
-        let thread = std::thread::Builder::new().name("immwire-resolve".to_owned());
-        self.threads.push(thread.spawn(move || desk.serve())?);
+        self.threads.push(thread::spawn("immwire-resolve", move || desk.serve())?);
         Ok(())
     }
 }

@@ -14,7 +14,7 @@ use immwire::{
 };
 use rustix::process::Signal;
 
-use crate::agent::{Agent, Ask, Write1, encode, plain};
+use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::ends::flood;
 use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
 use crate::operations::{only_peer, write};
@@ -343,6 +343,11 @@ fn sender_killed(case: &Case) {
             late.to_string().contains(&format!("({peer}, down: connection lost, sent ")),
             "{late}"
         );
+        // Also where nobody said whose they are.
+        let late = counter.wait(1_000_000, Duration::from_millis(50)).expect_err("dead");
+        let CountError::Timeout { peers, .. } = &late else { panic!("{late:?}") };
+        let of = peers.iter().find(|share| share.peer == peer);
+        assert!(of.is_some_and(|it| it.arrived >= 5 && it.state == state), "{late:?}");
         third.is_served(&me);
         me.close(mine.region, SOON).expect("nobody writes");
     }
@@ -370,6 +375,8 @@ fn peer_stopped(case: &Case) {
     let start = Instant::now();
     let many = if case.facts().has_gpus { case.facts().pages_for_a_while } else { 5000 };
     let transfer = pages(&me, peer, &src, &desc, many, Some(tag), Some(limit));
+    // Behind them; nobody stops it.
+    let message = me.engine.submit_send(peer, b"when you run").expect("submit");
     third.is_served(&me);
     let end = me.end(&transfer);
     assert!(start.elapsed() >= limit && start.elapsed() < SOON, "{:?}", start.elapsed());
@@ -385,6 +392,12 @@ fn peer_stopped(case: &Case) {
     // At its next heartbeat.
     let is_up = || (me.engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
     me.until(SOON, is_up).expect("up again");
+    me.done(&message);
+    let ms = u64::try_from(SOON.as_millis()).expect("small");
+    let Say::Message { bytes, .. } = other.ask(&me, Ask::Recv { ms }) else {
+        panic!("no message");
+    };
+    assert_eq!(bytes, b"when you run");
     pattern.fill(&src, 0, 1 << 20, 0);
     me.done(&write(&me, peer, &src, &desc, (0, 0, 1 << 20), Some(tag)));
     other.check(&me, there, 0, 1 << 20, pattern);

@@ -2255,6 +2255,24 @@ fn waits_of_streams_end(case: &Case) {
         let done = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
         assert_eq!((done, held.wait(patience())), (Say::Text("Done".into()), Some(Ok(()))));
         passes(&me, &stream);
+        // However many of another stream are held, those that are over are free.
+        let beside = Stream::new(&device).expect("a stream");
+        let many: Vec<_> = (0..40).map(|_| counter()).collect();
+        let at = |counter| hold(&me, &beside, counter, 1, Duration::MAX).expect("a wait");
+        let held: Vec<_> = many.iter().map(at).collect();
+        for round in 0..words {
+            let wait = hold(&me, &stream, &first, 1, Duration::ZERO);
+            let wait = wait.unwrap_or_else(|why| panic!("{why} after {round} of {words}"));
+            assert!(me.until(patience(), || wait.poll()).is_some());
+            passes(&me, &stream);
+        }
+        for counter in &many {
+            let tag = counter.tag().bits();
+            let done = other.ask(&me, Ask::Imm { peer, tag, writes: 1 });
+            assert_eq!(done, Say::Text("Done".into()));
+        }
+        assert!(held.iter().all(|wait| wait.wait(patience()) == Some(Ok(()))));
+        passes(&me, &beside);
     }
     if refuse(1) {
         let refused = hold(&me, &stream, &first, 1, patience());

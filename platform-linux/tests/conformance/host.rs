@@ -9,8 +9,8 @@ use std::time::{Duration, Instant};
 use immwire::core::group::TransferError as Stopped;
 use immwire::{
     Builder, CloseError, CountError, Driver, End, ImmCounter, LivenessConfig, Message, NetAddr,
-    PeerId, PeerState, RecvError, Region, Rights, SingleWrite, Transfer, TransferEngine,
-    TransferError,
+    PeerId, PeerState, RecvError, Region, Rights, SingleWrite, SubmitError, Transfer,
+    TransferEngine, TransferError,
 };
 use immwire_cuda::{Device, DeviceMemory, Event, Stream};
 use serde::{Deserialize, Serialize};
@@ -239,11 +239,14 @@ impl Host {
 
     /// Submits a write, from the thread that polls if there is one.
     pub fn submit(&self, write: &SingleWrite<'_>) -> Transfer {
-        let transfer = match &self.driver {
+        self.try_submit(write).expect("submit")
+    }
+
+    pub fn try_submit(&self, write: &SingleWrite<'_>) -> Result<Transfer, SubmitError> {
+        match &self.driver {
             None => self.engine.submit_single_write(write),
             Some(driver) => driver.borrow_mut().submit_single_write(write),
-        };
-        transfer.expect("submit")
+        }
     }
 
     /// Takes a region back.

@@ -25,6 +25,7 @@ pub const TESTS: &[Test] = &[
     ("let_go_when_not_used", Spread::Once, let_go_when_not_used),
     ("parting_loses_nothing", Spread::ProcessesBothMotors, parting_loses_nothing),
     ("nobody_oversleeps", Spread::Threads, nobody_oversleeps),
+    ("messages_outlive_their_sender", Spread::ProcessesBothMotors, messages_outlive_their_sender),
     ("addresses_that_lead_nowhere", Spread::ProcessesBothMotors, addresses_that_lead_nowhere),
 ];
 
@@ -585,6 +586,39 @@ fn nobody_oversleeps(case: &Case) {
 
 /// Of [`immwire::core::wire::Refusal::Elsewhere`].
 const SOMEBODY_ELSE: &str = "another engine has the address";
+
+/// What lies in a mailbox, its sender told so, is received when the sender has left, however much the receiver has not taken by then.
+fn messages_outlive_their_sender(case: &Case) {
+    const MANY: u32 = 260;
+    let me = case.me();
+    let (mut busy, its_address) = case.agent("busy");
+    let (mut brief, address) = case.agent("brief");
+    for address in [&its_address, &address] {
+        me.peer(address);
+    }
+    let send = |agent: &mut Agent, bytes: Vec<u8>| {
+        let peer = plain(only_peer(&me, agent));
+        let done = agent.ask(&me, Ask::Send { peer, bytes });
+        assert_eq!(done, Say::Text("Done".into()));
+    };
+    // More than are kept beside the mailboxes.
+    for n in 0..MANY {
+        send(&mut busy, n.to_le_bytes().to_vec());
+    }
+    send(&mut brief, b"the last word".to_vec());
+    let brief_one = me.engine.peers().into_iter().max().expect("two peers");
+    brief.tell(&me, Ask::Drop);
+    let state = me.peer_down(brief_one, patience());
+    assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
+    let mut all = Vec::new();
+    while let Ok(message) = me.recv(Duration::from_millis(500)) {
+        all.push(message);
+    }
+    let word = all.iter().filter(|it| it.from == brief_one && it.bytes == b"the last word");
+    assert_eq!(word.count(), 1);
+    let others = all.iter().filter(|it| it.from != brief_one).map(|it| it.bytes.clone());
+    assert!(others.eq((0..MANY).map(|n| n.to_le_bytes().to_vec())), "{} messages", all.len());
+}
 
 fn addresses_that_lead_nowhere(case: &Case) {
     let me = case.me();

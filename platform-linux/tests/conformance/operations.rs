@@ -7,6 +7,8 @@ use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::Duration;
 
+use immwire::core::imm::MAX_COUNTERS;
+use immwire::core::mailbox::USER_COUNTERS;
 use immwire::core::plan::RequestError;
 use immwire::{
     CountError, CounterTaken, End, Expected, ImmTag, PagedWrite, Pages, PeerId, Region,
@@ -126,6 +128,22 @@ fn immediates(case: &Case) {
     for writes in [0, 256, u16::MAX] {
         let refused = me.engine.submit_imm(peer, tag, writes).expect_err("refused");
         assert_eq!(refused, SubmitError::Request(RequestError::Writes { writes }));
+    }
+    // What engines say to each other is said by nobody else: the peer would take it for a broken protocol.
+    let src = me.memory(64, Own::Engine);
+    let (_, desc) = other.memory(&me, 64, Own::Engine);
+    for slot in USER_COUNTERS..MAX_COUNTERS {
+        let tag = ImmTag::new(slot, 0).expect("a tag");
+        let reserved = SubmitError::Request(RequestError::Reserved { slot });
+        let refused = me.engine.submit_imm(peer, tag, 1).expect_err("refused");
+        assert_eq!(refused, reserved);
+        for len in [0, 8, 64] {
+            let (src, dst, imm) = (&src, &desc, Some(tag));
+            let write = SingleWrite { peer, src, src_offset: 0, dst, dst_offset: 0, len, imm };
+            for refused in [me.engine.submit_single_write(&write), me.try_submit(&write)] {
+                assert_eq!(refused.expect_err("refused"), reserved);
+            }
+        }
     }
     // And the other way, over the same connection.
     let mine = me.engine.counter().expect("a counter");
