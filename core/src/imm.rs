@@ -641,9 +641,9 @@ impl<S: AsRef<[Tally]>> TallyWriter<S> {
         let Some(tally) = self.shared.tally(imm.tag().slot(), peer) else {
             return false;
         };
-        // Relaxed: this is the only writer, and readers get their order from the counter's word.
+        // Relaxed: this is the only writer. Release: who reads the tally alone finds the bytes of what it counts, too.
         let units = tally.0.load(Ordering::Relaxed);
-        tally.0.store(units.saturating_add(u64::from(imm.units())), Ordering::Relaxed);
+        tally.0.store(units.saturating_add(u64::from(imm.units())), Ordering::Release);
         true
     }
 }
@@ -659,10 +659,10 @@ pub struct Tallies<S> {
 }
 
 impl<S: AsRef<[Tally]>> Tallies<S> {
-    /// Units that peer number `peer` has sent to counter `slot`; `None` if either does not exist.
+    /// Units that peer number `peer` has sent to counter `slot`; `None` if either does not exist. The bytes that they announce are visible.
     #[must_use]
     pub fn units(&self, slot: u16, peer: u16) -> Option<u64> {
-        Some(self.tally(slot, peer)?.0.load(Ordering::Relaxed))
+        Some(self.tally(slot, peer)?.0.load(Ordering::Acquire))
     }
 
     /// Units that all peers together have sent to counter `slot`; `None` if it does not exist.

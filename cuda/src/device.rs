@@ -6,7 +6,8 @@
 //! # Invariants
 //!
 //! 1. A context outlives what was made in it: whoever owns a handle of CUDA's owns a [`Device`] too.
-//! 2. No call waits for the GPU, but [`Event::wait`], which takes a deadline.
+//! 2. No call waits for the GPU, but [`Event::wait`], which takes a deadline, and [`Device::synchronize`], which does not, and ends whatever graph is being
+//!    captured in the process.
 
 use crate::driver::{self, Aside, Current, check, cu};
 use crate::error::Error;
@@ -193,7 +194,8 @@ impl Device {
         }
     }
 
-    /// Waits until all that was given to the GPU's primary context is done, whoever gave it: as long as that takes.
+    /// Waits until all that was given to the GPU's primary context is done, whoever gave it: as long as that takes. A graph that any
+    /// thread captures meanwhile is lost (seen on an H100: error 901, aside of the capture or not).
     ///
     /// # Errors
     ///

@@ -591,6 +591,7 @@ impl Builder {
             watch: Arc::default(),
             flags: Arc::default(),
             gates,
+            drain: self.drain,
         };
         Ok(Parts { inner, drive })
     }
@@ -729,6 +730,7 @@ struct Inner {
     watch: Arc<Watch>,
     flags: Arc<Flags>,
     gates: Arc<Gates>,
+    drain: Duration,
 }
 
 impl Drop for Inner {
@@ -1095,6 +1097,16 @@ impl TransferEngine {
     #[must_use]
     pub fn add_peer_group(&self, peers: &[PeerId]) -> PeerGroup {
         PeerGroup(peers.into())
+    }
+
+    /// [`Builder::drain`].
+    pub(crate) fn drain(&self) -> Duration {
+        self.inner.drain
+    }
+
+    /// Whether the engine has ended, though there are handles.
+    pub(crate) fn is_stopped(&self) -> bool {
+        self.inner.shared.intake.is_stopped()
     }
 
     /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.

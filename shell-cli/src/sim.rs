@@ -187,6 +187,7 @@ struct World {
     drivers: Vec<Driver>,
     ranks: Vec<Rank>,
     tag: ImmTag,
+    scatters: usize,
 }
 
 /// What callbacks of one step have seen.
@@ -266,11 +267,6 @@ impl World {
                 return Err(SimError::Peers { rank, found, wanted });
             }
             let src = engine.alloc(length)?;
-            if plan.moves_bytes() {
-                let fill = vec![pattern(rank); length];
-                // PROOF: as long as the region.
-                let _ = src.write(0, &fill);
-            }
             let dst = engine.alloc(length.saturating_mul(world))?;
             let counter = Arc::new(engine.counter_at(0)?);
             let group = engine.add_peer_group(&peers);
@@ -279,7 +275,7 @@ impl World {
         // All are of slot 0 and of its first tenant, hence of one tag.
         let tag = ranks.first().map(|rank: &Rank| rank.counter.tag());
         let tag = tag.ok_or(SimError::Peers { rank: 0, found: 0, wanted: 1 })?;
-        Ok(Self { fabric, drivers, ranks, tag })
+        Ok(Self { fabric, drivers, ranks, tag, scatters: 0 })
     }
 
     /// Runs one step on all ranks at once: `submit` on each, then until each has counted as many writes
@@ -345,6 +341,13 @@ impl World {
             let targets = targets.get(at).cloned().unwrap_or_default();
             rank.engine.submit_scatter(&ScatterWrite { src: &rank.src, targets, imm: Some(tag) })
         };
+        // Other bytes each time: those of the last would pass for what did not come.
+        self.scatters = self.scatters.wrapping_add(1);
+        for (number, rank) in self.ranks.iter().enumerate().filter(|_| plan.moves_bytes()) {
+            let length = usize::try_from(rank.src.len()).unwrap_or(0);
+            // PROOF: as long as the region.
+            let _ = rank.src.write(0, &vec![pattern(number, self.scatters); length]);
+        }
         let step = self.step("scatter", expected, submit)?;
         if plan.moves_bytes() {
             self.compare(plan)?;
@@ -374,7 +377,7 @@ impl World {
         for (rank, it) in (0..plan.world).zip(&self.ranks) {
             for other in plan.scatter_targets(rank) {
                 let read = it.dst.read(plan.bytes.saturating_mul(other.into()), &mut bytes);
-                let expected = pattern(other.into());
+                let expected = pattern(other.into(), self.scatters);
                 if read.is_err() || bytes.iter().any(|&byte| byte != expected) {
                     return Err(SimError::Bytes { rank: rank.into() });
                 }
@@ -384,9 +387,9 @@ impl World {
     }
 }
 
-/// What rank `rank` writes; never 0.
-fn pattern(rank: usize) -> u8 {
-    u8::try_from(rank % 255).unwrap_or(0) + 1
+/// What rank `rank` writes in this scatter; never 0, and not what it wrote in the last.
+fn pattern(rank: usize, scatter: usize) -> u8 {
+    u8::try_from((rank + scatter) % 255).unwrap_or(0) + 1
 }
 
 fn interrupted() -> Result<(), SimError> {
@@ -418,7 +421,9 @@ pub fn predict(plan: &Plan) -> Result<Prediction, SimError> {
     let published = PUBLISHED.iter().find(|(nic, ranks, ..)| {
         let nics = if *nic == "efa200" { 2 } else { 1 };
         let model = plan.nics.first().map(|nic| nic.name);
-        (Some(*nic), *ranks, nics) == (model, plan.world, plan.nics.len())
+        let alike = (Some(*nic), *ranks, nics) == (model, plan.world, plan.nics.len());
+        // Times of one exchange say nothing of another.
+        alike && plan.bytes == published_bytes(*ranks)
     });
     Ok(Prediction {
         world: plan.world,
@@ -461,20 +466,33 @@ fn resident_kib() -> u64 {
 /// What a rank writes to another in a dispatch: the rows of the tokens that are routed to it, each once,
 /// however many of the rank's experts want it. Tokens are routed to `top_k` of all experts alike.
 fn bytes_per_pair(args: &SimEpArgs, world: u16) -> u64 {
-    if let Some(bytes) = args.bytes {
-        return bytes;
-    }
-    let local = args.experts_per_rank.unwrap_or_else(|| (256 / u32::from(world)).max(1));
+    let SimEpArgs { tokens, top_k, experts_per_rank, token_bytes, .. } = *args;
+    args.bytes.unwrap_or_else(|| routed_bytes(world, tokens, top_k, experts_per_rank, token_bytes))
+}
+
+/// The same of the exchange whose times are published: of DeepSeek-V3's shape.
+fn published_bytes(world: u16) -> u64 {
+    routed_bytes(world, 128, 8, None, 7392)
+}
+
+fn routed_bytes(
+    world: u16,
+    tokens: u32,
+    top_k: u32,
+    experts_per_rank: Option<u32>,
+    token_bytes: u64,
+) -> u64 {
+    let local = experts_per_rank.unwrap_or_else(|| (256 / u32::from(world)).max(1));
     let experts = f64::from(local) * f64::from(world);
     // The chance that none of the token's experts is one of the rank's.
-    let missed: f64 = (0..args.top_k)
+    let missed: f64 = (0..top_k)
         .map(f64::from)
         .map(|taken| ((experts - f64::from(local) - taken) / (experts - taken)).max(0.0))
         .product();
-    let rows = (f64::from(args.tokens) * (1.0 - missed)).ceil();
+    let rows = (f64::from(tokens) * (1.0 - missed)).ceil();
     #[expect(clippy::cast_possible_truncation, clippy::cast_sign_loss, reason = "up to 2^32 rows")]
     let rows = rows as u64;
-    rows.max(1).saturating_mul(args.token_bytes)
+    rows.max(1).saturating_mul(token_bytes)
 }
 
 /// `immwire sim ep`: prints each prediction as soon as it is there.

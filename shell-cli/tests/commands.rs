@@ -170,6 +170,22 @@ fn two_terminals_measure_with_each_other_and_draw() {
     assert!(listening.ended().status.success());
 }
 
+/// What is published stands beside the same exchange only.
+#[test]
+fn predictions_of_other_shapes_stand_beside_no_published_times() {
+    for (shape, published) in
+        [(&[][..], true), (&["--bytes", "1K"], false), (&["--top-k", "1"], false)]
+    {
+        let args = ["sim", "ep", "--world", "8", "--nic", "cx7", "--rounds", "2", "--json"];
+        let output = run(args.iter().chain(shape));
+        assert!(output.status.success(), "{shape:?}: {}", text(&output.stderr));
+        let row: Value = serde_json::from_str(text(&output.stdout).trim()).unwrap();
+        let fields = ["published_post_us", "published_dispatch_us"].map(|it| positive(&row, it));
+        assert_eq!(fields, [published; 2], "{shape:?}: {row}");
+        assert!(positive(&row, "scatter_us") && row["bytes_moved"] == true, "{row}");
+    }
+}
+
 /// Counters of peers that have served others before, and not all the same, agree all the same.
 #[test]
 fn peers_that_have_served_before_take_part_in_scatters_and_barriers() {

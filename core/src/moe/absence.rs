@@ -5,7 +5,8 @@
 //!
 //! # Rules
 //!
-//! 1. What has arrived whole counts, whatever else is known of its sender.
+//! 1. What has arrived whole counts, whatever else is known of its sender: but of one that was written to in vain in the same step, or does
+//!    not take in time what it is sent, nothing of that step does.
 //! 2. Who is gone, who was written to in vain, and who has left us out, is left out at once.
 //! 3. Who gives no sign within the limit is late, and left out.
 //! 4. Who is kept waiting gives a sign every half of the limit, and once more when it goes on ([`Patience::sign_is_due`]); from each sign
@@ -60,6 +61,8 @@ pub struct Seen {
 pub enum Absence {
     /// It gave no sign in time.
     Late,
+    /// It sent all, and did not take in time what was sent to it.
+    Untaken,
     /// Our own caller does not want to wait any more.
     Aborted,
     /// The transport has lost it.
@@ -106,7 +109,8 @@ impl Patience {
         };
         let is_late = waited_ns.saturating_sub(since) >= self.limit_ns;
         if is_late || waited_ns >= self.limit_ns.saturating_mul(LIMITS) {
-            return Verdict::Leave(Absence::Late);
+            let why = if seen.arrived { Absence::Untaken } else { Absence::Late };
+            return Verdict::Leave(why);
         }
         Verdict::Wait
     }
@@ -147,6 +151,10 @@ mod tests {
                             (gone, Verdict::Leave(Absence::Gone)),
                             (left_us, Verdict::Leave(Absence::LeftUs)),
                             (aborted, Verdict::Leave(Absence::Aborted)),
+                            (
+                                (silent >= 10 || waited >= 40) && arrived,
+                                Verdict::Leave(Absence::Untaken),
+                            ),
                             (silent >= 10 || waited >= 40, Verdict::Leave(Absence::Late)),
                             (true, Verdict::Wait),
                         ];

@@ -90,6 +90,9 @@ impl Drop for Unused {
 }
 
 /// Dispatch and combine among GPUs.
+///
+/// Dropping it waits for all that its GPU has to do, as [`AllToAll::start_over`] does: neither is to be done while a thread of the process captures a
+/// graph, which is lost by it, and with it the memory of the exchange.
 #[derive(Debug)]
 pub struct AllToAll {
     gpu: u32,
@@ -382,18 +385,21 @@ impl Joining {
         }
         let mut inboxes = vec![inbox.as_ptr() as u64; seats.len()];
         let mut windows = Vec::with_capacity(others.len());
-        for peer in 0..others.len() {
-            let (rank, gpu) = (others.rank(peer), config.gpu);
-            let window = others.inbox(peer).and_then(|(id, desc)| engine.window(id, desc, gpu));
-            let window = window.ok_or(MoeError::NotReached { rank, gpu })?;
-            // PROOF: as many seats as ranks.
-            inboxes[rank as usize] = window.address();
-            windows.push(window);
-        }
-        exchange.connect(&inboxes)?;
-        // Who cannot open an inbox does not come here: then nobody begins.
-        let met = others.meet(here);
-        met.inspect_err(|_| others.stop())?;
+        let mut open = || {
+            for peer in 0..others.len() {
+                let (rank, gpu) = (others.rank(peer), config.gpu);
+                let window = others.inbox(peer).and_then(|(id, desc)| engine.window(id, desc, gpu));
+                let window = window.ok_or(MoeError::NotReached { rank, gpu })?;
+                // PROOF: as many seats as ranks.
+                inboxes[rank as usize] = window.address();
+                windows.push(window);
+            }
+            exchange.connect(&inboxes)?;
+            // Who cannot open an inbox does not come here: then nobody begins.
+            others.meet(At::set_up(until))
+        };
+        // The others need not wait for who does not come.
+        open().inspect_err(|_| others.stop())?;
         let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
         let exchange = Arc::new(exchange);
         let control =

@@ -27,7 +27,7 @@ use super::report::{Absent, Control, Phase, Why};
 use super::seat::{COUNTERS, Seat};
 use crate::counter::ImmCounter;
 use crate::engine::TransferEngine;
-use crate::error::{CountError, PeerError, SubmitError};
+use crate::error::{CountError, PeerError, SubmitError, TransferError};
 use crate::region::Region;
 use crate::request::SingleWrite;
 use crate::transfer::Transfer;
@@ -35,9 +35,10 @@ use crate::transfer::Transfer;
 /// How long is waited before it is looked whether those that are missing are gone.
 const GLANCE: Duration = Duration::from_millis(20);
 
-/// How long what was sent to ranks that are left out may take to end once it is stopped. The engine sees to it, in twice the time that
-/// it is given to drain.
+/// How long what was sent to ranks that are left out may take to end once it is stopped, at least, and beyond the twice that
+/// the engine is given to drain, in which it sees to it.
 const END_LIMIT: Duration = Duration::from_secs(30);
+const END_SLACK: Duration = Duration::from_secs(10);
 
 /// Which counter is for what: two for writes of steps, in turn, one for signs of who is kept waiting, one for being left out.
 const SIGN: usize = 2;
@@ -308,6 +309,7 @@ impl Others {
         let begun = Instant::now();
         let parity = self.parity();
         let (mut signs, mut is_stopped) = (0, None);
+        let end_limit = END_LIMIT.max(self.engine.drain().saturating_mul(2) + END_SLACK);
         for peer in &mut self.peers {
             peer.sign = None;
         }
@@ -315,17 +317,17 @@ impl Others {
             let waited = begun.elapsed();
             // Before it is looked who has sent what: who arrives in between is waited for too briefly, not too long.
             let counted = self.counters[parity].available();
-            let missing = self.judge(patience, begun, waited, writes, at);
+            let missing = self.judge(patience, begun, waited, writes, at)?;
             let still = self.sent.iter().find(|(_, transfer)| transfer.poll_end().is_none());
             if missing == 0 && still.is_none() {
                 break;
             }
             let is_sent_in_vain =
                 still.is_some_and(|(number, _)| self.is_absent(*number)) && missing == 0;
-            if is_sent_in_vain && is_stopped.get_or_insert_with(Instant::now).elapsed() > END_LIMIT
+            if is_sent_in_vain && is_stopped.get_or_insert_with(Instant::now).elapsed() > end_limit
             {
                 let rank = still.map_or(u32::MAX, |(number, _)| self.rank(*number));
-                return Err(MoeError::Unended { rank, after: END_LIMIT });
+                return Err(MoeError::Unended { rank, after: end_limit });
             }
             if patience.sign_is_due(nanoseconds(waited), signs) {
                 signs += 1;
@@ -357,6 +359,10 @@ impl Others {
     }
 
     /// Leaves out who is to be left out, and returns how many writes of the others are missing.
+    ///
+    /// # Errors
+    ///
+    /// [`MoeError::Count`]: it is our own engine that has stopped.
     fn judge(
         &mut self,
         patience: Patience,
@@ -364,7 +370,7 @@ impl Others {
         waited: Duration,
         writes: u64,
         at: At,
-    ) -> u64 {
+    ) -> Result<u64, MoeError> {
         let is_aborted = self.control.is_aborted();
         let parity = self.parity();
         for peer in &mut self.peers {
@@ -385,12 +391,15 @@ impl Others {
                 continue;
             };
             let counted = |counter: usize| counters[counter].arrived_from(peer.id);
-            let lacks = writes.saturating_sub(counted(parity).saturating_sub(peer.before[parity]));
+            let before = peer.before[parity];
+            let lacks = || writes.saturating_sub(counted(parity).saturating_sub(before));
+            // What a rank has sent is looked at after what says that it sends no more: it may be whole by then.
             let (signs, left_us) = (counted(SIGN), counted(LEFT) > 0);
             if signs > mem::replace(&mut peer.signs, signs) {
                 peer.sign = Some(Instant::now());
             }
-            let gone = if lacks > 0 { gone(&self.engine, peer) } else { None };
+            let gone = if lacks() > 0 { gone(&self.engine, peer.id) } else { None };
+            let lacks = lacks();
             let seen = Seen {
                 arrived: lacks == 0,
                 outgoing: peer.outgoing,
@@ -404,18 +413,24 @@ impl Others {
                 Verdict::Complete => {}
                 Verdict::Wait => missing += lacks,
                 Verdict::Leave(absence) => {
+                    // By the end of our own engine all are gone, and all that is under way fails.
+                    let stopped = Why::Write(TransferError::EngineStopped);
+                    if self.engine.is_stopped() || self.failure(number) == stopped {
+                        return Err(MoeError::Count(CountError::EngineStopped));
+                    }
                     let why = match (absence, gone) {
                         (Absence::Gone, Some(error)) => Why::Gone(error),
                         (Absence::Aborted, _) => Why::Aborted,
                         (Absence::LeftUs, _) => Why::LeftUs,
                         (Absence::Failed, _) => self.failure(number),
+                        (Absence::Untaken, _) => Why::NotTaken { after: at.limit },
                         _ => Why::Late { after: at.limit },
                     };
                     self.leave(number, at, why);
                 }
             }
         }
-        missing
+        Ok(missing)
     }
 
     /// Leaves out, from a step on that has not begun, who has left us out by now: of the steps before, what came whole counts.
@@ -479,10 +494,10 @@ impl Others {
 }
 
 /// Whether a peer is known to be gone.
-fn gone(engine: &TransferEngine, peer: &Peer) -> Option<PeerError> {
-    match engine.peer_state(peer.id) {
-        Some(PeerState::Down(reason)) => Some(PeerError::Down { peer: peer.id, reason }),
-        None => Some(PeerError::Unknown { peer: peer.id }),
+fn gone(engine: &TransferEngine, peer: PeerId) -> Option<PeerError> {
+    match engine.peer_state(peer) {
+        Some(PeerState::Down(reason)) => Some(PeerError::Down { peer, reason }),
+        None => Some(PeerError::Unknown { peer }),
         Some(_) => None,
     }
 }

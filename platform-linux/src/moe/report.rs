@@ -45,6 +45,12 @@ pub enum Why {
         /// The time given.
         after: Duration,
     },
+    /// It sent what it owed, but did not take in time what was sent to it.
+    #[error("what was sent to it was not taken within {after:?}")]
+    NotTaken {
+        /// The time given.
+        after: Duration,
+    },
     /// There was no room to write to it in time.
     #[error("no room to write to it within {after:?}")]
     NoRoom {

@@ -12,6 +12,7 @@ use immwire_core::moe::TableError;
 
 use super::*;
 use crate::engine::{LibfabricOptions, Transport};
+use crate::error::CountError;
 use crate::sim::{Fabric, FabricConfig, NicModel};
 
 const LONG: Duration = Duration::from_secs(60);
@@ -726,6 +727,37 @@ fn a_rank_that_is_gone_is_not_waited_for() {
             drop(last);
         });
     }
+}
+
+/// An engine that has ended takes all its peers with it: that is no round in which everybody else is missing.
+#[test]
+fn a_rank_whose_own_engine_has_ended_is_told_so() {
+    let (polled, mut driver) =
+        TransferEngine::builder().transport(Transport::Shm).build_polled().unwrap();
+    let mut engines = engines(1, &Transport::Shm);
+    engines.push(polled);
+    let is_over = AtomicBool::new(false);
+    thread::scope(|scope| {
+        let polls = scope.spawn(|| {
+            while !is_over.load(Ordering::Relaxed) {
+                driver.poll();
+                thread::yield_now();
+            }
+            drop(driver);
+        });
+        let mut exchanges = join(&engines, &config(&[0, 1, 2]));
+        let mut own = exchanges.pop().unwrap();
+        let none = Tokens { x: &[], scales: &[], indices: &[], weights: &[] };
+        let rows = || Rows { x: &mut [], scales: &mut [], slots: None };
+        own.dispatch_send(&none, LONG).unwrap();
+        is_over.store(true, Ordering::Relaxed);
+        polls.join().unwrap();
+        let received = own.dispatch_receive(&none, rows(), LONG).map(drop);
+        let stopped = MoeError::Count(CountError::EngineStopped);
+        assert_eq!(received.unwrap_err().to_string(), stopped.to_string());
+        assert_eq!((absent(&own), own.control().active_ranks()), (vec![], vec![0, 1]));
+        assert!(matches!(silent(&mut own, LONG), Err(MoeError::Over)));
+    });
 }
 
 fn lend<'a>(x: &'a mut [u8], scales: &'a mut [u8]) -> Rows<'a> {

@@ -247,7 +247,9 @@ pub fn measure(args: &MoeBenchArgs, carrier: &Carrier) -> Result<Vec<Measured>, 
                     let joined = joining.join(seats, PATIENCE);
                     let mut exchange =
                         joined.map_err(|error| MoeBenchError::Exchange { rank, error })?;
-                    let mut round = |number| run_round(args, rank, number, &mut exchange, meeting);
+                    let mut lent = Lent::default();
+                    let mut round =
+                        |number| run_round(args, rank, number, &mut exchange, &mut lent, meeting);
                     (0..WARM).try_for_each(|number| round(number).map(drop))?;
                     (WARM..WARM + args.rounds).map(round).collect()
                 };
@@ -302,6 +304,13 @@ impl Meeting {
     }
 }
 
+/// Memory of a rank's for what it receives, the same in all rounds: what is new comes in by page faults, which would be measured, too.
+#[derive(Default)]
+struct Lent {
+    rows: Vec<u8>,
+    out: Vec<u8>,
+}
+
 /// What one rank took, and what left it.
 struct Sample {
     seconds: [f64; 2],
@@ -313,6 +322,7 @@ fn run_round(
     rank: u32,
     number: u32,
     exchange: &mut AllToAll,
+    Lent { rows: y, out }: &mut Lent,
     meeting: &Meeting,
 ) -> Result<Sample, MoeBenchError> {
     let failed = |error| MoeBenchError::Exchange { rank, error };
@@ -320,13 +330,14 @@ fn run_round(
     let batch = Batch::new(args, rank, number);
     let weights = batch.weights(args.top_k);
     let bytes = config.token_bytes as usize;
-    let mut y = vec![0; exchange.max_rows() * bytes];
-    let mut out = vec![0; batch.x.len()];
+    y.resize(exchange.max_rows() * bytes, 0);
+    out.clear();
+    out.resize(batch.x.len(), 0);
     let tokens = Tokens { x: &batch.x, scales: &[], indices: &batch.indices, weights: &weights };
     let meetings = u64::from(number) * 2;
     meeting.wait(meetings + 1)?;
     let begun = Instant::now();
-    let rows = Rows { x: &mut y, scales: &mut [], slots: None };
+    let rows = Rows { x: y, scales: &mut [], slots: None };
     let received = exchange.dispatch(&tokens, rows, PATIENCE).map_err(failed)?;
     let dispatch = begun.elapsed().as_secs_f64();
     let first = config.firsts.get(rank as usize).copied().unwrap_or(0);
@@ -338,14 +349,14 @@ fn run_round(
     }
     meeting.wait(meetings + 2)?;
     let begun = Instant::now();
-    let results = Results { y: &y, out: &mut out, accumulate: false };
+    let results = Results { y, out, accumulate: false };
     exchange.combine(results, PATIENCE).map_err(failed)?;
     let combine = begun.elapsed().as_secs_f64();
     // A round goes on without who is missing; what is measured then is none.
     if let Some(absent) = exchange.control().report().absent.first() {
         return Err(MoeBenchError::Absent { rank, absent: *absent });
     }
-    if out != batch.expected(args.top_k) {
+    if *out != batch.expected(args.top_k) {
         return Err(MoeBenchError::Wrong { rank, round: number });
     }
     let rows_out = batch.rows_out(&config).map_err(|error| failed(MoeError::Routing(error)))?;
