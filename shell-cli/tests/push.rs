@@ -14,6 +14,7 @@ use rustix::process::Signal;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
 use support::{Listening, ended, immwire, noise, run, signal, status, text, until};
 
@@ -430,4 +431,36 @@ fn an_offer_that_has_no_room_is_refused_when_it_begins() {
     assert_eq!(ended.status.code(), Some(1));
     assert!(text(&ended.stderr).contains("disk full"));
     assert_eq!(fs::read_dir(to.path()).unwrap().count(), 0);
+}
+
+/// Talks without listening until it is told to stop, or has said `count` messages.
+fn talks_without_listening(address: &str, count: usize, push: impl FnOnce()) -> usize {
+    let stop = AtomicBool::new(false);
+    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+    let wait = Duration::from_secs(20);
+    let peer = motor.connect(&address.parse().unwrap(), wait).unwrap();
+    std::thread::scope(|scope| {
+        let talker = scope.spawn(|| {
+            let said = |_: &usize| !stop.load(Relaxed) && motor.send(peer, b"\x07", wait).is_ok();
+            (0..count).take_while(said).count()
+        });
+        push();
+        stop.store(true, Relaxed);
+        talker.join().unwrap()
+    })
+}
+
+#[test]
+fn whoever_talks_and_never_listens_is_in_nobodys_way() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, noise(1, 32 << 20)).unwrap();
+    let receiver = Listening::receiver(to.path());
+    let said = talks_without_listening(&receiver.address, 400, || {
+        let sent = run(["push", file.to_str().unwrap(), &*receiver.address, "--patience", "3"]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+    });
+    // More than a mailbox holds of answers.
+    assert!(said > 20, "{said}");
+    assert!(fs::read(to.path().join("x")).unwrap() == noise(1, 32 << 20));
 }

@@ -3,7 +3,7 @@
 use super::message::{Assembler, MessageError, fragments};
 use crate::motor::{Motor, MotorError};
 use crate::signals;
-use immwire::{Message, PeerError, PeerId, PeerState};
+use immwire::{Message, PeerError, PeerId, PeerState, Transfer};
 use serde::Serialize;
 use serde::de::{DeserializeOwned, IgnoredAny};
 use std::collections::HashMap;
@@ -15,6 +15,8 @@ const FRAGMENT: usize = 60 << 10;
 const SAY_EVERY: Duration = Duration::from_secs(1);
 /// How long one look for a message waits.
 const LOOK: Duration = Duration::from_millis(100);
+/// How often whoever waits for an answer to be taken looks.
+const TOLD_EVERY: Duration = Duration::from_millis(1);
 
 /// Why talking ended.
 #[derive(Debug, thiserror::Error)]
@@ -42,6 +44,19 @@ pub struct Heard<M> {
     pub message: Result<M, MessageError>,
 }
 
+/// What one look for messages found.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Look<M> {
+    /// No message of anybody's.
+    Nothing,
+    /// One of somebody else's.
+    Other,
+    /// A part of a long message: its sender is there, and at it.
+    Part,
+    /// All of one.
+    Message(M),
+}
+
 /// One engine's end of all its conversations.
 #[derive(Debug)]
 pub struct Talk {
@@ -49,6 +64,8 @@ pub struct Talk {
     parts: HashMap<PeerId, Assembler>,
     /// Came while somebody else was listened to, who has gone.
     put_back: Option<Message>,
+    /// Answers that nobody waits for, and that are not in their mailboxes yet.
+    told: HashMap<PeerId, Vec<Transfer>>,
     patience: Duration,
     said: Instant,
 }
@@ -57,7 +74,14 @@ impl Talk {
     /// Over `motor`; a peer may be silent for `patience`.
     #[must_use]
     pub fn new(motor: Motor, patience: Duration) -> Self {
-        Self { motor, parts: HashMap::new(), put_back: None, patience, said: Instant::now() }
+        Self {
+            motor,
+            parts: HashMap::new(),
+            put_back: None,
+            told: HashMap::new(),
+            patience,
+            said: Instant::now(),
+        }
     }
 
     /// The engine.
@@ -88,6 +112,35 @@ impl Talk {
         }
         self.said = Instant::now();
         Ok(())
+    }
+
+    /// Says `message` to somebody who may not listen, and waits for that no longer than `at_most`. It
+    /// still arrives later, if there is room. Says nothing to whoever has not taken the last one: a peer that
+    /// talks and never listens costs no time, and the memory of one answer.
+    pub fn tell<M: Serialize>(&mut self, to: PeerId, message: &M, at_most: Duration) {
+        let start = Instant::now();
+        let under_way = |told: &mut Vec<Transfer>| {
+            told.retain(|transfer| transfer.poll_end().is_none());
+            !told.is_empty()
+        };
+        self.told.retain(|_, told| under_way(told));
+        if self.told.contains_key(&to) {
+            return;
+        }
+        // Whoever is not told will see us silent.
+        let Ok(fragments) = fragments(message, FRAGMENT) else { return };
+        let engine = self.motor.engine();
+        // In order, or not at all: what follows one that was refused is not sent.
+        let mut told: Vec<_> =
+            fragments.iter().map_while(|fragment| engine.submit_send(to, fragment).ok()).collect();
+        while under_way(&mut told) {
+            let left = at_most.saturating_sub(start.elapsed());
+            if left.is_zero() {
+                self.told.insert(to, told);
+                return;
+            }
+            self.motor.rest(TOLD_EVERY.min(left));
+        }
     }
 
     /// Says `message` if nothing was said for a while, and returns whether it did: for long work, after
@@ -161,8 +214,8 @@ impl Talk {
         self.parts.entry(fragment.from).or_default().take(&fragment.bytes)
     }
 
-    /// The next thing that `peer` says; waits as long as patience and the peer's life last. Others are
-    /// told `busy`.
+    /// The next thing that `peer` says; waits as long as patience and the peer's life last. Patience starts
+    /// again with each part of a long message. Others are told `busy`.
     ///
     /// # Errors
     ///
@@ -172,36 +225,38 @@ impl Talk {
         peer: PeerId,
         busy: Option<&impl Serialize>,
     ) -> Result<M, TalkError> {
-        let start = Instant::now();
-        while start.elapsed() < self.patience {
-            if let Some(message) = self.hear_now(peer, busy, LOOK)? {
-                return Ok(message);
+        let mut quiet = Instant::now();
+        while quiet.elapsed() < self.patience {
+            match self.look(peer, busy, LOOK)? {
+                Look::Message(message) => return Ok(message),
+                Look::Part => quiet = Instant::now(),
+                Look::Nothing | Look::Other => {}
             }
         }
         Err(TalkError::Silent(self.patience))
     }
 
-    /// As [`hear_from`](Self::hear_from), for `timeout` only.
+    /// One look for what `peer` says, of at most `timeout`. Others are told `busy`.
     ///
     /// # Errors
     ///
     /// [`TalkError`].
-    pub fn hear_now<M: DeserializeOwned>(
+    pub fn look<M: DeserializeOwned>(
         &mut self,
         peer: PeerId,
         busy: Option<&impl Serialize>,
         timeout: Duration,
-    ) -> Result<Option<M>, TalkError> {
+    ) -> Result<Look<M>, TalkError> {
         let fragment = match self.fragment(timeout)? {
             // Whoever has gone may have said something before.
             None => match self.there(peer) {
-                Ok(()) => return Ok(None),
+                Ok(()) => return Ok(Look::Nothing),
                 Err(gone) => self.fragment(Duration::ZERO)?.ok_or(gone)?,
             },
             Some(fragment) => fragment,
         };
         if fragment.from == peer {
-            return Ok(self.assemble(&fragment)?);
+            return Ok(self.assemble(&fragment)?.map_or(Look::Part, Look::Message));
         }
         if let Err(gone) = self.there(peer) {
             // Nothing is under way any more: the other one comes next.
@@ -210,9 +265,8 @@ impl Talk {
         }
         let said: Result<Option<IgnoredAny>, _> = self.assemble(&fragment);
         if let (Some(busy), Ok(Some(_)) | Err(_)) = (busy, said) {
-            // Whoever does not take it has gone.
-            let _ = self.say(fragment.from, busy);
+            self.tell(fragment.from, busy, Duration::ZERO);
         }
-        Ok(None)
+        Ok(Look::Other)
     }
 }
