@@ -189,7 +189,7 @@ impl<'a> Push<'a> {
         let keep = push.begun()?;
         let stream = Stream::new(&push.manifest, &survey.have, &keep)?;
         push.store.check_keep(&push.manifest, &survey, &keep)?;
-        push.store.check_room(stream.file_bytes())?;
+        push.store.check_room(survey.needs(&stream))?;
         push.receive(&stream, survey, &keep)?;
         push.talk.say(peer, &FromReceiver::Done)?;
         let took = start.elapsed().as_secs_f64();
@@ -305,8 +305,12 @@ impl<'a> Push<'a> {
             }
             if quiet.elapsed() > self.talk.patience() {
                 // Its pages may have come while somebody else was listened to.
-                let counted = self.talk.motor().count(counter, pages.into(), Duration::ZERO);
-                return counted.map_err(|_| TalkError::Silent(self.talk.patience()).into());
+                return match self.talk.motor().count(counter, pages.into(), Duration::ZERO) {
+                    Err(MotorError::Count(CountError::Timeout { .. })) => {
+                        Err(TalkError::Silent(self.talk.patience()).into())
+                    }
+                    counted => Ok(counted?),
+                };
             }
         }
     }

@@ -337,7 +337,13 @@ impl Push {
                 quiet = Instant::now();
             }
             if quiet.elapsed() > self.talk.patience() {
-                return Err(TalkError::Silent(self.talk.patience()).into());
+                // It may have come while the receiver was listened to.
+                return match self.talk.motor().count(&self.credit, 1, Duration::ZERO) {
+                    Err(MotorError::Count(immwire::CountError::Timeout { .. })) => {
+                        Err(TalkError::Silent(self.talk.patience()).into())
+                    }
+                    counted => Ok(counted?),
+                };
             }
         }
     }
