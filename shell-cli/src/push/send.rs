@@ -127,6 +127,9 @@ struct Push {
     found: Collected,
 }
 
+/// For each file that is gone on with, what has seen its first bytes: 2 KB each.
+type Hashers = BTreeMap<u32, Box<blake3::Hasher>>;
+
 /// What the receiver offers.
 struct There {
     region: MrDesc,
@@ -191,21 +194,18 @@ impl Push {
     }
 
     /// Which of what the receiver has is right: reads as much of our files, and compares digests.
-    fn compare(
-        &mut self,
-        have: &[Have],
-    ) -> Result<(Vec<Keep>, BTreeMap<u32, blake3::Hasher>), PushError> {
-        let (mut keep, mut hashers) = (Vec::new(), BTreeMap::new());
+    fn compare(&mut self, have: &[Have]) -> Result<(Vec<Keep>, Hashers), PushError> {
+        let (mut keep, mut hashers) = (Vec::new(), Hashers::new());
         let bar = bar(claimed_bytes(have), "comparing");
         let sizes: Vec<u64> = self.found.manifest.files().map(|(_, size)| size).collect();
         for have in have {
-            let size = sizes.get(have.file as usize);
-            if size.is_none_or(|size| have.bytes > *size) {
+            let size = sizes.get(have.file as usize).copied();
+            let Some(size) = size.filter(|size| have.bytes <= *size) else {
                 return Err(PushError::Protocol(format!(
                     "it has {} bytes of file {}",
                     have.bytes, have.file
                 )));
-            }
+            };
             let Some(path) = self.found.sources.get(have.file as usize).cloned() else {
                 continue;
             };
@@ -225,7 +225,9 @@ impl Push {
             }
             if file.limit() == 0 && digest(&hasher) == have.digest {
                 keep.push(Keep { file: have.file, bytes: have.bytes });
-                hashers.insert(have.file, hasher);
+                if goes_on(have.bytes, size) {
+                    hashers.insert(have.file, Box::new(hasher));
+                }
             }
         }
         bar.finish_and_clear();
@@ -236,7 +238,7 @@ impl Push {
         &mut self,
         there: &There,
         stream: &Stream,
-        hashers: BTreeMap<u32, blake3::Hasher>,
+        hashers: Hashers,
     ) -> Result<(), PushError> {
         let staging = there.staging;
         let bytes = usize::try_from(staging.bytes()).unwrap_or(usize::MAX);
@@ -383,7 +385,7 @@ impl Push {
 struct Reader<'a> {
     files: Vec<(Entry, PathBuf)>,
     stream: &'a Stream,
-    hashers: BTreeMap<u32, blake3::Hasher>,
+    hashers: Hashers,
     open: Option<Reading>,
 }
 
@@ -463,12 +465,17 @@ impl Reader<'_> {
         let mut file = File::open(&path).map_err(read)?;
         std::io::Seek::seek(&mut file, std::io::SeekFrom::Start(start)).map_err(read)?;
         let hasher = match self.hashers.remove(&number) {
-            Some(hasher) if start > 0 => hasher,
+            Some(hasher) if start > 0 => *hasher,
             _ => blake3::Hasher::new(),
         };
         self.open = Some(Reading { number, file, hasher, digest: None });
         Ok(path)
     }
+}
+
+/// Whether a file of `size` bytes of which `kept` are there needs what has hashed those.
+const fn goes_on(kept: u64, size: u64) -> bool {
+    0 < kept && kept < size
 }
 
 /// A file that was written to while it was sent has a digest, but of bytes that never were a file.
@@ -670,6 +677,15 @@ mod tests {
             reader.fill(&mut stream.walk(), &mut chunk, |_| Err(MotorError::Interrupted.into()));
         assert!(stopped.is_err_and(|error| error.interrupted()));
         assert!(reader.open.is_some_and(|open| open.number == 0));
+    }
+
+    #[test]
+    fn a_hasher_is_kept_only_where_a_file_goes_on() {
+        for size in 0..4 {
+            for kept in 0..=size {
+                assert_eq!(goes_on(kept, size), kept != 0 && kept != size, "{kept} of {size}");
+            }
+        }
     }
 
     #[test]

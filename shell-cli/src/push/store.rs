@@ -354,8 +354,13 @@ impl Store {
             let stamp = Stamp::of(&file, path)?;
             let here = stamp.size.min(size);
             let hasher = hash(&mut file, here, path, &mut working)?;
-            survey.have.push(Have { file: number, bytes: here, digest: digest(&hasher) });
-            survey.hashed.insert(number, Hashed { hasher, stamp });
+            let digest = digest(&hasher);
+            survey.have.push(Have { file: number, bytes: here, digest });
+            let seen = match here < size {
+                true => Seen::Start(Box::new(hasher)),
+                false => Seen::All { digest, bytes: here },
+            };
+            survey.hashed.insert(number, Hashed { seen, stamp });
         }
         Ok(survey)
     }
@@ -472,21 +477,22 @@ impl Store {
         if !leads_to(&at, &partial(name), &file) {
             return Err(StoreError::Changed(path.clone()));
         }
-        let hasher = match hashed {
+        let seen = match hashed {
             Some(hashed) if hashed.stamp != Stamp::of(&file, path)? => {
                 return Err(StoreError::Changed(path.clone()));
             }
-            Some(hashed) => hashed.hasher,
-            None => blake3::Hasher::new(),
+            Some(hashed) => hashed.seen,
+            None => Seen::Start(Box::default()),
         };
-        let start = hasher.count();
+        let start = seen.bytes();
         let failed = |source| StoreError::Io { step: "resume", path: path.to_string(), source };
         file.set_len(start).map_err(failed)?;
         (&file).seek(SeekFrom::Start(start)).map_err(failed)?;
-        Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, hasher })
+        Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, seen })
     }
 
-    /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`. `touched` is
+    /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`, if it has others
+    /// and is ours. `touched` is
     /// the same map for all files of a survey: they may be one file under several names, which each
     /// touch makes another one.
     ///
@@ -508,7 +514,8 @@ impl Store {
         if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
             return Err(changed());
         }
-        dress(&file, entry)?;
+        // Its bytes are right, whoever owns it, and whether or not its file system may be written to.
+        tolerated(clothe(&file, entry)).map_err(io(DRESS, path.as_str()))?;
         touched.insert(stamp, Stamp::of(&file, path)?);
         Ok(())
     }
@@ -564,10 +571,10 @@ impl Survey {
     }
 }
 
-/// The hasher of a file's first bytes, and which file that was.
+/// What has seen a file's first bytes, and which file that was.
 #[derive(Debug, Clone)]
 pub struct Hashed {
-    hasher: blake3::Hasher,
+    seen: Seen,
     stamp: Stamp,
 }
 
@@ -575,7 +582,32 @@ impl Hashed {
     /// The digest of the bytes.
     #[must_use]
     pub fn digest(&self) -> Digest {
-        digest(&self.hasher)
+        self.seen.digest()
+    }
+}
+
+/// What has seen the bytes of a file. A hasher has 2 KB, and there may be a million files.
+#[derive(Debug, Clone)]
+enum Seen {
+    /// Those so far: it goes on.
+    Start(Box<blake3::Hasher>),
+    /// All that it has.
+    All { digest: Digest, bytes: u64 },
+}
+
+impl Seen {
+    fn digest(&self) -> Digest {
+        match self {
+            Self::Start(hasher) => digest(hasher),
+            Self::All { digest, .. } => *digest,
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Start(hasher) => hasher.count(),
+            Self::All { bytes, .. } => *bytes,
+        }
     }
 }
 
@@ -612,7 +644,7 @@ pub struct Growing<'a> {
     file: File,
     entry: Entry,
     length: u64,
-    hasher: blake3::Hasher,
+    seen: Seen,
 }
 
 impl Growing<'_> {
@@ -627,7 +659,10 @@ impl Growing<'_> {
             let size = self.entry.size.unwrap_or(0);
             self.store.write_error(&self.entry.path, self.length, size, errno, "write")
         })?;
-        self.hasher.update(bytes);
+        // What comes after all of it makes it too long, which its end finds.
+        if let Seen::Start(hasher) = &mut self.seen {
+            hasher.update(bytes);
+        }
         self.length += bytes.len() as u64;
         Ok(())
     }
@@ -653,7 +688,7 @@ impl Growing<'_> {
         if !leads_to(&self.at, &growing, &self.file) {
             return Err(StoreError::Changed(path.clone()));
         }
-        if Some(self.length) != self.entry.size || digest(&self.hasher) != expected {
+        if Some(self.length) != self.entry.size || self.seen.digest() != expected {
             let _ = unlinkat(&self.at, &growing, AtFlags::empty());
             return Err(StoreError::Corrupt(path.clone()));
         }
@@ -730,13 +765,32 @@ fn waiting(folder: &OwnedFd) -> bool {
     })
 }
 
+const DRESS: &str = "set mode and time of";
+
 /// Mode and time, as the manifest says. The mode last: a folder that has it has both.
-fn dress(file: impl std::os::fd::AsFd, entry: &Entry) -> Result<(), StoreError> {
-    let failed = io("set mode and time of", entry.path.as_str());
-    let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
-    let times = Timestamps { last_access: changed, last_modification: changed };
-    futimens(&file, &times).map_err(&failed)?;
-    fchmod(&file, Mode::from_raw_mode(entry.mode)).map_err(&failed)
+fn dress(file: impl AsFd, entry: &Entry) -> Result<(), StoreError> {
+    clothe(file, entry).map_err(io(DRESS, entry.path.as_str()))
+}
+
+/// The same; what is as it should be is not touched.
+fn clothe(file: impl AsFd, entry: &Entry) -> Result<(), Errno> {
+    let stat = fstat(&file)?;
+    if stat.st_mtime != entry.mtime_s || u32::try_from(stat.st_mtime_nsec) != Ok(entry.mtime_ns) {
+        let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
+        futimens(&file, &Timestamps { last_access: changed, last_modification: changed })?;
+    }
+    if stat.st_mode & 0o7777 == entry.mode {
+        return Ok(());
+    }
+    fchmod(&file, Mode::from_raw_mode(entry.mode))
+}
+
+/// That mode and time of a file cannot be set because it is another's, or cannot be written to, is no failure.
+fn tolerated(done: Result<(), Errno>) -> Result<(), Errno> {
+    match done {
+        Err(Errno::PERM | Errno::ROFS) => Ok(()),
+        done => done,
+    }
 }
 
 /// The digest so far.
@@ -1285,5 +1339,70 @@ mod tests {
         let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
         let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };
         assert_eq!(found.needs(&stream), expected);
+    }
+
+    #[test]
+    fn a_hasher_is_kept_only_where_a_file_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::write(dir.path().join("all.immwire-partial"), b"hel").unwrap();
+        fs::write(dir.path().join("empty"), b"").unwrap();
+        fs::write(dir.path().join("part.immwire-partial"), b"hel").unwrap();
+        fs::write(dir.path().join("whole"), b"hel").unwrap();
+        let sizes = [("all", 3), ("empty", 0), ("part", 4), ("whole", 3)];
+        let entries: Vec<_> = sizes.iter().map(|(name, size)| (*name, Some(*size))).collect();
+        let found = survey(&store, &manifest(&entries)).unwrap();
+        for (number, bytes) in [(0, &b"hel"[..]), (1, b""), (2, b"hel"), (3, b"hel")] {
+            let hashed = &found.hashed[&number];
+            assert_eq!((hashed.digest(), hashed.seen.bytes()), (of(bytes), bytes.len() as u64));
+            assert_eq!(matches!(hashed.seen, Seen::Start(_)), number == 2, "{number}");
+        }
+        assert!(size_of::<Hashed>() < 128);
+    }
+
+    #[test]
+    fn what_comes_after_all_of_a_file_makes_it_wrong() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
+        let mut found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+        let mut growing = store.grow(&entry("x", Some(3)), found.hashed.remove(&0)).unwrap();
+        growing.append(b"lo").unwrap();
+        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Corrupt(_))));
+    }
+
+    #[test]
+    fn mode_and_time_are_set_where_they_differ_and_only_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let place = dir.path().join("x");
+        let offered = manifest(&[("x", Some(3))]);
+        let touch = || {
+            let found = survey(&store, &offered).unwrap();
+            let before = found.hashed[&0].stamp;
+            let mut touched = BTreeMap::new();
+            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched).unwrap();
+            let metadata = fs::metadata(&place).unwrap();
+            let here = (metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec());
+            assert_eq!(here, (0o640, 1_600_000_000, 5));
+            touched[&before] == before
+        };
+        fs::write(&place, b"hel").unwrap();
+        touch();
+        assert!(touch(), "nothing to be set, and it is set");
+        fs::set_permissions(&place, fs::Permissions::from_mode(0o600)).unwrap();
+        touch();
+        fs::File::open(&place).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        touch();
+        assert!(touch());
+    }
+
+    #[test]
+    fn only_who_may_not_is_forgiven_for_mode_and_time() {
+        for errno in [Errno::PERM, Errno::ROFS, Errno::IO, Errno::ACCESS, Errno::NOSPC] {
+            let forgiven = matches!(errno, Errno::PERM | Errno::ROFS);
+            assert_eq!(tolerated(Err(errno)).is_ok(), forgiven, "{errno}");
+        }
+        assert!(tolerated(Ok(())).is_ok());
     }
 }
