@@ -464,3 +464,17 @@ fn whoever_talks_and_never_listens_is_in_nobodys_way() {
     assert!(said > 20, "{said}");
     assert!(fs::read(to.path().join("x")).unwrap() == noise(1, 32 << 20));
 }
+
+#[test]
+fn what_a_stranger_says_does_not_reach_the_terminal_as_it_is() {
+    let to = tempfile::tempdir().unwrap();
+    let receiver = Listening::once(to.path());
+    let hostile = vec![b"\x01{\"say\":\"\\u001b[2Jboo\"}".to_vec()];
+    let FromReceiver::Failed { .. } = answer_to(&receiver.address, &hostile) else {
+        panic!("it makes sense")
+    };
+    let ended = receiver.ended();
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(text(&ended.stderr).contains("boo"), "{}", text(&ended.stderr));
+    assert!(!ended.stderr.contains(&0x1b), "{:?}", text(&ended.stderr));
+}

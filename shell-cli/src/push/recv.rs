@@ -45,7 +45,7 @@ pub enum RecvError {
     #[error("the sender stopped: {}", Printable(.0))]
     Sender(String),
     /// The sender said something else than it should.
-    #[error("the sender does not keep to the protocol: {0}")]
+    #[error("the sender does not keep to the protocol: {}", Printable(.0))]
     Protocol(String),
     /// The engine, the sender's silence, or Ctrl-C.
     #[error(transparent)]

@@ -1,6 +1,6 @@
 //! `immwire push`: lists files, agrees with the receiver on what is to come, streams it.
 
-use super::manifest::{CollectError, Collected, Entry, collect, shown};
+use super::manifest::{CollectError, Collected, Entry, SKIPPED, collect, shown};
 use super::message::{FromReceiver, FromSender, Have, Keep, VERSION};
 use super::path::Printable;
 use super::store::digest;
@@ -42,7 +42,7 @@ pub enum PushError {
     #[error("the receiver stopped: {}", Printable(.0))]
     Receiver(String),
     /// The receiver said something else than it should.
-    #[error("the receiver does not keep to the protocol: {0}")]
+    #[error("the receiver does not keep to the protocol: {}", Printable(.0))]
     Protocol(String),
     /// The engine, the receiver's silence, or Ctrl-C.
     #[error(transparent)]
@@ -101,7 +101,7 @@ pub struct Sent {
 pub fn push(args: &PushArgs) -> Result<Sent, PushError> {
     let found = collect(&args.paths)?;
     for path in &found.skipped {
-        eprintln!("immwire: {} is neither file nor folder, and is skipped", shown(path));
+        eprintln!("immwire: {} {SKIPPED}", shown(path));
     }
     let peers = Peers::At(&args.address);
     let carrier = args.transport.without_gpus(peers).map_err(MotorError::from)?;

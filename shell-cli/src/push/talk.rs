@@ -1,6 +1,7 @@
 //! Messages of this protocol over an engine: cut up, put together, waited for.
 
 use super::message::{Assembler, MessageError, fragments};
+use super::path::Printable;
 use crate::motor::{Motor, MotorError};
 use crate::signals;
 use immwire::{Message, PeerError, PeerId, PeerState, Transfer};
@@ -25,8 +26,11 @@ pub enum TalkError {
     #[error(transparent)]
     Motor(#[from] MotorError),
     /// The other side does not speak this protocol.
-    #[error("the other side sent {0}")]
+    #[error("the other side sent {}", Printable(&.0.to_string()))]
     Message(#[from] MessageError),
+    /// What this side has to say is no message.
+    #[error("cannot say that in one message: it would be {0}; push fewer files at a time")]
+    Ours(MessageError),
     /// The other side has gone.
     #[error("the other side is gone ({0})")]
     Gone(PeerError),
@@ -101,7 +105,7 @@ impl Talk {
     ///
     /// [`TalkError`].
     pub fn say<M: Serialize>(&mut self, to: PeerId, message: &M) -> Result<(), TalkError> {
-        for fragment in fragments(message, FRAGMENT)? {
+        for fragment in fragments(message, FRAGMENT).map_err(TalkError::Ours)? {
             if let Err(error) = self.motor.send(to, &fragment, self.patience) {
                 return Err(match (error, self.there(to)) {
                     (MotorError::Interrupted, _) => MotorError::Interrupted.into(),
@@ -268,5 +272,34 @@ impl Talk {
             self.tell(fragment.from, busy, Duration::ZERO);
         }
         Ok(Look::Other)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::message::{FromReceiver, FromSender, MESSAGE_MAX};
+    use super::*;
+    use crate::motor::Mode;
+
+    #[test]
+    fn what_the_other_side_sent_is_shown_without_control_characters() {
+        let text = b"\x01{\"say\":\"\\u001b[2Jboo\"}";
+        let error = Assembler::default().take::<FromSender>(text).unwrap_err();
+        assert!(error.to_string().contains('\u{1b}'), "the case is none");
+        let shown = TalkError::Message(error).to_string();
+        assert!(shown.contains("boo") && !shown.contains('\u{1b}'), "{shown}");
+    }
+
+    #[test]
+    fn what_is_too_long_to_say_is_not_the_other_sides_fault() {
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let there = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let mut talk = Talk::new(motor, Duration::from_secs(20));
+        let address = there.engine().address().clone();
+        let peer = talk.motor().connect(&address, Duration::from_secs(20)).unwrap();
+        let reason = "x".repeat(MESSAGE_MAX);
+        let error = talk.say(peer, &FromReceiver::Failed { reason }).unwrap_err().to_string();
+        assert!(!error.contains("other side") && error.contains("fewer files"), "{error}");
+        talk.say(peer, &FromReceiver::Done).unwrap();
     }
 }
