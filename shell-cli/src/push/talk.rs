@@ -1,12 +1,12 @@
 //! Messages of this protocol over an engine: cut up, put together, waited for.
 
-use super::message::{Assembler, MessageError, fragments};
+use super::message::{Assembler, MESSAGE_MAX, MessageError, fragments};
 use super::path::Printable;
 use crate::motor::{Motor, MotorError};
 use crate::signals;
 use immwire::{Message, PeerError, PeerId, PeerState, Transfer};
 use serde::Serialize;
-use serde::de::{DeserializeOwned, IgnoredAny};
+use serde::de::DeserializeOwned;
 use std::collections::HashMap;
 use std::time::{Duration, Instant};
 
@@ -201,7 +201,22 @@ impl Talk {
             return Ok(None);
         };
         let message = self.assemble(&fragment);
+        if matches!(message, Ok(None))
+            && let Some(from) = self.make_room(MESSAGE_MAX)
+        {
+            return Ok(Some(Heard { from, message: Err(MessageError::Crowded) }));
+        }
         Ok(message.transpose().map(|message| Heard { from: fragment.from, message }))
+    }
+
+    /// If what has come of all peers' messages is more than `most` bytes, forgets the longest; returns whose
+    /// that was.
+    fn make_room(&mut self, most: usize) -> Option<PeerId> {
+        let held: usize = self.parts.values().map(Assembler::held).sum();
+        let longest = self.parts.iter_mut().max_by_key(|(_, parts)| parts.held());
+        let (peer, parts) = longest.filter(|_| held > most)?;
+        parts.forget();
+        Some(*peer)
     }
 
     fn fragment(&mut self, timeout: Duration) -> Result<Option<Message>, TalkError> {
@@ -267,8 +282,10 @@ impl Talk {
             self.put_back = Some(fragment);
             return Err(gone);
         }
-        let said: Result<Option<IgnoredAny>, _> = self.assemble(&fragment);
-        if let (Some(busy), Ok(Some(_)) | Err(_)) = (busy, said) {
+        // It need not be whole to be refused, so none of it is kept.
+        if self.parts.entry(fragment.from).or_default().refuse(&fragment.bytes)
+            && let Some(busy) = busy
+        {
             self.tell(fragment.from, busy, Duration::ZERO);
         }
         Ok(Look::Other)
@@ -277,7 +294,7 @@ impl Talk {
 
 #[cfg(test)]
 mod tests {
-    use super::super::message::{FromReceiver, FromSender, MESSAGE_MAX};
+    use super::super::message::{FromReceiver, FromSender};
     use super::*;
     use crate::motor::Mode;
 
@@ -301,5 +318,46 @@ mod tests {
         let error = talk.say(peer, &FromReceiver::Failed { reason }).unwrap_err().to_string();
         assert!(!error.contains("other side") && error.contains("fewer files"), "{error}");
         talk.say(peer, &FromReceiver::Done).unwrap();
+    }
+
+    #[test]
+    fn the_memory_of_all_messages_that_have_begun_is_bounded() {
+        let here = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let address = here.engine().address().clone();
+        let mut talk = Talk::new(here, Duration::from_secs(20));
+        let wait = Duration::from_secs(20);
+        let mut others: Vec<_> = (0..3)
+            .map(|_| {
+                let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+                let peer = motor.connect(&address, wait).unwrap();
+                (motor, peer)
+            })
+            .collect();
+        for (number, (motor, peer)) in others.iter_mut().enumerate() {
+            motor.send(*peer, &vec![0; 10 * (number + 1)], wait).unwrap();
+            while talk.parts.len() <= number {
+                assert!(talk.hear::<FromSender>(LOOK).unwrap().is_none());
+            }
+        }
+        let held = |talk: &Talk| {
+            let mut held: Vec<_> = talk.parts.values().map(Assembler::held).collect();
+            held.sort_unstable();
+            held
+        };
+        assert_eq!(held(&talk), [9, 19, 29]);
+        assert_eq!(talk.make_room(57), None);
+        let longest = talk.make_room(56).unwrap();
+        assert_eq!(held(&talk), [0, 9, 19]);
+        assert_eq!(talk.make_room(28), None);
+        assert!(talk.make_room(27).is_some_and(|next| next != longest));
+        // And somebody who is not to be heard out.
+        let (motor, peer) = &mut others[0];
+        motor.send(*peer, &[0; 10], wait).unwrap();
+        let busy = FromReceiver::Failed { reason: "busy".to_owned() };
+        while talk.look::<FromSender>(longest, Some(&busy), LOOK).unwrap() != Look::Other {}
+        assert_eq!(held(&talk), [0, 0, 0]);
+        let answer = motor.message(wait).unwrap().unwrap();
+        let answer = Assembler::default().take::<FromReceiver>(&answer.bytes).unwrap();
+        assert_eq!(answer, Some(busy));
     }
 }
