@@ -174,6 +174,10 @@ fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {
         (serde_json::to_string_pretty(&pairing), pairing.text(width), 0)
     } else {
         let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;
+        if signals::interrupted() {
+            // What was not waited for says nothing of this machine.
+            return Err(Failure { code: signals::INTERRUPTED, message: "interrupted".to_owned() });
+        }
         let code = diagnosis.verdict.exit_code;
         (serde_json::to_string_pretty(&diagnosis), diagnosis.text(width), code)
     };

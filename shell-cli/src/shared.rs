@@ -15,6 +15,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::mm::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use rustix::param::page_size;
 use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr::NonNull;
@@ -145,13 +146,11 @@ const HUGE_BYTES: usize = 2 << 20;
 
 /// Maps `len` bytes of `file` at a multiple of [`HUGE_BYTES`].
 fn map_aligned(file: &OwnedFd, len: usize) -> Result<*mut core::ffi::c_void, Errno> {
-    const PAGE: usize = 4096;
-    let kept = len.checked_next_multiple_of(PAGE).ok_or(Errno::NOMEM)?;
-    let space = kept.checked_add(HUGE_BYTES).ok_or(Errno::NOMEM)?;
+    let Room { kept, space } = room(len, page_size()).ok_or(Errno::NOMEM)?;
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a fresh reservation at an address of the kernel's choice touches no other memory; the
     // file is mapped over a part of it, and the parts before and after are given back. All lengths are
-    // multiples of a page, as the kernel's addresses are.
+    // multiples of the kernel's page (`room`), as its addresses are.
     unsafe {
         let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
         let start = mmap_anonymous(std::ptr::null_mut(), space, ProtFlags::empty(), flags)?;
@@ -165,6 +164,22 @@ fn map_aligned(file: &OwnedFd, len: usize) -> Result<*mut core::ffi::c_void, Err
         }
         mmap(at, len, access, MapFlags::SHARED | MapFlags::FIXED, file, 0)
     }
+}
+
+/// What is reserved so that a mapping fits in it wherever the reservation starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Room {
+    /// What the mapping covers: whole pages.
+    kept: usize,
+    /// All of it.
+    space: usize,
+}
+
+/// For `len` bytes in pages of `page` bytes, which the kernel says; `None` if no address space has it.
+fn room(len: usize, page: usize) -> Option<Room> {
+    let kept = len.checked_next_multiple_of(page)?;
+    let space = kept.checked_add(HUGE_BYTES)?;
+    Some(Room { kept, space })
 }
 
 impl Drop for SharedMemory {
@@ -206,5 +221,19 @@ mod tests {
         assert!(matches!(SharedMemory::map(loose), Err(SharedError::NotSealed)));
         assert!(matches!(SharedMemory::create(0, false), Err(SharedError::BadSize(0))));
         assert!(SharedMemory::create(u64::MAX, false).is_err());
+    }
+
+    #[test]
+    fn room_is_made_in_whole_pages_of_any_size() {
+        for page in [4 << 10, 16 << 10, 64 << 10] {
+            for len in [1, page - 1, page, page + 1, HUGE_BYTES, HUGE_BYTES + 4096] {
+                let Room { kept, space } = room(len, page).unwrap();
+                assert!(kept >= len && kept - len < page, "{len} in pages of {page}");
+                assert_eq!(kept % page, 0, "{len} in pages of {page}");
+                assert_eq!(space, kept + HUGE_BYTES);
+            }
+            assert_eq!(room(usize::MAX, page), None);
+            assert_eq!(room(usize::MAX - HUGE_BYTES, page), None);
+        }
     }
 }

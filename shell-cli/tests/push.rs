@@ -14,6 +14,7 @@ use rustix::process::Signal;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::time::{Duration, SystemTime};
 use support::{Listening, ended, immwire, noise, run, signal, status, text, until};
 
@@ -430,4 +431,56 @@ fn an_offer_that_has_no_room_is_refused_when_it_begins() {
     assert_eq!(ended.status.code(), Some(1));
     assert!(text(&ended.stderr).contains("disk full"));
     assert_eq!(fs::read_dir(to.path()).unwrap().count(), 0);
+}
+
+/// Says `at_least` messages, and goes on to `at_most` while there is a push, and never listens; returns how
+/// many were taken.
+fn talks_without_listening(
+    address: &str,
+    (at_least, at_most): (usize, usize),
+    push: impl FnOnce(),
+) -> usize {
+    let stop = AtomicBool::new(false);
+    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+    let wait = Duration::from_secs(20);
+    let peer = motor.connect(&address.parse().unwrap(), wait).unwrap();
+    std::thread::scope(|scope| {
+        let talker = scope.spawn(|| {
+            let goes_on = |said: usize| said < at_least || !stop.load(Relaxed);
+            let says = |said: &usize| goes_on(*said) && motor.send(peer, b"\x07", wait).is_ok();
+            (0..at_most).take_while(says).count()
+        });
+        push();
+        stop.store(true, Relaxed);
+        talker.join().unwrap()
+    })
+}
+
+#[test]
+fn whoever_talks_and_never_listens_is_in_nobodys_way() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, noise(1, 32 << 20)).unwrap();
+    let receiver = Listening::receiver(to.path());
+    let said = talks_without_listening(&receiver.address, (32, 400), || {
+        let sent = run(["push", file.to_str().unwrap(), &*receiver.address, "--patience", "3"]);
+        assert!(sent.status.success(), "{}", text(&sent.stderr));
+    });
+    // More than a mailbox holds of answers.
+    assert!(said >= 32, "{said}");
+    assert!(fs::read(to.path().join("x")).unwrap() == noise(1, 32 << 20));
+}
+
+#[test]
+fn what_a_stranger_says_does_not_reach_the_terminal_as_it_is() {
+    let to = tempfile::tempdir().unwrap();
+    let receiver = Listening::once(to.path());
+    let hostile = vec![b"\x01{\"say\":\"\\u001b[2Jboo\"}".to_vec()];
+    let FromReceiver::Failed { .. } = answer_to(&receiver.address, &hostile) else {
+        panic!("it makes sense")
+    };
+    let ended = receiver.ended();
+    assert_eq!(ended.status.code(), Some(1));
+    assert!(text(&ended.stderr).contains("boo"), "{}", text(&ended.stderr));
+    assert!(!ended.stderr.contains(&0x1b), "{:?}", text(&ended.stderr));
 }

@@ -36,6 +36,7 @@ use rustix::mm::{Advice, MapFlags, ProtFlags};
 
 /// Two cache lines: processors fetch them in pairs.
 const LINE: usize = 128;
+/// Parts of the layout start at multiples of this, whatever the kernel's pages are: both sides compute the same.
 const PAGE: usize = 4096;
 const WORD: usize = 8;
 const CONTROL_LINES: usize = 8;
@@ -117,8 +118,7 @@ impl Drop for Mapping {
 /// Both ends map a region so: pages that lie side by side in memory can then share entries of the
 /// address translation in either mapping.
 fn reserve_aligned(bytes: usize) -> Result<*mut core::ffi::c_void, Errno> {
-    let wanted = bytes.checked_next_multiple_of(PAGE).ok_or(Errno::NOMEM)?;
-    let space = wanted.checked_add(HUGE_BYTES).ok_or(Errno::NOMEM)?;
+    let Room { kept, space } = room(bytes, rustix::param::page_size()).ok_or(Errno::NOMEM)?;
     let none = ProtFlags::empty();
     // SAFETY: a fresh mapping at an address of the kernel's choice overlaps no Rust object.
     let start = unsafe {
@@ -128,16 +128,32 @@ fn reserve_aligned(bytes: usize) -> Result<*mut core::ffi::c_void, Errno> {
     let before = (start as usize).next_multiple_of(HUGE_BYTES) - start as usize;
     let at = start.wrapping_byte_add(before);
     // SAFETY: both are parts of the reservation, on either side of what is kept; lengths are multiples
-    // of a page, as the kernel's addresses and both sizes are.
+    // of the kernel's page (`room`), as its addresses are.
     unsafe {
         if before > 0 {
             rustix::mm::munmap(start, before)?;
         }
         if before < HUGE_BYTES {
-            rustix::mm::munmap(at.wrapping_byte_add(wanted), HUGE_BYTES - before)?;
+            rustix::mm::munmap(at.wrapping_byte_add(kept), HUGE_BYTES - before)?;
         }
     }
     Ok(at)
+}
+
+/// What is reserved so that a mapping fits in it wherever the reservation starts.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Room {
+    /// What the mapping covers: whole pages.
+    kept: usize,
+    /// All of it.
+    space: usize,
+}
+
+/// For `bytes` bytes in pages of `page` bytes, which the kernel says; `None` if no address space has it.
+fn room(bytes: usize, page: usize) -> Option<Room> {
+    let kept = bytes.checked_next_multiple_of(page)?;
+    let space = kept.checked_add(HUGE_BYTES)?;
+    Some(Room { kept, space })
 }
 
 /// Makes an anonymous file of `bytes` bytes that nobody can resize any more.
@@ -460,5 +476,19 @@ mod tests {
         let good = sealed_file("good", geometry.bytes()).unwrap();
         assert!(rustix::fs::ftruncate(&good, 0).is_err());
         assert!(Segment::open(geometry, &good).is_ok());
+    }
+
+    #[test]
+    fn room_is_made_in_whole_pages_of_any_size() {
+        for page in [4 << 10, 16 << 10, 64 << 10] {
+            for len in [1, page - 1, page, page + 1, HUGE_BYTES, HUGE_BYTES + 4096] {
+                let Room { kept, space } = room(len, page).unwrap();
+                assert!(kept >= len && kept - len < page, "{len} in pages of {page}");
+                assert_eq!(kept % page, 0, "{len} in pages of {page}");
+                assert_eq!(space, kept + HUGE_BYTES);
+            }
+            assert_eq!(room(usize::MAX, page), None);
+            assert_eq!(room(usize::MAX - HUGE_BYTES, page), None);
+        }
     }
 }

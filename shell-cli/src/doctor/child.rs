@@ -3,15 +3,28 @@
 //! Loading a library runs its code, and the first question makes it probe devices; what a broken one does
 //! then happens to the child. That there is none is an answer like any other.
 
+//!
+//! # Invariants
+//!
+//! Every wait has a deadline, whatever the child does: keeps still, closes its output and lives on, leaves
+//! its output to a process of its own, or hangs in a driver where no signal reaches it.
+
+use crate::signals;
 use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Read, Write};
 use std::process::{Child, Command, ExitStatus, Stdio};
-use std::sync::mpsc;
-use std::time::Duration;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
+use std::time::{Duration, Instant};
 
 /// Half a second is usual.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How long a child has to end that has said what it says, or was killed.
+const ENDS_WITHIN: Duration = Duration::from_secs(1);
+/// How often whoever waits looks up.
+const LOOK: Duration = Duration::from_millis(10);
+/// The longest answer, in bytes.
+const SAID_MAX: u64 = 16 << 20;
 
 /// What there is.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -50,20 +63,27 @@ pub fn say<T: Serialize>(found: &Asked<T>) -> std::io::Result<()> {
     writeln!(std::io::stdout(), "{text}")
 }
 
-/// Kills and reaps on every way out.
+/// Kills on every way out, and reaps whoever can die.
 struct Reaped(Child);
 
 impl Reaped {
-    /// How it ended by itself, once its output has.
+    /// How it ended by itself, once it has said what it says; `None` if it does not end soon.
     fn end(&mut self) -> Option<ExitStatus> {
-        self.0.wait().ok()
+        let start = Instant::now();
+        loop {
+            match self.0.try_wait() {
+                Ok(None) if start.elapsed() < ENDS_WITHIN => std::thread::sleep(LOOK),
+                ended => return ended.ok().flatten(),
+            }
+        }
     }
 }
 
 impl Drop for Reaped {
     fn drop(&mut self) {
         let _ = self.0.kill();
-        let _ = self.0.wait();
+        // A child that hangs in a driver dies when the driver lets it, which may be never.
+        let _ = self.end();
     }
 }
 
@@ -72,28 +92,52 @@ fn answer<T: DeserializeOwned>(mut child: Reaped, patience: Duration) -> Asked<T
     let (give, take) = mpsc::channel();
     let reader = std::thread::spawn(move || {
         let mut said = Vec::new();
-        if let Some(mut out) = out {
-            let _ = out.read_to_end(&mut said);
+        if let Some(out) = out {
+            // To the end of the line, not of the pipe: others may have inherited that.
+            let _ = BufReader::new(out.take(SAID_MAX)).read_until(b'\n', &mut said);
         }
         let _ = give.send(said);
     });
-    let said = take.recv_timeout(patience);
+    let said = heard(&take, patience);
     let result = match &said {
         Ok(said) => serde_json::from_slice(said).unwrap_or_else(|_| {
-            let end = child.end().map_or_else(|| "unknown".to_owned(), |end| end.to_string());
+            let end = child.end().map_or_else(|| "still running".to_owned(), |end| end.to_string());
             Asked::Fails(format!("the process that loaded it said nothing of use ({end})"))
         }),
-        Err(_) => Asked::Fails(format!("it did not answer within {patience:?}")),
+        Err(why) => Asked::Fails(why.clone()),
     };
     drop(child);
-    // The child is gone, and its output with it.
-    let _ = reader.join();
+    if said.is_ok() || take.recv_timeout(ENDS_WITHIN) != Err(RecvTimeoutError::Timeout) {
+        let _ = reader.join();
+    }
+    // Else a process that the child started has its output still, and may keep it: the thread that reads it
+    // is let go. It owns what it uses, and ends with that process or with this one.
     result
+}
+
+/// What the reader gives within `patience`, else why not.
+fn heard(take: &Receiver<Vec<u8>>, patience: Duration) -> Result<Vec<u8>, String> {
+    let start = Instant::now();
+    loop {
+        let left = patience.saturating_sub(start.elapsed());
+        match take.recv_timeout(left.min(LOOK)) {
+            Ok(said) => return Ok(said),
+            Err(RecvTimeoutError::Disconnected) => return Ok(Vec::new()),
+            Err(RecvTimeoutError::Timeout) if signals::interrupted() => {
+                return Err("interrupted before it answered".to_owned());
+            }
+            Err(RecvTimeoutError::Timeout) if left.is_zero() => {
+                return Err(format!("it did not answer within {patience:?}"));
+            }
+            Err(RecvTimeoutError::Timeout) => {}
+        }
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::os::unix::process::CommandExt;
 
     #[test]
     fn a_child_that_says_nothing_of_use_is_told_of() {
@@ -108,5 +152,62 @@ mod tests {
             answer::<String>(Reaped(slow), limit),
             Asked::Fails(why) if why.contains("20ms")
         ));
+    }
+
+    /// `script`, run by a shell, with all that it starts in one group.
+    fn shell(script: &str) -> (Reaped, Group) {
+        let mut shell = Command::new("/bin/sh");
+        shell.args(["-c", script]).process_group(0);
+        let quiet = || Stdio::null();
+        let child = shell.stdin(quiet()).stdout(Stdio::piped()).stderr(quiet()).spawn().unwrap();
+        let group = Group(rustix::process::Pid::from_child(&child));
+        (Reaped(child), group)
+    }
+
+    /// Kills what a shell has left behind.
+    struct Group(rustix::process::Pid);
+
+    impl Drop for Group {
+        fn drop(&mut self) {
+            let _ = rustix::process::kill_process_group(self.0, rustix::process::Signal::KILL);
+        }
+    }
+
+    #[test]
+    fn a_child_is_given_up_whatever_holds_its_output() {
+        for (script, why) in [
+            ("sleep 60 & wait", "20ms"),
+            ("exec >&-; sleep 60", ""),
+            ("echo nonsense; sleep 60", ""),
+            ("sleep 60 & exit 3", "20ms"),
+        ] {
+            let start = Instant::now();
+            let (child, _group) = shell(script);
+            let answered = answer::<String>(child, Duration::from_millis(20));
+            assert!(
+                matches!(&answered, Asked::Fails(said) if said.contains(why)),
+                "{script}: {answered:?}"
+            );
+            assert!(start.elapsed() < Duration::from_secs(20), "{script}");
+        }
+    }
+
+    #[test]
+    fn an_answer_is_taken_as_soon_as_its_line_is_there() {
+        let start = Instant::now();
+        let (child, _group) = shell(r#"echo '{"found":"it"}'; sleep 60 & sleep 60"#);
+        let answered = answer::<String>(child, Duration::from_secs(20));
+        assert_eq!(answered, Asked::Found("it".to_owned()));
+        assert!(start.elapsed() < Duration::from_secs(15));
+    }
+
+    #[test]
+    fn a_child_that_lives_on_without_its_output_is_told_of() {
+        let (child, _group) = shell("exec >&-; sleep 60");
+        let answered = answer::<String>(child, Duration::from_secs(20));
+        assert!(
+            matches!(&answered, Asked::Fails(why) if why.contains("still running")),
+            "{answered:?}"
+        );
     }
 }

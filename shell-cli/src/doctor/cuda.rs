@@ -41,6 +41,8 @@ pub struct CudaGpu {
     pub nics: Nics,
     /// Why engines cannot use it.
     pub why_not: Option<String>,
+    /// Whether it cannot even be opened.
+    pub unopened: bool,
 }
 
 /// How NICs get at a GPU's memory.
@@ -60,6 +62,11 @@ impl Gpus {
     /// Those that engines can use.
     pub fn usable(&self) -> impl Iterator<Item = &CudaGpu> {
         self.gpus.iter().filter(|gpu| gpu.why_not.is_none())
+    }
+
+    /// Those whose memory can be had, be there kernels for them or not.
+    pub fn opened(&self) -> impl Iterator<Item = &CudaGpu> {
+        self.gpus.iter().filter(|gpu| !gpu.unopened)
     }
 }
 
@@ -87,7 +94,8 @@ fn survey() -> Result<Gpus, Error> {
     let gpus = opened.iter().map(|(ordinal, device)| match device {
         Ok(device) => describe(device, &known),
         Err(error) => {
-            CudaGpu { ordinal: *ordinal, why_not: Some(error.to_string()), ..CudaGpu::default() }
+            let (ordinal, why_not) = (*ordinal, Some(error.to_string()));
+            CudaGpu { ordinal, why_not, unopened: true, ..CudaGpu::default() }
         }
     });
     let flags = match immwire::gdrcopy_version() {
@@ -113,6 +121,7 @@ fn describe(device: &Device, all: &[&Device]) -> CudaGpu {
             Ok(_) | Err(_) => Nics::Never,
         },
         why_not: runs.err().map(|error| error.to_string()),
+        unopened: false,
     }
 }
 

@@ -32,6 +32,8 @@ pub struct Facts {
     pub ptrace_scope: Option<u32>,
     /// Whether this process has `CAP_SYS_PTRACE`, which Yama lets through but for scope 3.
     pub cap_sys_ptrace: bool,
+    /// Whether it has `CAP_IPC_LOCK`, which may lock memory beyond the limit.
+    pub cap_ipc_lock: bool,
     /// Libraries that providers load at run time.
     pub libraries: Vec<Library>,
     /// GPUs on the PCI bus.
@@ -174,6 +176,7 @@ pub const LIBRARIES: [&str; 4] =
 
 /// `linux/capability.h`.
 const CAP_SYS_PTRACE: u32 = 19;
+const CAP_IPC_LOCK: u32 = 14;
 
 /// Reads the facts below `root` (`/`, but for tests). `library_path` is `LD_LIBRARY_PATH`.
 #[must_use]
@@ -187,6 +190,7 @@ pub fn gather(root: &Path, library_path: Option<&str>) -> Facts {
         limits: machine.limits(),
         ptrace_scope: machine.number("proc/sys/kernel/yama/ptrace_scope"),
         cap_sys_ptrace: machine.has_capability(CAP_SYS_PTRACE),
+        cap_ipc_lock: machine.has_capability(CAP_IPC_LOCK),
         libraries: machine.libraries(library_path),
         gpus: machine.gpus(),
         nvidia_driver: machine
@@ -607,6 +611,10 @@ mod tests {
         ] {
             let tree = Tree::new();
             assert_eq!(tree.file("proc/self/status", status).facts().cap_sys_ptrace, expected);
+        }
+        for (bits, expected) in [("4000", true), ("ffffffffffffbfff", false), ("80000", false)] {
+            let (tree, status) = (Tree::new(), format!("CapEff:\t{bits}\n"));
+            assert_eq!(tree.file("proc/self/status", &status).facts().cap_ipc_lock, expected);
         }
     }
 

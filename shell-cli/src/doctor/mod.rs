@@ -222,7 +222,7 @@ fn gpu_text(facts: &Facts) -> String {
 
 fn cuda_text(cuda: &Cuda) -> String {
     let gpu = |gpu: &cuda::CudaGpu| {
-        let cuda::CudaGpu { ordinal, name, uuid, pci, reaches, nics, why_not } = gpu;
+        let cuda::CudaGpu { ordinal, name, uuid, pci, reaches, nics, why_not, .. } = gpu;
         if let Some(why) = why_not {
             return format!("{ordinal}: {name} cannot be used: {why}");
         }

@@ -21,7 +21,7 @@ use serde::Serialize;
 pub enum State {
     /// By the fastest path there is.
     Best,
-    /// By a slower path.
+    /// By a slower path, or by none while devices for one lie idle.
     Degraded,
     /// Not, for a reason of this machine.
     Broken,
@@ -222,24 +222,32 @@ fn gpus_far(facts: &Facts, probes: &Probes, hosts: &Path) -> Path {
     let Cuda::Found(found) = &probes.cuda else {
         return none("no GPU that engines can use, see above".into(), "-");
     };
+    // NICs need no copier: a GPU that is open will do.
+    if found.opened().next().is_none() {
+        return none("no GPU that the CUDA driver opens, see above".into(), "-");
+    }
+    // That takes one.
+    let staged = match found.usable().next() {
+        Some(_) => "stage it: --staging, or Builder::staging",
+        None => "see the row on GPU memory of the same host: staging takes the same GPUs",
+    };
     let reached = |gpu: &&CudaGpu| gpu.nics != Nics::Never;
-    let Some(by_address) = found.usable().find(reached).map(|gpu| gpu.nics == Nics::ByAddress)
+    let Some(by_address) = found.opened().find(reached).map(|gpu| gpu.nics == Nics::ByAddress)
     else {
-        let staged = "stage it: --staging, or Builder::staging";
         return none("CUDA lets no NIC at the memory of a GPU here".into(), staged);
     };
     let rdma = !facts.rdma.is_empty() && hosts.path.starts_with("verbs");
     let efa = hosts.path.contains("efa on ");
     if !rdma && !efa {
         let why = "it takes RDMA devices or EFA: TCP carries host memory".into();
-        return none(why, "see the row above, or stage it: --staging, or Builder::staging");
+        return none(why, &format!("see the row above, or {staged}"));
     }
     let peermem = ["nvidia_peermem", "nv_peer_mem"];
     let peermem = facts.gpu_modules.iter().any(|module| peermem.contains(&module.as_str()));
     if by_address && !peermem {
         let why = "the driver has no DMA-BUF of a GPU's memory, and nvidia-peermem is not loaded";
-        let todo = "install NVIDIA's open kernel modules (Linux 5.12 or later), or modprobe nvidia-peermem, or stage it (--staging)";
-        return none(why.into(), todo);
+        let todo = "install NVIDIA's open kernel modules (Linux 5.12 or later), or modprobe nvidia-peermem";
+        return none(why.into(), &format!("{todo}, or {staged}"));
     }
     Path {
         pair: "other hosts, GPU memory",
@@ -247,12 +255,15 @@ fn gpus_far(facts: &Facts, probes: &Probes, hosts: &Path) -> Path {
         state: State::Best,
         why: match by_address {
             true => "the NIC reads and writes it itself, by nvidia-peermem; engines must name their GPUs",
-            false => "the NIC reads and writes it itself, by DMA-BUF; engines must name their GPUs",
+            false => "the NIC reads and writes it itself, by DMA-BUF, if its own driver takes that (not tried here); engines must name their GPUs",
         }
         .into(),
         todo: "-".into(),
     }
 }
+
+/// What is said for a path where there is none.
+const NO_PATH: &str = "none";
 
 fn hosts(facts: &Facts, probes: &Probes) -> Path {
     let pair = "other hosts";
@@ -268,15 +279,15 @@ fn hosts(facts: &Facts, probes: &Probes) -> Path {
             todo: "-".into(),
         };
     }
-    let missing = |why: String, todo: &str| Path {
-        pair,
-        path: "none".into(),
-        state: State::Missing,
-        why,
-        todo: todo.into(),
+    let missing = |why: String, todo: &str| {
+        let path = NO_PATH.into();
+        match idle(facts, &probes.libfabric, &probes.verbs) {
+            Some(Idle { why, todo }) => Path { pair, path, state: State::Degraded, why, todo },
+            None => Path { pair, path, state: State::Missing, why, todo: todo.into() },
+        }
     };
     match &probes.libfabric {
-        Libfabric::Found(found) => over(facts, found, &probes.verbs).unwrap_or_else(|| {
+        Libfabric::Found(found) => over(facts, &probes.libfabric, found, &probes.verbs).unwrap_or_else(|| {
             missing(
                 format!("libfabric {} has no device that leads to another host", found.version),
                 "bring a network interface up; the line on libfabric above says why others do not fit",
@@ -296,7 +307,7 @@ fn hosts(facts: &Facts, probes: &Probes) -> Path {
 /// What leads where from an engine with two transports.
 fn both(runs: bool, gpus: &Path, hosts: &Path) -> Path {
     let pair = "either, from one engine";
-    let (near, far) = (runs, hosts.state != State::Missing);
+    let (near, far) = (runs, hosts.path != NO_PATH);
     if !(near && far) {
         let missing =
             if near { "nothing leads to other hosts" } else { "peers on this host cannot connect" };
@@ -335,61 +346,94 @@ fn version(release: &str) -> Option<(u32, u32)> {
     Some((numbers.next()?.ok()?, numbers.next()?.ok()?))
 }
 
-/// What an engine takes by itself: the first provider, on its devices but loopback.
-fn over(facts: &Facts, found: &Fabric, verbs: &Verbs) -> Option<Path> {
-    let outward = |name: &&super::fabric::FabricProvider| name.outward().next().is_some();
-    let provider = found.providers.iter().find(outward)?;
-    let interfaces: Vec<_> = provider.outward().collect();
-    let efa = found.providers.iter().find(|other| other.name == "efa");
-    let no_efa = efa.and_then(|efa| efa.why_not.as_deref()).unwrap_or("not a provider there");
+/// Devices that nothing uses, and why.
+struct Idle {
+    why: String,
+    todo: String,
+}
+
+/// The fastest devices for other hosts, if something is missing between them and engines.
+fn idle(facts: &Facts, libfabric: &Libfabric, verbs: &Verbs) -> Option<Idle> {
+    if !facts.efa.is_empty() {
+        return idle_efa(libfabric);
+    }
     let active: Vec<_> = facts
         .rdma
         .iter()
         .filter(|device| device.ports.iter().any(|port| port.active))
         .map(|device| device.name.as_str())
         .collect();
+    if active.is_empty() {
+        return None;
+    }
+    let (why, todo) = match verbs {
+        Verbs::NotFound(_) => {
+            ("no libibverbs is found".to_owned(), "install rdma-core's libibverbs")
+        }
+        Verbs::Fails(why) => {
+            (format!("libibverbs fails: {why}"), "install another version of rdma-core")
+        }
+        Verbs::Found(found) if !found.devices.is_empty() => return None,
+        Verbs::Found(found) => {
+            let why = found.unfit.iter().map(|device| format!("{}: {}", device.name, device.why));
+            let why: Vec<_> = why.collect();
+            let why = if why.is_empty() { "libibverbs lists none".into() } else { why.join("; ") };
+            (why, "see that the driver's part of rdma-core is installed, and what it says above")
+        }
+    };
+    Some(Idle { why: format!("RDMA found: {}; {why}", active.join(", ")), todo: todo.into() })
+}
+
+fn idle_efa(libfabric: &Libfabric) -> Option<Idle> {
+    let (why, todo) = match libfabric {
+        Libfabric::NotFound(_) => (
+            "EFA found, and no libfabric".to_owned(),
+            "install libfabric with EFA (AWS's EFA software), or have IMMWIRE_LIBFABRIC name its \
+             libfabric.so.1",
+        ),
+        Libfabric::Fails(why) => (
+            format!("EFA found, and libfabric fails: {why}"),
+            "install another version of libfabric (AWS's EFA software)",
+        ),
+        Libfabric::Found(found) => {
+            let efa = found.providers.iter().find(|provider| provider.name == "efa");
+            if efa.is_some_and(|efa| efa.outward().next().is_some()) {
+                return None;
+            }
+            let why = efa.and_then(|efa| efa.why_not.as_deref());
+            let why = why.unwrap_or("not a provider there");
+            (
+                format!("EFA found, but libfabric {} does not offer it: {why}", found.version),
+                "install AWS's EFA software (driver, rdma-core, libfabric)",
+            )
+        }
+    };
+    Some(Idle { why, todo: todo.into() })
+}
+
+/// What an engine takes by itself: the first provider, on its devices but loopback.
+fn over(facts: &Facts, libfabric: &Libfabric, found: &Fabric, verbs: &Verbs) -> Option<Path> {
+    let outward = |name: &&super::fabric::FabricProvider| name.outward().next().is_some();
+    let provider = found.providers.iter().find(outward)?;
+    let interfaces: Vec<_> = provider.outward().collect();
     let (state, why, todo) = if provider.name == "efa" {
-        (State::Best, "the fastest there is on AWS".to_owned(), forks_with_efa(facts))
-    } else if !facts.efa.is_empty() {
-        (
-            State::Degraded,
-            format!("EFA found, but libfabric {} does not offer it: {no_efa}", found.version),
-            "install AWS's EFA software (driver, rdma-core, libfabric)",
-        )
-    } else if active.is_empty() {
+        let todo = forks_with_efa(facts).to_owned();
+        (State::Best, "the fastest there is on AWS".to_owned(), todo)
+    } else if let Some(Idle { why, todo }) = idle(facts, libfabric, verbs) {
+        (State::Degraded, why, todo)
+    } else {
         let why = match facts.rdma.len() {
             0 => "no RDMA device found",
             _ => "RDMA devices found, none with an active port",
         };
-        (State::Best, why.to_owned(), "-")
-    } else {
-        let (why, todo) = match verbs {
-            Verbs::NotFound(_) => {
-                ("no libibverbs is found".to_owned(), "install rdma-core's libibverbs")
-            }
-            Verbs::Fails(why) => {
-                (format!("libibverbs fails: {why}"), "install another version of rdma-core")
-            }
-            Verbs::Found(found) => {
-                let why =
-                    found.unfit.iter().map(|device| format!("{}: {}", device.name, device.why));
-                let why: Vec<_> = why.collect();
-                let why =
-                    if why.is_empty() { "libibverbs lists none".into() } else { why.join("; ") };
-                (
-                    why,
-                    "see that the driver's part of rdma-core is installed, and what it says above",
-                )
-            }
-        };
-        (State::Degraded, format!("RDMA found: {}; {why}", active.join(", ")), todo)
+        (State::Best, why.to_owned(), "-".to_owned())
     };
     Some(Path {
         pair: "other hosts",
         path: format!("libfabric: {} on {}", provider.name, interfaces.join(", ")),
         state,
         why,
-        todo: todo.into(),
+        todo,
     })
 }
 
@@ -424,7 +468,9 @@ fn notes(facts: &Facts) -> Vec<Note> {
             "raise it (ulimit -n)",
         );
     }
-    if let Some(Limit::At(bytes)) = facts.limits.locked.filter(|_| !facts.rdma.is_empty()) {
+    // Whoever has that capability is held to no limit.
+    let held = !facts.rdma.is_empty() && !facts.cap_ipc_lock;
+    if let Some(Limit::At(bytes)) = facts.limits.locked.filter(|_| held) {
         note(
             format!(
                 "at most {bytes} bytes may be locked: so much can be registered with RDMA NICs"
@@ -514,6 +560,89 @@ mod tests {
         let probes = probes(true, true, true);
         let row = judge(&Facts::default(), &probes).paths[4].clone();
         assert_eq!((row.state, row.todo.as_str()), (State::Missing, "-"));
+    }
+
+    #[test]
+    fn gpu_memory_needs_a_gpu_that_is_open_and_no_copier() {
+        let why_not = Some("why not".to_owned());
+        let nics = Nics::ByDmaBuf;
+        let bare = CudaGpu { nics, why_not: why_not.clone(), ..CudaGpu::default() };
+        let lost = CudaGpu { unopened: true, why_not, ..CudaGpu::default() };
+        for (gpus, state) in [
+            (vec![], State::Missing),
+            (vec![lost.clone()], State::Missing),
+            (vec![bare.clone()], State::Best),
+            (vec![lost, bare], State::Best),
+        ] {
+            let cuda = Cuda::Found(Gpus { kernels: false, gpus, ..Gpus::default() });
+            let devices = vec![Fitting { name: "mlx5_0".into(), ..Fitting::default() }];
+            let verbs = Verbs::Found(Rdma { devices, ..Rdma::default() });
+            let probes = Probes { cuda, verbs, ..probes(true, true, true) };
+            let rdma = vec![RdmaDevice { name: "mlx5_0".into(), ..RdmaDevice::default() }];
+            let row = judge(&Facts { rdma, ..Facts::default() }, &probes).paths[4].clone();
+            assert_eq!(row.state, state, "{row:?}");
+            let tried = row.why.contains("not tried here");
+            assert_eq!((tried, row.todo.as_str()), (state == State::Best, "-"), "{row:?}");
+        }
+    }
+
+    #[test]
+    fn staging_is_advised_where_there_is_a_gpu_for_it() {
+        for (gpus, advised) in [
+            (vec![], false),
+            (vec![CudaGpu { why_not: Some("no kernels".into()), ..CudaGpu::default() }], false),
+            (vec![CudaGpu::default()], true),
+        ] {
+            let cuda = Cuda::Found(Gpus { gpus, ..Gpus::default() });
+            let row = judge(&Facts::default(), &Probes { cuda, ..probes(true, true, true) });
+            let row = row.paths[4].clone();
+            assert_eq!((row.state, row.todo.contains("--staging")), (State::Missing, advised));
+        }
+    }
+
+    #[test]
+    fn devices_that_lie_idle_for_want_of_a_library_count() {
+        let port = |active| RdmaPort { active, ..RdmaPort::default() };
+        let rdma = |active| RdmaDevice {
+            name: "mlx5_0".into(),
+            ports: vec![port(active)],
+            ..RdmaDevice::default()
+        };
+        let active = Facts { rdma: vec![rdma(true)], ..Facts::default() };
+        let down = Facts { rdma: vec![rdma(false)], ..Facts::default() };
+        let efa = Facts { efa: vec!["0000:00:1f.0".into()], ..active.clone() };
+        let fabrics = || {
+            [
+                Libfabric::NotFound("x".into()),
+                Libfabric::Fails("it crashed".into()),
+                fabric(&[("efa", Err("no device")), ("tcp", Ok(&["lo"]))]),
+            ]
+        };
+        for (facts, code, words) in [
+            (&Facts::default(), 0, [""; 2]),
+            (&down, 0, [""; 2]),
+            (&active, 1, ["rdma-core", "libibverbs"]),
+            (&efa, 1, ["libfabric", "EFA"]),
+        ] {
+            for libfabric in fabrics() {
+                let probes = Probes { libfabric, ..probes(true, true, true) };
+                let verdict = judge(facts, &probes);
+                let row = &verdict.paths[3];
+                assert_eq!((verdict.exit_code, row.path.as_str()), (code, "none"), "{row:?}");
+                assert!(words.iter().all(|word| row.todo.contains(word)), "{row:?}");
+                assert_eq!(row.state == State::Degraded, code == 1, "{row:?}");
+                assert_eq!(verdict.paths[5].state, State::Missing);
+                assert_eq!(verdict.paths[5].path, "none");
+            }
+        }
+        for (verbs, word) in [
+            (Verbs::Fails("it crashed".into()), "rdma-core"),
+            (Verbs::Found(Rdma::default()), "rdma-core"),
+        ] {
+            let verdict = judge(&active, &Probes { verbs, ..probes(true, true, true) });
+            assert_eq!(verdict.exit_code, 1);
+            assert!(verdict.paths[3].todo.contains(word), "{:?}", verdict.paths[3]);
+        }
     }
 
     /// A libfabric with these providers: interfaces, or why not.
@@ -716,5 +845,7 @@ mod tests {
         assert_eq!(judge(&facts, &probes(true, true, true)).notes.len(), 5);
         facts.limits.open_files = Some(Limit::At(256));
         assert_eq!(judge(&facts, &probes(true, true, true)).notes.len(), 4);
+        facts.cap_ipc_lock = true;
+        assert_eq!(judge(&facts, &probes(true, true, true)).notes.len(), 3, "nothing holds it");
     }
 }

@@ -151,7 +151,7 @@ pub struct Collected {
 #[derive(Debug, thiserror::Error)]
 pub enum CollectError {
     /// A file or folder could not be looked at.
-    #[error("cannot read {path}: {source}")]
+    #[error("cannot read {}: {source}", shown(path))]
     Read {
         /// Which.
         path: PathBuf,
@@ -159,7 +159,7 @@ pub enum CollectError {
         source: std::io::Error,
     },
     /// A name cannot travel.
-    #[error("cannot send {path}: {reason}")]
+    #[error("cannot send {}: {reason}", shown(path))]
     Name {
         /// Which.
         path: PathBuf,
@@ -169,6 +169,9 @@ pub enum CollectError {
     /// A name is not UTF-8.
     #[error("cannot send {0:?}: the name is not UTF-8")]
     NotUtf8(PathBuf),
+    /// All that was named is neither file nor folder.
+    #[error("nothing to send: {}", skipped(.0))]
+    Skipped(Vec<PathBuf>),
     /// The files cannot go together.
     #[error("cannot send these together: {0}")]
     Manifest(#[from] ManifestError),
@@ -196,6 +199,9 @@ pub fn collect(arguments: &[PathBuf]) -> Result<Collected, CollectError> {
         };
         let name = name.to_str().ok_or_else(|| CollectError::NotUtf8(argument.clone()))?;
         walk.visit(argument, name.to_owned(), &metadata)?;
+    }
+    if walk.entries.is_empty() && !walk.skipped.is_empty() {
+        return Err(CollectError::Skipped(walk.skipped));
     }
     let manifest = Manifest::new(walk.entries)?;
     let source = |(entry, _): (&Entry, u64)| walk.sources.remove(&entry.path).unwrap_or_default();
@@ -253,6 +259,14 @@ impl Walk {
         });
         Ok(())
     }
+}
+
+/// Why something was left out.
+pub const SKIPPED: &str = "is neither file nor folder, and is skipped";
+
+fn skipped(paths: &[PathBuf]) -> String {
+    let skipped = |path: &PathBuf| format!("{} {SKIPPED}", shown(path));
+    paths.iter().map(skipped).collect::<Vec<_>>().join("; ")
 }
 
 /// A path of ours for a message, without control characters.
@@ -387,6 +401,30 @@ mod tests {
         assert!(error.contains("snapshot/broken"), "{error}");
         assert!(collect(&[PathBuf::new()]).is_err());
         assert!(matches!(collect(&[at("blobs/1f3a/")]), Err(CollectError::Read { .. })));
+    }
+
+    #[test]
+    fn what_was_skipped_is_named_if_nothing_is_left() {
+        let null = PathBuf::from("/dev/null");
+        let error = collect(std::slice::from_ref(&null)).unwrap_err().to_string();
+        let why = "nothing to send: /dev/null is neither file nor folder";
+        assert!(error.contains(why), "{error}");
+        let dir = tempfile::tempdir().unwrap();
+        let found = collect(&[null.clone(), dir.path().to_owned()]).unwrap();
+        assert_eq!((found.skipped, found.manifest.entries().len()), (vec![null], 1));
+        assert!(matches!(collect(&[]), Err(CollectError::Manifest(ManifestError::Empty))));
+    }
+
+    #[test]
+    fn our_own_paths_are_shown_without_control_characters() {
+        let dir = tempfile::tempdir().unwrap();
+        let missing = collect(&[dir.path().join("a\u{1b}[2J")]).unwrap_err();
+        let reserved = dir.path().join("b\u{1b}[2J.immwire-partial");
+        fs::write(&reserved, b"").unwrap();
+        for error in [missing, collect(&[reserved]).unwrap_err()] {
+            let shown = error.to_string();
+            assert!(shown.contains("[2J") && !shown.contains('\u{1b}'), "{shown}");
+        }
     }
 
     #[test]

@@ -14,9 +14,12 @@
 //! ```
 //! Either side may say `Working` while its disk is at work, and `Failed` instead of anything.
 
-use super::manifest::Entry;
-use serde::de::DeserializeOwned;
-use serde::{Deserialize, Serialize};
+use super::manifest::{ENTRIES_MAX, Entry};
+use super::stream::Staging;
+use serde::de::{DeserializeOwned, Error as _, SeqAccess, Visitor};
+use serde::{Deserialize, Deserializer, Serialize};
+use std::fmt;
+use std::marker::PhantomData;
 
 /// Version of what is said here; peers of another are refused by name.
 pub const VERSION: u32 = 1;
@@ -44,7 +47,7 @@ impl From<Digest> for String {
 }
 
 /// From the sender.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "say", rename_all = "snake_case")]
 pub enum FromSender {
     /// What there is to send.
@@ -71,7 +74,7 @@ pub enum FromSender {
 }
 
 /// From the receiver.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
 #[serde(tag = "say", rename_all = "snake_case")]
 pub enum FromReceiver {
     /// Ready.
@@ -79,7 +82,7 @@ pub enum FromReceiver {
         /// Descriptor of the staging area, as the engine encodes it, in hexadecimal.
         region: String,
         /// How the area is divided.
-        staging: super::stream::Staging,
+        staging: Staging,
         /// For each slot the tag its pages carry, as bits.
         slot_tags: Vec<u32>,
         /// What is here already.
@@ -94,6 +97,113 @@ pub enum FromReceiver {
         /// Why, for a person.
         reason: String,
     },
+}
+
+/// All fields of what a sender says, as they are read: one after the other into their places, what is not
+/// known into none. A derived reader of an enum with a tag keeps everything until it has seen the tag, in
+/// sixteen times the memory.
+#[derive(Deserialize)]
+struct SenderFields {
+    say: SenderSays,
+    version: Option<u32>,
+    credit_tag: Option<u32>,
+    entries: Option<Few<Entry, ENTRIES_MAX>>,
+    keep: Option<Few<Keep, ENTRIES_MAX>>,
+    reason: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum SenderSays {
+    Offer,
+    Begin,
+    Working,
+    Failed,
+}
+
+impl<'de> Deserialize<'de> for FromSender {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let fields = SenderFields::deserialize(from)?;
+        Ok(match fields.say {
+            SenderSays::Offer => Self::Offer {
+                version: there(fields.version, "version")?,
+                credit_tag: there(fields.credit_tag, "credit_tag")?,
+                entries: there(fields.entries, "entries")?.0,
+            },
+            SenderSays::Begin => Self::Begin { keep: there(fields.keep, "keep")?.0 },
+            SenderSays::Working => Self::Working,
+            SenderSays::Failed => Self::Failed { reason: there(fields.reason, "reason")? },
+        })
+    }
+}
+
+/// All fields of what a receiver says, as [`SenderFields`].
+#[derive(Deserialize)]
+struct ReceiverFields {
+    say: ReceiverSays,
+    region: Option<String>,
+    staging: Option<Staging>,
+    slot_tags: Option<Few<u32, { Staging::SLOTS_MAX as usize }>>,
+    have: Option<Few<Have, ENTRIES_MAX>>,
+    reason: Option<String>,
+}
+
+#[derive(Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum ReceiverSays {
+    Accept,
+    Working,
+    Done,
+    Failed,
+}
+
+impl<'de> Deserialize<'de> for FromReceiver {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        let fields = ReceiverFields::deserialize(from)?;
+        Ok(match fields.say {
+            ReceiverSays::Accept => Self::Accept {
+                region: there(fields.region, "region")?,
+                staging: there(fields.staging, "staging")?,
+                slot_tags: there(fields.slot_tags, "slot_tags")?.0,
+                have: there(fields.have, "have")?.0,
+            },
+            ReceiverSays::Working => Self::Working,
+            ReceiverSays::Done => Self::Done,
+            ReceiverSays::Failed => Self::Failed { reason: there(fields.reason, "reason")? },
+        })
+    }
+}
+
+/// A list of at most `MAX`: what is longer is refused where it gets too long, not when all of it is there.
+struct Few<T, const MAX: usize>(Vec<T>);
+
+impl<'de, T: Deserialize<'de>, const MAX: usize> Deserialize<'de> for Few<T, MAX> {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        struct Reader<T, const MAX: usize>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>, const MAX: usize> Visitor<'de> for Reader<T, MAX> {
+            type Value = Few<T, MAX>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                write!(f, "a list of at most {MAX}")
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Self::Value, A::Error> {
+                let mut few = Vec::new();
+                while let Some(next) = list.next_element()? {
+                    if few.len() == MAX {
+                        return Err(A::Error::invalid_length(MAX + 1, &self));
+                    }
+                    few.push(next);
+                }
+                Ok(Few(few))
+            }
+        }
+        from.deserialize_seq(Reader(PhantomData))
+    }
+}
+
+fn there<T, E: serde::de::Error>(field: Option<T>, name: &'static str) -> Result<T, E> {
+    field.ok_or_else(|| E::missing_field(name))
 }
 
 /// A file of which the receiver has something.
@@ -125,6 +235,9 @@ pub enum MessageError {
     /// The fragments add up to too much.
     #[error("a message of more than {MESSAGE_MAX} bytes")]
     TooLong,
+    /// The beginnings of messages of several peers add up to too much; this one's was the longest.
+    #[error("a message that is too long beside those of others; try again later")]
+    Crowded,
     /// The text is not what was expected.
     #[error("not a message of this protocol: {0}")]
     NotAMessage(#[from] serde_json::Error),
@@ -159,6 +272,8 @@ pub fn fragments<M: Serialize>(
 #[derive(Debug, Default)]
 pub struct Assembler {
     text: Vec<u8>,
+    /// What is left of the message that has begun is of no interest.
+    skips: bool,
 }
 
 impl Assembler {
@@ -175,10 +290,14 @@ impl Assembler {
             [MORE, part @ ..] => (false, part),
             [LAST, part @ ..] => (true, part),
             _ => {
-                self.text.clear();
+                *self = Self::default();
                 return Err(MessageError::BadFragment(fragment.first().copied()));
             }
         };
+        if self.skips {
+            self.skips = !last;
+            return Ok(None);
+        }
         if part.len() > MESSAGE_MAX - self.text.len() {
             self.text = Vec::new();
             return Err(MessageError::TooLong);
@@ -189,6 +308,27 @@ impl Assembler {
         }
         let text = std::mem::take(&mut self.text);
         Ok(Some(serde_json::from_slice(&text)?))
+    }
+
+    /// Takes a fragment of somebody who is not to be heard out, and keeps nothing: not of its message
+    /// so far, nor of the rest. Returns whether that is new: once for each message.
+    pub fn refuse(&mut self, fragment: &[u8]) -> bool {
+        let new = !self.skips;
+        self.text = Vec::new();
+        // Nonsense is all of a message.
+        self.skips = matches!(fragment, [MORE, ..]);
+        new
+    }
+
+    /// Bytes of the message so far.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.text.len()
+    }
+
+    /// Forgets the message so far, and what is left of it when that comes.
+    pub fn forget(&mut self) {
+        *self = Self { text: Vec::new(), skips: true };
     }
 }
 
@@ -251,6 +391,98 @@ mod tests {
         ));
         let good = fragments(&failed("x"), 4096).unwrap();
         assert_eq!(assembler.take(&good[0]).unwrap(), Some(failed("x")));
+    }
+
+    #[test]
+    fn every_message_is_read_as_it_was_written() {
+        use super::super::path::RelPath;
+        let path = RelPath::new("a/b").unwrap();
+        let entry = Entry { path, size: Some(1), mode: 0o640, mtime_s: -1, mtime_ns: 7 };
+        let reason = || "no".to_owned();
+        let keep = vec![Keep { file: 3, bytes: 4 }];
+        let have = vec![Have { file: 3, bytes: 4, digest: Digest([9; 32]) }];
+        let sender = [
+            FromSender::Offer { version: 1, credit_tag: 2, entries: vec![entry] },
+            FromSender::Begin { keep },
+            FromSender::Working,
+            failed("no"),
+        ];
+        let staging = super::super::recv::STAGING;
+        let region = "00ff".to_owned();
+        let receiver = [
+            FromReceiver::Accept { region, staging, slot_tags: vec![1, 2], have },
+            FromReceiver::Working,
+            FromReceiver::Done,
+            FromReceiver::Failed { reason: reason() },
+        ];
+        for message in &sender {
+            let text = serde_json::to_string(message).unwrap();
+            assert_eq!(&serde_json::from_str::<FromSender>(&text).unwrap(), message);
+            // The tag may stand anywhere, and whatever else there is does not count.
+            let more = text.replacen("{\"say\":", "{\"more\":[{}],\"say\":", 1);
+            assert_eq!(&serde_json::from_str::<FromSender>(&more).unwrap(), message);
+        }
+        for message in &receiver {
+            let text = serde_json::to_string(message).unwrap();
+            assert_eq!(&serde_json::from_str::<FromReceiver>(&text).unwrap(), message);
+            let more = text.replacen("{\"say\":", "{\"more\":[{}],\"say\":", 1);
+            assert_eq!(&serde_json::from_str::<FromReceiver>(&more).unwrap(), message);
+        }
+        for (text, why) in [
+            (r#"{"say":"offer","version":1,"credit_tag":0}"#, "missing field `entries`"),
+            (r#"{"say":"begin"}"#, "missing field `keep`"),
+            (r#"{"say":"failed","keep":[]}"#, "missing field `reason`"),
+            (r#"{"say":"begin","keep":null}"#, "missing field `keep`"),
+            (r#"{"keep":[]}"#, "missing field `say`"),
+            (r#"{"say":"begin","keep":[],"keep":[]}"#, "duplicate field `keep`"),
+            (r#"{"say":"done"}"#, "unknown variant `done`"),
+            ("[]", "invalid length 0"),
+        ] {
+            let error = serde_json::from_str::<FromSender>(text).unwrap_err().to_string();
+            assert!(error.contains(why), "{text}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_list_that_is_too_long_is_refused() {
+        let tags = |count| {
+            let (region, staging) = (String::new(), super::super::recv::STAGING);
+            let accept =
+                FromReceiver::Accept { region, staging, slot_tags: vec![7; count], have: vec![] };
+            let text = serde_json::to_vec(&accept).unwrap();
+            Assembler::default().take::<FromReceiver>(&[&[LAST], &text[..]].concat())
+        };
+        assert!(tags(256).unwrap().is_some());
+        let error = tags(257).unwrap_err().to_string();
+        assert!(error.contains("at most 256"), "{error}");
+    }
+
+    #[test]
+    fn of_whoever_is_refused_nothing_is_kept_and_the_next_message_is_heard() {
+        let good = fragments(&failed("x"), 8).unwrap();
+        assert!(good.len() > 3);
+        for first in 0..good.len() {
+            let mut assembler = Assembler::default();
+            for fragment in &good[..first] {
+                assert!(assembler.take::<FromSender>(fragment).unwrap().is_none());
+            }
+            assert!(assembler.refuse(&good[first]));
+            assert_eq!(assembler.held(), 0);
+            for (number, fragment) in good[first + 1..].iter().enumerate() {
+                // Whether or not it is refused still.
+                if number % 2 == 0 {
+                    assert!(!assembler.refuse(fragment));
+                } else {
+                    assert!(assembler.take::<FromSender>(fragment).unwrap().is_none());
+                }
+                assert_eq!(assembler.held(), 0);
+            }
+            let all: Vec<Option<FromSender>> =
+                good.iter().map(|fragment| assembler.take(fragment).unwrap()).collect();
+            assert_eq!(all.last().unwrap(), &Some(failed("x")));
+        }
+        let mut assembler = Assembler::default();
+        assert!(assembler.refuse(&[7]) && assembler.refuse(&[]) && assembler.refuse(&[LAST]));
     }
 
     #[test]

@@ -134,12 +134,22 @@ impl fmt::Display for RelPath {
     }
 }
 
-/// Text of another process, with its control characters escaped.
+/// Text of another process, with its control characters escaped, and without its end where it is longer
+/// than [`PRINTED_MAX`].
 pub struct Printable<'a>(pub &'a str);
+
+/// Characters that are shown of a text: more than any path has.
+pub const PRINTED_MAX: usize = 8 << 10;
 
 impl fmt::Display for Printable<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write_printable(self.0, f)
+        match self.0.char_indices().nth(PRINTED_MAX) {
+            None => write_printable(self.0, f),
+            Some((end, _)) => {
+                write_printable(self.0.get(..end).unwrap_or_default(), f)?;
+                f.write_str("...")
+            }
+        }
     }
 }
 
@@ -221,6 +231,16 @@ mod tests {
     fn names_are_shown_without_control_characters() {
         let path = RelPath::new("a\u{1b}[2Jb\u{202e}c").unwrap();
         assert_eq!(path.to_string(), "a\\u{1b}[2Jb\\u{202e}c");
+    }
+
+    #[test]
+    fn a_text_without_end_is_cut_off() {
+        for (letter, shown) in [("x", 1), ("é", 2), ("\u{1b}", 6)] {
+            let text = Printable(&letter.repeat(PRINTED_MAX)).to_string();
+            assert_eq!(text.len(), shown * PRINTED_MAX);
+            let longer = Printable(&letter.repeat(PRINTED_MAX + 1)).to_string();
+            assert_eq!(longer, text + "...");
+        }
     }
 
     proptest! {

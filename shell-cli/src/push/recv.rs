@@ -6,7 +6,7 @@ use super::path::Printable;
 use super::send::bar;
 use super::store::{Growing, Store, StoreError, Survey};
 use super::stream::{Piece, Staging, Stream, StreamError, Walk};
-use super::talk::{Talk, TalkError};
+use super::talk::{Look, Talk, TalkError};
 use crate::args::RecvArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
@@ -22,6 +22,9 @@ pub const STAGING: Staging = Staging { slots: 64, slot_bytes: 1 << 20, page_byte
 
 /// How long a receiver that is about to end waits for the sender to leave.
 const LEAVE: Duration = Duration::from_secs(2);
+
+/// How long the end of a push waits for its sender to take the reason.
+const LAST_WORD: Duration = Duration::from_millis(100);
 
 /// How often whoever waits for the disk looks up.
 const LOOK: Duration = Duration::from_millis(100);
@@ -42,7 +45,7 @@ pub enum RecvError {
     #[error("the sender stopped: {}", Printable(.0))]
     Sender(String),
     /// The sender said something else than it should.
-    #[error("the sender does not keep to the protocol: {0}")]
+    #[error("the sender does not keep to the protocol: {}", Printable(.0))]
     Protocol(String),
     /// The engine, the sender's silence, or Ctrl-C.
     #[error(transparent)]
@@ -102,8 +105,10 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
             heard => heard?,
         };
         let Some(heard) = heard else { continue };
+        let mut wait = Duration::ZERO;
         let ended = match heard.message {
             Ok(FromSender::Offer { version, credit_tag, entries }) => {
+                wait = LAST_WORD;
                 Push::run(&store, &mut talk, heard.from, version, credit_tag, entries)
             }
             // The rest of a push that has ended here.
@@ -115,7 +120,8 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
         if let Err(error) = &ended {
             let told = matches!(error, RecvError::Sender(_) | RecvError::Talk(TalkError::Gone(_)));
             if !told {
-                let _ = talk.say(heard.from, &FromReceiver::Failed { reason: error.to_string() });
+                let failed = FromReceiver::Failed { reason: error.to_string() };
+                talk.tell(heard.from, &failed, wait);
             }
         }
         if args.once {
@@ -183,7 +189,7 @@ impl<'a> Push<'a> {
         let keep = push.begun()?;
         let stream = Stream::new(&push.manifest, &survey.have, &keep)?;
         push.store.check_keep(&push.manifest, &survey, &keep)?;
-        push.store.check_room(stream.file_bytes())?;
+        push.store.check_room(survey.needs(&stream))?;
         push.receive(&stream, survey, &keep)?;
         push.talk.say(peer, &FromReceiver::Done)?;
         let took = start.elapsed().as_secs_f64();
@@ -298,26 +304,44 @@ impl<'a> Push<'a> {
                 quiet = Instant::now();
             }
             if quiet.elapsed() > self.talk.patience() {
-                return Err(TalkError::Silent(self.talk.patience()).into());
+                // Its pages may have come while somebody else was listened to.
+                return match self.talk.motor().count(counter, pages.into(), Duration::ZERO) {
+                    Err(MotorError::Count(CountError::Timeout { .. })) => {
+                        Err(TalkError::Silent(self.talk.patience()).into())
+                    }
+                    counted => Ok(counted?),
+                };
             }
         }
     }
 }
 
-/// Whether the sender is heard to be at work; its failure is ours.
+/// Listens to all that was said, of which the first may take `timeout`: whether the sender is heard to be at
+/// work. Its failure is ours.
 fn listen(talk: &mut Talk, peer: PeerId, timeout: Duration) -> Result<bool, RecvError> {
-    match talk.hear_now(peer, Some(&busy()), timeout)? {
-        Some(FromSender::Failed { reason }) => Err(RecvError::Sender(reason)),
-        Some(FromSender::Working) => Ok(true),
-        Some(_) => Err(RecvError::Protocol("an offer in the middle".to_owned())),
-        None => Ok(false),
+    let (start, mut timeout, mut at_work) = (Instant::now(), timeout, false);
+    loop {
+        match talk.look(peer, Some(&busy()), timeout)? {
+            Look::Nothing => return Ok(at_work),
+            Look::Other => {}
+            Look::Part | Look::Message(FromSender::Working) => at_work = true,
+            Look::Message(FromSender::Failed { reason }) => return Err(RecvError::Sender(reason)),
+            Look::Message(_) => {
+                return Err(RecvError::Protocol("an offer in the middle".to_owned()));
+            }
+        }
+        // Somebody may talk without end.
+        if start.elapsed() > LOOK {
+            return Ok(at_work);
+        }
+        timeout = Duration::ZERO;
     }
 }
 
 /// After each file, and each piece of one: says from time to time that we are at work, and listens.
 fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
     if talk.say_sometimes(peer, &FromReceiver::Working)? {
-        while listen(talk, peer, Duration::ZERO)? {}
+        listen(talk, peer, Duration::ZERO)?;
     }
     Ok(())
 }
@@ -428,6 +452,15 @@ mod tests {
 
     /// Pushes `bytes` as `x` into `inbox`, whose disk takes longer for each file than the sender has patience.
     fn pushed_onto_a_slow_disk(bytes: &[u8], inbox: &Path) -> Result<Sent, PushError> {
+        pushed_while(bytes, inbox, |_| {})
+    }
+
+    /// The same, and from the offer on somebody else, who knows the receiver, does `meanwhile`.
+    fn pushed_while(
+        bytes: &[u8],
+        inbox: &Path,
+        meanwhile: impl FnOnce((&mut Motor, PeerId)) + Send,
+    ) -> Result<Sent, PushError> {
         let outbox = tempfile::tempdir().unwrap();
         let file = outbox.path().join("x");
         std::fs::write(&file, bytes).unwrap();
@@ -442,6 +475,8 @@ mod tests {
         let file = file.to_str().unwrap();
         let line = ["immwire", "push", file, &address, "--patience", "3"];
         let Command::Push(args) = Cli::parse_from(line).command else { panic!("{line:?}") };
+        let mut other = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let known = other.connect(motor.engine().address(), Duration::from_secs(30)).unwrap();
         let sender = std::thread::spawn(move || push(&args));
         let mut talk = Talk::new(motor, Duration::from_secs(30));
         let heard = loop {
@@ -452,7 +487,10 @@ mod tests {
         let Ok(FromSender::Offer { version, credit_tag, entries }) = heard.message else {
             panic!("{heard:?}")
         };
-        let received = Push::run(&store, &mut talk, heard.from, version, credit_tag, entries);
+        let received = std::thread::scope(|scope| {
+            scope.spawn(|| meanwhile((&mut other, known)));
+            Push::run(&store, &mut talk, heard.from, version, credit_tag, entries)
+        });
         let sent = sender.join().unwrap();
         assert_eq!(received.is_ok(), sent.is_ok(), "{received:?} {sent:?}");
         assert_eq!(std::fs::read(inbox.join("x")).unwrap(), bytes);
@@ -464,6 +502,22 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let sent = pushed_onto_a_slow_disk(b"hello", dir.path()).unwrap();
         assert_eq!((sent.bytes, sent.kept), (5, 0));
+    }
+
+    #[test]
+    fn whoever_talks_and_never_listens_holds_no_push_up() {
+        let dir = tempfile::tempdir().unwrap();
+        let mut said = 0;
+        let sent = pushed_while(b"hello", dir.path(), |(motor, peer)| {
+            let start = Instant::now();
+            let mut taken = || motor.send(peer, b"\x07", Duration::from_millis(500)).is_ok();
+            while said < 400 && start.elapsed() < Duration::from_secs(8) {
+                said += usize::from(taken());
+            }
+        });
+        assert_eq!(sent.unwrap().bytes, 5);
+        // More than fit mailboxes, both ways.
+        assert!(said > 20, "{said}");
     }
 
     #[test]

@@ -1,11 +1,11 @@
 //! `immwire push`: lists files, agrees with the receiver on what is to come, streams it.
 
-use super::manifest::{CollectError, Collected, Entry, collect, shown};
+use super::manifest::{CollectError, Collected, Entry, SKIPPED, collect, shown};
 use super::message::{FromReceiver, FromSender, Have, Keep, VERSION};
 use super::path::Printable;
 use super::store::digest;
 use super::stream::{Piece, Staging, Stream, StreamError, Walk};
-use super::talk::{Talk, TalkError};
+use super::talk::{Look, Talk, TalkError};
 use crate::args::PushArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_of};
 use crate::report::bytes_text;
@@ -42,7 +42,7 @@ pub enum PushError {
     #[error("the receiver stopped: {}", Printable(.0))]
     Receiver(String),
     /// The receiver said something else than it should.
-    #[error("the receiver does not keep to the protocol: {0}")]
+    #[error("the receiver does not keep to the protocol: {}", Printable(.0))]
     Protocol(String),
     /// The engine, the receiver's silence, or Ctrl-C.
     #[error(transparent)]
@@ -77,6 +77,10 @@ impl From<StreamError> for PushError {
 
 const CONNECT: Duration = Duration::from_secs(10);
 const READ_BYTES: usize = 1 << 20;
+/// How long a push that has failed waits for the receiver's own word.
+const LAST_WORD: Duration = Duration::from_secs(2);
+/// How long whoever talks without end is listened to at a time.
+const LOOK: Duration = Duration::from_millis(100);
 
 /// What was sent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,7 +101,7 @@ pub struct Sent {
 pub fn push(args: &PushArgs) -> Result<Sent, PushError> {
     let found = collect(&args.paths)?;
     for path in &found.skipped {
-        eprintln!("immwire: {} is neither file nor folder, and is skipped", shown(path));
+        eprintln!("immwire: {} {SKIPPED}", shown(path));
     }
     let peers = Peers::At(&args.address);
     let carrier = args.transport.without_gpus(peers).map_err(MotorError::from)?;
@@ -122,6 +126,9 @@ struct Push {
     credit: ImmCounter,
     found: Collected,
 }
+
+/// For each file that is gone on with, what has seen its first bytes: 2 KB each.
+type Hashers = BTreeMap<u32, Box<blake3::Hasher>>;
 
 /// What the receiver offers.
 struct There {
@@ -187,21 +194,18 @@ impl Push {
     }
 
     /// Which of what the receiver has is right: reads as much of our files, and compares digests.
-    fn compare(
-        &mut self,
-        have: &[Have],
-    ) -> Result<(Vec<Keep>, BTreeMap<u32, blake3::Hasher>), PushError> {
-        let (mut keep, mut hashers) = (Vec::new(), BTreeMap::new());
+    fn compare(&mut self, have: &[Have]) -> Result<(Vec<Keep>, Hashers), PushError> {
+        let (mut keep, mut hashers) = (Vec::new(), Hashers::new());
         let bar = bar(claimed_bytes(have), "comparing");
         let sizes: Vec<u64> = self.found.manifest.files().map(|(_, size)| size).collect();
         for have in have {
-            let size = sizes.get(have.file as usize);
-            if size.is_none_or(|size| have.bytes > *size) {
+            let size = sizes.get(have.file as usize).copied();
+            let Some(size) = size.filter(|size| have.bytes <= *size) else {
                 return Err(PushError::Protocol(format!(
                     "it has {} bytes of file {}",
                     have.bytes, have.file
                 )));
-            }
+            };
             let Some(path) = self.found.sources.get(have.file as usize).cloned() else {
                 continue;
             };
@@ -221,7 +225,9 @@ impl Push {
             }
             if file.limit() == 0 && digest(&hasher) == have.digest {
                 keep.push(Keep { file: have.file, bytes: have.bytes });
-                hashers.insert(have.file, hasher);
+                if goes_on(have.bytes, size) {
+                    hashers.insert(have.file, Box::new(hasher));
+                }
             }
         }
         bar.finish_and_clear();
@@ -232,7 +238,7 @@ impl Push {
         &mut self,
         there: &There,
         stream: &Stream,
-        hashers: BTreeMap<u32, blake3::Hasher>,
+        hashers: Hashers,
     ) -> Result<(), PushError> {
         let staging = there.staging;
         let bytes = usize::try_from(staging.bytes()).unwrap_or(usize::MAX);
@@ -308,8 +314,11 @@ impl Push {
         match self.talk.motor().finish(transfer, patience) {
             Err(MotorError::Interrupted) => Err(MotorError::Interrupted.into()),
             Err(error) => {
-                // The receiver's own word, if it is on its way, says more.
-                self.listen(Duration::from_secs(2))?;
+                // The receiver's own word, if it is on its way, says more; others may lie before it.
+                let start = Instant::now();
+                while start.elapsed() < LAST_WORD {
+                    self.listen(LAST_WORD.saturating_sub(start.elapsed()))?;
+                }
                 Err(error.into())
             }
             Ok(()) => Ok(()),
@@ -330,7 +339,13 @@ impl Push {
                 quiet = Instant::now();
             }
             if quiet.elapsed() > self.talk.patience() {
-                return Err(TalkError::Silent(self.talk.patience()).into());
+                // It may have come while the receiver was listened to.
+                return match self.talk.motor().count(&self.credit, 1, Duration::ZERO) {
+                    Err(MotorError::Count(immwire::CountError::Timeout { .. })) => {
+                        Err(TalkError::Silent(self.talk.patience()).into())
+                    }
+                    counted => Ok(counted?),
+                };
             }
         }
     }
@@ -338,18 +353,30 @@ impl Push {
     /// After each file, and each piece of one: says from time to time that we are at work, and listens.
     fn working(&mut self) -> Result<(), PushError> {
         if self.talk.say_sometimes(self.peer, &FromSender::Working)? {
-            while self.listen(Duration::ZERO)? {}
+            self.listen(Duration::ZERO)?;
         }
         Ok(())
     }
 
-    /// Whether the receiver is heard to be at work; its failure is ours.
+    /// Listens to all that was said, of which the first may take `timeout`: whether the receiver is heard to
+    /// be at work. Its failure is ours.
     fn listen(&mut self, timeout: Duration) -> Result<bool, PushError> {
-        match self.talk.hear_now(self.peer, None::<&()>, timeout)? {
-            Some(FromReceiver::Failed { reason }) => Err(PushError::Receiver(reason)),
-            Some(FromReceiver::Working) => Ok(true),
-            Some(other) => Err(protocol(&other)),
-            None => Ok(false),
+        let (start, mut timeout, mut at_work) = (Instant::now(), timeout, false);
+        loop {
+            match self.talk.look(self.peer, None::<&()>, timeout)? {
+                Look::Nothing => return Ok(at_work),
+                Look::Other => {}
+                Look::Part | Look::Message(FromReceiver::Working) => at_work = true,
+                Look::Message(FromReceiver::Failed { reason }) => {
+                    return Err(PushError::Receiver(reason));
+                }
+                Look::Message(other) => return Err(protocol(&other)),
+            }
+            // Somebody may talk without end.
+            if start.elapsed() > LOOK {
+                return Ok(at_work);
+            }
+            timeout = Duration::ZERO;
         }
     }
 }
@@ -358,7 +385,7 @@ impl Push {
 struct Reader<'a> {
     files: Vec<(Entry, PathBuf)>,
     stream: &'a Stream,
-    hashers: BTreeMap<u32, blake3::Hasher>,
+    hashers: Hashers,
     open: Option<Reading>,
 }
 
@@ -438,12 +465,17 @@ impl Reader<'_> {
         let mut file = File::open(&path).map_err(read)?;
         std::io::Seek::seek(&mut file, std::io::SeekFrom::Start(start)).map_err(read)?;
         let hasher = match self.hashers.remove(&number) {
-            Some(hasher) if start > 0 => hasher,
+            Some(hasher) if start > 0 => *hasher,
             _ => blake3::Hasher::new(),
         };
         self.open = Some(Reading { number, file, hasher, digest: None });
         Ok(path)
     }
+}
+
+/// Whether a file of `size` bytes of which `kept` are there needs what has hashed those.
+const fn goes_on(kept: u64, size: u64) -> bool {
+    0 < kept && kept < size
 }
 
 /// A file that was written to while it was sent has a digest, but of bytes that never were a file.
@@ -497,8 +529,121 @@ pub fn summary(sent: Sent, took: Duration) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::super::message::Digest;
+    use super::super::message::{Assembler, Digest, fragments};
+    use super::super::recv::STAGING;
     use super::*;
+    use crate::args::{Cli, Command};
+    use crate::motor::desc_text;
+    use clap::Parser;
+    use serde::Serialize;
+
+    const WAIT: Duration = Duration::from_secs(20);
+
+    /// A receiver that says what its test wants.
+    struct Raw {
+        motor: Motor,
+        sender: PeerId,
+        parts: Assembler,
+        counters: Vec<ImmCounter>,
+    }
+
+    impl Raw {
+        fn hear(&mut self) -> FromSender {
+            loop {
+                let message = self.motor.message(WAIT).unwrap().expect("a message");
+                if let Some(heard) = self.parts.take(&message.bytes).unwrap() {
+                    return heard;
+                }
+            }
+        }
+
+        /// Says `message` in fragments of `bytes`, `pause` apart.
+        fn say(&mut self, message: &impl Serialize, bytes: usize, pause: Duration) {
+            for (number, fragment) in fragments(message, bytes).unwrap().iter().enumerate() {
+                if number > 0 {
+                    std::thread::sleep(pause);
+                }
+                self.motor.send(self.sender, fragment, WAIT).unwrap();
+            }
+        }
+
+        /// Memory to write to, and the message that says so.
+        fn accept(&mut self) -> (Region, FromReceiver) {
+            let engine = self.motor.engine();
+            let region = engine.alloc(usize::try_from(STAGING.bytes()).unwrap()).unwrap();
+            self.counters = (0..STAGING.slots).map(|_| engine.counter().unwrap()).collect();
+            let accept = FromReceiver::Accept {
+                region: desc_text(&region.desc()),
+                staging: STAGING,
+                slot_tags: self.counters.iter().map(|counter| counter.tag().bits()).collect(),
+                have: Vec::new(),
+            };
+            (region, accept)
+        }
+    }
+
+    /// Pushes some bytes with `patience` seconds to a receiver that does as `receive` says after the offer.
+    fn pushed(patience: &str, receive: impl FnOnce(&mut Raw) + Send) -> Result<Sent, PushError> {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("x");
+        std::fs::write(&file, b"hello").unwrap();
+        let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let address = motor.engine().address().to_string();
+        let line = ["immwire", "push", file.to_str().unwrap(), &address, "--patience", patience];
+        let Command::Push(args) = Cli::parse_from(line).command else { panic!("{line:?}") };
+        std::thread::scope(|scope| {
+            let sender = scope.spawn(|| push(&args));
+            let mut parts = Assembler::default();
+            let sender_id = loop {
+                let message = motor.message(WAIT).unwrap().expect("an offer");
+                if parts.take::<FromSender>(&message.bytes).unwrap().is_some() {
+                    break message.from;
+                }
+            };
+            let counters = Vec::new();
+            receive(&mut Raw { motor, sender: sender_id, parts, counters });
+            sender.join().unwrap()
+        })
+    }
+
+    #[test]
+    fn whoever_is_in_the_middle_of_a_long_message_is_not_silent() {
+        let sent = pushed("2", |raw| {
+            let (region, accept) = raw.accept();
+            let bytes = serde_json::to_vec(&accept).unwrap().len() / 4;
+            raw.say(&accept, bytes, Duration::from_secs(1));
+            assert!(matches!(raw.hear(), FromSender::Begin { .. }));
+            raw.motor.count(&raw.counters[0], 1, WAIT).unwrap();
+            let mut got = [0; 5];
+            region.read(0, &mut got).unwrap();
+            assert_eq!(&got, b"hello");
+            raw.say(&FromReceiver::Done, 1 << 10, Duration::ZERO);
+            assert!(raw.motor.engine().wait_peer_down(raw.sender, WAIT));
+        });
+        assert_eq!(sent.unwrap().bytes, 5);
+    }
+
+    #[test]
+    fn the_receivers_reason_is_found_behind_what_it_said_before() {
+        let sent = pushed("10", |raw| {
+            let (region, accept) = raw.accept();
+            // What is written to it fails.
+            drop(region);
+            raw.say(&accept, 1 << 15, Duration::ZERO);
+            for _ in 0..3 {
+                raw.say(&FromReceiver::Working, 1 << 10, Duration::ZERO);
+                std::thread::sleep(Duration::from_millis(200));
+            }
+            let reason = "the disk is on fire".to_owned();
+            raw.say(&FromReceiver::Failed { reason }, 1 << 10, Duration::ZERO);
+            assert!(raw.motor.engine().wait_peer_down(raw.sender, WAIT));
+        });
+        let error = sent.unwrap_err();
+        assert!(
+            matches!(&error, PushError::Receiver(reason) if reason.contains("on fire")),
+            "{error}"
+        );
+    }
 
     #[test]
     fn whoever_waits_is_heard_of_after_each_file_of_a_chunk() {
@@ -532,6 +677,15 @@ mod tests {
             reader.fill(&mut stream.walk(), &mut chunk, |_| Err(MotorError::Interrupted.into()));
         assert!(stopped.is_err_and(|error| error.interrupted()));
         assert!(reader.open.is_some_and(|open| open.number == 0));
+    }
+
+    #[test]
+    fn a_hasher_is_kept_only_where_a_file_goes_on() {
+        for size in 0..4 {
+            for kept in 0..=size {
+                assert_eq!(goes_on(kept, size), kept != 0 && kept != size, "{kept} of {size}");
+            }
+        }
     }
 
     #[test]

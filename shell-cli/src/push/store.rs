@@ -18,6 +18,7 @@
 use super::manifest::{Entry, Manifest};
 use super::message::{Digest, Have, Keep};
 use super::path::{PARTIAL_SUFFIX, Printable, RelPath};
+use super::stream::Stream;
 use rustix::fs::{
     AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, StatVfs, Timespec, Timestamps,
 };
@@ -47,13 +48,25 @@ pub enum StoreError {
         source: std::io::Error,
     },
     /// There is no room, by what the file system says before, or when it says so in the middle.
-    #[error("disk full: {path} needs {} more, {} are free", bytes(*needed), bytes(*free))]
+    #[error("disk full: {path} {}, {} are free", more(*needed), bytes(*free))]
     DiskFull {
         /// The file, or all of them.
         path: String,
         /// Bytes still to come.
         needed: u64,
         /// Bytes the file system would give.
+        free: u64,
+    },
+    /// The file system has no place for the name, whatever room for bytes it has.
+    #[error(
+        "disk full: {path} needs {needed} more inodes (one for each file and folder), {free} are free"
+    )]
+    NoInodes {
+        /// The file, or all of them.
+        path: String,
+        /// How many are still to come, at least.
+        needed: u64,
+        /// How many the file system would give.
         free: u64,
     },
     /// A file may not grow this big: a limit of the process or of the file system.
@@ -99,6 +112,66 @@ pub enum StoreError {
 
 fn bytes(count: u64) -> String {
     crate::report::bytes_text(count)
+}
+
+fn more(needed: u64) -> String {
+    match needed {
+        0 => "cannot be made".to_owned(),
+        needed => format!("needs {} more", bytes(needed)),
+    }
+}
+
+/// What a file system would give this user; `None` where it does not say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Room {
+    bytes: Option<u64>,
+    inodes: Option<u64>,
+}
+
+impl Room {
+    /// Some file systems count no blocks, or no inodes, and say that there are 0 in all.
+    fn of(stat: &StatVfs) -> Self {
+        let bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
+        Self {
+            bytes: (stat.f_blocks > 0).then_some(bytes),
+            inodes: (stat.f_files > 0).then_some(stat.f_favail),
+        }
+    }
+
+    /// What is missing for `needs` of the push.
+    fn check(self, needs: Needs) -> Result<(), StoreError> {
+        let path = || "the push".to_owned();
+        let Needs { bytes: needed, reclaimable, files } = needs;
+        match (self.bytes.map(|free| free.saturating_add(reclaimable)), self.inodes) {
+            (Some(free), _) if free < needed => {
+                Err(StoreError::DiskFull { path: path(), needed, free })
+            }
+            (_, Some(free)) if free < files => {
+                Err(StoreError::NoInodes { path: path(), needed: files, free })
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Why there was none for what of `path` was to come.
+    fn full(self, path: &RelPath, needed: u64) -> StoreError {
+        let path = path.to_string();
+        match (self.bytes, self.inodes) {
+            (None | Some(1..), Some(0)) => StoreError::NoInodes { path, needed: 1, free: 0 },
+            (free, _) => StoreError::DiskFull { path, needed, free: free.unwrap_or(0) },
+        }
+    }
+}
+
+/// What a push takes of the file system.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Needs {
+    /// Bytes to be written.
+    pub bytes: u64,
+    /// Bytes that are given back before: of partial files that start again.
+    pub reclaimable: u64,
+    /// Files that are not there yet, not even in part.
+    pub files: u64,
 }
 
 /// The folder that receives.
@@ -151,24 +224,18 @@ impl Store {
         Self { write_out, ..self }
     }
 
-    /// Bytes that this user may still write here.
-    fn free(&self) -> Option<u64> {
-        let StatVfs { f_bavail, f_frsize, .. } = fstatvfs(&self.root).ok()?;
-        Some(f_bavail.saturating_mul(f_frsize))
+    /// What this user may still write here.
+    fn room(&self) -> Room {
+        fstatvfs(&self.root).map_or(Room { bytes: None, inodes: None }, |stat| Room::of(&stat))
     }
 
-    /// Checks that `needed` bytes have room. The system may still say otherwise later.
+    /// Checks that there is room for `needs`. The system may still say otherwise later.
     ///
     /// # Errors
     ///
-    /// [`StoreError::DiskFull`].
-    pub fn check_room(&self, needed: u64) -> Result<(), StoreError> {
-        match self.free() {
-            Some(free) if free < needed => {
-                Err(StoreError::DiskFull { path: "the push".to_owned(), needed, free })
-            }
-            _ => Ok(()),
-        }
+    /// [`StoreError::DiskFull`], [`StoreError::NoInodes`].
+    pub fn check_room(&self, needs: Needs) -> Result<(), StoreError> {
+        self.room().check(needs)
     }
 
     /// The folder that `path` is in, opened component by component; made if `make`.
@@ -270,6 +337,9 @@ impl Store {
             // What is being replaced may well have the size of what replaces it.
             if !whole || self.overwrite {
                 let growing = self.open_regular(&at, &partial(name), path)?;
+                if let Some(file) = &growing {
+                    survey.partial.insert(number, allocated(file));
+                }
                 if let Some(file) = growing
                     && Stamp::of(&file, path)?.size.min(size) > 0
                 {
@@ -284,8 +354,13 @@ impl Store {
             let stamp = Stamp::of(&file, path)?;
             let here = stamp.size.min(size);
             let hasher = hash(&mut file, here, path, &mut working)?;
-            survey.have.push(Have { file: number, bytes: here, digest: digest(&hasher) });
-            survey.hashed.insert(number, Hashed { hasher, stamp });
+            let digest = digest(&hasher);
+            survey.have.push(Have { file: number, bytes: here, digest });
+            let seen = match here < size {
+                true => Seen::Start(Box::new(hasher)),
+                false => Seen::All { digest, bytes: here },
+            };
+            survey.hashed.insert(number, Hashed { seen, stamp });
         }
         Ok(survey)
     }
@@ -402,21 +477,22 @@ impl Store {
         if !leads_to(&at, &partial(name), &file) {
             return Err(StoreError::Changed(path.clone()));
         }
-        let hasher = match hashed {
+        let seen = match hashed {
             Some(hashed) if hashed.stamp != Stamp::of(&file, path)? => {
                 return Err(StoreError::Changed(path.clone()));
             }
-            Some(hashed) => hashed.hasher,
-            None => blake3::Hasher::new(),
+            Some(hashed) => hashed.seen,
+            None => Seen::Start(Box::default()),
         };
-        let start = hasher.count();
+        let start = seen.bytes();
         let failed = |source| StoreError::Io { step: "resume", path: path.to_string(), source };
         file.set_len(start).map_err(failed)?;
         (&file).seek(SeekFrom::Start(start)).map_err(failed)?;
-        Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, hasher })
+        Ok(Growing { store: self, at, file, entry: entry.clone(), length: start, seen })
     }
 
-    /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`. `touched` is
+    /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`, if it has others
+    /// and is ours. `touched` is
     /// the same map for all files of a survey: they may be one file under several names, which each
     /// touch makes another one.
     ///
@@ -438,7 +514,8 @@ impl Store {
         if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
             return Err(changed());
         }
-        dress(&file, entry)?;
+        // Its bytes are right, whoever owns it, and whether or not its file system may be written to.
+        tolerated(clothe(&file, entry)).map_err(io(DRESS, path.as_str()))?;
         touched.insert(stamp, Stamp::of(&file, path)?);
         Ok(())
     }
@@ -453,10 +530,11 @@ impl Store {
         step: &'static str,
     ) -> StoreError {
         match errno {
-            Errno::NOSPC | Errno::DQUOT => StoreError::DiskFull {
+            Errno::NOSPC => self.room().full(path, size.saturating_sub(at)),
+            Errno::DQUOT => StoreError::DiskFull {
                 path: path.to_string(),
                 needed: size.saturating_sub(at),
-                free: if errno == Errno::DQUOT { 0 } else { self.free().unwrap_or(0) },
+                free: 0,
             },
             Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
             errno => io(step, path.as_str())(errno),
@@ -473,12 +551,30 @@ pub struct Survey {
     pub whole: BTreeSet<u32>,
     /// For each of `have`, what has seen those bytes.
     pub hashed: BTreeMap<u32, Hashed>,
+    /// Files that are here in part, and how many bytes of the disk each takes.
+    pub partial: BTreeMap<u32, u64>,
 }
 
-/// The hasher of a file's first bytes, and which file that was.
+impl Survey {
+    /// What `stream` takes beyond what is here.
+    #[must_use]
+    pub fn needs(&self, stream: &Stream) -> Needs {
+        let again = |(file, bytes): (&u32, &u64)| {
+            if stream.start(*file) == Some(0) { *bytes } else { 0 }
+        };
+        let new = |file: &u32| stream.start(*file).is_some() && !self.partial.contains_key(file);
+        Needs {
+            bytes: stream.file_bytes(),
+            reclaimable: self.partial.iter().map(again).fold(0, u64::saturating_add),
+            files: (0..stream.files()).filter(new).count() as u64,
+        }
+    }
+}
+
+/// What has seen a file's first bytes, and which file that was.
 #[derive(Debug, Clone)]
 pub struct Hashed {
-    hasher: blake3::Hasher,
+    seen: Seen,
     stamp: Stamp,
 }
 
@@ -486,7 +582,32 @@ impl Hashed {
     /// The digest of the bytes.
     #[must_use]
     pub fn digest(&self) -> Digest {
-        digest(&self.hasher)
+        self.seen.digest()
+    }
+}
+
+/// What has seen the bytes of a file. A hasher has 2 KB, and there may be a million files.
+#[derive(Debug, Clone)]
+enum Seen {
+    /// Those so far: it goes on.
+    Start(Box<blake3::Hasher>),
+    /// All that it has.
+    All { digest: Digest, bytes: u64 },
+}
+
+impl Seen {
+    fn digest(&self) -> Digest {
+        match self {
+            Self::Start(hasher) => digest(hasher),
+            Self::All { digest, .. } => *digest,
+        }
+    }
+
+    fn bytes(&self) -> u64 {
+        match self {
+            Self::Start(hasher) => hasher.count(),
+            Self::All { bytes, .. } => *bytes,
+        }
     }
 }
 
@@ -523,7 +644,7 @@ pub struct Growing<'a> {
     file: File,
     entry: Entry,
     length: u64,
-    hasher: blake3::Hasher,
+    seen: Seen,
 }
 
 impl Growing<'_> {
@@ -538,7 +659,10 @@ impl Growing<'_> {
             let size = self.entry.size.unwrap_or(0);
             self.store.write_error(&self.entry.path, self.length, size, errno, "write")
         })?;
-        self.hasher.update(bytes);
+        // What comes after all of it makes it too long, which its end finds.
+        if let Seen::Start(hasher) = &mut self.seen {
+            hasher.update(bytes);
+        }
         self.length += bytes.len() as u64;
         Ok(())
     }
@@ -564,7 +688,7 @@ impl Growing<'_> {
         if !leads_to(&self.at, &growing, &self.file) {
             return Err(StoreError::Changed(path.clone()));
         }
-        if Some(self.length) != self.entry.size || digest(&self.hasher) != expected {
+        if Some(self.length) != self.entry.size || self.seen.digest() != expected {
             let _ = unlinkat(&self.at, &growing, AtFlags::empty());
             return Err(StoreError::Corrupt(path.clone()));
         }
@@ -622,6 +746,11 @@ fn regular(file: OwnedFd, path: &RelPath) -> Result<File, StoreError> {
     }
 }
 
+/// Bytes of the disk that `file` takes; 0 if it does not say.
+fn allocated(file: &File) -> u64 {
+    file.metadata().map_or(0, |metadata| metadata.blocks().saturating_mul(512))
+}
+
 /// Whether `name` is that of `file`, and not of nothing or of another one.
 fn leads_to(at: &OwnedFd, name: &str, file: &File) -> bool {
     let (named, open) = (statat(at, name, AtFlags::SYMLINK_NOFOLLOW), fstat(file));
@@ -636,13 +765,32 @@ fn waiting(folder: &OwnedFd) -> bool {
     })
 }
 
+const DRESS: &str = "set mode and time of";
+
 /// Mode and time, as the manifest says. The mode last: a folder that has it has both.
-fn dress(file: impl std::os::fd::AsFd, entry: &Entry) -> Result<(), StoreError> {
-    let failed = io("set mode and time of", entry.path.as_str());
-    let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
-    let times = Timestamps { last_access: changed, last_modification: changed };
-    futimens(&file, &times).map_err(&failed)?;
-    fchmod(&file, Mode::from_raw_mode(entry.mode)).map_err(&failed)
+fn dress(file: impl AsFd, entry: &Entry) -> Result<(), StoreError> {
+    clothe(file, entry).map_err(io(DRESS, entry.path.as_str()))
+}
+
+/// The same; what is as it should be is not touched.
+fn clothe(file: impl AsFd, entry: &Entry) -> Result<(), Errno> {
+    let stat = fstat(&file)?;
+    if stat.st_mtime != entry.mtime_s || u32::try_from(stat.st_mtime_nsec) != Ok(entry.mtime_ns) {
+        let changed = Timespec { tv_sec: entry.mtime_s, tv_nsec: entry.mtime_ns.into() };
+        futimens(&file, &Timestamps { last_access: changed, last_modification: changed })?;
+    }
+    if stat.st_mode & 0o7777 == entry.mode {
+        return Ok(());
+    }
+    fchmod(&file, Mode::from_raw_mode(entry.mode))
+}
+
+/// That mode and time of a file cannot be set because it is another's, or cannot be written to, is no failure.
+fn tolerated(done: Result<(), Errno>) -> Result<(), Errno> {
+    match done {
+        Err(Errno::PERM | Errno::ROFS) => Ok(()),
+        done => done,
+    }
 }
 
 /// The digest so far.
@@ -1111,9 +1259,10 @@ mod tests {
     fn no_room_is_told_before_and_in_the_middle() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), false).unwrap();
-        let error = store.check_room(u64::MAX).unwrap_err();
+        let bytes = |bytes| Needs { bytes, ..Needs::default() };
+        let error = store.check_room(bytes(u64::MAX)).unwrap_err();
         assert!(matches!(error, StoreError::DiskFull { needed: u64::MAX, .. }), "{error}");
-        assert!(store.check_room(0).is_ok());
+        assert!(store.check_room(bytes(0)).is_ok());
         let path = RelPath::new("x").unwrap();
         for (errno, text) in
             [(Errno::NOSPC, "disk full: x needs 3 B more"), (Errno::DQUOT, "0 B are free")]
@@ -1123,5 +1272,137 @@ mod tests {
         }
         let error = store.write_error(&path, 2, 5, Errno::FBIG, "write");
         assert!(matches!(error, StoreError::TooLarge { size: 5, .. }));
+    }
+
+    #[test]
+    fn room_is_judged_by_what_the_file_system_counts() {
+        let room = |bytes, inodes| Room { bytes, inodes };
+        let needs = |bytes, reclaimable, files| Needs { bytes, reclaimable, files };
+        let none: Result<(), &str> = Ok(());
+        for (room, needs, expected) in [
+            (room(Some(10), Some(2)), needs(10, 0, 2), none),
+            (room(Some(10), Some(2)), needs(11, 0, 2), Err("the push needs 11 B more, 10 B are")),
+            (room(Some(10), Some(2)), needs(11, 1, 2), none),
+            (room(Some(0), Some(2)), needs(9, 8, 2), Err("needs 9 B more, 8 B are free")),
+            (room(Some(10), Some(2)), needs(9, u64::MAX, 2), none),
+            (room(Some(10), Some(1)), needs(10, 0, 2), Err("needs 2 more inodes")),
+            (room(Some(10), None), needs(10, 0, 2), none),
+            (room(None, Some(2)), needs(u64::MAX, 0, 2), none),
+            (room(None, None), needs(u64::MAX, 0, u64::MAX), none),
+        ] {
+            let judged = room.check(needs).map_err(|error| error.to_string());
+            match (&judged, expected) {
+                (Ok(()), Ok(())) => {}
+                (Err(said), Err(why)) if said.contains(why) => {}
+                _ => panic!("{room:?} {needs:?}: {judged:?}"),
+            }
+        }
+        let path = RelPath::new("x").unwrap();
+        for (room, needed, text) in [
+            (room(Some(5), Some(0)), 0, "disk full: x needs 1 more inodes"),
+            (room(Some(5), Some(0)), 7, "disk full: x needs 1 more inodes"),
+            (room(None, Some(0)), 7, "disk full: x needs 1 more inodes"),
+            (room(Some(0), Some(0)), 7, "disk full: x needs 7 B more, 0 B are free"),
+            (room(Some(5), Some(1)), 7, "disk full: x needs 7 B more, 5 B are free"),
+            (room(Some(5), None), 0, "disk full: x cannot be made, 5 B are free"),
+        ] {
+            let error = room.full(&path, needed).to_string();
+            assert!(error.contains(text), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_file_system_that_counts_nothing_has_unknown_room() {
+        let mut stat = fstatvfs(fs::File::open("/proc").unwrap()).unwrap();
+        for (blocks, files) in [(0, 0), (0, 7), (7, 0), (7, 7)] {
+            stat = StatVfs { f_blocks: blocks, f_files: files, ..stat };
+            stat = StatVfs { f_bavail: 3, f_frsize: 4096, f_favail: 5, ..stat };
+            let expected =
+                Room { bytes: (blocks > 0).then_some(3 * 4096), inodes: (files > 0).then_some(5) };
+            assert_eq!(Room::of(&stat), expected);
+        }
+    }
+
+    #[test]
+    fn what_a_partial_file_takes_is_free_again_if_it_starts_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), true).unwrap();
+        let sizes = [("again", 1 << 20), ("kept", 1 << 20), ("new", 1 << 20), ("whole", 3)];
+        let entries: Vec<_> = sizes.iter().map(|(name, size)| (*name, Some(*size))).collect();
+        let offered = manifest(&entries);
+        fs::write(dir.path().join("again.immwire-partial"), vec![1; 1 << 19]).unwrap();
+        fs::write(dir.path().join("kept.immwire-partial"), vec![1; 1 << 19]).unwrap();
+        fs::write(dir.path().join("whole.immwire-partial"), b"hel").unwrap();
+        let found = survey(&store, &offered).unwrap();
+        let keep = [Keep { file: 1, bytes: 1 << 19 }, Keep { file: 3, bytes: 3 }];
+        let stream = Stream::new(&offered, &found.have, &keep).unwrap();
+        let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
+        let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };
+        assert_eq!(found.needs(&stream), expected);
+    }
+
+    #[test]
+    fn a_hasher_is_kept_only_where_a_file_goes_on() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::write(dir.path().join("all.immwire-partial"), b"hel").unwrap();
+        fs::write(dir.path().join("empty"), b"").unwrap();
+        fs::write(dir.path().join("part.immwire-partial"), b"hel").unwrap();
+        fs::write(dir.path().join("whole"), b"hel").unwrap();
+        let sizes = [("all", 3), ("empty", 0), ("part", 4), ("whole", 3)];
+        let entries: Vec<_> = sizes.iter().map(|(name, size)| (*name, Some(*size))).collect();
+        let found = survey(&store, &manifest(&entries)).unwrap();
+        for (number, bytes) in [(0, &b"hel"[..]), (1, b""), (2, b"hel"), (3, b"hel")] {
+            let hashed = &found.hashed[&number];
+            assert_eq!((hashed.digest(), hashed.seen.bytes()), (of(bytes), bytes.len() as u64));
+            assert_eq!(matches!(hashed.seen, Seen::Start(_)), number == 2, "{number}");
+        }
+        assert!(size_of::<Hashed>() < 128);
+    }
+
+    #[test]
+    fn what_comes_after_all_of_a_file_makes_it_wrong() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
+        let mut found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+        let mut growing = store.grow(&entry("x", Some(3)), found.hashed.remove(&0)).unwrap();
+        growing.append(b"lo").unwrap();
+        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Corrupt(_))));
+    }
+
+    #[test]
+    fn mode_and_time_are_set_where_they_differ_and_only_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let place = dir.path().join("x");
+        let offered = manifest(&[("x", Some(3))]);
+        let touch = || {
+            let found = survey(&store, &offered).unwrap();
+            let before = found.hashed[&0].stamp;
+            let mut touched = BTreeMap::new();
+            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched).unwrap();
+            let metadata = fs::metadata(&place).unwrap();
+            let here = (metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec());
+            assert_eq!(here, (0o640, 1_600_000_000, 5));
+            touched[&before] == before
+        };
+        fs::write(&place, b"hel").unwrap();
+        touch();
+        assert!(touch(), "nothing to be set, and it is set");
+        fs::set_permissions(&place, fs::Permissions::from_mode(0o600)).unwrap();
+        touch();
+        fs::File::open(&place).unwrap().set_modified(std::time::SystemTime::now()).unwrap();
+        touch();
+        assert!(touch());
+    }
+
+    #[test]
+    fn only_who_may_not_is_forgiven_for_mode_and_time() {
+        for errno in [Errno::PERM, Errno::ROFS, Errno::IO, Errno::ACCESS, Errno::NOSPC] {
+            let forgiven = matches!(errno, Errno::PERM | Errno::ROFS);
+            assert_eq!(tolerated(Err(errno)).is_ok(), forgiven, "{errno}");
+        }
+        assert!(tolerated(Ok(())).is_ok());
     }
 }

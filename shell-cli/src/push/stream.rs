@@ -204,6 +204,12 @@ impl Stream {
         self.files.iter().filter_map(|(size, start)| Some(size - (*start)?)).sum()
     }
 
+    /// How many files there are, with those that have no part in it.
+    #[must_use]
+    pub fn files(&self) -> u32 {
+        u32::try_from(self.files.len()).unwrap_or(u32::MAX)
+    }
+
     /// Where `file` starts; `None` if it is complete, or not there.
     #[must_use]
     pub fn start(&self, file: u32) -> Option<u64> {
