@@ -1103,6 +1103,10 @@ impl State {
 
     fn peer_changed(&mut self, peer: PeerId, state: PeerState) {
         tracing::info!(%peer, %state, "a peer has changed");
+        // Who sees that it is down finds what it had sent.
+        if let PeerState::Down(_) = state {
+            self.deliver_all(peer);
+        }
         self.shared.peers.set(peer, state);
         if let PeerState::Down(_) = state {
             self.close_link(peer);

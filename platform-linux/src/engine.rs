@@ -1104,9 +1104,9 @@ impl TransferEngine {
         self.inner.drain
     }
 
-    /// Whether the engine has ended, though there are handles.
-    pub(crate) fn is_stopped(&self) -> bool {
-        self.inner.shared.intake.is_stopped()
+    /// Whether the engine ends, or has ended, though there are handles: true before anything of a peer's or a transfer's ends by that.
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.inner.shared.intake.is_stopping()
     }
 
     /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.

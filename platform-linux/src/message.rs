@@ -221,7 +221,7 @@ impl State {
         links.any(|link| {
             let unsent = (link.credits != 0 && link.may_credit(self.own)) || !link.again.is_empty();
             (unsent && self.group.reaches(link.peer))
-                || (link.inbox.has_delivery() && self.shared.inbox.has_room(false))
+                || (link.inbox.has_delivery() && self.shared.inbox.has_room(None))
         })
     }
 
@@ -462,7 +462,7 @@ impl State {
             return Undelivered::None;
         };
         let peer = link.peer;
-        while self.shared.inbox.has_room(false) {
+        while self.shared.inbox.has_room(None) {
             let Some(delivery) = link.inbox.poll_delivery() else { break };
             link.hand_over(&delivery, &self.shared);
             if let Ok(Control::Credit(slot)) = link.inbox.handle_consumed(delivery.slot) {
@@ -491,23 +491,28 @@ impl State {
         credits
     }
 
-    /// The peer is gone, and with it what waits for it. What it has sent is handed over.
+    /// The peer goes: what it has sent is handed over, with room or not, as far as memory for that is.
+    pub(crate) fn deliver_all(&mut self, peer: PeerId) {
+        let shared = Arc::clone(&self.shared);
+        let Some(link) = self.link(peer) else { return };
+        // Its sender was told that it lies here: it goes with the mailbox no more than with its sender.
+        while let Some(delivery) = link.inbox.poll_delivery() {
+            if !shared.inbox.has_room(Some(delivery.len.into())) {
+                tracing::error!(%peer, "messages of a peer that is gone are dropped: nobody takes them");
+                break;
+            }
+            link.hand_over(&delivery, &shared);
+        }
+    }
+
+    /// The peer is gone, and with it what waits for it.
     pub(crate) fn close_link(&mut self, peer: PeerId) {
         if self.link(peer).is_none() {
             return;
         }
-        let Some(mut link) = self.links.get_mut(usize::from(peer.index)).and_then(Option::take)
-        else {
+        let Some(link) = self.links.get_mut(usize::from(peer.index)).and_then(Option::take) else {
             return;
         };
-        // Its sender was told that it lies here: it goes with the mailbox no more than with its sender.
-        while let Some(delivery) = link.inbox.poll_delivery() {
-            if !self.shared.inbox.has_room(true) {
-                tracing::error!(%peer, "messages of a peer that is gone are dropped: nobody takes them");
-                break;
-            }
-            link.hand_over(&delivery, &self.shared);
-        }
         self.waiting_messages = self.waiting_messages.saturating_sub(link.waiting.len());
         for outgoing in link.waiting {
             let error = TransferError::Message(SendError::Closed);

@@ -71,33 +71,55 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct InboxState {
     messages: VecDeque<Message>,
+    /// Of all of them.
+    bytes: u64,
     /// Posted receives, and how many messages each is still to get.
     posted: VecDeque<(usize, OnMessage)>,
     /// Messages handed to posted receives whose turn has not come.
     queued: usize,
 }
 
+impl InboxState {
+    fn put(&mut self, message: Message) {
+        self.bytes += message.bytes.len() as u64;
+        self.messages.push_back(message);
+    }
+
+    fn take(&mut self) -> Option<Message> {
+        let message = self.messages.pop_front()?;
+        self.bytes -= message.bytes.len() as u64;
+        Some(message)
+    }
+}
+
 impl Inbox {
     /// Messages kept here at most; the rest wait in the mailboxes, and their senders for credit.
     const CAPACITY: usize = 256;
-    /// With those of peers that have gone, and their mailboxes with them.
+    /// With those of peers that have gone, and their mailboxes with them: so many, and so many bytes, which one message may have.
     const CAPACITY_WITH_LEFT: usize = 64 * Self::CAPACITY;
+    const BYTES_WITH_LEFT: u64 = 256 << 20;
 
-    /// Whether there is room for another message, of a peer that is there, or of one that goes.
-    pub(crate) fn has_room(&self, goes: bool) -> bool {
-        let capacity = if goes { Self::CAPACITY_WITH_LEFT } else { Self::CAPACITY };
-        lock(&self.state).messages.len() < capacity
+    /// Whether there is room for another message: of a peer that is there, or of so many bytes of one that goes.
+    pub(crate) fn has_room(&self, of_gone: Option<u64>) -> bool {
+        let state = lock(&self.state);
+        match of_gone {
+            None => state.messages.len() < Self::CAPACITY,
+            Some(bytes) => {
+                let fits = state.bytes.saturating_add(bytes) <= Self::BYTES_WITH_LEFT;
+                fits && state.messages.len() < Self::CAPACITY_WITH_LEFT
+            }
+        }
     }
 
     pub(crate) fn try_take(&self) -> Option<Message> {
-        lock(&self.state).messages.pop_front()
+        lock(&self.state).take()
     }
 
     fn take(&self, timeout: Duration, stopped: impl Fn() -> bool) -> Result<Message, RecvError> {
         let start = Instant::now();
         let mut state = lock(&self.state);
         loop {
-            if let Some(message) = state.messages.pop_front() {
+            if let Some(message) = state.take() {
                 return Ok(message);
             }
             if stopped() {
@@ -442,7 +464,7 @@ impl Shared {
 
     /// Puts a message where it is taken from.
     pub(crate) fn deliver(self: &Arc<Self>, message: Message) {
-        lock(&self.inbox.state).messages.push_back(message);
+        lock(&self.inbox.state).put(message);
         self.hand_out();
         self.inbox.arrived.notify_one();
     }
@@ -461,7 +483,7 @@ impl Shared {
     fn hand_out(self: &Arc<Self>) {
         let mut state = lock(&self.inbox.state);
         while state.queued < Inbox::CAPACITY && !state.posted.is_empty() {
-            let Some(message) = state.messages.pop_front() else { break };
+            let Some(message) = state.take() else { break };
             let Some((left, call)) = state.posted.front_mut() else { break };
             *left -= 1;
             let (spent, call) = (*left == 0, Arc::clone(call));
@@ -523,6 +545,26 @@ pub(crate) const fn refused(error: GroupError) -> End {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// Peers that come, send and go take no more memory than that, however often.
+    #[test]
+    fn what_the_gone_have_sent_is_bounded_in_number_and_bytes() {
+        let inbox = Inbox::default();
+        let message =
+            |len| Message { from: PeerId { index: 0, generation: 0 }, bytes: vec![0; len] };
+        for kept in 0..Inbox::CAPACITY_WITH_LEFT {
+            assert_eq!((inbox.has_room(None), inbox.has_room(Some(1))), (kept < 256, true));
+            lock(&inbox.state).put(message(1));
+        }
+        assert!(!inbox.has_room(Some(1)));
+        while inbox.try_take().is_some() {}
+        assert_eq!(lock(&inbox.state).bytes, 0);
+        // The longest that there can be has room, and nothing beside it.
+        assert!(inbox.has_room(Some(Inbox::BYTES_WITH_LEFT)));
+        lock(&inbox.state).put(message(1));
+        assert!(!inbox.has_room(Some(Inbox::BYTES_WITH_LEFT)));
+        assert!(inbox.has_room(Some(Inbox::BYTES_WITH_LEFT - 1)) && inbox.has_room(None));
+    }
 
     #[test]
     fn strays_are_what_was_packed() {

@@ -1639,8 +1639,6 @@ where
     }
 
     /// Stops the posting of a transfer, and ends it if nothing is in flight. The first reason stays.
-    ///
-    /// A `now` in the past makes the next call of [`DomainGroup::handle_timeout`] look after the drain.
     fn stop(&mut self, now: Time, index: u16, error: TransferError) {
         let until = now.after(self.config.drain);
         self.stop_with(index, error, Drain::Waiting { since: now, until });

@@ -115,6 +115,8 @@ pub(super) struct Paths {
     pathless_until: Time,
     /// The NIC whose path broke last.
     last_broken: NicIndex,
+    /// Of which NICs, a bit for each, an answer was waiting when its time was over: if it is over still, it was none.
+    spared: u8,
     /// Pieces to the peer that are set aside.
     pub(super) lost: u16,
     /// Whether the peer counts in [`DomainGroup::aside`]: an ask or answer to it can be posted.
@@ -134,6 +136,7 @@ impl Paths {
             receipts: None,
             pathless_until: Time::NEVER,
             last_broken: 0,
+            spared: 0,
             lost: 0,
             ready: false,
         }
@@ -929,11 +932,19 @@ where
             return Time::NEVER;
         };
         let paths = &mut entry.paths;
-        // An answer that has come is looked at first, however late whoever drives this is: see [`Paths::poll`].
-        let is_over = |ask: &Ask| ask.until <= now && !ask.answered;
-        let given_up = (0..).zip(&paths.asks).find(|(_, ask)| is_over(ask));
+        // An answer that has come is looked at first, however late whoever drives this is; one, since others might answer nothing for ever.
+        let before = core::mem::take(&mut paths.spared);
+        let mut given_up = None;
+        for (nic, ask) in (0_u8..).zip(&paths.asks).filter(|(_, ask)| ask.until <= now) {
+            let bit = 1_u8.unbounded_shl(nic.into());
+            if ask.answered && before & bit == 0 {
+                paths.spared |= bit;
+            } else {
+                given_up = given_up.or(Some(nic));
+            }
+        }
         let pathless = (paths.pathless_until <= now).then_some(paths.last_broken);
-        if let Some(nic) = given_up.map(|(nic, _)| nic).or(pathless) {
+        if let Some(nic) = given_up.or(pathless) {
             self.remove_peer(now, peer, DownReason::PathLost { nic });
             return Time::NEVER;
         }

@@ -2056,7 +2056,8 @@ fn an_answer_that_has_come_counts_however_late_it_is_looked_at() {
         assert_eq!((events.iter().any(settles), world.live(0).is_some()), (comes, true));
         let state = world.group.peer_state(peer);
         assert_eq!(matches!(state, Some(PeerState::Down(_))), !comes, "{state:?}");
-        // If it was of another epoch, nothing was settled by it: the time is over at the next look.
+        // If it was of another epoch, nothing was settled by it: the time is over at the next look, however many come.
+        world.group.handle_answer(peer, 1);
         world.group.handle_timeout(late);
         let state = world.group.peer_state(peer);
         assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");

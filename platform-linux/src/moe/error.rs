@@ -105,7 +105,9 @@ pub enum MoeError {
     #[error("an earlier round failed: make a new exchange with those who are left")]
     Over,
     /// Some ranks sent nothing in time, or did not take what was sent.
-    #[error("chunk {chunk} of {phase}: nothing from ranks {ranks:?} within {after:?}")]
+    #[error(
+        "chunk {chunk} of {phase}: ranks {ranks:?} did not send, or take what was sent to them, within {after:?}"
+    )]
     Late {
         /// Dispatch, combine, or the set-up.
         phase: &'static str,

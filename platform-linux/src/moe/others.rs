@@ -309,7 +309,8 @@ impl Others {
         let begun = Instant::now();
         let parity = self.parity();
         let (mut signs, mut is_stopped) = (0, None);
-        let end_limit = END_LIMIT.max(self.engine.drain().saturating_mul(2) + END_SLACK);
+        let end_limit =
+            END_LIMIT.max(self.engine.drain().saturating_mul(2).saturating_add(END_SLACK));
         for peer in &mut self.peers {
             peer.sign = None;
         }
@@ -415,7 +416,7 @@ impl Others {
                 Verdict::Leave(absence) => {
                     // By the end of our own engine all are gone, and all that is under way fails.
                     let stopped = Why::Write(TransferError::EngineStopped);
-                    if self.engine.is_stopped() || self.failure(number) == stopped {
+                    if self.engine.is_stopping() || self.failure(number) == stopped {
                         return Err(MoeError::Count(CountError::EngineStopped));
                     }
                     let why = match (absence, gone) {

@@ -1188,7 +1188,7 @@ impl Provider for ShmProvider {
         }
     }
 
-    /// Pieces that wait for the peer end at once; those that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, the
+    /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, the
     /// rest ends as soon as the peer is not copying out of it, and the connection with it.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {

@@ -2,7 +2,6 @@
 //!
 //! Loading a library runs its code, and the first question makes it probe devices; what a broken one does
 //! then happens to the child. That there is none is an answer like any other.
-
 //!
 //! # Invariants
 //!

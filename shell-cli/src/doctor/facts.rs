@@ -190,7 +190,7 @@ pub fn gather(root: &Path, library_path: Option<&str>) -> Facts {
         limits: machine.limits(),
         ptrace_scope: machine.number("proc/sys/kernel/yama/ptrace_scope"),
         cap_sys_ptrace: machine.has_capability(CAP_SYS_PTRACE),
-        cap_ipc_lock: machine.has_capability(CAP_IPC_LOCK),
+        cap_ipc_lock: machine.has_capability(CAP_IPC_LOCK) && machine.is_initial_user_namespace(),
         libraries: machine.libraries(library_path),
         gpus: machine.gpus(),
         nvidia_driver: machine
@@ -301,6 +301,15 @@ impl Machine<'_> {
         let effective = status.lines().find_map(|line| line.strip_prefix("CapEff:"));
         let bits = effective.and_then(|hex| u64::from_str_radix(hex.trim(), 16).ok());
         bits.is_some_and(|bits| bits >> number & 1 == 1)
+    }
+
+    /// Whether users here are those of the machine: what the kernel asks of locked memory is a capability there (`capable`,
+    /// capabilities(7)). Assumed where it is not said.
+    fn is_initial_user_namespace(&self) -> bool {
+        self.text("proc/self/uid_map").is_none_or(|map| {
+            let words: Vec<_> = map.split_whitespace().collect();
+            words == ["0", "0", "4294967295"]
+        })
     }
 
     fn libraries(&self, library_path: Option<&str>) -> Vec<Library> {
@@ -615,6 +624,13 @@ mod tests {
         for (bits, expected) in [("4000", true), ("ffffffffffffbfff", false), ("80000", false)] {
             let (tree, status) = (Tree::new(), format!("CapEff:\t{bits}\n"));
             assert_eq!(tree.file("proc/self/status", &status).facts().cap_ipc_lock, expected);
+        }
+        // Of another user namespace it is not enough.
+        for (map, expected) in [("         0          0 4294967295\n", true), ("0 1000 1\n", false)]
+        {
+            let (tree, status) = (Tree::new(), "CapEff:\t4000\n");
+            let tree = tree.file("proc/self/status", status).file("proc/self/uid_map", map);
+            assert_eq!(tree.facts().cap_ipc_lock, expected);
         }
     }
 

@@ -608,9 +608,9 @@ mod tests {
 
     #[test]
     fn whoever_is_in_the_middle_of_a_long_message_is_not_silent() {
-        let sent = pushed("2", |raw| {
+        let sent = pushed("4", |raw| {
             let (region, accept) = raw.accept();
-            let bytes = serde_json::to_vec(&accept).unwrap().len() / 4;
+            let bytes = serde_json::to_vec(&accept).unwrap().len() / 6;
             raw.say(&accept, bytes, Duration::from_secs(1));
             assert!(matches!(raw.hear(), FromSender::Begin { .. }));
             raw.motor.count(&raw.counters[0], 1, WAIT).unwrap();
@@ -632,7 +632,7 @@ mod tests {
             raw.say(&accept, 1 << 15, Duration::ZERO);
             for _ in 0..3 {
                 raw.say(&FromReceiver::Working, 1 << 10, Duration::ZERO);
-                std::thread::sleep(Duration::from_millis(200));
+                std::thread::sleep(Duration::from_millis(50));
             }
             let reason = "the disk is on fire".to_owned();
             raw.say(&FromReceiver::Failed { reason }, 1 << 10, Duration::ZERO);

@@ -446,6 +446,25 @@ impl Store {
         Ok(())
     }
 
+    /// Makes the partial files empty that start again: files before them in the stream count on what they take.
+    ///
+    /// # Errors
+    ///
+    /// As [`Store::grow`].
+    pub fn give_back(
+        &self,
+        manifest: &Manifest,
+        survey: &Survey,
+        stream: &Stream,
+    ) -> Result<(), StoreError> {
+        for (number, (entry, _)) in (0..).zip(manifest.files()) {
+            if survey.partial.contains_key(&number) && stream.start(number) == Some(0) {
+                self.grow(entry, None)?;
+            }
+        }
+        Ok(())
+    }
+
     /// Opens the partial file of `entry` to grow: after the bytes that were `hashed`, else from 0.
     ///
     /// # Errors
@@ -1339,6 +1358,12 @@ mod tests {
         let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
         let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };
         assert_eq!(found.needs(&stream), expected);
+        // And before anything of the push comes.
+        store.give_back(&offered, &found, &stream).unwrap();
+        let length = |name: &str| fs::metadata(dir.path().join(name)).unwrap().len();
+        let partial = ["again", "kept", "whole"].map(|it| length(&format!("{it}.immwire-partial")));
+        assert_eq!(partial, [0, 1 << 19, 3]);
+        assert!(!dir.path().join("new.immwire-partial").exists());
     }
 
     #[test]

@@ -141,6 +141,8 @@ struct Ears {
     hello: Hello,
     connected: bool,
     outstanding: BTreeSet<u64>,
+    /// What was not begun is given back.
+    is_aborting: bool,
     nics: u8,
 }
 
@@ -189,7 +191,8 @@ impl Sink for Ears {
     }
 
     fn undelivered(&mut self, work: &WorkRequest) {
-        panic!("{work:?} is undelivered, and no path broke");
+        assert!(self.is_aborting, "{work:?} is undelivered, and no path broke");
+        self.work_done(work.nic, work.token, Err(WorkError::Flushed));
     }
 
     fn page_run(&self, _: &WorkRequest, _: &mut [u32], _: &mut [u32]) -> Option<RunLayout> {
@@ -277,7 +280,7 @@ impl World {
         let name = provider.address().nics()[0].address.as_slice().try_into().expect("16 bytes");
         let hello = hello(US, ours, &name);
         Self {
-            ears: Ears { hello, connected: false, outstanding: BTreeSet::new(), nics: ours },
+            ears: Ears { hello, connected: false, outstanding: BTreeSet::new(), is_aborting: false, nics: ours },
             provider,
             rogue: None,
             impostor: None,
@@ -374,7 +377,11 @@ impl World {
                     self.withdrawn = Some(self.open.0.to_vec());
                 }
             }
-            Act::Abort => self.provider.abort(PEER, &mut self.ears),
+            Act::Abort => {
+                self.ears.is_aborting = true;
+                self.provider.abort(PEER, &mut self.ears);
+                self.ears.is_aborting = false;
+            }
             Act::Disconnect => self.disconnect(),
             Act::Leave => self.rogue = None,
             _ => {
