@@ -195,7 +195,7 @@ impl Device {
     }
 
     /// Waits until all that was given to the GPU's primary context is done, whoever gave it: as long as that takes. A graph that any
-    /// thread captures meanwhile is lost (seen on an H100: error 901, aside of the capture or not).
+    /// thread captures meanwhile is lost (error 901, aside of the capture or not), and nothing is waited for (error 900; an H200, driver 580.159.04).
     ///
     /// # Errors
     ///

@@ -638,12 +638,15 @@ mod tests {
 
     #[test]
     fn the_same_plan_predicts_the_same_and_nodes_carry_less() {
-        let plan = plan(16, 100_000);
+        let plan = plan(16, published_bytes(16));
         let (a, b) = (predict(&plan).unwrap(), predict(&plan).unwrap());
         assert_eq!((a.scatter_us, a.barrier_us, a.events), (b.scatter_us, b.barrier_us, b.events));
         let between = a.scatter_between_nodes_us.unwrap();
         assert!(between < 0.7 * a.scatter_us, "{between} {}", a.scatter_us);
         assert_eq!(a.published_post_us, Some(1.926));
+        // Of the same exchange only.
+        let other = predict(&Plan { bytes: plan.bytes + 1, ..plan }).unwrap();
+        assert_eq!((other.published_post_us, other.published_dispatch_us), (None, None));
     }
 
     #[test]
@@ -660,7 +663,7 @@ mod tests {
 
     #[test]
     fn the_table_names_what_is_predicted_and_what_published() {
-        let text = table(&[predict(&plan(8, 100)).unwrap()]);
+        let text = table(&[predict(&plan(8, published_bytes(8))).unwrap()]);
         assert!(text.contains("0.842") && text.contains("50.5") && text.contains("2510.27656"));
     }
 }
