@@ -8,6 +8,9 @@
 //! Some transports tell of pieces that did not ask, too: when the bytes have left, not when they are there (`net` of
 //! libfabric 1.17). That says nothing, and is not to be taken for an end ([`Chain::has_asked`]).
 //!
+//! That holds as long as the connection does. Where one may break, and be made anew below whoever posts, an answer over the new one says nothing of
+//! what was posted to the old: whoever knows that it broke takes only those for done that asked.
+//!
 //! Knows contexts, which are small numbers that the caller gives to pieces in flight; not what they stand for.
 //!
 //! # Invariants
@@ -30,14 +33,15 @@ const NONE: u16 = u16::MAX;
 /// A connection whose pieces complete in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Channel {
-    /// The last one that did not ask, if none after it did.
+    /// The last one that did not ask, if none after it did, and which tenant of its context it is: it may end by itself, and another have that.
     last: u16,
+    tenant: u16,
     silent: u8,
 }
 
 impl Default for Channel {
     fn default() -> Self {
-        Self { last: NONE, silent: 0 }
+        Self { last: NONE, tenant: 0, silent: 0 }
     }
 }
 
@@ -88,14 +92,17 @@ impl<S: Storage<Link>> Chain<S> {
     /// A piece was posted on the channel. O(1).
     #[inline]
     pub fn posted(&mut self, channel: &mut Channel, context: u16, asked: bool) {
-        let links = self.0.as_mut();
-        let tenant_before = links.get(usize::from(channel.last)).map_or(0, |link| link.tenant);
-        if let Some(link) = links.get_mut(usize::from(context)) {
-            (link.before, link.tenant_before) = (channel.last, tenant_before);
+        let mut tenant = 0;
+        if let Some(link) = self.0.as_mut().get_mut(usize::from(context)) {
+            (link.before, link.tenant_before) = (channel.last, channel.tenant);
             link.asked = asked;
+            tenant = link.tenant;
         }
-        (channel.last, channel.silent) =
-            if asked { (NONE, 0) } else { (context, channel.silent.saturating_add(1)) };
+        *channel = if asked {
+            Channel::default()
+        } else {
+            Channel { last: context, tenant, silent: channel.silent.saturating_add(1) }
+        };
     }
 
     /// Whether the piece that is in flight with this context has asked: whether that it is said to have completed means that
@@ -222,6 +229,77 @@ mod tests {
             assert_eq!(chain.ended(1), None);
             assert_eq!(other.is_owed(), used_again);
         }
+    }
+
+    /// Pieces in flight, each with a number of its own: by channel, in order, with its context and whether it asked.
+    #[derive(Clone)]
+    struct Reused {
+        chain: Chain<[Link; 3]>,
+        channels: [Channel; 2],
+        queues: [VecDeque<(u32, u16, bool)>; 2],
+        /// The last that came back is used first.
+        free: Vec<u16>,
+        posted: u32,
+    }
+
+    impl Reused {
+        /// All that ends with this context: from it on backwards.
+        fn end(&mut self, context: u16) -> Vec<u16> {
+            let mut ended = Vec::from([context]);
+            let mut next = context;
+            while let Some(before) = self.chain.ended(next) {
+                ended.push(before);
+                next = before;
+            }
+            self.free.extend(ended.iter().copied());
+            ended
+        }
+
+        /// Every way on for so many steps more; returns how many there are.
+        fn go_on(&self, steps: u32) -> u32 {
+            if steps == 0 {
+                return 1;
+            }
+            let mut ways = 0;
+            for channel in 0..2 {
+                for asked in [false, true] {
+                    let mut next = self.clone();
+                    let Some(context) = next.free.pop() else { continue };
+                    next.chain.posted(&mut next.channels[channel], context, asked);
+                    next.queues[channel].push_back((next.posted, context, asked));
+                    next.posted += 1;
+                    ways += next.go_on(steps - 1);
+                }
+                // The oldest fails, and says so.
+                let mut next = self.clone();
+                if let Some((_, context, _)) = next.queues[channel].pop_front() {
+                    assert_eq!(next.end(context), [context], "another's end");
+                    ways += next.go_on(steps - 1);
+                }
+                // The first that asked is done.
+                let mut next = self.clone();
+                if let Some(first) = next.queues[channel].iter().position(|it| it.2) {
+                    let mut told: Vec<_> =
+                        next.queues[channel].drain(..=first).map(|it| it.1).collect();
+                    told.reverse();
+                    assert_eq!(next.end(told[0]), told);
+                    ways += next.go_on(steps - 1);
+                }
+            }
+            ways
+        }
+    }
+
+    #[test]
+    fn who_has_failed_gives_its_context_to_another_and_not_its_end() {
+        let all = Reused {
+            chain: Chain::new([Link::VACANT; 3]),
+            channels: [Channel::default(); 2],
+            queues: Default::default(),
+            free: Vec::from([2, 1, 0]),
+            posted: 0,
+        };
+        assert!(all.go_on(7) > 10_000);
     }
 
     #[test]

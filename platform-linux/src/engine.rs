@@ -15,7 +15,7 @@ use immwire_core::group::{
     DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PieceLimits, TransferSlot,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
-use immwire_core::imm::{ImmTag, Tally, tallies};
+use immwire_core::imm::{Imm, ImmTag, Tally, tallies};
 use immwire_core::mailbox::{Geometry, USER_COUNTERS};
 use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::{LivenessConfig, PeerState};
@@ -1228,6 +1228,18 @@ impl TransferEngine {
         writes: u16,
     ) -> Result<Transfer, SubmitError> {
         self.submit(plan::Request::Imm(plan::ImmWrite { peer, imm, writes }), None)
+    }
+
+    /// Says to a peer what only engines say to each other, true or not. For tests of peers that break rules: [`TransferEngine::submit_imm`]
+    /// refuses it.
+    ///
+    /// # Errors
+    ///
+    /// [`SubmitError`]; nothing was posted.
+    #[doc(hidden)]
+    pub fn submit_lie(&self, peer: PeerId, imm: Imm) -> Result<Transfer, SubmitError> {
+        let lie = plan::ControlWrite { peer, src: None, src_offset: 0, dst_offset: 0, len: 0, imm };
+        self.submit(plan::Request::Control(lie), None)
     }
 
     /// Sends a message: bytes that the peer takes with [`TransferEngine::recv`]. Messages of one peer

@@ -657,12 +657,21 @@ impl LibfabricProvider {
         outcome: Result<(), Failure>,
         sink: &mut S,
     ) {
-        let mut next = Some(context);
+        let (mut next, mut outcome) = (Some(context), outcome);
         while let Some(context) = next {
             let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
             let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
-            next = lane.and_then(|lane| lane.chain.ended(context));
+            let Some(lane) = lane else { return };
+            next = lane.chain.ended(context);
+            let flight = lane.flights.get(usize::from(context)).and_then(Option::as_ref);
+            let peer = flight.map(|flight| flight.peer);
             self.end_flight(nic, old, context, outcome, sink);
+            // Where a connection to the peer broke, libfabric may have made another, over which this one was answered: of what did not ask before
+            // it nobody knows.
+            let was_cut = |peer| self.session(peer).is_some_and(|session| session.was_cut);
+            if next.is_some() && outcome.is_ok() && peer.is_some_and(was_cut) {
+                outcome = Err(Failure { code: libc::ENOTCONN, detail: 0 });
+            }
         }
     }
 
@@ -912,6 +921,24 @@ impl LibfabricProvider {
         }
     }
 
+    /// Whether, once `work` is posted, there is room on our side for the `next`, to the same NIC of the same peer.
+    #[inline]
+    fn has_room_for_both(&self, nic: NicIndex, work: &WorkRequest, next: &WorkRequest) -> bool {
+        let session = self.sessions.get(usize::from(work.peer.index)).and_then(Option::as_deref);
+        let allowance = session.and_then(|it| it.allowances.get(usize::from(work.remote_nic)));
+        let (Some(session), Some(allowance)) = (session, allowance) else { return false };
+        let mut allowance = *allowance;
+        if work.imm.is_some() {
+            allowance.spend();
+        }
+        let Some(port) = self.ports.get(usize::from(nic)) else { return false };
+        let lane = match &port.old {
+            Some(old) if session.moved != self.recycle.turn() => old,
+            _ => &port.lane,
+        };
+        lane.free.len() > 1 && allowance.carries(next.imm).is_ok()
+    }
+
     /// Has a connection opened, as a peer has asked.
     fn open_pair(&mut self, index: u16, turns: Turns, nic: NicIndex, remote: NicIndex) -> Posted {
         let which = self.recycle.which(turns.opens);
@@ -1114,7 +1141,9 @@ impl Provider for LibfabricProvider {
         };
         let mut silent = false;
         for (accepted, piece) in work.iter().enumerate() {
-            let more = work.get(accepted + 1).is_some_and(|next| goes_on(piece, next));
+            let next = work.get(accepted + 1).filter(|next| goes_on(piece, next));
+            // Whoever does not ask relies on the next: as good as posted, if not for libfabric.
+            let more = next.is_some_and(|next| self.has_room_for_both(nic, piece, next));
             let posted = self.try_post(nic, piece, more);
             // Who follows did not: those before it may have nobody to ask for them.
             let is_broken = silent && !matches!(posted, Posted::UnderWay);

@@ -154,6 +154,11 @@ pub enum Ask {
         tag: u32,
         writes: u16,
     },
+    /// Says to a peer what only engines say.
+    Lie {
+        peer: (u16, u32),
+        imm: u32,
+    },
     Barrier {
         peers: Vec<(u16, u32)>,
         tag: u32,
@@ -475,6 +480,11 @@ impl State {
                 let host = self.host();
                 let tag = ImmTag::from_bits(tag).expect("a tag");
                 let transfer = host.engine.submit_imm(peer_of(peer), tag, writes).expect("submit");
+                Say::Text(format!("{:?}", host.end(&transfer)))
+            }
+            Ask::Lie { peer, imm } => {
+                let (host, imm) = (self.host(), immwire::core::imm::Imm::from_bits(imm));
+                let transfer = host.engine.submit_lie(peer_of(peer), imm).expect("submit");
                 Say::Text(format!("{:?}", host.end(&transfer)))
             }
             Ask::Barrier { peers, tag } => {

@@ -199,9 +199,8 @@ fn a_broken_rule_costs_the_peer(case: &Case) {
     other.tell(&me, Ask::Hold { held: true });
     let waiting: Vec<_> =
         (0..2).map(|_| write(&me, peer, &src, &desc, (0, 0, BYTES), None)).collect();
-    // Units of sixteen: the sixteenth slot.
-    let lie = Signal::Landed(16).encode().tag().bits();
-    let _ = other.ask(&me, Ask::Imm { peer: back, tag: lie, writes: 1 });
+    let lie = Signal::Landed(16).encode().bits();
+    let _ = other.ask(&me, Ask::Lie { peer: back, imm: lie });
     let down = me.peer_down(peer, patience());
     assert!(matches!(down, Some(PeerState::Down(DownReason::Protocol))), "{down:?}");
     for transfer in &waiting {
