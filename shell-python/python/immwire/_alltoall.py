@@ -175,7 +175,8 @@ class AllToAll:
           -1 is a choice that was dropped. ``weights``: ``float32`` of the same shape; ``combine`` uses
           them.
         - ``count``: if given, the ``int32`` in it is the number of tokens; on a GPU, when the stream comes
-          there, and a negative one is taken for more than there may be: all rows are sent, and ``report()`` says so.
+          there, and a negative one is taken for more than there may be: all rows are sent, and ``report()``
+          says so.
         - ``out``, ``out_scales``: whole rows; ``max_rows`` are always enough. ``slots``: if given,
           ``int32``, each token arrives once, in one of ``max_slots`` of ``out``, and this says of each row
           which it is, or -1 where it only pads.
@@ -297,8 +298,8 @@ class AllToAll:
     def close(self) -> None:
         """End it, once all has been done that was enqueued. Graphs of it must not be replayed any more.
 
-        On a GPU it waits for all that the GPU has to do. A graph that any thread captures meanwhile is lost, and the exchange's memory
-        is kept: close it before or after.
+        On a GPU it waits for all that the GPU has to do. A graph that any thread captures meanwhile is lost,
+        and the exchange's memory is kept: close it before or after.
         """
         self._held.close()
 
