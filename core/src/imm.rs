@@ -34,6 +34,7 @@
 
 use core::fmt;
 
+use crate::mailbox::USER_COUNTERS;
 use crate::sync::{AtomicU64, Ordering, const_unless_loom};
 
 /// Units that one logical write, or one page, is worth.
@@ -100,6 +101,13 @@ impl ImmTag {
     #[must_use]
     pub const fn from_bits(bits: u32) -> Option<Self> {
         if bits >> (SLOT_BITS + GENERATION_BITS) == 0 { Some(Self(bits)) } else { None }
+    }
+
+    /// Whether the counter is a user's: the engines' own are those from [`USER_COUNTERS`] on.
+    #[must_use]
+    #[inline]
+    pub const fn is_users(self) -> bool {
+        self.0 < (USER_COUNTERS as u32) << GENERATION_BITS
     }
 
     /// An immediate that adds `units` to this counter; `None` above [`MAX_IMM_UNITS`].

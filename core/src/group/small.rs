@@ -21,7 +21,6 @@ use super::slot::{Depth, Lane, NicLinks, PeerSlot, PeerView, Storage, TransferSl
 use super::{DomainGroup, Options, Place, WorkRequest, work_of};
 use crate::id::{NicIndex, Time, TransferId};
 use crate::imm::WRITE_UNITS;
-use crate::mailbox::USER_COUNTERS;
 use crate::plan::{PageList, PageRun, Piece, Plan, SingleRef, SingleWrite, TargetList, Whole};
 
 impl<P, T, TS, PS, LS> DomainGroup<P, T, TS, PS, LS>
@@ -69,9 +68,7 @@ where
     #[inline(always)]
     fn clear(&self, write: &SingleRef<'_>) -> Option<(NicIndex, Lane, Piece)> {
         let (peer, len) = (write.peer, write.len);
-        // The general way says what is wrong.
-        let is_reserved = write.imm.is_some_and(|tag| tag.slot() >= USER_COUNTERS);
-        if len == 0 || len > self.express_bytes || is_reserved {
+        if len == 0 || len > self.express_bytes {
             return None;
         }
         let lane = self.lane_by_len(len);
@@ -79,7 +76,11 @@ where
         let dst = write.dst.range(write.dst_offset, len).ok()?;
         let slot = self.peers.as_ref().get(usize::from(peer.index))?;
         let entry = slot.entry.as_ref().filter(|_| slot.generation == peer.generation)?;
-        if !entry.is_open() || entry.engine != write.dst.owner {
+        // Of the engines' own counters: the general way says what is wrong.
+        if !entry.is_open()
+            || entry.engine != write.dst.owner
+            || write.imm.is_some_and(|tag| !tag.is_users())
+        {
             return None;
         }
         let routes = entry.routes.as_ref()?;

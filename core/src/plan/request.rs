@@ -413,7 +413,7 @@ impl<P: PageList, T: TargetList> Request<P, T> {
     #[inline]
     pub fn check(self) -> Result<Checked<P, T>, RequestError> {
         let items = self.items()?;
-        if let Some(tag) = self.tag().filter(|tag| tag.slot() >= USER_COUNTERS) {
+        if let Some(tag) = self.tag().filter(|tag| !tag.is_users()) {
             return Err(RequestError::Reserved { slot: tag.slot() });
         }
         let mut narrow = false;
