@@ -663,13 +663,14 @@ impl LibfabricProvider {
             let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
             let Some(lane) = lane else { return };
             next = lane.chain.ended(context);
-            let flight = lane.flights.get(usize::from(context)).and_then(Option::as_ref);
+            // Whose those before it are, if there are any.
+            let flight = next.and_then(|_| lane.flights.get(usize::from(context))?.as_ref());
             let peer = flight.map(|flight| flight.peer);
             self.end_flight(nic, old, context, outcome, sink);
             // Where a connection to the peer broke, libfabric may have made another, over which this one was answered: of what did not ask before
             // it nobody knows.
             let was_cut = |peer| self.session(peer).is_some_and(|session| session.was_cut);
-            if next.is_some() && outcome.is_ok() && peer.is_some_and(was_cut) {
+            if outcome.is_ok() && peer.is_some_and(was_cut) {
                 outcome = Err(Failure { code: libc::ENOTCONN, detail: 0 });
             }
         }
