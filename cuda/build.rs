@@ -10,20 +10,17 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// Each becomes an image of its own name.
-const SOURCES: [&str; 2] = ["copy", "moe"];
-const HEADERS: [&str; 3] = ["immwire_cuda.h", "immwire_moe.h", "machine.cuh"];
+#[path = "src/targets.rs"]
+mod targets;
 
-/// Code for Ampere and Hopper, and for later GPUs text that their driver compiles.
-const TARGETS: [&str; 3] = [
-    "arch=compute_80,code=sm_80",
-    "arch=compute_90a,code=sm_90a",
-    "arch=compute_90,code=compute_90",
-];
+use targets::{IMAGES, Target};
+
+const HEADERS: [&str; 3] = ["immwire_cuda.h", "immwire_moe.h", "machine.cuh"];
 
 fn main() -> Result<(), Box<dyn Error>> {
     println!("cargo::rerun-if-changed=build.rs");
-    for source in SOURCES {
+    println!("cargo::rerun-if-changed=src/targets.rs");
+    for (source, _) in IMAGES {
         println!("cargo::rerun-if-changed=kernels/{source}.cu");
     }
     for header in HEADERS {
@@ -65,7 +62,7 @@ fn image(folder: &Path, source: &str) -> PathBuf {
 }
 
 fn leave_empty(folder: &Path) -> std::io::Result<()> {
-    SOURCES.iter().try_for_each(|source| fs::write(image(folder, source), []))
+    IMAGES.iter().try_for_each(|(source, _)| fs::write(image(folder, source), []))
 }
 
 fn found() -> Option<PathBuf> {
@@ -76,18 +73,26 @@ fn found() -> Option<PathBuf> {
 }
 
 fn compile(nvcc: &Path, folder: &Path) -> Result<(), Box<dyn Error>> {
-    SOURCES.iter().try_for_each(|source| compile_one(nvcc, source, &image(folder, source)))
+    let compile = |&(source, targets): &(&str, &[Target])| {
+        compile_one(nvcc, source, targets, &image(folder, source))
+    };
+    IMAGES.iter().try_for_each(compile)
 }
 
-fn compile_one(nvcc: &Path, name: &str, image: &Path) -> Result<(), Box<dyn Error>> {
+fn compile_one(
+    nvcc: &Path,
+    name: &str,
+    targets: &[Target],
+    image: &Path,
+) -> Result<(), Box<dyn Error>> {
     let source = format!("kernels/{name}.cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"]);
     // One for each target, at once.
     command.args(["--threads", "0"]);
     command.args(["-Xfatbin", "-compress-all"]);
-    for target in TARGETS {
-        command.args(["-gencode", target]);
+    for target in targets {
+        command.args(["-gencode", &target.to_string()]);
     }
     let output = command.arg(&source).arg("-o").arg(image).output();
     let output = output.map_err(|e| format!("{}: {e}", nvcc.display()))?;

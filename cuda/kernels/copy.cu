@@ -22,6 +22,7 @@
 namespace {
 
 constexpr uint32_t WARP = 32;
+static_assert(IMMWIRE_TURN_MAX_PIECES <= WARP, "each lane looks one page of a turn up");
 constexpr uint32_t ALL_LANES = 0xffffffffu;
 
 // A block of pieces, [first, first + count), for worker `worker` of `workers`. They differ by at most one in length.

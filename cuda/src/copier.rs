@@ -390,8 +390,9 @@ impl Kernels {
         let vector = module.function(c"immwire_copy_vector")?;
         let bulk = module.function(c"immwire_copy_bulk")?;
         let standby = module.function(c"immwire_standby")?;
-        if device.gpu().capability >= (9, 0) {
-            module.allow_shared(bulk, geometry::BULK_SHARED_BYTES)?;
+        let room = device.gpu().bulk_shared_bytes();
+        if room > 0 {
+            module.allow_shared(bulk, room)?;
         }
         Ok(Self { _module: module, any, vector, bulk, standby })
     }

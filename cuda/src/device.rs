@@ -85,6 +85,8 @@ impl Device {
             attribute(device, A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR)?,
         );
         let sms = attribute(device, A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT)?;
+        let shared_bytes =
+            attribute(device, A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN)?;
         let host_atomics =
             attribute(device, A::CU_DEVICE_ATTRIBUTE_HOST_NATIVE_ATOMIC_SUPPORTED)? != 0;
         let _aside = Aside::step()?;
@@ -92,7 +94,7 @@ impl Device {
         // SAFETY: the device is one; writes the one handle. Given back by `Primary::drop`.
         let retained = unsafe { cu::cuDevicePrimaryCtxRetain(&raw mut context, device) };
         check("cuDevicePrimaryCtxRetain", retained)?;
-        let gpu = Gpu { capability, sms };
+        let gpu = Gpu { capability, sms, shared_bytes };
         Ok(Self(Arc::new(Primary { ordinal, device, context, gpu, host_atomics })))
     }
 
@@ -102,7 +104,7 @@ impl Device {
         self.0.ordinal
     }
 
-    /// Its compute capability and number of SMs.
+    /// Its compute capability, number of SMs, and what a block may have of shared memory.
     #[must_use]
     pub fn gpu(&self) -> Gpu {
         self.0.gpu
@@ -194,16 +196,28 @@ impl Device {
         }
     }
 
-    /// Waits until all that was given to the GPU's primary context is done, whoever gave it: as long as that takes. A graph that any
-    /// thread captures meanwhile is lost (error 901, aside of the capture or not), and nothing is waited for (error 900; an H200, driver 580.159.04).
+    /// Waits until all that was given to the GPU's primary context is done, whoever gave it, by graphs too: as long as that takes. No graph
+    /// that any thread captures minds. Meanwhile the driver keeps other threads waiting that launch, copy, allocate or record events on this GPU; not
+    /// those that ask, wait, or have a stream write a word.
+    ///
+    /// It takes a page of the host's memory and gives it back, which waits for that much (an H200, driver 580.159.04; `benches/gpu` checks it
+    /// wherever it runs). `cuCtxSynchronize` is documented to, but loses every capture that is under way, and then does not wait (errors 901 and 900).
     ///
     /// # Errors
     ///
     /// What the driver answers: that the GPU has failed, too.
     pub fn synchronize(&self) -> Result<(), Error> {
+        const PAGE: usize = 4096;
         let _current = self.enter()?;
-        // SAFETY: the context is current.
-        check("cuCtxSynchronize", unsafe { cu::cuCtxSynchronize() })
+        let mut page = ptr::null_mut();
+        // SAFETY: the context is current; writes the one address. What was taken is freed once, and nobody else knows of it.
+        unsafe {
+            check(
+                "cuMemHostAlloc",
+                cu::cuMemHostAlloc(&raw mut page, PAGE, cu::CU_MEMHOSTALLOC_PORTABLE),
+            )?;
+            check("cuMemFreeHost", cu::cuMemFreeHost(page))
+        }
     }
 
     /// The primary context, a `CUcontext`, for calls of CUDA's that this crate does not make. Valid while this lives.

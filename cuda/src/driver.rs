@@ -13,14 +13,13 @@ use std::ptr;
 use std::sync::OnceLock;
 
 /// What of the driver this crate calls.
-const SYMBOLS: [&str; 61] = [
+const SYMBOLS: [&str; 60] = [
     "cuInit",
     "cuCtxEnablePeerAccess",
     "cuCtxGetFlags",
     "cuCtxPopCurrent_v2",
     "cuCtxPushCurrent_v2",
     "cuCtxSetFlags",
-    "cuCtxSynchronize",
     "cuDeviceCanAccessPeer",
     "cuDeviceGet",
     "cuDeviceGetAttribute",

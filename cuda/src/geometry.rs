@@ -17,8 +17,11 @@ use crate::args;
 use std::fmt;
 use std::num::NonZeroU32;
 
-/// What the kernels of compute capability 9.0 may use of shared memory, less what the bulk kernel's barriers take.
-pub const BULK_SHARED_BYTES: u32 = 227 * 1024 - args::BULK_WARPS * args::BULK_MAX_STAGES * 8;
+/// What the bulk kernel's barriers take of shared memory.
+const BULK_BARRIER_BYTES: u32 = args::BULK_WARPS * args::BULK_MAX_STAGES * 8;
+
+/// What the bulk kernel may use of shared memory beside its barriers where there is most of it, on compute capability 9.0.
+pub const BULK_SHARED_BYTES: u32 = 227 * 1024 - BULK_BARRIER_BYTES;
 
 /// The multiple that addresses and sizes must be of for all but [`Kernel::Any`].
 pub const ALIGNED_BYTES: u64 = 16;
@@ -77,6 +80,20 @@ pub struct Gpu {
     pub capability: (u32, u32),
     /// Streaming multiprocessors.
     pub sms: u32,
+    /// Shared memory that a block may have, if it asks: 227 KiB on compute capability 9.0, 99 KiB on 8.9 and 12.0.
+    pub shared_bytes: u32,
+}
+
+impl Gpu {
+    /// What the bulk kernel may use beside its barriers; 0 where there is no such kernel.
+    pub(crate) const fn bulk_shared_bytes(self) -> u32 {
+        let room = self.shared_bytes.saturating_sub(BULK_BARRIER_BYTES);
+        match self.capability.0 >= 9 {
+            true if room < BULK_SHARED_BYTES => room,
+            true => BULK_SHARED_BYTES,
+            false => 0,
+        }
+    }
 }
 
 /// Where one way of copying takes over from another, and the sizes of pieces.
@@ -300,7 +317,9 @@ fn quickest(shape: Shape, bytes: u128, gpu: Gpu, tuning: &Tuning) -> Kernel {
     }
     let long = bytes >= u128::from(tuning.bulk_from_bytes)
         && shape.page_bytes >= tuning.bulk_page_from_bytes;
-    match long && shape.multiple.is_multiple_of(LINE_BYTES) && gpu.capability >= (9, 0) {
+    // A tuning that is none for any GPU is to be heard of.
+    let has_room = || gpu.bulk_shared_bytes() == BULK_SHARED_BYTES || stages(gpu, tuning).is_ok();
+    match long && shape.multiple.is_multiple_of(LINE_BYTES) && has_room() {
         true => Kernel::Bulk,
         false => Kernel::Vector,
     }
@@ -356,7 +375,7 @@ fn piece(page_bytes: u64, longest: u32) -> u32 {
     u32::try_from(even.min(longest)).unwrap_or(u32::MAX)
 }
 
-/// Stage bytes, stage count and shared memory of the bulk kernel.
+/// Stage bytes, stage count and shared memory of the bulk kernel: as the tuning says, or with fewer stages where a block may have less memory.
 fn stages(gpu: Gpu, tuning: &Tuning) -> Result<(u32, u32, u32), GeometryError> {
     if gpu.capability < (9, 0) {
         return Err(GeometryError::NeedsBulkCopies { capability: gpu.capability });
@@ -367,8 +386,15 @@ fn stages(gpu: Gpu, tuning: &Tuning) -> Result<(u32, u32, u32), GeometryError> {
         && (args::BULK_LAG + 1..=args::BULK_MAX_STAGES).contains(&count);
     let shared = bytes.checked_mul(count).and_then(|b| b.checked_mul(args::BULK_WARPS));
     match shared {
-        Some(shared) if fits && shared <= BULK_SHARED_BYTES => Ok((bytes, count, shared)),
-        _ => Err(GeometryError::Stages { bytes, count }),
+        Some(shared) if fits && shared <= BULK_SHARED_BYTES => {}
+        _ => return Err(GeometryError::Stages { bytes, count }),
+    }
+    let of_one = bytes * args::BULK_WARPS;
+    let there = count.min(gpu.bulk_shared_bytes() / of_one);
+    if there > args::BULK_LAG {
+        Ok((bytes, there, of_one * there))
+    } else {
+        Err(GeometryError::Stages { bytes, count })
     }
 }
 
@@ -389,8 +415,10 @@ pub fn share(pieces: u32, workers: u32, worker: u32) -> (u32, u32) {
 mod tests {
     use super::*;
 
-    const H200: Gpu = Gpu { capability: (9, 0), sms: 132 };
-    const A100: Gpu = Gpu { capability: (8, 0), sms: 108 };
+    const H200: Gpu = Gpu { capability: (9, 0), sms: 132, shared_bytes: 227 << 10 };
+    const A100: Gpu = Gpu { capability: (8, 0), sms: 108, shared_bytes: 163 << 10 };
+    /// Blackwell without the data center's shared memory.
+    const RTX: Gpu = Gpu { capability: (12, 0), sms: 188, shared_bytes: 99 << 10 };
     const SMS: NonZeroU32 = NonZeroU32::new(16).unwrap();
 
     fn pages(page_bytes: u64, page_count: u32) -> Shape {
@@ -523,7 +551,7 @@ mod tests {
 
     #[test]
     fn launches_keep_the_kernels_limits() {
-        for gpu in [H200, A100] {
+        for gpu in [H200, A100, RTX] {
             for page_bytes in [1, 15, 16, 704, 4096, 5120, 65536, 1 << 22] {
                 for page_count in [0, 1, 2, 33, 1024, 40_000] {
                     for sms in [1, 8, 16, 132, 1000] {
@@ -531,12 +559,13 @@ mod tests {
                         let launch = launched(shape, Method::Auto, sms, gpu, &Tuning::default());
                         assert!(launch.blocks >= 1 && launch.blocks <= sms.min(gpu.sms));
                         assert!(launch.blocks <= launch.piece_count.max(1));
-                        assert!(launch.shared_bytes <= BULK_SHARED_BYTES);
+                        assert!(launch.shared_bytes <= gpu.bulk_shared_bytes());
                         assert_eq!(launch.kernel == Kernel::Any, !page_bytes.is_multiple_of(16));
                         if launch.kernel == Kernel::Bulk {
                             assert!(gpu.capability >= (9, 0));
                             assert!(launch.piece_bytes <= launch.stage_bytes);
                             assert!(launch.stage_bytes.is_multiple_of(128));
+                            assert!(launch.stage_count > args::BULK_LAG);
                         }
                     }
                 }
@@ -550,6 +579,7 @@ mod tests {
         let kernel = |shape, gpu| launched(shape, Method::Auto, 16, gpu, &tuning).kernel;
         assert_eq!(kernel(pages(4096, 1024), H200), Kernel::Bulk);
         assert_eq!(kernel(pages(4096, 1024), A100), Kernel::Vector);
+        assert_eq!(kernel(pages(4096, 1024), RTX), Kernel::Bulk);
         assert_eq!(kernel(pages(4096, 8), H200), Kernel::Vector);
         assert_eq!(kernel(pages(256, 40_000), H200), Kernel::Vector);
         assert_eq!(kernel(pages(4096 + 64, 1024), H200), Kernel::Vector);
@@ -604,5 +634,32 @@ mod tests {
                 Err(GeometryError::Stages { bytes, count })
             );
         }
+    }
+
+    /// Of every size of a block's shared memory: as many stages as fit, no more than were asked for, and by registers where fewer fit than the kernel takes.
+    #[test]
+    fn stages_fit_what_a_block_may_have() {
+        let tuning = Tuning::default();
+        let mut kernels = [0, 0];
+        for shared_bytes in (0..=228 << 10).step_by(512) {
+            let gpu = Gpu { shared_bytes, ..RTX };
+            let launch = launched(pages(4096, 1024), Method::Auto, 16, gpu, &tuning);
+            let of_one = tuning.bulk_piece_bytes * args::BULK_WARPS;
+            let fit = shared_bytes.saturating_sub(BULK_BARRIER_BYTES) / of_one;
+            if fit > args::BULK_LAG {
+                assert_eq!(launch.kernel, Kernel::Bulk, "{shared_bytes}");
+                assert_eq!(launch.stage_count, fit.min(tuning.bulk_stages));
+                assert_eq!(launch.shared_bytes, launch.stage_count * of_one);
+                kernels[0] += 1;
+            } else {
+                assert_eq!(launch.kernel, Kernel::Vector, "{shared_bytes}");
+                let asked = Method::Kernel(Kernel::Bulk);
+                let refused = plan(pages(4096, 1024), asked, SMS, gpu, &tuning);
+                let (bytes, count) = (tuning.bulk_piece_bytes, tuning.bulk_stages);
+                assert_eq!(refused, Err(GeometryError::Stages { bytes, count }));
+                kernels[1] += 1;
+            }
+        }
+        assert!(kernels.iter().all(|&count| count > 100), "{kernels:?}");
     }
 }

@@ -48,6 +48,8 @@ mod pins;
 mod share;
 mod standby;
 mod stuck;
+#[cfg(test)]
+mod targets;
 
 pub use copier::{Copier, PagedCopy, Pages, Release, Submitted, kernels_built_in};
 pub use device::{Device, Event, Stream};

@@ -6,9 +6,9 @@
 //!
 //! Seen to wait so, for all of two seconds that a stream waited (one H100, driver 580.159.04): `cuMemFree`, `cuMemFreeHost`,
 //! `cuMemHostUnregister`, `cuIpcCloseMemHandle`. Seen not to: whatever takes or maps memory, `cuMemUnmap`, `cuMemAddressFree`,
-//! `cuMemRelease`, and the end of events and of other streams. While a thread waits in `cuIpcCloseMemHandle` or `cuMemHostUnregister`, so do the calls
-//! of others that use that GPU (`cuEventRecord`). They would not while it waits in `cuCtxSynchronize`; but that ends every capture of a graph that
-//! is under way (error 901).
+//! `cuMemRelease`, and the end of events and of other streams. While a thread waits so, launches, copies, allocations, new streams and events recorded by others
+//! that use that GPU wait, too; questions about events and streams, waits for these, and words that streams write do not (an H200, the same driver).
+//! None of them would while it waits in `cuCtxSynchronize`; but that ends every capture of a graph that is under way (error 901).
 //!
 //! # What it refuses to know
 //!

@@ -209,6 +209,7 @@ fn constants_are_the_same_in_c() {
         ("IMMWIRE_BULK_WARPS", args::BULK_WARPS),
         ("IMMWIRE_BULK_MAX_STAGES", args::BULK_MAX_STAGES),
         ("IMMWIRE_BULK_LAG", args::BULK_LAG),
+        ("IMMWIRE_TURN_MAX_PIECES", args::TURN_MAX_PIECES),
         ("IMMWIRE_STANDBY_SEATS", args::STANDBY_SEATS),
         ("IMMWIRE_STANDBY_THREADS", args::STANDBY_THREADS),
         ("IMMWIRE_SEAT_BYTES", args::SEAT_BYTES),

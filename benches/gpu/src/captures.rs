@@ -2,18 +2,21 @@
 //! three modes of capturing, whatever is asked of an engine meanwhile, by the capturing thread or by another.
 //!
 //! The stand-in for the driver (`verification/fake-cuda`) has rules for it, and this shows whether the driver has them; what was
-//! captured is launched here.
+//! captured is launched here. Waiting for all that a GPU has to do, graphs too, is among what is asked: that no documentation of CUDA's promises
+//! what it rests on, so it is looked at here ([`immwire_cuda::Device::synchronize`]).
 
+use crate::graph::Graph;
 use crate::rig::{Gpu, LIMIT, Random};
 use crate::signals::{call, within};
 use cudarc::driver::sys as cu;
 use immwire::{Driver, ImmCounter, PagedWrite, Pages, PeerId, Region, TransferEngine};
-use immwire_cuda::{DeviceMemory, Stream};
+use immwire_cuda::{DeviceMemory, PinnedMemory, Stream};
 use serde_json::{Value, json};
 use std::error::Error;
 use std::ptr;
 use std::sync::Arc;
-use std::time::Instant;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
 
 type Outcome<T> = Result<T, Box<dyn Error>>;
 
@@ -21,6 +24,8 @@ const PAGE: u64 = 16 << 10;
 const PAGES: u32 = 64;
 /// Requests of each capture.
 const REQUESTS: u64 = 20;
+/// How long a GPU is held up while it is waited for.
+const HELD: Duration = Duration::from_millis(100);
 
 const MODES: [(&str, cu::CUstreamCaptureMode); 3] = [
     ("global", cu::CUstreamCaptureMode::CU_STREAM_CAPTURE_MODE_GLOBAL),
@@ -122,9 +127,75 @@ fn fill(stream: &Stream, memory: &DeviceMemory, at: u64, value: u32) -> Outcome<
     })
 }
 
+/// Work of a GPU that does not begin before a word says so, some of it in a graph.
+struct Held<'a> {
+    gpu: &'a Gpu,
+    stream: Stream,
+    /// Writes the word: another thread has it do so while one waits for the GPU, as [`immwire::moe::gpu::Control::abort`] does.
+    other: Stream,
+    _from: DeviceMemory,
+    to: PinnedMemory,
+    word: PinnedMemory,
+    graph: Graph,
+}
+
+impl<'a> Held<'a> {
+    fn new(gpu: &'a Gpu) -> Outcome<Self> {
+        const BYTES: usize = 1 << 20;
+        let (from, to) = (gpu.memory(BYTES)?, gpu.pinned(BYTES)?);
+        let (stream, other) = (Stream::new(&gpu.device)?, Stream::new(&gpu.device)?);
+        // SAFETY: as long as the memory, which is kept with the stream.
+        let filled = within(&gpu.device, || unsafe {
+            let raw = stream.raw().cast();
+            call("cuMemsetD8Async", cu::cuMemsetD8Async(from.address(), 0x5a, BYTES, raw))?;
+            call("cuStreamSynchronize", cu::cuStreamSynchronize(raw))
+        });
+        filled?;
+        let graph = Graph::new(&gpu.device, &stream, |stream| {
+            // SAFETY: as above.
+            call("cuMemcpyDtoHAsync", unsafe {
+                let host = to.address() as *mut std::ffi::c_void;
+                cu::cuMemcpyDtoHAsync_v2(host, from.address(), BYTES, stream.raw().cast())
+            })
+        })?;
+        Ok(Self { gpu, stream, other, _from: from, to, word: gpu.pinned(8)?, graph })
+    }
+
+    /// [`immwire_cuda::Device::synchronize`] comes back when the last byte is there, and not before.
+    fn is_waited_for(&mut self) -> Outcome<()> {
+        self.to.as_mut_slice().fill(0);
+        let word = self.word.address();
+        self.word.word(0)?.store(0, Ordering::Release);
+        // SAFETY: the word is kept with the stream, and written below.
+        unsafe { self.stream.after_word(word, 1) }?;
+        self.graph.launch(&self.gpu.device, &self.stream)?;
+        let (device, raw) = (&self.gpu.device, self.other.raw() as usize);
+        let (waited, there, released) = std::thread::scope(|scope| {
+            let release = scope.spawn(move || {
+                std::thread::sleep(HELD);
+                // SAFETY: the stream is alive, and the word is kept with it.
+                let write = || unsafe {
+                    let raw = raw as cu::CUstream;
+                    call("cuStreamWriteValue64", cu::cuStreamWriteValue64_v2(raw, word, 1, 0))
+                };
+                within(device, write).map_err(|why| why.to_string())
+            });
+            let waited = device.synchronize();
+            let there = self.to.as_slice().iter().all(|&byte| byte == 0x5a);
+            // Also where it was not waited for: nothing is left to be done.
+            let released = release.join();
+            (waited, there, released)
+        });
+        released.map_err(|_| "it panicked")??;
+        waited?;
+        if there { Ok(()) } else { Err("it came back before the GPU's work was done".into()) }
+    }
+}
+
 /// Captures two nodes, and all that engines do between them.
 fn capture(
     gpu: &Gpu,
+    held: &mut [Held<'_>],
     world: &mut World,
     mode: cu::CUstreamCaptureMode,
     steps: &mut Steps,
@@ -158,6 +229,9 @@ fn capture(
     match asked {
         Ok(asked) => steps.take("another thread's asking", asked.map_err(Into::into)),
         Err(_) => steps.take("another thread's asking", Err("it panicked".into())),
+    }
+    for one in held {
+        steps.take("waiting for the GPU", one.is_waited_for());
     }
     steps.take("moving pages again", world.move_pages());
     fill(&stream, &memory, 4096, 2)?;
@@ -196,11 +270,13 @@ pub(crate) fn run(gpus: &[Gpu]) -> Outcome<Value> {
     let gpu = gpus.first().ok_or("no GPU here")?;
     let mut world = World::new(gpu)?;
     world.move_pages()?;
+    let mut held = gpus.iter().map(Held::new).collect::<Outcome<Vec<_>>>()?;
     let mut failed = Steps(Vec::new());
     let started = Instant::now();
     for (name, mode) in MODES {
         let mut steps = Steps(Vec::new());
-        let captured = within(&gpu.device, || capture(gpu, &mut world, mode, &mut steps));
+        let captured =
+            within(&gpu.device, || capture(gpu, &mut held, &mut world, mode, &mut steps));
         steps.take("the capture", captured);
         failed.0.extend(steps.0.into_iter().map(|step| format!("{name}: {step}")));
     }

@@ -6,8 +6,9 @@
 //! 2. Nothing that changes from round to round is an argument but [`Count::Here`], so that a launch that was captured in a CUDA graph
 //!    can be replayed.
 
+use super::QUANTISES_FROM;
 use super::args::{self, MAX_RANKS, MoeArgs, MoeControl, MoeReport};
-use super::geometry::{Geometry, Many, Number, Payload, Scales, Shape};
+use super::geometry::{Geometry, Many, Number, Payload, Scales, Shape, fits};
 use crate::device::{Device, Event, Stream};
 use crate::driver::{check, cu};
 use crate::error::Error;
@@ -161,12 +162,13 @@ impl Exchange {
         } else {
             None
         };
-        if matches!(shape.payload, Payload::Fp8 { .. }) && gpu.capability < (8, 9) {
+        if matches!(shape.payload, Payload::Fp8 { .. }) && gpu.capability < QUANTISES_FROM {
             return Err(Error::NoKernelsFor { capability: gpu.capability });
         }
         let (dispatch_name, combine_name) = names(shape, many.is_some());
         let dispatch_shared_bytes =
             many.map_or(geometry.dispatch_shared_bytes, |many| many.dispatch_shared_bytes);
+        fits(dispatch_shared_bytes, gpu.shared_bytes).map_err(Error::Shape)?;
         let dispatch = module.function(dispatch_name)?;
         let combine = module.function(combine_name)?;
         module.allow_shared(dispatch, dispatch_shared_bytes)?;

@@ -31,8 +31,20 @@ use std::mem::size_of;
 
 /// Rows start on this boundary.
 const ROW_ALIGN_BYTES: u64 = 128;
-/// What a block may have of shared memory on Hopper; on what has less, the driver refuses what needs more.
+/// What a block may have of shared memory on Hopper; on what has less, [`fits`] tells.
 const SHARED_BYTES: u64 = 224 << 10;
+
+/// Whether a block that needs so much of shared memory can be had where it may have `available` bytes.
+///
+/// # Errors
+///
+/// [`ShapeError::Shared`].
+pub(super) fn fits(needed: u32, available: u32) -> Result<(), ShapeError> {
+    match needed <= available {
+        true => Ok(()),
+        false => Err(ShapeError::Shared { needed: needed.into(), available: available.into() }),
+    }
+}
 
 /// More words than that a key need not be found for.
 const MAX_TOKEN_BYTES: u64 = 64 << 20;
@@ -722,5 +734,15 @@ mod tests {
         let firsts = (0..=8).map(|rank| rank * 32).collect();
         let eight = Geometry::new(&Shape { firsts, max_tokens: 4096, ..shape() }).unwrap();
         assert!(eight.inbox_bytes + eight.plan_bytes < 3 << 28, "{eight:?}");
+    }
+
+    #[test]
+    fn what_a_block_may_not_have_is_refused_with_both_numbers() {
+        for (needed, available) in [(99 << 10, 99 << 10), (0, 0)] {
+            assert_eq!(fits(needed, available), Ok(()));
+            let refused =
+                ShapeError::Shared { needed: u64::from(needed) + 1, available: available.into() };
+            assert_eq!(fits(needed + 1, available), Err(refused));
+        }
     }
 }

@@ -28,3 +28,6 @@ mod exchange;
 pub mod geometry;
 
 pub use exchange::{Count, Exchange, Half, Results, Rows, Tokens};
+
+/// From which compute capability on kernels make e4m3 of values.
+pub(crate) const QUANTISES_FROM: (u32, u32) = (8, 9);

@@ -9,17 +9,18 @@
 //!
 //! - Nobody's first round begins before all inboxes are cleared, and opened by everybody.
 //! - What other ranks' kernels write to stays while any of them may write: each keeps what it has opened.
-//! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work.
+//! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work. The engine's closer does, so that
+//!   all engines of the process know that the driver keeps others waiting meanwhile ([`crate::closer`]).
 
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, mpsc};
 use std::time::Duration;
 
 use immwire_cuda::moe::Exchange;
-use immwire_cuda::{Error, Event, Stream};
+use immwire_cuda::{Device, Error, Event, Stream};
 
 pub use immwire_cuda::moe::args::MoeReport;
 pub use immwire_cuda::moe::geometry::{Geometry, Number, Payload, Scales, Shape, ShapeError};
@@ -91,15 +92,15 @@ impl Drop for Unused {
 
 /// Dispatch and combine among GPUs.
 ///
-/// Dropping it waits for all that its GPU has to do, as [`AllToAll::start_over`] does: neither is to be done while a thread of the process captures a
-/// graph, which is lost by it, and with it the memory of the exchange.
-#[derive(Debug)]
+/// Dropping it waits for all that its GPU has to do, as [`AllToAll::start_over`] does. Meanwhile other threads of the process that launch or copy by that
+/// GPU wait, too; [`Control::abort`] does not. Graphs that are being captured do not mind.
 pub struct AllToAll {
     gpu: u32,
     /// Of our own, in the way of nobody.
     stream: Stream,
     others: Others,
     is_over: bool,
+    give_back: Option<GiveBack>,
     control: Arc<Control>,
     /// Dropped only once no kernel uses it.
     used: ManuallyDrop<Used>,
@@ -119,7 +120,15 @@ struct Used {
     exchange: Arc<Exchange>,
     inbox: Region,
     /// The other ranks' inboxes.
-    _windows: Vec<Window>,
+    windows: Vec<Window>,
+}
+
+impl fmt::Debug for AllToAll {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { gpu, is_over, used, .. } = self;
+        let mut text = f.debug_struct("AllToAll");
+        text.field("gpu", gpu).field("is_over", is_over).field("used", used).finish_non_exhaustive()
+    }
 }
 
 impl AllToAll {
@@ -256,7 +265,7 @@ impl AllToAll {
     /// this rank's GPU cannot be waited for ([`MoeError::Gpu`]), nothing has changed.
     pub fn start_over(&mut self, timeout: Duration) -> Result<(), MoeError> {
         self.is_alive()?;
-        self.stream.device().synchronize()?;
+        on_closer(self.give_back.as_ref(), self.stream.device(), Device::synchronize)?;
         self.is_over = true;
         let until = Until::new(timeout);
         // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
@@ -289,17 +298,50 @@ impl AllToAll {
 
 impl Drop for AllToAll {
     fn drop(&mut self) {
-        // Kernels' waits have deadlines, and others may end them, so this ends unless the caller's own do not.
-        let ended = self.stream.device().synchronize();
-        // Nobody else has anything written to the exchange from here on; what was on its way then comes first.
-        self.control.end();
-        match ended.and_then(|()| self.stream.device().synchronize()) {
-            // SAFETY: this is the only place where it is dropped, and nothing uses it afterwards.
-            Ok(()) => unsafe { ManuallyDrop::drop(&mut self.used) },
-            // The GPU has failed, or a stream of its is captured: kernels may go on.
-            Err(why) => tracing::warn!(%why, "what kernels may use still is never freed"),
+        // SAFETY: it is taken nowhere else, and nothing uses it afterwards.
+        let Used { exchange, inbox, windows } = unsafe { ManuallyDrop::take(&mut self.used) };
+        let (control, exchange) = (Arc::clone(&self.control), ManuallyDrop::new(exchange));
+        let ended = on_closer(self.give_back.as_ref(), self.stream.device(), move |device| {
+            // Kernels' waits have deadlines, and others may end them, so this ends unless the caller's own do not.
+            let ended = device.synchronize();
+            // Nobody else has anything written to the exchange from here on; what was on its way then comes first.
+            control.end();
+            ended.and_then(|()| device.synchronize())?;
+            drop(ManuallyDrop::into_inner(exchange));
+            Ok(())
+        });
+        if let Err(why) = ended {
+            // The GPU has failed: kernels may go on.
+            mem::forget((inbox, windows));
+            tracing::warn!(%why, "what kernels may use still is never freed");
         }
     }
+}
+
+/// Does `work` on the thread that may wait for the driver, and waits for that. Here, if there is none.
+fn on_closer(
+    give_back: Option<&GiveBack>,
+    device: &Device,
+    work: impl FnOnce(&Device) -> Result<(), Error> + Send + 'static,
+) -> Result<(), Error> {
+    struct Last<F: FnOnce()>(Option<F>);
+    impl<F: FnOnce()> Drop for Last<F> {
+        fn drop(&mut self) {
+            if let Some(work) = self.0.take() {
+                work();
+            }
+        }
+    }
+    let Some(give_back) = give_back else { return work(device) };
+    let (answer, over) = mpsc::channel();
+    let of = device.clone();
+    let work = move || {
+        // Whoever asked is there.
+        let _ = answer.send(work(&of));
+    };
+    give_back(Box::new(Last(Some(work))));
+    // If it panicked, that has been said, and the GPU is to be waited for all the same.
+    over.recv().unwrap_or_else(|_| device.synchronize())
 }
 
 impl Control {
@@ -400,13 +442,15 @@ impl Joining {
         };
         // The others need not wait for who does not come.
         open().inspect_err(|_| others.stop())?;
+        let give_back = unused.give_back.clone();
         let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
         let exchange = Arc::new(exchange);
         let control =
             Control { stream: stream.clone(), exchange: Mutex::new(Some(Arc::clone(&exchange))) };
         let control = Arc::new(control);
-        let used = ManuallyDrop::new(Used { exchange, inbox, _windows: windows });
-        Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, control, used })
+        let used = ManuallyDrop::new(Used { exchange, inbox, windows });
+        let gpu = config.gpu;
+        Ok(AllToAll { gpu, stream, others, is_over: false, give_back, control, used })
     }
 }
 

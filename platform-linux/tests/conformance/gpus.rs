@@ -1896,6 +1896,7 @@ fn captures_of_graphs(case: &Case) {
             drop(me.memory(BYTES, Own::Engine));
             drop(me.engine.alloc_gpu_flag(0).expect("a flag"));
             drop(me.engine.alloc_uvm_watcher(|_, _| {}).expect("a word"));
+            device.synchronize().expect("what is captured is not to be waited for");
         }
         assert_eq!(captured.end(), 1, "the copy of ours, and nothing else");
     }

@@ -13,7 +13,7 @@ use crate::violation::broken;
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
 use std::mem::ManuallyDrop;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread::{JoinHandle, ThreadId};
 use std::time::Duration;
@@ -126,8 +126,42 @@ pub(crate) fn world() -> MutexGuard<'static, World> {
     WORLD.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls that wait for GPUs, and that all others have to wait for meanwhile, as NVIDIA's driver 580.159.04 has it on an H100.
-pub(crate) static CLOSING: AtomicU32 = AtomicU32::new(0);
+/// Contexts of calls that wait for their GPUs, which all others of the same GPU but [`LET_THROUGH`] have to wait for meanwhile, as NVIDIA's driver
+/// 580.159.04 has it on an H100 and on H200s.
+static CLOSING: Mutex<Vec<u64>> = Mutex::new(Vec::new());
+
+fn closing() -> MutexGuard<'static, Vec<u64>> {
+    CLOSING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// While this is there, others that use the context's GPU wait.
+pub(crate) struct Closing(u64);
+
+impl Closing {
+    pub(crate) fn begin(context: u64) -> Self {
+        closing().push(context);
+        Self(context)
+    }
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        let mut all = closing();
+        let ours = all.iter().position(|&context| context == self.0);
+        ours.map(|at| all.swap_remove(at));
+    }
+}
+
+/// Calls that were seen to come back at once while another waits so.
+const LET_THROUGH: [&str; 7] = [
+    "cuCtxPopCurrent",
+    "cuCtxPushCurrent",
+    "cuEventQuery",
+    "cuStreamQuery",
+    "cuStreamSynchronize",
+    "cuStreamWaitEvent",
+    "cuStreamWriteValue64",
+];
 
 /// Begins a call of the driver's.
 pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
@@ -137,8 +171,11 @@ pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
     if !INITIALIZED.load(Ordering::Acquire) {
         broken!(NotInitialized, "{call}");
     }
-    while CLOSING.load(Ordering::Acquire) > 0 {
-        std::thread::sleep(Duration::from_micros(50));
+    let current = stack(|stack| stack.last().copied());
+    if let Some(context) = current.filter(|_| !LET_THROUGH.contains(&call)) {
+        while closing().contains(&context) {
+            std::thread::sleep(Duration::from_micros(50));
+        }
     }
     let world = world();
     if UNSAFE.contains(&call) {
@@ -149,9 +186,8 @@ pub(crate) fn begin(call: &str) -> MutexGuard<'static, World> {
 
 /// Calls that CUDA takes for unsafe while streams are captured. The documentation names some of them; one H100's driver refused the
 /// queries; the others wait for the GPU, or may.
-const UNSAFE: [&str; 18] = [
+const UNSAFE: [&str; 17] = [
     "cuCtxEnablePeerAccess",
-    "cuCtxSynchronize",
     "cuEventQuery",
     "cuIpcCloseMemHandle",
     "cuIpcOpenMemHandle",

@@ -15,6 +15,8 @@ use std::sync::atomic::Ordering;
 const VERSION: c_int = 13_000;
 /// As an H200, but for its number of SMs.
 const CAPABILITY: (c_int, c_int) = (9, 0);
+/// What a block may have of shared memory on such a GPU, if it asks.
+const SHARED_BYTES: c_int = 227 << 10;
 /// `CU_GPU_DIRECT_RDMA_WRITES_ORDERING_OWNER`.
 const OWNER_SEES: c_int = 100;
 /// The first GPU's bus.
@@ -148,6 +150,8 @@ calls! {
             CAPABILITY.1
         } else if is(A::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT) {
             c_int::try_from(SMS).map_err(|_| code::INVALID_VALUE)?
+        } else if is(A::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN) {
+            SHARED_BYTES
         } else if is(A::CU_DEVICE_ATTRIBUTE_PCI_BUS_ID) {
             c_int::from(FIRST_BUS + gpu)
         } else if is(A::CU_DEVICE_ATTRIBUTE_UNIFIED_ADDRESSING)
@@ -212,9 +216,13 @@ calls! {
         Ok(())
     }
 
+    /// Captures are lost by it, aside of them or not (seen on driver 580.159.04).
     fn cuCtxSynchronize() {
         let streams = {
             let world = begin("cuCtxSynchronize");
+            if !world.captures.is_empty() {
+                broken!(Captured, "cuCtxSynchronize");
+            }
             world.streams_of(world.current("cuCtxSynchronize").context)
         };
         for stream in streams {

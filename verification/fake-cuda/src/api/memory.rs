@@ -6,11 +6,10 @@ use crate::code;
 use crate::ipc::Named;
 use crate::memory::{self, Backing, GRANULE, HostPages, Kind, Range, Reserved, open_file_of};
 use crate::violation::broken;
-use crate::world::{CLOSING, Current, World, begin};
+use crate::world::{Closing, Current, World, begin};
 use cudarc::driver::sys as cu;
 use std::ffi::{c_int, c_uint, c_void};
 use std::os::fd::AsRawFd as _;
-use std::sync::atomic::Ordering;
 use std::sync::{Arc, MutexGuard};
 
 /// `CU_MEMHOSTREGISTER_*` and `CU_MEMHOSTALLOC_*`.
@@ -23,11 +22,10 @@ fn wait_for_all(world: MutexGuard<'_, World>, current: Current) {
     streams.iter().for_each(|stream| stream.wait(stream.enqueued()));
 }
 
-/// The same, and no other call gets through meanwhile.
+/// The same, and few others get through meanwhile.
 fn wait_for_all_alone(world: MutexGuard<'_, World>, current: Current) {
-    CLOSING.fetch_add(1, Ordering::AcqRel);
+    let _closing = Closing::begin(current.context);
     wait_for_all(world, current);
-    CLOSING.fetch_sub(1, Ordering::AcqRel);
 }
 
 /// What `CU_POINTER_ATTRIBUTE_RANGE_*` say: first byte and length. Of memory mapped by hand that is all that is mapped side by side in
@@ -123,7 +121,7 @@ calls! {
                 .memory
                 .remove(address, "cuMemFree", |kind| matches!(kind, Kind::Allocated { .. } | Kind::Managed { .. }));
         }
-        wait_for_all(world, current);
+        wait_for_all_alone(world, current);
         Ok(())
     }
 
@@ -153,7 +151,7 @@ calls! {
         let mut world = begin("cuMemFreeHost");
         let current = world.current("cuMemFreeHost");
         world.memory.remove(address, "cuMemFreeHost", |kind| matches!(kind, Kind::Pinned { .. }));
-        wait_for_all(world, current);
+        wait_for_all_alone(world, current);
         Ok(())
     }
 
