@@ -92,6 +92,14 @@ impl Default for Doorbell {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Ticket(u32);
 
+impl Ticket {
+    /// Which tenancy of its completion's: 21 bits.
+    #[must_use]
+    pub const fn generation(self) -> u32 {
+        self.0 / GENERATION_STEP
+    }
+}
+
 /// What a ticket's tenancy has come to.
 #[must_use]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

@@ -2,7 +2,7 @@
 //!
 //! ```text
 //!  free ── take ──▶ two holders: the engine, and the caller's handle
-//!   ▲                 │ finish: the end is published, the engine lets go
+//!   ▲                 │ finish: the engine lets go, the end is published
 //!   │                 │ let_go: the handle is dropped
 //!   └── the second of the two empties the cell
 //! ```
@@ -18,7 +18,8 @@
 //!    and would be mistaken after 2^21 more of them.)
 //! 2. Each cell that was taken comes back once, after both holders are done with it.
 //! 3. Whoever waits for room is woken by the next cell that comes back.
-//! 4. Of each cell one cancellation at most is on its way to the driver, however often it is asked for, and for however many
+//! 4. Whoever sees an end and drops the handle has given the cell back: the engine needs it no more by then.
+//! 5. Of each cell one cancellation at most is on its way to the driver, however often it is asked for, and for however many
 //!    tenancies: so there is room for all of them.
 //!
 //! The loom models of `verification/loom` check them on this text.
@@ -27,23 +28,28 @@ use std::task::Waker;
 use std::time::Duration;
 
 use immwire_core::pool::{Link, Pool};
-use immwire_core::wake::{Progress, Ticket};
+use immwire_core::wake::Ticket;
 
 use crate::callback::{Callbacks, Job};
-use crate::sync::{AtomicBool, AtomicU8, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
+use crate::sync::{AtomicBool, AtomicU32, Condvar, Mutex, Ordering, Timer, lock, sleep_locked};
 use crate::wait::{WaitCell, Waiter};
 use crate::wakers::{self, Wakers};
 
 const CODE_DONE: u8 = 0;
 const CODE_FAILED: u8 = 1;
 
+/// Who still needs a cell, below the generation of its tenancy.
+const ENGINE: u32 = 1;
+const HANDLE: u32 = 2;
+const HOLDERS: u32 = 2;
+
 /// Room for one transfer.
 struct TransferCell<F> {
     wait: WaitCell,
-    /// How it failed, if it did; written before completion.
+    /// How it failed, if it did; written before completion, while the engine holds the cell.
     failure: Mutex<Option<F>>,
-    /// Who still needs the cell: the engine, and the caller's handle.
-    holders: AtomicU8,
+    /// Who still needs the cell, and for which tenancy.
+    holders: AtomicU32,
     /// The last tenancy that is to be cancelled, while a cancellation is on its way.
     cancelled: Mutex<Option<Ticket>>,
 }
@@ -67,7 +73,7 @@ impl<F: Copy> Cells<F> {
         let empty = |_| TransferCell {
             wait: WaitCell::default(),
             failure: Mutex::new(None),
-            holders: AtomicU8::new(0),
+            holders: AtomicU32::new(0),
             cancelled: Mutex::new(None),
         };
         Self {
@@ -89,12 +95,13 @@ impl<F: Copy> Cells<F> {
     pub(crate) fn take(&self) -> Option<(u16, Ticket)> {
         let cell = self.free.take()?;
         let slot = self.slot(cell)?;
+        let ticket = slot.wait.completion.begin()?;
         // Relaxed: the pool of free cells, and the one that hands the ticket to the engine, order it.
-        slot.holders.store(2, Ordering::Relaxed);
-        slot.wait.completion.begin().map(|ticket| (cell, ticket))
+        slot.holders.store(ticket.generation() << HOLDERS | ENGINE | HANDLE, Ordering::Relaxed);
+        Some((cell, ticket))
     }
 
-    /// The engine's side of an end: publishes it and lets go of the cell. Nothing, if the ticket is not
+    /// The engine's side of an end: lets go of the cell and publishes it. Nothing, if the ticket is not
     /// the tenancy's or has its end.
     pub(crate) fn finish(
         &self,
@@ -104,20 +111,26 @@ impl<F: Copy> Cells<F> {
         callbacks: &Callbacks,
     ) {
         let Some(slot) = self.slot(cell) else { return };
-        let code = match end {
-            Ok(()) => CODE_DONE,
+        // The engine lets go first: who sees the end, and drops its handle, may take the cell again at once.
+        let (is_last, code) = match end {
+            Ok(()) => (slot.let_go(ticket, ENGINE), CODE_DONE),
             Err(failure) => {
                 let mut kept = lock(&slot.failure);
-                // Looked at under the lock: were the ticket an old one, then whoever ends the tenancy
-                // that has come since overwrites this before it completes.
-                if let Progress::Pending { .. } = slot.wait.completion.poll(ticket) {
-                    *kept = Some(failure);
+                // Looked at under the lock, and let go of under it: nobody else writes it before this tenancy is over, nor this one after that.
+                if !slot.is_held(ticket, ENGINE) {
+                    return;
                 }
-                CODE_FAILED
+                *kept = Some(failure);
+                (slot.let_go(ticket, ENGINE), CODE_FAILED)
             }
         };
-        if slot.wait.complete(ticket, code, callbacks) {
-            self.let_go(cell, ticket);
+        match is_last {
+            // From here on it may be another tenancy's: that is not ended by this, nor are those who wait for it woken.
+            Some(false) => {
+                slot.wait.complete(ticket, code, callbacks);
+            }
+            Some(true) => self.empty(cell, ticket),
+            None => {}
         }
     }
 
@@ -128,15 +141,20 @@ impl<F: Copy> Cells<F> {
         }
     }
 
-    /// One holder less; the last one empties the cell.
+    /// The handle is dropped; who lets go last empties the cell.
     pub(crate) fn let_go(&self, cell: u16, ticket: Ticket) {
         let Some(slot) = self.slot(cell) else { return };
-        // AcqRel: the last holder comes after everything the other one did.
-        if slot.holders.fetch_sub(1, Ordering::AcqRel) == 1 {
-            slot.wait.forget();
-            if slot.wait.completion.reset(ticket) {
-                self.give_back(cell);
-            }
+        if slot.let_go(ticket, HANDLE) == Some(true) {
+            self.empty(cell, ticket);
+        }
+    }
+
+    /// Nobody needs the cell.
+    fn empty(&self, cell: u16, ticket: Ticket) {
+        let Some(slot) = self.slot(cell) else { return };
+        slot.wait.forget();
+        if slot.wait.completion.reset(ticket) {
+            self.give_back(cell);
         }
     }
 
@@ -252,6 +270,30 @@ impl<F: Copy> Cells<F> {
 }
 
 impl<F: Copy> TransferCell<F> {
+    fn is_held(&self, ticket: Ticket, holder: u32) -> bool {
+        let word = self.holders.load(Ordering::Relaxed);
+        word >> HOLDERS == ticket.generation() && word & holder != 0
+    }
+
+    /// One holder less; whether it was the last. [`None`]: it had let go before, or the ticket is of another tenancy.
+    fn let_go(&self, ticket: Ticket, holder: u32) -> Option<bool> {
+        let mut word = self.holders.load(Ordering::Relaxed);
+        while word >> HOLDERS == ticket.generation() && word & holder != 0 {
+            let without = word & !holder;
+            // AcqRel: the last holder comes after everything the other one did.
+            match self.holders.compare_exchange_weak(
+                word,
+                without,
+                Ordering::AcqRel,
+                Ordering::Relaxed,
+            ) {
+                Ok(_) => return Some(without & (ENGINE | HANDLE) == 0),
+                Err(seen) => word = seen,
+            }
+        }
+        None
+    }
+
     fn end(&self, code: u8) -> Result<(), F> {
         let failure = if code == CODE_FAILED { *lock(&self.failure) } else { None };
         failure.map_or(Ok(()), Err)

@@ -126,7 +126,7 @@ impl ImmCounter {
         self.tag
     }
 
-    /// Whole writes that have arrived and were not consumed.
+    /// Whole writes that have arrived and were not consumed; 0 while somebody waits for more than there are, who has them kept.
     #[must_use]
     pub fn available(&self) -> u64 {
         self.shared.counting.table().available(self.tag).unwrap_or(0) / u64::from(WRITE_UNITS)

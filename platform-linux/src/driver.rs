@@ -432,7 +432,8 @@ impl<P: Provider> Engine<P> {
                 Ok(true) => self.begin(submission),
                 // The group has words for why not.
                 Ok(false) => self.begin_and(submission, |group, now, id| {
-                    group.handle_timeout(now);
+                    // Of this one alone: peers that were not listened to meanwhile are not silent.
+                    group.handle_deadline(now, id);
                     // In case that it has none: its source is not to be read.
                     group.cancel(now, id);
                 }),
@@ -854,8 +855,12 @@ impl<P: Provider> Drive for Engine<P> {
             && !self.state.can_deliver()
             && self.state.partings.is_empty()
             && self.staged.iter().all(Vec::is_empty);
-        if nothing && self.provider.arm() {
-            self.state.refresh();
+        let may_sleep = nothing && self.provider.arm();
+        self.state.refresh();
+        // Whoever was kept from running since it last looked does not sleep now: the next step is to find that out, and hear what has come, before
+        // anybody counts as silent.
+        let is_late = self.state.now.since(self.looked) >= LATE;
+        if may_sleep && !is_late {
             // Nobody says when a peer that parks pieces has room again, nor when a stream is through.
             let parked = self.parked.iter().any(|parked| !parked.is_empty());
             let looks = parked || !self.state.held.is_empty();

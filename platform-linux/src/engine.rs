@@ -180,7 +180,8 @@ impl Builder {
         self
     }
 
-    /// Transfers that may be under way at a time: 1 to 60,000. Default 1024.
+    /// Transfers that may be under way at a time: 1 to 60,000. One that has ended counts as long as there is a handle of it. The
+    /// [`Driver`] of a polled engine may keep one of them for the next small write. Default 1024.
     #[must_use]
     pub const fn transfers(mut self, transfers: u16) -> Self {
         self.transfers = transfers;
@@ -735,8 +736,9 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        self.watch.stop();
+        // First: a watcher's callback may wait for what the engine does, and the watching thread is joined below.
         self.shared.intake.request_stop();
+        self.watch.stop();
         // Before the threads end: they give memory back, which waits for streams.
         self.gates.stop();
         let me = std::thread::current().id();
@@ -756,7 +758,8 @@ impl Drop for Inner {
 /// Moves memory to peers by one-sided writes, and counts what arrives. A handle; cloning it is cheap.
 ///
 /// When the last handle goes, transfers under way are stopped and drained, peers are left, and the
-/// engine's threads are joined. Handles of transfers, counters and regions may live longer.
+/// engine's threads are joined; a polled engine does so when its [`Driver`] is dropped, and takes nothing new from the last handle's end on
+/// ([`Driver::is_stopping`]). Handles of transfers, counters and regions may live longer.
 #[derive(Clone)]
 pub struct TransferEngine {
     inner: Arc<Inner>,
@@ -1277,7 +1280,8 @@ impl TransferEngine {
         self.inner.shared.recv(timeout)
     }
 
-    /// Waits until another transfer can be submitted; returns whether it can.
+    /// Waits until another transfer can be submitted, or the engine has stopped: until one has ended whose handle is dropped. `false`: `timeout` has
+    /// passed first.
     #[must_use]
     pub fn wait_capacity(&self, timeout: Duration) -> bool {
         self.inner.shared.cells.wait_room(timeout)
@@ -1375,6 +1379,13 @@ impl Driver {
                 closed => return closed,
             }
         }
+    }
+
+    /// Whether the last handle of the engine is gone: nothing new can be asked of it, and dropping this is what is left to do. Until then all that is under
+    /// way goes on.
+    #[must_use]
+    pub fn is_stopping(&self) -> bool {
+        self.shared.intake.is_stopping()
     }
 
     /// The clock that the engine reads.
@@ -1559,7 +1570,7 @@ impl Driver {
         message.ok_or(RecvError::Timeout { after: timeout })
     }
 
-    /// Sleeps until there may be something to poll; at most `limit`.
+    /// Sleeps until there may be something to poll; at most `limit`. Not at all, once the last handle is gone ([`Driver::is_stopping`]).
     pub fn sleep(&mut self, limit: Duration) {
         self.engine.sleep(limit);
     }

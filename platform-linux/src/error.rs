@@ -66,10 +66,13 @@ pub enum BuildError {
 #[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 pub enum SubmitError {
-    /// All transfers are in use: wait for one to end (`TransferEngine::wait_capacity`), then retry.
-    #[error("all {capacity} transfers are in use; wait for one to end, then submit again")]
+    /// All transfers are in use, each until it has ended and its handle is dropped: drop handles of those that have ended, wait for another to be
+    /// so (`TransferEngine::wait_capacity`), then retry.
+    #[error(
+        "all {capacity} transfers are in use; drop the handles of those that have ended, or wait for one to end, then submit again"
+    )]
     Full {
-        /// Transfers that may be under way at a time.
+        /// Transfers that may be under way, or have a handle, at a time.
         capacity: usize,
     },
     /// The request contradicts itself or its regions.

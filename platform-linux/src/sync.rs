@@ -5,7 +5,7 @@
 //! against a twin of this file whose locks, flags and clocks a model checker drives. What the twin
 //! cannot show: that the kernel's futex sleeps and wakes as its manual says, and that time passes.
 
-pub(crate) use std::sync::atomic::{AtomicBool, AtomicU8, AtomicU64, Ordering, fence};
+pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, fence};
 /// A reference count that frees what it counts, and one that does not.
 pub(crate) use std::sync::{Arc as Counted, Weak as Uncounted};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};

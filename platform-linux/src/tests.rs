@@ -7,6 +7,7 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use immwire_core::group as core_group;
+use immwire_core::imm::ImmTag;
 use immwire_core::mailbox::SendError;
 
 use crate::{
@@ -74,6 +75,54 @@ fn callbacks_of_a_stopped_engine_are_called() {
         late.unwrap().on_done(move |end| sender.send(format!("{:?}", end.ok().is_ok())).unwrap());
         assert_eq!(calls.try_recv().as_deref(), Ok("false"), "before `on_done` returned");
     }
+}
+
+/// The place of a transfer is free for the next as soon as somebody knows its end and has dropped the handle, or is called with it.
+#[test]
+fn a_transfer_that_has_ended_makes_room_for_the_next() {
+    fn chain(
+        engine: TransferEngine,
+        peer: PeerId,
+        tag: ImmTag,
+        left: u32,
+        over: mpsc::Sender<u32>,
+    ) {
+        let next = engine.submit_imm(peer, tag, 1).expect("the last one has ended");
+        next.on_done(move |end| match left {
+            _ if end != End::Done => panic!("{end:?}"),
+            0 => over.send(left).unwrap(),
+            left => chain(engine, peer, tag, left - 1, over),
+        });
+    }
+    let builder = || TransferEngine::builder().transfers(1);
+    let other = TransferEngine::builder().build().unwrap();
+    let counter = other.counter().unwrap();
+    let tag = counter.tag();
+    let engine = builder().build().unwrap();
+    let peer = engine.add_peer(other.address()).unwrap();
+    engine.wait_peer(peer, LONG).unwrap();
+    for _ in 0..500 {
+        let transfer = engine.submit_imm(peer, tag, 1).expect("the last one has ended");
+        assert_eq!(transfer.wait(LONG), Ok(End::Done));
+    }
+    let (over, said) = mpsc::channel();
+    chain(engine.clone(), peer, tag, 20, over);
+    assert_eq!(said.recv_timeout(LONG), Ok(0));
+    let (engine, mut driver) = builder().build_polled().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    let (over, said) = mpsc::channel();
+    chain(engine, peer, tag, 20, over);
+    let start = Instant::now();
+    while said.try_recv().is_err() {
+        driver.poll();
+        assert!(start.elapsed() < LONG);
+    }
+    counter.wait(500 + 2 * 21, LONG).unwrap();
+    // Its last handle went with the last callback.
+    assert!(driver.is_stopping());
+    driver.sleep(LONG);
+    assert!(start.elapsed() < LONG);
 }
 
 /// A wait that begins while the engine ends: it is told, and does not sit out its time.

@@ -96,10 +96,13 @@ impl Transfer {
     pub fn on_done(self, call: impl FnOnce(End) + Send + 'static) {
         let shared = Arc::clone(&self.shared);
         let cell = self.cell;
-        // The job keeps the handle, and with it the cell, until it has run.
+        // The job keeps the handle, and with it the cell, until the end is known.
         let job = Box::new(move || {
             let stopped = End::NeverStarted { error: TransferError::EngineStopped };
-            call(self.poll_end().unwrap_or(stopped));
+            let end = self.poll_end().unwrap_or(stopped);
+            // It may submit the next, in the place of this.
+            drop(self);
+            call(end);
         });
         let left = match cell {
             Some((cell, ticket)) => shared.cells.leave(cell, ticket, job),

@@ -1012,6 +1012,14 @@ where
         known
     }
 
+    /// What [`DomainGroup::handle_timeout`] does for one transfer, and for nothing else: it is stopped if its deadline is over. For whoever knows
+    /// the time, but has not listened to peers for as long.
+    pub fn handle_deadline(&mut self, now: Time, id: TransferId) {
+        if self.is_active(id) {
+            self.transfer_timeout(now, id.index);
+        }
+    }
+
     /// Whether the transfer was stopped, and waits for what is in flight of it: of any other, what was not written yet may still be.
     #[must_use]
     pub fn is_stopped(&self, id: TransferId) -> bool {

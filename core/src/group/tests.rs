@@ -1919,6 +1919,39 @@ fn a_deadline_names_the_one_peer_that_is_late() {
     }
 }
 
+/// One transfer's time is over, for somebody who has not listened to anybody meanwhile: no peer is silent for that, nor is another transfer late.
+#[test]
+fn a_deadline_is_looked_at_by_itself() {
+    let ms = Duration::from_millis;
+    let liveness = LivenessConfig { suspect_after: ms(2), down_after: ms(4), ..NEVER };
+    let late = Time::ZERO.after(ms(9));
+    for (deadline, is_over) in [(late, true), (late.after(ms(1)), false)] {
+        let config = GroupConfig { liveness, ..config(SMALL) };
+        let mut world = World::with(Setup { peers: 2, nics: 1, ..SMALL }, config);
+        let mut submit = |peer| {
+            let request = world.request(Kind::Imm, peer).unwrap().check().unwrap();
+            world.group.submit(request, Options { deadline, user: peer.into() }).unwrap()
+        };
+        let [one, other] = [0, 1].map(&mut submit);
+        world.group.handle_deadline(late, one);
+        let peer = world.live(0).unwrap();
+        let error = TransferError::DeadlineExceeded { outstanding: 0, peer: Some(peer) };
+        let end = is_over.then_some(End::NeverStarted { error });
+        assert_eq!(end_of(&mut world.group), end);
+        assert_eq!(world.group.is_active(one), !is_over);
+        assert!(world.group.is_active(other) && !world.group.is_stopped(other));
+        for peer in [0, 1] {
+            let peer = world.live(peer).unwrap();
+            assert_eq!(world.group.peer_state(peer), Some(PeerState::Up));
+        }
+        // One that has ended is nobody's.
+        world.group.handle_deadline(Time::NEVER, one);
+        world.group.handle_timeout(late);
+        let down = Some(PeerState::Down(DownReason::Silent { for_ms: 4 }));
+        assert_eq!(world.group.peer_state(peer), down);
+    }
+}
+
 #[test]
 fn an_answer_that_comes_too_late_is_ignored() {
     let setup = Setup { connecting: 1, ..SMALL };

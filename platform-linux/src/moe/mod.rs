@@ -440,7 +440,7 @@ impl AllToAll {
     }
 
     const fn at(&self, phase: Phase, chunk: u32, limit: Duration) -> At {
-        At { round: self.round.saturating_add(1), phase, chunk, limit }
+        At { round: self.round.saturating_add(1), phase, chunk, limit, given: limit }
     }
 
     fn own(&self) -> Option<&Source> {

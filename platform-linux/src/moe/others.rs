@@ -27,7 +27,7 @@ use super::report::{Absent, Control, Phase, Why};
 use super::seat::{COUNTERS, Seat};
 use crate::counter::ImmCounter;
 use crate::engine::TransferEngine;
-use crate::error::{CountError, PeerError, SubmitError, TransferError};
+use crate::error::{CountError, End, PeerError, SubmitError, TransferError};
 use crate::region::Region;
 use crate::request::SingleWrite;
 use crate::transfer::Transfer;
@@ -78,6 +78,43 @@ struct Peer {
     outgoing: Outgoing,
 }
 
+/// A write of this step.
+#[derive(Debug)]
+enum Sent {
+    UnderWay(Transfer),
+    /// How it ended; its place in the engine is another's.
+    Ended(End),
+}
+
+impl Sent {
+    fn poll_end(&self) -> Option<End> {
+        match self {
+            Self::UnderWay(transfer) => transfer.poll_end(),
+            Self::Ended(end) => Some(*end),
+        }
+    }
+
+    fn wait(&self, timeout: Duration) {
+        if let Self::UnderWay(transfer) = self {
+            // Its end is asked for by who waits.
+            let _ = transfer.wait(timeout);
+        }
+    }
+
+    fn cancel(&self) {
+        if let Self::UnderWay(transfer) = self {
+            transfer.cancel();
+        }
+    }
+
+    /// Gives its place back, if it has ended.
+    fn settle(&mut self) {
+        if let Some(end) = self.poll_end() {
+            *self = Self::Ended(end);
+        }
+    }
+}
+
 /// All ranks but this one.
 #[derive(Debug)]
 pub(super) struct Others {
@@ -86,7 +123,7 @@ pub(super) struct Others {
     /// From the next one on: the first writes of all do not go to one rank.
     peers: Vec<Peer>,
     /// Writes of this step, each with the number of its peer.
-    sent: Vec<(usize, Transfer)>,
+    sent: Vec<(usize, Sent)>,
     step: u64,
     absent: RankMask,
     control: Arc<Control>,
@@ -253,7 +290,7 @@ impl Others {
             _ => {
                 let mut ranks: Vec<u32> = absent.iter().map(|absent| absent.rank).collect();
                 ranks.sort_unstable();
-                MoeError::Late { phase: at.phase.name(), chunk: at.chunk, ranks, after: at.limit }
+                MoeError::Late { phase: at.phase.name(), chunk: at.chunk, ranks, after: at.given }
             }
         })
     }
@@ -273,10 +310,12 @@ impl Others {
         loop {
             match submit(&self.engine, peer, tag) {
                 Ok(transfer) => {
-                    self.sent.push((number, transfer));
+                    self.sent.push((number, Sent::UnderWay(transfer)));
                     return Ok(());
                 }
                 Err(SubmitError::Full { .. }) => {
+                    // What has ended has its place until its handle goes.
+                    self.sent.iter_mut().for_each(|(_, sent)| sent.settle());
                     let left = at.limit.saturating_sub(begun.elapsed());
                     let is_over = left.is_zero() || self.control.is_aborted();
                     if !is_over {
@@ -319,7 +358,7 @@ impl Others {
             // Before it is looked who has sent what: who arrives in between is waited for too briefly, not too long.
             let counted = self.counters[parity].available();
             let missing = self.judge(patience, begun, waited, writes, at)?;
-            let still = self.sent.iter().find(|(_, transfer)| transfer.poll_end().is_none());
+            let still = self.sent.iter().find(|(_, sent)| sent.poll_end().is_none());
             if missing == 0 && still.is_none() {
                 break;
             }
@@ -340,9 +379,8 @@ impl Others {
                     Ok(()) | Err(CountError::Timeout { .. }) => {}
                     Err(error) => return Err(MoeError::Count(error)),
                 }
-            } else if let Some((_, transfer)) = still {
-                // Its end is asked for above.
-                let _ = transfer.wait(GLANCE);
+            } else if let Some((_, sent)) = still {
+                sent.wait(GLANCE);
             }
         }
         if signs > 0 {
@@ -377,9 +415,9 @@ impl Others {
         for peer in &mut self.peers {
             peer.outgoing = Outgoing::Ended;
         }
-        for (number, transfer) in &self.sent {
+        for (number, sent) in &self.sent {
             let Some(peer) = self.peers.get_mut(*number) else { continue };
-            match transfer.poll_end() {
+            match sent.poll_end() {
                 None if peer.outgoing == Outgoing::Ended => peer.outgoing = Outgoing::UnderWay,
                 Some(end) if end.ok().is_err() => peer.outgoing = Outgoing::Failed,
                 _ => {}
@@ -447,7 +485,7 @@ impl Others {
     /// Why a write to a peer failed.
     fn failure(&self, number: usize) -> Why {
         let ends = self.sent.iter().filter(|(to, _)| *to == number);
-        let mut errors = ends.filter_map(|(_, transfer)| transfer.poll_end()?.ok().err());
+        let mut errors = ends.filter_map(|(_, sent)| sent.poll_end()?.ok().err());
         errors.next().map_or(Why::LeftUs, Why::Write)
     }
 
@@ -456,8 +494,8 @@ impl Others {
         let Some(peer) = self.peers.get_mut(number).filter(|peer| peer.is_present) else { return };
         peer.is_present = false;
         self.absent.insert(peer.rank);
-        for (_, transfer) in self.sent.iter().filter(|(to, _)| *to == number) {
-            transfer.cancel();
+        for (_, sent) in self.sent.iter().filter(|(to, _)| *to == number) {
+            sent.cancel();
         }
         self.tell(number, LEFT);
         let absent = Absent {
@@ -487,8 +525,8 @@ impl Others {
 
     /// A step has failed: what is under way is stopped, and ends by itself; the others need not wait.
     pub(super) fn stop(&mut self) {
-        for (_, transfer) in self.sent.drain(..) {
-            transfer.cancel();
+        for (_, sent) in self.sent.drain(..) {
+            sent.cancel();
         }
         self.tell_all(LEFT);
     }
@@ -510,12 +548,15 @@ pub(super) struct At {
     pub(super) phase: Phase,
     pub(super) chunk: u32,
     pub(super) limit: Duration,
+    /// What the caller gave for all of it, of which that is left.
+    pub(super) given: Duration,
 }
 
 impl At {
     /// Of a call that has so long for all it does.
     pub(super) fn set_up(until: Until) -> Self {
-        Self { round: 0, phase: Phase::SetUp, chunk: 0, limit: until.left() }
+        let (limit, given) = (until.left(), until.timeout);
+        Self { round: 0, phase: Phase::SetUp, chunk: 0, limit, given }
     }
 }
 

@@ -529,6 +529,17 @@ fn rounds_are_what_a_gather_by_routes_says() {
 }
 
 /// Of eight ranks and of thirty-two, far more than there are processors.
+/// An engine that has fewer transfers than a step has writes: those that have ended make room, and nobody is left out.
+#[test]
+fn a_few_transfers_are_enough() {
+    let config = config(&[0, 2, 3, 5, 6]);
+    for transfers in [1, 2, 4] {
+        let engine = || TransferEngine::builder().transfers(transfers).build().unwrap();
+        let engines: Vec<_> = (0..4).map(|_| engine()).collect();
+        check(&engines, &config, transfers.into());
+    }
+}
+
 #[test]
 fn rounds_of_many_ranks_are_the_same() {
     for world in [8, 32] {

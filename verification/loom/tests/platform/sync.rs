@@ -8,7 +8,7 @@ use immwire_core::wake::WakeWord;
 use loom::cell::UnsafeCell;
 use loom::sync::atomic::AtomicUsize;
 
-pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU8, Ordering, fence};
+pub(crate) use loom::sync::atomic::{AtomicBool, AtomicU32, Ordering, fence};
 pub(crate) use loom::sync::{Condvar, Mutex, MutexGuard};
 pub(crate) use loom::thread::yield_now;
 
