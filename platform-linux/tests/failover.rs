@@ -46,6 +46,11 @@ impl Random {
     }
 }
 
+/// Message number `n` to one side.
+fn message(n: usize) -> Vec<u8> {
+    format!("message {n}").into_bytes()
+}
+
 /// One engine, and what the other one has sent it.
 struct Side {
     engine: TransferEngine,
@@ -54,6 +59,7 @@ struct Side {
     nics: usize,
     /// Writes that the counter is to see.
     due: u64,
+    /// Messages that were sent to it, by number.
     messages: usize,
 }
 
@@ -181,7 +187,8 @@ impl World {
             }
             5 => {
                 let side = &self.sides[from];
-                let Ok(transfer) = side.engine.submit_send(side.peer, b"a message") else { return };
+                let text = message(self.sides[1 - from].messages);
+                let Ok(transfer) = side.engine.submit_send(side.peer, &text) else { return };
                 self.sides[1 - from].messages += 1;
                 self.sent.push(Sent { transfer, bytes: None });
             }
@@ -227,8 +234,16 @@ impl World {
             if counted != side.due {
                 return Err(format!("{counted} writes were counted of {}", side.due));
             }
-            for _ in 0..side.messages {
-                side.engine.recv(Duration::ZERO).map_err(|error| format!("a message: {error}"))?;
+            let mut came = Vec::new();
+            while let Ok(message) = side.engine.recv(Duration::ZERO) {
+                came.push(message.bytes);
+            }
+            // In any order; each of them, once.
+            came.sort();
+            let mut due: Vec<_> = (0..side.messages).map(message).collect();
+            due.sort();
+            if came != due {
+                return Err(format!("{} messages came, or others, of {}", came.len(), due.len()));
             }
         }
         for (at, sent) in self.sent.iter().enumerate() {

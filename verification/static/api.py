@@ -1,8 +1,12 @@
 """The public API of immwire-core as text, one item a line, from what rustdoc makes of the source.
 
 `api.txt` is the listing that users may rely on. `check` compares: a line that is gone or changed breaks somebody, and
-needs a new minor version before 1.0; a line that is new does not. Either way the listing must be updated
-(`verification/static/check --write-api`), so that no change of the API goes unseen in a review.
+needs a new minor version before 1.0; a line that is new does not, but for what users had to name in full: variants of an
+enum and fields of a struct that are not `#[non_exhaustive]`, and what whoever implements a trait must have. Either way the
+listing must be updated (`verification/static/check --write-api`), so that no change of the API goes unseen in a review.
+
+A struct or variant that users cannot name in full, since some of its fields are private, ends in `{ .. }`. So does what a trait
+provides by itself; what it requires ends in `;`.
 
 Left out: auto traits, blanket implementations, documentation.
 """
@@ -142,6 +146,14 @@ class Printer:
             if field is not None and field["visibility"] in ("public", "default"):
                 yield f"field {path}.{field['name']}: {self.type(field['inner']['struct_field'])}"
 
+    def stripped(self, item, shape):
+        """What stands for fields that are not shown. Users cannot tell of what is not exhaustive anyhow."""
+        found = False
+        if isinstance(shape, dict):
+            tuple_, other = shape.get("tuple"), shape.get("plain", shape.get("struct"))
+            found = None in tuple_ if tuple_ is not None else other["has_stripped_fields"]
+        return " { .. }" if found and not self.attributes(item) else ""
+
     def attributes(self, item):
         return " #[non_exhaustive]" if "non_exhaustive" in str(item.get("attrs")) else ""
 
@@ -166,15 +178,18 @@ class Printer:
         if derived:
             yield f"impl {path}: {', '.join(sorted(set(derived)))}"
 
-    def member(self, item, scope):
+    def member(self, item, scope, of_trait=False):
         kind = next(iter(item["inner"]))
         inner = item["inner"][kind]
         if kind == "function":
-            yield self.function(item, scope)
+            end = (" { .. }" if inner["has_body"] else ";") if of_trait else ""
+            yield self.function(item, scope) + end
         elif kind == "assoc_const":
-            yield f"const {scope}{item['name']}: {self.type(inner['type'])} = {inner['value']}"
+            value = ";" if of_trait and inner["value"] is None else f" = {inner['value']}"
+            yield f"const {scope}{item['name']}: {self.type(inner['type'])}{value}"
         elif kind == "assoc_type":
-            yield f"type {scope}{item['name']}: {self.bounds(inner['bounds'])}"
+            default = f" = {self.type(inner['type'])}" if inner["type"] else ";" if of_trait else ""
+            yield f"type {scope}{item['name']}: {self.bounds(inner['bounds'])}{default}"
 
     def item(self, item, path):
         kind = next(iter(item["inner"]))
@@ -190,8 +205,8 @@ class Printer:
             yield self.function(item, path + "::")
         elif kind == "struct":
             params, where = self.generics(inner["generics"])
-            yield f"struct {name}{params}{where}{self.attributes(item)}"
             shape = inner["kind"]
+            yield f"struct {name}{params}{where}{self.attributes(item)}{self.stripped(item, shape)}"
             if isinstance(shape, dict) and "plain" in shape:
                 yield from self.fields(name, shape["plain"]["fields"])
             elif isinstance(shape, dict) and "tuple" in shape:
@@ -202,8 +217,8 @@ class Printer:
             yield f"enum {name}{params}{where}{self.attributes(item)}"
             for number in inner["variants"]:
                 variant = self.index[str(number)]
-                yield f"variant {name}::{variant['name']}"
                 shape = variant["inner"]["variant"]["kind"]
+                yield f"variant {name}::{variant['name']}{self.attributes(variant)}{self.stripped(variant, shape)}"
                 if isinstance(shape, dict):
                     found = shape["struct"]["fields"] if "struct" in shape else [n for n in shape["tuple"] if n is not None]
                     yield from self.fields(f"{name}::{variant['name']}", found)
@@ -213,7 +228,7 @@ class Printer:
             bounds = self.bounds(inner["bounds"])
             yield f"{'unsafe ' if inner['is_unsafe'] else ''}trait {name}{params}{': ' + bounds if bounds else ''}{where}"
             for number in inner["items"]:
-                yield from self.member(self.index[str(number)], f"{name}::")
+                yield from self.member(self.index[str(number)], f"{name}::", of_trait=True)
         elif kind == "constant":
             yield f"const {name}: {self.type(inner['type'])} = {inner['const']['expr']}"
         elif kind == "type_alias":
@@ -254,6 +269,82 @@ def header(manifest):
 def compare(old, new):
     """(lines gone, lines new)."""
     return sorted(set(old) - set(new)), sorted(set(new) - set(old))
+
+
+NAMED = re.compile(r"(?:unsafe )?(enum|struct|variant|trait) ([\w:]+)")
+MEMBER = re.compile(r"(?:(?:const|async|unsafe) )*(?:fn|const|type) ([\w:]+)::\w+")
+
+
+def owners(listing):
+    """Items whose users name all that they have: (kind, path)."""
+    named = ((line, NAMED.match(line)) for line in listing)
+    return {found.groups() for line, found in named if found and not line.endswith((" #[non_exhaustive]", " { .. }"))}
+
+
+def owner(line):
+    """(kinds, path): of what a new line like this is a part that its users had to know; `None` if they did not have to."""
+    if line.startswith("variant "):
+        return ("enum",), NAMED.match(line)[2].rpartition("::")[0]
+    if line.startswith("field "):
+        return ("struct", "variant"), line.removeprefix("field ").partition(".")[0]
+    if line.endswith(";") and (found := MEMBER.match(line)):
+        return ("trait",), found[1]
+    return None
+
+
+def breaking(old, new):
+    """The lines by whose going or coming something of users' breaks."""
+    gone, come = compare(old, new)
+    complete = owners(old)
+    of = ((line, owner(line)) for line in come)
+    return gone + [line for line, found in of if found and any((kind, found[1]) in complete for kind in found[0])]
+
+
+def samples():
+    """(what, a listing, what it becomes, whether that breaks users)."""
+    generics = {"params": [], "where_predicates": []}
+
+    def struct(*, fields, stripped, attrs=()):
+        shape = {"plain": {"fields": fields, "has_stripped_fields": stripped}}
+        return {"name": "S", "attrs": list(attrs), "inner": {"struct": {"generics": generics, "kind": shape, "impls": []}}}
+
+    def tuple_struct(fields):
+        return {"name": "S", "attrs": [], "inner": {"struct": {"generics": generics, "kind": {"tuple": fields}, "impls": []}}}
+
+    def trait(*, has_body):
+        header = {"is_const": False, "is_async": False, "is_unsafe": False}
+        method = {"generics": generics, "header": header, "sig": {"inputs": [], "output": None}, "has_body": has_body}
+        inner = {"generics": generics, "bounds": [], "is_unsafe": False, "items": [1] if has_body is not None else []}
+        return {"name": "T", "attrs": [], "inner": {"trait": inner}}, {"1": {"name": "f", "inner": {"function": method}}}
+
+    def printed(item, index=()):
+        return list(Printer({"index": dict(index)}).item(item, "c"))
+
+    field = {"0": {"name": "a", "visibility": "public", "inner": {"struct_field": {"primitive": "u8"}}}}
+    whole, partly = struct(fields=[0], stripped=False), struct(fields=[0], stripped=True)
+    grows = ["#[non_exhaustive]"]
+    enum, open_enum = ["enum c::E", "variant c::E::A"], ["enum c::E #[non_exhaustive]", "variant c::E::A"]
+    none, provided, required = (printed(*trait(has_body=has_body)) for has_body in (None, True, False))
+    return [
+        ("a private field", printed(whole, field), printed(partly, field), True),
+        ("a private field where there are some", printed(partly, field), printed(partly, field), False),
+        ("a private field of a tuple", printed(tuple_struct([0]), field), printed(tuple_struct([0, None]), field), True),
+        ("a private field of what may grow", printed(struct(fields=[0], stripped=False, attrs=grows), field),
+         printed(struct(fields=[0], stripped=True, attrs=grows), field), False),
+        ("a public field", printed(struct(fields=[], stripped=False)), printed(whole, field), True),
+        ("a public field beside private ones", printed(struct(fields=[], stripped=True)), printed(partly, field), False),
+        ("a field of a variant", enum, [*enum, "field c::E::A.x: u8"], True),
+        ("a variant", enum, [*enum, "variant c::E::B"], True),
+        ("a variant of what may grow", open_enum, [*open_enum, "variant c::E::B"], False),
+        ("an enum, and its variants", [], enum, False),
+        ("a default body that is taken", provided, required, True),
+        ("a method that is required", none, required, True),
+        ("a method that is provided", none, provided, False),
+        ("a type that is required", none, [*none, "type c::T::X: Copy;"], True),
+        ("a trait, and what it requires", [], required, False),
+        ("a function", enum, [*enum, "fn c::f()"], False),
+        ("no function", [*enum, "fn c::f()"], enum, True),
+    ]
 
 
 def versions_break(old, new):

@@ -2,11 +2,12 @@
 //!
 //! The other process is this binary started again with [`ROLE`] in its environment. Asks and answers
 //! are lines of JSON on its standard input and output. It ends when its input does, so that none
-//! outlives the test, and after [`LIFE`] whatever happens.
+//! outlives the test, and after [`LIFE`] whatever happens. One that dies before, of a signal that the test did not
+//! send or with a thread that panics, fails the test, whenever it is.
 
 use std::io::{BufRead, BufReader, Write};
-use std::os::unix::process::CommandExt;
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::os::unix::process::{CommandExt, ExitStatusExt};
+use std::process::{Child, ChildStdin, Command, ExitStatus, Stdio};
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, TryRecvError, channel};
 use std::sync::{Arc, OnceLock};
@@ -14,7 +15,9 @@ use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use immwire::core::wire::Wire;
-use immwire::{ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, SingleWrite, SubmitError};
+use immwire::{
+    ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, Rights, SingleWrite, SubmitError,
+};
 use immwire_cuda::Device;
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
@@ -25,6 +28,10 @@ use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, first_other, patienc
 pub const ROLE: &str = "IMMWIRE_CONFORMANCE_AGENT";
 /// No agent lives longer.
 const LIFE: Duration = Duration::from_secs(170);
+/// A thread of the agent's process has panicked that nobody waits for: it ends with [`PANICKED_CODE`].
+static PANICKED: AtomicBool = AtomicBool::new(false);
+/// That of a program whose main thread panics.
+const PANICKED_CODE: i32 = 101;
 
 /// What an agent can be asked.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -59,6 +66,10 @@ pub enum Ask {
     Memory {
         bytes: u64,
         own: Own,
+    },
+    /// Memory that is registered for the engine alone.
+    PrivateMemory {
+        bytes: u64,
     },
     /// [`Host::segment`].
     Segment {
@@ -149,6 +160,19 @@ pub enum Ask {
     Stop,
     /// How many writes the flood has done so far, if none has failed.
     Flooded,
+    /// Writes so often in the background, some at a time: each time from and to the place behind the last.
+    Salvo {
+        write: Write1,
+        writes: u64,
+    },
+    /// The end of the salvo: all of it is done.
+    SalvoDone {
+        ms: u64,
+    },
+    /// Waits until a write of the flood has failed; answers how.
+    FloodFailed {
+        ms: u64,
+    },
     Imm {
         peer: (u16, u32),
         tag: u32,
@@ -258,6 +282,14 @@ pub fn serve_if_asked() -> bool {
         eprintln!("agent {} has lived too long", std::process::id());
         std::process::exit(3);
     });
+    // What panics while it does what it is asked is an answer.
+    let (serving, print) = (std::thread::current().id(), std::panic::take_hook());
+    std::panic::set_hook(Box::new(move |panic| {
+        if std::thread::current().id() != serving {
+            PANICKED.store(true, Ordering::Relaxed);
+        }
+        print(panic);
+    }));
     let (asks, inbox) = channel();
     std::thread::spawn(move || {
         for line in std::io::stdin().lock().lines() {
@@ -268,7 +300,7 @@ pub fn serve_if_asked() -> bool {
             }
         }
         // The test is over, or dead.
-        std::process::exit(0);
+        std::process::exit(if PANICKED.load(Ordering::Relaxed) { PANICKED_CODE } else { 0 });
     });
     serve(&inbox, |say| {
         let mut out = std::io::stdout().lock();
@@ -310,6 +342,7 @@ fn serve(inbox: &Receiver<Ask>, mut say: impl FnMut(Say) -> bool) {
 #[derive(Default)]
 struct State {
     flood: Option<Flood>,
+    salvo: Option<JoinHandle<Result<(), String>>>,
     regions: Vec<Option<Memory>>,
     counters: Vec<Option<ImmCounter>>,
     host: Option<Host>,
@@ -365,6 +398,12 @@ impl State {
             }
             Ask::Memory { bytes, own } => {
                 let memory = self.host().memory(bytes, own);
+                let desc = encode(&memory.desc());
+                self.regions.push(Some(memory));
+                Say::Region { at: self.regions.len() - 1, desc }
+            }
+            Ask::PrivateMemory { bytes } => {
+                let memory = self.host().registered(bytes, Rights::LOCAL);
                 let desc = encode(&memory.desc());
                 self.regions.push(Some(memory));
                 Say::Region { at: self.regions.len() - 1, desc }
@@ -476,6 +515,30 @@ impl State {
                     Some(why) => Say::Failed(format!("the flood has ended: {why}")),
                 }
             }
+            Ask::Salvo { write, writes } => {
+                let region = self.region(write.src).region.clone();
+                let (engine, write) = (self.host().engine.clone(), Prepared::new(&write));
+                let fire = move || salvo(&engine, write, &region, writes);
+                self.salvo = Some(std::thread::spawn(fire));
+                Say::Fine
+            }
+            Ask::SalvoDone { ms } => {
+                let salvo = self.salvo.take().expect("a salvo");
+                let over = || salvo.is_finished().then_some(());
+                assert!(self.host().until(Duration::from_millis(ms), over).is_some(), "not done");
+                match salvo.join().expect("no panic") {
+                    Ok(()) => Say::Fine,
+                    Err(why) => Say::Failed(why),
+                }
+            }
+            Ask::FloodFailed { ms } => {
+                let flood = self.flood.as_ref().expect("a flood");
+                let failure = || flood.failure().map(str::to_owned);
+                match self.host().until(Duration::from_millis(ms), failure) {
+                    Some(why) => Say::Text(why),
+                    None => Say::Failed(format!("{} writes done, none has failed", flood.done())),
+                }
+            }
             Ask::Imm { peer, tag, writes } => {
                 let host = self.host();
                 let tag = ImmTag::from_bits(tag).expect("a tag");
@@ -580,6 +643,29 @@ impl Prepared {
             imm: self.imm,
         })
     }
+}
+
+/// See [`Ask::Salvo`].
+fn salvo(
+    engine: &immwire::TransferEngine,
+    mut write: Prepared,
+    src: &immwire::Region,
+    writes: u64,
+) -> Result<(), String> {
+    let mut window = std::collections::VecDeque::<immwire::Transfer>::new();
+    for left in (0..writes).rev() {
+        window.push_back(write.submit_on(engine, src).map_err(|error| error.to_string())?);
+        write.src_offset += write.len;
+        write.dst_offset += write.len;
+        while let Some(oldest) = window.front().filter(|_| window.len() >= 4 || left == 0) {
+            match oldest.wait(patience()) {
+                Ok(immwire::End::Done) => {}
+                other => return Err(format!("{other:?}, with {left} to come")),
+            }
+            window.pop_front();
+        }
+    }
+    Ok(())
 }
 
 /// Writes without end, several at a time. What fails ends it.
@@ -806,6 +892,8 @@ pub struct Agent {
     name: String,
     line: Line,
     says: Receiver<Say>,
+    /// How its process ends is nobody's concern: the test has killed it, or it may die by itself.
+    may_die: bool,
 }
 
 impl Agent {
@@ -837,7 +925,7 @@ impl Agent {
                 }
             }
         });
-        Self { name: name.to_owned(), line: Line::Process { child, stdin }, says }
+        Self { name: name.to_owned(), line: Line::Process { child, stdin }, says, may_die: false }
     }
 
     /// In this process, without an engine yet.
@@ -846,7 +934,7 @@ impl Agent {
         let body = move || serve(&inbox, |say| answers.send(say).is_ok());
         let thread = std::thread::Builder::new().name(name.to_owned()).spawn(body);
         let line = Line::Thread { asks: Some(asks), thread: Some(thread.expect("started")) };
-        Self { name: name.to_owned(), line, says }
+        Self { name: name.to_owned(), line, says, may_die: false }
     }
 
     /// Asks, and goes on.
@@ -884,6 +972,11 @@ impl Agent {
             Err(TryRecvError::Empty) => panic!("agent {} does not answer", self.name),
             Err(TryRecvError::Disconnected) => panic!("agent {} is gone", self.name),
         }
+    }
+
+    /// From now on it may die by itself, of what it does to itself.
+    pub fn may_die(&mut self) {
+        self.may_die = true;
     }
 
     /// The answer, or `None` if the agent has died.
@@ -927,7 +1020,10 @@ impl Agent {
         let pid = Pid::from_raw(i32::try_from(child.id()).expect("a pid")).expect("a pid");
         kill_process(pid, signal).expect("signalled");
         if signal == Signal::KILL {
-            child.wait().expect("reaped");
+            let status = child.wait().expect("reaped");
+            let by_us = status.signal() == Some(libc::SIGKILL);
+            let is_expected = std::mem::replace(&mut self.may_die, true) || by_us;
+            assert!(is_expected, "agent {} had died before: {status}", self.name);
         }
         if signal == Signal::STOP {
             let stopped = waitpid(Some(pid), WaitOptions::UNTRACED).expect("a child");
@@ -936,8 +1032,26 @@ impl Agent {
     }
 
     pub fn memory(&mut self, me: &Host, bytes: u64, own: Own) -> (usize, MrDesc) {
-        match self.ask(me, Ask::Memory { bytes, own }) {
+        self.region(me, Ask::Memory { bytes, own })
+    }
+
+    /// Memory of its own that nobody else may write to, and what describes it all the same.
+    pub fn private_memory(&mut self, me: &Host, bytes: u64) -> (usize, MrDesc) {
+        self.region(me, Ask::PrivateMemory { bytes })
+    }
+
+    fn region(&mut self, me: &Host, ask: Ask) -> (usize, MrDesc) {
+        match self.ask(me, ask) {
             Say::Region { at, desc } => (at, MrDesc::decode(&desc).expect("a descriptor")),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    /// Waits until a write of the agent's flood has failed; returns how.
+    pub fn flood_failed(&mut self, me: &Host) -> String {
+        let ms = u64::try_from(patience().as_millis()).expect("small");
+        match self.ask(me, Ask::FloodFailed { ms }) {
+            Say::Text(why) => why,
             other => panic!("{other:?}"),
         }
     }
@@ -998,15 +1112,17 @@ impl Drop for Agent {
         match &mut self.line {
             Line::Process { child, stdin } => {
                 drop(stdin.take());
-                let start = Instant::now();
-                while child.try_wait().is_ok_and(|status| status.is_none()) {
-                    if start.elapsed() > Duration::from_secs(2) {
-                        let _ = child.kill();
-                        let _ = child.wait();
-                        return;
-                    }
-                    std::thread::sleep(Duration::from_micros(200));
+                let ended = end_of(child);
+                if ended.is_none() {
+                    // Stopped, or late.
+                    eprintln!("agent {} does not end, and is killed", self.name);
+                    let _ = child.kill();
+                    let _ = child.wait();
                 }
+                let is_well = self.may_die || ended.is_none_or(|status| status.success());
+                // What fails says more than what follows from it.
+                let is_told = is_well || std::thread::panicking();
+                assert!(is_told, "agent {} has died: {ended:?}", self.name);
             }
             Line::Thread { asks, thread } => {
                 drop(asks.take());
@@ -1015,5 +1131,17 @@ impl Drop for Agent {
                 }
             }
         }
+    }
+}
+
+/// How a process ends whose input has ended, if it does soon.
+fn end_of(child: &mut Child) -> Option<ExitStatus> {
+    let start = Instant::now();
+    loop {
+        let ended = child.try_wait().expect("a child");
+        if ended.is_some() || start.elapsed() > Duration::from_secs(2) {
+            return ended;
+        }
+        std::thread::sleep(Duration::from_micros(200));
     }
 }

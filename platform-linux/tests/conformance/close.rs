@@ -1,6 +1,6 @@
 //! Taking memory back while peers write to it.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire::CloseError;
 
@@ -15,6 +15,9 @@ pub const TESTS: &[Test] = &[
     ("drop_under_writes", Spread::Places, drop_under_writes),
 ];
 
+/// Within it a region is closed that a peer writes to.
+const SOON: Duration = Duration::from_secs(1);
+
 /// A peer writes without end; once the region is closed, it does not, and its writes fail.
 fn close_under_writes(case: &Case) {
     for &(foreign, own) in case.facts().ways {
@@ -26,7 +29,7 @@ fn close_under_writes(case: &Case) {
             // A region of its own for each round; in the space of the last one, if that is ours.
             let mine = me.memory(1 << 20, own);
             flood(&me, &mut other, &mine);
-            let start = std::time::Instant::now();
+            let start = Instant::now();
             let patience = Duration::from_secs(5);
             let closed = match own {
                 Own::Engine => me.close(mine.region, patience).map(|()| None),
@@ -34,12 +37,14 @@ fn close_under_writes(case: &Case) {
                 Own::Test => me.reclaim(mine, patience).map(Some),
             };
             let again = closed.unwrap_or_else(|error| panic!("{foreign:?} {round}: {error}"));
-            assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+            assert!(start.elapsed() < SOON, "{:?}", start.elapsed());
             if let Some(again) = again {
                 still(&me, &again);
             }
+            // Whose memory it is is not asked: it is nobody's to write to any more.
+            let failed = other.flood_failed(&me);
             let writes = other.number(&me, Ask::Stop);
-            eprintln!("    {foreign:?} {round}: {writes} writes");
+            eprintln!("    {foreign:?} {round}: {writes} writes, then {failed}");
             assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");
         }
     }
@@ -63,6 +68,7 @@ fn drop_under_writes(case: &Case) {
             drop((mine, other_handle));
             let next = me.memory(1 << 20, own);
             still(&me, &next);
+            other.flood_failed(&me);
             assert!(matches!(other.ask(&me, Ask::Stop), Say::Number(_)));
         }
         assert_eq!(me.engine.peer_state(peer), Some(immwire::PeerState::Up), "{foreign:?}");

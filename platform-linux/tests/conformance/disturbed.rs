@@ -1,6 +1,9 @@
 //! Each fault of a network or a peer, under each operation: what can end, ends as it should; what was counted was written;
 //! nothing is counted twice.
 //!
+//! Each transfer has places of its own. When all have been written they are looked at, each byte of them, and what is
+//! written next is other bytes: so nothing that a fault has lost, or put elsewhere, is made good by what comes later.
+//!
 //! For NICs that can be disturbed: those of `verification/rdma-guest`, of which there must be four. We have two of them,
 //! and our two peers the others, so that all goes over the network.
 
@@ -90,6 +93,8 @@ const BYTES: u64 = PAGES as u64 * PAGE;
 const ALL: [u8; 4] = [0, 1, 2, 3];
 /// Transfers under way.
 const DEPTH: usize = 8;
+/// Places at each peer, each for one transfer between two looks.
+const PLACES: u64 = 2 * DEPTH as u64;
 /// How long all is well, how long it is disturbed, and how long it has to be well again.
 const BEFORE: Duration = Duration::from_millis(500);
 const DISTURBED: Duration = Duration::from_secs(3);
@@ -115,15 +120,31 @@ enum OrElse {
     Broken,
 }
 
+/// A transfer that is under way, to whom it is, and the place that it has there.
+struct Flying {
+    transfer: Transfer,
+    peers: Vec<usize>,
+    place: u64,
+}
+
 struct Work {
+    case: Case,
     me: Host,
     src: Memory,
     op: Op,
-    /// Under way, and to whom each is.
-    flying: VecDeque<(Transfer, Vec<usize>)>,
-    /// By peer: what the transfers to it will have counted, of those that were submitted; and of those that are done.
+    flying: VecDeque<Flying>,
+    /// How often all has been looked at, and the bytes that are written since.
+    looks: u64,
+    pattern: Pattern,
+    /// The place of the next transfer; those before it are taken.
+    place: u64,
+    /// By peer: places that have been written since the last look.
+    written: Vec<Vec<u64>>,
+    /// By peer: what the transfers to it will have counted, of those that were submitted; of those that are done; and of
+    /// those whose bytes were looked at.
     submitted: Vec<u64>,
     done: Vec<u64>,
+    counted: Vec<u64>,
     /// How many have ended other than done.
     ended_else: u32,
 }
@@ -137,21 +158,43 @@ const fn counts(op: Op) -> u64 {
 }
 
 impl Work {
+    fn new(case: &Case, me: Host, op: Op) -> Self {
+        let src = me.memory(PLACES * BYTES, Own::Engine);
+        let pattern = case.pattern(0);
+        pattern.fill(&src, 0, PLACES * BYTES, 0);
+        Self {
+            case: *case,
+            me,
+            src,
+            op,
+            flying: VecDeque::new(),
+            looks: 0,
+            pattern,
+            place: 0,
+            written: vec![Vec::new(); 2],
+            submitted: vec![0; 2],
+            done: vec![0; 2],
+            counted: vec![0; 2],
+            ended_else: 0,
+        }
+    }
+
     /// Submits one transfer, or one to each, to those of the peers that are `wanted`.
     fn submit(&mut self, all: &[There], wanted: &[usize]) {
+        let (place, offset) = (self.place, self.place * BYTES);
         let to: Vec<&There> = wanted.iter().map(|&at| &all[at]).collect();
         let tag = all[0].tag;
         let engine = &self.me.engine;
         let list = |by: u32| (0..PAGES).map(|i| i * by % PAGES).collect::<Vec<_>>();
-        let pages = |by| Pages { indices: list(by).into(), stride: PAGE, offset: 0 };
+        let pages = |by| Pages { indices: list(by).into(), stride: PAGE, offset };
         let mut flying = Vec::new();
         match self.op {
             Op::Single => {
                 for (there, &at) in to.iter().zip(wanted) {
-                    let range = (0, 0, BYTES);
+                    let range = (offset, offset, BYTES);
                     let transfer =
                         write(&self.me, there.peer, &self.src, &there.desc, range, Some(tag));
-                    flying.push((transfer, vec![at]));
+                    flying.push(Flying { transfer, peers: vec![at], place });
                 }
             }
             Op::Pages => {
@@ -166,44 +209,44 @@ impl Work {
                         imm: Some(tag),
                     };
                     let transfer = engine.submit_paged_writes(&write).expect("submit");
-                    flying.push((transfer, vec![at]));
+                    flying.push(Flying { transfer, peers: vec![at], place });
                 }
             }
             Op::Scatter => {
                 let target = |there: &&There| Target {
                     peer: there.peer,
-                    src_offset: 0,
+                    src_offset: offset,
                     dst: there.desc,
-                    dst_offset: 0,
+                    dst_offset: offset,
                     len: BYTES,
                 };
                 let targets: Arc<[Target]> = to.iter().map(target).collect();
                 let write = ScatterWrite { src: &self.src, targets, imm: Some(tag) };
                 let transfer = engine.submit_scatter(&write).expect("submit");
-                flying.push((transfer, wanted.to_vec()));
+                flying.push(Flying { transfer, peers: wanted.to_vec(), place });
             }
             Op::Barrier => {
                 let peers: Vec<PeerId> = to.iter().map(|there| there.peer).collect();
                 let group: PeerGroup = engine.add_peer_group(&peers);
                 let transfer = engine.submit_barrier(&group, tag).expect("submit");
-                flying.push((transfer, wanted.to_vec()));
+                flying.push(Flying { transfer, peers: wanted.to_vec(), place });
             }
         }
-        for (_, peers) in &flying {
-            for &at in peers {
-                self.submitted[at] += counts(self.op);
-            }
+        for &at in flying.iter().flat_map(|it| &it.peers) {
+            self.submitted[at] += counts(self.op);
         }
         self.flying.extend(flying);
+        self.place += 1;
     }
 
     /// The end of the transfer that was submitted first: it is done, or it names a peer that it may name.
     fn end_first(&mut self, all: &[There], or_else: OrElse) {
-        let Some((transfer, peers)) = self.flying.pop_front() else { return };
+        let Some(Flying { transfer, peers, place }) = self.flying.pop_front() else { return };
         let end = self.me.end(&transfer);
         if end == End::Done {
             for at in peers {
                 self.done[at] += counts(self.op);
+                self.written[at].push(place);
             }
         } else {
             let may_name = match or_else {
@@ -216,15 +259,45 @@ impl Work {
         }
     }
 
-    fn go_on(&mut self, all: &[There], wanted: &[usize], or_else: OrElse, time: Duration) {
+    /// The end of all that is under way. What was done was counted at those of the peers that are `there`, and each byte of it
+    /// is where it belongs; from now on all places are free, and other bytes are written.
+    fn look(&mut self, all: &mut [There], there: &[usize], or_else: OrElse) {
+        self.finish(all, or_else);
+        for &at in there {
+            let There { agent, region, counter, .. } = &mut all[at];
+            // One that ended for another's sake may have written here, and counted, or not.
+            let fresh = self.done[at] - self.counted[at];
+            if fresh > 0 {
+                agent.count(&self.me, *counter, fresh);
+            }
+            self.counted[at] = self.done[at];
+            for place in std::mem::take(&mut self.written[at]) {
+                if self.op != Op::Barrier {
+                    let (region, offset, pattern) = (*region, place * BYTES, self.pattern);
+                    let ask = Ask::Mismatch { region, offset, len: BYTES, pattern, at: offset };
+                    let wrong = agent.place(&self.me, ask);
+                    assert_eq!(wrong, None, "the first wrong byte of place {place}, peer {at}");
+                }
+            }
+        }
+        self.looks += 1;
+        self.pattern = self.case.pattern(self.looks);
+        self.pattern.fill(&self.src, 0, PLACES * BYTES, 0);
+        self.place = 0;
+    }
+
+    fn go_on(&mut self, all: &mut [There], peers: &[usize], or_else: OrElse, time: Duration) {
         let start = Instant::now();
         while start.elapsed() < time {
+            if self.place == PLACES {
+                self.look(all, peers, or_else);
+            }
             // Where paths may break, peers may be down for it.
             let is_wanted = |&at: &usize| {
                 !matches!(or_else, OrElse::Broken)
                     || self.me.engine.peer_state(all[at].peer) == Some(PeerState::Up)
             };
-            let wanted: Vec<usize> = wanted.iter().copied().filter(is_wanted).collect();
+            let wanted: Vec<usize> = peers.iter().copied().filter(is_wanted).collect();
             if wanted.is_empty() {
                 return;
             }
@@ -246,7 +319,7 @@ fn meet(case: &Case, me: &Host, setup: &Setup, name: &str) -> There {
     let mut agent = case.bare_agent(name);
     let address = agent.build(setup);
     let peer = me.peer(&address);
-    let (region, desc) = agent.memory(me, BYTES, Own::Engine);
+    let (region, desc) = agent.memory(me, PLACES * BYTES, Own::Engine);
     // The first counter of each: the tags are the same.
     let (counter, tag) = agent.counter(me);
     There { agent, peer, desc, region, counter, tag }
@@ -261,20 +334,9 @@ fn run(case: &Case, fault: Fault, op: Op) {
     let me = Host::new(&mine);
     let mut all = [meet(case, &me, &theirs, "one"), meet(case, &me, &theirs, "two")];
     assert_eq!(all[0].tag, all[1].tag);
-    let src = me.memory(BYTES, Own::Engine);
-    let pattern = case.pattern(0);
-    pattern.fill(&src, 0, BYTES, 0);
     let both = [0, 1];
-    let mut work = Work {
-        me,
-        src,
-        op,
-        flying: VecDeque::new(),
-        submitted: vec![0; 2],
-        done: vec![0; 2],
-        ended_else: 0,
-    };
-    work.go_on(&all, &both, OrElse::Nothing, BEFORE);
+    let mut work = Work::new(case, me, op);
+    work.go_on(&mut all, &both, OrElse::Nothing, BEFORE);
     let gone = all[1].peer;
     let mut removal = None;
     let or_else = if fault == Fault::Jitter { OrElse::Broken } else { OrElse::Nothing };
@@ -284,17 +346,17 @@ fn run(case: &Case, fault: Fault, op: Op) {
             for at in ALL {
                 Port(at).set(&format!("netem {netem}"));
             }
-            work.go_on(&all, &both, or_else, DISTURBED);
+            work.go_on(&mut all, &both, or_else, DISTURBED);
             for at in ALL {
                 Port(at).set("netem");
             }
-            work.go_on(&all, &both, or_else, AFTER);
+            work.go_on(&mut all, &both, or_else, AFTER);
         }
         Fault::Port => {
             Port(1).set("down");
-            work.go_on(&all, &both, or_else, DISTURBED);
+            work.go_on(&mut all, &both, or_else, DISTURBED);
             Port(1).set("up");
-            work.go_on(&all, &both, or_else, AFTER);
+            work.go_on(&mut all, &both, or_else, AFTER);
         }
         Fault::Kill => {
             all[1].agent.signal(Signal::KILL);
@@ -303,31 +365,26 @@ fn run(case: &Case, fault: Fault, op: Op) {
             let state = work.me.peer_down(gone, soon);
             assert!(matches!(state, Some(PeerState::Down(_))), "{state:?}");
             assert!(killed.elapsed() < soon, "took {:?}", killed.elapsed());
-            work.go_on(&all, &both[..1], or_else, AFTER);
+            work.go_on(&mut all, &both[..1], or_else, AFTER);
         }
         Fault::Removal => {
             removal = Some(Port(1).command("remove").spawn().expect("the guest's script"));
-            work.go_on(&all, &both, or_else, DISTURBED);
+            work.go_on(&mut all, &both, or_else, DISTURBED);
         }
     }
-    work.finish(&all, or_else);
     let survivors = if fault == Fault::Kill { 1 } else { 2 };
+    work.look(&mut all, &both[..survivors], or_else);
     for (at, there) in all.iter_mut().take(survivors).enumerate() {
         let (submitted, done) = (work.submitted[at], work.done[at]);
-        // One that ended for another's sake may have written here, and counted, or not.
-        there.agent.count(&work.me, there.counter, done);
         let more = there.agent.number(&work.me, Ask::Available { counter: there.counter });
         assert!(done > 0 && more <= submitted - done, "{more} more than {done} of {submitted}");
-        if op != Op::Barrier {
-            check(&work.me, there, pattern);
-        }
         let state = work.me.engine.peer_state(there.peer);
         assert!(state == Some(PeerState::Up) || fault == Fault::Jitter, "{state:?}");
     }
     let (done, ended_else) = (&work.done, work.ended_else);
     println!(
-        "{fault:?} {op:?}, seed {:#x}: {done:?} counted, {ended_else} transfers ended other than done",
-        case.seed
+        "{fault:?} {op:?}, seed {:#x}: {done:?} counted, {} looks, {ended_else} transfers ended other than done",
+        case.seed, work.looks
     );
     drop((work, all));
     if let Some(mut removal) = removal {
@@ -342,8 +399,4 @@ fn run(case: &Case, fault: Fault, op: Op) {
         assert!(ended.is_some_and(|status| status.success()), "something of it is still held");
         Port(1).set("add");
     }
-}
-
-fn check(me: &Host, there: &mut There, pattern: Pattern) {
-    there.agent.check(me, there.region, 0, BYTES, pattern);
 }

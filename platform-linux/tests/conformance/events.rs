@@ -1,5 +1,6 @@
 //! Faults that a device tells of by itself, while much is under way both ways: of a queue pair, of a queue that many share, of all of it. Every
-//! transfer ends; nothing is lost, nothing counted twice. What one NIC has lost, the other goes on with.
+//! transfer ends; nothing is lost, nothing counted twice. What one NIC has lost, the other goes on with. Each transfer has places
+//! of its own, which are looked at before others have them, and then other bytes are written.
 //!
 //! For devices that tell of what they are asked to: those of `verification/rdma-guest/events.c`, of which there must be four. Each end has
 //! two of its own, so that what goes over a NIC can be seen at its network interface.
@@ -15,9 +16,9 @@ use immwire::{
 };
 
 use crate::agent::{Agent, Ask, Write1, encode, plain, processor_time};
-use crate::host::{Host, Memory, Own, Pattern, names, patience};
+use crate::host::{Host, Memory, Own, Pattern, names, patience, poison};
 use crate::operations::only_peer;
-use crate::ports::{APART, on};
+use crate::ports::{APART, Salvo, on};
 use crate::{Case, Spread, Test};
 
 pub const TESTS: &[Test] = &[
@@ -86,6 +87,8 @@ const PAGE: u64 = 4096;
 const BYTES: u64 = PAGES as u64 * PAGE;
 /// Transfers under way.
 const DEPTH: usize = 8;
+/// Places at the other end, each for one transfer.
+const PLACES: u64 = 2 * DEPTH as u64;
 /// What is looked at in one go.
 const WHILE: Duration = Duration::from_millis(300);
 /// More than goes over a NIC that is not in use, in that time; less than over one that is.
@@ -102,11 +105,20 @@ struct Work {
     desc: MrDesc,
     there: usize,
     counter: usize,
+    case: Case,
+    /// How often all was looked at, and what is written since.
+    looks: u64,
     pattern: Pattern,
+    /// That of the next transfer; those before it are taken.
+    place: u64,
     own_pattern: Pattern,
+    /// How many writes of the flood were done when [`Work::mine`] was last made other bytes.
+    fresh_after: u64,
+    salvo: Salvo,
     write_back: Write1,
     tag: ImmTag,
     flying: VecDeque<Transfer>,
+    /// Since the last look.
     submitted: u64,
 }
 
@@ -125,10 +137,10 @@ impl Work {
         let address = other.build(&theirs);
         let peer = me.peer(&address);
         let back = only_peer(&me, &mut other);
-        let (pattern, own_pattern) = (case.pattern(0), case.pattern(1));
-        let (src, mine) = (me.memory(BYTES, Own::Engine), me.memory(BYTES, Own::Engine));
-        pattern.fill(&src, 0, BYTES, 0);
-        let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+        let (pattern, own_pattern) = (case.pattern(0), case.pattern(999));
+        let (src, mine) = (me.memory(PLACES * BYTES, Own::Engine), me.memory(BYTES, Own::Engine));
+        pattern.fill(&src, 0, PLACES * BYTES, 0);
+        let (there, desc) = other.memory(&me, PLACES * BYTES, Own::Engine);
         let (counter, tag) = other.counter(&me);
         let (from, _) = other.memory(&me, BYTES, Own::Engine);
         let fill = Ask::Fill { region: from, offset: 0, len: BYTES, pattern: own_pattern, at: 0 };
@@ -143,8 +155,10 @@ impl Work {
             len: BYTES,
             tag: Some(count.tag().bits()),
         };
+        let salvo = Salvo::new(case, &me, &mut other, back);
         other.tell(&me, Ask::Flood(write_back.clone()));
         let (flying, submitted) = (VecDeque::new(), 0);
+        let (case, looks, place, fresh_after) = (*case, 0, 0, 0);
         let mut work = Self {
             me,
             other,
@@ -155,8 +169,13 @@ impl Work {
             desc,
             there,
             counter,
+            case,
+            looks,
             pattern,
+            place,
             own_pattern,
+            fresh_after,
+            salvo,
             write_back,
             tag,
             flying,
@@ -172,8 +191,10 @@ impl Work {
     }
 
     fn submit(&mut self) {
+        // Where nobody looks, as long as a peer may be gone, they are written again.
+        let offset = self.place % PLACES * BYTES;
         let places =
-            || Pages { indices: (0..PAGES).collect::<Vec<_>>().into(), stride: PAGE, offset: 0 };
+            || Pages { indices: (0..PAGES).collect::<Vec<_>>().into(), stride: PAGE, offset };
         let write = PagedWrite {
             peer: self.peer,
             page_bytes: PAGE,
@@ -185,18 +206,42 @@ impl Work {
         };
         self.flying.push_back(self.me.engine.submit_paged_writes(&write).expect("submit"));
         self.submitted += 1;
+        self.place += 1;
+    }
+
+    /// All that was written is done, was counted, and is there; what is written next is other bytes.
+    fn look(&mut self) {
+        for transfer in std::mem::take(&mut self.flying) {
+            self.me.done(&transfer);
+        }
+        self.other.count(&self.me, self.counter, self.submitted * u64::from(PAGES));
+        let written = self.place.min(PLACES) * BYTES;
+        self.other.check(&self.me, self.there, 0, written, self.pattern);
+        (self.submitted, self.place) = (0, 0);
+        self.looks += 1;
+        self.pattern = self.case.pattern(self.looks);
+        self.pattern.fill(&self.src, 0, PLACES * BYTES, 0);
     }
 
     /// Writes all the time, and every write is done.
     fn go_on(&mut self, time: Duration) {
         let start = Instant::now();
         while start.elapsed() < time {
+            if self.place >= PLACES {
+                self.look();
+            }
             self.submit();
             if self.flying.len() > DEPTH {
                 let first = self.flying.pop_front().expect("some");
                 self.me.done(&first);
             }
         }
+    }
+
+    /// Something has just befallen a NIC: what the flood had written before does not count for what it writes now.
+    fn refresh(&mut self) {
+        poison(&self.mine, 0, BYTES, 0xa5);
+        self.fresh_after = self.other.number(&self.me, Ask::Flooded) + 2 * DEPTH as u64;
     }
 
     /// Goes on until something is so.
@@ -234,14 +279,14 @@ impl Work {
         }
     }
 
-    /// The end of the writes both ways: all are done, and were counted once.
+    /// The end of the writes both ways: all are done, were counted once, and are there.
     fn finish(&mut self) {
-        for transfer in std::mem::take(&mut self.flying) {
-            self.me.done(&transfer);
-        }
-        let written = self.submitted * u64::from(PAGES);
-        self.other.count(&self.me, self.counter, written);
-        self.submitted = 0;
+        self.until("the flood goes on", |work| {
+            work.other.number(&work.me, Ask::Flooded) > work.fresh_after
+        });
+        self.fresh_after = 0;
+        let looks = self.looks;
+        self.look();
         let flooded = self.other.number(&self.me, Ask::Flooded);
         let done = self.other.number(&self.me, Ask::Stop);
         assert!(done > 0 && flooded <= done);
@@ -249,10 +294,9 @@ impl Work {
         self.me.linger(Duration::from_millis(200));
         let more = self.other.number(&self.me, Ask::Available { counter: self.counter });
         assert_eq!((more, self.count.available()), (0, 0), "counted twice");
-        self.other.check(&self.me, self.there, 0, BYTES, self.pattern);
         assert_eq!(self.own_pattern.mismatch(&self.mine, 0, BYTES, 0), None);
         assert_eq!(self.me.engine.peer_state(self.peer), Some(PeerState::Up));
-        println!("{written} pages there, {done} writes back");
+        println!("looked at {looks} times before, {done} writes back");
     }
 
     /// The end of the writes both ways, where the peer is given up: each write was done, or names the peer, or else ends for want of a NIC
@@ -303,9 +347,12 @@ impl Work {
 /// A NIC is lost for good, for what its device tells.
 fn nic_lost(case: &Case, device: u8, event: &str) {
     let (mut work, lost) = (Work::begin(case), Device(device));
+    work.salvo.begin(&work.me, &mut work.other);
     lost.tell(event);
     work.until("told", |_| lost.has_told());
+    work.refresh();
     work.leaves(lost);
+    work.salvo.end(&work.me, &mut work.other);
     work.finish();
     // Neither end is awake for what it has left.
     let naps = Duration::from_millis(500);
@@ -324,9 +371,12 @@ fn nic_lost(case: &Case, device: u8, event: &str) {
 fn all_lost(case: &Case) {
     let mut work = Work::begin(case);
     let [first, second, ..] = ALL;
+    work.salvo.begin(&work.me, &mut work.other);
     first.tell("cq_err");
     work.until("told", |_| first.has_told());
+    work.refresh();
     work.leaves(first);
+    work.salvo.end(&work.me, &mut work.other);
     work.finish();
     work.other.tell(&work.me, Ask::Flood(work.write_back.clone()));
     second.tell("device_fatal");
@@ -342,9 +392,12 @@ fn all_lost(case: &Case) {
 fn counted_first(case: &Case) {
     let mut work = Work::begin(case);
     let [first, second, ..] = ALL;
+    work.salvo.begin(&work.me, &mut work.other);
     first.tell("cq_err");
     work.until("told", |_| first.has_told());
+    work.refresh();
     work.leaves(first);
+    work.salvo.end(&work.me, &mut work.other);
     second.tell("hold");
     work.until_told(second);
     let done_of = |work: &mut Work| work.other.number(&work.me, Ask::Flooded);
@@ -378,8 +431,11 @@ fn queue_pairs_fail(case: &Case) {
         (0, "qp_req_err line cut"),
     ] {
         let device = Device(device);
+        work.salvo.begin(&work.me, &mut work.other);
         device.tell(what);
         work.until(what, |_| device.is_gone());
+        work.refresh();
+        work.salvo.end(&work.me, &mut work.other);
     }
     work.until("all NICs send", |work| {
         let before = ALL.map(Device::sent);

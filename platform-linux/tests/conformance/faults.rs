@@ -161,7 +161,8 @@ fn receiver_killed(case: &Case) {
             .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, Some(tag), None))
             .collect();
         let some = if case.facts().has_gpus { 64 } else { 2000 };
-        me.until(patience(), || (me.engine.stats().completed > some).then_some(()));
+        let under_way = || (me.engine.stats().completed > some).then_some(());
+        assert!(me.until(patience(), under_way).is_some(), "{:?}", me.engine.stats());
         other.signal(Signal::KILL);
         let ends = ends_of_the_dead(case, &me, peer, &transfers);
         assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
@@ -186,7 +187,8 @@ fn forked_peer_killed(case: &Case) {
         let transfers: Vec<_> = (0..5)
             .map(|_| pages(&me, peer, &src, &desc, case.facts().pages_for_a_while, None, None))
             .collect();
-        me.until(patience(), || (me.engine.stats().completed > 2000).then_some(()));
+        let under_way = || (me.engine.stats().completed > 2000).then_some(());
+        assert!(me.until(patience(), under_way).is_some(), "{:?}", me.engine.stats());
         other.signal(Signal::KILL);
         let ends = ends_of_the_dead(case, &me, peer, &transfers);
         assert!(ends.iter().any(|&end| names(end, peer)), "{way:?}: too late");
@@ -548,40 +550,53 @@ fn silent_peer(case: &Case) {
     me.done(&write(&me, again, &src, &desc, (0, 0, 8), None));
 }
 
-/// NICs are taken out of use and put back while much is under way: all of it arrives, once.
+/// NICs are taken out of use and put back while much is under way: all of it arrives, once, and every byte is where it belongs. Each transfer
+/// has a place of its own until all are looked at, and then other bytes are written.
 fn nics_fail_and_return(case: &Case) {
+    // Under way at a time.
+    const PLACES: u64 = 20;
+    const LEN: u64 = 1 << 20;
+    const SIZE: u64 = PLACES * LEN;
     let me = Host::new(&case.setup(4));
     let (mut other, address) = case.agent("other");
     let peer = me.peer(&address);
-    let size = 4 << 20;
-    let src = me.memory(size, Own::Engine);
-    let (there, desc) = other.memory(&me, size, Own::Engine);
+    let src = me.memory(SIZE, Own::Engine);
+    let (there, desc) = other.memory(&me, SIZE, Own::Engine);
     let (counter, tag) = other.counter(&me);
-    let pattern = case.pattern(0);
-    pattern.fill(&src, 0, size, 0);
     let mut random = case.random();
-    let (mut under_way, mut submitted) = (std::collections::VecDeque::new(), 0);
-    for round in 0..300 {
-        let healthy = random.below(2) == 0;
-        // The last one always stays.
-        me.engine.set_nic_health(u8::try_from(random.below(3)).expect("small"), healthy);
-        let (transfer, writes) = if round % 3 == 0 {
-            (pages(&me, peer, &src, &desc, 1000, Some(tag), None), 1000)
-        } else {
-            (write(&me, peer, &src, &desc, (0, 0, size), Some(tag)), 1)
-        };
-        submitted += writes;
-        under_way.push_back(transfer);
-        if under_way.len() > 20 {
-            me.done(&under_way.pop_front().expect("20"));
+    for lap in 0..15 {
+        let pattern = case.pattern(lap);
+        pattern.fill(&src, 0, SIZE, 0);
+        let mut submitted = 0;
+        let mut under_way = Vec::new();
+        for place in 0..PLACES {
+            let healthy = random.below(2) == 0;
+            // The last one always stays.
+            me.engine.set_nic_health(u8::try_from(random.below(3)).expect("small"), healthy);
+            let offset = place * LEN;
+            under_way.push(if (lap + place).is_multiple_of(3) {
+                // Four times each page: page 7 i of the place goes to page 7 i, never one next to the last.
+                let indices: Vec<u32> = (0..1024).map(|i| i * 7 % 256).collect();
+                let pages = || Pages { indices: indices.clone().into(), stride: 4096, offset };
+                let (page_bytes, imm) = (4096, Some(tag));
+                let (src_pages, dst_pages) = (pages(), pages());
+                let (src, dst) = (&src, &desc);
+                let write = PagedWrite { peer, page_bytes, src, src_pages, dst, dst_pages, imm };
+                submitted += 1024;
+                me.engine.submit_paged_writes(&write).expect("submit")
+            } else {
+                submitted += 1;
+                write(&me, peer, &src, &desc, (offset, offset, LEN), Some(tag))
+            });
         }
+        under_way.iter().for_each(|transfer| me.done(transfer));
+        other.count(&me, counter, submitted);
+        assert_eq!(other.number(&me, Ask::Available { counter }), 0);
+        other.check(&me, there, 0, SIZE, pattern);
     }
-    under_way.iter().for_each(|transfer| me.done(transfer));
-    other.count(&me, counter, submitted);
-    assert_eq!(other.number(&me, Ask::Available { counter }), 0);
-    other.tell(&me, Ask::Poison { region: there, offset: 0, len: size, byte: 0 });
-    me.done(&write(&me, peer, &src, &desc, (0, 0, size), None));
-    other.check(&me, there, 0, size, pattern);
+    other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: 0 });
+    me.done(&write(&me, peer, &src, &desc, (0, 0, SIZE), None));
+    other.check(&me, there, 0, SIZE, case.pattern(14));
 }
 
 fn no_nic_left(case: &Case) {

@@ -3,7 +3,7 @@
 use immwire::{DownReason, End, PagedWrite, Pages, PeerId, PeerState, Rights};
 
 use crate::agent::{Agent, Ask};
-use crate::host::{Foreign, Host, Lent, Own};
+use crate::host::{Foreign, Host, Lent, Own, poison};
 use crate::operations::write;
 use crate::staged::is_staged;
 use crate::{Case, Spread, Test};
@@ -111,6 +111,20 @@ fn rights(case: &Case) {
             peer = lost_and_back(case, &me, &mut other, peer);
         }
         me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
+        // One that claims a right which the region was not registered with: refused there, too, and not a byte is written.
+        poison(&src, 0, 4096, 0x11);
+        let (private, its) = other.private_memory(&me, 4096);
+        other.tell(&me, Ask::Poison { region: private, offset: 0, len: 4096, byte: 0x5c });
+        assert_eq!(its.rights, Rights::LOCAL);
+        let claimed = immwire::MrDesc { rights: Rights::REMOTE_WRITE, ..its };
+        let end = me.end(&write(&me, peer, &src, &claimed, (0, 0, 4096), None));
+        assert!(matches!(end, End::Quiesced { .. }), "{foreign:?} {end:?}");
+        if !case.facts().refuses_access_softly && !is_staged(&its) {
+            peer = lost_and_back(case, &me, &mut other, peer);
+        }
+        // Nor does any of it come later: what was written after it has come.
+        me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), None));
+        other.check_only(&me, private, 0, 4096, 0x5c);
         if case.facts().refuses_access_softly {
             // More often than a peer grants room: what is refused takes none of it, nor is it counted.
             let (counter, tag) = other.counter(&me);
@@ -120,6 +134,7 @@ fn rights(case: &Case) {
             }
             me.done(&write(&me, peer, &src, &desc, (0, 0, 4096), Some(tag)));
             other.count(&me, counter, 1);
+            assert_eq!(other.number(&me, Ask::Available { counter }), 0, "{foreign:?}");
         }
     }
 }

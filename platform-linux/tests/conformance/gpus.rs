@@ -982,18 +982,23 @@ fn host_memory_of_the_driver(case: &Case) {
     let (me, mut other, peer) = case.pair();
     let device = Device::open(0).expect("GPU 0");
     let memory = PinnedMemory::zeroed(&device, BYTES).expect("pinned");
-    let pattern = case.pattern(0);
     // In turn a GPU's and the host's.
     let there: Vec<_> = (0..2).map(|_| other.memory(&me, BYTES as u64, Own::Engine)).collect();
-    for (from, len) in [(0, BYTES), (0, 4096), (8192, 4096), (100, BYTES - 200), (BYTES - 64, 64)] {
+    let ranges = [(0, BYTES), (0, 4096), (8192, 4096), (100, BYTES - 200), (BYTES - 64, 64)];
+    for (n, (from, len)) in (0..).zip(ranges) {
+        // None of these bytes is there before, and none of another range's is right.
+        let pattern = case.pattern(n);
         let at = NonNull::new((memory.address() + from as u64) as *mut u8).expect("some");
         // SAFETY: freed below, when the region has been closed, and no reference to the bytes is ever made.
         let mine = unsafe { me.engine.register(at, len, Rights::LOCAL) };
         let (mine, len) = (mine.expect("register"), len as u64);
         pattern.fill(&mine, 0, len, 0);
         for (there, desc) in &there {
+            let whole = BYTES as u64;
+            other.tell(&me, Ask::Poison { region: *there, offset: 0, len: whole, byte: 0xa5 });
             me.done(&write(&me, peer, &mine, desc, (0, 0, len), None));
             other.check(&me, *there, 0, len, pattern);
+            other.check_only(&me, *there, len, whole - len, 0xa5);
         }
         me.close(mine, patience()).expect("closed");
     }

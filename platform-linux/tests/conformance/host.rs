@@ -287,35 +287,35 @@ impl Host {
         Ok(())
     }
 
-    /// Memory of the engine's, or memory of ours that it registers.
+    /// Memory of the engine's, or memory of ours that it registers for its peers.
     pub fn memory(&self, bytes: u64, own: Own) -> Memory {
-        let bytes = usize::try_from(bytes).expect("64-bit");
-        let turn = self.turn.as_ref().map(|turn| turn.replace(turn.get() + 1));
-        match (own, turn.and_then(|turn| whose(turn, own))) {
-            (Own::Engine, Some(gpu)) => Memory {
-                region: self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"),
-                lent: None,
-                segment: None,
-            },
-            (Own::Test, Some(gpu)) => {
-                let lent = Lent::of_gpu(gpu, bytes);
-                // SAFETY: never freed.
-                let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
-                Memory { region: region.expect("register"), lent: Some(lent), segment: None }
-            }
-            (Own::Engine, None) => Memory {
-                region: self.engine.alloc(bytes).expect("alloc"),
-                lent: None,
-                segment: None,
-            },
-            (Own::Test, None) => {
-                let lent = Lent::new(bytes);
-                // SAFETY: `Memory` drops the region first, and unmaps once it is closed, or the process
-                // ends; no reference to the bytes is ever made.
-                let region = unsafe { self.engine.register(lent.ptr, bytes, Rights::REMOTE_WRITE) };
-                Memory { region: region.expect("register"), lent: Some(lent), segment: None }
-            }
+        if own == Own::Test {
+            return self.registered(bytes, Rights::REMOTE_WRITE);
         }
+        let bytes = usize::try_from(bytes).expect("64-bit");
+        let region = match self.next_gpu(own) {
+            Some(gpu) => self.engine.alloc_gpu(gpu, bytes).expect("alloc_gpu"),
+            None => self.engine.alloc(bytes).expect("alloc"),
+        };
+        Memory { region, lent: None, segment: None }
+    }
+
+    /// Memory of ours that the engine registers for as much as these rights say.
+    pub fn registered(&self, bytes: u64, rights: Rights) -> Memory {
+        let bytes = usize::try_from(bytes).expect("64-bit");
+        let lent = match self.next_gpu(Own::Test) {
+            Some(gpu) => Lent::of_gpu(gpu, bytes),
+            None => Lent::new(bytes),
+        };
+        // SAFETY: never unmapped, and never freed; no reference to the bytes is ever made.
+        let region = unsafe { self.engine.register(lent.ptr, bytes, rights) };
+        Memory { region: region.expect("register"), lent: Some(lent), segment: None }
+    }
+
+    /// The GPU whose memory is to be taken this time, if it is to be one's.
+    fn next_gpu(&self, own: Own) -> Option<u32> {
+        let turn = self.turn.as_ref()?;
+        whose(turn.replace(turn.get() + 1), own)
     }
 }
 

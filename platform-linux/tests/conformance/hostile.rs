@@ -49,7 +49,8 @@ fn first_words(case: &Case) -> (Vec<u8>, NetAddr) {
     // Nobody answers, so nothing comes of it.
     let driver_less = me.engine.clone();
     let adding = std::thread::spawn(move || driver_less.add_peer(&fake));
-    me.until(patience(), || adding.is_finished().then_some(()));
+    let added = me.until(patience(), || adding.is_finished().then_some(()));
+    assert!(added.is_some());
     adding.join().expect("adds").expect("a call was started");
     let heard = me.until(patience(), || call.is_finished().then_some(()));
     assert!(heard.is_some());
@@ -181,7 +182,8 @@ fn noise_on_the_socket(case: &Case) {
         assert!(!first, "only {all} calls in {rounds} rounds");
     }
     stop.store(true, Ordering::Relaxed);
-    me.until(patience(), || pesterers.iter().all(|thread| thread.is_finished()).then_some(()));
+    let over = || pesterers.iter().all(|thread| thread.is_finished()).then_some(());
+    assert!(me.until(patience(), over).is_some(), "somebody still calls");
     pesterers.into_iter().for_each(|thread| thread.join().expect("no panic"));
     // They have all been seen off, and friends are let in.
     let (mut third, address) = case.agent("third");
@@ -245,6 +247,7 @@ fn a_session_of_noise(case: &Case) {
         let (_, mad_tag) = mad.counter(&me);
         let long = me.memory(1 << 20, Own::Engine);
         me.done(&write(&me, peer, &long, &to, (0, 0, 1 << 20), Some(mad_tag)));
+        mad.may_die();
         mad.post(Ask::Scribble { seed: case.seed.wrapping_add(round), ms: 60 });
         // As long as it scribbles, and longer: an engine that sleeps does not look.
         let (start, mut n) = (Instant::now(), 0);

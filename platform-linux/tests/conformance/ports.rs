@@ -10,11 +10,14 @@ use std::collections::VecDeque;
 use std::process::Command;
 use std::time::{Duration, Instant};
 
-use immwire::{DownReason, End, NetAddr, PagedWrite, Pages, PeerId, PeerState};
+use immwire::{
+    DownReason, End, ImmCounter, ImmTag, MrDesc, NetAddr, PagedWrite, Pages, PeerId, PeerState,
+    Transfer,
+};
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Motor, Own, Setup, names, patience};
+use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, names, patience, poison};
 use crate::operations::{only_peer, write};
 use crate::{Case, Facts, Spread, Test};
 
@@ -99,6 +102,154 @@ impl Drop for Port {
 const AWAY: Duration = Duration::from_secs(4);
 const BACK: Duration = Duration::from_secs(6);
 const PAGES: u32 = 256;
+const PAGE: u64 = 4096;
+/// Transfers under way, and places for them.
+const DEPTH: usize = 8;
+const PLACES: u32 = 12;
+
+/// Writes of ours to another end, several under way, page by page, each to places of its own. When all have been written they are
+/// looked at, each byte of them, and what is written next is other bytes.
+struct Forth {
+    case: Case,
+    peer: PeerId,
+    src: Memory,
+    desc: MrDesc,
+    there: usize,
+    counter: usize,
+    tag: ImmTag,
+    flying: VecDeque<Transfer>,
+    looks: u64,
+    pattern: Pattern,
+    /// That of the next transfer; those before it are taken.
+    place: u32,
+}
+
+impl Forth {
+    const BYTES: u64 = PLACES as u64 * PAGES as u64 * PAGE;
+
+    fn new(case: &Case, me: &Host, other: &mut Agent, peer: PeerId) -> Self {
+        let src = me.memory(Self::BYTES, Own::Engine);
+        let (there, desc) = other.memory(me, Self::BYTES, Own::Engine);
+        let (counter, tag) = other.counter(me);
+        let pattern = case.pattern(0);
+        pattern.fill(&src, 0, Self::BYTES, 0);
+        let (flying, looks, place) = (VecDeque::new(), 0, 0);
+        Self { case: *case, peer, src, desc, there, counter, tag, flying, looks, pattern, place }
+    }
+
+    /// Page i of a place goes to page 11 i of it: no two to the same.
+    const fn to(page: u32) -> u32 {
+        page * 11 % PAGES
+    }
+
+    fn submit(&mut self, me: &Host) {
+        let offset = u64::from(self.place * PAGES) * PAGE;
+        let pages = |indices: Vec<u32>| Pages { indices: indices.into(), stride: PAGE, offset };
+        let write = PagedWrite {
+            peer: self.peer,
+            page_bytes: PAGE,
+            src: &self.src,
+            src_pages: pages((0..PAGES).collect()),
+            dst: &self.desc,
+            dst_pages: pages((0..PAGES).map(Self::to).collect()),
+            imm: Some(self.tag),
+        };
+        self.flying.push_back(me.engine.submit_paged_writes(&write).expect("submit"));
+        self.place += 1;
+    }
+
+    /// All that was written is done, was counted once, and is there.
+    fn look(&mut self, me: &Host, other: &mut Agent) {
+        self.flying.drain(..).for_each(|transfer| me.done(&transfer));
+        other.count(me, self.counter, u64::from(self.place * PAGES));
+        let more = other.number(me, Ask::Available { counter: self.counter });
+        assert_eq!(more, 0, "counted twice");
+        let mut pages = vec![0; usize::try_from(self.place * PAGES).expect("small")];
+        for page in 0..self.place * PAGES {
+            let (place, at) = (page / PAGES, page % PAGES);
+            let to = usize::try_from(place * PAGES + Self::to(at)).expect("small");
+            pages[to] = page;
+        }
+        let (region, pattern) = (self.there, self.pattern);
+        let wrong = other.place(me, Ask::MismatchedPage { region, pages, pattern });
+        assert_eq!(wrong, None, "a page that is not what was sent");
+        self.looks += 1;
+        self.pattern = self.case.pattern(self.looks);
+        self.pattern.fill(&self.src, 0, Self::BYTES, 0);
+        self.place = 0;
+    }
+
+    /// Writes for so long; returns how many transfers there were.
+    fn go_on(&mut self, me: &Host, other: &mut Agent, time: Duration) -> u64 {
+        let (start, mut submitted) = (Instant::now(), 0);
+        while start.elapsed() < time {
+            if self.place == PLACES {
+                self.look(me, other);
+            }
+            self.submit(me);
+            submitted += 1;
+            if self.flying.len() > DEPTH {
+                me.done(&self.flying.pop_front().expect("some"));
+            }
+        }
+        submitted
+    }
+}
+
+/// Writes of the other end's that are under way when something befalls a NIC: each has a place of its own, and every byte is
+/// looked at.
+pub struct Salvo {
+    case: Case,
+    back: PeerId,
+    from: usize,
+    mine: Memory,
+    count: ImmCounter,
+    rounds: u64,
+}
+
+impl Salvo {
+    const WRITES: u64 = 32;
+    const EACH: u64 = 64 << 10;
+    const BYTES: u64 = Self::WRITES * Self::EACH;
+
+    pub fn new(case: &Case, me: &Host, other: &mut Agent, back: PeerId) -> Self {
+        let mine = me.memory(Self::BYTES, Own::Engine);
+        let (from, _) = other.memory(me, Self::BYTES, Own::Engine);
+        let count = me.engine.counter().expect("a counter");
+        Self { case: *case, back, from, mine, count, rounds: 0 }
+    }
+
+    /// Bytes that were not there before.
+    fn pattern(&self) -> Pattern {
+        self.case.pattern(1000 + self.rounds)
+    }
+
+    pub fn begin(&mut self, me: &Host, other: &mut Agent) {
+        self.rounds += 1;
+        let (region, len, pattern) = (self.from, Self::BYTES, self.pattern());
+        other.tell(me, Ask::Fill { region, offset: 0, len, pattern, at: 0 });
+        let write = Write1 {
+            peer: plain(self.back),
+            src: self.from,
+            src_offset: 0,
+            dst: encode(&self.mine.desc()),
+            dst_offset: 0,
+            len: Self::EACH,
+            tag: Some(self.count.tag().bits()),
+        };
+        other.tell(me, Ask::Salvo { write, writes: Self::WRITES });
+    }
+
+    /// All are done, were counted once, and are there.
+    pub fn end(&self, me: &Host, other: &mut Agent) {
+        let ms = u64::try_from(patience().as_millis()).expect("small");
+        other.tell(me, Ask::SalvoDone { ms });
+        me.count(&self.count, Self::WRITES, patience()).expect("as many as were done");
+        assert_eq!(self.count.available(), 0, "counted twice");
+        let wrong = self.pattern().mismatch(&self.mine, 0, Self::BYTES, 0);
+        assert_eq!(wrong, None, "a byte that is not what was sent");
+    }
+}
 
 fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) {
     // What is in flight when a port goes down is settled when the device has given up, some seconds later.
@@ -108,15 +259,11 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
     let address = other.build(&theirs);
     let peer = me.peer(&address);
     let back = only_peer(&me, &mut other);
-    let size = u64::from(PAGES) * 4096;
-    let src = me.memory(size, Own::Engine);
-    let (there, desc) = other.memory(&me, size, Own::Engine);
-    let (counter, tag) = other.counter(&me);
-    let pattern = case.pattern(0);
-    pattern.fill(&src, 0, size, 0);
+    let mut forth = Forth::new(case, &me, &mut other, peer);
+    let mut salvo = Salvo::new(case, &me, &mut other, back);
 
     // The other way: writes of many pieces each.
-    let (len, own_pattern) = (1 << 20, case.pattern(1));
+    let (len, own_pattern) = (1 << 20, case.pattern(999));
     let mine = me.memory(len, Own::Engine);
     let (from, _) = other.memory(&me, len, Own::Engine);
     other.tell(&me, Ask::Fill { region: from, offset: 0, len, pattern: own_pattern, at: 0 });
@@ -132,47 +279,24 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
     };
     other.tell(&me, Ask::Flood(flood));
 
-    // Page i goes to place 11 i: no two to the same.
-    let list = |by: u32| (0..PAGES).map(|i| i * by % PAGES).collect::<Vec<_>>();
-    let places = |indices: Vec<u32>| Pages { indices: indices.into(), stride: 4096, offset: 0 };
-    let submit = || {
-        let (src_pages, dst_pages) = (places(list(1)), places(list(11)));
-        let (page_bytes, dst, imm) = (4096, &desc, Some(tag));
-        let write = PagedWrite { peer, page_bytes, src: &src, src_pages, dst, dst_pages, imm };
-        me.engine.submit_paged_writes(&write).expect("submit")
-    };
-    let (mut under_way, mut submitted) = (VecDeque::new(), 0);
-    let mut go_on = |time: Duration| {
-        let start = Instant::now();
-        let before = submitted;
-        while start.elapsed() < time {
-            under_way.push_back(submit());
-            submitted += 1;
-            if under_way.len() > 8 {
-                me.done(&under_way.pop_front().expect("8"));
-            }
-        }
-        submitted - before
-    };
-    assert!(go_on(Duration::from_secs(1)) > 0);
+    assert!(forth.go_on(&me, &mut other, Duration::from_secs(1)) > 0);
     for &at in ports {
         let port = Port(at);
+        salvo.begin(&me, &mut other);
         port.set(fail);
-        let moved = go_on(AWAY);
+        // What is right in the end was written after this.
+        poison(&mine, 0, len, 0xa5);
+        let moved = forth.go_on(&me, &mut other, AWAY);
+        forth.look(&me, &mut other);
+        salvo.end(&me, &mut other);
+        salvo.begin(&me, &mut other);
         port.set(mend);
-        let then = go_on(BACK);
+        let then = forth.go_on(&me, &mut other, BACK);
+        salvo.end(&me, &mut other);
         println!("port {at}: {moved} transfers while it was away, {then} after it came back");
         assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
     }
-    under_way.iter().for_each(|transfer| me.done(transfer));
-    other.count(&me, counter, submitted * u64::from(PAGES));
-    assert_eq!(other.number(&me, Ask::Available { counter }), 0, "counted twice");
-    let mut pages = vec![0; list(11).len()];
-    for (page, place) in (0..).zip(list(11)) {
-        pages[usize::try_from(place).expect("small")] = page;
-    }
-    let wrong = other.place(&me, Ask::MismatchedPage { region: there, pages, pattern });
-    assert_eq!(wrong, None, "a page that is not what was sent");
+    forth.look(&me, &mut other);
 
     let flooded = other.number(&me, Ask::Flooded);
     let done = other.number(&me, Ask::Stop);
@@ -182,8 +306,9 @@ fn ports_fail(case: &Case, devices: Devices, [fail, mend]: Fault, ports: &[u8]) 
     assert_eq!(count.available(), 0, "counted twice");
     assert_eq!(own_pattern.mismatch(&mine, 0, len, 0), None);
     // And it goes on.
-    me.done(&write(&me, peer, &src, &desc, (0, 0, size), None));
-    other.check(&me, there, 0, size, pattern);
+    let Forth { src, desc, there, pattern, .. } = forth;
+    me.done(&write(&me, peer, &src, &desc, (0, 0, Forth::BYTES), None));
+    other.check(&me, there, 0, Forth::BYTES, pattern);
 }
 
 /// An engine of this process on two devices.

@@ -118,6 +118,8 @@ enum Wrong {
     /// Nothing was cancelled.
     Aborted,
     Spins,
+    /// The peer was still waited for.
+    Late,
 }
 
 /// What has come up, a bit each.
@@ -130,11 +132,32 @@ mod seen {
     pub(super) const PATHLESS: u8 = 32;
 }
 
+/// When a side is to have given its peer up, if nothing comes of what it waits for. The group has the same instants: they
+/// tell no states apart.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+struct Due {
+    /// By our NIC: of the path of it that is asked about.
+    asked: Vec<Time>,
+    /// For want of any path.
+    pathless: Time,
+}
+
+impl Due {
+    fn never(nics: usize) -> Self {
+        Self { asked: vec![Time::NEVER; nics], pathless: Time::NEVER }
+    }
+
+    fn first(&self) -> Time {
+        self.asked.iter().copied().fold(self.pathless, Ord::min)
+    }
+}
+
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 struct Side {
     group: Kept<Group>,
     peer: PeerId,
     now: Time,
+    due: Due,
     /// Answers as they are laid out, by the asker's NIC.
     staging: Vec<Option<Settlement>>,
     /// Answers as they have come, by our NIC.
@@ -205,6 +228,7 @@ impl Failover {
             group: Kept::new(group),
             peer,
             now: Time::ZERO,
+            due: Due::never(ours),
             staging: vec![None; theirs],
             mail: vec![None; ours],
             down: false,
@@ -349,7 +373,12 @@ impl Failover {
             .partition(|it| it.is_on(&state.paths[path]));
         state.flights = rest;
         state.paths[path].health = Health::Settled;
-        let Side { group, peer, now, .. } = &mut state.sides[side];
+        // Of a NIC's paths one is asked about at a time: now the next.
+        let broken = (side, found.from, Health::Broken);
+        let is_next = |path: &Path| (path.from, path.nic, path.health) == broken;
+        let more = state.paths.iter().any(is_next);
+        let Side { group, peer, now, due, .. } = &mut state.sides[side];
+        due.asked[usize::from(found.from)] = if more { now.after(DRAIN) } else { Time::NEVER };
         for flight in lost {
             let work = flight.work;
             let known = group.change(|group| {
@@ -453,8 +482,9 @@ impl State {
                 .into_iter()
                 .partition::<Vec<Flight>, _>(|flight| flight.from == at);
             self.flights = rest;
-            let Side { group, peer, now, down, .. } = &mut self.sides[at];
+            let Side { group, peer, now, due, down, .. } = &mut self.sides[at];
             *down = true;
+            *due = Due::never(due.asked.len());
             for Flight { work, .. } in mine {
                 let gone = Err(WorkError::PeerGone);
                 group.change(|group| group.handle_completion(*now, work.nic, work.token, gone));
@@ -569,10 +599,18 @@ impl Model for Failover {
                 next.left.breaks -= 1;
                 next.paths[at].health = Health::Broken;
                 let Path { from, nic, remote, .. } = next.paths[at];
-                if !next.has_path(from) {
+                let is_pathless = !next.has_path(from);
+                if is_pathless {
                     next.seen |= seen::PATHLESS;
                 }
-                let Side { group, now, peer, .. } = &mut next.sides[from];
+                let Side { group, now, peer, due, .. } = &mut next.sides[from];
+                let until = now.after(DRAIN);
+                let asked = &mut due.asked[usize::from(nic)];
+                // Unless another is asked about.
+                *asked = until.min(*asked);
+                if is_pathless {
+                    due.pathless = until.min(due.pathless);
+                }
                 group.change(|group| group.handle_path_broken(*now, *peer, nic, remote));
             }
             Step::Restore(at) => {
@@ -581,7 +619,8 @@ impl Model for Failover {
                 next.paths[at].health = Health::Whole;
                 next.paths[at].fenced = false;
                 let Path { from, nic, remote, .. } = next.paths[at];
-                let Side { group, now, peer, .. } = &mut next.sides[from];
+                let Side { group, now, peer, due, .. } = &mut next.sides[from];
+                due.pathless = Time::NEVER;
                 group.change(|group| group.handle_path_restored(*now, *peer, nic, remote));
             }
             Step::Tick(at) => {
@@ -590,9 +629,12 @@ impl Model for Failover {
                 next.left.early -= u8::from(!steps.is_empty());
                 let side = &mut next.sides[at];
                 side.now = side.now.max(side.group.poll_timeout());
-                let now = side.now;
+                // Who is given up at the last moment is not given up late.
+                let (now, is_late) = (side.now, side.due.first() < side.now);
                 side.group.change(|group| group.handle_timeout(now));
-                if side.group.poll_timeout() <= now {
+                if is_late {
+                    next.wrong = Some(Wrong::Late);
+                } else if side.group.poll_timeout() <= now {
                     next.wrong = Some(Wrong::Spins);
                 }
             }
@@ -622,7 +664,9 @@ impl Model for Failover {
             Property::always("a peer is given up within its drain", |_, state: &State| {
                 // A path may break whenever another is settled.
                 let most = DRAIN.saturating_mul(1 + u32::from(state.seen != 0) * 4);
-                state.sides.iter().all(|side| side.now.since(Time::ZERO) <= most)
+                let ends = state.sides.iter().all(|side| side.now.since(Time::ZERO) <= most);
+                // Nor is any path asked about for longer, or a peer without one waited for.
+                ends && state.wrong != Some(Wrong::Late)
             }),
             Property::sometimes(
                 "all is done over paths that broke",
@@ -703,6 +747,14 @@ fn the_path_of_an_ask_breaks_too() {
 fn the_path_of_an_answer_breaks_too() {
     let model = model([2, 1], &[(0, 2)], Left { breaks: 2, ..CALM });
     check("an answer that is lost with its path goes over another", model, floor(11_779, 119_508));
+}
+
+/// What is asked can be answered no more, and the asker has a path all the while.
+#[test]
+fn an_answer_that_cannot_come_is_waited_for_no_longer_than_a_drain() {
+    let model = model([2, 1], &[(0, 2)], Left { breaks: 3, ..CALM });
+    let model = Failover { prompt: true, ..model };
+    check("an answer that cannot come is waited for no longer than a drain", model, 11_779);
 }
 
 /// A path is settled, used again, and breaks again: old asks and answers say nothing of it.
