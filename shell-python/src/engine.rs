@@ -62,6 +62,8 @@ impl Core {
     fn stop(self) {
         let Self { engine, manner, mailbox, lingering, exchanges, .. } = self;
         exchanges.close();
+        // Callbacks that the engine's end waits for may be waiting for messages.
+        mailbox.dismiss();
         // The last handle: the others are made for one call each, and `Core` is counted.
         drop(engine);
         mailbox.close();
@@ -714,11 +716,17 @@ impl TransferEngine {
     ) -> PyResult<()> {
         let core = self.core()?;
         let (imm, call) = (counter.imm()?, callable(callback)?);
+        let caller = Arc::clone(&core.manner.caller);
+        caller.start()?;
+        // What the engine itself calls only passes it on: messages come by the same thread of the engine's.
         let job = move |reached: Result<(), immwire::CountError>| {
-            call_back(&call, |call| {
-                let error = reached.err().map(|error| errors::count(&error));
-                call.call1((error.map(|error| error.into_value(call.py())),))
-            });
+            let told = move || {
+                call_back(&call, |call| {
+                    let error = reached.err().map(|error| errors::count(&error));
+                    call.call1((error.map(|error| error.into_value(call.py())),))
+                });
+            };
+            caller.push(Box::new(told));
         };
         core.engine.expect_imm_count(&imm, writes, job).map_err(|error| errors::count(&error))
     }

@@ -28,7 +28,7 @@ const SPIN: Duration = Duration::from_micros(20);
 /// A callback with its argument; it reports what is raised.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread that runs callbacks of transfers and messages; started by the first.
+/// The thread that runs callbacks of transfers, counts and messages; started by the first.
 #[derive(Default)]
 pub(crate) struct Caller {
     state: Mutex<CallerState>,
@@ -56,7 +56,7 @@ impl Caller {
     }
 
     /// As [`Caller::queue`], but runs it here if the thread has ended.
-    fn push(&self, job: Job) {
+    pub(crate) fn push(&self, job: Job) {
         if let Err(job) = self.queue(job) {
             job();
         }

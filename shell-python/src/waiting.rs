@@ -93,6 +93,7 @@ impl Wake for Bell {
 }
 
 /// Whoever waits for something, as the one who brings it sees it.
+#[derive(Clone)]
 pub(crate) enum Waiter {
     Task(Arc<Bell>),
     Thread(Thread),

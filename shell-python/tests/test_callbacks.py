@@ -1,9 +1,11 @@
 """Callbacks: on a thread of the engine's, once, and never lost."""
 
+import asyncio
 import gc
 import queue
 import sys
 import threading
+import time
 
 import immwire
 import pytest
@@ -41,6 +43,74 @@ def test_counts_call_back(pair):
     pair.receiver.expect_imm_count(counter=counter, writes=1, callback=called.put)
     pair.receiver.close()
     assert isinstance(called.get(timeout=PATIENCE), immwire.EngineClosed)
+
+
+def test_a_counts_callback_may_wait_for_a_message(pair):
+    counter, begun, results = pair.receiver.counter(), threading.Event(), queue.Queue()
+
+    def answer(_error):
+        # From here on messages are asked for.
+        with pytest.raises(immwire.WaitTimeout):
+            pair.receiver.recv_blocking(timeout=0)
+        begun.set()
+        try:
+            results.put(pair.receiver.recv_blocking(timeout=5).data)
+        except immwire.ImmwireError as error:
+            results.put(error)
+
+    pair.receiver.expect_imm_count(counter=counter, writes=1, callback=answer)
+    imm(pair, counter).wait_blocking()
+    assert begun.wait(PATIENCE)
+    pair.sender.submit_send(peer=pair.peer, data=b"for the callback").wait_blocking()
+    assert results.get(timeout=PATIENCE) == b"for the callback"
+
+
+def test_a_counts_callback_that_takes_long_holds_up_no_message(pair):
+    counter, begun, go = pair.receiver.counter(), threading.Event(), threading.Event()
+
+    def slow(_error):
+        begun.set()
+        go.wait(PATIENCE)
+
+    # From here on messages are asked for.
+    with pytest.raises(immwire.WaitTimeout):
+        pair.receiver.recv_blocking(timeout=0.01)
+    pair.receiver.expect_imm_count(counter=counter, writes=1, callback=slow)
+    imm(pair, counter).wait_blocking()
+    assert begun.wait(PATIENCE)
+    try:
+        for data in (b"one", b"two"):
+            pair.sender.submit_send(peer=pair.peer, data=data).wait_blocking()
+            assert pair.receiver.recv_blocking(timeout=5).data == data
+    finally:
+        go.set()
+
+
+@pytest.mark.parametrize("awaited", [False, True], ids=["blocking", "awaited"])
+def test_closing_does_not_wait_for_what_a_callback_waits_for(pair, awaited):
+    counter, begun, results = pair.receiver.counter(), threading.Event(), queue.Queue()
+
+    async def receive():
+        begun.set()
+        await pair.receiver.recv(timeout=4 * PATIENCE)
+
+    def forever(_error):
+        try:
+            if awaited:
+                asyncio.run(receive())
+            else:
+                begun.set()
+                pair.receiver.recv_blocking(timeout=4 * PATIENCE)
+        except immwire.ImmwireError as error:
+            results.put(error)
+
+    pair.receiver.expect_imm_count(counter=counter, writes=1, callback=forever)
+    imm(pair, counter).wait_blocking()
+    assert begun.wait(PATIENCE)
+    start = time.monotonic()
+    pair.receiver.close()
+    assert time.monotonic() - start < PATIENCE / 2
+    assert isinstance(results.get(timeout=PATIENCE), immwire.EngineClosed)
 
 
 def test_messages_call_back(pair):
