@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //!
-//! - An engine's threads are never waited for by one of them, nor while attached to the interpreter, which
+//! - An engine's threads are never waited for by one of them, nor by a callback that they wait for (`sync`), nor while attached to the interpreter, which
 //!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
 //!   long as that takes.
 //! - Memory that was registered is let go of only when they have been joined.
@@ -36,8 +36,8 @@ use crate::pages;
 use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
-use crate::sync::{call_back, in_callback, lock, wait};
-use crate::transfer::{Manner, Transfer};
+use crate::sync::{Closing, call_back, in_callback, lock, wait};
+use crate::transfer::{Caller, Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
 use crate::watcher::UvmWatcher;
@@ -81,6 +81,13 @@ impl std::ops::Deref for Running {
     #[expect(clippy::expect_used, reason = "only `drop` takes it")]
     fn deref(&self) -> &Core {
         self.0.as_ref().expect("an engine that was not dropped")
+    }
+}
+
+impl Running {
+    /// Stops the engine on this thread, which waits for it, and is not attached.
+    fn stop(mut self) {
+        self.0.take().map(Core::stop);
     }
 }
 
@@ -446,7 +453,7 @@ impl TransferEngine {
             (seconds(timeout)?, spin.map_or_else(|| Ok(default_spin()), seconds)?);
         let engine = py.detach(|| builder.build()).map_err(|error| errors::build(&error))?;
         let address = engine.address().clone();
-        let manner = Manner { caller: Arc::default(), timeout, spin };
+        let manner = Manner { caller: Arc::new(Caller::new()), timeout, spin };
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
         let lingering = Arc::default();
         let exchanges = Exchanges::default();
@@ -604,7 +611,9 @@ impl TransferEngine {
         callback: Bound<'_, PyAny>,
     ) -> PyResult<UvmWatcher> {
         let (core, call) = (self.core()?, callable(callback)?);
-        let job = move |before: u64, now: u64| call_back(&call, |call| call.call1((before, now)));
+        let engine = core.manner.caller.engine();
+        let job =
+            move |before: u64, now: u64| call_back(engine, &call, |call| call.call1((before, now)));
         let watcher = py.detach(|| core.engine.alloc_uvm_watcher(job));
         watcher.map(UvmWatcher::new).map_err(|error| errors::register(&error))
     }
@@ -720,8 +729,9 @@ impl TransferEngine {
         caller.start()?;
         // What the engine itself calls only passes it on: messages come by the same thread of the engine's.
         let job = move |reached: Result<(), immwire::CountError>| {
+            let engine = caller.engine();
             let told = move || {
-                call_back(&call, |call| {
+                call_back(engine, &call, |call| {
                     let error = reached.err().map(|error| errors::count(&error));
                     call.call1((error.map(|error| error.into_value(call.py())),))
                 });
@@ -897,11 +907,16 @@ impl TransferEngine {
 
     /// Stops the engine: transfers under way end, peers are left, threads are joined. What was closed stays
     /// so; to close it again does nothing.
+    ///
+    /// Its callbacks that run are waited for. So a callback can close any engine but the one whose it is, and one that has a
+    /// callback which is closing that.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let handle = self.handle.get()?;
-        if in_callback() {
-            return Err(errors::in_callback());
+        if lock(&handle.core).is_none() {
+            return Ok(());
         }
+        let engine = self.manner.peek().caller.engine();
+        let _closing = Closing::begin(engine).map_err(errors::in_callback)?;
         let core = lock(&handle.core).take();
         if let Some(core) = core {
             py.detach(|| {
@@ -909,7 +924,7 @@ impl TransferEngine {
                 let mut core = core;
                 loop {
                     match Arc::try_unwrap(core) {
-                        Ok(last) => return drop(last),
+                        Ok(last) => return last.stop(),
                         Err(shared) => core = shared,
                     }
                     std::thread::sleep(Duration::from_millis(1));

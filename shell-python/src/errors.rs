@@ -19,6 +19,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
+use crate::sync::Entangled;
 use crate::values;
 
 /// Fields beyond the message, by name.
@@ -61,8 +62,16 @@ pub(crate) fn closed(what: &str) -> PyErr {
     raise("EngineClosed", &format!("the {what} is closed"), |_| Ok(()))
 }
 
-pub(crate) fn in_callback() -> PyErr {
-    let message = "an engine cannot be closed by one of its callbacks, which closing waits for";
+pub(crate) fn in_callback(entangled: Entangled) -> PyErr {
+    let message = match entangled {
+        Entangled::Own => {
+            "an engine cannot be closed by one of its callbacks, which closing waits for"
+        }
+        Entangled::Mutual => {
+            "the engine cannot be closed by this callback: closing waits for the engine's own callbacks, and one of \
+             them is closing the engine whose callback this is"
+        }
+    };
     raise("ImmwireError", message, |_| Ok(()))
 }
 

@@ -109,8 +109,9 @@ impl Mailbox {
                     if let left @ 1.. = left.saturating_sub(1) {
                         state.takers.push_front(Taker::Call { call: Arc::clone(&call), left });
                     }
+                    let engine = self.caller.engine();
                     let job = move || {
-                        call_back(&call, |call| {
+                        call_back(engine, &call, |call| {
                             call.call1((values::Message::new(call.py(), &message),))
                         });
                     };

@@ -29,8 +29,9 @@ const SPIN: Duration = Duration::from_micros(20);
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
 /// The thread that runs callbacks of transfers, counts and messages; started by the first.
-#[derive(Default)]
 pub(crate) struct Caller {
+    /// Of its engine, which it is known by: no other of this process has it.
+    engine: u64,
     state: Mutex<CallerState>,
     changed: Condvar,
 }
@@ -43,6 +44,16 @@ struct CallerState {
 }
 
 impl Caller {
+    /// That of a new engine.
+    pub(crate) fn new() -> Self {
+        Self { engine: fresh_id(), state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// The number of the engine.
+    pub(crate) const fn engine(&self) -> u64 {
+        self.engine
+    }
+
     /// Has the job run; gives it back if the thread has ended. Runs nothing itself.
     pub(crate) fn queue(&self, job: Job) -> Result<(), Job> {
         let mut state = lock(&self.state);
@@ -322,7 +333,8 @@ impl Transfer {
         }
         let watched = slf.get().watched.get()?;
         let (call, ended) = (call.unbind(), slf.clone().unbind());
-        let job = move || call_back(&call, |call| call.call1((ended,)));
+        let engine = watched.caller.engine();
+        let job = move || call_back(engine, &call, |call| call.call1((ended,)));
         watched.caller.start()?;
         lock(&watched.waiters).calls.push(Box::new(job));
         watched.arm();

@@ -176,6 +176,59 @@ def test_a_callback_may_submit_wait_and_drop_but_not_close(pair):
     assert "callback" in results.get(timeout=PATIENCE)
 
 
+def test_a_callback_may_close_other_engines_and_what_is_closed(pair):
+    counter, results = pair.receiver.counter(), queue.Queue()
+    gone = immwire.TransferEngine()
+    gone.close()
+
+    def close(_ended):
+        try:
+            pair.receiver.close()
+            gone.close()
+            with immwire.TransferEngine() as made:
+                results.put(made.closed)
+            results.put(made.closed and pair.receiver.closed)
+            pair.sender.close()
+        except immwire.ImmwireError as error:
+            results.put(str(error))
+
+    imm(pair, counter).add_done_callback(close)
+    assert results.get(timeout=PATIENCE) is False
+    assert results.get(timeout=PATIENCE) is True
+    assert "one of its callbacks" in results.get(timeout=PATIENCE)
+    assert not pair.sender.closed
+
+
+def close_in_a_ring():
+    """A callback of each of three engines closes the next; returns what they raised."""
+    engines = [immwire.TransferEngine(timeout=PATIENCE) for _ in range(3)]
+    meeting, results = threading.Barrier(3), queue.Queue()
+
+    def close(other):
+        meeting.wait(PATIENCE)
+        try:
+            other.close()
+            results.put(None)
+        except immwire.ImmwireError as error:
+            results.put(error)
+
+    for at, engine in enumerate(engines):
+        other = engines[at - 1]
+        engine.expect_imm_count(
+            counter=engine.counter(), writes=0, callback=lambda _error, other=other: close(other)
+        )
+    ended = [results.get(timeout=PATIENCE) for _ in range(3)]
+    for engine in engines:
+        engine.close()
+    return [error for error in ended if error is not None]
+
+
+def test_callbacks_that_close_each_others_engines_do_not_wait_for_each_other():
+    for _ in range(10):
+        (refused,) = close_in_a_ring()
+        assert "this callback" in str(refused)
+
+
 def test_the_last_handle_may_go_in_a_callback():
     pair, dropped = Pair(), threading.Event()
     counter = pair.receiver.counter()
