@@ -210,13 +210,18 @@ impl TransferEngine {
         &self,
         what: &'static str,
         deadline: Option<f64>,
-        submit: impl FnOnce(&immwire::TransferEngine) -> Result<immwire::Transfer, immwire::SubmitError>,
+        submit: impl Fn(&immwire::TransferEngine) -> Result<immwire::Transfer, immwire::SubmitError>,
     ) -> PyResult<Transfer> {
         let core = self.core()?;
         let deadline = deadline.map(seconds).transpose()?;
-        let transfer = match deadline {
+        let attempt = || match deadline {
             None => submit(&core.engine),
             Some(deadline) => submit(&core.engine.with_deadline(deadline)),
+        };
+        let transfer = match attempt() {
+            // Some may have ended, and are kept by whoever has not looked.
+            Err(immwire::SubmitError::Full { .. }) if core.manner.places.sweep() => attempt(),
+            first => first,
         };
         let transfer = transfer.map_err(|error| errors::submit(&error))?;
         Ok(Transfer::new(transfer, what, &core.manner, deadline))
@@ -453,7 +458,8 @@ impl TransferEngine {
             (seconds(timeout)?, spin.map_or_else(|| Ok(default_spin()), seconds)?);
         let engine = py.detach(|| builder.build()).map_err(|error| errors::build(&error))?;
         let address = engine.address().clone();
-        let manner = Manner { caller: Arc::new(Caller::new()), timeout, spin };
+        let caller = Arc::new(Caller::new());
+        let manner = Manner { caller, places: Arc::default(), timeout, spin };
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
         let lingering = Arc::default();
         let exchanges = Exchanges::default();
@@ -887,20 +893,22 @@ impl TransferEngine {
         wait.block(py, timeout)
     }
 
-    /// To be awaited: until another transfer can be submitted; whether it can.
+    /// To be awaited: until another transfer can be submitted; whether it can. Those that have ended are in nobody's way, whoever
+    /// keeps them.
     #[pyo3(signature = (*, timeout = None))]
     fn wait_capacity(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
         Ok(Waiting::new(Room::new(&self.core()?), timeout, Duration::ZERO))
     }
 
-    /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile.
+    /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile. Those that have
+    /// ended are in nobody's way, whoever keeps them.
     #[pyo3(signature = (*, timeout = None))]
     fn wait_capacity_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = self.timeout(timeout)?;
-        let room =
-            self.wait_with(py, timeout, |engine, slice| engine.wait_capacity(slice).then_some(()))?;
-        Ok(room.is_some())
+        // Held by the wait weakly only: the engine may be closed meanwhile.
+        let wait = Room::new(&self.core()?);
+        wait.block(py, timeout)
     }
 
     // ---- the end ----

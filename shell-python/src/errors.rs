@@ -128,7 +128,13 @@ fn capacity(error: &impl ToString, capacity: usize) -> PyErr {
 
 pub(crate) fn submit(error: &SubmitError) -> PyErr {
     match error {
-        SubmitError::Full { capacity: room } => capacity(error, *room),
+        // All of them: what has ended was let go of.
+        SubmitError::Full { capacity: room } => capacity(
+            &format!(
+                "all {room} transfers are under way; wait for one to end (wait_capacity), then submit again"
+            ),
+            *room,
+        ),
         SubmitError::EngineStopped => plain("EngineClosed", error),
         _ => plain("RequestError", error),
     }

@@ -61,7 +61,11 @@ class RequestError(ImmwireError, ValueError):
 
 
 class CapacityError(ImmwireError):
-    """All transfers, peers, counters or regions are in use; some must end first."""
+    """All transfers, peers, counters or regions are in use; some must end first.
+
+    A transfer that has ended is in nobody's way, whoever keeps it; ``TransferEngine.wait_capacity`` waits for
+    one to end.
+    """
 
     #: How many there can be.
     capacity: int | None
