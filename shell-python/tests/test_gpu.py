@@ -80,6 +80,29 @@ def dlpack(address, device, nbytes=BYTES, kind=(1, 8)):
     return Tensor()
 
 
+def raising(tensor=None, error=None):
+    """Something whose __cuda_array_interface__ raises, as some tensors' does.
+
+    It has DLPack if there is a ``tensor``, which raises ``error`` if there is one.
+    """
+
+    class Strange:
+        @property
+        def __cuda_array_interface__(self):
+            raise KeyError("float8_e4m3fn")
+
+    class WithDlpack(Strange):
+        def __dlpack__(self):
+            if error is not None:
+                raise error
+            return tensor.__dlpack__()
+
+        def __dlpack_device__(self):
+            return tensor.__dlpack_device__()
+
+    return Strange() if tensor is None else WithDlpack()
+
+
 def counted(counter, writes):
     """Waits until ``writes`` writes have been counted."""
     until = time.monotonic() + PATIENCE
@@ -357,6 +380,17 @@ def case_memory_of_other_libraries_is_registered():
         pair.sender.register(interface(here, strides=(2,)))
     with pytest.raises(immwire.UnsupportedMemory, match="mask"):
         pair.sender.register(interface(here, mask=object()))
+    # Some have the interface, but not for all element types.
+    with pair.receiver.register(raising(dlpack(there, 1))) as dst:
+        assert dst.device == 1
+        assert sent(pair, pair.sender.alloc(BYTES, device=0), dst)
+    neither = raising(dlpack(there, 1), BufferError("no such type"))
+    for strange, why in (
+        (raising(), "raised KeyError: 'float8_e4m3fn': pass a view of its bytes"),
+        (neither, "raised KeyError: .*, and DLPack BufferError: no such type: pass a view of its bytes"),
+    ):
+        with pytest.raises(immwire.UnsupportedMemory, match=why):
+            pair.receiver.register(strange)
     # What is not one range is refused, with the address that is to blame.
     middle, border = over_two(0)
     with pytest.raises(immwire.RegionError, match=f"{border + (2 << 20):#x}, is not allocated"):

@@ -146,6 +146,29 @@ def test_gpu_memory_is_refused_by_name(pair):
             pair.sender.register(tensor)
 
 
+def test_gpu_memory_whose_interface_raises_is_refused_by_name(pair):
+    class Strange:
+        """As tensors of some element types are."""
+
+        @property
+        def __cuda_array_interface__(self):
+            raise KeyError("float8_e4m3fn")
+
+    class WithDlpack(Strange):
+        def __dlpack_device__(self):
+            return 2, 0
+
+    for tensor in (Strange(), WithDlpack()):
+        with pytest.raises(immwire.UnsupportedMemory, match=r"GPU memory.*gpus="):
+            pair.sender.register(tensor)
+    shape = dict(experts=1, world=1, rank=0, top_k=1, max_tokens=1, hidden=8)
+    joining = immwire.moe.HostAllToAll.open(pair.sender, **shape)
+    exchange = joining.join([joining.seat])
+    ours = dict(indices=np.zeros((1, 1), np.int32), weights=np.ones((1, 1), np.float32))
+    with pytest.raises(immwire.UnsupportedMemory, match="GPU memory: copy it to the host"):
+        exchange.dispatch(Strange(), **ours, out=np.zeros((exchange.max_rows, 8), np.uint16))
+
+
 @pytest.mark.parametrize(
     "memory",
     [
