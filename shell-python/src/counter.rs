@@ -48,7 +48,7 @@ impl Counter {
     }
 
     /// The time is up: consumes the writes if they came after all, else says who is late.
-    fn late(&self, writes: u64, expected: &[Expected], given: Duration) -> Result<(), CountError> {
+    fn late(&self, writes: u64, expected: &[Expected], given: Duration) -> PyResult<()> {
         let ended = if expected.is_empty() {
             self.imm.wait(writes, Duration::ZERO)
         } else {
@@ -69,7 +69,7 @@ impl Counter {
                     share.expected = share.expected.filter(|_| !is_mixed);
                 }
             }
-            error
+            if expected.is_empty() { errors::count(&error) } else { errors::count_from(&error) }
         })
     }
 }
@@ -127,7 +127,7 @@ impl ImmCounter {
                 Ok(())
             }
             Some(Err(error)) => Err(errors::count(&error)),
-            None => counter.late(writes, expected, timeout).map_err(|error| errors::count(&error)),
+            None => counter.late(writes, expected, timeout),
         }
     }
 }
@@ -174,7 +174,8 @@ impl ImmCounter {
 
     /// To be awaited: until ``writes`` have arrived, and were consumed. Early ones count.
     ///
-    /// One wait at a time. After a timeout, or if the task is cancelled, nothing was consumed.
+    /// One wait at a time. After a timeout, or if the task is cancelled, nothing was consumed. A timeout says who has sent what, and
+    /// names nobody as late: who owes the rest may not have connected yet.
     #[pyo3(signature = (writes, /, *, timeout = None))]
     fn wait(&self, writes: u64, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = timeout.map_or(Ok(self.manner.timeout), seconds)?;
@@ -293,9 +294,6 @@ impl Op for Counted {
     fn late(&mut self, py: Python<'_>, after: Duration) -> Outcome {
         // Disarms: what had arrived can be taken again.
         self.waiting = None;
-        self.counter
-            .late(self.writes, &self.expected, after)
-            .map_err(|error| errors::count(&error))?;
-        Ok(py.None())
+        self.counter.late(self.writes, &self.expected, after).map(|()| py.None())
     }
 }

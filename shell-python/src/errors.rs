@@ -207,7 +207,17 @@ pub(crate) fn counter_taken(error: CounterTaken) -> PyErr {
     }
 }
 
+/// Of a wait that said of no peer what it is to send: nobody is named, for those who owe the rest may not be there yet.
 pub(crate) fn count(error: &CountError) -> PyErr {
+    counted(error, |_| None)
+}
+
+/// Of a wait for shares.
+pub(crate) fn count_from(error: &CountError) -> PyErr {
+    counted(error, late)
+}
+
+fn counted(error: &CountError, late: impl Fn(&[PeerShare]) -> Option<PeerId>) -> PyErr {
     match error {
         CountError::Timeout { target, missing, after, peers, .. } => {
             raise("WaitTimeout", &error.to_string(), |fields| {

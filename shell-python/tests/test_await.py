@@ -85,6 +85,25 @@ def test_a_count_that_does_not_come_is_late(pair, run):
     run(main())
 
 
+def test_a_wait_that_names_nobody_blames_nobody(run):
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            # A second one is to send as much, and has not connected.
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag)
+            counted(counter, 1)
+            (first,) = receiver.peers
+            for wait in (counter.wait, counter.wait_blocking):
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait(2, timeout=0.02)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (None, 1)
+                assert [share[:3] for share in caught.value.shares] == [(first, 1, None)]
+
+    run(main())
+
+
 def test_late_peers_are_named(run):
     async def main():
         with (

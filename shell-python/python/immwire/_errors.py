@@ -127,7 +127,8 @@ class PeerDown(TransferError, PeerError):
 class WaitTimeout(ImmwireError, TimeoutError):
     """A wait took longer than it was given; what was waited for goes on.
 
-    A transfer's memory is still in use: wait again, or cancel it. Of a count nothing was consumed.
+    A transfer's memory is still in use: wait again, or cancel it. Of a count nothing was consumed; ``peer``
+    is who is late, if ``wait_from`` waits for just one.
     """
 
     #: Writes waited for.
