@@ -62,7 +62,7 @@ impl Counter {
                 *after = given;
                 let is_mixed = self.is_mixed.load(Ordering::Relaxed);
                 let consumed = lock(&self.consumed);
-                for share in peers.iter_mut().filter(|share| share.expected.is_some()) {
+                for share in peers {
                     let before = consumed.get(&share.peer).copied().unwrap_or(0);
                     share.arrived = share.arrived.saturating_sub(before);
                     // How many of them are of this wait nobody knows: so nobody is said to be late who is not.

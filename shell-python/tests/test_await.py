@@ -104,6 +104,26 @@ def test_a_wait_that_names_nobody_blames_nobody(run):
     run(main())
 
 
+def test_what_waits_for_shares_have_consumed_has_not_arrived_for_others(run):
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                await one.submit_imm(peer=one.peers[0], imm=counter.tag, writes=3)
+                (first,) = receiver.peers
+                awaitable = wait({first: 3})
+                if awaitable is not None:
+                    await awaitable
+                for late in (counter.wait, counter.wait_blocking):
+                    with pytest.raises(immwire.WaitTimeout, match=r"sent 0\)") as caught:
+                        awaitable = late(1, timeout=0.01)
+                        await awaitable
+                    assert [share[:3] for share in caught.value.shares] == [(first, 0, None)]
+
+    run(main())
+
+
 def test_late_peers_are_named(run):
     async def main():
         with (
