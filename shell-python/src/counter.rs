@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
@@ -24,15 +24,15 @@ struct Counter {
     imm: Arc<immwire::ImmCounter>,
     /// Writes by peer that earlier waits for shares have consumed.
     consumed: Mutex<HashMap<immwire::PeerId, u64>>,
-    /// Others may have been consumed, of which nobody said whose they were.
-    is_mixed: AtomicBool,
+    /// Waits that have consumed others, or may, of which nobody said whose they are; a wait that was refused is none.
+    mixed: AtomicU64,
 }
 
 impl Counter {
     /// Writes were, or may be, consumed of which nobody says whose they are.
     fn mix(&self) {
         // It tells no more than itself.
-        self.is_mixed.store(true, Ordering::Relaxed);
+        self.mixed.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The writes of a wait were consumed.
@@ -60,7 +60,7 @@ impl Counter {
         ended.map_err(|mut error| {
             if let CountError::Timeout { after, peers, .. } = &mut error {
                 *after = given;
-                let is_mixed = self.is_mixed.load(Ordering::Relaxed);
+                let is_mixed = self.mixed.load(Ordering::Relaxed) > 0;
                 let consumed = lock(&self.consumed);
                 for share in peers {
                     let before = consumed.get(&share.peer).copied().unwrap_or(0);
@@ -87,8 +87,8 @@ pub(crate) struct ImmCounter {
 impl ImmCounter {
     pub(crate) fn new(imm: immwire::ImmCounter, manner: Manner) -> Self {
         let tag = imm.tag();
-        let (imm, consumed, is_mixed) = (Arc::new(imm), Mutex::default(), AtomicBool::new(false));
-        let counter = Counter { imm, consumed, is_mixed };
+        let (imm, consumed, mixed) = (Arc::new(imm), Mutex::default(), AtomicU64::new(0));
+        let counter = Counter { imm, consumed, mixed };
         Self { counter: Owned::new(Mutex::new(Some(Arc::new(counter)))), tag, manner }
     }
 
@@ -97,11 +97,17 @@ impl ImmCounter {
         counter.ok_or_else(|| errors::closed("counter"))
     }
 
-    /// For others to wait on.
-    pub(crate) fn imm(&self) -> PyResult<Arc<immwire::ImmCounter>> {
+    /// For others to wait on: `wait` begins that, or is refused, and then the counter is as it was.
+    pub(crate) fn lend<R>(
+        &self,
+        wait: impl FnOnce(&Arc<immwire::ImmCounter>) -> PyResult<R>,
+    ) -> PyResult<R> {
         let counter = self.get()?;
+        // Before: once it has begun it may have consumed something.
         counter.mix();
-        Ok(Arc::clone(&counter.imm))
+        wait(&counter.imm).inspect_err(|_| {
+            counter.mixed.fetch_sub(1, Ordering::Relaxed);
+        })
     }
 
     fn op(&self, writes: u64, expected: Vec<Expected>) -> PyResult<Counted> {

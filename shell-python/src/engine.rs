@@ -596,14 +596,16 @@ impl TransferEngine {
         writes: u64,
         timeout: Option<f64>,
     ) -> PyResult<StreamWait> {
-        let (core, imm) = (self.core()?, counter.imm()?);
+        let core = self.core()?;
         let (stream, timeout) = (memory::stream(stream)?, self.timeout(timeout)?);
-        let held = py.detach(|| {
-            let stream = with_exposed_provenance_mut(stream);
-            // SAFETY: a stream of the GPU's primary context, as the caller promises.
-            unsafe { core.engine.wait_on_stream(device, stream, &imm, writes, timeout) }
-        });
-        let held = held.map_err(|error| errors::stream(&error))?;
+        let held = counter.lend(|imm| {
+            let held = py.detach(|| {
+                let stream = with_exposed_provenance_mut(stream);
+                // SAFETY: a stream of the GPU's primary context, as the caller promises.
+                unsafe { core.engine.wait_on_stream(device, stream, imm, writes, timeout) }
+            });
+            held.map_err(|error| errors::stream(&error))
+        })?;
         Ok(StreamWait::new(held, self.timeout(None)?))
     }
 
@@ -730,7 +732,7 @@ impl TransferEngine {
         callback: Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let core = self.core()?;
-        let (imm, call) = (counter.imm()?, callable(callback)?);
+        let call = callable(callback)?;
         let caller = Arc::clone(&core.manner.caller);
         caller.start()?;
         // What the engine itself calls only passes it on: messages come by the same thread of the engine's.
@@ -744,7 +746,9 @@ impl TransferEngine {
             };
             caller.push(Box::new(told));
         };
-        core.engine.expect_imm_count(&imm, writes, job).map_err(|error| errors::count(&error))
+        counter.lend(|imm| {
+            core.engine.expect_imm_count(imm, writes, job).map_err(|error| errors::count(&error))
+        })
     }
 
     // ---- transfers ----

@@ -154,6 +154,37 @@ def test_late_peers_are_named(run):
     run(main())
 
 
+def test_what_was_refused_does_not_keep_late_peers_from_being_named():
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            (first,) = receiver.peers
+            with pytest.raises(TypeError):
+                receiver.expect_imm_count(counter=counter, writes=1, callback=None)
+            under_way = asyncio.ensure_future(counter.wait_from({first: 1}))
+            await asyncio.sleep(0)
+            with pytest.raises(immwire.CounterError, match="another wait"):
+                receiver.expect_imm_count(counter=counter, writes=1, callback=print)
+            under_way.cancel()
+            await asyncio.wait([under_way])
+            on_stream = dict(device=0, counter=counter, writes=1)
+            with pytest.raises(TypeError):
+                receiver.wait_on_stream("0", **on_stream)
+            with pytest.raises(immwire.UnsupportedMemory):
+                receiver.wait_on_stream(0, **on_stream)
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag)
+            counted(counter, 1)
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({first: 2}, timeout=0.02)
+                    await awaitable
+                assert caught.value.peer == first
+                assert [share[:3] for share in caught.value.shares] == [(first, 1, 2)]
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("consume", ["wait", "wait_blocking", "try_take", "expect_imm_count"])
 def test_nobody_is_named_whose_share_is_not_known(consume):
     async def main():
