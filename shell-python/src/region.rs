@@ -6,7 +6,8 @@
 //!   its `__cuda_array_interface__` is given to cannot be counted.
 //! - Memory of another object is held until its region was closed, or the engine has stopped: a region
 //!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
-//! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that.
+//! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that: then that it is
+//!   being closed.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -203,11 +204,27 @@ enum Stage {
     Closed,
 }
 
+/// Why a region is not there to be used.
+enum Away {
+    Closing,
+    Closed,
+}
+
+impl From<Away> for PyErr {
+    fn from(away: Away) -> Self {
+        match away {
+            Away::Closing => errors::being_closed(),
+            Away::Closed => errors::region_closed(),
+        }
+    }
+}
+
 impl Stage {
-    const fn held(&self) -> Option<&Held> {
+    const fn held(&self) -> Result<&Held, Away> {
         match self {
-            Self::Open(held) => Some(held),
-            Self::Closing | Self::Closed => None,
+            Self::Open(held) => Ok(held),
+            Self::Closing => Err(Away::Closing),
+            Self::Closed => Err(Away::Closed),
         }
     }
 }
@@ -298,7 +315,7 @@ impl RegionBase {
     pub(crate) fn region(&self) -> PyResult<immwire::Region> {
         let inner = self.inner.get()?;
         let region = lock(&inner.state).stage.held().map(|held| held.region.clone());
-        region.ok_or_else(errors::region_closed)
+        Ok(region?)
     }
 }
 
@@ -318,9 +335,9 @@ impl Exporter for RegionBase {
             len: region.len(),
             readonly,
         });
-        state.views += usize::from(offer.is_some());
+        state.views += usize::from(offer.is_ok());
         drop(state);
-        offer.ok_or_else(errors::region_closed)
+        Ok(offer?)
     }
 
     fn released(&self) {

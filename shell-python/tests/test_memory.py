@@ -268,7 +268,7 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
 
 def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
     region = pair.sender.register(bytearray(4096))
-    part = region.slice(0, 8)
+    part, there = region.slice(0, 8), pair.receiver.alloc(8)
     refused = []
 
     def close():
@@ -282,6 +282,15 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
         time.sleep(0.001)
     with pytest.raises(immwire.RegionInUse, match="another thread"):
         region.close(timeout=0.05)
+    for use in (
+        region.read,
+        lambda: region.write(0, b"x"),
+        lambda: memoryview(region),
+        lambda: region.slice(0, 8),
+        lambda: pair.sender.submit_single_write(peer=pair.peer, src=region, dst=there.desc, len=8),
+    ):
+        with pytest.raises(immwire.RegionInUse, match="another thread is closing the region"):
+            use()
     assert not region.closed
     thread.join()
     assert refused

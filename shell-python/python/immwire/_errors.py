@@ -160,7 +160,10 @@ class RegionError(ImmwireError):
 
 
 class RegionInUse(RegionError, BufferError):
-    """A region cannot be closed: views, other handles or transfers under way use it."""
+    """A region cannot be closed: views, other handles or transfers under way use it.
+
+    Or it cannot be used: another thread is closing it, and may not succeed.
+    """
 
 
 class UnsupportedMemory(RegionError, TypeError):
