@@ -9,7 +9,7 @@
 //! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that: then that it is
 //!   being closed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -60,7 +60,7 @@ pub(crate) struct Lingering {
 
 #[derive(Default)]
 struct LingeringState {
-    held: Vec<Held>,
+    held: VecDeque<Held>,
     /// Regions of Python by registration.
     regions: HashMap<Keys, usize>,
     stopped: bool,
@@ -100,7 +100,7 @@ impl Lingering {
             drop(state);
             return drop(held);
         }
-        state.held.push(held);
+        state.held.push_back(held);
         if state.thread.is_none() {
             let lingering = Arc::clone(self);
             let thread = std::thread::Builder::new().name("immwire-linger".into());
@@ -127,20 +127,24 @@ impl Lingering {
     }
 
     /// Takes over what keeps the memory from handles that linger: there is one handle then.
-    fn adopt(&self, held: &mut Held) {
-        let registration = held.registration();
-        let (same, other) = {
-            let all = std::mem::take(&mut lock(&self.state).held);
-            all.into_iter().partition::<Vec<Held>, _>(|held| held.registration() == registration)
+    fn adopt(&self, registration: Keys, keep: &mut Vec<Keep>) {
+        let is_same = |held: &Held| held.registration() == registration;
+        let same: VecDeque<Held> = {
+            let mut state = lock(&self.state);
+            let all = std::mem::take(&mut state.held).into_iter();
+            let (same, others) = all.partition(is_same);
+            state.held = others;
+            same
         };
-        lock(&self.state).held.extend(other);
-        held.keep.extend(same.into_iter().flat_map(|held| held.keep));
+        // After the lock: handles go here.
+        keep.extend(same.into_iter().flat_map(|held| held.keep));
     }
 
     /// Lets go of the memory, now or once nobody uses it.
-    fn release(self: &Arc<Self>, mut held: Held) {
-        self.adopt(&mut held);
-        let Held { region, keep } = held;
+    fn release(self: &Arc<Self>, held: Held) {
+        let registration = held.registration();
+        let Held { region, mut keep } = held;
+        self.adopt(registration, &mut keep);
         if keep.iter().all(|keep| matches!(keep, Keep::Nothing)) {
             // The engine's own memory: it waits by itself. Or an address, which is the caller's to keep.
             return drop(region);
@@ -152,10 +156,15 @@ impl Lingering {
         }
     }
 
-    /// Lets go of what is in use no more.
+    /// Lets go of what is in use no more. One by one: a GPU's driver may be waited for, and whoever closes a region meanwhile finds
+    /// the other handles here.
     pub(crate) fn sweep(self: &Arc<Self>) {
-        let held = std::mem::take(&mut lock(&self.state).held);
-        held.into_iter().for_each(|held| self.release(held));
+        let all = lock(&self.state).held.len();
+        for _ in 0..all {
+            let first = lock(&self.state).held.pop_front();
+            let Some(held) = first else { return };
+            self.release(held);
+        }
     }
 
     /// The engine has stopped: peers reach none of it any more. Not attached.
@@ -494,22 +503,20 @@ impl RegionBase {
                 std::thread::sleep(Duration::from_millis(1));
             }
         })?;
-        let mut held = match taken {
+        let held = match taken {
             Some(Taken::Held(held)) => held,
             Some(Taken::Closed) => return Ok(()),
             Some(Taken::Viewed(views)) => return Err(errors::region_views(views)),
             Some(Taken::Another) | None => return Err(errors::being_closed()),
         };
         let registration = held.registration();
-        if !inner.lingering.is_shared(registration) {
-            inner.lingering.adopt(&mut held);
-        } else if inner.is_part {
+        if inner.is_part && inner.lingering.is_shared(registration) {
             // The registration is another region's too, and stays.
             inner.lingering.leave(registration);
             lock(&inner.state).stage = Stage::Closed;
             return Ok(());
         }
-        let Held { region, keep } = held;
+        let Held { region, mut keep } = held;
         let timeout = timeout.saturating_sub(start.elapsed());
         let start = Instant::now();
         let mut region = Some(region);
@@ -517,6 +524,10 @@ impl RegionBase {
         let closed = wait(py, timeout, |slice| {
             let from = Instant::now();
             loop {
+                // Each time: one that lingers may have been at its trial just now, and be back.
+                if !inner.lingering.is_shared(registration) {
+                    inner.lingering.adopt(registration, &mut keep);
+                }
                 let (kept, error) = match region.take()?.close(slice) {
                     Ok(()) => return Some(()),
                     Err(CloseError::InUse { region }) => (region, errors::in_use()),

@@ -573,6 +573,44 @@ def case_who_waits_for_the_driver_holds_up_no_other_thread():
     pair.close()
 
 
+def case_a_region_is_closed_while_the_driver_keeps_another_one():
+    pair = Pair(gpus=[0])
+    word, streams = ctypes.c_uint64(), [ctypes.c_uint64() for _ in range(2)]
+    driver(0, [("cuMemHostAlloc", ctypes.byref(word), ctypes.c_size_t(16), 0)])
+    driver(0, [("cuStreamCreate", ctypes.byref(stream), 0) for stream in streams])
+    released = (ctypes.c_uint64 * 2).from_address(word.value)
+
+    def hold(which):
+        """Holds a stream until its word is 1."""
+        at = ctypes.c_uint64(word.value + 8 * which)
+        driver(0, [("cuStreamWaitValue64_v2", streams[which], at, ctypes.c_uint64(1), 0)])
+
+    def release(which):
+        released[which] = 1
+
+    dst, memory = pair.receiver.alloc(BYTES, device=0), bytearray(BYTES)
+    forgotten, region = pair.sender.register(memory), pair.sender.register(memory)
+    src = pair.sender.register(bytearray(BYTES))
+    hold(0)
+    pair.sender.after_stream(streams[0].value, device=0)
+    transfer = pair.sender.submit_single_write(peer=pair.peer, src=src, dst=dst.desc)
+    # Both linger: a transfer uses the one, and the other is the region's, too.
+    del src, forgotten
+    hold(1)
+    release(0)
+    transfer.wait_blocking()
+    # For the first to be let go of, for which the driver takes as long as a stream is held. If that has not
+    # begun, this says nothing.
+    time.sleep(0.2)
+    later = threading.Timer(1.5, release, [1])
+    later.start()
+    region.close(timeout=0.5)
+    assert region.closed
+    memory.extend(b"nobody holds it")
+    later.join()
+    pair.close()
+
+
 def case_words_that_a_gpu_stores_to_are_watched():
     told, over = [], threading.Event()
 
