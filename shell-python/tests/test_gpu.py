@@ -5,6 +5,7 @@ Each case is a process of its own, for the loader has to find the stand-in as th
 sets both. A machine's own GPUs are not used.
 """
 
+import asyncio
 import contextlib
 import ctypes
 import itertools
@@ -642,6 +643,36 @@ def case_words_that_a_gpu_stores_to_are_watched():
     assert len(told) == count
     with immwire.TransferEngine() as engine, pytest.raises(immwire.UnsupportedMemory, match="no GPU"):
         engine.alloc_uvm_watcher(note)
+
+
+def closed_meanwhile(wait):
+    """Closes an engine while a watcher's callback waits, by ``wait``, for what does not come."""
+    engine, begun, ended = immwire.TransferEngine(gpus=[0]), threading.Event(), []
+    counter = engine.counter()
+
+    def note(_before, _now):
+        begun.set()
+        try:
+            wait(engine, counter)
+        except immwire.EngineClosed as error:
+            ended.append(error)
+
+    watcher = engine.alloc_uvm_watcher(note)
+    ctypes.c_uint64.from_address(watcher.address).value = 1
+    assert begun.wait(PATIENCE)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 5, "it waited for the callback's time to be up"
+    assert len(ended) == 1
+
+
+def case_closing_does_not_wait_for_what_a_watchers_callback_waits_for():
+    async def receive(engine):
+        await engine.recv(timeout=PATIENCE)
+
+    closed_meanwhile(lambda engine, _: engine.recv_blocking(timeout=PATIENCE))
+    closed_meanwhile(lambda engine, _: asyncio.run(receive(engine)))
+    closed_meanwhile(lambda _, counter: counter.wait_blocking(1, timeout=PATIENCE))
 
 
 def case_flags_are_words_that_kernels_read():
