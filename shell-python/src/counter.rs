@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use immwire::{CountError, Expected};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
 
 use crate::errors;
 use crate::fork::Owned;
@@ -138,13 +139,19 @@ impl ImmCounter {
     }
 }
 
-/// What each peer is to send, and how much that is.
-fn shares(expected: HashMap<PeerId, u64>) -> (u64, Vec<Expected>) {
+/// What each peer is to send, by a mapping, and how much that is.
+fn shares(expected: &Bound<'_, PyAny>) -> PyResult<(u64, Vec<Expected>)> {
+    let expected: HashMap<PeerId, u64> = if let Ok(dict) = expected.cast::<PyDict>() {
+        dict.extract()?
+    } else {
+        let items = expected.cast::<PyMapping>()?.items()?;
+        items.iter().map(|item| item.extract::<(PeerId, u64)>()).collect::<PyResult<_>>()?
+    };
     let writes = expected.values().copied().fold(0, u64::saturating_add);
     let mut shares: Vec<Expected> =
         expected.into_iter().map(|(peer, writes)| Expected { peer: peer.into(), writes }).collect();
     shares.sort_unstable_by_key(|share| share.peer);
-    (writes, shares)
+    Ok((writes, shares))
 }
 
 #[pymethods]
@@ -191,9 +198,9 @@ impl ImmCounter {
     /// As ``wait``, for what each peer is to send: a timeout then names who is late. Not where others of the counter's writes
     /// were consumed without saying whose they are, as by ``wait``: shares are then what each has sent for all of these.
     #[pyo3(signature = (expected, /, *, timeout = None))]
-    fn wait_from(&self, expected: HashMap<PeerId, u64>, timeout: Option<f64>) -> PyResult<Waiting> {
+    fn wait_from(&self, expected: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = timeout.map_or(Ok(self.manner.timeout), seconds)?;
-        let (writes, expected) = shares(expected);
+        let (writes, expected) = shares(expected)?;
         Ok(Waiting::new(self.op(writes, expected)?, timeout, self.manner.spin))
     }
 
@@ -208,10 +215,10 @@ impl ImmCounter {
     fn wait_from_blocking(
         &self,
         py: Python<'_>,
-        expected: HashMap<PeerId, u64>,
+        expected: &Bound<'_, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let (writes, expected) = shares(expected);
+        let (writes, expected) = shares(expected)?;
         self.block(py, writes, &expected, timeout)
     }
 

@@ -7,7 +7,10 @@ import signal
 import threading
 import time
 import weakref
+from collections import UserDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import immwire
 import pytest
@@ -150,6 +153,41 @@ def test_late_peers_are_named(run):
                     assert [share[1:] for share in caught.value.shares] == [(3, 3, "up"), (0, 2, "up")]
                 await two.submit_imm(peer=next(iter(two.peers)), imm=counter.tag, writes=2)
                 await counter.wait_from({first: 3, second: 2})
+
+    run(main())
+
+
+def test_shares_are_any_mapping(pair, run):
+    class Own(Mapping):
+        def __init__(self, shares):
+            self.shares = shares
+
+        def __getitem__(self, peer):
+            return self.shares[peer]
+
+        def __iter__(self):
+            return iter(self.shares)
+
+        def __len__(self):
+            return len(self.shares)
+
+    async def main():
+        counter = pair.receiver.counter()
+        (sender,) = pair.receiver.peers
+        for kind in (dict, MappingProxyType, UserDict, Own):
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                await write(pair, counter)
+                awaitable = wait(kind({sender: 1}))
+                if awaitable is not None:
+                    await awaitable
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait(kind({sender: 1}), timeout=0)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (sender, 1)
+        for wrong in ([(sender, 1)], {sender}, {sender: "1"}, {1: 1}, MappingProxyType({1: 1}), None):
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                with pytest.raises(TypeError):
+                    wait(wrong)
 
     run(main())
 
