@@ -230,20 +230,29 @@ def test_callbacks_that_close_each_others_engines_do_not_wait_for_each_other():
 
 
 def test_the_last_handle_may_go_in_a_callback():
-    pair, dropped = Pair(), threading.Event()
-    counter = pair.receiver.counter()
-    transfer = imm(pair, counter)
-    transfer.wait_blocking()
-    holder = [pair]
-    del pair
+    with immwire.TransferEngine(timeout=PATIENCE) as witness:
+        pair, dropped = Pair(), threading.Event()
+        for engine in (pair.sender, pair.receiver):
+            engine.wait_peer_blocking(engine.add_peer(witness.address))
+        assert len(witness.peers) == 2
+        counter = pair.receiver.counter()
+        transfer = imm(pair, counter)
+        transfer.wait_blocking()
+        holder = [pair]
+        del pair, engine
 
-    def drop(_ended):
-        holder.clear()
-        gc.collect()
-        dropped.set()
+        def drop(_ended):
+            holder.clear()
+            gc.collect()
+            dropped.set()
 
-    transfer.add_done_callback(drop)
-    assert dropped.wait(PATIENCE)
+        transfer.add_done_callback(drop)
+        assert dropped.wait(PATIENCE)
+        # Both engines end, and leave their peers.
+        until = time.monotonic() + PATIENCE
+        while witness.peers:
+            assert time.monotonic() < until, "an engine was not stopped"
+            time.sleep(0.001)
 
 
 def test_closing_waits_for_callbacks_under_way(pair):

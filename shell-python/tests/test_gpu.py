@@ -6,7 +6,6 @@ sets both. A machine's own GPUs are not used.
 """
 
 import asyncio
-import contextlib
 import ctypes
 import itertools
 import mmap
@@ -725,12 +724,15 @@ def case_flags_follow_counters():
 
 def case_closed_words_say_so_to_many_threads():
     def often(call):
-        for _ in range(2000):
-            with contextlib.suppress(immwire.EngineClosed):
-                call()
-                failures.append(call)
+        try:
+            for _ in range(2000):
+                with pytest.raises(immwire.EngineClosed):
+                    call()
+            ended.append(call)
+        except BaseException as error:
+            failures.append(error)
 
-    failures = []
+    failures, ended = [], []
     with immwire.TransferEngine(gpus=[0]) as engine:
         watcher, flag = engine.alloc_uvm_watcher(print), engine.alloc_gpu_flag(device=0)
         watcher.close()
@@ -744,6 +746,7 @@ def case_closed_words_say_so_to_many_threads():
             for thread in threads:
                 thread.join()
     assert not failures
+    assert len(ended) == 6
 
 
 def case_what_cannot_be_is_refused():

@@ -379,7 +379,9 @@ def test_what_is_no_page_number_is_refused(pages):
 def test_pages_outside_of_a_region_are_named(pair):
     src, there = pair.sender.alloc(4096), pair.receiver.alloc(4096).desc
     pages = dict(peer=pair.peer, page_bytes=1024, src=src, dst=there)
-    with pytest.raises(immwire.RequestError, match="4"):
+    with pytest.raises(immwire.RequestError, match="source page 4 of 1024 bytes, number 1 in its list"):
         pair.sender.submit_paged_writes(**pages, src_pages=[0, 4], dst_pages=[0, 1])
-    with pytest.raises(immwire.RequestError):
+    with pytest.raises(immwire.RequestError, match="destination page 5 of 1024 bytes, number 0 in its list"):
+        pair.sender.submit_paged_writes(**pages, src_pages=[0, 1], dst_pages=[5, 1])
+    with pytest.raises(immwire.RequestError, match="2 source pages for 1 destination pages"):
         pair.sender.submit_paged_writes(**pages, src_pages=[0, 1], dst_pages=[0])
