@@ -4,13 +4,14 @@ use std::collections::HashMap;
 use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use immwire::{CountError, Expected};
 use pyo3::prelude::*;
+use pyo3::types::{PyDict, PyMapping};
 
 use crate::errors;
 use crate::fork::Owned;
@@ -24,15 +25,15 @@ struct Counter {
     imm: Arc<immwire::ImmCounter>,
     /// Writes by peer that earlier waits for shares have consumed.
     consumed: Mutex<HashMap<immwire::PeerId, u64>>,
-    /// Others may have been consumed, of which nobody said whose they were.
-    is_mixed: AtomicBool,
+    /// Waits that have consumed others, or may, of which nobody said whose they are; a wait that was refused is none.
+    mixed: AtomicU64,
 }
 
 impl Counter {
     /// Writes were, or may be, consumed of which nobody says whose they are.
     fn mix(&self) {
         // It tells no more than itself.
-        self.is_mixed.store(true, Ordering::Relaxed);
+        self.mixed.fetch_add(1, Ordering::Relaxed);
     }
 
     /// The writes of a wait were consumed.
@@ -48,7 +49,7 @@ impl Counter {
     }
 
     /// The time is up: consumes the writes if they came after all, else says who is late.
-    fn late(&self, writes: u64, expected: &[Expected], given: Duration) -> Result<(), CountError> {
+    fn late(&self, writes: u64, expected: &[Expected], given: Duration) -> PyResult<()> {
         let ended = if expected.is_empty() {
             self.imm.wait(writes, Duration::ZERO)
         } else {
@@ -60,16 +61,16 @@ impl Counter {
         ended.map_err(|mut error| {
             if let CountError::Timeout { after, peers, .. } = &mut error {
                 *after = given;
-                let is_mixed = self.is_mixed.load(Ordering::Relaxed);
+                let is_mixed = self.mixed.load(Ordering::Relaxed) > 0;
                 let consumed = lock(&self.consumed);
-                for share in peers.iter_mut().filter(|share| share.expected.is_some()) {
+                for share in peers {
                     let before = consumed.get(&share.peer).copied().unwrap_or(0);
                     share.arrived = share.arrived.saturating_sub(before);
                     // How many of them are of this wait nobody knows: so nobody is said to be late who is not.
                     share.expected = share.expected.filter(|_| !is_mixed);
                 }
             }
-            error
+            if expected.is_empty() { errors::count(&error) } else { errors::count_from(&error) }
         })
     }
 }
@@ -87,8 +88,8 @@ pub(crate) struct ImmCounter {
 impl ImmCounter {
     pub(crate) fn new(imm: immwire::ImmCounter, manner: Manner) -> Self {
         let tag = imm.tag();
-        let (imm, consumed, is_mixed) = (Arc::new(imm), Mutex::default(), AtomicBool::new(false));
-        let counter = Counter { imm, consumed, is_mixed };
+        let (imm, consumed, mixed) = (Arc::new(imm), Mutex::default(), AtomicU64::new(0));
+        let counter = Counter { imm, consumed, mixed };
         Self { counter: Owned::new(Mutex::new(Some(Arc::new(counter)))), tag, manner }
     }
 
@@ -97,11 +98,17 @@ impl ImmCounter {
         counter.ok_or_else(|| errors::closed("counter"))
     }
 
-    /// For others to wait on.
-    pub(crate) fn imm(&self) -> PyResult<Arc<immwire::ImmCounter>> {
+    /// For others to wait on: `wait` begins that, or is refused, and then the counter is as it was.
+    pub(crate) fn lend<R>(
+        &self,
+        wait: impl FnOnce(&Arc<immwire::ImmCounter>) -> PyResult<R>,
+    ) -> PyResult<R> {
         let counter = self.get()?;
+        // Before: once it has begun it may have consumed something.
         counter.mix();
-        Ok(Arc::clone(&counter.imm))
+        wait(&counter.imm).inspect_err(|_| {
+            counter.mixed.fetch_sub(1, Ordering::Relaxed);
+        })
     }
 
     fn op(&self, writes: u64, expected: Vec<Expected>) -> PyResult<Counted> {
@@ -127,18 +134,24 @@ impl ImmCounter {
                 Ok(())
             }
             Some(Err(error)) => Err(errors::count(&error)),
-            None => counter.late(writes, expected, timeout).map_err(|error| errors::count(&error)),
+            None => counter.late(writes, expected, timeout),
         }
     }
 }
 
-/// What each peer is to send, and how much that is.
-fn shares(expected: HashMap<PeerId, u64>) -> (u64, Vec<Expected>) {
+/// What each peer is to send, by a mapping, and how much that is.
+fn shares(expected: &Bound<'_, PyAny>) -> PyResult<(u64, Vec<Expected>)> {
+    let expected: HashMap<PeerId, u64> = if let Ok(dict) = expected.cast::<PyDict>() {
+        dict.extract()?
+    } else {
+        let items = expected.cast::<PyMapping>()?.items()?;
+        items.iter().map(|item| item.extract::<(PeerId, u64)>()).collect::<PyResult<_>>()?
+    };
     let writes = expected.values().copied().fold(0, u64::saturating_add);
     let mut shares: Vec<Expected> =
         expected.into_iter().map(|(peer, writes)| Expected { peer: peer.into(), writes }).collect();
     shares.sort_unstable_by_key(|share| share.peer);
-    (writes, shares)
+    Ok((writes, shares))
 }
 
 #[pymethods]
@@ -174,7 +187,8 @@ impl ImmCounter {
 
     /// To be awaited: until ``writes`` have arrived, and were consumed. Early ones count.
     ///
-    /// One wait at a time. After a timeout, or if the task is cancelled, nothing was consumed.
+    /// One wait at a time. After a timeout, or if the task is cancelled, nothing was consumed. A timeout says who has sent what, and
+    /// names nobody as late: who owes the rest may not have connected yet.
     #[pyo3(signature = (writes, /, *, timeout = None))]
     fn wait(&self, writes: u64, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = timeout.map_or(Ok(self.manner.timeout), seconds)?;
@@ -184,9 +198,9 @@ impl ImmCounter {
     /// As ``wait``, for what each peer is to send: a timeout then names who is late. Not where others of the counter's writes
     /// were consumed without saying whose they are, as by ``wait``: shares are then what each has sent for all of these.
     #[pyo3(signature = (expected, /, *, timeout = None))]
-    fn wait_from(&self, expected: HashMap<PeerId, u64>, timeout: Option<f64>) -> PyResult<Waiting> {
+    fn wait_from(&self, expected: &Bound<'_, PyAny>, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = timeout.map_or(Ok(self.manner.timeout), seconds)?;
-        let (writes, expected) = shares(expected);
+        let (writes, expected) = shares(expected)?;
         Ok(Waiting::new(self.op(writes, expected)?, timeout, self.manner.spin))
     }
 
@@ -201,10 +215,10 @@ impl ImmCounter {
     fn wait_from_blocking(
         &self,
         py: Python<'_>,
-        expected: HashMap<PeerId, u64>,
+        expected: &Bound<'_, PyAny>,
         timeout: Option<f64>,
     ) -> PyResult<()> {
-        let (writes, expected) = shares(expected);
+        let (writes, expected) = shares(expected)?;
         self.block(py, writes, &expected, timeout)
     }
 
@@ -293,9 +307,6 @@ impl Op for Counted {
     fn late(&mut self, py: Python<'_>, after: Duration) -> Outcome {
         // Disarms: what had arrived can be taken again.
         self.waiting = None;
-        self.counter
-            .late(self.writes, &self.expected, after)
-            .map_err(|error| errors::count(&error))?;
-        Ok(py.None())
+        self.counter.late(self.writes, &self.expected, after).map(|()| py.None())
     }
 }

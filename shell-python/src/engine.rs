@@ -2,7 +2,7 @@
 //!
 //! # Invariants
 //!
-//! - An engine's threads are never waited for by one of them, nor while attached to the interpreter, which
+//! - An engine's threads are never waited for by one of them, nor by a callback that they wait for (`sync`), nor while attached to the interpreter, which
 //!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
 //!   long as that takes.
 //! - Memory that was registered is let go of only when they have been joined.
@@ -36,8 +36,8 @@ use crate::pages;
 use crate::peers::{Room, Up};
 use crate::region::{self, Lingering, RegionBase};
 use crate::streams::StreamWait;
-use crate::sync::{call_back, in_callback, lock, wait};
-use crate::transfer::{Manner, Transfer};
+use crate::sync::{Closing, call_back, in_callback, lock, wait};
+use crate::transfer::{Caller, Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
 use crate::watcher::UvmWatcher;
@@ -62,6 +62,8 @@ impl Core {
     fn stop(self) {
         let Self { engine, manner, mailbox, lingering, exchanges, .. } = self;
         exchanges.close();
+        // Callbacks that the engine's end waits for may be waiting for messages.
+        mailbox.dismiss();
         // The last handle: the others are made for one call each, and `Core` is counted.
         drop(engine);
         mailbox.close();
@@ -79,6 +81,13 @@ impl std::ops::Deref for Running {
     #[expect(clippy::expect_used, reason = "only `drop` takes it")]
     fn deref(&self) -> &Core {
         self.0.as_ref().expect("an engine that was not dropped")
+    }
+}
+
+impl Running {
+    /// Stops the engine on this thread, which waits for it, and is not attached.
+    fn stop(mut self) {
+        self.0.take().map(Core::stop);
     }
 }
 
@@ -201,13 +210,18 @@ impl TransferEngine {
         &self,
         what: &'static str,
         deadline: Option<f64>,
-        submit: impl FnOnce(&immwire::TransferEngine) -> Result<immwire::Transfer, immwire::SubmitError>,
+        submit: impl Fn(&immwire::TransferEngine) -> Result<immwire::Transfer, immwire::SubmitError>,
     ) -> PyResult<Transfer> {
         let core = self.core()?;
         let deadline = deadline.map(seconds).transpose()?;
-        let transfer = match deadline {
+        let attempt = || match deadline {
             None => submit(&core.engine),
             Some(deadline) => submit(&core.engine.with_deadline(deadline)),
+        };
+        let transfer = match attempt() {
+            // Some may have ended, and are kept by whoever has not looked.
+            Err(immwire::SubmitError::Full { .. }) if core.manner.places.sweep() => attempt(),
+            first => first,
         };
         let transfer = transfer.map_err(|error| errors::submit(&error))?;
         Ok(Transfer::new(transfer, what, &core.manner, deadline))
@@ -444,7 +458,8 @@ impl TransferEngine {
             (seconds(timeout)?, spin.map_or_else(|| Ok(default_spin()), seconds)?);
         let engine = py.detach(|| builder.build()).map_err(|error| errors::build(&error))?;
         let address = engine.address().clone();
-        let manner = Manner { caller: Arc::default(), timeout, spin };
+        let caller = Arc::new(Caller::new());
+        let manner = Manner { caller, places: Arc::default(), timeout, spin };
         let mailbox = Arc::new(Mailbox::new(Arc::clone(&manner.caller)));
         let lingering = Arc::default();
         let exchanges = Exchanges::default();
@@ -581,14 +596,16 @@ impl TransferEngine {
         writes: u64,
         timeout: Option<f64>,
     ) -> PyResult<StreamWait> {
-        let (core, imm) = (self.core()?, counter.imm()?);
+        let core = self.core()?;
         let (stream, timeout) = (memory::stream(stream)?, self.timeout(timeout)?);
-        let held = py.detach(|| {
-            let stream = with_exposed_provenance_mut(stream);
-            // SAFETY: a stream of the GPU's primary context, as the caller promises.
-            unsafe { core.engine.wait_on_stream(device, stream, &imm, writes, timeout) }
-        });
-        let held = held.map_err(|error| errors::stream(&error))?;
+        let held = counter.lend(|imm| {
+            let held = py.detach(|| {
+                let stream = with_exposed_provenance_mut(stream);
+                // SAFETY: a stream of the GPU's primary context, as the caller promises.
+                unsafe { core.engine.wait_on_stream(device, stream, imm, writes, timeout) }
+            });
+            held.map_err(|error| errors::stream(&error))
+        })?;
         Ok(StreamWait::new(held, self.timeout(None)?))
     }
 
@@ -602,7 +619,9 @@ impl TransferEngine {
         callback: Bound<'_, PyAny>,
     ) -> PyResult<UvmWatcher> {
         let (core, call) = (self.core()?, callable(callback)?);
-        let job = move |before: u64, now: u64| call_back(&call, |call| call.call1((before, now)));
+        let engine = core.manner.caller.engine();
+        let job =
+            move |before: u64, now: u64| call_back(engine, &call, |call| call.call1((before, now)));
         let watcher = py.detach(|| core.engine.alloc_uvm_watcher(job));
         watcher.map(UvmWatcher::new).map_err(|error| errors::register(&error))
     }
@@ -713,14 +732,23 @@ impl TransferEngine {
         callback: Bound<'_, PyAny>,
     ) -> PyResult<()> {
         let core = self.core()?;
-        let (imm, call) = (counter.imm()?, callable(callback)?);
+        let call = callable(callback)?;
+        let caller = Arc::clone(&core.manner.caller);
+        caller.start()?;
+        // What the engine itself calls only passes it on: messages come by the same thread of the engine's.
         let job = move |reached: Result<(), immwire::CountError>| {
-            call_back(&call, |call| {
-                let error = reached.err().map(|error| errors::count(&error));
-                call.call1((error.map(|error| error.into_value(call.py())),))
-            });
+            let engine = caller.engine();
+            let told = move || {
+                call_back(engine, &call, |call| {
+                    let error = reached.err().map(|error| errors::count(&error));
+                    call.call1((error.map(|error| error.into_value(call.py())),))
+                });
+            };
+            caller.push(Box::new(told));
         };
-        core.engine.expect_imm_count(&imm, writes, job).map_err(|error| errors::count(&error))
+        counter.lend(|imm| {
+            core.engine.expect_imm_count(imm, writes, job).map_err(|error| errors::count(&error))
+        })
     }
 
     // ---- transfers ----
@@ -869,31 +897,38 @@ impl TransferEngine {
         wait.block(py, timeout)
     }
 
-    /// To be awaited: until another transfer can be submitted; whether it can.
+    /// To be awaited: until another transfer can be submitted; whether it can. Those that have ended are in nobody's way, whoever
+    /// keeps them.
     #[pyo3(signature = (*, timeout = None))]
     fn wait_capacity(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
         Ok(Waiting::new(Room::new(&self.core()?), timeout, Duration::ZERO))
     }
 
-    /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile.
+    /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile. Those that have
+    /// ended are in nobody's way, whoever keeps them.
     #[pyo3(signature = (*, timeout = None))]
     fn wait_capacity_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = self.timeout(timeout)?;
-        let room =
-            self.wait_with(py, timeout, |engine, slice| engine.wait_capacity(slice).then_some(()))?;
-        Ok(room.is_some())
+        // Held by the wait weakly only: the engine may be closed meanwhile.
+        let wait = Room::new(&self.core()?);
+        wait.block(py, timeout)
     }
 
     // ---- the end ----
 
     /// Stops the engine: transfers under way end, peers are left, threads are joined. What was closed stays
     /// so; to close it again does nothing.
+    ///
+    /// Its callbacks that run are waited for. So a callback can close any engine but the one whose it is, and one that has a
+    /// callback which is closing that.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let handle = self.handle.get()?;
-        if in_callback() {
-            return Err(errors::in_callback());
+        if lock(&handle.core).is_none() {
+            return Ok(());
         }
+        let engine = self.manner.peek().caller.engine();
+        let _closing = Closing::begin(engine).map_err(errors::in_callback)?;
         let core = lock(&handle.core).take();
         if let Some(core) = core {
             py.detach(|| {
@@ -901,7 +936,7 @@ impl TransferEngine {
                 let mut core = core;
                 loop {
                     match Arc::try_unwrap(core) {
-                        Ok(last) => return drop(last),
+                        Ok(last) => return last.stop(),
                         Err(shared) => core = shared,
                     }
                     std::thread::sleep(Duration::from_millis(1));

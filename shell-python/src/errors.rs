@@ -19,6 +19,7 @@ use pyo3::intern;
 use pyo3::prelude::*;
 use pyo3::types::{PyDict, PyList, PyTuple};
 
+use crate::sync::Entangled;
 use crate::values;
 
 /// Fields beyond the message, by name.
@@ -61,8 +62,16 @@ pub(crate) fn closed(what: &str) -> PyErr {
     raise("EngineClosed", &format!("the {what} is closed"), |_| Ok(()))
 }
 
-pub(crate) fn in_callback() -> PyErr {
-    let message = "an engine cannot be closed by one of its callbacks, which closing waits for";
+pub(crate) fn in_callback(entangled: Entangled) -> PyErr {
+    let message = match entangled {
+        Entangled::Own => {
+            "an engine cannot be closed by one of its callbacks, which closing waits for"
+        }
+        Entangled::Mutual => {
+            "the engine cannot be closed by this callback: closing waits for the engine's own callbacks, and one of \
+             them is closing the engine whose callback this is"
+        }
+    };
     raise("ImmwireError", message, |_| Ok(()))
 }
 
@@ -119,7 +128,13 @@ fn capacity(error: &impl ToString, capacity: usize) -> PyErr {
 
 pub(crate) fn submit(error: &SubmitError) -> PyErr {
     match error {
-        SubmitError::Full { capacity: room } => capacity(error, *room),
+        // All of them: what has ended was let go of.
+        SubmitError::Full { capacity: room } => capacity(
+            &format!(
+                "all {room} transfers are under way; wait for one to end (wait_capacity), then submit again"
+            ),
+            *room,
+        ),
         SubmitError::EngineStopped => plain("EngineClosed", error),
         _ => plain("RequestError", error),
     }
@@ -192,7 +207,17 @@ pub(crate) fn counter_taken(error: CounterTaken) -> PyErr {
     }
 }
 
+/// Of a wait that said of no peer what it is to send: nobody is named, for those who owe the rest may not be there yet.
 pub(crate) fn count(error: &CountError) -> PyErr {
+    counted(error, |_| None)
+}
+
+/// Of a wait for shares.
+pub(crate) fn count_from(error: &CountError) -> PyErr {
+    counted(error, late)
+}
+
+fn counted(error: &CountError, late: impl Fn(&[PeerShare]) -> Option<PeerId>) -> PyErr {
     match error {
         CountError::Timeout { target, missing, after, peers, .. } => {
             raise("WaitTimeout", &error.to_string(), |fields| {

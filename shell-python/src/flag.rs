@@ -77,9 +77,10 @@ impl GpuFlag {
     fn follow(&self, counter: &Bound<'_, ImmCounter>, writes: u64) -> PyResult<Following> {
         let none = || errors::request("writes is 1 at least");
         let writes = NonZeroU64::new(writes).ok_or_else(none)?;
-        let imm = counter.get().imm()?;
-        let following = self.flag()?.follow(&imm, writes);
-        let following = following.map_err(|error| errors::count(&error))?;
+        let flag = self.flag()?;
+        let following = counter
+            .get()
+            .lend(|imm| flag.follow(imm, writes).map_err(|error| errors::count(&error)))?;
         Ok(Following { following: Owned::new(Mutex::new(Some(following))) })
     }
 

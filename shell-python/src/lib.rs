@@ -6,6 +6,7 @@
 //! | `engine` | `TransferEngine` |
 //! | `region`, `memory`, `buffer` | memory, given out and taken in |
 //! | `transfer`, `counter`, `messages` | what is waited for |
+//! | `peers`, `places` | peers that come up, room for transfers |
 //! | `watcher` | words that GPUs store to |
 //! | `moe` | dispatch and combine among ranks |
 //! | `waiting` | `await`, on any event loop |
@@ -31,6 +32,7 @@ mod messages;
 mod moe;
 mod pages;
 mod peers;
+mod places;
 mod region;
 mod streams;
 mod sync;

@@ -1,6 +1,6 @@
 //! Where an object's memory lies: by the buffer protocol, `__array_interface__`, DLPack, or an address.
 //!
-//! Memory of a GPU is told apart first: `__cuda_array_interface__`, or a DLPack device that is not the
+//! Memory of a GPU is told apart first: `__cuda_array_interface__`, be it that it raises, or a DLPack device that is not the
 //! host. Which GPU it is of, the engine finds out by the address. Whatever is found is held for as long as peers
 //! may write there. Streams of GPUs are found here, too.
 
@@ -113,13 +113,14 @@ pub(crate) fn find(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
 
 /// Finds memory of the host, perhaps of no bytes, to be copied from or to during a call.
 pub(crate) fn lent(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
-    if object.hasattr(intern!(object.py(), "__cuda_array_interface__"))? {
-        return Err(errors::unsupported(&format!(
+    match object.getattr_opt(intern!(object.py(), "__cuda_array_interface__")) {
+        Ok(None) => look(object, false),
+        // Some have the interface, but not for all element types.
+        Ok(Some(_)) | Err(_) => Err(errors::unsupported(&format!(
             "{} is in GPU memory: copy it to the host first",
             kind(object)
-        )));
+        ))),
     }
-    look(object, false)
 }
 
 /// Finds memory of a GPU, perhaps of no bytes, that kernels are told of: of the object's streams nothing is asked.
@@ -133,10 +134,7 @@ pub(crate) fn on_gpu(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> 
         Ok(None) => {}
         // Some have the interface, but not for all element types.
         Err(error) => {
-            let message = format!(
-                "{what}: __cuda_array_interface__ of {} raised {error}: pass a view of its bytes",
-                kind(object)
-            );
+            let message = format!("{what}: {}", no_interface(object, &error, None));
             return Err(errors::unsupported(&message));
         }
     }
@@ -151,13 +149,43 @@ pub(crate) fn on_gpu(what: &str, object: &Bound<'_, PyAny>) -> PyResult<Memory> 
     Err(errors::unsupported(&message))
 }
 
+/// Finds memory of a GPU whose interface has raised `error`, as some do for some element types: by DLPack, if that has it.
+fn without_interface(object: &Bound<'_, PyAny>, error: &PyErr) -> PyResult<Memory> {
+    let py = object.py();
+    let by_dlpack = || -> PyResult<Option<Memory>> {
+        let offered = object.getattr_opt(intern!(py, "__dlpack_device__"))?;
+        let device = offered.map(|device| device.call0()?.extract::<(i32, i32)>()).transpose()?;
+        match device {
+            Some((DL_CUDA, _)) => dlpack(object, true).map(Some),
+            _ => Ok(None),
+        }
+    };
+    let refused = |other: Option<&PyErr>| errors::unsupported(&no_interface(object, error, other));
+    match by_dlpack() {
+        Ok(Some(memory)) => Ok(memory),
+        Ok(None) => Err(refused(None)),
+        Err(other) => Err(refused(Some(&other))),
+    }
+}
+
+/// What is said of a GPU's memory that raises where it is asked for.
+fn no_interface(object: &Bound<'_, PyAny>, error: &PyErr, other: Option<&PyErr>) -> String {
+    let kind = kind(object);
+    let other = other.map_or(String::new(), |other| format!(", and DLPack {other}"));
+    format!("__cuda_array_interface__ of {kind} raised {error}{other}: pass a view of its bytes")
+}
+
 fn look(object: &Bound<'_, PyAny>, gpus: bool) -> PyResult<Memory> {
     let py = object.py();
     if let Ok(pair) = object.cast::<PyTuple>() {
         return address(pair);
     }
-    if let Some(interface) = object.getattr_opt(intern!(py, "__cuda_array_interface__"))? {
-        return if gpus { array(object, &interface) } else { Err(gpu(&kind(object))) };
+    match object.getattr_opt(intern!(py, "__cuda_array_interface__")) {
+        Ok(None) => {}
+        // That it raises says, too, where the memory is.
+        Ok(Some(_)) | Err(_) if !gpus => return Err(gpu(&kind(object))),
+        Ok(Some(interface)) => return array(object, &interface),
+        Err(error) => return without_interface(object, &error),
     }
     if View::offered(object) {
         return viewed(object);

@@ -3,6 +3,11 @@
 //! The engine is asked for as many messages as somebody waits for, so that the rest stay with their
 //! senders. What it is asked for cannot be taken back: if whoever waited has gone, the message is kept
 //! for the next.
+//!
+//! # Invariants
+//!
+//! - Messages come by the thread on which the engine itself calls back: no Python code runs there.
+//! - Nobody waits here for a message of an engine that is being stopped.
 
 use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::ffi::CStr;
@@ -104,8 +109,9 @@ impl Mailbox {
                     if let left @ 1.. = left.saturating_sub(1) {
                         state.takers.push_front(Taker::Call { call: Arc::clone(&call), left });
                     }
+                    let engine = self.caller.engine();
                     let job = move || {
-                        call_back(&call, |call| {
+                        call_back(engine, &call, |call| {
                             call.call1((values::Message::new(call.py(), &message),))
                         });
                     };
@@ -187,6 +193,16 @@ impl Mailbox {
         drop(gone);
     }
 
+    /// The engine is about to stop: who waits looks once more, and finds that it is. What has come is for callbacks still.
+    pub(crate) fn dismiss(&self) {
+        let waiter = |taker: &Taker| match taker {
+            Taker::Waiter(_, waiter) => Some(waiter.clone()),
+            Taker::Call { .. } => None,
+        };
+        let waiters: Vec<Waiter> = lock(&self.state).takers.iter().filter_map(waiter).collect();
+        waiters.iter().for_each(Waiter::wake);
+    }
+
     /// The engine has stopped: nobody is left waiting.
     pub(crate) fn close(&self) {
         let takers = {
@@ -223,7 +239,10 @@ impl Recv {
         let given = self.id.and_then(|id| self.mailbox.take(id));
         match given {
             Some(message) => Some(Ok(message)),
-            None if self.mailbox.is_closed() => Some(Err(errors::closed("engine"))),
+            // An engine that is being stopped may be waiting for this one to go.
+            None if self.core.strong_count() == 0 || self.mailbox.is_closed() => {
+                Some(Err(errors::closed("engine")))
+            }
             None => None,
         }
     }

@@ -5,7 +5,7 @@ use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Waker};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire::{Capacity, PeerError, PeerId, PeerUp};
 use pyo3::prelude::*;
@@ -13,7 +13,9 @@ use pyo3::types::PyBool;
 
 use crate::engine::Running;
 use crate::errors;
-use crate::waiting::{Bell, Op, Outcome};
+use crate::places::Places;
+use crate::sync::{fresh_id, wait};
+use crate::waiting::{Bell, Op, Outcome, Waiter};
 
 /// A future of the engine's, which is held by it weakly only: it may be closed meanwhile.
 struct Asked<F> {
@@ -75,16 +77,55 @@ impl Op for Up {
 }
 
 /// A wait until there is room for another transfer; says whether there is.
-pub(crate) struct Room(Asked<Capacity>);
+pub(crate) struct Room {
+    asked: Asked<Capacity>,
+    places: Arc<Places>,
+    /// As whom it waits for an end.
+    id: Option<u64>,
+}
 
 impl Room {
     pub(crate) fn new(core: &Arc<Running>) -> Self {
-        Self(Asked::new(core, core.engine.capacity()))
+        let places = Arc::clone(&core.manner.places);
+        Self { asked: Asked::new(core, core.engine.capacity()), places, id: None }
     }
 
-    fn poll(&mut self, py: Python<'_>, waker: &Waker) -> Option<Outcome> {
-        let room = self.0.poll(waker)?;
-        Some(room.map(|()| answer(py, true)))
+    /// What there is, with what transfers that have ended leave.
+    fn find(&mut self, waker: &Waker) -> Option<PyResult<()>> {
+        let found = self.asked.poll(waker);
+        if found.is_none() && self.places.sweep() { self.asked.poll(waker) } else { found }
+    }
+
+    /// As [`Room::find`]; or has `waiter` woken, as `id`, when it is worth looking again.
+    fn stand_by(&mut self, id: u64, waiter: Waiter) -> Option<PyResult<()>> {
+        let waker = waiter.waker();
+        let found = self.asked.poll(&waker);
+        if found.is_some() {
+            return found;
+        }
+        if let Some(before) = self.id.replace(id) {
+            self.places.forget(before);
+        }
+        self.places.watch(id, waiter);
+        // After that: what has ended before tells nobody.
+        self.find(&waker)
+    }
+
+    /// Waits without an event loop.
+    pub(crate) fn block(mut self, py: Python<'_>, timeout: Duration) -> PyResult<bool> {
+        let id = fresh_id();
+        let found = wait(py, timeout, |slice| {
+            let from = Instant::now();
+            loop {
+                let found = self.stand_by(id, Waiter::Thread(std::thread::current()));
+                let left = slice.saturating_sub(from.elapsed());
+                if found.is_some() || left.is_zero() {
+                    return found;
+                }
+                std::thread::park_timeout(left);
+            }
+        })?;
+        Ok(found.transpose()?.is_some())
     }
 }
 
@@ -94,15 +135,25 @@ impl Op for Room {
     }
 
     fn look(&mut self, py: Python<'_>) -> Option<Outcome> {
-        self.poll(py, Waker::noop())
+        let found = self.find(Waker::noop())?;
+        Some(found.map(|()| answer(py, true)))
     }
 
     fn watch(&mut self, py: Python<'_>, bell: &Arc<Bell>) -> Option<Outcome> {
-        self.poll(py, &Waker::from(Arc::clone(bell)))
+        let found = self.stand_by(bell.id(), Waiter::Task(Arc::clone(bell)))?;
+        Some(found.map(|()| answer(py, true)))
     }
 
     fn late(&mut self, py: Python<'_>, _after: Duration) -> Outcome {
         self.look(py).unwrap_or_else(|| Ok(answer(py, false)))
+    }
+}
+
+impl Drop for Room {
+    fn drop(&mut self) {
+        if let Some(id) = self.id {
+            self.places.forget(id);
+        }
     }
 }
 

@@ -6,9 +6,10 @@
 //!   its `__cuda_array_interface__` is given to cannot be counted.
 //! - Memory of another object is held until its region was closed, or the engine has stopped: a region
 //!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
-//! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that.
+//! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that: then that it is
+//!   being closed.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, VecDeque};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -59,7 +60,7 @@ pub(crate) struct Lingering {
 
 #[derive(Default)]
 struct LingeringState {
-    held: Vec<Held>,
+    held: VecDeque<Held>,
     /// Regions of Python by registration.
     regions: HashMap<Keys, usize>,
     stopped: bool,
@@ -99,7 +100,7 @@ impl Lingering {
             drop(state);
             return drop(held);
         }
-        state.held.push(held);
+        state.held.push_back(held);
         if state.thread.is_none() {
             let lingering = Arc::clone(self);
             let thread = std::thread::Builder::new().name("immwire-linger".into());
@@ -126,20 +127,24 @@ impl Lingering {
     }
 
     /// Takes over what keeps the memory from handles that linger: there is one handle then.
-    fn adopt(&self, held: &mut Held) {
-        let registration = held.registration();
-        let (same, other) = {
-            let all = std::mem::take(&mut lock(&self.state).held);
-            all.into_iter().partition::<Vec<Held>, _>(|held| held.registration() == registration)
+    fn adopt(&self, registration: Keys, keep: &mut Vec<Keep>) {
+        let is_same = |held: &Held| held.registration() == registration;
+        let same: VecDeque<Held> = {
+            let mut state = lock(&self.state);
+            let all = std::mem::take(&mut state.held).into_iter();
+            let (same, others) = all.partition(is_same);
+            state.held = others;
+            same
         };
-        lock(&self.state).held.extend(other);
-        held.keep.extend(same.into_iter().flat_map(|held| held.keep));
+        // After the lock: handles go here.
+        keep.extend(same.into_iter().flat_map(|held| held.keep));
     }
 
     /// Lets go of the memory, now or once nobody uses it.
-    fn release(self: &Arc<Self>, mut held: Held) {
-        self.adopt(&mut held);
-        let Held { region, keep } = held;
+    fn release(self: &Arc<Self>, held: Held) {
+        let registration = held.registration();
+        let Held { region, mut keep } = held;
+        self.adopt(registration, &mut keep);
         if keep.iter().all(|keep| matches!(keep, Keep::Nothing)) {
             // The engine's own memory: it waits by itself. Or an address, which is the caller's to keep.
             return drop(region);
@@ -151,10 +156,15 @@ impl Lingering {
         }
     }
 
-    /// Lets go of what is in use no more.
+    /// Lets go of what is in use no more. One by one: a GPU's driver may be waited for, and whoever closes a region meanwhile finds
+    /// the other handles here.
     pub(crate) fn sweep(self: &Arc<Self>) {
-        let held = std::mem::take(&mut lock(&self.state).held);
-        held.into_iter().for_each(|held| self.release(held));
+        let all = lock(&self.state).held.len();
+        for _ in 0..all {
+            let first = lock(&self.state).held.pop_front();
+            let Some(held) = first else { return };
+            self.release(held);
+        }
     }
 
     /// The engine has stopped: peers reach none of it any more. Not attached.
@@ -203,11 +213,27 @@ enum Stage {
     Closed,
 }
 
+/// Why a region is not there to be used.
+enum Away {
+    Closing,
+    Closed,
+}
+
+impl From<Away> for PyErr {
+    fn from(away: Away) -> Self {
+        match away {
+            Away::Closing => errors::being_closed(),
+            Away::Closed => errors::region_closed(),
+        }
+    }
+}
+
 impl Stage {
-    const fn held(&self) -> Option<&Held> {
+    const fn held(&self) -> Result<&Held, Away> {
         match self {
-            Self::Open(held) => Some(held),
-            Self::Closing | Self::Closed => None,
+            Self::Open(held) => Ok(held),
+            Self::Closing => Err(Away::Closing),
+            Self::Closed => Err(Away::Closed),
         }
     }
 }
@@ -298,7 +324,7 @@ impl RegionBase {
     pub(crate) fn region(&self) -> PyResult<immwire::Region> {
         let inner = self.inner.get()?;
         let region = lock(&inner.state).stage.held().map(|held| held.region.clone());
-        region.ok_or_else(errors::region_closed)
+        Ok(region?)
     }
 }
 
@@ -318,9 +344,9 @@ impl Exporter for RegionBase {
             len: region.len(),
             readonly,
         });
-        state.views += usize::from(offer.is_some());
+        state.views += usize::from(offer.is_ok());
         drop(state);
-        offer.ok_or_else(errors::region_closed)
+        Ok(offer?)
     }
 
     fn released(&self) {
@@ -477,22 +503,20 @@ impl RegionBase {
                 std::thread::sleep(Duration::from_millis(1));
             }
         })?;
-        let mut held = match taken {
+        let held = match taken {
             Some(Taken::Held(held)) => held,
             Some(Taken::Closed) => return Ok(()),
             Some(Taken::Viewed(views)) => return Err(errors::region_views(views)),
             Some(Taken::Another) | None => return Err(errors::being_closed()),
         };
         let registration = held.registration();
-        if !inner.lingering.is_shared(registration) {
-            inner.lingering.adopt(&mut held);
-        } else if inner.is_part {
+        if inner.is_part && inner.lingering.is_shared(registration) {
             // The registration is another region's too, and stays.
             inner.lingering.leave(registration);
             lock(&inner.state).stage = Stage::Closed;
             return Ok(());
         }
-        let Held { region, keep } = held;
+        let Held { region, mut keep } = held;
         let timeout = timeout.saturating_sub(start.elapsed());
         let start = Instant::now();
         let mut region = Some(region);
@@ -500,6 +524,10 @@ impl RegionBase {
         let closed = wait(py, timeout, |slice| {
             let from = Instant::now();
             loop {
+                // Each time: one that lingers may have been at its trial just now, and be back.
+                if !inner.lingering.is_shared(registration) {
+                    inner.lingering.adopt(registration, &mut keep);
+                }
                 let (kept, error) = match region.take()?.close(slice) {
                     Ok(()) => return Some(()),
                     Err(CloseError::InUse { region }) => (region, errors::in_use()),

@@ -1,6 +1,11 @@
-//! Threads of Rust and threads of Python: locks, names of waiters, and waiting so that Ctrl-C is heard.
+//! Threads of Rust and threads of Python: locks, names, who may wait for whom, and waiting so that Ctrl-C is heard.
+//!
+//! # Invariants
+//!
+//! - Of callbacks that are closing engines none waits for itself: neither for its own engine's end, nor for one that waits, by however many
+//!   other callbacks, for that.
 
-use std::cell::Cell;
+use std::cell::RefCell;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
@@ -11,8 +16,12 @@ use pyo3::prelude::*;
 const SLICE: Duration = Duration::from_millis(100);
 
 thread_local! {
-    static IN_CALLBACK: Cell<bool> = const { Cell::new(false) };
+    /// The engines whose callbacks this thread is in, by number, the innermost last.
+    static CALLBACKS: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
 }
+
+/// Engines that callbacks are closing.
+static CLOSINGS: Mutex<Vec<Edge>> = Mutex::new(Vec::new());
 
 /// Locks, whatever happened to an earlier holder: what these locks guard is whole at every step. No
 /// Python code runs under any of them: an error is made, and an object dropped, once the guard is gone.
@@ -20,7 +29,7 @@ pub(crate) fn lock<T: ?Sized>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// A name that no other waiter of this process has.
+/// A name that nothing else of this process has: a waiter's, an engine's.
 pub(crate) fn fresh_id() -> u64 {
     static NEXT: AtomicU64 = AtomicU64::new(0);
     NEXT.fetch_add(1, Ordering::Relaxed)
@@ -28,23 +37,72 @@ pub(crate) fn fresh_id() -> u64 {
 
 /// Whether this thread runs a callback of some engine, and so must not wait for its threads.
 pub(crate) fn in_callback() -> bool {
-    IN_CALLBACK.get()
+    CALLBACKS.with_borrow(|engines| !engines.is_empty())
 }
 
-/// Calls `call` on a thread of an engine's; what it raises goes to `sys.unraisablehook`. Nothing is
-/// called once the interpreter has begun to end.
+/// A callback of one engine is closing another, and so waits for that one's callbacks.
+struct Edge {
+    closing: u64,
+    by: u64,
+    closed: u64,
+}
+
+/// Why this thread may not wait for an engine's end.
+#[derive(Clone, Copy)]
+pub(crate) enum Entangled {
+    /// It runs a callback of the engine's.
+    Own,
+    /// A callback of the engine's waits for one that this thread runs.
+    Mutual,
+}
+
+/// A thread is closing an engine; until it is dropped.
+pub(crate) struct Closing(u64);
+
+impl Closing {
+    /// Begins to close the engine of this number, unless callbacks would wait for each other then.
+    pub(crate) fn begin(engine: u64) -> Result<Self, Entangled> {
+        let closing = fresh_id();
+        let mine = CALLBACKS.with_borrow(Vec::clone);
+        if mine.contains(&engine) {
+            return Err(Entangled::Own);
+        }
+        let mut closings = lock(&CLOSINGS);
+        if mine.iter().any(|&by| waits_for(&closings, engine, by)) {
+            return Err(Entangled::Mutual);
+        }
+        closings.extend(mine.into_iter().map(|by| Edge { closing, by, closed: engine }));
+        Ok(Self(closing))
+    }
+}
+
+impl Drop for Closing {
+    fn drop(&mut self) {
+        lock(&CLOSINGS).retain(|edge| edge.closing != self.0);
+    }
+}
+
+/// Whether the end of `engine` waits for that of `other`. It ends: no engine's end waits for itself.
+fn waits_for(closings: &[Edge], engine: u64, other: u64) -> bool {
+    let mut next = closings.iter().filter(|edge| edge.by == engine).map(|edge| edge.closed);
+    next.any(|closed| closed == other || waits_for(closings, closed, other))
+}
+
+/// Calls `call`, a callback of the engine of this number, on a thread of an engine's; what it raises goes to `sys.unraisablehook`. Nothing
+/// is called once the interpreter has begun to end.
 pub(crate) fn call_back(
+    engine: u64,
     call: &Py<PyAny>,
     run: impl for<'py> FnOnce(&Bound<'py, PyAny>) -> PyResult<Bound<'py, PyAny>>,
 ) {
-    let outer = IN_CALLBACK.replace(true);
+    CALLBACKS.with_borrow_mut(|engines| engines.push(engine));
     let _ = Python::try_attach(|py| {
         let call = call.bind(py);
         if let Err(error) = run(call) {
             error.write_unraisable(py, Some(call));
         }
     });
-    IN_CALLBACK.set(outer);
+    CALLBACKS.with_borrow_mut(Vec::pop);
 }
 
 /// Calls `step` with the time it may wait, detached, until it says something or `timeout` has passed.

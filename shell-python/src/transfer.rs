@@ -2,11 +2,17 @@
 //!
 //! The engine tells one waker of a transfer's end; here any number of tasks, threads and callbacks may
 //! wait for it.
+//!
+//! # Invariants
+//!
+//! - Whoever learns of an end lets go of the engine's handle, with which the transfer's place is free: that Python keeps one that
+//!   has ended takes no room (`places`).
 
 use std::collections::VecDeque;
 use std::ffi::CStr;
 use std::future::Future;
 use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, OnceLock, PoisonError};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::JoinHandle;
@@ -18,6 +24,7 @@ use pyo3::prelude::*;
 
 use crate::errors;
 use crate::fork::Owned;
+use crate::places::Places;
 use crate::sync::{call_back, fresh_id, lock, wait};
 use crate::values::seconds;
 use crate::waiting::{Bell, Op, Outcome, Waiter, Waiting};
@@ -28,9 +35,10 @@ const SPIN: Duration = Duration::from_micros(20);
 /// A callback with its argument; it reports what is raised.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
 
-/// The thread that runs callbacks of transfers and messages; started by the first.
-#[derive(Default)]
+/// The thread that runs callbacks of transfers, counts and messages; started by the first.
 pub(crate) struct Caller {
+    /// Of its engine, which it is known by: no other of this process has it.
+    engine: u64,
     state: Mutex<CallerState>,
     changed: Condvar,
 }
@@ -43,6 +51,16 @@ struct CallerState {
 }
 
 impl Caller {
+    /// That of a new engine.
+    pub(crate) fn new() -> Self {
+        Self { engine: fresh_id(), state: Mutex::default(), changed: Condvar::new() }
+    }
+
+    /// The number of the engine.
+    pub(crate) const fn engine(&self) -> u64 {
+        self.engine
+    }
+
     /// Has the job run; gives it back if the thread has ended. Runs nothing itself.
     pub(crate) fn queue(&self, job: Job) -> Result<(), Job> {
         let mut state = lock(&self.state);
@@ -56,7 +74,7 @@ impl Caller {
     }
 
     /// As [`Caller::queue`], but runs it here if the thread has ended.
-    fn push(&self, job: Job) {
+    pub(crate) fn push(&self, job: Job) {
         if let Err(job) = self.queue(job) {
             job();
         }
@@ -102,11 +120,16 @@ impl Caller {
 
 /// A transfer and who waits for it.
 pub(crate) struct Watched {
+    /// Its name among those that have a place.
+    id: u64,
     /// Until the end is known: then its place in the engine is free for another.
     transfer: Mutex<Option<immwire::Transfer>>,
     end: OnceLock<End>,
+    /// Once it has been, or is about to be.
+    is_armed: AtomicBool,
     waiters: Mutex<Waiters>,
     caller: Arc<Caller>,
+    places: Arc<Places>,
 }
 
 #[derive(Default)]
@@ -122,7 +145,7 @@ impl Wake for Watched {
 }
 
 impl Watched {
-    fn poll_end(&self) -> Option<End> {
+    pub(crate) fn poll_end(&self) -> Option<End> {
         if let Some(end) = self.end.get() {
             return Some(*end);
         }
@@ -136,9 +159,17 @@ impl Watched {
 
     fn ended(&self, end: End) -> End {
         let end = *self.end.get_or_init(|| end);
-        let transfer = lock(&self.transfer).take();
-        drop(transfer);
+        self.let_go();
         end
+    }
+
+    /// Gives its place back, if it has one.
+    fn let_go(&self) {
+        let transfer = lock(&self.transfer).take();
+        if transfer.is_some() {
+            self.places.leave(self.id);
+        }
+        drop(transfer);
     }
 
     /// Tells everybody.
@@ -146,6 +177,15 @@ impl Watched {
         let Waiters { waiting, calls } = std::mem::take(&mut *lock(&self.waiters));
         waiting.iter().for_each(|(_, waiter)| waiter.wake());
         calls.into_iter().for_each(|job| self.caller.push(job));
+        self.places.tell();
+    }
+
+    /// As [`Watched::arm`], for who is content with one that was before: [`Watched::tell`] is called after the end, if not yet.
+    pub(crate) fn arm_once(self: &Arc<Self>) {
+        // It tells no more than itself: whoever has set it arms.
+        if !self.is_armed.swap(true, Ordering::Relaxed) {
+            self.arm();
+        }
     }
 
     /// Has [`Watched::tell`] called at the end; at once, if that has come.
@@ -181,6 +221,12 @@ impl Watched {
     }
 }
 
+impl Drop for Watched {
+    fn drop(&mut self) {
+        self.let_go();
+    }
+}
+
 /// A write, message or barrier under way. ``await`` it, wait for it, or have it call back.
 ///
 /// Dropping it lets the transfer go on unwatched.
@@ -198,6 +244,7 @@ pub(crate) struct Transfer {
 #[derive(Clone)]
 pub(crate) struct Manner {
     pub(crate) caller: Arc<Caller>,
+    pub(crate) places: Arc<Places>,
     pub(crate) timeout: Duration,
     pub(crate) spin: Duration,
 }
@@ -209,12 +256,17 @@ impl Transfer {
         manner: &Manner,
         deadline: Option<Duration>,
     ) -> Self {
+        let id = fresh_id();
         let watched = Arc::new(Watched {
+            id,
             transfer: Mutex::new(Some(transfer)),
             end: OnceLock::new(),
+            is_armed: AtomicBool::new(false),
             waiters: Mutex::default(),
             caller: Arc::clone(&manner.caller),
+            places: Arc::clone(&manner.places),
         });
+        manner.places.enter(id, &watched);
         let watched = Owned::new(watched);
         Self { watched, what, timeout: manner.timeout, spin: manner.spin, deadline }
     }
@@ -322,7 +374,8 @@ impl Transfer {
         }
         let watched = slf.get().watched.get()?;
         let (call, ended) = (call.unbind(), slf.clone().unbind());
-        let job = move || call_back(&call, |call| call.call1((ended,)));
+        let engine = watched.caller.engine();
+        let job = move || call_back(engine, &call, |call| call.call1((ended,)));
         watched.caller.start()?;
         lock(&watched.waiters).calls.push(Box::new(job));
         watched.arm();

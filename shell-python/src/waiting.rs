@@ -24,7 +24,7 @@ use std::collections::{BinaryHeap, HashMap};
 use std::ffi::CStr;
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::{Arc, Mutex, Weak};
-use std::task::Wake;
+use std::task::{Wake, Waker};
 use std::thread::Thread;
 use std::time::{Duration, Instant};
 
@@ -92,13 +92,31 @@ impl Wake for Bell {
     }
 }
 
+/// A thread that waits.
+struct Parked(Thread);
+
+impl Wake for Parked {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
 /// Whoever waits for something, as the one who brings it sees it.
+#[derive(Clone)]
 pub(crate) enum Waiter {
     Task(Arc<Bell>),
     Thread(Thread),
 }
 
 impl Waiter {
+    /// For a future of the engine's.
+    pub(crate) fn waker(&self) -> Waker {
+        match self {
+            Self::Task(bell) => Waker::from(Arc::clone(bell)),
+            Self::Thread(thread) => Waker::from(Arc::new(Parked(thread.clone()))),
+        }
+    }
+
     pub(crate) fn wake(&self) {
         match self {
             Self::Task(bell) => bell.ring(),

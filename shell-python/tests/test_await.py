@@ -7,7 +7,10 @@ import signal
 import threading
 import time
 import weakref
+from collections import UserDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
+from types import MappingProxyType
 
 import immwire
 import pytest
@@ -85,6 +88,45 @@ def test_a_count_that_does_not_come_is_late(pair, run):
     run(main())
 
 
+def test_a_wait_that_names_nobody_blames_nobody(run):
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            # A second one is to send as much, and has not connected.
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag)
+            counted(counter, 1)
+            (first,) = receiver.peers
+            for wait in (counter.wait, counter.wait_blocking):
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait(2, timeout=0.02)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (None, 1)
+                assert [share[:3] for share in caught.value.shares] == [(first, 1, None)]
+
+    run(main())
+
+
+def test_what_waits_for_shares_have_consumed_has_not_arrived_for_others(run):
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                await one.submit_imm(peer=one.peers[0], imm=counter.tag, writes=3)
+                (first,) = receiver.peers
+                awaitable = wait({first: 3})
+                if awaitable is not None:
+                    await awaitable
+                for late in (counter.wait, counter.wait_blocking):
+                    with pytest.raises(immwire.WaitTimeout, match=r"sent 0\)") as caught:
+                        awaitable = late(1, timeout=0.01)
+                        await awaitable
+                    assert [share[:3] for share in caught.value.shares] == [(first, 0, None)]
+
+    run(main())
+
+
 def test_late_peers_are_named(run):
     async def main():
         with (
@@ -113,6 +155,72 @@ def test_late_peers_are_named(run):
                 await counter.wait_from({first: 3, second: 2})
 
     run(main())
+
+
+def test_shares_are_any_mapping(pair, run):
+    class Own(Mapping):
+        def __init__(self, shares):
+            self.shares = shares
+
+        def __getitem__(self, peer):
+            return self.shares[peer]
+
+        def __iter__(self):
+            return iter(self.shares)
+
+        def __len__(self):
+            return len(self.shares)
+
+    async def main():
+        counter = pair.receiver.counter()
+        (sender,) = pair.receiver.peers
+        for kind in (dict, MappingProxyType, UserDict, Own):
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                await write(pair, counter)
+                awaitable = wait(kind({sender: 1}))
+                if awaitable is not None:
+                    await awaitable
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait(kind({sender: 1}), timeout=0)
+                    await awaitable
+                assert (caught.value.peer, caught.value.missing) == (sender, 1)
+        for wrong in ([(sender, 1)], {sender}, {sender: "1"}, {1: 1}, MappingProxyType({1: 1}), None):
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                with pytest.raises(TypeError):
+                    wait(wrong)
+
+    run(main())
+
+
+def test_what_was_refused_does_not_keep_late_peers_from_being_named():
+    async def main():
+        with immwire.TransferEngine() as receiver, immwire.TransferEngine() as one:
+            counter = receiver.counter()
+            await one.wait_peer(one.add_peer(receiver.address))
+            (first,) = receiver.peers
+            with pytest.raises(TypeError):
+                receiver.expect_imm_count(counter=counter, writes=1, callback=None)
+            under_way = asyncio.ensure_future(counter.wait_from({first: 1}))
+            await asyncio.sleep(0)
+            with pytest.raises(immwire.CounterError, match="another wait"):
+                receiver.expect_imm_count(counter=counter, writes=1, callback=print)
+            under_way.cancel()
+            await asyncio.wait([under_way])
+            on_stream = dict(device=0, counter=counter, writes=1)
+            with pytest.raises(TypeError):
+                receiver.wait_on_stream("0", **on_stream)
+            with pytest.raises(immwire.UnsupportedMemory):
+                receiver.wait_on_stream(0, **on_stream)
+            await one.submit_imm(peer=one.peers[0], imm=counter.tag)
+            counted(counter, 1)
+            for wait in (counter.wait_from, counter.wait_from_blocking):
+                with pytest.raises(immwire.WaitTimeout) as caught:
+                    awaitable = wait({first: 2}, timeout=0.02)
+                    await awaitable
+                assert caught.value.peer == first
+                assert [share[:3] for share in caught.value.shares] == [(first, 1, 2)]
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("consume", ["wait", "wait_blocking", "try_take", "expect_imm_count"])
@@ -434,31 +542,136 @@ def test_a_loop_that_is_closed_leaves_no_wait_behind(pair, new_loop):
         second.close()
 
 
-def test_peers_and_capacity_are_awaited(run):
-    async def main():
-        with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
-            peer = engine.add_peer(bytes(other.address))
-            await engine.wait_peer(peer)
-            there = other.alloc(8)
-            src = engine.alloc(8)
-            held = []
-            with pytest.raises(immwire.CapacityError) as caught:
-                for _ in range(3):
-                    write = dict(peer=peer, src=src, dst=there.desc)
-                    held.append(engine.submit_single_write(**write))
-            assert caught.value.capacity == 2
-            assert await engine.wait_capacity(timeout=0.01) is False
-            await asyncio.gather(*held)
-            assert await engine.wait_capacity() is True
-
-    run(main())
-
-
 def frozen(connection):
     """An engine whose process is stopped by whoever asked for it."""
     with immwire.TransferEngine() as engine:
         connection.send((os.getpid(), bytes(engine.address)))
         connection.recv()
+
+
+def test_peers_and_capacity_are_awaited(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+
+    async def main():
+        with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
+            peer = engine.add_peer(bytes(other.address))
+            await engine.wait_peer(peer)
+            silent, held = engine.add_peer(address), []
+            with pytest.raises(immwire.CapacityError, match="all 2 transfers are under way") as caught:
+                for _ in range(3):
+                    held.append(engine.submit_imm(peer=silent, imm=0))
+            assert caught.value.capacity == 2
+            assert await engine.wait_capacity(timeout=0.01) is False
+            assert engine.wait_capacity_blocking(timeout=0.01) is False
+            os.kill(process, signal.SIGCONT)
+            await asyncio.gather(*held)
+            assert await engine.wait_capacity() is True
+
+    try:
+        run(main())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+
+
+def accepted(submit):
+    """What is submitted, once there is room."""
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            return submit()
+        except immwire.CapacityError:
+            assert time.monotonic() < until, "there is no room"
+            time.sleep(0.001)
+
+
+def test_ended_transfers_that_are_kept_take_no_room(run):
+    async def main():
+        with immwire.TransferEngine(transfers=4) as engine, immwire.TransferEngine() as other:
+            peer, counter = engine.add_peer(other.address), other.counter()
+            await engine.wait_peer(peer)
+
+            def submit():
+                return engine.submit_imm(peer=peer, imm=counter.tag)
+
+            # Nobody looks at any of them.
+            kept = [accepted(submit) for _ in range(20)]
+            kept += [accepted(submit) for _ in range(4)]
+            assert await engine.wait_capacity(timeout=5) is True
+            kept += [accepted(submit) for _ in range(4)]
+            assert engine.wait_capacity_blocking(timeout=5) is True
+            counted(counter, 28)
+            assert [transfer.end for transfer in kept] == ["done"] * 28
+
+    run(main())
+
+
+def test_who_waits_for_room_is_woken_by_an_end_that_nobody_looks_at(run, partner):
+    connection = partner(frozen)
+    process, address = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+
+    async def main():
+        with immwire.TransferEngine(transfers=2) as engine:
+            peer = engine.add_peer(address)
+            kept = [engine.submit_imm(peer=peer, imm=0) for _ in range(2)]
+            with ThreadPoolExecutor(1) as executor:
+                waits = [asyncio.ensure_future(engine.wait_capacity()) for _ in range(3)]
+                await asyncio.sleep(0.05)
+                waits[0].cancel()
+                blocked = executor.submit(engine.wait_capacity_blocking, timeout=PATIENCE)
+                await asyncio.sleep(0.05)
+                assert not blocked.done()
+                assert not any(wait.done() for wait in waits[1:])
+                os.kill(process, signal.SIGCONT)
+                assert await asyncio.wait_for(asyncio.gather(*waits[1:]), PATIENCE) == [True] * 2
+                assert blocked.result(PATIENCE) is True
+            del kept
+
+    try:
+        run(main())
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+
+
+def test_tasks_and_threads_that_keep_all_they_submit_share_the_room(run):
+    kept = []
+
+    async def main():
+        with immwire.TransferEngine(transfers=2) as engine, immwire.TransferEngine() as other:
+            peer, counter = engine.add_peer(other.address), other.counter()
+            await engine.wait_peer(peer)
+
+            def submitted():
+                try:
+                    kept.append(engine.submit_imm(peer=peer, imm=counter.tag))
+                except immwire.CapacityError:
+                    return False
+                return True
+
+            def in_a_thread():
+                for _ in range(100):
+                    while not submitted():
+                        assert engine.wait_capacity_blocking()
+
+            async def in_a_task():
+                for _ in range(100):
+                    while not submitted():
+                        assert await engine.wait_capacity()
+
+            with ThreadPoolExecutor(2) as executor:
+                threads = [executor.submit(in_a_thread) for _ in range(2)]
+                tasks = [in_a_task() for _ in range(3)]
+                await asyncio.wait_for(asyncio.gather(*tasks), 2 * PATIENCE)
+                for thread in threads:
+                    thread.result(2 * PATIENCE)
+            counted(counter, 500)
+
+    run(main())
+    assert len(kept) == 500
 
 
 def test_waits_for_a_peer_and_for_room_take_no_thread(run, partner):

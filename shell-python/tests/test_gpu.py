@@ -5,7 +5,7 @@ Each case is a process of its own, for the loader has to find the stand-in as th
 sets both. A machine's own GPUs are not used.
 """
 
-import contextlib
+import asyncio
 import ctypes
 import itertools
 import mmap
@@ -78,6 +78,29 @@ def dlpack(address, device, nbytes=BYTES, kind=(1, 8)):
             return 2, device
 
     return Tensor()
+
+
+def raising(tensor=None, error=None):
+    """Something whose __cuda_array_interface__ raises, as some tensors' does.
+
+    It has DLPack if there is a ``tensor``, which raises ``error`` if there is one.
+    """
+
+    class Strange:
+        @property
+        def __cuda_array_interface__(self):
+            raise KeyError("float8_e4m3fn")
+
+    class WithDlpack(Strange):
+        def __dlpack__(self):
+            if error is not None:
+                raise error
+            return tensor.__dlpack__()
+
+        def __dlpack_device__(self):
+            return tensor.__dlpack_device__()
+
+    return Strange() if tensor is None else WithDlpack()
 
 
 def counted(counter, writes):
@@ -357,6 +380,17 @@ def case_memory_of_other_libraries_is_registered():
         pair.sender.register(interface(here, strides=(2,)))
     with pytest.raises(immwire.UnsupportedMemory, match="mask"):
         pair.sender.register(interface(here, mask=object()))
+    # Some have the interface, but not for all element types.
+    with pair.receiver.register(raising(dlpack(there, 1))) as dst:
+        assert dst.device == 1
+        assert sent(pair, pair.sender.alloc(BYTES, device=0), dst)
+    neither = raising(dlpack(there, 1), BufferError("no such type"))
+    for strange, why in (
+        (raising(), "raised KeyError: 'float8_e4m3fn': pass a view of its bytes"),
+        (neither, "raised KeyError: .*, and DLPack BufferError: no such type: pass a view of its bytes"),
+    ):
+        with pytest.raises(immwire.UnsupportedMemory, match=why):
+            pair.receiver.register(strange)
     # What is not one range is refused, with the address that is to blame.
     middle, border = over_two(0)
     with pytest.raises(immwire.RegionError, match=f"{border + (2 << 20):#x}, is not allocated"):
@@ -539,6 +573,44 @@ def case_who_waits_for_the_driver_holds_up_no_other_thread():
     pair.close()
 
 
+def case_a_region_is_closed_while_the_driver_keeps_another_one():
+    pair = Pair(gpus=[0])
+    word, streams = ctypes.c_uint64(), [ctypes.c_uint64() for _ in range(2)]
+    driver(0, [("cuMemHostAlloc", ctypes.byref(word), ctypes.c_size_t(16), 0)])
+    driver(0, [("cuStreamCreate", ctypes.byref(stream), 0) for stream in streams])
+    released = (ctypes.c_uint64 * 2).from_address(word.value)
+
+    def hold(which):
+        """Holds a stream until its word is 1."""
+        at = ctypes.c_uint64(word.value + 8 * which)
+        driver(0, [("cuStreamWaitValue64_v2", streams[which], at, ctypes.c_uint64(1), 0)])
+
+    def release(which):
+        released[which] = 1
+
+    dst, memory = pair.receiver.alloc(BYTES, device=0), bytearray(BYTES)
+    forgotten, region = pair.sender.register(memory), pair.sender.register(memory)
+    src = pair.sender.register(bytearray(BYTES))
+    hold(0)
+    pair.sender.after_stream(streams[0].value, device=0)
+    transfer = pair.sender.submit_single_write(peer=pair.peer, src=src, dst=dst.desc)
+    # Both linger: a transfer uses the one, and the other is the region's, too.
+    del src, forgotten
+    hold(1)
+    release(0)
+    transfer.wait_blocking()
+    # For the first to be let go of, for which the driver takes as long as a stream is held. If that has not
+    # begun, this says nothing.
+    time.sleep(0.2)
+    later = threading.Timer(1.5, release, [1])
+    later.start()
+    region.close(timeout=0.5)
+    assert region.closed
+    memory.extend(b"nobody holds it")
+    later.join()
+    pair.close()
+
+
 def case_words_that_a_gpu_stores_to_are_watched():
     told, over = [], threading.Event()
 
@@ -570,6 +642,36 @@ def case_words_that_a_gpu_stores_to_are_watched():
     assert len(told) == count
     with immwire.TransferEngine() as engine, pytest.raises(immwire.UnsupportedMemory, match="no GPU"):
         engine.alloc_uvm_watcher(note)
+
+
+def closed_meanwhile(wait):
+    """Closes an engine while a watcher's callback waits, by ``wait``, for what does not come."""
+    engine, begun, ended = immwire.TransferEngine(gpus=[0]), threading.Event(), []
+    counter = engine.counter()
+
+    def note(_before, _now):
+        begun.set()
+        try:
+            wait(engine, counter)
+        except immwire.EngineClosed as error:
+            ended.append(error)
+
+    watcher = engine.alloc_uvm_watcher(note)
+    ctypes.c_uint64.from_address(watcher.address).value = 1
+    assert begun.wait(PATIENCE)
+    start = time.monotonic()
+    engine.close()
+    assert time.monotonic() - start < 5, "it waited for the callback's time to be up"
+    assert len(ended) == 1
+
+
+def case_closing_does_not_wait_for_what_a_watchers_callback_waits_for():
+    async def receive(engine):
+        await engine.recv(timeout=PATIENCE)
+
+    closed_meanwhile(lambda engine, _: engine.recv_blocking(timeout=PATIENCE))
+    closed_meanwhile(lambda engine, _: asyncio.run(receive(engine)))
+    closed_meanwhile(lambda _, counter: counter.wait_blocking(1, timeout=PATIENCE))
 
 
 def case_flags_are_words_that_kernels_read():
@@ -622,12 +724,15 @@ def case_flags_follow_counters():
 
 def case_closed_words_say_so_to_many_threads():
     def often(call):
-        for _ in range(2000):
-            with contextlib.suppress(immwire.EngineClosed):
-                call()
-                failures.append(call)
+        try:
+            for _ in range(2000):
+                with pytest.raises(immwire.EngineClosed):
+                    call()
+            ended.append(call)
+        except BaseException as error:
+            failures.append(error)
 
-    failures = []
+    failures, ended = [], []
     with immwire.TransferEngine(gpus=[0]) as engine:
         watcher, flag = engine.alloc_uvm_watcher(print), engine.alloc_gpu_flag(device=0)
         watcher.close()
@@ -641,6 +746,7 @@ def case_closed_words_say_so_to_many_threads():
             for thread in threads:
                 thread.join()
     assert not failures
+    assert len(ended) == 6
 
 
 def case_what_cannot_be_is_refused():

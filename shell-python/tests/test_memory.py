@@ -146,6 +146,29 @@ def test_gpu_memory_is_refused_by_name(pair):
             pair.sender.register(tensor)
 
 
+def test_gpu_memory_whose_interface_raises_is_refused_by_name(pair):
+    class Strange:
+        """As tensors of some element types are."""
+
+        @property
+        def __cuda_array_interface__(self):
+            raise KeyError("float8_e4m3fn")
+
+    class WithDlpack(Strange):
+        def __dlpack_device__(self):
+            return 2, 0
+
+    for tensor in (Strange(), WithDlpack()):
+        with pytest.raises(immwire.UnsupportedMemory, match=r"GPU memory.*gpus="):
+            pair.sender.register(tensor)
+    shape = dict(experts=1, world=1, rank=0, top_k=1, max_tokens=1, hidden=8)
+    joining = immwire.moe.HostAllToAll.open(pair.sender, **shape)
+    exchange = joining.join([joining.seat])
+    ours = dict(indices=np.zeros((1, 1), np.int32), weights=np.ones((1, 1), np.float32))
+    with pytest.raises(immwire.UnsupportedMemory, match="GPU memory: copy it to the host"):
+        exchange.dispatch(Strange(), **ours, out=np.zeros((exchange.max_rows, 8), np.uint16))
+
+
 @pytest.mark.parametrize(
     "memory",
     [
@@ -245,7 +268,7 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
 
 def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
     region = pair.sender.register(bytearray(4096))
-    part = region.slice(0, 8)
+    part, there = region.slice(0, 8), pair.receiver.alloc(8)
     refused = []
 
     def close():
@@ -259,6 +282,15 @@ def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):
         time.sleep(0.001)
     with pytest.raises(immwire.RegionInUse, match="another thread"):
         region.close(timeout=0.05)
+    for use in (
+        region.read,
+        lambda: region.write(0, b"x"),
+        lambda: memoryview(region),
+        lambda: region.slice(0, 8),
+        lambda: pair.sender.submit_single_write(peer=pair.peer, src=region, dst=there.desc, len=8),
+    ):
+        with pytest.raises(immwire.RegionInUse, match="another thread is closing the region"):
+            use()
     assert not region.closed
     thread.join()
     assert refused
@@ -347,7 +379,9 @@ def test_what_is_no_page_number_is_refused(pages):
 def test_pages_outside_of_a_region_are_named(pair):
     src, there = pair.sender.alloc(4096), pair.receiver.alloc(4096).desc
     pages = dict(peer=pair.peer, page_bytes=1024, src=src, dst=there)
-    with pytest.raises(immwire.RequestError, match="4"):
+    with pytest.raises(immwire.RequestError, match="source page 4 of 1024 bytes, number 1 in its list"):
         pair.sender.submit_paged_writes(**pages, src_pages=[0, 4], dst_pages=[0, 1])
-    with pytest.raises(immwire.RequestError):
+    with pytest.raises(immwire.RequestError, match="destination page 5 of 1024 bytes, number 0 in its list"):
+        pair.sender.submit_paged_writes(**pages, src_pages=[0, 1], dst_pages=[5, 1])
+    with pytest.raises(immwire.RequestError, match="2 source pages for 1 destination pages"):
         pair.sender.submit_paged_writes(**pages, src_pages=[0, 1], dst_pages=[0])

@@ -61,7 +61,11 @@ class RequestError(ImmwireError, ValueError):
 
 
 class CapacityError(ImmwireError):
-    """All transfers, peers, counters or regions are in use; some must end first."""
+    """All transfers, peers, counters or regions are in use; some must end first.
+
+    A transfer that has ended is in nobody's way, whoever keeps it; ``TransferEngine.wait_capacity`` waits for
+    one to end.
+    """
 
     #: How many there can be.
     capacity: int | None
@@ -123,7 +127,8 @@ class PeerDown(TransferError, PeerError):
 class WaitTimeout(ImmwireError, TimeoutError):
     """A wait took longer than it was given; what was waited for goes on.
 
-    A transfer's memory is still in use: wait again, or cancel it. Of a count nothing was consumed.
+    A transfer's memory is still in use: wait again, or cancel it. Of a count nothing was consumed; ``peer``
+    is who is late, if ``wait_from`` waits for just one.
     """
 
     #: Writes waited for.
@@ -155,7 +160,10 @@ class RegionError(ImmwireError):
 
 
 class RegionInUse(RegionError, BufferError):
-    """A region cannot be closed: views, other handles or transfers under way use it."""
+    """A region cannot be closed: views, other handles or transfers under way use it.
+
+    Or it cannot be used: another thread is closing it, and may not succeed.
+    """
 
 
 class UnsupportedMemory(RegionError, TypeError):
