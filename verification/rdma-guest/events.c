@@ -8,8 +8,8 @@
 //     cq_err|srq_err|device_fatal
 //     hold                                                        of nothing yet: what has come is not polled until it tells of something
 //
-// After the last, queue pairs of the device are changed as they should be, but the calls fail, as all that asks for events does; and the
-// descriptor of events is readable for good. Other queue pairs than those named, and queues, go on as if nothing were the matter: who is to
+// After `device_fatal`, queue pairs of the device are changed as they should be, but the calls fail, as all that asks for events or registers
+// memory does; and the descriptor of events is readable for good. Other queue pairs than those named, and queues, go on as if nothing were the matter: who is to
 // leave them has to do that by itself.
 //
 // The descriptor of a context is an epoll's, of the real one and of what wakes us; the real library has its own whenever it looks.
@@ -157,6 +157,14 @@ int ibv_close_device(struct ibv_context *context) {
     close(it->shown), close(it->moved), close(it->failed);
     it->context = NULL;
     return REAL(ibv_close_device, "IBVERBS_1.1")(context);
+}
+
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *at, size_t length, uint64_t iova, unsigned int access) {
+    if (known(pd->context)->is_dead) {
+        errno = EIO;
+        return NULL;
+    }
+    return REAL(ibv_reg_mr_iova2, "IBVERBS_1.8")(pd, at, length, iova, access);
 }
 
 static struct pair *pair_of(struct ibv_qp *qp) {

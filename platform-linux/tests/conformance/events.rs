@@ -10,13 +10,15 @@ use std::time::{Duration, Instant};
 
 use immwire::core::group::{SubmitError, TransferError as Stopped};
 use immwire::core::plan::PlanError;
+use immwire::core::tenant::device_key;
+use immwire::core::wire::Wire;
 use immwire::{
     End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
 };
 
-use crate::agent::{Agent, Ask, Write1, encode, plain, processor_time};
+use crate::agent::{Agent, Ask, Say, Write1, encode, plain, processor_time};
 use crate::host::{Host, Memory, Own, Pattern, names, patience};
-use crate::operations::only_peer;
+use crate::operations::{only_peer, write};
 use crate::ports::{APART, on};
 use crate::{Case, Spread, Test};
 
@@ -29,6 +31,7 @@ pub const TESTS: &[Test] = &[
     ("what_came_is_counted_first", Spread::TwoNics, counted_first),
     ("queue_pairs_fail", Spread::TwoNics, queue_pairs_fail),
     ("peer_writes_where_it_may_not", Spread::TwoNics, access_error),
+    ("registered_where_a_device_has_failed", Spread::TwoNics, registered_late),
 ];
 
 /// Where devices are asked to tell of something, if they can be.
@@ -396,5 +399,38 @@ fn access_error(case: &Case) {
     ALL[2].tell("qp_access_err inlet");
     work.until_told(ALL[2]);
     work.give_up(false);
+    work.end();
+}
+
+/// A peer's device has failed, and it registers memory before we know of that, while we still write to that device: what is for the new
+/// memory gets there by the peer's other NIC.
+fn registered_late(case: &Case) {
+    let mut work = Work::begin(case);
+    let lost = ALL[2];
+    lost.tell("device_fatal");
+    work.until_told(lost);
+    let start = Instant::now();
+    // Its engine hears of it a moment later. Until then it cannot register, or does so there, too.
+    let (late, desc) = loop {
+        assert!(start.elapsed() < patience(), "nothing is registered without that device");
+        work.other.post(Ask::Memory { bytes: 4 * BYTES, own: Own::Engine });
+        if let Some(Say::Region { at, desc }) = work.other.answer_if_alive(&work.me) {
+            let desc = MrDesc::decode(&desc).expect("a descriptor");
+            if desc.keys.get(0).map(device_key) == Some(0) {
+                break (at, desc);
+            }
+        }
+        work.me.linger(Duration::from_millis(1));
+    };
+    println!("registered after {} ms", start.elapsed().as_millis());
+    let begin = |at| write(&work.me, work.peer, &work.src, &desc, (0, at * BYTES, BYTES), None);
+    let transfers: Vec<_> = (0..4).map(begin).collect();
+    transfers.iter().for_each(|transfer| work.me.done(transfer));
+    println!("written after {} ms", start.elapsed().as_millis());
+    for at in 0..4 {
+        work.other.check(&work.me, late, at * BYTES, BYTES, work.pattern);
+    }
+    work.leaves(lost);
+    work.finish();
     work.end();
 }
