@@ -51,8 +51,8 @@
 //!   something has got through (`immwire_core::way`).
 //! - *A line's.* Notes go over another, those again of which it is not known whether they were taken
 //!   (`immwire_core::courier`). The end that has called opens the line anew (`immwire_core::line`).
-//! - *A port that goes down.* Nothing more is posted there. What is in flight is taken for broken, if there is another way;
-//!   else the transport tries until it gives up, or the port is up again.
+//! - *A port that goes down.* If there is another way, what is in flight is taken for broken, and nothing more is posted there: a path on
+//!   which something would be breaks then. Else the transport tries until it gives up, or the port is up again.
 //! - *A device.* Its NICs are lost for good: their queue pairs are cut, and what these had received is read, as far as that can be.
 //!
 //! A session ends when it has no line left, or all its paths are broken at a time, or a write names memory that it may
@@ -147,6 +147,7 @@ use immwire_core::pulse::patience;
 use immwire_core::shelf::{Lengths, Needs, Room, SHELVES_MAX};
 use immwire_core::tenant::device_key;
 use immwire_core::verdict::{self, Verdict};
+use immwire_core::way::is_left;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
@@ -165,6 +166,7 @@ use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
 use self::memory::split_key;
+use self::paths::leads;
 use self::resolver::Resolver;
 use self::session::Session;
 use self::slab::Slab;
@@ -1035,8 +1037,8 @@ impl VerbsProvider {
         let Some(allowance) = session.allowances.get(remote) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
-        let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= it.pieces);
-        if full || !allowance.admits(work.imm) {
+        let Some(port) = self.ports.get(usize::from(nic)) else { return Admitted::NoRoom };
+        if port.outstanding >= port.pieces || !allowance.admits(work.imm) {
             return Admitted::NoRoom;
         }
         let Ok(len) = u32::try_from(work.len) else {
@@ -1057,6 +1059,11 @@ impl VerbsProvider {
         let is_short = work.len <= SHORT_BYTES && !work.is_bulk();
         let lane = if is_short { short } else { long };
         if self.lanes.get(lane).is_none_or(|lane| lane.unread() >= LANE_DEPTH.into()) {
+            return Admitted::NoRoom;
+        }
+        // Not sooner: who waits for room waits for the peer to look, which is to say what came over a path that broke.
+        if is_left(port.is_usable(), leads(session, &self.ports)) {
+            self.break_path(index, nic, work.remote_nic);
             return Admitted::NoRoom;
         }
         let write = Write {

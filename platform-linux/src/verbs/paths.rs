@@ -3,7 +3,8 @@
 //! # Invariants
 //!
 //! - A queue pair is connected when the address of its other end is known; what needs it waits until then.
-//! - A path is posted on only when the receiver has said that its ends receive.
+//! - A path is posted on only when the receiver has said that its ends receive. If the port is down by then, and there is another way, it
+//!   breaks instead.
 //! - What was in flight on a path that broke stays there until it is settled, or its session ends; and its queue pairs
 //!   are there as long, cut. A path is opened anew when they are gone.
 
@@ -16,7 +17,7 @@ use immwire_core::note::{LANES, Passage, Queues};
 use immwire_core::peer::DownReason;
 use immwire_core::resolve::{Asker, Reach};
 use immwire_core::tenant::device_key;
-use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later};
+use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later, is_left};
 
 use super::device::{Depths, QueuePair};
 use super::endings::must;
@@ -183,8 +184,15 @@ impl VerbsProvider {
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
         let at = session.outlet(passage.from, passage.to)?;
         let there = session.ports.get(usize::from(passage.to))?;
+        let usable = self.ports.get(usize::from(passage.from))?.is_usable();
+        let left = is_left(usable, leads(session, &self.ports));
         let port = self.ports.get_mut(usize::from(passage.from))?;
         let outlet = session.outlets.get_mut(at)?;
+        if left && outlet.way.is_asked(passage.epoch) {
+            outlet.answer = None;
+            self.break_path(index, passage.from, passage.to);
+            return Some(());
+        }
         // There is to be room for what it may be tried with.
         if usize::from(port.pieces.saturating_sub(port.outstanding)) < LANES {
             outlet.answer = Some((passage, theirs));
