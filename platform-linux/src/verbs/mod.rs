@@ -190,8 +190,11 @@ const PIECE_BYTES: u64 = 1 << 20;
 const PIECE_MIN_BYTES: u64 = 64 << 10;
 /// The longest write that does not wait behind longer ones.
 const SHORT_BYTES: u64 = 8 << 10;
-/// Bytes that travel inside a work request.
+/// Bytes that travel inside a work request, if the device takes so many.
 const INLINE_BYTES: u32 = 64;
+/// A letter's, at most, which always do.
+const LETTER_BYTES: u32 = 32;
+const _: () = assert!(LETTER_MAX == LETTER_BYTES as usize && LETTER_BYTES <= INLINE_BYTES);
 /// Immediates that a peer may have under way to one NIC, if the queue has room for so many from each.
 const GRANT_MAX: u16 = 256;
 /// Receives that wait to be posted again, on a shelf, at most.
@@ -438,6 +441,8 @@ struct Nic {
     grows: bool,
     lengths: Lengths,
     domain: Arc<Domain>,
+    /// Bytes that a write may carry itself.
+    inline: u32,
     health: Health,
     /// Its completion queue cannot be read.
     is_mute: bool,
@@ -525,7 +530,8 @@ impl Nic {
             Some(completed) => (completed, true),
             None => (Completed::open(device, all)?, false),
         };
-        tracing::info!(name = device.name, calls = %device.calls(), "a NIC is open");
+        let inline = device.inline_bytes();
+        tracing::info!(name = device.name, calls = %device.calls(), inline, "a NIC is open");
         let mut nic = Self {
             stash: Completions::new(),
             owners: Owners::new(),
@@ -536,6 +542,7 @@ impl Nic {
             grows,
             lengths,
             domain,
+            inline,
             health: Health::Up,
             is_mute: false,
             draining: Draining::default(),
@@ -607,8 +614,7 @@ impl Nic {
 
     /// A queue pair for letters, of the session in this seat.
     fn line(&mut self, seat: u16) -> Result<QueuePair, VerbsError> {
-        let inline = u32::try_from(LETTER_MAX).unwrap_or(0);
-        let depths = Depths { sends: NOTES.into(), receives: 0, inline };
+        let depths = Depths { sends: NOTES.into(), receives: 0, inline: LETTER_BYTES };
         let shared = self.shared(seat)?;
         QueuePair::reliable(&self.domain, &self.completed, &shared, depths)
     }
@@ -1075,7 +1081,7 @@ impl VerbsProvider {
             remote_key: device_key(key),
             imm: work.imm.map(Imm::bits),
             // The CPU would read them.
-            inline: is_short && len > 0 && len <= INLINE_BYTES && home.is_none(),
+            inline: is_short && len > 0 && len <= port.inline && home.is_none(),
         };
         Admitted::Write { session: index, lane, write }
     }
@@ -1225,7 +1231,7 @@ fn info(device: &Device) -> NicInfo {
         max_message_bytes: PIECE_BYTES.min(facts.max_message.into()),
         min_piece_bytes: PIECE_MIN_BYTES,
         queue_depth: QUEUE_DEPTH,
-        inline_bytes: INLINE_BYTES,
+        inline_bytes: device.inline_bytes(),
         max_sge: 1,
         batch_bytes: NicLimits::BATCH_BYTES,
         together: TOGETHER,

@@ -24,7 +24,7 @@ use super::endings::must;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
 use super::session::{Inlet, Session};
 use super::upkeep::{bit, nic_at};
-use super::{INLINE_BYTES, LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
+use super::{LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
 use crate::provider::{Path, Sink};
 
 /// Queue pairs of a path.
@@ -101,7 +101,7 @@ impl VerbsProvider {
         let port = self.ports.get_mut(usize::from(from)).ok_or(VerbsError::Unreachable)?;
         let shared = port.shared(index)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
-        for inline in [0, INLINE_BYTES] {
+        for inline in [0, port.inline] {
             let depths = Depths { sends: LANE_DEPTH.into(), receives: 0, inline };
             let pair = QueuePair::for_writes(&port.domain, &port.completed, &shared, depths)?;
             let _ = pairs.push(pair);
