@@ -20,7 +20,7 @@
 //! 2. Each attempt has an epoch of its own, later than all before it. An answer counts for the last one alone.
 //! 3. Between two attempts lies a rest; unless somebody has reason to think that it will work now ([`Way::hurry`]).
 //! 4. An attempt begins when nothing is left of the one before ([`Way::next`]).
-//! 5. What leaves a NIC for another way does not end the session by that ([`is_led`], [`is_cut_off`]).
+//! 5. What leaves a NIC for another way does not end the session by that ([`is_led`], [`is_left`], [`is_cut_off`]).
 //! 6. At the other end the latest attempt that was asked for counts, in whatever order they come ([`is_later`]).
 //!
 //! The tests below run all orders of what can happen.
@@ -295,6 +295,14 @@ pub fn is_led(mut paths: impl Iterator<Item = Lead>) -> bool {
     paths.any(|path| path.is_usable && !path.way.is_down())
 }
 
+/// Whether a path of ours is left for another of these, all the paths of the session, as something can be sent over its NIC or not: if so,
+/// nothing is posted there any more. Without another it stays: the NIC may be back in time. O(paths); O(1) if the NIC can be used.
+#[inline]
+#[must_use]
+pub fn is_left(is_usable: bool, paths: impl Iterator<Item = Lead>) -> bool {
+    !is_usable && is_led(paths)
+}
+
 /// Whether none of these, all the paths of a session, can be used: it is over. One that was never tried may work. O(paths).
 #[must_use]
 pub fn is_cut_off(mut paths: impl Iterator<Item = Lead>) -> bool {
@@ -506,6 +514,8 @@ mod tests {
                     ];
                     let led = is_led(paths.into_iter());
                     assert_eq!(led, other_usable && !other.is_down());
+                    assert_eq!(is_left(paths[0].is_usable, paths.into_iter()), led);
+                    assert!(!is_left(true, paths.into_iter()), "its NIC can be used");
                     let _ = paths[0].way.fail(Time::ZERO);
                     let cut_off = is_cut_off(paths.into_iter());
                     assert!(!(led && cut_off));

@@ -6,10 +6,11 @@
 //     qp_fatal|qp_req_err|qp_access_err lane|line|inlet [cut]     of a live queue pair that writes, takes notes, or is written by;
 //                                                                 which is put in error before, or is as it was
 //     cq_err|srq_err|device_fatal
+//     port_err|port_active                                        which goes on working either way
 //     hold                                                        of nothing yet: what has come is not polled until it tells of something
 //
-// After the last, queue pairs of the device are changed as they should be, but the calls fail, as all that asks for events does; and the
-// descriptor of events is readable for good. Other queue pairs than those named, and queues, go on as if nothing were the matter: who is to
+// After `device_fatal`, queue pairs of the device are changed as they should be, but the calls fail, as all that asks for events or registers
+// memory does; and the descriptor of events is readable for good. Other queue pairs than those named, and queues, go on as if nothing were the matter: who is to
 // leave them has to do that by itself.
 //
 // The descriptor of a context is an epoll's, of the real one and of what wakes us; the real library has its own whenever it looks.
@@ -159,6 +160,14 @@ int ibv_close_device(struct ibv_context *context) {
     return REAL(ibv_close_device, "IBVERBS_1.1")(context);
 }
 
+struct ibv_mr *ibv_reg_mr_iova2(struct ibv_pd *pd, void *at, size_t length, uint64_t iova, unsigned int access) {
+    if (known(pd->context)->is_dead) {
+        errno = EIO;
+        return NULL;
+    }
+    return REAL(ibv_reg_mr_iova2, "IBVERBS_1.8")(pd, at, length, iova, access);
+}
+
 static struct pair *pair_of(struct ibv_qp *qp) {
     for (int at = 0; at < PAIRS_MAX; at++)
         if (pairs[at].qp == qp)
@@ -208,6 +217,7 @@ static const struct kind {
 } kinds[] = {
     {"qp_fatal", IBV_EVENT_QP_FATAL}, {"qp_req_err", IBV_EVENT_QP_REQ_ERR}, {"qp_access_err", IBV_EVENT_QP_ACCESS_ERR},
     {"cq_err", IBV_EVENT_CQ_ERR},     {"srq_err", IBV_EVENT_SRQ_ERR},       {"device_fatal", IBV_EVENT_DEVICE_FATAL},
+    {"port_err", IBV_EVENT_PORT_ERR}, {"port_active", IBV_EVENT_PORT_ACTIVE},
 };
 
 // The first live queue pair of this role, or of any.
@@ -247,6 +257,8 @@ static int take(struct known *it, struct ibv_async_event *event) {
                 event->element.cq = pair->qp->recv_cq;
             else if (event->event_type == IBV_EVENT_SRQ_ERR)
                 event->element.srq = pair->qp->srq;
+            else if (event->event_type == IBV_EVENT_PORT_ERR || event->event_type == IBV_EVENT_PORT_ACTIVE)
+                event->element.port_num = 1;
             else
                 it->is_dead = eventfd_write(it->failed, 1) == 0;
             if (strcmp(how, "cut") == 0)

@@ -10,6 +10,8 @@
 //
 // Of the extended calls rxe0 offers both, as Soft-RoCE does; second ports have none to read completions, and rxe2 and rxe3 none
 // to post: so each has others.
+//
+// If IMMWIRE_RDMA_INLINE is set, no queue pair is made whose sends may carry more bytes themselves than it says.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -75,6 +77,25 @@ static struct ibv_cq_ex *refuse(struct ibv_context *context, struct ibv_cq_init_
     return NULL;
 }
 
+// Whether sends may carry so many bytes themselves.
+static int carries(uint32_t bytes) {
+    const char *most = getenv("IMMWIRE_RDMA_INLINE");
+    int is_refused = most && bytes > strtoul(most, NULL, 10);
+    if (is_refused)
+        errno = EINVAL;
+    return !is_refused;
+}
+
+struct ibv_qp *ibv_create_qp(struct ibv_pd *pd, struct ibv_qp_init_attr *attr) {
+    return carries(attr->cap.max_inline_data) ? REAL(ibv_create_qp, "IBVERBS_1.1")(pd, attr) : NULL;
+}
+
+static struct ibv_qp *(*real_qp_ex)(struct ibv_context *, struct ibv_qp_init_attr_ex *); // The same of all.
+
+static struct ibv_qp *create_qp_ex(struct ibv_context *context, struct ibv_qp_init_attr_ex *attr) {
+    return carries(attr->cap.max_inline_data) ? real_qp_ex(context, attr) : NULL;
+}
+
 static struct ibv_device *second_of(int number) {
     struct ibv_device *found = NULL, **list = REAL(ibv_get_device_list, "IBVERBS_1.1")(NULL);
     for (int at = 0; list && list[at]; at++)
@@ -94,8 +115,12 @@ struct ibv_context *ibv_open_device(struct ibv_device *device) {
         whole->query_device_ex = offer;
     if (whole && number_of(context->device) & 1)
         whole->create_cq_ex = refuse;
-    if (whole && number_of(context->device) & 2)
+    if (whole && number_of(context->device) & 2) {
         whole->create_qp_ex = NULL;
+    } else if (whole && whole->create_qp_ex) {
+        real_qp_ex = whole->create_qp_ex;
+        whole->create_qp_ex = create_qp_ex;
+    }
     return context;
 }
 

@@ -8,7 +8,8 @@
 //! - Nothing is used of a failed completion but its number, its status and its queue pair: the rest is undefined
 //!   then (ibv_poll_cq(3)).
 //! - By which calls writes are posted and completions read is found out once for each device, by making what they need
-//!   ([`Device::calls`]); no post and no poll asks.
+//!   ([`Device::calls`]); no post and no poll asks. So is how many bytes sends carry themselves, when it is opened ([`Device::inline_bytes`]):
+//!   a device whose queue pairs would be refused later does not fit.
 
 use std::ffi::{CStr, c_int, c_void};
 use std::io;
@@ -27,7 +28,7 @@ use immwire_core::port::{
 };
 use rustix::system::uname;
 
-use super::{VerbsError, VerbsOptions};
+use super::{INLINE_BYTES, LANE_DEPTH, LETTER_BYTES, VerbsError, VerbsOptions};
 use crate::gpus::Direct;
 
 /// How far packets may be routed.
@@ -167,6 +168,8 @@ pub(super) struct Device {
     /// Nothing is to be used that not all drivers have.
     is_classic: bool,
     calls: OnceLock<Calls>,
+    /// Bytes that a send carries itself, set before anybody else has the device.
+    inline: OnceLock<u32>,
     is_lost: AtomicBool,
     /// It was said that GPUs' memory is registered by its address.
     is_by_address: AtomicBool,
@@ -271,10 +274,10 @@ unsafe fn open_ports(
         0 => Err(VerbsError::Unfit { why: "it has no port" }),
         ports => Ok((ports, context)),
     });
-    let mut add = |port, nic: String, opened: Result<Device, (PortState, VerbsError)>| {
+    let mut add = |port, nic: String, opened: Result<Arc<Device>, (PortState, VerbsError)>| {
         let state = opened.as_ref().map_or_else(|(state, _)| *state, |_| PortState::Fit);
         let why = |(_, why): (PortState, VerbsError)| Unfit { device: nic, why: why.to_string() };
-        let nic = opened.map(Arc::new).map_err(why);
+        let nic = opened.map_err(why);
         found.push(Found { device: name.to_owned(), port, state, nic });
     };
     let down = |why| (PortState::Down, why);
@@ -302,7 +305,7 @@ impl Device {
         name: String,
         port: u8,
         options: &VerbsOptions,
-    ) -> Result<Self, (PortState, VerbsError)> {
+    ) -> Result<Arc<Self>, (PortState, VerbsError)> {
         let attr = context.port(port).map_err(|why| (PortState::Down, why))?;
         if attr.state != sys::IBV_PORT_ACTIVE {
             let why = VerbsError::Unfit { why: "its port is not active" };
@@ -333,6 +336,7 @@ impl Device {
             gid_index: AtomicU8::new(0),
             is_classic: options.classic,
             calls: OnceLock::new(),
+            inline: OnceLock::new(),
             is_lost: AtomicBool::new(false),
             is_by_address: AtomicBool::new(false),
         };
@@ -340,6 +344,9 @@ impl Device {
         opened.facts = learnt.map_err(|why| (PortState::Active, why))?;
         opened.gid_index = AtomicU8::new(opened.facts.gid.index);
         set_nonblocking(opened.event_fd()).map_err(|why| (PortState::Active, why))?;
+        let opened = Arc::new(opened);
+        let inline = opened.carried().map_err(|why| (PortState::Active, why))?;
+        let _ = opened.inline.set(inline);
         Ok(opened)
     }
 
@@ -455,10 +462,24 @@ impl Device {
         let extended = Completed::extended(self, 1).inspect_err(lacks);
         let polls = extended.is_ok();
         let completed = extended.or_else(|_| Completed::classic(self, 1))?;
-        let depths = Depths { sends: 1, receives: 1, inline: super::INLINE_BYTES };
+        let depths = Depths { sends: 1, receives: 1, inline: self.inline_bytes() };
         let (domain, completed) = (Domain::open(self)?, Arc::new(completed));
         let pair = QueuePair::extended(&domain, &completed, None, depths).inspect_err(lacks);
         Ok(Calls { posts: pair.is_ok(), polls })
+    }
+
+    /// How many bytes a send may carry itself.
+    pub(super) fn inline_bytes(&self) -> u32 {
+        self.inline.get().copied().unwrap_or(0)
+    }
+
+    /// Tries how many, with queue pairs as long as those for writes, and takes these away again.
+    fn carried(self: &Arc<Self>) -> Result<u32, VerbsError> {
+        let (domain, completed) = (Domain::open(self)?, Arc::new(Completed::classic(self, 1)?));
+        carried(|inline| {
+            let depths = Depths { sends: LANE_DEPTH.into(), receives: 1, inline };
+            QueuePair::open(&domain, &completed, None, sys::IBV_QPT_RC, depths).map(drop)
+        })
     }
 
     /// What has happened to the device, if anything.
@@ -525,6 +546,21 @@ impl Device {
     pub(super) fn event_fd(&self) -> BorrowedFd<'_> {
         // SAFETY: open as long as the device is.
         unsafe { BorrowedFd::borrow_raw((*self.context.as_ptr()).async_fd) }
+    }
+}
+
+/// How many bytes sends carry themselves, where `make` makes a queue pair for so many: what short writes want, or else what letters need.
+///
+/// # Errors
+///
+/// A device whose sends carry less; or what one says that makes no queue pair at all.
+fn carried(make: impl Fn(u32) -> Result<(), VerbsError>) -> Result<u32, VerbsError> {
+    const TOO_FEW: &str = "its sends carry fewer than 32 bytes themselves";
+    const { assert!(LETTER_BYTES == 32, "as it is said") };
+    let found = [INLINE_BYTES, LETTER_BYTES].into_iter().find(|&bytes| make(bytes).is_ok());
+    match found {
+        Some(bytes) => Ok(bytes),
+        None => Err(make(0).err().unwrap_or(VerbsError::Unfit { why: TOO_FEW })),
     }
 }
 

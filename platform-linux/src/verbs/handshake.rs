@@ -6,8 +6,8 @@
 //! proofs are not looked at.
 //!
 //! A claim names the prover's ports, and with each of them a queue pair for the session's letters: its end of a line.
-//! The acceptor has connected its own to them, and so can hear, before it answers; the initiator says that it is ready
-//! through one of them.
+//! The acceptor has connected its own to them, and so can hear, before it answers, with those that it could connect; the initiator says
+//! that it is ready through one of them.
 //!
 //! Who gives up a call that it has proven says so, and again whenever it is answered (`GivenUp`).
 //!
@@ -21,8 +21,10 @@
 //!   for messages that are put off until an address was looked up, which are so many at most.
 //! - Nobody is waited for: what needs an address that is not known is put off, and heard again when it is.
 //! - A session is open here before its peer learns that it may write, and written to only when that has been said.
+//! - What an answer names receives: a NIC whose line could not be connected has none in it.
 
 use std::io;
+use std::iter;
 use std::time::Duration;
 
 use immwire_core::datagram::{
@@ -34,7 +36,7 @@ use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
 use immwire_core::life::{Life, Notice};
 use immwire_core::line::{self, End};
 use immwire_core::peer::DownReason;
-use immwire_core::port::{Door as Place, Stand, reaches};
+use immwire_core::port::{Door as Place, Queue, Stand, reaches};
 use immwire_core::pulse::Watch;
 use immwire_core::recycle::Turn;
 use immwire_core::resolve::{Asker, Reach};
@@ -348,7 +350,8 @@ impl VerbsProvider {
             return;
         };
         let nonces = Nonces { initiator: call.initiator, acceptor };
-        let said = self.claim(call.token, &call.lines, call.hello.clone());
+        let queue = |line: &Option<QueuePair>| line.as_ref().map(QueuePair::queue);
+        let said = self.claim(call.token, call.lines.iter().map(queue), call.hello.clone());
         let mut bytes = [0; DATAGRAM_MAX];
         let Some(claim) = said.encode(&mut bytes).and_then(|len| bytes.get(..len)) else { return };
         let key = self.config.group_key.as_ref();
@@ -360,14 +363,11 @@ impl VerbsProvider {
         }
     }
 
-    /// What we say of ourselves.
-    fn claim(&self, token: u64, lines: &Lines, hello: Hello) -> Claim {
-        let queue = |at| lines.get(at).and_then(Option::as_ref).map(QueuePair::queue);
-        let stand = |(at, port): (usize, &Nic)| {
-            let (port, queue) = (port.device().facts.port, queue(at).unwrap_or_default());
-            Stand { port, queue }.encode()
-        };
-        let ports = self.ports.iter().enumerate().map(stand).collect();
+    /// What we say of ourselves, with our ends of lines by NIC, as far as there are any.
+    fn claim(&self, token: u64, lines: impl Iterator<Item = Option<Queue>>, hello: Hello) -> Claim {
+        let queues = lines.chain(iter::repeat(None)).map(Option::unwrap_or_default);
+        let ports = self.ports.iter().map(|port| port.device().facts.port).zip(queues);
+        let ports = ports.map(|(port, queue)| Stand { port, queue }.encode()).collect();
         // What is withdrawn is told by notes, which come in order.
         let (grant, protocol, turn, gone) = (self.grant, PROTOCOL, Turn::default(), 0);
         Claim { token, grant, protocol, turn, ports, gone, hello }
@@ -559,8 +559,11 @@ impl VerbsProvider {
     ) -> Result<(), VerbsError> {
         let token = new_token().map_err(VerbsError::Random)?;
         let seat = self.vacant()?;
-        let lines = self.lines(claim.ports.len(), seat)?;
-        let ours = self.claim(token, &lines, hello);
+        let pairs = self.lines(claim.ports.len(), seat)?;
+        let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
+        let lines = self.connected(peer, (End::Called, pairs), &stands)?;
+        let queue = |line: &Line| line.pair.as_ref().map(QueuePair::queue);
+        let ours = self.claim(token, lines.iter().map(queue), hello);
         let mut accept = vec![0; DATAGRAM_MAX];
         let len = ours.encode(&mut accept).ok_or(VerbsError::Unreachable)?;
         accept.truncate(len);
@@ -569,8 +572,8 @@ impl VerbsProvider {
         let target = claim.hello.engine();
         let proof = proof(key, Prover::Acceptor, nonces, target, &accept);
         let life = Life::greeting(self.now);
-        let (caller, ends) = ((through, *door), (End::Called, seat, lines));
-        let index = self.open_session(peer, token, claim, caller, nonces.initiator, ends)?;
+        let (caller, ends) = ((through, *door), (seat, lines, &*stands));
+        let index = self.open_session(peer, token, claim, caller, nonces.initiator, ends);
         if let Some(session) = self.session(index) {
             session.life = life;
             session.accept = accept;
@@ -644,9 +647,10 @@ impl VerbsProvider {
         let Call { token, ways, seat, lines, .. } = self.handshakes.take(nonce)?;
         let (ours, door) = ways.pair()?;
         let door = *door;
-        let (called, ends) = ((door_at(ours), door), (End::Caller, seat, lines));
-        match self.open_session(peer, token, &claim, called, *nonce, ends) {
-            Ok(index) => {
+        match self.connected(peer, (End::Caller, lines), &stands) {
+            Ok(lines) => {
+                let (called, ends) = ((door_at(ours), door), (seat, lines, &*stands));
+                let index = self.open_session(peer, token, &claim, called, *nonce, ends);
                 if let Some(session) = self.session(index) {
                     session.says.ready = true;
                 }
@@ -725,7 +729,32 @@ impl VerbsProvider {
         }
     }
 
-    /// Makes an open session, whose lines are connected, as far as they can be; where it is.
+    /// Connects our ends of lines to the peer's, as far as can be. Those that cannot be connected are gone.
+    fn connected(
+        &mut self,
+        peer: PeerId,
+        (end, pairs): (End, Lines),
+        stands: &[Stand],
+    ) -> Result<heapless::Vec<Line, MAX_NICS>, VerbsError> {
+        let mut lines = heapless::Vec::new();
+        for (at, (pair, stand)) in pairs.into_iter().zip(stands).enumerate() {
+            let pair = pair.filter(|_| stand.queue.is_some()).filter(|pair| {
+                let there = (&stand.port, stand.queue);
+                let connected = self.resolver.connect(self.now, (at, pair), there);
+                let said = |error: &_| tracing::warn!(%peer, %error, "a line could not be opened");
+                connected.inspect_err(said).is_ok()
+            });
+            let state = line::Line::new(self.now, end, pair.is_some());
+            let watch = Watch::default();
+            let _ = lines.push(Line { pair, is_drained: false, state, completed: 0, watch });
+        }
+        if lines.iter().all(|line: &Line| line.pair.is_none()) {
+            return Err(VerbsError::Unreachable);
+        }
+        Ok(lines)
+    }
+
+    /// Makes an open session of connected lines, in this seat; where it is.
     fn open_session(
         &mut self,
         peer: PeerId,
@@ -733,31 +762,13 @@ impl VerbsProvider {
         claim: &Claim,
         (through, door): (u8, Place),
         nonce: Nonce,
-        (end, index, pairs): (End, u16, Lines),
-    ) -> Result<u16, VerbsError> {
-        let stands = stands(claim).ok_or(VerbsError::Unreachable)?;
+        (index, lines, stands): (u16, heapless::Vec<Line, MAX_NICS>, &[Stand]),
+    ) -> u16 {
         let (granted, nics) = (self.grant, self.ports.len());
-        let mut lines = heapless::Vec::new();
-        let ports = self.ports.iter_mut().enumerate();
-        for ((pair, stand), (at, port)) in pairs.into_iter().zip(&stands).zip(ports) {
-            let pair = pair.filter(|_| stand.queue.is_some()).and_then(|pair| {
-                let there = (&stand.port, stand.queue);
-                self.resolver
-                    .connect(self.now, (at, &pair), there)
-                    .inspect_err(
-                        |error| tracing::warn!(%peer, %error, "a line could not be opened"),
-                    )
-                    .ok()?;
+        for (line, port) in lines.iter().zip(&mut self.ports) {
+            if let Some(pair) = &line.pair {
                 port.owners.set(pair.number(), Some(Owner { session: index, role: Role::Line }));
-                Some(pair)
-            });
-            let state = line::Line::new(self.now, end, pair.is_some());
-            let watch = Watch::default();
-            let line = Line { pair, is_drained: false, state, completed: 0, watch };
-            let _ = lines.push(line);
-        }
-        if lines.iter().all(|line: &Line| line.pair.is_none()) {
-            return Err(VerbsError::Unreachable);
+            }
         }
         let ports = stands.iter().map(|stand| stand.port).collect();
         let made = Made { peer, token, nonce, door, through, ports, lines, granted, nics };
@@ -780,6 +791,6 @@ impl VerbsProvider {
         if let Some(slot) = self.seats.get_mut(seat) {
             *slot = Some(index);
         }
-        Ok(index)
+        index
     }
 }

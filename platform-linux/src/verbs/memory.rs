@@ -4,6 +4,11 @@
 //! told what not to write to any more. How regions are taken back is `withdrawal`'s. A device keeps everybody out of
 //! what was deregistered. But whoever writes there then loses the connection by it; so each peer is told first. One that
 //! has gone has lost its queue pairs here with its session, and leaves no ghost.
+//!
+//! # Invariants
+//!
+//! - A key names its region's registration, whether the NIC has one of its own or has failed: a peer that writes there does not
+//!   know of that yet, and finds out as the write fails on its way; what names nothing it would refuse, for good.
 
 use std::ffi::c_void;
 use std::io;
@@ -36,6 +41,12 @@ fn joined_key(device: u32, home: Option<u8>) -> u64 {
 #[expect(clippy::cast_possible_truncation, reason = "the lower half is what is meant")]
 pub(super) fn split_key(key: u64) -> (u32, Option<u8>) {
     (key as u32, (key >> 32).checked_sub(1).map(|index| index as u8))
+}
+
+/// A region's keys on one NIC, for us and for peers, from the device's own two; from none, if the device has failed.
+fn keys_on(tenant: Tenant, device: Option<(u32, u32)>, home: Option<u8>) -> (u64, u64) {
+    let (local, remote) = device.unwrap_or_default();
+    (joined_key(local, home), tenant.key(remote))
 }
 
 /// The regions of one engine.
@@ -85,19 +96,16 @@ impl VerbsMemory {
         let (mut locals, mut remotes) = ([0; MAX_NICS], [0; MAX_NICS]);
         let mut registrations = Vec::with_capacity(self.domains.len());
         let access = Access { remote, on_demand: self.on_demand };
-        for (nic, domain) in self.domains.iter().enumerate() {
+        for ((domain, ours), theirs) in self.domains.iter().zip(&mut locals).zip(&mut remotes) {
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
-            match unsafe { domain.register(ptr, len, access, gpu) } {
+            let device = match unsafe { domain.register(ptr, len, access, gpu) } {
                 Ok(made) => {
-                    if let (Some(ours), Some(theirs)) = (locals.get_mut(nic), remotes.get_mut(nic))
-                    {
-                        *ours = joined_key(made.local_key(), gpu.map(|gpu| gpu.index));
-                        *theirs = tenant.key(made.remote_key());
-                    }
+                    let keys = (made.local_key(), made.remote_key());
                     registrations.push(made);
+                    Some(keys)
                 }
-                // Nobody writes there any more.
-                Err(_) if domain.device().is_lost() => {}
+                // Nothing is written there any more.
+                Err(_) if domain.device().is_lost() => None,
                 Err(error) => {
                     return Err(match (gpu, &error) {
                         (Some(gpu), VerbsError::NoGpuDirect { .. }) => RegisterError::NotDirect {
@@ -111,7 +119,8 @@ impl VerbsMemory {
                         }
                     });
                 }
-            }
+            };
+            (*ours, *theirs) = keys_on(tenant, device, gpu.map(|gpu| gpu.index));
         }
         let keys = |keys: &[u64; MAX_NICS]| Keys::new(keys.get(..self.domains.len())?);
         let keys = keys(&locals).zip(keys(&remotes));
@@ -278,7 +287,29 @@ impl From<VerbsError> for io::Error {
 
 #[cfg(test)]
 mod tests {
+    use immwire_core::tenant::{LAST_SERIAL, SLOTS, Withdrawn, device_key};
+
     use super::*;
+
+    /// Where the device has failed, too: peers may write under each key until the region is withdrawn.
+    #[test]
+    fn each_key_names_its_registration_whether_the_device_has_failed_or_not() {
+        for tenant in [(0, 1), (7, 3), (4095, LAST_SERIAL)] {
+            let tenant = Tenant::new(tenant.0, tenant.1).unwrap();
+            for device in [None, Some((5, 9)), Some((u32::MAX, u32::MAX))] {
+                for home in [None, Some(0), Some(63)] {
+                    let (ours, theirs) = keys_on(tenant, device, home);
+                    let (local, remote) = device.unwrap_or((0, 0));
+                    assert_eq!(split_key(ours), (local, home));
+                    assert_eq!((Tenant::of(theirs), device_key(theirs)), (Some(tenant), remote));
+                    let mut withdrawn = Withdrawn::new(vec![0; SLOTS]);
+                    assert!(withdrawn.allows(theirs));
+                    withdrawn.withdraw(tenant);
+                    assert!(!withdrawn.allows(theirs));
+                }
+            }
+        }
+    }
 
     #[test]
     fn a_key_says_whose_memory_it_is_and_gives_the_device_s_back() {

@@ -51,8 +51,8 @@
 //!   something has got through (`immwire_core::way`).
 //! - *A line's.* Notes go over another, those again of which it is not known whether they were taken
 //!   (`immwire_core::courier`). The end that has called opens the line anew (`immwire_core::line`).
-//! - *A port that goes down.* Nothing more is posted there. What is in flight is taken for broken, if there is another way;
-//!   else the transport tries until it gives up, or the port is up again.
+//! - *A port that goes down.* If there is another way, what is in flight is taken for broken, and nothing more is posted there: a path on
+//!   which something would be breaks then. Else the transport tries until it gives up, or the port is up again.
 //! - *A device.* Its NICs are lost for good: their queue pairs are cut, and what these had received is read, as far as that can be.
 //!
 //! A session ends when it has no line left, or all its paths are broken at a time, or a write names memory that it may
@@ -147,6 +147,7 @@ use immwire_core::pulse::patience;
 use immwire_core::shelf::{Lengths, Needs, Room, SHELVES_MAX};
 use immwire_core::tenant::device_key;
 use immwire_core::verdict::{self, Verdict};
+use immwire_core::way::is_left;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, ProviderKind};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::time::{
@@ -165,6 +166,7 @@ use self::handshake::Handshakes;
 use self::lane::{Done, LaneId, Lanes, Owner, Owners, Role};
 pub use self::memory::VerbsMemory;
 use self::memory::split_key;
+use self::paths::leads;
 use self::resolver::Resolver;
 use self::session::Session;
 use self::slab::Slab;
@@ -188,8 +190,11 @@ const PIECE_BYTES: u64 = 1 << 20;
 const PIECE_MIN_BYTES: u64 = 64 << 10;
 /// The longest write that does not wait behind longer ones.
 const SHORT_BYTES: u64 = 8 << 10;
-/// Bytes that travel inside a work request.
+/// Bytes that travel inside a work request, if the device takes so many.
 const INLINE_BYTES: u32 = 64;
+/// A letter's, at most, which always do.
+const LETTER_BYTES: u32 = 32;
+const _: () = assert!(LETTER_MAX == LETTER_BYTES as usize && LETTER_BYTES <= INLINE_BYTES);
 /// Immediates that a peer may have under way to one NIC, if the queue has room for so many from each.
 const GRANT_MAX: u16 = 256;
 /// Receives that wait to be posted again, on a shelf, at most.
@@ -436,6 +441,8 @@ struct Nic {
     grows: bool,
     lengths: Lengths,
     domain: Arc<Domain>,
+    /// Bytes that a write may carry itself.
+    inline: u32,
     health: Health,
     /// Its completion queue cannot be read.
     is_mute: bool,
@@ -523,7 +530,8 @@ impl Nic {
             Some(completed) => (completed, true),
             None => (Completed::open(device, all)?, false),
         };
-        tracing::info!(name = device.name, calls = %device.calls(), "a NIC is open");
+        let inline = device.inline_bytes();
+        tracing::info!(name = device.name, calls = %device.calls(), inline, "a NIC is open");
         let mut nic = Self {
             stash: Completions::new(),
             owners: Owners::new(),
@@ -534,6 +542,7 @@ impl Nic {
             grows,
             lengths,
             domain,
+            inline,
             health: Health::Up,
             is_mute: false,
             draining: Draining::default(),
@@ -605,8 +614,7 @@ impl Nic {
 
     /// A queue pair for letters, of the session in this seat.
     fn line(&mut self, seat: u16) -> Result<QueuePair, VerbsError> {
-        let inline = u32::try_from(LETTER_MAX).unwrap_or(0);
-        let depths = Depths { sends: NOTES.into(), receives: 0, inline };
+        let depths = Depths { sends: NOTES.into(), receives: 0, inline: LETTER_BYTES };
         let shared = self.shared(seat)?;
         QueuePair::reliable(&self.domain, &self.completed, &shared, depths)
     }
@@ -1035,8 +1043,8 @@ impl VerbsProvider {
         let Some(allowance) = session.allowances.get(remote) else {
             return Admitted::Refused(WorkError::PeerGone);
         };
-        let full = self.ports.get(usize::from(nic)).is_none_or(|it| it.outstanding >= it.pieces);
-        if full || !allowance.admits(work.imm) {
+        let Some(port) = self.ports.get(usize::from(nic)) else { return Admitted::NoRoom };
+        if port.outstanding >= port.pieces || !allowance.admits(work.imm) {
             return Admitted::NoRoom;
         }
         let Ok(len) = u32::try_from(work.len) else {
@@ -1059,6 +1067,11 @@ impl VerbsProvider {
         if self.lanes.get(lane).is_none_or(|lane| lane.unread() >= LANE_DEPTH.into()) {
             return Admitted::NoRoom;
         }
+        // Not sooner: who waits for room waits for the peer to look, which is to say what came over a path that broke.
+        if is_left(port.is_usable(), leads(session, &self.ports)) {
+            self.break_path(index, nic, work.remote_nic);
+            return Admitted::NoRoom;
+        }
         let write = Write {
             number: 0,
             from: work.src,
@@ -1068,7 +1081,7 @@ impl VerbsProvider {
             remote_key: device_key(key),
             imm: work.imm.map(Imm::bits),
             // The CPU would read them.
-            inline: is_short && len > 0 && len <= INLINE_BYTES && home.is_none(),
+            inline: is_short && len > 0 && len <= port.inline && home.is_none(),
         };
         Admitted::Write { session: index, lane, write }
     }
@@ -1218,7 +1231,7 @@ fn info(device: &Device) -> NicInfo {
         max_message_bytes: PIECE_BYTES.min(facts.max_message.into()),
         min_piece_bytes: PIECE_MIN_BYTES,
         queue_depth: QUEUE_DEPTH,
-        inline_bytes: INLINE_BYTES,
+        inline_bytes: device.inline_bytes(),
         max_sge: 1,
         batch_bytes: NicLimits::BATCH_BYTES,
         together: TOGETHER,

@@ -5,7 +5,8 @@
 //! - A NIC that is lost stays so. Of each change the engine is told once.
 //! - What a NIC has received before it was lost counts: the queue pairs that peers write by are cut, so that it acknowledges nothing more, and it is read
 //!   before anything is given up for that, and on, as long as its completion queue lets itself be read.
-//! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`).
+//! - What is in flight over a port that is down is given up only if there is another way (`immwire_core::way`). Nothing more is posted
+//!   there then, which is seen to where something would be: whatever waits for room may have been meant for the port before it went down.
 
 use std::sync::Arc;
 use std::time::Instant;

@@ -3,7 +3,8 @@
 //! # Invariants
 //!
 //! - A queue pair is connected when the address of its other end is known; what needs it waits until then.
-//! - A path is posted on only when the receiver has said that its ends receive.
+//! - A path is posted on only when the receiver has said that its ends receive. If the port is down by then, and there is another way, it
+//!   breaks instead.
 //! - What was in flight on a path that broke stays there until it is settled, or its session ends; and its queue pairs
 //!   are there as long, cut. A path is opened anew when they are gone.
 
@@ -16,14 +17,14 @@ use immwire_core::note::{LANES, Passage, Queues};
 use immwire_core::peer::DownReason;
 use immwire_core::resolve::{Asker, Reach};
 use immwire_core::tenant::device_key;
-use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later};
+use immwire_core::way::{Answered, Failed, Lead, Next, is_cut_off, is_later, is_left};
 
 use super::device::{Depths, QueuePair};
 use super::endings::must;
 use super::lane::{Done, Lane, LaneId, Owner, Role};
 use super::session::{Inlet, Session};
 use super::upkeep::{bit, nic_at};
-use super::{INLINE_BYTES, LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
+use super::{LANE_DEPTH, Nic, Tiding, VerbsError, VerbsProvider};
 use crate::provider::{Path, Sink};
 
 /// Queue pairs of a path.
@@ -100,7 +101,7 @@ impl VerbsProvider {
         let port = self.ports.get_mut(usize::from(from)).ok_or(VerbsError::Unreachable)?;
         let shared = port.shared(index)?;
         let mut pairs = heapless::Vec::<QueuePair, LANES>::new();
-        for inline in [0, INLINE_BYTES] {
+        for inline in [0, port.inline] {
             let depths = Depths { sends: LANE_DEPTH.into(), receives: 0, inline };
             let pair = QueuePair::for_writes(&port.domain, &port.completed, &shared, depths)?;
             let _ = pairs.push(pair);
@@ -183,8 +184,15 @@ impl VerbsProvider {
         let session = self.sessions.get_mut(usize::from(index))?.as_deref_mut()?;
         let at = session.outlet(passage.from, passage.to)?;
         let there = session.ports.get(usize::from(passage.to))?;
+        let usable = self.ports.get(usize::from(passage.from))?.is_usable();
+        let left = is_left(usable, leads(session, &self.ports));
         let port = self.ports.get_mut(usize::from(passage.from))?;
         let outlet = session.outlets.get_mut(at)?;
+        if left && outlet.way.is_asked(passage.epoch) {
+            outlet.answer = None;
+            self.break_path(index, passage.from, passage.to);
+            return Some(());
+        }
         // There is to be room for what it may be tried with.
         if usize::from(port.pieces.saturating_sub(port.outstanding)) < LANES {
             outlet.answer = Some((passage, theirs));

@@ -11,13 +11,15 @@ use std::time::{Duration, Instant};
 
 use immwire::core::group::{SubmitError, TransferError as Stopped};
 use immwire::core::plan::PlanError;
+use immwire::core::tenant::device_key;
+use immwire::core::wire::Wire;
 use immwire::{
     End, ImmCounter, ImmTag, MrDesc, PagedWrite, Pages, PeerId, PeerState, Transfer, TransferError,
 };
 
-use crate::agent::{Agent, Ask, Write1, encode, plain, processor_time};
-use crate::host::{Host, Memory, Own, Pattern, names, patience, poison};
-use crate::operations::only_peer;
+use crate::agent::{Agent, Ask, Say, Write1, encode, plain, processor_time};
+use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, names, patience, poison};
+use crate::operations::{only_peer, write};
 use crate::ports::{APART, Salvo, on};
 use crate::{Case, Spread, Test};
 
@@ -30,6 +32,8 @@ pub const TESTS: &[Test] = &[
     ("what_came_is_counted_first", Spread::TwoNics, counted_first),
     ("queue_pairs_fail", Spread::TwoNics, queue_pairs_fail),
     ("peer_writes_where_it_may_not", Spread::TwoNics, access_error),
+    ("registered_where_a_device_has_failed", Spread::TwoNics, registered_late),
+    ("what_waits_leaves_a_port_that_is_down", Spread::TwoNics, port_left),
 ];
 
 /// Where devices are asked to tell of something, if they can be.
@@ -124,13 +128,7 @@ struct Work {
 
 impl Work {
     fn begin(case: &Case) -> Self {
-        // Nothing is left of a test before.
-        std::fs::create_dir_all(folder().expect("a folder")).expect("made");
-        for device in ALL {
-            for ending in ["", ".new", ".told", ".gone"] {
-                let _ = std::fs::remove_file(device.file(ending));
-            }
-        }
+        forget_all();
         let [mine, theirs] = APART.map(|names| on(case, names));
         let me = Host::new(&mine);
         let mut other = case.bare_agent("other");
@@ -453,4 +451,124 @@ fn access_error(case: &Case) {
     work.until_told(ALL[2]);
     work.give_up(false);
     work.end();
+}
+
+/// A peer's device has failed, and it registers memory before we know of that, while we still write to that device: what is for the new
+/// memory gets there by the peer's other NIC.
+fn registered_late(case: &Case) {
+    let mut work = Work::begin(case);
+    let lost = ALL[2];
+    lost.tell("device_fatal");
+    work.until_told(lost);
+    let start = Instant::now();
+    // Its engine hears of it a moment later. Until then it cannot register, or does so there, too.
+    let (late, desc) = loop {
+        assert!(start.elapsed() < patience(), "nothing is registered without that device");
+        work.other.post(Ask::Memory { bytes: 4 * BYTES, own: Own::Engine });
+        if let Some(Say::Region { at, desc }) = work.other.answer_if_alive(&work.me) {
+            let desc = MrDesc::decode(&desc).expect("a descriptor");
+            if desc.keys.get(0).map(device_key) == Some(0) {
+                break (at, desc);
+            }
+        }
+        work.me.linger(Duration::from_millis(1));
+    };
+    println!("registered after {} ms", start.elapsed().as_millis());
+    let begin = |at| write(&work.me, work.peer, &work.src, &desc, (0, at * BYTES, BYTES), None);
+    let transfers: Vec<_> = (0..4).map(begin).collect();
+    transfers.iter().for_each(|transfer| work.me.done(transfer));
+    println!("written after {} ms", start.elapsed().as_millis());
+    for at in 0..4 {
+        work.other.check(&work.me, late, at * BYTES, BYTES, work.pattern);
+    }
+    work.leaves(lost);
+    work.finish();
+    work.end();
+}
+
+/// Nothing is left of a test before.
+fn forget_all() {
+    std::fs::create_dir_all(folder().expect("a folder")).expect("made");
+    for device in ALL {
+        for ending in ["", ".new", ".told", ".gone"] {
+            let _ = std::fs::remove_file(device.file(ending));
+        }
+    }
+}
+
+/// A port is said to be down while much waits for room at a peer that does not look, and nothing is in flight there. What waits goes by the
+/// other port when there is room, though the first one would still take it; and by both when it is said to be up.
+fn port_left(case: &Case) {
+    forget_all();
+    let [mine, theirs] = APART.map(|names| on(case, names));
+    let me = Host::new(&mine);
+    let mut other = case.bare_agent("other");
+    let address = other.build(&Setup { motor: Motor::Polled, ..theirs });
+    let peer = me.peer(&address);
+    let (src, pattern) = (me.memory(BYTES, Own::Engine), case.pattern(0));
+    pattern.fill(&src, 0, BYTES, 0);
+    let (there, desc) = other.memory(&me, BYTES, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let [port, second, ..] = ALL;
+    // Each page is a piece of its own, and has an immediate.
+    let places = |indices: Vec<u32>| Pages { indices: indices.into(), stride: PAGE, offset: 0 };
+    let submit = || {
+        let src_pages = places((0..PAGES).map(|at| at * 11 % PAGES).collect());
+        let dst_pages = places((0..PAGES).map(|at| at * 11 % PAGES).collect());
+        let (dst, imm) = (&desc, Some(tag));
+        let write =
+            PagedWrite { peer, page_bytes: PAGE, src: &src, src_pages, dst, dst_pages, imm };
+        me.engine.submit_paged_writes(&write).expect("submit")
+    };
+    let sent = || [port.sent(), second.sent()];
+    let both_send = |what: &str, other: &mut Agent| {
+        let (start, mut written) = (Instant::now(), 0);
+        loop {
+            let before = sent();
+            for _ in 0..4 {
+                me.done(&submit());
+                written += 1;
+            }
+            if before.iter().zip(sent()).all(|(before, after)| after - before > FEW) {
+                break;
+            }
+            assert!(start.elapsed() < patience(), "not in time: {what}");
+        }
+        other.count(&me, counter, written * u64::from(PAGES));
+    };
+    both_send("both ports send", &mut other);
+
+    // Nobody looks at what comes, and more is written than anybody was granted.
+    other.post(Ask::Doze { ms: 6000 });
+    let transfers: Vec<_> = (0..32).map(|_| submit()).collect();
+    // All that could be sent was: nothing more is done.
+    let (mut done, mut quiet) = (me.engine.stats().completed, Instant::now());
+    while quiet.elapsed() < Duration::from_millis(500) {
+        me.linger(Duration::from_millis(10));
+        let now = me.engine.stats().completed;
+        if now != done {
+            (done, quiet) = (now, Instant::now());
+        }
+    }
+    assert!(transfers.iter().any(|it| it.poll_end().is_none()), "the peer has looked");
+    port.tell("port_err");
+    let start = Instant::now();
+    while !port.has_told() {
+        assert!(start.elapsed() < patience(), "not told in time");
+        me.linger(Duration::from_millis(1));
+    }
+    me.linger(Duration::from_millis(100));
+    let before = sent();
+    assert_eq!(other.answer(Some(&me)), Say::Fine);
+    transfers.iter().for_each(|transfer| me.done(transfer));
+    let [by_port, by_second] = [0, 1].map(|at| sent()[at] - before[at]);
+    println!("{by_port} bytes by the port that is down, {by_second} by the other");
+    assert!(by_port < FEW && by_second > BYTES, "{by_port} {by_second}");
+    other.count(&me, counter, 32 * u64::from(PAGES));
+    other.check(&me, there, 0, BYTES, pattern);
+    port.tell("port_active");
+    both_send("both ports send again", &mut other);
+    assert_eq!(other.number(&me, Ask::Available { counter }), 0, "counted twice");
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    other.tell(&me, Ask::Drop);
 }

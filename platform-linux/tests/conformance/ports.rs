@@ -12,14 +12,14 @@ use std::time::{Duration, Instant};
 
 use immwire::{
     DownReason, End, ImmCounter, ImmTag, MrDesc, NetAddr, PagedWrite, Pages, PeerId, PeerState,
-    Transfer,
+    Transfer, TransferEngine, Transport, VerbsOptions,
 };
 use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, names, patience, poison};
 use crate::operations::{only_peer, write};
-use crate::{Case, Facts, Spread, Test};
+use crate::{Case, Facts, Spread, Test, verbs_options};
 
 /// In a guest, with two devices or more.
 const TWO_DEVICES: &[Test] = &[
@@ -44,6 +44,7 @@ const FOUR_DEVICES: &[Test] = &[
     }),
     ("doors_crosswise", Spread::TwoNics, doors_crosswise),
     ("leaves_before_it_is_answered", Spread::TwoNics, leaves_before_it_is_answered),
+    ("peers_address_taken", Spread::TwoNics, address_taken),
 ];
 
 /// What is done to a port, and what undoes it. Of one that is mute, what arrives is not acknowledged: it is counted all
@@ -488,4 +489,24 @@ fn device_removed(case: &Case) {
     };
     assert!(removed.is_some_and(|status| status.success()), "something of it is still held");
     device.set("add");
+}
+
+/// The first address of the one who is called was taken away, which the caller's kernel has yet to find out: the two meet by the others. The
+/// caller's device tries for longer than it has time to say that it is ready: it says so where it is heard.
+fn address_taken(case: &Case) {
+    let [mine, theirs] = APART.map(|names| on(case, names));
+    // A timeout of half a second.
+    let options = VerbsOptions { ack_timeout: 17, ..verbs_options(&mine) };
+    let builder = TransferEngine::builder().transport(Transport::Verbs(options)).nics(mine.nics);
+    let (engine, driver) = builder.transfers(mine.transfers).build_polled().expect("build_polled");
+    let me = Host::polled(engine, driver);
+    let mut other = case.bare_agent("other");
+    let address = other.build(&theirs);
+    let port = Port(2);
+    port.set("take");
+    let peer = meet(case, &me, &mut other, &address);
+    me.linger(Duration::from_secs(5));
+    assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+    port.set("up");
+    other.tell(&me, Ask::Drop);
 }

@@ -278,3 +278,26 @@ fn memory_is_registered_for_what_it_is_and_never_a_gpu_s_on_demand() {
         }
     }
 }
+
+/// Devices whose sends carry up to so many bytes themselves: each that has room for a letter fits, with no more than it takes.
+#[test]
+fn a_device_fits_if_its_sends_carry_a_letter_and_carries_no_more_than_it_takes() {
+    let refuses = || refused("ibv_create_qp", libc::EINVAL);
+    for most in 0..200 {
+        let found = carried(|bytes| if bytes <= most { Ok(()) } else { Err(refuses()) });
+        match found {
+            Ok(bytes) => {
+                assert_eq!(bytes, if most >= INLINE_BYTES { INLINE_BYTES } else { LETTER_BYTES });
+                assert!((LETTER_BYTES..=most).contains(&bytes), "{bytes} of {most}");
+            }
+            Err(error) => {
+                assert!(most < LETTER_BYTES, "{most}: {error}");
+                let words = format!("its sends carry fewer than {LETTER_BYTES} bytes themselves");
+                assert_eq!(error.to_string(), words);
+            }
+        }
+    }
+    // One that makes none says why.
+    let said = carried(|_| Err(refused("ibv_create_qp", libc::ENOMEM))).unwrap_err().to_string();
+    assert!(said.starts_with("ibv_create_qp: "), "{said}");
+}
