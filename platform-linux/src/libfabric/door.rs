@@ -9,7 +9,9 @@
 //!   fields are dropped in that order.
 //! - To one peer, one stranger, or all strangers together, at most so many messages are under way that others have
 //!   room.
+//! - A farewell waits for its place, up to [`AGAIN_PATIENCE`], as nobody says it again; so many wait at most as there may be peers.
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -59,7 +61,7 @@ pub(super) enum Heard {
     Message { len: usize },
     /// One of ours to a peer was not delivered, and from `untaken` on not taken once more.
     Undelivered { index: u16, token: u64, code: i32, untaken: Option<Time> },
-    /// The door is shut for good: the device says so.
+    /// The door is shut for good: the device says so. Said once.
     Broken { code: i32 },
 }
 
@@ -70,6 +72,14 @@ struct Sending {
     handle: u64,
     len: usize,
     tries: u8,
+}
+
+/// A farewell for which there is no place yet.
+#[derive(Debug)]
+struct Farewell {
+    address: Address,
+    bytes: Vec<u8>,
+    since: Time,
 }
 
 /// The door.
@@ -92,6 +102,11 @@ pub(super) struct Door {
     /// next message makes another. To EFA the words mean that the peer is gone.
     loses_connections: bool,
     strangers: u16,
+    /// In the order in which they are sent, but for those whose receivers take none.
+    farewells: VecDeque<Farewell>,
+    farewells_max: usize,
+    /// Its queue has failed: nothing comes, and nothing is sent, any more.
+    is_shut: bool,
 }
 
 // SAFETY: `desc` is passed to libfabric only, by whoever owns the door.
@@ -154,6 +169,9 @@ impl Door {
             unsent: Vec::with_capacity(usize::from(SENDS)),
             loses_connections,
             strangers: 0,
+            farewells: VecDeque::new(),
+            farewells_max: usize::from(peers.max(SENDS)),
+            is_shut: false,
         };
         door.post_receives();
         Ok(door)
@@ -164,8 +182,14 @@ impl Door {
         self.endpoint.name()
     }
 
-    pub(super) const fn endpoint_mut(&mut self) -> &mut Endpoint {
-        &mut self.endpoint
+    /// What is slept on; nothing once it is shut.
+    pub(super) fn endpoint_mut(&mut self) -> Option<&mut Endpoint> {
+        (!self.is_shut).then_some(&mut self.endpoint)
+    }
+
+    /// Whether its queue has failed, for good.
+    pub(super) const fn is_shut(&self) -> bool {
+        self.is_shut
     }
 
     fn post_receives(&mut self) {
@@ -180,8 +204,7 @@ impl Door {
         }
     }
 
-    /// Sends a message. `false`: there is no room now; or the address is none, and never will be. A farewell is tried for a while if only
-    /// libfabric has no room.
+    /// Sends a message. `false`: there is no room now; or the address is none, and never will be.
     ///
     /// `under_way` counts the messages to this receiver.
     pub(super) fn send(
@@ -192,11 +215,64 @@ impl Door {
         under_way: &mut u8,
         message: &Message<'_>,
     ) -> bool {
-        let full = match to {
-            To::Peer { .. } => *under_way >= SENDS_TO_ONE,
-            _ => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
+        let is_free = match to {
+            To::Peer { .. } => *under_way < SENDS_TO_ONE,
+            _ => self.has_place_for(address),
         };
-        let Some(&send) = self.free.last().filter(|_| !full) else { return false };
+        is_free && self.post(now, to, address, under_way, |bytes| message.encode(bytes))
+    }
+
+    /// Takes leave of somebody, as soon as there is a place for it.
+    pub(super) fn part(&mut self, now: Time, address: &Address, message: &Message<'_>) {
+        let mut bytes = [0; DATAGRAM_MAX];
+        let Some(bytes) = message.encode(&mut bytes).and_then(|len| bytes.get(..len)) else {
+            return;
+        };
+        if self.farewells.len() >= self.farewells_max {
+            self.farewells.pop_front();
+        }
+        let (address, bytes) = (address.clone(), bytes.to_vec());
+        self.farewells.push_back(Farewell { address, bytes, since: now });
+        self.send_farewells(now);
+    }
+
+    /// Sends those that there are places for. Looks at so many only as there can be places.
+    fn send_farewells(&mut self, now: Time) {
+        for _ in 0..self.farewells.len().min(usize::from(SENDS_TO_STRANGERS)) {
+            if self.strangers >= SENDS_TO_STRANGERS || self.free.is_empty() {
+                return;
+            }
+            let Some(next) = self.farewells.pop_front() else { return };
+            if now.since(next.since) >= AGAIN_PATIENCE {
+                continue;
+            }
+            if !self.has_place_for(&next.address) {
+                self.farewells.push_back(next);
+                continue;
+            }
+            // There is a place: who is not sent to never will be. It is tried for a while if only libfabric has no room.
+            let Farewell { address, bytes, .. } = next;
+            self.post(now, &To::Former, &address, &mut 0, |to| {
+                to.get_mut(..bytes.len())?.copy_from_slice(&bytes);
+                Some(bytes.len())
+            });
+        }
+    }
+
+    /// Whether a stranger may be sent something.
+    fn has_place_for(&self, address: &Address) -> bool {
+        self.strangers < SENDS_TO_STRANGERS && !self.is_full_of(address)
+    }
+
+    fn post(
+        &mut self,
+        now: Time,
+        to: &To,
+        address: &Address,
+        under_way: &mut u8,
+        fill: impl FnOnce(&mut [u8]) -> Option<usize>,
+    ) -> bool {
+        let Some(&send) = self.free.last().filter(|_| !self.is_shut) else { return false };
         let handle = match self.endpoint.learn(address) {
             Ok(handle) => handle,
             Err(error) => {
@@ -207,7 +283,7 @@ impl Door {
         let from = self.buffers.at(context_of(send));
         // SAFETY: the buffer is not under way, so it is ours, and nobody else refers to it.
         let bytes = unsafe { std::slice::from_raw_parts_mut(from, DATAGRAM_MAX) };
-        let Some(len) = message.encode(bytes) else {
+        let Some(len) = fill(bytes) else {
             self.endpoint.forget(address);
             return false;
         };
@@ -260,7 +336,7 @@ impl Door {
 
     /// Whether something is to be sent that libfabric has not taken: it does not say when it does.
     pub(super) const fn is_held_up(&self) -> bool {
-        !self.unsent.is_empty()
+        !self.unsent.is_empty() && !self.is_shut
     }
 
     /// What was to be sent to the peer once more is not.
@@ -299,8 +375,8 @@ impl Door {
     }
 
     /// Whether an answer, or a leave-taking, has not left yet.
-    pub(super) const fn is_sending_to_strangers(&self) -> bool {
-        self.strangers > 0
+    pub(super) fn is_sending_to_strangers(&self) -> bool {
+        (self.strangers > 0 || !self.farewells.is_empty()) && !self.is_shut
     }
 
     /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
@@ -311,12 +387,13 @@ impl Door {
         now: Time,
         mut ended: impl FnMut(u16, u64, bool),
     ) -> Option<Heard> {
-        loop {
+        while !self.is_shut {
             // One at a time: what is read must be handled before the buffer is posted again.
             let mut batch = heapless::Vec::<Done, 1>::new();
             self.endpoint.read(&mut batch);
             let Some(done) = batch.pop() else {
                 self.post_receives();
+                self.send_farewells(now);
                 let (refused, since) = self.send_again(now)?;
                 let failure = Err(Failure { code: libc::ENOTCONN, detail: 0 });
                 if let Some(heard) = self.end(refused, failure, Some(since), &mut ended) {
@@ -327,7 +404,10 @@ impl Door {
             let (context, outcome, bytes) = match done {
                 Done::Ours { context, outcome, bytes } => (context, outcome, bytes),
                 Done::Theirs { .. } => continue,
-                Done::Broken(failure) => return Some(Heard::Broken { code: failure.code }),
+                Done::Broken(failure) => {
+                    self.is_shut = true;
+                    return Some(Heard::Broken { code: failure.code });
+                }
             };
             if context < RECEIVES {
                 let len = bytes.min(DATAGRAM_MAX);
@@ -351,6 +431,7 @@ impl Door {
                 return Some(heard);
             }
         }
+        None
     }
 
     fn may_try_again(&self, send: u16) -> bool {

@@ -11,6 +11,7 @@
 //!   it says.
 //! - A session is open here before its peer learns that it may write, and written to only when that has
 //!   been said.
+//! - Where a device tells who wrote by the endpoint alone, an endpoint is of one session at a time (`immwire_core::origin`).
 
 use std::io;
 use std::time::Duration;
@@ -20,6 +21,7 @@ use immwire_core::datagram::{
 };
 use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
+use immwire_core::origin::{self, Origin, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::Turn;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
@@ -121,6 +123,9 @@ impl LibfabricProvider {
             return Err(ConnectError::Ours);
         }
         let lacks = |why: io::Error| ConnectError::Local { why: why.into() };
+        if self.door.is_shut() {
+            return Err(lacks(io::Error::other("its endpoint for messages has failed")));
+        }
         let token = token_for(peer.index).map_err(lacks)?;
         let initiator = random().map_err(lacks)?;
         let held = self.door.hold(&door);
@@ -251,6 +256,13 @@ impl LibfabricProvider {
         }
     }
 
+    /// Nobody hears us any more.
+    pub(super) fn fail_calls<S: Sink>(&mut self, sink: &mut S) {
+        while let Some(call) = self.handshakes.calls.first() {
+            self.fail_call(call.peer, DownReason::Disconnected, sink);
+        }
+    }
+
     fn fail_call<S: Sink>(&mut self, peer: PeerId, reason: DownReason, sink: &mut S) {
         self.hang_up(peer);
         sink.disconnected(peer, reason);
@@ -366,12 +378,32 @@ impl LibfabricProvider {
                 return self.refuse(initiator, door, Refusal::Version { ours, theirs });
             }
         };
-        if self.is_any_going() {
+        if self.is_any_going() || self.has_lost_lane() {
             return Some(()); // It is said again.
+        }
+        let (now, wide) = (self.now, self.wide);
+        let sessions = self.sessions.iter_mut().flatten();
+        for session in sessions.filter(|it| !wide && it.has_any_of(&claim.ports)) {
+            session.recalled = Some(Recall::heard(session.recalled, now));
+        }
+        match self.origin_of(&claim) {
+            Origin::Granted => {}
+            Origin::Later => return Some(()), // So is this.
+            Origin::Never => return self.refuse(initiator, door, Refusal::Malformed),
+        }
+        // What has come from there so far is the earlier session's, if that has not said farewell.
+        if self.sessions.iter().flatten().any(|session| session.recalled.is_some()) {
+            self.read_all(sink);
         }
         let (peer, hello) = match sink.incoming(&claim.hello) {
             Ok(answer) => answer,
-            Err(why) => return self.refuse(initiator, door, why),
+            Err(why) => {
+                // It does not count: the session that it may have been taken for the end of is well.
+                let sessions = self.sessions.iter_mut().flatten();
+                let same = sessions.filter(|session| session.engine == claim.hello.engine());
+                same.for_each(|session| session.recalled = None);
+                return self.refuse(initiator, door, why);
+            }
         };
         // A call of our own to the same peer has crossed with this one, and is given up for it.
         self.hang_up(peer);
@@ -473,6 +505,18 @@ impl LibfabricProvider {
         if self.sessions.get(usize::from(peer.index)).is_some_and(Option::is_some) {
             return Some(()); // It is said again, until we confirm it.
         }
+        if self.has_lost_lane() {
+            return Some(()); // The same.
+        }
+        match self.origin_of(&claim) {
+            Origin::Granted => {}
+            // So is this. Nobody calls whom it has a session with that is well: that one ends.
+            Origin::Later => return Some(()),
+            Origin::Never => {
+                self.fail_call(peer, DownReason::Protocol, sink);
+                return Some(());
+            }
+        }
         let call = self.take_call(nonce)?;
         let (token, door) = (call.token, &call.door);
         let turn = call.turn.unwrap_or_default();
@@ -534,6 +578,16 @@ impl LibfabricProvider {
         live.any(|it| {
             it.as_ref().is_some_and(|it| matches!(it.state, State::Leaving { reason: None, .. }))
         })
+    }
+
+    /// Whether the endpoints may be its own that an engine says are.
+    fn origin_of(&self, claim: &Claim) -> Origin {
+        if self.wide {
+            return Origin::Granted; // The session is said with each immediate.
+        }
+        let sessions = self.sessions.iter().flatten();
+        let holders = sessions.filter(|session| session.has_any_of(&claim.ports));
+        origin::judge(self.now, claim.hello.engine(), holders.map(|session| session.as_holder()))
     }
 
     /// Makes an open session. The peer was told of our endpoints when `turn` was their number.
@@ -605,8 +659,7 @@ impl LibfabricProvider {
         }
         // Only now: until then another session of the peer's may have them.
         for (nic, port) in (0..).zip(self.ports.iter_mut()).filter(|_| !wide) {
-            let handles = (0..).zip(ports).filter_map(|(remote, _)| routes.get(nic, remote));
-            handles.for_each(|handle| port.lane.attribute(handle, index));
+            port.lane.attribute_all(nic, &routes, index);
         }
         Ok(routes)
     }

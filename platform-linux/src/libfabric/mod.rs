@@ -44,7 +44,8 @@
 //! - The way of data neither allocates nor locks: tables are made with the session.
 //! - A piece is reported once: when its completion was read, or its endpoint has been closed.
 //! - No queue overruns: entries are granted to peers, and taken before they are sent
-//!   (`immwire_core::credit`).
+//!   (`immwire_core::credit`). Where one does, for a peer that does not keep to that, or fails, it is read no more: those that it served are
+//!   lost, and the endpoints are replaced.
 
 mod door;
 mod fabric;
@@ -337,10 +338,12 @@ enum Purpose {
 struct Flight {
     purpose: Purpose,
     peer: u16,
+    /// The peer's NIC.
+    remote: NicIndex,
     /// The region's, there.
     tenant: Option<Tenant>,
-    /// The peer's NIC of which it has spent a grant.
-    spent: Option<NicIndex>,
+    /// It has spent a grant of that NIC's.
+    has_spent: bool,
 }
 
 /// What writes without bytes name as their source: never read.
@@ -358,6 +361,8 @@ struct Lane {
     chain: Chain<Vec<Link>>,
     in_order: bool,
     free: Vec<u16>,
+    /// Its completion queue has failed, and is not read any more.
+    is_broken: bool,
     /// Index of the peer by its address's handle, if the provider tells it.
     by_source: Vec<Option<u16>>,
 }
@@ -388,6 +393,7 @@ impl Lane {
             chain: Chain::new(vec![Link::VACANT; usize::from(CONTEXTS)]),
             in_order,
             free: (0..CONTEXTS).rev().collect(),
+            is_broken: false,
             by_source: Vec::new(),
         })
     }
@@ -401,6 +407,12 @@ impl Lane {
         if let Some(slot) = self.by_source.get_mut(at) {
             *slot = Some(peer);
         }
+    }
+
+    /// The same of several.
+    fn attribute_all(&mut self, nic: NicIndex, routes: &Routes, peer: u16) {
+        let handles = (0..).map_while(|remote| routes.get(nic, remote));
+        handles.for_each(|handle| self.attribute(handle, peer));
     }
 
     /// A session that knew this handle has ended: what comes from there is nobody's, unless it is another's by now.
@@ -713,9 +725,10 @@ impl LibfabricProvider {
                 error = Some(WorkError::PeerGone);
             }
             // The peer's device has refused it, immediate and all: the peer will never take that.
-            let spent = flight.spent.filter(|_| error == Some(WorkError::RemoteAccess));
-            let allowance = spent.and_then(|nic| session.allowances.get_mut(usize::from(nic)));
-            if let Some(allowance) = allowance {
+            if flight.has_spent
+                && error == Some(WorkError::RemoteAccess)
+                && let Some(allowance) = session.allowances.get_mut(usize::from(flight.remote))
+            {
                 allowance.restore(1);
             }
             self.urgent |= waits;
@@ -723,8 +736,13 @@ impl LibfabricProvider {
         match flight.purpose {
             Purpose::Work(token) => sink.work_done(nic, token, error.map_or(Ok(()), Err)),
             Purpose::Open { turns, pair } => {
+                let recycle = self.recycle;
                 if let Some(session) = self.session(flight.peer).filter(|_| error.is_none()) {
-                    session.says.opened.push((turns, pair));
+                    // Of other endpoints it asks anew.
+                    let asks = session.ports_turn;
+                    let is_current =
+                        |it: Turns| it.asks == asks && recycle.which(it.opens).is_some();
+                    session.says.opened.add(turns, pair, is_current);
                 }
                 self.urgent = true;
             }
@@ -764,7 +782,17 @@ impl LibfabricProvider {
         }
     }
 
-    /// Reads the completions of one lane, `rounds` batches at most. Returns whether there were any.
+    /// Reads all completions of one lane that there are, but not without end where others keep coming.
+    fn drain_lane<S: Sink>(&mut self, nic: NicIndex, old: bool, sink: &mut S) {
+        // A batch ends before a failure, which is one of its own: of a full queue every batch may be of one.
+        for _ in 0..=self.entries {
+            if !self.poll_lane(nic, old, 1, sink) {
+                break;
+            }
+        }
+    }
+
+    /// Reads completions of one lane, `rounds` batches at most. Returns whether there were any.
     #[inline]
     fn poll_lane<S: Sink>(
         &mut self,
@@ -777,7 +805,7 @@ impl LibfabricProvider {
         for _ in 0..rounds {
             let Some(port) = self.ports.get_mut(usize::from(nic)) else { break };
             let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
-            let Some(lane) = lane else { break };
+            let Some(lane) = lane.filter(|lane| !lane.is_broken) else { break };
             let mut batch = heapless::Vec::<Done, BATCH>::new();
             lane.endpoint.read(&mut batch);
             any |= !batch.is_empty();
@@ -799,7 +827,7 @@ impl LibfabricProvider {
                         shown = true;
                         self.take(nic, old, data, source, sink);
                     }
-                    Done::Broken(failure) => self.lose_everybody(failure),
+                    Done::Broken(failure) => self.lose_lane(nic, old, failure),
                 }
             }
             if was_all {
@@ -891,7 +919,7 @@ impl LibfabricProvider {
         // context was free.
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
-                session.stuck = None;
+                route.refusals.taken();
                 if lane.in_order {
                     lane.chain.posted(&mut route.channel, context, asks);
                 }
@@ -902,17 +930,16 @@ impl LibfabricProvider {
                 *count += 1;
                 let (peer, tenant) = (work.peer.index, Tenant::of(key));
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    let (purpose, spent) =
-                        (Purpose::Work(work.token), data.map(|_| work.remote_nic));
-                    *slot = Some(Flight { purpose, peer, tenant, spent });
+                    let (purpose, remote) = (Purpose::Work(work.token), work.remote_nic);
+                    let has_spent = data.is_some();
+                    *slot = Some(Flight { purpose, peer, remote, tenant, has_spent });
                 }
                 Posted::UnderWay
             }
             Ok(false) => {
                 lane.free.push(context);
-                if session.all_in_flight() == 0 && session.stuck.is_none() {
-                    session.stuck = Some(self.now);
-                }
+                route.refusals.refused(self.now);
+                session.is_refused = true;
                 Posted::NoRoom
             }
             Err(failure) => {
@@ -1011,20 +1038,20 @@ impl LibfabricProvider {
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
                 *count += 1;
-                session.stuck = None;
+                route.refusals.taken();
                 if lane.in_order {
                     lane.chain.posted(&mut route.channel, context, true);
                 }
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    *slot = Some(Flight { purpose, peer: index, tenant: None, spent: None });
+                    let (peer, tenant, has_spent) = (index, None, false);
+                    *slot = Some(Flight { purpose, peer, remote, tenant, has_spent });
                 }
                 Posted::UnderWay
             }
             Ok(false) => {
                 lane.free.push(context);
-                if session.all_in_flight() == 0 && session.stuck.is_none() {
-                    session.stuck = Some(self.now);
-                }
+                route.refusals.refused(self.now);
+                session.is_refused = true;
                 Posted::NoRoom
             }
             Err(failure) => {
@@ -1052,7 +1079,12 @@ impl LibfabricProvider {
                 State::Open => None,
             }
         });
-        let sooner = self.handshakes.next_deadline().min(self.recycle_deadline());
+        let reopens = if self.has_lost_lane() && !self.recycle.is_under_way() {
+            self.reopens
+        } else {
+            Time::NEVER
+        };
+        let sooner = self.handshakes.next_deadline().min(self.recycle_deadline()).min(reopens);
         sessions.fold(sooner, Time::min)
     }
 }
@@ -1237,7 +1269,9 @@ impl Provider for LibfabricProvider {
         let quiet = self.now.since(self.stirred) > HUSH_AFTER;
         let lanes =
             self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
-        let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
+        // What is lost says nothing any more, or the same for ever.
+        let lanes = lanes.filter(|lane| !lane.is_broken).map(|lane| &mut lane.endpoint);
+        let endpoints = lanes.chain(self.door.endpoint_mut());
         let mut all_signs = AllSigns::new();
         for endpoint in endpoints {
             let ready =

@@ -4,13 +4,15 @@
 
 use immwire_core::credit::{Allowance, Takings, all_taken};
 use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry, Tenants};
-use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
-use immwire_core::opening::{Openings, Pairs, Turns};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::opening::{Asked, Openings, Turns};
+use immwire_core::origin::{Holder, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
 use immwire_core::signal::Channel;
 use immwire_core::tenant::{Parts, SLOTS, Tenant, Withdrawn};
+use immwire_core::uptake::Refusals;
 
 use crate::withdrawal::Releasing;
 
@@ -26,6 +28,8 @@ pub(super) struct Routes {
 pub(super) struct Route {
     pub(super) handle: u64,
     pub(super) channel: Channel,
+    /// Whether libfabric takes anything for it.
+    pub(super) refusals: Refusals,
 }
 
 impl Routes {
@@ -35,7 +39,7 @@ impl Routes {
 
     /// The ports as the next of our NICs reaches them.
     pub(super) fn push(&mut self, handle: u64) {
-        self.all.push(Route { handle, channel: Channel::default() });
+        self.all.push(Route { handle, channel: Channel::default(), refusals: Refusals::default() });
     }
 
     #[inline]
@@ -53,6 +57,15 @@ impl Routes {
     fn at(&self, nic: NicIndex, remote_nic: NicIndex) -> Option<usize> {
         let remote_nic = usize::from(remote_nic);
         (remote_nic < self.theirs).then_some(usize::from(nic) * self.theirs + remote_nic)
+    }
+
+    /// Each of them, with our NIC and the peer's.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (NicIndex, NicIndex, &mut Route)> {
+        let theirs = self.theirs;
+        self.all.iter_mut().enumerate().filter_map(move |(at, route)| {
+            let (nic, remote) = (at.checked_div(theirs)?, at.checked_rem(theirs)?);
+            Some((NicIndex::try_from(nic).ok()?, NicIndex::try_from(remote).ok()?, route))
+        })
     }
 
     /// Routes whose pieces wait for one that asks: our NIC, and the peer's.
@@ -102,7 +115,7 @@ pub(super) struct Says {
     pub(super) withdrawn: Vec<Tenant>,
     pub(super) moves: bool,
     pub(super) moved: Option<Turn>,
-    pub(super) opened: Vec<(Turns, Pairs)>,
+    pub(super) opened: Asked,
     /// Parts of what was withdrawn before, the last one first.
     pub(super) gone: Vec<(u8, Tenants)>,
 }
@@ -126,6 +139,9 @@ impl Says {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) peer: PeerId,
+    pub(super) engine: EngineId,
+    /// Whether its engine calls again, with these endpoints.
+    pub(super) recalled: Option<Recall>,
     /// Ours: what the peer puts into what it sends.
     pub(super) token: u64,
     pub(super) their_token: u64,
@@ -155,7 +171,7 @@ pub(super) struct Session {
     pub(super) openings: Option<Openings>,
     pub(super) old_openings: Option<Openings>,
     /// What it has asked us to open.
-    pub(super) to_open: Vec<(Turns, Pairs)>,
+    pub(super) to_open: Asked,
     /// Pieces in flight on our endpoints, and on those that are being replaced.
     pub(super) in_flight: u32,
     pub(super) old_in_flight: u32,
@@ -178,8 +194,8 @@ pub(super) struct Session {
     pub(super) says: Says,
     /// Something was written to it, and got there.
     pub(super) is_reached: bool,
-    /// Since when libfabric has taken nothing for it, while nothing was in flight to it.
-    pub(super) stuck: Option<Time>,
+    /// Some of its routes may have been refused.
+    pub(super) is_refused: bool,
     /// Messages under way to it.
     pub(super) under_way: u8,
     /// It has nothing in flight to us, and never will have.
@@ -208,6 +224,8 @@ impl Session {
         let nothing = vec![0; SLOTS].into_boxed_slice();
         Self {
             peer,
+            engine: claim.hello.engine(),
+            recalled: None,
             token,
             their_token: claim.token,
             nonce,
@@ -225,7 +243,7 @@ impl Session {
             retired: Retired::default(),
             openings: None,
             old_openings: None,
-            to_open: Vec::new(),
+            to_open: Asked::default(),
             in_flight: 0,
             old_in_flight: 0,
             moved: turn,
@@ -239,7 +257,7 @@ impl Session {
             releasing: Releasing::default(),
             says: Says::default(),
             is_reached: false,
-            stuck: None,
+            is_refused: false,
             under_way: 0,
             is_quiet: false,
             was_cut: false,
@@ -249,6 +267,18 @@ impl Session {
 
     pub(super) const fn is_leaving(&self) -> bool {
         matches!(self.state, State::Leaving { .. })
+    }
+
+    /// Whether what comes from one of these is taken for its own, or will be.
+    pub(super) fn has_any_of(&self, ports: &[Address]) -> bool {
+        let next = self.shift.iter().flat_map(|(_, next)| next);
+        let mut all = self.ports.iter().chain(&self.retired.ports).chain(next);
+        all.any(|port| ports.contains(port))
+    }
+
+    pub(super) const fn as_holder(&self) -> Holder {
+        let Self { engine, recalled, .. } = *self;
+        Holder { engine, is_leaving: self.is_leaving(), recalled }
     }
 
     /// What of it keeps endpoints of ours open that are being replaced: it does not move any more when it leaves, but what

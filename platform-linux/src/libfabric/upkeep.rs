@@ -19,8 +19,8 @@ use immwire_core::recycle::Verdict;
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
-use super::session::{Retired, Routes, State, sent_by};
-use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
+use super::session::{Retired, Routes, Session, State, sent_by};
+use super::{Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
 /// Messages heard in one go.
@@ -32,8 +32,8 @@ const PARTING: Duration = Duration::from_secs(1);
 /// How long the other peers may take to move to new endpoints, while we look. Milliseconds if they run; but one whose
 /// machine lets it wait for a moment is not to be lost for another that is got rid of.
 const MOVE_PATIENCE: Duration = Duration::from_secs(2);
-/// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
-/// while it connects, and also when nobody is there to connect to.
+/// How long libfabric may refuse everything for a peer between two NICs that nothing is in flight between: `tcp` says that it is busy
+/// while it connects, and also when nobody is there to connect to (`immwire_core::uptake`).
 const STUCK: Duration = Duration::from_secs(2);
 /// The same, for a peer that has not been written to yet: connecting takes longer than going on.
 const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
@@ -98,6 +98,7 @@ impl LibfabricProvider {
                 }
                 Heard::Broken { code } => {
                     self.lose_everybody(Failure { code, detail: 0 });
+                    self.fail_calls(sink);
                     return true;
                 }
             }
@@ -111,9 +112,14 @@ impl LibfabricProvider {
         let now = self.now;
         let current = |turn| self.recycle.is_current(turn);
         let is_current = matches!(&say, Say::Moved { turn, .. } if current(*turn));
-        let which = match &say {
-            Say::Open { turns, .. } => self.recycle.which(turns.opens),
-            _ => None,
+        let recycle = self.recycle;
+        // Nobody moves to where another is.
+        let is_anothers = match &say {
+            Say::Move { ports, .. } if !self.wide => {
+                let mut others = self.sessions.iter().flatten().filter(|it| it.token != token);
+                others.any(|it| it.has_any_of(ports))
+            }
+            _ => false,
         };
         self.urgent = true;
         let Some(session) = self.session_of_token(token) else {
@@ -162,11 +168,16 @@ impl LibfabricProvider {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
             }
             Say::Move { turn, ports } => {
-                if ports.len() != session.ports.len() {
+                if ports.len() != session.ports.len() || is_anothers {
                     session.leave(now.after(GRACE), Some(DownReason::Protocol));
                     return None;
                 }
-                session.shift = Some((turn, ports));
+                if turn == session.ports_turn {
+                    // It is known to be there: the answer to its call was late.
+                    session.says.moved = Some(turn);
+                } else {
+                    session.shift = Some((turn, ports));
+                }
             }
             Say::Moved { turn, sent } => {
                 if !is_current {
@@ -180,13 +191,9 @@ impl LibfabricProvider {
                     return None;
                 }
                 // Of endpoints that have been replaced it asks anew.
-                if turns.asks != session.ports_turn || which.is_none() {
-                    return Some(());
-                }
-                match session.to_open.iter_mut().find(|(those, _)| *those == turns) {
-                    Some((_, asked)) => *asked = asked.with(pairs),
-                    None => session.to_open.push((turns, pairs)),
-                }
+                let asks = session.ports_turn;
+                let is_current = |it: Turns| it.asks == asks && recycle.which(it.opens).is_some();
+                session.to_open.add(turns, pairs, is_current);
             }
             Say::Opened { turns, pairs } => {
                 session.with_openings(turns, |it| it.opened(turns, pairs));
@@ -211,14 +218,47 @@ impl LibfabricProvider {
         self.urgent = true;
     }
 
-    /// The device has failed.
-    pub(super) fn lose_everybody(&mut self, failure: Failure) {
-        tracing::error!(code = failure.code, "a completion queue failed: all peers are lost");
+    /// The door has failed: the engine is reached by nobody, and reaches nobody.
+    fn lose_everybody(&mut self, failure: Failure) {
+        tracing::error!(
+            code = failure.code,
+            "the queue of messages failed: all peers are lost, and none can be had"
+        );
         for at in 0..self.live.len() {
             if let Some(&index) = self.live.get(at) {
+                self.stumble(index, &"the queue of messages failed");
+            }
+        }
+    }
+
+    /// A lane's completion queue has failed: nothing is read of it any more, and whoever it served is lost. If it is the present one, its
+    /// endpoint is replaced with all others.
+    pub(super) fn lose_lane(&mut self, nic: NicIndex, old: bool, failure: Failure) {
+        let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+        let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
+        let Some(lane) = lane else { return };
+        lane.is_broken = true;
+        tracing::error!(
+            nic,
+            old,
+            code = failure.code,
+            "a completion queue failed: those that it served are lost"
+        );
+        self.urgent = true;
+        let turn = self.recycle.turn();
+        for at in 0..self.live.len() {
+            let Some(&index) = self.live.get(at) else { break };
+            // Who has moved, and to whom nothing is in flight there, is served by the present one alone.
+            let is_served = |it: &mut Session| !old || it.old_in_flight > 0 || it.moved != turn;
+            if self.session(index).is_some_and(is_served) {
                 self.stumble(index, &"its completion queue failed");
             }
         }
+    }
+
+    /// Whether an endpoint that is written to has lost its queue: until it is replaced, nobody is to learn of it.
+    pub(super) fn has_lost_lane(&self) -> bool {
+        self.ports.iter().any(|port| port.lane.is_broken)
     }
 
     /// Tells peers which regions they are not to write to any more.
@@ -234,7 +274,7 @@ impl LibfabricProvider {
         if self.owing {
             self.settle_what_is_owed();
         }
-        let mut replace = false;
+        let mut replace = self.has_lost_lane();
         let mut at = 0;
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.live.get(at) {
@@ -248,24 +288,31 @@ impl LibfabricProvider {
             session.settle_arrears();
             let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
-            let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
-            match &mut session.state {
-                State::Open if stuck => {
-                    tracing::warn!(peer = %session.peer, ?limit, "libfabric takes nothing for the peer: it is given up");
+            let stuck = if session.is_refused { self.stuck_pair(index, limit) } else { None };
+            let Some(session) = self.session(index) else {
+                at += 1;
+                continue;
+            };
+            match (&mut session.state, stuck) {
+                (State::Open, Some((nic, remote))) => {
+                    tracing::warn!(
+                        peer = %session.peer, nic, remote, ?limit,
+                        "libfabric takes nothing for the peer between these NICs: it is given up"
+                    );
                     session.leave(now, Some(DownReason::Disconnected));
                 }
-                State::Open => {}
-                State::Greeting { until, .. } if now >= *until => {
+                (State::Open, None) => {}
+                (State::Greeting { until, .. }, _) if now >= *until => {
                     session.leave(now, Some(DownReason::NeverAnswered));
                 }
-                State::Greeting { retry, .. } => {
+                (State::Greeting { retry, .. }, _) => {
                     session.says.accept |= retry.is_due(now);
                 }
-                State::Leaving { .. } if has_ended => {
+                (State::Leaving { .. }, _) if has_ended => {
                     self.finish(index, sink);
                     continue;
                 }
-                State::Leaving { cut, .. } => replace |= in_flight > 0 && now >= *cut,
+                (State::Leaving { cut, .. }, _) => replace |= in_flight > 0 && now >= *cut,
             }
             self.speak(index);
             at += 1;
@@ -283,15 +330,45 @@ impl LibfabricProvider {
         self.go_on_replacing(sink);
     }
 
-    /// A session has ended.
-    fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
-        // What had come before it said farewell is not lost, however much of it there is.
+    /// A pair of NICs, ours and the peer's, for which libfabric has taken nothing for longer than `limit`, while nothing was in flight between
+    /// them.
+    #[cold]
+    fn stuck_pair(&mut self, index: u16, limit: Duration) -> Option<(NicIndex, NicIndex)> {
+        let (now, ports) = (self.now, &self.ports);
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)?;
+        let old = session.old_routes.iter_mut().map(|route| (true, route));
+        let all = old.chain(session.routes.iter_mut().map(|route| (false, route)));
+        let (mut stuck, mut is_refused) = (None, false);
+        for (old, (nic, remote, route)) in all.filter(|it| it.1.2.refusals.are_there(now)) {
+            let port = ports.get(usize::from(nic))?;
+            let lane = if old { port.old.as_ref() } else { Some(&port.lane) };
+            let mut flights = lane.iter().flat_map(|lane| lane.flights.iter().flatten());
+            if flights.any(|flight| (flight.peer, flight.remote) == (index, remote)) {
+                // That it is busy is no wonder: what is in flight ends, or fails.
+                route.refusals.taken();
+            } else if route.refusals.last_longer_than(limit, now) {
+                stuck = Some((nic, remote));
+            }
+            is_refused |= route.refusals.are_there(now);
+        }
+        session.is_refused = is_refused;
+        stuck
+    }
+
+    /// Reads all that has come.
+    pub(super) fn read_all<S: Sink>(&mut self, sink: &mut S) {
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
             for old in [true, false] {
-                self.poll_lane(nic, old, self.entries / BATCH + 1, sink);
+                self.drain_lane(nic, old, sink);
             }
         }
+    }
+
+    /// A session has ended.
+    fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
+        // What had come before it said farewell is not lost, however much of it there is.
+        self.read_all(sink);
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
         self.live.retain(|&live| live != index);
@@ -300,7 +377,7 @@ impl LibfabricProvider {
         self.door.give_up(session.token);
         let say = Say::Bye { quiet: !session.was_cut, sent: session.sent() };
         let message = Message::Session { token: session.their_token, say };
-        self.door.send(self.now, &To::Former, &session.door, &mut 0, &message);
+        self.door.part(self.now, &session.door, &message);
         if session.holds_door {
             self.door.release(&session.door);
         }
@@ -379,6 +456,13 @@ impl LibfabricProvider {
             self.forget_retired(index, &before);
         } else {
             session.retired = before;
+            // It may have said before that it moved to where it was: what is still its own it has not lost with that.
+            for (nic, port) in (0..).zip(&mut self.ports) {
+                port.lane.attribute_all(nic, &session.retired.routes, index);
+                if let Some(old) = &mut port.old {
+                    old.attribute_all(nic, &session.retired.old_routes, index);
+                }
+            }
         }
         let ours = self.recycle.turn();
         let under_way = self.recycle.is_under_way();
@@ -415,9 +499,9 @@ impl LibfabricProvider {
             return;
         }
         let mut to_open = std::mem::take(&mut session.to_open);
-        to_open.retain_mut(|(turns, pairs)| {
+        to_open.retain_mut(|turns, pairs| {
             for (remote, nic) in pairs.iter() {
-                match self.open_pair(index, *turns, nic, remote) {
+                match self.open_pair(index, turns, nic, remote) {
                     // Busy, connecting perhaps: tried again.
                     Posted::NoRoom => self.urgent = true,
                     Posted::UnderWay | Posted::Refused(_) => {
@@ -439,7 +523,7 @@ impl LibfabricProvider {
     /// Says what is to be said, as far as there is room.
     fn speak(&mut self, index: u16) {
         let port_names = self.port_names();
-        let (now, turn) = (self.now, self.recycle.turn());
+        let (now, turn, recycle) = (self.now, self.recycle.turn(), self.recycle);
         let Some(session) =
             self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
         else {
@@ -448,6 +532,7 @@ impl LibfabricProvider {
         if session.says.is_empty() && !session.wants_openings() {
             return;
         }
+        let knows_where = recycle.which(session.moved).is_some();
         let to = To::Peer { index, token: session.token };
         let (door, their_token) = (session.door.clone(), session.their_token);
         let (says, under_way) = (&mut session.says, &mut session.under_way);
@@ -469,7 +554,9 @@ impl LibfabricProvider {
             let message = Message::Session { token: their_token, say };
             room.send(now, &to, &door, under_way, &message)
         };
-        if says.ready {
+        // Who hears that we are ready may write: not to endpoints that are closed. Messages keep no order, so it is to have
+        // answered first where the present ones are.
+        if says.ready && knows_where {
             if !say(Say::Ready { gone: session.gone_parts }) {
                 return;
             }
@@ -504,7 +591,7 @@ impl LibfabricProvider {
                 openings.asked(pairs);
             }
         }
-        while let Some(&(turns, pairs)) = says.opened.last() {
+        while let Some((turns, pairs)) = says.opened.last() {
             if !say(Say::Opened { turns, pairs }) {
                 return;
             }
@@ -686,7 +773,7 @@ impl LibfabricProvider {
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
             // What has come is not lost.
-            self.poll_lane(nic, true, self.entries / BATCH + 1, sink);
+            self.drain_lane(nic, true, sink);
             let Some(lane) = self.ports.get_mut(at).and_then(|port| port.old.take()) else {
                 continue;
             };
@@ -734,7 +821,7 @@ impl LibfabricProvider {
             let say = Say::Bye { quiet, sent: session.sent() };
             let message = Message::Session { token: session.their_token, say };
             let door = session.door.clone();
-            self.door.send(self.now, &To::Former, &door, &mut 0, &message);
+            self.door.part(self.now, &door, &message);
         }
         let until = std::time::Instant::now() + FAREWELL;
         let mut bytes = [0; DATAGRAM_MAX];
