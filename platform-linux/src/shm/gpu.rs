@@ -1399,26 +1399,45 @@ impl Shared {
     }
 }
 
-/// Files of allocations from number `from` on, as many as go with one message, and how long each is. None: there are not so many, or
-/// the driver has no file.
-pub(super) fn files_of(all: &Allocations, from: u32) -> (Vec<OwnedFd>, Sizes) {
+/// What is handed to a peer that asks for files.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Handed<F> {
+    /// These, and how long the allocation of each is.
+    These(Vec<F>, Sizes),
+    /// There are not so many.
+    Nothing,
+    /// There are, and the driver has a file of none of them: it had when the region was registered.
+    Lacking,
+}
+
+/// Files of allocations from number `from` on, as many as go with one message.
+pub(super) fn files_of(all: &Allocations, from: u32) -> Handed<OwnedFd> {
+    gather(from, |number| all.export(number))
+}
+
+/// As many as go with one message of those that there are from number `from` on, up to the first that cannot be had.
+fn gather<F>(
+    from: u32,
+    mut export: impl FnMut(usize) -> Result<Option<(F, u64)>, Error>,
+) -> Handed<F> {
     let (mut files, mut sizes) = (Vec::with_capacity(FILES_MAX), Sizes::default());
-    let Ok(from) = usize::try_from(from) else { return (files, sizes) };
+    let Ok(from) = usize::try_from(from) else { return Handed::Nothing };
     for number in (from..).take(FILES_MAX) {
-        match all.export(number) {
+        match export(number) {
             Ok(Some((file, bytes))) => {
                 files.push(file);
                 sizes.push(bytes);
             }
             Ok(None) => break,
-            // What there is goes all the same; if that is nothing, it is a refusal.
+            // What there is goes all the same.
+            Err(_) if !files.is_empty() => break,
             Err(why) => {
-                tracing::warn!(%why, number, "an allocation cannot be handed to a peer");
-                break;
+                tracing::debug!(%why, number, "an allocation cannot be handed to a peer");
+                return Handed::Lacking;
             }
         }
     }
-    (files, sizes)
+    if files.is_empty() { Handed::Nothing } else { Handed::These(files, sizes) }
 }
 
 /// What was received with an answer; `None`: that is not what it says, or not all.
@@ -1494,6 +1513,38 @@ mod tests {
                 come += some;
             }
             assert_eq!((come, arriving.has_room(&files(1))), (count, false));
+        }
+    }
+
+    /// What cannot be had now is told from what there is not: a peer does not ask again for what it is refused.
+    #[test]
+    fn files_that_cannot_be_had_now_are_told_from_those_that_there_are_not() {
+        const LACK: Error = Error::NoDriver;
+        let export = |there: usize, fails: usize| {
+            move |number: usize| match number {
+                number if number == fails => Err(LACK),
+                number => Ok((number < there).then_some((number, 7))),
+            }
+        };
+        let max = u32::try_from(FILES_MAX).unwrap();
+        for (there, from, fails) in (0..2 * max + 2)
+            .flat_map(|there| (0..there + 2).map(move |from| (there, from)))
+            .flat_map(|(there, from)| (from..there + 1).map(move |fails| (there, from, fails)))
+        {
+            // The last: none fails.
+            let fails = if fails == there { u32::MAX } else { fails };
+            let end = there.min(from.saturating_add(max)).min(fails);
+            let handed = gather(from, export(there as usize, fails as usize));
+            match handed {
+                Handed::These(files, sizes) => {
+                    let want: Vec<_> = (from as usize..end as usize).collect();
+                    assert_eq!(files, want, "{there} {from} {fails}");
+                    assert_eq!(sizes.as_slice(), vec![7; want.len()]);
+                    assert!(!want.is_empty());
+                }
+                Handed::Lacking => assert!(from == fails && from < there),
+                Handed::Nothing => assert!(from >= there && from != fails),
+            }
         }
     }
 

@@ -37,8 +37,8 @@ use immwire_cuda::{Found, Pinned, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Reachable, Reached, Shared, files_of};
-use super::handshake::{By, Message, Sizes};
+use super::gpu::{Described, Handed, Kind, Reachable, Reached, Shared, files_of};
+use super::handshake::{By, Message};
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
@@ -376,9 +376,9 @@ impl ShmMemory {
     }
 
     /// Files of the region of `key`, over several allocations, from number `from` on, for the peer of `link`, which it was granted;
-    /// none, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
+    /// nothing, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
     /// free its memory then, finds that nobody does anything with it any more.
-    pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> (Vec<OwnedFd>, Sizes) {
+    pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> Handed<OwnedFd> {
         let mut table = lock(&self.table);
         let region = table.writable(key);
         let grant = link.segment.inbound().grant(id_of(key));
@@ -388,7 +388,7 @@ impl ShmMemory {
             {
                 files_of(all, from)
             }
-            _ => Default::default(),
+            _ => Handed::Nothing,
         }
     }
 

@@ -529,6 +529,10 @@ impl ShmProvider {
             if let Some(Slot::Up(session)) = self.slots.get_mut(usize::from(index)) {
                 session.sweep();
                 session.wake_waiting();
+                if session.pay(now, &self.memory).is_err() {
+                    // Ends at the next poll.
+                    session.close(DownReason::Protocol);
+                }
                 self.expecting |= session.is_expecting();
             }
         }
