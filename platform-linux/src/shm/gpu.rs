@@ -15,7 +15,8 @@
 //! # Limits
 //!
 //! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: so
-//! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Memory mapped by hand, as `alloc_gpu` and
+//! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Whether anything is being closed is asked
+//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Memory mapped by hand, as `alloc_gpu` and
 //! PyTorch's expandable segments have it, is closed at once.
 //!
 //! A peer's host memory is pinned in parts of 256 MiB, each when a GPU is first to write there, by the engine's own thread: some 43 ms for each
@@ -192,11 +193,18 @@ impl Host {
     }
 
     /// Pins the parts that `len` bytes from `address` on lie in, which are inside, as far as they are not pinned. Calls the driver then.
-    fn pin(&self, device: &Device, address: u64, len: u64) -> Result<(), Error> {
+    /// [`Staging::NoRoom`]: the driver would keep us waiting.
+    fn pin(&self, known: &Known, device: &Device, address: u64, len: u64) -> Result<(), Staging> {
         let (first, last) = parts_of(address.saturating_sub(self.base), len);
         for (part, number) in self.parts.iter().zip(0_u64..).take(last + 1).skip(first) {
             if !part.load(Ordering::Relaxed) {
-                self.pin_part(device, number)?;
+                if known.closer.is_busy() {
+                    return Err(Staging::NoRoom);
+                }
+                self.pin_part(device, number).map_err(|why| {
+                    tracing::warn!(%why, "a peer's host memory cannot be pinned");
+                    Staging::Failed(WorkError::LocalAccess)
+                })?;
                 part.store(true, Ordering::Relaxed);
                 self.missing.fetch_sub(1, Ordering::Relaxed);
             }
@@ -485,15 +493,14 @@ impl Reached {
         }
     }
 
-    /// Has GPUs reach `len` bytes at each of these addresses of theirs, which are inside; `false`: they cannot. Calls the driver if it is host
-    /// memory, and was not written to there before.
-    fn pin(&self, len: u64, mut addresses: impl Iterator<Item = u64>) -> bool {
-        let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else { return true };
-        let Some(device) = self.known.first() else { return false };
-        let pinned = addresses.try_for_each(|address| host.pin(device, address, len));
-        pinned
-            .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
-            .is_ok()
+    /// Has GPUs reach `len` bytes at each of these addresses of theirs, which are inside; else what becomes of the piece. Calls the driver if it
+    /// is host memory, and was not written to there before.
+    fn pin(&self, len: u64, mut addresses: impl Iterator<Item = u64>) -> Result<(), Staging> {
+        let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else {
+            return Ok(());
+        };
+        let device = self.known.first().ok_or(Staging::Failed(WorkError::LocalAccess))?;
+        addresses.try_for_each(|address| host.pin(&self.known, device, address, len))
     }
 
     /// Where `len` bytes from what pieces call address `dst` are for GPU `gpu`, if they are all inside.
@@ -736,6 +743,20 @@ impl Gpu {
         self.known.devices.get(self.index).is_some_and(One::is_held)
     }
 
+    /// Whether the driver may keep us waiting that closes something, for as long as the GPU is busy with anything.
+    fn is_closing(&self) -> bool {
+        self.known.closer.is_busy()
+    }
+
+    /// Hands over what is staged in a queue, unless the driver may keep us waiting; returns whether nothing is staged there.
+    fn clear(&mut self, at: usize, budget: NonZeroU32) -> bool {
+        let is_any = |gpu: &Self| gpu.queues.get(at).is_some_and(|queue| queue.staged.is_any());
+        if is_any(self) && !self.is_closing() {
+            self.launch(at, budget);
+        }
+        !is_any(self)
+    }
+
     /// Hands what is staged in a queue to the GPU.
     fn launch(&mut self, at: usize, budget: NonZeroU32) {
         if self.failed.is_some() {
@@ -766,7 +787,7 @@ impl Gpu {
             return;
         };
         if spread::is_enough(queue.staged.bytes, self.under_way()) {
-            self.launch(at, budget);
+            self.clear(at, budget);
         }
     }
 
@@ -786,12 +807,14 @@ impl Gpu {
         }
     }
 
-    /// Enqueues what no warp has copied, as far as there is room.
+    /// Enqueues what no warp has copied, as far as there is room, and the driver does not keep us waiting.
     fn make_up(&mut self, budget: NonZeroU32) {
         while let Some(short) = self.undone.front() {
             let loads = self.queues.iter().map(Queue::load);
             let Some(at) = spread::choose(loads, short.work.peer) else { return };
-            self.launch(at, budget);
+            if self.is_closing() || !self.clear(at, budget) {
+                return;
+            }
             // What was staged there may have been refused.
             let Some(queue) = self.queues.get_mut(at).filter(|queue| queue.refused.is_none())
             else {
@@ -1037,8 +1060,8 @@ impl Gpus {
         let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
-        if !reached.pin(work.len, std::iter::once(dst)) {
-            return Staging::Failed(WorkError::LocalAccess);
+        if let Err(not) = reached.pin(work.len, std::iter::once(dst)) {
+            return not;
         }
         let piece = Range { src: work.src, dst, len: work.len };
         let (queue, begun) = match self.begin(gpu, reached, work.peer, |it| it.takes(piece)) {
@@ -1085,15 +1108,19 @@ impl Gpus {
         }
         let other = find(&|it| it.may_go_to(reached, peer) && takes(it));
         // At once: the GPU is not to wait until the next one is full, too.
-        if let Some(full) = open {
-            state.launch(full, sms);
+        if let Some(full) = open
+            && !state.clear(full, sms)
+        {
+            return Err(Staging::NoRoom);
         }
         let at = match other {
             Some(at) => at,
             None => {
                 let loads = state.queues.iter().map(Queue::load);
                 let at = spread::choose(loads, peer).ok_or(Staging::NoRoom)?;
-                state.launch(at, sms);
+                if !state.clear(at, sms) {
+                    return Err(Staging::NoRoom);
+                }
                 at
             }
         };
@@ -1144,9 +1171,9 @@ impl Gpus {
                 return Staging::Failed(WorkError::RemoteAccess);
             };
             let place = |number: &u32| layout.dst_base + layout.dst_stride * u64::from(*number);
-            if !reached.pin(layout.page_bytes, targets.1.iter().map(place)) {
+            if let Err(not) = reached.pin(layout.page_bytes, targets.1.iter().map(place)) {
                 staged.forgo(begun);
-                return Staging::Failed(WorkError::LocalAccess);
+                return not;
             }
             let all = match staged.run {
                 Some(run) if run != layout => scale::join((run, layout), sources, targets),
@@ -1177,13 +1204,13 @@ impl Gpus {
         if self.flying == 0 || self.is_settled {
             return;
         }
-        // The driver would keep us waiting that closes something, for as long as the GPU is busy with anything.
-        let is_closing = self.is_closing();
         for gpu in &mut self.gpus {
             let under_way = gpu.under_way();
             for at in 0..gpu.queues.len() {
                 let Some(Queue { staged, .. }) = gpu.queues.get_mut(at) else { continue };
                 let may_go_on = staged.run.is_some() && staged.growth.may_go_on();
+                // For each: the launch of the one before took time, in which somebody may have begun to close something.
+                let is_closing = gpu.known.closer.is_busy();
                 if !spread::is_kept(more && may_go_on, is_closing, under_way) {
                     gpu.launch(at, self.sms);
                 }
@@ -1201,8 +1228,6 @@ impl Gpus {
             self.progress = now;
             return false;
         }
-        // The driver may keep whoever asks it waiting for all that GPUs have to do.
-        let is_closing = self.is_closing();
         let before = self.flying;
         for gpu in &mut self.gpus {
             while let Some((short, ended)) = gpu.standing.as_mut().and_then(Standing::poll) {
@@ -1214,7 +1239,7 @@ impl Gpus {
                     Ended::NotDone => gpu.undone.push_back(short),
                 }
             }
-            if !is_closing && !self.is_settled {
+            if !self.is_settled {
                 gpu.make_up(self.sms);
             }
             for queue in &mut gpu.queues {
@@ -1222,7 +1247,8 @@ impl Gpus {
                     continue;
                 }
                 // First: then all copies before the one that was refused have stored their numbers.
-                let is_over = !is_closing && queue.is_over();
+                let may_ask = queue.refused.is_some() && !self.known.closer.is_busy();
+                let is_over = may_ask && queue.is_over();
                 let ended = queue.ended();
                 while let Some(flight) = queue.land(ended) {
                     for work in queue.pieces.drain(..flight.pieces.min(queue.pieces.len())) {
@@ -1240,7 +1266,8 @@ impl Gpus {
         }
         if self.flying != before {
             self.progress = now;
-        } else if !is_closing && now >= self.progress.after(LOOK_AFTER) {
+        } else if now >= self.progress.after(LOOK_AFTER) && !self.is_closing() {
+            // The driver may keep whoever asks it waiting for all that GPUs have to do.
             self.progress = now;
             self.look_for_failures(report);
         }
