@@ -33,6 +33,7 @@ use crate::memory::PinnedMemory;
 use crate::pins::{Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -676,6 +677,29 @@ pub struct Pinned {
     held: Vec<u64>,
 }
 
+/// Why host memory was not pinned.
+#[derive(Debug)]
+pub struct NotPinned {
+    /// What the driver answers; [`Error::Busy`] if somebody else does not come back from pinning, or unpinning, some of it.
+    pub why: Error,
+    /// What of it was pinned all the same, of no use but to be unpinned: for which the driver waits, as for all else.
+    pub left: Option<Pinned>,
+}
+
+impl fmt::Display for NotPinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl std::error::Error for NotPinned {}
+
+impl From<Error> for NotPinned {
+    fn from(why: Error) -> Self {
+        Self { why, left: None }
+    }
+}
+
 impl Pinned {
     /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address. Some tenths of a second for
     /// each GiB. What of it the application has pinned, if only some of it, it will have to keep so; `None`: that is all.
@@ -688,13 +712,13 @@ impl Pinned {
     ///
     /// # Errors
     ///
-    /// What the driver answers; [`Error::Busy`] if somebody else does not come back from pinning, or unpinning, some of it.
+    /// [`NotPinned`].
     pub unsafe fn new(
         device: &Device,
         start: u64,
         bytes: usize,
         page: u64,
-    ) -> Result<Option<Self>, Error> {
+    ) -> Result<Option<Self>, NotPinned> {
         let range = start..start.saturating_add(bytes as u64);
         let Taken { shared, missing } = take(&pages_of(&range, page))?;
         // From here on what is held goes as it must, whatever happens.
@@ -710,7 +734,11 @@ impl Pinned {
             }
             settled(|pins| pins.pinned(pages.start, begun));
         }
-        failed.map(|()| (!pinned.held.is_empty()).then_some(pinned))
+        let pinned = (!pinned.held.is_empty()).then_some(pinned);
+        match failed {
+            Ok(()) => Ok(pinned),
+            Err(why) => Err(NotPinned { why, left: pinned }),
+        }
     }
 
     /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.

@@ -52,8 +52,8 @@ use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{self, Method, Tuning};
 use immwire_cuda::{
-    Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
-    PinnedMemory, Received, Release, Stream, Uuid,
+    Allocations, Copier, Device, Error, Found, Handover, Joining, NotPinned, Opened, PagedCopy,
+    Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
 
 use super::handshake::{By, Sizes};
@@ -201,7 +201,7 @@ impl Host {
                 if known.closer.is_busy() {
                     return Err(Staging::NoRoom);
                 }
-                self.pin_part(device, number).map_err(|why| {
+                self.pin_part(known, device, number).map_err(|why| {
                     tracing::warn!(%why, "a peer's host memory cannot be pinned");
                     Staging::Failed(WorkError::LocalAccess)
                 })?;
@@ -212,12 +212,21 @@ impl Host {
         Ok(())
     }
 
-    fn pin_part(&self, device: &Device, number: u64) -> Result<(), Error> {
+    fn pin_part(&self, known: &Known, device: &Device, number: u64) -> Result<(), Error> {
         let at = number * PART_BYTES;
         let bytes = usize::try_from(self.bytes.saturating_sub(at).min(PART_BYTES)).unwrap_or(0);
         // SAFETY: the mapping has at least `self.bytes` bytes, and is kept until after it has been unpinned (`Reachable`).
-        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes())? };
-        lock(&self.memory).pinned.extend(pinned);
+        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes()) };
+        let mut memory = lock(&self.memory);
+        match pinned {
+            Ok(pinned) => memory.pinned.extend(pinned),
+            Err(NotPinned { why, left }) => {
+                // Unpinned by the closer, as the driver may wait; mapped until then.
+                let mapping = memory.mapping.clone();
+                known.closer.give(Reachable { pinned: left.into_iter().collect(), mapping });
+                return Err(why);
+            }
+        }
         Ok(())
     }
 }
