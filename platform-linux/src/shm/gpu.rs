@@ -55,6 +55,7 @@ use immwire_cuda::{
     Allocations, Copier, Device, Error, Found, Handover, Joining, NotPinned, Opened, PagedCopy,
     Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
+use rustix::io::Errno;
 
 use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
@@ -278,6 +279,24 @@ fn not_opened(device: &Device, why: Error) {
     tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
 }
 
+/// Why none of our GPUs gets at a peer's region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotReached {
+    /// It is not what its owner says, or was withdrawn.
+    Refused,
+    /// No fault of its owner's: our driver does not open it, as GPUs are not connected, or something is lacking.
+    Failed,
+}
+
+impl NotReached {
+    /// From why each GPU does not, as far as that is known: who says that there is more than there is, is to blame.
+    fn of(all: impl IntoIterator<Item = Error>) -> Self {
+        let mut all = all.into_iter().peekable();
+        let is_theirs = |why| matches!(why, Error::OutOfBounds { .. });
+        if all.peek().is_some() && all.all(is_theirs) { Self::Refused } else { Self::Failed }
+    }
+}
+
 /// A peer's region over several allocations, some of which have come. Each of our GPUs has addresses for all of them, where it maps
 /// them as they come.
 #[derive(Debug)]
@@ -286,22 +305,31 @@ pub(super) struct Arriving {
     /// How many there are, and how many have come.
     count: u32,
     next: u32,
-    /// By index of our GPU. `None`: it does not get at one of them.
-    ways: Vec<Option<Joining>>,
+    /// By index of our GPU; or why it does not get at one of them.
+    ways: Vec<Result<Joining, Error>>,
 }
 
 impl Arriving {
-    /// `None`: what is said of the region contradicts itself, or no GPU has so many addresses.
-    pub(super) fn new(known: &Known, described: Described, count: u32) -> Option<Self> {
+    /// An error: what is said of the region contradicts itself, or no GPU has so many addresses.
+    pub(super) fn new(known: &Known, described: Described, count: u32) -> Result<Self, NotReached> {
         if !described.is_sound() {
-            return None;
+            return Err(NotReached::Refused);
         }
         let way = |One { device, .. }: &One| {
             let joining = Joining::new(device, described.whole);
-            joining.inspect_err(|why| not_opened(device, *why)).ok()
+            joining.inspect_err(|why| not_opened(device, *why))
         };
-        let ways: Vec<_> = known.devices.iter().map(way).collect();
-        ways.iter().any(Option::is_some).then_some(Self { described, count, next: 0, ways })
+        let ways = known.devices.iter().map(way).collect();
+        let arriving = Self { described, count, next: 0, ways };
+        arriving.is_reached().map(|()| arriving)
+    }
+
+    /// Whether any GPU of ours gets at all that has come.
+    fn is_reached(&self) -> Result<(), NotReached> {
+        if self.ways.iter().any(Result::is_ok) {
+            return Ok(());
+        }
+        Err(NotReached::of(self.ways.iter().filter_map(|way| way.as_ref().err().copied())))
     }
 
     /// The number of the next that is to come; `None`: all have.
@@ -320,19 +348,19 @@ impl Arriving {
         u32::try_from(files.len()).is_ok_and(|count| count <= left)
     }
 
-    /// Maps what has come: these files, of allocations of so many bytes, as many. `false`: no GPU of ours gets at all of them.
-    pub(super) fn take(&mut self, files: &[OwnedFd], sizes: &[u64]) -> bool {
+    /// Maps what has come: these files, of allocations of so many bytes, as many. An error: no GPU of ours gets at all of them.
+    pub(super) fn take(&mut self, files: &[OwnedFd], sizes: &[u64]) -> Result<(), NotReached> {
         for (file, bytes) in files.iter().zip(sizes) {
             for (way, at) in self.ways.iter_mut().zip(0_usize..) {
-                let Some(joining) = way else { continue };
+                let Ok(joining) = way else { continue };
                 if let Err(why) = joining.add(file.as_fd(), *bytes) {
                     tracing::warn!(%why, at, part = self.next, "a peer's GPU memory cannot be opened");
-                    *way = None;
+                    *way = Err(why);
                 }
             }
             self.next = self.next.saturating_add(1);
         }
-        self.ways.iter().any(Option::is_some)
+        self.is_reached()
     }
 }
 
@@ -397,7 +425,7 @@ fn end_claim(link: &Link, key: u64) {
 }
 
 impl Reached {
-    /// A peer's GPU memory, whose first byte pieces call `first`. `None`: none of our GPUs gets at it.
+    /// A peer's GPU memory, whose first byte pieces call `first`.
     pub(super) fn device(
         known: &Arc<Known>,
         link: &Arc<Link>,
@@ -406,51 +434,63 @@ impl Reached {
         described: &Described,
         received: Received<'_>,
         same_process: bool,
-    ) -> Option<Self> {
+    ) -> Result<Self, NotReached> {
         if !described.is_sound() {
-            return None;
+            return Err(NotReached::Refused);
         }
         let mut reached = Self::unopened(known, link, key, first, described);
         reached.outlives_owner = matches!(received, Received::File(_));
-        let home = reached.home;
+        let home = reached.home.and_then(|home| known.devices.get(home));
+        let mut not = Vec::new();
         let way = |One { device, .. }: &One| {
             // A handle opens nothing in the process that it is from, where the address itself will do.
             if same_process && matches!(received, Received::Handle(_)) {
-                let owner = &known.devices.get(home?)?.device;
-                device.reach(owner).ok()?;
+                device.reach(&home?.device).ok()?;
                 return Some(Way { address: described.base, opened: None });
             }
             let opened = Opened::new(device, received, described.whole);
-            Way::to(described, opened.inspect_err(|why| not_opened(device, *why)).ok()?)
+            let opened = opened.inspect_err(|why| not_opened(device, *why));
+            Way::to(described, opened.map_err(|why| not.push(why)).ok()?)
         };
         let by_handle = matches!(received, Received::Handle(_)) && !same_process;
         if by_handle {
             reached.is_held = reached.enter();
             if !reached.is_held {
-                return None;
+                return Err(NotReached::Refused);
             }
         }
         reached.ways = known.devices.iter().map(way).collect();
-        reached.ways.iter().any(Option::is_some).then_some(reached)
+        if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
     }
 
-    /// The same of several allocations, all of which have come. `None`: none of our GPUs gets at them.
+    /// The same of several allocations, all of which have come.
     pub(super) fn joined(
         known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         first: u64,
         arriving: Arriving,
-    ) -> Option<Self> {
+    ) -> Result<Self, NotReached> {
         let Arriving { described, ways, .. } = arriving;
         let mut reached = Self::unopened(known, link, key, first, &described);
         reached.outlives_owner = true;
-        let way = |(joining, one): (Option<Joining>, &One)| {
-            let opened = joining?.finish();
-            Way::to(&described, opened.inspect_err(|why| not_opened(&one.device, *why)).ok()?)
+        let mut not = Vec::new();
+        let way = |(joining, one): (Result<Joining, Error>, &One)| {
+            let joining = joining.map_err(|why| not.push(why)).ok()?;
+            let opened = joining.finish().inspect_err(|why| not_opened(&one.device, *why));
+            Way::to(&described, opened.map_err(|why| not.push(why)).ok()?)
         };
         reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
-        reached.ways.iter().any(Option::is_some).then_some(reached)
+        if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
+    }
+
+    fn is_any_way(&self) -> bool {
+        self.ways.iter().any(Option::is_some)
+    }
+
+    /// Whether this GPU gets at the region, wherever in it.
+    fn has_way(&self, gpu: usize) -> bool {
+        self.ways.get(gpu).is_some_and(Option::is_some)
     }
 
     /// GPU memory that there is no way to yet.
@@ -1063,6 +1103,10 @@ impl Gpus {
         if self.is_settled || self.is_closing() {
             return Staging::NoRoom;
         }
+        // The region's owner has no part in that.
+        if !reached.has_way(gpu) {
+            return Staging::Failed(WorkError::Device(Errno::NXIO.raw_os_error()));
+        }
         if work.run.count > 0 {
             return self.stage_run(work, gpu, reached, sink);
         }
@@ -1545,7 +1589,7 @@ mod tests {
                 }
                 let some = (count - come).min(2);
                 // Nobody gets at them.
-                assert!(!arriving.take(&files(some), &vec![1; some as usize]));
+                assert!(arriving.take(&files(some), &vec![1; some as usize]).is_err());
                 come += some;
             }
             assert_eq!((come, arriving.has_room(&files(1))), (count, false));
@@ -1581,6 +1625,22 @@ mod tests {
                 Handed::Lacking => assert!(from == fails && from < there),
                 Handed::Nothing => assert!(from >= there && from != fails),
             }
+        }
+    }
+
+    /// Who says more than is true is refused for that; what fails here is not the peer's fault.
+    #[test]
+    fn whose_fault_it_is_that_no_gpu_gets_at_a_region() {
+        let (lie, lack) = (Error::OutOfBounds { end: 2, bytes: 1 }, Error::NoDriver);
+        for (all, expected) in [
+            (&[][..], NotReached::Failed),
+            (&[lie], NotReached::Refused),
+            (&[lie, lie], NotReached::Refused),
+            (&[lack], NotReached::Failed),
+            (&[lie, lack], NotReached::Failed),
+            (&[lack, lie], NotReached::Failed),
+        ] {
+            assert_eq!(NotReached::of(all.iter().copied()), expected, "{all:?}");
         }
     }
 

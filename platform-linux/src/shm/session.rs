@@ -40,7 +40,7 @@ use rustix::io::Errno;
 
 use super::bounce;
 use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
-use super::gpu::{Arriving, Copying, Handed, Kind, Reached, Staging, received};
+use super::gpu::{Arriving, Copying, Handed, Kind, NotReached, Reached, Staging, received};
 use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
@@ -288,6 +288,8 @@ pub(super) struct Session {
     /// The peer's questions that could not be answered, as many as it may have under way, and when they are tried again.
     owed: heapless::Vec<Owed, ASKED_MAX>,
     owed_again: Time,
+    /// It was said that there is no GPU of ours to write to the peer's with.
+    told_of_gpus: bool,
     /// The peer's count of withdrawn grants that `targets` was last compared with.
     withdrawals: Seen,
     waiting: VecDeque<WorkRequest>,
@@ -351,6 +353,7 @@ impl Session {
             asked: 0,
             owed: heapless::Vec::new(),
             owed_again: Time::ZERO,
+            told_of_gpus: false,
             withdrawals: Seen::default(),
             waiting: VecDeque::new(),
             flying: 0,
@@ -1148,20 +1151,28 @@ impl Session {
             Answer::Process { base: start, len } => {
                 Target::Process { key, base: first(start), start, len }
             }
-            Answer::Gpu { region, by: By::Files(count) } => {
-                gpus.and_then(|gpus| Arriving::new(gpus, region, count)).map_or(
-                    Target::Refused { key },
-                    |arriving| Target::Arriving { key, arriving: Box::new(arriving) },
-                )
-            }
-            Answer::Gpu { region, by } => received(by, &files)
-                .zip(gpus)
-                .and_then(|(received, gpus)| {
-                    Reached::device(gpus, link, key, first(region.base), &region, received, same)
-                })
-                .map_or(Target::Refused { key }, |reached| opened(link, key, reached)),
+            Answer::Gpu { region, by } => match (gpus, by) {
+                (None, _) => Target::Failed { key, errno: Errno::NODEV },
+                (Some(gpus), By::Files(count)) => match Arriving::new(gpus, region, count) {
+                    Ok(arriving) => Target::Arriving { key, arriving: Box::new(arriving) },
+                    Err(not) => not_reached(link, key, not),
+                },
+                (Some(gpus), by) => {
+                    let base = first(region.base);
+                    let device =
+                        |received| Reached::device(gpus, link, key, base, &region, received, same);
+                    let reached = received(by, &files).ok_or(NotReached::Refused).and_then(device);
+                    opened(link, key, reached)
+                }
+            },
             Answer::Refused => Target::Refused { key },
         };
+        let needs_gpus = matches!(learnt, Target::Failed { errno: Errno::NODEV, .. });
+        if needs_gpus && !std::mem::replace(&mut self.told_of_gpus, true) {
+            tracing::warn!(
+                "a peer's memory is a GPU's: to write there, name the GPUs when the engine is built"
+            );
+        }
         self.settle_target(key, learnt)
     }
 
@@ -1187,14 +1198,15 @@ impl Session {
         else {
             return Err(Broken);
         };
-        let learnt = if files.is_empty() || !arriving.take(files, sizes) {
+        let learnt = if files.is_empty() {
             Target::Refused { key }
+        } else if let Err(not) = arriving.take(files, sizes) {
+            not_reached(&self.link, key, not)
         } else if arriving.next().is_some() {
             Target::Arriving { key, arriving }
         } else {
             let base = first(arriving.base());
-            Reached::joined(gpus, &self.link, key, base, *arriving)
-                .map_or(Target::Refused { key }, |reached| opened(&self.link, key, reached))
+            opened(&self.link, key, Reached::joined(gpus, &self.link, key, base, *arriving))
         };
         self.settle_target(key, learnt)
     }
@@ -1312,13 +1324,29 @@ fn offset_in(dst: u64, bytes: u64, base: u64, len: u64) -> Option<usize> {
     if end <= len { usize::try_from(offset).ok() } else { None }
 }
 
-/// A region of GPU memory that was opened; refused, if it was withdrawn meanwhile, so that it is not kept open until the next is.
-fn opened(link: &Link, key: u64, reached: Reached) -> Target {
+/// Whether the peer has granted us the region and not withdrawn it.
+fn is_granted(link: &Link, key: u64) -> bool {
     let granted = link.segment.outbound().grant(id_of(key));
-    if !granted.is_some_and(|word| hazard::may_continue(word, key)) {
+    granted.is_some_and(|word| hazard::may_continue(word, key))
+}
+
+/// A region that no GPU of ours gets at. One that was withdrawn may be gone by now: that its owner has freed it is no failure of ours.
+fn not_reached(link: &Link, key: u64, not: NotReached) -> Target {
+    match not {
+        NotReached::Failed if is_granted(link, key) => Target::Failed { key, errno: Errno::NXIO },
+        NotReached::Failed | NotReached::Refused => Target::Refused { key },
+    }
+}
+
+/// A region of GPU memory that was opened; refused, if it was withdrawn meanwhile, so that it is not kept open until the next is.
+fn opened(link: &Link, key: u64, reached: Result<Reached, NotReached>) -> Target {
+    let reached = match reached {
+        Ok(reached) => Arc::new(reached),
+        Err(not) => return not_reached(link, key, not),
+    };
+    if !is_granted(link, key) {
         return Target::Refused { key };
     }
-    let reached = Arc::new(reached);
     link.has_reached(key, &reached);
     Target::Gpu { key, reached }
 }
