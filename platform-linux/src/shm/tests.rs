@@ -821,6 +821,48 @@ fn without_descriptors_a_write_fails_and_nothing_else() {
     assert_eq!(c.record.lost, [(caller, DownReason::Refused(Refusal::Busy))]);
 }
 
+/// A caller that has a descriptor for its socket and none for the segment, or none for another socket when its call is placed again; one that is
+/// called and has no addresses left: what is short on one's own side is not told as a lost connection, an absent peer or a bad message.
+#[test]
+fn what_is_short_while_connecting_is_nobodys_fault() {
+    if !is_own_process("what_is_short_while_connecting_is_nobodys_fault") {
+        return;
+    }
+    const BUSY: DownReason = DownReason::Refused(Refusal::Busy);
+    let mut b = Node::new(2);
+    let mut a = Node::new(1);
+    let called = a.call(&b);
+    // Accepted, and challenged.
+    (0..4).for_each(|_| _ = b.provider.look(Time::ZERO, &mut b.record));
+    with_descriptors(0, || a.provider.look(Time::ZERO, &mut a.record));
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    // The peer's own call is waited for, and does not come.
+    let mut a = Node::new(1);
+    b.record.refuse = Some(Refusal::Crossed);
+    let called = a.call(&b);
+    let waits = |slot: &Slot| matches!(slot, Slot::Calling(call) if call.socket.is_none());
+    run(&mut a, &mut b, |a, _| a.provider.slots.iter().any(waits));
+    let later = a.now().after(CROSSED_PATIENCE);
+    with_descriptors(0, || a.provider.look(later, &mut a.record));
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    b.record.refuse = None;
+    let mut a = Node::new(1);
+    let called = a.call(&b);
+    let proves = |slot: &Slot| matches!(slot, Slot::Calling(call) if call.segment.is_some());
+    while !a.provider.slots.iter().any(proves) {
+        b.poll();
+        a.poll();
+    }
+    // No address more, of whoever asks.
+    let limits = getrlimit(Resource::As);
+    setrlimit(Resource::As, Rlimit { current: Some(0), ..limits }).unwrap();
+    b.provider.look(Time::ZERO, &mut b.record);
+    setrlimit(Resource::As, limits).unwrap();
+    run(&mut a, &mut b, |a, _| !a.record.lost.is_empty());
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    join(Node::new(3), b);
+}
+
 /// Files on their way between two sockets of ours: more than `limit` of them. The kernel counts those of a user together.
 fn files_on_their_way(limit: usize) -> [OwnedFd; 2] {
     let kind = rustix::net::SocketType::SEQPACKET;
