@@ -568,6 +568,30 @@ impl Joining {
     }
 }
 
+/// Why another process's memory was not opened.
+#[derive(Debug)]
+pub struct NotOpened {
+    /// What the driver answers: the two GPUs are not connected, say, or the handle is of this very process. [`Error::OutOfBounds`]: there is
+    /// not as much as was said.
+    pub why: Error,
+    /// What was opened all the same, of no use but to be closed: for which the driver waits, as for all that was opened by a handle.
+    pub left: Option<Opened>,
+}
+
+impl fmt::Display for NotOpened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl std::error::Error for NotOpened {}
+
+impl From<Error> for NotOpened {
+    fn from(why: Error) -> Self {
+        Self { why, left: None }
+    }
+}
+
 /// Another process's memory, opened for one GPU of this process: an allocation, or several that adjoin.
 #[derive(Debug)]
 pub struct Opened {
@@ -588,10 +612,10 @@ impl Opened {
     ///
     /// # Errors
     ///
-    /// What the driver answers: the two GPUs are not connected, say, or the handle is of this very process.
-    pub fn new(user: &Device, allocation: Received<'_>, bytes: u64) -> Result<Self, Error> {
+    /// [`NotOpened`].
+    pub fn new(user: &Device, allocation: Received<'_>, bytes: u64) -> Result<Self, NotOpened> {
         match allocation {
-            Received::File(file) => Self::map(user, file, bytes),
+            Received::File(file) => Ok(Self::map(user, file, bytes)?),
             Received::Handle(handle) => Self::open(user, handle, bytes),
         }
     }
@@ -602,7 +626,7 @@ impl Opened {
         joining.finish()
     }
 
-    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES], bytes: u64) -> Result<Self, Error> {
+    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES], bytes: u64) -> Result<Self, NotOpened> {
         let _current = user.enter()?;
         let handle = cu::CUipcMemHandle {
             reserved: handle.map(|byte| std::ffi::c_char::from_ne_bytes([byte])),
@@ -617,7 +641,8 @@ impl Opened {
         if let Ok((start, size)) = bounds(at) {
             let room = size.saturating_sub(at.saturating_sub(start));
             if bytes > room {
-                return Err(Error::OutOfBounds { end: bytes, bytes: room });
+                let why = Error::OutOfBounds { end: bytes, bytes: room };
+                return Err(NotOpened { why, left: Some(opened) });
             }
         }
         Ok(opened)

@@ -52,8 +52,8 @@ use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{self, Method, Tuning};
 use immwire_cuda::{
-    Allocations, Copier, Device, Error, Found, Handover, Joining, NotPinned, Opened, PagedCopy,
-    Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
+    Allocations, Copier, Device, Error, Found, Handover, Joining, NotOpened, NotPinned, Opened,
+    PagedCopy, Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
 use rustix::io::Errno;
 
@@ -268,10 +268,16 @@ struct Way {
 }
 
 impl Way {
-    fn to(described: &Described, opened: Opened) -> Option<Self> {
-        let offset = described.base.checked_sub(described.start)?;
-        let address = opened.address().checked_add(offset)?;
-        Some(Self { address, opened: Some(Arc::new(opened)) })
+    /// An error: there are not so many addresses.
+    fn to(described: &Described, opened: Opened) -> Result<Self, NotOpened> {
+        let offset = described.base.checked_sub(described.start);
+        match offset.and_then(|offset| opened.address().checked_add(offset)) {
+            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)) }),
+            None => {
+                let why = Error::OutOfBounds { end: described.base, bytes: described.whole };
+                Err(NotOpened { why, left: Some(opened) })
+            }
+        }
     }
 }
 
@@ -289,11 +295,10 @@ pub(super) enum NotReached {
 }
 
 impl NotReached {
-    /// From why each GPU does not, as far as that is known: who says that there is more than there is, is to blame.
+    /// From why each GPU does not, as far as that is known: who says that there is more than there is, is to blame, whatever else is lacking.
     fn of(all: impl IntoIterator<Item = Error>) -> Self {
-        let mut all = all.into_iter().peekable();
         let is_theirs = |why| matches!(why, Error::OutOfBounds { .. });
-        if all.peek().is_some() && all.all(is_theirs) { Self::Refused } else { Self::Failed }
+        if all.into_iter().any(is_theirs) { Self::Refused } else { Self::Failed }
     }
 }
 
@@ -378,6 +383,8 @@ pub(super) struct Reached {
     outlives_owner: bool,
     /// By index of our GPU.
     ways: Vec<Option<Way>>,
+    /// Opened, and of no use: closed with the rest, by who can wait for the driver.
+    unfit: Vec<Opened>,
     /// Claims on it.
     claims: AtomicU32,
     /// One of them is its own.
@@ -391,6 +398,7 @@ pub(super) struct Reached {
 /// What is left of a [`Reached`] that nobody uses any more.
 struct Remains {
     ways: Vec<Option<Way>>,
+    unfit: Vec<Opened>,
     host: Option<Host>,
     /// What it claims of itself, until it is closed.
     held: Option<(Arc<Link>, u64)>,
@@ -404,6 +412,9 @@ impl Drop for Remains {
             // What is shared with a window was opened by no handle: it outlives its owner.
             is_closed &= Arc::into_inner(opened).is_none_or(Opened::close);
         }
+        for opened in self.unfit.drain(..) {
+            is_closed &= opened.close();
+        }
         drop(self.host.take());
         let Some((link, key)) = self.held.take() else { return };
         if is_closed {
@@ -415,7 +426,8 @@ impl Drop for Remains {
     }
 }
 
-/// The last claim on a region ends. It is claimed anew under a later key only, as its owner takes it back only when this has been done.
+/// The last claim on a region ends. What is closed later is claimed anew under a later key only, as its owner takes it back only when this has
+/// been done, and what was opened is not asked for again under the same key.
 fn end_claim(link: &Link, key: u64) {
     let out = link.segment.outbound();
     if let Some(active) = out.gpu_active(id_of(key)) {
@@ -441,7 +453,7 @@ impl Reached {
         let mut reached = Self::unopened(known, link, key, first, described);
         reached.outlives_owner = matches!(received, Received::File(_));
         let home = reached.home.and_then(|home| known.devices.get(home));
-        let mut not = Vec::new();
+        let (mut not, mut unfit) = (Vec::new(), Vec::new());
         let way = |One { device, .. }: &One| {
             // A handle opens nothing in the process that it is from, where the address itself will do.
             if same_process && matches!(received, Received::Handle(_)) {
@@ -449,8 +461,15 @@ impl Reached {
                 return Some(Way { address: described.base, opened: None });
             }
             let opened = Opened::new(device, received, described.whole);
-            let opened = opened.inspect_err(|why| not_opened(device, *why));
-            Way::to(described, opened.map_err(|why| not.push(why)).ok()?)
+            match opened.and_then(|opened| Way::to(described, opened)) {
+                Ok(way) => Some(way),
+                Err(NotOpened { why, left }) => {
+                    not_opened(device, why);
+                    not.push(why);
+                    unfit.extend(left);
+                    None
+                }
+            }
         };
         let by_handle = matches!(received, Received::Handle(_)) && !same_process;
         if by_handle {
@@ -460,7 +479,15 @@ impl Reached {
             }
         }
         reached.ways = known.devices.iter().map(way).collect();
-        if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
+        reached.unfit = unfit;
+        if reached.is_any_way() {
+            return Ok(reached);
+        }
+        // Nothing is open: it may be asked for again, and claimed anew, before the closer comes to it. What is unfit is refused for good.
+        if reached.unfit.is_empty() && std::mem::take(&mut reached.is_held) {
+            reached.leave();
+        }
+        Err(NotReached::of(not))
     }
 
     /// The same of several allocations, all of which have come.
@@ -477,8 +504,13 @@ impl Reached {
         let mut not = Vec::new();
         let way = |(joining, one): (Result<Joining, Error>, &One)| {
             let joining = joining.map_err(|why| not.push(why)).ok()?;
-            let opened = joining.finish().inspect_err(|why| not_opened(&one.device, *why));
-            Way::to(&described, opened.map_err(|why| not.push(why)).ok()?)
+            let opened = joining.finish().map_err(NotOpened::from);
+            // What is left was mapped by hand: nobody waits to unmap that.
+            let failed = |NotOpened { why, .. }| {
+                not_opened(&one.device, why);
+                not.push(why);
+            };
+            opened.and_then(|opened| Way::to(&described, opened)).map_err(failed).ok()
         };
         reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
         if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
@@ -509,6 +541,7 @@ impl Reached {
             home: known.by_uuid(described.uuid),
             outlives_owner: false,
             ways: Vec::new(),
+            unfit: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
             host: None,
@@ -535,6 +568,7 @@ impl Reached {
             home: None,
             outlives_owner: false,
             ways: known.devices.iter().map(way).collect(),
+            unfit: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
             host: Some(host),
@@ -630,6 +664,7 @@ impl Drop for Reached {
     fn drop(&mut self) {
         let remains = Remains {
             ways: std::mem::take(&mut self.ways),
+            unfit: std::mem::take(&mut self.unfit),
             host: self.host.take(),
             held: self.is_held.then(|| (Arc::clone(&self.link), self.key)),
         };
@@ -1637,8 +1672,9 @@ mod tests {
             (&[lie], NotReached::Refused),
             (&[lie, lie], NotReached::Refused),
             (&[lack], NotReached::Failed),
-            (&[lie, lack], NotReached::Failed),
-            (&[lack, lie], NotReached::Failed),
+            (&[lack, lack], NotReached::Failed),
+            (&[lie, lack], NotReached::Refused),
+            (&[lack, lie], NotReached::Refused),
         ] {
             assert_eq!(NotReached::of(all.iter().copied()), expected, "{all:?}");
         }
