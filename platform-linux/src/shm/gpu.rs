@@ -1329,6 +1329,16 @@ impl Gpus {
             }
             if !self.is_settled {
                 gpu.make_up(self.sms);
+            } else {
+                // Nothing is enqueued any more, and nothing of these was written: no warp has made them, or no queue has begun them.
+                let undone = gpu.undone.drain(..).map(|short| short.work);
+                let staged = gpu.queues.iter_mut().map(|queue| &mut queue.staged);
+                let mut flush = |work| {
+                    self.flying -= 1;
+                    report(work, Err(WorkError::Flushed));
+                };
+                undone.for_each(&mut flush);
+                staged.for_each(|staged| staged.clear(&mut flush));
             }
             for queue in &mut gpu.queues {
                 if queue.flights.is_empty() {
