@@ -58,7 +58,7 @@ pub use error::{CudaCode, Error};
 pub use extent::{ALLOCATIONS_MAX, Found};
 pub use memory::{DeviceMemory, PinnedMemory};
 pub use share::{
-    Allocations, Handover, IPC_HANDLE_BYTES, Joining, Opened, Pinned, Received, SharedMemory,
-    Shuttle, Uuid, gpu_of, hand_over, look_up,
+    Allocations, Handover, IPC_HANDLE_BYTES, Joining, NotOpened, NotPinned, Opened, Pinned,
+    Received, SharedMemory, Shuttle, Uuid, gpu_of, hand_over, look_up,
 };
 pub use standby::Standby;

@@ -33,6 +33,7 @@ use crate::memory::PinnedMemory;
 use crate::pins::{Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
+use std::fmt;
 use std::ops::Range;
 use std::os::fd::{AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
 use std::ptr;
@@ -567,6 +568,30 @@ impl Joining {
     }
 }
 
+/// Why another process's memory was not opened.
+#[derive(Debug)]
+pub struct NotOpened {
+    /// What the driver answers: the two GPUs are not connected, say, or the handle is of this very process. [`Error::OutOfBounds`]: there is
+    /// not as much as was said.
+    pub why: Error,
+    /// What was opened all the same, of no use but to be closed: for which the driver waits, as for all that was opened by a handle.
+    pub left: Option<Opened>,
+}
+
+impl fmt::Display for NotOpened {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl std::error::Error for NotOpened {}
+
+impl From<Error> for NotOpened {
+    fn from(why: Error) -> Self {
+        Self { why, left: None }
+    }
+}
+
 /// Another process's memory, opened for one GPU of this process: an allocation, or several that adjoin.
 #[derive(Debug)]
 pub struct Opened {
@@ -587,10 +612,10 @@ impl Opened {
     ///
     /// # Errors
     ///
-    /// What the driver answers: the two GPUs are not connected, say, or the handle is of this very process.
-    pub fn new(user: &Device, allocation: Received<'_>, bytes: u64) -> Result<Self, Error> {
+    /// [`NotOpened`].
+    pub fn new(user: &Device, allocation: Received<'_>, bytes: u64) -> Result<Self, NotOpened> {
         match allocation {
-            Received::File(file) => Self::map(user, file, bytes),
+            Received::File(file) => Ok(Self::map(user, file, bytes)?),
             Received::Handle(handle) => Self::open(user, handle, bytes),
         }
     }
@@ -601,7 +626,7 @@ impl Opened {
         joining.finish()
     }
 
-    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES], bytes: u64) -> Result<Self, Error> {
+    fn open(user: &Device, handle: [u8; IPC_HANDLE_BYTES], bytes: u64) -> Result<Self, NotOpened> {
         let _current = user.enter()?;
         let handle = cu::CUipcMemHandle {
             reserved: handle.map(|byte| std::ffi::c_char::from_ne_bytes([byte])),
@@ -616,7 +641,8 @@ impl Opened {
         if let Ok((start, size)) = bounds(at) {
             let room = size.saturating_sub(at.saturating_sub(start));
             if bytes > room {
-                return Err(Error::OutOfBounds { end: bytes, bytes: room });
+                let why = Error::OutOfBounds { end: bytes, bytes: room };
+                return Err(NotOpened { why, left: Some(opened) });
             }
         }
         Ok(opened)
@@ -676,6 +702,29 @@ pub struct Pinned {
     held: Vec<u64>,
 }
 
+/// Why host memory was not pinned.
+#[derive(Debug)]
+pub struct NotPinned {
+    /// What the driver answers; [`Error::Busy`] if somebody else does not come back from pinning, or unpinning, some of it.
+    pub why: Error,
+    /// What of it was pinned all the same, of no use but to be unpinned: for which the driver waits, as for all else.
+    pub left: Option<Pinned>,
+}
+
+impl fmt::Display for NotPinned {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.why.fmt(f)
+    }
+}
+
+impl std::error::Error for NotPinned {}
+
+impl From<Error> for NotPinned {
+    fn from(why: Error) -> Self {
+        Self { why, left: None }
+    }
+}
+
 impl Pinned {
     /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address. Some tenths of a second for
     /// each GiB. What of it the application has pinned, if only some of it, it will have to keep so; `None`: that is all.
@@ -688,13 +737,13 @@ impl Pinned {
     ///
     /// # Errors
     ///
-    /// What the driver answers; [`Error::Busy`] if somebody else does not come back from pinning, or unpinning, some of it.
+    /// [`NotPinned`].
     pub unsafe fn new(
         device: &Device,
         start: u64,
         bytes: usize,
         page: u64,
-    ) -> Result<Option<Self>, Error> {
+    ) -> Result<Option<Self>, NotPinned> {
         let range = start..start.saturating_add(bytes as u64);
         let Taken { shared, missing } = take(&pages_of(&range, page))?;
         // From here on what is held goes as it must, whatever happens.
@@ -710,7 +759,11 @@ impl Pinned {
             }
             settled(|pins| pins.pinned(pages.start, begun));
         }
-        failed.map(|()| (!pinned.held.is_empty()).then_some(pinned))
+        let pinned = (!pinned.held.is_empty()).then_some(pinned);
+        match failed {
+            Ok(()) => Ok(pinned),
+            Err(why) => Err(NotPinned { why, left: pinned }),
+        }
     }
 
     /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.

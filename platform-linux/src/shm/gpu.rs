@@ -15,7 +15,8 @@
 //! # Limits
 //!
 //! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: so
-//! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Memory mapped by hand, as `alloc_gpu` and
+//! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Whether anything is being closed is asked
+//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Memory mapped by hand, as `alloc_gpu` and
 //! PyTorch's expandable segments have it, is closed at once.
 //!
 //! A peer's host memory is pinned in parts of 256 MiB, each when a GPU is first to write there, by the engine's own thread: some 43 ms for each
@@ -51,9 +52,10 @@ use immwire_core::spread::{self, Growth, Load};
 use immwire_core::standby::{self, Ended};
 use immwire_cuda::geometry::{self, Method, Tuning};
 use immwire_cuda::{
-    Allocations, Copier, Device, Error, Found, Handover, Joining, Opened, PagedCopy, Pages, Pinned,
-    PinnedMemory, Received, Release, Stream, Uuid,
+    Allocations, Copier, Device, Error, Found, Handover, Joining, NotOpened, NotPinned, Opened,
+    PagedCopy, Pages, Pinned, PinnedMemory, Received, Release, Stream, Uuid,
 };
+use rustix::io::Errno;
 
 use super::handshake::{By, Sizes};
 use super::memory::{Link, id_of};
@@ -192,11 +194,18 @@ impl Host {
     }
 
     /// Pins the parts that `len` bytes from `address` on lie in, which are inside, as far as they are not pinned. Calls the driver then.
-    fn pin(&self, device: &Device, address: u64, len: u64) -> Result<(), Error> {
+    /// [`Staging::NoRoom`]: the driver would keep us waiting.
+    fn pin(&self, known: &Known, device: &Device, address: u64, len: u64) -> Result<(), Staging> {
         let (first, last) = parts_of(address.saturating_sub(self.base), len);
         for (part, number) in self.parts.iter().zip(0_u64..).take(last + 1).skip(first) {
             if !part.load(Ordering::Relaxed) {
-                self.pin_part(device, number)?;
+                if known.closer.is_busy() {
+                    return Err(Staging::NoRoom);
+                }
+                self.pin_part(known, device, number).map_err(|why| {
+                    tracing::warn!(%why, "a peer's host memory cannot be pinned");
+                    Staging::Failed(WorkError::LocalAccess)
+                })?;
                 part.store(true, Ordering::Relaxed);
                 self.missing.fetch_sub(1, Ordering::Relaxed);
             }
@@ -204,12 +213,21 @@ impl Host {
         Ok(())
     }
 
-    fn pin_part(&self, device: &Device, number: u64) -> Result<(), Error> {
+    fn pin_part(&self, known: &Known, device: &Device, number: u64) -> Result<(), Error> {
         let at = number * PART_BYTES;
         let bytes = usize::try_from(self.bytes.saturating_sub(at).min(PART_BYTES)).unwrap_or(0);
         // SAFETY: the mapping has at least `self.bytes` bytes, and is kept until after it has been unpinned (`Reachable`).
-        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes())? };
-        lock(&self.memory).pinned.extend(pinned);
+        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes()) };
+        let mut memory = lock(&self.memory);
+        match pinned {
+            Ok(pinned) => memory.pinned.extend(pinned),
+            Err(NotPinned { why, left }) => {
+                // Unpinned by the closer, as the driver may wait; mapped until then.
+                let mapping = memory.mapping.clone();
+                known.closer.give(Reachable { pinned: left.into_iter().collect(), mapping });
+                return Err(why);
+            }
+        }
         Ok(())
     }
 }
@@ -250,15 +268,38 @@ struct Way {
 }
 
 impl Way {
-    fn to(described: &Described, opened: Opened) -> Option<Self> {
-        let offset = described.base.checked_sub(described.start)?;
-        let address = opened.address().checked_add(offset)?;
-        Some(Self { address, opened: Some(Arc::new(opened)) })
+    /// An error: there are not so many addresses.
+    fn to(described: &Described, opened: Opened) -> Result<Self, NotOpened> {
+        let offset = described.base.checked_sub(described.start);
+        match offset.and_then(|offset| opened.address().checked_add(offset)) {
+            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)) }),
+            None => {
+                let why = Error::OutOfBounds { end: described.base, bytes: described.whole };
+                Err(NotOpened { why, left: Some(opened) })
+            }
+        }
     }
 }
 
 fn not_opened(device: &Device, why: Error) {
     tracing::warn!(%why, gpu = device.ordinal(), "a peer's GPU memory cannot be opened");
+}
+
+/// Why none of our GPUs gets at a peer's region.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum NotReached {
+    /// It is not what its owner says, or was withdrawn.
+    Refused,
+    /// No fault of its owner's: our driver does not open it, as GPUs are not connected, or something is lacking.
+    Failed,
+}
+
+impl NotReached {
+    /// From why each GPU does not, as far as that is known: who says that there is more than there is, is to blame, whatever else is lacking.
+    fn of(all: impl IntoIterator<Item = Error>) -> Self {
+        let is_theirs = |why| matches!(why, Error::OutOfBounds { .. });
+        if all.into_iter().any(is_theirs) { Self::Refused } else { Self::Failed }
+    }
 }
 
 /// A peer's region over several allocations, some of which have come. Each of our GPUs has addresses for all of them, where it maps
@@ -269,22 +310,31 @@ pub(super) struct Arriving {
     /// How many there are, and how many have come.
     count: u32,
     next: u32,
-    /// By index of our GPU. `None`: it does not get at one of them.
-    ways: Vec<Option<Joining>>,
+    /// By index of our GPU; or why it does not get at one of them.
+    ways: Vec<Result<Joining, Error>>,
 }
 
 impl Arriving {
-    /// `None`: what is said of the region contradicts itself, or no GPU has so many addresses.
-    pub(super) fn new(known: &Known, described: Described, count: u32) -> Option<Self> {
+    /// An error: what is said of the region contradicts itself, or no GPU has so many addresses.
+    pub(super) fn new(known: &Known, described: Described, count: u32) -> Result<Self, NotReached> {
         if !described.is_sound() {
-            return None;
+            return Err(NotReached::Refused);
         }
         let way = |One { device, .. }: &One| {
             let joining = Joining::new(device, described.whole);
-            joining.inspect_err(|why| not_opened(device, *why)).ok()
+            joining.inspect_err(|why| not_opened(device, *why))
         };
-        let ways: Vec<_> = known.devices.iter().map(way).collect();
-        ways.iter().any(Option::is_some).then_some(Self { described, count, next: 0, ways })
+        let ways = known.devices.iter().map(way).collect();
+        let arriving = Self { described, count, next: 0, ways };
+        arriving.is_reached().map(|()| arriving)
+    }
+
+    /// Whether any GPU of ours gets at all that has come.
+    fn is_reached(&self) -> Result<(), NotReached> {
+        if self.ways.iter().any(Result::is_ok) {
+            return Ok(());
+        }
+        Err(NotReached::of(self.ways.iter().filter_map(|way| way.as_ref().err().copied())))
     }
 
     /// The number of the next that is to come; `None`: all have.
@@ -303,19 +353,19 @@ impl Arriving {
         u32::try_from(files.len()).is_ok_and(|count| count <= left)
     }
 
-    /// Maps what has come: these files, of allocations of so many bytes, as many. `false`: no GPU of ours gets at all of them.
-    pub(super) fn take(&mut self, files: &[OwnedFd], sizes: &[u64]) -> bool {
+    /// Maps what has come: these files, of allocations of so many bytes, as many. An error: no GPU of ours gets at all of them.
+    pub(super) fn take(&mut self, files: &[OwnedFd], sizes: &[u64]) -> Result<(), NotReached> {
         for (file, bytes) in files.iter().zip(sizes) {
             for (way, at) in self.ways.iter_mut().zip(0_usize..) {
-                let Some(joining) = way else { continue };
+                let Ok(joining) = way else { continue };
                 if let Err(why) = joining.add(file.as_fd(), *bytes) {
                     tracing::warn!(%why, at, part = self.next, "a peer's GPU memory cannot be opened");
-                    *way = None;
+                    *way = Err(why);
                 }
             }
             self.next = self.next.saturating_add(1);
         }
-        self.ways.iter().any(Option::is_some)
+        self.is_reached()
     }
 }
 
@@ -333,6 +383,8 @@ pub(super) struct Reached {
     outlives_owner: bool,
     /// By index of our GPU.
     ways: Vec<Option<Way>>,
+    /// Opened, and of no use: closed with the rest, by who can wait for the driver.
+    unfit: Vec<Opened>,
     /// Claims on it.
     claims: AtomicU32,
     /// One of them is its own.
@@ -346,6 +398,7 @@ pub(super) struct Reached {
 /// What is left of a [`Reached`] that nobody uses any more.
 struct Remains {
     ways: Vec<Option<Way>>,
+    unfit: Vec<Opened>,
     host: Option<Host>,
     /// What it claims of itself, until it is closed.
     held: Option<(Arc<Link>, u64)>,
@@ -359,6 +412,9 @@ impl Drop for Remains {
             // What is shared with a window was opened by no handle: it outlives its owner.
             is_closed &= Arc::into_inner(opened).is_none_or(Opened::close);
         }
+        for opened in self.unfit.drain(..) {
+            is_closed &= opened.close();
+        }
         drop(self.host.take());
         let Some((link, key)) = self.held.take() else { return };
         if is_closed {
@@ -370,7 +426,8 @@ impl Drop for Remains {
     }
 }
 
-/// The last claim on a region ends. It is claimed anew under a later key only, as its owner takes it back only when this has been done.
+/// The last claim on a region ends. What is closed later is claimed anew under a later key only, as its owner takes it back only when this has
+/// been done, and what was opened is not asked for again under the same key.
 fn end_claim(link: &Link, key: u64) {
     let out = link.segment.outbound();
     if let Some(active) = out.gpu_active(id_of(key)) {
@@ -380,7 +437,7 @@ fn end_claim(link: &Link, key: u64) {
 }
 
 impl Reached {
-    /// A peer's GPU memory, whose first byte pieces call `first`. `None`: none of our GPUs gets at it.
+    /// A peer's GPU memory, whose first byte pieces call `first`.
     pub(super) fn device(
         known: &Arc<Known>,
         link: &Arc<Link>,
@@ -389,51 +446,83 @@ impl Reached {
         described: &Described,
         received: Received<'_>,
         same_process: bool,
-    ) -> Option<Self> {
+    ) -> Result<Self, NotReached> {
         if !described.is_sound() {
-            return None;
+            return Err(NotReached::Refused);
         }
         let mut reached = Self::unopened(known, link, key, first, described);
         reached.outlives_owner = matches!(received, Received::File(_));
-        let home = reached.home;
+        let home = reached.home.and_then(|home| known.devices.get(home));
+        let (mut not, mut unfit) = (Vec::new(), Vec::new());
         let way = |One { device, .. }: &One| {
             // A handle opens nothing in the process that it is from, where the address itself will do.
             if same_process && matches!(received, Received::Handle(_)) {
-                let owner = &known.devices.get(home?)?.device;
-                device.reach(owner).ok()?;
+                device.reach(&home?.device).ok()?;
                 return Some(Way { address: described.base, opened: None });
             }
             let opened = Opened::new(device, received, described.whole);
-            Way::to(described, opened.inspect_err(|why| not_opened(device, *why)).ok()?)
+            match opened.and_then(|opened| Way::to(described, opened)) {
+                Ok(way) => Some(way),
+                Err(NotOpened { why, left }) => {
+                    not_opened(device, why);
+                    not.push(why);
+                    unfit.extend(left);
+                    None
+                }
+            }
         };
         let by_handle = matches!(received, Received::Handle(_)) && !same_process;
         if by_handle {
             reached.is_held = reached.enter();
             if !reached.is_held {
-                return None;
+                return Err(NotReached::Refused);
             }
         }
         reached.ways = known.devices.iter().map(way).collect();
-        reached.ways.iter().any(Option::is_some).then_some(reached)
+        reached.unfit = unfit;
+        if reached.is_any_way() {
+            return Ok(reached);
+        }
+        // Nothing is open: it may be asked for again, and claimed anew, before the closer comes to it. What is unfit is refused for good.
+        if reached.unfit.is_empty() && std::mem::take(&mut reached.is_held) {
+            reached.leave();
+        }
+        Err(NotReached::of(not))
     }
 
-    /// The same of several allocations, all of which have come. `None`: none of our GPUs gets at them.
+    /// The same of several allocations, all of which have come.
     pub(super) fn joined(
         known: &Arc<Known>,
         link: &Arc<Link>,
         key: u64,
         first: u64,
         arriving: Arriving,
-    ) -> Option<Self> {
+    ) -> Result<Self, NotReached> {
         let Arriving { described, ways, .. } = arriving;
         let mut reached = Self::unopened(known, link, key, first, &described);
         reached.outlives_owner = true;
-        let way = |(joining, one): (Option<Joining>, &One)| {
-            let opened = joining?.finish();
-            Way::to(&described, opened.inspect_err(|why| not_opened(&one.device, *why)).ok()?)
+        let mut not = Vec::new();
+        let way = |(joining, one): (Result<Joining, Error>, &One)| {
+            let joining = joining.map_err(|why| not.push(why)).ok()?;
+            let opened = joining.finish().map_err(NotOpened::from);
+            // What is left was mapped by hand: nobody waits to unmap that.
+            let failed = |NotOpened { why, .. }| {
+                not_opened(&one.device, why);
+                not.push(why);
+            };
+            opened.and_then(|opened| Way::to(&described, opened)).map_err(failed).ok()
         };
         reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
-        reached.ways.iter().any(Option::is_some).then_some(reached)
+        if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
+    }
+
+    fn is_any_way(&self) -> bool {
+        self.ways.iter().any(Option::is_some)
+    }
+
+    /// Whether this GPU gets at the region, wherever in it.
+    fn has_way(&self, gpu: usize) -> bool {
+        self.ways.get(gpu).is_some_and(Option::is_some)
     }
 
     /// GPU memory that there is no way to yet.
@@ -452,6 +541,7 @@ impl Reached {
             home: known.by_uuid(described.uuid),
             outlives_owner: false,
             ways: Vec::new(),
+            unfit: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
             host: None,
@@ -478,6 +568,7 @@ impl Reached {
             home: None,
             outlives_owner: false,
             ways: known.devices.iter().map(way).collect(),
+            unfit: Vec::new(),
             claims: AtomicU32::new(0),
             is_held: false,
             host: Some(host),
@@ -485,15 +576,14 @@ impl Reached {
         }
     }
 
-    /// Has GPUs reach `len` bytes at each of these addresses of theirs, which are inside; `false`: they cannot. Calls the driver if it is host
-    /// memory, and was not written to there before.
-    fn pin(&self, len: u64, mut addresses: impl Iterator<Item = u64>) -> bool {
-        let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else { return true };
-        let Some(device) = self.known.first() else { return false };
-        let pinned = addresses.try_for_each(|address| host.pin(device, address, len));
-        pinned
-            .inspect_err(|why| tracing::warn!(%why, "a peer's host memory cannot be pinned"))
-            .is_ok()
+    /// Has GPUs reach `len` bytes at each of these addresses of theirs, which are inside; else what becomes of the piece. Calls the driver if it
+    /// is host memory, and was not written to there before.
+    fn pin(&self, len: u64, mut addresses: impl Iterator<Item = u64>) -> Result<(), Staging> {
+        let Some(host) = self.host.as_ref().filter(|host| !host.is_pinned()) else {
+            return Ok(());
+        };
+        let device = self.known.first().ok_or(Staging::Failed(WorkError::LocalAccess))?;
+        addresses.try_for_each(|address| host.pin(&self.known, device, address, len))
     }
 
     /// Where `len` bytes from what pieces call address `dst` are for GPU `gpu`, if they are all inside.
@@ -574,6 +664,7 @@ impl Drop for Reached {
     fn drop(&mut self) {
         let remains = Remains {
             ways: std::mem::take(&mut self.ways),
+            unfit: std::mem::take(&mut self.unfit),
             host: self.host.take(),
             held: self.is_held.then(|| (Arc::clone(&self.link), self.key)),
         };
@@ -736,6 +827,20 @@ impl Gpu {
         self.known.devices.get(self.index).is_some_and(One::is_held)
     }
 
+    /// Whether the driver may keep us waiting that closes something, for as long as the GPU is busy with anything.
+    fn is_closing(&self) -> bool {
+        self.known.closer.is_busy()
+    }
+
+    /// Hands over what is staged in a queue, unless the driver may keep us waiting; returns whether nothing is staged there.
+    fn clear(&mut self, at: usize, budget: NonZeroU32) -> bool {
+        let is_any = |gpu: &Self| gpu.queues.get(at).is_some_and(|queue| queue.staged.is_any());
+        if is_any(self) && !self.is_closing() {
+            self.launch(at, budget);
+        }
+        !is_any(self)
+    }
+
     /// Hands what is staged in a queue to the GPU.
     fn launch(&mut self, at: usize, budget: NonZeroU32) {
         if self.failed.is_some() {
@@ -766,7 +871,7 @@ impl Gpu {
             return;
         };
         if spread::is_enough(queue.staged.bytes, self.under_way()) {
-            self.launch(at, budget);
+            self.clear(at, budget);
         }
     }
 
@@ -786,12 +891,14 @@ impl Gpu {
         }
     }
 
-    /// Enqueues what no warp has copied, as far as there is room.
+    /// Enqueues what no warp has copied, as far as there is room, and the driver does not keep us waiting.
     fn make_up(&mut self, budget: NonZeroU32) {
         while let Some(short) = self.undone.front() {
             let loads = self.queues.iter().map(Queue::load);
             let Some(at) = spread::choose(loads, short.work.peer) else { return };
-            self.launch(at, budget);
+            if self.is_closing() || !self.clear(at, budget) {
+                return;
+            }
             // What was staged there may have been refused.
             let Some(queue) = self.queues.get_mut(at).filter(|queue| queue.refused.is_none())
             else {
@@ -1031,14 +1138,18 @@ impl Gpus {
         if self.is_settled || self.is_closing() {
             return Staging::NoRoom;
         }
+        // The region's owner has no part in that.
+        if !reached.has_way(gpu) {
+            return Staging::Failed(WorkError::Device(Errno::NXIO.raw_os_error()));
+        }
         if work.run.count > 0 {
             return self.stage_run(work, gpu, reached, sink);
         }
         let Some(dst) = reached.address(gpu, work.dst, work.len) else {
             return Staging::Failed(WorkError::RemoteAccess);
         };
-        if !reached.pin(work.len, std::iter::once(dst)) {
-            return Staging::Failed(WorkError::LocalAccess);
+        if let Err(not) = reached.pin(work.len, std::iter::once(dst)) {
+            return not;
         }
         let piece = Range { src: work.src, dst, len: work.len };
         let (queue, begun) = match self.begin(gpu, reached, work.peer, |it| it.takes(piece)) {
@@ -1085,15 +1196,19 @@ impl Gpus {
         }
         let other = find(&|it| it.may_go_to(reached, peer) && takes(it));
         // At once: the GPU is not to wait until the next one is full, too.
-        if let Some(full) = open {
-            state.launch(full, sms);
+        if let Some(full) = open
+            && !state.clear(full, sms)
+        {
+            return Err(Staging::NoRoom);
         }
         let at = match other {
             Some(at) => at,
             None => {
                 let loads = state.queues.iter().map(Queue::load);
                 let at = spread::choose(loads, peer).ok_or(Staging::NoRoom)?;
-                state.launch(at, sms);
+                if !state.clear(at, sms) {
+                    return Err(Staging::NoRoom);
+                }
                 at
             }
         };
@@ -1144,9 +1259,9 @@ impl Gpus {
                 return Staging::Failed(WorkError::RemoteAccess);
             };
             let place = |number: &u32| layout.dst_base + layout.dst_stride * u64::from(*number);
-            if !reached.pin(layout.page_bytes, targets.1.iter().map(place)) {
+            if let Err(not) = reached.pin(layout.page_bytes, targets.1.iter().map(place)) {
                 staged.forgo(begun);
-                return Staging::Failed(WorkError::LocalAccess);
+                return not;
             }
             let all = match staged.run {
                 Some(run) if run != layout => scale::join((run, layout), sources, targets),
@@ -1177,13 +1292,13 @@ impl Gpus {
         if self.flying == 0 || self.is_settled {
             return;
         }
-        // The driver would keep us waiting that closes something, for as long as the GPU is busy with anything.
-        let is_closing = self.is_closing();
         for gpu in &mut self.gpus {
             let under_way = gpu.under_way();
             for at in 0..gpu.queues.len() {
                 let Some(Queue { staged, .. }) = gpu.queues.get_mut(at) else { continue };
                 let may_go_on = staged.run.is_some() && staged.growth.may_go_on();
+                // For each: the launch of the one before took time, in which somebody may have begun to close something.
+                let is_closing = gpu.known.closer.is_busy();
                 if !spread::is_kept(more && may_go_on, is_closing, under_way) {
                     gpu.launch(at, self.sms);
                 }
@@ -1201,8 +1316,6 @@ impl Gpus {
             self.progress = now;
             return false;
         }
-        // The driver may keep whoever asks it waiting for all that GPUs have to do.
-        let is_closing = self.is_closing();
         let before = self.flying;
         for gpu in &mut self.gpus {
             while let Some((short, ended)) = gpu.standing.as_mut().and_then(Standing::poll) {
@@ -1214,15 +1327,26 @@ impl Gpus {
                     Ended::NotDone => gpu.undone.push_back(short),
                 }
             }
-            if !is_closing && !self.is_settled {
+            if !self.is_settled {
                 gpu.make_up(self.sms);
+            } else {
+                // Nothing is enqueued any more, and nothing of these was written: no warp has made them, or no queue has begun them.
+                let undone = gpu.undone.drain(..).map(|short| short.work);
+                let staged = gpu.queues.iter_mut().map(|queue| &mut queue.staged);
+                let mut flush = |work| {
+                    self.flying -= 1;
+                    report(work, Err(WorkError::Flushed));
+                };
+                undone.for_each(&mut flush);
+                staged.for_each(|staged| staged.clear(&mut flush));
             }
             for queue in &mut gpu.queues {
                 if queue.flights.is_empty() {
                     continue;
                 }
                 // First: then all copies before the one that was refused have stored their numbers.
-                let is_over = !is_closing && queue.is_over();
+                let may_ask = queue.refused.is_some() && !self.known.closer.is_busy();
+                let is_over = may_ask && queue.is_over();
                 let ended = queue.ended();
                 while let Some(flight) = queue.land(ended) {
                     for work in queue.pieces.drain(..flight.pieces.min(queue.pieces.len())) {
@@ -1240,7 +1364,8 @@ impl Gpus {
         }
         if self.flying != before {
             self.progress = now;
-        } else if !is_closing && now >= self.progress.after(LOOK_AFTER) {
+        } else if now >= self.progress.after(LOOK_AFTER) && !self.is_closing() {
+            // The driver may keep whoever asks it waiting for all that GPUs have to do.
             self.progress = now;
             self.look_for_failures(report);
         }
@@ -1399,26 +1524,45 @@ impl Shared {
     }
 }
 
-/// Files of allocations from number `from` on, as many as go with one message, and how long each is. None: there are not so many, or
-/// the driver has no file.
-pub(super) fn files_of(all: &Allocations, from: u32) -> (Vec<OwnedFd>, Sizes) {
+/// What is handed to a peer that asks for files.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Handed<F> {
+    /// These, and how long the allocation of each is.
+    These(Vec<F>, Sizes),
+    /// There are not so many.
+    Nothing,
+    /// There are, and the driver has a file of none of them: it had when the region was registered.
+    Lacking,
+}
+
+/// Files of allocations from number `from` on, as many as go with one message.
+pub(super) fn files_of(all: &Allocations, from: u32) -> Handed<OwnedFd> {
+    gather(from, |number| all.export(number))
+}
+
+/// As many as go with one message of those that there are from number `from` on, up to the first that cannot be had.
+fn gather<F>(
+    from: u32,
+    mut export: impl FnMut(usize) -> Result<Option<(F, u64)>, Error>,
+) -> Handed<F> {
     let (mut files, mut sizes) = (Vec::with_capacity(FILES_MAX), Sizes::default());
-    let Ok(from) = usize::try_from(from) else { return (files, sizes) };
+    let Ok(from) = usize::try_from(from) else { return Handed::Nothing };
     for number in (from..).take(FILES_MAX) {
-        match all.export(number) {
+        match export(number) {
             Ok(Some((file, bytes))) => {
                 files.push(file);
                 sizes.push(bytes);
             }
             Ok(None) => break,
-            // What there is goes all the same; if that is nothing, it is a refusal.
+            // What there is goes all the same.
+            Err(_) if !files.is_empty() => break,
             Err(why) => {
-                tracing::warn!(%why, number, "an allocation cannot be handed to a peer");
-                break;
+                tracing::debug!(%why, number, "an allocation cannot be handed to a peer");
+                return Handed::Lacking;
             }
         }
     }
-    (files, sizes)
+    if files.is_empty() { Handed::Nothing } else { Handed::These(files, sizes) }
 }
 
 /// What was received with an answer; `None`: that is not what it says, or not all.
@@ -1490,10 +1634,59 @@ mod tests {
                 }
                 let some = (count - come).min(2);
                 // Nobody gets at them.
-                assert!(!arriving.take(&files(some), &vec![1; some as usize]));
+                assert!(arriving.take(&files(some), &vec![1; some as usize]).is_err());
                 come += some;
             }
             assert_eq!((come, arriving.has_room(&files(1))), (count, false));
+        }
+    }
+
+    /// What cannot be had now is told from what there is not: a peer does not ask again for what it is refused.
+    #[test]
+    fn files_that_cannot_be_had_now_are_told_from_those_that_there_are_not() {
+        const LACK: Error = Error::NoDriver;
+        let export = |there: usize, fails: usize| {
+            move |number: usize| match number {
+                number if number == fails => Err(LACK),
+                number => Ok((number < there).then_some((number, 7))),
+            }
+        };
+        let max = u32::try_from(FILES_MAX).unwrap();
+        for (there, from, fails) in (0..2 * max + 2)
+            .flat_map(|there| (0..there + 2).map(move |from| (there, from)))
+            .flat_map(|(there, from)| (from..there + 1).map(move |fails| (there, from, fails)))
+        {
+            // The last: none fails.
+            let fails = if fails == there { u32::MAX } else { fails };
+            let end = there.min(from.saturating_add(max)).min(fails);
+            let handed = gather(from, export(there as usize, fails as usize));
+            match handed {
+                Handed::These(files, sizes) => {
+                    let want: Vec<_> = (from as usize..end as usize).collect();
+                    assert_eq!(files, want, "{there} {from} {fails}");
+                    assert_eq!(sizes.as_slice(), vec![7; want.len()]);
+                    assert!(!want.is_empty());
+                }
+                Handed::Lacking => assert!(from == fails && from < there),
+                Handed::Nothing => assert!(from >= there && from != fails),
+            }
+        }
+    }
+
+    /// Who says more than is true is refused for that; what fails here is not the peer's fault.
+    #[test]
+    fn whose_fault_it_is_that_no_gpu_gets_at_a_region() {
+        let (lie, lack) = (Error::OutOfBounds { end: 2, bytes: 1 }, Error::NoDriver);
+        for (all, expected) in [
+            (&[][..], NotReached::Failed),
+            (&[lie], NotReached::Refused),
+            (&[lie, lie], NotReached::Refused),
+            (&[lack], NotReached::Failed),
+            (&[lack, lack], NotReached::Failed),
+            (&[lie, lack], NotReached::Refused),
+            (&[lack, lie], NotReached::Refused),
+        ] {
+            assert_eq!(NotReached::of(all.iter().copied()), expected, "{all:?}");
         }
     }
 

@@ -19,6 +19,7 @@
 //!   writes to the peer go on, and a region that the peer died writing to is not given back before.
 //! - Who has taken a region out of the table is the last to hold anything of its memory: references to a GPU's allocations, too.
 //! - A session that we closed stays listed until its peer has stopped writing.
+//! - Nothing of a region's is given back under the table's lock: the driver may wait for GPUs to be idle before it does.
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
 //!   records.
 
@@ -33,12 +34,12 @@ use std::time::{Duration, Instant};
 use immwire_core::hazard::{self, NO_KEY};
 use immwire_core::id::{EngineId, MAX_NICS, PeerId};
 use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
-use immwire_cuda::{Found, Pinned, SharedMemory, Stream, Uuid};
+use immwire_cuda::{Found, NotPinned, Pinned, SharedMemory, Stream, Uuid};
 use rustix::io::Errno;
 
 use super::copy::copy;
-use super::gpu::{Described, Kind, Reachable, Reached, Shared, files_of};
-use super::handshake::{By, Message, Sizes};
+use super::gpu::{Described, Handed, Kind, Reachable, Reached, Shared, files_of};
+use super::handshake::{By, Message};
 use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
 use super::socket;
 use super::withdrawals;
@@ -232,7 +233,8 @@ impl Table {
         self.get_mut(key).filter(|region| region.rights.remote_write() && !region.withdrawn)
     }
 
-    fn insert(&mut self, region: Region) -> Result<(u32, NonZeroU32), RegisterError> {
+    /// Gives a region a slot, or back, if all are taken.
+    fn insert(&mut self, region: Region) -> Result<(u32, NonZeroU32), Box<Region>> {
         if let Some(id) = self.free.pop() {
             let slot = usize::try_from(id).ok().and_then(|at| self.slots.get_mut(at));
             if let Some(slot) = slot {
@@ -240,11 +242,8 @@ impl Table {
                 return Ok((id, slot.generation));
             }
         }
-        let full = RegisterError::TableFull { capacity: REGIONS_MAX };
-        if self.slots.len() >= REGIONS_MAX {
-            return Err(full);
-        }
-        let id = u32::try_from(self.slots.len()).map_err(|_| full)?;
+        let id = u32::try_from(self.slots.len()).ok().filter(|_| self.slots.len() < REGIONS_MAX);
+        let Some(id) = id else { return Err(Box::new(region)) };
         let generation = NonZeroU32::MIN;
         self.slots.push(Slot { generation, region: Some(region) });
         Ok((id, generation))
@@ -324,11 +323,9 @@ impl ShmMemory {
         links.push(link);
     }
 
-    /// Forgets a region. What its owner has to wait for comes back; memory of our own is unpinned, and unmapped, when its time has come.
-    fn let_go(&self, region: &Registered) -> Option<Backing> {
-        // Unmapped outside the lock: it takes long for much memory.
-        let gone = lock(&self.table).remove(region.id)?;
-        match (gone.backing, &self.gpus.0) {
+    /// Memory of our own is unpinned, and unmapped, when its time has come; what its owner has to wait for comes back.
+    fn part_with(&self, backing: Backing) -> Option<Backing> {
+        match (backing, &self.gpus.0) {
             (Backing::File { mapping, .. }, Some(known)) => {
                 known.closer.give(mapping);
                 None
@@ -340,6 +337,17 @@ impl ShmMemory {
             // Mapped, and that is all.
             (Backing::File { .. }, None) => None,
             (backing, _) => Some(backing),
+        }
+    }
+
+    /// The same, and waits for what its owner may unmap, or free, next: for the driver to unpin it, by the closer, so that who has to do with the
+    /// same GPU knows that it may have to.
+    fn part_with_and_wait(&self, backing: Backing) {
+        match (self.part_with(backing), &self.gpus.0) {
+            (Some(backing @ Backing::Process { _pinned: Some(_) }), Some(known)) => {
+                known.closer.give_and_wait(backing);
+            }
+            (backing, _) => drop(backing),
         }
     }
 
@@ -376,9 +384,9 @@ impl ShmMemory {
     }
 
     /// Files of the region of `key`, over several allocations, from number `from` on, for the peer of `link`, which it was granted;
-    /// none, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
+    /// nothing, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
     /// free its memory then, finds that nobody does anything with it any more.
-    pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> (Vec<OwnedFd>, Sizes) {
+    pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> Handed<OwnedFd> {
         let mut table = lock(&self.table);
         let region = table.writable(key);
         let grant = link.segment.inbound().grant(id_of(key));
@@ -388,7 +396,7 @@ impl ShmMemory {
             {
                 files_of(all, from)
             }
-            _ => Default::default(),
+            _ => Handed::Nothing,
         }
     }
 
@@ -428,7 +436,12 @@ impl ShmMemory {
             (Kind::Gpu(index), Some(gpus)) => gpus.ordinal(index).map_or(Place::Host, Place::Gpu),
             _ => Place::Host,
         };
-        let (id, generation) = lock(&self.table).insert(region)?;
+        let inserted = lock(&self.table).insert(region);
+        // Without the lock.
+        let (id, generation) = inserted.map_err(|refused| {
+            self.part_with_and_wait(refused.backing);
+            RegisterError::TableFull { capacity: REGIONS_MAX }
+        })?;
         let keys = [key_of(id, generation, kind); MAX_NICS];
         // PROOF: an engine has 1 to MAX_NICS NICs; `ShmProvider::new` checks it.
         let keys = keys.get(..self.nics).and_then(Keys::new);
@@ -460,13 +473,12 @@ impl ShmMemory {
     /// # Safety
     ///
     /// The range stays mapped until what is returned has been dropped.
-    unsafe fn pin(&self, base: NonNull<u8>, bytes: usize) -> Result<Option<Pinned>, RegisterError> {
+    unsafe fn pin(&self, base: NonNull<u8>, bytes: usize) -> Result<Option<Pinned>, NotPinned> {
         let Some(device) = self.gpus.0.as_ref().and_then(|gpus| gpus.first()) else {
             return Ok(None);
         };
         // SAFETY: our caller's promise.
         unsafe { Pinned::new(device, base.as_ptr() as u64, bytes, page_bytes()) }
-            .map_err(RegisterError::Gpu)
     }
 
     /// What is known of memory that may be a GPU's.
@@ -509,8 +521,14 @@ impl Memory for ShmMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let (file, mapping) = map_file(bytes)?;
         // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
-        let pinned = unsafe { self.pin(mapping.base(), bytes)? };
-        self.insert_file(file, mapping, bytes, pinned)
+        match unsafe { self.pin(mapping.base(), bytes) } {
+            Ok(pinned) => self.insert_file(file, mapping, bytes, pinned),
+            Err(NotPinned { why, left }) => {
+                let (file, mapping) = (Arc::new(file), Reachable::new(left, mapping));
+                self.part_with_and_wait(Backing::File { file, mapping });
+                Err(RegisterError::Gpu(why))
+            }
+        }
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<Registered, RegisterError> {
@@ -545,7 +563,13 @@ impl Memory for ShmMemory {
         }
         // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then. What a GPU that
         // is stuck then still uses are its pages, which the driver keeps.
-        let _pinned = unsafe { self.pin(ptr, len)? };
+        let _pinned = match unsafe { self.pin(ptr, len) } {
+            Ok(pinned) => pinned,
+            Err(NotPinned { why, left }) => {
+                self.part_with_and_wait(Backing::Process { _pinned: left });
+                return Err(RegisterError::Gpu(why));
+            }
+        };
         let backing = Backing::Process { _pinned };
         self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
     }
@@ -636,12 +660,9 @@ impl Memory for ShmMemory {
     }
 
     fn release(&self, region: Registered) {
-        // Its owner may unmap it, or free it, and waits for the driver to unpin it; who has to do with the same GPU knows that it may have to.
-        match (self.let_go(&region), &self.gpus.0) {
-            (Some(backing @ Backing::Process { _pinned: Some(_) }), Some(known)) => {
-                known.closer.give_and_wait(backing);
-            }
-            (backing, _) => drop(backing),
+        let gone = lock(&self.table).remove(region.id);
+        if let Some(gone) = gone {
+            self.part_with_and_wait(gone.backing);
         }
         if let (Place::Gpu(_), Some(known)) = (region.place, &self.gpus.0) {
             // There is to be room for the next, unless the driver keeps everybody waiting.
@@ -650,7 +671,10 @@ impl Memory for ShmMemory {
     }
 
     fn release_later(&self, region: Registered) {
-        if let Some((backing, known)) = self.let_go(&region).zip(self.gpus.0.as_ref()) {
+        // Unmapped outside the lock: it takes long for much memory.
+        let gone = lock(&self.table).remove(region.id);
+        let backing = gone.and_then(|gone| self.part_with(gone.backing));
+        if let Some((backing, known)) = backing.zip(self.gpus.0.as_ref()) {
             known.closer.give(backing);
         }
     }

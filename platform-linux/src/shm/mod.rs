@@ -80,7 +80,7 @@ use self::memory::Link;
 use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
-use self::socket::{ListenerId, MESSAGE_MAX, NoMessage};
+use self::socket::{ListenerId, MESSAGE_MAX, NoMessage, is_lack};
 use crate::closer::Closer;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Nobody, Provider, Sink};
@@ -350,6 +350,16 @@ fn tell(socket: &OwnedFd, message: &Message<'_>, file: Option<&OwnedFd>) -> Resu
     socket::send(socket, bytes.get(..len).ok_or(Errno::MSGSIZE)?, file.as_slice())
 }
 
+/// Why a call of ours has come to nothing, by what a system call says: as `otherwise`, unless something is lacking here, which
+/// is no fault of the peer's.
+fn why_not(errno: Errno, otherwise: DownReason) -> DownReason {
+    if !is_lack(errno) {
+        return otherwise;
+    }
+    tracing::warn!(%errno, "a peer cannot be called: ulimit -n or memory may be too low");
+    DownReason::Refused(Refusal::Busy)
+}
+
 fn random<const N: usize>() -> Result<[u8; N], Errno> {
     let mut bytes = [0; N];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
@@ -529,6 +539,10 @@ impl ShmProvider {
             if let Some(Slot::Up(session)) = self.slots.get_mut(usize::from(index)) {
                 session.sweep();
                 session.wake_waiting();
+                if session.pay(now, &self.memory).is_err() {
+                    // Ends at the next poll.
+                    session.close(DownReason::Protocol);
+                }
                 self.expecting |= session.is_expecting();
             }
         }
@@ -540,7 +554,7 @@ impl ShmProvider {
         for _ in 0..ACCEPTS_MAX {
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
-                Err(Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM) => {
+                Err(errno) if is_lack(errno) => {
                     // The caller stays in the backlog; watching would wake us for it all the time.
                     let data = Source::Listener.data();
                     let none = EventFlags::empty();
@@ -677,8 +691,13 @@ impl ShmProvider {
         {
             return self.refuse_stranger(at, Refusal::Malformed);
         }
-        let Ok(segment) = Segment::open(geometry, file) else {
-            return self.refuse_stranger(at, Refusal::Malformed);
+        let segment = match Segment::open(geometry, file) {
+            Ok(segment) => segment,
+            Err(Errno::INVAL) => return self.refuse_stranger(at, Refusal::Malformed),
+            Err(errno) => {
+                tracing::warn!(%errno, "a caller's segment cannot be mapped: ulimit -v or vm.max_map_count may be too low");
+                return self.refuse_stranger(at, Refusal::Busy);
+            }
         };
         let (peer, ours) = match sink.incoming(&hello) {
             Ok(answer) => answer,
@@ -755,7 +774,7 @@ impl ShmProvider {
         match dialled {
             Ok(()) => {}
             Err(Errno::PERM) => self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink),
-            Err(_) => self.fail(peer, DownReason::NeverAnswered, sink),
+            Err(errno) => self.fail(peer, why_not(errno, DownReason::NeverAnswered), sink),
         }
     }
 
@@ -809,8 +828,8 @@ impl ShmProvider {
         let message = Message::decode(bytes.get(..received.len).unwrap_or(&[]));
         match (message, received.files.as_slice()) {
             (Ok(Message::Challenge { nonce }), []) if !proved => {
-                if self.respond(index, nonce).is_err() {
-                    self.fail(peer, DownReason::Disconnected, sink);
+                if let Err(errno) = self.respond(index, nonce) {
+                    self.fail(peer, why_not(errno, DownReason::Disconnected), sink);
                 }
             }
             (Ok(Message::Accept { proof, claim }), []) if proved => {
@@ -1161,7 +1180,7 @@ impl Provider for ShmProvider {
             probe: Probe::deal(),
         };
         self.dial(&mut call).map_err(|errno| match errno {
-            Errno::MFILE | Errno::NFILE | Errno::NOMEM | Errno::NOBUFS => lacks(errno),
+            errno if is_lack(errno) => lacks(errno),
             _ => ConnectError::Unreachable { source: errno.into() },
         })?;
         *self.slot(peer.index) = Slot::Calling(Box::new(call));

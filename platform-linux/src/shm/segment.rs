@@ -398,7 +398,8 @@ mod tests {
                 let (s, _file) = Segment::create(g).unwrap();
                 let mut parts = Vec::new();
                 for half in [s.outbound(), s.inbound()] {
-                    let lines = [half.active(), half.lanes_used(), half.bounce_tail()];
+                    let lines =
+                        [half.active(), half.lanes_used(), half.bounce_tail(), half.gpu_claims()];
                     let doorbell = ptr::from_ref(half.doorbell()) as usize;
                     parts.extend([(doorbell, LINE), (half.withdrawals().as_ptr() as usize, LINE)]);
                     let span = |w: &[AtomicU64]| (w.as_ptr() as usize, w.len() * WORD);
@@ -410,6 +411,7 @@ mod tests {
                         parts.push(span(half.lane(lane).as_flattened()));
                     }
                     parts.push(span(half.words(g.layout().grants_at, REGIONS_MAX)));
+                    parts.push(span(half.words(g.layout().gpu_at, REGIONS_MAX)));
                     parts.push(span(half.bounce()));
                 }
                 parts.sort_unstable();

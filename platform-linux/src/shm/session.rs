@@ -20,15 +20,18 @@
 //!   addresses against the region's bounds. A lie costs the liar its session or its own bytes.
 //! - Each question under way is one message of the peer's to come. What is asked on, as a region over several allocations
 //!   has more files than go with one, takes the place of what was answered.
+//! - Each question of the peer's is answered once. What cannot be for want of files or memory is `owed`, and answered when there
+//!   is enough, or refused when that has lasted: a peer that was refused does not ask again.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::hazard::{self, NO_KEY};
-use immwire_core::id::{NicIndex, PeerId};
+use immwire_core::id::{NicIndex, PeerId, Time};
 use immwire_core::imm::Imm;
 use immwire_core::lane::{Consumer, LaneError, Producer};
 use immwire_core::peer::DownReason;
@@ -37,12 +40,12 @@ use rustix::io::Errno;
 
 use super::bounce;
 use super::copy::{bring, can_claim, can_demote, claim, copy, copy_short, demote, write_process};
-use super::gpu::{Arriving, Copying, Kind, Reached, Staging, received};
+use super::gpu::{Arriving, Copying, Handed, Kind, NotReached, Reached, Staging, received};
 use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
 use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
-use super::socket::{self, MESSAGE_MAX};
+use super::socket::{self, MESSAGE_MAX, is_lack};
 use super::withdrawals::Seen;
 use super::{ForeignPath, PIECE_MIN_BYTES};
 use crate::gpus::Known;
@@ -54,6 +57,9 @@ const NOWHERE: u64 = 0;
 const WAITING_MAX: usize = 2048;
 /// Questions about regions that may be under way: few enough that the answers fit the socket.
 const ASKED_MAX: usize = 16;
+/// What is owed to the peer is tried again so often, and refused after so long.
+const OWED_PAUSE: Duration = Duration::from_millis(1);
+pub(super) const OWED_PATIENCE: Duration = Duration::from_secs(10);
 /// A piece that the peer reads soon after it was told, and is told where: well below what is copied past the caches.
 const SHORT_BYTES: u64 = 4 << 10;
 /// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
@@ -208,6 +214,31 @@ impl Target {
     }
 }
 
+/// What the peer asks about a region of ours.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Question {
+    /// What it is.
+    Kind { key: u64 },
+    /// Files of its allocations, from number `from` on.
+    Files { key: u64, from: u32 },
+}
+
+/// What became of a question of the peer's.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Answered {
+    Yes,
+    /// Something is lacking here that there may be enough of soon.
+    NotYet,
+}
+
+/// A question that has to wait for its answer.
+#[derive(Debug, Clone, Copy)]
+struct Owed {
+    question: Question,
+    /// It is refused then. `None`: nobody has looked at the time since it was asked.
+    until: Option<Time>,
+}
+
 /// Whether the kernel copies to the peer's memory for us.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum ByKernel {
@@ -254,6 +285,11 @@ pub(super) struct Session {
     lanes_full: u64,
     targets: Vec<Target>,
     asked: usize,
+    /// The peer's questions that could not be answered, as many as it may have under way, and when they are tried again.
+    owed: heapless::Vec<Owed, ASKED_MAX>,
+    owed_again: Time,
+    /// It was said that there is no GPU of ours to write to the peer's with.
+    told_of_gpus: bool,
     /// The peer's count of withdrawn grants that `targets` was last compared with.
     withdrawals: Seen,
     waiting: VecDeque<WorkRequest>,
@@ -315,6 +351,9 @@ impl Session {
             lanes_full: 0,
             targets: Vec::new(),
             asked: 0,
+            owed: heapless::Vec::new(),
+            owed_again: Time::ZERO,
+            told_of_gpus: false,
             withdrawals: Seen::default(),
             waiting: VecDeque::new(),
             flying: 0,
@@ -905,9 +944,15 @@ impl Session {
         self.asked == 0 && self.by_kernel != ByKernel::Trying && !self.waiting.is_empty()
     }
 
-    /// Whether the peer owes an answer, or pieces wait for other reasons.
+    /// Whether the peer owes an answer, or we do, or pieces wait for other reasons.
     pub(super) fn is_expecting(&self) -> bool {
-        self.asked > 0 || !self.waiting.is_empty() || self.by_kernel == ByKernel::Trying
+        let trying = self.by_kernel == ByKernel::Trying;
+        self.asked > 0 || self.owes() || !self.waiting.is_empty() || trying
+    }
+
+    /// Whether a question of the peer's could not be answered yet.
+    pub(super) fn owes(&self) -> bool {
+        !self.owed.is_empty()
     }
 
     /// Unmaps what the peer has withdrawn since the last call. A load, if that is nothing.
@@ -954,9 +999,11 @@ impl Session {
                     self.wake_waiting();
                 }
             }
-            Message::MapRequest { key } => self.answer(key, memory)?,
+            Message::MapRequest { key } => self.answer(Question::Kind { key }, memory)?,
             Message::MapReply { key, answer } => self.learn(key, answer, files, gpus)?,
-            Message::FilesRequest { key, from } => self.hand_files(key, from, memory)?,
+            Message::FilesRequest { key, from } => {
+                self.answer(Question::Files { key, from }, memory)?;
+            }
             Message::FilesReply { key, from, sizes } => {
                 self.take_files(key, from, &files, sizes.as_slice(), gpus)?;
             }
@@ -965,7 +1012,46 @@ impl Session {
         Ok(())
     }
 
-    fn answer(&mut self, key: u64, memory: &ShmMemory) -> Result<(), Broken> {
+    /// Answers a question, or notes that it is still to be: a peer has no more under way than there is room for.
+    fn answer(&mut self, question: Question, memory: &ShmMemory) -> Result<(), Broken> {
+        if self.try_answer(question, memory, false)? == Answered::NotYet {
+            tracing::warn!(
+                "a peer cannot be sent files for now, and waits: ulimit -n may be too low for all that this user's engines send"
+            );
+            self.owed.push(Owed { question, until: None }).map_err(|_| Broken)?;
+        }
+        Ok(())
+    }
+
+    /// Answers what is owed, as far as that goes by now.
+    pub(super) fn pay(&mut self, now: Time, memory: &ShmMemory) -> Result<(), Broken> {
+        if self.owed.is_empty() || now < self.owed_again {
+            return Ok(());
+        }
+        self.owed_again = now.after(OWED_PAUSE);
+        for mut owed in std::mem::take(&mut self.owed) {
+            let is_late = now >= *owed.until.get_or_insert(now.after(OWED_PATIENCE));
+            if self.try_answer(owed.question, memory, is_late)? == Answered::NotYet {
+                self.owed.push(owed).map_err(|_| Broken)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Answers a question, unless something is lacking for that; `is_late`: then it is refused.
+    fn try_answer(
+        &self,
+        question: Question,
+        memory: &ShmMemory,
+        is_late: bool,
+    ) -> Result<Answered, Broken> {
+        match question {
+            Question::Kind { key } => self.tell_kind(key, memory, is_late),
+            Question::Files { key, from } => self.hand_files(key, from, memory, is_late),
+        }
+    }
+
+    fn tell_kind(&self, key: u64, memory: &ShmMemory, is_late: bool) -> Result<Answered, Broken> {
         let (answer, file) = match memory.grant(&self.link, key) {
             Granted::File { file, base, len } => (Answer::File { base, len }, Some(file)),
             Granted::Process { base, len } => (Answer::Process { base, len }, None),
@@ -974,33 +1060,48 @@ impl Session {
         };
         let files: Vec<_> = file.iter().map(|file| file.as_fd()).collect();
         let refusal = Message::MapReply { key, answer: Answer::Refused };
-        self.reply_with(&Message::MapReply { key, answer }, &files, &refusal)
+        self.reply_with(&Message::MapReply { key, answer }, &files, &refusal, is_late)
     }
 
     /// Sends files of a region over several allocations, from number `from` on; none, if it was withdrawn or has not so many.
-    fn hand_files(&mut self, key: u64, from: u32, memory: &ShmMemory) -> Result<(), Broken> {
-        let (files, sizes) = memory.files(&self.link, key, from);
-        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+    fn hand_files(
+        &self,
+        key: u64,
+        from: u32,
+        memory: &ShmMemory,
+        is_late: bool,
+    ) -> Result<Answered, Broken> {
         let refusal = Message::FilesReply { key, from, sizes: Sizes::default() };
-        self.reply_with(&Message::FilesReply { key, from, sizes }, &files, &refusal)
+        let (files, sizes) = match memory.files(&self.link, key, from) {
+            Handed::These(files, sizes) => (files, sizes),
+            Handed::Lacking if !is_late => return Ok(Answered::NotYet),
+            Handed::Lacking | Handed::Nothing => {
+                return self.reply(&refusal).map(|()| Answered::Yes);
+            }
+        };
+        let files: Vec<_> = files.iter().map(AsFd::as_fd).collect();
+        self.reply_with(&Message::FilesReply { key, from, sizes }, &files, &refusal, is_late)
     }
 
-    /// Sends a message with files, or a refusal, if they do not go.
+    /// Sends a message with files, or a refusal, if they do not go; unless they may go soon, and it is not `is_late`.
     fn reply_with(
         &self,
         message: &Message<'_>,
         files: &[BorrowedFd<'_>],
         refusal: &Message<'_>,
-    ) -> Result<(), Broken> {
+        is_late: bool,
+    ) -> Result<Answered, Broken> {
         match self.send(message, files) {
-            Ok(()) => Ok(()),
+            Ok(()) => Ok(Answered::Yes),
             Err(Errno::AGAIN) => Err(Broken),
-            // Too many of ours are on their way, or the peer is gone.
+            // Too many of this user's are on their way, to whomever.
+            Err(why) if is_lack(why) && !is_late => Ok(Answered::NotYet),
+            // That has lasted, or the peer is gone.
             Err(why) => {
                 if !files.is_empty() && !self.link.is_gone() {
                     tracing::warn!(%why, files = files.len(), "a peer cannot be sent files");
                 }
-                self.reply(refusal)
+                self.reply(refusal).map(|()| Answered::Yes)
             }
         }
     }
@@ -1050,20 +1151,28 @@ impl Session {
             Answer::Process { base: start, len } => {
                 Target::Process { key, base: first(start), start, len }
             }
-            Answer::Gpu { region, by: By::Files(count) } => {
-                gpus.and_then(|gpus| Arriving::new(gpus, region, count)).map_or(
-                    Target::Refused { key },
-                    |arriving| Target::Arriving { key, arriving: Box::new(arriving) },
-                )
-            }
-            Answer::Gpu { region, by } => received(by, &files)
-                .zip(gpus)
-                .and_then(|(received, gpus)| {
-                    Reached::device(gpus, link, key, first(region.base), &region, received, same)
-                })
-                .map_or(Target::Refused { key }, |reached| opened(link, key, reached)),
+            Answer::Gpu { region, by } => match (gpus, by) {
+                (None, _) => Target::Failed { key, errno: Errno::NODEV },
+                (Some(gpus), By::Files(count)) => match Arriving::new(gpus, region, count) {
+                    Ok(arriving) => Target::Arriving { key, arriving: Box::new(arriving) },
+                    Err(not) => not_reached(link, key, not),
+                },
+                (Some(gpus), by) => {
+                    let base = first(region.base);
+                    let device =
+                        |received| Reached::device(gpus, link, key, base, &region, received, same);
+                    let reached = received(by, &files).ok_or(NotReached::Refused).and_then(device);
+                    opened(link, key, reached)
+                }
+            },
             Answer::Refused => Target::Refused { key },
         };
+        let needs_gpus = matches!(learnt, Target::Failed { errno: Errno::NODEV, .. });
+        if needs_gpus && !std::mem::replace(&mut self.told_of_gpus, true) {
+            tracing::warn!(
+                "a peer's memory is a GPU's: to write there, name the GPUs when the engine is built"
+            );
+        }
         self.settle_target(key, learnt)
     }
 
@@ -1089,14 +1198,15 @@ impl Session {
         else {
             return Err(Broken);
         };
-        let learnt = if files.is_empty() || !arriving.take(files, sizes) {
+        let learnt = if files.is_empty() {
             Target::Refused { key }
+        } else if let Err(not) = arriving.take(files, sizes) {
+            not_reached(&self.link, key, not)
         } else if arriving.next().is_some() {
             Target::Arriving { key, arriving }
         } else {
             let base = first(arriving.base());
-            Reached::joined(gpus, &self.link, key, base, *arriving)
-                .map_or(Target::Refused { key }, |reached| opened(&self.link, key, reached))
+            opened(&self.link, key, Reached::joined(gpus, &self.link, key, base, *arriving))
         };
         self.settle_target(key, learnt)
     }
@@ -1133,7 +1243,9 @@ impl Session {
         let ending = self.closing.is_some();
         // What a GPU has done, nobody tells but the word that is polled.
         let flying = self.flying > 0;
-        let busy = flying || bounced || stuck || withdrawn || ending || self.retry > 0;
+        // What is owed goes when there is room elsewhere, which nobody tells either.
+        let owes = self.owes();
+        let busy = flying || bounced || stuck || withdrawn || ending || owes || self.retry > 0;
         !(busy || self.has_immediates() || self.has_found_room())
     }
 
@@ -1212,13 +1324,29 @@ fn offset_in(dst: u64, bytes: u64, base: u64, len: u64) -> Option<usize> {
     if end <= len { usize::try_from(offset).ok() } else { None }
 }
 
-/// A region of GPU memory that was opened; refused, if it was withdrawn meanwhile, so that it is not kept open until the next is.
-fn opened(link: &Link, key: u64, reached: Reached) -> Target {
+/// Whether the peer has granted us the region and not withdrawn it.
+fn is_granted(link: &Link, key: u64) -> bool {
     let granted = link.segment.outbound().grant(id_of(key));
-    if !granted.is_some_and(|word| hazard::may_continue(word, key)) {
+    granted.is_some_and(|word| hazard::may_continue(word, key))
+}
+
+/// A region that no GPU of ours gets at. One that was withdrawn may be gone by now: that its owner has freed it is no failure of ours.
+fn not_reached(link: &Link, key: u64, not: NotReached) -> Target {
+    match not {
+        NotReached::Failed if is_granted(link, key) => Target::Failed { key, errno: Errno::NXIO },
+        NotReached::Failed | NotReached::Refused => Target::Refused { key },
+    }
+}
+
+/// A region of GPU memory that was opened; refused, if it was withdrawn meanwhile, so that it is not kept open until the next is.
+fn opened(link: &Link, key: u64, reached: Result<Reached, NotReached>) -> Target {
+    let reached = match reached {
+        Ok(reached) => Arc::new(reached),
+        Err(not) => return not_reached(link, key, not),
+    };
+    if !is_granted(link, key) {
         return Target::Refused { key };
     }
-    let reached = Arc::new(reached);
     link.has_reached(key, &reached);
     Target::Gpu { key, reached }
 }

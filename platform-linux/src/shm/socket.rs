@@ -154,6 +154,11 @@ pub(super) fn send(socket: impl AsFd, bytes: &[u8], files: &[BorrowedFd<'_>]) ->
     rustix::net::sendmsg(socket, &[IoSlice::new(bytes)], &mut control, flags).map(|_| ())
 }
 
+/// Whether that is something that this process, its user or the machine has too little of for now, and nobody's fault.
+pub(super) const fn is_lack(errno: Errno) -> bool {
+    matches!(errno, Errno::MFILE | Errno::NFILE | Errno::NOBUFS | Errno::NOMEM | Errno::TOOMANYREFS)
+}
+
 /// A message that arrived.
 #[derive(Debug)]
 pub(super) struct Received {

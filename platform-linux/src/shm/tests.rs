@@ -821,6 +821,141 @@ fn without_descriptors_a_write_fails_and_nothing_else() {
     assert_eq!(c.record.lost, [(caller, DownReason::Refused(Refusal::Busy))]);
 }
 
+/// A caller that has a descriptor for its socket and none for the segment, or none for another socket when its call is placed again; one that is
+/// called and has no addresses left: what is short on one's own side is not told as a lost connection, an absent peer or a bad message.
+#[test]
+fn what_is_short_while_connecting_is_nobodys_fault() {
+    if !is_own_process("what_is_short_while_connecting_is_nobodys_fault") {
+        return;
+    }
+    const BUSY: DownReason = DownReason::Refused(Refusal::Busy);
+    let mut b = Node::new(2);
+    let mut a = Node::new(1);
+    let called = a.call(&b);
+    // Accepted, and challenged.
+    (0..4).for_each(|_| _ = b.provider.look(Time::ZERO, &mut b.record));
+    with_descriptors(0, || a.provider.look(Time::ZERO, &mut a.record));
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    // The peer's own call is waited for, and does not come.
+    let mut a = Node::new(1);
+    b.record.refuse = Some(Refusal::Crossed);
+    let called = a.call(&b);
+    let waits = |slot: &Slot| matches!(slot, Slot::Calling(call) if call.socket.is_none());
+    run(&mut a, &mut b, |a, _| a.provider.slots.iter().any(waits));
+    let later = a.now().after(CROSSED_PATIENCE);
+    with_descriptors(0, || a.provider.look(later, &mut a.record));
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    b.record.refuse = None;
+    let mut a = Node::new(1);
+    let called = a.call(&b);
+    let proves = |slot: &Slot| matches!(slot, Slot::Calling(call) if call.segment.is_some());
+    while !a.provider.slots.iter().any(proves) {
+        b.poll();
+        a.poll();
+    }
+    // No address more, of whoever asks.
+    let limits = getrlimit(Resource::As);
+    setrlimit(Resource::As, Rlimit { current: Some(0), ..limits }).unwrap();
+    b.provider.look(Time::ZERO, &mut b.record);
+    setrlimit(Resource::As, limits).unwrap();
+    run(&mut a, &mut b, |a, _| !a.record.lost.is_empty());
+    assert_eq!(a.record.lost, [(called, BUSY)]);
+    join(Node::new(3), b);
+}
+
+/// Files on their way between two sockets of ours: more than `limit` of them. The kernel counts those of a user together.
+fn files_on_their_way(limit: usize) -> [OwnedFd; 2] {
+    let kind = rustix::net::SocketType::SEQPACKET;
+    let flags = rustix::net::SocketFlags::CLOEXEC;
+    let (a, b) =
+        rustix::net::socketpair(rustix::net::AddressFamily::UNIX, kind, flags, None).unwrap();
+    for _ in 0..limit.div_ceil(socket::FILES_MAX) + 1 {
+        socket::send(&a, b"some", &[a.as_fd(); socket::FILES_MAX]).unwrap();
+    }
+    [a, b]
+}
+
+/// Gives up the rights to have more files on their way than the limit says.
+fn keep_to_limits() {
+    use rustix::thread::{CapabilitySet, capabilities, set_capabilities};
+    let mut sets = capabilities(None).unwrap();
+    sets.effective.remove(CapabilitySet::SYS_RESOURCE | CapabilitySet::SYS_ADMIN);
+    set_capabilities(None, sets).unwrap();
+}
+
+/// Too many files of this user's are on their way, to whomever: whoever asks for a region has its answer when there is room again, and is
+/// not refused for that. What it knows already, it goes on writing to.
+#[test]
+fn answers_wait_while_too_many_files_are_on_their_way() {
+    if !is_own_process("answers_wait_while_too_many_files_are_on_their_way") {
+        return;
+    }
+    const ROOM: u64 = 64;
+    let (mut a, mut b) = pair();
+    let (peer, asker) = (a.peer(&b), b.peer(&a));
+    let src = source(&a, 64, 1);
+    let known = b.provider.memory().alloc(64).unwrap();
+    a.post(&[write(0, peer, &src, &known)]);
+    run(&mut a, &mut b, |_, b| b.record.immediates.len() == 1);
+    a.record.done.clear();
+    // More than may be asked about at a time.
+    let new: Vec<_> = (0..40).map(|_| b.provider.memory().alloc(64).unwrap()).collect();
+    keep_to_limits();
+    let limit =
+        usize::try_from(ROOM).unwrap() + std::fs::read_dir("/proc/self/fd").unwrap().count();
+    let ahead = files_on_their_way(limit + 8);
+    with_descriptors(ROOM, || {
+        let work: Vec<_> =
+            (1..).zip(&new).map(|(token, dst)| write(token, peer, &src, dst)).collect();
+        assert_eq!(a.post(&work), new.len());
+        run(&mut a, &mut b, |_, b| b.provider.session(asker).unwrap().owes());
+        let start = Instant::now();
+        run(&mut a, &mut b, |_, _| start.elapsed() > Duration::from_millis(20));
+        assert_eq!(
+            (&a.record.done[..], b.provider.arm()),
+            (&[][..], false),
+            "nobody would wake it"
+        );
+        a.post(&[write(99, peer, &src, &known)]);
+        run(&mut a, &mut b, |a, _| a.record.done == [(99, Ok(()))]);
+        drop(ahead);
+        run(&mut a, &mut b, |a, _| a.record.done.len() == 1 + new.len());
+    });
+    assert!(a.record.done.iter().all(|done| done.1.is_ok()), "{:?}", a.record.done);
+    assert!(new.iter().all(|region| bytes(region) == bytes(&src)));
+    run(&mut a, &mut b, |_, b| !b.provider.session(asker).unwrap().owes());
+    assert!(a.record.lost.is_empty() && b.record.lost.is_empty());
+}
+
+/// What has been lacking for long is refused after all, and whoever asks for more than it may has broken the protocol.
+#[test]
+fn answers_do_not_wait_for_ever() {
+    if !is_own_process("answers_do_not_wait_for_ever") {
+        return;
+    }
+    let (mut a, mut b) = pair();
+    let (peer, asker) = (a.peer(&b), b.peer(&a));
+    let (src, new) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+    keep_to_limits();
+    let _ahead = files_on_their_way(200);
+    with_descriptors(64, || {
+        a.post(&[write(1, peer, &src, &new)]);
+        run(&mut a, &mut b, |_, b| b.provider.session(asker).unwrap().owes());
+        let (now, late) = (b.now(), session::OWED_PATIENCE);
+        b.provider.look(now, &mut b.record);
+        for (after, owes) in [(late.mul_f32(0.9), true), (late + Duration::from_secs(1), false)] {
+            b.provider.look(now.after(after), &mut b.record);
+            assert_eq!(b.provider.session(asker).unwrap().owes(), owes, "{after:?}");
+        }
+        run(&mut a, &mut b, |a, _| a.record.done == [(1, Err(WorkError::RemoteAccess))]);
+        assert!(b.record.lost.is_empty());
+        let key = b.provider.memory().alloc(64).unwrap().desc.keys.get(0).unwrap();
+        let asking = &a.provider.session(peer).unwrap().link;
+        (0..17).for_each(|_| tell(&asking.socket, &Message::MapRequest { key }, None).unwrap());
+        run(&mut a, &mut b, |_, b| b.record.lost == [(asker, DownReason::Protocol)]);
+    });
+}
+
 // ---- taking back ----
 
 #[test]

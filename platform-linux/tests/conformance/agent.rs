@@ -18,11 +18,11 @@ use immwire::core::wire::Wire;
 use immwire::{
     ImmCounter, ImmTag, MrDesc, NetAddr, PeerId, PeerState, Rights, SingleWrite, SubmitError,
 };
-use immwire_cuda::Device;
+use immwire_cuda::{Device, Handover};
 use rustix::process::{Pid, Signal, WaitOptions, kill_process, waitpid};
 use serde::{Deserialize, Serialize};
 
-use crate::host::{Host, Memory, Motor, Own, Pattern, Setup, first_other, patience, poison};
+use crate::host::{Host, Lent, Memory, Motor, Own, Pattern, Setup, first_other, patience, poison};
 
 /// Set in the environment of the other process.
 pub const ROLE: &str = "IMMWIRE_CONFORMANCE_AGENT";
@@ -82,6 +82,10 @@ pub enum Ask {
     Free {
         region: usize,
         ms: u64,
+    },
+    /// A handle for so much memory of GPU 0, which is never freed; answered as a message.
+    Handle {
+        bytes: u64,
     },
     /// How much of a GPU's memory the process has taken by hand; 0 where the driver does not say.
     Kept,
@@ -432,6 +436,16 @@ impl State {
             Ask::GoOn => {
                 crate::segment::go_on();
                 Say::Fine
+            }
+            Ask::Handle { bytes } => {
+                let lent = Lent::by_handle(0, usize::try_from(bytes).expect("64-bit"));
+                let device = Device::open(0).expect("GPU 0");
+                match immwire_cuda::hand_over(&device, lent.ptr.as_ptr() as u64) {
+                    Ok(Handover::Handle(bytes)) => {
+                        Say::Message { from: (0, 0), bytes: bytes.to_vec() }
+                    }
+                    other => panic!("{other:?}"),
+                }
             }
             Ask::Kept => Say::Number(crate::segment::kept().unwrap_or(0)),
             Ask::Reclaim { region, ms } => {

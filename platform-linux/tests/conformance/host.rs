@@ -427,6 +427,11 @@ impl Lent {
         if TURNS.fetch_add(1, Ordering::Relaxed) % 2 == 1 {
             return Self::over_two(ordinal, bytes as u64);
         }
+        Self::by_handle(ordinal, bytes)
+    }
+
+    /// Of `cudaMalloc`.
+    pub fn by_handle(ordinal: u32, bytes: usize) -> Self {
         let device = Device::open(ordinal).expect("a GPU");
         let stream = Stream::new(&device).expect("a stream");
         let memory = DeviceMemory::zeroed(&stream, bytes).expect("memory");

@@ -32,6 +32,7 @@ mod foreign;
 mod gpus;
 mod host;
 mod hostile;
+mod lacks;
 mod life;
 mod operations;
 mod ports;
@@ -699,7 +700,7 @@ fn tests(facts: &Facts) -> Vec<&'static [Test]> {
     if facts.has_gpus {
         modules.push(gpus::TESTS);
         match (facts.gpus_copy, facts.stages) {
-            (true, _) => modules.push(gpus::COPYING),
+            (true, _) => modules.extend([gpus::COPYING, lacks::COPYING]),
             (false, None) => modules.extend([gpus::BY_NICS, gpus::THEMSELVES]),
             (false, Some(_)) => modules.extend([gpus::BY_NICS, staged::TESTS, slots::TESTS]),
         }
