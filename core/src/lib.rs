@@ -65,6 +65,7 @@ pub mod moe;
 pub mod nic;
 pub mod note;
 pub mod opening;
+pub mod origin;
 pub mod parting;
 pub mod peer;
 pub mod plan;

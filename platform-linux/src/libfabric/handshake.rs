@@ -11,6 +11,7 @@
 //!   it says.
 //! - A session is open here before its peer learns that it may write, and written to only when that has
 //!   been said.
+//! - Where a device tells who wrote by the endpoint alone, an endpoint is of one session at a time (`immwire_core::origin`).
 
 use std::io;
 use std::time::Duration;
@@ -20,6 +21,7 @@ use immwire_core::datagram::{
 };
 use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
+use immwire_core::origin::{self, Origin, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::Turn;
 use immwire_core::wire::{Hello, NetAddr, Refusal};
@@ -369,9 +371,29 @@ impl LibfabricProvider {
         if self.is_any_going() {
             return Some(()); // It is said again.
         }
+        let (now, wide) = (self.now, self.wide);
+        let sessions = self.sessions.iter_mut().flatten();
+        for session in sessions.filter(|it| !wide && it.has_any_of(&claim.ports)) {
+            session.recalled = Some(Recall::heard(session.recalled, now));
+        }
+        match self.origin_of(&claim) {
+            Origin::Granted => {}
+            Origin::Later => return Some(()), // So is this.
+            Origin::Never => return self.refuse(initiator, door, Refusal::Malformed),
+        }
+        // What has come from there so far is the earlier session's, if that has not said farewell.
+        if self.sessions.iter().flatten().any(|session| session.recalled.is_some()) {
+            self.read_all(sink);
+        }
         let (peer, hello) = match sink.incoming(&claim.hello) {
             Ok(answer) => answer,
-            Err(why) => return self.refuse(initiator, door, why),
+            Err(why) => {
+                // It does not count: the session that it may have been taken for the end of is well.
+                let sessions = self.sessions.iter_mut().flatten();
+                let same = sessions.filter(|session| session.engine == claim.hello.engine());
+                same.for_each(|session| session.recalled = None);
+                return self.refuse(initiator, door, why);
+            }
         };
         // A call of our own to the same peer has crossed with this one, and is given up for it.
         self.hang_up(peer);
@@ -473,6 +495,15 @@ impl LibfabricProvider {
         if self.sessions.get(usize::from(peer.index)).is_some_and(Option::is_some) {
             return Some(()); // It is said again, until we confirm it.
         }
+        match self.origin_of(&claim) {
+            Origin::Granted => {}
+            // So is this. Nobody calls whom it has a session with that is well: that one ends.
+            Origin::Later => return Some(()),
+            Origin::Never => {
+                self.fail_call(peer, DownReason::Protocol, sink);
+                return Some(());
+            }
+        }
         let call = self.take_call(nonce)?;
         let (token, door) = (call.token, &call.door);
         let turn = call.turn.unwrap_or_default();
@@ -534,6 +565,16 @@ impl LibfabricProvider {
         live.any(|it| {
             it.as_ref().is_some_and(|it| matches!(it.state, State::Leaving { reason: None, .. }))
         })
+    }
+
+    /// Whether the endpoints may be its own that an engine says are.
+    fn origin_of(&self, claim: &Claim) -> Origin {
+        if self.wide {
+            return Origin::Granted; // The session is said with each immediate.
+        }
+        let sessions = self.sessions.iter().flatten();
+        let holders = sessions.filter(|session| session.has_any_of(&claim.ports));
+        origin::judge(self.now, claim.hello.engine(), holders.map(|session| session.as_holder()))
     }
 
     /// Makes an open session. The peer was told of our endpoints when `turn` was their number.

@@ -4,8 +4,9 @@
 
 use immwire_core::credit::{Allowance, Takings, all_taken};
 use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry, Tenants};
-use immwire_core::id::{MAX_NICS, NicIndex, PeerId, Time};
+use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
+use immwire_core::origin::{Holder, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
@@ -126,6 +127,9 @@ impl Says {
 #[derive(Debug)]
 pub(super) struct Session {
     pub(super) peer: PeerId,
+    pub(super) engine: EngineId,
+    /// Whether its engine calls again, with these endpoints.
+    pub(super) recalled: Option<Recall>,
     /// Ours: what the peer puts into what it sends.
     pub(super) token: u64,
     pub(super) their_token: u64,
@@ -208,6 +212,8 @@ impl Session {
         let nothing = vec![0; SLOTS].into_boxed_slice();
         Self {
             peer,
+            engine: claim.hello.engine(),
+            recalled: None,
             token,
             their_token: claim.token,
             nonce,
@@ -249,6 +255,18 @@ impl Session {
 
     pub(super) const fn is_leaving(&self) -> bool {
         matches!(self.state, State::Leaving { .. })
+    }
+
+    /// Whether what comes from one of these is taken for its own, or will be.
+    pub(super) fn has_any_of(&self, ports: &[Address]) -> bool {
+        let next = self.shift.iter().flat_map(|(_, next)| next);
+        let mut all = self.ports.iter().chain(&self.retired.ports).chain(next);
+        all.any(|port| ports.contains(port))
+    }
+
+    pub(super) const fn as_holder(&self) -> Holder {
+        let Self { engine, recalled, .. } = *self;
+        Holder { engine, is_leaving: self.is_leaving(), recalled }
     }
 
     /// What of it keeps endpoints of ours open that are being replaced: it does not move any more when it leaves, but what

@@ -115,6 +115,14 @@ impl LibfabricProvider {
             Say::Open { turns, .. } => self.recycle.which(turns.opens),
             _ => None,
         };
+        // Nobody moves to where another is.
+        let is_anothers = match &say {
+            Say::Move { ports, .. } if !self.wide => {
+                let mut others = self.sessions.iter().flatten().filter(|it| it.token != token);
+                others.any(|it| it.has_any_of(ports))
+            }
+            _ => false,
+        };
         self.urgent = true;
         let Some(session) = self.session_of_token(token) else {
             // A session that ended before its peer was through.
@@ -162,7 +170,7 @@ impl LibfabricProvider {
                 self.memory.regions.with_ledger(|ledger| ledger.withdrawn(token, tenant));
             }
             Say::Move { turn, ports } => {
-                if ports.len() != session.ports.len() {
+                if ports.len() != session.ports.len() || is_anothers {
                     session.leave(now.after(GRACE), Some(DownReason::Protocol));
                     return None;
                 }
@@ -283,15 +291,20 @@ impl LibfabricProvider {
         self.go_on_replacing(sink);
     }
 
-    /// A session has ended.
-    fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
-        // What had come before it said farewell is not lost, however much of it there is.
+    /// Reads all that has come.
+    pub(super) fn read_all<S: Sink>(&mut self, sink: &mut S) {
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
             for old in [true, false] {
                 self.poll_lane(nic, old, self.entries / BATCH + 1, sink);
             }
         }
+    }
+
+    /// A session has ended.
+    fn finish<S: Sink>(&mut self, index: u16, sink: &mut S) {
+        // What had come before it said farewell is not lost, however much of it there is.
+        self.read_all(sink);
         let slot = self.sessions.get_mut(usize::from(index));
         let Some(session) = slot.and_then(Option::take) else { return };
         self.live.retain(|&live| live != index);

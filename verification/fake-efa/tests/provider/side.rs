@@ -19,7 +19,7 @@ pub const PATIENCE: Duration = Duration::from_secs(15);
 const ROLE: &str = "FAKE_EFA_ROLE";
 
 /// The model, as cargo has built it for these tests.
-fn library() -> PathBuf {
+pub fn library() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let deps = program.parent().unwrap();
     let found = [deps, deps.parent().unwrap()].map(|folder| folder.join("libfake_efa.so"));

@@ -1,0 +1,408 @@
+//! What peers do that are no engines of ours, or that happens to engines of ours and takes luck: each here as often as the test wants.
+
+use std::collections::BTreeSet;
+use std::time::{Duration, Instant};
+
+use immwire::core::datagram::{Address, Claim, Counts, Message, Nonces, Say as Said};
+use immwire::core::opening::{Pairs, Turns};
+use immwire::core::recycle::Turn;
+use immwire::core::region::{Keys, MrDesc};
+use immwire::core::wire::{NetAddr, Refusal};
+use immwire::{ImmCounter, LivenessConfig, PeerState, Transfer};
+
+use crate::rogue::{Rogue, address, insert};
+use crate::side::{Other, PATIENCE, Pair, Side, builder, logged};
+use crate::{log, submit};
+
+/// Immediates that count one write each.
+fn imms(counter: &ImmCounter, times: usize) -> impl Iterator<Item = u32> {
+    std::iter::repeat_n(counter.tag().bits() << 12 | 16, times)
+}
+
+fn until<R>(side: &mut Side, what: &str, mut done: impl FnMut() -> Option<R>) -> R {
+    let start = Instant::now();
+    loop {
+        if let Some(result) = done() {
+            return result;
+        }
+        assert!(start.elapsed() < PATIENCE, "never {what}");
+        side.driver.poll();
+    }
+}
+
+fn poll_for(side: &mut Side, time: Duration) {
+    let start = Instant::now();
+    while start.elapsed() < time {
+        side.driver.poll();
+    }
+}
+
+/// Nobody is written to but as the test says.
+fn silent() -> LivenessConfig {
+    LivenessConfig {
+        heartbeat: Duration::from_secs(30),
+        suspect_after: Duration::from_secs(60),
+        down_after: Duration::from_secs(60),
+        ..LivenessConfig::default()
+    }
+}
+
+fn count(nics: usize, sent: u64) -> Counts {
+    std::iter::repeat_n(sent, nics).collect()
+}
+
+// ---- whose endpoints they are ----
+
+/// A peer leaves, and is back, with the endpoints that it had, while what it had written lies there unread, or is still to come.
+pub fn what_was_sent_before_a_peer_came_back_is_not_of_its_new_session() {
+    const SENT: u64 = 240;
+    for round in 0..3 {
+        let mut pair = Pair::new((1, 1), |builder| builder.peers(2).transfers(2000));
+        let counter = pair.there.engine.counter().unwrap();
+        let here = pair.here.engine.clone();
+        let peer = pair.peer;
+        let submit = |_| here.submit_imm(peer, counter.tag(), 1).unwrap();
+        let transfers: Vec<Transfer> = (0..SENT).map(submit).collect();
+        let all = || transfers.iter().all(|it| it.poll_end().is_some()).then_some(());
+        until(&mut pair.here, "done", all);
+        here.remove_peer(peer);
+        until(&mut pair.here, "gone", || here.peers().is_empty().then_some(()));
+        let door = pair.there.engine.address().clone();
+        pair.peer = pair.here.driver.add_peer(&door).unwrap();
+        let peer = pair.peer;
+        pair.until("up", || (here.peer_state(peer) == Some(PeerState::Up)).then_some(()));
+        pair.until("counted", || (counter.available() >= SENT).then_some(()));
+        // One at a time: more that is taken than was sent is noticed at the first report.
+        for _ in 0..300 {
+            let transfer = here.submit_imm(peer, counter.tag(), 1).unwrap();
+            pair.is_done(&transfer);
+        }
+        pair.counts(&counter, SENT + 300);
+        assert_eq!(counter.available(), 0, "round {round}");
+        assert_eq!(here.peer_state(peer), Some(PeerState::Up), "round {round}");
+        pair.back = *pair.there.engine.peers().first().expect("a peer");
+        assert_eq!(pair.there.engine.peer_state(pair.back), Some(PeerState::Up), "round {round}");
+    }
+}
+
+/// The endpoints of an engine that calls a rogue.
+fn overheard(rogue: &mut Rogue, caller: &mut Side) -> Vec<Address> {
+    let nobody = Rogue::engine();
+    let door: NetAddr = rogue.as_engine(nobody);
+    caller.driver.add_peer(&door).unwrap();
+    let (initiator, back) = rogue.hear(
+        "a call",
+        || _ = caller.driver.poll(),
+        |message| match message {
+            Message::Call { nonce, door, .. } => Some((*nonce, door.clone())),
+            _ => None,
+        },
+    );
+    rogue.tell(&back, &Message::Challenge(Nonces { initiator, acceptor: [7; 32] }));
+    let ports = rogue.hear(
+        "a proof",
+        || _ = caller.driver.poll(),
+        |message| match message {
+            Message::Prove { claim, .. } => {
+                let claim = Claim::decode(claim).unwrap();
+                Some(claim.ports.to_vec())
+            }
+            _ => None,
+        },
+    );
+    rogue.tell(&back, &Message::Refuse { nonce: initiator, why: Refusal::Busy });
+    ports
+}
+
+/// Who says that another engine's endpoints are its own, when it calls or when it moves, does not get what comes from there.
+pub fn endpoints_of_others_are_nobodys_to_claim() {
+    let configure = |builder: immwire::Builder| builder.peers(3).transfers(2000);
+    let mut pair = Pair::new((1, 1), configure);
+    let (mut rogue, counter) = (Rogue::new(), pair.there.engine.counter().unwrap());
+    let theirs = overheard(&mut rogue, &mut pair.here);
+    let all_count = |pair: &mut Pair| {
+        // More than has room unless they are taken for whose they are.
+        let (engine, peer) = (pair.here.engine.clone(), pair.peer);
+        let submit = |_| engine.submit_imm(peer, counter.tag(), 1).unwrap();
+        let transfers: Vec<Transfer> = (0..900).map(submit).collect();
+        pair.counts(&counter, 900);
+        transfers.iter().for_each(|transfer| pair.is_done(transfer));
+    };
+    let claim = claimed(&rogue, &theirs, 0);
+    let answer = rogue.call(&mut pair.there, &claim).map(|accepted| accepted.token);
+    all_count(&mut pair);
+    assert_eq!(answer, Err(Refusal::Malformed));
+    // With endpoints of its own, first.
+    let own = vec![address(&rogue.port)];
+    let claim = claimed(&rogue, &own, 0);
+    let accepted = rogue.call(&mut pair.there, &claim).unwrap();
+    let ports = theirs.iter().cloned().collect();
+    rogue.say(&pair.there, &accepted, Said::Move { turn: Turn(1), ports });
+    let engine = pair.there.engine.clone();
+    pair.until("gone", || (engine.peers().len() == 1).then_some(()));
+    all_count(&mut pair);
+}
+
+/// What an engine says of itself that nobody has seen yet.
+fn claimed(rogue: &Rogue, ports: &[Address], turn: u32) -> Claim {
+    rogue.claim(Rogue::engine(), ports, turn)
+}
+
+/// A peer says that it has moved to where it is, as one does that was late to say where that is. Then it moves indeed: what is under way
+/// from where it was is its own until it is said to be known where it is now.
+pub fn who_moves_to_where_it_is_loses_nothing() {
+    for (first, then) in [(0, 1), (1, 2)] {
+        let mut host = Side::new(builder(1).peers(2).liveness(silent()));
+        let (mut rogue, counter) = (Rogue::new(), host.engine.counter().unwrap());
+        let here = vec![address(&rogue.port)];
+        let claim = claimed(&rogue, &here, 0);
+        let accepted = rogue.call(&mut host, &claim).unwrap();
+        let elsewhere = rogue.another_port();
+        let moves = [(first, here.clone()), (then, vec![address(&elsewhere)])];
+        for (turn, ports) in moves {
+            let (turn, ports) = (Turn(turn), ports.iter().cloned().collect());
+            rogue.say(&host, &accepted, Said::Move { turn, ports });
+            rogue.hear(
+                "moved",
+                || _ = host.driver.poll(),
+                |message| match message {
+                    Message::Session { say: Said::Moved { turn: moved, .. }, .. } => {
+                        (*moved == turn).then_some(())
+                    }
+                    _ => None,
+                },
+            );
+        }
+        let to = insert(&rogue.port, &accepted);
+        assert_eq!(rogue.immediates(&rogue.port, to, &accepted, imms(&counter, 20)), 20);
+        let start = Instant::now();
+        while counter.available() < 20 && start.elapsed() < Duration::from_secs(2) {
+            host.driver.poll();
+        }
+        assert_eq!(counter.available(), 20, "first to {first}");
+    }
+}
+
+/// Endpoints are replaced, and closed, while the answer to a call is on its way that named them. Who has answered may write only when it
+/// knows the new ones.
+pub fn who_is_ready_has_said_where_it_is() {
+    let mut host = Side::new(builder(1).liveness(silent()).drain(Duration::from_millis(1)));
+    let engine = host.engine.clone();
+    let stopped = Other::start();
+    let peer = host.driver.add_peer(&stopped.address).unwrap();
+    let up = || (engine.peer_state(peer) == Some(PeerState::Up)).then_some(());
+    until(&mut host, "up", up);
+    let src = host.region(64 << 10);
+    stopped.stop();
+    let stuck: Vec<Transfer> =
+        (0..8).map(|_| submit(&engine, peer, &src, &stopped.desc, (0, 64 << 10))).collect();
+    host.driver.poll();
+    // A call is proven, and not answered yet.
+    let mut rogue = Rogue::new();
+    let id = Rogue::engine();
+    let called = host.driver.add_peer(&rogue.as_engine(id)).unwrap();
+    let (nonce, back) = rogue.hear(
+        "a call",
+        || _ = host.driver.poll(),
+        |message| match message {
+            Message::Call { nonce, door, .. } => Some((*nonce, door.clone())),
+            _ => None,
+        },
+    );
+    rogue.tell(&back, &Message::Challenge(Nonces { initiator: nonce, acceptor: [7; 32] }));
+    let theirs = rogue.hear(
+        "a proof",
+        || _ = host.driver.poll(),
+        |message| match message {
+            Message::Prove { claim, .. } => Claim::decode(claim).ok(),
+            _ => None,
+        },
+    );
+    let closed = logged(&log(), "endpoint", "ops").len();
+    engine.remove_peer(peer);
+    let ended = || stuck.iter().all(|it| it.poll_end().is_some()).then_some(());
+    until(&mut host, "ended", ended);
+    assert!(logged(&log(), "endpoint", "ops").len() > closed, "nothing was replaced");
+    let ours = rogue.claim(id, &[address(&rogue.port)], 0);
+    let mut bytes = [0; immwire::core::datagram::DATAGRAM_MAX];
+    let len = ours.encode(&mut bytes).unwrap();
+    rogue.heard.clear();
+    rogue.tell(&back, &Message::Accept { nonce, proof: [0; 32], claim: &bytes[..len] });
+    // The network keeps no order: what is said first is what may come first.
+    let mut said = BTreeSet::new();
+    let start = Instant::now();
+    while start.elapsed() < Duration::from_millis(300) {
+        host.driver.poll();
+        rogue.step();
+        while let Some(heard) = rogue.heard.pop_front() {
+            match Message::decode(&heard) {
+                Ok(Message::Session { say: Said::Ready { .. }, .. }) => _ = said.insert("ready"),
+                Ok(Message::Session { say: Said::Move { turn, .. }, .. }) => {
+                    assert_ne!(turn, theirs.turn);
+                    said.insert("moves");
+                }
+                _ => {}
+            }
+        }
+    }
+    assert_eq!(said.into_iter().collect::<Vec<_>>(), ["moves"]);
+    let turn = Turn(theirs.turn.0 + 1);
+    let say = Said::Moved { turn, sent: count(1, 0) };
+    rogue.tell(&back, &Message::Session { token: theirs.token, say });
+    rogue.hear(
+        "ready",
+        || _ = host.driver.poll(),
+        |message| match message {
+            Message::Session { say: Said::Ready { .. }, .. } => Some(()),
+            _ => None,
+        },
+    );
+    assert_eq!(engine.peer_state(called), Some(PeerState::Up));
+}
+
+// ---- queues ----
+
+/// A peer writes more than it was granted, and the device loses the queue. Its peers are lost, and not the engine.
+pub fn a_lost_queue_is_replaced() {
+    let mut host = Side::new(builder(1).peers(2));
+    let (mut rogue, counter) = (Rogue::new(), host.engine.counter().unwrap());
+    for _ in 0..2 {
+        let ports = vec![address(&rogue.port)];
+        let claim = claimed(&rogue, &ports, 0);
+        let accepted = rogue.call(&mut host, &claim).unwrap();
+        let to = insert(&rogue.port, &accepted);
+        rogue.immediates(&rogue.port, to, &accepted, imms(&counter, 700));
+        let engine = host.engine.clone();
+        until(&mut host, "gone", || engine.peers().is_empty().then_some(()));
+        let mut pair = Pair::of(Side::new(builder(1).peers(2)), host);
+        pair.write_both_ways(4, &[1, 4096]);
+        // Nothing is read that is lost: nothing is left to be done.
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_millis(20) {
+            pair.turn();
+        }
+        pair.write_both_ways(1, &[64]);
+        host = pair.there;
+        let engine = host.engine.clone();
+        drop(pair.here);
+        until(&mut host, "left", || engine.peers().is_empty().then_some(()));
+    }
+}
+
+/// What fails for one peer lies in the queue between what has come from another, which leaves without being through.
+pub fn what_has_come_is_not_lost_among_failures() {
+    const ROUNDS: usize = 40;
+    const EACH: usize = 3;
+    let mut host = Side::new(builder(1).peers(3).liveness(silent()));
+    let counter = host.engine.counter().unwrap();
+    let mut rogues = [Rogue::new(), Rogue::new()];
+    let [leaves, stays] = &mut rogues;
+    let mut connect = |rogue: &mut Rogue| {
+        let ports = vec![address(&rogue.port)];
+        let claim = claimed(rogue, &ports, 0);
+        let accepted = rogue.call(&mut host, &claim).unwrap();
+        (accepted, claim)
+    };
+    let ((accepted, _), (knows, claim)) = (connect(leaves), connect(stays));
+    insert(&stays.port, &knows);
+    let engine = host.engine.clone();
+    let peer = *engine.peers().last().expect("peers");
+    // Until it has heard that all is open.
+    poll_for(&mut host, Duration::from_millis(50));
+    let of_it = claim.hello.mailbox;
+    let bad =
+        MrDesc { keys: Keys::new(&[of_it.keys.get(0).unwrap() ^ 0x7777 << 32]).unwrap(), ..of_it };
+    let (src, to) = (host.region(64), insert(&leaves.port, &accepted));
+    let mut failing = Vec::new();
+    for _ in 0..ROUNDS {
+        let write = immwire::SingleWrite {
+            peer,
+            src: &src,
+            src_offset: 0,
+            dst: &bad,
+            dst_offset: 0,
+            len: 64,
+            imm: None,
+        };
+        failing.push(host.driver.submit_single_write(&write).unwrap());
+        std::thread::sleep(Duration::from_millis(2));
+        leaves.immediates(&leaves.port, to, &accepted, imms(&counter, EACH));
+        std::thread::sleep(Duration::from_millis(2));
+    }
+    assert_eq!(counter.available(), 0, "it is not to be read yet");
+    leaves.say(
+        &host,
+        &accepted,
+        Said::Bye { quiet: false, sent: count(1, (ROUNDS * EACH) as u64) },
+    );
+    std::thread::sleep(Duration::from_millis(20));
+    until(&mut host, "gone", || (engine.peers().len() == 1).then_some(()));
+    assert_eq!(counter.available(), (ROUNDS * EACH) as u64);
+    until(&mut host, "failed", || failing.iter().all(|it| it.poll_end().is_some()).then_some(()));
+    assert_eq!(logged(&log(), "failed", "prov_errno"), [7; ROUNDS]);
+}
+
+// ---- what is said at doors ----
+
+/// Many are left at once, and each of them hears of it.
+pub fn everybody_hears_a_farewell() {
+    const PEERS: usize = 200;
+    let mut host = Side::new(builder(1).peers(200).liveness(silent()));
+    let mut rogues: Vec<Rogue> = (0..PEERS / 8).map(|_| Rogue::new()).collect();
+    let mut tokens = BTreeSet::new();
+    for rogue in &mut rogues {
+        for _ in 0..8 {
+            let ports = vec![address(&rogue.another_port())];
+            let claim = claimed(rogue, &ports, 0);
+            rogue.call(&mut host, &claim).unwrap();
+            tokens.insert(claim.token);
+        }
+    }
+    assert_eq!((host.engine.peers().len(), tokens.len()), (PEERS, PEERS));
+    // What else was to be said has been.
+    poll_for(&mut host, Duration::from_millis(50));
+    host.engine.peers().into_iter().for_each(|peer| host.engine.remove_peer(peer));
+    let start = Instant::now();
+    while !tokens.is_empty() && start.elapsed() < Duration::from_secs(3) {
+        host.driver.poll();
+        for rogue in &mut rogues {
+            rogue.step();
+            while let Some(heard) = rogue.heard.pop_front() {
+                if let Ok(Message::Session { token, say: Said::Bye { .. } }) =
+                    Message::decode(&heard)
+                {
+                    tokens.remove(&token);
+                }
+            }
+        }
+    }
+    assert_eq!(tokens.len(), 0, "so many heard nothing");
+}
+
+/// A peer asks again and again for connections, and hears no answer: what it is to be told is not kept as often.
+pub fn what_nobody_hears_is_not_kept_again_and_again() {
+    let mut host = Side::new(builder(1).peers(2).liveness(silent()));
+    let (mut rogue, mut other) = (Rogue::new(), Rogue::new());
+    let ports = vec![address(&rogue.port)];
+    let claim = claimed(&rogue, &ports, 0);
+    let accepted = rogue.call(&mut host, &claim).unwrap();
+    insert(&rogue.port, &accepted);
+    let turns = Turns { asks: Turn(0), opens: accepted.theirs.turn };
+    const ASKED: usize = 300;
+    for _ in 0..ASKED {
+        // It is said elsewhere: who asks does not look at its door.
+        other.say(&host, &accepted, Said::Open { turns, pairs: Pairs::one(0, 0) });
+        poll_for(&mut host, Duration::from_millis(3));
+    }
+    let (mut told, start) = (0, Instant::now());
+    while start.elapsed() < Duration::from_millis(500) {
+        host.driver.poll();
+        rogue.step();
+        while let Some(heard) = rogue.heard.pop_front() {
+            let heard = Message::decode(&heard);
+            told +=
+                usize::from(matches!(heard, Ok(Message::Session { say: Said::Opened { .. }, .. })));
+        }
+    }
+    assert!((1..ASKED / 3).contains(&told), "told {told} times");
+}
