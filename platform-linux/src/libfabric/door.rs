@@ -59,7 +59,7 @@ pub(super) enum Heard {
     Message { len: usize },
     /// One of ours to a peer was not delivered, and from `untaken` on not taken once more.
     Undelivered { index: u16, token: u64, code: i32, untaken: Option<Time> },
-    /// The door is shut for good: the device says so.
+    /// The door is shut for good: the device says so. Said once.
     Broken { code: i32 },
 }
 
@@ -92,6 +92,8 @@ pub(super) struct Door {
     /// next message makes another. To EFA the words mean that the peer is gone.
     loses_connections: bool,
     strangers: u16,
+    /// Its queue has failed: nothing comes, and nothing is sent, any more.
+    is_shut: bool,
 }
 
 // SAFETY: `desc` is passed to libfabric only, by whoever owns the door.
@@ -154,6 +156,7 @@ impl Door {
             unsent: Vec::with_capacity(usize::from(SENDS)),
             loses_connections,
             strangers: 0,
+            is_shut: false,
         };
         door.post_receives();
         Ok(door)
@@ -164,8 +167,14 @@ impl Door {
         self.endpoint.name()
     }
 
-    pub(super) const fn endpoint_mut(&mut self) -> &mut Endpoint {
-        &mut self.endpoint
+    /// What is slept on; nothing once it is shut.
+    pub(super) fn endpoint_mut(&mut self) -> Option<&mut Endpoint> {
+        (!self.is_shut).then_some(&mut self.endpoint)
+    }
+
+    /// Whether its queue has failed, for good.
+    pub(super) const fn is_shut(&self) -> bool {
+        self.is_shut
     }
 
     fn post_receives(&mut self) {
@@ -193,6 +202,7 @@ impl Door {
         message: &Message<'_>,
     ) -> bool {
         let full = match to {
+            _ if self.is_shut => true,
             To::Peer { .. } => *under_way >= SENDS_TO_ONE,
             _ => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
         };
@@ -260,7 +270,7 @@ impl Door {
 
     /// Whether something is to be sent that libfabric has not taken: it does not say when it does.
     pub(super) const fn is_held_up(&self) -> bool {
-        !self.unsent.is_empty()
+        !self.unsent.is_empty() && !self.is_shut
     }
 
     /// What was to be sent to the peer once more is not.
@@ -300,7 +310,7 @@ impl Door {
 
     /// Whether an answer, or a leave-taking, has not left yet.
     pub(super) const fn is_sending_to_strangers(&self) -> bool {
-        self.strangers > 0
+        self.strangers > 0 && !self.is_shut
     }
 
     /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
@@ -311,7 +321,7 @@ impl Door {
         now: Time,
         mut ended: impl FnMut(u16, u64, bool),
     ) -> Option<Heard> {
-        loop {
+        while !self.is_shut {
             // One at a time: what is read must be handled before the buffer is posted again.
             let mut batch = heapless::Vec::<Done, 1>::new();
             self.endpoint.read(&mut batch);
@@ -327,7 +337,10 @@ impl Door {
             let (context, outcome, bytes) = match done {
                 Done::Ours { context, outcome, bytes } => (context, outcome, bytes),
                 Done::Theirs { .. } => continue,
-                Done::Broken(failure) => return Some(Heard::Broken { code: failure.code }),
+                Done::Broken(failure) => {
+                    self.is_shut = true;
+                    return Some(Heard::Broken { code: failure.code });
+                }
             };
             if context < RECEIVES {
                 let len = bytes.min(DATAGRAM_MAX);
@@ -351,6 +364,7 @@ impl Door {
                 return Some(heard);
             }
         }
+        None
     }
 
     fn may_try_again(&self, send: u16) -> bool {

@@ -123,6 +123,9 @@ impl LibfabricProvider {
             return Err(ConnectError::Ours);
         }
         let lacks = |why: io::Error| ConnectError::Local { why: why.into() };
+        if self.door.is_shut() {
+            return Err(lacks(io::Error::other("its endpoint for messages has failed")));
+        }
         let token = token_for(peer.index).map_err(lacks)?;
         let initiator = random().map_err(lacks)?;
         let held = self.door.hold(&door);
@@ -253,6 +256,13 @@ impl LibfabricProvider {
         }
     }
 
+    /// Nobody hears us any more.
+    pub(super) fn fail_calls<S: Sink>(&mut self, sink: &mut S) {
+        while let Some(call) = self.handshakes.calls.first() {
+            self.fail_call(call.peer, DownReason::Disconnected, sink);
+        }
+    }
+
     fn fail_call<S: Sink>(&mut self, peer: PeerId, reason: DownReason, sink: &mut S) {
         self.hang_up(peer);
         sink.disconnected(peer, reason);
@@ -368,7 +378,7 @@ impl LibfabricProvider {
                 return self.refuse(initiator, door, Refusal::Version { ours, theirs });
             }
         };
-        if self.is_any_going() {
+        if self.is_any_going() || self.has_lost_lane() {
             return Some(()); // It is said again.
         }
         let (now, wide) = (self.now, self.wide);
@@ -494,6 +504,9 @@ impl LibfabricProvider {
         };
         if self.sessions.get(usize::from(peer.index)).is_some_and(Option::is_some) {
             return Some(()); // It is said again, until we confirm it.
+        }
+        if self.has_lost_lane() {
+            return Some(()); // The same.
         }
         match self.origin_of(&claim) {
             Origin::Granted => {}

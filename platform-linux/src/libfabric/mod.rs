@@ -44,7 +44,8 @@
 //! - The way of data neither allocates nor locks: tables are made with the session.
 //! - A piece is reported once: when its completion was read, or its endpoint has been closed.
 //! - No queue overruns: entries are granted to peers, and taken before they are sent
-//!   (`immwire_core::credit`).
+//!   (`immwire_core::credit`). Where one does, for a peer that does not keep to that, or fails, it is read no more: those that it served are
+//!   lost, and the endpoints are replaced.
 
 mod door;
 mod fabric;
@@ -358,6 +359,8 @@ struct Lane {
     chain: Chain<Vec<Link>>,
     in_order: bool,
     free: Vec<u16>,
+    /// Its completion queue has failed, and is not read any more.
+    is_broken: bool,
     /// Index of the peer by its address's handle, if the provider tells it.
     by_source: Vec<Option<u16>>,
 }
@@ -388,6 +391,7 @@ impl Lane {
             chain: Chain::new(vec![Link::VACANT; usize::from(CONTEXTS)]),
             in_order,
             free: (0..CONTEXTS).rev().collect(),
+            is_broken: false,
             by_source: Vec::new(),
         })
     }
@@ -777,7 +781,7 @@ impl LibfabricProvider {
         for _ in 0..rounds {
             let Some(port) = self.ports.get_mut(usize::from(nic)) else { break };
             let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
-            let Some(lane) = lane else { break };
+            let Some(lane) = lane.filter(|lane| !lane.is_broken) else { break };
             let mut batch = heapless::Vec::<Done, BATCH>::new();
             lane.endpoint.read(&mut batch);
             any |= !batch.is_empty();
@@ -799,7 +803,7 @@ impl LibfabricProvider {
                         shown = true;
                         self.take(nic, old, data, source, sink);
                     }
-                    Done::Broken(failure) => self.lose_everybody(failure),
+                    Done::Broken(failure) => self.lose_lane(nic, old, failure),
                 }
             }
             if was_all {
@@ -1052,7 +1056,12 @@ impl LibfabricProvider {
                 State::Open => None,
             }
         });
-        let sooner = self.handshakes.next_deadline().min(self.recycle_deadline());
+        let reopens = if self.has_lost_lane() && !self.recycle.is_under_way() {
+            self.reopens
+        } else {
+            Time::NEVER
+        };
+        let sooner = self.handshakes.next_deadline().min(self.recycle_deadline()).min(reopens);
         sessions.fold(sooner, Time::min)
     }
 }
@@ -1237,7 +1246,9 @@ impl Provider for LibfabricProvider {
         let quiet = self.now.since(self.stirred) > HUSH_AFTER;
         let lanes =
             self.ports.iter_mut().flat_map(|port| port.old.iter_mut().chain([&mut port.lane]));
-        let endpoints = lanes.map(|lane| &mut lane.endpoint).chain([self.door.endpoint_mut()]);
+        // What is lost says nothing any more, or the same for ever.
+        let lanes = lanes.filter(|lane| !lane.is_broken).map(|lane| &mut lane.endpoint);
+        let endpoints = lanes.chain(self.door.endpoint_mut());
         let mut all_signs = AllSigns::new();
         for endpoint in endpoints {
             let ready =

@@ -19,7 +19,7 @@ use immwire_core::recycle::Verdict;
 
 use super::door::{Heard, To};
 use super::fabric::Failure;
-use super::session::{Retired, Routes, State, sent_by};
+use super::session::{Retired, Routes, Session, State, sent_by};
 use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
@@ -98,6 +98,7 @@ impl LibfabricProvider {
                 }
                 Heard::Broken { code } => {
                     self.lose_everybody(Failure { code, detail: 0 });
+                    self.fail_calls(sink);
                     return true;
                 }
             }
@@ -219,14 +220,47 @@ impl LibfabricProvider {
         self.urgent = true;
     }
 
-    /// The device has failed.
-    pub(super) fn lose_everybody(&mut self, failure: Failure) {
-        tracing::error!(code = failure.code, "a completion queue failed: all peers are lost");
+    /// The door has failed: the engine is reached by nobody, and reaches nobody.
+    fn lose_everybody(&mut self, failure: Failure) {
+        tracing::error!(
+            code = failure.code,
+            "the queue of messages failed: all peers are lost, and none can be had"
+        );
         for at in 0..self.live.len() {
             if let Some(&index) = self.live.get(at) {
+                self.stumble(index, &"the queue of messages failed");
+            }
+        }
+    }
+
+    /// A lane's completion queue has failed: nothing is read of it any more, and whoever it served is lost. If it is the present one, its
+    /// endpoint is replaced with all others.
+    pub(super) fn lose_lane(&mut self, nic: NicIndex, old: bool, failure: Failure) {
+        let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
+        let lane = if old { port.old.as_mut() } else { Some(&mut port.lane) };
+        let Some(lane) = lane else { return };
+        lane.is_broken = true;
+        tracing::error!(
+            nic,
+            old,
+            code = failure.code,
+            "a completion queue failed: those that it served are lost"
+        );
+        self.urgent = true;
+        let turn = self.recycle.turn();
+        for at in 0..self.live.len() {
+            let Some(&index) = self.live.get(at) else { break };
+            // Who has moved, and to whom nothing is in flight there, is served by the present one alone.
+            let is_served = |it: &mut Session| !old || it.old_in_flight > 0 || it.moved != turn;
+            if self.session(index).is_some_and(is_served) {
                 self.stumble(index, &"its completion queue failed");
             }
         }
+    }
+
+    /// Whether an endpoint that is written to has lost its queue: until it is replaced, nobody is to learn of it.
+    pub(super) fn has_lost_lane(&self) -> bool {
+        self.ports.iter().any(|port| port.lane.is_broken)
     }
 
     /// Tells peers which regions they are not to write to any more.
@@ -242,7 +276,7 @@ impl LibfabricProvider {
         if self.owing {
             self.settle_what_is_owed();
         }
-        let mut replace = false;
+        let mut replace = self.has_lost_lane();
         let mut at = 0;
         // Not an iterator: a session that ends leaves the list.
         while let Some(&index) = self.live.get(at) {
