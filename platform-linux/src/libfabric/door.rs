@@ -9,7 +9,9 @@
 //!   fields are dropped in that order.
 //! - To one peer, one stranger, or all strangers together, at most so many messages are under way that others have
 //!   room.
+//! - A farewell waits for its place, up to [`AGAIN_PATIENCE`], as nobody says it again; so many wait at most as there may be peers.
 
+use std::collections::VecDeque;
 use std::ffi::c_void;
 use std::ptr::NonNull;
 use std::sync::Arc;
@@ -72,6 +74,14 @@ struct Sending {
     tries: u8,
 }
 
+/// A farewell for which there is no place yet.
+#[derive(Debug)]
+struct Farewell {
+    address: Address,
+    bytes: Vec<u8>,
+    since: Time,
+}
+
 /// The door.
 #[derive(Debug)]
 pub(super) struct Door {
@@ -92,6 +102,9 @@ pub(super) struct Door {
     /// next message makes another. To EFA the words mean that the peer is gone.
     loses_connections: bool,
     strangers: u16,
+    /// In the order in which they are sent, but for those whose receivers take none.
+    farewells: VecDeque<Farewell>,
+    farewells_max: usize,
     /// Its queue has failed: nothing comes, and nothing is sent, any more.
     is_shut: bool,
 }
@@ -156,6 +169,8 @@ impl Door {
             unsent: Vec::with_capacity(usize::from(SENDS)),
             loses_connections,
             strangers: 0,
+            farewells: VecDeque::new(),
+            farewells_max: usize::from(peers.max(SENDS)),
             is_shut: false,
         };
         door.post_receives();
@@ -189,8 +204,7 @@ impl Door {
         }
     }
 
-    /// Sends a message. `false`: there is no room now; or the address is none, and never will be. A farewell is tried for a while if only
-    /// libfabric has no room.
+    /// Sends a message. `false`: there is no room now; or the address is none, and never will be.
     ///
     /// `under_way` counts the messages to this receiver.
     pub(super) fn send(
@@ -201,12 +215,64 @@ impl Door {
         under_way: &mut u8,
         message: &Message<'_>,
     ) -> bool {
-        let full = match to {
-            _ if self.is_shut => true,
-            To::Peer { .. } => *under_way >= SENDS_TO_ONE,
-            _ => self.strangers >= SENDS_TO_STRANGERS || self.is_full_of(address),
+        let is_free = match to {
+            To::Peer { .. } => *under_way < SENDS_TO_ONE,
+            _ => self.has_place_for(address),
         };
-        let Some(&send) = self.free.last().filter(|_| !full) else { return false };
+        is_free && self.post(now, to, address, under_way, |bytes| message.encode(bytes))
+    }
+
+    /// Takes leave of somebody, as soon as there is a place for it.
+    pub(super) fn part(&mut self, now: Time, address: &Address, message: &Message<'_>) {
+        let mut bytes = [0; DATAGRAM_MAX];
+        let Some(bytes) = message.encode(&mut bytes).and_then(|len| bytes.get(..len)) else {
+            return;
+        };
+        if self.farewells.len() >= self.farewells_max {
+            self.farewells.pop_front();
+        }
+        let (address, bytes) = (address.clone(), bytes.to_vec());
+        self.farewells.push_back(Farewell { address, bytes, since: now });
+        self.send_farewells(now);
+    }
+
+    /// Sends those that there are places for. Looks at so many only as there can be places.
+    fn send_farewells(&mut self, now: Time) {
+        for _ in 0..self.farewells.len().min(usize::from(SENDS_TO_STRANGERS)) {
+            if self.strangers >= SENDS_TO_STRANGERS || self.free.is_empty() {
+                return;
+            }
+            let Some(next) = self.farewells.pop_front() else { return };
+            if now.since(next.since) >= AGAIN_PATIENCE {
+                continue;
+            }
+            if !self.has_place_for(&next.address) {
+                self.farewells.push_back(next);
+                continue;
+            }
+            // There is a place: who is not sent to never will be. It is tried for a while if only libfabric has no room.
+            let Farewell { address, bytes, .. } = next;
+            self.post(now, &To::Former, &address, &mut 0, |to| {
+                to.get_mut(..bytes.len())?.copy_from_slice(&bytes);
+                Some(bytes.len())
+            });
+        }
+    }
+
+    /// Whether a stranger may be sent something.
+    fn has_place_for(&self, address: &Address) -> bool {
+        self.strangers < SENDS_TO_STRANGERS && !self.is_full_of(address)
+    }
+
+    fn post(
+        &mut self,
+        now: Time,
+        to: &To,
+        address: &Address,
+        under_way: &mut u8,
+        fill: impl FnOnce(&mut [u8]) -> Option<usize>,
+    ) -> bool {
+        let Some(&send) = self.free.last().filter(|_| !self.is_shut) else { return false };
         let handle = match self.endpoint.learn(address) {
             Ok(handle) => handle,
             Err(error) => {
@@ -217,7 +283,7 @@ impl Door {
         let from = self.buffers.at(context_of(send));
         // SAFETY: the buffer is not under way, so it is ours, and nobody else refers to it.
         let bytes = unsafe { std::slice::from_raw_parts_mut(from, DATAGRAM_MAX) };
-        let Some(len) = message.encode(bytes) else {
+        let Some(len) = fill(bytes) else {
             self.endpoint.forget(address);
             return false;
         };
@@ -309,8 +375,8 @@ impl Door {
     }
 
     /// Whether an answer, or a leave-taking, has not left yet.
-    pub(super) const fn is_sending_to_strangers(&self) -> bool {
-        self.strangers > 0 && !self.is_shut
+    pub(super) fn is_sending_to_strangers(&self) -> bool {
+        (self.strangers > 0 || !self.farewells.is_empty()) && !self.is_shut
     }
 
     /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
@@ -327,6 +393,7 @@ impl Door {
             self.endpoint.read(&mut batch);
             let Some(done) = batch.pop() else {
                 self.post_receives();
+                self.send_farewells(now);
                 let (refused, since) = self.send_again(now)?;
                 let failure = Err(Failure { code: libc::ENOTCONN, detail: 0 });
                 if let Some(heard) = self.end(refused, failure, Some(since), &mut ended) {

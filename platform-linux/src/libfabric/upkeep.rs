@@ -347,7 +347,7 @@ impl LibfabricProvider {
         self.door.give_up(session.token);
         let say = Say::Bye { quiet: !session.was_cut, sent: session.sent() };
         let message = Message::Session { token: session.their_token, say };
-        self.door.send(self.now, &To::Former, &session.door, &mut 0, &message);
+        self.door.part(self.now, &session.door, &message);
         if session.holds_door {
             self.door.release(&session.door);
         }
@@ -781,7 +781,7 @@ impl LibfabricProvider {
             let say = Say::Bye { quiet, sent: session.sent() };
             let message = Message::Session { token: session.their_token, say };
             let door = session.door.clone();
-            self.door.send(self.now, &To::Former, &door, &mut 0, &message);
+            self.door.part(self.now, &door, &message);
         }
         let until = std::time::Instant::now() + FAREWELL;
         let mut bytes = [0; DATAGRAM_MAX];
