@@ -659,8 +659,7 @@ impl LibfabricProvider {
         }
         // Only now: until then another session of the peer's may have them.
         for (nic, port) in (0..).zip(self.ports.iter_mut()).filter(|_| !wide) {
-            let handles = (0..).zip(ports).filter_map(|(remote, _)| routes.get(nic, remote));
-            handles.for_each(|handle| port.lane.attribute(handle, index));
+            port.lane.attribute_all(nic, &routes, index);
         }
         Ok(routes)
     }

@@ -407,6 +407,12 @@ impl Lane {
         }
     }
 
+    /// The same of several.
+    fn attribute_all(&mut self, nic: NicIndex, routes: &Routes, peer: u16) {
+        let handles = (0..).map_while(|remote| routes.get(nic, remote));
+        handles.for_each(|handle| self.attribute(handle, peer));
+    }
+
     /// A session that knew this handle has ended: what comes from there is nobody's, unless it is another's by now.
     fn disown(&mut self, handle: u64, peer: u16) {
         let slot = usize::try_from(handle).ok().and_then(|at| self.by_source.get_mut(at));

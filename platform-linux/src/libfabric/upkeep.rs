@@ -175,7 +175,12 @@ impl LibfabricProvider {
                     session.leave(now.after(GRACE), Some(DownReason::Protocol));
                     return None;
                 }
-                session.shift = Some((turn, ports));
+                if turn == session.ports_turn {
+                    // It is known to be there: the answer to its call was late.
+                    session.says.moved = Some(turn);
+                } else {
+                    session.shift = Some((turn, ports));
+                }
             }
             Say::Moved { turn, sent } => {
                 if !is_current {
@@ -426,6 +431,13 @@ impl LibfabricProvider {
             self.forget_retired(index, &before);
         } else {
             session.retired = before;
+            // It may have said before that it moved to where it was: what is still its own it has not lost with that.
+            for (nic, port) in (0..).zip(&mut self.ports) {
+                port.lane.attribute_all(nic, &session.retired.routes, index);
+                if let Some(old) = &mut port.old {
+                    old.attribute_all(nic, &session.retired.old_routes, index);
+                }
+            }
         }
         let ours = self.recycle.turn();
         let under_way = self.recycle.is_under_way();
