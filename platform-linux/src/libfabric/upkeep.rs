@@ -498,7 +498,7 @@ impl LibfabricProvider {
     /// Says what is to be said, as far as there is room.
     fn speak(&mut self, index: u16) {
         let port_names = self.port_names();
-        let (now, turn) = (self.now, self.recycle.turn());
+        let (now, turn, recycle) = (self.now, self.recycle.turn(), self.recycle);
         let Some(session) =
             self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)
         else {
@@ -507,6 +507,7 @@ impl LibfabricProvider {
         if session.says.is_empty() && !session.wants_openings() {
             return;
         }
+        let knows_where = recycle.which(session.moved).is_some();
         let to = To::Peer { index, token: session.token };
         let (door, their_token) = (session.door.clone(), session.their_token);
         let (says, under_way) = (&mut session.says, &mut session.under_way);
@@ -528,7 +529,9 @@ impl LibfabricProvider {
             let message = Message::Session { token: their_token, say };
             room.send(now, &to, &door, under_way, &message)
         };
-        if says.ready {
+        // Who hears that we are ready may write: not to endpoints that are closed. Messages keep no order, so it is to have
+        // answered first where the present ones are.
+        if says.ready && knows_where {
             if !say(Say::Ready { gone: session.gone_parts }) {
                 return;
             }
