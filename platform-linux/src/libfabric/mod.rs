@@ -774,7 +774,17 @@ impl LibfabricProvider {
         }
     }
 
-    /// Reads the completions of one lane, `rounds` batches at most. Returns whether there were any.
+    /// Reads all completions of one lane that there are, but not without end where others keep coming.
+    fn drain_lane<S: Sink>(&mut self, nic: NicIndex, old: bool, sink: &mut S) {
+        // A batch ends before a failure, which is one of its own: of a full queue every batch may be of one.
+        for _ in 0..=self.entries {
+            if !self.poll_lane(nic, old, 1, sink) {
+                break;
+            }
+        }
+    }
+
+    /// Reads completions of one lane, `rounds` batches at most. Returns whether there were any.
     #[inline]
     fn poll_lane<S: Sink>(
         &mut self,

@@ -20,7 +20,7 @@ use immwire_core::recycle::Verdict;
 use super::door::{Heard, To};
 use super::fabric::Failure;
 use super::session::{Retired, Routes, Session, State, sent_by};
-use super::{BATCH, Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
+use super::{Lane, LibfabricError, LibfabricProvider, Posted, Purpose};
 use crate::provider::Sink;
 
 /// Messages heard in one go.
@@ -335,7 +335,7 @@ impl LibfabricProvider {
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
             for old in [true, false] {
-                self.poll_lane(nic, old, self.entries / BATCH + 1, sink);
+                self.drain_lane(nic, old, sink);
             }
         }
     }
@@ -748,7 +748,7 @@ impl LibfabricProvider {
         for at in 0..self.ports.len() {
             let nic = NicIndex::try_from(at).unwrap_or(NicIndex::MAX);
             // What has come is not lost.
-            self.poll_lane(nic, true, self.entries / BATCH + 1, sink);
+            self.drain_lane(nic, true, sink);
             let Some(lane) = self.ports.get_mut(at).and_then(|port| port.old.take()) else {
                 continue;
             };
