@@ -158,12 +158,86 @@ impl Openings {
     }
 }
 
+/// What one end has asked for, or is to be told of, between endpoints that there are. However often that is, it takes the same room: one end's
+/// endpoints are those of its last move, and the other's are its present ones, or those that they replace.
+#[derive(Debug, Clone, PartialEq, Eq, Hash, Default)]
+pub struct Asked(heapless::Vec<(Turns, Pairs), 2>);
+
+impl Asked {
+    /// These, too. `is_current` says between which endpoints pairs still count; all others are dropped.
+    pub fn add(&mut self, turns: Turns, pairs: Pairs, is_current: impl Fn(Turns) -> bool) {
+        self.0.retain(|(those, _)| is_current(*those));
+        if !is_current(turns) {
+            return;
+        }
+        match self.0.iter_mut().find(|(those, _)| *those == turns) {
+            Some((_, all)) => *all = all.with(pairs),
+            // There are no more of which all are current; if there were, nobody would wait for these: they are asked for anew.
+            None => _ = self.0.push((turns, pairs)),
+        }
+    }
+
+    /// Whether there are none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    /// Those added last between the same endpoints.
+    #[must_use]
+    pub fn last(&self) -> Option<(Turns, Pairs)> {
+        self.0.last().copied()
+    }
+
+    /// Drops those.
+    pub fn pop(&mut self) {
+        self.0.pop();
+    }
+
+    /// Keeps those for which `keep`, which may change them, says so.
+    pub fn retain_mut(&mut self, mut keep: impl FnMut(Turns, &mut Pairs) -> bool) {
+        self.0.retain_mut(|(turns, pairs)| keep(*turns, pairs));
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
     use std::vec::Vec;
 
     use super::*;
+
+    /// All sequences of four askings, between three sets of endpoints of one end and two of the other.
+    #[test]
+    fn what_is_asked_for_again_and_again_takes_no_more_room() {
+        let turns = |n: u32| Turns { asks: Turn(n % 3), opens: Turn(n / 3) };
+        let one = |n: u32| Pairs::one(u8::try_from(n).unwrap(), 1);
+        for plan in 0..6_u32.pow(4) {
+            let (mut asked, mut all) = (Asked::default(), Vec::new());
+            for (at, n) in
+                [plan % 6, plan / 6 % 6, plan / 36 % 6, plan / 216].into_iter().enumerate()
+            {
+                let at = u32::try_from(at).unwrap();
+                // Those of the end that asks are replaced with time.
+                let is_current = |it: Turns| it.asks == Turn(at / 2);
+                for _ in 0..2 {
+                    asked.add(turns(n), one(at), is_current);
+                }
+                all.push((turns(n), one(at)));
+                all.retain(|(those, _)| is_current(*those));
+                assert!(asked.0.len() <= 2 && asked.is_empty() == all.is_empty());
+                for (those, pairs) in &all {
+                    let kept = asked.0.iter().find(|(kept, _)| kept == those).unwrap().1;
+                    assert_eq!(kept.with(*pairs), kept, "{plan}");
+                }
+            }
+            while let Some((turns, pairs)) = asked.last() {
+                let of_it = all.iter().filter(|(those, _)| *those == turns);
+                assert_eq!(pairs, of_it.fold(Pairs::NONE, |sum, (_, it)| sum.with(*it)));
+                asked.pop();
+            }
+        }
+    }
 
     #[test]
     fn pairs_are_a_set() {

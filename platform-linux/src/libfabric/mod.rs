@@ -733,8 +733,13 @@ impl LibfabricProvider {
         match flight.purpose {
             Purpose::Work(token) => sink.work_done(nic, token, error.map_or(Ok(()), Err)),
             Purpose::Open { turns, pair } => {
+                let recycle = self.recycle;
                 if let Some(session) = self.session(flight.peer).filter(|_| error.is_none()) {
-                    session.says.opened.push((turns, pair));
+                    // Of other endpoints it asks anew.
+                    let asks = session.ports_turn;
+                    let is_current =
+                        |it: Turns| it.asks == asks && recycle.which(it.opens).is_some();
+                    session.says.opened.add(turns, pair, is_current);
                 }
                 self.urgent = true;
             }

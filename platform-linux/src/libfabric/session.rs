@@ -5,7 +5,7 @@
 use immwire_core::credit::{Allowance, Takings, all_taken};
 use immwire_core::datagram::{Address, Addresses, Claim, Counts, Nonce, Proof, Retry, Tenants};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
-use immwire_core::opening::{Openings, Pairs, Turns};
+use immwire_core::opening::{Asked, Openings, Turns};
 use immwire_core::origin::{Holder, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::{Standing, Turn};
@@ -103,7 +103,7 @@ pub(super) struct Says {
     pub(super) withdrawn: Vec<Tenant>,
     pub(super) moves: bool,
     pub(super) moved: Option<Turn>,
-    pub(super) opened: Vec<(Turns, Pairs)>,
+    pub(super) opened: Asked,
     /// Parts of what was withdrawn before, the last one first.
     pub(super) gone: Vec<(u8, Tenants)>,
 }
@@ -159,7 +159,7 @@ pub(super) struct Session {
     pub(super) openings: Option<Openings>,
     pub(super) old_openings: Option<Openings>,
     /// What it has asked us to open.
-    pub(super) to_open: Vec<(Turns, Pairs)>,
+    pub(super) to_open: Asked,
     /// Pieces in flight on our endpoints, and on those that are being replaced.
     pub(super) in_flight: u32,
     pub(super) old_in_flight: u32,
@@ -231,7 +231,7 @@ impl Session {
             retired: Retired::default(),
             openings: None,
             old_openings: None,
-            to_open: Vec::new(),
+            to_open: Asked::default(),
             in_flight: 0,
             old_in_flight: 0,
             moved: turn,

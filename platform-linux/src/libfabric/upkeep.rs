@@ -112,10 +112,7 @@ impl LibfabricProvider {
         let now = self.now;
         let current = |turn| self.recycle.is_current(turn);
         let is_current = matches!(&say, Say::Moved { turn, .. } if current(*turn));
-        let which = match &say {
-            Say::Open { turns, .. } => self.recycle.which(turns.opens),
-            _ => None,
-        };
+        let recycle = self.recycle;
         // Nobody moves to where another is.
         let is_anothers = match &say {
             Say::Move { ports, .. } if !self.wide => {
@@ -194,13 +191,9 @@ impl LibfabricProvider {
                     return None;
                 }
                 // Of endpoints that have been replaced it asks anew.
-                if turns.asks != session.ports_turn || which.is_none() {
-                    return Some(());
-                }
-                match session.to_open.iter_mut().find(|(those, _)| *those == turns) {
-                    Some((_, asked)) => *asked = asked.with(pairs),
-                    None => session.to_open.push((turns, pairs)),
-                }
+                let asks = session.ports_turn;
+                let is_current = |it: Turns| it.asks == asks && recycle.which(it.opens).is_some();
+                session.to_open.add(turns, pairs, is_current);
             }
             Say::Opened { turns, pairs } => {
                 session.with_openings(turns, |it| it.opened(turns, pairs));
@@ -474,9 +467,9 @@ impl LibfabricProvider {
             return;
         }
         let mut to_open = std::mem::take(&mut session.to_open);
-        to_open.retain_mut(|(turns, pairs)| {
+        to_open.retain_mut(|turns, pairs| {
             for (remote, nic) in pairs.iter() {
-                match self.open_pair(index, *turns, nic, remote) {
+                match self.open_pair(index, turns, nic, remote) {
                     // Busy, connecting perhaps: tried again.
                     Posted::NoRoom => self.urgent = true,
                     Posted::UnderWay | Posted::Refused(_) => {
@@ -566,7 +559,7 @@ impl LibfabricProvider {
                 openings.asked(pairs);
             }
         }
-        while let Some(&(turns, pairs)) = says.opened.last() {
+        while let Some((turns, pairs)) = says.opened.last() {
             if !say(Say::Opened { turns, pairs }) {
                 return;
             }

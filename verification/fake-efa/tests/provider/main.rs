@@ -64,7 +64,7 @@ macro_rules! tests {
 /// Tests in which somebody breaks a rule on purpose who is no engine of ours, and which.
 const ON_PURPOSE: [(&str, &str); 1] = [("a_lost_queue_is_replaced", "cq overrun")];
 
-const TESTS: [Test; 27] = tests! {
+const TESTS: [Test; 28] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -83,6 +83,7 @@ const TESTS: [Test; 27] = tests! {
     who_moves_to_where_it_is_loses_nothing [],
     who_is_ready_has_said_where_it_is [("FAKE_EFA_DELAY_US", "2000")],
     what_has_come_is_not_lost_among_failures [],
+    what_nobody_hears_is_not_kept_again_and_again [],
     queues_are_credited [],
     writes_are_cut_to_the_longest [("FAKE_EFA_MAX_RMA", "65536")],
     writes_of_nothing_name_a_region [],
