@@ -87,6 +87,7 @@ pub mod standby;
 mod sync;
 pub mod tenant;
 pub mod topology;
+pub mod uptake;
 pub mod verdict;
 pub mod wake;
 pub mod watch;

@@ -338,10 +338,12 @@ enum Purpose {
 struct Flight {
     purpose: Purpose,
     peer: u16,
+    /// The peer's NIC.
+    remote: NicIndex,
     /// The region's, there.
     tenant: Option<Tenant>,
-    /// The peer's NIC of which it has spent a grant.
-    spent: Option<NicIndex>,
+    /// It has spent a grant of that NIC's.
+    has_spent: bool,
 }
 
 /// What writes without bytes name as their source: never read.
@@ -723,9 +725,10 @@ impl LibfabricProvider {
                 error = Some(WorkError::PeerGone);
             }
             // The peer's device has refused it, immediate and all: the peer will never take that.
-            let spent = flight.spent.filter(|_| error == Some(WorkError::RemoteAccess));
-            let allowance = spent.and_then(|nic| session.allowances.get_mut(usize::from(nic)));
-            if let Some(allowance) = allowance {
+            if flight.has_spent
+                && error == Some(WorkError::RemoteAccess)
+                && let Some(allowance) = session.allowances.get_mut(usize::from(flight.remote))
+            {
                 allowance.restore(1);
             }
             self.urgent |= waits;
@@ -916,7 +919,7 @@ impl LibfabricProvider {
         // context was free.
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
-                session.stuck = None;
+                route.refusals.taken();
                 if lane.in_order {
                     lane.chain.posted(&mut route.channel, context, asks);
                 }
@@ -927,17 +930,16 @@ impl LibfabricProvider {
                 *count += 1;
                 let (peer, tenant) = (work.peer.index, Tenant::of(key));
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    let (purpose, spent) =
-                        (Purpose::Work(work.token), data.map(|_| work.remote_nic));
-                    *slot = Some(Flight { purpose, peer, tenant, spent });
+                    let (purpose, remote) = (Purpose::Work(work.token), work.remote_nic);
+                    let has_spent = data.is_some();
+                    *slot = Some(Flight { purpose, peer, remote, tenant, has_spent });
                 }
                 Posted::UnderWay
             }
             Ok(false) => {
                 lane.free.push(context);
-                if session.all_in_flight() == 0 && session.stuck.is_none() {
-                    session.stuck = Some(self.now);
-                }
+                route.refusals.refused(self.now);
+                session.is_refused = true;
                 Posted::NoRoom
             }
             Err(failure) => {
@@ -1036,20 +1038,20 @@ impl LibfabricProvider {
         match unsafe { lane.endpoint.write(&write, context) } {
             Ok(true) => {
                 *count += 1;
-                session.stuck = None;
+                route.refusals.taken();
                 if lane.in_order {
                     lane.chain.posted(&mut route.channel, context, true);
                 }
                 if let Some(slot) = lane.flights.get_mut(usize::from(context)) {
-                    *slot = Some(Flight { purpose, peer: index, tenant: None, spent: None });
+                    let (peer, tenant, has_spent) = (index, None, false);
+                    *slot = Some(Flight { purpose, peer, remote, tenant, has_spent });
                 }
                 Posted::UnderWay
             }
             Ok(false) => {
                 lane.free.push(context);
-                if session.all_in_flight() == 0 && session.stuck.is_none() {
-                    session.stuck = Some(self.now);
-                }
+                route.refusals.refused(self.now);
+                session.is_refused = true;
                 Posted::NoRoom
             }
             Err(failure) => {

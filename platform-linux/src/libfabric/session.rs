@@ -12,6 +12,7 @@ use immwire_core::recycle::{Standing, Turn};
 use immwire_core::region::MrDesc;
 use immwire_core::signal::Channel;
 use immwire_core::tenant::{Parts, SLOTS, Tenant, Withdrawn};
+use immwire_core::uptake::Refusals;
 
 use crate::withdrawal::Releasing;
 
@@ -27,6 +28,8 @@ pub(super) struct Routes {
 pub(super) struct Route {
     pub(super) handle: u64,
     pub(super) channel: Channel,
+    /// Whether libfabric takes anything for it.
+    pub(super) refusals: Refusals,
 }
 
 impl Routes {
@@ -36,7 +39,7 @@ impl Routes {
 
     /// The ports as the next of our NICs reaches them.
     pub(super) fn push(&mut self, handle: u64) {
-        self.all.push(Route { handle, channel: Channel::default() });
+        self.all.push(Route { handle, channel: Channel::default(), refusals: Refusals::default() });
     }
 
     #[inline]
@@ -54,6 +57,15 @@ impl Routes {
     fn at(&self, nic: NicIndex, remote_nic: NicIndex) -> Option<usize> {
         let remote_nic = usize::from(remote_nic);
         (remote_nic < self.theirs).then_some(usize::from(nic) * self.theirs + remote_nic)
+    }
+
+    /// Each of them, with our NIC and the peer's.
+    pub(super) fn iter_mut(&mut self) -> impl Iterator<Item = (NicIndex, NicIndex, &mut Route)> {
+        let theirs = self.theirs;
+        self.all.iter_mut().enumerate().filter_map(move |(at, route)| {
+            let (nic, remote) = (at.checked_div(theirs)?, at.checked_rem(theirs)?);
+            Some((NicIndex::try_from(nic).ok()?, NicIndex::try_from(remote).ok()?, route))
+        })
     }
 
     /// Routes whose pieces wait for one that asks: our NIC, and the peer's.
@@ -182,8 +194,8 @@ pub(super) struct Session {
     pub(super) says: Says,
     /// Something was written to it, and got there.
     pub(super) is_reached: bool,
-    /// Since when libfabric has taken nothing for it, while nothing was in flight to it.
-    pub(super) stuck: Option<Time>,
+    /// Some of its routes may have been refused.
+    pub(super) is_refused: bool,
     /// Messages under way to it.
     pub(super) under_way: u8,
     /// It has nothing in flight to us, and never will have.
@@ -245,7 +257,7 @@ impl Session {
             releasing: Releasing::default(),
             says: Says::default(),
             is_reached: false,
-            stuck: None,
+            is_refused: false,
             under_way: 0,
             is_quiet: false,
             was_cut: false,

@@ -32,8 +32,8 @@ const PARTING: Duration = Duration::from_secs(1);
 /// How long the other peers may take to move to new endpoints, while we look. Milliseconds if they run; but one whose
 /// machine lets it wait for a moment is not to be lost for another that is got rid of.
 const MOVE_PATIENCE: Duration = Duration::from_secs(2);
-/// How long libfabric may refuse everything for a peer that nothing is in flight to: `tcp` says that it is busy
-/// while it connects, and also when nobody is there to connect to.
+/// How long libfabric may refuse everything for a peer between two NICs that nothing is in flight between: `tcp` says that it is busy
+/// while it connects, and also when nobody is there to connect to (`immwire_core::uptake`).
 const STUCK: Duration = Duration::from_secs(2);
 /// The same, for a peer that has not been written to yet: connecting takes longer than going on.
 const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
@@ -288,24 +288,31 @@ impl LibfabricProvider {
             session.settle_arrears();
             let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
             let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
-            let stuck = session.stuck.is_some_and(|since| now.since(since) > limit);
-            match &mut session.state {
-                State::Open if stuck => {
-                    tracing::warn!(peer = %session.peer, ?limit, "libfabric takes nothing for the peer: it is given up");
+            let stuck = if session.is_refused { self.stuck_pair(index, limit) } else { None };
+            let Some(session) = self.session(index) else {
+                at += 1;
+                continue;
+            };
+            match (&mut session.state, stuck) {
+                (State::Open, Some((nic, remote))) => {
+                    tracing::warn!(
+                        peer = %session.peer, nic, remote, ?limit,
+                        "libfabric takes nothing for the peer between these NICs: it is given up"
+                    );
                     session.leave(now, Some(DownReason::Disconnected));
                 }
-                State::Open => {}
-                State::Greeting { until, .. } if now >= *until => {
+                (State::Open, None) => {}
+                (State::Greeting { until, .. }, _) if now >= *until => {
                     session.leave(now, Some(DownReason::NeverAnswered));
                 }
-                State::Greeting { retry, .. } => {
+                (State::Greeting { retry, .. }, _) => {
                     session.says.accept |= retry.is_due(now);
                 }
-                State::Leaving { .. } if has_ended => {
+                (State::Leaving { .. }, _) if has_ended => {
                     self.finish(index, sink);
                     continue;
                 }
-                State::Leaving { cut, .. } => replace |= in_flight > 0 && now >= *cut,
+                (State::Leaving { cut, .. }, _) => replace |= in_flight > 0 && now >= *cut,
             }
             self.speak(index);
             at += 1;
@@ -321,6 +328,31 @@ impl LibfabricProvider {
             return;
         }
         self.go_on_replacing(sink);
+    }
+
+    /// A pair of NICs, ours and the peer's, for which libfabric has taken nothing for longer than `limit`, while nothing was in flight between
+    /// them.
+    #[cold]
+    fn stuck_pair(&mut self, index: u16, limit: Duration) -> Option<(NicIndex, NicIndex)> {
+        let (now, ports) = (self.now, &self.ports);
+        let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)?;
+        let old = session.old_routes.iter_mut().map(|route| (true, route));
+        let all = old.chain(session.routes.iter_mut().map(|route| (false, route)));
+        let (mut stuck, mut is_refused) = (None, false);
+        for (old, (nic, remote, route)) in all.filter(|it| it.1.2.refusals.are_there(now)) {
+            let port = ports.get(usize::from(nic))?;
+            let lane = if old { port.old.as_ref() } else { Some(&port.lane) };
+            let mut flights = lane.iter().flat_map(|lane| lane.flights.iter().flatten());
+            if flights.any(|flight| (flight.peer, flight.remote) == (index, remote)) {
+                // That it is busy is no wonder: what is in flight ends, or fails.
+                route.refusals.taken();
+            } else if route.refusals.last_longer_than(limit, now) {
+                stuck = Some((nic, remote));
+            }
+            is_refused |= route.refusals.are_there(now);
+        }
+        session.is_refused = is_refused;
+        stuck
     }
 
     /// Reads all that has come.
