@@ -20,7 +20,8 @@
 //! # Whose an immediate is
 //!
 //! libfabric's software providers do not say who made a write, but carry 8 bytes of data: the upper half
-//! is a number that the receiver handed out for the session. EFA carries 4 bytes, and names the source.
+//! is a number that the receiver handed out for the session. EFA carries 4 bytes, and names the source: so there an endpoint is of one
+//! session at a time (`immwire_core::origin`).
 //!
 //! # What done means
 //!
@@ -35,8 +36,8 @@
 //! # Trust
 //!
 //! With a group key, only those that prove to hold it are let in. Without one, anybody is who reaches
-//! the port. Nothing is encrypted, and libfabric's own protocol admits whoever knows a region's key: on a network
-//! that others share, use a tunnel. Messages and descriptors from outside cannot crash or block this process.
+//! the port; on EFA, who names another's endpoints as its own before that one connects keeps it out. Nothing is encrypted, and libfabric's own
+//! protocol admits whoever knows a region's key: on a network that others share, use a tunnel. Messages and descriptors from outside cannot crash or block this process.
 //!
 //! # Invariants
 //!

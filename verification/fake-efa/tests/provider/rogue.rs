@@ -40,7 +40,7 @@ pub struct Rogue {
     memory: ManuallyDrop<rig::Memory>,
     /// What engines are told to write messages to.
     mailbox: ManuallyDrop<rig::Memory>,
-    contexts: ManuallyDrop<Vec<Box<sys::fi_context2>>>,
+    contexts: ManuallyDrop<Vec<sys::fi_context2>>,
     free: Vec<usize>,
     pub heard: VecDeque<Vec<u8>>,
 }
@@ -52,7 +52,7 @@ impl Rogue {
         let (door, port) = (node.side(1024), node.side(4096));
         let memory = ManuallyDrop::new(node.memory(2 * PLACES * DATAGRAM_MAX, 0));
         let mailbox = ManuallyDrop::new(node.memory(1 << 20, 0));
-        let contexts = ManuallyDrop::new((0..2 * PLACES).map(|_| rig::context()).collect());
+        let contexts = ManuallyDrop::new((0..2 * PLACES).map(|_| *rig::context()).collect());
         let free = (PLACES..2 * PLACES).collect();
         let heard = VecDeque::new();
         let mut rogue = Self { node, door, port, memory, mailbox, contexts, free, heard };
@@ -105,7 +105,7 @@ impl Rogue {
                 Event::Dead => panic!("the door's queue is dead"),
             };
             let ours = self.contexts.iter();
-            let mut places = ours.map(|one| std::ptr::from_ref(&**one) as usize);
+            let mut places = ours.map(|one| std::ptr::from_ref(one) as usize);
             let at = places.position(|one| one == context).expect("ours");
             if at >= PLACES {
                 self.free.push(at);
