@@ -152,9 +152,14 @@ impl<F: Copy> Cells<F> {
     /// Nobody needs the cell.
     fn empty(&self, cell: u16, ticket: Ticket) {
         let Some(slot) = self.slot(cell) else { return };
-        slot.wait.forget();
+        // Whoever has seen the end may be quicker than who tells it: then it is told here.
+        let untold = slot.wait.untold(ticket);
         if slot.wait.completion.reset(ticket) {
             self.give_back(cell);
+        }
+        // With the place free: it may be what is waited for.
+        if let Some(waker) = untold {
+            waker.wake();
         }
     }
 

@@ -56,6 +56,18 @@ fn pending_at(gpus: u64) -> impl Iterator<Item = &'static AtomicUsize> {
 /// Counts as long as it is not dropped; the last of what is given.
 struct Counted(u64);
 
+/// While it is there, whoever uses the GPU knows that the driver may keep callers waiting: for a thread that makes such a call itself.
+pub(crate) struct Closing {
+    _counted: Counted,
+}
+
+impl Closing {
+    /// Of the GPU with this number in this process.
+    pub(crate) fn of(ordinal: u32) -> Self {
+        Self { _counted: Counted::new(1 << (ordinal % TOLD_APART)) }
+    }
+}
+
 impl Counted {
     fn new(gpus: u64) -> Self {
         for count in pending_at(gpus).chain([&ALL_PENDING]) {
@@ -277,6 +289,15 @@ mod tests {
         check(1, [false, true, true, false]);
         check(2, [false, true, true, true]);
         check(3, [false, false, true, true]);
+        // Whoever waits for the driver without a closer is as many's concern.
+        for (ordinal, expected) in
+            [(4, [false, true, false, false]), (6, [false, false, true, true])]
+        {
+            let closing = Closing::of(ordinal);
+            assert_eq!(busy(), expected);
+            drop(closing);
+            assert_eq!(busy(), [false; 4]);
+        }
         assert!(!Closer::new(&[]).is_busy());
         assert!(closers.iter().all(|closer| closer.end(Duration::from_secs(60))));
     }

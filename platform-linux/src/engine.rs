@@ -736,11 +736,11 @@ struct Inner {
 
 impl Drop for Inner {
     fn drop(&mut self) {
-        // First: a watcher's callback may wait for what the engine does, and the watching thread is joined below.
         self.shared.intake.request_stop();
-        self.watch.stop();
         // Before the threads end: they give memory back, which waits for streams.
         self.gates.stop();
+        // After both: a watcher's callback may wait for what the engine does, or for a stream, and is waited for.
+        self.watch.stop();
         let me = std::thread::current().id();
         let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:

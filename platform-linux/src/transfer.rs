@@ -1,6 +1,6 @@
 //! Transfers under way, as their callers see them.
 //!
-//! A transfer has a cell of the engine's (`cells`) from submission until the engine has told its end and its
+//! A transfer has a cell of the engine's (`cells`) from submission until it has ended and its
 //! handle has been dropped; one that was done when it was submitted needs none.
 
 use std::fmt;
@@ -18,7 +18,7 @@ use crate::region::Region;
 use crate::shared::{Command, Shared};
 
 impl Shared {
-    /// The engine's side of an end: publishes it and lets go of the cell.
+    /// The engine's side of an end: lets go of the cell and publishes it.
     pub(crate) fn finish(&self, cell: u16, ticket: Ticket, end: End) {
         let outcome = if end == End::Done { Ok(()) } else { Err(end) };
         self.cells.finish(cell, ticket, outcome, &self.callbacks);

@@ -6,7 +6,7 @@
 //! # Invariants
 //!
 //! 1. Whoever waits is woken by the completion of its own tenancy: a sleeper, the waker that was left
-//!    last, or the function, which runs once.
+//!    last, or the function, which runs once. By the completer, or by who ends a complete tenancy before that has come to it.
 //! 2. A completer that is slow to wake touches no waiter of a later tenancy.
 //!
 //! The tests below check 2 step by step, the loom models of `verification/loom` both, on this text.
@@ -95,6 +95,20 @@ impl WaitCell {
             }
         }
         Ok(())
+    }
+
+    /// Takes the waiter of a tenancy that is about to be over. If that is complete, the waker that the completer has not come to: it is to be
+    /// woken. Other waiters keep the tenancy as long as they wait.
+    pub(crate) fn untold(&self, ticket: Ticket) -> Option<Waker> {
+        let waiter = lock(&self.waiter).take();
+        match waiter {
+            Some((tenancy, Waiter::Waker(waker)))
+                if tenancy == ticket && self.poll(ticket).is_some() =>
+            {
+                Some(waker)
+            }
+            _ => None,
+        }
     }
 
     /// Forgets a waiter that was left.

@@ -220,7 +220,11 @@ impl TransferEngine {
         };
         let transfer = match attempt() {
             // Some may have ended, and are kept by whoever has not looked.
-            Err(immwire::SubmitError::Full { .. }) if core.manner.places.sweep() => attempt(),
+            Err(immwire::SubmitError::Full { .. }) => {
+                // Or another thread has looked just now: it is tried again in any case.
+                core.manner.places.sweep();
+                attempt()
+            }
             first => first,
         };
         let transfer = transfer.map_err(|error| errors::submit(&error))?;

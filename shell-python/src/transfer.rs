@@ -165,11 +165,10 @@ impl Watched {
 
     /// Gives its place back, if it has one.
     fn let_go(&self) {
-        let transfer = lock(&self.transfer).take();
-        if transfer.is_some() {
-            self.places.leave(self.id);
-        }
+        let Some(transfer) = lock(&self.transfer).take() else { return };
+        // First: while it is named it may have a place.
         drop(transfer);
+        self.places.leave(self.id);
     }
 
     /// Tells everybody.

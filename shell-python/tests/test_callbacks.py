@@ -31,6 +31,20 @@ def test_done_callbacks(pair):
         transfer.add_done_callback(None)
 
 
+def test_who_waits_as_well_does_not_keep_a_callback_from_being_called(pair):
+    counter, called = pair.receiver.counter(), queue.Queue()
+    for turn in range(1000):
+        transfer = imm(pair, counter)
+        transfer.add_done_callback(called.put)
+        # The one that sees the end first may be this thread.
+        if turn % 2:
+            transfer.wait_blocking()
+        else:
+            while not transfer.done():
+                pass
+        assert called.get(timeout=PATIENCE) is transfer
+
+
 def test_counts_call_back(pair):
     counter, called = pair.receiver.counter(), queue.Queue()
     pair.receiver.expect_imm_count(counter=counter, writes=2, callback=called.put)

@@ -168,7 +168,12 @@ impl<'a> Held<'a> {
         self.word.word(0)?.store(0, Ordering::Release);
         // SAFETY: the word is kept with the stream, and written below.
         unsafe { self.stream.after_word(word, 1) }?;
-        self.graph.launch(&self.gpu.device, &self.stream)?;
+        let launched = self.graph.launch(&self.gpu.device, &self.stream);
+        if launched.is_err() {
+            // Nobody else does.
+            self.word.word(0)?.store(1, Ordering::Release);
+        }
+        launched?;
         let (device, raw) = (&self.gpu.device, self.other.raw() as usize);
         let (waited, there, released) = std::thread::scope(|scope| {
             let release = scope.spawn(move || {

@@ -9,14 +9,14 @@
 //!
 //! - Nobody's first round begins before all inboxes are cleared, and opened by everybody.
 //! - What other ranks' kernels write to stays while any of them may write: each keeps what it has opened.
-//! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work. The engine's closer does, so that
-//!   all engines of the process know that the driver keeps others waiting meanwhile ([`crate::closer`]).
+//! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work. All engines
+//!   of the process know that the driver keeps others waiting meanwhile ([`crate::closer`]).
 
 use std::ffi::c_void;
 use std::fmt;
 use std::mem::{self, ManuallyDrop};
 use std::ptr;
-use std::sync::{Arc, Mutex, mpsc};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use immwire_cuda::moe::Exchange;
@@ -31,6 +31,7 @@ use immwire_core::group::{TransferError as Stop, WorkError};
 use super::error::MoeError;
 use super::others::{At, Circle, Others, Own, Until, digest};
 use super::seat::Seat;
+use crate::closer::Closing;
 use crate::engine::TransferEngine;
 use crate::error::TransferError;
 use crate::provider::{GiveBack, Window};
@@ -93,14 +94,15 @@ impl Drop for Unused {
 /// Dispatch and combine among GPUs.
 ///
 /// Dropping it waits for all that its GPU has to do, as [`AllToAll::start_over`] does. Meanwhile other threads of the process that launch or copy by that
-/// GPU wait, too; [`Control::abort`] does not. Graphs that are being captured do not mind.
+/// GPU wait, too, another rank's of it as well, which therefore is to have launched before what this one's kernels wait for; [`Control::abort`] does
+/// not wait. Graphs that are being captured do not mind.
+#[derive(Debug)]
 pub struct AllToAll {
     gpu: u32,
     /// Of our own, in the way of nobody.
     stream: Stream,
     others: Others,
     is_over: bool,
-    give_back: Option<GiveBack>,
     control: Arc<Control>,
     /// Dropped only once no kernel uses it.
     used: ManuallyDrop<Used>,
@@ -121,14 +123,6 @@ struct Used {
     inbox: Region,
     /// The other ranks' inboxes.
     windows: Vec<Window>,
-}
-
-impl fmt::Debug for AllToAll {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { gpu, is_over, used, .. } = self;
-        let mut text = f.debug_struct("AllToAll");
-        text.field("gpu", gpu).field("is_over", is_over).field("used", used).finish_non_exhaustive()
-    }
 }
 
 impl AllToAll {
@@ -265,7 +259,7 @@ impl AllToAll {
     /// this rank's GPU cannot be waited for ([`MoeError::Gpu`]), nothing has changed.
     pub fn start_over(&mut self, timeout: Duration) -> Result<(), MoeError> {
         self.is_alive()?;
-        on_closer(self.give_back.as_ref(), self.stream.device(), Device::synchronize)?;
+        wait_for(self.stream.device())?;
         self.is_over = true;
         let until = Until::new(timeout);
         // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
@@ -300,48 +294,30 @@ impl Drop for AllToAll {
     fn drop(&mut self) {
         // SAFETY: it is taken nowhere else, and nothing uses it afterwards.
         let Used { exchange, inbox, windows } = unsafe { ManuallyDrop::take(&mut self.used) };
-        let (control, exchange) = (Arc::clone(&self.control), ManuallyDrop::new(exchange));
-        let ended = on_closer(self.give_back.as_ref(), self.stream.device(), move |device| {
-            // Kernels' waits have deadlines, and others may end them, so this ends unless the caller's own do not.
-            let ended = device.synchronize();
-            // Nobody else has anything written to the exchange from here on; what was on its way then comes first.
-            control.end();
-            ended.and_then(|()| device.synchronize())?;
-            drop(ManuallyDrop::into_inner(exchange));
-            Ok(())
-        });
-        if let Err(why) = ended {
-            // The GPU has failed: kernels may go on.
-            mem::forget((inbox, windows));
-            tracing::warn!(%why, "what kernels may use still is never freed");
+        let device = self.stream.device();
+        // Kernels' waits have deadlines, and others may end them, so this ends unless the caller's own do not.
+        let ended = wait_for(device);
+        // Nobody else has anything written to the exchange from here on; what was on its way then comes first.
+        self.control.end();
+        let ended = ended.and_then(|()| wait_for(device));
+        match ended {
+            Ok(()) => {
+                let _closing = Closing::of(device.ordinal());
+                drop(exchange);
+            }
+            Err(why) => {
+                // The GPU has failed: kernels may go on.
+                mem::forget((exchange, inbox, windows));
+                tracing::warn!(%why, "what kernels may use still is never freed");
+            }
         }
     }
 }
 
-/// Does `work` on the thread that may wait for the driver, and waits for that. Here, if there is none.
-fn on_closer(
-    give_back: Option<&GiveBack>,
-    device: &Device,
-    work: impl FnOnce(&Device) -> Result<(), Error> + Send + 'static,
-) -> Result<(), Error> {
-    struct Last<F: FnOnce()>(Option<F>);
-    impl<F: FnOnce()> Drop for Last<F> {
-        fn drop(&mut self) {
-            if let Some(work) = self.0.take() {
-                work();
-            }
-        }
-    }
-    let Some(give_back) = give_back else { return work(device) };
-    let (answer, over) = mpsc::channel();
-    let of = device.clone();
-    let work = move || {
-        // Whoever asked is there.
-        let _ = answer.send(work(&of));
-    };
-    give_back(Box::new(Last(Some(work))));
-    // If it panicked, that has been said, and the GPU is to be waited for all the same.
-    over.recv().unwrap_or_else(|_| device.synchronize())
+/// Waits for all that a GPU has to do. Engines that use it know that the driver keeps others waiting meanwhile.
+fn wait_for(device: &Device) -> Result<(), Error> {
+    let _closing = Closing::of(device.ordinal());
+    device.synchronize()
 }
 
 impl Control {
@@ -442,15 +418,13 @@ impl Joining {
         };
         // The others need not wait for who does not come.
         open().inspect_err(|_| others.stop())?;
-        let give_back = unused.give_back.clone();
         let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
         let exchange = Arc::new(exchange);
         let control =
             Control { stream: stream.clone(), exchange: Mutex::new(Some(Arc::clone(&exchange))) };
         let control = Arc::new(control);
         let used = ManuallyDrop::new(Used { exchange, inbox, windows });
-        let gpu = config.gpu;
-        Ok(AllToAll { gpu, stream, others, is_over: false, give_back, control, used })
+        Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, control, used })
     }
 }
 

@@ -528,7 +528,6 @@ fn rounds_are_what_a_gather_by_routes_says() {
     assert_eq!(compared, 2 * 7 * 6 * (2 + 3 * 2 + 2 * 3 + 2 * 4));
 }
 
-/// Of eight ranks and of thirty-two, far more than there are processors.
 /// An engine that has fewer transfers than a step has writes: those that have ended make room, and nobody is left out.
 #[test]
 fn a_few_transfers_are_enough() {
@@ -540,6 +539,7 @@ fn a_few_transfers_are_enough() {
     }
 }
 
+/// Of eight ranks and of thirty-two, far more than there are processors.
 #[test]
 fn rounds_of_many_ranks_are_the_same() {
     for world in [8, 32] {

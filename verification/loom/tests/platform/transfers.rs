@@ -118,6 +118,35 @@ fn who_has_seen_the_end_may_take_the_cell_again() {
     });
 }
 
+/// A task waits by a waker for a transfer whose handle another has, who looks, and drops it.
+///
+/// *Fails if* that one takes the waker with it: nobody is woken any more (deadlock).
+#[test]
+fn who_has_seen_the_end_first_does_not_keep_it_from_who_waits() {
+    explore(clause::TIME, Bound::None, 100, || {
+        let engine = Engine::new(1);
+        let taken = engine.cells.take().unwrap();
+        assert_eq!(engine.cells.watch(taken.0, taken.1, &my_waker()), None);
+        let ending = finish(&engine, taken, Ok(()));
+        let looking = {
+            let engine = engine.clone();
+            thread::spawn(move || {
+                let is_over = engine.poll(taken).is_some();
+                if is_over {
+                    engine.let_go(taken);
+                }
+                is_over
+            })
+        };
+        park();
+        if !looking.join().unwrap() {
+            engine.let_go(taken);
+        }
+        ending.join().unwrap();
+        assert!(engine.cells.take().is_some());
+    });
+}
+
 /// A callback keeps the handle until it has run.
 ///
 /// *Fails if* the callback is not handed over, or the cell is emptied under it.
