@@ -9,6 +9,7 @@
 //!
 //! 1. A pair is stuck only if it was refused now and again for longer than the limit, without [`PAUSE`] between two refusals.
 //! 2. It is not after something was taken, or seen to be in flight, until it was refused for as long again.
+//! 3. Nor while something else is in flight to the peer of which nothing ends.
 //!
 //! The test runs all short sequences against the whole history.
 
@@ -42,6 +43,16 @@ impl Refusals {
         self.0 = None;
     }
 
+    /// Something else is in flight to the peer, of which something ended last at `ended`, if ever: as long as nothing has since the first refusal, the
+    /// peer may be standing still, which is for whoever listens to it to say. Then what was refused so far counts no more.
+    pub fn while_others_wait(&mut self, ended: Option<Time>) {
+        if let Some(span) = &mut self.0
+            && ended.is_none_or(|ended| ended < span.first)
+        {
+            span.first = span.last;
+        }
+    }
+
     /// Whether the last that was seen is a refusal, not long ago.
     #[must_use]
     pub fn are_there(self, now: Time) -> bool {
@@ -62,6 +73,28 @@ mod tests {
     use super::*;
 
     const LIMIT: Duration = Duration::from_secs(2);
+
+    /// A peer that stands still takes nothing, and ends nothing that is in flight to it.
+    #[test]
+    fn a_pair_is_not_stuck_while_its_peer_stands_still() {
+        let at = |step: u64| Time::from_nanos(step * 450_000_000);
+        // Something else ends in that step, or never, and none is in flight from that step on.
+        for ends in (0..20).map(Some).chain([None]) {
+            for idle_from in [0, 10, 40] {
+                let mut refusals = Refusals::default();
+                let stuck = (0..40).find(|&step| {
+                    refusals.refused(at(step));
+                    if step < idle_from {
+                        refusals.while_others_wait(ends.filter(|&end| end <= step).map(at));
+                    }
+                    refusals.last_longer_than(LIMIT, at(step))
+                });
+                // From the last refusal on before something ended, or nothing was in flight any more.
+                let begins = ends.unwrap_or(40).min(idle_from).saturating_sub(1);
+                assert_eq!(stuck, (begins + 5 < 40).then_some(begins + 5), "{ends:?} {idle_from}");
+            }
+        }
+    }
 
     /// Seven steps of 450 ms, in each of which something is taken, something is refused, or nobody asks.
     #[test]

@@ -9,7 +9,7 @@
 //!   fields are dropped in that order.
 //! - To one peer, one stranger, or all strangers together, at most so many messages are under way that others have
 //!   room.
-//! - A farewell waits for its place, up to [`AGAIN_PATIENCE`], as nobody says it again; so many wait at most as there may be peers.
+//! - A farewell waits for its place, up to [`FAREWELL_PATIENCE`], as nobody says it again; so many wait at most as there may be peers.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -36,6 +36,8 @@ const TRIES: u8 = 10;
 /// How long libfabric may not take it again, until its receiver is given up: as a provider may wait for a connection that
 /// it has lost for ever, this is what ends it.
 const AGAIN_PATIENCE: Duration = Duration::from_secs(2);
+/// How long a farewell waits for a place: longer than who has one can keep it.
+const FAREWELL_PATIENCE: Duration = Duration::from_secs(5);
 
 /// Whom a message goes to.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -243,7 +245,7 @@ impl Door {
                 return;
             }
             let Some(next) = self.farewells.pop_front() else { return };
-            if now.since(next.since) >= AGAIN_PATIENCE {
+            if now.since(next.since) >= FAREWELL_PATIENCE {
                 continue;
             }
             if !self.has_place_for(&next.address) {

@@ -713,10 +713,17 @@ impl LibfabricProvider {
         let Some(flight) = slot.and_then(Option::take) else { return };
         lane.free.push(context);
         let mut error = outcome.err().map(|failure| self.work_error(failure));
+        let now = self.now;
         if let Some(session) = self.session(flight.peer) {
             let count = if old { &mut session.old_in_flight } else { &mut session.in_flight };
             *count = count.saturating_sub(1);
-            session.is_reached |= error.is_none();
+            if error.is_none() {
+                session.reached = Some(now);
+                let routes = if old { &mut session.old_routes } else { &mut session.routes };
+                if let Some(route) = routes.get_mut(nic, flight.remote) {
+                    route.is_reached = true;
+                }
+            }
             // What may be done once nothing is in flight is not forgotten.
             let waits = session.is_leaving()
                 || session.shift.is_some()

@@ -30,6 +30,8 @@ pub(super) struct Route {
     pub(super) channel: Channel,
     /// Whether libfabric takes anything for it.
     pub(super) refusals: Refusals,
+    /// Something that was written by it got there.
+    pub(super) is_reached: bool,
 }
 
 impl Routes {
@@ -39,7 +41,8 @@ impl Routes {
 
     /// The ports as the next of our NICs reaches them.
     pub(super) fn push(&mut self, handle: u64) {
-        self.all.push(Route { handle, channel: Channel::default(), refusals: Refusals::default() });
+        let (channel, refusals) = (Channel::default(), Refusals::default());
+        self.all.push(Route { handle, channel, refusals, is_reached: false });
     }
 
     #[inline]
@@ -192,8 +195,8 @@ pub(super) struct Session {
     /// Regions of its that are withdrawn, and that something may be in flight to.
     pub(super) releasing: Releasing,
     pub(super) says: Says,
-    /// Something was written to it, and got there.
-    pub(super) is_reached: bool,
+    /// When something that was written to it got there last.
+    pub(super) reached: Option<Time>,
     /// Some of its routes may have been refused.
     pub(super) is_refused: bool,
     /// Messages under way to it.
@@ -256,7 +259,7 @@ impl Session {
             gone_parts: 0,
             releasing: Releasing::default(),
             says: Says::default(),
-            is_reached: false,
+            reached: None,
             is_refused: false,
             under_way: 0,
             is_quiet: false,

@@ -35,7 +35,7 @@ const MOVE_PATIENCE: Duration = Duration::from_secs(2);
 /// How long libfabric may refuse everything for a peer between two NICs that nothing is in flight between: `tcp` says that it is busy
 /// while it connects, and also when nobody is there to connect to (`immwire_core::uptake`).
 const STUCK: Duration = Duration::from_secs(2);
-/// The same, for a peer that has not been written to yet: connecting takes longer than going on.
+/// The same, where nothing has got there by these NICs yet: connecting takes longer than going on.
 const STUCK_AT_FIRST: Duration = Duration::from_secs(5);
 /// When new endpoints are tried again that could not be opened: it may be descriptors that are short, of which each try takes some.
 const REOPEN_AFTER: Duration = Duration::from_millis(50);
@@ -287,8 +287,7 @@ impl LibfabricProvider {
             };
             session.settle_arrears();
             let (in_flight, has_ended) = (session.all_in_flight(), session.has_ended(now));
-            let limit = if session.is_reached { STUCK } else { STUCK_AT_FIRST };
-            let stuck = if session.is_refused { self.stuck_pair(index, limit) } else { None };
+            let stuck = if session.is_refused { self.stuck_pair(index) } else { None };
             let Some(session) = self.session(index) else {
                 at += 1;
                 continue;
@@ -296,7 +295,7 @@ impl LibfabricProvider {
             match (&mut session.state, stuck) {
                 (State::Open, Some((nic, remote))) => {
                     tracing::warn!(
-                        peer = %session.peer, nic, remote, ?limit,
+                        peer = %session.peer, nic, remote,
                         "libfabric takes nothing for the peer between these NICs: it is given up"
                     );
                     session.leave(now, Some(DownReason::Disconnected));
@@ -330,12 +329,13 @@ impl LibfabricProvider {
         self.go_on_replacing(sink);
     }
 
-    /// A pair of NICs, ours and the peer's, for which libfabric has taken nothing for longer than `limit`, while nothing was in flight between
+    /// A pair of NICs, ours and the peer's, for which libfabric has taken nothing for too long, while nothing was in flight between
     /// them.
     #[cold]
-    fn stuck_pair(&mut self, index: u16, limit: Duration) -> Option<(NicIndex, NicIndex)> {
+    fn stuck_pair(&mut self, index: u16) -> Option<(NicIndex, NicIndex)> {
         let (now, ports) = (self.now, &self.ports);
         let session = self.sessions.get_mut(usize::from(index)).and_then(Option::as_deref_mut)?;
+        let (is_busy, reached) = (session.all_in_flight() > 0, session.reached);
         let old = session.old_routes.iter_mut().map(|route| (true, route));
         let all = old.chain(session.routes.iter_mut().map(|route| (false, route)));
         let (mut stuck, mut is_refused) = (None, false);
@@ -346,8 +346,14 @@ impl LibfabricProvider {
             if flights.any(|flight| (flight.peer, flight.remote) == (index, remote)) {
                 // That it is busy is no wonder: what is in flight ends, or fails.
                 route.refusals.taken();
-            } else if route.refusals.last_longer_than(limit, now) {
-                stuck = Some((nic, remote));
+            } else {
+                if is_busy {
+                    route.refusals.while_others_wait(reached);
+                }
+                let limit = if route.is_reached { STUCK } else { STUCK_AT_FIRST };
+                if route.refusals.last_longer_than(limit, now) {
+                    stuck = Some((nic, remote));
+                }
             }
             is_refused |= route.refusals.are_there(now);
         }

@@ -1016,7 +1016,8 @@ impl Session {
     fn answer(&mut self, question: Question, memory: &ShmMemory) -> Result<(), Broken> {
         if self.try_answer(question, memory, false)? == Answered::NotYet {
             tracing::warn!(
-                "a peer cannot be sent files for now, and waits: ulimit -n may be too low for all that this user's engines send"
+                "a peer cannot be handed a region's memory for now, and waits: ulimit -n may be too low for all that this user's engines send, \
+                 or a GPU's driver refuses (IMMWIRE_LOG=immwire=debug says why)"
             );
             self.owed.push(Owed { question, until: None }).map_err(|_| Broken)?;
         }
@@ -1075,7 +1076,11 @@ impl Session {
         let (files, sizes) = match memory.files(&self.link, key, from) {
             Handed::These(files, sizes) => (files, sizes),
             Handed::Lacking if !is_late => return Ok(Answered::NotYet),
-            Handed::Lacking | Handed::Nothing => {
+            Handed::Lacking => {
+                tracing::warn!("a peer is refused a region whose memory could not be handed over");
+                return self.reply(&refusal).map(|()| Answered::Yes);
+            }
+            Handed::Nothing => {
                 return self.reply(&refusal).map(|()| Answered::Yes);
             }
         };
