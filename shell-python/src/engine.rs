@@ -87,7 +87,9 @@ impl std::ops::Deref for Running {
 impl Running {
     /// Stops the engine on this thread, which waits for it, and is not attached.
     fn stop(mut self) {
-        self.0.take().map(Core::stop);
+        if let Some(core) = self.0.take() {
+            core.stop();
+        }
     }
 }
 

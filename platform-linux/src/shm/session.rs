@@ -1017,7 +1017,7 @@ impl Session {
         if self.try_answer(question, memory, false)? == Answered::NotYet {
             tracing::warn!(
                 "a peer cannot be handed a region's memory for now, and waits: ulimit -n may be too low for all that this user's engines send, \
-                 or a GPU's driver refuses (IMMWIRE_LOG=immwire=debug says why)"
+                 or a GPU's driver refuses, which is said at the level of debug"
             );
             self.owed.push(Owed { question, until: None }).map_err(|_| Broken)?;
         }
