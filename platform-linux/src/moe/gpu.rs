@@ -10,7 +10,7 @@
 //! - Nobody's first round begins before all inboxes are cleared, and opened by everybody.
 //! - What other ranks' kernels write to stays while any of them may write: each keeps what it has opened.
 //! - What our kernels use stays until they have ended: whoever drops an exchange waits for all of the GPU's work. All engines
-//!   of the process know that the driver keeps others waiting meanwhile ([`crate::closer`]).
+//!   of the process know that the driver keeps others waiting meanwhile (`closer`).
 
 use std::ffi::c_void;
 use std::fmt;

@@ -215,6 +215,7 @@ pub const ON_THE_STAND_IN: &[&str] = &[
     "refused_among_others",
     "short_writes_at_the_end",
     "closed_between_two_launches",
+    "memory_that_cannot_be_opened_now",
     "copies_refused_at_either_end",
     "others_go_past_a_slow_gpu",
     "a_broken_rule_costs_the_peer",
