@@ -153,7 +153,7 @@ impl Drop for Closing {
 }
 
 /// Calls that were seen to come back at once while another waits so.
-const LET_THROUGH: [&str; 7] = [
+const LET_THROUGH: [&str; 8] = [
     "cuCtxPopCurrent",
     "cuCtxPushCurrent",
     "cuEventQuery",
@@ -161,6 +161,7 @@ const LET_THROUGH: [&str; 7] = [
     "cuStreamSynchronize",
     "cuStreamWaitEvent",
     "cuStreamWriteValue64",
+    "cuThreadExchangeStreamCaptureMode",
 ];
 
 /// Begins a call of the driver's.
