@@ -449,13 +449,19 @@ fn parting_loses_nothing(case: &Case) {
     let (mut peer, mut done, mut parted) = (me.peer(&address), 0, 0);
     let mut random = case.random();
     let start = Instant::now();
-    // Fourteen turns, and as many more as it takes until both have been seen.
+    // Fourteen turns, and as many more as it takes until both have been seen: with longer waits if nobody has parted, with shorter ones if nothing
+    // was done, since how long it takes to part is the transport's.
     let mut turns = 0;
     while turns < 14 || done == 0 || parted == 0 {
         turns += 1;
         let ends = start.elapsed() < patience() + patience();
         assert!(ends, "{done} writes done, parted {parted} times in {turns} turns");
-        me.linger(Duration::from_millis(IDLE_MS - 80 + random.below(160)));
+        let about = match 40 * u64::saturating_sub(turns, 14) {
+            more if parted == 0 => IDLE_MS + more,
+            less if done == 0 => IDLE_MS.saturating_sub(less).max(80),
+            _ => IDLE_MS,
+        };
+        me.linger(Duration::from_millis(about - 80 + random.below(160)));
         let write = SingleWrite {
             peer,
             src: &src,
