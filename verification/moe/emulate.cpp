@@ -87,10 +87,67 @@ extern "C" struct Launch {
   immwire_moe_args args;
 };
 
+// Stores under way, oldest first. How many there are to each word is counted: one alone needs no look at those before it.
+class Stores {
+public:
+  size_t size() const { return order.size(); }
+  void push(const Store &store) {
+    if (free.empty()) {
+      free.push_back(uint32_t(held.size()));
+      held.emplace_back();
+    }
+    order.push_back(free.back());
+    free.pop_back();
+    held[order.back()] = store;
+    count(store, 1);
+  }
+  // The store `at` of the oldest ones, unless one before it is to some of the same bytes.
+  const Store *first_there(size_t at) const {
+    const Store &chosen = held[order[at]];
+    auto overlaps = [&](uint32_t it) {
+      const Store &other = held[it];
+      return other.to < chosen.to + 4 * chosen.count && chosen.to < other.to + 4 * other.count;
+    };
+    if (!alone(chosen) && std::any_of(order.begin(), order.begin() + long(at), overlaps)) return nullptr;
+    return &chosen;
+  }
+  void take(size_t at) {
+    free.push_back(order[at]);
+    count(held[order[at]], -1);
+    order.erase(order.begin() + long(at));
+  }
+  template <typename Perform> void take_all(Perform perform) {
+    for (uint32_t it : order) {
+      perform(held[it]);
+      count(held[it], -1);
+      free.push_back(it);
+    }
+    order.clear();
+  }
+
+private:
+  static constexpr int BITS = 13;
+  // Words of other places may be counted there, too: then it is looked at what has none before it.
+  static size_t place(uint64_t word) { return word * 0x9e3779b97f4a7c15u >> (64 - BITS); }
+  void count(const Store &store, uint32_t more) {
+    for (uint32_t i = 0; i < store.count; ++i) to_word[place(store.to / 4 + i)] += more;
+  }
+  bool alone(const Store &store) const {
+    for (uint32_t i = 0; i < store.count; ++i)
+      if (to_word[place(store.to / 4 + i)] != 1) return false;
+    return true;
+  }
+
+  std::vector<Store> held;
+  std::vector<uint32_t> free;
+  std::deque<uint32_t> order;
+  std::vector<uint32_t> to_word = std::vector<uint32_t>(1 << BITS);
+};
+
 struct Stream {
   std::deque<const Launch *> launches;
   std::vector<std::unique_ptr<Block>> blocks;
-  std::deque<Store> stores;
+  Stores stores;
   uint32_t running = 0;
   std::vector<const Launch *> begun;
   uint64_t began_at = 0; // The last of them.
@@ -121,24 +178,19 @@ void perform(const Store &store) {
 }
 
 void perform_all(Stream &stream) {
-  for (const Store &store : stream.stores) perform(store);
-  stream.stores.clear();
+  stream.stores.take_all(perform);
 }
 
 // Performs the first of the stores to a place that is drawn: those to one word keep their order.
 void perform_any(Stream &stream) {
-  if (stream.stores.empty()) return;
+  if (stream.stores.size() == 0) return;
   // Of the older ones: the others' turn comes. Of fewer where it matters how long it takes.
   const size_t older = world->among_others ? 32 : 256;
   const size_t drawn = world->random.below(std::min(stream.stores.size(), older));
-  const Store chosen = stream.stores[drawn];
-  auto overlaps = [&](const Store &other) {
-    return other.to < chosen.to + 4 * chosen.count && chosen.to < other.to + 4 * other.count;
-  };
-  for (size_t i = 0; i < drawn; ++i)
-    if (overlaps(stream.stores[i])) return; // Another time.
-  perform(chosen);
-  stream.stores.erase(stream.stores.begin() + long(drawn));
+  const Store *chosen = stream.stores.first_there(drawn);
+  if (chosen == nullptr) return; // Another time.
+  perform(*chosen);
+  stream.stores.take(drawn);
 }
 
 void give_up(bool ready) {
@@ -347,11 +399,11 @@ uint32_t match(uint32_t value) {
 
 void store_later(uint64_t to, uint32_t word) {
   act();
-  world->current->block->stream->stores.push_back({to, {word}, 1});
+  world->current->block->stream->stores.push({to, {word}, 1});
 }
 void store_whole_later(uint64_t to, const uint4 &held) {
   act();
-  world->current->block->stream->stores.push_back({to, {held.x, held.y, held.z, held.w}, 4});
+  world->current->block->stream->stores.push({to, {held.x, held.y, held.z, held.w}, 4});
 }
 
 uint64_t clock() {
