@@ -493,18 +493,39 @@ impl<'a> Message<'a> {
     ///
     /// [`Malformed`].
     pub fn decode(bytes: &'a [u8]) -> Result<Self, Malformed> {
+        let (version, kind, body) = Self::head(bytes)?;
+        if version != PROTOCOL_VERSION {
+            return Err(Malformed::Version { theirs: version });
+        }
+        Self::body(kind, body)
+    }
+
+    /// Reads what is the same in all versions, so that both ends can say why they do not come together: a call, and a refusal. Returns
+    /// whose version it is, too.
+    ///
+    /// # Errors
+    ///
+    /// [`Malformed`]: it is neither.
+    pub fn decode_of_any_version(bytes: &'a [u8]) -> Result<(u16, Self), Malformed> {
+        let (version, kind, body) = Self::head(bytes)?;
+        match kind {
+            1 | 5 => Ok((version, Self::body(kind, body)?)),
+            _ => Err(Malformed::Version { theirs: version }),
+        }
+    }
+
+    /// Whose version it is, of what kind, and the rest.
+    fn head(bytes: &'a [u8]) -> Result<(u16, u8, Reader<'a>), Malformed> {
         let mut from = Reader(bytes);
         let head: Head = from.take()?;
-        if head.magic != MAGIC {
+        if head.magic != MAGIC || head.spare != 0 {
             return Err(Malformed::Bytes);
         }
-        if head.version.get() != PROTOCOL_VERSION {
-            return Err(Malformed::Version { theirs: head.version.get() });
-        }
-        if head.spare != 0 {
-            return Err(Malformed::Bytes);
-        }
-        let message = match head.kind {
+        Ok((head.version.get(), head.kind, from))
+    }
+
+    fn body(kind: u8, mut from: Reader<'a>) -> Result<Self, Malformed> {
+        let message = match kind {
             1 => Self::Call {
                 nonce: from.take()?,
                 target: EngineId(from.take::<U64>()?.get()),

@@ -34,7 +34,8 @@ pub const MIN_HEARTBEAT: Duration = Duration::from_millis(1);
 /// How long to wait for what. `Duration::MAX` means for ever.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LivenessConfig {
-    /// When nothing was sent for so long, a heartbeat is; at least [`MIN_HEARTBEAT`].
+    /// When nothing was sent for so long, a heartbeat is, after a lone write up to so much later; at least [`MIN_HEARTBEAT`]. Whoever gives a
+    /// peer up should wait for two of the longer interval's and more.
     pub heartbeat: Duration,
     /// When nothing was heard for so long, the peer is suspected.
     pub suspect_after: Duration,
@@ -144,6 +145,16 @@ pub enum Action {
     SendHeartbeat,
 }
 
+/// What a peer was let off, since it was heard, for looks at the clock that came late.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Late {
+    Never,
+    /// What was heard of it may have come as late as the look.
+    Moved,
+    /// It was given time to be heard.
+    Spared,
+}
+
 /// One peer's liveness.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Peer {
@@ -153,8 +164,8 @@ pub struct Peer {
     reported: PeerState,
     /// When the peer was heard last; when it was called, while connecting.
     heard: Time,
-    /// Nobody could hear it for a while, and it was let off for that: `heard` is later than it was.
-    spared: bool,
+    /// Nobody could hear it for a while, and `heard` is later than it was for that.
+    late: Late,
     /// When it was used last; when it was connected, if never. Kept only where that may end it.
     used: Time,
     /// It is asked to part, and how often it was.
@@ -180,7 +191,7 @@ impl Peer {
             state: PeerState::Connecting,
             reported: PeerState::Connecting,
             heard: now,
-            spared: false,
+            late: Late::Never,
             used: Time::ZERO,
             parting: false,
             asked: 0,
@@ -228,7 +239,7 @@ impl Peer {
             PeerState::Connecting | PeerState::Down(_) => return,
         }
         self.heard = self.heard.max(now);
-        self.spared = false;
+        self.late = Late::Never;
     }
 
     /// The connection is of use: something was written to the peer, or the peer has written something, or says that it does. Whoever is
@@ -269,15 +280,16 @@ impl Peer {
         if !matches!(self.state, PeerState::Up | PeerState::Suspect) {
             return;
         }
-        if self.heard >= since && !self.spared {
+        if self.heard >= since && self.late == Late::Never {
             self.heard = self.heard.max(now);
+            self.late = Late::Moved;
             return;
         }
         let beats = self.config.heartbeat.saturating_mul(2).min(self.config.down_after);
         let missing = now.after(beats).since(self.heard.after(self.config.down_after));
-        if !self.spared && missing > Duration::ZERO {
+        if self.late != Late::Spared && missing > Duration::ZERO {
             self.heard = self.heard.after(missing);
-            self.spared = true;
+            self.late = Late::Spared;
         }
     }
 

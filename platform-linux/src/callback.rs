@@ -7,8 +7,9 @@
 //! # Invariants
 //!
 //! Every job that is pushed is run, once: by the runner, or, after [`Callbacks::end`], by whoever
-//! pushes. The tests below check it, and the loom models of `verification/loom`, on this text. What one thread
-//! pushes is run in order, if one thread runs it: the tests alone check that.
+//! pushes. No thread runs a job within another: a callback may hold its own locks when it asks for the next one. The tests below check it,
+//! and the loom models of `verification/loom`, on this text. What one thread pushes is run in order, if one thread runs it: the tests alone
+//! check that.
 
 use std::collections::VecDeque;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -16,7 +17,9 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use immwire_core::wake::Doorbell;
 
 use crate::ring::{self, Boxed};
-use crate::sync::{AtomicBool, Mutex, OnceLock, Ordering, Thread, current, fence, lock, park};
+use crate::sync::{
+    AtomicBool, Mutex, OnceLock, Ordering, Thread, ThreadId, current, fence, lock, park,
+};
 
 /// A callback with its argument.
 pub(crate) type Job = Box<dyn FnOnce() + Send>;
@@ -32,6 +35,8 @@ pub(crate) struct Callbacks {
     runner: OnceLock<Thread>,
     /// The engine has ended: nobody runs jobs but who pushes them.
     ended: AtomicBool,
+    /// Threads that run jobs since.
+    running: Mutex<Vec<ThreadId>>,
 }
 
 impl Callbacks {
@@ -44,10 +49,11 @@ impl Callbacks {
             bell: Doorbell::new(),
             runner: OnceLock::new(),
             ended: AtomicBool::new(false),
+            running: Mutex::new(Vec::new()),
         })
     }
 
-    /// Hands a job over; after the engine's end, runs it.
+    /// Hands a job over; after the engine's end, runs it, unless this thread runs one: then it is run after that.
     pub(crate) fn push(&self, job: Job) {
         self.queue(job);
         self.ring();
@@ -74,8 +80,25 @@ impl Callbacks {
         // With the fence in `ring`, between the push and this look, and the one in `end`: either we see
         // the end, or whoever runs jobs after it sees ours.
         if self.ended.load(Ordering::Acquire) {
-            self.run_pending();
+            self.run_after_the_end();
         }
+    }
+
+    /// Runs what is there, but not within a job: whoever runs that goes on with the next.
+    fn run_after_the_end(&self) {
+        let me = current().id();
+        if self.runner.get().is_some_and(|runner| runner.id() == me) {
+            return;
+        }
+        {
+            let mut running = lock(&self.running);
+            if running.contains(&me) {
+                return;
+            }
+            running.push(me);
+        }
+        self.run_all();
+        lock(&self.running).retain(|it| *it != me);
     }
 
     fn pop(&self) -> Option<Job> {
@@ -101,6 +124,15 @@ impl Callbacks {
 
     /// Runs what is there. Returns whether there was anything.
     pub(crate) fn run_pending(&self) -> bool {
+        if self.ended.load(Ordering::Acquire) {
+            let any = !self.is_empty();
+            self.run_after_the_end();
+            return any;
+        }
+        self.run_all()
+    }
+
+    fn run_all(&self) -> bool {
         let mut any = false;
         while let Some(job) = self.pop() {
             any = true;
@@ -115,7 +147,7 @@ impl Callbacks {
     pub(crate) fn serve(&self) {
         let _ = self.runner.set(current());
         loop {
-            self.run_pending();
+            self.run_all();
             self.bell.prepare_sleep();
             if !self.is_empty() {
                 self.bell.awake();
@@ -126,7 +158,7 @@ impl Callbacks {
                 // either whoever pushed sees the end, as we have, or we see the job. (The fence in `end`
                 // comes after what we have read of it, and so does not order us.)
                 fence(Ordering::SeqCst);
-                self.run_pending();
+                self.run_all();
                 return;
             }
             park();
@@ -191,6 +223,50 @@ mod tests {
         }
         callbacks.run_pending();
         assert!(lock(&ran).iter().copied().eq(0..pushed), "{:?}", lock(&ran));
+    }
+
+    /// After the end each callback asks for the next one, as deep as any stack would be, with a lock of its own held.
+    #[test]
+    fn none_is_run_within_another() {
+        const JOBS: u32 = 200_000;
+        fn next(callbacks: &Arc<Callbacks>, own: &Arc<Mutex<u32>>, ran: &Arc<AtomicU32>) {
+            let here = (Arc::clone(callbacks), Arc::clone(own), Arc::clone(ran));
+            callbacks.push(Box::new(move || {
+                let (callbacks, own, ran) = here;
+                let mut number =
+                    own.try_lock().expect("no job holds it: none has begun within another");
+                *number += 1;
+                if *number < JOBS {
+                    next(&callbacks, &own, &ran);
+                }
+                ran.fetch_add(1, Ordering::Relaxed);
+            }));
+        }
+        // By who pushes; by the thread that ran them before, which is in one when the end comes; and by who polls.
+        for way in 0..3 {
+            let callbacks = Arc::new(Callbacks::new(4).unwrap());
+            let (own, ran) = (Arc::new(Mutex::new(0)), Arc::new(AtomicU32::new(0)));
+            match way {
+                0 => {
+                    callbacks.end();
+                    next(&callbacks, &own, &ran);
+                }
+                1 => {
+                    let ender = Arc::clone(&callbacks);
+                    callbacks.queue(Box::new(move || ender.end()));
+                    next(&callbacks, &own, &ran);
+                    let runner = Arc::clone(&callbacks);
+                    std::thread::spawn(move || runner.serve()).join().unwrap();
+                }
+                _ => {
+                    next(&callbacks, &own, &ran);
+                    callbacks.end();
+                    assert!(callbacks.run_pending() && !callbacks.run_pending());
+                }
+            }
+            assert_eq!(ran.load(Ordering::Relaxed), JOBS, "{way}");
+            assert!(lock(&callbacks.running).is_empty());
+        }
     }
 
     /// Pushed before, while and after the runner ends: each job is run once, and soon.

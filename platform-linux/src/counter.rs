@@ -136,7 +136,7 @@ impl ImmCounter {
     ///
     /// # Errors
     ///
-    /// [`CountError::Busy`] while a wait is under way.
+    /// [`CountError::Busy`] while a wait is under way, [`CountError::Counter`] for more writes than a counter holds.
     pub fn try_take(&self, writes: u64) -> Result<bool, CountError> {
         Ok(self.shared.counting.table().consume(self.tag, writes)?)
     }
@@ -189,7 +189,8 @@ impl ImmCounter {
     ///
     /// # Errors
     ///
-    /// [`CountError::Busy`]: a wait is under way; `call` is dropped.
+    /// [`CountError::Busy`]: a wait is under way. [`CountError::Counter`]: more writes than a counter holds.
+    /// [`CountError::EngineStopped`]: it has ended. `call` is dropped.
     pub fn on_count(
         self: &Arc<Self>,
         writes: u64,

@@ -737,12 +737,15 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.shared.intake.request_stop();
-        // Before the threads end: they give memory back, which waits for streams.
-        self.gates.stop();
+        let threads = std::mem::take(&mut *lock(&self.threads));
+        // Before the threads end: they give memory back, which waits for streams. Who polls does it with the driver: until then what
+        // is under way goes on, and what streams wait for may come.
+        if !threads.is_empty() {
+            self.gates.stop();
+        }
         // After both: a watcher's callback may wait for what the engine does, or for a stream, and is waited for.
         self.watch.stop();
         let me = std::thread::current().id();
-        let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:
         // both end by themselves, right after.
         let is_engines = threads.first().is_some_and(|engine| engine.thread().id() == me);
@@ -1150,7 +1153,7 @@ impl TransferEngine {
     ///
     /// # Errors
     ///
-    /// [`CountError::Busy`]: a wait on it is under way.
+    /// Those of [`ImmCounter::on_count`].
     pub fn expect_imm_count(
         &self,
         counter: &Arc<ImmCounter>,

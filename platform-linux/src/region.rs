@@ -181,8 +181,8 @@ impl Region {
 
     /// Withdraws the region from peers, and forgets it: afterwards nobody writes there any more.
     ///
-    /// Dropping does the same later, in the background, and cannot say when. On libfabric, and where memory is staged, the engine
-    /// must be polled meanwhile: if that is done by this very thread, use `Driver::close_region`.
+    /// Dropping does the same later, in the background, and cannot say when. On libfabric and libibverbs, and where memory is
+    /// staged, the engine must be polled meanwhile: if that is done by this very thread, use `Driver::close_region`.
     ///
     /// Host memory that an engine with GPUs has pinned is unpinned before this returns, for which the driver takes as long as the GPU is
     /// busy, whatever `patience` is: until then it may not be freed.

@@ -71,7 +71,7 @@ pub(crate) struct Inbox {
 #[derive(Default)]
 struct InboxState {
     messages: VecDeque<Message>,
-    /// Of all of them.
+    /// Of all of them, and of those that are handed to posted receives until these have been called.
     bytes: u64,
     /// Posted receives, and how many messages each is still to get.
     posted: VecDeque<(usize, OnMessage)>,
@@ -106,7 +106,7 @@ impl Inbox {
             None => state.messages.len() < Self::CAPACITY,
             Some(bytes) => {
                 let fits = state.bytes.saturating_add(bytes) <= Self::BYTES_WITH_LEFT;
-                fits && state.messages.len() < Self::CAPACITY_WITH_LEFT
+                fits && state.messages.len() + state.queued < Self::CAPACITY_WITH_LEFT
             }
         }
     }
@@ -483,7 +483,8 @@ impl Shared {
     fn hand_out(self: &Arc<Self>) {
         let mut state = lock(&self.inbox.state);
         while state.queued < Inbox::CAPACITY && !state.posted.is_empty() {
-            let Some(message) = state.take() else { break };
+            let Some(message) = state.messages.pop_front() else { break };
+            let bytes = message.bytes.len() as u64;
             let Some((left, call)) = state.posted.front_mut() else { break };
             *left -= 1;
             let (spent, call) = (*left == 0, Arc::clone(call));
@@ -495,7 +496,11 @@ impl Shared {
             // Queued under the lock, so that messages keep their order.
             self.callbacks.queue(Box::new(move || {
                 let called = catch_unwind(AssertUnwindSafe(|| call(message)));
-                lock(&shared.inbox.state).queued -= 1;
+                {
+                    let mut state = lock(&shared.inbox.state);
+                    state.queued -= 1;
+                    state.bytes -= bytes;
+                }
                 shared.hand_out();
                 // A mailbox may have waited for room.
                 shared.intake.ring();
@@ -557,6 +562,12 @@ mod tests {
             lock(&inbox.state).put(message(1));
         }
         assert!(!inbox.has_room(Some(1)));
+        // What is on its way to callbacks is there, too.
+        let _ = inbox.try_take();
+        assert!(inbox.has_room(Some(1)));
+        lock(&inbox.state).queued = 1;
+        assert!(!inbox.has_room(Some(1)));
+        lock(&inbox.state).queued = 0;
         while inbox.try_take().is_some() {}
         assert_eq!(lock(&inbox.state).bytes, 0);
         // The longest that there can be has room, and nothing beside it.

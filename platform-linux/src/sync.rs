@@ -9,7 +9,7 @@ pub(crate) use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering, f
 /// A reference count that frees what it counts, and one that does not.
 pub(crate) use std::sync::{Arc as Counted, Weak as Uncounted};
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
-pub(crate) use std::thread::{Thread, current, park, yield_now};
+pub(crate) use std::thread::{Thread, ThreadId, current, park, yield_now};
 use std::time::{Duration, Instant};
 
 use immwire_core::wake::WakeWord;

@@ -292,7 +292,7 @@ Examples:
 /// `immwire bench moe`.
 #[derive(Debug, Args)]
 pub struct MoeBenchArgs {
-    /// Ranks [default: 2, or as many as GPUs]
+    /// Ranks, with GPUs 32 at most [default: 2, or as many as GPUs]
     #[arg(long, value_parser = clap::value_parser!(u32).range(1..=64))]
     pub ep: Option<u32>,
     /// What carries the writes; nvlink with --gpus, unless told
@@ -304,7 +304,7 @@ pub struct MoeBenchArgs {
     /// Tokens of each rank
     #[arg(long, default_value_t = 128, value_parser = clap::value_parser!(u32).range(0..=65_536))]
     pub tokens: u32,
-    /// Values of a token; a multiple of 8
+    /// Values of a token; a multiple of 8, with GPUs of 16
     #[arg(long, default_value_t = 7168, value_parser = clap::value_parser!(u32).range(8..=65_536))]
     pub hidden: u32,
     /// Experts of all ranks
@@ -393,8 +393,9 @@ pub struct RecvArgs {
 
 const DOCTOR_HELP: &str = "\
 No privilege is needed. Libraries are searched for by name where the loader would look, not opened, since
-that would run their code; but libfabric, libibverbs and the CUDA driver, if they are there, are loaded by
-child processes, and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name others.
+that would run their code; but libfabric, libibverbs, the CUDA driver and GDRCopy, if they are there, are
+loaded by child processes, and asked for their devices. IMMWIRE_LIBFABRIC, IMMWIRE_LIBIBVERBS and
+IMMWIRE_GDRAPI name others.
 
 Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What needs
 a library or a device that is not there (other hosts, GPU memory) is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
@@ -464,7 +465,8 @@ pub struct SimReplayArgs {
 const SIM_EP_HELP: &str = "\
 Each rank is a real engine in this process, with the core and the driver that would run on the machine;
 NICs are models made from published figures (see the documentation of immwire::sim::NicModel for each
-number's source), and time is the fabric's own. The same command prints the same figures everywhere.
+number's source), and time is the fabric's own. The same command predicts the same everywhere; the time it
+takes, and the memory, are this machine's.
 
 Modelled: the NIC's goodput in both directions, so that incast shows; latency; the NIC's time for each
 message; the processor's time to post a write and to take a completion or an immediate; credits, splits,

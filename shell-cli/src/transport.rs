@@ -211,9 +211,12 @@ impl TransportArgs {
         let option = if gpus.gpus.is_empty() { "sms" } else { "gpus" };
         let given = !gpus.gpus.is_empty() || gpus.sms.is_some();
         let pairs = gpus.pairing != PairingArgs::default();
+        // Whoever is called at an address is reached by what it names, memory of GPUs or not.
+        let by_copies =
+            !matches!(peers, Peers::At(address) if far(address.provider()) != ProviderKind::Shm);
         match (self.provider, self.given().next()) {
             (Some(Provider::Nvlink), None) => {}
-            (None, None) if given => {}
+            (None, None) if given && by_copies => {}
             (Some(Provider::Nvlink), Some((option, of))) => {
                 let (of, provider) = (label(of), label(Provider::Nvlink));
                 return Err(TransportError::NoMeaning { option, of, provider });

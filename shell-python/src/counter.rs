@@ -168,7 +168,7 @@ impl ImmCounter {
         self.tag.slot()
     }
 
-    /// Whole writes that have arrived and were not consumed.
+    /// Whole writes that have arrived and were not consumed; 0 while a wait is under way.
     #[getter]
     fn available(&self) -> PyResult<u64> {
         Ok(self.get()?.imm.available())

@@ -179,8 +179,8 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``spin``: seconds that an ``await`` looks for its result before it lets other tasks run, if none
 ///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
 /// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
-/// - ``heartbeat``, ``suspect_after``, ``down_after``: a peer is sent something every so many seconds, 0.5 unless told (it is asked to
-///   do likewise, and the shorter interval counts); it is suspected when nothing was heard of it for so many, 2, and given up after so many,
+/// - ``heartbeat``, ``suspect_after``, ``down_after``: a peer is sent something every so many seconds, after a lone write within twice as
+///   many, 0.5 unless told (it is asked to do likewise, and the shorter interval counts); it is suspected when nothing was heard of it for so many, 2, and given up after so many,
 ///   10, but with ``"shm"`` never for silence alone, unless told: there its death is seen at once. ``math.inf`` is never.
 /// - ``connect_deadline``: seconds after which a peer that was added and has not answered is given up, 10 unless told.
 /// - ``idle_after``: seconds after which a peer is asked to end the connection, if neither end has used it: its place is free for others then,

@@ -180,7 +180,7 @@ pub(crate) fn still_writing(error: RevokeError) -> PyErr {
 
 pub(crate) fn add_peer(error: &AddPeerError) -> PyErr {
     match error {
-        AddPeerError::Full(_) => plain("CapacityError", error),
+        AddPeerError::Full(full) => capacity(error, full.capacity),
         AddPeerError::NoAnswer => plain("EngineClosed", error),
         _ => plain("PeerError", error),
     }

@@ -36,6 +36,8 @@ class Ranks:
 
     def __init__(self, stack, world, on_gpus=False, groups=None, engines=(None, None, None), **more):
         self.on_gpus = on_gpus
+        # Whether 16-bit values are handed over as arrays of a type of which numpy knows no format for a buffer.
+        self.formatless = False
         share, odd = divmod(EXPERTS, world)
         even = [share * rank + min(rank, odd) for rank in range(world + 1)]
         self.firsts = more.get("firsts", even)
@@ -60,7 +62,9 @@ class Ranks:
         return Array(self.all[rank].engine, rank % 2, content) if self.on_gpus else OnHost(content)
 
     def given(self, array):
-        return None if array is None else array if self.on_gpus else array.there
+        if array is None or self.on_gpus:
+            return array
+        return array.there.view("M8[s]") if self.formatless and array.there.dtype == np.uint16 else array.there
 
     def settle(self, rank):
         if self.on_gpus:
@@ -167,6 +171,17 @@ def test_uneven_experts_on_the_cpu(firsts):
         # An array says it, too, and then nobody need say how many there are.
         others = Ranks(stack, len(firsts) - 1, experts=None, firsts=np.array(firsts))
         others.round(3, **ROUNDS[0])
+
+
+def test_arrays_without_a_format_on_the_cpu():
+    with pytest.raises(ValueError):
+        memoryview(np.zeros(1, np.uint64).view("M8[s]"))
+    with ExitStack() as stack:
+        ranks = Ranks(stack, 2)
+        ranks.formatless = True
+        ranks.round(1, [5, 3])
+        ranks.round(2, [5, 3], counted=True)
+        ranks.round(3, [5, 3], onto=True)
 
 
 def test_more_experts_than_can_be_even_on_the_cpu():

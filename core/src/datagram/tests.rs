@@ -127,6 +127,26 @@ fn another_version_is_named() {
     assert_eq!(Message::decode(&bytes[..len]), Err(Malformed::Version { theirs }));
 }
 
+/// Whoever calls in another version can be refused, and hears of it: whatever version, and nothing but that.
+#[test]
+fn calls_and_refusals_are_understood_in_all_versions() {
+    let claim = encoded(&claim(1, 16));
+    for message in messages(&claim) {
+        let mut bytes = [0; DATAGRAM_MAX];
+        let len = message.encode(&mut bytes).unwrap();
+        let is_for_all = matches!(message, Message::Call { .. } | Message::Refuse { .. });
+        for theirs in 0..=u16::MAX {
+            bytes[4..6].copy_from_slice(&theirs.to_le_bytes());
+            let read = Message::decode_of_any_version(&bytes[..len]);
+            let version = Malformed::Version { theirs };
+            let expected = if is_for_all { Ok((theirs, message.clone())) } else { Err(version) };
+            assert_eq!(read, expected);
+            let here = if theirs == PROTOCOL_VERSION { Ok(message.clone()) } else { Err(version) };
+            assert_eq!(Message::decode(&bytes[..len]), here);
+        }
+    }
+}
+
 #[test]
 fn claims_come_back_or_are_refused() {
     for (nics, len) in [(1, 1), (2, 16), (8, NIC_ADDRESS_MAX)] {

@@ -15,7 +15,7 @@ use crate::error::Error;
 use crate::memory::{DeviceMemory, PinnedMemory};
 use crate::module::{Function, Module};
 use std::ffi::CStr;
-use std::mem::offset_of;
+use std::mem::{self, offset_of};
 use std::num::NonZeroU32;
 use std::ptr;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -235,7 +235,11 @@ impl Exchange {
         // The first launch may be in another stream.
         let ready = Event::new(device)?;
         ready.record(stream)?;
-        ready.wait(SET_UP_LIMIT)?;
+        if let Err(error) = ready.wait(SET_UP_LIMIT) {
+            // The GPU may be at it still, and whoever gives its memory back waits for all that it does.
+            mem::forget(exchange);
+            return Err(error);
+        }
         Ok(exchange)
     }
 

@@ -17,14 +17,14 @@ use std::io;
 use std::time::Duration;
 
 use immwire_core::datagram::{
-    Address, Claim, DATAGRAM_MAX, GivenUp, Malformed, Message, Nonce, Nonces, Proof, Retry, Uptake,
+    Address, Claim, DATAGRAM_MAX, GivenUp, Message, Nonce, Nonces, Proof, Retry, Uptake,
 };
 use immwire_core::id::{EngineId, PeerId, Time};
 use immwire_core::opening::{Openings, Turns};
 use immwire_core::origin::{self, Origin, Recall};
 use immwire_core::peer::DownReason;
 use immwire_core::recycle::Turn;
-use immwire_core::wire::{Hello, NetAddr, Refusal};
+use immwire_core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 
 use super::door::To;
 use super::session::{Routes, Session, State};
@@ -307,6 +307,18 @@ impl LibfabricProvider {
         }
     }
 
+    /// A message of another version of the protocol: whoever calls is told so, and so is who is refused.
+    pub(super) fn hear_other_version<S: Sink>(&mut self, bytes: &[u8], sink: &mut S) -> Option<()> {
+        match Message::decode_of_any_version(bytes).ok()? {
+            (theirs, Message::Call { nonce, target, ref door }) => {
+                let is_us = target == self.config.engine;
+                let version = Refusal::Version { ours: PROTOCOL_VERSION, theirs };
+                self.refuse(nonce, door, if is_us { version } else { Refusal::Elsewhere })
+            }
+            (_, message) => self.hear_handshake(&message, sink),
+        }
+    }
+
     fn answer(&mut self, door: &Address, message: &Message<'_>) {
         // If there is no room, the caller repeats its message.
         self.door.send(self.now, &To::Stranger, door, &mut 0, message);
@@ -370,13 +382,7 @@ impl LibfabricProvider {
         }
         let claim = match Claim::decode(claim) {
             Ok(claim) if claim.protocol == self.claim_protocol() => claim,
-            Ok(_) | Err(Malformed::Bytes) => {
-                return self.refuse(initiator, door, Refusal::Malformed);
-            }
-            Err(Malformed::Version { theirs }) => {
-                let ours = immwire_core::wire::PROTOCOL_VERSION;
-                return self.refuse(initiator, door, Refusal::Version { ours, theirs });
-            }
+            _ => return self.refuse(initiator, door, Refusal::Malformed),
         };
         if self.is_any_going() || self.has_lost_lane() {
             return Some(()); // It is said again.

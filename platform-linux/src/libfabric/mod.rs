@@ -1,7 +1,8 @@
 //! The provider for engines on libfabric: TCP between any two hosts, AWS EFA by the book.
 //!
 //! libfabric is found and loaded at run time; nothing is linked. What is asked of it is the part that all its
-//! providers have: reliable datagrams, writes with 4 bytes of data, no order, progress by polling.
+//! providers have: reliable datagrams, writes with 8 bytes of data (4 on EFA, which names the source itself), no order, progress
+//! by polling.
 //!
 //! | part | what |
 //! |---|---|

@@ -10,7 +10,7 @@
 
 use std::time::Duration;
 
-use immwire_core::datagram::{Addresses, DATAGRAM_MAX, Message, Say};
+use immwire_core::datagram::{Addresses, DATAGRAM_MAX, Malformed, Message, Say};
 use immwire_core::group::WorkError;
 use immwire_core::id::{NicIndex, Time};
 use immwire_core::opening::{Openings, Pairs, Turns};
@@ -80,7 +80,8 @@ impl LibfabricProvider {
                     let understood = match Message::decode(bytes) {
                         Ok(Message::Session { token, say }) => self.hear_say(token, say),
                         Ok(message) => self.hear_handshake(&message, sink),
-                        Err(_) => None,
+                        Err(Malformed::Version { .. }) => self.hear_other_version(bytes, sink),
+                        Err(Malformed::Bytes) => None,
                     };
                     if understood.is_none() {
                         self.stats.ignored += 1;

@@ -150,15 +150,18 @@ impl AllToAll {
         })?;
         let geometry = exchange.geometry();
         let bytes = geometry.inbox_bytes + u64::from(geometry.world) * GREETING_BYTES;
+        // Whoever is refused memory or a counter does not wait for kernels of others.
+        let mut unused = Unused { exchange: Some(exchange), give_back: engine.give_back() };
         let inbox = engine.alloc_gpu(config.gpu, usize::try_from(bytes).unwrap_or(usize::MAX))?;
         let own = Own::new(engine, config.rank)?;
-        if let Err(error) = clear(&exchange, &stream, &inbox) {
+        // It is there until it is taken.
+        let exchange = unused.exchange.as_ref().ok_or(MoeError::Over)?;
+        if let Err(error) = clear(exchange, &stream, &inbox) {
             // The GPU may be at it still.
-            mem::forget((exchange, stream, inbox));
+            mem::forget((unused.exchange.take(), stream, inbox));
             return Err(error);
         }
-        let exchange = Unused { exchange: Some(exchange), give_back: engine.give_back() };
-        Ok(Joining { config: config.clone(), exchange, stream, inbox, own })
+        Ok(Joining { config: config.clone(), exchange: unused, stream, inbox, own })
     }
 
     /// Sizes of everything.
@@ -222,7 +225,7 @@ impl AllToAll {
         Ok(())
     }
 
-    /// Whether memory is this rank's GPU's, or of the host and known to the driver; half a microsecond.
+    /// Whether memory is this rank's GPU's, or of the host and pinned by way of it; half a microsecond.
     #[must_use]
     pub fn is_here(&self, address: u64) -> bool {
         immwire_cuda::gpu_of(self.stream.device(), address) == Ok(Some(self.gpu))

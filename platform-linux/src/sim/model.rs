@@ -1,8 +1,7 @@
 //! What a NIC does to a message, and what may go wrong on the fabric: numbers only.
 //!
-//! The parameters of the models were not measured by this project. Each comes from a published figure
-//! that its comment names (the paper is arXiv 2510.27656, with its repository's README), or is said to
-//! be assumed.
+//! But for what is said to be measured or assumed, each parameter of the models comes from a published figure
+//! that its comment names (the paper is arXiv 2510.27656, with its repository's README).
 
 use std::time::Duration;
 

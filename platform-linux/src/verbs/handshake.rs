@@ -296,8 +296,11 @@ impl VerbsProvider {
         from: &From,
         sink: &mut S,
     ) -> Option<Hearing> {
-        let message = Message::decode(bytes).ok();
-        let heard = message.and_then(|message| self.hear_handshake(&message, from, sink));
+        let heard = match Message::decode(bytes) {
+            Ok(message) => self.hear_handshake(&message, from, sink),
+            Err(Malformed::Version { .. }) => self.hear_other_version(bytes, from, sink),
+            Err(Malformed::Bytes) => None,
+        };
         self.stats.ignored += u64::from(heard.is_none());
         heard
     }
@@ -399,6 +402,25 @@ impl VerbsProvider {
             Message::Refuse { nonce, why } => self.refused(&nonce, why, from, sink),
             // What is said in a session does not come through the door.
             Message::Session { .. } => None,
+        }
+    }
+
+    /// A message of another version of the protocol: whoever calls is told so, and so is who is refused.
+    fn hear_other_version<S: Sink>(
+        &mut self,
+        bytes: &[u8],
+        from: &From,
+        sink: &mut S,
+    ) -> Option<Hearing> {
+        match Message::decode_of_any_version(bytes).ok()? {
+            (theirs, Message::Call { nonce, target, ref door }) => {
+                let place = Place::decode(door).filter(|place| from.is(&place.port))?;
+                let is_us = target == self.config.engine;
+                let version = Refusal::Version { ours: PROTOCOL_VERSION, theirs };
+                let why = if is_us { version } else { Refusal::Elsewhere };
+                self.refuse(nonce, (from.door, &place), why)
+            }
+            (_, message) => self.hear_handshake(&message, from, sink),
         }
     }
 
@@ -507,13 +529,7 @@ impl VerbsProvider {
         }
         let claim = match Claim::decode(claim) {
             Ok(claim) if claim.protocol == PROTOCOL => claim,
-            Ok(_) | Err(Malformed::Bytes) => {
-                return self.refuse(initiator, caller, Refusal::Malformed);
-            }
-            Err(Malformed::Version { theirs }) => {
-                let ours = PROTOCOL_VERSION;
-                return self.refuse(initiator, caller, Refusal::Version { ours, theirs });
-            }
+            _ => return self.refuse(initiator, caller, Refusal::Malformed),
         };
         let Some(stands) = stands(&claim) else {
             return self.refuse(initiator, caller, Refusal::Malformed);

@@ -1,7 +1,8 @@
 //! The provider for engines on RDMA NICs: ConnectX and other InfiniBand or RoCE devices, by libibverbs.
 //!
-//! libibverbs is found and loaded at run time; nothing is linked. What is used of it is the part that all drivers
-//! have, Soft-RoCE's among them: reliable connected queue pairs, one-sided writes with immediate, shared receive queues.
+//! libibverbs is found and loaded at run time; nothing is linked. What has to be there is the part that all drivers
+//! have, Soft-RoCE's among them: reliable connected queue pairs, one-sided writes with immediate, shared receive queues. Extended posts and
+//! polls, queues that grow, DMA-BUFs and on-demand paging are used where a device offers them.
 //!
 //! | part | what |
 //! |---|---|

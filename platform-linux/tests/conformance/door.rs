@@ -15,7 +15,7 @@ use immwire::core::nic::NicState;
 use immwire::core::plan::Piece;
 use immwire::core::recycle::Turn;
 use immwire::core::tenant::Tenant;
-use immwire::core::wire::{Hello, NetAddr, Refusal};
+use immwire::core::wire::{Hello, NetAddr, PROTOCOL_VERSION, Refusal};
 use immwire::libfabric::{LibfabricConfig, LibfabricProvider};
 use immwire::provider::{
     ConnectError, NicInfo, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
@@ -38,6 +38,7 @@ pub const TESTS: &[Test] = &[
         a_recorded_handshake(case, Some("a secret"));
     }),
     ("a_thousand_callers", Spread::Once, a_thousand_callers),
+    ("another_version", Spread::Once, another_version),
 ];
 
 // ---- an engine whose door is watched ----
@@ -478,6 +479,57 @@ fn doors_of_impostors(case: &Case) {
         answering.join().expect("no panic");
         assert_eq!(host.engine.peers(), [friend.peer], "round {round}");
         friend.is_served(case, host);
+    }
+}
+
+/// Whoever calls and speaks another version of the protocol is told so at once, and so is who calls such a one. Nothing else of theirs is listened to.
+fn another_version(case: &Case) {
+    let me = Me::new(case, None, Duration::from_secs(10));
+    let host = &me.host;
+    let mut stranger = me.stranger(case);
+    let mut random = case.random();
+    let to = stranger.meet(&me.door());
+    let (mine, target) = (stranger.name().clone(), host.engine.address().engine());
+    for theirs in [PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1] {
+        let of_theirs = |message: &Message<'_>| {
+            let mut bytes = encoded(message);
+            bytes[4..6].copy_from_slice(&theirs.to_le_bytes());
+            bytes
+        };
+        let before = me.stats();
+        let initiator = nonce(&mut random);
+        let call = Message::Call { nonce: initiator, target, door: mine.clone() };
+        assert!(stranger.say(host, to, &of_theirs(&call)));
+        let why = loop {
+            let heard = stranger.hear(host, patience()).expect("an answer");
+            match Message::decode(&heard) {
+                Ok(Message::Refuse { nonce, why }) if nonce == initiator => break why,
+                // Of the caller below, which may have called again before it heard us.
+                Ok(Message::Call { .. }) => {}
+                other => panic!("{other:?}"),
+            }
+        };
+        assert_eq!(why, Refusal::Version { ours: PROTOCOL_VERSION, theirs });
+        assert_eq!(me.stats().refused, before.refused + 1);
+        let acceptor = nonce(&mut random);
+        let unheard = Message::Challenge(Nonces { initiator, acceptor });
+        assert!(stranger.say(host, to, &of_theirs(&unheard)));
+        me.has_ignored(before.ignored, 1, "a challenge of another version");
+
+        let (mut caller, _) = case.agent("caller");
+        let address = stranger.as_engine(EngineId(random.number())).to_string();
+        caller.post(Ask::TryPeer { address });
+        let call = stranger.hear(host, patience()).expect("a call");
+        let Ok(Message::Call { nonce: initiator, door, .. }) = Message::decode(&call) else {
+            panic!("{call:?} is no call")
+        };
+        let back = stranger.meet(&door);
+        let why = Refusal::Version { ours: theirs, theirs: PROTOCOL_VERSION };
+        let refuse = Message::Refuse { nonce: initiator, why };
+        assert!(stranger.say(host, back, &of_theirs(&refuse)));
+        let Say::Text(why) = caller.answer(Some(host)) else { panic!("a stranger is no peer") };
+        let versions = [theirs.to_string(), PROTOCOL_VERSION.to_string()];
+        assert!(versions.iter().all(|it| why.contains(it)) && why.contains("version"), "{why}");
     }
 }
 

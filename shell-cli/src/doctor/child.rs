@@ -17,7 +17,7 @@ use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
 /// Half a second is usual.
-const PATIENCE: Duration = Duration::from_secs(20);
+pub(super) const PATIENCE: Duration = Duration::from_secs(20);
 /// How long a child has to end that has said what it says, or was killed.
 const ENDS_WITHIN: Duration = Duration::from_secs(1);
 /// How often whoever waits looks up.
@@ -63,7 +63,7 @@ pub fn say<T: Serialize>(found: &Asked<T>) -> std::io::Result<()> {
 }
 
 /// Kills on every way out, and reaps whoever can die.
-struct Reaped(Child);
+pub(super) struct Reaped(pub(super) Child);
 
 impl Reaped {
     /// How it ended by itself, once it has said what it says; `None` if it does not end soon.

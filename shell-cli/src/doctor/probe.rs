@@ -5,18 +5,20 @@
 //! child is this program again, started with [`TARGET_COMMAND`]. Others ask libfabric ([`super::fabric`]), libibverbs
 //! ([`super::rdma`]) and the CUDA driver ([`super::cuda`]).
 
-use super::child;
+use super::child::{self, PATIENCE, Reaped};
 use super::cuda::{self, Cuda};
 use super::fabric::{self, Libfabric};
 use super::rdma::{self, Verbs};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use rustix::net::{accept_with, bind, connect, listen, socket_with};
 use rustix::rand::{GetRandomFlags, getrandom};
 use serde::Serialize;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, Command, Stdio};
+use std::io::{Read, Write};
+use std::process::{ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
 
 /// The hidden subcommand under which this program is the child that is written to.
 pub const TARGET_COMMAND: &str = "__probe-target";
@@ -73,7 +75,7 @@ pub struct Probes {
 pub fn probe([target, fabrics, devices, gpus]: [Command; 4]) -> Probes {
     Probes {
         memfd_sealing: Attempt::of(memfd_sealing()),
-        process_vm_writev: Attempt::of(write_to_child(target)),
+        process_vm_writev: Attempt::of(write_to_child(target, PATIENCE)),
         unix_socket: Attempt::of(unix_socket()),
         libfabric: child::ask(fabrics, fabric::CHILD_COMMAND),
         verbs: child::ask(devices, rdma::CHILD_COMMAND),
@@ -109,6 +111,8 @@ enum WriteError {
     Start(std::io::Error),
     #[error("the child process said {0:?} in place of an address")]
     NoAddress(String),
+    #[error("the child process said nothing for {0:?}")]
+    Silent(Duration),
     #[error("process_vm_writev: {0}")]
     Refused(std::io::Error),
     #[error("process_vm_writev wrote {0} of 8 bytes")]
@@ -117,17 +121,35 @@ enum WriteError {
     NotSeen,
 }
 
-/// Kills and reaps on every way out.
-struct Reaped(Child);
+/// The longest line of our child, an address.
+const LINE_MAX: u64 = 64;
 
-impl Drop for Reaped {
-    fn drop(&mut self) {
-        let _ = self.0.kill();
-        let _ = self.0.wait();
+/// A line of the child, or what there is of one when its output ends or is too long.
+fn line(output: &mut ChildStdout, patience: Duration) -> Result<String, WriteError> {
+    let start = Instant::now();
+    let mut said = Vec::new();
+    while said.last() != Some(&b'\n') && (said.len() as u64) < LINE_MAX {
+        let left = patience.saturating_sub(start.elapsed());
+        let limit = Timespec::try_from(left).map_err(|_| WriteError::Silent(patience))?;
+        match poll(&mut [PollFd::new(&*output, PollFlags::IN)], Some(&limit)) {
+            Ok(0) => return Err(WriteError::Silent(patience)),
+            Ok(_)
+                if Read::by_ref(output)
+                    .take(1)
+                    .read_to_end(&mut said)
+                    .map_err(WriteError::Start)?
+                    == 0 =>
+            {
+                break;
+            }
+            Ok(_) | Err(Errno::INTR) => {}
+            Err(error) => return Err(WriteError::Start(error.into())),
+        }
     }
+    Ok(String::from_utf8_lossy(&said).into_owned())
 }
 
-fn write_to_child(mut program: Command) -> Result<(), WriteError> {
+fn write_to_child(mut program: Command, patience: Duration) -> Result<(), WriteError> {
     let child = program
         .arg(TARGET_COMMAND)
         .stdin(Stdio::piped())
@@ -136,19 +158,15 @@ fn write_to_child(mut program: Command) -> Result<(), WriteError> {
         .spawn()
         .map_err(WriteError::Start)?;
     let mut child = Reaped(child);
-    let mut line = String::new();
-    let mut answers = child.0.stdout.take().map(BufReader::new);
-    if let Some(answers) = &mut answers {
-        answers.read_line(&mut line).map_err(WriteError::Start)?;
-    }
+    let Some(mut output) = child.0.stdout.take() else {
+        return Err(WriteError::NoAddress(String::new()));
+    };
+    let said = line(&mut output, patience)?;
     let address =
-        usize::from_str_radix(line.trim(), 16).map_err(|_| WriteError::NoAddress(line))?;
+        usize::from_str_radix(said.trim(), 16).map_err(|_| WriteError::NoAddress(said))?;
     write_word(child.0.id(), address, AFTER)?;
     drop(child.0.stdin.take());
-    let mut seen = String::new();
-    if let Some(answers) = &mut answers {
-        answers.read_line(&mut seen).map_err(WriteError::Start)?;
-    }
+    let seen = line(&mut output, patience)?;
     if seen.trim() == format!("{AFTER:x}") { Ok(()) } else { Err(WriteError::NotSeen) }
 }
 
@@ -201,6 +219,26 @@ mod tests {
             panic!("there is no such program")
         };
         assert!(why.contains("no child process"), "{why}");
+    }
+
+    #[test]
+    fn a_child_that_says_nothing_is_given_up() {
+        let script = |text: &str| {
+            let mut shell = Command::new("/bin/sh");
+            shell.args(["-c", text]);
+            shell
+        };
+        // One that never begins, one that stops in the middle of a line, and one whose output others keep open.
+        for text in ["exec sleep 60", "printf 12; exec sleep 60", "sleep 5 & exit"] {
+            let start = Instant::now();
+            let limit = Duration::from_millis(20);
+            let given_up = write_to_child(script(text), limit);
+            assert!(
+                matches!(given_up, Err(WriteError::Silent(it)) if it == limit),
+                "{text}: {given_up:?}"
+            );
+            assert!(start.elapsed() < Duration::from_secs(20), "{text}");
+        }
     }
 
     #[test]

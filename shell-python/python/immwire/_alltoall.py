@@ -182,8 +182,8 @@ class AllToAll:
           which it is, or -1 where it only pads.
         - ``counts``: ``int32``, written: tokens for each of this rank's experts. ``offsets``: where the
           rows of each begin, and one entry more: all rows, padding included.
-        - ``half``: ``"both"``, or ``"send"``, which waits for nothing, and later ``"receive"`` with the
-          same arguments.
+        - ``half``: ``"both"``, or ``"send"``, which waits for nothing (on the CPU, for room to send), and
+          later ``"receive"`` with the same arguments.
 
         Experts that there are not, or that a token names twice, raise an error on the CPU; kernels leave them
         out, and ``report`` says so.
@@ -298,8 +298,8 @@ class AllToAll:
     def close(self) -> None:
         """End it, once all has been done that was enqueued. Graphs of it must not be replayed any more.
 
-        On a GPU it waits for all that the GPU has to do. A graph that any thread captures meanwhile is lost,
-        and the exchange's memory is kept: close it before or after.
+        On a GPU it waits for all that the GPU has to do; threads that launch or copy by that GPU meanwhile
+        wait, too. Graphs that are being captured do not mind.
         """
         self._held.close()
 
@@ -362,6 +362,13 @@ def _memory(of: Any) -> Any:
     torch = torch_here()
     if torch is not None and isinstance(of, torch.Tensor):
         return of.detach().view(torch.uint8).numpy()
+    if hasattr(of, "dtype") and hasattr(of, "view"):
+        try:
+            memoryview(of).release()
+        except ValueError:  # numpy says no format of it, as of bfloat16's from ml_dtypes.
+            return of.view("u1")
+        except TypeError:
+            pass  # It has no buffer at all, but an interface of another kind.
     return of
 
 

@@ -76,7 +76,10 @@ class CapacityError(ImmwireError):
 
 
 class EngineClosed(ImmwireError):
-    """The engine was closed, or the counter or region that is used."""
+    """The engine was closed, or the counter, flag, watcher or exchange that is used.
+
+    A closed region raises ``RegionError``.
+    """
 
 
 class ForkedError(ImmwireError):

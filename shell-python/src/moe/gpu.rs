@@ -171,7 +171,7 @@ impl GpuAllToAll {
     /// - ``experts`` and ``world``: so many experts over so many ranks, as evenly as can be; or ``firsts``: the first
     ///   expert of each rank, and the number of experts.
     /// - ``top_k``: choices of a token, 1 to 32. ``max_tokens``: the most tokens that any rank has.
-    /// - ``hidden``: values of a result, a multiple of 8, of ``dtype``, ``"bfloat16"`` or ``"float16"``.
+    /// - ``hidden``: values of a result, a multiple of 8 (of 16 with ``quantize``), of ``dtype``, ``"bfloat16"`` or ``"float16"``.
     /// - ``quantize``: tokens are of ``hidden`` values of ``dtype``, and arrive as e4m3 with a scale for each 128: ``"float32"``, or
     ///   ``"ue8m0"`` for powers of two in a byte each. Compute capability 8.9.
     /// - else ``token_bytes``: bytes of a token, a multiple of 16; as a result has, unless told; and ``scale_bytes``: bytes of its

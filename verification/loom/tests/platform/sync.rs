@@ -47,7 +47,14 @@ pub(crate) fn park() {
     *token = false;
 }
 
+/// Which thread it is: where its token lies.
+pub(crate) type ThreadId = usize;
+
 impl Thread {
+    pub(crate) fn id(&self) -> ThreadId {
+        Arc::as_ptr(&self.0).addr()
+    }
+
     pub(crate) fn unpark(&self) {
         *self.0.0.lock().unwrap() = true;
         self.0.1.notify_all();
