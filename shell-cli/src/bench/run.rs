@@ -6,7 +6,7 @@
 //! sides of the comparison.
 
 use super::driver_copy::{DriverCopy, DriverCopyError};
-use super::mapping::{self, Place};
+use super::mapping::{self, FileId, MappingError, Place};
 use super::plan::{Case, What};
 use super::raw::{self, DEPTH_MAX, Done, Ends, Far, Memory, Piece, Raw, RawError};
 use super::say::{Answer, Ask, Layout, fill, page_lists, wrong_bytes};
@@ -23,7 +23,6 @@ use immwire::{
 };
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -57,6 +56,9 @@ pub enum BenchError {
     /// The baseline's memory.
     #[error("no memory for the baseline: {0}")]
     Shared(#[from] SharedError),
+    /// The way to it.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
     /// The baseline's ping-pong.
     #[error(transparent)]
     PingPong(#[from] PingPongError),
@@ -255,7 +257,10 @@ impl Bench<'_> {
         // What GPUs write is compared with `driver_copy`; their memory is not to be followed.
         let place = there.place.filter(|_| self.baseline && self.carrier.gpus.is_none())?;
         match mapping::open(place) {
-            Ok(memory) => Some(Mapped { offset: usize::try_from(place.offset).ok()?, memory }),
+            Ok(memory) => {
+                let offset = usize::try_from(place.offset).ok()?;
+                Some(Mapped { memory, file: place.file, offset })
+            }
             Err(error) => {
                 tracing::warn!(%error, "no baseline");
                 None
@@ -701,8 +706,7 @@ impl Bench<'_> {
     /// A round of the bare ping-pong, over memory of its own: seconds one way, for each batch.
     fn bare(&mut self, peer: PeerId, bytes: usize, turns: u64) -> Result<Vec<f64>, BenchError> {
         let memory = SharedMemory::create(PingPong::memory_bytes(bytes) as u64, false)?;
-        let fd = u32::try_from(memory.as_fd().as_raw_fd()).unwrap_or(u32::MAX);
-        let place = Place { pid: std::process::id(), fd, offset: 0 };
+        let place = Place::of(&memory)?;
         let mut ping = PingPong::new(&memory, bytes, Side::Ping)?;
         self.ready(peer, &Ask::BareEcho { place, bytes: bytes as u64, turns })?;
         let mut times = Vec::new();
@@ -785,6 +789,7 @@ struct Bare {
 /// The peer's memory, mapped without the engine.
 struct Mapped {
     memory: SharedMemory,
+    file: FileId,
     offset: usize,
 }
 
@@ -798,10 +803,15 @@ impl Mapped {
         if !fits || total as u64 > src.len() {
             return None;
         }
+        let own = mapping::locate(src.as_ptr().addr());
+        if own.is_ok_and(|own| own.file == self.file) {
+            return None;
+        }
         let dst = self.memory.as_ptr().wrapping_add(self.offset);
         // SAFETY: both ranges were checked just now. `src` and `self` live to the end of the caller,
-        // which drops the slots before them, and are different files, so the ranges are apart. The
-        // copies are made by this thread while no transfer is in flight.
+        // which drops the slots before them, and are different files, whatever the peer said (memory of the
+        // engine's is a file whose descriptor stays open), so the ranges are apart. The copies are made by
+        // this thread while no transfer is in flight.
         unsafe { Slots::new(src.as_ptr(), dst, slot_bytes, slots) }
     }
 }
