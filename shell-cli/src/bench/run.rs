@@ -539,7 +539,7 @@ impl Bench<'_> {
                     return Ok(Some(copies.copy(&src, (0..count).map(|_| whole))?));
                 }
                 let slots = slots.as_ref().filter(|_| done == Done::Delivered);
-                Ok((0..count).map(|_| slots?.copy_pages(&from, &to)).sum())
+                Ok(slots.and_then(|slots| slots.copy_pages(&from, &to, count)))
             },
             |bench, writes, _, seed| {
                 if let (Some(copies), 0) = (&*copies.borrow(), writes) {
@@ -589,8 +589,7 @@ impl Bench<'_> {
             },
             |_, count, done| {
                 let whole = slots.len() == all.len() && done == Done::Delivered;
-                let one = || slots.iter().map(|slots| slots.copy(bytes, 1)).sum::<Duration>();
-                Ok(whole.then(|| (0..count).map(|_| one()).sum()))
+                Ok(whole.then(|| Slots::scatter(&slots, bytes, count)))
             },
             |bench, count, _, seed| {
                 let mut wrong = None;
