@@ -174,7 +174,7 @@ The baseline is measured in turns with ours, in the same processes and over the 
 memcpy into the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory.
 For libfabric and verbs it is a loop over fi_writedata or ibv_post_send on an endpoint of its own, with
 the same library, device, sizes, depth and immediates, polled on both sides; of write, rate, pages and
-latency. A software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
+latency. It uses the first NIC alone: with --nics N the ratio may come near N. A software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
 asks that it be done when they are there (FI_DELIVERY_COMPLETE). The loop that does not ask is measured
 too, and shown if it differs by more than 5 %. A ratio above 1 is better than the baseline. p99 is the
 slow end: of turns, of barriers, or of the mean transfer of a round.
