@@ -438,7 +438,8 @@ pub enum SimCommand {
 
 const SIM_REPLAY_HELP: &str = "\
 The program of a seed is always the same, on the same version: engines that write, cancel, die and return,
-on a fabric that loses NICs and links, held to an oracle. The exit status is 1 if it breaks a rule.
+on a fabric that loses NICs and links, held to an oracle. The exit status is 1 if it breaks a rule, 2 if --only
+names an operation that is not there. Ctrl-C ends the shortening of a failing one; the status is 130 then.
 
 Examples:
   immwire sim replay 4294967297                      how it goes; a failing one is made as short as it can be
