@@ -396,7 +396,8 @@ No privilege is needed. Libraries are searched for by name where the loader woul
 that would run their code; but libfabric, libibverbs and the CUDA driver, if they are there, are loaded by
 child processes, and asked for their devices. IMMWIRE_LIBFABRIC and IMMWIRE_LIBIBVERBS name others.
 
-Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What needs
+Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run; 3 doctor itself
+failed (a file of --topology that cannot be read, say), and says nothing of the machine. What needs
 a library or a device that is not there (other hosts, GPU memory) is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
 
 Examples:

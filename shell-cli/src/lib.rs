@@ -49,9 +49,12 @@ struct Failure {
 const FAILED: u8 = 1;
 /// The command line makes no sense, as clap has it.
 const NONSENSE: u8 = 2;
+/// Of a doctor that failed itself: 0 to 2 are what it says of the machine.
+const NO_DIAGNOSIS: u8 = 3;
 
 /// Runs the command line of this process to its exit code: 0, or 1 with the reason on standard error;
-/// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own.
+/// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own: 0 to 2, and 3 with the reason on
+/// standard error if it fails itself.
 #[must_use]
 pub fn run() -> ExitCode {
     start(&Cli::parse()).into()
@@ -83,7 +86,10 @@ fn start(cli: &Cli) -> u8 {
         Ok(code) => code,
         Err(Failure { code, message }) => {
             eprintln!("immwire: {message}");
-            code
+            match cli.command {
+                Command::Doctor(_) if code == FAILED => NO_DIAGNOSIS,
+                _ => code,
+            }
         }
     }
 }

@@ -278,6 +278,17 @@ fn doctor_says_the_same_in_words_json_and_exit_code() {
     }
 }
 
+/// 1 would say that this machine can run.
+#[test]
+fn a_doctor_that_failed_itself_has_code_3() {
+    for args in [["--topology", "/nonexistent"], ["--pairing", "nonsense"]] {
+        let output = run(["doctor"].iter().chain(&args));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{args:?}: {said}");
+        assert!(output.stdout.is_empty() && said.starts_with("immwire: "), "{args:?}: {said}");
+    }
+}
+
 #[test]
 fn operations_that_a_program_has_not_are_refused() {
     let output = run(["sim", "replay", "3", "--only", "0,1000000"]);
