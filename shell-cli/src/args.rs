@@ -174,7 +174,7 @@ The baseline is measured in turns with ours, in the same processes and over the 
 memcpy into the receiver's mapping; the same pages in a bare loop; a flag and a payload in shared memory.
 For libfabric and verbs it is a loop over fi_writedata or ibv_post_send on an endpoint of its own, with
 the same library, device, sizes, depth and immediates, polled on both sides; of write, rate, pages and
-latency. A software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
+latency. It uses the first NIC alone: with --nics N the ratio may come near N. A software provider would call a write done when the kernel has its bytes; the engine, and so the baseline,
 asks that it be done when they are there (FI_DELIVERY_COMPLETE). The loop that does not ask is measured
 too, and shown if it differs by more than 5 %. A ratio above 1 is better than the baseline. p99 is the
 slow end: of turns, of barriers, or of the mean transfer of a round.
@@ -397,7 +397,8 @@ that would run their code; but libfabric, libibverbs, the CUDA driver and GDRCop
 loaded by child processes, and asked for their devices. IMMWIRE_LIBFABRIC, IMMWIRE_LIBIBVERBS and
 IMMWIRE_GDRAPI name others.
 
-Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run. What needs
+Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run; 3 doctor itself
+failed (a file of --topology that cannot be read, say), and says nothing of the machine. What needs
 a library or a device that is not there (other hosts, GPU memory) is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
 
 Examples:
@@ -439,7 +440,8 @@ pub enum SimCommand {
 
 const SIM_REPLAY_HELP: &str = "\
 The program of a seed is always the same, on the same version: engines that write, cancel, die and return,
-on a fabric that loses NICs and links, held to an oracle. The exit status is 1 if it breaks a rule.
+on a fabric that loses NICs and links, held to an oracle. The exit status is 1 if it breaks a rule, 2 if --only
+names an operation that is not there. Ctrl-C ends the shortening of a failing one; the status is 130 then.
 
 Examples:
   immwire sim replay 4294967297                      how it goes; a failing one is made as short as it can be

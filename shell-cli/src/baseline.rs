@@ -9,7 +9,7 @@
 //! - Nothing here waits without a deadline.
 
 use crate::shared::SharedMemory;
-use std::hint::spin_loop;
+use std::hint::{black_box, spin_loop};
 use std::sync::atomic::AtomicU64;
 use std::sync::atomic::Ordering::{Acquire, Relaxed, Release};
 use std::time::{Duration, Instant};
@@ -94,23 +94,41 @@ impl Slots {
         start.elapsed()
     }
 
-    /// Copies slot `from[i]` to slot `to[i]` for every `i` of the shorter list, in order; returns how
-    /// long that took, or `None`, having copied nothing, if a number is not a slot.
+    /// Copies slot `from[i]` to slot `to[i]` for every `i` of the shorter list, in order, all of it `count` times;
+    /// returns how long that took, or `None`, having copied nothing, if a number is not a slot.
     #[must_use]
-    pub fn copy_pages(&self, from: &[u32], to: &[u32]) -> Option<Duration> {
+    pub fn copy_pages(&self, from: &[u32], to: &[u32], count: u64) -> Option<Duration> {
         let inside = |list: &[u32]| list.iter().all(|slot| (*slot as usize) < self.slots);
         if !inside(from) || !inside(to) {
             return None;
         }
         let start = Instant::now();
-        for (from, to) in from.iter().zip(to) {
-            let (from, to) = (*from as usize * self.slot_bytes, *to as usize * self.slot_bytes);
-            // SAFETY: all numbers were checked above to be slots, so both pieces are inside.
-            unsafe {
-                self.src.add(from).copy_to_nonoverlapping(self.dst.add(to), self.slot_bytes);
+        for _ in 0..count {
+            // Or all times could be made one.
+            let Self { src, dst, slot_bytes, .. } = *black_box(self);
+            for (from, to) in from.iter().zip(to) {
+                let (from, to) = (*from as usize * slot_bytes, *to as usize * slot_bytes);
+                // SAFETY: all numbers were checked above to be slots, so both pieces are inside.
+                unsafe {
+                    src.add(from).copy_to_nonoverlapping(dst.add(to), slot_bytes);
+                }
             }
         }
         Some(start.elapsed())
+    }
+
+    /// Copies the first `bytes` (at most a slot's) of the first slot of each of `all`, all of it `count` times; returns
+    /// how long that took.
+    #[must_use]
+    pub fn scatter(all: &[Self], bytes: usize, count: u64) -> Duration {
+        let start = Instant::now();
+        for _ in 0..count {
+            for Self { src, dst, slot_bytes, .. } in black_box(all) {
+                // SAFETY: `new` gives no value without a slot, and its caller promised both to be valid and apart.
+                unsafe { src.copy_to_nonoverlapping(*dst, bytes.min(*slot_bytes)) };
+            }
+        }
+        start.elapsed()
     }
 }
 
@@ -312,12 +330,33 @@ mod tests {
     fn pages_land_where_the_lists_say_and_bad_lists_copy_nothing() {
         let src: Vec<u8> = (0..16).collect();
         let mut dst = vec![99; 16];
-        assert!(slots(&src, &mut dst, 4).copy_pages(&[3, 0, 1], &[0, 2, 3]).is_some());
+        let before = dst.clone();
+        assert!(slots(&src, &mut dst, 4).copy_pages(&[3, 0, 1], &[0, 2, 3], 0).is_some());
+        assert_eq!(dst, before);
+        assert!(slots(&src, &mut dst, 4).copy_pages(&[3, 0, 1], &[0, 2, 3], 2).is_some());
         assert_eq!(dst, [12, 13, 14, 15, 99, 99, 99, 99, 0, 1, 2, 3, 4, 5, 6, 7]);
         let before = dst.clone();
-        assert!(slots(&src, &mut dst, 4).copy_pages(&[0, 4], &[1, 1]).is_none());
-        assert!(slots(&src, &mut dst, 4).copy_pages(&[0, 1], &[1, u32::MAX]).is_none());
+        assert!(slots(&src, &mut dst, 4).copy_pages(&[0, 4], &[1, 1], 1).is_none());
+        assert!(slots(&src, &mut dst, 4).copy_pages(&[0, 1], &[1, u32::MAX], 1).is_none());
         assert_eq!(dst, before);
+    }
+
+    #[test]
+    fn a_scatter_copies_the_first_slot_of_each() {
+        let src: Vec<u8> = (1..=12).collect();
+        for (bytes, count) in [(4, 2), (6, 1), (9, 1), (12, 3), (9, 0)] {
+            let (mut one, mut other) = ([0; 12], [0; 12]);
+            let all = [slots(&src, &mut one, 6), slots(&src, &mut other, 12)];
+            let _ = Slots::scatter(&all, bytes, count);
+            for (dst, slot_bytes) in [(one, 6), (other, 12)] {
+                let copied = if count > 0 { bytes.min(slot_bytes) } else { 0 };
+                assert_eq!(dst[..copied], src[..copied], "{bytes} bytes, {count} times");
+                assert!(
+                    dst[copied..].iter().all(|byte| *byte == 0),
+                    "{bytes} bytes, {count} times"
+                );
+            }
+        }
     }
 
     #[test]

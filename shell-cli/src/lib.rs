@@ -47,9 +47,14 @@ struct Failure {
 }
 
 const FAILED: u8 = 1;
+/// The command line makes no sense, as clap has it.
+const NONSENSE: u8 = 2;
+/// Of a doctor that failed itself: 0 to 2 are what it says of the machine.
+const NO_DIAGNOSIS: u8 = 3;
 
 /// Runs the command line of this process to its exit code: 0, or 1 with the reason on standard error;
-/// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own.
+/// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own: 0 to 2, and 3 with the reason on
+/// standard error if it fails itself.
 #[must_use]
 pub fn run() -> ExitCode {
     start(&Cli::parse()).into()
@@ -81,7 +86,10 @@ fn start(cli: &Cli) -> u8 {
         Ok(code) => code,
         Err(Failure { code, message }) => {
             eprintln!("immwire: {message}");
-            code
+            match cli.command {
+                Command::Doctor(_) if code == FAILED => NO_DIAGNOSIS,
+                _ => code,
+            }
         }
     }
 }
@@ -139,6 +147,10 @@ fn failed(message: String) -> Failure {
     Failure { code: FAILED, message }
 }
 
+fn interrupted() -> Failure {
+    Failure { code: signals::INTERRUPTED, message: "interrupted".to_owned() }
+}
+
 fn measure_moe(args: &MoeBenchArgs) -> Result<u8, Failure> {
     bench::moe::bench(args).map(|()| 0).map_err(|error| {
         let interrupted = matches!(error, bench::moe::MoeBenchError::Interrupted);
@@ -155,8 +167,13 @@ fn simulate(args: &SimArgs) -> Result<u8, Failure> {
     let ended = match &args.command {
         SimCommand::Ep(args) => sim::ep(args, print),
         SimCommand::Replay(args) => {
-            let (text, kept) = replay::replay(args);
+            let nonsense =
+                |error: replay::NoOperation| Failure { code: NONSENSE, message: error.to_string() };
+            let (text, kept) = replay::replay(args).map_err(nonsense)?;
             print(&text);
+            if signals::interrupted() {
+                return Err(interrupted());
+            }
             return Ok(if kept { 0 } else { FAILED });
         }
     };
@@ -176,7 +193,7 @@ fn diagnose(args: &DoctorArgs) -> Result<u8, Failure> {
         let diagnosis = doctor::examine().map_err(|error| failed(error.to_string()))?;
         if signals::interrupted() {
             // What was not waited for says nothing of this machine.
-            return Err(Failure { code: signals::INTERRUPTED, message: "interrupted".to_owned() });
+            return Err(interrupted());
         }
         let code = diagnosis.verdict.exit_code;
         (serde_json::to_string_pretty(&diagnosis), diagnosis.text(width), code)

@@ -8,15 +8,32 @@ use std::fmt::Write as _;
 use immwire::sim::program::{Operation, Outcome, Totals, explain, operations, run_on_fabric};
 
 use crate::args::SimReplayArgs;
+use crate::signals;
 
 /// Programs that a shrinking may run.
 const TRIES: usize = 2000;
 
-/// Runs the program; returns what there is to tell, and whether every rule was kept.
-#[must_use]
-pub fn replay(args: &SimReplayArgs) -> (String, bool) {
+/// There is no such operation to run.
+#[derive(Debug, PartialEq, Eq, thiserror::Error)]
+#[error(
+    "there is no operation {place} to run: they are numbered from 0, and there are {operations}"
+)]
+pub struct NoOperation {
+    /// The place that was named.
+    place: usize,
+    /// How many there are.
+    operations: usize,
+}
+
+/// Runs the program; returns what there is to tell, and whether every rule was kept. After Ctrl-C a failing one is
+/// shortened no more.
+///
+/// # Errors
+///
+/// [`NoOperation`]: nothing was run.
+pub fn replay(args: &SimReplayArgs) -> Result<(String, bool), NoOperation> {
     let all = operations(args.seed);
-    let chosen = choose(&all, args);
+    let chosen = choose(&all, args)?;
     let Outcome { totals, violation, trace } = run_on_fabric(args.seed, &chosen, args.trace);
     let mut text = String::new();
     // Writing to a string does not fail.
@@ -33,7 +50,7 @@ pub fn replay(args: &SimReplayArgs) -> (String, bool) {
     );
     let Some(violation) = violation else {
         text.push_str("every rule was kept");
-        return (text, true);
+        return Ok((text, true));
     };
     let at = violation.at.as_secs_f64() * 1e6;
     let _ = write!(
@@ -43,20 +60,23 @@ pub fn replay(args: &SimReplayArgs) -> (String, bool) {
     );
     if chosen.len() == all.len()
         && !args.trace
-        && let Some(failure) = explain(args.seed, TRIES)
+        && let Some(failure) = explain(args.seed, TRIES, signals::interrupted)
     {
         let _ = write!(text, "\n\n{failure}");
     }
-    (text, false)
+    Ok((text, false))
 }
 
 /// The operations asked for: all, the first so many, or those at some places.
-fn choose(all: &[Operation], args: &SimReplayArgs) -> Vec<Operation> {
+fn choose(all: &[Operation], args: &SimReplayArgs) -> Result<Vec<Operation>, NoOperation> {
     let first = args.steps.map_or(all, |steps| all.get(..steps).unwrap_or(all));
     if args.only.is_empty() {
-        return first.to_vec();
+        return Ok(first.to_vec());
     }
-    args.only.iter().filter_map(|&at| first.get(at)).copied().collect()
+    let at = |&place: &usize| {
+        first.get(place).copied().ok_or(NoOperation { place, operations: first.len() })
+    };
+    args.only.iter().map(at).collect()
 }
 
 #[cfg(test)]
@@ -69,13 +89,25 @@ mod tests {
 
     #[test]
     fn a_program_is_replayed_whole_in_part_and_with_a_trace() {
-        let (whole, kept) = replay(&args(3));
+        let (whole, kept) = replay(&args(3)).unwrap();
         assert!(kept && whole.ends_with("every rule was kept"), "{whole}");
-        let (traced, kept) = replay(&SimReplayArgs { trace: true, ..args(3) });
+        let (traced, kept) = replay(&SimReplayArgs { trace: true, ..args(3) }).unwrap();
         assert!(kept && traced.ends_with(&whole) && traced.lines().count() > 100);
-        let (part, kept) = replay(&SimReplayArgs { only: vec![0, 2], ..args(3) });
+        let (part, kept) = replay(&SimReplayArgs { only: vec![0, 2], ..args(3) }).unwrap();
         assert!(kept && part.contains(" of 2 operations"), "{part}");
-        let (part, kept) = replay(&SimReplayArgs { steps: Some(9), ..args(3) });
+        let (part, kept) = replay(&SimReplayArgs { steps: Some(9), ..args(3) }).unwrap();
         assert!(kept && part.contains(" of 9 operations"), "{part}");
+    }
+
+    #[test]
+    fn operations_that_are_not_there_are_refused() {
+        let count = operations(3).len();
+        for (steps, place, operations) in
+            [(None, count, count), (None, usize::MAX, count), (Some(9), 9, 9), (Some(0), 0, 0)]
+        {
+            let asked = SimReplayArgs { steps, only: vec![0, place], ..args(3) };
+            let place = if operations == 0 { 0 } else { place };
+            assert_eq!(replay(&asked), Err(NoOperation { place, operations }));
+        }
     }
 }

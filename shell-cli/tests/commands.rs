@@ -278,6 +278,24 @@ fn doctor_says_the_same_in_words_json_and_exit_code() {
     }
 }
 
+/// 1 would say that this machine can run.
+#[test]
+fn a_doctor_that_failed_itself_has_code_3() {
+    for args in [["--topology", "/nonexistent"], ["--pairing", "nonsense"]] {
+        let output = run(["doctor"].iter().chain(&args));
+        let said = text(&output.stderr);
+        assert_eq!(output.status.code(), Some(3), "{args:?}: {said}");
+        assert!(output.stdout.is_empty() && said.starts_with("immwire: "), "{args:?}: {said}");
+    }
+}
+
+#[test]
+fn operations_that_a_program_has_not_are_refused() {
+    let output = run(["sim", "replay", "3", "--only", "0,1000000"]);
+    assert_eq!(output.status.code(), Some(2), "{}", text(&output.stdout));
+    assert!(text(&output.stderr).contains("no operation 1000000"), "{}", text(&output.stderr));
+}
+
 /// Has the kernel refuse `socket(AF_UNIX, ..)` to `command`, as systemd's `RestrictAddressFamilies` does:
 /// by the number of the call, so that `socketpair` passes.
 #[allow(clippy::cast_possible_truncation, reason = "all are small numbers of the kernel's")]

@@ -67,7 +67,7 @@ impl CommandError {
 
 const CONNECT: Duration = Duration::from_secs(10);
 
-/// Runs it. All rows are shown even if the bytes of one were wrong.
+/// Runs it. All rows are shown even if the bytes of one were wrong, and those before one that failed.
 ///
 /// # Errors
 ///
@@ -82,21 +82,28 @@ pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
     let cases = Wish { gpus: carrier.gpus.is_some(), ..wish(args) }.plan()?;
     let bar = progress_bar(args, cases.len());
     let mut rows = Vec::new();
-    let mut wrong = None;
+    let (mut wrong, mut failed) = (None, None);
     for (number, case) in cases.iter().enumerate() {
         bar.set_message(case.what.name());
-        let (row, found) = measure(args, &carrier, case, &mut |share| {
+        let measured = measure(args, &carrier, case, &mut |share| {
             #[expect(
                 clippy::cast_possible_truncation,
                 clippy::cast_sign_loss,
                 reason = "0 to 1000"
             )]
             bar.set_position(number as u64 * STEPS + (share * STEPS as f64) as u64);
-        })
-        .map_err(|error| match error {
-            Failure::Row(error) => CommandError::Row { bench: case.what.name(), error },
-            Failure::Other(error) => error,
-        })?;
+        });
+        let (row, found) = match measured {
+            Ok(measured) => measured,
+            Err(Failure::Row(error)) => {
+                failed = Some(CommandError::Row { bench: case.what.name(), error });
+                break;
+            }
+            Err(Failure::Other(error)) => {
+                failed = Some(error);
+                break;
+            }
+        };
         if args.json {
             let line = serde_json::to_string(&row).map_err(std::io::Error::from)?;
             bar.suspend(|| writeln!(std::io::stdout(), "{line}"))?;
@@ -105,11 +112,15 @@ pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
         rows.push(row);
     }
     bar.finish_and_clear();
-    if !args.json {
+    let shown = failed.is_none() || !rows.is_empty();
+    if !args.json && shown {
         writeln!(std::io::stdout(), "{}", table(&rows))?;
     }
-    if let Some(path) = &args.plot {
+    if let Some(path) = args.plot.as_ref().filter(|_| shown) {
         plot(&rows, path)?;
+    }
+    if let Some(failed) = failed {
+        return Err(failed);
     }
     match wrong {
         Some((bench, found)) => Err(CommandError::Wrong(bench, found)),

@@ -6,7 +6,7 @@
 //! sides of the comparison.
 
 use super::driver_copy::{DriverCopy, DriverCopyError};
-use super::mapping::{self, Place};
+use super::mapping::{self, FileId, MappingError, Place};
 use super::plan::{Case, What};
 use super::raw::{self, DEPTH_MAX, Done, Ends, Far, Memory, Piece, Raw, RawError};
 use super::say::{Answer, Ask, Layout, fill, page_lists, wrong_bytes};
@@ -18,12 +18,11 @@ use crate::shared::{SharedError, SharedMemory};
 use crate::signals;
 use crate::transport::Carrier;
 use immwire::{
-    ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, ScatterWrite, SingleWrite,
-    SubmitError, Target, Transfer,
+    CountError, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, ScatterWrite,
+    SingleWrite, SubmitError, Target, Transfer,
 };
 use std::cell::RefCell;
 use std::collections::VecDeque;
-use std::os::fd::{AsFd, AsRawFd};
 use std::sync::Arc;
 use std::sync::atomic::AtomicU64;
 use std::time::{Duration, Instant};
@@ -32,6 +31,8 @@ use std::time::{Duration, Instant};
 const SPREAD_BYTES: u64 = 64 << 20;
 /// How long a peer, or a transfer, may take.
 const PATIENCE: Duration = Duration::from_secs(30);
+/// How long a wait goes on before it looks for what else may have become of a peer, which says nothing any more if it dies.
+const SLICE: Duration = Duration::from_millis(200);
 /// About how long a round is.
 const ROUND: Duration = Duration::from_millis(25);
 /// Fewer rounds than this say nothing about spread.
@@ -57,6 +58,9 @@ pub enum BenchError {
     /// The baseline's memory.
     #[error("no memory for the baseline: {0}")]
     Shared(#[from] SharedError),
+    /// The way to it.
+    #[error(transparent)]
+    Mapping(#[from] MappingError),
     /// The baseline's ping-pong.
     #[error(transparent)]
     PingPong(#[from] PingPongError),
@@ -92,6 +96,33 @@ pub struct Bench<'a> {
     pub progress: &'a mut dyn FnMut(f64),
 }
 
+impl BenchError {
+    /// Whether nothing came of the other side of a baseline.
+    const fn is_silence(&self) -> bool {
+        matches!(
+            self,
+            Self::Raw(RawError::Silent(_)) | Self::PingPong(PingPongError::Silent { .. })
+        )
+    }
+
+    /// Whether it is the baseline's alone: the engines, and what they say to each other, are well.
+    const fn is_the_baselines(&self) -> bool {
+        match self {
+            Self::Peer(_)
+            | Self::Shared(_)
+            | Self::Mapping(_)
+            | Self::PingPong(_)
+            | Self::Raw(_)
+            | Self::DriverCopy(DriverCopyError::Cuda(_) | DriverCopyError::Outside { .. }) => true,
+            Self::Motor(_)
+            | Self::Silent(_)
+            | Self::Confused(_)
+            | Self::DriverCopy(DriverCopyError::Motor(_))
+            | Self::Peers { .. } => false,
+        }
+    }
+}
+
 /// Times of the rounds, in seconds for each transfer, and what was found wrong.
 #[derive(Default)]
 struct Samples {
@@ -102,6 +133,40 @@ struct Samples {
     /// Single turns, where the row's p99 is of those.
     single: Vec<f64>,
     wrong: Option<String>,
+    /// The baseline failed.
+    lost: bool,
+}
+
+impl Samples {
+    /// What a round of the baseline brought. One that fails is lost to the whole row, which goes on without.
+    fn of_baseline<T>(&mut self, round: Result<T, BenchError>) -> Result<Option<T>, BenchError> {
+        match round {
+            Ok(round) => Ok(Some(round)),
+            Err(error) if error.is_the_baselines() => {
+                tracing::warn!(%error, "no baseline");
+                self.lost = true;
+                Ok(None)
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// A round's times are the row's.
+    fn add(
+        &mut self,
+        ours: impl IntoIterator<Item = f64>,
+        bare: [impl IntoIterator<Item = f64>; 2],
+    ) {
+        self.ours.extend(ours);
+        if self.lost {
+            self.baseline.clear();
+            self.early.clear();
+            return;
+        }
+        let [bare, early] = bare;
+        self.baseline.extend(bare);
+        self.early.extend(early);
+    }
 }
 
 /// A peer's memory, and how to reach it.
@@ -167,21 +232,24 @@ impl Bench<'_> {
     fn answer(&mut self, peer: PeerId) -> Result<Answer, BenchError> {
         let start = Instant::now();
         while start.elapsed() < PATIENCE {
-            // In slices: a peer that dies says nothing any more.
-            let message = self.motor.message(Duration::from_millis(200))?;
-            match message {
-                Some(message) if message.from == peer => {
-                    return match serde_json::from_slice(&message.bytes) {
-                        Ok(Answer::Failed { reason }) => Err(BenchError::Peer(reason)),
-                        Ok(answer) => Ok(answer),
-                        Err(error) => Err(BenchError::Confused(error.to_string())),
-                    };
-                }
-                Some(_) => {}
-                None => self.still_there(peer)?,
+            if let Some(answer) = self.said(peer, SLICE)? {
+                return Ok(answer);
             }
         }
         Err(BenchError::Silent(PATIENCE))
+    }
+
+    /// What the peer says `within` that time; `None` if that is nothing, or another one said something.
+    fn said(&mut self, peer: PeerId, within: Duration) -> Result<Option<Answer>, BenchError> {
+        match self.motor.message(within)? {
+            Some(message) if message.from == peer => match serde_json::from_slice(&message.bytes) {
+                Ok(Answer::Failed { reason }) => Err(BenchError::Peer(reason)),
+                Ok(answer) => Ok(Some(answer)),
+                Err(error) => Err(BenchError::Confused(error.to_string())),
+            },
+            Some(_) => Ok(None),
+            None => self.still_there(peer).map(|()| None),
+        }
     }
 
     fn still_there(&self, peer: PeerId) -> Result<(), BenchError> {
@@ -255,7 +323,10 @@ impl Bench<'_> {
         // What GPUs write is compared with `driver_copy`; their memory is not to be followed.
         let place = there.place.filter(|_| self.baseline && self.carrier.gpus.is_none())?;
         match mapping::open(place) {
-            Ok(memory) => Some(Mapped { offset: usize::try_from(place.offset).ok()?, memory }),
+            Ok(memory) => {
+                let offset = usize::try_from(place.offset).ok()?;
+                Some(Mapped { memory, file: place.file, offset })
+            }
             Err(error) => {
                 tracing::warn!(%error, "no baseline");
                 None
@@ -296,19 +367,47 @@ impl Bench<'_> {
         Ok(Bare { memory, raw, far, data, peer: there.peer, _region: region })
     }
 
-    /// A round of `bare`: how long `count` writes took, if there is such a form.
+    /// A round of `bare`: how long `count` writes took, all as long as the first, if there is such a form. What is too
+    /// long for one write is cut, as the engine cuts it. An endpoint that failed is gone: nothing is under way any more.
     fn bare_stream(
         &mut self,
-        bare: &mut Bare,
+        bare: &mut Option<Bare>,
         (count, depth, done): (u64, u32, Done),
         piece: impl Fn(u64) -> Piece,
     ) -> Result<Option<Duration>, BenchError> {
-        if done == Done::Early && !bare.raw.is_software() {
+        let Some(Bare { raw, memory, far, data, peer, .. }) = bare else {
+            return Ok(None);
+        };
+        if done == Done::Early && !raw.is_software() {
             return Ok(None);
         }
-        self.ready(bare.peer, &Ask::RawTake { writes: count, data: bare.data })?;
-        let Bare { raw, memory, far, data, .. } = bare;
-        Ok(Some(raw.stream(memory, far, count, depth, (*data, done), piece)?))
+        let (most, how) = (raw.longest(), (*data, done));
+        let parts = piece(0).len.div_ceil(most).max(1);
+        let (writes, peer) = (count.saturating_mul(parts), *peer);
+        self.ready(peer, &Ask::RawTake { writes, data: *data })?;
+        let took = if parts == 1 {
+            raw.stream(memory, far, writes, depth, how, piece)
+        } else {
+            let depth = depth.saturating_mul(u32::try_from(parts).unwrap_or(u32::MAX));
+            let part = |number| piece(number / parts).part(number % parts, most);
+            raw.stream(memory, far, writes, depth, how, part)
+        };
+        if took.is_err() {
+            *bare = None;
+        }
+        self.over(peer, took.map_err(BenchError::from)).map(Some)
+    }
+
+    /// The end of a round of the baseline, on both sides: what `ours` brought. Whoever fails, the other side's part is
+    /// over before something else is asked of it.
+    fn over<T>(&mut self, peer: PeerId, ours: Result<T, BenchError>) -> Result<T, BenchError> {
+        match (self.answer(peer), ours) {
+            (Ok(Answer::Over), ours) => ours,
+            (Ok(other), _) => Err(confused(&other)),
+            // Of what the other side found wrong, this one sees only that nothing comes.
+            (Err(BenchError::Peer(_)), Err(ours)) if !ours.is_silence() => Err(ours),
+            (Err(theirs), _) => Err(theirs),
+        }
     }
 
     /// Submits `count` transfers, at most `depth` in flight, until all have ended: how long that took.
@@ -359,19 +458,21 @@ impl Bench<'_> {
             samples.wrong = samples.wrong.take().or(check(self, count, count, seed)?);
             let mut bare = [None; 2];
             for (took, done) in bare.iter_mut().zip([Done::Delivered, Done::Early]) {
+                if samples.lost {
+                    break;
+                }
                 seed += 1;
                 fresh(self.motor, seed, count);
-                *took = baseline(self, count, done)?;
+                let round = baseline(self, count, done);
+                *took = samples.of_baseline(round)?.flatten();
                 if took.is_some() {
                     // Of writes that the engine knows nothing of.
                     samples.wrong = samples.wrong.take().or(check(self, 0, count, seed)?);
                 }
             }
             if counts.is_some() {
-                samples.ours.push(each(took, count));
-                let [bare, early] = bare.map(|took| took.map(|took| each(took, count)));
-                samples.baseline.extend(bare);
-                samples.early.extend(early);
+                let bare = bare.map(|took| took.map(|took| each(took, count)));
+                samples.add([each(took, count)], bare);
             }
             if counts.is_none_or(|rounds: u32| rounds < 3) {
                 let wanted = ROUND.as_secs_f64() / each(took, count);
@@ -450,8 +551,8 @@ impl Bench<'_> {
                 })?)
             },
             |bench, count, done| {
-                if let Some(raw) = &mut raw {
-                    return bench.bare_stream(raw, (count, case.depth, done), |number| {
+                if raw.is_some() {
+                    return bench.bare_stream(&mut raw, (count, case.depth, done), |number| {
                         let at = (number % slots) * slot;
                         Piece { from: at, to: at, len: bytes }
                     });
@@ -518,9 +619,9 @@ impl Bench<'_> {
                 })?)
             },
             |bench, count, done| {
-                if let Some(raw) = &mut raw {
+                if raw.is_some() {
                     let writes = count * u64::from(pages);
-                    return bench.bare_stream(raw, (writes, DEPTH_MAX, done), |number| {
+                    return bench.bare_stream(&mut raw, (writes, DEPTH_MAX, done), |number| {
                         // Below the number of pages, which both lists have.
                         let at = usize::try_from(number % u64::from(pages)).unwrap_or(0);
                         let offset = |list: &[u32]| {
@@ -534,7 +635,7 @@ impl Bench<'_> {
                     return Ok(Some(copies.copy(&src, (0..count).map(|_| whole))?));
                 }
                 let slots = slots.as_ref().filter(|_| done == Done::Delivered);
-                Ok((0..count).map(|_| slots?.copy_pages(&from, &to)).sum())
+                Ok(slots.and_then(|slots| slots.copy_pages(&from, &to, count)))
             },
             |bench, writes, _, seed| {
                 if let (Some(copies), 0) = (&*copies.borrow(), writes) {
@@ -584,8 +685,7 @@ impl Bench<'_> {
             },
             |_, count, done| {
                 let whole = slots.len() == all.len() && done == Done::Delivered;
-                let one = || slots.iter().map(|slots| slots.copy(bytes, 1)).sum::<Duration>();
-                Ok(whole.then(|| (0..count).map(|_| one()).sum()))
+                Ok(whole.then(|| Slots::scatter(&slots, bytes, count)))
             },
             |bench, count, _, seed| {
                 let mut wrong = None;
@@ -628,7 +728,8 @@ impl Bench<'_> {
             let mut from = Instant::now();
             for turn in 1..=turns {
                 echo.send(self.motor, there.peer, &there.desc, there.tag, turn)?;
-                if let Err(WrongTurn { turn, found }) = echo.receive(self.motor, turn)? {
+                let received = self.echoed(&mut echo, there.peer, turn)?;
+                if let Err(WrongTurn { turn, found }) = received {
                     let wrong = format!("turn {turn} brought {found:#x}");
                     samples.wrong.get_or_insert(wrong);
                 }
@@ -643,13 +744,17 @@ impl Bench<'_> {
             let mut bare = [Vec::new(), Vec::new()];
             if self.baseline && !single {
                 for (times, done) in bare.iter_mut().zip([Done::Delivered, Done::Early]) {
-                    match &mut raw {
-                        Some(raw) => *times = self.bare_echo(raw, &raw_out, turns, done)?,
-                        None if there.place.is_some() && done == Done::Delivered => {
-                            *times = self.bare(there.peer, len, turns)?;
-                        }
-                        None => {}
+                    if samples.lost {
+                        break;
                     }
+                    let round = if raw.is_some() {
+                        self.bare_echo(&mut raw, &raw_out, turns, done)
+                    } else if there.place.is_some() && done == Done::Delivered {
+                        self.bare(there.peer, len, turns)
+                    } else {
+                        break;
+                    };
+                    *times = samples.of_baseline(round)?.unwrap_or_default();
                 }
             }
             warm += 1;
@@ -665,10 +770,7 @@ impl Bench<'_> {
             } else if single {
                 samples.single.append(&mut times);
             } else {
-                samples.ours.append(&mut times);
-                let [bare, early] = bare;
-                samples.baseline.extend(bare);
-                samples.early.extend(early);
+                samples.add(times, bare);
             }
             if self.is_late(case, start, &samples)? {
                 break;
@@ -677,43 +779,87 @@ impl Bench<'_> {
         Ok(samples)
     }
 
+    /// Waits for the message of `turn` and takes it. A peer that has failed sends none, and says why.
+    #[inline]
+    fn echoed(
+        &mut self,
+        echo: &mut Echo<'_>,
+        peer: PeerId,
+        turn: u64,
+    ) -> Result<Result<(), WrongTurn>, BenchError> {
+        match echo.receive(self.motor, turn, SLICE) {
+            Err(MotorError::Count(CountError::Timeout { .. })) => {
+                self.echoed_late(echo, peer, turn)
+            }
+            received => Ok(received?),
+        }
+    }
+
+    #[cold]
+    fn echoed_late(
+        &mut self,
+        echo: &mut Echo<'_>,
+        peer: PeerId,
+        turn: u64,
+    ) -> Result<Result<(), WrongTurn>, BenchError> {
+        let start = Instant::now();
+        loop {
+            if let Some(said) = self.said(peer, Duration::ZERO)? {
+                return Err(confused(&said));
+            }
+            match echo.receive(self.motor, turn, SLICE) {
+                Err(MotorError::Count(CountError::Timeout { .. }))
+                    if start.elapsed() < PATIENCE => {}
+                received => return Ok(received?),
+            }
+        }
+    }
+
     /// A round of the ping-pong without an engine over a NIC: seconds one way, for each batch.
     fn bare_echo(
         &mut self,
-        bare: &mut Bare,
+        bare: &mut Option<Bare>,
         out: &Region,
         turns: u64,
         done: Done,
     ) -> Result<Vec<f64>, BenchError> {
-        if done == Done::Early && !bare.raw.is_software() {
+        let Some(Bare { raw, memory, far, data, peer, .. }) = bare else {
+            return Ok(Vec::new());
+        };
+        if done == Done::Early && !raw.is_software() {
             return Ok(Vec::new());
         }
-        // SAFETY: registered until the end of this function, while the caller keeps the region; only the
-        // endpoint uses it.
-        let out = unsafe { bare.raw.register_region(out) }?;
-        let (bytes, data) = (bare.memory.len(), bare.data);
-        let far = bare.memory.far(bare.raw.name());
-        self.ready(bare.peer, &Ask::RawEcho { far, bytes, turns, data, done })?;
-        let ends = Ends { inbox: &bare.memory, out: &out, far: &bare.far };
-        Ok(bare.raw.ping(&ends, turns, BATCH, (data, done))?)
+        let (bytes, data, peer) = (memory.len(), *data, *peer);
+        // Its two marks are looked at when it has come: no part of it may come alone.
+        raw.fits(bytes)?;
+        // SAFETY: registered until it is dropped below, while the caller keeps the region; only the endpoint uses it.
+        let out = unsafe { raw.register_region(out) }?;
+        let back = memory.far(raw.name());
+        self.ready(peer, &Ask::RawEcho { far: back, bytes, turns, data, done })?;
+        let ends = Ends { inbox: memory, out: &out, far };
+        let times = raw.ping(&ends, turns, BATCH, (data, done));
+        drop(out);
+        if times.is_err() {
+            *bare = None;
+        }
+        self.over(peer, times.map_err(BenchError::from))
     }
 
     /// A round of the bare ping-pong, over memory of its own: seconds one way, for each batch.
     fn bare(&mut self, peer: PeerId, bytes: usize, turns: u64) -> Result<Vec<f64>, BenchError> {
         let memory = SharedMemory::create(PingPong::memory_bytes(bytes) as u64, false)?;
-        let fd = u32::try_from(memory.as_fd().as_raw_fd()).unwrap_or(u32::MAX);
-        let place = Place { pid: std::process::id(), fd, offset: 0 };
+        let place = Place::of(&memory)?;
         let mut ping = PingPong::new(&memory, bytes, Side::Ping)?;
         self.ready(peer, &Ask::BareEcho { place, bytes: bytes as u64, turns })?;
-        let mut times = Vec::new();
-        for _ in 0..turns / BATCH {
+        let mut batch = || -> Result<f64, BenchError> {
             let from = Instant::now();
             for _ in 0..BATCH {
                 ping.ping(PATIENCE)?;
             }
-            times.push(each(from.elapsed(), BATCH) / 2.0);
-        }
-        Ok(times)
+            Ok(each(from.elapsed(), BATCH) / 2.0)
+        };
+        let times = (0..turns / BATCH).map(|_| batch()).collect();
+        self.over(peer, times)
     }
 
     fn barrier(&mut self, case: &Case) -> Result<Samples, BenchError> {
@@ -785,6 +931,7 @@ struct Bare {
 /// The peer's memory, mapped without the engine.
 struct Mapped {
     memory: SharedMemory,
+    file: FileId,
     offset: usize,
 }
 
@@ -798,10 +945,15 @@ impl Mapped {
         if !fits || total as u64 > src.len() {
             return None;
         }
+        let own = mapping::locate(src.as_ptr().addr());
+        if own.is_ok_and(|own| own.file == self.file) {
+            return None;
+        }
         let dst = self.memory.as_ptr().wrapping_add(self.offset);
         // SAFETY: both ranges were checked just now. `src` and `self` live to the end of the caller,
-        // which drops the slots before them, and are different files, so the ranges are apart. The
-        // copies are made by this thread while no transfer is in flight.
+        // which drops the slots before them, and are different files, whatever the peer said (memory of the
+        // engine's is a file whose descriptor stays open), so the ranges are apart. The copies are made by
+        // this thread while no transfer is in flight.
         unsafe { Slots::new(src.as_ptr(), dst, slot_bytes, slots) }
     }
 }

@@ -27,7 +27,7 @@ pub enum Ask {
         /// And where.
         layout: Layout,
     },
-    /// Answer each write with one. [`Answer::Ready`] first; nothing after.
+    /// Answer each write with one. [`Answer::Ready`] first; nothing after, unless it fails.
     Echo {
         /// Where to.
         region: String,
@@ -38,7 +38,7 @@ pub enum Ask {
         /// How often.
         turns: u64,
     },
-    /// The same without the engine, over memory of the asker's. [`Answer::Ready`] first.
+    /// The same without the engine, over memory of the asker's. [`Answer::Ready`] first, [`Answer::Over`] last.
     BareEcho {
         /// The memory.
         place: Place,
@@ -53,14 +53,14 @@ pub enum Ask {
         /// Address of the asker's.
         endpoint: Vec<u8>,
     },
-    /// Take so many writes there. [`Answer::Ready`] first.
+    /// Take so many writes there. [`Answer::Ready`] first, [`Answer::Over`] last.
     RawTake {
         /// How many.
         writes: u64,
         /// The data of each.
         data: u64,
     },
-    /// Answer each write there with one. [`Answer::Ready`] first.
+    /// Answer each write there with one. [`Answer::Ready`] first, [`Answer::Over`] last.
     RawEcho {
         /// Where to.
         far: Far,
@@ -112,6 +112,8 @@ pub enum Answer {
     },
     /// Go on.
     Ready,
+    /// A round of the baseline is over here, too.
+    Over,
     /// A member of the barrier.
     Joined,
     /// It did not work.

@@ -148,7 +148,7 @@ fn meet(
             for _ in 0..turns {
                 pong.pong(PATIENCE)?;
             }
-            Ok(None)
+            Ok(Some(Answer::Over))
         }
         Ask::Raw { endpoint } => {
             client.raw = None;
@@ -165,23 +165,27 @@ fn meet(
             Ok(Some(Answer::Raw { far }))
         }
         Ask::RawTake { writes, data } => {
-            let end = client.raw.as_mut().ok_or(ServeError::Bad("no endpoint"))?;
+            let mut end = client.raw.take().ok_or(ServeError::Bad("no endpoint"))?;
             say(motor, from, &Answer::Ready)?;
             end.raw.take(writes, data)?;
-            Ok(None)
+            // One that failed is of no use any more.
+            client.raw = Some(end);
+            Ok(Some(Answer::Over))
         }
         Ask::RawEcho { far, bytes, turns, data, done } => {
-            let RawEnd { memory, raw } =
-                client.raw.as_mut().ok_or(ServeError::Bad("no endpoint"))?;
             let bytes = usize::try_from(bytes.max(8)).map_err(|_| ServeError::Bad("too long"))?;
             let region = motor.engine().alloc(bytes).map_err(MotorError::from)?;
+            let mut end = client.raw.take().ok_or(ServeError::Bad("no endpoint"))?;
+            let RawEnd { memory, raw } = &mut end;
             // SAFETY: the region is dropped after its registration, at the end of this block; nobody else
             // knows of it.
             let out = unsafe { raw.register_region(&region) }?;
             say(motor, from, &Answer::Ready)?;
             let ends = Ends { inbox: memory, out: &out, far: &far };
             raw.pong(&ends, turns, (data, done))?;
-            Ok(None)
+            drop(out);
+            client.raw = Some(end);
+            Ok(Some(Answer::Over))
         }
         Ask::Join { members, tags: [first, second] } => {
             client.barrier = None;
@@ -294,14 +298,15 @@ impl<'a> Echo<'a> {
         Ok(())
     }
 
-    /// Waits for the message of `turn` and takes it.
+    /// Waits for the message of `turn`, `within` that time, and takes it.
     #[inline]
     pub(super) fn receive(
         &mut self,
         motor: &mut Motor,
         turn: u64,
+        within: Duration,
     ) -> Result<Result<(), WrongTurn>, MotorError> {
-        motor.count(self.counter, 1, PATIENCE)?;
+        motor.count(self.counter, 1, within)?;
         for at in marks(self.out.len()) {
             let mut mark = [0; 8];
             let _ = self.region.read(at, &mut mark);
@@ -322,7 +327,7 @@ impl<'a> Echo<'a> {
         turns: u64,
     ) -> Result<(), ServeError> {
         for turn in 1..=turns {
-            let received = self.receive(motor, turn)?;
+            let received = self.receive(motor, turn, PATIENCE)?;
             received.map_err(|WrongTurn { turn, found }| ServeError::WrongTurn { turn, found })?;
             self.send(motor, peer, back, tag, turn)?;
         }
@@ -364,4 +369,98 @@ pub(super) fn barriers(
         }
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::plan::{Case, What};
+    use super::super::run::{Bench, BenchError};
+    use super::*;
+    use crate::motor::Mode;
+    use crate::report::Row;
+    use crate::transport::Carrier;
+    use std::sync::atomic::{AtomicBool, Ordering};
+
+    /// Measures `what` with a peer that answers some questions itself, by `answers`, and all others as a peer does.
+    fn measured(
+        what: What,
+        answers: impl Fn(&Ask) -> Option<Vec<Answer>> + Sync,
+    ) -> Result<Row, BenchError> {
+        let carrier = Carrier::of(immwire::Transport::Shm);
+        let [mut here, mut there] = [(); 2].map(|()| Motor::on(&carrier, 1, Mode::Thread).unwrap());
+        let address = there.engine().address().clone();
+        let peer = here.connect(&address, PATIENCE).unwrap();
+        let over = AtomicBool::new(false);
+        let measured = std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut client = Client::default();
+                while !over.load(Ordering::Relaxed) {
+                    let slice = Duration::from_millis(20);
+                    let Some(message) = there.message(slice).unwrap() else { continue };
+                    let ask = serde_json::from_slice(&message.bytes).unwrap();
+                    let answers = answers(&ask).unwrap_or_else(|| {
+                        let met = meet(&mut there, Place::Host, message.from, &mut client, ask);
+                        let failed =
+                            |error: ServeError| Answer::Failed { reason: error.to_string() };
+                        met.unwrap_or_else(|error| Some(failed(error))).into_iter().collect()
+                    });
+                    for answer in answers {
+                        let _ = say(&mut there, message.from, &answer);
+                    }
+                }
+            });
+            let peers = [(peer, address.to_string())];
+            let case = Case {
+                what,
+                bytes: 64,
+                pages: None,
+                depth: 1,
+                peers: 1,
+                mode: Mode::Thread,
+                time: Duration::from_millis(50),
+            };
+            let mut bench = Bench {
+                motor: &mut here,
+                carrier: &carrier,
+                peers: &peers,
+                baseline: true,
+                progress: &mut |_| {},
+            };
+            let measured = bench.run(&case);
+            over.store(true, Ordering::Relaxed);
+            measured
+        });
+        let (row, wrong) = measured?;
+        assert_eq!(wrong, None);
+        Ok(row)
+    }
+
+    #[test]
+    fn a_peer_that_cannot_serve_the_baseline_costs_the_row_its_baseline_alone() {
+        let all = measured(What::Latency, |_| None).unwrap();
+        assert!(all.half_rtt_us.is_some() && all.baseline_half_rtt_us.is_some());
+        // As on another host, where it opens nothing of ours.
+        let row = measured(What::Latency, |ask| {
+            let failed = Answer::Failed { reason: "no such file".to_owned() };
+            matches!(ask, Ask::BareEcho { .. }).then(|| vec![failed])
+        });
+        let row = row.unwrap();
+        assert!(row.half_rtt_us.is_some() && row.baseline_half_rtt_us.is_none());
+        assert!(row.ratio.is_none() && row.verified);
+    }
+
+    #[test]
+    fn what_a_peer_found_wrong_is_told_and_not_that_nothing_came() {
+        let start = Instant::now();
+        let failed = measured(What::Latency, |ask| {
+            let wrong = ServeError::WrongTurn { turn: 1, found: 7 };
+            let answers = [Answer::Ready, Answer::Failed { reason: wrong.to_string() }];
+            matches!(ask, Ask::Echo { .. }).then(|| answers.to_vec())
+        });
+        assert!(
+            matches!(&failed, Err(BenchError::Peer(why)) if why == "turn 1 brought 0x7"),
+            "{failed:?}"
+        );
+        assert!(start.elapsed() < PATIENCE, "{:?}", start.elapsed());
+    }
 }

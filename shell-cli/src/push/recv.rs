@@ -12,8 +12,9 @@ use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io::Write;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
 use std::time::{Duration, Instant};
 
@@ -241,7 +242,7 @@ impl<'a> Push<'a> {
         for (entry, _) in self.manifest.files() {
             files.push(entry.clone());
         }
-        let mut touched = BTreeMap::new();
+        let (mut touched, mut whole) = (BTreeMap::new(), BTreeSet::new());
         // What is kept whole needs no bytes: it gets its name, or is as it should be.
         for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
             working(self.talk, self.peer)?;
@@ -253,11 +254,21 @@ impl<'a> Push<'a> {
             };
             if survey.whole.contains(&kept.file) {
                 self.store.touch(entry, &hashed, &mut touched)?;
+                whole.insert(kept.file);
             } else {
                 let right = hashed.digest();
                 let growing = self.store.grow(entry, Some(hashed))?;
                 finish(growing, right, || working(self.talk, self.peer))?;
             }
+        }
+        let (store, manifest) = (self.store, &self.manifest);
+        if !whole.is_empty() {
+            aside(
+                |stopped| {
+                    store.write_out_files(manifest, &whole, |_| !stopped.load(Ordering::Relaxed))
+                },
+                || working(self.talk, self.peer),
+            )?;
         }
         let bar = bar(stream.file_bytes(), "receiving");
         let mut writer = Writer { store: self.store, files, stream, survey, growing: None };
@@ -285,7 +296,15 @@ impl<'a> Push<'a> {
             })?;
         }
         bar.finish_and_clear();
-        self.at_work(|store, manifest, working| store.finish_folders(manifest, &folders, working))
+        let (store, manifest) = (self.store, &self.manifest);
+        aside(
+            |stopped| {
+                let goes_on = |_| !stopped.load(Ordering::Relaxed);
+                store.write_out_folders(manifest, &folders, goes_on)?;
+                store.finish_folders(manifest, &folders, goes_on)
+            },
+            || working(self.talk, self.peer),
+        )
     }
 
     /// Waits until `pages` pages lie in `slot`; the sender's failure is ours.
@@ -347,29 +366,40 @@ fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
     Ok(())
 }
 
-/// [`Growing::finish`] on a thread of its own: the disk may take longer than the sender has patience, so
-/// `working` is called meanwhile. If that stops it, the file is finished all the same before this returns.
+/// [`Growing::finish`], [`aside`]: the file is finished, whatever stops that.
 fn finish(
     growing: Growing<'_>,
     expected: Digest,
+    working: impl FnMut() -> Result<(), RecvError>,
+) -> Result<(), RecvError> {
+    aside(|_| growing.finish(expected), working)
+}
+
+/// Does `work` on a thread of its own: the disk may take longer than the sender has patience, so `working` is
+/// called meanwhile. If that stops it, `work` is told by the flag, and has ended all the same before this returns.
+fn aside(
+    work: impl FnOnce(&AtomicBool) -> Result<(), StoreError> + Send,
     mut working: impl FnMut() -> Result<(), RecvError>,
 ) -> Result<(), RecvError> {
+    let stopped = AtomicBool::new(false);
     std::thread::scope(|scope| {
         let (ends, ended) = mpsc::channel::<()>();
-        let finish = move || {
-            let finished = growing.finish(expected);
+        let flag = &stopped;
+        let work = move || {
+            let done = work(flag);
             drop(ends);
-            finished
+            done
         };
         let thread = std::thread::Builder::new().name("immwire-finish".to_owned());
-        let thread = thread.spawn_scoped(scope, finish).map_err(RecvError::Thread)?;
+        let thread = thread.spawn_scoped(scope, work).map_err(RecvError::Thread)?;
         let mut at_work = Ok(());
         while at_work.is_ok() && ended.recv_timeout(LOOK) == Err(RecvTimeoutError::Timeout) {
             at_work = working();
         }
-        let finished = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
+        stopped.store(at_work.is_err(), Ordering::Relaxed);
+        let done = thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic));
         at_work?;
-        Ok(finished?)
+        Ok(done?)
     })
 }
 

@@ -14,6 +14,8 @@
 //! - One process writes a partial file at a time: it is locked. Its owner can read and write it, whatever
 //!   mode it gets with its name.
 //! - A folder that we made and that has not its own mode and time yet can be told from all others.
+//! - When a push is complete, all of it is on the disk: files, whether they came or were here, and every folder on the
+//!   way to them, whoever made it.
 
 use super::manifest::{Entry, Manifest};
 use super::message::{Digest, Have, Keep};
@@ -210,7 +212,12 @@ impl Store {
     /// [`StoreError::Folder`].
     pub fn open(dir: &Path, overwrite: bool) -> Result<Self, StoreError> {
         let failed = |source| StoreError::Folder { dir: dir.to_owned(), source };
+        let missing = |path: &&Path| !path.as_os_str().is_empty() && !path.exists();
+        let new: Vec<_> = dir.ancestors().take_while(missing).collect();
         std::fs::create_dir_all(dir).map_err(failed)?;
+        for made in new {
+            write_out_name(made).map_err(|errno| failed(errno.into()))?;
+        }
         // The folder itself may be reached through links: it is the user's own word.
         let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
         let root =
@@ -241,6 +248,16 @@ impl Store {
     /// The folder that `path` is in, opened component by component; made if `make`.
     fn folder_of(&self, path: &RelPath, make: bool) -> Result<OwnedFd, StoreError> {
         let (folders, _) = path.split();
+        self.walk(folders, path, make)
+    }
+
+    /// The last of `folders` on the way to `path`.
+    fn walk<'p>(
+        &self,
+        folders: impl Iterator<Item = &'p str>,
+        path: &RelPath,
+        make: bool,
+    ) -> Result<OwnedFd, StoreError> {
         let mut at = self.root.try_clone().map_err(|source| StoreError::Io {
             step: "open the folder of",
             path: path.to_string(),
@@ -417,9 +434,75 @@ impl Store {
         Ok(new)
     }
 
-    /// Gives the folders numbered `new` their modes and times; last, for a folder may be read-only,
-    /// and its time changes with what is made in it. `working` is called for each, and stops it by
-    /// `false`.
+    /// Puts files on the disk that were here whole, those numbered `whole`. `working` is called for each, and stops it by
+    /// `false`. Takes as long as the disk does.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`]: among others, one is not here any more.
+    pub fn write_out_files(
+        &self,
+        manifest: &Manifest,
+        whole: &BTreeSet<u32>,
+        mut working: impl FnMut(u64) -> bool,
+    ) -> Result<(), StoreError> {
+        let files = manifest.files().zip(0..).filter(|(_, number)| whole.contains(number));
+        for ((Entry { path, .. }, _), _) in files {
+            if !working(0) {
+                return Err(StoreError::Stopped);
+            }
+            let (_, name) = path.split();
+            let file = self.open_regular(&self.folder_of(path, false)?, name, path)?;
+            let file = file.ok_or_else(|| StoreError::Changed(path.clone()))?;
+            (self.write_out)(file.as_fd()).map_err(io("write out", path.as_str()))?;
+        }
+        Ok(())
+    }
+
+    /// Puts each folder on the disk that leads to one of `manifest`'s entries, or is one, and with it the names in it: once,
+    /// and all but those numbered `new`, which [`finish_folders`](Self::finish_folders) is to do, after this. `working` is
+    /// called for each, and stops it by `false`. Takes as long as the disk does.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError`].
+    pub fn write_out_folders(
+        &self,
+        manifest: &Manifest,
+        new: &[usize],
+        mut working: impl FnMut(u64) -> bool,
+    ) -> Result<(), StoreError> {
+        let entries = manifest.entries();
+        let new = new.iter().filter_map(|number| entries.get(*number));
+        let new: BTreeSet<_> = new.map(|entry| entry.path.as_str()).collect();
+        // By path, each with an entry that it leads to.
+        let mut folders = BTreeMap::new();
+        for Entry { path, size, .. } in entries {
+            let text = path.as_str();
+            let above = text.match_indices('/').filter_map(|(end, _)| text.get(..end));
+            for folder in above.chain(size.is_none().then_some(text)) {
+                if !new.contains(folder) {
+                    folders.insert(folder, path);
+                }
+            }
+        }
+        written_out((self.write_out)(self.root.as_fd())).map_err(io(WRITE_FOLDER, "the push"))?;
+        for (folder, path) in folders {
+            if !working(0) {
+                return Err(StoreError::Stopped);
+            }
+            self.write_out_folder(&self.walk(folder.split('/'), path, false)?, path)?;
+        }
+        Ok(())
+    }
+
+    fn write_out_folder(&self, folder: &OwnedFd, path: &RelPath) -> Result<(), StoreError> {
+        written_out((self.write_out)(folder.as_fd())).map_err(io(WRITE_FOLDER, path.as_str()))
+    }
+
+    /// Gives the folders numbered `new` their modes and times, and puts them on the disk; last, for a folder may
+    /// be read-only, and its time changes with what is made in it. `working` is called for each, and
+    /// stops it by `false`.
     ///
     /// # Errors
     ///
@@ -442,6 +525,7 @@ impl Store {
             let at = self.folder_of(&entry.path, false)?;
             let (folder, _) = self.step_into(&at, name, &entry.path, None)?;
             dress(&folder, entry)?;
+            self.write_out_folder(&folder, &entry.path)?;
         }
         Ok(())
     }
@@ -693,7 +777,8 @@ impl Growing<'_> {
     }
 
     /// Checks the digest and gives the file its mode, time and name. When this returns `Ok` the file is
-    /// on the disk, name and all: whoever removes the original afterwards loses nothing to a power cut.
+    /// on the disk, and its name in its folder; the folder's own, when the push is complete: whoever removes the original
+    /// then loses nothing to a power cut.
     /// Takes as long as the disk does: minutes, for what lies in memory of a big file.
     ///
     /// # Errors
@@ -744,11 +829,7 @@ impl Growing<'_> {
             dress(&self.file, &self.entry)?;
             write_out()?;
         }
-        match (self.store.write_out)(self.at.as_fd()) {
-            // Not every file system can do that with a folder.
-            Ok(()) | Err(Errno::INVAL) => Ok(()),
-            Err(errno) => Err(io("write out the folder of", path.as_str())(errno)),
-        }
+        self.store.write_out_folder(&self.at, path)
     }
 }
 
@@ -782,6 +863,28 @@ fn waiting(folder: &OwnedFd) -> bool {
     fstat(folder).is_ok_and(|stat| {
         stat.st_mode & 0o5777 == WAITING_FOLDER && stat.st_uid == geteuid().as_raw()
     })
+}
+
+const WRITE_FOLDER: &str = "write out a folder of";
+
+/// Not every file system can put a folder on the disk.
+fn written_out(done: Result<(), Errno>) -> Result<(), Errno> {
+    match done {
+        Err(Errno::INVAL) => Ok(()),
+        done => done,
+    }
+}
+
+/// Puts the name of a folder on the disk that is new.
+fn write_out_name(made: &Path) -> Result<(), Errno> {
+    let parent = made.parent().filter(|parent| !parent.as_os_str().is_empty());
+    let flags = OFlags::RDONLY | OFlags::DIRECTORY | OFlags::CLOEXEC;
+    match rustix::fs::open(parent.unwrap_or(Path::new(".")), flags, Mode::empty()) {
+        Ok(parent) => written_out(fsync(parent)),
+        // One may make something in a folder that one may not read.
+        Err(Errno::ACCESS) => Ok(()),
+        Err(errno) => Err(errno),
+    }
 }
 
 const DRESS: &str = "set mode and time of";
@@ -847,6 +950,7 @@ fn hash(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::cell::RefCell;
     use std::fs;
     use std::os::unix::fs::{PermissionsExt, symlink};
 
@@ -1235,6 +1339,61 @@ mod tests {
         assert_eq!(fs::metadata(dir.path().join("old")).unwrap().mode(), before);
     }
 
+    thread_local! {
+        /// What this thread had put on the disk.
+        static WRITTEN: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+    }
+
+    #[test]
+    fn all_of_a_push_is_on_the_disk_at_its_end_and_each_folder_once() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("old")).unwrap();
+        fs::write(dir.path().join("old/kept"), b"hel").unwrap();
+        let offered = manifest(&[
+            ("bare/in/x", Some(0)),
+            ("new", None),
+            ("new/deep", None),
+            ("old", None),
+            ("old/kept", Some(3)),
+        ]);
+        let store = Store::open(dir.path(), false).unwrap().with_disk(|file| {
+            let inode = fstat(file)?.st_ino;
+            WRITTEN.with_borrow_mut(|written| written.push(inode));
+            Ok(())
+        });
+        let new = store.make_folders(&offered, |_| true).unwrap();
+        store.grow(&entry("bare/in/x", Some(0)), None).unwrap().finish(of(b"")).unwrap();
+        let written = |paths: &[&str]| {
+            let inode = |path: &&str| fs::metadata(dir.path().join(path)).unwrap().ino();
+            assert_eq!(WRITTEN.take(), paths.iter().map(inode).collect::<Vec<_>>(), "{paths:?}");
+        };
+        written(&["bare/in/x", "bare/in"]);
+        store.write_out_files(&offered, &BTreeSet::from([1]), |_| true).unwrap();
+        written(&["old/kept"]);
+        store.write_out_folders(&offered, &new, |_| true).unwrap();
+        written(&["", "bare", "bare/in", "old"]);
+        store.finish_folders(&offered, &new, |_| true).unwrap();
+        written(&["new/deep", "new"]);
+    }
+
+    #[test]
+    fn a_disk_that_fails_fails_the_push_and_one_that_has_no_folders_does_not() {
+        let disks: [(WriteOut, bool); 3] =
+            [(|_| Ok(()), true), (|_| Err(Errno::IO), false), (|_| Err(Errno::INVAL), true)];
+        for (disk, folders_are_well) in disks {
+            let dir = tempfile::tempdir().unwrap();
+            fs::write(dir.path().join("kept"), b"").unwrap();
+            let offered = manifest(&[("d", None), ("kept", Some(0))]);
+            let store = Store::open(dir.path(), false).unwrap().with_disk(disk);
+            let new = store.make_folders(&offered, |_| true).unwrap();
+            let kept = store.write_out_files(&offered, &BTreeSet::from([0]), |_| true);
+            assert_eq!(kept.is_ok(), disk(store.root.as_fd()).is_ok());
+            let folders = store.write_out_folders(&offered, &new, |_| true);
+            let finished = store.finish_folders(&offered, &new, |_| true);
+            assert_eq!([folders.is_ok(), finished.is_ok()], [folders_are_well; 2]);
+        }
+    }
+
     #[test]
     fn whoever_waits_is_heard_of_for_each_entry_and_may_stop_it() {
         let dir = tempfile::tempdir().unwrap();
@@ -1271,6 +1430,10 @@ mod tests {
         }
         assert_eq!(calls(|working| store.survey(&offered, working)), 4);
         assert_eq!(calls(|working| store.make_folders(&offered, working)), 6);
+        let here = manifest(&[("d", None), ("d/e", None), ("empty", Some(0))]);
+        let whole = BTreeSet::from([0]);
+        assert_eq!(calls(|working| store.write_out_files(&here, &whole, working)), 1);
+        assert_eq!(calls(|working| store.write_out_folders(&here, &[1], working)), 1);
         assert_eq!(calls(|working| store.finish_folders(&offered, &[0, 1], working)), 2);
     }
 

@@ -104,7 +104,7 @@ fn main() -> ExitCode {
             done.judged.store(true, Ordering::Relaxed);
             println!("violation after {} steps, seed {seed}: {}", totals.steps(), violation.what);
             if !quiet {
-                match explain(seed, TRIES) {
+                match explain(seed, TRIES, || false) {
                     Some(failure) => println!("{failure}"),
                     None => println!("it does not come again: the run is not deterministic"),
                 }

@@ -281,16 +281,17 @@ pub struct Failure {
     pub shortest: Outcome,
 }
 
-/// Shrinks the failing program of `seed`, running at most `tries` others; `None`: it does not fail.
+/// Shrinks the failing program of `seed`, running at most `tries` others, and no more once `stopped`, which is asked
+/// before each; `None`: it does not fail.
 #[must_use]
-pub fn explain(seed: u64, tries: usize) -> Option<Failure> {
+pub fn explain(seed: u64, tries: usize, stopped: impl FnMut() -> bool) -> Option<Failure> {
     let program = operations(seed);
     let violation = run_on_fabric(seed, &program, false).violation?;
     // What comes after has no part in it.
     let reached = program.get(..=violation.operation).unwrap_or(&program);
     let fails = |program: &[Operation]| run_on_fabric(seed, program, false).violation.is_some();
     let start = if fails(reached) { reached } else { &program };
-    let short = shrink(start, tries, fails);
+    let short = shrink(start, tries, fails, stopped);
     let shortest = run_on_fabric(seed, &short, true);
     // Every operation has a number of its own, so that each is found where it stands.
     let place = |operation| program.iter().position(|other| other == operation);

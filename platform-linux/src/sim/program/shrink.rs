@@ -3,13 +3,14 @@
 use super::operation::Operation;
 
 /// The operations without which `fails` is no longer true, of those that it is true of; tries at most
-/// `tries` times.
+/// `tries` times, and no more once `stopped`.
 ///
 /// Drops ever smaller runs of operations, the last ones first, for as long as something can be dropped.
 pub fn shrink(
     operations: &[Operation],
     mut tries: usize,
     mut fails: impl FnMut(&[Operation]) -> bool,
+    mut stopped: impl FnMut() -> bool,
 ) -> Vec<Operation> {
     let mut kept = operations.to_vec();
     let mut size = kept.len().div_ceil(2);
@@ -17,7 +18,7 @@ pub fn shrink(
         let mut dropped = false;
         let mut end = kept.len();
         while end > 0 {
-            if tries == 0 {
+            if tries == 0 || stopped() {
                 return kept;
             }
             tries -= 1;

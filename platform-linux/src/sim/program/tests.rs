@@ -19,7 +19,27 @@ fn shrinking_keeps_what_matters() {
     let operations = generate(7, 300);
     let (a, b) = (operations[17], operations[211]);
     let fails = |program: &[Operation]| program.contains(&a) && program.contains(&b);
-    assert_eq!(shrink(&operations, 2000, fails), [a, b]);
+    assert_eq!(shrink(&operations, 2000, fails, || false), [a, b]);
+}
+
+#[test]
+fn shrinking_stops_between_two_tries_with_what_still_fails() {
+    let operations = generate(7, 300);
+    let matters = operations[17];
+    for last in 0..12 {
+        let (mut tries, mut asked) = (0, 0);
+        let fails = |program: &[Operation]| {
+            tries += 1;
+            program.contains(&matters)
+        };
+        let stopped = || {
+            asked += 1;
+            asked > last
+        };
+        let kept = shrink(&operations, 2000, fails, stopped);
+        assert!(kept.contains(&matters) && (kept.len() == 300) == (last == 0), "{last}");
+        assert_eq!((tries, asked), (last, last + 1));
+    }
 }
 
 #[test]

@@ -9,7 +9,7 @@
 //!   domain; contexts outlive the endpoint.
 
 use super::loops::{Seen, Wire};
-use super::{DEPTH_MAX, Done, Far, Memory, Piece, RawError, Registered, inside};
+use super::{DEPTH_MAX, Done, Far, Memory, Piece, RawError, Registered, fits, inside};
 use immwire::Region;
 use libfabric_sys as sys;
 use libfabric_sys::{Library, Version};
@@ -180,6 +180,8 @@ pub(super) struct Fabric {
     peer: sys::fi_addr_t,
     virtual_addresses: bool,
     is_device: bool,
+    /// Bytes of a write at most.
+    longest: u64,
 }
 
 impl Fabric {
@@ -240,6 +242,14 @@ impl Fabric {
             let code = sys::fi_getname(ep.raw(), name.as_mut_ptr().cast(), &raw mut len);
             check(library, "fi_getname", code)?;
             name.truncate(len);
+            let (mut longest, mut len) = (0_usize, size_of::<usize>());
+            let (level, option) = (sys::FI_OPT_ENDPOINT, sys::FI_OPT_MAX_RMA_SIZE);
+            let to = (&raw mut longest).cast();
+            let known = sys::fi_getopt(ep.raw(), level, option, to, &raw mut len) == 0;
+            // Not every provider, nor every version, tells writes from messages.
+            if !known || longest == 0 {
+                longest = (*(*raw_info).ep_attr).max_msg_size;
+            }
             let mr_mode = (*(*raw_info).domain_attr).mr_mode;
             Ok(Self {
                 ep,
@@ -254,12 +264,17 @@ impl Fabric {
                 peer: sys::FI_ADDR_NOTAVAIL,
                 virtual_addresses: mr_mode & sys::FI_MR_VIRT_ADDR != 0,
                 is_device,
+                longest: u64::try_from(longest).unwrap_or(u64::MAX).max(1),
             })
         }
     }
 
     pub(super) fn name(&self) -> &[u8] {
         &self.name
+    }
+
+    pub(super) const fn longest(&self) -> u64 {
+        self.longest
     }
 
     pub(super) const fn is_software(&self) -> bool {
@@ -337,6 +352,7 @@ impl Wire for Fabric {
         _signalled: bool,
     ) -> Result<bool, RawError> {
         let &Piece { from, to, len } = piece;
+        fits(len, self.longest)?;
         inside(to, len, far.len)?;
         let from = memory.inside(from, len)?;
         let Registered::Fabric(registration) = &memory.registered else {

@@ -81,6 +81,14 @@ pub enum RawError {
     /// The other side did nothing.
     #[error("the baseline's other side did nothing for {0:?}")]
     Silent(Duration),
+    /// More than goes with one write.
+    #[error("the baseline writes at most {most} bytes at once here, not {len}")]
+    TooLong {
+        /// Bytes.
+        len: u64,
+        /// What the device, or the endpoint, takes.
+        most: u64,
+    },
     /// A piece is not in the memory it was given for.
     #[error("the baseline's bytes {offset}..+{len} are outside of its memory of {memory} bytes")]
     Outside {
@@ -125,6 +133,15 @@ pub struct Piece {
     pub to: u64,
     /// Bytes.
     pub len: u64,
+}
+
+impl Piece {
+    /// Number `number` of the parts that it is written in, of at most `most` bytes: as engines cut theirs.
+    #[must_use]
+    pub fn part(self, number: u64, most: u64) -> Self {
+        let at = number.saturating_mul(most).min(self.len);
+        Self { from: self.from + at, to: self.to + at, len: most.min(self.len - at) }
+    }
 }
 
 /// Of which device an endpoint without an engine is.
@@ -215,6 +232,10 @@ impl Memory {
     }
 }
 
+fn fits(len: u64, most: u64) -> Result<(), RawError> {
+    if len <= most { Ok(()) } else { Err(RawError::TooLong { len, most }) }
+}
+
 fn inside(offset: u64, len: u64, memory: u64) -> Result<(), RawError> {
     match offset.checked_add(len) {
         Some(end) if end <= memory => Ok(()),
@@ -277,6 +298,24 @@ impl Raw {
         }
     }
 
+    /// Bytes of one write at most.
+    #[must_use]
+    pub fn longest(&self) -> u64 {
+        match &self.wire {
+            Any::Fabric(wire) => wire.longest(),
+            Any::Verbs(wire) => wire.longest(),
+        }
+    }
+
+    /// Whether so many bytes go with one write.
+    ///
+    /// # Errors
+    ///
+    /// [`RawError::TooLong`].
+    pub fn fits(&self, len: u64) -> Result<(), RawError> {
+        fits(len, self.longest())
+    }
+
     /// Gets to know the other side. Both must, before the first write.
     ///
     /// # Errors
@@ -307,7 +346,8 @@ impl Raw {
     }
 
     /// As the initiator: `count` writes with `data`, the `n`th of them `piece(n)`, at most `depth` in flight,
-    /// until the last bytes are there; how long that took. The other side is in [`Raw::take`].
+    /// until the last bytes are there; how long that took. None is longer than [`Raw::longest`]. The other side is in
+    /// [`Raw::take`].
     ///
     /// # Errors
     ///
@@ -371,4 +411,30 @@ pub struct Ends<'a> {
     pub out: &'a Memory,
     /// Where to.
     pub far: &'a Far,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_of_a_piece_are_all_of_it_and_none_is_too_long() {
+        for len in 0..40 {
+            for most in 1..20 {
+                let piece = Piece { from: 100, to: 7, len };
+                let mut at = 0;
+                for number in 0..len.div_ceil(most).max(1) {
+                    let part = piece.part(number, most);
+                    assert_eq!((part.from, part.to), (100 + at, 7 + at), "{len} in {most}");
+                    assert!(part.len > 0 || len == 0, "{len} in {most}");
+                    assert!(fits(part.len, most).is_ok(), "{len} in {most}");
+                    at += part.len;
+                }
+                assert_eq!(at, len, "in parts of {most}");
+                assert_eq!(fits(len, most).is_err(), len > most);
+            }
+        }
+        let all = Piece { from: 0, to: 0, len: u64::MAX };
+        assert_eq!(all.part(1, 1 << 63).len, (1 << 63) - 1);
+    }
 }

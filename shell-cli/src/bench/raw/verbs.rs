@@ -9,7 +9,7 @@
 //! - There is a receive posted for each write that the other side may have in flight, and room for its completion.
 
 use super::loops::{Seen, Wire};
-use super::{DEPTH_MAX, Done, Far, Memory, Piece, RawError, Registered, inside};
+use super::{DEPTH_MAX, Done, Far, Memory, Piece, RawError, Registered, fits, inside};
 use ibverbs_sys as sys;
 use ibverbs_sys::Library;
 use immwire::Region;
@@ -87,6 +87,8 @@ pub(super) struct Verbs {
     /// Receives that were used up.
     owed: usize,
     inline: u32,
+    /// Bytes of a message at most.
+    longest: u64,
 }
 
 fn failed(call: &'static str, error: io::Error) -> RawError {
@@ -144,6 +146,13 @@ impl Verbs {
         let symbols = &library.symbols;
         let (context, port_number) = open_device(library, name)?;
         let gid_index = gid_index(library, (&context, port_number), &port)?;
+        // SAFETY: per ibv_query_port(3): live, and a local, all zero of which is a value, and all of which it may write.
+        let longest = unsafe {
+            let mut attr: sys::ibv_port_attr = zeroed();
+            let out = (&raw mut attr).cast();
+            check("ibv_query_port", (symbols.ibv_query_port)(context.raw(), port_number, out))?;
+            u64::from(attr.max_msg_sz.max(1))
+        };
         // SAFETY: for each of these calls, per its manual page: what it is given is live and of one device, attributes
         // are locals whose rest is zero, and what is made is destroyed before what it was made from.
         let (pd, cq) = unsafe {
@@ -190,6 +199,7 @@ impl Verbs {
             unsignalled: 0,
             owed: RECEIVES_MAX as usize,
             inline: attr.cap.max_inline_data.min(INLINE_BYTES),
+            longest,
         };
         let mut attr = Self::attr(sys::IBV_QPS_INIT);
         attr.port_num = verbs.port_number;
@@ -202,6 +212,10 @@ impl Verbs {
 
     pub(super) fn name(&self) -> &[u8] {
         &self.name
+    }
+
+    pub(super) const fn longest(&self) -> u64 {
+        self.longest
     }
 
     const fn attr(state: sys::ibv_qp_state) -> sys::ibv_qp_attr {
@@ -331,6 +345,7 @@ impl Wire for Verbs {
         signalled: bool,
     ) -> Result<bool, RawError> {
         let &Piece { from, to, len } = piece;
+        fits(len, self.longest)?;
         inside(to, len, far.len)?;
         let from = memory.inside(from, len)?;
         let Registered::Verbs(Registration(registration)) = &memory.registered else {
