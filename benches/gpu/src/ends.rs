@@ -1,7 +1,8 @@
 //! How long writes take from end to end: engines in two processes, each polled by its own thread, from before the submission
 //! in the one until the other has taken the count.
 //!
-//! Both read the same clock (`CLOCK_MONOTONIC`). The receiver checks pages of each request before it is timed.
+//! Both read the same clock (`CLOCK_MONOTONIC`). Places of each request are compared before it is timed, and of all that was timed: they
+//! are cleared before, so that a count without bytes is noticed.
 
 use crate::processes::{Orders, Place, Process, ask, now};
 use crate::rig::Random;
@@ -12,6 +13,7 @@ use immwire::{
 use serde_json::{Value, json};
 use std::collections::VecDeque;
 use std::error::Error;
+use std::io::{Write, stdout};
 use std::num::NonZeroU32;
 use std::time::{Duration, Instant};
 
@@ -27,8 +29,9 @@ pub(crate) const TURNS: usize = 4;
 /// Requests that are under way at a time, where several are, and how often that is measured.
 const AT_ONCE: [usize; 3] = [2, 8, 64];
 const AGAIN: usize = 7;
-/// Pages that are compared of each request.
+/// Places that are compared of each request, and the most bytes at each.
 pub(crate) const COMPARED: usize = 64;
+const COMPARED_BYTES: u64 = 64 << 10;
 
 /// What the sender's pool holds at `offset`, a multiple of 8.
 fn word(offset: u64) -> u64 {
@@ -54,63 +57,109 @@ fn pool(engine: &TransferEngine, place: &str) -> Outcome<Region> {
     })
 }
 
+/// What is compared of a request: so many bytes at each of these places of the receiver's pool, which come from those of the sender's.
+struct Marks {
+    bytes: usize,
+    places: Vec<(u64, u64)>,
+}
+
+impl Marks {
+    fn to_order(&self, what: &str) -> String {
+        let places: String = self.places.iter().map(|(to, from)| format!(" {to} {from}")).collect();
+        format!("{what} {}{places}", self.bytes)
+    }
+
+    fn of_order(line: &str) -> Outcome<Self> {
+        let places = line.split_whitespace().skip(2).map(str::parse);
+        let places = places.collect::<Result<Vec<u64>, _>>()?;
+        let places = places.chunks_exact(2).map(|place| (place[0], place[1])).collect();
+        Ok(Self { bytes: ask(line, 1)?, places })
+    }
+}
+
 /// The other process: `PLACE` is a GPU or `host`. Answers one line for each that it reads.
 pub(crate) fn receive(place: &str) -> Outcome<()> {
     let gpus = place.parse().into_iter().collect::<Vec<u32>>();
-    let (engine, mut driver) = engine(gpus, 8)?;
+    let (engine, driver) = engine(gpus, 8)?;
     let region = pool(&engine, place)?;
-    let counter = engine.counter()?;
-    let place =
-        Place { address: engine.address().clone(), desc: region.desc(), tag: counter.tag() };
-    println!("{}", place.to_line()?);
-    let orders = Orders::new();
-    while let Some(line) = orders.next(|| {
-        driver.poll();
-    }) {
-        let answer = match line.split_whitespace().next() {
-            Some("expect") => expect(&mut driver, &counter, ask(&line, 1)?)?,
-            Some("watch") => watch(&mut driver, &counter, ask(&line, 1)?)?,
-            Some("compare") => {
-                let (to, from, bytes) = (ask(&line, 1)?, ask(&line, 2)?, ask(&line, 3)?);
-                let mut found: Vec<u8> = vec![0; bytes];
-                region.read(to, &mut found)?;
-                if found == pattern(from, bytes) { "right".into() } else { "WRONG".into() }
+    let receiver = Receiver { counter: engine.counter()?, region, driver, engine };
+    receiver.serve(&Orders::new(), &mut stdout())
+}
+
+struct Receiver {
+    counter: ImmCounter,
+    region: Region,
+    driver: Driver,
+    engine: TransferEngine,
+}
+
+impl Receiver {
+    fn serve(mut self, orders: &Orders, answers: &mut impl Write) -> Outcome<()> {
+        let (desc, tag) = (self.region.desc(), self.counter.tag());
+        let place = Place { address: self.engine.address().clone(), desc, tag };
+        writeln!(answers, "{}", place.to_line()?)?;
+        while let Some(line) = orders.next(|| {
+            self.driver.poll();
+        }) {
+            let answer = match line.split_whitespace().next() {
+                Some("expect") => self.expect(answers, ask(&line, 1)?)?,
+                Some("watch") => self.watch(answers, ask(&line, 1)?)?,
+                Some("clear") => self.clear(&Marks::of_order(&line)?)?,
+                Some("compare") => self.compare(&Marks::of_order(&line)?)?,
+                _ => return Err(format!("what is {line}?").into()),
+            };
+            writeln!(answers, "{answer}")?;
+        }
+        Ok(())
+    }
+
+    fn expect(&mut self, answers: &mut impl Write, writes: u64) -> Outcome<String> {
+        writeln!(answers, "ready")?;
+        let started = Instant::now();
+        while !self.counter.try_take(writes)? {
+            self.driver.poll();
+            if started.elapsed() > LIMIT {
+                let available = self.counter.available();
+                return Err(format!("{available} of {writes} writes within {LIMIT:?}").into());
             }
-            _ => return Err(format!("what is {line}?").into()),
-        };
-        println!("{answer}");
+        }
+        Ok(now().to_string())
     }
-    Ok(())
-}
 
-fn expect(driver: &mut Driver, counter: &ImmCounter, writes: u64) -> Outcome<String> {
-    println!("ready");
-    let started = Instant::now();
-    while !counter.try_take(writes)? {
-        driver.poll();
-        if started.elapsed() > LIMIT {
-            return Err(
-                format!("{} of {writes} writes within {LIMIT:?}", counter.available()).into()
-            );
+    /// When each of so many writes was counted, which come one after the other.
+    fn watch(&mut self, answers: &mut impl Write, writes: usize) -> Outcome<String> {
+        writeln!(answers, "ready")?;
+        let (mut times, started) = (Vec::with_capacity(writes), Instant::now());
+        while times.len() < writes {
+            self.driver.poll();
+            if self.counter.try_take(1)? {
+                times.push(now().to_string());
+            }
+            if started.elapsed() > LIMIT {
+                return Err(format!("{} of {writes} writes within {LIMIT:?}", times.len()).into());
+            }
         }
+        Ok(times.join(" "))
     }
-    Ok(now().to_string())
-}
 
-/// When each of so many writes was counted, which come one after the other.
-fn watch(driver: &mut Driver, counter: &ImmCounter, writes: usize) -> Outcome<String> {
-    println!("ready");
-    let (mut times, started) = (Vec::with_capacity(writes), Instant::now());
-    while times.len() < writes {
-        driver.poll();
-        if counter.try_take(1)? {
-            times.push(now().to_string());
+    fn clear(&self, marks: &Marks) -> Outcome<String> {
+        let nothing = vec![0; marks.bytes];
+        for (to, _) in &marks.places {
+            self.region.write(*to, &nothing)?;
         }
-        if started.elapsed() > LIMIT {
-            return Err(format!("{} of {writes} writes within {LIMIT:?}", times.len()).into());
-        }
+        Ok("clear".into())
     }
-    Ok(times.join(" "))
+
+    fn compare(&self, marks: &Marks) -> Outcome<String> {
+        let mut found = vec![0; marks.bytes];
+        for (to, from) in &marks.places {
+            self.region.read(*to, &mut found)?;
+            if found != pattern(*from, marks.bytes) {
+                return Ok(format!("bytes at {to} are not those of {from}"));
+            }
+        }
+        Ok("right".into())
+    }
 }
 
 /// The receiver, as the sender sees it.
@@ -122,12 +171,18 @@ struct There {
 }
 
 impl There {
-    fn start(driver: &mut Driver, place: &str) -> Outcome<Self> {
-        let mut process = Process::start(&["receive", place])?;
+    fn meet(driver: &mut Driver, mut process: Process) -> Outcome<Self> {
         let Place { address, desc, tag } = Place::of_line(&process.hear()?)?;
         let peer = driver.add_peer(&address)?;
         driver.wait_peer(peer, LIMIT)?;
         Ok(Self { process, peer, desc, tag })
+    }
+
+    /// An error with the answer, if it is not this one.
+    fn order(&mut self, line: &str, answer: &str) -> Outcome<()> {
+        self.process.say(line)?;
+        let heard = self.process.hear()?;
+        if heard.trim() == answer { Ok(()) } else { Err(heard.trim().into()) }
     }
 }
 
@@ -157,6 +212,8 @@ struct Bench {
     engine: TransferEngine,
     driver: Driver,
     source: Region,
+    /// Bytes of either pool.
+    pool: usize,
     there: There,
     random: Random,
     /// Several requests at a time are measured, too.
@@ -178,23 +235,34 @@ impl Bench {
         let gpus = from.parse().into_iter().chain(to.parse()).collect::<Vec<u32>>();
         // A GPU that only the other process uses is not opened here.
         let gpus = if from.parse::<u32>().is_ok() { gpus[..1].to_vec() } else { gpus };
-        let (engine, mut driver) = builder(gpus, sms).stand_by(stands_by).build_polled()?;
+        let (engine, driver) = builder(gpus, sms).stand_by(stands_by).build_polled()?;
         let source = pool(&engine, from)?;
-        const STEP: usize = 64 << 20;
-        for at in (0..POOL).step_by(STEP) {
-            source.write(at as u64, &pattern(at as u64, STEP))?;
-        }
-        let there = There::start(&mut driver, to)?;
         // Over PCIe one at a time fills the link.
         let several = from.parse::<u32>().is_ok() && to.parse::<u32>().is_ok();
-        Ok(Self { engine, driver, source, there, random: Random(7), several })
+        let process = Process::start(&["receive", to])?;
+        Self::among((engine, driver), source, POOL, process, several)
+    }
+
+    fn among(
+        (engine, mut driver): (TransferEngine, Driver),
+        source: Region,
+        pool: usize,
+        receiver: Process,
+        several: bool,
+    ) -> Outcome<Self> {
+        const STEP: usize = 64 << 20;
+        for at in (0..pool).step_by(STEP) {
+            source.write(at as u64, &pattern(at as u64, STEP.min(pool - at)))?;
+        }
+        let there = There::meet(&mut driver, receiver)?;
+        Ok(Self { engine, driver, source, pool, there, random: Random(7), several })
     }
 
     /// All pages of a pool that each request can count, the first so many of them in no order.
     fn shuffled(&mut self, shape: &Shape, most: usize) -> Vec<u32> {
         let mut all: Vec<u32> = (0..=u32::MAX)
             .skip(TURNS)
-            .take_while(|i| u64::from(i + 1) * shape.page_bytes <= POOL as u64)
+            .take_while(|i| u64::from(i + 1) * shape.page_bytes <= self.pool as u64)
             .collect();
         for i in 0..most.min(all.len()) {
             let other = i + self.random.below(all.len() - i);
@@ -271,7 +339,7 @@ impl Bench {
         })
     }
 
-    fn once(&mut self, shape: &Shape, lists: Option<&Lists>, compare: bool) -> Outcome<Took> {
+    fn once(&mut self, shape: &Shape, lists: Option<&Lists>) -> Outcome<Took> {
         self.there.process.say(&format!("expect {}", shape.pages))?;
         self.there.process.hear()?;
         let before = self.engine.stats().posted;
@@ -292,9 +360,6 @@ impl Bench {
             return Err(format!("a transfer ended so: {:?}", transfer.poll_end()).into());
         }
         let counted: u64 = self.there.process.hear()?.trim().parse()?;
-        if compare {
-            self.compare(shape, lists)?;
-        }
         let us = |time: u64| (time.max(started) - started) as f64 / 1e3;
         Ok(Took { call: us(called), posted: us(posted), counted: us(counted) })
     }
@@ -338,26 +403,32 @@ impl Bench {
         Ok(took as f64 / 1e3 / requests as f64)
     }
 
-    fn compare(&mut self, shape: &Shape, lists: Option<&Lists>) -> Outcome<()> {
-        let bytes = shape.page_bytes.min(64 << 10);
-        for _ in 0..COMPARED {
-            let (from, to) = match lists {
-                Some(Lists { numbers: (from, to), .. }) => {
-                    let at = self.random.below(shape.pages as usize);
-                    let place = |list: &Vec<u32>| u64::from(list[at]) * shape.page_bytes;
-                    (place(from), place(to))
-                }
-                None => {
-                    let at = self.random.next() % (shape.page_bytes - bytes + 1) / 8 * 8;
-                    (at, at)
-                }
-            };
-            self.there.process.say(&format!("compare {to} {from} {bytes}"))?;
-            if self.there.process.hear()?.trim() != "right" {
-                return Err(format!("bytes at {to} are not those of {from}").into());
+    /// Draws what is to be compared of a request, and has it cleared.
+    fn clear(&mut self, shape: &Shape, lists: Option<&Lists>) -> Outcome<Marks> {
+        let bytes = shape.page_bytes.min(COMPARED_BYTES);
+        let mut place = || match lists {
+            Some(Lists { numbers: (from, to), .. }) => {
+                let at = self.random.below(shape.pages as usize);
+                let place = |list: &Vec<u32>| u64::from(list[at]) * shape.page_bytes;
+                (place(to), place(from))
             }
-        }
-        Ok(())
+            None => {
+                let at = self.random.next() % (shape.page_bytes - bytes + 1) / 8 * 8;
+                (at, at)
+            }
+        };
+        let places = (0..COMPARED).map(|_| place()).collect();
+        let marks = Marks { bytes: usize::try_from(bytes)?, places };
+        self.there.order(&marks.to_order("clear"), "clear")?;
+        Ok(marks)
+    }
+
+    fn clear_all(&mut self, shape: &Shape, all: &[Option<Lists>]) -> Outcome<Vec<Marks>> {
+        all.iter().map(|lists| self.clear(shape, lists.as_ref())).collect()
+    }
+
+    fn compare(&mut self, marks: &[Marks]) -> Outcome<()> {
+        marks.iter().try_for_each(|marks| self.there.order(&marks.to_order("compare"), "right"))
     }
 
     fn all_steady(&mut self) -> Outcome<Vec<Value>> {
@@ -368,6 +439,7 @@ impl Bench {
     fn steady(&mut self, bytes: u64) -> Outcome<Value> {
         const WRITES: usize = 2000;
         const PAUSE_NS: usize = 40_000;
+        let marks = self.clear(&Shape { pages: 1, page_bytes: bytes * WRITES as u64 }, None)?;
         self.there.process.say(&format!("watch {WRITES}"))?;
         self.there.process.hear()?;
         let (peer, imm) = (self.there.peer, Some(self.there.tag));
@@ -395,8 +467,7 @@ impl Bench {
         let counted = self.there.process.hear()?;
         let counted =
             counted.split_whitespace().map(str::parse).collect::<Result<Vec<u64>, _>>()?;
-        let all = bytes * WRITES as u64;
-        self.compare(&Shape { pages: 1, page_bytes: all }, None)?;
+        self.compare(&[marks])?;
         let mut took: Vec<f64> = began
             .iter()
             .zip(&counted)
@@ -416,8 +487,10 @@ impl Bench {
         let bytes = shape.page_bytes * u64::from(shape.pages);
         let mut rows = Vec::new();
         for (most, from) in froms.iter().flat_map(|from| AT_ONCE.map(|most| (most, *from))) {
+            let marks = self.clear_all(shape, lists)?;
             let took = (0..AGAIN).map(|_| self.at_once(shape, lists, (most, from)));
             let mut took = took.collect::<Outcome<Vec<_>>>()?;
+            self.compare(&marks)?;
             took.sort_by(f64::total_cmp);
             let each = took[took.len() / 2];
             rows.push(json!({
@@ -428,20 +501,26 @@ impl Bench {
         Ok(rows)
     }
 
+    /// Requests one at a time.
+    fn singly(&mut self, shape: &Shape, all: &[Option<Lists>]) -> Outcome<Vec<Took>> {
+        for lists in all {
+            let marks = self.clear(shape, lists.as_ref())?;
+            self.once(shape, lists.as_ref())?;
+            self.compare(&[marks])?;
+        }
+        let marks = self.clear_all(shape, all)?;
+        let turns = all.iter().cycle().take(ROUNDS);
+        let took = turns.map(|lists| self.once(shape, lists.as_ref())).collect::<Outcome<_>>()?;
+        self.compare(&marks)?;
+        Ok(took)
+    }
+
     fn measure(&mut self, shape: &Shape) -> Outcome<Value> {
         let lists = self.lists(shape);
-        for lists in &lists {
-            self.once(shape, lists.as_ref(), true)?;
-        }
-        let turns = lists.iter().cycle().take(ROUNDS);
-        let mut took: Vec<Took> =
-            turns.map(|lists| self.once(shape, lists.as_ref(), false)).collect::<Outcome<_>>()?;
+        let mut took = self.singly(shape, &lists)?;
         took.sort_by(|a, b| a.counted.total_cmp(&b.counted));
         let bytes = shape.page_bytes * u64::from(shape.pages);
         let several = if self.several { self.all_at_once(shape, &lists)? } else { Vec::new() };
-        for lists in &lists {
-            self.compare(shape, lists.as_ref())?;
-        }
         let middle = |of: fn(&Took) -> f64| {
             let mut all: Vec<f64> = took.iter().map(of).collect();
             all.sort_by(f64::total_cmp);
@@ -473,4 +552,54 @@ pub(crate) fn measure(from: &str, to: &str, sms: u32) -> Outcome<Value> {
     let rows = rows.collect::<Outcome<Vec<_>>>()?;
     let steady = json!({ "by_warps_that_stand_by": with, "by_copy_engine": without });
     Ok(json!({ "from": from, "to": to, "sms": sms, "writes": rows, "one_after_another": steady }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::sync::mpsc::channel;
+
+    const BYTES: usize = 8 << 20;
+
+    /// Each kind of figure, first of writes that arrive, then of the same where only counts do.
+    #[test]
+    fn counts_without_bytes_are_noticed() -> Outcome<()> {
+        let (tell, elsewhere) = channel();
+        let (process, receiver) = Process::thread(move |orders, answers| {
+            let served = (|| -> Outcome<()> {
+                let (engine, driver) = engine(Vec::new(), 1)?;
+                let (region, other) = (engine.alloc(BYTES)?, engine.alloc(BYTES)?);
+                tell.send(other.desc())?;
+                let receiver = Receiver { counter: engine.counter()?, region, driver, engine };
+                receiver.serve(orders, answers)
+            })();
+            served.map_err(|why| why.to_string())
+        })?;
+        let sender = engine(Vec::new(), 1)?;
+        let source = sender.0.alloc(BYTES)?;
+        let mut bench = Bench::among(sender, source, BYTES, process, true)?;
+        let elsewhere = elsewhere.recv()?;
+        let right = bench.there.desc;
+        let few = Shape { pages: 20, page_bytes: 4 << 10 };
+        for shape in [Shape { pages: 1, page_bytes: 64 << 10 }, few] {
+            let lists = bench.lists(&shape);
+            bench.singly(&shape, &lists)?;
+            bench.all_at_once(&shape, &lists)?;
+            bench.there.desc = elsewhere;
+            noticed(bench.singly(&shape, &lists));
+            noticed(bench.all_at_once(&shape, &lists));
+            bench.there.desc = right;
+        }
+        bench.steady(512)?;
+        bench.there.desc = elsewhere;
+        noticed(bench.steady(512));
+        drop(bench);
+        Ok(receiver.join().map_err(|_| "the receiver panicked")??)
+    }
+
+    #[track_caller]
+    fn noticed<T>(figure: Outcome<T>) {
+        let why = figure.map(drop).unwrap_err().to_string();
+        assert!(why.starts_with("bytes at "), "{why}");
+    }
 }

@@ -1,13 +1,13 @@
 //! Checks the kernels on the GPUs of this machine, and measures them.
 //!
 //!     immwire-bench-gpu check | check-few | captures | joined | time | ends FROM TO SMS | signals FROM TO
-//!     immwire-bench-gpu exchange RANKS SMS MIB
+//!     immwire-bench-gpu gpus | exchange RANKS SMS MIB
 //!     immwire-bench-gpu moe-check | moe-check-few | moe-replay | moe-time [TOKENS] | moe-processes N | moe-turns JSON
 //!
 //! `joined` writes between two processes from and to regions over several allocations. `ends` measures from end to end between two processes,
 //! from a GPU, by number, or `host`, to another; `exchange` among a process for each rank, all to all at once, with pools of so many MiB.
 //! `signals` measures how long a watcher's callback and a waiting stream take to hear of something. `moe-turns` measures whenever it is
-//! told to. What is of experts takes all GPUs, as does `exchange`, the rest two.
+//! told to. `gpus` says how many there are. What is of experts takes all GPUs, as does `exchange`, the rest two.
 //!
 //! Writes one JSON object to the standard output, progress to the standard error. `benches/gpu/run` runs it all. Exit
 //! status 0 if everything that was run was right; slow is not wrong.
@@ -27,6 +27,7 @@ mod signals;
 mod standby;
 mod time;
 
+use immwire_cuda::Device;
 use serde_json::{Map, Value, json};
 use std::error::Error;
 use std::process::ExitCode;
@@ -39,6 +40,7 @@ fn main() -> ExitCode {
     let words: Vec<String> = std::env::args().skip(1).collect();
     let words: Vec<&str> = words.iter().map(String::as_str).collect();
     let done = match words[..] {
+        ["gpus"] => count(),
         ["receive", place] => ends::receive(place).map(|()| Value::Null),
         ["hold", gpu] => joined::hold(gpu).map(|()| Value::Null),
         ["ends", from, to, sms] => {
@@ -70,8 +72,8 @@ fn main() -> ExitCode {
             _ => Err("ranks are numbers".into()),
         },
         [what] => run(what),
-        _ => Err("check, check-few, captures, joined, time, ends FROM TO SMS, exchange RANKS SMS MIB, signals FROM TO, or moe-check, moe-replay, moe-time, \
-                  moe-processes N, moe-turns JSON"
+        _ => Err("gpus, check, check-few, captures, joined, time, ends FROM TO SMS, exchange RANKS SMS MIB, signals FROM TO, or moe-check, moe-replay, \
+                  moe-time, moe-processes N, moe-turns JSON"
             .into()),
     };
     match done {
@@ -93,6 +95,13 @@ fn numbers<const N: usize>(words: [&str; N]) -> Result<[u32; N], Box<dyn Error>>
         *number = word.parse()?;
     }
     Ok(numbers)
+}
+
+fn count() -> Result<Value, Box<dyn Error>> {
+    match Device::count()? {
+        0 => Err("no GPU here".into()),
+        count => Ok(json!({ "gpus": count })),
+    }
 }
 
 fn process(world: u32, rank: u32, case: u32) -> Result<Value, Box<dyn Error>> {
@@ -152,7 +161,7 @@ fn run(what: &str) -> Result<Value, Box<dyn Error>> {
         }
         _ => {
             return Err(
-                "check, check-few, captures, joined, time, moe-check, moe-check-few, moe-replay or moe-time".into()
+                "gpus, check, check-few, captures, joined, time, moe-check, moe-check-few, moe-replay or moe-time".into()
             );
         }
     }

@@ -1666,23 +1666,32 @@ impl<'a> Timed<'a> {
         })
     }
 
-    /// What the busiest rank receives from other GPUs, each token once, in bytes: out, and back.
+    /// What the busiest GPU receives from others, in bytes: out, and back.
     fn wire_bytes(&self) -> [u64; 2] {
-        let (shape, ranks) = (&self.all.shape, &self.all.ranks);
-        let into = |at: usize| {
-            let experts = shape.firsts[at].cast_signed()..shape.firsts[at + 1].cast_signed();
-            let from = |rank: &usize| ranks[*rank].gpu != ranks[at].gpu;
-            let hits = |rank: usize| {
-                let rows = self.tokens[rank].indices.chunks_exact(shape.top_k as usize);
-                rows.filter(|row| row.iter().any(|expert| experts.contains(expert))).count() as u64
-            };
-            (0..ranks.len()).filter(from).map(hits).sum::<u64>()
-        };
-        let most = (0..ranks.len()).map(into).max().unwrap_or(0);
-        let geometry = &self.all.geometry;
-        [u64::from(geometry.token_bytes + geometry.scale_bytes), u64::from(shape.values) * 2]
-            .map(|bytes| most * bytes)
+        let (shape, geometry) = (&self.all.shape, &self.all.geometry);
+        let gpus: Vec<usize> = self.all.ranks.iter().map(|rank| rank.gpu).collect();
+        let routes: Vec<&[i32]> = self.tokens.iter().map(|sent| &sent.indices[..]).collect();
+        let [out, back] = crossing(shape, &gpus, &routes);
+        let token_bytes = u64::from(geometry.token_bytes + geometry.scale_bytes);
+        [out * token_bytes, back * u64::from(shape.values) * 2]
     }
+}
+
+/// Tokens that the busiest GPU receives from others, each once for each rank: out, and back. `gpus` and `routes`: of each rank.
+fn crossing(shape: &Shape, gpus: &[usize], routes: &[&[i32]]) -> [u64; 2] {
+    let mut into = vec![[0; 2]; gpus.iter().max().map_or(0, |last| last + 1)];
+    for (routes, &from) in routes.iter().zip(gpus) {
+        let ranks = gpus.iter().zip(shape.firsts.windows(2));
+        for (&to, experts) in ranks.filter(|(to, _)| **to != from) {
+            let experts = experts[0].cast_signed()..experts[1].cast_signed();
+            let rows = routes.chunks_exact(shape.top_k as usize);
+            let hits =
+                rows.filter(|row| row.iter().any(|expert| experts.contains(expert))).count() as u64;
+            into[to][0] += hits;
+            into[from][1] += hits;
+        }
+    }
+    [0, 1].map(|way| into.iter().map(|ways| ways[way]).max().unwrap_or(0))
 }
 
 /// Different experts, each as likely as the others.
@@ -1905,4 +1914,41 @@ pub(crate) fn time(gpus: &[Gpu], only: Option<u32>) -> Outcome<Value> {
         }
     }
     Ok(Value::Array(measured))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// What crosses, of 8 experts, the best two, and one token of each rank.
+    fn crosses(gpus: &[usize], routes: &[[i32; 2]]) -> [u64; 2] {
+        let shape = Shape {
+            firsts: firsts(u32::try_from(gpus.len()).unwrap(), 8),
+            top_k: 2,
+            max_tokens: 1,
+            payload: Payload::Fp8 { from: Number::Bf16, scales: Scales::Float },
+            values: 128,
+            results: Number::Bf16,
+            padding: 1,
+            exact: false,
+        };
+        let routes: Vec<&[i32]> = routes.iter().map(|row| &row[..]).collect();
+        crossing(&shape, gpus, &routes)
+    }
+
+    #[test]
+    fn ranks_that_share_a_gpu_share_its_wire() {
+        // Ranks that share nothing.
+        assert_eq!(crosses(&[0, 1], &[[0, 4], [0, 4]]), [1, 1]);
+        assert_eq!(crosses(&[0, 1], &[[4, 5], [4, 5]]), [1, 1]);
+        assert_eq!(crosses(&[0, 1], &[[0, 1], [6, 7]]), [0, 0]);
+        // Two on each of two GPUs: each sends to both of the other.
+        assert_eq!(crosses(&[0, 1, 0, 1], &[[2, 6], [0, 4], [2, 6], [0, 4]]), [4, 4]);
+        // All to one rank.
+        assert_eq!(crosses(&[0, 1, 0, 1], &[[0, 1]; 4]), [2, 2]);
+        assert_eq!(crosses(&[0, 1, 2, 3], &[[0, 1]; 4]), [3, 1]);
+        // One rank to two others.
+        assert_eq!(crosses(&[0, 1, 2, 3], &[[2, 4], [2, 3], [4, 5], [6, 7]]), [1, 2]);
+        assert_eq!(crosses(&[0; 4], &[[0, 2], [4, 6], [0, 2], [4, 6]]), [0, 0]);
+    }
 }

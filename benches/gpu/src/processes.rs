@@ -3,7 +3,7 @@
 use immwire::core::wire::Wire;
 use immwire::{ImmTag, MrDesc, NetAddr};
 use std::error::Error;
-use std::io::{BufRead, BufReader, Write, stdin};
+use std::io::{self, BufRead, BufReader, Write};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::str::FromStr;
 use std::sync::mpsc::{Receiver, TryRecvError, channel};
@@ -50,7 +50,8 @@ impl Place {
 
 /// Another process, as the one that started it sees it. It is ended with this.
 pub(crate) struct Process {
-    child: Child,
+    /// None if a thread takes its place.
+    child: Option<Child>,
     orders: ChildStdin,
     answers: BufReader<ChildStdout>,
 }
@@ -64,7 +65,19 @@ impl Process {
             .spawn()?;
         let orders = child.stdin.take().ok_or("no pipe")?;
         let answers = BufReader::new(child.stdout.take().ok_or("no pipe")?);
-        Ok(Self { child, orders, answers })
+        Ok(Self { child: Some(child), orders, answers })
+    }
+
+    /// A thread in its place, which is to end with the orders.
+    #[cfg(test)]
+    pub(crate) fn thread<T: Send + 'static>(
+        run: impl FnOnce(&Orders, &mut io::PipeWriter) -> T + Send + 'static,
+    ) -> Outcome<(Self, std::thread::JoinHandle<T>)> {
+        use std::os::fd::OwnedFd;
+        let ((heard, orders), (answers, mut said)) = (io::pipe()?, io::pipe()?);
+        let thread = std::thread::spawn(move || run(&Orders::of(heard), &mut said));
+        let (orders, answers) = (OwnedFd::from(orders).into(), OwnedFd::from(answers).into());
+        Ok((Self { child: None, orders, answers: BufReader::new(answers) }, thread))
     }
 
     pub(crate) fn say(&mut self, line: &str) -> Outcome<()> {
@@ -81,9 +94,11 @@ impl Process {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // One that has ended cannot be: that is what is wanted.
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        if let Some(child) = &mut self.child {
+            // One that has ended cannot be: that is what is wanted.
+            let _ = child.kill();
+            let _ = child.wait();
+        }
     }
 }
 
@@ -92,9 +107,13 @@ pub(crate) struct Orders(Receiver<String>);
 
 impl Orders {
     pub(crate) fn new() -> Self {
+        Self::of(io::stdin())
+    }
+
+    fn of(input: impl io::Read + Send + 'static) -> Self {
         let (sender, orders) = channel();
         std::thread::spawn(move || {
-            for line in stdin().lines().map_while(Result::ok) {
+            for line in BufReader::new(input).lines().map_while(Result::ok) {
                 if sender.send(line).is_err() {
                     break;
                 }
