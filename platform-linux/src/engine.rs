@@ -737,15 +737,12 @@ struct Inner {
 impl Drop for Inner {
     fn drop(&mut self) {
         self.shared.intake.request_stop();
-        let threads = std::mem::take(&mut *lock(&self.threads));
-        // Before the threads end: they give memory back, which waits for streams. Who polls does it with the driver: until then what
-        // is under way goes on, and what streams wait for may come.
-        if !threads.is_empty() {
-            self.gates.stop();
-        }
+        // Before the threads end: they give memory back, which waits for streams.
+        self.gates.stop();
         // After both: a watcher's callback may wait for what the engine does, or for a stream, and is waited for.
         self.watch.stop();
         let me = std::thread::current().id();
+        let threads = std::mem::take(&mut *lock(&self.threads));
         // A waker may drop the last handle on the engine's own thread, which the other one waits for:
         // both end by themselves, right after.
         let is_engines = threads.first().is_some_and(|engine| engine.thread().id() == me);
@@ -1385,7 +1382,7 @@ impl Driver {
     }
 
     /// Whether the last handle of the engine is gone: nothing new can be asked of it, and dropping this is what is left to do. Until then all that is under
-    /// way goes on.
+    /// way goes on, but for streams that wait ([`TransferEngine::wait_on_stream`]) and watchers, which the last handle ends.
     #[must_use]
     pub fn is_stopping(&self) -> bool {
         self.shared.intake.is_stopping()

@@ -64,7 +64,9 @@ class Ranks:
     def given(self, array):
         if array is None or self.on_gpus:
             return array
-        return array.there.view("M8[s]") if self.formatless and array.there.dtype == np.uint16 else array.there
+        return (
+            array.there.view("M8[s]") if self.formatless and array.there.dtype == np.uint16 else array.there
+        )
 
     def settle(self, rank):
         if self.on_gpus:

@@ -120,6 +120,9 @@ pub fn bench(args: &BenchArgs) -> Result<(), CommandError> {
         plot(&rows, path)?;
     }
     if let Some(failed) = failed {
+        if let Some((bench, found)) = wrong {
+            tracing::error!("{}", CommandError::Wrong(bench, found));
+        }
         return Err(failed);
     }
     match wrong {

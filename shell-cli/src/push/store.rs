@@ -447,14 +447,17 @@ impl Store {
         mut working: impl FnMut(u64) -> bool,
     ) -> Result<(), StoreError> {
         let files = manifest.files().zip(0..).filter(|(_, number)| whole.contains(number));
-        for ((Entry { path, .. }, _), _) in files {
+        for ((Entry { path, mode, .. }, _), _) in files {
             if !working(0) {
                 return Err(StoreError::Stopped);
+            }
+            if mode & OWN_READ == 0 {
+                continue; // Since it was touched nobody but root can open it. It is on the disk.
             }
             let (_, name) = path.split();
             let file = self.open_regular(&self.folder_of(path, false)?, name, path)?;
             let file = file.ok_or_else(|| StoreError::Changed(path.clone()))?;
-            (self.write_out)(file.as_fd()).map_err(io("write out", path.as_str()))?;
+            kept_out(self, &file).map_err(io("write out", path.as_str()))?;
         }
         Ok(())
     }
@@ -616,6 +619,9 @@ impl Store {
         let file = file.ok_or_else(changed)?;
         if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
             return Err(changed());
+        }
+        if entry.mode & OWN_READ == 0 {
+            kept_out(self, &file).map_err(io("write out", path.as_str()))?;
         }
         // Its bytes are right, whoever owns it, and whether or not its file system may be written to.
         tolerated(clothe(&file, entry)).map_err(io(DRESS, path.as_str()))?;
@@ -866,6 +872,17 @@ fn waiting(folder: &OwnedFd) -> bool {
 }
 
 const WRITE_FOLDER: &str = "write out a folder of";
+
+/// The owner may read a file.
+const OWN_READ: u32 = 0o400;
+
+/// Puts a file on the disk that was here whole: from a file system that is read alone it is there.
+fn kept_out(store: &Store, file: &File) -> Result<(), Errno> {
+    match (store.write_out)(file.as_fd()) {
+        Err(Errno::INVAL | Errno::ROFS) => Ok(()),
+        done => done,
+    }
+}
 
 /// Not every file system can put a folder on the disk.
 fn written_out(done: Result<(), Errno>) -> Result<(), Errno> {
@@ -1376,6 +1393,34 @@ mod tests {
         written(&["new/deep", "new"]);
     }
 
+    /// With its mode nobody but root can open it any more.
+    #[test]
+    fn a_file_that_nobody_may_read_is_on_the_disk_before_it_has_that_mode() {
+        let dir = tempfile::tempdir().unwrap();
+        let place = dir.path().join("kept");
+        for (mode, at_once, later) in [(0o200, 1, 0), (0o640, 0, 1)] {
+            fs::write(&place, b"hel").unwrap();
+            let offered = Manifest::new(vec![Entry { mode, ..entry("kept", Some(3)) }]).unwrap();
+            let store = Store::open(dir.path(), false).unwrap().with_disk(|file| {
+                let mode = fstat(file)?.st_mode;
+                WRITTEN.with_borrow_mut(|written| written.push(mode.into()));
+                Ok(())
+            });
+            let found = survey(&store, &offered).unwrap();
+            let kept = &offered.entries()[0];
+            store.touch(kept, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            let before = WRITTEN.take();
+            assert_eq!(
+                (before.len(), fs::metadata(&place).unwrap().mode() & 0o777),
+                (at_once, mode)
+            );
+            assert!(before.iter().all(|then| then & 0o400 != 0), "it could not be opened then");
+            store.write_out_files(&offered, &BTreeSet::from([0]), |_| true).unwrap();
+            assert_eq!(WRITTEN.take().len(), later);
+            fs::remove_file(&place).unwrap();
+        }
+    }
+
     #[test]
     fn a_disk_that_fails_fails_the_push_and_one_that_has_no_folders_does_not() {
         let disks: [(WriteOut, bool); 3] =
@@ -1387,7 +1432,7 @@ mod tests {
             let store = Store::open(dir.path(), false).unwrap().with_disk(disk);
             let new = store.make_folders(&offered, |_| true).unwrap();
             let kept = store.write_out_files(&offered, &BTreeSet::from([0]), |_| true);
-            assert_eq!(kept.is_ok(), disk(store.root.as_fd()).is_ok());
+            assert_eq!(kept.is_ok(), folders_are_well);
             let folders = store.write_out_folders(&offered, &new, |_| true);
             let finished = store.finish_folders(&offered, &new, |_| true);
             assert_eq!([folders.is_ok(), finished.is_ok()], [folders_are_well; 2]);
