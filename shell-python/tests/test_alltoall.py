@@ -36,7 +36,7 @@ class Ranks:
 
     def __init__(self, stack, world, on_gpus=False, groups=None, engines=(None, None, None), **more):
         self.on_gpus = on_gpus
-        # Whether 16-bit values are handed over as arrays of a type of which numpy knows no format for a buffer.
+        # Whether 16-bit values are handed over as arrays of a type of which numpy says no format.
         self.formatless = False
         share, odd = divmod(EXPERTS, world)
         even = [share * rank + min(rank, odd) for rank in range(world + 1)]

@@ -517,7 +517,8 @@ def test_a_rank_that_does_not_come_is_left_out_and_named(phase):
                 if phase == "dispatch":
                     dispatch(rank, exchange)
                 combine(rank, exchange)
-                # All that it needed had come before: then word of one of them may be under way still, and the next round waits for it.
+                # All that it needed had come before: word of one of them may be under way still. The next
+                # round waits for it.
                 if set(exchange.report().left_by) != {0, 1}:
                     dispatch(rank, exchange)
                 assert set(exchange.report().left_by) == {0, 1}
