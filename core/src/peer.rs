@@ -34,8 +34,8 @@ pub const MIN_HEARTBEAT: Duration = Duration::from_millis(1);
 /// How long to wait for what. `Duration::MAX` means for ever.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct LivenessConfig {
-    /// When nothing was sent for so long, a heartbeat is, after a lone write up to so much later; at least [`MIN_HEARTBEAT`]. Whoever gives a
-    /// peer up should wait for two of the longer interval's and more.
+    /// When nothing was sent for so long, a heartbeat is, after a lone write up to so much later; at least [`MIN_HEARTBEAT`]. The shorter
+    /// interval of both ends counts. Whoever gives a peer up must wait for two and more ([`LivenessConfig::gives_time`]).
     pub heartbeat: Duration,
     /// When nothing was heard for so long, the peer is suspected.
     pub suspect_after: Duration,
@@ -47,6 +47,14 @@ pub struct LivenessConfig {
     /// least [`LivenessConfig::heartbeat`]. A peer to whom it is of use says so, and is asked again after as long. Use is
     /// what transfers and messages do, from the time that they are submitted.
     pub idle_after: Duration,
+}
+
+impl LivenessConfig {
+    /// Whether who lives is heard before it is given up: two intervals of heartbeats may pass without a word.
+    #[must_use]
+    pub fn gives_time(&self) -> bool {
+        self.down_after >= self.heartbeat.max(MIN_HEARTBEAT).saturating_mul(2)
+    }
 }
 
 impl Default for LivenessConfig {

@@ -43,7 +43,7 @@ use crate::device::PortName;
 use crate::id::MAX_NICS;
 
 /// How many fields a line can have.
-const FIELDS: usize = 7;
+const FIELDS: usize = 8;
 
 /// A GPU or a NIC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -55,6 +55,8 @@ pub struct Device<'a> {
     pub vendor: u16,
     /// PCI class: base, sub-class and interface.
     pub class: u32,
+    /// Of a virtual function: the address of the function that it is one of.
+    pub of: Option<&'a str>,
     /// The NUMA node that it is attached to, if that is known.
     pub numa: Option<u16>,
     /// Its name as an RDMA device.
@@ -88,12 +90,12 @@ impl<'a> Device<'a> {
         self.rdma.or(self.net)
     }
 
-    /// What all functions of a card have in common.
-    fn card(&self) -> &'a str {
-        match self.path.rsplit_once('.') {
-            Some((card, _)) => card,
-            None => self.path,
-        }
+    /// What all functions of a card have in common: the way to it, and its address without the function's number. Addresses of virtual functions
+    /// differ in more than that from the eighth on (PCI Express, SR-IOV: First VF Offset and VF Stride).
+    fn card(&self) -> (&'a str, &'a str) {
+        let (way, own) = self.path.rsplit_once('/').unwrap_or(("", self.path));
+        let function = self.of.unwrap_or(own);
+        (way, function.rsplit_once('.').map_or(function, |(card, _)| card))
     }
 
     /// Reads one line of a table. `None` for an empty one, or one that only comments.
@@ -122,6 +124,7 @@ impl<'a> Device<'a> {
             let understood = match key {
                 "vendor" => hex.and_then(short).map(|id| device.vendor = id).is_some(),
                 "class" => hex.map(|id| device.class = id).is_some(),
+                "of" => text.map(|address| device.of = Some(address)).is_some(),
                 "numa" => number.and_then(short).map(|node| device.numa = Some(node)).is_some(),
                 "mbit" => number.map(|rate| device.mbit = rate).is_some(),
                 "rdma" => text.map(|name| device.rdma = Some(name)).is_some(),
@@ -149,6 +152,9 @@ impl fmt::Display for Device<'_> {
         write!(f, "{}", self.path)?;
         if (self.vendor, self.class) != (0, 0) {
             write!(f, " vendor={:04x} class={:06x}", self.vendor, self.class)?;
+        }
+        if let Some(function) = self.of {
+            write!(f, " of={function}")?;
         }
         if let Some(node) = self.numa {
             write!(f, " numa={node}")?;

@@ -891,8 +891,10 @@ __device__ uint32_t tokens_given(const Args &args) {
   return args.tokens_at != 0 ? *reinterpret_cast<const uint32_t *>(args.tokens_at) : args.tokens;
 }
 
-// How many of these there is memory for, here and at others.
-__device__ uint32_t tokens_there_are(const Args &args, uint32_t given) { return min(min(given, args.tokens), args.max_tokens); }
+// How many of these there is memory for, here and at others; of a number below zero, as which a framework's integers may be read, none.
+__device__ uint32_t tokens_there_are(const Args &args, uint32_t given) {
+  return int32_t(given) < 0 ? 0 : min(min(given, args.tokens), args.max_tokens);
+}
 
 // How many it has, which the last block tells everybody.
 __device__ uint32_t announce_tokens(const Args &args, uint32_t given, uint32_t epoch, uint32_t parity, uint32_t present) {

@@ -234,7 +234,8 @@ impl Builder {
 
     /// When a silent peer is suspected and counts as gone. Default: suspected after 2 s; gone after 10 s,
     /// but through shared memory never by silence alone, since there its death is seen at once; with
-    /// [`Builder::shm_on_host`] it is as for the other transport.
+    /// [`Builder::shm_on_host`] it is as for the other transport. What gives peers up before they are heard
+    /// ([`LivenessConfig::gives_time`]) is refused.
     #[must_use]
     pub const fn liveness(mut self, liveness: LivenessConfig) -> Self {
         self.liveness = Some(liveness);
@@ -448,6 +449,12 @@ impl Builder {
             if found == 0 || found > max {
                 return Err(BuildError::Config { what, found, allowed });
             }
+        }
+        let liveness = self.liveness_config();
+        if !liveness.gives_time() {
+            let found = usize::try_from(liveness.down_after.as_millis()).unwrap_or(usize::MAX);
+            let what = "milliseconds after which a silent peer is given up (down_after)";
+            return Err(BuildError::Config { what, found, allowed: "two heartbeats or more" });
         }
         if self.group_key.as_ref().is_some_and(GroupKey::is_of_nothing) {
             let what = "bytes that the group key is derived of";

@@ -179,6 +179,19 @@ fn a_group_key_of_nothing_is_refused() {
 }
 
 #[test]
+fn peers_that_would_be_given_up_before_they_are_heard_are_refused() {
+    let build = |down_ms| {
+        let builder = TransferEngine::builder().liveness_with(|usual| {
+            usual.heartbeat = Duration::from_millis(50);
+            usual.down_after = Duration::from_millis(down_ms);
+        });
+        builder.build_polled()
+    };
+    assert!(build(100).is_ok());
+    assert!(matches!(build(99), Err(BuildError::Config { found: 99, .. })));
+}
+
+#[test]
 fn a_mailbox_that_cannot_be_is_refused_by_what_is_wrong_with_it() {
     for (slots, bytes, said) in [
         (0, 65_536, "a mailbox must have 1 to 64 slots, not 0"),

@@ -136,8 +136,12 @@ impl Sysfs<'_> {
             let text = file(name)?;
             u32::from_str_radix(text.strip_prefix("0x")?, 16).ok()
         };
+        let physical = function.folder.as_ref().and_then(|folder| {
+            folder.join("physfn").canonicalize().ok()?.file_name()?.to_str().map(str::to_owned)
+        });
         let bare = Device {
             path,
+            of: physical.as_deref(),
             vendor: hex("vendor").and_then(|id| u16::try_from(id).ok()).unwrap_or(0),
             class: hex("class").unwrap_or(0),
             numa: file("numa_node").and_then(|node| node.parse().ok()),

@@ -181,7 +181,7 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
 /// - ``heartbeat``, ``suspect_after``, ``down_after``: a peer is sent something every so many seconds, after a lone write within twice as
 ///   many, 0.5 unless told (it is asked to do likewise, and the shorter interval counts); it is suspected when nothing was heard of it for so many, 2, and given up after so many,
-///   10, but with ``"shm"`` never for silence alone, unless told: there its death is seen at once. ``math.inf`` is never.
+///   10, but with ``"shm"`` never for silence alone, unless told: there its death is seen at once. ``math.inf`` is never. Less than two heartbeats are refused.
 /// - ``connect_deadline``: seconds after which a peer that was added and has not answered is given up, 10 unless told.
 /// - ``idle_after``: seconds after which a peer is asked to end the connection, if neither end has used it: its place is free for others then,
 ///   and it can be added again. Unless told, never. Who only waits for a count does not use it;

@@ -63,6 +63,9 @@ def test_how_long_a_peer_may_be_silent_is_said_in_seconds(partner):
     for wrong in ("heartbeat", "suspect_after", "down_after", "connect_deadline"):
         with pytest.raises(ValueError, match="not a time"):
             immwire.TransferEngine(**{wrong: -1})
+    with pytest.raises(ValueError, match=r"down_after\) must be two heartbeats or more, not 999"):
+        immwire.TransferEngine(heartbeat=0.5, down_after=0.999)
+    immwire.TransferEngine(heartbeat=0.5, down_after=1).close()
     connection = partner(frozen)
     process, *addresses = connection.recv()
     times = dict(heartbeat=0.05, suspect_after=0.2, down_after=0.6, connect_deadline=0.3)

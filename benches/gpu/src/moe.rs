@@ -579,7 +579,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
         );
         counts.insert(world.to_string(), json!(cases));
     }
-    abort(gpus)?;
+    let aborted = abort(gpus)?;
     for room in [None, Some(Many::FROM_TOKENS)] {
         missing(gpus, room)?;
     }
@@ -588,7 +588,7 @@ pub(crate) fn check(gpus: &[Gpu], few: bool) -> Outcome<Value> {
     }
     let overlapped = overlap::run(gpus, few)?;
     Ok(json!({
-        "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "aborted": true, "missed": true, "halves_end": true,
+        "exchanges_by_ranks": counts, "rounds_each": ROUNDS_EACH, "abort_ms": aborted, "missed": true, "halves_end": true,
         "overlapped": overlapped,
     }))
 }
@@ -905,26 +905,45 @@ impl Line {
 /// Room for the files of all ranks.
 const FILES_SPACE: usize = rustix::cmsg_space!(ScmRights(32));
 
-/// A launch on all SMs that waits for a rank which never comes ends when it is told to.
-fn abort(gpus: &[Gpu]) -> Outcome<()> {
+/// A launch on all SMs that waits for a rank which never comes ends when it is told to, as does one that is queued behind it, however many
+/// streams a process has: some of them share a queue of the hardware. Returns the longest time that it took, in milliseconds.
+fn abort(gpus: &[Gpu]) -> Outcome<f64> {
+    /// More than the hardware has queues, however many `CUDA_DEVICE_MAX_CONNECTIONS` lets the process have.
+    const STREAMS: usize = 40;
+    let patience = Duration::from_secs(30);
     let shape = Shape { max_tokens: 200, ..random_shape(&mut Random(1), 2, false) };
-    let mut all = World::new(gpus, &shape, 0, None, 1, Duration::from_secs(3600))?;
     let mut random = Random(2);
-    let tokens: Vec<Sent> = (0..2).map(|_| all.maker().tokens(&mut random, 200)).collect();
-    let results = vec![Vec::new(); 2];
-    all.put(0, &tokens, &results, false)?;
-    all.enqueue(0, 0, Way::Out, Style::default())?;
-    let another = Stream::new(&gpus[0].device)?;
-    std::thread::sleep(Duration::from_millis(50));
-    if all.ranks[0].stream.is_done()? {
-        return Err("a launch did not wait for a rank that never came".into());
+    let (mut others, mut longest) = (Vec::new(), Duration::ZERO);
+    for stream in 0..STREAMS {
+        let mut all = World::new(gpus, &shape, 0, None, 1, patience)?;
+        let tokens: Vec<Sent> = (0..2).map(|_| all.maker().tokens(&mut random, 200)).collect();
+        let results = vec![Vec::new(); 2];
+        all.put(0, &tokens, &results, false)?;
+        let another = Stream::new(&gpus[0].device)?;
+        all.enqueue(0, 0, Way::Out, Style::default())?;
+        all.enqueue(0, 0, Way::Out, Style::default())?;
+        std::thread::sleep(Duration::from_millis(20));
+        if all.ranks[0].stream.is_done()? {
+            return Err("a launch did not wait for a rank that never came".into());
+        }
+        let told = Instant::now();
+        all.ranks[0].exchange.abort(&another)?;
+        all.settle()?;
+        longest = longest.max(told.elapsed());
+        eprintln!("abort {stream}: {:.1} ms", told.elapsed().as_secs_f64() * 1e3);
+        if told.elapsed() > patience / 2 {
+            return Err(format!(
+                "stream {stream}: told to end, it waited on: {:?}",
+                told.elapsed()
+            )
+            .into());
+        }
+        if all.ranks[0].exchange.report().late_table[1] == 0 {
+            return Err("the rank that never came was not named".into());
+        }
+        others.push(another);
     }
-    all.ranks[0].exchange.abort(&another)?;
-    all.settle()?;
-    if all.ranks[0].exchange.report().late_table[1] != 1 {
-        return Err("the rank that never came was not named".into());
-    }
-    Ok(())
+    Ok(longest.as_secs_f64() * 1e3)
 }
 
 /// What is replayed.

@@ -312,6 +312,27 @@ fn the_whole_life_is_reported_in_order() {
     assert_eq!(reports, expected);
 }
 
+/// Two intervals, of which the shortest is a millisecond.
+#[test]
+fn who_is_given_up_before_two_heartbeats_has_no_time() {
+    let config = |heartbeat, down_after| LivenessConfig {
+        heartbeat,
+        down_after,
+        ..LivenessConfig::default()
+    };
+    for (heartbeat, down, enough) in [
+        (Duration::ZERO, ms(2), true),
+        (Duration::ZERO, ms(2) - Duration::from_nanos(1), false),
+        (ms(3), ms(6), true),
+        (ms(3), ms(5), false),
+        (Duration::MAX, Duration::MAX, true),
+        (Duration::MAX, ms(9), false),
+    ] {
+        assert_eq!(config(heartbeat, down).gives_time(), enough, "{heartbeat:?} {down:?}");
+    }
+    assert!(LivenessConfig::default().gives_time());
+}
+
 /// Heard, then nobody looked at the clock for a while, then the time is looked at: what was heard in that while counts from its end, and who
 /// was not heard since before has two heartbeats' time yet. Who is gone stays so.
 #[test]

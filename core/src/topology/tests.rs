@@ -200,6 +200,19 @@ fn the_ports_of_a_card_go_together_and_count_once() {
     assert_eq!((names(&all[0]), names(&all[1])), (Vec::from(["a", "b"]), Vec::from(["c"])));
     assert_eq!((all[0].mbit(), all[1].mbit()), (100_000, 100_000));
     assert_eq!(all[0].nics[0].mbit, 50_000);
+    // Virtual functions of it, though their addresses are of another device and another bus.
+    let of = |device, of| Device { of: Some(of), ..device };
+    let virtual_too = [
+        devices[0],
+        devices[1],
+        devices[2],
+        of(port("pci0000:00/0000:00:04.2", "b", 100_000), "0000:00:03.0"),
+        of(port("pci0000:00/0000:01:00.1", "c", 100_000), "0000:00:03.1"),
+        of(port("pci0000:00/0000:00:04.3", "d", 100_000), "0000:00:04.0"),
+    ];
+    let all = pairs(&virtual_too, "");
+    assert_eq!((names(&all[0]), names(&all[1])), (Vec::from(["a", "b", "c"]), Vec::from(["d"])));
+    assert_eq!(all[0].mbit(), 99_999);
     // Told one port of it, that has the card for itself.
     let told = pairs(&devices, "gpu1=b");
     assert_eq!((names(&told[1]), told[1].mbit()), (Vec::from(["b"]), 100_000));
@@ -317,8 +330,8 @@ fn an_override_that_cannot_be_is_refused_with_its_place() {
     assert!(Topology::new(&devices, "gpu0=a,b,c,d,e,f,g,h").is_ok());
 }
 
-const LINE: &str = "pci0000:44/0000:44:00.0/0000:55:00.0 vendor=1d0f class=020000 numa=1 rdma=rdmap85s0 net=eth1 \
-                    mbit=200000 down";
+const LINE: &str = "pci0000:44/0000:44:00.0/0000:55:00.0 vendor=1d0f class=020000 of=0000:54:00.0 numa=1 \
+                    rdma=rdmap85s0 net=eth1 mbit=200000 down";
 
 #[test]
 fn an_override_may_name_one_port_of_a_device() {
@@ -415,6 +428,7 @@ fn a_line_is_read_and_written() {
         path: "pci0000:44/0000:44:00.0/0000:55:00.0",
         vendor: 0x1d0f,
         class: 0x02_00_00,
+        of: Some("0000:54:00.0"),
         numa: Some(1),
         rdma: Some("rdmap85s0"),
         net: Some("eth1"),

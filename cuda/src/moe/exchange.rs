@@ -46,7 +46,8 @@ pub enum Half {
 pub enum Count {
     /// So many.
     Here(u32),
-    /// As many as the `u32` at this address of the GPU's memory says when the launch starts.
+    /// As many as the 32 bits at this address of the GPU's memory say when the launch starts; none if they are an `i32` below zero, which is
+    /// reported as tokens that were left out.
     At {
         /// Where.
         address: u64,

@@ -110,6 +110,14 @@ const MACHINES: &[Machine] = &[
             "gpu1 0000:31:00.0 mlx5_2,mlx5_3 100 same NUMA node 0",
         ],
     ),
+    (
+        "virtual functions",
+        fixture!("virtual-functions"),
+        &[
+            "gpu0 0000:5b:00.0 mlx5_0,mlx5_2,mlx5_3,mlx5_4 400 same NUMA node 0",
+            "gpu1 0000:6b:00.0 mlx5_1 400 same NUMA node 0",
+        ],
+    ),
 ];
 
 /// Owner, address, NICs, Gbit/s, reason and NUMA node.
@@ -178,6 +186,10 @@ impl Tree {
                 .file(&format!("{folder}/vendor"), &format!("0x{:04x}\n", device.vendor))
                 .file(&format!("{folder}/class"), &format!("0x{:06x}\n", device.class))
                 .file(&format!("{folder}/numa_node"), &format!("{numa}\n"));
+            if let Some(of) = device.of {
+                let beside = folder.rsplit_once('/').unwrap().0;
+                self.link(&format!("{folder}/physfn"), &format!("{beside}/{of}"));
+            }
             folder
         } else {
             "devices/virtual".to_owned()

@@ -874,6 +874,25 @@ fn too_little_room(exact: bool, many: bool) {
     world.check_poison();
 
     (0..2).for_each(|holder| results_past_the_end(&shape, plain, holder));
+
+    // A number in memory that is below zero: no tokens.
+    let style = Style { tokens_in_memory: true, ..plain };
+    for below in [-1, i32::MIN] {
+        let mut world = World::new(&shape);
+        let mut tokens: Vec<_> = (0..2).map(|_| world.maker().tokens(&mut random, 4)).collect();
+        tokens[1].count = below.cast_unsigned();
+        world.add_turn(tokens, &mut random);
+        let launches: Vec<Launch> = (0..2)
+            .flat_map(|rank| world.launches(rank, 0, style))
+            .map(|launch| Launch { args: MoeArgs { tokens: 4, ..launch.args }, ..launch })
+            .collect();
+        run(&world, &launches, 8);
+        world.tokens[0][1].count = 0;
+        world.tokens[0][1].indices.clear();
+        world.check_whole(0, style);
+        world.check_poison();
+        assert_eq!((world.report(0).tokens_left_out, world.report(1).tokens_left_out), (0, 1));
+    }
 }
 
 /// Rows of rank `holder` that have no results, and tokens that have no memory, whatever the number in memory says. Of rank 1 the last row
