@@ -258,7 +258,8 @@ impl Builder {
     /// Of use are transfers and messages, also those that wait for anything. Whoever only waits for a count, for longer than this, is not
     /// known to: its peer may be let go meanwhile. What is submitted to a peer that is asked waits for the answer, which comes when that
     /// engine is polled next, and may then end [`End::NeverStarted`](crate::End::NeverStarted). Exchanges of experts
-    /// ([`moe`](crate::moe)) add no peer again: give their engines none, or one longer than any pause.
+    /// ([`moe`](crate::moe)) add no peer again: give their engines none, or in host memory one longer than any pause. Among GPUs rounds do
+    /// not use the connection at all: they go on without it, but cannot start over.
     #[must_use]
     pub const fn idle_after(mut self, idle_after: Duration) -> Self {
         self.idle_after = Some(idle_after);

@@ -185,7 +185,8 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``connect_deadline``: seconds after which a peer that was added and has not answered is given up, 10 unless told.
 /// - ``idle_after``: seconds after which a peer is asked to end the connection, if neither end has used it: its place is free for others then,
 ///   and it can be added again. Unless told, never. Who only waits for a count does not use it;
-///   ranks of an ``AllToAll`` that were let go are left out of it for good.
+///   ranks of an ``AllToAll`` in host memory that were let go are left out of it for good, and one among GPUs, whose rounds never use it,
+///   cannot start over any more.
 /// - ``mailbox_slots``, ``mailbox_slot_bytes``: how messages of each peer are kept.
 /// - ``latency_bytes``: single writes up to this size overtake bulk transfers.
 /// - ``foreign_path``: how ``"shm"`` writes to memory that was registered: ``"auto"``, ``"kernel"`` or

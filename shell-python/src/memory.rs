@@ -22,7 +22,7 @@ pub(crate) struct Memory {
     pub(crate) ptr: NonNull<u8>,
     pub(crate) len: usize,
     pub(crate) readonly: bool,
-    /// What lies there, by an array's interface or DLPack.
+    /// What lies there, where that is known; of a buffer only how wide it is.
     pub(crate) item: Option<Item>,
     pub(crate) keep: Keep,
 }
@@ -53,7 +53,23 @@ impl Item {
     pub(crate) fn may_be(self, other: Self) -> bool {
         // Some libraries have indices without a sign: below 2^31 they are the same.
         let signed = |item: Self| if item.kind == b'u' { b'i' } else { item.kind };
-        self.bytes == 1 || (self.bytes == other.bytes && signed(self) == signed(other))
+        self.are_bytes() || (self.bytes == other.bytes && signed(self) == signed(other))
+    }
+
+    /// Whether items may be taken for the 16-bit numbers that results are of: they are as wide, or bytes, of which nothing is known. Which of two
+    /// formats they are of, not all libraries say right.
+    pub(crate) fn may_be_results(self) -> bool {
+        matches!(self.bytes, 1 | 2)
+    }
+
+    /// Whether nothing is known of what they are parts of.
+    pub(crate) fn are_bytes(self) -> bool {
+        self.bytes == 1
+    }
+
+    /// Whether each has 64 bits.
+    pub(crate) fn are_wide(self) -> bool {
+        self.bytes == 8
     }
 }
 
@@ -67,6 +83,13 @@ impl fmt::Display for Item {
             _ => write!(f, "items of {} bytes", self.bytes),
         }
     }
+}
+
+/// What is said of an array that has other items than are wanted.
+pub(crate) fn unlike(what: &str, found: Item, wanted: impl fmt::Display) -> String {
+    format!(
+        "{what} has {found} instead of {wanted}: convert it, or pass a view of its bytes if that is what they are"
+    )
 }
 
 /// What is held so that memory stays. Dropped, it lets go.
@@ -84,6 +107,16 @@ pub(crate) enum Keep {
 unsafe impl Sync for Memory {}
 
 impl Memory {
+    /// Refuses items that say of themselves that they cannot be 16-bit numbers, as `what` is to have.
+    pub(crate) fn are_results(&self, what: &str, wanted: &str) -> PyResult<()> {
+        match self.item {
+            Some(item) if self.len > 0 && !item.may_be_results() => {
+                Err(errors::request(&unlike(what, item, wanted)))
+            }
+            _ => Ok(()),
+        }
+    }
+
     /// Copies the first `len` bytes of it to `bytes`, or all if it has fewer. What others write meanwhile comes torn.
     pub(crate) fn copy_to(&self, bytes: &mut Vec<u8>, len: usize) {
         let len = len.min(self.len);
@@ -263,7 +296,8 @@ fn viewed(object: &Bound<'_, PyAny>) -> PyResult<Memory> {
         Err(_) => View::contiguous(object, false)?,
     };
     let (ptr, len, readonly) = (view.ptr(), view.len(), view.readonly());
-    Ok(found(ptr.expose_provenance(), len, readonly, None, Keep::View { _view: view }))
+    let item = Some(Item { kind: b'?', bytes: view.itemsize() });
+    Ok(found(ptr.expose_provenance(), len, readonly, item, Keep::View { _view: view }))
 }
 
 /// numpy's array interface, version 3, or Numba's for CUDA, which has the same fields and two more: a mask, and a

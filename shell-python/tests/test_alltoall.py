@@ -383,6 +383,13 @@ def test_what_cannot_be_is_refused():
         assert (arrays["counts"].tolist(), arrays["offsets"].tolist()) == ([0, 1], [0, 0, 1])
         with pytest.raises(immwire.RequestError, match="stream is for GPUs"):
             alone.combine(arrays["out"], out=x, stream=0)
+        # Other numbers than the exchange's.
+        for wrong in (np.ones((1, 8), np.float32), np.ones((1, 8), np.int32), np.ones((2, 4), np.float64)):
+            for given in (dict(y=wrong, out=x), dict(y=arrays["out"], out=wrong)):
+                with pytest.raises(immwire.RequestError, match=f"(y|out) has {wrong.dtype} instead of float16"):
+                    alone.combine(**given)
+                with pytest.raises(immwire.RequestError, match="(y|out) has items of . bytes instead of float16"):
+                    alone.exchange.combine(**given)
         # Memory for more tokens than were sent; memory that has no type.
         results = np.full((3, 8), 7, np.float16)
         alone.combine(arrays["out"], out=results)

@@ -555,6 +555,12 @@ def case_what_does_not_fit_is_refused():
         refused("indices has float64 instead of int64", indices=rank.space(5, TOP_K, dtype=np.float64))
         refused("weights has int32 instead of float32", weights=rank.space(5, TOP_K, dtype=np.int32))
         refused("weights has float16 instead of float32", weights=rank.space(5, 2 * TOP_K, dtype=np.float16))
+        # Whose type tells how wide it is; x says of how many tokens.
+        words = f"indices has {5 * TOP_K * 4} bytes instead of {10 * TOP_K * 4}: .*, and x has 10 rows of {HIDDEN * 2} bytes"
+        refused(words, x=rank.space(5, HIDDEN, dtype=np.float32))
+        words = f"indices has {5 * TOP_K * 8} bytes instead of {10 * TOP_K * 8}: .*, and x has 10 rows"
+        long = rank.space(5, TOP_K, dtype=np.int64)
+        refused(words, x=rank.space(5, HIDDEN, dtype=np.float32), indices=long)
         elsewhere = allocated(1, 5 * HIDDEN * 2)
         refused("x is not in the memory of GPU 0", x=(elsewhere, 5 * HIDDEN * 2))
         many = dict(x=rank.space(13, HIDDEN * 2), indices=rank.space(13, TOP_K, dtype=np.int32))
@@ -571,6 +577,12 @@ def case_what_does_not_fit_is_refused():
         own.work()
         with pytest.raises(immwire.RequestError, match="out has 128 bytes instead of 160"):
             rank.exchange.combine(own.y, out=rank.space(4, HIDDEN, dtype=np.uint16), stream=0)
+        # Numbers of other sizes are none of the exchange's, though there are bytes enough.
+        wide = rank.space(99, HIDDEN, dtype=np.float32)
+        with pytest.raises(immwire.RequestError, match="y has float32 instead of bfloat16: convert it"):
+            rank.exchange.combine(wide, out=own.results, stream=0)
+        with pytest.raises(immwire.RequestError, match="out has float32 instead of bfloat16: convert it"):
+            rank.exchange.combine(own.y, out=wide, stream=0)
         own.combine()
         rank.settle()
         assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
@@ -607,6 +619,17 @@ def case_what_does_not_fit_is_refused():
         own.combine()
         rank.settle()
         assert (from_bf16(own.results.read()) == expected_results(*own.inputs[:3])).all()
+
+        # Of a number below zero no token is sent.
+        none = Round(rank, 1, 5)
+        none.call["count"] = rank.array(np.array([-1], np.int32))
+        none.dispatch()
+        rank.settle()
+        assert not none.counts.read().any()
+        assert rank.exchange.report().tokens_left_out
+        none.work()
+        none.combine()
+        rank.settle()
 
         def impossible(match, error=immwire.ConfigError, **shape):
             given = dict(rank=0, device=0, top_k=2, max_tokens=4, hidden=16, experts=4, world=2) | shape

@@ -15,7 +15,8 @@ use crate::region::AccessError;
 /// Why an exchange could not be made, or a round did not complete.
 ///
 /// A call that was refused ([`MoeError::Argument`], [`MoeError::Routing`], [`MoeError::OutOfTurn`]) has changed nothing, and can
-/// be made again. After any other error the exchange is over: all calls return [`MoeError::Over`]. That another rank does not come, or is
+/// be made again; among GPUs nor has a round that the driver refused ([`MoeError::Gpu`]): nothing was enqueued. After any other error the exchange
+/// is over: all calls return [`MoeError::Over`]. That another rank does not come, or is
 /// gone, is no error of a round in host memory: it is left out ([`AllToAll::control`](super::AllToAll::control)).
 #[non_exhaustive]
 #[derive(Debug, thiserror::Error)]

@@ -112,8 +112,16 @@ pub struct AllToAll {
 #[derive(Debug)]
 pub struct Control {
     stream: Stream,
+    going: Mutex<Going>,
+}
+
+/// What there is to report, and to end.
+#[derive(Debug)]
+struct Going {
     /// Until nobody waits for its kernels any more.
-    exchange: Mutex<Option<Arc<Exchange>>>,
+    exchange: Option<Arc<Exchange>>,
+    /// It starts over, and no kernel waits: what is ended now would be the first round's waits.
+    is_fresh: bool,
 }
 
 /// What kernels use.
@@ -237,7 +245,8 @@ impl AllToAll {
         self.used.exchange.report()
     }
 
-    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too.
+    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too, until all start over. Of
+    /// [`AllToAll::start_over`] it ends the wait for the GPU, not those for other ranks.
     ///
     /// # Errors
     ///
@@ -267,9 +276,11 @@ impl AllToAll {
         let until = Until::new(timeout);
         // Once all have come here, nobody's kernels write any more; and none again before all inboxes are cleared.
         self.meet(until)?;
+        self.control.set_fresh(true);
         self.used.exchange.start_over(&self.stream)?;
         clear(&self.used.exchange, &self.stream, &self.used.inbox)?;
         self.meet(until)?;
+        self.control.set_fresh(false);
         self.is_over = false;
         Ok(())
     }
@@ -327,7 +338,7 @@ impl Control {
     /// As [`AllToAll::report`]; [`None`] once that was dropped.
     #[must_use]
     pub fn report(&self) -> Option<MoeReport> {
-        lock(&self.exchange).as_ref().map(|exchange| exchange.report())
+        lock(&self.going).exchange.as_ref().map(|exchange| exchange.report())
     }
 
     /// As [`AllToAll::abort`]; once that was dropped, there is nothing to end.
@@ -336,15 +347,22 @@ impl Control {
     ///
     /// [`MoeError::Gpu`].
     pub fn abort(&self) -> Result<(), MoeError> {
-        match lock(&self.exchange).as_ref() {
-            Some(exchange) => Ok(exchange.abort(&self.stream)?),
-            None => Ok(()),
+        // Enqueued with the lock held: before what starts over, or not at all.
+        match &*lock(&self.going) {
+            Going { exchange: Some(exchange), is_fresh: false } => {
+                Ok(exchange.abort(&self.stream)?)
+            }
+            _ => Ok(()),
         }
+    }
+
+    fn set_fresh(&self, is_fresh: bool) {
+        lock(&self.going).is_fresh = is_fresh;
     }
 
     fn end(&self) {
         // It is not the last one: the exchange itself has another.
-        lock(&self.exchange).take();
+        lock(&self.going).exchange.take();
     }
 }
 
@@ -423,9 +441,8 @@ impl Joining {
         open().inspect_err(|_| others.stop())?;
         let exchange = unused.exchange.take().ok_or(MoeError::Over)?;
         let exchange = Arc::new(exchange);
-        let control =
-            Control { stream: stream.clone(), exchange: Mutex::new(Some(Arc::clone(&exchange))) };
-        let control = Arc::new(control);
+        let going = Going { exchange: Some(Arc::clone(&exchange)), is_fresh: false };
+        let control = Arc::new(Control { stream: stream.clone(), going: Mutex::new(going) });
         let used = ManuallyDrop::new(Used { exchange, inbox, windows });
         Ok(AllToAll { gpu: config.gpu, stream, others, is_over: false, control, used })
     }

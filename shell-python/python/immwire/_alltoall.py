@@ -96,6 +96,8 @@ class AllToAll:
         starts = _starts(experts, firsts, self.world)
         self._own = starts[self.rank + 1] - starts[self.rank]
         self._hidden = hidden
+        self._numbers = results
+        self._quantizes = quantize is not None
         self._tokens = 0
         self._device = 0
         with ExitStack() as stack:
@@ -175,8 +177,7 @@ class AllToAll:
           -1 is a choice that was dropped. ``weights``: ``float32`` of the same shape; ``combine`` uses
           them.
         - ``count``: if given, the ``int32`` in it is the number of tokens; on a GPU, when the stream comes
-          there, and a negative one is taken for more than there may be: all rows are sent, and ``report()``
-          says so.
+          there, and of a negative one none is sent, and ``report()`` says so.
         - ``out``, ``out_scales``: whole rows; ``max_rows`` are always enough. ``slots``: if given,
           ``int32``, each token arrives once, in one of ``max_slots`` of ``out``, and this says of each row
           which it is, or -1 where it only pads.
@@ -192,6 +193,8 @@ class AllToAll:
         imported, it has to be. On the CPU it is done when the call returns, and there is no stream.
         """
         exchange = self.exchange
+        if self._quantizes:
+            _of_numbers("x", x, self._numbers)
         if isinstance(exchange, GpuAllToAll):
             exchange.dispatch(
                 seen(x),
@@ -254,9 +257,11 @@ class AllToAll:
         That is for each the sum of its choices' results, times their weights.
 
         ``y`` has ``hidden`` values of ``dtype`` in each row of the dispatch before, ``out`` in a row for
-        each token that was sent, or in more. ``accumulate``: add to what is there. The rest is as there.
+        each token that was sent, or in more; what says that it has others is refused. ``accumulate``: add to what is there. The rest is as there.
         """
         exchange = self.exchange
+        _of_numbers("y", y, self._numbers)
+        _of_numbers("out", out, self._numbers)
         if isinstance(exchange, GpuAllToAll):
             exchange.combine(
                 seen(y),
@@ -339,6 +344,15 @@ def _starts(experts: int | None, firsts: Sequence[int] | None, world: int) -> li
     if experts is not None and experts != starts[-1]:
         raise ConfigError(f"experts is {experts}, and firsts says {starts[-1]}: they are to be the same")
     return starts
+
+
+def _of_numbers(what: str, of: Any, wanted: str) -> None:
+    """Refuse what says that it has other numbers. Integers as wide, or bytes, may be anything."""
+    dtype = getattr(of, "dtype", None)
+    name = str(dtype).removeprefix("torch.")
+    if ("float" in name and name != wanted) or getattr(dtype, "itemsize", 1) > 2:
+        hint = "convert it, or pass a view of its bytes if that is what they are"
+        raise RequestError(f"{what} has {name} instead of {wanted}: {hint}")
 
 
 def _no_stream(stream: object) -> None:

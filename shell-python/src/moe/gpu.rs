@@ -142,8 +142,9 @@ impl GpuJoining {
 /// Every rank enqueues ``dispatch`` and then ``combine``, round after round; nothing waits for the host, and nothing that is passed
 /// need change from round to round, so that both can be captured in a CUDA graph. Arrays are anything of the GPU's that has
 /// ``__cuda_array_interface__`` or DLPack, of whatever shape, or a tuple ``(address, nbytes)``; as with any kernel,
-/// they stay as they are until the stream has come past. Tokens, scales and results are of whatever element type; indices, weights and
-/// the numbers of tokens and rows of the one that is named, with or without a sign, or bytes. Where a framework's type has no such interface, pass a view of
+/// they stay as they are until the stream has come past. Tokens and scales are of whatever element type; results, and tokens that are
+/// quantised, of 16 bits, of which those that are not of ``dtype`` are taken for it; indices, weights and
+/// the numbers of tokens and rows of the one that is named, with or without a sign. All may be bytes. Where a framework's type has no such interface, pass a view of
 /// its bytes (``tensor.view(torch.uint8)``).
 ///
 /// One thread at a time is in a call, another one's raises ``RequestError``; ``report``, ``active_ranks`` and ``abort`` can be called at any
@@ -305,16 +306,22 @@ impl GpuAllToAll {
         needs("out_scales", scale_bytes != 0, out_scales.is_some())?;
         let x_bytes = if quantised { shape.values * 2 } else { geometry.token_bytes };
         let x = Array::of("x", x)?;
+        if let Payload::Fp8 { from, .. } = shape.payload {
+            x.are_results(from)?;
+        }
         let tokens = x.rows(x_bytes)?;
         let choices = u64::from(tokens) * u64::from(shape.top_k);
+        let by_x = format!("of [tokens, top_k], and x has {tokens} rows of {x_bytes} bytes");
         let indices = Array::of("indices", indices)?;
-        let wide_indices = choices > 0 && indices.bytes == choices * 8;
-        if !wide_indices {
-            indices.exactly(choices * 4, "int32 or int64 of [tokens, top_k]")?;
-        }
+        let wide_indices = match indices.memory.item {
+            Some(item) if !item.are_bytes() => item.are_wide(),
+            _ => choices > 0 && indices.bytes == choices * 8,
+        };
+        let needed = choices * if wide_indices { 8 } else { 4 };
+        indices.exactly(needed, &format!("int32 or int64 {by_x}"))?;
         indices.is_of(if wide_indices { Item::INT64 } else { Item::INT32 })?;
         let weights = Array::of("weights", weights)?;
-        weights.exactly(choices * 4, "float32 of [tokens, top_k]")?;
+        weights.exactly(choices * 4, &format!("float32 {by_x}"))?;
         weights.is_of(Item::FLOAT32)?;
         let scales = scales.map(|scales| Array::of("scales", scales)).transpose()?;
         if let Some(scales) = &scales {
@@ -427,8 +434,10 @@ impl GpuAllToAll {
         let stream = memory::stream(stream)?;
         let row = self.shared.shape.values * 2;
         let y = Array::of("y", y)?;
+        y.are_results(self.shared.shape.results)?;
         let rows = y.rows(row)?;
         let out = Array::to("out", out)?;
+        out.are_results(self.shared.shape.results)?;
         let room = out.rows(row)?;
         let launched = self.shared.call(py, |joined| {
             if room < joined.tokens {
@@ -464,8 +473,8 @@ impl GpuAllToAll {
         Ok((0..self.shared.geometry.world).filter(|rank| late >> rank & 1 == 0).collect())
     }
 
-    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too. Also for another thread
-    /// than one that waits for the GPU, in ``start_over`` or ``close``.
+    /// Ends all waits of this rank's kernels, as if they had lasted too long: those of launches to come, too, until all start over. Also for
+    /// another thread than one that waits for the GPU, in ``start_over`` or ``close``; for other ranks ``start_over`` waits all the same.
     fn abort(&self, py: Python<'_>) -> PyResult<()> {
         let control = self.control.get()?;
         // Which has nothing to end once it is closed.
@@ -575,13 +584,19 @@ impl Array {
         match self.memory.item {
             // Of none it has none of a wrong type.
             Some(item) if self.bytes > 0 && !item.may_be(wanted) => {
-                let what = self.what;
-                Err(errors::request(&format!(
-                    "{what} has {item} instead of {wanted}: convert it, or pass a view of its bytes if that is what they are"
-                )))
+                Err(errors::request(&memory::unlike(self.what, item, wanted)))
             }
             _ => Ok(()),
         }
+    }
+
+    /// Refuses what cannot be the exchange's results, nor what tokens are quantised from.
+    fn are_results(&self, number: Number) -> PyResult<()> {
+        let wanted = match number {
+            Number::Bf16 => "bfloat16",
+            Number::Fp16 => "float16",
+        };
+        self.memory.are_results(self.what, wanted)
     }
 
     /// How many rows of so many bytes.

@@ -370,6 +370,12 @@ impl HostAllToAll {
         let Shared { common, config, .. } = &*self.shared;
         let (half, timeout) = (super::half(half)?, common.timeout(timeout)?);
         let (y, out) = (memory::lent(y)?, writable("out", out)?);
+        let wanted = match config.format {
+            Format::Bf16 => "bfloat16",
+            Format::Fp16 => "float16",
+        };
+        y.are_results("y", wanted)?;
+        out.are_results("out", wanted)?;
         let hidden = usize::try_from(config.hidden).unwrap_or(usize::MAX);
         let rounds = common.call(py, |held| {
             let Held { state: State::Joined(exchange), stage } = held else {

@@ -31,7 +31,7 @@ pub(crate) struct MoeReport {
     /// The last round in which there were more rows than ``out`` had room for, or ``y`` had. Only among GPUs.
     #[pyo3(get)]
     rows_left_out: Option<u32>,
-    /// The last round in which ``count`` said more tokens than there may be. Only among GPUs.
+    /// The last round in which ``count`` said more tokens than there may be, or was below zero. Only among GPUs.
     #[pyo3(get)]
     tokens_left_out: Option<u32>,
 }
