@@ -112,6 +112,8 @@ pub(crate) struct Engine<P: Provider> {
     /// Of each NIC: [`crate::provider::NicLimits::together`].
     together: [u16; MAX_NICS],
     steps: u32,
+    /// [`Clock::tick`] when the caller last polled.
+    tick: u64,
     next_sweep: Time,
     /// When this last looked at all that it looks at now and then only, or began to sleep, or woke: whoever is silent since is so
     /// while somebody listens.
@@ -201,6 +203,8 @@ pub(crate) trait Drive: Send {
     fn poll(&mut self) -> bool {
         self.arrivals() | self.progress()
     }
+    /// One step of a caller's, who may poll as seldom as it likes: it looks at the clock if that has moved on visibly.
+    fn poll_seldom(&mut self) -> bool;
     /// Sleeps until there may be something to do; at most `limit`.
     fn sleep(&mut self, limit: Duration);
     /// Looks at the clock, and has the next step look at all that it looks at now and then only.
@@ -272,6 +276,7 @@ impl<P: Provider> Engine<P> {
             batch_bytes,
             together,
             steps,
+            tick: 0,
             next_sweep,
             looked,
             was_busy,
@@ -599,7 +604,7 @@ impl<P: Provider> Engine<P> {
                 }
                 Control::SetNicHealth { nic, healthy } => {
                     let now = self.state.now;
-                    self.state.group.set_nic_health(now, nic, healthy);
+                    self.state.group.set_nic_use(now, nic, healthy);
                     self.state.finish_messages();
                 }
             }
@@ -617,7 +622,14 @@ impl<P: Provider> Engine<P> {
             return Ok(peer);
         }
         let nics = self.provider.nics_at(address);
-        let peer = self.state.group.add_peer(self.state.now, engine, &nics)?;
+        let peer = match self.state.group.add_peer(self.state.now, engine, &nics) {
+            Ok(peer) => peer,
+            Err(_) => {
+                // The place of one that has been removed is free once that has been told.
+                self.events();
+                self.state.group.add_peer(self.state.now, engine, &nics)?
+            }
+        };
         self.state.called = self.state.called.saturating_add(1);
         let hello = match self.state.open_link(peer, address) {
             Ok(hello) => hello,
@@ -842,6 +854,14 @@ impl<P: Provider> Drive for Engine<P> {
         busy |= self.events();
         self.was_busy = busy;
         busy
+    }
+
+    fn poll_seldom(&mut self) -> bool {
+        let tick = self.state.shared.clock.tick();
+        if std::mem::replace(&mut self.tick, tick) != tick {
+            self.steps = 0;
+        }
+        self.poll()
     }
 
     fn sleep(&mut self, limit: Duration) {

@@ -1120,7 +1120,8 @@ impl TransferEngine {
         self.inner.shared.intake.is_stopping()
     }
 
-    /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
+    /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others. One that was taken out of use stays so when its link
+    /// goes and comes back.
     pub fn set_nic_health(&self, nic: u8, healthy: bool) {
         self.inner.shared.intake.ask(Control::SetNicHealth { nic, healthy });
     }
@@ -1359,7 +1360,7 @@ impl Driver {
     /// One step: takes what was submitted, posts, reports what arrived, runs callbacks. Never waits.
     /// Returns whether anything was done.
     pub fn poll(&mut self) -> bool {
-        let busy = self.engine.poll();
+        let busy = self.engine.poll_seldom();
         busy | self.shared.callbacks.run_pending()
     }
 

@@ -640,6 +640,41 @@ fn what_was_submitted_is_of_use_before_it_is_taken() {
     counter.wait(5, LONG).unwrap();
 }
 
+/// Who is polled a few times in the time that its peers wait for a word of it is not silent, though it has nothing else to do.
+#[test]
+fn an_engine_that_is_polled_seldom_is_heard() {
+    const POLLED: Duration = Duration::from_millis(50);
+    let config = |down_after| LivenessConfig {
+        heartbeat: POLLED / 5,
+        suspect_after: 4 * POLLED,
+        down_after,
+        ..LivenessConfig::default()
+    };
+    let (engine, mut driver) =
+        TransferEngine::builder().liveness(config(Duration::MAX)).build_polled().unwrap();
+    let other = TransferEngine::builder().liveness(config(12 * POLLED)).build().unwrap();
+    let peer = driver.add_peer(other.address()).unwrap();
+    driver.wait_peer(peer, LONG).unwrap();
+    for _ in 0..40 {
+        std::thread::sleep(POLLED);
+        driver.poll();
+        assert_eq!(other.peers().len(), 1, "the other has given it up");
+    }
+    assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
+}
+
+/// The place of a peer that was removed is another's at once.
+#[test]
+fn a_peer_takes_the_place_of_one_that_was_removed() {
+    let (engine, mut driver) = TransferEngine::builder().peers(1).build_polled().unwrap();
+    let others: [_; 3] = std::array::from_fn(|_| TransferEngine::builder().build().unwrap());
+    for other in &others {
+        let peer = driver.add_peer(other.address()).unwrap();
+        driver.wait_peer(peer, LONG).unwrap();
+        engine.remove_peer(peer);
+    }
+}
+
 /// An engine that was not polled for longer than a peer may be silent hears first what the peer has said meanwhile.
 #[test]
 fn a_peer_is_not_silent_while_nobody_listens() {

@@ -174,6 +174,22 @@ pub(super) enum Place {
     Blocked(u16),
 }
 
+impl Place {
+    /// Whose line it waits in.
+    pub(super) const fn blocked(self) -> Option<u16> {
+        match self {
+            Self::Blocked(peer) => Some(peer),
+            Self::Nowhere | Self::Lane | Self::Granted(_) => None,
+        }
+    }
+}
+
+/// What all of these are, if they are the same and there are any.
+pub(super) fn sole_of(mut all: impl Iterator<Item = u16>) -> Option<u16> {
+    let first = all.next()?;
+    all.all(|other| other == first).then_some(first)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -58,7 +58,7 @@ use crate::plan::{
 };
 use crate::receipt::Epoch;
 use crate::region::MrDesc;
-use list::{Line, NIL, Place};
+use list::{Line, NIL, Place, sole_of};
 use paths::{Damaged, NoteEnd, Paths};
 use slot::{
     Active, Credits, Depth, Drain, Lane, NicLinks, Outstanding, PeerEntry, PeerNic, PeerView,
@@ -182,7 +182,7 @@ pub enum TransferError {
     DeadlineExceeded {
         /// Pieces that were in flight then.
         outstanding: u32,
-        /// The peer, if it goes to one only, or all of these do.
+        /// The peer, if it goes to one only, or all of these do; if there are none, who is waited for before more is posted.
         peer: Option<PeerId>,
     },
     /// A peer it goes to is gone.
@@ -211,6 +211,9 @@ impl fmt::Display for TransferError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Cancelled => f.write_str("cancelled"),
+            Self::DeadlineExceeded { outstanding: 0, peer: Some(peer) } => {
+                write!(f, "deadline exceeded waiting for {peer}, with nothing in flight")
+            }
             Self::DeadlineExceeded { outstanding, peer: Some(peer) } => {
                 write!(f, "deadline exceeded with {outstanding} pieces in flight to {peer}")
             }
@@ -519,6 +522,10 @@ struct Nic {
     lanes: Queues,
     /// What is left of the first bulk transfer's turn.
     turn_left: u64,
+    /// What the transport said last.
+    alive: bool,
+    /// The caller has taken it out of use, whatever the transport says.
+    withheld: bool,
 }
 
 impl Nic {
@@ -531,6 +538,8 @@ impl Nic {
         credits: Credits::NONE_USED,
         lanes: Queues::EMPTY,
         turn_left: 0,
+        alive: false,
+        withheld: false,
     };
 
     /// One without speed counts as not healthy, from the beginning.
@@ -642,6 +651,7 @@ where
         for (nic, own) in all.iter_mut().zip(nics) {
             nic.config = *own;
             nic.config.state.healthy &= own.state.speed > 0;
+            nic.alive = nic.config.state.healthy;
             nic.turn_left = config.turn_bytes;
         }
         let mut free = Line::EMPTY;
@@ -1446,6 +1456,10 @@ where
                         let slot = self.peers.as_ref().get(usize::from(index))?;
                         Some(PeerId { index, generation: slot.generation })
                     };
+                    // What is not posted waits for who has no room, or is not there yet.
+                    let awaited =
+                        || sole_of(active.place.iter().filter_map(|place| place.blocked()));
+                    let late = if outstanding == 0 { awaited() } else { late };
                     let peer = active.plan.sole_peer().or_else(|| late.and_then(to));
                     self.stop(now, index, TransferError::DeadlineExceeded { outstanding, peer });
                 }
@@ -1465,13 +1479,23 @@ where
 
     // ---- NICs ----
 
-    /// A NIC was lost, or is back. What was not posted yet on a lost one moves to the others; what is
-    /// in flight on it must be reported as completed or failed.
+    /// The transport has lost a NIC, or has it back. What was not posted yet on a lost one moves to the others; what is
+    /// in flight on it must be reported as completed or failed. One that the caller has taken out of use stays so.
     pub fn set_nic_health(&mut self, now: Time, nic: NicIndex, healthy: bool) {
+        self.judge_nic(now, nic, |state| state.alive = healthy);
+    }
+
+    /// The caller takes a NIC out of use, or back into it, as far as the transport has it.
+    pub fn set_nic_use(&mut self, now: Time, nic: NicIndex, used: bool) {
+        self.judge_nic(now, nic, |state| state.withheld = !used);
+    }
+
+    fn judge_nic(&mut self, now: Time, nic: NicIndex, told: impl FnOnce(&mut Nic)) {
         let Some(state) = self.nics.get_mut(usize::from(nic)) else {
             return;
         };
-        let healthy = healthy && state.config.state.speed > 0;
+        told(state);
+        let healthy = state.alive && !state.withheld && state.config.state.speed > 0;
         if nic >= self.nic_count || state.config.state.healthy == healthy {
             return;
         }
