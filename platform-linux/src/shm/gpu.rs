@@ -265,6 +265,8 @@ struct Way {
     address: u64,
     /// Keeps it so. `None`: the region is of this process, and its owner's rules keep it.
     opened: Option<Arc<Opened>>,
+    /// The GPU that has such a region, whoever of this process uses it.
+    _home: Option<Device>,
 }
 
 impl Way {
@@ -272,7 +274,7 @@ impl Way {
     fn to(described: &Described, opened: Opened) -> Result<Self, NotOpened> {
         let offset = described.base.checked_sub(described.start);
         match offset.and_then(|offset| opened.address().checked_add(offset)) {
-            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)) }),
+            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)), _home: None }),
             None => {
                 let why = Error::OutOfBounds { end: described.base, bytes: described.whole };
                 Err(NotOpened { why, left: Some(opened) })
@@ -452,16 +454,21 @@ impl Reached {
         }
         let mut reached = Self::unopened(known, link, key, first, described);
         reached.outlives_owner = matches!(received, Received::File(_));
-        let home = reached.home.and_then(|home| known.devices.get(home));
+        // A handle opens nothing in the process that it is from, where the address itself will do.
+        let is_near = same_process && matches!(received, Received::Handle(_));
+        let home = if is_near { reached.find_home(described.uuid) } else { None };
         let (mut not, mut unfit) = (Vec::new(), Vec::new());
         let way = |One { device, .. }: &One| {
-            // A handle opens nothing in the process that it is from, where the address itself will do.
-            if same_process && matches!(received, Received::Handle(_)) {
-                device.reach(&home?.device).ok()?;
-                return Some(Way { address: described.base, opened: None });
-            }
-            let opened = Opened::new(device, received, described.whole);
-            match opened.and_then(|opened| Way::to(described, opened)) {
+            let made = if is_near {
+                let home = home.as_ref()?;
+                let way =
+                    || Way { address: described.base, opened: None, _home: Some(home.clone()) };
+                device.reach(home).map(|()| way()).map_err(NotOpened::from)
+            } else {
+                let opened = Opened::new(device, received, described.whole);
+                opened.and_then(|opened| Way::to(described, opened))
+            };
+            match made {
                 Ok(way) => Some(way),
                 Err(NotOpened { why, left }) => {
                     not_opened(device, why);
@@ -471,7 +478,7 @@ impl Reached {
                 }
             }
         };
-        let by_handle = matches!(received, Received::Handle(_)) && !same_process;
+        let by_handle = matches!(received, Received::Handle(_)) && !is_near;
         if by_handle {
             reached.is_held = reached.enter();
             if !reached.is_held {
@@ -514,6 +521,21 @@ impl Reached {
         };
         reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
         if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
+    }
+
+    /// The GPU of that name, which another engine of this process uses, if not this one.
+    fn find_home(&self, uuid: Uuid) -> Option<Device> {
+        if let Some(one) = self.home.and_then(|home| self.known.devices.get(home)) {
+            return Some(one.device.clone());
+        }
+        match Device::named(uuid) {
+            Ok(Some(device)) => return Some(device),
+            Ok(None) => {
+                tracing::warn!("a peer of this process has memory of a GPU that is not here");
+            }
+            Err(why) => tracing::warn!(%why, "the GPU that has a peer's memory cannot be opened"),
+        }
+        None
     }
 
     fn is_any_way(&self) -> bool {
@@ -559,7 +581,7 @@ impl Reached {
         bytes: u64,
     ) -> Self {
         let host = Host::new(mapping, bytes);
-        let way = |_: &One| Some(Way { address: host.base, opened: None });
+        let way = |_: &One| Some(Way { address: host.base, opened: None, _home: None });
         Self {
             link: Arc::clone(link),
             key,

@@ -139,6 +139,7 @@ pub const COPYING: &[Test] = &[
         beside_an_engine_that_waits_for_the_gpu,
     ),
     ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
+    ("each_with_a_gpu_of_its_own", Spread::Once, each_with_a_gpu_of_its_own),
     (
         "first_write_to_host_memory_while_the_gpu_is_busy",
         Spread::ProcessesBothMotors,
@@ -1534,6 +1535,35 @@ fn closed_while_the_gpu_is_busy(case: &Case) {
     });
     other.count(&me, counter, 1);
     other.check(&me, there, 0, BYTES, pattern);
+}
+
+/// Two engines of one process, each with a GPU of its own: each writes to what the other has of `cudaMalloc`.
+fn each_with_a_gpu_of_its_own(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    if last_gpu() == 0 {
+        return;
+    }
+    let len = usize::try_from(BYTES).expect("small");
+    let sides = [0, 1].map(|gpu| {
+        let engine = TransferEngine::builder().gpus([gpu]).build().expect("build");
+        let lent = Lent::by_handle(gpu, len);
+        // SAFETY: never unmapped, and never freed; no reference to the bytes is ever made.
+        let region = unsafe { engine.register(lent.ptr, len, Rights::REMOTE_WRITE) };
+        (engine, region.expect("register"))
+    });
+    for (n, (from, to)) in (0..).zip([(0, 1), (1, 0)]) {
+        let ((engine, src), (other, there)) = (&sides[from], &sides[to]);
+        let peer = engine.add_peer(other.address()).expect("add_peer");
+        engine.wait_peer(peer, patience()).expect("up");
+        let pattern = case.pattern(n);
+        pattern.fill(src, 0, BYTES, 0);
+        let dst = &there.desc();
+        let write =
+            SingleWrite { peer, src, src_offset: 0, dst, dst_offset: 0, len: BYTES, imm: None };
+        let transfer = engine.submit_single_write(&write).expect("submit");
+        assert_eq!(transfer.wait(patience()).expect("it ends"), End::Done);
+        assert_eq!(pattern.mismatch(there, 0, BYTES, 0), None);
+    }
 }
 
 /// Pins a page of the host's for GPU 0.
