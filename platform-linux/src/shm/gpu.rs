@@ -16,7 +16,8 @@
 //!
 //! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: so
 //! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Whether anything is being closed is asked
-//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Memory mapped by hand, as `alloc_gpu` and
+//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Nor is memory of
+//! a peer's opened meanwhile, or ours handed out: what was said of it waits (`super::session`). Memory mapped by hand, as `alloc_gpu` and
 //! PyTorch's expandable segments have it, is closed at once.
 //!
 //! A peer's host memory is pinned in parts of 256 MiB, each when a GPU is first to write there, by the engine's own thread: some 43 ms for each
@@ -62,6 +63,7 @@ use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
 use super::standing::{Short, Standing};
+use crate::closer::Closer;
 use crate::gpus::{CLOSED_WITHIN, GPUS_MAX, Known, One, number, page_bytes};
 use crate::largest::largest;
 use crate::provider::{Sink, Window};
@@ -314,6 +316,17 @@ pub(super) struct Arriving {
     next: u32,
     /// By index of our GPU; or why it does not get at one of them.
     ways: Vec<Result<Joining, Error>>,
+    /// Unmaps what nobody joins.
+    closer: Arc<Closer>,
+}
+
+impl Drop for Arriving {
+    /// Not here: the driver may keep callers waiting.
+    fn drop(&mut self) {
+        if self.ways.iter().any(Result::is_ok) {
+            self.closer.give(std::mem::take(&mut self.ways));
+        }
+    }
 }
 
 impl Arriving {
@@ -327,7 +340,8 @@ impl Arriving {
             joining.inspect_err(|why| not_opened(device, *why))
         };
         let ways = known.devices.iter().map(way).collect();
-        let arriving = Self { described, count, next: 0, ways };
+        let closer = Arc::clone(&known.closer);
+        let arriving = Self { described, count, next: 0, ways, closer };
         arriving.is_reached().map(|()| arriving)
     }
 
@@ -503,9 +517,9 @@ impl Reached {
         link: &Arc<Link>,
         key: u64,
         first: u64,
-        arriving: Arriving,
+        mut arriving: Arriving,
     ) -> Result<Self, NotReached> {
-        let Arriving { described, ways, .. } = arriving;
+        let (described, ways) = (arriving.described, std::mem::take(&mut arriving.ways));
         let mut reached = Self::unopened(known, link, key, first, &described);
         reached.outlives_owner = true;
         let mut not = Vec::new();
@@ -1555,6 +1569,8 @@ pub(super) enum Handed<F> {
     Nothing,
     /// There are, and the driver has a file of none of them: it had when the region was registered.
     Lacking,
+    /// There are, and the driver would keep whoever asks it for files waiting.
+    Busy,
 }
 
 /// Files of allocations from number `from` on, as many as go with one message.
@@ -1647,7 +1663,8 @@ mod tests {
             (0..count).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect()
         };
         for count in 2..6 {
-            let mut arriving = Arriving { described, count, next: 0, ways: Vec::new() };
+            let closer = Arc::new(Closer::new(&[]));
+            let mut arriving = Arriving { described, count, next: 0, ways: Vec::new(), closer };
             let mut come = 0;
             while let Some(next) = arriving.next() {
                 assert_eq!(next, come);
@@ -1691,6 +1708,7 @@ mod tests {
                 }
                 Handed::Lacking => assert!(from == fails && from < there),
                 Handed::Nothing => assert!(from >= there && from != fails),
+                Handed::Busy => panic!("who asks has seen to that"),
             }
         }
     }

@@ -139,6 +139,7 @@ pub const COPYING: &[Test] = &[
         beside_an_engine_that_waits_for_the_gpu,
     ),
     ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
+    ("opened_while_the_gpu_is_busy", Spread::ProcessesBothMotors, opened_while_the_gpu_is_busy),
     ("each_with_a_gpu_of_its_own", Spread::Once, each_with_a_gpu_of_its_own),
     (
         "first_write_to_host_memory_while_the_gpu_is_busy",
@@ -1535,6 +1536,71 @@ fn closed_while_the_gpu_is_busy(case: &Case) {
     });
     other.count(&me, counter, 1);
     other.check(&me, there, 0, BYTES, pattern);
+}
+
+/// While the driver keeps its callers waiting, as a GPU is busy and something of the engine's is to be unpinned, it is to write to regions of a peer's
+/// GPUs that it has not opened yet, and is asked for files of its own memory: that waits, and nobody else does.
+fn opened_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let back = only_peer(&me, &mut other);
+    let [(counter, tag), came] = [(); 2].map(|()| other.counter(&me));
+    let all = me.engine.counter().expect("a counter");
+    let src = me.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, BYTES, 0);
+    // By a handle, by a file, by files of two allocations.
+    let (joined, desc, _) = segment(&me, &mut other, 2);
+    let there = [
+        other.memory(&me, BYTES, Own::Test),
+        other.memory(&me, BYTES, Own::Engine),
+        (joined, desc),
+    ];
+    // From memory of a GPU of its own, to ours.
+    let (from, _) = other.memory(&me, BYTES, Own::Test);
+    let mine = me.segment(0, 2, 0, 2 * PART);
+    let lent = Lent::new(4096);
+    // SAFETY: the memory is never unmapped; no reference to its bytes is made.
+    let region = unsafe { me.engine.register(lent.ptr, 4096, Rights::REMOTE_WRITE) };
+    let region = region.expect("register");
+    std::thread::scope(|scope| {
+        let busy = Busy::all();
+        let closing = scope.spawn(|| region.close(patience()).is_ok());
+        me.linger(Duration::from_millis(50));
+        let submit =
+            |(_, dst): &(usize, MrDesc)| write(&me, peer, &src, dst, (0, 0, BYTES), Some(tag));
+        let transfers = there.each_ref().map(submit);
+        let (dst, tag) = (encode(&mine.desc()), Some(all.tag().bits()));
+        let write = Write1 {
+            peer: plain(back),
+            src: from,
+            src_offset: 0,
+            dst,
+            dst_offset: PART - 100,
+            len: BYTES,
+            tag,
+        };
+        other.post(Ask::Write(write));
+        me.linger(Duration::from_millis(50));
+        for _ in 0..20 {
+            me.done(&me.engine.submit_imm(peer, came.1, 1).expect("submit"));
+        }
+        assert!(!closing.is_finished(), "nobody was kept waiting");
+        for transfer in &transfers {
+            assert_eq!(me.end_within(transfer, Duration::from_millis(5)), None);
+        }
+        drop(busy);
+        go_on();
+        assert!(closing.join().expect("closes"));
+        transfers.iter().for_each(|transfer| me.done(transfer));
+    });
+    me.count(&all, 1, patience()).expect("it arrives");
+    assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
+    other.count(&me, came.0, 20);
+    other.count(&me, counter, 3);
+    for (region, _) in there {
+        other.check(&me, region, 0, BYTES, pattern);
+    }
 }
 
 /// Two engines of one process, each with a GPU of its own: each writes to what the other has of `cudaMalloc`.
