@@ -21,7 +21,7 @@ use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire_cuda::{
     Device, DmaBuf, Error, Event, Found, PinnedMemory, SharedMemory, Shuttle, Stream, Uuid,
@@ -37,6 +37,10 @@ pub(crate) const GPUS_MAX: usize = 64;
 
 /// How long, at the end, for GPUs that are busy with what is not the engine's: the driver takes nothing back meanwhile.
 pub(crate) const CLOSED_WITHIN: Duration = Duration::from_secs(5);
+/// How long a copy that the application waits for waits itself for a driver that keeps its callers waiting.
+const ASKED_WITHIN: Duration = Duration::from_secs(10);
+/// How often it is looked whether it still does.
+const LOOK_PAUSE: Duration = Duration::from_micros(100);
 /// How long for a GPU's memory to be given back.
 pub(crate) const FREED_WITHIN: Duration = Duration::from_millis(500);
 
@@ -201,6 +205,19 @@ impl Known {
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
         Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
+    }
+
+    /// Waits until nothing of these GPUs is being given back, by whichever engine of the process, for `limit` at most: the driver would keep whoever
+    /// calls it waiting. `false`: something still is.
+    pub(crate) fn is_free_within(&self, limit: Duration) -> bool {
+        let start = Instant::now();
+        while self.closer.is_busy() {
+            if start.elapsed() >= limit {
+                return false;
+            }
+            std::thread::sleep(LOOK_PAUSE);
+        }
+        true
     }
 
     /// Where each of them is on the PCI bus.
@@ -408,6 +425,10 @@ impl Gpus {
     ) -> Result<(), Error> {
         let Place::Gpu(ordinal) = region.place else { return Err(Error::NoDriver) };
         let one = self.one(ordinal).map_err(|_| Error::NoDriver)?;
+        // Before the shuttle is locked: who comes later is to wait no longer than this.
+        if !self.0.as_ref().is_some_and(|known| known.is_free_within(ASKED_WITHIN)) {
+            return Err(Error::TimedOut { after: ASKED_WITHIN });
+        }
         let there = region.local.base.saturating_add(offset as u64);
         let mut shuttle = lock(&one.shuttle);
         // SAFETY: the host's range is a slice of that kind, and the GPU's is registered, as is our caller's promise.

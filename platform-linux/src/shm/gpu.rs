@@ -1111,9 +1111,12 @@ impl Gpus {
 
     /// Waits for what is under way, for some seconds, before anything is closed. Nothing may be enqueued after.
     ///
-    /// While something is being closed the driver keeps every other call waiting: if it does not come back from that, it is not asked.
+    /// While something is being closed, by another engine, too, the driver keeps every other call waiting: if it does not come back from that, it is
+    /// not asked.
     pub(super) fn settle(&mut self) {
-        if !self.is_settled && self.known.closer.end(CLOSED_WITHIN) {
+        let known = &self.known;
+        let may_ask = || known.closer.end(CLOSED_WITHIN) && known.is_free_within(CLOSED_WITHIN);
+        if !self.is_settled && may_ask() {
             self.launch(false);
             self.settle_queues();
         }

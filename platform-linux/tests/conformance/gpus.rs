@@ -140,6 +140,7 @@ pub const COPYING: &[Test] = &[
     ),
     ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
     ("opened_while_the_gpu_is_busy", Spread::ProcessesBothMotors, opened_while_the_gpu_is_busy),
+    ("dropped_beside_one_that_waits", Spread::Once, dropped_beside_one_that_waits),
     ("each_with_a_gpu_of_its_own", Spread::Once, each_with_a_gpu_of_its_own),
     (
         "first_write_to_host_memory_while_the_gpu_is_busy",
@@ -1601,6 +1602,43 @@ fn opened_while_the_gpu_is_busy(case: &Case) {
     for (region, _) in there {
         other.check(&me, region, 0, BYTES, pattern);
     }
+}
+
+/// An engine is dropped while the driver keeps its callers waiting for what another engine of the process gives back, since the GPU is busy: that takes
+/// no longer than if it were its own. Nor does who wants to read a GPU's memory wait for longer than he is told.
+fn dropped_beside_one_that_waits(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let me = case.me();
+    let (mut other, address) = case.agent("other");
+    let (peer, beside) = (me.peer(&address), case.me());
+    let its_peer = beside.peer(&address);
+    let len = usize::try_from(BYTES).expect("small");
+    let [src, from] = [&me, &beside].map(|host| host.engine.alloc_gpu(0, len).expect("memory"));
+    let (region, desc) = other.memory(&me, BYTES, Own::Test);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, BYTES), None));
+    let (_, desc) = other.memory(&beside, BYTES, Own::Engine);
+    let copy = || write(&beside, its_peer, &from, &desc, (0, 0, BYTES), None);
+    beside.done(&copy());
+    let busy = Busy::all();
+    // Enqueued before the driver waits, and not begun.
+    // SAFETY: a stream of the GPU's primary context.
+    unsafe { beside.engine.after_stream(0, busy.streams[0].0.raw()) }.expect("after_stream");
+    let held = copy();
+    assert_eq!(beside.end_within(&held, Duration::from_millis(50)), None);
+    let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
+    assert!(matches!(still, Say::Text(_)), "{still:?}");
+    goes_within(
+        patience(),
+        || busy.go_on(),
+        || {
+            let read = src.read(0, &mut [0; 64]);
+            assert!(matches!(read, Err(AccessError::Gpu(Error::TimedOut { .. }))), "{read:?}");
+        },
+    );
+    goes_within(GIVES_UP_WITHIN, || busy.go_on(), move || drop((from, beside)));
+    assert!(held.poll_end().is_some(), "its engine is gone");
+    drop(busy);
+    go_on();
 }
 
 /// Two engines of one process, each with a GPU of its own: each writes to what the other has of `cudaMalloc`.
