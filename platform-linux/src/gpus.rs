@@ -13,8 +13,10 @@
 //!
 //! - Memory that NICs may write to, and whose GPU does not see what they wrote, is of a GPU that [`Known::show`] flushes, from
 //!   before its registration is made.
-//! - What is submitted waits for the streams that were named before, and for none that is named later: else what a stream
+//! - What NICs read waits for the streams that were named before it was submitted, and for none that is named later: else what a stream
 //!   itself waits for could come to wait for that stream.
+//! - What GPUs copy themselves waits for the streams that were named before it is enqueued, which may be later: the queues know no more. So
+//!   there it can come to that, as `TransferEngine::after_stream` says.
 
 use std::ffi::c_void;
 use std::fmt;
