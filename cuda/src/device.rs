@@ -72,13 +72,10 @@ impl Device {
     /// No driver, no such GPU, or what the driver answers.
     pub fn open(ordinal: u32) -> Result<Self, Error> {
         let count = Self::count()?;
-        let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
         if ordinal >= count {
             return Err(Error::NoDevice { ordinal, count });
         }
-        let mut device = 0;
-        // SAFETY: writes the one handle that it is given the place of.
-        check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, number) })?;
+        let device = device_at(ordinal)?;
         use cu::CUdevice_attribute as A;
         let capability = (
             attribute(device, A::CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR)?,
@@ -96,6 +93,20 @@ impl Device {
         check("cuDevicePrimaryCtxRetain", retained)?;
         let gpu = Gpu { capability, sms, shared_bytes };
         Ok(Self(Arc::new(Primary { ordinal, device, context, gpu, host_atomics })))
+    }
+
+    /// Opens the GPU of this process that has that name. `None`: it sees none. Others are not opened.
+    ///
+    /// # Errors
+    ///
+    /// As for [`Device::open`].
+    pub fn named(uuid: Uuid) -> Result<Option<Self>, Error> {
+        for ordinal in 0..Self::count()? {
+            if uuid_of(device_at(ordinal)?)? == uuid {
+                return Self::open(ordinal).map(Some);
+            }
+        }
+        Ok(None)
     }
 
     /// Which GPU this is, as it was opened.
@@ -146,11 +157,7 @@ impl Device {
     ///
     /// What the driver answers.
     pub fn uuid(&self) -> Result<Uuid, Error> {
-        let mut uuid = cu::CUuuid { bytes: [0; 16] };
-        // SAFETY: writes the one structure.
-        let asked = unsafe { cu::cuDeviceGetUuid_v2(&raw mut uuid, self.0.device) };
-        check("cuDeviceGetUuid", asked)?;
-        Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
+        uuid_of(self.0.device)
     }
 
     /// Whether memory of [`crate::SharedMemory`] may be made for NICs to reach.
@@ -242,6 +249,23 @@ impl Device {
         }
         Err(Error::WrongDevice { belongs_to: self.ordinal(), used_with: other.ordinal() })
     }
+}
+
+/// The GPU of this number, of which there is one.
+fn device_at(ordinal: u32) -> Result<cu::CUdevice, Error> {
+    let number = c_int::try_from(ordinal).unwrap_or(c_int::MAX);
+    let mut device = 0;
+    // SAFETY: writes the one handle that it is given the place of.
+    check("cuDeviceGet", unsafe { cu::cuDeviceGet(&raw mut device, number) })?;
+    Ok(device)
+}
+
+fn uuid_of(device: cu::CUdevice) -> Result<Uuid, Error> {
+    let mut uuid = cu::CUuuid { bytes: [0; 16] };
+    // SAFETY: writes the one structure.
+    let asked = unsafe { cu::cuDeviceGetUuid_v2(&raw mut uuid, device) };
+    check("cuDeviceGetUuid", asked)?;
+    Ok(uuid.bytes.map(|byte| byte.to_ne_bytes()[0]))
 }
 
 pub(crate) fn attribute(device: cu::CUdevice, which: cu::CUdevice_attribute) -> Result<u32, Error> {

@@ -941,6 +941,10 @@ impl TransferEngine {
     /// of the engine's. Where NICs read the memory, the engine waits, and takes up no transfer from it that was submitted
     /// after this, before the stream has come so far; all others go on.
     ///
+    /// Where GPUs copy themselves, on one host, what was submitted before waits, too, if its GPU has not been given it yet: because the peer is not
+    /// up, or its region is written to for the first time, or the GPU's queues are full. So a stream that itself waits for what such a
+    /// write brings about, an answer say, is not to be named before that write is done: else both wait for each other: until a deadline, if there is one.
+    ///
     /// # Safety
     ///
     /// `stream` is a stream (`cudaStream_t`, `CUstream`; null: the default one) of that GPU's primary context, which the CUDA

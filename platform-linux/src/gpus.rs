@@ -13,15 +13,17 @@
 //!
 //! - Memory that NICs may write to, and whose GPU does not see what they wrote, is of a GPU that [`Known::show`] flushes, from
 //!   before its registration is made.
-//! - What is submitted waits for the streams that were named before, and for none that is named later: else what a stream
+//! - What NICs read waits for the streams that were named before it was submitted, and for none that is named later: else what a stream
 //!   itself waits for could come to wait for that stream.
+//! - What GPUs copy themselves waits for the streams that were named before it is enqueued, which may be later: the queues know no more. So
+//!   there it can come to that, as `TransferEngine::after_stream` says.
 
 use std::ffi::c_void;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use immwire_cuda::{
     Device, DmaBuf, Error, Event, Found, PinnedMemory, SharedMemory, Shuttle, Stream, Uuid,
@@ -37,6 +39,10 @@ pub(crate) const GPUS_MAX: usize = 64;
 
 /// How long, at the end, for GPUs that are busy with what is not the engine's: the driver takes nothing back meanwhile.
 pub(crate) const CLOSED_WITHIN: Duration = Duration::from_secs(5);
+/// How long a copy that the application waits for waits itself for a driver that keeps its callers waiting.
+const ASKED_WITHIN: Duration = Duration::from_secs(10);
+/// How often it is looked whether it still does.
+const LOOK_PAUSE: Duration = Duration::from_micros(100);
 /// How long for a GPU's memory to be given back.
 pub(crate) const FREED_WITHIN: Duration = Duration::from_millis(500);
 
@@ -201,6 +207,19 @@ impl Known {
         }
         let (flushing, has_failed) = (AtomicU64::new(0), AtomicBool::new(false));
         Ok(Some(Arc::new(Self { devices, flushing, has_failed, closer })))
+    }
+
+    /// Waits until nothing of these GPUs is being given back, by whichever engine of the process, for `limit` at most: the driver would keep whoever
+    /// calls it waiting. `false`: something still is.
+    pub(crate) fn is_free_within(&self, limit: Duration) -> bool {
+        let start = Instant::now();
+        while self.closer.is_busy() {
+            if start.elapsed() >= limit {
+                return false;
+            }
+            std::thread::sleep(LOOK_PAUSE);
+        }
+        true
     }
 
     /// Where each of them is on the PCI bus.
@@ -408,6 +427,10 @@ impl Gpus {
     ) -> Result<(), Error> {
         let Place::Gpu(ordinal) = region.place else { return Err(Error::NoDriver) };
         let one = self.one(ordinal).map_err(|_| Error::NoDriver)?;
+        // Before the shuttle is locked: who comes later is to wait no longer than this.
+        if !self.0.as_ref().is_some_and(|known| known.is_free_within(ASKED_WITHIN)) {
+            return Err(Error::TimedOut { after: ASKED_WITHIN });
+        }
         let there = region.local.base.saturating_add(offset as u64);
         let mut shuttle = lock(&one.shuttle);
         // SAFETY: the host's range is a slice of that kind, and the GPU's is registered, as is our caller's promise.

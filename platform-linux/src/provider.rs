@@ -483,7 +483,7 @@ pub trait Memory: Send + Sync + 'static {
         unsafe { self.register(ptr, len, rights) }
     }
 
-    /// Holds back the copies of GPU `ordinal` that are enqueued from now on until what is in `stream` now is done. Where NICs
+    /// Holds back the copies of GPU `ordinal` that are enqueued from now on, whenever they were submitted, until what is in `stream` now is done. Where NICs
     /// read its memory, they know no streams: then [`Memory::behind`] has one more for what is submitted from now on.
     ///
     /// # Safety

@@ -571,7 +571,8 @@ impl TransferEngine {
     ///
     /// Not one transfer waits, but all from that GPU's memory that are submitted after this, to whatever peer and by whatever
     /// thread; and of others, from the host to it and earlier ones, what the GPU has not begun to copy. So one call is for any
-    /// number of transfers, and the stream must not itself be waiting for what comes of a later one.
+    /// number of transfers, and the stream must not itself be waiting for what comes of a later one, nor, between GPUs of one
+    /// host, of an earlier one that is not done.
     ///
     /// ``stream`` is one of that GPU's primary context, which the CUDA runtime and torch use: anything with
     /// ``__cuda_stream__``, or its handle (``torch.cuda.current_stream().cuda_stream``; 0 is the default stream). A number

@@ -16,7 +16,8 @@
 //!
 //! While a peer's region of `cudaMalloc` is closed on a GPU that is busy, the driver keeps its other calls of this process waiting, too: so
 //! no copies are enqueued until the GPU has done what it was given before; the rest goes on. Whether anything is being closed is asked
-//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Memory mapped by hand, as `alloc_gpu` and
+//! before each of them: others begin to close at any time, and what a call of `post` has staged takes the driver a while. Nor is memory of
+//! a peer's opened meanwhile, or ours handed out: what was said of it waits (`super::session`). Memory mapped by hand, as `alloc_gpu` and
 //! PyTorch's expandable segments have it, is closed at once.
 //!
 //! A peer's host memory is pinned in parts of 256 MiB, each when a GPU is first to write there, by the engine's own thread: some 43 ms for each
@@ -62,6 +63,7 @@ use super::memory::{Link, id_of};
 use super::segment::Mapping;
 use super::socket::FILES_MAX;
 use super::standing::{Short, Standing};
+use crate::closer::Closer;
 use crate::gpus::{CLOSED_WITHIN, GPUS_MAX, Known, One, number, page_bytes};
 use crate::largest::largest;
 use crate::provider::{Sink, Window};
@@ -265,6 +267,8 @@ struct Way {
     address: u64,
     /// Keeps it so. `None`: the region is of this process, and its owner's rules keep it.
     opened: Option<Arc<Opened>>,
+    /// The GPU that has such a region, whoever of this process uses it.
+    _home: Option<Device>,
 }
 
 impl Way {
@@ -272,7 +276,7 @@ impl Way {
     fn to(described: &Described, opened: Opened) -> Result<Self, NotOpened> {
         let offset = described.base.checked_sub(described.start);
         match offset.and_then(|offset| opened.address().checked_add(offset)) {
-            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)) }),
+            Some(address) => Ok(Self { address, opened: Some(Arc::new(opened)), _home: None }),
             None => {
                 let why = Error::OutOfBounds { end: described.base, bytes: described.whole };
                 Err(NotOpened { why, left: Some(opened) })
@@ -312,6 +316,17 @@ pub(super) struct Arriving {
     next: u32,
     /// By index of our GPU; or why it does not get at one of them.
     ways: Vec<Result<Joining, Error>>,
+    /// Unmaps what nobody joins.
+    closer: Arc<Closer>,
+}
+
+impl Drop for Arriving {
+    /// Not here: the driver may keep callers waiting.
+    fn drop(&mut self) {
+        if self.ways.iter().any(Result::is_ok) {
+            self.closer.give(std::mem::take(&mut self.ways));
+        }
+    }
 }
 
 impl Arriving {
@@ -325,7 +340,8 @@ impl Arriving {
             joining.inspect_err(|why| not_opened(device, *why))
         };
         let ways = known.devices.iter().map(way).collect();
-        let arriving = Self { described, count, next: 0, ways };
+        let closer = Arc::clone(&known.closer);
+        let arriving = Self { described, count, next: 0, ways, closer };
         arriving.is_reached().map(|()| arriving)
     }
 
@@ -452,16 +468,21 @@ impl Reached {
         }
         let mut reached = Self::unopened(known, link, key, first, described);
         reached.outlives_owner = matches!(received, Received::File(_));
-        let home = reached.home.and_then(|home| known.devices.get(home));
+        // A handle opens nothing in the process that it is from, where the address itself will do.
+        let is_near = same_process && matches!(received, Received::Handle(_));
+        let home = if is_near { reached.find_home(described.uuid) } else { None };
         let (mut not, mut unfit) = (Vec::new(), Vec::new());
         let way = |One { device, .. }: &One| {
-            // A handle opens nothing in the process that it is from, where the address itself will do.
-            if same_process && matches!(received, Received::Handle(_)) {
-                device.reach(&home?.device).ok()?;
-                return Some(Way { address: described.base, opened: None });
-            }
-            let opened = Opened::new(device, received, described.whole);
-            match opened.and_then(|opened| Way::to(described, opened)) {
+            let made = if is_near {
+                let home = home.as_ref()?;
+                let way =
+                    || Way { address: described.base, opened: None, _home: Some(home.clone()) };
+                device.reach(home).map(|()| way()).map_err(NotOpened::from)
+            } else {
+                let opened = Opened::new(device, received, described.whole);
+                opened.and_then(|opened| Way::to(described, opened))
+            };
+            match made {
                 Ok(way) => Some(way),
                 Err(NotOpened { why, left }) => {
                     not_opened(device, why);
@@ -471,7 +492,7 @@ impl Reached {
                 }
             }
         };
-        let by_handle = matches!(received, Received::Handle(_)) && !same_process;
+        let by_handle = matches!(received, Received::Handle(_)) && !is_near;
         if by_handle {
             reached.is_held = reached.enter();
             if !reached.is_held {
@@ -496,9 +517,9 @@ impl Reached {
         link: &Arc<Link>,
         key: u64,
         first: u64,
-        arriving: Arriving,
+        mut arriving: Arriving,
     ) -> Result<Self, NotReached> {
-        let Arriving { described, ways, .. } = arriving;
+        let (described, ways) = (arriving.described, std::mem::take(&mut arriving.ways));
         let mut reached = Self::unopened(known, link, key, first, &described);
         reached.outlives_owner = true;
         let mut not = Vec::new();
@@ -514,6 +535,21 @@ impl Reached {
         };
         reached.ways = ways.into_iter().zip(&known.devices).map(way).collect();
         if reached.is_any_way() { Ok(reached) } else { Err(NotReached::of(not)) }
+    }
+
+    /// The GPU of that name, which another engine of this process uses, if not this one.
+    fn find_home(&self, uuid: Uuid) -> Option<Device> {
+        if let Some(one) = self.home.and_then(|home| self.known.devices.get(home)) {
+            return Some(one.device.clone());
+        }
+        match Device::named(uuid) {
+            Ok(Some(device)) => return Some(device),
+            Ok(None) => {
+                tracing::warn!("a peer of this process has memory of a GPU that is not here");
+            }
+            Err(why) => tracing::warn!(%why, "the GPU that has a peer's memory cannot be opened"),
+        }
+        None
     }
 
     fn is_any_way(&self) -> bool {
@@ -559,7 +595,7 @@ impl Reached {
         bytes: u64,
     ) -> Self {
         let host = Host::new(mapping, bytes);
-        let way = |_: &One| Some(Way { address: host.base, opened: None });
+        let way = |_: &One| Some(Way { address: host.base, opened: None, _home: None });
         Self {
             link: Arc::clone(link),
             key,
@@ -1075,9 +1111,12 @@ impl Gpus {
 
     /// Waits for what is under way, for some seconds, before anything is closed. Nothing may be enqueued after.
     ///
-    /// While something is being closed the driver keeps every other call waiting: if it does not come back from that, it is not asked.
+    /// While something is being closed, by another engine, too, the driver keeps every other call waiting: if it does not come back from that, it is
+    /// not asked.
     pub(super) fn settle(&mut self) {
-        if !self.is_settled && self.known.closer.end(CLOSED_WITHIN) {
+        let known = &self.known;
+        let may_ask = || known.closer.end(CLOSED_WITHIN) && known.is_free_within(CLOSED_WITHIN);
+        if !self.is_settled && may_ask() {
             self.launch(false);
             self.settle_queues();
         }
@@ -1533,6 +1572,8 @@ pub(super) enum Handed<F> {
     Nothing,
     /// There are, and the driver has a file of none of them: it had when the region was registered.
     Lacking,
+    /// There are, and the driver would keep whoever asks it for files waiting.
+    Busy,
 }
 
 /// Files of allocations from number `from` on, as many as go with one message.
@@ -1625,7 +1666,8 @@ mod tests {
             (0..count).map(|_| std::fs::File::open("/dev/null").unwrap().into()).collect()
         };
         for count in 2..6 {
-            let mut arriving = Arriving { described, count, next: 0, ways: Vec::new() };
+            let closer = Arc::new(Closer::new(&[]));
+            let mut arriving = Arriving { described, count, next: 0, ways: Vec::new(), closer };
             let mut come = 0;
             while let Some(next) = arriving.next() {
                 assert_eq!(next, come);
@@ -1669,6 +1711,7 @@ mod tests {
                 }
                 Handed::Lacking => assert!(from == fails && from < there),
                 Handed::Nothing => assert!(from >= there && from != fails),
+                Handed::Busy => panic!("who asks has seen to that"),
             }
         }
     }

@@ -384,7 +384,7 @@ impl ShmMemory {
     }
 
     /// Files of the region of `key`, over several allocations, from number `from` on, for the peer of `link`, which it was granted;
-    /// nothing, if it was withdrawn, or has not so many. Made under the table's lock: whoever takes the region out of it, and may
+    /// nothing, if it was withdrawn, or has not so many. The driver is not asked while it would keep us waiting. Made under the table's lock: whoever takes the region out of it, and may
     /// free its memory then, finds that nobody does anything with it any more.
     pub(super) fn files(&self, link: &Link, key: u64, from: u32) -> Handed<OwnedFd> {
         let mut table = lock(&self.table);
@@ -394,7 +394,8 @@ impl ShmMemory {
             (Some(Backing::Gpu { shared: Shared::Files(all), .. }), Some(grant))
                 if hazard::may_continue(grant, key) =>
             {
-                files_of(all, from)
+                let is_busy = self.gpus.0.as_ref().is_some_and(|known| known.closer.is_busy());
+                if is_busy { Handed::Busy } else { files_of(all, from) }
             }
             _ => Handed::Nothing,
         }

@@ -535,11 +535,13 @@ impl ShmProvider {
             }
         }
         self.expecting = false;
+        let known = self.gpus.as_ref().map(|gpus| gpus.known());
         for &index in &self.up {
             if let Some(Slot::Up(session)) = self.slots.get_mut(usize::from(index)) {
                 session.sweep();
                 session.wake_waiting();
-                if session.pay(now, &self.memory).is_err() {
+                let heard = session.hear_kept(known);
+                if heard.and_then(|()| session.pay(now, &self.memory)).is_err() {
                     // Ends at the next poll.
                     session.close(DownReason::Protocol);
                 }

@@ -22,6 +22,8 @@
 //!   has more files than go with one, takes the place of what was answered.
 //! - Each question of the peer's is answered once. What cannot be for want of files or memory is `owed`, and answered when there
 //!   is enough, or refused when that has lasted: a peer that was refused does not ask again.
+//! - No driver is asked that keeps its callers waiting for a busy GPU. What needs it, of what the peer asks, is `owed` for as long; of what it
+//!   answers, `kept`, with the files: the pieces that wait for it end in time, or not, as they would behind a busy GPU.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -229,6 +231,22 @@ enum Answered {
     Yes,
     /// Something is lacking here that there may be enough of soon.
     NotYet,
+    /// A driver would keep us waiting.
+    Busy,
+}
+
+/// What the peer answers to a question of ours.
+#[derive(Debug, Clone, Copy)]
+enum Reply {
+    Kind { key: u64, answer: Answer },
+    Files { key: u64, from: u32, sizes: Sizes },
+}
+
+impl Reply {
+    /// Whether a driver is asked for what it brings.
+    fn needs_driver(&self) -> bool {
+        matches!(self, Self::Files { .. } | Self::Kind { answer: Answer::Gpu { .. }, .. })
+    }
 }
 
 /// A question that has to wait for its answer.
@@ -288,6 +306,8 @@ pub(super) struct Session {
     /// The peer's questions that could not be answered, as many as it may have under way, and when they are tried again.
     owed: heapless::Vec<Owed, ASKED_MAX>,
     owed_again: Time,
+    /// Its answers that wait for a driver, with their files: no more than we may have asked for.
+    kept: heapless::Vec<(Reply, Vec<OwnedFd>), ASKED_MAX>,
     /// It was said that there is no GPU of ours to write to the peer's with.
     told_of_gpus: bool,
     /// The peer's count of withdrawn grants that `targets` was last compared with.
@@ -353,6 +373,7 @@ impl Session {
             asked: 0,
             owed: heapless::Vec::new(),
             owed_again: Time::ZERO,
+            kept: heapless::Vec::new(),
             told_of_gpus: false,
             withdrawals: Seen::default(),
             waiting: VecDeque::new(),
@@ -1000,25 +1021,57 @@ impl Session {
                 }
             }
             Message::MapRequest { key } => self.answer(Question::Kind { key }, memory)?,
-            Message::MapReply { key, answer } => self.learn(key, answer, files, gpus)?,
+            Message::MapReply { key, answer } => {
+                self.hear(Reply::Kind { key, answer }, files, gpus)?;
+            }
             Message::FilesRequest { key, from } => {
                 self.answer(Question::Files { key, from }, memory)?;
             }
             Message::FilesReply { key, from, sizes } => {
-                self.take_files(key, from, &files, sizes.as_slice(), gpus)?;
+                self.hear(Reply::Files { key, from, sizes }, files, gpus)?;
             }
             _ => return Err(Broken),
         }
         Ok(())
     }
 
+    /// Acts on an answer of the peer's, or keeps it while a driver would keep us waiting.
+    fn hear(
+        &mut self,
+        reply: Reply,
+        files: Vec<OwnedFd>,
+        gpus: Option<&Arc<Known>>,
+    ) -> Result<(), Broken> {
+        if reply.needs_driver() && gpus.is_some_and(|known| known.closer.is_busy()) {
+            return self.kept.push((reply, files)).map_err(|_| Broken);
+        }
+        match reply {
+            Reply::Kind { key, answer } => self.learn(key, answer, files, gpus),
+            Reply::Files { key, from, sizes } => {
+                self.take_files(key, from, &files, sizes.as_slice(), gpus)
+            }
+        }
+    }
+
+    /// Acts on the answers that were kept, as far as that goes by now.
+    pub(super) fn hear_kept(&mut self, gpus: Option<&Arc<Known>>) -> Result<(), Broken> {
+        if self.kept.is_empty() {
+            return Ok(());
+        }
+        let mut kept = std::mem::take(&mut self.kept).into_iter();
+        kept.try_for_each(|(reply, files)| self.hear(reply, files, gpus))
+    }
+
     /// Answers a question, or notes that it is still to be: a peer has no more under way than there is room for.
     fn answer(&mut self, question: Question, memory: &ShmMemory) -> Result<(), Broken> {
-        if self.try_answer(question, memory, false)? == Answered::NotYet {
+        let answered = self.try_answer(question, memory, false)?;
+        if answered == Answered::NotYet {
             tracing::warn!(
                 "a peer cannot be handed a region's memory for now, and waits: ulimit -n may be too low for all that this user's engines send, \
                  or a GPU's driver refuses, which is said at the level of debug"
             );
+        }
+        if answered != Answered::Yes {
             self.owed.push(Owed { question, until: None }).map_err(|_| Broken)?;
         }
         Ok(())
@@ -1032,9 +1085,13 @@ impl Session {
         self.owed_again = now.after(OWED_PAUSE);
         for mut owed in std::mem::take(&mut self.owed) {
             let is_late = now >= *owed.until.get_or_insert(now.after(OWED_PATIENCE));
-            if self.try_answer(owed.question, memory, is_late)? == Answered::NotYet {
-                self.owed.push(owed).map_err(|_| Broken)?;
+            match self.try_answer(owed.question, memory, is_late)? {
+                Answered::Yes => continue,
+                Answered::NotYet => {}
+                // Nothing is lacking.
+                Answered::Busy => owed.until = None,
             }
+            self.owed.push(owed).map_err(|_| Broken)?;
         }
         Ok(())
     }
@@ -1075,6 +1132,7 @@ impl Session {
         let refusal = Message::FilesReply { key, from, sizes: Sizes::default() };
         let (files, sizes) = match memory.files(&self.link, key, from) {
             Handed::These(files, sizes) => (files, sizes),
+            Handed::Busy => return Ok(Answered::Busy),
             Handed::Lacking if !is_late => return Ok(Answered::NotYet),
             Handed::Lacking => {
                 tracing::warn!("a peer is refused a region whose memory could not be handed over");
@@ -1250,7 +1308,10 @@ impl Session {
         let flying = self.flying > 0;
         // What is owed goes when there is room elsewhere, which nobody tells either.
         let owes = self.owes();
-        let busy = flying || bounced || stuck || withdrawn || ending || owes || self.retry > 0;
+        // Nor that a driver has come back.
+        let keeps = !self.kept.is_empty();
+        let busy =
+            keeps || flying || bounced || stuck || withdrawn || ending || owes || self.retry > 0;
         !(busy || self.has_immediates() || self.has_found_room())
     }
 

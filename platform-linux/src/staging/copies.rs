@@ -220,7 +220,7 @@ impl<T> Copies<T> {
     /// Waits until nothing is copied any more, and nothing is enqueued after. `false`: a GPU is stuck, and all that it may still use is kept
     /// for good, or until its driver has given back what it was asked to before.
     pub(super) fn settle(&mut self) -> bool {
-        if !self.known.closer.end(CLOSED_WITHIN) {
+        if !self.known.closer.end(CLOSED_WITHIN) || !self.known.is_free_within(CLOSED_WITHIN) {
             return false;
         }
         let start = Instant::now();

@@ -139,6 +139,9 @@ pub const COPYING: &[Test] = &[
         beside_an_engine_that_waits_for_the_gpu,
     ),
     ("closed_while_the_gpu_is_busy", Spread::Once, closed_while_the_gpu_is_busy),
+    ("opened_while_the_gpu_is_busy", Spread::ProcessesBothMotors, opened_while_the_gpu_is_busy),
+    ("dropped_beside_one_that_waits", Spread::Once, dropped_beside_one_that_waits),
+    ("each_with_a_gpu_of_its_own", Spread::Once, each_with_a_gpu_of_its_own),
     (
         "first_write_to_host_memory_while_the_gpu_is_busy",
         Spread::ProcessesBothMotors,
@@ -1534,6 +1537,137 @@ fn closed_while_the_gpu_is_busy(case: &Case) {
     });
     other.count(&me, counter, 1);
     other.check(&me, there, 0, BYTES, pattern);
+}
+
+/// While the driver keeps its callers waiting, as a GPU is busy and something of the engine's is to be unpinned, it is to write to regions of a peer's
+/// GPUs that it has not opened yet, and is asked for files of its own memory: that waits, and nobody else does.
+fn opened_while_the_gpu_is_busy(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let (me, mut other, peer) = case.pair();
+    let back = only_peer(&me, &mut other);
+    let [(counter, tag), came] = [(); 2].map(|()| other.counter(&me));
+    let all = me.engine.counter().expect("a counter");
+    let src = me.engine.alloc_gpu(0, 64 << 10).expect("memory of GPU 0");
+    let pattern = case.pattern(0);
+    pattern.fill(&src, 0, BYTES, 0);
+    // By a handle, by a file, by files of two allocations.
+    let (joined, desc, _) = segment(&me, &mut other, 2);
+    let there = [
+        other.memory(&me, BYTES, Own::Test),
+        other.memory(&me, BYTES, Own::Engine),
+        (joined, desc),
+    ];
+    // From memory of a GPU of its own, to ours.
+    let (from, _) = other.memory(&me, BYTES, Own::Test);
+    let mine = me.segment(0, 2, 0, 2 * PART);
+    let lent = Lent::new(4096);
+    // SAFETY: the memory is never unmapped; no reference to its bytes is made.
+    let region = unsafe { me.engine.register(lent.ptr, 4096, Rights::REMOTE_WRITE) };
+    let region = region.expect("register");
+    std::thread::scope(|scope| {
+        let busy = Busy::all();
+        let closing = scope.spawn(|| region.close(patience()).is_ok());
+        me.linger(Duration::from_millis(50));
+        let submit =
+            |(_, dst): &(usize, MrDesc)| write(&me, peer, &src, dst, (0, 0, BYTES), Some(tag));
+        let transfers = there.each_ref().map(submit);
+        let (dst, tag) = (encode(&mine.desc()), Some(all.tag().bits()));
+        let write = Write1 {
+            peer: plain(back),
+            src: from,
+            src_offset: 0,
+            dst,
+            dst_offset: PART - 100,
+            len: BYTES,
+            tag,
+        };
+        other.post(Ask::Write(write));
+        me.linger(Duration::from_millis(50));
+        for _ in 0..20 {
+            me.done(&me.engine.submit_imm(peer, came.1, 1).expect("submit"));
+        }
+        assert!(!closing.is_finished(), "nobody was kept waiting");
+        for transfer in &transfers {
+            assert_eq!(me.end_within(transfer, Duration::from_millis(5)), None);
+        }
+        drop(busy);
+        go_on();
+        assert!(closing.join().expect("closes"));
+        transfers.iter().for_each(|transfer| me.done(transfer));
+    });
+    me.count(&all, 1, patience()).expect("it arrives");
+    assert_eq!(other.answer(Some(&me)), Say::Text("Done".into()));
+    other.count(&me, came.0, 20);
+    other.count(&me, counter, 3);
+    for (region, _) in there {
+        other.check(&me, region, 0, BYTES, pattern);
+    }
+}
+
+/// An engine is dropped while the driver keeps its callers waiting for what another engine of the process gives back, since the GPU is busy: that takes
+/// no longer than if it were its own. Nor does who wants to read a GPU's memory wait for longer than he is told.
+fn dropped_beside_one_that_waits(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    let me = case.me();
+    let (mut other, address) = case.agent("other");
+    let (peer, beside) = (me.peer(&address), case.me());
+    let its_peer = beside.peer(&address);
+    let len = usize::try_from(BYTES).expect("small");
+    let [src, from] = [&me, &beside].map(|host| host.engine.alloc_gpu(0, len).expect("memory"));
+    let (region, desc) = other.memory(&me, BYTES, Own::Test);
+    me.done(&write(&me, peer, &src, &desc, (0, 0, BYTES), None));
+    let (_, desc) = other.memory(&beside, BYTES, Own::Engine);
+    let copy = || write(&beside, its_peer, &from, &desc, (0, 0, BYTES), None);
+    beside.done(&copy());
+    let busy = Busy::all();
+    // Enqueued before the driver waits, and not begun.
+    // SAFETY: a stream of the GPU's primary context.
+    unsafe { beside.engine.after_stream(0, busy.streams[0].0.raw()) }.expect("after_stream");
+    let held = copy();
+    assert_eq!(beside.end_within(&held, Duration::from_millis(50)), None);
+    let still = other.ask(&me, Ask::Reclaim { region, ms: 50 });
+    assert!(matches!(still, Say::Text(_)), "{still:?}");
+    goes_within(
+        patience(),
+        || busy.go_on(),
+        || {
+            let read = src.read(0, &mut [0; 64]);
+            assert!(matches!(read, Err(AccessError::Gpu(Error::TimedOut { .. }))), "{read:?}");
+        },
+    );
+    goes_within(GIVES_UP_WITHIN, || busy.go_on(), move || drop((from, beside)));
+    assert!(held.poll_end().is_some(), "its engine is gone");
+    drop(busy);
+    go_on();
+}
+
+/// Two engines of one process, each with a GPU of its own: each writes to what the other has of `cudaMalloc`.
+fn each_with_a_gpu_of_its_own(case: &Case) {
+    const BYTES: u64 = 64 << 10;
+    if last_gpu() == 0 {
+        return;
+    }
+    let len = usize::try_from(BYTES).expect("small");
+    let sides = [0, 1].map(|gpu| {
+        let engine = TransferEngine::builder().gpus([gpu]).build().expect("build");
+        let lent = Lent::by_handle(gpu, len);
+        // SAFETY: never unmapped, and never freed; no reference to the bytes is ever made.
+        let region = unsafe { engine.register(lent.ptr, len, Rights::REMOTE_WRITE) };
+        (engine, region.expect("register"))
+    });
+    for (n, (from, to)) in (0..).zip([(0, 1), (1, 0)]) {
+        let ((engine, src), (other, there)) = (&sides[from], &sides[to]);
+        let peer = engine.add_peer(other.address()).expect("add_peer");
+        engine.wait_peer(peer, patience()).expect("up");
+        let pattern = case.pattern(n);
+        pattern.fill(src, 0, BYTES, 0);
+        let dst = &there.desc();
+        let write =
+            SingleWrite { peer, src, src_offset: 0, dst, dst_offset: 0, len: BYTES, imm: None };
+        let transfer = engine.submit_single_write(&write).expect("submit");
+        assert_eq!(transfer.wait(patience()).expect("it ends"), End::Done);
+        assert_eq!(pattern.mismatch(there, 0, BYTES, 0), None);
+    }
 }
 
 /// Pins a page of the host's for GPU 0.
