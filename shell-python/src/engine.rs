@@ -710,7 +710,12 @@ impl TransferEngine {
     /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
     #[pyo3(signature = (nic, /, *, healthy))]
     fn set_nic_health(&self, nic: u8, healthy: bool) -> PyResult<()> {
-        self.core()?.engine.set_nic_health(nic, healthy);
+        let core = self.core()?;
+        let nics = core.engine.nics().len();
+        if usize::from(nic) >= nics {
+            return Err(errors::request(&format!("there is no NIC {nic}: the engine has {nics}")));
+        }
+        core.engine.set_nic_health(nic, healthy);
         Ok(())
     }
 
