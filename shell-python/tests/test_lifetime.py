@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def test_values_travel_and_are_checked(pair):
         pair.sender.add_peer(5)
     with pytest.raises(immwire.RequestError, match="20 bits"):
         pair.sender.submit_imm(peer=pair.peer, imm=1 << 20)
+
+
+def all_below(kind):
+    """A class and all that are made of it."""
+    return {kind}.union(*map(all_below, kind.__subclasses__()))
+
+
+def test_errors_travel_between_processes(pair):
+    fields = dict(peer=pair.peer, nic=3, missing=4, deadline=0.5, capacity=6, started=True, target=7)
+    fields |= dict(
+        shares=[immwire.PeerShare(pair.peer, 1, None, "up")], ranks=(1, 2), phase="combine", chunk=8
+    )
+    kinds = all_below(immwire.ImmwireError)
+    assert immwire.PeerDown in kinds and immwire.MoeTimeout in kinds
+    for kind in kinds:
+        error = kind("what it says")
+        for name in vars(error):
+            setattr(error, name, fields[name])
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            again = pickle.loads(pickle.dumps(error, protocol))
+            assert (type(again), again.args, vars(again)) == (kind, error.args, vars(error))
+    with pytest.raises(immwire.WaitTimeout) as late, pair.sender.counter() as counter:
+        counter.wait_from_blocking({pair.peer: 2}, timeout=0)
+    again = pickle.loads(pickle.dumps(late.value))
+    assert (again.peer, again.shares) == (pair.peer, late.value.shares)
+    assert again.shares[0].peer == pair.peer
 
 
 def test_reprs_say_what_it_is(pair):
