@@ -1,10 +1,10 @@
 """The compiled part. What each thing is for, its own documentation says; here are the types."""
 
 from asyncio import Future
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator, Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from types import GenericAlias, TracebackType
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, final, overload
+from typing import Any, Literal, NoReturn, Protocol, TypeAlias, TypeVar, final, overload
 
 from typing_extensions import Buffer, CapsuleType, Self
 
@@ -165,14 +165,14 @@ class PageIndices:
     def __len__(self) -> int: ...
 
 @final
-class Waiting(Generic[_T]):
+class Waiting(Coroutine[Future[None], object, _T]):
     @classmethod
     def __class_getitem__(cls, item: Any) -> GenericAlias: ...
     def __await__(self) -> Generator[Future[None], None, _T]: ...
     def __iter__(self) -> Iterator[Future[None]]: ...
     def __next__(self) -> Future[None]: ...
     def send(self, _value: object, /) -> Future[None]: ...
-    def throw(self, *error: Any) -> None: ...
+    def throw(self, *error: Any) -> NoReturn: ...
     def close(self) -> None: ...
 
 @final
