@@ -2,7 +2,7 @@
 //!
 //! `IMMWIRE_NVCC` names an nvcc, and then it must work; `none` stands for none. Unset, the one of `CUDA_HOME`,
 //! `CUDA_PATH` or `PATH` is tried; if it fails, or there is none, the crate is built without kernels, and says so when
-//! they are asked for. `cuda/toolchain` fetches a compiler.
+//! they are asked for, and why. `cuda/toolchain` fetches a compiler.
 
 use std::env;
 use std::error::Error;
@@ -14,6 +14,9 @@ use std::process::Command;
 mod targets;
 
 use targets::{IMAGES, Target};
+
+/// Of what a compiler has to say, so many characters are kept for who asks for kernels.
+const KEPT_CHARACTERS: usize = 600;
 
 const HEADERS: [&str; 3] = ["immwire_cuda.h", "immwire_moe.h", "machine.cuh"];
 
@@ -35,6 +38,8 @@ fn main() -> Result<(), Box<dyn Error>> {
             println!("cargo::rerun-if-env-changed={variable}");
         }
     }
+    // Until there is a reason.
+    fs::write(folder.join("compiler_failed.txt"), [])?;
     match named {
         Some(none) if none == "none" => leave_empty(&folder)?,
         Some(named) => compile(Path::new(&named), &folder)?,
@@ -49,6 +54,10 @@ fn main() -> Result<(), Box<dyn Error>> {
             Some(nvcc) => {
                 if let Err(why) = compile(&nvcc, &folder) {
                     println!("cargo::warning=built without GPU kernels: {why}");
+                    let kept: String = why.to_string().chars().take(KEPT_CHARACTERS).collect();
+                    fs::write(folder.join("compiler_failed.txt"), kept)?;
+                    // Another in its place is tried.
+                    println!("cargo::rerun-if-changed={}", nvcc.display());
                     leave_empty(&folder)?;
                 }
             }
@@ -98,7 +107,8 @@ fn compile_one(
     let output = output.map_err(|e| format!("{}: {e}", nvcc.display()))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).trim().replace('\n', "; ");
-        return Err(format!("{} cannot compile {source}: {said}", nvcc.display()).into());
+        let nvcc = nvcc.display();
+        return Err(format!("{nvcc} cannot compile {source} ({}): {said}", output.status).into());
     }
     Ok(())
 }

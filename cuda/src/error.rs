@@ -4,6 +4,9 @@ use cudarc::driver::sys::CUresult;
 use std::fmt;
 use std::time::Duration;
 
+/// What the compiler of kernels that was found had to say as it failed, cut short; nothing if there was none, or it did not.
+const COMPILER_FAILED: &str = include_str!(concat!(env!("OUT_DIR"), "/compiler_failed.txt"));
+
 /// An answer of the driver other than success.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct CudaCode(pub(crate) CUresult);
@@ -57,7 +60,7 @@ pub enum Error {
         /// The one whose memory it is.
         to: u32,
     },
-    /// The crate was built without a CUDA compiler: it has no kernels.
+    /// The crate was built without a CUDA compiler, or with one that failed: it has no kernels.
     KernelsAbsent,
     /// The kernels have no code for this GPU.
     NoKernelsFor {
@@ -149,6 +152,25 @@ pub enum Error {
     },
 }
 
+/// That there are no kernels, by what a compiler had to say.
+struct Absence(&'static str);
+
+impl fmt::Display for Absence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            "" => f.write_str(
+                "built without a CUDA compiler, so there are no kernels: build it again with IMMWIRE_NVCC, or CUDA_HOME, telling where \
+                 nvcc is (cuda/toolchain fetches one)",
+            ),
+            failed => write!(
+                f,
+                "there are no kernels: when this was built, {failed}; build it again with IMMWIRE_NVCC, or CUDA_HOME, telling where \
+                 another nvcc is (cuda/toolchain fetches one)"
+            ),
+        }
+    }
+}
+
 impl fmt::Display for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
@@ -159,10 +181,7 @@ impl fmt::Display for Error {
             Self::NoPeerAccess { from, to } => {
                 write!(f, "GPU {from} cannot reach the memory of GPU {to}")
             }
-            Self::KernelsAbsent => f.write_str(
-                "built without a CUDA compiler, so there are no kernels: build it again with IMMWIRE_NVCC, or CUDA_HOME, telling where \
-                 nvcc is (cuda/toolchain fetches one)",
-            ),
+            Self::KernelsAbsent => Absence(COMPILER_FAILED).fmt(f),
             Self::NoKernelsFor { capability: (major, minor) } => {
                 write!(
                     f,
@@ -231,3 +250,18 @@ impl fmt::Display for Error {
 }
 
 impl std::error::Error for Error {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn who_lacks_kernels_is_told_what_the_compiler_said() {
+        let none = Absence("").to_string();
+        assert!(none.starts_with("built without a CUDA compiler"), "{none}");
+        let failed = Absence("/opt/nvcc cannot compile kernels/copy.cu: too old").to_string();
+        assert!(failed.contains("when this was built, /opt/nvcc cannot"), "{failed}");
+        assert!(!failed.contains("without"), "{failed}");
+        assert_eq!(Error::KernelsAbsent.to_string(), Absence(COMPILER_FAILED).to_string());
+    }
+}

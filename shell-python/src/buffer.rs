@@ -201,6 +201,28 @@ pub(crate) trait Exporter:
     fn released(&self);
 }
 
+/// Who is told of a view's end, whatever its class.
+trait Lender: Send + Sync {
+    fn released(&self);
+}
+
+impl<T: Exporter> Lender for Py<T> {
+    fn released(&self) {
+        self.get().released();
+    }
+}
+
+/// What a view names as its object: it holds the exporter, and the view counts for as long as this is held. Some, torch among
+/// them, release a view at once, use its memory, and keep only its object.
+#[pyclass(module = "immwire", name = "_Lease", frozen)]
+struct Lease(Box<dyn Lender>);
+
+impl Drop for Lease {
+    fn drop(&mut self) {
+        self.0.released();
+    }
+}
+
 /// A subclass of `T` that has a buffer, as `name` (`module.Class`), with `doc`.
 pub(crate) fn exporting_class<'py, T: Exporter>(
     py: Python<'py>,
@@ -213,7 +235,7 @@ pub(crate) fn exporting_class<'py, T: Exporter>(
         },
         ffi::PyType_Slot {
             slot: SLOT_RELEASEBUFFER,
-            pfunc: release_buffer::<T> as unsafe extern "C" fn(_, _) as *mut c_void,
+            pfunc: release_buffer as unsafe extern "C" fn(_, _) as *mut c_void,
         },
         ffi::PyType_Slot { slot: 0, pfunc: ptr::null_mut() },
     ];
@@ -244,10 +266,14 @@ unsafe extern "C" fn get_buffer<T: Exporter>(
     unsafe {
         let py = Python::assume_attached();
         (*view).obj = ptr::null_mut();
-        let bound = Bound::from_borrowed_ptr(py, object);
-        let exporter = bound.cast_unchecked::<T>().get();
-        let offer = match exporter.exported() {
-            Ok(offer) => offer,
+        let exporter = Bound::from_borrowed_ptr(py, object).cast_into_unchecked::<T>();
+        let lent = exporter.get().exported().and_then(|offer| {
+            // From here on, whatever fails, it is dropped, and the view counts no more.
+            let lease = Lease(Box::new(exporter.unbind()));
+            Ok((offer, Bound::new(py, lease)?))
+        });
+        let (offer, lease) = match lent {
+            Ok(lent) => lent,
             Err(error) => {
                 error.restore(py);
                 return -1;
@@ -255,18 +281,10 @@ unsafe extern "C" fn get_buffer<T: Exporter>(
         };
         let (len, readonly) = (isize::try_from(offer.len), c_int::from(offer.readonly));
         let len = len.unwrap_or(isize::MAX);
-        let filled = PyBuffer_FillInfo(view, object, offer.ptr.cast(), len, readonly, flags);
-        if filled != 0 {
-            exporter.released();
-        }
-        filled
+        // The view has a reference of its own to the lease.
+        PyBuffer_FillInfo(view, lease.as_ptr(), offer.ptr.cast(), len, readonly, flags)
     }
 }
 
-unsafe extern "C" fn release_buffer<T: Exporter>(object: *mut ffi::PyObject, _view: *mut RawView) {
-    // SAFETY: as in `get_buffer`.
-    unsafe {
-        let bound = Bound::from_borrowed_ptr(Python::assume_attached(), object);
-        bound.cast_unchecked::<T>().get().released();
-    }
-}
+/// Does nothing: the lease's end does. But that there is such a slot tells numpy to keep a view, and not the object alone.
+unsafe extern "C" fn release_buffer(_object: *mut ffi::PyObject, _view: *mut RawView) {}

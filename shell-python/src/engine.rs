@@ -6,12 +6,16 @@
 //!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
 //!   long as that takes.
 //! - Memory that was registered is let go of only when they have been joined.
+//! - A thread that closes an engine inside of a call of its own on it does not wait for that call: where Python code runs, an
+//!   object's property or a signal's handler, it may do that. The call stops the engine as it returns.
 
+use std::cell::RefCell;
+use std::marker::PhantomData;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::ptr::with_exposed_provenance_mut;
-use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::time::{Duration, Instant};
 
 use immwire::shm::{ForeignPath, GroupKey};
 use immwire::topology::{Pairing, Table};
@@ -41,6 +45,9 @@ use crate::transfer::{Caller, Manner, Transfer};
 use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Target, seconds};
 use crate::waiting::Waiting;
 use crate::watcher::UvmWatcher;
+
+/// How long the interpreter's end waits for an engine that other threads are using.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 /// Transports by name.
 const PROVIDERS: [&str; 3] = ["shm", "libfabric", "verbs"];
@@ -111,6 +118,68 @@ impl Drop for Running {
     }
 }
 
+/// Stops the engine once nobody else has it, if that is in time: calls of other threads end soon, without waiting any longer.
+/// Not attached.
+fn stop_alone(core: &mut Option<Arc<Running>>, timeout: Duration) -> Option<()> {
+    let from = Instant::now();
+    loop {
+        match Arc::try_unwrap(core.take()?) {
+            Ok(last) => {
+                last.stop();
+                return Some(());
+            }
+            Err(shared) => *core = Some(shared),
+        }
+        if from.elapsed() >= timeout {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+thread_local! {
+    /// The engines that calls of this thread are using, by number.
+    static USED: RefCell<Vec<u64>> = const { RefCell::new(Vec::new()) };
+}
+
+/// An engine for the time of one call, which stays on its thread. Python code may run meanwhile.
+pub(crate) struct Using {
+    core: Arc<Running>,
+    /// Others may look at it, but not have it.
+    _stays: PhantomData<MutexGuard<'static, ()>>,
+}
+
+impl Using {
+    fn begin(core: Arc<Running>) -> Self {
+        USED.with_borrow_mut(|used| used.push(core.manner.caller.engine()));
+        Self { core, _stays: PhantomData }
+    }
+
+    /// Whether a call of this thread is using the engine of this number.
+    fn is_here(engine: u64) -> bool {
+        USED.with_borrow(|used| used.contains(&engine))
+    }
+}
+
+impl std::ops::Deref for Using {
+    type Target = Arc<Running>;
+
+    fn deref(&self) -> &Arc<Running> {
+        &self.core
+    }
+}
+
+impl Drop for Using {
+    fn drop(&mut self) {
+        let engine = self.core.manner.caller.engine();
+        USED.with_borrow_mut(|used| {
+            if let Some(at) = used.iter().rposition(|&other| other == engine) {
+                used.swap_remove(at);
+            }
+        });
+    }
+}
+
 /// Engines that are to be stopped before the interpreter ends.
 static ENGINES: Mutex<Vec<Weak<Handle>>> = Mutex::new(Vec::new());
 
@@ -126,8 +195,12 @@ pub(crate) fn close_all(py: Python<'_>) {
     let engines = std::mem::take(&mut *lock(&ENGINES));
     for handle in engines.iter().filter_map(Weak::upgrade) {
         if handle.made_in == fork::generation() {
-            let core = lock(&handle.core).take();
-            py.detach(|| drop(core));
+            let mut core = lock(&handle.core).take();
+            // One that is still in use then is stopped by its last user, if that is in time.
+            py.detach(|| {
+                stop_alone(&mut core, PATIENCE);
+                drop(core);
+            });
         } else {
             // A parent's: see `fork`.
             std::mem::forget(handle);
@@ -199,9 +272,9 @@ pub(crate) struct TransferEngine {
 }
 
 impl TransferEngine {
-    pub(crate) fn core(&self) -> PyResult<Arc<Running>> {
+    pub(crate) fn core(&self) -> PyResult<Using> {
         let core = lock(&self.handle.get()?.core).clone();
-        core.ok_or_else(|| errors::closed("engine"))
+        core.map(Using::begin).ok_or_else(|| errors::closed("engine"))
     }
 
     pub(crate) fn timeout(&self, timeout: Option<f64>) -> PyResult<Duration> {
@@ -659,7 +732,7 @@ impl TransferEngine {
     #[pyo3(signature = (peer, /, *, timeout = None))]
     fn wait_peer(&self, peer: PeerId, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
-        Ok(Waiting::new(Up::new(&self.core()?, peer.into()), timeout, Duration::ZERO))
+        Ok(Waiting::new(Up::new(&*self.core()?, peer.into()), timeout, Duration::ZERO))
     }
 
     /// Waits until the peer is up; other threads run meanwhile.
@@ -712,7 +785,12 @@ impl TransferEngine {
     /// Takes a NIC out of use, or back into it. What was not posted on it goes by the others.
     #[pyo3(signature = (nic, /, *, healthy))]
     fn set_nic_health(&self, nic: u8, healthy: bool) -> PyResult<()> {
-        self.core()?.engine.set_nic_health(nic, healthy);
+        let core = self.core()?;
+        let nics = core.engine.nics().len();
+        if usize::from(nic) >= nics {
+            return Err(errors::request(&format!("there is no NIC {nic}: the engine has {nics}")));
+        }
+        core.engine.set_nic_health(nic, healthy);
         Ok(())
     }
 
@@ -892,7 +970,7 @@ impl TransferEngine {
     #[pyo3(signature = (*, timeout = None))]
     fn recv(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
-        Ok(Waiting::new(Recv::new(&self.core()?), timeout, Duration::ZERO))
+        Ok(Waiting::new(Recv::new(&*self.core()?), timeout, Duration::ZERO))
     }
 
     /// Waits for a message, whoever sends it; other threads run meanwhile. One that lies there is taken at once, also with
@@ -901,7 +979,7 @@ impl TransferEngine {
     fn recv_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<Message> {
         let timeout = self.timeout(timeout)?;
         // Held by the wait weakly only: the engine may be closed meanwhile.
-        let wait = Recv::new(&self.core()?);
+        let wait = Recv::new(&*self.core()?);
         wait.block(py, timeout)
     }
 
@@ -910,7 +988,7 @@ impl TransferEngine {
     #[pyo3(signature = (*, timeout = None))]
     fn wait_capacity(&self, timeout: Option<f64>) -> PyResult<Waiting> {
         let timeout = self.timeout(timeout)?;
-        Ok(Waiting::new(Room::new(&self.core()?), timeout, Duration::ZERO))
+        Ok(Waiting::new(Room::new(&*self.core()?), timeout, Duration::ZERO))
     }
 
     /// Waits until another transfer can be submitted; returns whether it can. Other threads run meanwhile. Those that have
@@ -919,7 +997,7 @@ impl TransferEngine {
     fn wait_capacity_blocking(&self, py: Python<'_>, timeout: Option<f64>) -> PyResult<bool> {
         let timeout = self.timeout(timeout)?;
         // Held by the wait weakly only: the engine may be closed meanwhile.
-        let wait = Room::new(&self.core()?);
+        let wait = Room::new(&*self.core()?);
         wait.block(py, timeout)
     }
 
@@ -929,7 +1007,8 @@ impl TransferEngine {
     /// so; to close it again does nothing.
     ///
     /// Its callbacks that run are waited for. So a callback can close any engine but the one whose it is, and one that has a
-    /// callback which is closing that.
+    /// callback which is closing that. What closes the engine inside of a call on it, as a signal's handler may, does not wait: the
+    /// engine stops when that call returns.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let handle = self.handle.get()?;
         if lock(&handle.core).is_none() {
@@ -937,19 +1016,15 @@ impl TransferEngine {
         }
         let engine = self.manner.peek().caller.engine();
         let _closing = Closing::begin(engine).map_err(errors::in_callback)?;
-        let core = lock(&handle.core).take();
-        if let Some(core) = core {
-            py.detach(|| {
-                // Calls of other threads end soon, without waiting any longer.
-                let mut core = core;
-                loop {
-                    match Arc::try_unwrap(core) {
-                        Ok(last) => return last.stop(),
-                        Err(shared) => core = shared,
-                    }
-                    std::thread::sleep(Duration::from_millis(1));
-                }
-            });
+        let mut core = lock(&handle.core).take();
+        if core.is_some() && Using::is_here(engine) {
+            // The last one stops it: that call, or another thread's.
+            py.detach(|| drop(core));
+            return Ok(());
+        }
+        if core.is_some() {
+            // Interrupted, it leaves the engine to those who still use it.
+            wait(py, Duration::MAX, |slice| stop_alone(&mut core, slice))?;
         }
         Ok(())
     }

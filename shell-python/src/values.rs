@@ -57,6 +57,18 @@ impl From<PeerId> for immwire::PeerId {
 
 #[pymethods]
 impl PeerId {
+    /// One by its numbers, as an error's ``peer`` is made again in another process.
+    #[new]
+    #[pyo3(signature = (index, generation, /))]
+    fn new(index: u16, generation: u32) -> Self {
+        Self { index, generation }
+    }
+
+    /// What it is pickled as.
+    fn __reduce__<'py>(&self, py: Python<'py>) -> (Bound<'py, PyType>, (u16, u32)) {
+        (py.get_type::<Self>(), (self.index, self.generation))
+    }
+
     fn __repr__(&self) -> String {
         format!("<PeerId {}.{}>", self.index, self.generation)
     }

@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -126,6 +127,32 @@ def test_values_travel_and_are_checked(pair):
         pair.sender.add_peer(5)
     with pytest.raises(immwire.RequestError, match="20 bits"):
         pair.sender.submit_imm(peer=pair.peer, imm=1 << 20)
+
+
+def all_below(kind):
+    """A class and all that are made of it."""
+    return {kind}.union(*map(all_below, kind.__subclasses__()))
+
+
+def test_errors_travel_between_processes(pair):
+    fields = dict(peer=pair.peer, nic=3, missing=4, deadline=0.5, capacity=6, started=True, target=7)
+    fields |= dict(
+        shares=[immwire.PeerShare(pair.peer, 1, None, "up")], ranks=(1, 2), phase="combine", chunk=8
+    )
+    kinds = all_below(immwire.ImmwireError)
+    assert immwire.PeerDown in kinds and immwire.MoeTimeout in kinds
+    for kind in kinds:
+        error = kind("what it says")
+        for name in vars(error):
+            setattr(error, name, fields[name])
+        for protocol in range(pickle.HIGHEST_PROTOCOL + 1):
+            again = pickle.loads(pickle.dumps(error, protocol))
+            assert (type(again), again.args, vars(again)) == (kind, error.args, vars(error))
+    with pytest.raises(immwire.WaitTimeout) as late, pair.sender.counter() as counter:
+        counter.wait_from_blocking({pair.peer: 2}, timeout=0)
+    again = pickle.loads(pickle.dumps(late.value))
+    assert (again.peer, again.shares) == (pair.peer, late.value.shares)
+    assert again.shares[0].peer == pair.peer
 
 
 def test_reprs_say_what_it_is(pair):
@@ -274,6 +301,36 @@ def test_ctrl_c_ends_a_blocking_wait(pair):
     counter.wait_blocking(1)
 
 
+def test_ctrl_c_ends_a_close_that_waits_for_another_thread():
+    engine, inside, go_on = immwire.TransferEngine(), threading.Event(), threading.Event()
+    memory = np.zeros(64, np.uint8)
+
+    class Slow:
+        @property
+        def __array_interface__(self):
+            inside.set()
+            assert go_on.wait(PATIENCE)
+            return memory.__array_interface__
+
+    thread = threading.Thread(target=engine.register, args=(Slow(),))
+    thread.start()
+    assert inside.wait(PATIENCE)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    timers = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]), threading.Timer(3, go_on.set)
+    for timer in timers:
+        timer.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.close()
+        assert not go_on.is_set()
+    finally:
+        for timer in timers:
+            timer.join()
+        signal.signal(signal.SIGINT, before)
+    thread.join(PATIENCE)
+    assert engine.closed
+
+
 def in_child(function):
     """Runs ``function`` in a forked child, which then ends as a program does; returns its exit code."""
     read, write = os.pipe()
@@ -377,6 +434,70 @@ def test_a_program_ends_whatever_it_leaves_behind(end, code):
     assert ended.stdout.count("told: EngineClosed") == 1
     if code == 0:
         assert not ended.stderr
+
+
+INSIDE = """
+import ctypes, immwire
+engine, told = immwire.TransferEngine(counters=1), []
+memory, counter = ctypes.create_string_buffer(64), engine.counter()
+engine.expect_imm_count(counter=counter, writes=1, callback=told.append)
+initialize = immwire.CapacityError.__init__
+
+class Closing:
+    @property
+    def __array_interface__(self):
+        engine.close()
+        return dict(shape=(64,), typestr="|u1", data=(ctypes.addressof(memory), False), version=3)
+
+def closing(self, *args, **fields):
+    engine.close()
+    initialize(self, *args, **fields)
+
+immwire.CapacityError.__init__ = closing
+try:
+    {call}
+except immwire.CapacityError:
+    pass
+assert engine.closed
+assert [type(error) for error in told] == [immwire.EngineClosed]
+try:
+    engine.stats()
+except immwire.EngineClosed:
+    print("closed")
+"""
+
+
+@pytest.mark.parametrize("call", ["engine.register(Closing())", "engine.counter()"])
+def test_an_engine_may_be_closed_inside_of_a_call_on_it(call):
+    command = [sys.executable, "-c", INSIDE.format(call=call)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "closed\n", "")
+
+
+WAITING = """
+import contextlib, threading, time
+def wait(peer):
+    with contextlib.suppress(immwire.EngineClosed):
+        b.wait_peer_blocking(peer, timeout=60)
+peer = b.add_peer(bytes.fromhex("{address}"))
+threading.Thread(target=wait, args=(peer,), daemon=True).start()
+time.sleep(0.3)
+assert b.peer_state(peer) == "connecting"
+"""
+
+
+def test_a_program_ends_as_well_while_a_thread_waits_for_a_peer(partner):
+    connection = partner(frozen)
+    process, address, _ = connection.recv()
+    os.kill(process, signal.SIGSTOP)
+    try:
+        command = [sys.executable, "-c", PROGRAM + WAITING.format(address=address.hex())]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.count("told: EngineClosed") == 1
 
 
 LAST = """

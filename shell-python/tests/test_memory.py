@@ -51,6 +51,43 @@ def test_a_region_with_views_stays_open(pair):
     region.close()
 
 
+class RawView(ctypes.Structure):
+    """``Py_buffer``."""
+
+    _fields_: ClassVar = [
+        ("buf", ctypes.c_void_p),
+        ("obj", ctypes.py_object),
+        ("len", ctypes.c_ssize_t),
+        ("itemsize", ctypes.c_ssize_t),
+        ("readonly", ctypes.c_int),
+        ("ndim", ctypes.c_int),
+        ("rest", ctypes.c_void_p * 5),
+    ]
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_who_keeps_but_the_object_of_a_view_keeps_the_region_open(pair, registered):
+    """As ``torch.frombuffer`` does."""
+    region = pair.receiver.register(bytearray(64)) if registered else pair.receiver.alloc(64)
+    view = RawView()
+    ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(region), ctypes.byref(view), 1)
+    assert (view.buf, view.len) == (region.ptr, 64)
+    held = view.obj
+    ctypes.pythonapi.PyBuffer_Release(ctypes.byref(view))
+    with pytest.raises(immwire.RegionInUse, match="1 views"):
+        region.close()
+    del held
+    region.close()
+
+
+def test_a_view_that_cannot_be_does_not_count(pair):
+    region = pair.receiver.register(bytes(64))
+    view = RawView()
+    with pytest.raises(BufferError):
+        ctypes.pythonapi.PyObject_GetBuffer(ctypes.py_object(region), ctypes.byref(view), 1)
+    region.close()
+
+
 def test_a_view_keeps_the_memory_of_a_forgotten_region_and_engine():
     engine = immwire.TransferEngine()
     view = memoryview(engine.alloc(1 << 20))

@@ -106,6 +106,14 @@ def test_paged(engine, remote, kind):
     assert not there[PAGES // 2 :].any()
 
 
+def test_the_health_of_a_nic_that_is_not_there_is_refused(engine):
+    nics = len(engine.nics)
+    for absent in (nics, 255):
+        with pytest.raises(immwire.RequestError, match=f"no NIC {absent}: the engine has {nics}"):
+            engine.set_nic_health(absent, healthy=False)
+    engine.set_nic_health(nics - 1, healthy=True)
+
+
 def test_pages_with_strides_and_offsets(engine, remote):
     data, src = source(engine)
     pages = np.arange(8, dtype=np.uint32)
