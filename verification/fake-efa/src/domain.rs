@@ -357,7 +357,7 @@ unsafe fn register(
     // What a device writes to is pinned for writing (ibv_reg_mr(3)). A caller may find out by this: no rule is broken.
     let writes = asked.access & (sys::FI_RECV | sys::FI_READ | sys::FI_REMOTE_WRITE) != 0;
     if asked.dma_buf.is_none() && writes && !is_writable(asked.base, asked.len as u64) {
-        return Err(sys::FI_EFAULT);
+        return Err(-sys::FI_EFAULT);
     }
     if let Some(file) = domain.config.pin_until.as_ref().filter(|_| asked.len >= LONG) {
         while !file.exists() {

@@ -257,6 +257,9 @@ impl Device {
             self.finish(op, to, Status::Flushed);
         }
         let receives = std::mem::take(&mut lock(&self.wired.posted).receives);
+        if !receives.is_empty() {
+            log::event("flushed", &[("receives", receives.len() as u64)]);
+        }
         for receive in receives {
             drop(receive.used);
             self.wired.rx.push(Entry {
