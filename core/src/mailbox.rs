@@ -438,6 +438,8 @@ pub enum SendError {
     Full,
     /// The peer is gone.
     Closed,
+    /// There was no memory for messages to the peer when it connected.
+    NoMemory,
 }
 
 impl fmt::Display for SendError {
@@ -448,6 +450,9 @@ impl fmt::Display for SendError {
             }
             Self::Full => f.write_str("peer has not taken out earlier messages"),
             Self::Closed => f.write_str("peer is gone"),
+            Self::NoMemory => {
+                f.write_str("there was no memory for messages to the peer when it connected")
+            }
         }
     }
 }

@@ -603,7 +603,7 @@ pub enum Refusal {
         /// The version of the side that is refused.
         theirs: u16,
     },
-    /// No room for another peer.
+    /// No room, or no memory, for another peer.
     Busy,
     /// The other side did not show that it may connect.
     Unauthorised,
@@ -630,7 +630,7 @@ impl fmt::Display for Refusal {
                 f,
                 "protocol version {theirs} is not understood by the side that refuses, only {ours}"
             ),
-            Self::Busy => f.write_str("no room for another peer"),
+            Self::Busy => f.write_str("no room, or no memory, for another peer"),
             Self::Unauthorised => f.write_str("not authorised"),
             Self::Crossed => f.write_str("both sides connected at once, the other way is kept"),
             Self::ShuttingDown => f.write_str("shutting down"),

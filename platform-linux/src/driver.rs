@@ -1313,10 +1313,18 @@ impl Sink for State {
             (Taken::New | Taken::Crossed | Taken::Replaces, _) => {}
         }
         let nics = nic_states(&hello.address);
-        let peer = self.group.add_peer(self.now, engine, &nics).map_err(|_| Refusal::Busy)?;
-        let Ok(reply) = self.open_link(peer, &hello.address) else {
-            self.forget_peer(peer, DownReason::Removed);
-            return Err(Refusal::Busy);
+        let peer = self.group.add_peer(self.now, engine, &nics).map_err(|full| {
+            tracing::warn!(%engine, %full, "a caller is refused; build the engine with more `peers`");
+            Refusal::Busy
+        })?;
+        let reply = match self.open_link(peer, &hello.address) {
+            Ok(reply) => reply,
+            Err(error) => {
+                // The caller is told no more than that.
+                tracing::warn!(%engine, %error, "a caller is refused: no memory for messages from it");
+                self.forget_peer(peer, DownReason::Removed);
+                return Err(Refusal::Busy);
+            }
         };
         self.answer(peer, hello);
         Ok((peer, reply))

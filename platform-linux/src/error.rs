@@ -289,7 +289,9 @@ const fn remedy(reason: DownReason) -> &'static str {
         DownReason::Idle => "; add it again when it is of use",
         DownReason::PathLost { .. } => "; add it again",
         DownReason::Refused(Refusal::Version { .. }) => "; run the same version at both ends",
-        DownReason::Refused(Refusal::Busy) => "; have its engine built for more peers",
+        DownReason::Refused(Refusal::Busy) => {
+            "; its log says what it lacks: have its engine built for more peers, or its limits raised"
+        }
         DownReason::Refused(Refusal::Unauthorised) => {
             "; have both ends run as the same user of one host, or give both the same group key"
         }

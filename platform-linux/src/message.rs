@@ -148,8 +148,13 @@ impl Link {
         }
         let bytes = usize::try_from(geometry.bytes()).unwrap_or(usize::MAX);
         self.outbox = Some(Outbox::new(geometry));
-        // Without memory messages cannot be sent, and say so; everything else works.
-        self.staging = self.registry.alloc_host(bytes).ok();
+        // Without memory messages cannot be sent, and say so; writes go all the same, but nobody answers when a path breaks, so
+        // that the connection ends with the first.
+        let peer = self.peer;
+        let lacks = |error: &RegisterError| {
+            tracing::warn!(%peer, %error, "no memory for messages to the peer, nor to keep it when a path breaks");
+        };
+        self.staging = self.registry.alloc_host(bytes).inspect_err(lacks).ok();
     }
 
     /// Where answers to the peer's asks lie, if there is memory for them.
@@ -166,7 +171,7 @@ impl Link {
     ) -> Result<Reserved, SendError> {
         let Some(outbox) = outbox else { return Err(SendError::Full) };
         // The peer is there, and the memory was not to be had: waiting would be in vain.
-        let Some(staging) = staging else { return Err(SendError::Closed) };
+        let Some(staging) = staging else { return Err(SendError::NoMemory) };
         let len = bytes.len() as u64;
         let reserved = outbox.reserve(len)?;
         let header = MessageHeader {
@@ -549,6 +554,6 @@ mod tests {
     fn without_staging_memory_a_message_does_not_wait() {
         let mut connected = Some(Outbox::new(Geometry::new(2, 128).unwrap()));
         assert_eq!(Link::stage(&mut None, None, b"1"), Err(SendError::Full));
-        assert_eq!(Link::stage(&mut connected, None, b"1"), Err(SendError::Closed));
+        assert_eq!(Link::stage(&mut connected, None, b"1"), Err(SendError::NoMemory));
     }
 }

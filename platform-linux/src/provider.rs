@@ -681,7 +681,7 @@ pub enum RegisterError {
         why: String,
     },
     /// The kernel said no.
-    #[error("{call} of {bytes} bytes: {source}")]
+    #[error("{call} of {bytes} bytes: {source}{}", pin_hint(call, source.raw_os_error()))]
     Os {
         /// The system call.
         call: &'static str,
@@ -690,6 +690,12 @@ pub enum RegisterError {
         /// Why.
         source: std::io::Error,
     },
+}
+
+/// What to say behind an error of a call: which limit it may have met, if it pins memory and found none.
+pub(crate) fn pin_hint(call: &str, errno: Option<i32>) -> &'static str {
+    let pins = ["ibv_reg_mr", "fi_mr_reg"].contains(&call);
+    if pins && errno == Some(libc::ENOMEM) { " (ulimit -l may be too low)" } else { "" }
 }
 
 /// Why a region could not be withdrawn yet.

@@ -422,7 +422,10 @@ const PAIR_OTHERS: &str = "name others with --pairing, or leave it out; `immwire
 fn fabric_advice(error: &LibfabricError) -> Option<String> {
     let next = match error {
         // What is missing, and where it was looked for, has been said.
-        LibfabricError::Load(_) | LibfabricError::Nics { .. } => return None,
+        LibfabricError::Load(_)
+        | LibfabricError::Nics { .. }
+        | LibfabricError::Peers { .. }
+        | LibfabricError::OlderEfa { .. } => return None,
         LibfabricError::NoDevice { domain: Some(_), seen, .. } if !seen.is_empty() => {
             "name one of these with --interface, or leave it out; `immwire doctor` says why others do \
              not fit"

@@ -516,7 +516,10 @@ fn both_sides_keep_the_same_connection() {
 fn states_say_why() {
     use std::string::ToString;
     let state = PeerState::Down(DownReason::Refused(Refusal::Busy));
-    assert_eq!(state.to_string(), "down: connection refused: no room for another peer");
+    assert_eq!(
+        state.to_string(),
+        "down: connection refused: no room, or no memory, for another peer"
+    );
     let state = PeerState::Down(DownReason::Silent { for_ms: 4000 });
     assert_eq!(state.to_string(), "down: silent for 4000 ms");
     let state = PeerState::Down(DownReason::Idle);

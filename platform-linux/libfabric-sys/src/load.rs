@@ -6,7 +6,7 @@
 //!
 //! 1. Interface version `FABRIC_1.3` (libfabric 1.9) is bound: every later library still has it, and with it the
 //!    structures of [`crate::abi`]. A library without symbol versions is taken by plain names: it allocates its
-//!    structures itself, and they only grow.
+//!    structures itself, and they only grow. One that says that it is older is refused, whatever names it has.
 //! 2. A library is loaded with `RTLD_NOW | RTLD_LOCAL` and never unloaded, and each one has one [`Library`], however often
 //!    it is asked for.
 //! 3. If the environment names a library, no other is tried.
@@ -45,6 +45,9 @@ pub struct Library {
     version: GetVersion,
     strerror: Strerror,
 }
+
+/// The first that has the interface that is bound.
+const OLDEST: Version = Version { major: 1, minor: 9 };
 
 /// A version, ordered; of libfabric, or of its API.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -91,7 +94,7 @@ pub struct LoadError {
 pub struct Tried {
     /// What the loader was asked for.
     pub place: OsString,
-    /// What it said, or which symbol the library lacks.
+    /// What it said, or which symbol the library lacks, or how old it is.
     pub why: String,
 }
 
@@ -143,7 +146,7 @@ impl Library {
     ///
     /// # Errors
     ///
-    /// [`LoadError`] with this one place: the loader refused it, or a symbol is missing.
+    /// [`LoadError`] with this one place: the loader refused it, a symbol is missing, or it is too old.
     pub fn load_from(path: impl AsRef<OsStr>) -> Result<&'static Library, LoadError> {
         let place = path.as_ref();
         let opened = match CString::new(place.as_bytes()) {
@@ -213,6 +216,10 @@ impl Library {
                 strerror: core::mem::transmute::<*mut c_void, Strerror>(strerror),
             }
         };
+        let version = library.version();
+        if version < OLDEST {
+            return Err(format!("is libfabric {version}; {OLDEST} is needed"));
+        }
         Ok(library)
     }
 

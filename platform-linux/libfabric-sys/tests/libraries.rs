@@ -541,3 +541,42 @@ fn the_environment_decides_then_what_is_loaded() {
         assert_eq!(ask(Some(one.path()), Some(other.path())), one.path().display().to_string());
     }
 }
+
+/// One that has all the names, without versions, and says what it is.
+fn stub(folder: &Path, version: u32) -> std::path::PathBuf {
+    let (source, library) = (folder.join("stub.c"), folder.join(format!("stub-{version}.so")));
+    let text = format!(
+        "unsigned fi_version(void) {{ return {version}; }}\n\
+         int fi_getinfo, fi_freeinfo, fi_dupinfo, fi_fabric, fi_strerror;\n"
+    );
+    std::fs::write(&source, text).unwrap();
+    let compiler = env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+    let mut command = Command::new(compiler);
+    command.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source);
+    assert!(command.status().unwrap().success());
+    library
+}
+
+#[test]
+fn what_says_that_it_is_too_old_is_refused_whatever_names_it_has() {
+    let folder = env::temp_dir().join(format!("immwire-libfabric-{}", std::process::id()));
+    std::fs::create_dir_all(&folder).unwrap();
+    for (minor, is_taken) in [(6, false), (8, false), (9, true), (20, true)] {
+        let loaded = Library::load_from(stub(&folder, FI_VERSION(1, minor)));
+        match loaded {
+            Ok(library) => {
+                assert!(is_taken);
+                assert_eq!(
+                    library.version(),
+                    Version { major: 1, minor: u16::try_from(minor).unwrap() }
+                );
+            }
+            Err(error) => {
+                assert!(!is_taken, "{error}");
+                let why = format!("is libfabric 1.{minor}; 1.9 is needed");
+                assert_eq!(error.tried[0].why, why);
+            }
+        }
+    }
+    std::fs::remove_dir_all(&folder).unwrap();
+}

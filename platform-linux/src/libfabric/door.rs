@@ -21,7 +21,7 @@ use immwire_core::datagram::{Address, DATAGRAM_MAX, Message};
 use immwire_core::id::Time;
 
 use super::LibfabricError;
-use super::fabric::{Completions, Domain, Done, Endpoint, Failure, Registration};
+use super::fabric::{Access, Completions, Domain, Done, Endpoint, Failure, Registration};
 
 /// Receives that are posted.
 const RECEIVES: u16 = 128;
@@ -107,7 +107,7 @@ pub(super) struct Door {
     /// In the order in which they are sent, but for those whose receivers take none.
     farewells: VecDeque<Farewell>,
     farewells_max: usize,
-    /// Its queue has failed: nothing comes, and nothing is sent, any more.
+    /// Its queue or endpoint has failed: nothing comes, and nothing is sent, any more.
     is_shut: bool,
 }
 
@@ -157,8 +157,9 @@ impl Door {
         let buffers = Buffers::new();
         let key = u64::from_ne_bytes(super::random().map_err(LibfabricError::Random)?);
         let len = BUFFERS * DATAGRAM_MAX;
+        let (at, access) = (buffers.0.cast(), Access::Received);
         // SAFETY: the buffers outlive the registration, whose field is dropped before theirs.
-        let registration = unsafe { domain.register(buffers.0.cast(), len, false, key, None) }?;
+        let registration = unsafe { domain.register(at, len, access, key, None) }?;
         let desc = registration.desc();
         let mut door = Self {
             endpoint,
@@ -189,7 +190,7 @@ impl Door {
         (!self.is_shut).then_some(&mut self.endpoint)
     }
 
-    /// Whether its queue has failed, for good.
+    /// Whether its queue or endpoint has failed, for good.
     pub(super) const fn is_shut(&self) -> bool {
         self.is_shut
     }
@@ -381,7 +382,7 @@ impl Door {
         (self.strangers > 0 || !self.farewells.is_empty()) && !self.is_shut
     }
 
-    /// What has happened next, if anything. `ended` hears of each message to a peer that is not under way
+    /// What has happened next, if anything; nothing, too, if receives keep failing. `ended` hears of each message to a peer that is not under way
     /// any more, and whether it was delivered.
     pub(super) fn read(
         &mut self,
@@ -389,7 +390,8 @@ impl Door {
         now: Time,
         mut ended: impl FnMut(u16, u64, bool),
     ) -> Option<Heard> {
-        while !self.is_shut {
+        let mut failed = 0;
+        while !self.is_shut && failed < RECEIVES {
             // One at a time: what is read must be handled before the buffer is posted again.
             let mut batch = heapless::Vec::<Done, 1>::new();
             self.endpoint.read(&mut batch);
@@ -423,6 +425,8 @@ impl Door {
                 if outcome.is_ok() {
                     return Some(Heard::Message { len });
                 }
+                // Posted again, it may fail again at once.
+                failed += 1;
                 continue;
             }
             let send = context - RECEIVES;

@@ -24,14 +24,18 @@ use libfabric_sys as sys;
 use libfabric_sys::{Library, Version};
 
 use super::LibfabricError;
+use super::survey::Unfit;
 use crate::gpus::Direct;
 
 /// The version of the API that is asked for, if the library has it. Behind it nothing is needed.
 pub(super) const API: Version = Version { major: 1, minor: 20 };
-/// Providers in the order of preference; `efa` stands for both of its fabrics.
+/// Providers in the order of preference.
 pub(super) const PREFERENCE: [&str; 4] = ["efa", "tcp", "net", "tcp;ofi_rxm"];
-/// Fabrics of provider `efa`, and whether receives must be posted for immediates.
-pub(super) const EFA_FABRICS: [&str; 2] = ["efa-direct", "efa"];
+/// The fabric of provider `efa` that engines use. Its other one, `efa`, numbers messages by the sender's entry for an address,
+/// which the door makes anew: the receiver takes the next one for a repetition, and ends the process.
+const EFA_FABRIC: &str = "efa-direct";
+/// That other one.
+const OLDER_EFA_FABRIC: &str = "efa";
 /// The most that one operation carries where the device says nothing.
 const RMA_MAX: u64 = 1 << 30;
 
@@ -235,19 +239,14 @@ pub(super) fn discover(
     static PREPARED: Once = Once::new();
     PREPARED.call_once(|| prepare_environment(wanted.device_memory));
     let mut seen = Vec::new();
+    let mut older_efa = false;
     for provider in
         PREFERENCE.into_iter().filter(|it| wanted.provider.is_none_or(|want| want == *it))
     {
-        let fabrics: Vec<_> = match provider {
-            "efa" => EFA_FABRICS.into_iter().map(Some).collect(),
-            _ => vec![None],
-        };
-        // Those that take GPUs' memory, of whatever fabric, before those that do not.
+        // Those that take GPUs' memory before those that do not.
         let attempts: &[bool] = if wanted.device_memory { &[true, false] } else { &[false] };
-        for (device_memory, fabric) in
-            attempts.iter().flat_map(|memory| fabrics.iter().map(move |fabric| (*memory, *fabric)))
-        {
-            let mut devices = list(library, provider, fabric, device_memory)?;
+        for &device_memory in attempts {
+            let mut devices = list(library, provider, device_memory)?;
             seen.extend(devices.iter().map(|device| device.facts.domain.clone()));
             devices.retain(|device| wanted.domain.is_none_or(|want| device.facts.domain == want));
             if wanted.domain.is_none() {
@@ -258,9 +257,16 @@ pub(super) fn discover(
                 return Ok(devices);
             }
         }
+        if provider == "efa" && has_older_efa_only(library) {
+            older_efa = true;
+            tracing::warn!(why = %Unfit::OlderFabric, "libfabric's provider efa is passed over");
+        }
     }
     if let Some(name) = wanted.provider.filter(|want| !PREFERENCE.contains(want)) {
         return Err(LibfabricError::UnknownProvider { name: name.into(), known: &PREFERENCE });
+    }
+    if older_efa && seen.is_empty() {
+        return Err(LibfabricError::OlderEfa { version: library.version().to_string() });
     }
     Err(LibfabricError::NoDevice {
         version: library.version().to_string(),
@@ -270,8 +276,22 @@ pub(super) fn discover(
     })
 }
 
-/// All devices of one provider; those alone that take GPUs' memory, if that is wanted.
+/// All devices of one provider, on the fabric that engines use; those alone that take GPUs' memory, if that is wanted.
 pub(super) fn list(
+    library: &'static Library,
+    provider: &str,
+    device_memory: bool,
+) -> Result<Vec<Device>, LibfabricError> {
+    list_on(library, provider, (provider == "efa").then_some(EFA_FABRIC), device_memory)
+}
+
+/// Whether provider `efa` has devices, but none on the fabric that engines use. What fails has none.
+pub(super) fn has_older_efa_only(library: &'static Library) -> bool {
+    let has = |fabric| list_on(library, "efa", Some(fabric), false).is_ok_and(|it| !it.is_empty());
+    !has(EFA_FABRIC) && has(OLDER_EFA_FABRIC)
+}
+
+fn list_on(
     library: &'static Library,
     provider: &str,
     fabric: Option<&str>,
@@ -391,6 +411,33 @@ unsafe fn close(what: &'static str, fid: *mut sys::fid) {
     }
 }
 
+/// What registered memory is for, beside being the source of writes and sends.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Access {
+    /// Nothing: this process need not be able to write there itself.
+    Source,
+    /// Receives land there.
+    Received,
+    /// Peers write there.
+    Remote,
+}
+
+impl Access {
+    pub(super) const fn of(remote: bool) -> Self {
+        if remote { Self::Remote } else { Self::Source }
+    }
+
+    /// As libfabric has it. A device cannot pin read-only pages for what writes (fi_mr(3), ibv_reg_mr(3)).
+    const fn flags(self) -> u64 {
+        let source = sys::FI_SEND | sys::FI_WRITE;
+        match self {
+            Self::Source => source,
+            Self::Received => source | sys::FI_RECV,
+            Self::Remote => source | sys::FI_REMOTE_WRITE,
+        }
+    }
+}
+
 /// An open domain, shared by endpoints and registrations.
 pub(super) struct Domain {
     library: &'static Library,
@@ -449,14 +496,11 @@ impl Domain {
         self: &Arc<Self>,
         at: NonNull<u8>,
         len: usize,
-        remote: bool,
+        access: Access,
         key: u64,
         gpu: Option<&Direct>,
     ) -> Result<Registration, LibfabricError> {
-        let access = sys::FI_SEND
-            | sys::FI_RECV
-            | sys::FI_WRITE
-            | if remote { sys::FI_REMOTE_WRITE } else { 0 };
+        let access = access.flags();
         let mut raw = ptr::null_mut();
         let call = match gpu {
             None => "fi_mr_reg",
@@ -599,7 +643,7 @@ pub(super) enum Done {
     Ours { context: u16, outcome: Result<(), Failure>, bytes: usize },
     /// A peer's write with data. `source` is the initiator's address, if it is told and known.
     Theirs { data: u64, source: u64 },
-    /// The queue itself failed: nothing more can be expected of the endpoint.
+    /// The queue itself failed, or the endpoint: nothing more can be expected of it.
     Broken(Failure),
 }
 
@@ -1118,6 +1162,9 @@ impl Endpoint {
             return Done::Broken(Failure { code, detail: 0 });
         }
         let failure = Failure { code: entry.err, detail: entry.prov_errno };
+        if self.tells_source && EFA_BROKEN.contains(&failure.detail) {
+            return Done::Broken(failure);
+        }
         match self.index_of(entry.op_context) {
             Some(context) => Done::Ours { context, outcome: Err(failure), bytes: 0 },
             // Of no operation of ours: a write of a peer's that failed here, which the peer hears of too.
@@ -1128,6 +1175,9 @@ impl Endpoint {
         }
     }
 }
+
+/// How EFA ends what was posted on a queue pair in error, where it stays: flushed, and by a fault of its own (fi_efa(7)).
+const EFA_BROKEN: [i32; 2] = [1, 2];
 
 /// The data of a remote write that failed: of no session.
 pub(super) const NO_DATA: u64 = u64::MAX;

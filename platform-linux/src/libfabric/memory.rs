@@ -26,7 +26,7 @@ use immwire_core::region::{Keys, LocalMr, MrDesc, Rights};
 use immwire_core::tenant::{PART, SLOTS, Tenant, device_key};
 
 use super::LibfabricError;
-use super::fabric::{Domain, Facts, Registration};
+use super::fabric::{Access, Domain, Facts, Registration};
 use crate::gpus::{Direct, Gpus, Known};
 use crate::provider::{
     GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError,
@@ -109,10 +109,10 @@ impl LibfabricMemory {
         let adopted = table.held().try_for_each(|(held, remote)| {
             let key = held.keys.get(u8::try_from(nic).unwrap_or(u8::MAX));
             let Some(key) = key else { return Ok(()) };
+            let (access, gpu) = (Access::of(remote), held.gpu.as_ref());
             // SAFETY: the region's memory is there until its registrations are closed, which takes the
             // lock that we hold.
-            let made =
-                unsafe { domain.register(held.base, held.len, remote, key, held.gpu.as_ref()) }?;
+            let made = unsafe { domain.register(held.base, held.len, access, key, gpu) }?;
             held.registrations.push((nic, made));
             Ok(())
         });
@@ -200,9 +200,9 @@ impl LibfabricMemory {
             };
             drop(table);
             drop(abandoned);
+            let (access, wanted) = (Access::of(remote), tenant.key(random));
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
-            let made =
-                unsafe { domain.register(base, len, remote, tenant.key(random), gpu.as_ref()) }?;
+            let made = unsafe { domain.register(base, len, access, wanted, gpu.as_ref()) }?;
             let key = if self.own_keys {
                 // There may be devices with longer keys than EFA's.
                 let device = u32::try_from(made.key()).map_err(|_| io::ErrorKind::Unsupported)?;

@@ -80,8 +80,8 @@ use rustix::time::{
 
 use self::door::Door;
 use self::fabric::{
-    Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration, Wanted,
-    Write,
+    Access, Completions, Device, Domain, Done, Endpoint, Facts, Failure, NO_DATA, Registration,
+    Wanted, Write,
 };
 use self::handshake::Handshakes;
 pub use self::memory::LibfabricMemory;
@@ -89,7 +89,7 @@ use self::session::{Routes, Session, State};
 pub use self::survey::{Survey, Surveyed, SurveyedDevice, Unfit, survey};
 use self::watch::{AllSigns, Watch};
 use crate::gpus::{GPUS_MAX, Known, OpenError};
-use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink};
+use crate::provider::{ConnectError, NicInfo, NicLimits, Provider, Sink, pin_hint};
 use crate::shm::GroupKey;
 use crate::topology::{Misplaced, OverrideError, Pairing};
 
@@ -179,6 +179,14 @@ pub enum LibfabricError {
         /// As configured.
         nics: u8,
     },
+    /// The device's queue has no room for one immediate of each peer's.
+    #[error("an engine has up to {most} peers on this device, not {peers}")]
+    Peers {
+        /// As configured.
+        peers: u16,
+        /// That there is room for.
+        most: u16,
+    },
     /// There is no libfabric.
     #[error("{0}")]
     Load(#[from] LoadError),
@@ -198,6 +206,12 @@ pub enum LibfabricError {
         /// The domains that there are.
         seen: Vec<String>,
     },
+    /// Provider `efa` has devices, on its older fabric alone; and nothing else fits.
+    #[error("libfabric {version} has EFA with {}", Unfit::OlderFabric)]
+    OlderEfa {
+        /// Of the library.
+        version: String,
+    },
     /// The provider is not one that this engine knows how to use.
     #[error("libfabric's provider {name} is not supported; supported are {}", known.join(", "))]
     UnknownProvider {
@@ -213,7 +227,7 @@ pub enum LibfabricError {
         name: String,
     },
     /// libfabric returned an error.
-    #[error("{call}: {text} ({code})")]
+    #[error("{call}: {text} ({code}){}", pin_hint(call, Some(*code)))]
     Call {
         /// The function.
         call: &'static str,
@@ -363,7 +377,7 @@ struct Lane {
     chain: Chain<Vec<Link>>,
     in_order: bool,
     free: Vec<u16>,
-    /// Its completion queue has failed, and is not read any more.
+    /// Its completion queue or its endpoint has failed, and it is not read any more.
     is_broken: bool,
     /// Index of the peer by its address's handle, if the provider tells it.
     by_source: Vec<Option<u16>>,
@@ -385,7 +399,7 @@ impl Lane {
         let key = u64::from_ne_bytes(random().map_err(LibfabricError::Random)?);
         let at = std::ptr::NonNull::from(&**nothing).cast::<u8>();
         // SAFETY: on the heap, and kept by the provider until after its lanes.
-        let empty = unsafe { domain.register(at, size_of::<u64>(), false, key, None) }?;
+        let empty = unsafe { domain.register(at, size_of::<u64>(), Access::Source, key, None) }?;
         let in_order = device.facts.in_order;
         let told = if in_order { Completions::Asked } else { Completions::All };
         Ok(Self {
@@ -525,8 +539,12 @@ impl LibfabricProvider {
         let peers = config.peers.max(1);
         let own = usize::from(depth + beats);
         let entries = (own + usize::from(GRANT_MAX) * usize::from(peers)).min(most);
-        // A device whose queue has no room for one of each peer's: peers beyond that are refused.
-        let granted = grant(entries, own, peers).clamp(1, GRANT_MAX);
+        let granted = grant(entries, own, peers).min(GRANT_MAX);
+        if granted == 0 {
+            // A queue that has no room for one of each peer's would be overrun.
+            let most = u16::try_from(entries.saturating_sub(own)).unwrap_or(u16::MAX);
+            return Err(LibfabricError::Peers { peers, most });
+        }
         let os = |call| move |source: io::Error| LibfabricError::Os { call, source };
         let memory = LibfabricMemory::new(config.engine, devices.len(), &facts, gpus);
         let memory = Arc::new(memory.map_err(os("eventfd"))?);
@@ -640,6 +658,7 @@ impl LibfabricProvider {
         let known = |session: &&mut Session| !wide || session.token & LOWER == data >> 32;
         let Some(session) = session.filter(known).filter(|_| data != NO_DATA) else {
             self.stats.strays += 1;
+            self.say_stray(nic, data, source);
             return;
         };
         let (peer, is_parting) = (session.peer, session.parting.is_some());
@@ -659,6 +678,27 @@ impl LibfabricProvider {
         self.urgent |= is_parting;
         #[expect(clippy::cast_possible_truncation, reason = "the immediate is the lower half")]
         sink.immediate(nic, peer, data as u32);
+    }
+
+    /// An immediate is nobody's. Where a session has not been heard yet it may have been its first, and is missed for ever: that is
+    /// said, and less often the more of them there are.
+    #[cold]
+    fn say_stray(&self, nic: NicIndex, data: u64, source: u64) {
+        let strays = self.stats.strays;
+        let mut sessions = self.live.iter().filter_map(|&at| self.sessions.get(usize::from(at)));
+        let is_awaited = sessions.any(|session| {
+            let state = session.as_ref().map(|session| session.state);
+            matches!(state, Some(State::Greeting { .. }))
+        });
+        if is_awaited && data != NO_DATA && strays.is_power_of_two() {
+            let source = (source != libfabric_sys::FI_ADDR_NOTAVAIL).then_some(source);
+            tracing::warn!(
+                nic,
+                ?source,
+                strays,
+                "an immediate is of no session, and a peer has not been heard yet: if it was that one's, a count stays short"
+            );
+        }
     }
 
     /// A write of ours has ended, and with it those before it that did not ask.

@@ -12,7 +12,7 @@ use libfabric_sys as sys;
 use libfabric_sys::Library;
 
 use super::LibfabricError;
-use super::fabric::{self, API, EFA_FABRICS, PREFERENCE};
+use super::fabric::{self, API, PREFERENCE};
 
 /// What a libfabric offers.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -59,6 +59,8 @@ pub enum Unfit {
         /// Bytes of it.
         bytes: usize,
     },
+    /// Provider `efa` has the fabric of that name alone.
+    OlderFabric,
     /// It might do, but nobody has tried: engines do not use it.
     Untried,
     /// It demands what engines do not do.
@@ -76,6 +78,10 @@ impl fmt::Display for Unfit {
             Self::NarrowData { bytes } => {
                 write!(f, "{bytes} bytes of data go with a write, 8 are needed to say whose it is")
             }
+            Self::OlderFabric => f.write_str(
+                "only fabric `efa`, which engines do not use; `efa-direct` takes libfabric 2.1 or later, and a \
+                 device with unsolicited write receives",
+            ),
             Self::Untried => f.write_str("not one that engines know how to use"),
             Self::Demands => f.write_str("demands modes that engines do not have"),
             Self::Failed(why) => write!(f, "libfabric failed: {why}"),
@@ -97,24 +103,22 @@ pub fn survey(library: Option<&Path>) -> Result<Survey, LibfabricError> {
     let listed = listed(library)?;
     let mut providers = Vec::new();
     for name in PREFERENCE {
-        let fabrics: Vec<_> = match name {
-            "efa" => EFA_FABRICS.into_iter().map(Some).collect(),
-            _ => vec![None],
-        };
         let mut devices = Vec::new();
         let mut failed = None;
-        for fabric in fabrics {
-            match fabric::list(library, name, fabric, false) {
-                Ok(found) => devices.extend(found.into_iter().map(|device| SurveyedDevice {
-                    domain: device.facts.domain,
-                    fabric: device.facts.fabric,
-                })),
-                Err(error) => failed = Some(Unfit::Failed(error.to_string())),
-            }
+        match fabric::list(library, name, false) {
+            Ok(found) => devices.extend(found.into_iter().map(|device| SurveyedDevice {
+                domain: device.facts.domain,
+                fabric: device.facts.fabric,
+            })),
+            Err(error) => failed = Some(Unfit::Failed(error.to_string())),
         }
-        let entry = listed.iter().find(|entry| entry.name == name);
-        let unfit = failed.or_else(|| Some(entry.map_or(Unfit::NoDevice, Listed::unfit)));
-        let unfit = unfit.filter(|_| devices.is_empty());
+        let unfit = devices.is_empty().then(|| {
+            let entry = listed.iter().find(|entry| entry.name == name);
+            let older = name == "efa" && fabric::has_older_efa_only(library);
+            failed
+                .or(older.then_some(Unfit::OlderFabric))
+                .unwrap_or_else(|| entry.map_or(Unfit::NoDevice, Listed::unfit))
+        });
         providers.push(Surveyed { name: name.to_owned(), devices, unfit });
     }
     let others = listed.into_iter().filter(|entry| !PREFERENCE.contains(&entry.name.as_str()));

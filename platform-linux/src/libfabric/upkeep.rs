@@ -232,7 +232,7 @@ impl LibfabricProvider {
         }
     }
 
-    /// A lane's completion queue has failed: nothing is read of it any more, and whoever it served is lost. If it is the present one, its
+    /// A lane's completion queue or endpoint has failed: nothing is read of it any more, and whoever it served is lost. If it is the present one, its
     /// endpoint is replaced with all others.
     pub(super) fn lose_lane(&mut self, nic: NicIndex, old: bool, failure: Failure) {
         let Some(port) = self.ports.get_mut(usize::from(nic)) else { return };
@@ -243,7 +243,8 @@ impl LibfabricProvider {
             nic,
             old,
             code = failure.code,
-            "a completion queue failed: those that it served are lost"
+            detail = failure.detail,
+            "an endpoint or its queue failed: those that it served are lost"
         );
         self.urgent = true;
         let turn = self.recycle.turn();
@@ -252,12 +253,12 @@ impl LibfabricProvider {
             // Who has moved, and to whom nothing is in flight there, is served by the present one alone.
             let is_served = |it: &mut Session| !old || it.old_in_flight > 0 || it.moved != turn;
             if self.session(index).is_some_and(is_served) {
-                self.stumble(index, &"its completion queue failed");
+                self.stumble(index, &"its endpoint or queue failed");
             }
         }
     }
 
-    /// Whether an endpoint that is written to has lost its queue: until it is replaced, nobody is to learn of it.
+    /// Whether an endpoint that is written to has failed, or lost its queue: until it is replaced, nobody is to learn of it.
     pub(super) fn has_lost_lane(&self) -> bool {
         self.ports.iter().any(|port| port.lane.is_broken)
     }

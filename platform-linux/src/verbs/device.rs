@@ -362,7 +362,7 @@ impl Device {
             _ => Link::Infiniband,
         };
         let entry = match options.gid_index {
-            Some(index) => self.gid(index)?,
+            Some(index) => Some(given_gid(index, self.gid(index))?),
             None => {
                 choose_gid(link, (0..=u8::MAX).map_while(|index| self.gid(index).ok()).flatten())
             }
@@ -549,6 +549,21 @@ impl Device {
     }
 }
 
+/// The entry that was asked for by its index, or what to do about it: it may be empty, of no kind that is known, or past the table's end.
+fn given_gid(
+    index: u8,
+    found: Result<Option<GidEntry>, VerbsError>,
+) -> Result<GidEntry, VerbsError> {
+    match found {
+        Ok(Some(entry)) => Ok(entry),
+        Ok(None) => Err(VerbsError::NoGid { index }),
+        Err(VerbsError::Call { source, .. }) if source.raw_os_error() == Some(libc::EINVAL) => {
+            Err(VerbsError::NoGid { index })
+        }
+        Err(error) => Err(error),
+    }
+}
+
 /// How many bytes sends carry themselves, where `make` makes a queue pair for so many: what short writes want, or else what letters need.
 ///
 /// # Errors
@@ -594,6 +609,8 @@ fn set_nonblocking(fd: BorrowedFd<'_>) -> Result<(), VerbsError> {
 pub(super) struct Access {
     /// Peers write there.
     pub(super) remote: bool,
+    /// Receives land there.
+    pub(super) received: bool,
     /// It is not pinned, if it is the host's: the device asks for pages when it needs them.
     pub(super) on_demand: bool,
 }
@@ -601,7 +618,12 @@ pub(super) struct Access {
 impl Access {
     /// As libibverbs has it, for a GPU's memory or the host's.
     const fn flags(self, of_gpu: bool) -> u32 {
-        let mut flags = sys::IBV_ACCESS_LOCAL_WRITE;
+        let mut flags = 0;
+        if self.remote || self.received {
+            // Not of what is read alone: pages that this process may not write could not be pinned. Whatever peers write
+            // must have it, too (ibv_reg_mr(3)).
+            flags |= sys::IBV_ACCESS_LOCAL_WRITE;
+        }
         if self.remote {
             // No order is assumed of the writes to a region; that they come before the completion that announces them is
             // the device's promise all the same.

@@ -95,7 +95,7 @@ impl VerbsMemory {
     ) -> Result<Held, RegisterError> {
         let (mut locals, mut remotes) = ([0; MAX_NICS], [0; MAX_NICS]);
         let mut registrations = Vec::with_capacity(self.domains.len());
-        let access = Access { remote, on_demand: self.on_demand };
+        let access = Access { remote, received: false, on_demand: self.on_demand };
         for ((domain, ours), theirs) in self.domains.iter().zip(&mut locals).zip(&mut remotes) {
             // SAFETY: the caller's promise; `revoke` and `release` drop the registration in time.
             let device = match unsafe { domain.register(ptr, len, access, gpu) } {

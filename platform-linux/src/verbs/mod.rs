@@ -174,7 +174,7 @@ use self::slab::Slab;
 pub use self::survey::{Survey, Surveyed, survey};
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{
-    ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced,
+    ConnectError, NicInfo, NicLimits, Path, Provider, Receipt, RemotePath, Sink, Unfenced, pin_hint,
 };
 use crate::shm::GroupKey;
 use crate::topology::{Misplaced, OverrideError, Pairing};
@@ -330,8 +330,17 @@ pub enum VerbsError {
         /// What is the matter.
         why: &'static str,
     },
+    /// There is nothing at the index that was given.
+    #[error(
+        "its table of GIDs has nothing that can be used at index {index}, which was given: leave gid_index out, or name another \
+         (`show_gids`, `rdma link`)"
+    )]
+    NoGid {
+        /// As given.
+        index: u8,
+    },
     /// libibverbs returned an error.
-    #[error("{call}: {source}")]
+    #[error("{call}: {source}{}", pin_hint(call, source.raw_os_error()))]
     Call {
         /// The function.
         call: &'static str,

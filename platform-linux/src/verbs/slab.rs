@@ -30,9 +30,10 @@ impl Slab {
     pub(super) fn new(domain: &Arc<Domain>, each: usize, count: usize) -> Result<Self, VerbsError> {
         let memory = Box::leak(vec![0_u8; each * count].into_boxed_slice());
         let mut slab = Self { registration: None, base: NonNull::from(memory).cast(), each, count };
+        let access = Access { received: true, ..Access::default() };
         // SAFETY: the memory lives until after the registration is dropped.
         slab.registration =
-            Some(unsafe { domain.register(slab.base, each * count, Access::default(), None) }?);
+            Some(unsafe { domain.register(slab.base, each * count, access, None) }?);
         Ok(slab)
     }
 

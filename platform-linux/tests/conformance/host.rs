@@ -394,6 +394,14 @@ impl Lent {
         Self { ptr: NonNull::new(ptr.expect("mmap").cast()).expect("an address") }
     }
 
+    /// Makes all `bytes` of it read only, as files are mapped.
+    pub fn protect(&self, bytes: usize) {
+        use rustix::mm::{MprotectFlags, mprotect};
+        // SAFETY: our own mapping, to which there is no reference.
+        unsafe { mprotect(self.ptr.as_ptr().cast(), bytes, MprotectFlags::READ) }
+            .expect("mprotect");
+    }
+
     /// `bytes` of address space over `real` of memory, again and again.
     pub fn repeated(bytes: u64, real: u64) -> Self {
         use rustix::fs::{MemfdFlags, ftruncate, memfd_create};

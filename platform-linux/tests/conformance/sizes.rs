@@ -18,6 +18,7 @@ pub const TESTS: &[Test] = &[
     ("islands_beyond_four_gigabytes", Spread::Places, islands_beyond_four_gigabytes),
     ("forty_thousand_pages", Spread::Places, forty_thousand_pages),
     ("five_gigabytes", Spread::Once, five_gigabytes),
+    ("from_read_only_memory", Spread::Threads, from_read_only_memory),
 ];
 
 /// Where memory is pinned when it is registered, page by page.
@@ -280,6 +281,30 @@ fn five_gigabytes(case: &Case) {
         assert_eq!(other.place(&me, ask), None, "in the island at {at}");
     }
     poison(&src, 0, 1, 1);
+}
+
+/// Writes from memory that this process may not write itself, as of a file that is mapped to be read: no right of ours or of a
+/// peer's to write there is asked for.
+fn from_read_only_memory(case: &Case) {
+    const BYTES: usize = 8192;
+    let (me, mut other, peer) = case.pair();
+    let (there, desc) = other.memory(&me, BYTES as u64, Own::Engine);
+    let (counter, tag) = other.counter(&me);
+    let (lent, pattern) = (Lent::new(BYTES), case.pattern(0));
+    // SAFETY: never unmapped, and no reference to it is made.
+    let fill = unsafe { me.engine.register(lent.ptr, BYTES, Rights::LOCAL) }.expect("register");
+    pattern.fill(&fill, 0, BYTES as u64, 0);
+    me.close(fill, patience()).expect("close");
+    lent.protect(BYTES);
+    // SAFETY: as above.
+    let src = unsafe { me.engine.register(lent.ptr, BYTES, Rights::LOCAL) }.expect("read only");
+    for len in [64, 4096, BYTES as u64] {
+        let transfer = write(&me, peer, &src, &desc, (0, 0, len), Some(tag));
+        other.count(&me, counter, 1);
+        let ask = Ask::Mismatch { region: there, offset: 0, len, pattern, at: 0 };
+        assert_eq!(other.place(&me, ask), None, "first wrong byte of {len}");
+        me.done(&transfer);
+    }
 }
 
 /// Bytes that programs could still have.

@@ -44,6 +44,9 @@ pub(crate) struct Config {
     pub hmem: bool,
     /// `FAKE_EFA_PIN_UNTIL`: registering 1 MiB or more takes until this file exists, if given.
     pub pin_until: Option<PathBuf>,
+    /// `FAKE_EFA_BREAKS`: the process's how many-th endpoint, from 0, is in error from the next that is posted there, once this
+    /// file exists and says so, if given.
+    pub breaks: Option<PathBuf>,
     /// `FAKE_EFA_UNSOLICITED` (1): whether the device takes a write with data without a posted receive.
     pub unsolicited: bool,
 }
@@ -92,6 +95,7 @@ impl Config {
             hmem: number("FAKE_EFA_HMEM", 1, 0..=1)? == 1
                 && variable("FI_HMEM").as_deref() != Some("system"),
             pin_until: variable("FAKE_EFA_PIN_UNTIL").map(PathBuf::from),
+            breaks: variable("FAKE_EFA_BREAKS").map(PathBuf::from),
             unsolicited: number("FAKE_EFA_UNSOLICITED", 1, 0..=1)? == 1,
         })
     }

@@ -16,7 +16,7 @@ use crate::endpoint;
 use crate::info;
 use crate::lock;
 use crate::log::{Rule, refuse, refuse_tried, violation};
-use crate::memory::{InUse, Keys, Region, Users, is_mapped};
+use crate::memory::{InUse, Keys, Region, Users, is_mapped, is_writable};
 use crate::object::{self, Kind, number, table};
 use crate::packet::{ADDRESS_BYTES, Address};
 use crate::peers::Peers;
@@ -353,6 +353,11 @@ unsafe fn register(
     }
     if asked.dma_buf.is_none() && !is_mapped(asked.base, asked.len as u64) {
         return refused(sys::FI_EFAULT, "FI_MR_ALLOCATED: memory that is not mapped");
+    }
+    // What a device writes to is pinned for writing (ibv_reg_mr(3)). A caller may find out by this: no rule is broken.
+    let writes = asked.access & (sys::FI_RECV | sys::FI_READ | sys::FI_REMOTE_WRITE) != 0;
+    if asked.dma_buf.is_none() && writes && !is_writable(asked.base, asked.len as u64) {
+        return Err(-sys::FI_EFAULT);
     }
     if let Some(file) = domain.config.pin_until.as_ref().filter(|_| asked.len >= LONG) {
         while !file.exists() {

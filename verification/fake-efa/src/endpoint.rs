@@ -445,7 +445,7 @@ unsafe fn post(
         source: region.map(|region| (region, address)),
         len: local.len,
         context,
-        doomed: wrong.map(|_| Status::LocalKey),
+        doomed: wrong.map(|_| Status::LocalKey).or_else(|| wired.fault()),
         slot,
         uses: (destination, used),
     });
@@ -610,6 +610,8 @@ unsafe extern "C" fn recv(
         // SAFETY: as before: this post succeeds.
         let context = unsafe { endpoint.lend(wired, context) }?;
         let used = region.as_ref().map(|region| region.users.enter());
+        // Whatever it says: the device flushes it.
+        let _ = wired.fault();
         wired.post_receive(Receive { region, address, len, context, slot, used });
         Ok(())
     })())

@@ -194,6 +194,9 @@ impl Device {
         let _ = rustix::thread::set_current_timer_slack(std::num::NonZeroU64::new(1));
         let mut buffer = vec![0; HEAD_BYTES + PIECE_BYTES];
         while self.take_posts() {
+            if self.wired.is_broken() {
+                self.flush();
+            }
             let more = self.receive(&mut buffer) | self.run_due();
             self.meet_receives();
             if !more {
@@ -246,6 +249,32 @@ impl Device {
         true
     }
 
+    /// Ends all that is under way and not doomed already, receives too: the queue pair is in error.
+    fn flush(&mut self) {
+        let under_way = self.flights.iter().filter(|(_, flight)| flight.op.doomed.is_none());
+        let under_way: Vec<_> = under_way.map(|(op, flight)| (*op, flight.op.to)).collect();
+        for (op, to) in under_way {
+            self.finish(op, to, Status::Flushed);
+        }
+        let receives = std::mem::take(&mut lock(&self.wired.posted).receives);
+        if !receives.is_empty() {
+            log::event("flushed", &[("receives", receives.len() as u64)]);
+        }
+        for receive in receives {
+            drop(receive.used);
+            self.wired.rx.push(Entry {
+                context: Some(receive.context),
+                flags: sys::FI_MSG | sys::FI_RECV,
+                len: 0,
+                data: 0,
+                source: None,
+                status: Status::Flushed,
+                endpoint: self.wired.number,
+                _slot: Some(receive.slot),
+            });
+        }
+    }
+
     fn link(&mut self, to: Address) -> &mut Link {
         let now = Instant::now();
         self.links.entry(to).or_insert_with(|| Link {
@@ -273,7 +302,9 @@ impl Device {
             let packet =
                 buffer.get(..len).and_then(|packet| packet.split_first_chunk::<HEAD_BYTES>());
             let Some((head, payload)) = packet else { continue };
-            let Some(head) = Head::from_bytes(head) else { continue };
+            let Some(head) = Head::from_bytes(head).filter(|_| !self.wired.is_broken()) else {
+                continue;
+            };
             self.take_packet(head.from, head, payload);
         }
         true
@@ -692,7 +723,8 @@ impl Device {
             let mut posted = lock(&self.wired.posted);
             if posted.close
                 || !posted.ops.is_empty()
-                || !posted.receives.is_empty() && !self.waiting.is_empty()
+                || !posted.receives.is_empty()
+                    && (!self.waiting.is_empty() || self.wired.is_broken())
             {
                 return;
             }

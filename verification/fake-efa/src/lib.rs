@@ -35,6 +35,8 @@
 //!   7; a dead process, late, with 13 if it ever responded, else with 9 (no such queue pair) or 15 (no such device); a
 //!   closed endpoint with 9; two sides that differ in unsolicited receives with 18.
 //! - After `fi_close` of a registration has returned no byte of it is written; what was acknowledged has landed.
+//! - A queue pair in error (`FAKE_EFA_BREAKS`) stays so: what is posted there ends with 2, once, and then with 1, as does what was
+//!   under way, receives too; it hears nothing.
 //! - `fi_close` of an endpoint drops what is in flight, and some completions that were not read.
 //!
 //! Fabric `efa`, if `FAKE_EFA_FABRICS` has it, is the same device with these rules lifted: contexts, descriptors unless

@@ -240,9 +240,31 @@ pub(crate) fn is_mapped(base: u64, len: u64) -> bool {
     unsafe { libc::mincore(start as *mut libc::c_void, bytes, resident.as_mut_ptr().cast()) == 0 }
 }
 
+/// Returns whether this process may write to all of a range that is mapped.
+pub(crate) fn is_writable(base: u64, len: u64) -> bool {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return false };
+    let end = base.saturating_add(len);
+    // proc(5): `start-end rwxp ...`, in hexadecimal.
+    let fixed = maps.lines().filter_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (from, to) = range.split_once('-')?;
+        let [from, to] = [from, to].map(|address| u64::from_str_radix(address, 16).ok());
+        (rest.as_bytes().get(1) != Some(&b'w')).then_some((from?, to?))
+    });
+    fixed.into_iter().all(|(from, to)| to <= base || from >= end)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_is_constant_is_not_writable_and_what_is_on_the_stack_is() {
+        static FIXED: [u8; 64] = [1; 64];
+        let variable = [1_u8; 64];
+        assert!(is_writable(variable.as_ptr() as u64, 64));
+        assert!(!is_writable(FIXED.as_ptr() as u64, 64));
+    }
 
     fn region(memory: &mut [u8]) -> Region {
         // SAFETY: the tests keep the memory beyond the region, and look at it only between calls.

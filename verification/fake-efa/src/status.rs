@@ -31,6 +31,8 @@ macro_rules! statuses {
 
 statuses! {
     Ok = 0, sys::FI_SUCCESS, c"success";
+    Flushed = 1, libc::EHOSTDOWN, c"flushed, as the queue pair is in error";
+    QueuePair = 2, sys::FI_EINVAL, c"a fault of the queue pair's own";
     LocalKey = 5, sys::FI_EINVAL, c"local key invalid, or does not cover the buffer";
     LocalLength = 6, sys::FI_EMSGSIZE, c"message longer than the buffer";
     RemoteAddress = 7, sys::FI_EINVAL, c"remote key not registered, or does not cover the address";

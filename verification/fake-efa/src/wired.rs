@@ -7,7 +7,8 @@ use std::io::ErrorKind;
 use std::os::fd::OwnedFd;
 use std::os::linux::net::SocketAddrExt as _;
 use std::os::unix::net::{SocketAddr, UnixDatagram};
-use std::sync::atomic::{AtomicU16, AtomicU64, Ordering};
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, AtomicU16, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -111,6 +112,8 @@ pub(crate) struct Wired {
     pub dead: Duration,
     pub silent: Duration,
     pub early_ack: bool,
+    breaks: Option<PathBuf>,
+    broken: AtomicBool,
     pub wake: OwnedFd,
     pub posted: Mutex<Posted>,
 }
@@ -121,6 +124,24 @@ impl Wired {
         let mut posted = lock(&self.posted);
         posted.calls += 1;
         self.disorder.once_in(FULL_ONCE_IN, Choice::Full, posted.calls)
+    }
+
+    /// Returns whether it is in error.
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// Returns how what is posted now ends, if it is in error; it may be this by which that begins.
+    pub(crate) fn fault(&self) -> Option<Status> {
+        if self.is_broken() {
+            return Some(Status::Flushed);
+        }
+        let said = std::fs::read_to_string(self.breaks.as_ref()?).ok()?;
+        let begins = said.trim().parse() == Ok(self.number);
+        begins.then(|| {
+            self.broken.store(true, Ordering::Release);
+            Status::QueuePair
+        })
     }
 
     /// Hands an operation to the device.
@@ -207,6 +228,8 @@ pub(crate) fn start(
         dead: config.dead,
         silent: config.silent,
         early_ack: config.early_ack,
+        breaks: config.breaks.clone(),
+        broken: AtomicBool::new(false),
         wake: event_fd()?,
         posted: Mutex::default(),
     });

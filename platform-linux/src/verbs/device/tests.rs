@@ -265,17 +265,14 @@ fn extended_polls_read_what_a_completion_has() {
 
 #[test]
 fn memory_is_registered_for_what_it_is_and_never_a_gpu_s_on_demand() {
-    for remote in [false, true] {
-        for on_demand in [false, true] {
-            for of_gpu in [false, true] {
-                let flags = Access { remote, on_demand }.flags(of_gpu);
-                let has = |flag| flags & flag != 0;
-                assert!(has(sys::IBV_ACCESS_LOCAL_WRITE));
-                assert_eq!(has(sys::IBV_ACCESS_REMOTE_WRITE), remote);
-                assert_eq!(has(sys::IBV_ACCESS_RELAXED_ORDERING), remote);
-                assert_eq!(has(sys::IBV_ACCESS_ON_DEMAND), on_demand && !of_gpu);
-            }
-        }
+    for bits in 0..16 {
+        let [remote, received, on_demand, of_gpu] = [1, 2, 4, 8].map(|bit| bits & bit != 0);
+        let flags = Access { remote, received, on_demand }.flags(of_gpu);
+        let has = |flag| flags & flag != 0;
+        assert_eq!(has(sys::IBV_ACCESS_LOCAL_WRITE), remote || received);
+        assert_eq!(has(sys::IBV_ACCESS_REMOTE_WRITE), remote);
+        assert_eq!(has(sys::IBV_ACCESS_RELAXED_ORDERING), remote);
+        assert_eq!(has(sys::IBV_ACCESS_ON_DEMAND), on_demand && !of_gpu);
     }
 }
 
@@ -300,4 +297,35 @@ fn a_device_fits_if_its_sends_carry_a_letter_and_carries_no_more_than_it_takes()
     // One that makes none says why.
     let said = carried(|_| Err(refused("ibv_create_qp", libc::ENOMEM))).unwrap_err().to_string();
     assert!(said.starts_with("ibv_create_qp: "), "{said}");
+}
+
+/// Only what is there is taken by its index; of what else there may be it is said that the index is at fault, and not the device.
+#[test]
+fn a_gid_index_that_leads_nowhere_is_named() {
+    let entry = GidEntry { index: 3, gid: Gid::NONE, kind: GidKind::RoceV2 };
+    assert_eq!(given_gid(3, Ok(Some(entry))).unwrap().index, 3);
+    let past_the_end = refused("ibv_query_gid_ex", libc::EINVAL);
+    for found in [Ok(None), Err(past_the_end)] {
+        let said = given_gid(200, found).unwrap_err().to_string();
+        assert!(said.contains("at index 200, which was given: leave gid_index out"), "{said}");
+    }
+    let other = given_gid(3, Err(refused("ibv_query_gid_ex", libc::EIO))).unwrap_err().to_string();
+    assert!(other.starts_with("ibv_query_gid_ex: "), "{other}");
+}
+
+/// Memory that cannot be pinned may be a limit's fault; nothing else is.
+#[test]
+fn what_finds_no_memory_to_pin_names_the_limit() {
+    let hint = "(ulimit -l may be too low)";
+    for (call, errno, is_said) in [
+        ("ibv_reg_mr", libc::ENOMEM, true),
+        ("ibv_reg_mr", libc::EFAULT, false),
+        ("ibv_alloc_pd", libc::ENOMEM, false),
+    ] {
+        let said = refused(call, errno).to_string();
+        assert_eq!(said.ends_with(hint), is_said, "{said}");
+    }
+    let source = std::io::Error::from_raw_os_error(libc::ENOMEM);
+    let error = crate::RegisterError::Os { call: "ibv_reg_mr", bytes: 4096, source };
+    assert!(error.to_string().ends_with(hint), "{error}");
 }

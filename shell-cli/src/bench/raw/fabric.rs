@@ -190,17 +190,9 @@ impl Fabric {
         let library = Library::load()?;
         let is_device = provider == "efa";
         // As the engine's provider chooses.
-        let fabrics: &[Option<&CStr>] =
-            if is_device { &[Some(c"efa-direct"), Some(c"efa")] } else { &[None] };
-        let mut found = None;
-        for fabric in fabrics {
-            let hints = Info::hints(library, provider, *fabric, domain)?;
-            found = Info::first(library, &hints)?;
-            if found.is_some() {
-                break;
-            }
-        }
-        let Some(info) = found else {
+        let fabric = is_device.then_some(c"efa-direct");
+        let hints = Info::hints(library, provider, fabric, domain)?;
+        let Some(info) = Info::first(library, &hints)? else {
             let device = format!("{domain} of {provider}");
             return Err(RawError::NoDevice { library: "libfabric", device });
         };

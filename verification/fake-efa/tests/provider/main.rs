@@ -31,7 +31,7 @@ use std::process::{Command, ExitCode};
 use std::time::{Duration, Instant};
 
 use immwire::core::group::{TransferError as Stopped, WorkError};
-use immwire::libfabric::LibfabricError;
+use immwire::libfabric::{LibfabricError, Unfit};
 use immwire::{
     BuildError, End, MrDesc, PagedWrite, Pages, PeerId, PeerState, SingleWrite, Transfer,
     TransferError,
@@ -64,7 +64,7 @@ macro_rules! tests {
 /// Tests in which somebody breaks a rule on purpose who is no engine of ours, and which.
 const ON_PURPOSE: [(&str, &str); 1] = [("a_lost_queue_is_replaced", "cq overrun")];
 
-const TESTS: [Test; 28] = tests! {
+const TESTS: [Test; 31] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -79,6 +79,8 @@ const TESTS: [Test; 28] = tests! {
     what_was_sent_before_a_peer_came_back_is_not_of_its_new_session [("FAKE_EFA_LATE_WRITES_US", "50000")],
     endpoints_of_others_are_nobodys_to_claim [],
     a_lost_queue_is_replaced [],
+    a_broken_endpoint_is_replaced [("FAKE_EFA_BREAKS", "broken")],
+    a_broken_door_ends_all_and_no_poll_stays [("FAKE_EFA_BREAKS", "broken")],
     everybody_hears_a_farewell [],
     who_moves_to_where_it_is_loses_nothing [],
     who_is_ready_has_said_where_it_is [("FAKE_EFA_DELAY_US", "2000")],
@@ -89,6 +91,7 @@ const TESTS: [Test; 28] = tests! {
     writes_of_nothing_name_a_region [],
     nothing_in_flight_is_forgotten [("FAKE_EFA_DELAY_US", "20000")],
     writes_must_be_native [("FAKE_EFA_EMULATED_WRITE", "1")],
+    peers_beyond_the_queue_are_refused [],
     writes_need_no_receive [("FAKE_EFA_UNSOLICITED", "0")],
     no_cuda_and_no_shared_memory [],
     the_users_environment_stays [
@@ -211,8 +214,20 @@ fn contexts_and_descriptors() {
     everything((2, 2));
 }
 
+/// A libfabric whose efa has the older fabric alone is none of ours, and it is said what is missing.
 fn the_other_fabric() {
-    everything((1, 2));
+    let error = match builder(1).build_polled() {
+        Err(BuildError::Libfabric(error)) => error,
+        other => panic!("{:?}", other.map(drop)),
+    };
+    assert!(matches!(error, LibfabricError::OlderEfa { .. }), "{error}");
+    for words in ["only fabric `efa`", "`efa-direct`", "2.1 or later", "unsolicited write receives"]
+    {
+        assert!(error.to_string().contains(words), "{error}");
+    }
+    let found = immwire::libfabric::survey(Some(&side::library())).unwrap();
+    let efa = found.providers.iter().find(|it| it.name == "efa").unwrap();
+    assert_eq!((&efa.devices[..], &efa.unfit), (&[][..], &Some(Unfit::OlderFabric)));
 }
 
 // ---- who knows whom ----
@@ -464,6 +479,18 @@ fn writes_must_be_native() {
     match builder(1).build_polled() {
         Err(BuildError::Libfabric(LibfabricError::EmulatedWrites { domain })) => {
             assert!(!domain.is_empty());
+        }
+        other => panic!("{:?}", other.map(drop)),
+    }
+}
+
+/// Of more peers than its queue has room for one of each.
+fn peers_beyond_the_queue_are_refused() {
+    match builder(1).peers(20_000).build_polled() {
+        Err(BuildError::Libfabric(LibfabricError::Peers { peers: 20_000, most })) => {
+            assert!(builder(1).peers(most).build_polled().is_ok());
+            let beyond = builder(1).peers(most + 1).build_polled();
+            assert!(beyond.is_err(), "{most} and one more");
         }
         other => panic!("{:?}", other.map(drop)),
     }

@@ -8,7 +8,7 @@ use immwire::core::opening::{Pairs, Turns};
 use immwire::core::recycle::Turn;
 use immwire::core::region::{Keys, MrDesc};
 use immwire::core::wire::{NetAddr, Refusal};
-use immwire::{ImmCounter, LivenessConfig, PeerState, Transfer};
+use immwire::{End, ImmCounter, LivenessConfig, PeerState, Transfer};
 
 use crate::rogue::{Rogue, address, insert};
 use crate::side::{Other, PATIENCE, Pair, Side, builder, logged};
@@ -287,6 +287,50 @@ pub fn a_lost_queue_is_replaced() {
         drop(pair.here);
         until(&mut host, "left", || engine.peers().is_empty().then_some(()));
     }
+}
+
+/// Has the process's how many-th endpoint be in error: an engine's first is for writes, its second is its door.
+fn break_endpoint(number: u32) {
+    std::fs::write("broken", number.to_string()).unwrap();
+}
+
+/// What is in flight on a queue pair in error fails, and so does all that follows there. Its peers are lost; who comes then is served
+/// by another.
+pub fn a_broken_endpoint_is_replaced() {
+    let mut pair = Pair::new((1, 1), |builder| builder);
+    pair.write_both_ways(4, &[1, 4096]);
+    break_endpoint(0);
+    let (src, dst) = (pair.here.region(64), pair.there.region(64));
+    let (here, peer, desc) = (pair.here.engine.clone(), pair.peer, dst.desc());
+    let writes: Vec<_> = (0..8).map(|_| submit(&here, peer, &src, &desc, (0, 64))).collect();
+    for write in &writes {
+        assert_ne!(pair.end(write), End::Done);
+    }
+    let there = pair.there.engine.clone();
+    pair.until("left", || [&here, &there].iter().all(|it| it.peers().is_empty()).then_some(()));
+    let Pair { here, there, .. } = pair;
+    let mut pair = Pair::of(here, there);
+    pair.write_both_ways(4, &[1, 4096, 100_000]);
+}
+
+/// Whatever the door has posted fails, and would again. Its peers are lost, and that is all that there is to do.
+pub fn a_broken_door_ends_all_and_no_poll_stays() {
+    let mut pair = Pair::new((1, 1), |builder| builder);
+    pair.write_both_ways(1, &[64]);
+    break_endpoint(1);
+    // It calls, so that the door has something to post.
+    let mut caller = Side::new(builder(1));
+    let address = pair.here.engine.address().clone();
+    caller.driver.add_peer(&address).unwrap();
+    let engine = pair.here.engine.clone();
+    pair.until("lost", || {
+        caller.driver.poll();
+        engine.peers().is_empty().then_some(())
+    });
+    poll_for(&mut pair.here, Duration::from_millis(50));
+    // All that were posted, each once.
+    let flushed: u64 = logged(&log(), "flushed", "receives").iter().sum();
+    assert!((1..=129).contains(&flushed), "{flushed}");
 }
 
 /// What fails for one peer lies in the queue between what has come from another, which leaves without being through.
