@@ -176,6 +176,12 @@ impl fmt::Display for Error {
         match self {
             Self::NoDriver => f.write_str("no CUDA driver: libcuda.so.1 cannot be loaded"),
             Self::DriverLacks { symbol } => write!(f, "the CUDA driver is too old: no {symbol}"),
+            Self::Driver { call: call @ "cuMemExportToShareableHandle", code } => {
+                write!(
+                    f,
+                    "{call}: {code:?}; it takes a file descriptor for each allocation, and the process may have no more (ulimit -n)"
+                )
+            }
             Self::Driver { call, code } => write!(f, "{call}: {code:?}"),
             Self::NoDevice { ordinal, count } => write!(f, "no GPU {ordinal}: there are {count}"),
             Self::NoPeerAccess { from, to } => {

@@ -9,7 +9,8 @@
 //!
 //! 1. No page is in two pins.
 //! 2. A page of a range that was taken, and not given back, stays pinned, unless nobody could pin it, or the application unpins its own.
-//! 3. While one pins or unpins a page, nobody else takes it.
+//! 3. While one pins or unpins a page, nobody else takes it; nor from when the last who had it gave it back, be it that the driver is
+//!    told later. By then something else may be mapped there: what is pinned is what was, and GPUs would read that.
 //!
 //! The tests below go through all short programs of three owners over a few pages.
 
@@ -21,10 +22,24 @@ struct Pin {
     pages: Range<u64>,
     /// Where each part of them begins that the driver was told to pin: one, if none of them is the application's.
     parts: Vec<u64>,
+    /// None, and it is not busy: it could not be unpinned.
     users: usize,
-    /// It is being pinned, or unpinned.
+    /// It is being pinned, or unpinned, or is to be.
     is_busy: bool,
 }
+
+impl Pin {
+    fn touches(&self, pages: &Range<u64>) -> bool {
+        self.pages.start < pages.end && pages.start < self.pages.end
+    }
+
+    const fn is_stale(&self) -> bool {
+        self.users == 0 && !self.is_busy
+    }
+}
+
+/// A pin that nobody has any more, to be unpinned: its first page, and where each part of it begins.
+pub(crate) type Going = (u64, Vec<u64>);
 
 /// All of them.
 #[derive(Debug)]
@@ -51,14 +66,13 @@ impl Pins {
         Self(Vec::new())
     }
 
-    /// Takes pages. `None`: some are busy; to be asked again when they are not.
+    /// Takes pages. `None`: some are busy, to be asked again when they are not; or [stale](Pins::stale).
     pub(crate) fn take(&mut self, pages: &Range<u64>) -> Option<Taken> {
-        let touches = |pin: &Pin| pin.pages.start < pages.end && pages.start < pin.pages.end;
-        if self.0.iter().any(|pin| touches(pin) && pin.is_busy) {
+        if self.0.iter().any(|pin| pin.touches(pages) && (pin.is_busy || pin.is_stale())) {
             return None;
         }
         let mut taken = Taken::default();
-        let mut there: Vec<_> = self.0.iter_mut().filter(|pin| touches(pin)).collect();
+        let mut there: Vec<_> = self.0.iter_mut().filter(|pin| pin.touches(pages)).collect();
         there.sort_by_key(|pin| pin.pages.start);
         let mut at = pages.start;
         for pin in there {
@@ -91,7 +105,18 @@ impl Pins {
         }
     }
 
-    /// Gives one back. If nobody uses it any more: where its parts begin; they are to be unpinned, and it is to be
+    /// What of these pages nobody has, though it is pinned: to be unpinned now, and it is to be [said](Pins::unpinned) how that went.
+    pub(crate) fn stale(&mut self, pages: &Range<u64>) -> Vec<Going> {
+        let stale = self.0.iter_mut().filter(|pin| pin.touches(pages) && pin.is_stale());
+        stale
+            .map(|pin| {
+                pin.is_busy = true;
+                (pin.pages.start, std::mem::take(&mut pin.parts))
+            })
+            .collect()
+    }
+
+    /// Gives one back. If nobody uses it any more: where its parts begin; they are to be unpinned, now or later, and it is to be
     /// [said](Pins::unpinned) how that went.
     pub(crate) fn give_back(&mut self, start: u64) -> Option<Vec<u64>> {
         let pin = self.0.iter_mut().find(|pin| pin.pages.start == start)?;
@@ -100,14 +125,12 @@ impl Pins {
         pin.is_busy.then(|| std::mem::take(&mut pin.parts))
     }
 
-    /// How it went: it is unpinned, or stays pinned for good.
-    pub(crate) fn unpinned(&mut self, start: u64, is_unpinned: bool) {
-        let at = self.0.iter().position(|pin| pin.pages.start == start);
-        match at.and_then(|at| Some((at, self.0.get_mut(at)?))) {
-            Some((at, _)) if is_unpinned => _ = self.0.swap_remove(at),
-            // A user that never gives it back.
-            Some((_, pin)) => (pin.users, pin.is_busy) = (1, false),
-            None => {}
+    /// How it went: it is unpinned, or these parts stay pinned until somebody wants the pages.
+    pub(crate) fn unpinned(&mut self, start: u64, left: Option<Vec<u64>>) {
+        let Some(at) = self.0.iter().position(|pin| pin.pages.start == start) else { return };
+        match (self.0.get_mut(at), left) {
+            (Some(pin), Some(parts)) => (pin.parts, pin.is_busy) = (parts, false),
+            _ => _ = self.0.swap_remove(at),
         }
     }
 }
@@ -160,6 +183,10 @@ mod tests {
 
         /// As the driver is asked: all that is not pinned, in as few parts as there are.
         fn take(&mut self, owner: usize, pages: Range<u64>) {
+            for (start, begun) in self.pins.stale(&pages) {
+                assert_eq!(self.pins.take(&pages), None, "busy");
+                self.unpin(start, begun, false);
+            }
             let taken = self.pins.take(&pages).unwrap();
             let mut held = taken.shared;
             for missing in &taken.missing {
@@ -179,16 +206,24 @@ mod tests {
             let Some((_, held)) = self.held[owner].take() else { return };
             for start in held {
                 if let Some(begun) = self.pins.give_back(start) {
-                    let pages = self.pins.0.iter().find(|pin| pin.pages.start == start);
-                    let pages = pages.unwrap().pages.clone();
-                    assert_eq!(self.pins.take(&pages), None, "busy");
-                    let parts = self.parts(&pages);
-                    assert_eq!(begun, parts.iter().map(|part| part.start).collect::<Vec<_>>());
-                    if !is_stuck {
-                        parts.iter().for_each(|part| self.set(part, false));
-                    }
-                    self.pins.unpinned(start, !is_stuck);
+                    self.unpin(start, begun, is_stuck);
                 }
+            }
+        }
+
+        fn unpin(&mut self, start: u64, begun: Vec<u64>, is_stuck: bool) {
+            let pages = self.pins.0.iter().find(|pin| pin.pages.start == start);
+            let pages = pages.unwrap().pages.clone();
+            assert_eq!(self.pins.take(&pages), None, "busy");
+            assert_eq!(self.pins.stale(&pages), [], "busy");
+            let parts = self.parts(&pages);
+            assert_eq!(begun, parts.iter().map(|part| part.start).collect::<Vec<_>>());
+            if !is_stuck {
+                parts.iter().for_each(|part| self.set(part, false));
+            }
+            self.pins.unpinned(start, is_stuck.then_some(begun));
+            if is_stuck {
+                assert_eq!(self.pins.take(&pages), None, "what is pinned there may be gone");
             }
         }
 
@@ -202,7 +237,9 @@ mod tests {
                 }
             }
             for (at, pin) in self.pins.0.iter().enumerate() {
-                assert!(pin.users > 0 && !pin.is_busy && !pin.pages.is_empty());
+                let held = self.held.iter().flatten();
+                let users = held.filter(|(_, held)| held.contains(&pin.pages.start)).count();
+                assert!(pin.users == users && !pin.is_busy && !pin.pages.is_empty());
                 let later = &self.pins.0[at + 1..];
                 let apart = |other: &Pin| {
                     pin.pages.end <= other.pages.start || other.pages.end <= pin.pages.start
@@ -237,6 +274,11 @@ mod tests {
                                 let left = world.pinned.iter().any(|pinned| *pinned);
                                 assert!(!left || stuck.is_some());
                                 assert_eq!(left, !world.pins.0.is_empty());
+                                // The GPUs have gone on: who comes next has it pinned anew.
+                                world.take(0, 0..PAGES);
+                                world.check();
+                                world.give_back(0, false);
+                                assert_eq!(world.pinned, [false; ALL]);
                             }
                         }
                     }

@@ -20,7 +20,8 @@
 //!    memory, and memory of a kind that cannot be handed over are refused with the reason.
 //! 2. An opened allocation is closed when its owner here is dropped, once. Whoever drops it sees to it that nothing of the
 //!    GPU's goes there any more.
-//! 3. What is mapped and pinned here stays so, for good, if a GPU is stuck when it is dropped ([`crate::stuck`]).
+//! 3. What is mapped here stays so, for good, if a GPU is stuck when it is dropped ([`crate::stuck`]); what is pinned, until somebody
+//!    pins those pages when none is. Nobody shares it meanwhile.
 //! 4. What is mapped is unmapped as it was mapped, each allocation by itself, before its addresses are given back: no
 //!    part of a mapping can be unmapped (CUDA driver API, `cuMemUnmap`).
 
@@ -30,7 +31,7 @@ use crate::driver::{check, cu};
 use crate::error::{CudaCode, Error};
 use crate::extent::{Allocation, Found, walk};
 use crate::memory::PinnedMemory;
-use crate::pins::{Pins, Taken, pages_of};
+use crate::pins::{Going, Pins, Taken, pages_of};
 use crate::stuck;
 use std::ffi::{c_int, c_void};
 use std::fmt;
@@ -172,7 +173,7 @@ unsafe fn fact<T: Default>(which: cu::CUpointer_attribute, address: u64) -> Resu
 pub fn hand_over(device: &Device, address: u64) -> Result<Handover, Error> {
     let _current = device.enter()?;
     if let Ok(physical) = Physical::at(address) {
-        return physical.file().map(Handover::File).map_err(|_| Error::NotShareable { address });
+        return physical.file_of(address).map(Handover::File);
     }
     let mut handle = cu::CUipcMemHandle { reserved: [0; IPC_HANDLE_BYTES] };
     // SAFETY: writes the one structure.
@@ -307,7 +308,7 @@ impl Allocations {
                 code => Error::Driver { call: "cuMemRetainAllocationHandle", code: CudaCode(code) },
             })?;
             // Whether it can be exported is not told but by doing so.
-            physical.file().map_err(|_| Error::NotShareable { address })?;
+            physical.file_of(address)?;
             all.push((physical, one.bytes));
             Ok(())
         };
@@ -371,6 +372,24 @@ impl Physical {
         check("cuMemExportToShareableHandle", exported)?;
         // SAFETY: made just now, for us alone.
         Ok(unsafe { OwnedFd::from_raw_fd(file) })
+    }
+
+    /// The same of what is mapped at `address`. What was not made to be exported is not shareable; what the driver answers
+    /// otherwise says nothing of the memory: the process has no more files, say.
+    fn file_of(&self, address: u64) -> Result<OwnedFd, Error> {
+        use cu::CUresult as C;
+        self.file().map_err(|why| match why {
+            Error::Driver {
+                code:
+                    CudaCode(
+                        C::CUDA_ERROR_INVALID_VALUE
+                        | C::CUDA_ERROR_NOT_SUPPORTED
+                        | C::CUDA_ERROR_NOT_PERMITTED,
+                    ),
+                ..
+            } => Error::NotShareable { address },
+            why => why,
+        })
     }
 }
 
@@ -447,6 +466,22 @@ fn location(device: &Device) -> cu::CUmemLocation {
     cu::CUmemLocation { type_: cu::CUmemLocationType::CU_MEM_LOCATION_TYPE_DEVICE, id }
 }
 
+/// Memory that was not zeroed in time, each behind what comes after its zeroes.
+static LATE: Mutex<Vec<(Event, SharedMemory)>> = Mutex::new(Vec::new());
+
+fn late() -> MutexGuard<'static, Vec<(Event, SharedMemory)>> {
+    LATE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Gives back what has been zeroed since.
+fn give_back_late() {
+    // In a context that has failed nothing runs.
+    let over = |(event, _): &mut (Event, SharedMemory)| !matches!(event.is_done(), Ok(false));
+    let over: Vec<_> = late().extract_if(.., over).collect();
+    // Without the lock: the driver is called.
+    drop(over);
+}
+
 /// Memory of one GPU that can be handed over as a file, and that NICs can be given where they can take it.
 #[derive(Debug)]
 pub struct SharedMemory {
@@ -459,8 +494,9 @@ impl SharedMemory {
     ///
     /// # Errors
     ///
-    /// What the driver answers.
+    /// What the driver answers; [`Error::TimedOut`], and then it is given back when somebody takes memory and the GPU has gone on.
     pub fn zeroed(device: &Device, bytes: usize) -> Result<Self, Error> {
+        give_back_late();
         let _current = device.enter()?;
         let wanted = cu::CUmemAllocationProp {
             type_: cu::CUmemAllocationType::CU_MEM_ALLOCATION_TYPE_PINNED,
@@ -489,20 +525,21 @@ impl SharedMemory {
         let physical = Physical(physical);
         let mut mapped = Mapped::reserve(device, whole)?;
         mapped.add(&physical, whole)?;
-        let stream = Stream::new(device)?;
+        let (stream, event) = (Stream::new(device)?, Event::new(device)?);
         // SAFETY: the range was mapped just now, and nobody else knows of it.
         check("cuMemsetD8Async", unsafe {
             cu::cuMemsetD8Async(mapped.at, 0, whole, stream.handle())
         })?;
-        let done = Event::new(device)
-            .and_then(|event| event.record(&stream).map(|()| event))
-            .and_then(|event| event.wait(COPY_LIMIT));
         let memory = Self { mapped, _physical: physical };
-        match done {
+        match event.record(&stream).and_then(|()| event.wait(COPY_LIMIT)) {
             Ok(()) => Ok(memory),
             Err(why) => {
                 // It may be written to for as long as the GPU likes.
-                std::mem::forget(memory);
+                if matches!(why, Error::TimedOut { .. }) {
+                    late().push((event, memory));
+                } else {
+                    std::mem::forget(memory);
+                }
                 Err(why)
             }
         }
@@ -698,8 +735,10 @@ fn settled(change: impl FnOnce(&mut Pins)) {
 #[derive(Debug)]
 pub struct Pinned {
     device: Device,
-    /// By their first page. None: it has been given back, or is to stay pinned.
+    /// By their first page. None: it has been given back.
     held: Vec<u64>,
+    /// What of it nobody else needs, once it was [let go of](Pinned::let_go).
+    going: Vec<Going>,
 }
 
 /// Why host memory was not pinned.
@@ -726,18 +765,18 @@ impl From<Error> for NotPinned {
 }
 
 impl Pinned {
-    /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address. Some tenths of a second for
-    /// each GiB. What of it the application has pinned, if only some of it, it will have to keep so; `None`: that is all.
-    /// `page`: bytes of a page.
+    /// Pins `bytes` bytes from `start`, and what else is in their pages, so that every GPU reaches them at the CPU's address.
+    /// Some tenths of a second for each GiB. What of it the application has pinned, if only some of it, it will have to keep
+    /// so; `None`: that is all. `page`: bytes of a page.
     ///
     /// # Safety
     ///
-    /// The range is mapped, readable and writable, until this has been dropped. Pages that stay pinned then ([`Pinned::unpin`]) are
-    /// kept by the driver, and what is mapped at their addresses later is taken for pinned.
+    /// The range is mapped, readable and writable, until this has been let go of, or dropped; and no GPU is given it to use after
+    /// that. Pages that are still pinned then, or stay so ([`Pinned::unpin`]), the driver keeps.
     ///
     /// # Errors
     ///
-    /// [`NotPinned`].
+    /// [`NotPinned`]; [`Error::Busy`], too, for pages that stayed pinned, if a GPU is still stuck.
     pub unsafe fn new(
         device: &Device,
         start: u64,
@@ -745,19 +784,19 @@ impl Pinned {
         page: u64,
     ) -> Result<Option<Self>, NotPinned> {
         let range = start..start.saturating_add(bytes as u64);
-        let Taken { shared, missing } = take(&pages_of(&range, page))?;
+        let Taken { shared, missing } = take(device, &pages_of(&range, page))?;
         // From here on what is held goes as it must, whatever happens.
-        let mut pinned = Self { device: device.clone(), held: shared };
+        let mut pinned = Self { device: device.clone(), held: shared, going: Vec::new() };
         let mut failed = Ok(());
         for pages in missing {
-            let part = pages.start.max(range.start)..pages.end.min(range.end);
-            let mut begun = Vec::new();
-            // SAFETY: our caller's promise.
-            failed = failed.and_then(|()| unsafe { register(device, part, &mut begun) });
+            let (start, mut begun) = (pages.start, Vec::new());
+            // Whole pages, as they are shared: another range may have bytes of the first and the last.
+            // SAFETY: our caller's promise; where a byte of a page is mapped, all of it is.
+            failed = failed.and_then(|()| unsafe { register(device, pages, &mut begun) });
             if !begun.is_empty() {
-                pinned.held.push(pages.start);
+                pinned.held.push(start);
             }
-            settled(|pins| pins.pinned(pages.start, begun));
+            settled(|pins| pins.pinned(start, begun));
         }
         let pinned = (!pinned.held.is_empty()).then_some(pinned);
         match failed {
@@ -766,45 +805,62 @@ impl Pinned {
         }
     }
 
-    /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned for good.
+    /// Says that it will be unpinned, by whom it is given to: who wants any of its pages from now on waits for that, since
+    /// something else may be mapped there by then. Calls no driver.
+    pub fn let_go(&mut self) {
+        let mut pins = pins();
+        let held = std::mem::take(&mut self.held).into_iter();
+        self.going.extend(held.filter_map(|start| Some((start, pins.give_back(start)?))));
+    }
+
+    /// Unpins it, as far as nobody else needs it. `false`: a GPU is stuck, may be using it, and it stays pinned.
     #[must_use = "what stays pinned has to stay mapped"]
     pub fn unpin(mut self) -> bool {
         self.undo()
     }
 
     fn undo(&mut self) -> bool {
-        let mut all = true;
-        for start in std::mem::take(&mut self.held) {
-            // The guard goes at once.
-            let unused = pins().give_back(start);
-            let Some(begun) = unused else { continue };
-            let freed = stuck::to_free(&self.device).map(|_current| {
-                for at in begun {
-                    // SAFETY: pinned by `register`, undone here only, once: nobody else holds it, and nobody takes it until it is said.
-                    let _ = unsafe { cu::cuMemHostUnregister(at as *mut c_void) };
-                }
-            });
-            all &= freed.is_some();
-            settled(|pins| pins.unpinned(start, freed.is_some()));
-        }
-        all
+        self.let_go();
+        let going = std::mem::take(&mut self.going).into_iter();
+        going.fold(true, |all, going| all & unregister(&self.device, going))
     }
 }
 
-/// Takes pages, when nobody is pinning or unpinning any of them.
-fn take(pages: &Range<u64>) -> Result<Taken, Error> {
+/// Has the driver unpin it, and says so. `false`: a GPU is stuck.
+fn unregister(device: &Device, (start, begun): Going) -> bool {
+    let freed = stuck::to_free(device).map(|_current| {
+        for at in &begun {
+            // SAFETY: pinned by `register`, undone here only, once: nobody else holds it, and nobody takes it until it is said.
+            let _ = unsafe { cu::cuMemHostUnregister(*at as *mut c_void) };
+        }
+    });
+    let is_freed = freed.is_some();
+    settled(|pins| pins.unpinned(start, (!is_freed).then_some(begun)));
+    is_freed
+}
+
+/// Takes pages, when nobody is pinning or unpinning any of them, or is about to; what of them could not be unpinned is unpinned first.
+fn take(device: &Device, pages: &Range<u64>) -> Result<Taken, Error> {
     let deadline = Instant::now() + SETTLED_WITHIN;
-    let mut pins = pins();
+    let busy = Err(Error::Busy { address: pages.start });
     loop {
+        let mut pins = pins();
+        let stale = pins.stale(pages);
+        if !stale.is_empty() {
+            drop(pins);
+            if !stale.into_iter().fold(true, |all, stale| all & unregister(device, stale)) {
+                return busy;
+            }
+            continue;
+        }
         if let Some(taken) = pins.take(pages) {
             return Ok(taken);
         }
         let left = deadline.saturating_duration_since(Instant::now());
         if left.is_zero() {
-            return Err(Error::Busy { address: pages.start });
+            return busy;
         }
-        let waited = SETTLED.wait_timeout(pins, left);
-        pins = waited.unwrap_or_else(PoisonError::into_inner).0;
+        drop(SETTLED.wait_timeout(pins, left).unwrap_or_else(PoisonError::into_inner));
     }
 }
 

@@ -2,7 +2,8 @@
 //!
 //! Who has waited in vain for what a stream was given says so here. That may use whatever memory its caller named, other GPUs' and the
 //! host's too, and goes on using it when the GPU goes on. The driver would know, since it waits for all streams of a context before it
-//! frees: but then so would whoever drops something, as long as the GPU takes. So what is dropped meanwhile is kept, for good.
+//! frees: but then so would whoever drops something, as long as the GPU takes. So what is dropped meanwhile is kept, for good; host memory
+//! stays pinned until somebody is to pin it once more, who has it unpinned first.
 //!
 //! Seen to wait so, for all of two seconds that a stream waited (one H100, driver 580.159.04): `cuMemFree`, `cuMemFreeHost`,
 //! `cuMemHostUnregister`, `cuIpcCloseMemHandle`. Seen not to: whatever takes or maps memory, `cuMemUnmap`, `cuMemAddressFree`,

@@ -208,6 +208,9 @@ impl Place {
     fn set(&self, value: u64) {
         match self {
             Self::Gpu { page, offset } => {
+                // What was written to the host's memory before is there first: a store to memory that combines stores may appear to
+                // come before earlier ones to other memory, though it is a release.
+                flush_store();
                 page.word(*offset).store(value, Ordering::Release);
                 flush_store();
             }
@@ -216,7 +219,7 @@ impl Place {
     }
 }
 
-/// Has a store to memory that combines stores go out now.
+/// Has a store to memory that combines stores go out now; one that follows, after all that came before.
 #[inline]
 fn flush_store() {
     #[cfg(target_arch = "x86_64")]

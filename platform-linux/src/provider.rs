@@ -451,7 +451,7 @@ pub trait Memory: Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// `len` bytes from `ptr` are mapped, and stay so until [`Memory::revoke`] has returned `Ok`.
+    /// `len` bytes from `ptr` are mapped, and stay so until [`Memory::revoke`] has returned `Ok`, or the provider has been dropped.
     /// Peers write there at any time, if the rights say so.
     ///
     /// # Errors

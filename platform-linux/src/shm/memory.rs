@@ -20,6 +20,9 @@
 //! - Who has taken a region out of the table is the last to hold anything of its memory: references to a GPU's allocations, too.
 //! - A session that we closed stays listed until its peer has stopped writing.
 //! - Nothing of a region's is given back under the table's lock: the driver may wait for GPUs to be idle before it does.
+//! - The caller's memory, which may be unmapped when the engine has ended, stays pinned for no handle that lives longer
+//!   ([`ShmMemory::end`]). Whose pin leaves the table has let go of it under the table's lock ([`Pinned::let_go`]): who is told after that
+//!   that the memory is free, and registers what is there next, shares no pages with what was.
 //! - Lock order: table, then links. Neither is taken by the data path, but for the delivery of bounced
 //!   records.
 
@@ -175,12 +178,21 @@ enum Backing {
     /// Peers map the file.
     File { file: Arc<OwnedFd>, mapping: Reachable<Mapping> },
     /// Memory of this process alone, which our GPUs reach.
-    Process { _pinned: Option<Pinned> },
+    Process { pinned: Option<Pinned> },
     /// Of a GPU: peers open it.
     Gpu { index: u8, found: Found, uuid: Uuid, shared: Shared, _owned: Option<SharedMemory> },
 }
 
 impl Backing {
+    /// Takes the pin of the caller's memory, which stays a region; it has been let go of.
+    fn let_go(&mut self) -> Option<Pinned> {
+        let Self::Process { pinned } = self else { return None };
+        pinned.take().map(|mut pinned| {
+            pinned.let_go();
+            pinned
+        })
+    }
+
     fn kind(&self) -> Kind {
         match self {
             Self::File { .. } | Self::Process { .. } => Kind::Host,
@@ -217,6 +229,8 @@ struct Slot {
 struct Table {
     slots: Vec<Slot>,
     free: Vec<u32>,
+    /// The engine has ended.
+    is_over: bool,
 }
 
 impl Table {
@@ -251,7 +265,10 @@ impl Table {
 
     fn remove(&mut self, id: u32) -> Option<Region> {
         let slot = self.slots.get_mut(usize::try_from(id).ok()?)?;
-        let region = slot.region.take()?;
+        let mut region = slot.region.take()?;
+        if let Backing::Process { pinned: Some(pinned) } = &mut region.backing {
+            pinned.let_go();
+        }
         // A slot whose generations are used up is not used again.
         if let Some(next) = slot.generation.checked_add(1) {
             slot.generation = next;
@@ -344,7 +361,7 @@ impl ShmMemory {
     /// same GPU knows that it may have to.
     fn part_with_and_wait(&self, backing: Backing) {
         match (self.part_with(backing), &self.gpus.0) {
-            (Some(backing @ Backing::Process { _pinned: Some(_) }), Some(known)) => {
+            (Some(backing @ Backing::Process { pinned: Some(_) }), Some(known)) => {
                 known.closer.give_and_wait(backing);
             }
             (backing, _) => drop(backing),
@@ -359,6 +376,20 @@ impl ShmMemory {
         }
         link.closed.store(true, Ordering::Relaxed);
         lock(&self.links).retain(|link| !link.is_over());
+    }
+
+    /// The engine has ended, and no GPU does anything for it any more. The caller's memory is given to be unpinned, whoever has handles: it may be
+    /// unmapped next. Who ends the closer waits for that.
+    pub(super) fn end(&self) {
+        let pinned: Vec<_> = {
+            let mut table = lock(&self.table);
+            table.is_over = true;
+            let regions = table.slots.iter_mut().filter_map(|slot| slot.region.as_mut());
+            regions.filter_map(|region| region.backing.let_go()).collect()
+        };
+        if let Some(known) = self.gpus.0.as_ref().filter(|_| !pinned.is_empty()) {
+            known.closer.give(pinned);
+        }
     }
 
     /// Allows the peer of `link` to write to the region of `key`, and says how, or refuses.
@@ -430,15 +461,22 @@ impl ShmMemory {
         true
     }
 
-    fn insert(&self, region: Region) -> Result<Registered, RegisterError> {
+    fn insert(&self, mut region: Region) -> Result<Registered, RegisterError> {
         let (ptr, len, rights, base) = (region.base, region.len, region.rights, region.base());
         let kind = region.backing.kind();
         let place = match (kind, &self.gpus.0) {
             (Kind::Gpu(index), Some(gpus)) => gpus.ordinal(index).map_or(Place::Host, Place::Gpu),
             _ => Place::Host,
         };
-        let inserted = lock(&self.table).insert(region);
+        let (inserted, late) = {
+            let mut table = lock(&self.table);
+            let late = if table.is_over { region.backing.let_go() } else { None };
+            (table.insert(region), late)
+        };
         // Without the lock.
+        if late.is_some() {
+            self.part_with_and_wait(Backing::Process { pinned: late });
+        }
         let (id, generation) = inserted.map_err(|refused| {
             self.part_with_and_wait(refused.backing);
             RegisterError::TableFull { capacity: REGIONS_MAX }
@@ -562,16 +600,16 @@ impl Memory for ShmMemory {
         if let Some(found) = self.look_up(ptr, len)? {
             return self.insert_gpu(found, ptr, len, rights, None);
         }
-        // SAFETY: the range stays mapped until the region was revoked, by our caller's promise, and released only then. What a GPU that
-        // is stuck then still uses are its pages, which the driver keeps.
-        let _pinned = match unsafe { self.pin(ptr, len) } {
+        // SAFETY: the range stays mapped until the region was revoked, and is released only then, or until the engine has ended, by our caller's
+        // promise; it is let go of by then (`ShmMemory::end`). What a GPU that is stuck then still uses are its pages, which the driver keeps.
+        let pinned = match unsafe { self.pin(ptr, len) } {
             Ok(pinned) => pinned,
             Err(NotPinned { why, left }) => {
-                self.part_with_and_wait(Backing::Process { _pinned: left });
+                self.part_with_and_wait(Backing::Process { pinned: left });
                 return Err(RegisterError::Gpu(why));
             }
         };
-        let backing = Backing::Process { _pinned };
+        let backing = Backing::Process { pinned };
         self.insert(Region { base: ptr, len, rights, backing, withdrawn: false })
     }
 
@@ -584,7 +622,7 @@ impl Memory for ShmMemory {
         if len == 0 {
             return Err(RegisterError::Empty);
         }
-        let backing = Backing::Process { _pinned: None };
+        let backing = Backing::Process { pinned: None };
         let region = Region { base: ptr, len, rights, backing, withdrawn: false };
         Ok(unreached(self.insert(region)?))
     }

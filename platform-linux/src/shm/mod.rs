@@ -1261,13 +1261,14 @@ impl ShmProvider {
 
 impl Drop for ShmProvider {
     /// Ends all sessions: peers see it at once, and whoever withdraws a region later need not wait for
-    /// peers that have stopped.
+    /// peers that have stopped. Then nothing of the caller's memory is to stay pinned.
     fn drop(&mut self) {
         let gpus = self.gpus.take();
         let mut sessions = || {
             while let Some(index) = self.up.pop() {
                 self.end(index, WorkError::Flushed, &mut Nobody);
             }
+            self.memory.end();
         };
         match gpus {
             Some(gpus) => gpus.end(sessions),

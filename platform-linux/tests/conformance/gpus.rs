@@ -36,6 +36,7 @@ pub const TESTS: &[Test] = &[
     ("host_memory_of_the_driver", Spread::Processes, host_memory_of_the_driver),
     ("host_memory_pinned_in_part", Spread::Processes, host_memory_pinned_in_part),
     ("late_copies_of_the_host", Spread::Once, late_copies_of_the_host),
+    ("late_zeroes", Spread::Once, late_zeroes),
     ("regions_that_adjoin", Spread::Processes, regions_that_adjoin),
     ("streams_wait_for_counts", Spread::Places, streams_wait_for_counts),
     ("waits_of_streams_end", Spread::ProcessesBothMotors, waits_of_streams_end),
@@ -148,6 +149,8 @@ pub const COPYING: &[Test] = &[
         first_write_to_host_memory_while_the_gpu_is_busy,
     ),
     ("host_memory_in_parts", Spread::Processes, host_memory_in_parts),
+    ("host_memory_after_its_engine", Spread::ProcessesBothMotors, host_memory_after_its_engine),
+    ("pages_that_were_let_go_of", Spread::Once, pages_that_were_let_go_of),
     ("the_end_waits_for_the_gpu", Spread::Once, the_end_waits_for_the_gpu),
     ("what_is_not_one_range", Spread::Once, what_is_not_one_range),
     (
@@ -156,6 +159,7 @@ pub const COPYING: &[Test] = &[
         more_allocations_than_a_region_may_have,
     ),
     ("freed_while_it_is_opened", Spread::ProcessesBothMotors, freed_while_it_is_opened),
+    ("no_file_for_an_allocation", Spread::Once, no_file_for_an_allocation),
 ];
 
 /// The last GPU's number: another than the first, if there are two.
@@ -461,6 +465,32 @@ fn freed_while_it_is_opened(case: &Case) {
     println!("{done} were done, {refused} refused");
     assert!(refused > 0, "nothing was taken back in time");
     assert_eq!(me.engine.peer_state(peer), Some(PeerState::Up));
+}
+
+/// The process has no more files when memory of a GPU is to be handed over, which takes one for each allocation: that is not said to be the
+/// memory's fault, which can be registered when there are.
+fn no_file_for_an_allocation(case: &Case) {
+    use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+    use std::os::fd::AsRawFd;
+    let me = case.me();
+    for parts in 1..3 {
+        let segment = Segment::new(0, parts);
+        let len = parts * usize::try_from(PART).expect("small");
+        // SAFETY: freed below, when nobody uses it.
+        let register = || unsafe { me.engine.register(segment.ptr(0), len, Rights::REMOTE_WRITE) };
+        let before = getrlimit(Resource::Nofile);
+        let next = std::fs::File::open("/dev/null").expect("a file").as_raw_fd();
+        let most = u64::try_from(next).expect("a number");
+        setrlimit(Resource::Nofile, Rlimit { current: Some(most), ..before }).expect("less");
+        let refused = register();
+        setrlimit(Resource::Nofile, before).expect("as before");
+        let Err(RegisterError::Gpu(why @ Error::Driver { .. })) = refused else {
+            panic!("{:?}", refused.err());
+        };
+        assert!(why.to_string().contains("ulimit -n"), "{why}");
+        me.close(register().expect("register"), patience()).expect("closed");
+        segment.free();
+    }
 }
 
 /// Where NICs read and write.
@@ -1101,42 +1131,100 @@ fn late_copies_of_the_host(case: &Case) {
     assert!(begun.iter().all(|&byte| byte == 5) && rest.iter().all(|&byte| byte == 1));
 }
 
-/// Two regions of host memory, pinned one after the other, that adjoin; and so do the places that they are written to. Where both writes become
-/// one copy, its source lies in both.
+/// A GPU that is stuck when it is to zero memory for the engine: that is given up, and the memory comes back when the GPU has gone on.
+fn late_zeroes(case: &Case) {
+    let me = case.me();
+    let alloc = || me.engine.alloc_gpu(0, 64 << 10);
+    drop(alloc().expect("memory of GPU 0"));
+    let mut before = None;
+    let settles = |before: &mut Option<u64>| {
+        let last = std::mem::replace(before, kept());
+        me.linger(Duration::from_millis(100));
+        (last == kept() && last == *before).then_some(last)
+    };
+    let before = me.until(patience(), || settles(&mut before)).expect("it is given back");
+    assert!(stick(true), "only the stand-in for the driver can be held");
+    goes_within(
+        GIVES_UP_WITHIN,
+        || _ = stick(false),
+        || {
+            let late = me.engine.alloc_gpu(0, 64 << 10);
+            assert!(
+                matches!(late, Err(RegisterError::Gpu(Error::TimedOut { .. }))),
+                "{:?}",
+                late.err()
+            );
+        },
+    );
+    stick(false);
+    go_on();
+    drop(alloc().expect("memory of GPU 0"));
+    me.until(patience(), || (kept() == before).then_some(())).expect("both are given back");
+}
+
+/// Two regions of host memory, pinned one after the other, that adjoin, at an end of a page and within one; and so do the places that they are
+/// written to. Where both writes become one copy, its source lies in both. Pages, too.
 fn regions_that_adjoin(case: &Case) {
     const PART: u64 = 64 << 10;
+    const PAGE: u64 = 4096;
     let (me, mut other, peer) = case.pair();
     let (there, desc) = other.memory(&me, 2 * PART, Own::Engine);
     let (counter, tag) = other.counter(&me);
-    let half = usize::try_from(PART).expect("small");
-    let mine = Lent::new(2 * half);
-    let register = |offset: usize| {
-        let at = NonNull::new(mine.ptr.as_ptr().wrapping_add(offset)).expect("some");
-        // SAFETY: never unmapped, and no reference to the bytes is ever made.
-        unsafe { me.engine.register(at, half, Rights::LOCAL) }.expect("register")
-    };
-    let both = [register(0), register(half)];
-    for round in 0..16 {
-        let pattern = case.pattern(round);
-        for (region, at) in both.iter().zip([0, PART]) {
-            pattern.fill(region, 0, PART, at);
+    let poison = Ask::Poison { region: there, offset: 0, len: 2 * PART, byte: 0xa5 };
+    for split in [PART, PART + 100] {
+        let mine = Lent::new(usize::try_from(2 * PART).expect("small"));
+        let register = |from: u64, to: u64| {
+            let [from, len] = [from, to - from].map(|it| usize::try_from(it).expect("small"));
+            let at = NonNull::new(mine.ptr.as_ptr().wrapping_add(from)).expect("some");
+            // SAFETY: never unmapped, and no reference to the bytes is ever made.
+            unsafe { me.engine.register(at, len, Rights::LOCAL) }.expect("register")
+        };
+        let both = [register(0, split), register(split, 2 * PART)];
+        let rest = 2 * PART - split;
+        for round in 0..16 {
+            let pattern = case.pattern(round);
+            for (region, (at, len)) in both.iter().zip([(0, split), (split, rest)]) {
+                pattern.fill(region, 0, len, at);
+            }
+            other.tell(&me, poison.clone());
+            // The end of the first and the beginning of the second, of any lengths.
+            let (before, after) = (PART - 16 * round, rest - 7 * round);
+            let (first, second) = ((split - before, split - before, before), (0, split, after));
+            let transfers = [first, second].into_iter().zip(&both);
+            let transfers: Vec<_> = transfers
+                .map(|(range, region)| write(&me, peer, region, &desc, range, Some(tag)))
+                .collect();
+            other.count(&me, counter, 2);
+            transfers.iter().for_each(|transfer| me.done(transfer));
+            let (offset, len) = (split - before, before + after);
+            let wrong =
+                other.place(&me, Ask::Mismatch { region: there, offset, len, pattern, at: offset });
+            assert_eq!(wrong, None, "{split}, round {round}");
+            other.check_only(&me, there, 0, offset, 0xa5);
+            other.check_only(&me, there, offset + len, 2 * PART - offset - len, 0xa5);
         }
-        other.tell(&me, Ask::Poison { region: there, offset: 0, len: 2 * PART, byte: 0xa5 });
-        // The end of the first and the beginning of the second, of any lengths.
-        let (before, after) = (PART - 16 * round, PART - 7 * round);
-        let (first, second) = ((PART - before, PART - before, before), (0, PART, after));
-        let transfers = [first, second].into_iter().zip(&both);
-        let transfers: Vec<_> = transfers
-            .map(|(range, region)| write(&me, peer, region, &desc, range, Some(tag)))
-            .collect();
-        other.count(&me, counter, 2);
-        transfers.iter().for_each(|transfer| me.done(transfer));
-        let (offset, len) = (PART - before, before + after);
+        let pattern = case.pattern(16);
+        let [_, second] = &both;
+        pattern.fill(second, 0, rest, split);
+        other.tell(&me, poison.clone());
+        let pages = u32::try_from(rest / PAGE).expect("small");
+        let from =
+            Pages { indices: (0..pages).collect::<Vec<_>>().into(), stride: PAGE, offset: 0 };
+        let transfer = me.engine.submit_paged_writes(&PagedWrite {
+            peer,
+            page_bytes: PAGE,
+            src: second,
+            src_pages: from.clone(),
+            dst: &desc,
+            dst_pages: Pages { offset: split, ..from },
+            imm: None,
+        });
+        me.done(&transfer.expect("submit"));
+        let (offset, len) = (split, u64::from(pages) * PAGE);
         let wrong =
             other.place(&me, Ask::Mismatch { region: there, offset, len, pattern, at: offset });
-        assert_eq!(wrong, None, "round {round}");
-        other.check_only(&me, there, 0, offset, 0xa5);
-        other.check_only(&me, there, offset + len, PART - after, 0xa5);
+        assert_eq!(wrong, None, "{split}, by pages");
+        other.check_only(&me, there, 0, split, 0xa5);
     }
 }
 
@@ -1215,8 +1303,23 @@ fn stuck(case: &Case) {
             Stream::new(&device).expect("a stream");
         },
     );
+    // Something else may be mapped where memory stayed pinned.
+    // SAFETY: never unmapped, and no reference to the bytes is ever made.
+    let again = || unsafe { later.engine.register(mine.ptr, 64 << 10, Rights::LOCAL) };
+    later
+        .until(patience(), || {
+            let refused = again();
+            matches!(refused, Err(RegisterError::Gpu(Error::Busy { .. }))).then_some(())
+        })
+        .expect("a GPU is stuck");
     stick(false);
     go_on();
+    // What stayed pinned is pinned anew.
+    let again = again().expect("register");
+    assert!(later.close(again, patience()).is_ok());
+    // SAFETY: never unmapped.
+    assert!(unsafe { pin(mine.ptr.as_ptr() as u64, 64 << 10) }, "it is pinned still");
+    unpin(mine.ptr.as_ptr() as u64);
     // What is dropped now is not kept.
     let settles = |before: &mut Option<u64>| {
         let last = std::mem::replace(before, kept());
@@ -1668,6 +1771,93 @@ fn each_with_a_gpu_of_its_own(case: &Case) {
         assert_eq!(transfer.wait(patience()).expect("it ends"), End::Done);
         assert_eq!(pattern.mismatch(there, 0, BYTES, 0), None);
     }
+}
+
+/// An engine has ended, and a handle of its to a region is there: the memory is the application's, which maps something else in its place. That is
+/// pinned anew for the next engine, for as long as that has it registered, and the next engine alone.
+fn host_memory_after_its_engine(case: &Case) {
+    use rustix::mm::{MapFlags, ProtFlags, mmap_anonymous};
+    const BYTES: usize = 64 << 10;
+    let (mut other, address) = case.agent("other");
+    let mine = Lent::new(BYTES);
+    let first = mine.ptr.as_ptr() as u64;
+    let register = |engine: &TransferEngine| {
+        // SAFETY: mapped anew only when the engine has ended, and no reference to the bytes is ever made.
+        unsafe { engine.register(mine.ptr, BYTES, Rights::LOCAL) }.expect("register")
+    };
+    let is_pinned = || {
+        // SAFETY: never unmapped.
+        let is_free = unsafe { pin(first, BYTES as u64) };
+        if is_free {
+            unpin(first);
+        }
+        !is_free
+    };
+    let gone = case.me();
+    let old = [register(&gone.engine), register(&gone.engine).slice(100, 8).expect("a part")];
+    assert!(is_pinned());
+    drop(gone);
+    assert!(!is_pinned(), "for handles of an engine that has ended");
+    let (both, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE | MapFlags::FIXED);
+    // SAFETY: over a mapping of ours that nobody uses any more.
+    let mapped = unsafe { mmap_anonymous(mine.ptr.as_ptr().cast(), BYTES, both, flags) };
+    assert_eq!(mapped.expect("mmap"), mine.ptr.as_ptr().cast());
+    let me = case.me();
+    let peer = me.peer(&address);
+    // In turn a GPU's and the host's.
+    let there: Vec<_> = (0..2).map(|_| other.memory(&me, BYTES as u64, Own::Engine)).collect();
+    let region = register(&me.engine);
+    let [whole, part] = old;
+    drop(part);
+    whole.close(Duration::ZERO).expect("nobody uses it");
+    assert!(is_pinned());
+    let pattern = case.pattern(0);
+    pattern.fill(&region, 0, BYTES as u64, 0);
+    for (there, desc) in &there {
+        me.done(&write(&me, peer, &region, desc, (0, 0, BYTES as u64), None));
+        other.check(&me, *there, 0, BYTES as u64, pattern);
+    }
+    me.close(region, patience()).expect("closed");
+    assert!(!is_pinned());
+    // A handle of the engine may be there when it has ended, if it is polled: what is registered then is nobody's to keep pinned.
+    let (handle, is_polled) = (me.engine.clone(), me.is_polled());
+    drop(me);
+    if is_polled {
+        let late = register(&handle);
+        assert!(!is_pinned());
+        drop(late);
+    }
+}
+
+/// Memory that is to be unpinned: whoever pins it waits for that, and has it pinned anew, since something else may be mapped there by then.
+fn pages_that_were_let_go_of(_: &Case) {
+    let (page, device) = (rustix::param::page_size(), Device::open(0).expect("GPU 0"));
+    let mine = Lent::new(page).ptr.as_ptr() as u64;
+    let new = || {
+        // SAFETY: the page is never unmapped.
+        unsafe { Pinned::new(&device, mine, page, page as u64) }.expect("a pin").expect("new")
+    };
+    let (mut first, second) = (new(), new());
+    first.let_go();
+    // The other has it still.
+    drop(new());
+    drop(first);
+    let mut first = second;
+    first.let_go();
+    std::thread::scope(|scope| {
+        let again = scope.spawn(new);
+        std::thread::sleep(Duration::from_millis(100));
+        let shares = again.is_finished();
+        drop(first);
+        let again = again.join().expect("pins");
+        assert!(!shares, "it has what was pinned before");
+        // SAFETY: as above.
+        assert!(!unsafe { pin(mine, page as u64) });
+        drop(again);
+    });
+    // SAFETY: as above.
+    assert!(unsafe { pin(mine, page as u64) });
+    unpin(mine);
 }
 
 /// Pins a page of the host's for GPU 0.

@@ -25,13 +25,13 @@ const LOOK: Duration = Duration::from_micros(20);
 const PIECES: u64 = 16;
 const SHORTEST_PIECE: u64 = 4096;
 
-/// Kernels and copies of this process do not begin, and warps that stand by look at nothing: their GPUs are stuck.
+/// Kernels, copies and fills of this process do not begin, and warps that stand by look at nothing: their GPUs are stuck.
 static HELD: AtomicBool = AtomicBool::new(false);
 
 /// Streams that would begin one now.
 static HELD_UP: AtomicU64 = AtomicU64::new(0);
 
-/// Holds kernels and copies that have not begun, and warps that stand by, or lets them go on.
+/// Holds kernels, copies and fills that have not begun, and warps that stand by, or lets them go on.
 pub(crate) fn hold(held: bool) {
     HELD.store(held, Ordering::Release);
 }
@@ -130,7 +130,10 @@ pub(crate) enum Work {
 
 impl Work {
     fn moves(&self) -> bool {
-        matches!(self, Self::Copy { .. } | Self::CopyPlain { .. } | Self::Launch { .. })
+        matches!(
+            self,
+            Self::Copy { .. } | Self::CopyPlain { .. } | Self::Fill { .. } | Self::Launch { .. }
+        )
     }
 }
 
