@@ -3,7 +3,8 @@
 //! A file grows as `NAME.immwire-partial` beside its place and is renamed when its BLAKE3 digest is
 //! right. That partial file is all there is to resume from: whoever resumes hashes what is there and
 //! asks the sender whether it is a prefix. So nothing recorded can disagree with the bytes; and what
-//! was hashed is gone on from only while the file is as it was then.
+//! was hashed is gone on from only while the file is as it was then. What the disk failed to take is removed: it can
+//! still be read from memory, and whoever asks the disk again is told that all is well.
 //!
 //! # Invariants
 //!
@@ -38,7 +39,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Why the folder could not take something. Names the path below the folder; partial files stay, to
-/// resume from, but for [`StoreError::Corrupt`].
+/// resume from, but for [`StoreError::Corrupt`], and for one that the disk failed to take when all of it was there.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The folder itself cannot be used.
@@ -789,7 +790,7 @@ impl Growing<'_> {
     ///
     /// # Errors
     ///
-    /// [`StoreError`]: wrong digest (the partial file is removed), or the name was taken meanwhile.
+    /// [`StoreError`]: wrong digest, or the disk failed (the partial file is removed), or the name was taken meanwhile.
     pub fn finish(self, expected: Digest) -> Result<(), StoreError> {
         let path = &self.entry.path;
         let (_, name) = path.split();
@@ -809,7 +810,11 @@ impl Growing<'_> {
         // What others may do is right when the name appears; what the owner may not, only after that.
         let growing_mode = self.entry.mode | OWNER_MODE;
         dress(&self.file, &Entry { mode: growing_mode, ..self.entry.clone() })?;
-        write_out()?;
+        if let Err(error) = write_out() {
+            // The system tells this once: what it gave up is read from memory as if it were on the disk.
+            let _ = unlinkat(&self.at, &growing, AtFlags::empty());
+            return Err(error);
+        }
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
             rename(RenameFlags::empty())
@@ -1012,19 +1017,21 @@ mod tests {
 
     #[test]
     fn its_owner_can_go_on_from_a_partial_file_until_it_has_its_name() {
-        let broken: WriteOut = |_| Err(Errno::IO);
         for owner in 0..8 {
             let dir = tempfile::tempdir().unwrap();
             let (place, growing) = (dir.path().join("x"), dir.path().join("x.immwire-partial"));
             let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
             let entry = Entry { mode: owner << 6 | 0o44, ..entry("x", Some(3)) };
             let offered = Manifest::new(vec![entry.clone()]).unwrap();
-            // Broken off between its mode and its name: by the disk, and because the name is taken.
-            let store = Store::open(dir.path(), false).unwrap().with_disk(broken);
+            // Broken off between its mode and its name: by a folder that cannot be replaced, and because the name is
+            // taken.
+            let store = Store::open(dir.path(), true).unwrap();
             let mut first = store.grow(&entry, None).unwrap();
             first.append(b"hel").unwrap();
+            fs::create_dir(&place).unwrap();
             assert!(matches!(first.finish(of(b"hel")), Err(StoreError::Io { .. })));
             assert_eq!(mode(&growing), entry.mode | 0o600);
+            fs::remove_dir(&place).unwrap();
             let store = Store::open(dir.path(), false).unwrap();
             let again = || {
                 let hashed = survey(&store, &offered)?.hashed[&0].clone();
@@ -1045,6 +1052,26 @@ mod tests {
             store.touch(&entry, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
             assert_eq!(mode(&place), entry.mode);
         }
+    }
+
+    /// A disk that has given pages up says so once, and they are still read as they should be.
+    #[test]
+    fn a_file_that_the_disk_failed_to_take_is_not_gone_on_from() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let broken = Store::open(dir.path(), false).unwrap().with_disk(|_| Err(Errno::IO));
+        let offered = manifest(&[("x", Some(3))]);
+        // As it came, and as one that was there in full without its name.
+        let mut growing = broken.grow(&entry("x", Some(3)), None).unwrap();
+        growing.append(b"hel").unwrap();
+        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Io { .. })));
+        assert!(survey(&store, &offered).unwrap().have.is_empty());
+        fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
+        let hashed = survey(&store, &offered).unwrap().hashed.remove(&0);
+        let growing = broken.grow(&entry("x", Some(3)), hashed).unwrap();
+        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Io { .. })));
+        assert!(survey(&store, &offered).unwrap().have.is_empty());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
     }
 
     #[test]
