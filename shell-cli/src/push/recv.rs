@@ -189,6 +189,10 @@ impl<'a> Push<'a> {
         )?;
         let keep = push.begun()?;
         let stream = Stream::new(&push.manifest, &survey.have, &keep)?;
+        // Else anybody could have files of the folder dressed, and named, whose bytes they do not know.
+        if let Some(Keep { file, .. }) = keep.iter().find(|keep| !survey.is_known(keep)) {
+            return Err(RecvError::Protocol(format!("it keeps file {file} and does not know it")));
+        }
         push.store.check_keep(&push.manifest, &survey, &keep)?;
         push.store.check_room(survey.needs(&stream))?;
         push.store.give_back(&push.manifest, &survey, &stream)?;

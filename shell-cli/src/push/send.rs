@@ -223,8 +223,9 @@ impl Push {
                 bar.inc(count as u64);
                 self.working()?;
             }
-            if file.limit() == 0 && digest(&hasher) == have.digest {
-                keep.push(Keep { file: have.file, bytes: have.bytes });
+            let ours = digest(&hasher);
+            if file.limit() == 0 && ours.had() == have.digest {
+                keep.push(Keep { file: have.file, bytes: have.bytes, digest: ours.kept() });
                 if goes_on(have.bytes, size) {
                     hashers.insert(have.file, Box::new(hasher));
                 }

@@ -373,7 +373,7 @@ impl Store {
             let here = stamp.size.min(size);
             let hasher = hash(&mut file, here, path, &mut working)?;
             let digest = digest(&hasher);
-            survey.have.push(Have { file: number, bytes: here, digest });
+            survey.have.push(Have { file: number, bytes: here, digest: digest.had() });
             let seen = match here < size {
                 true => Seen::Start(Box::new(hasher)),
                 false => Seen::All { digest, bytes: here },
@@ -666,6 +666,13 @@ pub struct Survey {
 }
 
 impl Survey {
+    /// Whether whoever said `keep` knows the bytes that are here.
+    #[must_use]
+    pub fn is_known(&self, keep: &Keep) -> bool {
+        let here = self.hashed.get(&keep.file);
+        here.is_some_and(|here| here.digest().kept() == keep.digest)
+    }
+
     /// What `stream` takes beyond what is here.
     #[must_use]
     pub fn needs(&self, stream: &Stream) -> Needs {
@@ -1108,12 +1115,25 @@ mod tests {
             found.have.iter().map(|have| (have.file, have.bytes, have.digest)).collect();
         assert_eq!(
             have,
-            [(0, 3, of(b"hel")), (2, 6, of(b"longer")), (3, 5, of(b"whole")), (4, 0, of(b""))]
+            [(0, 3, &b"hel"[..]), (2, 6, b"longer"), (3, 5, b"whole"), (4, 0, b"")]
+                .map(|(file, len, bytes)| (file, len, of(bytes).had()))
         );
         assert_eq!(found.whole.iter().copied().collect::<Vec<_>>(), [3, 4]);
         let keep = |files: &[u32]| {
-            files.iter().map(|file| Keep { file: *file, bytes: 0 }).collect::<Vec<_>>()
+            let digest = Digest([0; 32]);
+            files.iter().map(|file| Keep { file: *file, bytes: 0, digest }).collect::<Vec<_>>()
         };
+        for (file, digest, known) in [
+            (3, of(b"whole").kept(), true),
+            (3, of(b"whole"), false),
+            (3, of(b"whole").had(), false),
+            (3, of(b"").kept(), false),
+            (4, of(b"").kept(), true),
+            (1, of(b"").kept(), false),
+            (9, of(b"").kept(), false),
+        ] {
+            assert_eq!(found.is_known(&Keep { file, bytes: 0, digest }), known, "{file}");
+        }
         assert!(store.check_keep(&offered, &found, &keep(&[3, 4])).is_ok());
         let refused = store.check_keep(&offered, &found, &keep(&[0, 4]));
         assert!(matches!(refused, Err(StoreError::Exists(path)) if path.as_str() == "whole"));
@@ -1144,7 +1164,7 @@ mod tests {
             fs::write(dir.path().join("x.immwire-partial"), partial).unwrap();
             let found = survey(&store, &manifest(&[("x", Some(6))])).unwrap();
             let have = found.have.first().map(|have| (have.bytes, have.digest));
-            let expected_have = expected.map(|(bytes, _)| (bytes.len() as u64, of(bytes)));
+            let expected_have = expected.map(|(bytes, _)| (bytes.len() as u64, of(bytes).had()));
             assert_eq!(have, expected_have, "{replaced:?} {partial:?} {overwrite}");
             let whole = expected.is_some_and(|(_, whole)| whole);
             assert_eq!(found.whole.contains(&0), whole, "{replaced:?} {partial:?} {overwrite}");
@@ -1588,7 +1608,8 @@ mod tests {
         fs::write(dir.path().join("kept.immwire-partial"), vec![1; 1 << 19]).unwrap();
         fs::write(dir.path().join("whole.immwire-partial"), b"hel").unwrap();
         let found = survey(&store, &offered).unwrap();
-        let keep = [Keep { file: 1, bytes: 1 << 19 }, Keep { file: 3, bytes: 3 }];
+        let keep = [(1, 1 << 19), (3, 3)];
+        let keep = keep.map(|(file, bytes)| Keep { file, bytes, digest: Digest([0; 32]) });
         let stream = Stream::new(&offered, &found.have, &keep).unwrap();
         let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
         let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };

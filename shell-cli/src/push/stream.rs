@@ -333,7 +333,9 @@ mod tests {
                 let files = [a, b, (5, None)];
                 let named = || (0..).zip(&files).filter_map(|(n, (_, keep))| Some((n, (*keep)?)));
                 let have: Vec<_> = named().map(|(file, bytes)| have(file, bytes)).collect();
-                let keep: Vec<_> = named().map(|(file, bytes)| Keep { file, bytes }).collect();
+                let keep: Vec<_> = named()
+                    .map(|(file, bytes)| Keep { file, bytes, digest: Digest([0; 32]) })
+                    .collect();
                 let stream =
                     Stream::new(&manifest(&files.map(|(size, _)| size)), &have, &keep).unwrap();
                 let expected = oracle(&files);
@@ -369,8 +371,10 @@ mod tests {
     fn what_is_kept_must_be_there_and_named_in_order() {
         let files = manifest(&[4, 4]);
         let new = |have: &[Have], keep: &[(u32, u64)]| {
-            let keep: Vec<_> =
-                keep.iter().map(|(file, bytes)| Keep { file: *file, bytes: *bytes }).collect();
+            let keep: Vec<_> = keep
+                .iter()
+                .map(|(file, bytes)| Keep { file: *file, bytes: *bytes, digest: Digest([0; 32]) })
+                .collect();
             Stream::new(&files, have, &keep).map(|stream| stream.file_bytes())
         };
         assert_eq!(new(&[have(0, 3), have(1, 4)], &[(0, 3), (1, 4)]), Ok(1));
