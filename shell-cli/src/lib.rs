@@ -19,6 +19,9 @@
 //! | [`sim`] | predictions on a simulated fabric |
 //! | [`transport`] | which transport an engine gets, and what to do when it fails |
 
+// By `say`: `eprintln!` panics where nobody reads.
+#![deny(clippy::print_stderr)]
+
 pub mod again;
 pub mod args;
 pub mod baseline;
@@ -36,6 +39,7 @@ pub mod transport;
 use args::{BenchCommand, Cli, Command, DoctorArgs, MoeBenchArgs, SimArgs, SimCommand};
 use clap::Parser;
 use std::ffi::OsString;
+use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -74,7 +78,14 @@ pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
 pub fn log() {
     let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // It would say with `eprintln!` that nobody reads there.
+    let log = log.log_internal_errors(false);
     let _ = log.with_ansi(std::io::stderr().is_terminal()).try_init();
+}
+
+/// Says a line on standard error. A reader that has gone away is told nothing more, and that ends nothing.
+pub(crate) fn say(line: fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn start(cli: &Cli) -> u8 {
@@ -85,7 +96,7 @@ fn start(cli: &Cli) -> u8 {
     match ended {
         Ok(code) => code,
         Err(Failure { code, message }) => {
-            eprintln!("immwire: {message}");
+            say(format_args!("immwire: {message}"));
             match cli.command {
                 Command::Doctor(_) if code == FAILED => NO_DIAGNOSIS,
                 _ => code,
@@ -125,7 +136,7 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
                 code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
                 message: advised(error.to_string(), error.motor()),
             })?;
-            eprintln!("{}", push::send::summary(sent, start.elapsed()));
+            say(format_args!("{}", push::send::summary(sent, start.elapsed())));
             Ok(0)
         }
         Command::Recv(args) => push::recv::recv(args).map(|()| 0).map_err(|error| Failure {

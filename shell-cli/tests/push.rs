@@ -76,6 +76,24 @@ fn a_tree_arrives_with_its_contents_modes_and_times() {
     assert!(receiver.ended().status.success());
 }
 
+/// As where it goes into `grep -m1 iw1:`.
+#[test]
+fn a_receiver_whose_words_nobody_reads_receives_all_the_same() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, b"hello").unwrap();
+    let dir = to.path().to_str().unwrap();
+    let mut command = immwire(["recv", "--once", "--dir", dir]);
+    // Its log, too.
+    command.env("IMMWIRE_LOG", "trace");
+    let mut receiver = Listening::start(command);
+    drop(receiver.child.stderr.take());
+    let sent = push(&[&file], &receiver.address);
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert_eq!(status(&mut receiver.child).code(), Some(0));
+    assert_eq!(fs::read(to.path().join("x")).unwrap(), b"hello");
+}
+
 #[test]
 fn links_arrive_under_their_own_names_and_dots_under_those_of_their_folders() {
     let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());

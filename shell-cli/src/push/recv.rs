@@ -10,6 +10,7 @@ use super::talk::{Look, Talk, TalkError};
 use crate::args::RecvArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
+use crate::say;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
 use std::collections::{BTreeMap, BTreeSet};
@@ -99,7 +100,8 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
     let mut out = std::io::stdout();
     writeln!(out, "{address}")?;
     out.flush()?;
-    eprintln!("receiving into {}; send with: immwire push FILE... ADDR", args.dir.display());
+    let dir = args.dir.display();
+    say(format_args!("receiving into {dir}; send with: immwire push FILE... ADDR"));
     loop {
         let heard = match talk.hear::<FromSender>(Duration::from_secs(1)) {
             Err(TalkError::Motor(MotorError::Interrupted)) if !args.once => return Ok(()),
@@ -132,7 +134,7 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
         match ended {
             Err(error) if args.once => return Err(error),
             Err(error) if error.interrupted() => return Ok(()),
-            Err(error) => eprintln!("immwire: {error}"),
+            Err(error) => say(format_args!("immwire: {error}")),
             Ok(()) if args.once => return Ok(()),
             Ok(()) => {}
         }
@@ -200,7 +202,7 @@ impl<'a> Push<'a> {
         push.talk.say(peer, &FromReceiver::Done)?;
         let took = start.elapsed().as_secs_f64();
         let (files, new) = (push.manifest.files().count(), bytes_text(stream.file_bytes()));
-        eprintln!("{files} files, {new} received in {took:.2} s; all digests right");
+        say(format_args!("{files} files, {new} received in {took:.2} s; all digests right"));
         Ok(())
     }
 
