@@ -199,7 +199,10 @@ impl<'a> Push<'a> {
         push.store.check_room(survey.needs(&stream))?;
         push.store.give_back(&push.manifest, &survey, &stream)?;
         push.receive(&stream, survey, &keep)?;
-        push.talk.say(peer, &FromReceiver::Done)?;
+        if let Err(error) = push.talk.say(peer, &FromReceiver::Done) {
+            // All of it is on the disk, whether or not the sender is there to hear it.
+            say(format_args!("immwire: all has arrived, and the sender was not told: {error}"));
+        }
         let took = start.elapsed().as_secs_f64();
         let (files, new) = (push.manifest.files().count(), bytes_text(stream.file_bytes()));
         say(format_args!("{files} files, {new} received in {took:.2} s; all digests right"));
@@ -539,6 +542,63 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let sent = pushed_onto_a_slow_disk(b"hello", dir.path()).unwrap();
         assert_eq!((sent.bytes, sent.kept), (5, 0));
+    }
+
+    /// Where a sender is, and the receiver's disk with it, whose last folder has this mode.
+    static AT_THE_LAST: AtomicBool = AtomicBool::new(false);
+    static HAS_LEFT: AtomicBool = AtomicBool::new(false);
+    const LAST_MODE: u32 = 0o510;
+
+    fn until(flag: &AtomicBool) {
+        let start = Instant::now();
+        while !flag.load(Ordering::Relaxed) {
+            assert!(start.elapsed() < Duration::from_secs(30));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_push_is_complete_though_its_sender_left_before_it_was_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap().with_disk(|file| {
+            if fstat(file)?.st_mode & 0o777 == LAST_MODE {
+                AT_THE_LAST.store(true, Ordering::Relaxed);
+                until(&HAS_LEFT);
+            }
+            Ok(())
+        });
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let wait = Duration::from_secs(30);
+        let mut sender = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let receiver = sender.connect(motor.engine().address(), wait).unwrap();
+        let mut talk = Talk::new(motor, wait);
+        let path = RelPath::new("d").unwrap();
+        let folder = Entry { path, size: None, mode: LAST_MODE, mtime_s: 0, mtime_ns: 0 };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut talk = Talk::new(sender, wait);
+                let offer =
+                    FromSender::Offer { version: VERSION, credit_tag: 0, entries: vec![folder] };
+                talk.say(receiver, &offer).unwrap();
+                let accept = talk.hear_from(receiver, None::<&()>).unwrap();
+                assert!(matches!(accept, FromReceiver::Accept { .. }), "{accept:?}");
+                talk.say(receiver, &FromSender::Begin { keep: Vec::new() }).unwrap();
+                until(&AT_THE_LAST);
+                drop(talk);
+                HAS_LEFT.store(true, Ordering::Relaxed);
+            });
+            let heard = loop {
+                if let Some(heard) = talk.hear(wait).unwrap() {
+                    break heard;
+                }
+            };
+            let Ok(FromSender::Offer { version, credit_tag, entries }) = heard.message else {
+                panic!("{heard:?}")
+            };
+            Push::run(&store, &mut talk, heard.from, version, credit_tag, entries).unwrap();
+            assert!(talk.there(heard.from).is_err(), "it has left");
+        });
+        assert!(dir.path().join("d").is_dir());
     }
 
     #[test]
