@@ -58,19 +58,34 @@ const NO_DIAGNOSIS: u8 = 3;
 
 /// Runs the command line of this process to its exit code: 0, or 1 with the reason on standard error;
 /// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own: 0 to 2, and 3 with the reason on
-/// standard error if it fails itself.
+/// standard error if it fails itself, or if its command line makes no sense.
 #[must_use]
 pub fn run() -> ExitCode {
-    start(&Cli::parse()).into()
+    run_line(&std::env::args_os().collect::<Vec<_>>()).into()
 }
 
 /// As [`run`], for a program of which the command is a part: runs the command line `args`, whose first is the
-/// name of the command. `program` is how the command is started once more ([`again`]). A command line that
-/// makes no sense ends the process. Call once: it listens for signals.
+/// name of the command. `program` is how the command is started once more ([`again`]). Call once: it listens for signals.
 #[must_use]
 pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
     again::started_by(program);
-    start(&Cli::parse_from(args))
+    run_line(&args)
+}
+
+fn run_line(args: &[OsString]) -> u8 {
+    match Cli::try_parse_from(args) {
+        Ok(cli) => start(&cli),
+        Err(error) => {
+            // A reader that has gone away is told nothing more.
+            let _ = error.print();
+            let of_doctor = args.get(1).is_some_and(|name| name == "doctor");
+            match error.exit_code() {
+                0 => 0, // Help was asked for.
+                _ if of_doctor => NO_DIAGNOSIS,
+                _ => NONSENSE,
+            }
+        }
+    }
 }
 
 /// Has what engines have to say written to standard error, as `IMMWIRE_LOG` wants it, and warnings if that is not set. Whoever listens to
