@@ -196,7 +196,7 @@ impl<'a> Push<'a> {
             return Err(RecvError::Protocol(format!("it keeps file {file} and does not know it")));
         }
         push.store.check_keep(&push.manifest, &survey, &keep)?;
-        push.store.check_room(survey.needs(&stream))?;
+        survey.check_room(&stream)?;
         push.store.give_back(&push.manifest, &survey, &stream)?;
         push.receive(&stream, survey, &keep)?;
         if let Err(error) = push.talk.say(peer, &FromReceiver::Done) {

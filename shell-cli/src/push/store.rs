@@ -31,7 +31,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::process::geteuid;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -132,6 +132,11 @@ struct Room {
 }
 
 impl Room {
+    /// What this user may still write in `folder`.
+    fn at(folder: impl AsFd) -> Self {
+        fstatvfs(folder).map_or(Self { bytes: None, inodes: None }, |stat| Self::of(&stat))
+    }
+
     /// Some file systems count no blocks, or no inodes, and say that there are 0 in all.
     fn of(stat: &StatVfs) -> Self {
         let bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -166,7 +171,7 @@ impl Room {
     }
 }
 
-/// What a push takes of the file system.
+/// What a push takes of one file system.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Bytes to be written.
@@ -232,20 +237,6 @@ impl Store {
         Self { write_out, ..self }
     }
 
-    /// What this user may still write here.
-    fn room(&self) -> Room {
-        fstatvfs(&self.root).map_or(Room { bytes: None, inodes: None }, |stat| Room::of(&stat))
-    }
-
-    /// Checks that there is room for `needs`. The system may still say otherwise later.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::DiskFull`], [`StoreError::NoInodes`].
-    pub fn check_room(&self, needs: Needs) -> Result<(), StoreError> {
-        self.room().check(needs)
-    }
-
     /// The folder that `path` is in, opened component by component; made if `make`.
     fn folder_of(&self, path: &RelPath, make: bool) -> Result<OwnedFd, StoreError> {
         let (folders, _) = path.split();
@@ -259,15 +250,28 @@ impl Store {
         path: &RelPath,
         make: bool,
     ) -> Result<OwnedFd, StoreError> {
-        let mut at = self.root.try_clone().map_err(|source| StoreError::Io {
-            step: "open the folder of",
-            path: path.to_string(),
-            source,
-        })?;
+        let mut at = again(&self.root, path)?;
         for folder in folders {
             at = self.step_into(&at, folder, path, make.then_some(0o777))?.0;
         }
         Ok(at)
+    }
+
+    /// The last folder on the way to `path` that is there, and whether it is the one that `path` is in.
+    fn deepest(&self, path: &RelPath) -> Result<(OwnedFd, bool), StoreError> {
+        let mut at = again(&self.root, path)?;
+        for folder in path.split().0 {
+            at = match self.step_into(&at, folder, path, None) {
+                Ok((next, _)) => next,
+                Err(StoreError::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound =>
+                {
+                    return Ok((at, false));
+                }
+                Err(error) => return Err(error),
+            };
+        }
+        Ok((at, true))
     }
 
     /// Opens one folder in another, made with mode `make` if that is one and it is not there; returns
@@ -283,7 +287,7 @@ impl Store {
             Some(Ok(())) => true,
             None | Some(Err(Errno::EXIST)) => false,
             Some(Err(errno)) => {
-                return Err(self.write_error(path, 0, 0, errno, "make a folder for"));
+                return Err(write_error(at, path, 0, 0, errno, "make a folder for"));
             }
         };
         match openat(at, folder, FOLDER, Mode::empty()) {
@@ -291,7 +295,7 @@ impl Store {
             Err(Errno::LOOP | Errno::NOTDIR) => {
                 Err(StoreError::NotAFolder(Printable(folder).to_string()))
             }
-            Err(errno) => Err(io("open the folder of", path.as_str())(errno)),
+            Err(errno) => Err(io(OPEN_FOLDER, path.as_str())(errno)),
         }
     }
 
@@ -333,15 +337,15 @@ impl Store {
             let number = u32::try_from(number).unwrap_or(u32::MAX);
             let path = &entry.path;
             let (_, name) = path.split();
-            let at = match self.folder_of(path, false) {
-                Ok(at) => at,
-                Err(StoreError::Io { source, .. })
-                    if source.kind() == std::io::ErrorKind::NotFound =>
-                {
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
+            let (at, is_there) = self.deepest(path)?;
+            let device = fstat(&at).map_err(io("look at the folder of", path.as_str()))?.st_dev;
+            survey.devices.push(device);
+            if let btree_map::Entry::Vacant(place) = survey.places.entry(device) {
+                place.insert(again(&at, path)?);
+            }
+            if !is_there {
+                continue;
+            }
             let mut found = self.open_regular(&at, name, path)?;
             if let Some(file) = &found
                 && Stamp::of(file, path)?.size != size
@@ -573,7 +577,7 @@ impl Store {
                 return Err(StoreError::Changed(path.clone()));
             }
             Err(errno) => {
-                return Err(self.write_error(path, 0, entry.size.unwrap_or(0), errno, "make"));
+                return Err(write_error(&at, path, 0, entry.size.unwrap_or(0), errno, "make"));
             }
         };
         flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
@@ -629,26 +633,23 @@ impl Store {
         touched.insert(stamp, Stamp::of(&file, path)?);
         Ok(())
     }
+}
 
-    /// What a refused write means.
-    fn write_error(
-        &self,
-        path: &RelPath,
-        at: u64,
-        size: u64,
-        errno: Errno,
-        step: &'static str,
-    ) -> StoreError {
-        match errno {
-            Errno::NOSPC => self.room().full(path, size.saturating_sub(at)),
-            Errno::DQUOT => StoreError::DiskFull {
-                path: path.to_string(),
-                needed: size.saturating_sub(at),
-                free: 0,
-            },
-            Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
-            errno => io(step, path.as_str())(errno),
-        }
+/// What it means that the file system of `folder` refuses to write what is left of `path` after its first `done` bytes.
+fn write_error(
+    folder: impl AsFd,
+    path: &RelPath,
+    done: u64,
+    size: u64,
+    errno: Errno,
+    step: &'static str,
+) -> StoreError {
+    let needed = size.saturating_sub(done);
+    match errno {
+        Errno::NOSPC => Room::at(folder).full(path, needed),
+        Errno::DQUOT => StoreError::DiskFull { path: path.to_string(), needed, free: 0 },
+        Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
+        errno => io(step, path.as_str())(errno),
     }
 }
 
@@ -663,6 +664,10 @@ pub struct Survey {
     pub hashed: BTreeMap<u32, Hashed>,
     /// Files that are here in part, and how many bytes of the disk each takes.
     pub partial: BTreeMap<u32, u64>,
+    /// For each file, the file system that it is on, or will be.
+    devices: Vec<u64>,
+    /// For each of these, a folder on it.
+    places: BTreeMap<u64, OwnedFd>,
 }
 
 impl Survey {
@@ -673,19 +678,43 @@ impl Survey {
         here.is_some_and(|here| here.digest().kept() == keep.digest)
     }
 
-    /// What `stream` takes beyond what is here.
+    /// What `stream` takes of each file system beyond what is here.
     #[must_use]
-    pub fn needs(&self, stream: &Stream) -> Needs {
-        let again = |(file, bytes): (&u32, &u64)| {
-            if stream.start(*file) == Some(0) { *bytes } else { 0 }
-        };
-        let new = |file: &u32| stream.start(*file).is_some() && !self.partial.contains_key(file);
-        Needs {
-            bytes: stream.file_bytes(),
-            reclaimable: self.partial.iter().map(again).fold(0, u64::saturating_add),
-            files: (0..stream.files()).filter(new).count() as u64,
+    pub fn needs(&self, stream: &Stream) -> BTreeMap<u64, Needs> {
+        let mut all: BTreeMap<u64, Needs> = BTreeMap::new();
+        for (file, device) in (0..).zip(&self.devices) {
+            let Some(start) = stream.start(file) else { continue };
+            let needs = all.entry(*device).or_default();
+            needs.bytes = needs.bytes.saturating_add(stream.size(file) - start);
+            match self.partial.get(&file) {
+                Some(taken) if start == 0 => {
+                    needs.reclaimable = needs.reclaimable.saturating_add(*taken);
+                }
+                Some(_) => {}
+                None => needs.files += 1,
+            }
         }
+        all
     }
+
+    /// Checks that there is room for `stream`, on each file system that it goes to. The system may still say otherwise
+    /// later.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::DiskFull`], [`StoreError::NoInodes`].
+    pub fn check_room(&self, stream: &Stream) -> Result<(), StoreError> {
+        let places = self
+            .needs(stream)
+            .into_iter()
+            .filter_map(|(device, needs)| Some((needs, Room::at(self.places.get(&device)?))));
+        check_all(places)
+    }
+}
+
+/// Checks each file system's room against what is needed of it: none has what another lacks.
+fn check_all(places: impl IntoIterator<Item = (Needs, Room)>) -> Result<(), StoreError> {
+    places.into_iter().try_for_each(|(needs, room)| room.check(needs))
 }
 
 /// What has seen a file's first bytes, and which file that was.
@@ -774,7 +803,7 @@ impl Growing<'_> {
         self.file.write_all(bytes).map_err(|source| {
             let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
             let size = self.entry.size.unwrap_or(0);
-            self.store.write_error(&self.entry.path, self.length, size, errno, "write")
+            write_error(&self.at, &self.entry.path, self.length, size, errno, "write")
         })?;
         // What comes after all of it makes it too long, which its end finds.
         if let Seen::Start(hasher) = &mut self.seen {
@@ -851,6 +880,12 @@ impl Growing<'_> {
     }
 }
 
+/// One more handle of `folder`, which leads to `path`.
+fn again(folder: &OwnedFd, path: &RelPath) -> Result<OwnedFd, StoreError> {
+    let failed = |source| StoreError::Io { step: OPEN_FOLDER, path: path.to_string(), source };
+    folder.try_clone().map_err(failed)
+}
+
 fn partial(name: &str) -> String {
     format!("{name}{PARTIAL_SUFFIX}")
 }
@@ -883,6 +918,7 @@ fn waiting(folder: &OwnedFd) -> bool {
     })
 }
 
+const OPEN_FOLDER: &str = "open the folder of";
 const WRITE_FOLDER: &str = "write out a folder of";
 
 /// The owner may read a file.
@@ -1533,18 +1569,23 @@ mod tests {
     fn no_room_is_told_before_and_in_the_middle() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), false).unwrap();
-        let bytes = |bytes| Needs { bytes, ..Needs::default() };
-        let error = store.check_room(bytes(u64::MAX)).unwrap_err();
-        assert!(matches!(error, StoreError::DiskFull { needed: u64::MAX, .. }), "{error}");
-        assert!(store.check_room(bytes(0)).is_ok());
+        let check = |size| {
+            let offered = manifest(&[("new/x", Some(size))]);
+            let stream = Stream::new(&offered, &[], &[]).unwrap();
+            survey(&store, &offered).unwrap().check_room(&stream)
+        };
+        let most = (1 << 63) - 1;
+        let error = check(most).unwrap_err();
+        assert!(matches!(error, StoreError::DiskFull { needed, .. } if needed == most), "{error}");
+        assert!(check(0).is_ok());
         let path = RelPath::new("x").unwrap();
         for (errno, text) in
             [(Errno::NOSPC, "disk full: x needs 3 B more"), (Errno::DQUOT, "0 B are free")]
         {
-            let error = store.write_error(&path, 2, 5, errno, "write").to_string();
+            let error = write_error(&store.root, &path, 2, 5, errno, "write").to_string();
             assert!(error.contains(text), "{error}");
         }
-        let error = store.write_error(&path, 2, 5, Errno::FBIG, "write");
+        let error = write_error(&store.root, &path, 2, 5, Errno::FBIG, "write");
         assert!(matches!(error, StoreError::TooLarge { size: 5, .. }));
     }
 
@@ -1585,6 +1626,33 @@ mod tests {
         }
     }
 
+    /// A mount below the folder.
+    #[test]
+    fn room_is_judged_for_each_file_system_by_itself() {
+        let room = |bytes, inodes| Room { bytes: Some(bytes), inodes: Some(inodes) };
+        let needs = |bytes, files| Needs { bytes, files, ..Needs::default() };
+        for (places, well) in [
+            (vec![], true),
+            (vec![(needs(5, 1), room(5, 1)), (needs(9, 1), room(9, 1))], true),
+            // The other has room enough for both.
+            (vec![(needs(5, 1), room(99, 99)), (needs(9, 1), room(8, 1))], false),
+            (vec![(needs(5, 2), room(5, 1)), (needs(9, 1), room(99, 99))], false),
+            // The first has none, and nothing goes there.
+            (vec![(needs(0, 0), room(0, 0)), (needs(9, 1), room(9, 1))], true),
+        ] {
+            assert_eq!(check_all(places.clone()).is_ok(), well, "{places:?}");
+        }
+        let offered = manifest(&[("a", Some(7)), ("b", Some(5)), ("c", Some(3)), ("d", Some(2))]);
+        let (have, keep) = ([(2, 1), (3, 2)], Digest([0; 32]));
+        let have = have.map(|(file, bytes)| Have { file, bytes, digest: keep });
+        let keep = have.clone().map(|Have { file, bytes, digest }| Keep { file, bytes, digest });
+        let stream = Stream::new(&offered, &have, &keep).unwrap();
+        let partial = BTreeMap::from([(1, 4096), (2, 4096)]);
+        let found = Survey { devices: vec![8, 9, 9, 8], partial, ..Survey::default() };
+        let (first, second) = (needs(7, 1), Needs { reclaimable: 4096, ..needs(7, 0) });
+        assert_eq!(found.needs(&stream), BTreeMap::from([(8, first), (9, second)]));
+    }
+
     #[test]
     fn a_file_system_that_counts_nothing_has_unknown_room() {
         let mut stat = fstatvfs(fs::File::open("/proc").unwrap()).unwrap();
@@ -1613,7 +1681,7 @@ mod tests {
         let stream = Stream::new(&offered, &found.have, &keep).unwrap();
         let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
         let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };
-        assert_eq!(found.needs(&stream), expected);
+        assert_eq!(found.needs(&stream).into_values().collect::<Vec<_>>(), [expected]);
         // And before anything of the push comes.
         store.give_back(&offered, &found, &stream).unwrap();
         let length = |name: &str| fs::metadata(dir.path().join(name)).unwrap().len();

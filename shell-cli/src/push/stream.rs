@@ -204,10 +204,10 @@ impl Stream {
         self.files.iter().filter_map(|(size, start)| Some(size - (*start)?)).sum()
     }
 
-    /// How many files there are, with those that have no part in it.
+    /// Bytes of `file`, those that are kept too; 0 if it is not there.
     #[must_use]
-    pub fn files(&self) -> u32 {
-        u32::try_from(self.files.len()).unwrap_or(u32::MAX)
+    pub fn size(&self, file: u32) -> u64 {
+        self.files.get(file as usize).map_or(0, |(size, _)| *size)
     }
 
     /// Where `file` starts; `None` if it is complete, or not there.
