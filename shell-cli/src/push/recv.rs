@@ -4,7 +4,7 @@ use super::manifest::{Entry, Manifest, ManifestError};
 use super::message::{Digest, FromReceiver, FromSender, Keep, VERSION};
 use super::path::Printable;
 use super::send::bar;
-use super::store::{Growing, Store, StoreError, Survey};
+use super::store::{Growing, Placed, Store, StoreError, Survey};
 use super::stream::{Piece, Staging, Stream, StreamError, Walk};
 use super::talk::{Look, Talk, TalkError};
 use crate::args::RecvArgs;
@@ -13,7 +13,7 @@ use crate::report::bytes_text;
 use crate::say;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -251,7 +251,7 @@ impl<'a> Push<'a> {
         for (entry, _) in self.manifest.files() {
             files.push(entry.clone());
         }
-        let (mut touched, mut whole) = (BTreeMap::new(), BTreeSet::new());
+        let (mut placed, mut whole) = (Placed::default(), BTreeSet::new());
         // What is kept whole needs no bytes: it gets its name, or is as it should be.
         for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
             working(self.talk, self.peer)?;
@@ -262,12 +262,12 @@ impl<'a> Push<'a> {
                 continue;
             };
             if survey.whole.contains(&kept.file) {
-                self.store.touch(entry, &hashed, &mut touched)?;
+                self.store.touch(entry, &hashed, &mut placed)?;
                 whole.insert(kept.file);
             } else {
                 let right = hashed.digest();
                 let growing = self.store.grow(entry, Some(hashed))?;
-                finish(growing, right, || working(self.talk, self.peer))?;
+                finish(growing, right, &mut placed, || working(self.talk, self.peer))?;
             }
         }
         let (store, manifest) = (self.store, &self.manifest);
@@ -280,7 +280,7 @@ impl<'a> Push<'a> {
             )?;
         }
         let bar = bar(stream.file_bytes(), "receiving");
-        let mut writer = Writer { store: self.store, files, stream, survey, growing: None };
+        let mut writer = Writer { store: self.store, files, stream, survey, placed, growing: None };
         let mut walk = stream.walk();
         let mut chunk = vec![0; STAGING.slot_bytes as usize];
         let mut left = stream.len_bytes();
@@ -379,9 +379,10 @@ fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
 fn finish(
     growing: Growing<'_>,
     expected: Digest,
+    placed: &mut Placed,
     working: impl FnMut() -> Result<(), RecvError>,
 ) -> Result<(), RecvError> {
-    aside(|_| growing.finish(expected), working)
+    aside(|_| growing.finish(expected, placed), working)
 }
 
 /// Does `work` on a thread of its own: the disk may take longer than the sender has patience, so `working` is
@@ -418,6 +419,7 @@ struct Writer<'a> {
     files: Vec<Entry>,
     stream: &'a Stream,
     survey: Survey,
+    placed: Placed,
     growing: Option<(u32, Growing<'a>, Vec<u8>)>,
 }
 
@@ -460,7 +462,7 @@ impl Writer<'_> {
         if let Ok(whole) = <[u8; 32]>::try_from(digest.as_slice())
             && let Some((_, growing, _)) = self.growing.take()
         {
-            finish(growing, Digest(whole), working)?;
+            finish(growing, Digest(whole), &mut self.placed, working)?;
         }
         Ok(())
     }
@@ -637,7 +639,7 @@ mod tests {
         let growing = store.grow(&entry, None).unwrap();
         let right = Digest(*blake3::hash(b"").as_bytes());
         let mut calls = 0;
-        let stopped = finish(growing, right, || {
+        let stopped = finish(growing, right, &mut Placed::default(), || {
             calls += 1;
             assert!(!dir.path().join("x").exists(), "its disk is still at it");
             Err(MotorError::Interrupted.into())
@@ -672,6 +674,7 @@ mod tests {
             files: files.clone(),
             stream: &stream,
             survey,
+            placed: Placed::default(),
             growing: None,
         };
         let finished = || {

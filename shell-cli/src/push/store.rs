@@ -23,7 +23,8 @@ use super::message::{Digest, Have, Keep};
 use super::path::{PARTIAL_SUFFIX, Printable, RelPath};
 use super::stream::Stream;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, StatVfs, Timespec, Timestamps,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, StatVfs, Timespec,
+    Timestamps,
 };
 use rustix::fs::{
     fchmod, flock, fstat, fstatvfs, fsync, futimens, mkdirat, openat, renameat_with, statat,
@@ -92,6 +93,12 @@ pub enum StoreError {
     /// Another process is receiving the same file.
     #[error("{0} is being received by another process")]
     Locked(RelPath),
+    /// Two names of the push are one here: it would take the other's file away.
+    #[error(
+        "{0} and another file of the push have one name here: letters that differ in case, or in how they are composed, are the \
+         same to this file system"
+    )]
+    OneName(RelPath),
     /// Somebody else wrote to it, replaced it or removed it.
     #[error("{0} changed here while it was being received; push it again")]
     Changed(RelPath),
@@ -603,9 +610,7 @@ impl Store {
     }
 
     /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`, if it has others
-    /// and is ours. `touched` is
-    /// the same map for all files of a survey: they may be one file under several names, which each
-    /// touch makes another one.
+    /// and is ours. `placed` is the same for all files of a push.
     ///
     /// # Errors
     ///
@@ -614,7 +619,7 @@ impl Store {
         &self,
         entry: &Entry,
         hashed: &Hashed,
-        touched: &mut BTreeMap<Stamp, Stamp>,
+        placed: &mut Placed,
     ) -> Result<(), StoreError> {
         let (path, stamp) = (&entry.path, hashed.stamp);
         let (_, name) = path.split();
@@ -622,7 +627,7 @@ impl Store {
         let file = self.open_regular(&at, name, path)?;
         let changed = || StoreError::Changed(path.clone());
         let file = file.ok_or_else(changed)?;
-        if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
+        if Stamp::of(&file, path)? != placed.touched.get(&stamp).copied().unwrap_or(stamp) {
             return Err(changed());
         }
         if entry.mode & OWN_READ == 0 {
@@ -630,7 +635,8 @@ impl Store {
         }
         // Its bytes are right, whoever owns it, and whether or not its file system may be written to.
         tolerated(clothe(&file, entry)).map_err(io(DRESS, path.as_str()))?;
-        touched.insert(stamp, Stamp::of(&file, path)?);
+        placed.touched.insert(stamp, Stamp::of(&file, path)?);
+        placed.add(&fstat(&file).map_err(io("look at", path.as_str()))?);
         Ok(())
     }
 }
@@ -782,6 +788,28 @@ impl Stamp {
     }
 }
 
+/// Which files of a push are in their places.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// What each touch made of a file: it may have several names, and be touched under each.
+    touched: BTreeMap<Stamp, Stamp>,
+    /// Device and inode of those that have one name.
+    only: BTreeSet<(u64, u64)>,
+}
+
+impl Placed {
+    /// One that has several names is none's alone: who replaces one of them takes nothing from the others.
+    fn add(&mut self, file: &Stat) {
+        if file.st_nlink == 1 {
+            self.only.insert((file.st_dev, file.st_ino));
+        }
+    }
+
+    fn has(&self, file: &Stat) -> bool {
+        self.only.contains(&(file.st_dev, file.st_ino))
+    }
+}
+
 /// A file that is arriving.
 #[derive(Debug)]
 pub struct Growing<'a> {
@@ -826,8 +854,9 @@ impl Growing<'_> {
     ///
     /// # Errors
     ///
-    /// [`StoreError`]: wrong digest, or the disk failed (the partial file is removed), or the name was taken meanwhile.
-    pub fn finish(self, expected: Digest) -> Result<(), StoreError> {
+    /// [`StoreError`]: wrong digest, or the disk failed (the partial file is removed), or the name was taken meanwhile, or
+    /// is that of a file that was `placed` before.
+    pub fn finish(self, expected: Digest, placed: &mut Placed) -> Result<(), StoreError> {
         let path = &self.entry.path;
         let (_, name) = path.split();
         let growing = partial(name);
@@ -853,6 +882,10 @@ impl Growing<'_> {
         }
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
+            // The folder may fold case, or compose letters.
+            if statat(&self.at, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|it| placed.has(&it)) {
+                return Err(StoreError::OneName(path.clone()));
+            }
             rename(RenameFlags::empty())
         } else {
             match rename(RenameFlags::NOREPLACE) {
@@ -871,6 +904,7 @@ impl Growing<'_> {
             Errno::EXIST => StoreError::Exists(path.clone()),
             errno => io("rename", path.as_str())(errno),
         })?;
+        placed.add(&fstat(&self.file).map_err(io("look at", path.as_str()))?);
         if self.entry.mode != growing_mode {
             // Broken off before this, the next push finds the file whole and does it.
             dress(&self.file, &self.entry)?;
@@ -1048,7 +1082,7 @@ mod tests {
                 && fs::read(place.with_file_name("b.immwire-partial")).unwrap() == b"he"
         );
         growing.append(b"llo").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(&place).unwrap(), b"hello");
         let metadata = fs::metadata(&place).unwrap();
         assert_eq!(
@@ -1072,7 +1106,10 @@ mod tests {
             let mut first = store.grow(&entry, None).unwrap();
             first.append(b"hel").unwrap();
             fs::create_dir(&place).unwrap();
-            assert!(matches!(first.finish(of(b"hel")), Err(StoreError::Io { .. })));
+            assert!(matches!(
+                first.finish(of(b"hel"), &mut Placed::default()),
+                Err(StoreError::Io { .. })
+            ));
             assert_eq!(mode(&growing), entry.mode | 0o600);
             fs::remove_dir(&place).unwrap();
             let store = Store::open(dir.path(), false).unwrap();
@@ -1082,17 +1119,20 @@ mod tests {
             };
             let second = again().unwrap();
             fs::write(&place, b"theirs").unwrap();
-            assert!(matches!(second.finish(of(b"hel")), Err(StoreError::Exists(_))));
+            assert!(matches!(
+                second.finish(of(b"hel"), &mut Placed::default()),
+                Err(StoreError::Exists(_))
+            ));
             assert_eq!(mode(&growing), entry.mode | 0o600);
             fs::remove_file(&place).unwrap();
-            again().unwrap().finish(of(b"hel")).unwrap();
+            again().unwrap().finish(of(b"hel"), &mut Placed::default()).unwrap();
             assert_eq!(mode(&place), entry.mode);
             assert_eq!(fs::metadata(&place).unwrap().mtime(), 1_600_000_000);
             // Broken off between its name and its mode.
             fs::set_permissions(&place, fs::Permissions::from_mode(entry.mode | 0o600)).unwrap();
             let found = survey(&store, &offered).unwrap();
             assert!(found.whole.contains(&0));
-            store.touch(&entry, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            store.touch(&entry, &found.hashed[&0], &mut Placed::default()).unwrap();
             assert_eq!(mode(&place), entry.mode);
         }
     }
@@ -1107,14 +1147,72 @@ mod tests {
         // As it came, and as one that was there in full without its name.
         let mut growing = broken.grow(&entry("x", Some(3)), None).unwrap();
         growing.append(b"hel").unwrap();
-        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Io { .. })));
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Io { .. })
+        ));
         assert!(survey(&store, &offered).unwrap().have.is_empty());
         fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
         let hashed = survey(&store, &offered).unwrap().hashed.remove(&0);
         let growing = broken.grow(&entry("x", Some(3)), hashed).unwrap();
-        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Io { .. })));
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Io { .. })
+        ));
         assert!(survey(&store, &offered).unwrap().have.is_empty());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    /// As where a folder folds case: there a name leads to a file that came under another.
+    #[test]
+    fn a_file_takes_the_place_of_no_other_of_its_push() {
+        for (kept, overwrite) in [(false, true), (false, false), (true, true), (true, false)] {
+            let dir = tempfile::tempdir().unwrap();
+            let (first, second) = (dir.path().join("A"), dir.path().join("a"));
+            let store = Store::open(dir.path(), overwrite).unwrap();
+            let mut placed = Placed::default();
+            if kept {
+                fs::write(&first, b"hel").unwrap();
+                let found = survey(&store, &manifest(&[("A", Some(3))])).unwrap();
+                store.touch(&entry("A", Some(3)), &found.hashed[&0], &mut placed).unwrap();
+            } else {
+                let mut growing = store.grow(&entry("A", Some(3)), None).unwrap();
+                growing.append(b"hel").unwrap();
+                growing.finish(of(b"hel"), &mut placed).unwrap();
+            }
+            fs::hard_link(&first, &second).unwrap();
+            let again = |placed: &mut Placed| {
+                let mut growing = store.grow(&entry("a", Some(3)), None).unwrap();
+                growing.append(b"HEL").unwrap();
+                growing.finish(of(b"HEL"), placed)
+            };
+            let error = again(&mut placed).unwrap_err();
+            match error {
+                StoreError::OneName(path) if overwrite => assert_eq!(path.as_str(), "a"),
+                StoreError::Exists(_) if !overwrite => {}
+                error => panic!("{error}"),
+            }
+            assert_eq!(fs::read(&second).unwrap(), b"hel");
+            // In another push it is replaced as any other, if that was allowed.
+            assert_eq!(again(&mut Placed::default()).is_ok(), overwrite);
+        }
+    }
+
+    /// Replacing one name of a file takes nothing from its others.
+    #[test]
+    fn a_name_of_a_file_that_has_several_is_replaced_though_another_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (dir.path().join("x"), dir.path().join("y"));
+        fs::write(&first, b"hel").unwrap();
+        fs::hard_link(&first, &second).unwrap();
+        let store = Store::open(dir.path(), true).unwrap();
+        let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+        let mut placed = Placed::default();
+        store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed).unwrap();
+        let mut growing = store.grow(&entry("y", Some(3)), None).unwrap();
+        growing.append(b"HEL").unwrap();
+        growing.finish(of(b"HEL"), &mut placed).unwrap();
+        assert_eq!([fs::read(&first).unwrap(), fs::read(&second).unwrap()], [b"hel", b"HEL"]);
     }
 
     #[test]
@@ -1124,7 +1222,10 @@ mod tests {
         for (bytes, expected) in [(&b"hellO"[..], of(b"hello")), (b"hell", of(b"hell"))] {
             let mut growing = store.grow(&entry("x", Some(5)), None).unwrap();
             growing.append(bytes).unwrap();
-            assert!(matches!(growing.finish(expected), Err(StoreError::Corrupt(_))));
+            assert!(matches!(
+                growing.finish(expected, &mut Placed::default()),
+                Err(StoreError::Corrupt(_))
+            ));
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         }
     }
@@ -1177,7 +1278,7 @@ mod tests {
             store.grow(&entry("d/part", Some(5)), Some(found.hashed[&0].clone())).unwrap();
         assert_eq!(growing.length(), 3);
         growing.append(b"lo").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(dir.path().join("d/part")).unwrap(), b"hello");
         let stopped = store.survey(&offered, |_| false);
         assert!(matches!(stopped, Err(StoreError::Stopped)));
@@ -1254,7 +1355,11 @@ mod tests {
             let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
             let hashed = found.hashed[&0].clone();
             let right = hashed.digest();
-            store.grow(&entry("x", Some(3)), Some(hashed)).unwrap().finish(right).unwrap();
+            store
+                .grow(&entry("x", Some(3)), Some(hashed))
+                .unwrap()
+                .finish(right, &mut Placed::default())
+                .unwrap();
             assert_eq!(fs::read(&place).unwrap(), b"hel", "{what}");
         }
     }
@@ -1274,7 +1379,7 @@ mod tests {
         growing.append(b"l").unwrap();
         assert!(matches!(grow(&one, &ours), Err(StoreError::Locked(_))));
         growing.append(b"o").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert!(matches!(grow(&one, &ours), Err(StoreError::Changed(_))));
         assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"hello");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -1290,7 +1395,10 @@ mod tests {
             growing.append(b"us").unwrap();
             fs::remove_file(&path).unwrap();
             let theirs = replaced.then(|| store.grow(&entry("x", Some(2)), None).unwrap());
-            assert!(matches!(growing.finish(expected), Err(StoreError::Changed(_))));
+            assert!(matches!(
+                growing.finish(expected, &mut Placed::default()),
+                Err(StoreError::Changed(_))
+            ));
             assert!(!dir.path().join("x").exists());
             assert_eq!(path.exists(), replaced, "theirs stays");
             drop(theirs);
@@ -1307,8 +1415,8 @@ mod tests {
             let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
             assert!(found.whole.contains(&0), "{what}");
             meddle(&place);
-            let mut touched = BTreeMap::new();
-            let failed = store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched);
+            let mut placed = Placed::default();
+            let failed = store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed);
             assert!(matches!(failed, Err(StoreError::Changed(_))), "{what}");
         }
     }
@@ -1322,9 +1430,9 @@ mod tests {
         fs::hard_link(dir.path().join("x"), dir.path().join("y")).unwrap();
         fs::hard_link(dir.path().join("x"), dir.path().join("z")).unwrap();
         let found = survey(&store, &offered).unwrap();
-        let mut touched = BTreeMap::new();
+        let mut placed = Placed::default();
         for ((file, _), number) in offered.files().zip(0..) {
-            store.touch(file, &found.hashed[&number], &mut touched).unwrap();
+            store.touch(file, &found.hashed[&number], &mut placed).unwrap();
         }
         assert_eq!(fs::metadata(dir.path().join("y")).unwrap().mtime(), 1_600_000_000);
     }
@@ -1342,7 +1450,7 @@ mod tests {
         let grow = |store: &Store| {
             let mut growing = store.grow(&entry("x", Some(2)), None).unwrap();
             growing.append(b"us").unwrap();
-            growing.finish(of(b"us"))
+            growing.finish(of(b"us"), &mut Placed::default())
         };
         assert!(
             matches!(grow(&careful), Err(StoreError::Exists(_))),
@@ -1386,7 +1494,7 @@ mod tests {
         // With leave to overwrite, a link under the final name is replaced, not written through.
         let mut growing = store.grow(&entry("file", Some(2)), None).unwrap();
         growing.append(b"us").unwrap();
-        growing.finish(of(b"us")).unwrap();
+        growing.finish(of(b"us"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(dir.path().join("file")).unwrap(), b"us");
         assert_eq!(fs::read(&victim).unwrap(), b"untouched");
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
@@ -1462,7 +1570,11 @@ mod tests {
             Ok(())
         });
         let new = store.make_folders(&offered, |_| true).unwrap();
-        store.grow(&entry("bare/in/x", Some(0)), None).unwrap().finish(of(b"")).unwrap();
+        store
+            .grow(&entry("bare/in/x", Some(0)), None)
+            .unwrap()
+            .finish(of(b""), &mut Placed::default())
+            .unwrap();
         let written = |paths: &[&str]| {
             let inode = |path: &&str| fs::metadata(dir.path().join(path)).unwrap().ino();
             assert_eq!(WRITTEN.take(), paths.iter().map(inode).collect::<Vec<_>>(), "{paths:?}");
@@ -1491,7 +1603,7 @@ mod tests {
             });
             let found = survey(&store, &offered).unwrap();
             let kept = &offered.entries()[0];
-            store.touch(kept, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            store.touch(kept, &found.hashed[&0], &mut Placed::default()).unwrap();
             let before = WRITTEN.take();
             assert_eq!(
                 (before.len(), fs::metadata(&place).unwrap().mode() & 0o777),
@@ -1717,7 +1829,10 @@ mod tests {
         let mut found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
         let mut growing = store.grow(&entry("x", Some(3)), found.hashed.remove(&0)).unwrap();
         growing.append(b"lo").unwrap();
-        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Corrupt(_))));
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Corrupt(_))
+        ));
     }
 
     #[test]
@@ -1729,12 +1844,12 @@ mod tests {
         let touch = || {
             let found = survey(&store, &offered).unwrap();
             let before = found.hashed[&0].stamp;
-            let mut touched = BTreeMap::new();
-            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched).unwrap();
+            let mut placed = Placed::default();
+            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed).unwrap();
             let metadata = fs::metadata(&place).unwrap();
             let here = (metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec());
             assert_eq!(here, (0o640, 1_600_000_000, 5));
-            touched[&before] == before
+            placed.touched[&before] == before
         };
         fs::write(&place, b"hel").unwrap();
         touch();
