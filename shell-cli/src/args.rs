@@ -398,7 +398,7 @@ loaded by child processes, and asked for their devices. IMMWIRE_LIBFABRIC, IMMWI
 IMMWIRE_GDRAPI name others.
 
 Exit code: 0 can run; 1 can run, but some pair takes a slower path than it could; 2 cannot run; 3 doctor itself
-failed (a file of --topology that cannot be read, say), and says nothing of the machine. What needs
+failed (by its command line, or a file of --topology that cannot be read, say), and says nothing of the machine. What needs
 a library or a device that is not there (other hosts, GPU memory) is said, and does not count; but EFA or RDMA devices that lie idle for want of one do.
 
 Examples:

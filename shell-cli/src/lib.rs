@@ -19,6 +19,9 @@
 //! | [`sim`] | predictions on a simulated fabric |
 //! | [`transport`] | which transport an engine gets, and what to do when it fails |
 
+// By `say`: `eprintln!` panics where nobody reads.
+#![deny(clippy::print_stderr)]
+
 pub mod again;
 pub mod args;
 pub mod baseline;
@@ -36,6 +39,7 @@ pub mod transport;
 use args::{BenchCommand, Cli, Command, DoctorArgs, MoeBenchArgs, SimArgs, SimCommand};
 use clap::Parser;
 use std::ffi::OsString;
+use std::fmt;
 use std::io::{IsTerminal, Write};
 use std::process::ExitCode;
 use tracing_subscriber::EnvFilter;
@@ -54,19 +58,34 @@ const NO_DIAGNOSIS: u8 = 3;
 
 /// Runs the command line of this process to its exit code: 0, or 1 with the reason on standard error;
 /// 2 for a command line that makes no sense; 130 after Ctrl-C. `doctor` has its own: 0 to 2, and 3 with the reason on
-/// standard error if it fails itself.
+/// standard error if it fails itself, or if its command line makes no sense.
 #[must_use]
 pub fn run() -> ExitCode {
-    start(&Cli::parse()).into()
+    run_line(&std::env::args_os().collect::<Vec<_>>()).into()
 }
 
 /// As [`run`], for a program of which the command is a part: runs the command line `args`, whose first is the
-/// name of the command. `program` is how the command is started once more ([`again`]). A command line that
-/// makes no sense ends the process. Call once: it listens for signals.
+/// name of the command. `program` is how the command is started once more ([`again`]). Call once: it listens for signals.
 #[must_use]
 pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
     again::started_by(program);
-    start(&Cli::parse_from(args))
+    run_line(&args)
+}
+
+fn run_line(args: &[OsString]) -> u8 {
+    match Cli::try_parse_from(args) {
+        Ok(cli) => start(&cli),
+        Err(error) => {
+            // A reader that has gone away is told nothing more.
+            let _ = error.print();
+            let of_doctor = args.get(1).is_some_and(|name| name == "doctor");
+            match error.exit_code() {
+                0 => 0, // Help was asked for.
+                _ if of_doctor => NO_DIAGNOSIS,
+                _ => NONSENSE,
+            }
+        }
+    }
 }
 
 /// Has what engines have to say written to standard error, as `IMMWIRE_LOG` wants it, and warnings if that is not set. Whoever listens to
@@ -74,7 +93,14 @@ pub fn run_as(args: Vec<OsString>, program: Vec<OsString>) -> u8 {
 pub fn log() {
     let filter = EnvFilter::try_from_env("IMMWIRE_LOG").unwrap_or_else(|_| EnvFilter::new("warn"));
     let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    // It would say with `eprintln!` that nobody reads there.
+    let log = log.log_internal_errors(false);
     let _ = log.with_ansi(std::io::stderr().is_terminal()).try_init();
+}
+
+/// Says a line on standard error. A reader that has gone away is told nothing more, and that ends nothing.
+pub(crate) fn say(line: fmt::Arguments<'_>) {
+    let _ = writeln!(std::io::stderr(), "{line}");
 }
 
 fn start(cli: &Cli) -> u8 {
@@ -85,7 +111,7 @@ fn start(cli: &Cli) -> u8 {
     match ended {
         Ok(code) => code,
         Err(Failure { code, message }) => {
-            eprintln!("immwire: {message}");
+            say(format_args!("immwire: {message}"));
             match cli.command {
                 Command::Doctor(_) if code == FAILED => NO_DIAGNOSIS,
                 _ => code,
@@ -125,7 +151,7 @@ fn dispatch(command: &Command) -> Result<u8, Failure> {
                 code: if error.interrupted() { signals::INTERRUPTED } else { FAILED },
                 message: advised(error.to_string(), error.motor()),
             })?;
-            eprintln!("{}", push::send::summary(sent, start.elapsed()));
+            say(format_args!("{}", push::send::summary(sent, start.elapsed())));
             Ok(0)
         }
         Command::Recv(args) => push::recv::recv(args).map(|()| 0).map_err(|error| Failure {

@@ -518,7 +518,7 @@ pub fn ep(args: &SimEpArgs, mut print: impl FnMut(&str)) -> Result<(), SimError>
             // PROOF: numbers and names only.
             print(&serde_json::to_string(&prediction).unwrap_or_default());
         } else if worlds.len() > 1 {
-            eprintln!("{world} ranks: {:.1} s", prediction.wall_s);
+            crate::say(format_args!("{world} ranks: {:.1} s", prediction.wall_s));
         }
         rows.push(prediction);
     }

@@ -287,6 +287,12 @@ fn a_doctor_that_failed_itself_has_code_3() {
         assert_eq!(output.status.code(), Some(3), "{args:?}: {said}");
         assert!(output.stdout.is_empty() && said.starts_with("immwire: "), "{args:?}: {said}");
     }
+    // 2 would say that it cannot.
+    for nonsense in [&["--jsno"][..], &["--json", "more"], &["--topology"]] {
+        let output = run(["doctor"].iter().chain(nonsense));
+        assert_eq!(output.status.code(), Some(3), "{nonsense:?}: {}", text(&output.stderr));
+        assert!(output.stdout.is_empty() && !output.stderr.is_empty(), "{nonsense:?}");
+    }
 }
 
 #[test]

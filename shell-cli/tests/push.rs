@@ -9,7 +9,7 @@
 mod support;
 
 use immwire_cli::motor::{Mode, Motor};
-use immwire_cli::push::message::{Assembler, FromReceiver, fragments};
+use immwire_cli::push::message::{Assembler, FromReceiver, Have, VERSION, fragments};
 use rustix::process::Signal;
 use std::fs;
 use std::os::unix::fs::{MetadataExt, PermissionsExt};
@@ -74,6 +74,24 @@ fn a_tree_arrives_with_its_contents_modes_and_times() {
         text(&sent.stderr)
     );
     assert!(receiver.ended().status.success());
+}
+
+/// As where it goes into `grep -m1 iw1:`.
+#[test]
+fn a_receiver_whose_words_nobody_reads_receives_all_the_same() {
+    let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    let file = from.path().join("x");
+    fs::write(&file, b"hello").unwrap();
+    let dir = to.path().to_str().unwrap();
+    let mut command = immwire(["recv", "--once", "--dir", dir]);
+    // Its log, too.
+    command.env("IMMWIRE_LOG", "trace");
+    let mut receiver = Listening::start(command);
+    drop(receiver.child.stderr.take());
+    let sent = push(&[&file], &receiver.address);
+    assert!(sent.status.success(), "{}", text(&sent.stderr));
+    assert_eq!(status(&mut receiver.child).code(), Some(0));
+    assert_eq!(fs::read(to.path().join("x")).unwrap(), b"hello");
 }
 
 #[test]
@@ -365,7 +383,7 @@ fn hostile_senders_are_refused_and_the_receiver_goes_on() {
         ("bigger", "18446744073709551615", "2^63"),
     ];
     for (path, size, reason) in hostile {
-        let said = answer_to(&receiver.address, &offer(1, &entry(path, size)));
+        let said = answer_to(&receiver.address, &offer(VERSION, &entry(path, size)));
         let FromReceiver::Failed { reason: found } = said else {
             // Whoever is let in so far is refused when it begins, before a byte is taken.
             assert_eq!(reason, "disk full", "{path}: {said:?}");
@@ -375,9 +393,10 @@ fn hostile_senders_are_refused_and_the_receiver_goes_on() {
     }
     let twice = [entry("a", "1"), entry("a", "2")].join(",");
     let raw = [
-        (offer(1, &twice), "twice"),
-        (offer(1, ""), "nothing to send"),
-        (offer(2, &entry("a", "1")), "version 2"),
+        (offer(VERSION, &twice), "twice"),
+        (offer(VERSION, ""), "nothing to send"),
+        (offer(1, &entry("a", "1")), "version 1"),
+        (offer(VERSION + 1, &entry("a", "1")), "version 3"),
         (vec![b"\x01garbage".to_vec()], "not a message"),
         (vec![b"\x07".to_vec()], "fragment"),
         (vec![Vec::new()], "fragment"),
@@ -399,34 +418,81 @@ fn hostile_senders_are_refused_and_the_receiver_goes_on() {
     assert_eq!(fs::read(inbox.join("good")).unwrap(), b"good");
 }
 
+/// Offers `entry` as a sender would, raw, and keeps of what the receiver has what `keep` says; returns what it says to that.
+fn begun_raw(
+    address: &str,
+    entry: &str,
+    keep: impl FnOnce(Vec<Have>) -> Vec<serde_json::Value>,
+) -> FromReceiver {
+    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+    let wait = Duration::from_secs(20);
+    let peer = motor.connect(&address.parse().unwrap(), wait).unwrap();
+    let say = |motor: &mut Motor, message: &serde_json::Value| {
+        for fragment in fragments(message, 1 << 15).unwrap() {
+            motor.send(peer, &fragment, wait).unwrap();
+        }
+    };
+    let mut assembler = Assembler::default();
+    let mut hear = |motor: &mut Motor| loop {
+        let message = motor.message(wait).unwrap().expect("an answer");
+        match assembler.take(&message.bytes).unwrap() {
+            None | Some(FromReceiver::Working) => {}
+            Some(answer) => return answer,
+        }
+    };
+    let entry: serde_json::Value = serde_json::from_str(entry).unwrap();
+    let offer = serde_json::json!({
+        "say": "offer", "version": VERSION, "credit_tag": 0, "entries": [entry]
+    });
+    say(&mut motor, &offer);
+    let answer = hear(&mut motor);
+    let FromReceiver::Accept { have, .. } = answer else { panic!("{answer:?}") };
+    say(&mut motor, &serde_json::json!({"say": "begin", "keep": keep(have)}));
+    hear(&mut motor)
+}
+
+#[test]
+fn whoever_does_not_know_a_files_bytes_changes_neither_its_mode_nor_its_time() {
+    let to = tempfile::tempdir().unwrap();
+    let (secret, begun) = (to.path().join("secret"), to.path().join("begun.immwire-partial"));
+    let past = SystemTime::UNIX_EPOCH + Duration::from_secs(1_500_000_000);
+    for path in [&secret, &begun] {
+        fs::write(path, b"a key").unwrap();
+        fs::set_permissions(path, fs::Permissions::from_mode(0o600)).unwrap();
+        fs::File::open(path).unwrap().set_modified(past).unwrap();
+    }
+    let receiver = Listening::receiver(to.path());
+    for name in ["secret", "begun"] {
+        let entry = format!(r#"{{"path":"{name}","size":5,"mode":438,"mtime_s":7,"mtime_ns":0}}"#);
+        // All that it knows is what it was told.
+        for echoes in [false, true] {
+            let said = begun_raw(&receiver.address, &entry, |have| {
+                let told = serde_json::to_value(have[0].digest).unwrap();
+                let other = serde_json::Value::from("00".repeat(32));
+                let digest = if echoes { told } else { other };
+                vec![serde_json::json!({"file": 0, "bytes": have[0].bytes, "digest": digest})]
+            });
+            let FromReceiver::Failed { reason } = &said else { panic!("{name}: {said:?}") };
+            assert!(reason.contains("does not know"), "{name}: {reason}");
+        }
+    }
+    for path in [&secret, &begun] {
+        let found = fs::metadata(path).unwrap();
+        assert_eq!((found.mode() & 0o7777, found.mtime()), (0o600, 1_500_000_000), "{path:?}");
+    }
+    assert_eq!(fs::read_dir(to.path()).unwrap().count(), 2);
+}
+
 #[test]
 fn an_offer_that_has_no_room_is_refused_when_it_begins() {
     let to = tempfile::tempdir().unwrap();
     let receiver = Listening::once(to.path());
-    let mut motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
-    let wait = Duration::from_secs(20);
-    let peer = motor.connect(&receiver.address.parse().unwrap(), wait).unwrap();
-    let offer = r#"{"say":"offer","version":1,"credit_tag":0,"entries":[{"path":"huge","size":9223372036854775807,"mode":0,"mtime_s":0,"mtime_ns":0}]}"#;
-    motor.send(peer, &[&[1], offer.as_bytes()].concat(), wait).unwrap();
-    let mut assembler = Assembler::default();
-    let mut hear = |motor: &mut Motor| -> FromReceiver {
-        loop {
-            let message = motor.message(wait).unwrap().expect("an answer");
-            if let Some(answer) = assembler.take(&message.bytes).unwrap() {
-                return answer;
-            }
-        }
-    };
-    assert!(matches!(hear(&mut motor), FromReceiver::Accept { .. }));
-    let begin = immwire_cli::push::message::FromSender::Begin { keep: Vec::new() };
-    for fragment in fragments(&begin, 1 << 15).unwrap() {
-        motor.send(peer, &fragment, wait).unwrap();
-    }
-    let FromReceiver::Failed { reason } = hear(&mut motor) else {
-        panic!("it has room for 2^63 bytes")
+    let huge = r#"{"path":"huge","size":9223372036854775807,"mode":0,"mtime_s":0,"mtime_ns":0}"#;
+    let said = begun_raw(&receiver.address, huge, |_| Vec::new());
+    let FromReceiver::Failed { reason } = said else {
+        panic!("it has room for 2^63 bytes: {said:?}")
     };
     assert!(reason.contains("disk full"), "{reason}");
-    drop(motor);
     let ended = receiver.ended();
     assert_eq!(ended.status.code(), Some(1));
     assert!(text(&ended.stderr).contains("disk full"));

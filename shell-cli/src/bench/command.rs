@@ -148,7 +148,8 @@ fn listen(carrier: &Carrier, nics: u8, mode: Mode) -> Result<(), CommandError> {
     writeln!(out, "{}", motor.engine().address())?;
     out.flush()?;
     if out.is_terminal() {
-        eprintln!("serving until Ctrl-C; in another terminal: immwire bench write --connect ADDR");
+        let next = "in another terminal: immwire bench write --connect ADDR";
+        crate::say(format_args!("serving until Ctrl-C; {next}"));
     }
     let place = carrier.gpus.map_or(Place::Host, |pair| pair.dst);
     Ok(serve(&mut motor, place)?)

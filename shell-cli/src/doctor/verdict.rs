@@ -8,7 +8,7 @@
 //! - The level follows from the rows alone: what a machine alone has no need of is said, but is not held against this
 //!   machine.
 
-use super::cuda::{Cuda, CudaGpu, Nics};
+use super::cuda::{Cuda, CudaGpu, Gpus, Nics};
 use super::fabric::{Fabric, Libfabric};
 use super::facts::{Facts, Limit};
 use super::probe::{Attempt, Probes};
@@ -188,9 +188,18 @@ fn gpus(facts: &Facts, cuda: &Cuda) -> Path {
         if usable.is_empty() {
             return none("the CUDA driver has no GPU".into(), "see CUDA_VISIBLE_DEVICES");
         }
+        let path = format!("shm: copies by GPUs {}", usable.join(", "));
+        if let Some((from, to)) = apart(found) {
+            let why = format!(
+                "GPU {from} does not reach the memory of GPU {to}: writes from one to the other are refused"
+            );
+            let todo = "between these, go by way of host memory, or over TCP with --provider libfabric --staging 64M; \
+                        `nvidia-smi topo -p2p r` says who reaches whom";
+            return Path { pair, path, state: State::Degraded, why, todo: todo.into() };
+        }
         return Path {
             pair,
-            path: format!("shm: copies by GPUs {}", usable.join(", ")),
+            path,
             state: State::Best,
             why: "over NVLink where it is, else PCIe; engines must name their GPUs".into(),
             todo: "-".into(),
@@ -208,6 +217,15 @@ fn gpus(facts: &Facts, cuda: &Cuda) -> Path {
     }
     let path = format!("shm: copies by GPUs {}", usable.join(", "));
     Path { pair, path, state: State::Degraded, why, todo: todo.into() }
+}
+
+/// The first two, of the GPUs that engines can use, of which one does not reach the other's memory.
+fn apart(found: &Gpus) -> Option<(u32, u32)> {
+    found.usable().find_map(|from| {
+        let missed =
+            |to: &&CudaGpu| to.ordinal != from.ordinal && !from.reaches.contains(&to.ordinal);
+        Some((from.ordinal, found.usable().find(missed)?.ordinal))
+    })
 }
 
 /// By which NICs a GPU's memory goes to other hosts. That it does not is held against no machine: it is staged then.
@@ -484,7 +502,6 @@ fn notes(facts: &Facts) -> Vec<Note> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::doctor::cuda::Gpus;
     use crate::doctor::fabric::FabricProvider;
     use crate::doctor::facts::{Gpu, NumaNode, RdmaDevice, RdmaPort};
     use crate::doctor::rdma::{Fitting, Rdma, Unfitting};
@@ -508,14 +525,23 @@ mod tests {
         let gpu = |ordinal, why_not: Option<&str>| CudaGpu {
             ordinal,
             why_not: why_not.map(str::to_owned),
+            reaches: (0..3).filter(|other| *other != ordinal).collect(),
             ..CudaGpu::default()
         };
+        let one_way =
+            |ordinal, reaches: &[u32]| CudaGpu { reaches: reaches.into(), ..gpu(ordinal, None) };
         let found = |kernels, gpus| Cuda::Found(Gpus { kernels, gpus, ..Gpus::default() });
         let whole = found(true, vec![gpu(0, None), gpu(1, None)]);
+        let apart = found(true, vec![one_way(0, &[]), one_way(1, &[])]);
+        let partly = found(true, vec![gpu(0, None), one_way(1, &[0]), gpu(2, None)]);
+        let alone = found(true, vec![one_way(0, &[])]);
         let part = found(true, vec![gpu(0, None), gpu(1, Some("too old"))]);
         let bare = found(false, vec![gpu(0, Some("no kernels"))]);
         for (cuda, state, path, why) in [
             (whole, State::Best, "GPUs 0, 1", "NVLink"),
+            (alone, State::Best, "GPUs 0", "NVLink"),
+            (apart, State::Degraded, "GPUs 0, 1", "GPU 0 does not reach the memory of GPU 1"),
+            (partly, State::Degraded, "GPUs 0, 1, 2", "GPU 1 does not reach the memory of GPU 2"),
             (part, State::Degraded, "GPUs 0", "too old"),
             (bare, State::Missing, "none", "no kernels"),
             (found(true, Vec::new()), State::Missing, "none", "has no GPU"),

@@ -8,7 +8,8 @@
 //! sender                                   receiver
 //!   Offer: what there is             ──▶
 //!                                    ◀──   Accept: staging area, what is here already
-//!   Begin: what of it is right       ──▶
+//!   Begin: what of it is right, with ──▶
+//!     what only its bytes tell
 //!   (bytes by paged writes)          ══▶   (credit by counter: a slot is free again)
 //!                                    ◀──   Done
 //! ```
@@ -22,7 +23,7 @@ use std::fmt;
 use std::marker::PhantomData;
 
 /// Version of what is said here; peers of another are refused by name.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// The longest message, put together.
 pub const MESSAGE_MAX: usize = 256 << 20;
@@ -43,6 +44,20 @@ impl TryFrom<String> for Digest {
 impl From<Digest> for String {
     fn from(digest: Digest) -> Self {
         blake3::Hash::from(digest.0).to_string()
+    }
+}
+
+impl Digest {
+    /// What a receiver says of bytes that it has: whoever has them too can tell, and nobody learns the digest.
+    #[must_use]
+    pub fn had(self) -> Self {
+        Self(blake3::derive_key("immwire push 2026-11 have", &self.0))
+    }
+
+    /// What a sender says of bytes that are to be kept. It does not follow from [`had`](Self::had): who says it knows them.
+    #[must_use]
+    pub fn kept(self) -> Self {
+        Self(blake3::derive_key("immwire push 2026-11 keep", &self.0))
     }
 }
 
@@ -213,7 +228,7 @@ pub struct Have {
     pub file: u32,
     /// Its first so many bytes are here.
     pub bytes: u64,
-    /// And have this digest.
+    /// And have a digest of which this is [`Digest::had`].
     pub digest: Digest,
 }
 
@@ -224,6 +239,8 @@ pub struct Keep {
     pub file: u32,
     /// How much.
     pub bytes: u64,
+    /// [`Digest::kept`] of these bytes' digest: nothing of a file is touched for whoever does not know them.
+    pub digest: Digest,
 }
 
 /// Why what a peer sent is not a message. The peer's fault.
@@ -399,7 +416,7 @@ mod tests {
         let path = RelPath::new("a/b").unwrap();
         let entry = Entry { path, size: Some(1), mode: 0o640, mtime_s: -1, mtime_ns: 7 };
         let reason = || "no".to_owned();
-        let keep = vec![Keep { file: 3, bytes: 4 }];
+        let keep = vec![Keep { file: 3, bytes: 4, digest: Digest([8; 32]) }];
         let have = vec![Have { file: 3, bytes: 4, digest: Digest([9; 32]) }];
         let sender = [
             FromSender::Offer { version: 1, credit_tag: 2, entries: vec![entry] },

@@ -4,15 +4,16 @@ use super::manifest::{Entry, Manifest, ManifestError};
 use super::message::{Digest, FromReceiver, FromSender, Keep, VERSION};
 use super::path::Printable;
 use super::send::bar;
-use super::store::{Growing, Store, StoreError, Survey};
+use super::store::{Growing, Placed, Store, StoreError, Survey};
 use super::stream::{Piece, Staging, Stream, StreamError, Walk};
 use super::talk::{Look, Talk, TalkError};
 use crate::args::RecvArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_text};
 use crate::report::bytes_text;
+use crate::say;
 use crate::transport::Peers;
 use immwire::{CountError, ImmCounter, ImmTag, PeerId, Region};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::io::Write;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::{self, RecvTimeoutError};
@@ -99,7 +100,8 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
     let mut out = std::io::stdout();
     writeln!(out, "{address}")?;
     out.flush()?;
-    eprintln!("receiving into {}; send with: immwire push FILE... ADDR", args.dir.display());
+    let dir = args.dir.display();
+    say(format_args!("receiving into {dir}; send with: immwire push FILE... ADDR"));
     loop {
         let heard = match talk.hear::<FromSender>(Duration::from_secs(1)) {
             Err(TalkError::Motor(MotorError::Interrupted)) if !args.once => return Ok(()),
@@ -132,7 +134,7 @@ pub fn recv(args: &RecvArgs) -> Result<(), RecvError> {
         match ended {
             Err(error) if args.once => return Err(error),
             Err(error) if error.interrupted() => return Ok(()),
-            Err(error) => eprintln!("immwire: {error}"),
+            Err(error) => say(format_args!("immwire: {error}")),
             Ok(()) if args.once => return Ok(()),
             Ok(()) => {}
         }
@@ -189,14 +191,21 @@ impl<'a> Push<'a> {
         )?;
         let keep = push.begun()?;
         let stream = Stream::new(&push.manifest, &survey.have, &keep)?;
+        // Else anybody could have files of the folder dressed, and named, whose bytes they do not know.
+        if let Some(Keep { file, .. }) = keep.iter().find(|keep| !survey.is_known(keep)) {
+            return Err(RecvError::Protocol(format!("it keeps file {file} and does not know it")));
+        }
         push.store.check_keep(&push.manifest, &survey, &keep)?;
-        push.store.check_room(survey.needs(&stream))?;
+        survey.check_room(&stream)?;
         push.store.give_back(&push.manifest, &survey, &stream)?;
         push.receive(&stream, survey, &keep)?;
-        push.talk.say(peer, &FromReceiver::Done)?;
+        if let Err(error) = push.talk.say(peer, &FromReceiver::Done) {
+            // All of it is on the disk, whether or not the sender is there to hear it.
+            say(format_args!("immwire: all has arrived, and the sender was not told: {error}"));
+        }
         let took = start.elapsed().as_secs_f64();
         let (files, new) = (push.manifest.files().count(), bytes_text(stream.file_bytes()));
-        eprintln!("{files} files, {new} received in {took:.2} s; all digests right");
+        say(format_args!("{files} files, {new} received in {took:.2} s; all digests right"));
         Ok(())
     }
 
@@ -242,7 +251,7 @@ impl<'a> Push<'a> {
         for (entry, _) in self.manifest.files() {
             files.push(entry.clone());
         }
-        let (mut touched, mut whole) = (BTreeMap::new(), BTreeSet::new());
+        let (mut placed, mut whole) = (Placed::default(), BTreeSet::new());
         // What is kept whole needs no bytes: it gets its name, or is as it should be.
         for kept in keep.iter().filter(|kept| stream.start(kept.file).is_none()) {
             working(self.talk, self.peer)?;
@@ -253,12 +262,12 @@ impl<'a> Push<'a> {
                 continue;
             };
             if survey.whole.contains(&kept.file) {
-                self.store.touch(entry, &hashed, &mut touched)?;
+                self.store.touch(entry, &hashed, &mut placed)?;
                 whole.insert(kept.file);
             } else {
                 let right = hashed.digest();
                 let growing = self.store.grow(entry, Some(hashed))?;
-                finish(growing, right, || working(self.talk, self.peer))?;
+                finish(growing, right, &mut placed, || working(self.talk, self.peer))?;
             }
         }
         let (store, manifest) = (self.store, &self.manifest);
@@ -271,7 +280,7 @@ impl<'a> Push<'a> {
             )?;
         }
         let bar = bar(stream.file_bytes(), "receiving");
-        let mut writer = Writer { store: self.store, files, stream, survey, growing: None };
+        let mut writer = Writer { store: self.store, files, stream, survey, placed, growing: None };
         let mut walk = stream.walk();
         let mut chunk = vec![0; STAGING.slot_bytes as usize];
         let mut left = stream.len_bytes();
@@ -370,9 +379,10 @@ fn working(talk: &mut Talk, peer: PeerId) -> Result<(), RecvError> {
 fn finish(
     growing: Growing<'_>,
     expected: Digest,
+    placed: &mut Placed,
     working: impl FnMut() -> Result<(), RecvError>,
 ) -> Result<(), RecvError> {
-    aside(|_| growing.finish(expected), working)
+    aside(|_| growing.finish(expected, placed), working)
 }
 
 /// Does `work` on a thread of its own: the disk may take longer than the sender has patience, so `working` is
@@ -409,6 +419,7 @@ struct Writer<'a> {
     files: Vec<Entry>,
     stream: &'a Stream,
     survey: Survey,
+    placed: Placed,
     growing: Option<(u32, Growing<'a>, Vec<u8>)>,
 }
 
@@ -451,7 +462,7 @@ impl Writer<'_> {
         if let Ok(whole) = <[u8; 32]>::try_from(digest.as_slice())
             && let Some((_, growing, _)) = self.growing.take()
         {
-            finish(growing, Digest(whole), working)?;
+            finish(growing, Digest(whole), &mut self.placed, working)?;
         }
         Ok(())
     }
@@ -535,6 +546,63 @@ mod tests {
         assert_eq!((sent.bytes, sent.kept), (5, 0));
     }
 
+    /// Where a sender is, and the receiver's disk with it, whose last folder has this mode.
+    static AT_THE_LAST: AtomicBool = AtomicBool::new(false);
+    static HAS_LEFT: AtomicBool = AtomicBool::new(false);
+    const LAST_MODE: u32 = 0o510;
+
+    fn until(flag: &AtomicBool) {
+        let start = Instant::now();
+        while !flag.load(Ordering::Relaxed) {
+            assert!(start.elapsed() < Duration::from_secs(30));
+            std::thread::sleep(Duration::from_millis(1));
+        }
+    }
+
+    #[test]
+    fn a_push_is_complete_though_its_sender_left_before_it_was_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap().with_disk(|file| {
+            if fstat(file)?.st_mode & 0o777 == LAST_MODE {
+                AT_THE_LAST.store(true, Ordering::Relaxed);
+                until(&HAS_LEFT);
+            }
+            Ok(())
+        });
+        let motor = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let wait = Duration::from_secs(30);
+        let mut sender = Motor::new(&immwire::Transport::Shm, 1, Mode::Thread).unwrap();
+        let receiver = sender.connect(motor.engine().address(), wait).unwrap();
+        let mut talk = Talk::new(motor, wait);
+        let path = RelPath::new("d").unwrap();
+        let folder = Entry { path, size: None, mode: LAST_MODE, mtime_s: 0, mtime_ns: 0 };
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                let mut talk = Talk::new(sender, wait);
+                let offer =
+                    FromSender::Offer { version: VERSION, credit_tag: 0, entries: vec![folder] };
+                talk.say(receiver, &offer).unwrap();
+                let accept = talk.hear_from(receiver, None::<&()>).unwrap();
+                assert!(matches!(accept, FromReceiver::Accept { .. }), "{accept:?}");
+                talk.say(receiver, &FromSender::Begin { keep: Vec::new() }).unwrap();
+                until(&AT_THE_LAST);
+                drop(talk);
+                HAS_LEFT.store(true, Ordering::Relaxed);
+            });
+            let heard = loop {
+                if let Some(heard) = talk.hear(wait).unwrap() {
+                    break heard;
+                }
+            };
+            let Ok(FromSender::Offer { version, credit_tag, entries }) = heard.message else {
+                panic!("{heard:?}")
+            };
+            Push::run(&store, &mut talk, heard.from, version, credit_tag, entries).unwrap();
+            assert!(talk.there(heard.from).is_err(), "it has left");
+        });
+        assert!(dir.path().join("d").is_dir());
+    }
+
     #[test]
     fn whoever_talks_and_never_listens_holds_no_push_up() {
         let dir = tempfile::tempdir().unwrap();
@@ -571,7 +639,7 @@ mod tests {
         let growing = store.grow(&entry, None).unwrap();
         let right = Digest(*blake3::hash(b"").as_bytes());
         let mut calls = 0;
-        let stopped = finish(growing, right, || {
+        let stopped = finish(growing, right, &mut Placed::default(), || {
             calls += 1;
             assert!(!dir.path().join("x").exists(), "its disk is still at it");
             Err(MotorError::Interrupted.into())
@@ -606,6 +674,7 @@ mod tests {
             files: files.clone(),
             stream: &stream,
             survey,
+            placed: Placed::default(),
             growing: None,
         };
         let finished = || {

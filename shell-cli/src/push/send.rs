@@ -9,6 +9,7 @@ use super::talk::{Look, Talk, TalkError};
 use crate::args::PushArgs;
 use crate::motor::{Mode, Motor, MotorError, desc_of};
 use crate::report::bytes_text;
+use crate::say;
 use crate::transport::Peers;
 use immwire::{
     ImmCounter, ImmTag, MrDesc, PageIndices, PagedWrite, Pages, PeerId, Region, Transfer,
@@ -101,7 +102,7 @@ pub struct Sent {
 pub fn push(args: &PushArgs) -> Result<Sent, PushError> {
     let found = collect(&args.paths)?;
     for path in &found.skipped {
-        eprintln!("immwire: {} {SKIPPED}", shown(path));
+        say(format_args!("immwire: {} {SKIPPED}", shown(path)));
     }
     let peers = Peers::At(&args.address);
     let carrier = args.transport.without_gpus(peers).map_err(MotorError::from)?;
@@ -223,8 +224,9 @@ impl Push {
                 bar.inc(count as u64);
                 self.working()?;
             }
-            if file.limit() == 0 && digest(&hasher) == have.digest {
-                keep.push(Keep { file: have.file, bytes: have.bytes });
+            let ours = digest(&hasher);
+            if file.limit() == 0 && ours.had() == have.digest {
+                keep.push(Keep { file: have.file, bytes: have.bytes, digest: ours.kept() });
                 if goes_on(have.bytes, size) {
                     hashers.insert(have.file, Box::new(hasher));
                 }

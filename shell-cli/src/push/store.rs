@@ -3,7 +3,8 @@
 //! A file grows as `NAME.immwire-partial` beside its place and is renamed when its BLAKE3 digest is
 //! right. That partial file is all there is to resume from: whoever resumes hashes what is there and
 //! asks the sender whether it is a prefix. So nothing recorded can disagree with the bytes; and what
-//! was hashed is gone on from only while the file is as it was then.
+//! was hashed is gone on from only while the file is as it was then. What the disk failed to take is removed: it can
+//! still be read from memory, and whoever asks the disk again is told that all is well.
 //!
 //! # Invariants
 //!
@@ -22,7 +23,8 @@ use super::message::{Digest, Have, Keep};
 use super::path::{PARTIAL_SUFFIX, Printable, RelPath};
 use super::stream::Stream;
 use rustix::fs::{
-    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, StatVfs, Timespec, Timestamps,
+    AtFlags, FileType, FlockOperation, Mode, OFlags, RenameFlags, Stat, StatVfs, Timespec,
+    Timestamps,
 };
 use rustix::fs::{
     fchmod, flock, fstat, fstatvfs, fsync, futimens, mkdirat, openat, renameat_with, statat,
@@ -30,7 +32,7 @@ use rustix::fs::{
 };
 use rustix::io::Errno;
 use rustix::process::geteuid;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::{BTreeMap, BTreeSet, btree_map};
 use std::fs::File;
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -38,7 +40,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 
 /// Why the folder could not take something. Names the path below the folder; partial files stay, to
-/// resume from, but for [`StoreError::Corrupt`].
+/// resume from, but for [`StoreError::Corrupt`], and for one that the disk failed to take when all of it was there.
 #[derive(Debug, thiserror::Error)]
 pub enum StoreError {
     /// The folder itself cannot be used.
@@ -91,6 +93,12 @@ pub enum StoreError {
     /// Another process is receiving the same file.
     #[error("{0} is being received by another process")]
     Locked(RelPath),
+    /// Two names of the push are one here: it would take the other's file away.
+    #[error(
+        "{0} and another file of the push have one name here: letters that differ in case, or in how they are composed, are the \
+         same to this file system"
+    )]
+    OneName(RelPath),
     /// Somebody else wrote to it, replaced it or removed it.
     #[error("{0} changed here while it was being received; push it again")]
     Changed(RelPath),
@@ -131,6 +139,11 @@ struct Room {
 }
 
 impl Room {
+    /// What this user may still write in `folder`.
+    fn at(folder: impl AsFd) -> Self {
+        fstatvfs(folder).map_or(Self { bytes: None, inodes: None }, |stat| Self::of(&stat))
+    }
+
     /// Some file systems count no blocks, or no inodes, and say that there are 0 in all.
     fn of(stat: &StatVfs) -> Self {
         let bytes = stat.f_bavail.saturating_mul(stat.f_frsize);
@@ -165,7 +178,7 @@ impl Room {
     }
 }
 
-/// What a push takes of the file system.
+/// What a push takes of one file system.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Needs {
     /// Bytes to be written.
@@ -231,20 +244,6 @@ impl Store {
         Self { write_out, ..self }
     }
 
-    /// What this user may still write here.
-    fn room(&self) -> Room {
-        fstatvfs(&self.root).map_or(Room { bytes: None, inodes: None }, |stat| Room::of(&stat))
-    }
-
-    /// Checks that there is room for `needs`. The system may still say otherwise later.
-    ///
-    /// # Errors
-    ///
-    /// [`StoreError::DiskFull`], [`StoreError::NoInodes`].
-    pub fn check_room(&self, needs: Needs) -> Result<(), StoreError> {
-        self.room().check(needs)
-    }
-
     /// The folder that `path` is in, opened component by component; made if `make`.
     fn folder_of(&self, path: &RelPath, make: bool) -> Result<OwnedFd, StoreError> {
         let (folders, _) = path.split();
@@ -258,15 +257,28 @@ impl Store {
         path: &RelPath,
         make: bool,
     ) -> Result<OwnedFd, StoreError> {
-        let mut at = self.root.try_clone().map_err(|source| StoreError::Io {
-            step: "open the folder of",
-            path: path.to_string(),
-            source,
-        })?;
+        let mut at = again(&self.root, path)?;
         for folder in folders {
             at = self.step_into(&at, folder, path, make.then_some(0o777))?.0;
         }
         Ok(at)
+    }
+
+    /// The last folder on the way to `path` that is there, and whether it is the one that `path` is in.
+    fn deepest(&self, path: &RelPath) -> Result<(OwnedFd, bool), StoreError> {
+        let mut at = again(&self.root, path)?;
+        for folder in path.split().0 {
+            at = match self.step_into(&at, folder, path, None) {
+                Ok((next, _)) => next,
+                Err(StoreError::Io { source, .. })
+                    if source.kind() == std::io::ErrorKind::NotFound =>
+                {
+                    return Ok((at, false));
+                }
+                Err(error) => return Err(error),
+            };
+        }
+        Ok((at, true))
     }
 
     /// Opens one folder in another, made with mode `make` if that is one and it is not there; returns
@@ -282,7 +294,7 @@ impl Store {
             Some(Ok(())) => true,
             None | Some(Err(Errno::EXIST)) => false,
             Some(Err(errno)) => {
-                return Err(self.write_error(path, 0, 0, errno, "make a folder for"));
+                return Err(write_error(at, path, 0, 0, errno, "make a folder for"));
             }
         };
         match openat(at, folder, FOLDER, Mode::empty()) {
@@ -290,7 +302,7 @@ impl Store {
             Err(Errno::LOOP | Errno::NOTDIR) => {
                 Err(StoreError::NotAFolder(Printable(folder).to_string()))
             }
-            Err(errno) => Err(io("open the folder of", path.as_str())(errno)),
+            Err(errno) => Err(io(OPEN_FOLDER, path.as_str())(errno)),
         }
     }
 
@@ -332,15 +344,15 @@ impl Store {
             let number = u32::try_from(number).unwrap_or(u32::MAX);
             let path = &entry.path;
             let (_, name) = path.split();
-            let at = match self.folder_of(path, false) {
-                Ok(at) => at,
-                Err(StoreError::Io { source, .. })
-                    if source.kind() == std::io::ErrorKind::NotFound =>
-                {
-                    continue;
-                }
-                Err(error) => return Err(error),
-            };
+            let (at, is_there) = self.deepest(path)?;
+            let device = fstat(&at).map_err(io("look at the folder of", path.as_str()))?.st_dev;
+            survey.devices.push(device);
+            if let btree_map::Entry::Vacant(place) = survey.places.entry(device) {
+                place.insert(again(&at, path)?);
+            }
+            if !is_there {
+                continue;
+            }
             let mut found = self.open_regular(&at, name, path)?;
             if let Some(file) = &found
                 && Stamp::of(file, path)?.size != size
@@ -372,7 +384,7 @@ impl Store {
             let here = stamp.size.min(size);
             let hasher = hash(&mut file, here, path, &mut working)?;
             let digest = digest(&hasher);
-            survey.have.push(Have { file: number, bytes: here, digest });
+            survey.have.push(Have { file: number, bytes: here, digest: digest.had() });
             let seen = match here < size {
                 true => Seen::Start(Box::new(hasher)),
                 false => Seen::All { digest, bytes: here },
@@ -572,7 +584,7 @@ impl Store {
                 return Err(StoreError::Changed(path.clone()));
             }
             Err(errno) => {
-                return Err(self.write_error(path, 0, entry.size.unwrap_or(0), errno, "make"));
+                return Err(write_error(&at, path, 0, entry.size.unwrap_or(0), errno, "make"));
             }
         };
         flock(&file, FlockOperation::NonBlockingLockExclusive).map_err(|errno| match errno {
@@ -598,9 +610,7 @@ impl Store {
     }
 
     /// A file that was whole when it was `hashed`: gives it the mode and time of `entry`, if it has others
-    /// and is ours. `touched` is
-    /// the same map for all files of a survey: they may be one file under several names, which each
-    /// touch makes another one.
+    /// and is ours. `placed` is the same for all files of a push.
     ///
     /// # Errors
     ///
@@ -609,7 +619,7 @@ impl Store {
         &self,
         entry: &Entry,
         hashed: &Hashed,
-        touched: &mut BTreeMap<Stamp, Stamp>,
+        placed: &mut Placed,
     ) -> Result<(), StoreError> {
         let (path, stamp) = (&entry.path, hashed.stamp);
         let (_, name) = path.split();
@@ -617,7 +627,7 @@ impl Store {
         let file = self.open_regular(&at, name, path)?;
         let changed = || StoreError::Changed(path.clone());
         let file = file.ok_or_else(changed)?;
-        if Stamp::of(&file, path)? != touched.get(&stamp).copied().unwrap_or(stamp) {
+        if Stamp::of(&file, path)? != placed.touched.get(&stamp).copied().unwrap_or(stamp) {
             return Err(changed());
         }
         if entry.mode & OWN_READ == 0 {
@@ -625,29 +635,27 @@ impl Store {
         }
         // Its bytes are right, whoever owns it, and whether or not its file system may be written to.
         tolerated(clothe(&file, entry)).map_err(io(DRESS, path.as_str()))?;
-        touched.insert(stamp, Stamp::of(&file, path)?);
+        placed.touched.insert(stamp, Stamp::of(&file, path)?);
+        placed.add(&fstat(&file).map_err(io("look at", path.as_str()))?);
         Ok(())
     }
+}
 
-    /// What a refused write means.
-    fn write_error(
-        &self,
-        path: &RelPath,
-        at: u64,
-        size: u64,
-        errno: Errno,
-        step: &'static str,
-    ) -> StoreError {
-        match errno {
-            Errno::NOSPC => self.room().full(path, size.saturating_sub(at)),
-            Errno::DQUOT => StoreError::DiskFull {
-                path: path.to_string(),
-                needed: size.saturating_sub(at),
-                free: 0,
-            },
-            Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
-            errno => io(step, path.as_str())(errno),
-        }
+/// What it means that the file system of `folder` refuses to write what is left of `path` after its first `done` bytes.
+fn write_error(
+    folder: impl AsFd,
+    path: &RelPath,
+    done: u64,
+    size: u64,
+    errno: Errno,
+    step: &'static str,
+) -> StoreError {
+    let needed = size.saturating_sub(done);
+    match errno {
+        Errno::NOSPC => Room::at(folder).full(path, needed),
+        Errno::DQUOT => StoreError::DiskFull { path: path.to_string(), needed, free: 0 },
+        Errno::FBIG => StoreError::TooLarge { path: path.clone(), size },
+        errno => io(step, path.as_str())(errno),
     }
 }
 
@@ -662,22 +670,57 @@ pub struct Survey {
     pub hashed: BTreeMap<u32, Hashed>,
     /// Files that are here in part, and how many bytes of the disk each takes.
     pub partial: BTreeMap<u32, u64>,
+    /// For each file, the file system that it is on, or will be.
+    devices: Vec<u64>,
+    /// For each of these, a folder on it.
+    places: BTreeMap<u64, OwnedFd>,
 }
 
 impl Survey {
-    /// What `stream` takes beyond what is here.
+    /// Whether whoever said `keep` knows the bytes that are here.
     #[must_use]
-    pub fn needs(&self, stream: &Stream) -> Needs {
-        let again = |(file, bytes): (&u32, &u64)| {
-            if stream.start(*file) == Some(0) { *bytes } else { 0 }
-        };
-        let new = |file: &u32| stream.start(*file).is_some() && !self.partial.contains_key(file);
-        Needs {
-            bytes: stream.file_bytes(),
-            reclaimable: self.partial.iter().map(again).fold(0, u64::saturating_add),
-            files: (0..stream.files()).filter(new).count() as u64,
-        }
+    pub fn is_known(&self, keep: &Keep) -> bool {
+        let here = self.hashed.get(&keep.file);
+        here.is_some_and(|here| here.digest().kept() == keep.digest)
     }
+
+    /// What `stream` takes of each file system beyond what is here.
+    #[must_use]
+    pub fn needs(&self, stream: &Stream) -> BTreeMap<u64, Needs> {
+        let mut all: BTreeMap<u64, Needs> = BTreeMap::new();
+        for (file, device) in (0..).zip(&self.devices) {
+            let Some(start) = stream.start(file) else { continue };
+            let needs = all.entry(*device).or_default();
+            needs.bytes = needs.bytes.saturating_add(stream.size(file) - start);
+            match self.partial.get(&file) {
+                Some(taken) if start == 0 => {
+                    needs.reclaimable = needs.reclaimable.saturating_add(*taken);
+                }
+                Some(_) => {}
+                None => needs.files += 1,
+            }
+        }
+        all
+    }
+
+    /// Checks that there is room for `stream`, on each file system that it goes to. The system may still say otherwise
+    /// later.
+    ///
+    /// # Errors
+    ///
+    /// [`StoreError::DiskFull`], [`StoreError::NoInodes`].
+    pub fn check_room(&self, stream: &Stream) -> Result<(), StoreError> {
+        let places = self
+            .needs(stream)
+            .into_iter()
+            .filter_map(|(device, needs)| Some((needs, Room::at(self.places.get(&device)?))));
+        check_all(places)
+    }
+}
+
+/// Checks each file system's room against what is needed of it: none has what another lacks.
+fn check_all(places: impl IntoIterator<Item = (Needs, Room)>) -> Result<(), StoreError> {
+    places.into_iter().try_for_each(|(needs, room)| room.check(needs))
 }
 
 /// What has seen a file's first bytes, and which file that was.
@@ -745,6 +788,28 @@ impl Stamp {
     }
 }
 
+/// Which files of a push are in their places.
+#[derive(Debug, Default)]
+pub struct Placed {
+    /// What each touch made of a file: it may have several names, and be touched under each.
+    touched: BTreeMap<Stamp, Stamp>,
+    /// Device and inode of those that have one name.
+    only: BTreeSet<(u64, u64)>,
+}
+
+impl Placed {
+    /// One that has several names is none's alone: who replaces one of them takes nothing from the others.
+    fn add(&mut self, file: &Stat) {
+        if file.st_nlink == 1 {
+            self.only.insert((file.st_dev, file.st_ino));
+        }
+    }
+
+    fn has(&self, file: &Stat) -> bool {
+        self.only.contains(&(file.st_dev, file.st_ino))
+    }
+}
+
 /// A file that is arriving.
 #[derive(Debug)]
 pub struct Growing<'a> {
@@ -766,7 +831,7 @@ impl Growing<'_> {
         self.file.write_all(bytes).map_err(|source| {
             let errno = Errno::from_io_error(&source).unwrap_or(Errno::IO);
             let size = self.entry.size.unwrap_or(0);
-            self.store.write_error(&self.entry.path, self.length, size, errno, "write")
+            write_error(&self.at, &self.entry.path, self.length, size, errno, "write")
         })?;
         // What comes after all of it makes it too long, which its end finds.
         if let Seen::Start(hasher) = &mut self.seen {
@@ -789,8 +854,9 @@ impl Growing<'_> {
     ///
     /// # Errors
     ///
-    /// [`StoreError`]: wrong digest (the partial file is removed), or the name was taken meanwhile.
-    pub fn finish(self, expected: Digest) -> Result<(), StoreError> {
+    /// [`StoreError`]: wrong digest, or the disk failed (the partial file is removed), or the name was taken meanwhile, or
+    /// is that of a file that was `placed` before.
+    pub fn finish(self, expected: Digest, placed: &mut Placed) -> Result<(), StoreError> {
         let path = &self.entry.path;
         let (_, name) = path.split();
         let growing = partial(name);
@@ -809,9 +875,17 @@ impl Growing<'_> {
         // What others may do is right when the name appears; what the owner may not, only after that.
         let growing_mode = self.entry.mode | OWNER_MODE;
         dress(&self.file, &Entry { mode: growing_mode, ..self.entry.clone() })?;
-        write_out()?;
+        if let Err(error) = write_out() {
+            // The system tells this once: what it gave up is read from memory as if it were on the disk.
+            let _ = unlinkat(&self.at, &growing, AtFlags::empty());
+            return Err(error);
+        }
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
+            // The folder may fold case, or compose letters.
+            if statat(&self.at, name, AtFlags::SYMLINK_NOFOLLOW).is_ok_and(|it| placed.has(&it)) {
+                return Err(StoreError::OneName(path.clone()));
+            }
             rename(RenameFlags::empty())
         } else {
             match rename(RenameFlags::NOREPLACE) {
@@ -830,6 +904,7 @@ impl Growing<'_> {
             Errno::EXIST => StoreError::Exists(path.clone()),
             errno => io("rename", path.as_str())(errno),
         })?;
+        placed.add(&fstat(&self.file).map_err(io("look at", path.as_str()))?);
         if self.entry.mode != growing_mode {
             // Broken off before this, the next push finds the file whole and does it.
             dress(&self.file, &self.entry)?;
@@ -837,6 +912,12 @@ impl Growing<'_> {
         }
         self.store.write_out_folder(&self.at, path)
     }
+}
+
+/// One more handle of `folder`, which leads to `path`.
+fn again(folder: &OwnedFd, path: &RelPath) -> Result<OwnedFd, StoreError> {
+    let failed = |source| StoreError::Io { step: OPEN_FOLDER, path: path.to_string(), source };
+    folder.try_clone().map_err(failed)
 }
 
 fn partial(name: &str) -> String {
@@ -871,6 +952,7 @@ fn waiting(folder: &OwnedFd) -> bool {
     })
 }
 
+const OPEN_FOLDER: &str = "open the folder of";
 const WRITE_FOLDER: &str = "write out a folder of";
 
 /// The owner may read a file.
@@ -1000,7 +1082,7 @@ mod tests {
                 && fs::read(place.with_file_name("b.immwire-partial")).unwrap() == b"he"
         );
         growing.append(b"llo").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(&place).unwrap(), b"hello");
         let metadata = fs::metadata(&place).unwrap();
         assert_eq!(
@@ -1012,19 +1094,24 @@ mod tests {
 
     #[test]
     fn its_owner_can_go_on_from_a_partial_file_until_it_has_its_name() {
-        let broken: WriteOut = |_| Err(Errno::IO);
         for owner in 0..8 {
             let dir = tempfile::tempdir().unwrap();
             let (place, growing) = (dir.path().join("x"), dir.path().join("x.immwire-partial"));
             let mode = |path: &Path| fs::metadata(path).unwrap().mode() & 0o7777;
             let entry = Entry { mode: owner << 6 | 0o44, ..entry("x", Some(3)) };
             let offered = Manifest::new(vec![entry.clone()]).unwrap();
-            // Broken off between its mode and its name: by the disk, and because the name is taken.
-            let store = Store::open(dir.path(), false).unwrap().with_disk(broken);
+            // Broken off between its mode and its name: by a folder that cannot be replaced, and because the name is
+            // taken.
+            let store = Store::open(dir.path(), true).unwrap();
             let mut first = store.grow(&entry, None).unwrap();
             first.append(b"hel").unwrap();
-            assert!(matches!(first.finish(of(b"hel")), Err(StoreError::Io { .. })));
+            fs::create_dir(&place).unwrap();
+            assert!(matches!(
+                first.finish(of(b"hel"), &mut Placed::default()),
+                Err(StoreError::Io { .. })
+            ));
             assert_eq!(mode(&growing), entry.mode | 0o600);
+            fs::remove_dir(&place).unwrap();
             let store = Store::open(dir.path(), false).unwrap();
             let again = || {
                 let hashed = survey(&store, &offered)?.hashed[&0].clone();
@@ -1032,19 +1119,100 @@ mod tests {
             };
             let second = again().unwrap();
             fs::write(&place, b"theirs").unwrap();
-            assert!(matches!(second.finish(of(b"hel")), Err(StoreError::Exists(_))));
+            assert!(matches!(
+                second.finish(of(b"hel"), &mut Placed::default()),
+                Err(StoreError::Exists(_))
+            ));
             assert_eq!(mode(&growing), entry.mode | 0o600);
             fs::remove_file(&place).unwrap();
-            again().unwrap().finish(of(b"hel")).unwrap();
+            again().unwrap().finish(of(b"hel"), &mut Placed::default()).unwrap();
             assert_eq!(mode(&place), entry.mode);
             assert_eq!(fs::metadata(&place).unwrap().mtime(), 1_600_000_000);
             // Broken off between its name and its mode.
             fs::set_permissions(&place, fs::Permissions::from_mode(entry.mode | 0o600)).unwrap();
             let found = survey(&store, &offered).unwrap();
             assert!(found.whole.contains(&0));
-            store.touch(&entry, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            store.touch(&entry, &found.hashed[&0], &mut Placed::default()).unwrap();
             assert_eq!(mode(&place), entry.mode);
         }
+    }
+
+    /// A disk that has given pages up says so once, and they are still read as they should be.
+    #[test]
+    fn a_file_that_the_disk_failed_to_take_is_not_gone_on_from() {
+        let dir = tempfile::tempdir().unwrap();
+        let store = Store::open(dir.path(), false).unwrap();
+        let broken = Store::open(dir.path(), false).unwrap().with_disk(|_| Err(Errno::IO));
+        let offered = manifest(&[("x", Some(3))]);
+        // As it came, and as one that was there in full without its name.
+        let mut growing = broken.grow(&entry("x", Some(3)), None).unwrap();
+        growing.append(b"hel").unwrap();
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Io { .. })
+        ));
+        assert!(survey(&store, &offered).unwrap().have.is_empty());
+        fs::write(dir.path().join("x.immwire-partial"), b"hel").unwrap();
+        let hashed = survey(&store, &offered).unwrap().hashed.remove(&0);
+        let growing = broken.grow(&entry("x", Some(3)), hashed).unwrap();
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Io { .. })
+        ));
+        assert!(survey(&store, &offered).unwrap().have.is_empty());
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    /// As where a folder folds case: there a name leads to a file that came under another.
+    #[test]
+    fn a_file_takes_the_place_of_no_other_of_its_push() {
+        for (kept, overwrite) in [(false, true), (false, false), (true, true), (true, false)] {
+            let dir = tempfile::tempdir().unwrap();
+            let (first, second) = (dir.path().join("A"), dir.path().join("a"));
+            let store = Store::open(dir.path(), overwrite).unwrap();
+            let mut placed = Placed::default();
+            if kept {
+                fs::write(&first, b"hel").unwrap();
+                let found = survey(&store, &manifest(&[("A", Some(3))])).unwrap();
+                store.touch(&entry("A", Some(3)), &found.hashed[&0], &mut placed).unwrap();
+            } else {
+                let mut growing = store.grow(&entry("A", Some(3)), None).unwrap();
+                growing.append(b"hel").unwrap();
+                growing.finish(of(b"hel"), &mut placed).unwrap();
+            }
+            fs::hard_link(&first, &second).unwrap();
+            let again = |placed: &mut Placed| {
+                let mut growing = store.grow(&entry("a", Some(3)), None).unwrap();
+                growing.append(b"HEL").unwrap();
+                growing.finish(of(b"HEL"), placed)
+            };
+            let error = again(&mut placed).unwrap_err();
+            match error {
+                StoreError::OneName(path) if overwrite => assert_eq!(path.as_str(), "a"),
+                StoreError::Exists(_) if !overwrite => {}
+                error => panic!("{error}"),
+            }
+            assert_eq!(fs::read(&second).unwrap(), b"hel");
+            // In another push it is replaced as any other, if that was allowed.
+            assert_eq!(again(&mut Placed::default()).is_ok(), overwrite);
+        }
+    }
+
+    /// Replacing one name of a file takes nothing from its others.
+    #[test]
+    fn a_name_of_a_file_that_has_several_is_replaced_though_another_is_kept() {
+        let dir = tempfile::tempdir().unwrap();
+        let (first, second) = (dir.path().join("x"), dir.path().join("y"));
+        fs::write(&first, b"hel").unwrap();
+        fs::hard_link(&first, &second).unwrap();
+        let store = Store::open(dir.path(), true).unwrap();
+        let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
+        let mut placed = Placed::default();
+        store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed).unwrap();
+        let mut growing = store.grow(&entry("y", Some(3)), None).unwrap();
+        growing.append(b"HEL").unwrap();
+        growing.finish(of(b"HEL"), &mut placed).unwrap();
+        assert_eq!([fs::read(&first).unwrap(), fs::read(&second).unwrap()], [b"hel", b"HEL"]);
     }
 
     #[test]
@@ -1054,7 +1222,10 @@ mod tests {
         for (bytes, expected) in [(&b"hellO"[..], of(b"hello")), (b"hell", of(b"hell"))] {
             let mut growing = store.grow(&entry("x", Some(5)), None).unwrap();
             growing.append(bytes).unwrap();
-            assert!(matches!(growing.finish(expected), Err(StoreError::Corrupt(_))));
+            assert!(matches!(
+                growing.finish(expected, &mut Placed::default()),
+                Err(StoreError::Corrupt(_))
+            ));
             assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
         }
     }
@@ -1081,12 +1252,25 @@ mod tests {
             found.have.iter().map(|have| (have.file, have.bytes, have.digest)).collect();
         assert_eq!(
             have,
-            [(0, 3, of(b"hel")), (2, 6, of(b"longer")), (3, 5, of(b"whole")), (4, 0, of(b""))]
+            [(0, 3, &b"hel"[..]), (2, 6, b"longer"), (3, 5, b"whole"), (4, 0, b"")]
+                .map(|(file, len, bytes)| (file, len, of(bytes).had()))
         );
         assert_eq!(found.whole.iter().copied().collect::<Vec<_>>(), [3, 4]);
         let keep = |files: &[u32]| {
-            files.iter().map(|file| Keep { file: *file, bytes: 0 }).collect::<Vec<_>>()
+            let digest = Digest([0; 32]);
+            files.iter().map(|file| Keep { file: *file, bytes: 0, digest }).collect::<Vec<_>>()
         };
+        for (file, digest, known) in [
+            (3, of(b"whole").kept(), true),
+            (3, of(b"whole"), false),
+            (3, of(b"whole").had(), false),
+            (3, of(b"").kept(), false),
+            (4, of(b"").kept(), true),
+            (1, of(b"").kept(), false),
+            (9, of(b"").kept(), false),
+        ] {
+            assert_eq!(found.is_known(&Keep { file, bytes: 0, digest }), known, "{file}");
+        }
         assert!(store.check_keep(&offered, &found, &keep(&[3, 4])).is_ok());
         let refused = store.check_keep(&offered, &found, &keep(&[0, 4]));
         assert!(matches!(refused, Err(StoreError::Exists(path)) if path.as_str() == "whole"));
@@ -1094,7 +1278,7 @@ mod tests {
             store.grow(&entry("d/part", Some(5)), Some(found.hashed[&0].clone())).unwrap();
         assert_eq!(growing.length(), 3);
         growing.append(b"lo").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(dir.path().join("d/part")).unwrap(), b"hello");
         let stopped = store.survey(&offered, |_| false);
         assert!(matches!(stopped, Err(StoreError::Stopped)));
@@ -1117,7 +1301,7 @@ mod tests {
             fs::write(dir.path().join("x.immwire-partial"), partial).unwrap();
             let found = survey(&store, &manifest(&[("x", Some(6))])).unwrap();
             let have = found.have.first().map(|have| (have.bytes, have.digest));
-            let expected_have = expected.map(|(bytes, _)| (bytes.len() as u64, of(bytes)));
+            let expected_have = expected.map(|(bytes, _)| (bytes.len() as u64, of(bytes).had()));
             assert_eq!(have, expected_have, "{replaced:?} {partial:?} {overwrite}");
             let whole = expected.is_some_and(|(_, whole)| whole);
             assert_eq!(found.whole.contains(&0), whole, "{replaced:?} {partial:?} {overwrite}");
@@ -1171,7 +1355,11 @@ mod tests {
             let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
             let hashed = found.hashed[&0].clone();
             let right = hashed.digest();
-            store.grow(&entry("x", Some(3)), Some(hashed)).unwrap().finish(right).unwrap();
+            store
+                .grow(&entry("x", Some(3)), Some(hashed))
+                .unwrap()
+                .finish(right, &mut Placed::default())
+                .unwrap();
             assert_eq!(fs::read(&place).unwrap(), b"hel", "{what}");
         }
     }
@@ -1191,7 +1379,7 @@ mod tests {
         growing.append(b"l").unwrap();
         assert!(matches!(grow(&one, &ours), Err(StoreError::Locked(_))));
         growing.append(b"o").unwrap();
-        growing.finish(of(b"hello")).unwrap();
+        growing.finish(of(b"hello"), &mut Placed::default()).unwrap();
         assert!(matches!(grow(&one, &ours), Err(StoreError::Changed(_))));
         assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"hello");
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
@@ -1207,7 +1395,10 @@ mod tests {
             growing.append(b"us").unwrap();
             fs::remove_file(&path).unwrap();
             let theirs = replaced.then(|| store.grow(&entry("x", Some(2)), None).unwrap());
-            assert!(matches!(growing.finish(expected), Err(StoreError::Changed(_))));
+            assert!(matches!(
+                growing.finish(expected, &mut Placed::default()),
+                Err(StoreError::Changed(_))
+            ));
             assert!(!dir.path().join("x").exists());
             assert_eq!(path.exists(), replaced, "theirs stays");
             drop(theirs);
@@ -1224,8 +1415,8 @@ mod tests {
             let found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
             assert!(found.whole.contains(&0), "{what}");
             meddle(&place);
-            let mut touched = BTreeMap::new();
-            let failed = store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched);
+            let mut placed = Placed::default();
+            let failed = store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed);
             assert!(matches!(failed, Err(StoreError::Changed(_))), "{what}");
         }
     }
@@ -1239,9 +1430,9 @@ mod tests {
         fs::hard_link(dir.path().join("x"), dir.path().join("y")).unwrap();
         fs::hard_link(dir.path().join("x"), dir.path().join("z")).unwrap();
         let found = survey(&store, &offered).unwrap();
-        let mut touched = BTreeMap::new();
+        let mut placed = Placed::default();
         for ((file, _), number) in offered.files().zip(0..) {
-            store.touch(file, &found.hashed[&number], &mut touched).unwrap();
+            store.touch(file, &found.hashed[&number], &mut placed).unwrap();
         }
         assert_eq!(fs::metadata(dir.path().join("y")).unwrap().mtime(), 1_600_000_000);
     }
@@ -1259,7 +1450,7 @@ mod tests {
         let grow = |store: &Store| {
             let mut growing = store.grow(&entry("x", Some(2)), None).unwrap();
             growing.append(b"us").unwrap();
-            growing.finish(of(b"us"))
+            growing.finish(of(b"us"), &mut Placed::default())
         };
         assert!(
             matches!(grow(&careful), Err(StoreError::Exists(_))),
@@ -1303,7 +1494,7 @@ mod tests {
         // With leave to overwrite, a link under the final name is replaced, not written through.
         let mut growing = store.grow(&entry("file", Some(2)), None).unwrap();
         growing.append(b"us").unwrap();
-        growing.finish(of(b"us")).unwrap();
+        growing.finish(of(b"us"), &mut Placed::default()).unwrap();
         assert_eq!(fs::read(dir.path().join("file")).unwrap(), b"us");
         assert_eq!(fs::read(&victim).unwrap(), b"untouched");
         assert_eq!(fs::read_dir(outside.path()).unwrap().count(), 1);
@@ -1379,7 +1570,11 @@ mod tests {
             Ok(())
         });
         let new = store.make_folders(&offered, |_| true).unwrap();
-        store.grow(&entry("bare/in/x", Some(0)), None).unwrap().finish(of(b"")).unwrap();
+        store
+            .grow(&entry("bare/in/x", Some(0)), None)
+            .unwrap()
+            .finish(of(b""), &mut Placed::default())
+            .unwrap();
         let written = |paths: &[&str]| {
             let inode = |path: &&str| fs::metadata(dir.path().join(path)).unwrap().ino();
             assert_eq!(WRITTEN.take(), paths.iter().map(inode).collect::<Vec<_>>(), "{paths:?}");
@@ -1408,7 +1603,7 @@ mod tests {
             });
             let found = survey(&store, &offered).unwrap();
             let kept = &offered.entries()[0];
-            store.touch(kept, &found.hashed[&0], &mut BTreeMap::new()).unwrap();
+            store.touch(kept, &found.hashed[&0], &mut Placed::default()).unwrap();
             let before = WRITTEN.take();
             assert_eq!(
                 (before.len(), fs::metadata(&place).unwrap().mode() & 0o777),
@@ -1486,18 +1681,23 @@ mod tests {
     fn no_room_is_told_before_and_in_the_middle() {
         let dir = tempfile::tempdir().unwrap();
         let store = Store::open(dir.path(), false).unwrap();
-        let bytes = |bytes| Needs { bytes, ..Needs::default() };
-        let error = store.check_room(bytes(u64::MAX)).unwrap_err();
-        assert!(matches!(error, StoreError::DiskFull { needed: u64::MAX, .. }), "{error}");
-        assert!(store.check_room(bytes(0)).is_ok());
+        let check = |size| {
+            let offered = manifest(&[("new/x", Some(size))]);
+            let stream = Stream::new(&offered, &[], &[]).unwrap();
+            survey(&store, &offered).unwrap().check_room(&stream)
+        };
+        let most = (1 << 63) - 1;
+        let error = check(most).unwrap_err();
+        assert!(matches!(error, StoreError::DiskFull { needed, .. } if needed == most), "{error}");
+        assert!(check(0).is_ok());
         let path = RelPath::new("x").unwrap();
         for (errno, text) in
             [(Errno::NOSPC, "disk full: x needs 3 B more"), (Errno::DQUOT, "0 B are free")]
         {
-            let error = store.write_error(&path, 2, 5, errno, "write").to_string();
+            let error = write_error(&store.root, &path, 2, 5, errno, "write").to_string();
             assert!(error.contains(text), "{error}");
         }
-        let error = store.write_error(&path, 2, 5, Errno::FBIG, "write");
+        let error = write_error(&store.root, &path, 2, 5, Errno::FBIG, "write");
         assert!(matches!(error, StoreError::TooLarge { size: 5, .. }));
     }
 
@@ -1538,6 +1738,33 @@ mod tests {
         }
     }
 
+    /// A mount below the folder.
+    #[test]
+    fn room_is_judged_for_each_file_system_by_itself() {
+        let room = |bytes, inodes| Room { bytes: Some(bytes), inodes: Some(inodes) };
+        let needs = |bytes, files| Needs { bytes, files, ..Needs::default() };
+        for (places, well) in [
+            (vec![], true),
+            (vec![(needs(5, 1), room(5, 1)), (needs(9, 1), room(9, 1))], true),
+            // The other has room enough for both.
+            (vec![(needs(5, 1), room(99, 99)), (needs(9, 1), room(8, 1))], false),
+            (vec![(needs(5, 2), room(5, 1)), (needs(9, 1), room(99, 99))], false),
+            // The first has none, and nothing goes there.
+            (vec![(needs(0, 0), room(0, 0)), (needs(9, 1), room(9, 1))], true),
+        ] {
+            assert_eq!(check_all(places.clone()).is_ok(), well, "{places:?}");
+        }
+        let offered = manifest(&[("a", Some(7)), ("b", Some(5)), ("c", Some(3)), ("d", Some(2))]);
+        let (have, keep) = ([(2, 1), (3, 2)], Digest([0; 32]));
+        let have = have.map(|(file, bytes)| Have { file, bytes, digest: keep });
+        let keep = have.clone().map(|Have { file, bytes, digest }| Keep { file, bytes, digest });
+        let stream = Stream::new(&offered, &have, &keep).unwrap();
+        let partial = BTreeMap::from([(1, 4096), (2, 4096)]);
+        let found = Survey { devices: vec![8, 9, 9, 8], partial, ..Survey::default() };
+        let (first, second) = (needs(7, 1), Needs { reclaimable: 4096, ..needs(7, 0) });
+        assert_eq!(found.needs(&stream), BTreeMap::from([(8, first), (9, second)]));
+    }
+
     #[test]
     fn a_file_system_that_counts_nothing_has_unknown_room() {
         let mut stat = fstatvfs(fs::File::open("/proc").unwrap()).unwrap();
@@ -1561,11 +1788,12 @@ mod tests {
         fs::write(dir.path().join("kept.immwire-partial"), vec![1; 1 << 19]).unwrap();
         fs::write(dir.path().join("whole.immwire-partial"), b"hel").unwrap();
         let found = survey(&store, &offered).unwrap();
-        let keep = [Keep { file: 1, bytes: 1 << 19 }, Keep { file: 3, bytes: 3 }];
+        let keep = [(1, 1 << 19), (3, 3)];
+        let keep = keep.map(|(file, bytes)| Keep { file, bytes, digest: Digest([0; 32]) });
         let stream = Stream::new(&offered, &found.have, &keep).unwrap();
         let taken = fs::metadata(dir.path().join("again.immwire-partial")).unwrap().blocks() * 512;
         let expected = Needs { bytes: 5 << 19, reclaimable: taken, files: 1 };
-        assert_eq!(found.needs(&stream), expected);
+        assert_eq!(found.needs(&stream).into_values().collect::<Vec<_>>(), [expected]);
         // And before anything of the push comes.
         store.give_back(&offered, &found, &stream).unwrap();
         let length = |name: &str| fs::metadata(dir.path().join(name)).unwrap().len();
@@ -1601,7 +1829,10 @@ mod tests {
         let mut found = survey(&store, &manifest(&[("x", Some(3))])).unwrap();
         let mut growing = store.grow(&entry("x", Some(3)), found.hashed.remove(&0)).unwrap();
         growing.append(b"lo").unwrap();
-        assert!(matches!(growing.finish(of(b"hel")), Err(StoreError::Corrupt(_))));
+        assert!(matches!(
+            growing.finish(of(b"hel"), &mut Placed::default()),
+            Err(StoreError::Corrupt(_))
+        ));
     }
 
     #[test]
@@ -1613,12 +1844,12 @@ mod tests {
         let touch = || {
             let found = survey(&store, &offered).unwrap();
             let before = found.hashed[&0].stamp;
-            let mut touched = BTreeMap::new();
-            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut touched).unwrap();
+            let mut placed = Placed::default();
+            store.touch(&entry("x", Some(3)), &found.hashed[&0], &mut placed).unwrap();
             let metadata = fs::metadata(&place).unwrap();
             let here = (metadata.mode() & 0o7777, metadata.mtime(), metadata.mtime_nsec());
             assert_eq!(here, (0o640, 1_600_000_000, 5));
-            touched[&before] == before
+            placed.touched[&before] == before
         };
         fs::write(&place, b"hel").unwrap();
         touch();

@@ -204,10 +204,10 @@ impl Stream {
         self.files.iter().filter_map(|(size, start)| Some(size - (*start)?)).sum()
     }
 
-    /// How many files there are, with those that have no part in it.
+    /// Bytes of `file`, those that are kept too; 0 if it is not there.
     #[must_use]
-    pub fn files(&self) -> u32 {
-        u32::try_from(self.files.len()).unwrap_or(u32::MAX)
+    pub fn size(&self, file: u32) -> u64 {
+        self.files.get(file as usize).map_or(0, |(size, _)| *size)
     }
 
     /// Where `file` starts; `None` if it is complete, or not there.
@@ -333,7 +333,9 @@ mod tests {
                 let files = [a, b, (5, None)];
                 let named = || (0..).zip(&files).filter_map(|(n, (_, keep))| Some((n, (*keep)?)));
                 let have: Vec<_> = named().map(|(file, bytes)| have(file, bytes)).collect();
-                let keep: Vec<_> = named().map(|(file, bytes)| Keep { file, bytes }).collect();
+                let keep: Vec<_> = named()
+                    .map(|(file, bytes)| Keep { file, bytes, digest: Digest([0; 32]) })
+                    .collect();
                 let stream =
                     Stream::new(&manifest(&files.map(|(size, _)| size)), &have, &keep).unwrap();
                 let expected = oracle(&files);
@@ -369,8 +371,10 @@ mod tests {
     fn what_is_kept_must_be_there_and_named_in_order() {
         let files = manifest(&[4, 4]);
         let new = |have: &[Have], keep: &[(u32, u64)]| {
-            let keep: Vec<_> =
-                keep.iter().map(|(file, bytes)| Keep { file: *file, bytes: *bytes }).collect();
+            let keep: Vec<_> = keep
+                .iter()
+                .map(|(file, bytes)| Keep { file: *file, bytes: *bytes, digest: Digest([0; 32]) })
+                .collect();
             Stream::new(&files, have, &keep).map(|stream| stream.file_bytes())
         };
         assert_eq!(new(&[have(0, 3), have(1, 4)], &[(0, 3), (1, 4)]), Ok(1));

@@ -5,7 +5,7 @@ use arbitrary::{Arbitrary, Unstructured};
 use immwire_cli::motor::{desc_of, desc_text};
 use immwire_cli::push::manifest::{Entry, Manifest};
 use immwire_cli::push::message::{
-    Assembler, Digest, FromReceiver, FromSender, Have, Keep, fragments, hex, unhex,
+    Assembler, Digest, FromReceiver, FromSender, Have, Keep, VERSION, fragments, hex, unhex,
 };
 use immwire_cli::push::path::{COMPONENT_MAX, PARTIAL_SUFFIX, PATH_MAX, RelPath};
 use immwire_cli::push::stream::{DIGEST_BYTES, Piece, Staging, Stream};
@@ -213,7 +213,7 @@ impl Made {
                 Some(Entry { path, size, mode: 0o644, mtime_s: 0, mtime_ns: 0 })
             })
             .collect();
-        let said = FromSender::Offer { version: 1, credit_tag: 0, entries: entries.clone() };
+        let said = FromSender::Offer { version: VERSION, credit_tag: 0, entries: entries.clone() };
         let text = serde_json::to_vec(&said).expect("JSON");
         assert_eq!(heard::<FromSender>(&text, usize::from(self.room)), Some(said));
         let Some(manifest) = offered(entries) else { return };
@@ -228,7 +228,7 @@ impl Made {
         let keep = |(file, bytes): &(u8, Option<u16>)| {
             let file = u32::from(*file) % 9;
             let named = have.iter().find(|have| have.file == file).map_or(0, |have| have.bytes);
-            Keep { file, bytes: bytes.map_or(named, u64::from) }
+            Keep { file, bytes: bytes.map_or(named, u64::from), digest }
         };
         let keep: Vec<Keep> = self.keep.iter().map(keep).collect();
         resumed(&manifest, &have, &keep, self.room.into());

@@ -7,7 +7,7 @@ use arbitrary::Unstructured;
 use immwire::shm::fuzzing::Parts;
 use immwire_cli::motor::desc_text;
 use immwire_cli::push::manifest::Entry;
-use immwire_cli::push::message::{Digest, FromReceiver, FromSender, Have, Keep};
+use immwire_cli::push::message::{Digest, FromReceiver, FromSender, Have, Keep, VERSION};
 use immwire_cli::push::path::RelPath;
 use immwire_cli::push::recv::STAGING;
 use immwire_core::datagram::{Address, Claim, DATAGRAM_MAX, Message, Nonces, Protocol, Say};
@@ -123,9 +123,9 @@ fn session() -> Vec<u8> {
     let choices = [1; 200];
     let region = desc_text(&descriptor(&mut Unstructured::new(&choices)).expect("enough"));
     let have = |file, bytes| Have { file, bytes, digest: Digest([9; 32]) };
-    let keep = |file, bytes| Keep { file, bytes };
+    let keep = |file, bytes| Keep { file, bytes, digest: Digest([8; 32]) };
     let from_sender = [
-        FromSender::Offer { version: 1, credit_tag: 7, entries },
+        FromSender::Offer { version: VERSION, credit_tag: 7, entries },
         FromSender::Begin { keep: vec![keep(0, 60), keep(1, 5)] },
         FromSender::Working,
         FromSender::Failed { reason: "why".to_owned() },
