@@ -106,6 +106,14 @@ pub enum Error {
         /// Its first byte.
         address: u64,
     },
+    /// The driver keeps all callers waiting until what some thread of the process gives back to it is free, which a GPU that is busy uses: it was
+    /// not asked.
+    KeptWaiting {
+        /// The GPU.
+        ordinal: u32,
+        /// For how long it was waited for that.
+        after: Duration,
+    },
     /// Not all of a range is allocated, or not all of it on one GPU.
     Hole {
         /// Its first byte that is not.
@@ -214,6 +222,13 @@ impl fmt::Display for Error {
                     f,
                     "the driver has not come back from pinning, or unpinning, the host's memory at {address:#x}: it waits for what its \
                      GPUs are doing"
+                )
+            }
+            Self::KeptWaiting { ordinal, after } => {
+                write!(
+                    f,
+                    "GPU {ordinal} has been busy for {after:?} with what uses memory that is being given back, for which its driver keeps \
+                     callers waiting: nothing was done"
                 )
             }
             Self::Hole { address, before, bytes, ordinal, other } => {

@@ -135,6 +135,11 @@ impl Closer {
             && pending_at(self.gpus).any(|count| count.load(Ordering::Acquire) > 0)
     }
 
+    /// The same of one GPU alone.
+    pub(crate) fn is_busy_at(ordinal: u32) -> bool {
+        pending_at(1 << (ordinal % TOLD_APART)).any(|count| count.load(Ordering::Acquire) > 0)
+    }
+
     /// Drops `remains`, on the thread. Allocates; waits for nothing.
     pub(crate) fn give(&self, remains: impl Send + 'static) {
         let remains = (remains, Counted::new(self.gpus));

@@ -1314,7 +1314,10 @@ impl Sink for State {
         }
         let nics = nic_states(&hello.address);
         let peer = self.group.add_peer(self.now, engine, &nics).map_err(|full| {
-            tracing::warn!(%engine, %full, "a caller is refused; build the engine with more `peers`");
+            tracing::warn!(
+                %engine, %full,
+                "a caller is refused: there are as many `peers` as the engine is built for, or one that has gone is not forgotten yet"
+            );
             Refusal::Busy
         })?;
         let reply = match self.open_link(peer, &hello.address) {

@@ -1031,7 +1031,8 @@ impl TransferEngine {
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]: a range of one allocation, or over several of
     /// `cuMemCreate` that adjoin ([`immwire_cuda::ALLOCATIONS_MAX`]), some tens of microseconds for each. A range inside one that is
-    /// registered costs a look-up.
+    /// registered costs a look-up. Of the host's memory an engine with GPUs has the driver pin whole pages: what lies beside it on them cannot be
+    /// pinned by somebody else afterwards (`cudaHostRegister`, error 712).
     ///
     /// # Safety
     ///

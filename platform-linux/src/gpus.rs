@@ -212,14 +212,7 @@ impl Known {
     /// Waits until nothing of these GPUs is being given back, by whichever engine of the process, for `limit` at most: the driver would keep whoever
     /// calls it waiting. `false`: something still is.
     pub(crate) fn is_free_within(&self, limit: Duration) -> bool {
-        let start = Instant::now();
-        while self.closer.is_busy() {
-            if start.elapsed() >= limit {
-                return false;
-            }
-            std::thread::sleep(LOOK_PAUSE);
-        }
-        true
+        ends_within(limit, || self.closer.is_busy())
     }
 
     /// Where each of them is on the PCI bus.
@@ -428,8 +421,8 @@ impl Gpus {
         let Place::Gpu(ordinal) = region.place else { return Err(Error::NoDriver) };
         let one = self.one(ordinal).map_err(|_| Error::NoDriver)?;
         // Before the shuttle is locked: who comes later is to wait no longer than this.
-        if !self.0.as_ref().is_some_and(|known| known.is_free_within(ASKED_WITHIN)) {
-            return Err(Error::TimedOut { after: ASKED_WITHIN });
+        if !ends_within(ASKED_WITHIN, || Closer::is_busy_at(ordinal)) {
+            return Err(Error::KeptWaiting { ordinal, after: ASKED_WITHIN });
         }
         let there = region.local.base.saturating_add(offset as u64);
         let mut shuttle = lock(&one.shuttle);
@@ -495,6 +488,18 @@ impl Gpus {
         // SAFETY: our caller's promise.
         Ok(unsafe { Stream::borrow(&self.one(ordinal)?.device, stream) })
     }
+}
+
+/// Whether something is over within `limit`.
+fn ends_within(limit: Duration, goes_on: impl Fn() -> bool) -> bool {
+    let start = Instant::now();
+    while goes_on() {
+        if start.elapsed() >= limit {
+            return false;
+        }
+        std::thread::sleep(LOOK_PAUSE);
+    }
+    true
 }
 
 #[cfg(test)]

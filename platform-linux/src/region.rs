@@ -99,6 +99,7 @@ impl Region {
     /// Copies bytes out. What a peer is writing at the same time comes torn. Out of a GPU's memory it takes some hundred
     /// microseconds at least.
     ///
+    /// Where the driver keeps its callers waiting for ten seconds, nothing is copied ([`immwire_cuda::Error::KeptWaiting`]).
     /// A copy that a GPU does not come to is given up after ten seconds, [`immwire_cuda::Error::TimedOut`]. It may use the region
     /// later, though not `bytes`: the region stays registered for good, and [`Region::close`] says that it is in use.
     ///

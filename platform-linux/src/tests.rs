@@ -643,7 +643,7 @@ fn what_was_submitted_is_of_use_before_it_is_taken() {
 /// Who is polled a few times in the time that its peers wait for a word of it is not silent, though it has nothing else to do.
 #[test]
 fn an_engine_that_is_polled_seldom_is_heard() {
-    const POLLED: Duration = Duration::from_millis(50);
+    const POLLED: Duration = Duration::from_millis(150);
     let config = |down_after| LivenessConfig {
         heartbeat: POLLED / 5,
         suspect_after: 4 * POLLED,
@@ -652,10 +652,10 @@ fn an_engine_that_is_polled_seldom_is_heard() {
     };
     let (engine, mut driver) =
         TransferEngine::builder().liveness(config(Duration::MAX)).build_polled().unwrap();
-    let other = TransferEngine::builder().liveness(config(12 * POLLED)).build().unwrap();
+    let other = TransferEngine::builder().liveness(config(10 * POLLED)).build().unwrap();
     let peer = driver.add_peer(other.address()).unwrap();
     driver.wait_peer(peer, LONG).unwrap();
-    for _ in 0..40 {
+    for _ in 0..16 {
         std::thread::sleep(POLLED);
         driver.poll();
         assert_eq!(other.peers().len(), 1, "the other has given it up");

@@ -113,7 +113,11 @@ pub(crate) fn build(error: &BuildError) -> PyErr {
         BuildError::Config { .. }
         | BuildError::Group(_)
         | BuildError::Mailbox(_)
-        | BuildError::Libfabric(LibfabricError::Pairing(_) | LibfabricError::NoSuchNic { .. })
+        | BuildError::Libfabric(
+            LibfabricError::Pairing(_)
+            | LibfabricError::NoSuchNic { .. }
+            | LibfabricError::Peers { .. },
+        )
         | BuildError::Verbs(VerbsError::Pairing(_))
         | BuildError::Staging(
             StagingError::NoGpus | StagingError::NoNics | StagingError::TooSmall { .. },

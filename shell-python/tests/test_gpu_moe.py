@@ -556,7 +556,7 @@ def case_what_does_not_fit_is_refused():
         refused("weights has int32 instead of float32", weights=rank.space(5, TOP_K, dtype=np.int32))
         refused("weights has float16 instead of float32", weights=rank.space(5, 2 * TOP_K, dtype=np.float16))
         # Whose type tells how wide it is; x says of how many tokens.
-        words = f"indices has {5 * TOP_K * 4} bytes instead of {10 * TOP_K * 4}: .*, and x has 10 rows of {HIDDEN * 2} bytes"
+        words = f"indices has {5 * TOP_K * 4} bytes instead of {10 * TOP_K * 4}: .*, and x has 10 rows of"
         refused(words, x=rank.space(5, HIDDEN, dtype=np.float32))
         words = f"indices has {5 * TOP_K * 8} bytes instead of {10 * TOP_K * 8}: .*, and x has 10 rows"
         long = rank.space(5, TOP_K, dtype=np.int64)

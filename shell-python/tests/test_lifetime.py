@@ -312,23 +312,36 @@ def test_ctrl_c_ends_a_close_that_waits_for_another_thread():
             assert go_on.wait(PATIENCE)
             return memory.__array_interface__
 
+    def interrupt():
+        # Closed is what it is from when `close` begins to wait.
+        until = time.monotonic() + PATIENCE
+        while not engine.closed and time.monotonic() < until:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    told = []
+    engine.expect_imm_count(counter=engine.counter(), writes=1, callback=told.append)
     thread = threading.Thread(target=engine.register, args=(Slow(),))
     thread.start()
     assert inside.wait(PATIENCE)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    timers = threading.Timer(0.1, signal.raise_signal, [signal.SIGINT]), threading.Timer(3, go_on.set)
-    for timer in timers:
-        timer.start()
     try:
         with pytest.raises(KeyboardInterrupt):
+            interrupting = threading.Thread(target=interrupt)
+            interrupting.start()
             engine.close()
-        assert not go_on.is_set()
+        assert not go_on.is_set() and not told
     finally:
-        for timer in timers:
-            timer.join()
+        go_on.set()
+        interrupting.join()
         signal.signal(signal.SIGINT, before)
     thread.join(PATIENCE)
     assert engine.closed
+    # Stopped by whoever used it last.
+    until = time.monotonic() + PATIENCE
+    while not told and time.monotonic() < until:
+        time.sleep(0.01)
+    assert [type(error) for error in told] == [immwire.EngineClosed]
 
 
 def in_child(function):

@@ -182,7 +182,7 @@ pub enum TransferError {
     DeadlineExceeded {
         /// Pieces that were in flight then.
         outstanding: u32,
-        /// The peer, if it goes to one only, or all of these do; if there are none, who is waited for before more is posted.
+        /// The peer, if it goes to one only, or all of these do; if there are none, whose turn it is.
         peer: Option<PeerId>,
     },
     /// A peer it goes to is gone.
@@ -212,7 +212,10 @@ impl fmt::Display for TransferError {
         match self {
             Self::Cancelled => f.write_str("cancelled"),
             Self::DeadlineExceeded { outstanding: 0, peer: Some(peer) } => {
-                write!(f, "deadline exceeded waiting for {peer}, with nothing in flight")
+                write!(
+                    f,
+                    "deadline exceeded with nothing in flight, and more to be posted to {peer}"
+                )
             }
             Self::DeadlineExceeded { outstanding, peer: Some(peer) } => {
                 write!(f, "deadline exceeded with {outstanding} pieces in flight to {peer}")

@@ -868,17 +868,16 @@ impl Growing<'_> {
             let _ = unlinkat(&self.at, &growing, AtFlags::empty());
             return Err(StoreError::Corrupt(path.clone()));
         }
-        let write_out = || {
-            let done = (self.store.write_out)(self.file.as_fd());
-            done.map_err(io("write out", path.as_str()))
-        };
+        let write_out = || (self.store.write_out)(self.file.as_fd());
         // What others may do is right when the name appears; what the owner may not, only after that.
         let growing_mode = self.entry.mode | OWNER_MODE;
         dress(&self.file, &Entry { mode: growing_mode, ..self.entry.clone() })?;
-        if let Err(error) = write_out() {
-            // The system tells this once: what it gave up is read from memory as if it were on the disk.
-            let _ = unlinkat(&self.at, &growing, AtFlags::empty());
-            return Err(error);
+        if let Err(errno) = write_out() {
+            if may_be_lost(errno) {
+                // The system tells this once: what it gave up is read from memory as if it were on the disk.
+                let _ = unlinkat(&self.at, &growing, AtFlags::empty());
+            }
+            return Err(io("write out", path.as_str())(errno));
         }
         let rename = |flags| renameat_with(&self.at, &growing, &self.at, name, flags);
         let renamed = if self.store.overwrite {
@@ -908,7 +907,7 @@ impl Growing<'_> {
         if self.entry.mode != growing_mode {
             // Broken off before this, the next push finds the file whole and does it.
             dress(&self.file, &self.entry)?;
-            write_out()?;
+            write_out().map_err(io("write out", path.as_str()))?;
         }
         self.store.write_out_folder(&self.at, path)
     }
@@ -964,6 +963,11 @@ fn kept_out(store: &Store, file: &File) -> Result<(), Errno> {
         Err(Errno::INVAL | Errno::ROFS) => Ok(()),
         done => done,
     }
+}
+
+/// Whether bytes may be lost where putting a file on the disk has ended so; not where it was broken off, or cannot be asked for.
+const fn may_be_lost(errno: Errno) -> bool {
+    !matches!(errno, Errno::INTR | Errno::INVAL | Errno::ROFS | Errno::NOSYS | Errno::OPNOTSUPP)
 }
 
 /// Not every file system can put a folder on the disk.
@@ -1161,6 +1165,17 @@ mod tests {
         ));
         assert!(survey(&store, &offered).unwrap().have.is_empty());
         assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+        // Broken off, or on a disk that cannot be asked: nothing is lost.
+        for disk in [|_: BorrowedFd<'_>| Err(Errno::INTR), |_: BorrowedFd<'_>| Err(Errno::INVAL)] {
+            let broken = Store::open(dir.path(), false).unwrap().with_disk(disk);
+            let hashed = survey(&store, &offered).unwrap().hashed.remove(&0);
+            let mut growing = broken.grow(&entry("x", Some(3)), hashed).unwrap();
+            if growing.length == 0 {
+                growing.append(b"hel").unwrap();
+            }
+            growing.finish(of(b"hel"), &mut Placed::default()).unwrap_err();
+            assert_eq!(survey(&store, &offered).unwrap().have.len(), 1);
+        }
     }
 
     /// As where a folder folds case: there a name leads to a file that came under another.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import array
 import ctypes
+import re
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -257,7 +258,8 @@ class AllToAll:
         That is for each the sum of its choices' results, times their weights.
 
         ``y`` has ``hidden`` values of ``dtype`` in each row of the dispatch before, ``out`` in a row for
-        each token that was sent, or in more; what says that it has others is refused. ``accumulate``: add to what is there. The rest is as there.
+        each token that was sent, or in more; what says that it has others is refused. ``accumulate``: add to
+        what is there. The rest is as there.
         """
         exchange = self.exchange
         _of_numbers("y", y, self._numbers)
@@ -346,13 +348,17 @@ def _starts(experts: int | None, firsts: Sequence[int] | None, world: int) -> li
     return starts
 
 
+_NUMBERS = {"bfloat16", "float16", "float32", "float64", "float8_e4m3fn", "float8_e5m2"}
+
+
 def _of_numbers(what: str, of: Any, wanted: str) -> None:
     """Refuse what says that it has other numbers. Integers as wide, or bytes, may be anything."""
-    dtype = getattr(of, "dtype", None)
-    name = str(dtype).removeprefix("torch.")
-    if ("float" in name and name != wanted) or getattr(dtype, "itemsize", 1) > 2:
+    name = re.findall(r"\w+", str(getattr(of, "dtype", "")))[-1:]
+    # Of none it has none of a wrong type. What else a type may be called, the exchange tells by how wide
+    # it is.
+    if name and name[0] in _NUMBERS - {wanted} and 0 not in getattr(of, "shape", ()):
         hint = "convert it, or pass a view of its bytes if that is what they are"
-        raise RequestError(f"{what} has {name} instead of {wanted}: {hint}")
+        raise RequestError(f"{what} has {name[0]} instead of {wanted}: {hint}")
 
 
 def _no_stream(stream: object) -> None:
