@@ -1,26 +1,29 @@
-//! Which host memory is pinned by this library, in this process: each page once, for as many as need it.
+//! Which host memory is pinned by this library, in this process: each byte once, for as many as need it.
 //!
 //! The driver pins nothing twice (`CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED`), and does not say by whom it is pinned. So who pins
 //! asks here first: what others of ours have pinned is shared, and what is left is to be pinned, as far as it is not the application's.
 //!
-//! Pure: pages are numbers, and the driver is whoever keeps to what is said here.
+//! It counts by the byte, as the driver does: what else lies in a page may be the application's, or the driver's own, which does not let it be pinned. But it
+//! is pages that are mapped: who waits for what is going waits for all of a page.
+//!
+//! Pure: bytes are numbers, and the driver is whoever keeps to what is said here.
 //!
 //! # Invariants
 //!
-//! 1. No page is in two pins.
-//! 2. A page of a range that was taken, and not given back, stays pinned, unless nobody could pin it, or the application unpins its own.
-//! 3. While one pins or unpins a page, nobody else takes it; nor from when the last who had it gave it back, be it that the driver is
+//! 1. No byte is in two pins.
+//! 2. A byte of a range that was taken, and not given back, stays pinned, unless nobody could pin it, or the application unpins its own.
+//! 3. While one pins or unpins a byte, nobody else takes any of its page; nor from when the last who had it gave it back, be it that the driver is
 //!    told later. By then something else may be mapped there: what is pinned is what was, and GPUs would read that.
 //!
-//! The tests below go through all short programs of three owners over a few pages.
+//! The tests below go through all short programs of three owners over a few bytes.
 
 use std::ops::Range;
 
-/// Pages that were taken in one go, by their first and past their last byte.
+/// A range that was taken in one go.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Pin {
-    pages: Range<u64>,
-    /// Where each part of them begins that the driver was told to pin: one, if none of them is the application's.
+    bytes: Range<u64>,
+    /// Where each part of it begins that the driver was told to pin: one, if none of it is the application's.
     parts: Vec<u64>,
     /// None, and it is not busy: it could not be unpinned.
     users: usize,
@@ -29,8 +32,8 @@ struct Pin {
 }
 
 impl Pin {
-    fn touches(&self, pages: &Range<u64>) -> bool {
-        self.pages.start < pages.end && pages.start < self.pages.end
+    fn touches(&self, range: &Range<u64>) -> bool {
+        self.bytes.start < range.end && range.start < self.bytes.end
     }
 
     const fn is_stale(&self) -> bool {
@@ -38,7 +41,7 @@ impl Pin {
     }
 }
 
-/// A pin that nobody has any more, to be unpinned: its first page, and where each part of it begins.
+/// A pin that nobody has any more, to be unpinned: its first byte, and where each part of it begins.
 pub(crate) type Going = (u64, Vec<u64>);
 
 /// All of them.
@@ -66,28 +69,29 @@ impl Pins {
         Self(Vec::new())
     }
 
-    /// Takes pages. `None`: some are busy, to be asked again when they are not; or [stale](Pins::stale).
-    pub(crate) fn take(&mut self, pages: &Range<u64>) -> Option<Taken> {
-        if self.0.iter().any(|pin| pin.touches(pages) && (pin.is_busy || pin.is_stale())) {
+    /// Takes a range. `None`: some of its pages, of `page` bytes each, are busy, to be asked again when they are not; or [stale](Pins::stale).
+    pub(crate) fn take(&mut self, range: &Range<u64>, page: u64) -> Option<Taken> {
+        let pages = pages_of(range, page);
+        if self.0.iter().any(|pin| pin.touches(&pages) && (pin.is_busy || pin.is_stale())) {
             return None;
         }
         let mut taken = Taken::default();
-        let mut there: Vec<_> = self.0.iter_mut().filter(|pin| pin.touches(pages)).collect();
-        there.sort_by_key(|pin| pin.pages.start);
-        let mut at = pages.start;
+        let mut there: Vec<_> = self.0.iter_mut().filter(|pin| pin.touches(range)).collect();
+        there.sort_by_key(|pin| pin.bytes.start);
+        let mut at = range.start;
         for pin in there {
             pin.users += 1;
-            taken.shared.push(pin.pages.start);
-            if at < pin.pages.start {
-                taken.missing.push(at..pin.pages.start);
+            taken.shared.push(pin.bytes.start);
+            if at < pin.bytes.start {
+                taken.missing.push(at..pin.bytes.start);
             }
-            at = pin.pages.end;
+            at = pin.bytes.end;
         }
-        if at < pages.end {
-            taken.missing.push(at..pages.end);
+        if at < range.end {
+            taken.missing.push(at..range.end);
         }
-        let busy = |pages: &Range<u64>| Pin {
-            pages: pages.clone(),
+        let busy = |bytes: &Range<u64>| Pin {
+            bytes: bytes.clone(),
             parts: Vec::new(),
             users: 1,
             is_busy: true,
@@ -98,20 +102,20 @@ impl Pins {
 
     /// How it went with one that was missing: it is pinned, in parts that begin here; if there are none, it is nobody's.
     pub(crate) fn pinned(&mut self, start: u64, parts: Vec<u64>) {
-        let Some(at) = self.0.iter().position(|pin| pin.pages.start == start) else { return };
+        let Some(at) = self.0.iter().position(|pin| pin.bytes.start == start) else { return };
         match self.0.get_mut(at) {
             Some(pin) if !parts.is_empty() => (pin.parts, pin.is_busy) = (parts, false),
             _ => _ = self.0.swap_remove(at),
         }
     }
 
-    /// What of these pages nobody has, though it is pinned: to be unpinned now, and it is to be [said](Pins::unpinned) how that went.
+    /// What on these pages nobody has, though it is pinned: to be unpinned now, and it is to be [said](Pins::unpinned) how that went.
     pub(crate) fn stale(&mut self, pages: &Range<u64>) -> Vec<Going> {
         let stale = self.0.iter_mut().filter(|pin| pin.touches(pages) && pin.is_stale());
         stale
             .map(|pin| {
                 pin.is_busy = true;
-                (pin.pages.start, std::mem::take(&mut pin.parts))
+                (pin.bytes.start, std::mem::take(&mut pin.parts))
             })
             .collect()
     }
@@ -119,7 +123,7 @@ impl Pins {
     /// Gives one back. If nobody uses it any more: where its parts begin; they are to be unpinned, now or later, and it is to be
     /// [said](Pins::unpinned) how that went.
     pub(crate) fn give_back(&mut self, start: u64) -> Option<Vec<u64>> {
-        let pin = self.0.iter_mut().find(|pin| pin.pages.start == start)?;
+        let pin = self.0.iter_mut().find(|pin| pin.bytes.start == start)?;
         pin.users = pin.users.saturating_sub(1);
         pin.is_busy |= pin.users == 0;
         pin.is_busy.then(|| std::mem::take(&mut pin.parts))
@@ -127,7 +131,7 @@ impl Pins {
 
     /// How it went: it is unpinned, or these parts stay pinned until somebody wants the pages.
     pub(crate) fn unpinned(&mut self, start: u64, left: Option<Vec<u64>>) {
-        let Some(at) = self.0.iter().position(|pin| pin.pages.start == start) else { return };
+        let Some(at) = self.0.iter().position(|pin| pin.bytes.start == start) else { return };
         match (self.0.get_mut(at), left) {
             (Some(pin), Some(parts)) => (pin.parts, pin.is_busy) = (parts, false),
             _ => _ = self.0.swap_remove(at),
@@ -184,13 +188,13 @@ mod tests {
         /// As the driver is asked: all that is not pinned, in as few parts as there are.
         fn take(&mut self, owner: usize, pages: Range<u64>) {
             for (start, begun) in self.pins.stale(&pages) {
-                assert_eq!(self.pins.take(&pages), None, "busy");
+                assert_eq!(self.pins.take(&pages, 1), None, "busy");
                 self.unpin(start, begun, false);
             }
-            let taken = self.pins.take(&pages).unwrap();
+            let taken = self.pins.take(&pages, 1).unwrap();
             let mut held = taken.shared;
             for missing in &taken.missing {
-                assert_eq!(self.pins.take(missing), None, "busy");
+                assert_eq!(self.pins.take(missing, 1), None, "busy");
                 let parts = self.parts(missing);
                 parts.iter().for_each(|part| self.set(part, true));
                 let begun: Vec<_> = parts.iter().map(|part| part.start).collect();
@@ -212,9 +216,9 @@ mod tests {
         }
 
         fn unpin(&mut self, start: u64, begun: Vec<u64>, is_stuck: bool) {
-            let pages = self.pins.0.iter().find(|pin| pin.pages.start == start);
+            let pages = self.pins.0.iter().find(|pin| pin.bytes.start == start);
             let pages = pages.unwrap().pages.clone();
-            assert_eq!(self.pins.take(&pages), None, "busy");
+            assert_eq!(self.pins.take(&pages, 1), None, "busy");
             assert_eq!(self.pins.stale(&pages), [], "busy");
             let parts = self.parts(&pages);
             assert_eq!(begun, parts.iter().map(|part| part.start).collect::<Vec<_>>());
@@ -223,7 +227,7 @@ mod tests {
             }
             self.pins.unpinned(start, is_stuck.then_some(begun));
             if is_stuck {
-                assert_eq!(self.pins.take(&pages), None, "what is pinned there may be gone");
+                assert_eq!(self.pins.take(&pages, 1), None, "what is pinned there may be gone");
             }
         }
 
@@ -232,17 +236,17 @@ mod tests {
                 for page in pages.clone() {
                     let is_foreign = self.foreign == Some(page);
                     assert_ne!(self.pinned[usize::try_from(page).unwrap()], is_foreign, "{page}");
-                    let known = self.pins.0.iter().any(|pin| pin.pages.contains(&page));
+                    let known = self.pins.0.iter().any(|pin| pin.bytes.contains(&page));
                     assert!(known || is_foreign, "page {page}");
                 }
             }
             for (at, pin) in self.pins.0.iter().enumerate() {
                 let held = self.held.iter().flatten();
-                let users = held.filter(|(_, held)| held.contains(&pin.pages.start)).count();
-                assert!(pin.users == users && !pin.is_busy && !pin.pages.is_empty());
+                let users = held.filter(|(_, held)| held.contains(&pin.bytes.start)).count();
+                assert!(pin.users == users && !pin.is_busy && !pin.bytes.is_empty());
                 let later = &self.pins.0[at + 1..];
                 let apart = |other: &Pin| {
-                    pin.pages.end <= other.pages.start || other.pages.end <= pin.pages.start
+                    pin.bytes.end <= other.bytes.start || other.pages.end <= pin.bytes.start
                 };
                 assert!(later.iter().all(apart), "{:?}", self.pins);
             }
@@ -285,6 +289,23 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// Of a page that two ranges share each has its own bytes, but what is going keeps the other waiting.
+    #[test]
+    fn ranges_that_share_a_page_share_no_bytes_and_wait_for_each_other() {
+        let mut pins = Pins::new();
+        let missing = |taken: Option<Taken>| taken.map(|it| (it.shared, it.missing));
+        assert_eq!(missing(pins.take(&(10..20), 8)), Some((vec![], vec![10..20])));
+        assert_eq!(pins.take(&(20..22), 8), None, "it is being pinned");
+        assert_eq!(missing(pins.take(&(24..26), 8)), Some((vec![], vec![24..26])));
+        pins.pinned(10, vec![10]);
+        assert_eq!(missing(pins.take(&(18..23), 8)), Some((vec![10], vec![20..23])));
+        pins.pinned(20, vec![20]);
+        assert_eq!(pins.give_back(10), None);
+        assert_eq!(pins.give_back(10), Some(vec![10]));
+        assert_eq!(pins.take(&(8..9), 8), None, "what is pinned there may be gone");
+        assert_eq!(missing(pins.take(&(7..8), 8)), Some((vec![], vec![7..8])));
     }
 
     #[test]

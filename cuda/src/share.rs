@@ -765,13 +765,13 @@ impl From<Error> for NotPinned {
 }
 
 impl Pinned {
-    /// Pins `bytes` bytes from `start`, and what else is in their pages, so that every GPU reaches them at the CPU's address.
+    /// Pins `bytes` bytes from `start`, so that every GPU reaches them at the CPU's address; if `reads_only`, to be read alone, where they are mapped so.
     /// Some tenths of a second for each GiB. What of it the application has pinned, if only some of it, it will have to keep
     /// so; `None`: that is all. `page`: bytes of a page.
     ///
     /// # Safety
     ///
-    /// The range is mapped, readable and writable, until this has been let go of, or dropped; and no GPU is given it to use after
+    /// The range is mapped, readable, and writable unless `reads_only`, until this has been let go of, or dropped; and no GPU is given it to use after
     /// that. Pages that are still pinned then, or stay so ([`Pinned::unpin`]), the driver keeps.
     ///
     /// # Errors
@@ -782,17 +782,18 @@ impl Pinned {
         start: u64,
         bytes: usize,
         page: u64,
+        reads_only: bool,
     ) -> Result<Option<Self>, NotPinned> {
         let range = start..start.saturating_add(bytes as u64);
-        let Taken { shared, missing } = take(device, &pages_of(&range, page))?;
+        let Taken { shared, missing } = take(device, &range, page)?;
         // From here on what is held goes as it must, whatever happens.
         let mut pinned = Self { device: device.clone(), held: shared, going: Vec::new() };
         let mut failed = Ok(());
-        for pages in missing {
-            let (start, mut begun) = (pages.start, Vec::new());
-            // Whole pages, as they are shared: another range may have bytes of the first and the last.
-            // SAFETY: our caller's promise; where a byte of a page is mapped, all of it is.
-            failed = failed.and_then(|()| unsafe { register(device, pages, &mut begun) });
+        for part in missing {
+            let (start, mut begun) = (part.start, Vec::new());
+            // SAFETY: our caller's promise.
+            failed =
+                failed.and_then(|()| unsafe { register(device, part, reads_only, &mut begun) });
             if !begun.is_empty() {
                 pinned.held.push(start);
             }
@@ -839,13 +840,13 @@ fn unregister(device: &Device, (start, begun): Going) -> bool {
     is_freed
 }
 
-/// Takes pages, when nobody is pinning or unpinning any of them, or is about to; what of them could not be unpinned is unpinned first.
-fn take(device: &Device, pages: &Range<u64>) -> Result<Taken, Error> {
+/// Takes a range, when nobody is pinning or unpinning any of its pages, or is about to; what of them could not be unpinned is unpinned first.
+fn take(device: &Device, range: &Range<u64>, page: u64) -> Result<Taken, Error> {
     let deadline = Instant::now() + SETTLED_WITHIN;
-    let busy = Err(Error::Busy { address: pages.start });
+    let busy = Err(Error::Busy { address: range.start });
     loop {
         let mut pins = pins();
-        let stale = pins.stale(pages);
+        let stale = pins.stale(&pages_of(range, page));
         if !stale.is_empty() {
             drop(pins);
             if !stale.into_iter().fold(true, |all, stale| all & unregister(device, stale)) {
@@ -853,7 +854,7 @@ fn take(device: &Device, pages: &Range<u64>) -> Result<Taken, Error> {
             }
             continue;
         }
-        if let Some(taken) = pins.take(pages) {
+        if let Some(taken) = pins.take(range, page) {
             return Ok(taken);
         }
         let left = deadline.saturating_duration_since(Instant::now());
@@ -872,7 +873,12 @@ fn take(device: &Device, pages: &Range<u64>) -> Result<Taken, Error> {
 /// # Safety
 ///
 /// As for [`Pinned::new`].
-unsafe fn register(device: &Device, range: Range<u64>, begun: &mut Vec<u64>) -> Result<(), Error> {
+unsafe fn register(
+    device: &Device,
+    range: Range<u64>,
+    reads_only: bool,
+    begun: &mut Vec<u64>,
+) -> Result<(), Error> {
     let _current = device.enter()?;
     let (mut at, mut len) = (range.start, range.end - range.start);
     while at < range.end {
@@ -880,10 +886,23 @@ unsafe fn register(device: &Device, range: Range<u64>, begun: &mut Vec<u64>) -> 
             (at, len) = (end, range.end.saturating_sub(end));
             continue;
         }
-        // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
-        let answer = unsafe {
-            let (bytes, portable) = (usize::try_from(len), cu::CU_MEMHOSTREGISTER_PORTABLE);
-            cu::cuMemHostRegister_v2(at as *mut c_void, bytes.unwrap_or(usize::MAX), portable)
+        let pin = |flags| {
+            let bytes = usize::try_from(len).unwrap_or(usize::MAX);
+            // SAFETY: our caller's promise. With unified addressing the GPUs' address is the CPU's.
+            unsafe {
+                let flags = flags | cu::CU_MEMHOSTREGISTER_PORTABLE;
+                cu::cuMemHostRegister_v2(at as *mut c_void, bytes, flags)
+            }
+        };
+        let answer = match pin(0) {
+            // Mapped to be read alone, for one; what else it may be it is then, too.
+            cu::CUresult::CUDA_ERROR_INVALID_VALUE if reads_only => {
+                match pin(cu::CU_MEMHOSTREGISTER_READ_ONLY) {
+                    cu::CUresult::CUDA_SUCCESS => cu::CUresult::CUDA_SUCCESS,
+                    _ => cu::CUresult::CUDA_ERROR_INVALID_VALUE,
+                }
+            }
+            answer => answer,
         };
         match answer {
             cu::CUresult::CUDA_SUCCESS => {

@@ -1031,8 +1031,7 @@ impl TransferEngine {
 
     /// Registers memory of the caller's; a GPU's too, if it is one of [`Builder::gpus`]: a range of one allocation, or over several of
     /// `cuMemCreate` that adjoin ([`immwire_cuda::ALLOCATIONS_MAX`]), some tens of microseconds for each. A range inside one that is
-    /// registered costs a look-up. Of the host's memory an engine with GPUs has the driver pin whole pages: what lies beside it on them cannot be
-    /// pinned by somebody else afterwards (`cudaHostRegister`, error 712).
+    /// registered costs a look-up.
     ///
     /// # Safety
     ///
@@ -1208,7 +1207,8 @@ impl TransferEngine {
         self.submit(request, Some(write.src))
     }
 
-    /// Writes parts of one region, each to a peer of its own.
+    /// Writes parts of one region, each to a peer of its own. Over each NIC they go in the order of the targets: one that is not up yet, or has no
+    /// room, keeps what follows it waiting, and, if it never comes, from ever going.
     ///
     /// # Errors
     ///
@@ -1223,7 +1223,8 @@ impl TransferEngine {
     }
 
     /// Tells every peer of the group that this engine has come here: one write each for the counter
-    /// `imm`. To wait for the others, wait for as many on the own counter of the same tag.
+    /// `imm`. To wait for the others, wait for as many on the own counter of the same tag. As of [`Self::submit_scatter`], a peer that is not up yet keeps
+    /// those behind it from being told: wait for all ([`Self::wait_peer`]) before the first barrier.
     ///
     /// # Errors
     ///

@@ -904,7 +904,8 @@ impl TransferEngine {
         self.submit("a write of pages", deadline, |engine| engine.submit_paged_writes(&write))
     }
 
-    /// Writes parts of one region, each to a peer of its own; each counts as one write there.
+    /// Writes parts of one region, each to a peer of its own; each counts as one write there. Over each NIC they go in the order of the
+    /// targets: one that is not up yet, or has no room, keeps what follows it waiting, and, if it never comes, from ever going.
     #[pyo3(signature = (*, src, targets, imm = None, deadline = None))]
     #[expect(clippy::needless_pass_by_value, reason = "made for this call")]
     fn submit_scatter(
@@ -920,7 +921,8 @@ impl TransferEngine {
     }
 
     /// Tells every peer of the group that this engine has come here: one write each for the counter ``imm``.
-    /// To wait for the others, wait for as many on the own counter of the same tag.
+    /// To wait for the others, wait for as many on the own counter of the same tag. A peer that is not up yet keeps those behind it from being
+    /// told: wait for all before the first barrier.
     #[pyo3(signature = (*, group, imm, deadline = None))]
     fn submit_barrier(
         &self,

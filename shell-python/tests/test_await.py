@@ -603,6 +603,10 @@ def test_ended_transfers_that_are_kept_take_no_room(run):
             kept += [accepted(submit) for _ in range(4)]
             assert engine.wait_capacity_blocking(timeout=5) is True
             counted(counter, 28)
+            # They are counted there before it is known here.
+            until = time.monotonic() + 5
+            while any(transfer.end is None for transfer in kept) and time.monotonic() < until:
+                await asyncio.sleep(0.001)
             assert [transfer.end for transfer in kept] == ["done"] * 28
 
     run(main())

@@ -219,7 +219,7 @@ impl Host {
         let at = number * PART_BYTES;
         let bytes = usize::try_from(self.bytes.saturating_sub(at).min(PART_BYTES)).unwrap_or(0);
         // SAFETY: the mapping has at least `self.bytes` bytes, and is kept until after it has been unpinned (`Reachable`).
-        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes()) };
+        let pinned = unsafe { Pinned::new(device, self.base + at, bytes, page_bytes(), false) };
         let mut memory = lock(&self.memory);
         match pinned {
             Ok(pinned) => memory.pinned.extend(pinned),

@@ -512,12 +512,18 @@ impl ShmMemory {
     /// # Safety
     ///
     /// The range stays mapped until what is returned has been dropped.
-    unsafe fn pin(&self, base: NonNull<u8>, bytes: usize) -> Result<Option<Pinned>, NotPinned> {
+    unsafe fn pin(
+        &self,
+        base: NonNull<u8>,
+        bytes: usize,
+        rights: Rights,
+    ) -> Result<Option<Pinned>, NotPinned> {
         let Some(device) = self.gpus.0.as_ref().and_then(|gpus| gpus.first()) else {
             return Ok(None);
         };
-        // SAFETY: our caller's promise.
-        unsafe { Pinned::new(device, base.as_ptr() as u64, bytes, page_bytes()) }
+        let (start, reads_only) = (base.as_ptr() as u64, !rights.remote_write());
+        // SAFETY: our caller's promise. GPUs write to what peers may write to alone.
+        unsafe { Pinned::new(device, start, bytes, page_bytes(), reads_only) }
     }
 
     /// What is known of memory that may be a GPU's.
@@ -560,7 +566,7 @@ impl Memory for ShmMemory {
     fn alloc(&self, bytes: usize) -> Result<Registered, RegisterError> {
         let (file, mapping) = map_file(bytes)?;
         // SAFETY: the mapping is as long, and goes after the pin, or not at all (`Reachable`).
-        match unsafe { self.pin(mapping.base(), bytes) } {
+        match unsafe { self.pin(mapping.base(), bytes, Rights::REMOTE_WRITE) } {
             Ok(pinned) => self.insert_file(file, mapping, bytes, pinned),
             Err(NotPinned { why, left }) => {
                 let (file, mapping) = (Arc::new(file), Reachable::new(left, mapping));
@@ -602,7 +608,7 @@ impl Memory for ShmMemory {
         }
         // SAFETY: the range stays mapped until the region was revoked, and is released only then, or until the engine has ended, by our caller's
         // promise; it is let go of by then (`ShmMemory::end`). What a GPU that is stuck then still uses are its pages, which the driver keeps.
-        let pinned = match unsafe { self.pin(ptr, len) } {
+        let pinned = match unsafe { self.pin(ptr, len, rights) } {
             Ok(pinned) => pinned,
             Err(NotPinned { why, left }) => {
                 self.part_with_and_wait(Backing::Process { pinned: left });

@@ -1837,7 +1837,9 @@ fn pages_that_were_let_go_of(_: &Case) {
     let mine = Lent::new(page).ptr.as_ptr() as u64;
     let new = || {
         // SAFETY: the page is never unmapped.
-        unsafe { Pinned::new(&device, mine, page, page as u64) }.expect("a pin").expect("new")
+        unsafe { Pinned::new(&device, mine, page, page as u64, false) }
+            .expect("a pin")
+            .expect("new")
     };
     let (mut first, second) = (new(), new());
     first.let_go();
@@ -1868,7 +1870,7 @@ fn pin_page() -> Pinned {
     let device = Device::open(0).expect("GPU 0");
     let start = Lent::new(page).ptr.as_ptr() as u64;
     // SAFETY: the page is never unmapped.
-    unsafe { Pinned::new(&device, start, page, page as u64) }.expect("a pin").expect("new")
+    unsafe { Pinned::new(&device, start, page, page as u64, false) }.expect("a pin").expect("new")
 }
 
 /// Messages and counts, both ways.

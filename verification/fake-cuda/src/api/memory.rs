@@ -171,6 +171,10 @@ calls! {
         if world.memory.within(address, bytes as u64).next().is_some() {
             return Err(code::HOST_MEMORY_ALREADY_REGISTERED);
         }
+        // Pinned to be written unless told otherwise (seen on driver 580.159.04).
+        if flags & cu::CU_MEMHOSTREGISTER_READ_ONLY == 0 && has_fixed(address, bytes as u64) {
+            return Err(code::INVALID_VALUE);
+        }
         world.memory.add(address, bytes as u64, Kind::Registered, Some(current.context));
         Ok(())
     }
@@ -308,4 +312,16 @@ calls! {
         wait_for_all_alone(world, current);
         Ok(())
     }
+}
+
+/// Whether the process maps some of a range so that it cannot write to it (proc(5), maps).
+fn has_fixed(address: u64, bytes: u64) -> bool {
+    let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+    maps.lines().any(|line| {
+        let mut words = line.split([' ', '-']);
+        let mut number = || u64::from_str_radix(words.next()?, 16).ok();
+        let (Some(first), Some(end)) = (number(), number()) else { return false };
+        let writes = words.next().is_some_and(|rights| rights.contains('w'));
+        first < address.saturating_add(bytes) && address < end && !writes
+    })
 }
