@@ -217,7 +217,7 @@ mod tests {
 
         fn unpin(&mut self, start: u64, begun: Vec<u64>, is_stuck: bool) {
             let pages = self.pins.0.iter().find(|pin| pin.bytes.start == start);
-            let pages = pages.unwrap().pages.clone();
+            let pages = pages.unwrap().bytes.clone();
             assert_eq!(self.pins.take(&pages, 1), None, "busy");
             assert_eq!(self.pins.stale(&pages), [], "busy");
             let parts = self.parts(&pages);
@@ -246,7 +246,7 @@ mod tests {
                 assert!(pin.users == users && !pin.is_busy && !pin.bytes.is_empty());
                 let later = &self.pins.0[at + 1..];
                 let apart = |other: &Pin| {
-                    pin.bytes.end <= other.bytes.start || other.pages.end <= pin.bytes.start
+                    pin.bytes.end <= other.bytes.start || other.bytes.end <= pin.bytes.start
                 };
                 assert!(later.iter().all(apart), "{:?}", self.pins);
             }
