@@ -200,8 +200,9 @@ fn forked_peer_killed(case: &Case) {
 /// A peer whose engine is not polled, so that it takes nothing of what arrives: once it can be sent no more, nothing is in
 /// flight to it. That it dies then is noticed all the same.
 fn full_receiver_killed(case: &Case) {
-    // For as long as this takes, silence is no death.
-    let setup = |nics| Setup { silent_ms: Some(20_000), ..case.setup(nics) };
+    // For as long as this takes, on processors that are emulated, too, silence is no death.
+    let limit = u64::try_from(patience().as_millis()).expect("small");
+    let setup = |nics| Setup { silent_ms: Some(limit), ..case.setup(nics) };
     let me = Host::new(&setup(case.nics.0));
     let mut other = case.bare_agent("other");
     let address = other.build(&Setup { motor: Motor::Polled, ..setup(case.nics.1) });
