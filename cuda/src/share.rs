@@ -365,12 +365,6 @@ impl Physical {
     }
 
     fn file(&self) -> Result<OwnedFd, Error> {
-        // Not tried in vain for want of a descriptor: what the driver says of that to us, it says of a later call once more, of an event's query for one
-        // (seen on 580.159.04).
-        if std::fs::File::open("/dev/null").is_err() {
-            let code = CudaCode(cu::CUresult::CUDA_ERROR_OPERATING_SYSTEM);
-            return Err(Error::Driver { call: "cuMemExportToShareableHandle", code });
-        }
         let mut file: c_int = -1;
         // SAFETY: for this type of handle a descriptor is written, which is an `int`.
         let exported =
