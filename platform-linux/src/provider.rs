@@ -695,7 +695,9 @@ pub enum RegisterError {
 /// What to say behind an error of a call: which limit it may have met, if it pins memory and found none.
 pub(crate) fn pin_hint(call: &str, errno: Option<i32>) -> &'static str {
     let pins = ["ibv_reg_mr", "fi_mr_reg"].contains(&call);
-    if pins && errno == Some(libc::ENOMEM) { " (ulimit -l may be too low)" } else { "" }
+    let why = errno.map(|errno| std::io::Error::from_raw_os_error(errno).kind());
+    let lacks = why == Some(std::io::ErrorKind::OutOfMemory);
+    if pins && lacks { " (ulimit -l may be too low)" } else { "" }
 }
 
 /// Why a region could not be withdrawn yet.
