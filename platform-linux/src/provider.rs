@@ -433,7 +433,7 @@ pub trait Memory: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// What the driver answers, and part may have been copied; [`immwire_cuda::Error::TimedOut`], and then the GPU may use the
+    /// [`immwire_cuda::Error::KeptWaiting`], and nothing was copied; what the driver answers, and part may have been; [`immwire_cuda::Error::TimedOut`], and then the GPU may use the
     /// region's range later, but not the host's; [`immwire_cuda::Error::NoDriver`] where a transport reaches no GPU.
     unsafe fn copy_gpu(
         &self,
