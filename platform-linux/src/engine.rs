@@ -225,7 +225,8 @@ impl Builder {
         self
     }
 
-    /// How long a stopped transfer's pieces may take to complete before they are forced. Default 1 s.
+    /// How long a stopped transfer's pieces may take to complete before they are forced. Default 1 s. As long, a second at least, an engine
+    /// that stops waits for peers that are writing.
     #[must_use]
     pub const fn drain(mut self, drain: Duration) -> Self {
         self.drain = drain;
@@ -1036,7 +1037,11 @@ impl TransferEngine {
     /// # Safety
     ///
     /// `len` bytes from `ptr` are mapped, and no reference to them is used while peers may write. They
-    /// stay so until [`Region::close`] of the last handle has returned `Ok`, or the engine has stopped.
+    /// stay so until [`Region::close`] of the last handle has returned `Ok`, be it after the engine has stopped; if peers may not write there
+    /// ([`Rights::LOCAL`]), until then or until the engine has stopped.
+    ///
+    /// That the engine has stopped is not enough where peers may write: one on this host whose process is held up in the middle of a write
+    /// (by a signal, a debugger or slow storage) ends that when it goes on. It is waited for, but for [`Builder::drain`] at most, a second at least.
     ///
     /// # Errors
     ///
