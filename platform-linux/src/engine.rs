@@ -769,6 +769,14 @@ impl Drop for Inner {
 /// When the last handle goes, transfers under way are stopped and drained, peers are left, and the
 /// engine's threads are joined; a polled engine does so when its [`Driver`] is dropped, and takes nothing new from the last handle's end on
 /// ([`Driver::is_stopping`]). Handles of transfers, counters and regions may live longer.
+///
+/// # Forks
+///
+/// An engine is its process's. In a forked child it has no threads, and what it shares with its peers is not mapped: there nothing of it, regions
+/// and their parts included, may be used or dropped, but is left as it is ([`std::mem::forget`]); whoever calls `fork` sees to that. The
+/// child may build engines of its own. What an address ([`Region::as_ptr`]) of memory of [`TransferEngine::alloc`] points to can be read and
+/// written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy. Before Linux 5.13 what was
+/// given to RDMA NICs is not there at all.
 #[derive(Clone)]
 pub struct TransferEngine {
     inner: Arc<Inner>,
