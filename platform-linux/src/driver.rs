@@ -47,6 +47,9 @@ const LATE: Duration = Duration::from_millis(20);
 const CATCH_UP: u32 = 1024;
 /// Transfers of the engine's own, credits, at a time. No more, since callers have the rest.
 pub(crate) const OWN_TRANSFERS: u16 = 64;
+/// How long an engine that ends waits at least for peers that are in the middle of a write, whatever [`Builder::drain`](crate::Builder::drain)
+/// says of its own.
+const QUIET_WITHIN: Duration = Duration::from_secs(1);
 /// How often dropped regions are tried again.
 const SWEEP_EVERY: Duration = Duration::from_millis(10);
 
@@ -227,8 +230,8 @@ pub(crate) trait Drive: Send {
     ) -> bool;
     /// Starts to connect to a peer.
     fn add_peer(&mut self, address: &NetAddr) -> Result<PeerId, AddPeerError>;
-    /// Ends transfers and connections, within about four times the drain time. What is left then ends when the engine is
-    /// dropped.
+    /// Ends transfers and connections, within about three times the drain time, and then waits for peers that are in the middle of a
+    /// write: once more as long, [`QUIET_WITHIN`] at least. What is left then ends when the engine is dropped, but for such writes.
     fn shut_down(&mut self, drain: Duration);
 }
 
@@ -988,14 +991,17 @@ impl<P: Provider> Drive for Engine<P> {
         self.events();
         // A peer that was writing when its session ended stops at its next look, unless it does not run.
         let registry = Arc::clone(&self.state.registry);
-        let left = registry.withdraw_all(drain, || {
+        let left = registry.withdraw_all(drain.max(QUIET_WITHIN), || {
             self.steps = 0;
             if !self.poll() {
                 std::thread::yield_now();
             }
         });
         if left > 0 {
-            tracing::warn!(left, "peers were still writing to regions when the engine stopped");
+            tracing::warn!(
+                left,
+                "peers were still writing to regions when the engine stopped: closing these says when it is over"
+            );
         }
     }
 }

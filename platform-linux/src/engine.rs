@@ -225,7 +225,8 @@ impl Builder {
         self
     }
 
-    /// How long a stopped transfer's pieces may take to complete before they are forced. Default 1 s.
+    /// How long a stopped transfer's pieces may take to complete before they are forced. Default 1 s. As long, a second at least, an engine
+    /// that stops waits for peers that are writing.
     #[must_use]
     pub const fn drain(mut self, drain: Duration) -> Self {
         self.drain = drain;
@@ -768,6 +769,14 @@ impl Drop for Inner {
 /// When the last handle goes, transfers under way are stopped and drained, peers are left, and the
 /// engine's threads are joined; a polled engine does so when its [`Driver`] is dropped, and takes nothing new from the last handle's end on
 /// ([`Driver::is_stopping`]). Handles of transfers, counters and regions may live longer.
+///
+/// # Forks
+///
+/// An engine is its process's. In a forked child it has no threads, and what it shares with its peers is not mapped: there nothing of it, regions
+/// and their parts included, may be used or dropped, but is left as it is ([`std::mem::forget`]); whoever calls `fork` sees to that. The
+/// child may build engines of its own. What an address ([`Region::as_ptr`]) of memory of [`TransferEngine::alloc`] points to can be read and
+/// written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy. Before Linux 5.13 what was
+/// given to RDMA NICs is not there at all.
 #[derive(Clone)]
 pub struct TransferEngine {
     inner: Arc<Inner>,
@@ -1036,7 +1045,11 @@ impl TransferEngine {
     /// # Safety
     ///
     /// `len` bytes from `ptr` are mapped, and no reference to them is used while peers may write. They
-    /// stay so until [`Region::close`] of the last handle has returned `Ok`, or the engine has stopped.
+    /// stay so until [`Region::close`] of the last handle has returned `Ok`, be it after the engine has stopped; if peers may not write there
+    /// ([`Rights::LOCAL`]), until then or until the engine has stopped.
+    ///
+    /// That the engine has stopped is not enough where peers may write: one on this host whose process is held up in the middle of a write
+    /// (by a signal, a debugger or slow storage) ends that when it goes on. It is waited for, but for [`Builder::drain`] at most, a second at least.
     ///
     /// # Errors
     ///

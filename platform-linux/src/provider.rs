@@ -451,7 +451,8 @@ pub trait Memory: Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// `len` bytes from `ptr` are mapped, and stay so until [`Memory::revoke`] has returned `Ok`, or the provider has been dropped.
+    /// `len` bytes from `ptr` are mapped, and stay so until [`Memory::revoke`] has returned `Ok`, be it after the provider has been dropped. Where
+    /// the rights let no peer write, or only NICs do, not peers' processors and GPUs, they stay so until then or until it has been dropped.
     /// Peers write there at any time, if the rights say so.
     ///
     /// # Errors

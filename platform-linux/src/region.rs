@@ -743,6 +743,22 @@ mod tests {
         });
     }
 
+    /// Peers may be in the middle of a write for longer than the engine's end waits for them: closing says when that is over.
+    #[test]
+    fn after_the_engines_end_a_region_tells_whether_it_is_written_to() {
+        let (fake, registry) = registry();
+        let region = register(&registry, 4096, 100);
+        lock(&fake.written_to).push(1);
+        assert_eq!(registry.withdraw_all(Duration::ZERO, || ()), 1);
+        drop(registry);
+        let Err(CloseError::StillWriting { region, .. }) = region.close(Duration::ZERO) else {
+            panic!("closed while written to")
+        };
+        lock(&fake.written_to).clear();
+        assert!(region.close(Duration::ZERO).is_ok());
+        assert_eq!(*lock(&fake.released), [1]);
+    }
+
     #[test]
     fn the_engines_end_releases_what_was_dropped_too_early() {
         let (fake, registry) = registry();

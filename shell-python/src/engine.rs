@@ -5,7 +5,7 @@
 //! - An engine's threads are never waited for by one of them, nor by a callback that they wait for (`sync`), nor while attached to the interpreter, which
 //!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
 //!   long as that takes.
-//! - Memory that was registered is let go of only when they have been joined.
+//! - Memory that was registered is let go of, but for what was closed, only when they have been joined, and nobody writes there (`region`).
 //! - A thread that closes an engine inside of a call of its own on it does not wait for that call: where Python code runs, an
 //!   object's property or a signal's handler, it may do that. The call stops the engine as it returns.
 
@@ -65,7 +65,7 @@ pub(crate) struct Core {
 }
 
 impl Core {
-    /// Stops the engine: its transfers end, its threads are joined, and then its memory is let go of.
+    /// Stops the engine: its transfers end, its threads are joined, and then what nobody uses of its memory is let go of.
     fn stop(self) {
         let Self { engine, manner, mailbox, lingering, exchanges, .. } = self;
         exchanges.close();
@@ -251,7 +251,8 @@ pub(crate) fn close_all(py: Python<'_>) {
 /// - ``timeout``: seconds that a wait takes at most, unless it is told otherwise.
 /// - ``spin``: seconds that an ``await`` looks for its result before it lets other tasks run, if none
 ///   waits already. Unless told, 20 microseconds on four CPUs or more, where nobody else needs this one.
-/// - ``drain``: seconds that pieces of a stopped transfer may take to complete.
+/// - ``drain``: seconds that pieces of a stopped transfer may take to complete. As long, a second at least, ``close`` waits for peers that are
+///   writing to this engine's memory.
 /// - ``heartbeat``, ``suspect_after``, ``down_after``: a peer is sent something every so many seconds, after a lone write within twice as
 ///   many, 0.5 unless told (it is asked to do likewise, and the shorter interval counts); it is suspected when nothing was heard of it for so many, 2, and given up after so many,
 ///   10, but with ``"shm"`` never for silence alone, unless told: there its death is seen at once. ``math.inf`` is never. Less than two heartbeats are refused.
@@ -608,7 +609,8 @@ impl TransferEngine {
     /// ``__dlpack__`` (numpy arrays, CPU tensors, bytearrays, ...), or a tuple ``(address, nbytes)``.
     ///
     /// Peers may write to it, unless it is read only or ``remote_write`` is false. The object is held until
-    /// the region is closed. What lies at an address is the caller's to keep until then.
+    /// the region is closed. What lies at an address is the caller's to keep until then: that the engine is closed is not
+    /// enough where peers may write.
     ///
     /// Memory of a GPU (``__cuda_array_interface__``, ``__dlpack__`` or an address) is taken if the engine uses that GPU.
     /// The GPU's work on it is not waited for: what is to be written elsewhere must be there when it is submitted, or come
@@ -630,8 +632,8 @@ impl TransferEngine {
         }
         let rights = if writable { Rights::REMOTE_WRITE } else { Rights::LOCAL };
         let (engine, place) = (&core.engine, &found);
-        // SAFETY: the memory is mapped, and stays so while `keep` is held: until the region was closed, or
-        // the engine has stopped (`region`); of an address, the caller promises it. References to such
+        // SAFETY: the memory is mapped, and stays so while `keep` is held: until the registration was closed
+        // (`region`); of an address, the caller promises it. References to such
         // memory are formed neither here nor by Python, which reads and writes it through pointers.
         let registered =
             py.detach(move || unsafe { engine.register(place.ptr, place.len, rights) });
@@ -1006,7 +1008,7 @@ impl TransferEngine {
     // ---- the end ----
 
     /// Stops the engine: transfers under way end, peers are left, threads are joined. What was closed stays
-    /// so; to close it again does nothing.
+    /// so; to close it again does nothing. Regions can be closed after it, too.
     ///
     /// Its callbacks that run are waited for. So a callback can close any engine but the one whose it is, and one that has a
     /// callback which is closing that. What closes the engine inside of a call on it, as a signal's handler may, does not wait: the

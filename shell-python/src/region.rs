@@ -4,8 +4,9 @@
 //!
 //! - While a view of a region's memory exists, the region cannot be closed. Of a GPU's memory there are none: what
 //!   its `__cuda_array_interface__` is given to cannot be counted.
-//! - Memory of another object is held until its region was closed, or the engine has stopped: a region
-//!   that is dropped while transfers or peers use it goes to [`Lingering`], and its memory with it.
+//! - Memory of another object is held until its registration was closed: a region that is dropped while transfers, peers or parts of it
+//!   use it goes to [`Lingering`], and its memory with it. That the engine has stopped is not enough: a peer's process may be held up in
+//!   the middle of a write. What such a one may still write to, and no region is left of, is held for good.
 //! - A region says that it is closed once nobody writes there any more, and not while somebody still waits for that: then that it is
 //!   being closed.
 
@@ -29,6 +30,7 @@ use crate::fork::Owned;
 use crate::memory::Keep;
 use crate::sync::{lock, wait};
 use crate::values::{MrDesc, seconds};
+use crate::waiting::warn;
 
 /// How long closing waits for transfers and peers that are just letting go.
 const PATIENCE: Duration = Duration::from_secs(1);
@@ -50,8 +52,8 @@ impl Held {
     }
 }
 
-/// Handles to registrations, and those that were dropped while in use, until they are not, or the engine has
-/// stopped. A thread sees to these, from the first on; while there are none it sleeps.
+/// Handles to registrations, and those that were dropped while in use, until they are not. A thread sees to these, from the first on, until
+/// the engine has stopped; while there are none it sleeps. After that whoever drops another handle to the same registration does.
 #[derive(Default)]
 pub(crate) struct Lingering {
     state: Mutex<LingeringState>,
@@ -64,7 +66,20 @@ struct LingeringState {
     /// Regions of Python by registration.
     regions: HashMap<Keys, usize>,
     stopped: bool,
+    /// It was said that memory is held for good.
+    warned: bool,
     thread: Option<JoinHandle<()>>,
+}
+
+impl Drop for LingeringState {
+    fn drop(&mut self) {
+        for Held { region, keep } in std::mem::take(&mut self.held) {
+            if region.close(Duration::ZERO).is_err() {
+                // Nobody is left who could ask again.
+                std::mem::forget(keep);
+            }
+        }
+    }
 }
 
 impl Lingering {
@@ -95,13 +110,8 @@ impl Lingering {
 
     fn add(self: &Arc<Self>, held: Held) {
         let mut state = lock(&self.state);
-        if state.stopped {
-            // After the lock: what goes with it may run Python code.
-            drop(state);
-            return drop(held);
-        }
         state.held.push_back(held);
-        if state.thread.is_none() {
+        if state.thread.is_none() && !state.stopped {
             let lingering = Arc::clone(self);
             let thread = std::thread::Builder::new().name("immwire-linger".into());
             // Without one it is looked again when memory is next registered.
@@ -109,6 +119,21 @@ impl Lingering {
         }
         drop(state);
         self.changed.notify_one();
+    }
+
+    /// A peer is writing to what lingers: once the engine has stopped, that is said, once.
+    fn say_written_to(&self) {
+        let is_news = {
+            let mut state = lock(&self.state);
+            state.stopped && !std::mem::replace(&mut state.warned, true)
+        };
+        // After the lock: Python code may run.
+        if is_news {
+            warn(
+                c"a peer is in the middle of a write to memory of a region that was not closed before its engine: that memory is \
+                  held for good",
+            );
+        }
     }
 
     /// Lets go of what is in use no more, until the engine has stopped.
@@ -149,10 +174,15 @@ impl Lingering {
             // The engine's own memory: it waits by itself. Or an address, which is the caller's to keep.
             return drop(region);
         }
-        if let Err(CloseError::InUse { region } | CloseError::StillWriting { region, .. }) =
-            region.close(Duration::ZERO)
-        {
-            self.add(Held { region, keep });
+        // Nobody tries again soon, once the engine has stopped: and who would write, and finds that it may not, looks for a moment as if it did.
+        let patience = if lock(&self.state).stopped { SWEEP_EVERY } else { Duration::ZERO };
+        match region.close(patience) {
+            Ok(()) => {}
+            Err(CloseError::InUse { region }) => self.add(Held { region, keep }),
+            Err(CloseError::StillWriting { region, .. }) => {
+                self.add(Held { region, keep });
+                self.say_written_to();
+            }
         }
     }
 
@@ -167,19 +197,20 @@ impl Lingering {
         }
     }
 
-    /// The engine has stopped: peers reach none of it any more. Not attached.
-    pub(crate) fn stop(&self) {
-        let (held, thread) = {
+    /// The engine has stopped: no transfer uses any of it, and peers are refused there. Not attached.
+    pub(crate) fn stop(self: &Arc<Self>) {
+        let thread = {
             let mut state = lock(&self.state);
             state.stopped = true;
-            (std::mem::take(&mut state.held), state.thread.take())
+            state.thread.take()
         };
         self.changed.notify_one();
-        drop(held);
         // Who stops the engine may be this thread itself, with the last that lingered: then it ends next.
         let is_own = |thread: &JoinHandle<()>| thread.thread().id() == std::thread::current().id();
         // It panics on nothing that a caller does.
         let _ = thread.filter(|thread| !is_own(thread)).map(JoinHandle::join);
+        // What parts remain of, or peers are writing to, stays.
+        self.sweep();
     }
 }
 

@@ -490,7 +490,7 @@ impl Drop for Waiting {
 }
 
 /// Warns, as of a coroutine that was never awaited.
-fn warn(message: &CStr) {
+pub(crate) fn warn(message: &CStr) {
     // At the interpreter's end nobody would see it.
     let _ = Python::try_attach(|py| {
         // Whoever drops it may be on its way with an exception, which goes on.

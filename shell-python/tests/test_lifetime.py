@@ -367,6 +367,7 @@ def in_child(function):
 def test_a_forked_child_is_told_and_can_go_on(pair):
     region, counter = pair.receiver.alloc(64), pair.receiver.counter()
     view = memoryview(region)
+    view[:5] = b"there"
     transfer = pair.sender.submit_imm(peer=pair.peer, imm=counter.tag)
     transfer.wait_blocking()
     mine = [region, counter, transfer]
@@ -393,6 +394,9 @@ def test_a_forked_child_is_told_and_can_go_on(pair):
         assert "parent" in repr(pair.sender)
         assert "parent" in repr(transfer)
         assert "parent" in repr(region)
+        # What was a view before is one.
+        assert view[:5] == b"there"
+        view[:5] = b"child"
         # Dropped, they leave the parent's alone.
         view.release()
         mine.clear()
@@ -404,6 +408,7 @@ def test_a_forked_child_is_told_and_can_go_on(pair):
         fresh.close()
 
     assert in_child(child) == b"ok"
+    assert view[:5] == b"child"
     # The parent goes on.
     counter.wait_blocking(1)
     pair.sender.submit_imm(peer=pair.peer, imm=counter.tag).wait_blocking()

@@ -1,9 +1,12 @@
 """Memory: what can be registered, what a region gives out, and who keeps it until when."""
 
 import array
+import contextlib
 import ctypes
 import gc
 import mmap
+import os
+import signal
 import threading
 import time
 import weakref
@@ -293,14 +296,92 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     while gone() is not None and time.monotonic() < until:
         time.sleep(0.001)
     assert gone() is None
-    # The engine's end lets go of what is left.
-    memory = Held(4096)
-    gone = weakref.ref(memory)
-    part = pair.sender.register(memory).slice(0, 8)
-    del memory
+    # The engine's end lets go of what is left, but for what can be read by a part.
+    memory = [Held(b"here"), Held(4096)]
+    there, gone = map(weakref.ref, memory)
+    part = pair.sender.register(memory[0]).slice(1, 3)
+    other = pair.sender.register(memory[1])
+    memory.clear()
     pair.close()
+    assert part.read() == b"ere"
+    assert there() is not None
+    del other, part
+    assert there() is None
     assert gone() is None
-    del part
+
+
+def flooding(connection):
+    """Writes to each region that is told of, until that fails."""
+    with immwire.TransferEngine(foreign_path="kernel") as engine:
+        peer = engine.add_peer(connection.recv())
+        engine.wait_peer_blocking(peer)
+        src = engine.alloc(1 << 20)
+        src.write(0, b"x" * len(src))
+        connection.send(os.getpid())
+        while desc := connection.recv():
+            dst, flying = immwire.MrDesc.from_bytes(desc), []
+            with contextlib.suppress(immwire.ImmwireError):
+                while True:
+                    flying.append(engine.submit_single_write(peer=peer, src=src, dst=dst))
+                    if len(flying) == 4:
+                        flying.pop(0).wait_blocking()
+
+
+@pytest.mark.parametrize("dropped", ["before", "after"])
+def test_what_a_peer_may_still_write_to_is_held_for_good(partner, dropped):
+    class Held(bytearray):
+        pass
+
+    connection = partner(flooding)
+    engine = immwire.TransferEngine(drain=0)
+    connection.send(bytes(engine.address))
+    process = connection.recv()
+    until = time.monotonic() + PATIENCE
+    while True:
+        memory = Held(1 << 20)
+        gone, region = weakref.ref(memory), engine.register(memory)
+        connection.send(bytes(region.desc))
+        while memory[-1] == 0:
+            assert time.monotonic() < until
+        os.kill(process, signal.SIGSTOP)
+        time.sleep(0.05)
+        try:
+            # Between two writes, it seems.
+            region.close(timeout=0)
+        except immwire.RegionInUse as error:
+            assert "still writing" in str(error)
+            break
+        assert time.monotonic() < until
+        os.kill(process, signal.SIGCONT)
+    try:
+        del memory
+        told = pytest.warns(RuntimeWarning, match="middle of a write .* held for good")
+        if dropped == "before":
+            del region
+            with told:
+                engine.close()
+        else:
+            engine.close()
+            assert gone() is not None
+            with pytest.raises(immwire.RegionInUse, match="still writing"):
+                region.close(timeout=0)
+            with told:
+                del region
+        gc.collect()
+        assert gone() is not None
+    finally:
+        os.kill(process, signal.SIGCONT)
+        connection.send(None)
+
+
+def test_a_region_can_be_closed_after_its_engine(pair):
+    memory = bytearray(100)
+    region = pair.receiver.register(memory)
+    pair.close()
+    with pytest.raises(BufferError):
+        memory.extend(b"held")
+    region.close()
+    memory.extend(b"nobody holds it")
 
 
 def test_a_region_is_not_closed_while_somebody_still_waits_for_that(pair):

@@ -551,14 +551,14 @@ impl ShmMemory {
     }
 }
 
-/// Memory that peers can map.
+/// Memory that peers can map. A forked child has it, too: its user may have views of it there.
 fn map_file(bytes: usize) -> Result<(OwnedFd, Mapping), RegisterError> {
     if bytes == 0 {
         return Err(RegisterError::Empty);
     }
     let failed = |call| move |errno: Errno| RegisterError::Os { call, bytes, source: errno.into() };
     let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
-    let mapping = Mapping::new(&file, bytes).map_err(failed("mmap"))?;
+    let mapping = Mapping::inherited(&file, bytes).map_err(failed("mmap"))?;
     Ok((file, mapping))
 }
 

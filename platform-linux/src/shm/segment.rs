@@ -22,7 +22,8 @@
 //!   believed; the readers say what they check.
 //! - Words that different sides write do not share a [`LINE`].
 //! - A large mapping starts where a huge page could, at both ends.
-//! - A mapping is not inherited by a forked child, and unmapped when dropped.
+//! - A mapping is unmapped when dropped, and not inherited by a forked child; but for memory of our own user's
+//!   ([`Mapping::inherited`]), who may have addresses of it in the child.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -67,6 +68,14 @@ unsafe impl Sync for Mapping {}
 impl Mapping {
     /// Maps the first `bytes` bytes of `file`, readable and writable.
     pub(super) fn new(file: impl AsFd, bytes: usize) -> Result<Self, Errno> {
+        let mapping = Self::inherited(file, bytes)?;
+        mapping.advise(Advice::LinuxDontFork)?;
+        Ok(mapping)
+    }
+
+    /// The same, and a forked child has it, too. Its pages are the file's, so no fork moves them away from a device that has
+    /// been given them.
+    pub(super) fn inherited(file: impl AsFd, bytes: usize) -> Result<Self, Errno> {
         let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let base = if bytes >= HUGE_BYTES {
             let at = reserve_aligned(bytes)?;
@@ -87,7 +96,6 @@ impl Mapping {
             return Err(Errno::NOMEM);
         };
         let mapping = Self { base, bytes };
-        mapping.advise(Advice::LinuxDontFork)?;
         if bytes >= HUGE_BYTES {
             // Advice only: a kernel without huge pages for shared memory says no, and that is fine.
             let _ = mapping.advise(Advice::LinuxHugepage);
@@ -447,6 +455,34 @@ mod tests {
         }
         let pipe = rustix::pipe::pipe().unwrap().0;
         assert!(Mapping::new(&pipe, HUGE_BYTES).is_err());
+    }
+
+    /// Whether a forked child has the mapping, and finds there what the parent wrote.
+    fn is_in_a_child(mapping: &Mapping) -> bool {
+        let at = mapping.base.as_ptr();
+        // SAFETY: first byte of a mapping that lives. The child touches nothing but that byte, which may end it, and ends: it
+        // runs nothing of other threads', and no destructor.
+        let child = unsafe {
+            at.write_volatile(7);
+            match libc::fork() {
+                0 => libc::_exit(i32::from(at.read_volatile())),
+                child => child,
+            }
+        };
+        assert!(child > 0);
+        let mut status = 0;
+        // SAFETY: a child of ours, that nobody else waits for; `status` is a place for the answer.
+        assert_eq!(unsafe { libc::waitpid(child, &raw mut status, 0) }, child);
+        libc::WIFEXITED(status) && libc::WEXITSTATUS(status) == 7
+    }
+
+    #[test]
+    fn a_forked_child_has_its_user_s_memory_and_no_other() {
+        for bytes in [PAGE, HUGE_BYTES] {
+            let file = sealed_file("fork", bytes).unwrap();
+            assert!(is_in_a_child(&Mapping::inherited(&file, bytes).unwrap()));
+            assert!(!is_in_a_child(&Mapping::new(&file, bytes).unwrap()));
+        }
     }
 
     #[test]

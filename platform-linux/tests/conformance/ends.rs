@@ -35,6 +35,9 @@ pub const TESTS: &[Test] = &[
     ("never_started_and_quiet", Spread::Places, |case| every_way(case, never_started)),
     ("killed_and_quiet", Spread::Processes, |case| every_way(case, after_kill)),
     ("receiver_stopped_and_quiet", Spread::Places, |case| every_way(case, receiver_stopped)),
+    ("receiver_stopped_without_a_drain_and_quiet", Spread::Places, |case| {
+        every_way(case, receiver_stopped_without_a_drain);
+    }),
 ];
 
 const OLD: u8 = 0x11;
@@ -264,9 +267,18 @@ fn after_kill(case: &Case, (way, own): Way) {
 }
 
 /// Our engine stops while the other side floods our memory: when it has stopped, our memory is ours.
-fn receiver_stopped(case: &Case, (way, own): Way) {
+fn receiver_stopped(case: &Case, way: Way) {
+    stopped_while_written_to(case, way, &case.setup(case.nics.0));
+}
+
+/// How long its own writes may take is nothing to those who write to it.
+fn receiver_stopped_without_a_drain(case: &Case, way: Way) {
+    stopped_while_written_to(case, way, &Setup { drain_ms: 0, ..case.setup(case.nics.0) });
+}
+
+fn stopped_while_written_to(case: &Case, (way, own): Way, setup: &Setup) {
     for _ in 0..4 {
-        let me = case.me();
+        let me = Host::new(setup);
         let mut other = case.bare_agent("flooding");
         let address = other.build(&Setup { foreign: way, ..case.setup(case.nics.1) });
         me.peer(&address);
@@ -281,6 +293,8 @@ fn receiver_stopped(case: &Case, (way, own): Way) {
             None,
             "written after the engine had stopped"
         );
+        drop(region);
+        mine.region.close(Duration::from_secs(1)).expect("nobody writes there");
     }
 }
 
