@@ -185,7 +185,8 @@ impl ImmCounter {
     }
 
     /// Calls `call` when `writes` have arrived and were consumed, on the engine's callback thread (in
-    /// polled mode, by whoever polls); at the latest when the engine stops, with the error.
+    /// polled mode, by whoever polls); at the latest when the engine stops, with the error. One that holds the engine, to submit what
+    /// comes next, keeps it until the count is reached.
     ///
     /// # Errors
     ///

@@ -1159,7 +1159,7 @@ impl TransferEngine {
         Ok(ImmCounter::new(Arc::clone(shared), tag))
     }
 
-    /// Calls `call` when `writes` immediates have arrived at `counter` and were consumed.
+    /// Calls `call` when `writes` immediates have arrived at `counter` and were consumed. One that holds the engine keeps it until then.
     ///
     /// # Errors
     ///
@@ -1280,7 +1280,9 @@ impl TransferEngine {
     }
 
     /// Posts receives: each of the next `count` messages is given to `call`, on the callback thread (in
-    /// polled mode, by whoever polls).
+    /// polled mode, by whoever polls). It is dropped after the last of them, or, of those that have come, once the engine has stopped.
+    ///
+    /// One that holds the engine, to answer, keeps it until it was given all of them: for good, if `count` has no end.
     pub fn submit_recvs(&self, count: usize, call: impl Fn(Message) + Send + Sync + 'static) {
         let call: OnMessage = Arc::new(call);
         self.inner.shared.post_recvs(count, call);

@@ -279,6 +279,80 @@ fn a_slow_callback_loses_no_message() {
     }
 }
 
+/// What a posted receive holds goes with the engine, though handles of it live: be it one of these, or what somebody waits for.
+#[test]
+fn posted_receives_are_let_go_of_when_the_engine_stops() {
+    for polled in [false, true] {
+        let (engine, driver) = if polled {
+            let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+            (engine, Some(driver))
+        } else {
+            (TransferEngine::builder().build().unwrap(), None)
+        };
+        let (counter, held) = (engine.counter().unwrap(), engine.counter().unwrap());
+        let (live, is_live) = mpsc::channel::<()>();
+        let holds = (held, live.clone());
+        engine.submit_recvs(1, move |_| drop((holds.0.tag(), holds.1.clone())));
+        let holds = live;
+        engine.submit_recvs(usize::MAX, move |_| drop(holds.clone()));
+        assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Empty));
+        if driver.is_some() {
+            // The handle is there when the engine is not.
+            drop(driver);
+            assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+            let (late, is_late) = mpsc::channel::<()>();
+            engine.submit_recvs(1, move |_| drop(late.clone()));
+            assert_eq!(is_late.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+        }
+        drop(engine);
+        assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Disconnected), "{polled}");
+        drop(counter);
+    }
+}
+
+/// One that holds the engine's last handle lets go of it where callbacks run, and with no lock held.
+#[test]
+fn a_posted_receive_may_hold_the_engine() {
+    let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+    let (last, live) = (engine.clone(), Arc::new(()));
+    let is_live = Arc::downgrade(&live);
+    engine.submit_recvs(2, move |message| {
+        let _ = (last.submit_send(message.from, &message.bytes), &live);
+    });
+    drop(engine);
+    assert!(is_live.upgrade().is_some());
+    drop(driver);
+    assert!(is_live.upgrade().is_none());
+}
+
+/// The engine ends while more has arrived than may wait for callbacks: all that has come is given to them, and then they are let go of.
+#[test]
+fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
+    const MESSAGES: u32 = 300;
+    let (a, b, peer) = pair();
+    let counter = b.counter().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    let (got, calls) = mpsc::channel();
+    let wait = Mutex::new(Some(wait));
+    b.submit_recvs(usize::MAX, move |message| {
+        if let Some(wait) = wait.lock().unwrap().take() {
+            wait.recv().unwrap();
+        }
+        got.send(u32::from_le_bytes(message.bytes.try_into().unwrap())).unwrap();
+    });
+    for i in 0..MESSAGES {
+        assert_eq!(a.submit_send(peer, &i.to_le_bytes()).unwrap().wait(LONG), Ok(End::Done));
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(b));
+        std::thread::sleep(Duration::from_millis(50));
+        go.send(()).unwrap();
+    });
+    assert!(calls.try_iter().eq(0..MESSAGES));
+    assert_eq!(calls.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    drop(counter);
+}
+
 /// A message that waits for its peer ends by its deadline, though nothing else happens.
 #[test]
 fn a_waiting_message_wakes_its_engine_in_time() {
