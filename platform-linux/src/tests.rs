@@ -353,6 +353,38 @@ fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
     drop(counter);
 }
 
+#[test]
+fn a_count_that_is_polled_again_says_the_same() {
+    let (engine, other, peer) = pair();
+    let (counter, again) = (other.counter().unwrap(), Waker::noop());
+    let context = &mut Context::from_waker(again);
+    {
+        let mut first = pin!(counter.reached(1));
+        let mut second = pin!(counter.reached(1));
+        assert!(first.as_mut().poll(context).is_pending());
+        for _ in 0..2 {
+            assert_eq!(second.as_mut().poll(context), Poll::Ready(Err(CountError::Busy)));
+        }
+    }
+    for writes in [1, 2] {
+        let sent = engine.submit_imm(peer, counter.tag(), writes).unwrap();
+        assert_eq!(sent.wait(LONG), Ok(End::Done));
+    }
+    counter.wait(1, LONG).unwrap();
+    let mut reached = pin!(counter.reached(1));
+    while reached.as_mut().poll(context).is_pending() {}
+    for _ in 0..2 {
+        assert_eq!(reached.as_mut().poll(context), Poll::Ready(Ok(())));
+    }
+    assert_eq!(counter.wait(1, LONG), Ok(()), "it was consumed once");
+    let mut never = pin!(counter.reached(1));
+    assert!(never.as_mut().poll(context).is_pending());
+    drop(other);
+    for _ in 0..2 {
+        assert_eq!(never.as_mut().poll(context), Poll::Ready(Err(CountError::EngineStopped)));
+    }
+}
+
 /// A message that waits for its peer ends by its deadline, though nothing else happens.
 #[test]
 fn a_waiting_message_wakes_its_engine_in_time() {
