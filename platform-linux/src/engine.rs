@@ -1038,6 +1038,10 @@ impl TransferEngine {
     /// `len` bytes from `ptr` are mapped, and no reference to them is used while peers may write. They
     /// stay so until [`Region::close`] of the last handle has returned `Ok`, or the engine has stopped.
     ///
+    /// [`Region::read`] and [`Region::write`] go there, too, by any handle. So neither is called once the bytes are mapped no more, though handles
+    /// may outlive the engine; while `read` runs nobody uses an exclusive reference to them, while `write` runs none at all, what the call itself
+    /// was given included; and `write` is for bytes that may be written, so none behind a `&[u8]`. If `rights` let peers write, all of them may be written.
+    ///
     /// # Errors
     ///
     /// [`RegisterError`].

@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::pin;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
@@ -9,10 +10,12 @@ use std::time::{Duration, Instant};
 use immwire_core::group as core_group;
 use immwire_core::imm::ImmTag;
 use immwire_core::mailbox::SendError;
+use immwire_core::region::Rights;
 
 use crate::{
-    AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr,
-    PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine, TransferError,
+    AccessError, AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig,
+    NetAddr, PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine,
+    TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -351,6 +354,44 @@ fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
     assert!(calls.try_iter().eq(0..MESSAGES));
     assert_eq!(calls.try_recv(), Err(mpsc::TryRecvError::Disconnected));
     drop(counter);
+}
+
+/// Of memory that the process has mapped to read it a source is made as of any; who would write there is told.
+#[test]
+fn what_may_not_be_written_is_not() {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+    const PAGE: usize = 64 << 10;
+    let engine = TransferEngine::builder().build().unwrap();
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+    // SAFETY: the kernel chooses an address where nothing lies.
+    let at = unsafe { mmap_anonymous(std::ptr::null_mut(), 3 * PAGE, access, flags) }.unwrap();
+    let at = NonNull::new(at.cast::<u8>()).unwrap();
+    // SAFETY: never unmapped, and no reference to it is made.
+    let register = |len| unsafe { engine.register(at, len, Rights::LOCAL) }.unwrap();
+    let whole = register(3 * PAGE);
+    let (first, second) = (PAGE as u64 - 1, PAGE as u64);
+    whole.write(first, b"yes").unwrap();
+    drop(whole);
+    // SAFETY: a page of the mapping, to which there is no reference.
+    unsafe { mprotect(at.as_ptr().add(PAGE).cast(), PAGE, MprotectFlags::READ) }.unwrap();
+    let whole = register(3 * PAGE);
+    for (offset, is_refused) in [
+        (second, true),
+        (first, true),
+        (2 * second - 1, true),
+        (0, false),
+        (first - 1, false),
+        (2 * second, false),
+    ] {
+        let refused = whole.write(offset, b"no") == Err(AccessError::ReadOnly);
+        assert_eq!(refused, is_refused, "at {offset}");
+    }
+    whole.write(second, b"").unwrap();
+    let mut bytes = [0; 2];
+    whole.read(second, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"es");
+    let part = whole.slice(second, second).unwrap();
+    assert_eq!(part.write(1, b"no"), Err(AccessError::ReadOnly));
 }
 
 #[test]
