@@ -185,7 +185,8 @@ impl ImmCounter {
     }
 
     /// Calls `call` when `writes` have arrived and were consumed, on the engine's callback thread (in
-    /// polled mode, by whoever polls); at the latest when the engine stops, with the error.
+    /// polled mode, by whoever polls); at the latest when the engine stops, with the error. One that holds the engine, to submit what
+    /// comes next, keeps it until the count is reached.
     ///
     /// # Errors
     ///
@@ -318,10 +319,10 @@ impl Drop for ImmCounter {
 enum State {
     Idle,
     Waiting(Ticket),
-    Over,
+    Over(Result<(), CountError>),
 }
 
-/// Resolves when a count is reached. Made by [`ImmCounter::reached`].
+/// Resolves when a count is reached. Made by [`ImmCounter::reached`]. Polled again, it says the same again, and consumes nothing.
 #[must_use = "futures do nothing unless polled"]
 pub struct Reached<'a> {
     counter: &'a ImmCounter,
@@ -333,26 +334,30 @@ impl Future for Reached<'_> {
     type Output = Result<(), CountError>;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Self::Output> {
-        let ticket = match self.state {
-            State::Waiting(ticket) => ticket,
-            State::Over => return Poll::Ready(Ok(())),
+        let ticket = match &self.state {
+            State::Waiting(ticket) => *ticket,
+            State::Over(outcome) => return Poll::Ready(outcome.clone()),
             State::Idle => match self.counter.arm(self.writes) {
                 Ok(Some(ticket)) => {
                     self.state = State::Waiting(ticket);
                     ticket
                 }
-                other => {
-                    self.state = State::Over;
-                    return Poll::Ready(other.map(|_| ()));
-                }
+                other => return self.over(other.map(|_| ())),
             },
         };
         let Some(cell) = self.counter.shared.counting.wait_cell(self.counter.tag) else {
             return Poll::Ready(Err(CountError::EngineStopped));
         };
         let Some(code) = cell.watch(ticket, context.waker()) else { return Poll::Pending };
-        self.state = State::Over;
-        Poll::Ready(self.counter.settle(ticket, code, self.writes))
+        let outcome = self.counter.settle(ticket, code, self.writes);
+        self.over(outcome)
+    }
+}
+
+impl Reached<'_> {
+    fn over(&mut self, outcome: Result<(), CountError>) -> Poll<Result<(), CountError>> {
+        self.state = State::Over(outcome.clone());
+        Poll::Ready(outcome)
     }
 }
 

@@ -1051,6 +1051,10 @@ impl TransferEngine {
     /// That the engine has stopped is not enough where peers may write: one on this host whose process is held up in the middle of a write
     /// (by a signal, a debugger or slow storage) ends that when it goes on. It is waited for, but for [`Builder::drain`] at most, a second at least.
     ///
+    /// [`Region::read`] and [`Region::write`] go there, too, by any handle. So neither is called once the bytes are mapped no more, though handles
+    /// may outlive the engine; while `read` runs nobody uses an exclusive reference to them, while `write` runs none at all, what the call itself
+    /// was given included; and `write` is for bytes that may be written, so none behind a `&[u8]`. If `rights` let peers write, all of them may be written.
+    ///
     /// # Errors
     ///
     /// [`RegisterError`].
@@ -1172,7 +1176,7 @@ impl TransferEngine {
         Ok(ImmCounter::new(Arc::clone(shared), tag))
     }
 
-    /// Calls `call` when `writes` immediates have arrived at `counter` and were consumed.
+    /// Calls `call` when `writes` immediates have arrived at `counter` and were consumed. One that holds the engine keeps it until then.
     ///
     /// # Errors
     ///
@@ -1293,7 +1297,9 @@ impl TransferEngine {
     }
 
     /// Posts receives: each of the next `count` messages is given to `call`, on the callback thread (in
-    /// polled mode, by whoever polls).
+    /// polled mode, by whoever polls). It is dropped after the last of them, or, of those that have come, once the engine has stopped.
+    ///
+    /// One that holds the engine, to answer, keeps it until it was given all of them: for good, if `count` has no end.
     pub fn submit_recvs(&self, count: usize, call: impl Fn(Message) + Send + Sync + 'static) {
         let call: OnMessage = Arc::new(call);
         self.inner.shared.post_recvs(count, call);

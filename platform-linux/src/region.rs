@@ -18,7 +18,7 @@ use immwire_core::wire::NetAddr;
 use crate::provider::{
     GiveBack, Memory, PinnedPage, Place, RegisterError, Registered, RevokeError, Window,
 };
-use crate::sync::{Counted, Mutex, Uncounted, lock, yield_now};
+use crate::sync::{AtomicBool, Counted, Mutex, Ordering, Uncounted, lock, yield_now};
 
 /// A range of registered memory. Cloning it is cheap.
 #[derive(Clone)]
@@ -53,8 +53,8 @@ impl Region {
         self.registration.registered.place
     }
 
-    /// The first byte. Peers may write there at any time: follow it with that in mind; and not at all if it is in a GPU
-    /// ([`Region::place`]).
+    /// The first byte. Peers may write there at any time, and handles by [`Region::write`]: follow it with that in mind; and not at all if it
+    /// is in a GPU ([`Region::place`]).
     #[must_use]
     pub fn as_ptr(&self) -> *mut u8 {
         let base = self.registration.registered.ptr.as_ptr();
@@ -111,30 +111,33 @@ impl Region {
         if self.place() != Place::Host {
             return self.copy_gpu(offset, bytes.as_mut_ptr(), bytes.len(), true);
         }
-        // SAFETY: for `copy_nonoverlapping`:
-        // - `from` is valid for `bytes.len()` bytes: `at` checked the range against the registration,
-        //   which stays mapped while `self` lives (`alloc` maps it, `register`'s caller promised);
-        // - `bytes` is an exclusive slice of ours, which no registered memory may overlap, since its
-        //   registrant promised to hold no such reference while peers may write;
+        // SAFETY: for `copy`:
+        // - `from` is valid for `bytes.len()` bytes: `at` checked the range against the registration, and it is mapped now: what
+        //   `alloc` has made stays so while `self` lives; of other memory `register`'s caller promised that nobody calls this otherwise;
+        // - `bytes` is an exclusive slice of ours; it is no part of the region, by the same promise, and `copy` would allow that it were;
         // - another process may be writing the source: no reference is formed to it, and bytes have no
         //   invalid values, so the worst is a torn copy, as documented.
-        unsafe { std::ptr::copy_nonoverlapping(from, bytes.as_mut_ptr(), bytes.len()) };
+        unsafe { std::ptr::copy(from, bytes.as_mut_ptr(), bytes.len()) };
         Ok(())
     }
 
-    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is.
+    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is. The first time, of the host's
+    /// memory that was registered for no peer to write to, the kernel is asked whether this process may.
     ///
     /// # Errors
     ///
-    /// [`AccessError`]; if [`AccessError::Region`], nothing was copied.
+    /// [`AccessError`]; if [`AccessError::Region`] or [`AccessError::ReadOnly`], nothing was copied.
     pub fn write(&self, offset: u64, bytes: &[u8]) -> Result<(), AccessError> {
         let to = self.at(offset, bytes.len())?;
         if self.place() != Place::Host {
             return self.copy_gpu(offset, bytes.as_ptr().cast_mut(), bytes.len(), false);
         }
-        // SAFETY: as in `read`, with the roles exchanged; registered memory may be written, by `alloc`
+        if !self.registration.may_write(to.addr(), bytes.len()) {
+            return Err(AccessError::ReadOnly);
+        }
+        // SAFETY: as in `read`, with the roles exchanged; the region's bytes may be written, by `alloc`
         // or by the promise of `register`'s caller.
-        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), to, bytes.len()) };
+        unsafe { std::ptr::copy(bytes.as_ptr(), to, bytes.len()) };
         Ok(())
     }
 
@@ -232,6 +235,9 @@ pub enum AccessError {
     /// They are not all inside.
     #[error(transparent)]
     Region(#[from] RegionError),
+    /// They are not this process's to write: it has mapped the memory to read it.
+    #[error("the region's memory is mapped to be read only")]
+    ReadOnly,
     /// They are in a GPU's memory, and this is what the driver answered.
     #[error("a GPU's memory cannot be copied: {0}")]
     Gpu(immwire_cuda::Error),
@@ -290,8 +296,41 @@ struct Registration {
     at_once: bool,
     /// Peers are refused, though one that had begun to write may not have ended: it is not handed out any more.
     is_withdrawn: bool,
+    /// The kernel was asked, and this process may write to all of it.
+    is_writable: AtomicBool,
     memory: Arc<dyn Memory>,
     registry: Weak<Registry>,
+}
+
+impl Registration {
+    /// Whether this process may write `len` bytes at `address`, which are in it, as far as can be known. Of what peers may write to nobody is asked.
+    fn may_write(&self, address: usize, len: usize) -> bool {
+        let whole = self.registered.desc;
+        // Relaxed: it says nothing of other memory, and whoever misses it asks again.
+        if len == 0 || whole.rights.remote_write() || self.is_writable.load(Ordering::Relaxed) {
+            return true;
+        }
+        let base = self.registered.ptr.addr().get();
+        let is_writable = !is_read_only(base, self.registered.len);
+        self.is_writable.store(is_writable, Ordering::Relaxed);
+        is_writable || !is_read_only(address, len)
+    }
+}
+
+/// Whether a mapping of these bytes is known not to be written to. O(mappings of the process).
+fn is_read_only(address: usize, len: usize) -> bool {
+    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return false };
+    let end = address.saturating_add(len);
+    maps.lines().any(|line| holds_read_only(line, address, end).unwrap_or(false))
+}
+
+/// Whether a line of `/proc/self/maps` tells of a mapping that has some of these bytes, and is not to be written to.
+fn holds_read_only(line: &str, address: usize, end: usize) -> Option<bool> {
+    let (range, rest) = line.split_once(' ')?;
+    let (from, to) = range.split_once('-')?;
+    let number = |digits| usize::from_str_radix(digits, 16).ok();
+    let overlaps = number(from)? < end && address < number(to)?;
+    Some(overlaps && !rest.get(..4)?.contains('w'))
 }
 
 impl Drop for Registration {
@@ -478,6 +517,7 @@ impl Registry {
             registered: std::mem::ManuallyDrop::new(registered),
             at_once: false,
             is_withdrawn: false,
+            is_writable: AtomicBool::new(false),
             memory: Arc::clone(&self.memory),
             registry: Arc::downgrade(self),
         })
@@ -530,8 +570,6 @@ impl Region {
 #[cfg(test)]
 #[cfg(not(loom))] // The models have their own.
 mod tests {
-    use std::sync::atomic::{AtomicBool, Ordering};
-
     use super::*;
     use immwire_core::id::{EngineId, PeerId};
     use immwire_core::region::Keys;
@@ -602,6 +640,28 @@ mod tests {
         let ptr = NonNull::without_provenance(base.try_into().unwrap());
         // SAFETY: the fake registrar hands the range to no peer, and the tests do not follow it.
         unsafe { registry.register(ptr, len, Rights::REMOTE_WRITE) }.unwrap()
+    }
+
+    #[test]
+    fn mappings_are_found_by_their_bytes() {
+        let line = "7f0a00001000-7f0a00003000 r--p 00000000 08:01 1234    /some file";
+        let (from, end) = (0x7f0a_0000_1000, 0x7f0a_0000_3000);
+        for (at, to, is) in [
+            (from - 1, from, false),
+            (from - 1, from + 1, true),
+            (from, end, true),
+            (end - 1, end + 1, true),
+            (end, end + 1, false),
+        ] {
+            assert_eq!(holds_read_only(line, at, to), Some(is), "{at:#x} to {to:#x}");
+            let writable = line.replace("r--p", "rw-s");
+            assert_eq!(holds_read_only(&writable, at, to), Some(false));
+        }
+        for garbage in
+            ["", "a", "a-b", "-1 rw-p", "7f0a00001000-7f0a00003000 r", "a-é \u{e9}\u{e9}\u{e9}"]
+        {
+            assert_eq!(holds_read_only(garbage, 0, usize::MAX), None, "{garbage}");
+        }
     }
 
     #[test]

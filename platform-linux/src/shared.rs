@@ -77,6 +77,8 @@ struct InboxState {
     posted: VecDeque<(usize, OnMessage)>,
     /// Messages handed to posted receives whose turn has not come.
     queued: usize,
+    /// The engine has stopped: no message will arrive.
+    ended: bool,
 }
 
 impl InboxState {
@@ -479,7 +481,8 @@ impl Shared {
     }
 
     /// Gives messages to posted receives, as many as may wait for their callbacks: with a slow one the
-    /// rest stays, and in the end their senders wait.
+    /// rest stays, and in the end their senders wait. Once no more will arrive, and the last has been called, those
+    /// that are left are let go of, where callbacks run: what they hold may be a handle of this engine, and its drop runs code of others.
     fn hand_out(self: &Arc<Self>) {
         let mut state = lock(&self.inbox.state);
         while state.queued < Inbox::CAPACITY && !state.posted.is_empty() {
@@ -507,6 +510,10 @@ impl Shared {
                 called.unwrap_or_else(|panic| resume_unwind(panic));
             }));
         }
+        if state.ended && state.queued == 0 && !state.posted.is_empty() {
+            let unused = std::mem::take(&mut state.posted);
+            self.callbacks.queue(Box::new(move || drop(unused)));
+        }
         drop(state);
         self.callbacks.ring();
     }
@@ -521,14 +528,15 @@ impl Shared {
     // ---- the end ----
 
     /// The driver ends: nobody is left waiting for it.
-    pub(crate) fn stop(&self) {
+    pub(crate) fn stop(self: &Arc<Self>) {
         self.intake.stop(|command| self.refuse(command));
         self.counting.end(&self.callbacks);
         let live = self.peers.live();
         for peer in live {
             self.peers.set(peer, PeerState::Down(DownReason::Removed));
         }
-        drop(lock(&self.inbox.state));
+        lock(&self.inbox.state).ended = true;
+        self.hand_out();
         self.inbox.arrived.notify_all();
         self.cells.close();
         // After the last of them: none may be pushed to a thread that has gone.

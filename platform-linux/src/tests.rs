@@ -2,6 +2,7 @@
 
 use std::future::Future;
 use std::pin::pin;
+use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, mpsc};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
@@ -9,10 +10,12 @@ use std::time::{Duration, Instant};
 use immwire_core::group as core_group;
 use immwire_core::imm::ImmTag;
 use immwire_core::mailbox::SendError;
+use immwire_core::region::Rights;
 
 use crate::{
-    AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig, NetAddr,
-    PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine, TransferError,
+    AccessError, AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig,
+    NetAddr, PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine,
+    TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -276,6 +279,150 @@ fn a_slow_callback_loses_no_message() {
     }
     for i in 0..MESSAGES {
         assert_eq!(calls.recv_timeout(LONG).unwrap(), i);
+    }
+}
+
+/// What a posted receive holds goes with the engine, though handles of it live: be it one of these, or what somebody waits for.
+#[test]
+fn posted_receives_are_let_go_of_when_the_engine_stops() {
+    for polled in [false, true] {
+        let (engine, driver) = if polled {
+            let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+            (engine, Some(driver))
+        } else {
+            (TransferEngine::builder().build().unwrap(), None)
+        };
+        let (counter, held) = (engine.counter().unwrap(), engine.counter().unwrap());
+        let (live, is_live) = mpsc::channel::<()>();
+        let holds = (held, live.clone());
+        engine.submit_recvs(1, move |_| drop((holds.0.tag(), holds.1.clone())));
+        let holds = live;
+        engine.submit_recvs(usize::MAX, move |_| drop(holds.clone()));
+        assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Empty));
+        if driver.is_some() {
+            // The handle is there when the engine is not.
+            drop(driver);
+            assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+            let (late, is_late) = mpsc::channel::<()>();
+            engine.submit_recvs(1, move |_| drop(late.clone()));
+            assert_eq!(is_late.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+        }
+        drop(engine);
+        assert_eq!(is_live.try_recv(), Err(mpsc::TryRecvError::Disconnected), "{polled}");
+        drop(counter);
+    }
+}
+
+/// One that holds the engine's last handle lets go of it where callbacks run, and with no lock held.
+#[test]
+fn a_posted_receive_may_hold_the_engine() {
+    let (engine, driver) = TransferEngine::builder().build_polled().unwrap();
+    let (last, live) = (engine.clone(), Arc::new(()));
+    let is_live = Arc::downgrade(&live);
+    engine.submit_recvs(2, move |message| {
+        let _ = (last.submit_send(message.from, &message.bytes), &live);
+    });
+    drop(engine);
+    assert!(is_live.upgrade().is_some());
+    drop(driver);
+    assert!(is_live.upgrade().is_none());
+}
+
+/// The engine ends while more has arrived than may wait for callbacks: all that has come is given to them, and then they are let go of.
+#[test]
+fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
+    const MESSAGES: u32 = 300;
+    let (a, b, peer) = pair();
+    let counter = b.counter().unwrap();
+    let (go, wait) = mpsc::channel::<()>();
+    let (got, calls) = mpsc::channel();
+    let wait = Mutex::new(Some(wait));
+    b.submit_recvs(usize::MAX, move |message| {
+        if let Some(wait) = wait.lock().unwrap().take() {
+            wait.recv().unwrap();
+        }
+        got.send(u32::from_le_bytes(message.bytes.try_into().unwrap())).unwrap();
+    });
+    for i in 0..MESSAGES {
+        assert_eq!(a.submit_send(peer, &i.to_le_bytes()).unwrap().wait(LONG), Ok(End::Done));
+    }
+    std::thread::scope(|scope| {
+        scope.spawn(|| drop(b));
+        std::thread::sleep(Duration::from_millis(50));
+        go.send(()).unwrap();
+    });
+    assert!(calls.try_iter().eq(0..MESSAGES));
+    assert_eq!(calls.try_recv(), Err(mpsc::TryRecvError::Disconnected));
+    drop(counter);
+}
+
+/// Of memory that the process has mapped to read it a source is made as of any; who would write there is told.
+#[test]
+fn what_may_not_be_written_is_not() {
+    use rustix::mm::{MapFlags, MprotectFlags, ProtFlags, mmap_anonymous, mprotect};
+    const PAGE: usize = 64 << 10;
+    let engine = TransferEngine::builder().build().unwrap();
+    let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+    // SAFETY: the kernel chooses an address where nothing lies.
+    let at = unsafe { mmap_anonymous(std::ptr::null_mut(), 3 * PAGE, access, flags) }.unwrap();
+    let at = NonNull::new(at.cast::<u8>()).unwrap();
+    // SAFETY: never unmapped, and no reference to it is made.
+    let register = |len| unsafe { engine.register(at, len, Rights::LOCAL) }.unwrap();
+    let whole = register(3 * PAGE);
+    let (first, second) = (PAGE as u64 - 1, PAGE as u64);
+    whole.write(first, b"yes").unwrap();
+    drop(whole);
+    // SAFETY: a page of the mapping, to which there is no reference.
+    unsafe { mprotect(at.as_ptr().add(PAGE).cast(), PAGE, MprotectFlags::READ) }.unwrap();
+    let whole = register(3 * PAGE);
+    for (offset, is_refused) in [
+        (second, true),
+        (first, true),
+        (2 * second - 1, true),
+        (0, false),
+        (first - 1, false),
+        (2 * second, false),
+    ] {
+        let refused = whole.write(offset, b"no") == Err(AccessError::ReadOnly);
+        assert_eq!(refused, is_refused, "at {offset}");
+    }
+    whole.write(second, b"").unwrap();
+    let mut bytes = [0; 2];
+    whole.read(second, &mut bytes).unwrap();
+    assert_eq!(&bytes, b"es");
+    let part = whole.slice(second, second).unwrap();
+    assert_eq!(part.write(1, b"no"), Err(AccessError::ReadOnly));
+}
+
+#[test]
+fn a_count_that_is_polled_again_says_the_same() {
+    let (engine, other, peer) = pair();
+    let (counter, again) = (other.counter().unwrap(), Waker::noop());
+    let context = &mut Context::from_waker(again);
+    {
+        let mut first = pin!(counter.reached(1));
+        let mut second = pin!(counter.reached(1));
+        assert!(first.as_mut().poll(context).is_pending());
+        for _ in 0..2 {
+            assert_eq!(second.as_mut().poll(context), Poll::Ready(Err(CountError::Busy)));
+        }
+    }
+    for writes in [1, 2] {
+        let sent = engine.submit_imm(peer, counter.tag(), writes).unwrap();
+        assert_eq!(sent.wait(LONG), Ok(End::Done));
+    }
+    counter.wait(1, LONG).unwrap();
+    let mut reached = pin!(counter.reached(1));
+    while reached.as_mut().poll(context).is_pending() {}
+    for _ in 0..2 {
+        assert_eq!(reached.as_mut().poll(context), Poll::Ready(Ok(())));
+    }
+    assert_eq!(counter.wait(1, LONG), Ok(()), "it was consumed once");
+    let mut never = pin!(counter.reached(1));
+    assert!(never.as_mut().poll(context).is_pending());
+    drop(other);
+    for _ in 0..2 {
+        assert_eq!(never.as_mut().poll(context), Poll::Ready(Err(CountError::EngineStopped)));
     }
 }
 

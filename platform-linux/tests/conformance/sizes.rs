@@ -298,6 +298,7 @@ fn from_read_only_memory(case: &Case) {
     lent.protect(BYTES);
     // SAFETY: as above.
     let src = unsafe { me.engine.register(lent.ptr, BYTES, Rights::LOCAL) }.expect("read only");
+    assert_eq!(src.write(0, b"no"), Err(immwire::AccessError::ReadOnly));
     for len in [64, 4096, BYTES as u64] {
         let transfer = write(&me, peer, &src, &desc, (0, 0, len), Some(tag));
         other.count(&me, counter, 1);
