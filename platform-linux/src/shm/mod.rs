@@ -1190,15 +1190,15 @@ impl Provider for ShmProvider {
         Ok(())
     }
 
-    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
-    /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
-    /// on.
     fn quiesce(&mut self) {
         if let Some(gpus) = &mut self.gpus {
             gpus.settle();
         }
     }
 
+    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
+    /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
+    /// on.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         match self.slots.get(usize::from(peer.index)) {
             Some(Slot::Up(session)) if session.peer() == peer => {
@@ -1209,8 +1209,8 @@ impl Provider for ShmProvider {
         }
     }
 
-    /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, the
-    /// rest ends as soon as the peer is not copying out of it, and the connection with it.
+    /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, and
+    /// the next poll ends the rest and the connection, as [`ShmProvider::disconnect`] does.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {
             session.return_waiting(sink);

@@ -320,7 +320,7 @@ pub(super) struct Session {
     retry: usize,
     bounce_out: bounce::Writer,
     bounce_in: bounce::Reader,
-    /// Nothing more is posted, and the session ends for this reason when the bounce ring is quiet.
+    /// Nothing more is posted, and the session ends for this reason at the next poll, or when GPUs have done with it.
     pub(super) closing: Option<DownReason>,
     held: u64,
     /// Something was made visible that the peer has not been rung for.
@@ -872,7 +872,8 @@ impl Session {
             any |= self.retry_waiting(gpus, sink);
         }
         self.settle();
-        let over = self.closing.is_some() && self.bounce_is_quiet() && self.flying == 0;
+        // Whether the peer is in the middle of a record is for `end` to wait for, and not for long: stopped there, it says no more.
+        let over = self.closing.is_some() && self.flying == 0;
         if over { Err(Broken) } else { Ok(any) }
     }
 
@@ -1374,7 +1375,7 @@ impl Session {
         self.retry = 0;
     }
 
-    /// Ends all pieces. The bounce ring must be quiet, or the peer gone.
+    /// Ends all pieces. The bounce ring is closed, and the peer not in the middle of a record, gone, or stopped there.
     pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         self.flush_waiting(error, sink);
         self.flush_landed(error, sink);

@@ -1107,6 +1107,37 @@ fn abort_and_disconnect_end_every_piece_once() {
     }
 }
 
+/// Whoever is stopped while it takes a record does not say any more that it is done with it.
+#[test]
+fn an_abort_ends_though_the_peer_is_stopped_in_the_middle_of_a_record() {
+    let (mut a, mut b) = pair_by(ForeignPath::BounceOnly);
+    let (peer, to_a) = (a.peer(&b), b.peer(&a));
+    let (src, far) = (source(&a, 1 << 20, 1), foreign(&b, 1 << 20));
+    // The first write makes the region known.
+    a.post(&[WorkRequest { len: 1, ..write(0, peer, &src, &far.region) }]);
+    run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+    a.record.done.clear();
+    b.record.immediates.clear();
+    assert_eq!(a.post(&[write(1, peer, &src, &far.region)]), 1);
+    let taking = |b: &mut Node, key| {
+        let link = &b.provider.session(to_a).unwrap().link;
+        link.segment.inbound().bounce_active().store(key, Ordering::SeqCst);
+    };
+    taking(&mut b, bounce::OPEN);
+    a.provider.abort(peer, &mut a.record);
+    let start = Instant::now();
+    while a.record.lost.is_empty() && start.elapsed() < Duration::from_millis(50) {
+        a.poll();
+    }
+    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed))]);
+    assert_eq!(a.record.lost, [(peer, DownReason::Disconnected)]);
+    assert!(a.provider.arm(), "nothing is left to be done");
+    // It goes on.
+    taking(&mut b, immwire_core::hazard::NO_KEY);
+    run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
+    assert!(b.record.immediates.is_empty());
+}
+
 #[test]
 fn an_abort_with_nothing_in_the_ring_keeps_the_session() {
     let (mut a, mut b) = pair();
