@@ -101,8 +101,10 @@ const QUEUE_DEPTH: u16 = 256;
 const POST_BYTES: u64 = 2 << 20;
 /// The sockets are looked at once in so many polls,
 const LOOK_EVERY: u32 = 256;
-/// and while an answer is awaited, once in so many.
+/// and while an answer is awaited, once in so many;
 const LOOK_EVERY_IN_A_HURRY: u32 = 8;
+/// and once this is over, however few polls that were: whoever polls an engine may do so as seldom as it likes.
+const LOOK_WITHIN: Duration = Duration::from_millis(1);
 /// Events taken in one look at the sockets.
 const EVENTS_MAX: usize = 64;
 /// Messages taken from one socket in one look.
@@ -273,6 +275,8 @@ pub struct ShmProvider {
     serial: u64,
     polls: u32,
     look_now: bool,
+    /// The sockets are looked at by then.
+    look_by: Time,
     /// Whether some session awaits an answer.
     expecting: bool,
     /// The listener is not watched until then.
@@ -427,6 +431,7 @@ impl ShmProvider {
             serial: 0,
             polls: 0,
             look_now: false,
+            look_by: Time::ZERO,
             expecting: false,
             paused: None,
             stats: ShmStats::default(),
@@ -493,6 +498,7 @@ impl ShmProvider {
     }
 
     fn look<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        self.look_by = now.after(LOOK_WITHIN);
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
         let no_wait = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ready = match epoll::wait(&self.epoll, &mut events, Some(&no_wait)) {
@@ -1130,13 +1136,13 @@ impl Provider for ShmProvider {
         accepted
     }
 
-    /// Idle, it costs a few loads for each peer, and a system call each `LOOK_EVERY` calls.
+    /// Idle, it costs a few loads for each peer, and a system call each `LOOK_EVERY` calls or `LOOK_WITHIN`, whichever is first.
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         let mut any = self.poll_sessions(now, sink);
         self.polls = self.polls.wrapping_add(1);
         let hurry = self.handshakes > 0 || self.expecting;
         let every = if hurry { LOOK_EVERY_IN_A_HURRY } else { LOOK_EVERY };
-        if self.look_now || self.polls.is_multiple_of(every) {
+        if self.look_now || now >= self.look_by || self.polls.is_multiple_of(every) {
             self.look_now = false;
             any |= self.look(now, sink);
         }

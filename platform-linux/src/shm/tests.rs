@@ -1242,6 +1242,48 @@ fn a_sleeper_is_woken_by_each_thing_that_can_happen() {
     }
 }
 
+/// The sockets are looked at by the clock, too: whoever is polled seldom does not hear callers, questions and ends after many polls only.
+#[test]
+fn whoever_is_polled_seldom_looks_at_its_sockets_each_time() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    let to_b = a.call(&b);
+    let mut now = b.now();
+    let mut few_polls =
+        |a: Option<&mut Node>, b: &mut Node, done: &dyn Fn(&Record, &Record) -> bool| {
+            let mut a = a;
+            for _ in 0..6 {
+                now = now.after(Duration::from_millis(50));
+                // Two polls a step.
+                for _ in 0..2 {
+                    b.provider.poll(now, &mut b.record);
+                }
+                let Some(a) = &mut a else {
+                    if done(&b.record, &b.record) {
+                        return true;
+                    }
+                    continue;
+                };
+                for _ in 0..2 * LOOK_EVERY {
+                    a.poll();
+                }
+                if done(&a.record, &b.record) {
+                    return true;
+                }
+            }
+            false
+        };
+    assert!(few_polls(Some(&mut a), &mut b, &|a, b| {
+        a.connected == [to_b] && b.connected.len() == 1
+    }));
+    assert!(!few_polls(Some(&mut a), &mut b, &|_, _| false));
+    let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+    a.post(&[write(1, to_b, &src, &dst)]);
+    assert!(few_polls(Some(&mut a), &mut b, &|a, _| a.done == [(1, Ok(()))]));
+    assert!(!few_polls(Some(&mut a), &mut b, &|_, _| false));
+    drop(a);
+    assert!(few_polls(None, &mut b, &|_, b| !b.lost.is_empty()));
+}
+
 #[test]
 fn an_idle_pair_sends_nothing() {
     let (mut a, mut b) = pair();
