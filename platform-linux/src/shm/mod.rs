@@ -38,7 +38,7 @@
 //! - No call on the data path allocates, locks or makes a system call, but to copy to memory that is not
 //!   mapped, to wake a peer that sleeps, and to look at the sockets now and then.
 //! - A socket's events name its slot and serial number, so that an event never reaches the next tenant.
-//! - A stranger is dropped after [`STRANGER_PATIENCE`]; there are at most [`STRANGERS_MAX`].
+//! - A stranger is dropped after [`STRANGER_PATIENCE`]; there are at most [`STRANGERS_MAX`], and whoever else calls waits in the backlog.
 
 mod bounce;
 mod copy;
@@ -279,7 +279,7 @@ pub struct ShmProvider {
     look_by: Time,
     /// Whether some session awaits an answer.
     expecting: bool,
-    /// The listener is not watched until then.
+    /// The listener is not watched until then, or until a stranger leaves its place.
     paused: Option<Time>,
     stats: ShmStats,
 }
@@ -523,12 +523,6 @@ impl ShmProvider {
 
     /// What is to be done now and then, with or without an event.
     fn tend<S: Sink>(&mut self, now: Time, sink: &mut S) {
-        if self.paused.is_some_and(|until| now >= until) {
-            let data = Source::Listener.data();
-            if epoll::modify(&self.epoll, &self.listener, data, EventFlags::IN).is_ok() {
-                self.paused = None;
-            }
-        }
         if self.handshakes > 0 {
             for at in 0..STRANGERS_MAX {
                 let late = |stranger: &Stranger| now >= stranger.deadline;
@@ -538,6 +532,13 @@ impl ShmProvider {
             }
             for index in (0..self.slots.len()).filter_map(|at| u16::try_from(at).ok()) {
                 self.dial_again(index, now, sink);
+            }
+        }
+        // Once those have been dropped who took too long.
+        if self.paused.is_some_and(|until| now >= until) {
+            let data = Source::Listener.data();
+            if epoll::modify(&self.epoll, &self.listener, data, EventFlags::IN).is_ok() {
+                self.paused = None;
             }
         }
         self.expecting = false;
@@ -560,29 +561,33 @@ impl ShmProvider {
 
     fn accept(&mut self, now: Time) {
         for _ in 0..ACCEPTS_MAX {
+            let Some(at) = self.strangers.iter().position(Option::is_none) else {
+                // By then each of them is in or has been dropped.
+                return self.pause(now.after(STRANGER_PATIENCE));
+            };
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
                 Err(errno) if is_lack(errno) => {
-                    // The caller stays in the backlog; watching would wake us for it all the time.
-                    let data = Source::Listener.data();
-                    let none = EventFlags::empty();
-                    if epoll::modify(&self.epoll, &self.listener, data, none).is_ok() {
-                        self.paused = Some(now.after(OUT_OF_FILES_PAUSE));
-                    }
-                    return;
+                    return self.pause(now.after(OUT_OF_FILES_PAUSE));
                 }
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(_) => return,
             };
             self.stats.accepted += 1;
-            self.greet(socket, now.after(STRANGER_PATIENCE));
+            self.greet(at, socket, now.after(STRANGER_PATIENCE));
         }
     }
 
-    fn greet(&mut self, socket: OwnedFd, deadline: Time) {
-        let Some(at) = self.strangers.iter().position(Option::is_none) else {
-            return self.refuse(&socket, Refusal::Busy);
-        };
+    /// Leaves callers in the backlog until then; watching would wake us for them all the time.
+    fn pause(&mut self, until: Time) {
+        let data = Source::Listener.data();
+        if epoll::modify(&self.epoll, &self.listener, data, EventFlags::empty()).is_ok() {
+            self.paused = Some(until);
+        }
+    }
+
+    /// Hears who has called, and gives it the place `at`, which is vacant.
+    fn greet(&mut self, at: usize, socket: OwnedFd, deadline: Time) {
         let Ok(who) = socket::credentials(&socket) else {
             self.stats.dropped += 1;
             return;
@@ -610,6 +615,10 @@ impl ShmProvider {
         let stranger = self.strangers.get_mut(at)?.take()?;
         self.handshakes = self.handshakes.saturating_sub(1);
         self.unwatch(&stranger.socket);
+        if let Some(until) = &mut self.paused {
+            // Whoever waits in the backlog may have the place.
+            *until = Time::ZERO;
+        }
         Some(stranger)
     }
 

@@ -444,13 +444,44 @@ fn whoever_does_not_finish_is_dropped_in_time_and_the_number_is_bounded() {
         callers.push(socket::call(&b.provider.id).unwrap());
         b.provider.look(far(1), &mut b.record);
     }
-    assert_eq!((b.provider.handshakes, b.provider.stats.refused), (STRANGERS_MAX, 5));
+    // The others are not turned away: they wait where nobody is woken for them.
+    assert_eq!(b.provider.handshakes, STRANGERS_MAX);
+    let accepted = |n: usize, dropped: usize| ShmStats {
+        accepted: n as u64,
+        refused: 0,
+        dropped: dropped as u64,
+    };
+    assert_eq!(b.provider.stats, accepted(STRANGERS_MAX, 0));
+    assert!(!is_readable(&b, 0));
     // The one who has gone half the way is no better.
     tell(&callers[0], &Message::Call { nonce: [0; 32], target: b.provider.id }, None).unwrap();
     b.provider.look(far(2), &mut b.record);
     assert_eq!(b.provider.handshakes, STRANGERS_MAX);
     b.provider.look(far(3), &mut b.record);
     assert_eq!((b.provider.handshakes, b.provider.stats.dropped), (0, STRANGERS_MAX as u64));
+    assert!(is_readable(&b, 0), "there is room now");
+    b.provider.look(far(3), &mut b.record);
+    assert_eq!(b.provider.stats, accepted(STRANGERS_MAX + 5, STRANGERS_MAX));
+    assert_eq!(b.provider.handshakes, 5);
+}
+
+/// More calls at once than there are places: the rest has its turn, as soon as one is free.
+#[test]
+fn whoever_finds_no_place_is_let_in_when_one_is_free() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    let mut idle: Vec<_> =
+        (0..STRANGERS_MAX).map(|_| socket::call(&b.provider.id).unwrap()).collect();
+    while b.provider.handshakes < STRANGERS_MAX {
+        b.poll();
+    }
+    let peer = a.call(&b);
+    let start = Instant::now();
+    run(&mut a, &mut b, |_, _| start.elapsed() > Duration::from_millis(20));
+    assert!(a.record.lost.is_empty() && a.record.connected.is_empty());
+    idle.pop();
+    run(&mut a, &mut b, |a, _| a.record.connected.len() + a.record.lost.len() > 0);
+    assert_eq!((&a.record.connected[..], b.provider.stats.refused), (&[peer][..], 0));
+    assert!(start.elapsed() < STRANGER_PATIENCE / 2, "one has left");
 }
 
 #[test]
