@@ -764,13 +764,22 @@ impl ShmProvider {
             Err(Errno::AGAIN) => return Ok(()),
             called => called?,
         };
+        self.introduce(call, socket)
+    }
+
+    /// Says to the listener at the other end what the call is, and waits for its answer.
+    fn introduce(&mut self, call: &mut Call, socket: OwnedFd) -> Result<(), Errno> {
         // The name may have been taken by somebody else since it was given to us.
         let who = socket::credentials(&socket)?;
         if self.config.group_key.is_none() && who.uid != self.uid {
             return Err(Errno::PERM);
         }
         let (nonce, target) = (call.terms.initiator, call.terms.target);
-        tell(&socket, &Message::Call { nonce, target }, None)?;
+        match tell(&socket, &Message::Call { nonce, target }, None) {
+            // It has hung up, and may have said why.
+            Ok(()) | Err(Errno::PIPE) => {}
+            Err(errno) => return Err(errno),
+        }
         self.watch(&socket, Source::Peer { index: call.peer.index, serial: call.serial })?;
         call.socket = Some(socket);
         Ok(())

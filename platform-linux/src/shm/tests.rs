@@ -372,6 +372,32 @@ fn a_group_key_is_asked_of_everybody() {
     }
 }
 
+/// Whoever is refused by who it is has said something by then that nobody reads, or finds the line dead when it is to. It hears why all the same.
+#[test]
+fn a_refusal_that_comes_before_the_call_was_read_reaches_the_caller() {
+    for is_quick in [false, true] {
+        let group_key = Some(GroupKey::derive(b"x"));
+        let (mut a, mut b) =
+            (Node::with(ShmConfig { group_key, ..ShmConfig::new(EngineId(1)) }), Node::new(2));
+        b.provider.uid ^= 1;
+        let peer = a.call(&b);
+        if is_quick {
+            // Again, and as if the refusal had come first.
+            let called = std::mem::replace(a.provider.slot(peer.index), Slot::Vacant);
+            let Slot::Calling(mut call) = called else { panic!("it calls") };
+            let socket = socket::call(&call.terms.target).unwrap();
+            while b.provider.stats.refused < 2 {
+                b.poll();
+            }
+            a.provider.introduce(&mut call, socket).unwrap();
+            *a.provider.slot(peer.index) = Slot::Calling(call);
+        }
+        run(&mut a, &mut b, |a, _| !a.record.lost.is_empty());
+        let why = DownReason::Refused(Refusal::Unauthorised);
+        assert_eq!(a.record.lost, [(peer, why)]);
+    }
+}
+
 #[test]
 fn an_address_that_cannot_be_is_an_error_at_once() {
     let mut a = Node::new(1);
