@@ -799,7 +799,9 @@ impl ShmProvider {
         *self.slot(index) = Slot::Calling(call);
         match dialled {
             Ok(()) => {}
-            Err(Errno::PERM) => self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink),
+            Err(Errno::PERM | Errno::ACCESS) => {
+                self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink)
+            }
             Err(errno) => self.fail(peer, why_not(errno, DownReason::NeverAnswered), sink),
         }
     }
@@ -1207,6 +1209,7 @@ impl Provider for ShmProvider {
         };
         self.dial(&mut call).map_err(|errno| match errno {
             errno if is_lack(errno) => lacks(errno),
+            Errno::PERM | Errno::ACCESS => ConnectError::Unauthorised { source: errno.into() },
             _ => ConnectError::Unreachable { source: errno.into() },
         })?;
         *self.slot(peer.index) = Slot::Calling(Box::new(call));

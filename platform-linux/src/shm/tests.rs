@@ -422,6 +422,17 @@ fn an_address_that_cannot_be_is_an_error_at_once() {
     assert!(matches!(to_self, Err(ConnectError::Myself)));
 }
 
+/// There is somebody at that address, on this host, and running.
+#[test]
+fn an_engine_of_another_user_is_not_an_absent_one() {
+    let (mut a, b) = (Node::new(1), Node::new(2));
+    a.provider.uid ^= 1;
+    let (hello, peer) = (a.record.hello.clone(), a.record.new_peer());
+    let called = a.provider.connect(Time::ZERO, peer, &b.provider.address(), &hello).unwrap_err();
+    assert!(matches!(called, ConnectError::Unauthorised { .. }), "{called}");
+    assert_eq!(a.provider.handshakes, 0);
+}
+
 // ---- hostile callers ----
 
 #[test]
