@@ -21,7 +21,8 @@
 //!   that nobody else touches. The peer may change any byte at any time, so nothing read here is
 //!   believed; the readers say what they check.
 //! - Words that different sides write do not share a [`LINE`].
-//! - A large mapping starts where a huge page could, at both ends.
+//! - A large mapping starts where a huge page could, at both ends. Regions are offered for huge pages; sessions are not, as few of their pages are
+//!   ever touched.
 //! - A mapping is not inherited by a forked child, and unmapped when dropped.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -47,9 +48,17 @@ const LANE_BYTES: usize = LANE_ENTRIES * size_of::<Entry>();
 pub(super) const REGIONS_MAX: usize = 16_384;
 /// Bytes of a bounce ring; a power of two.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
-/// From this size on, memory is offered to the kernel for huge pages.
+/// From this size on, regions are offered to the kernel for huge pages.
 const HUGE_BYTES: usize = 2 << 20;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// What a mapping is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    Region,
+    /// The words and rings of one, most of which nobody ever touches.
+    Session,
+}
 
 /// Memory mapped from a file that others may have mapped too.
 #[derive(Debug)]
@@ -66,7 +75,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps the first `bytes` bytes of `file`, readable and writable.
-    pub(super) fn new(file: impl AsFd, bytes: usize) -> Result<Self, Errno> {
+    pub(super) fn new(file: impl AsFd, bytes: usize, what: Use) -> Result<Self, Errno> {
         let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let base = if bytes >= HUGE_BYTES {
             let at = reserve_aligned(bytes)?;
@@ -88,7 +97,7 @@ impl Mapping {
         };
         let mapping = Self { base, bytes };
         mapping.advise(Advice::LinuxDontFork)?;
-        if bytes >= HUGE_BYTES {
+        if bytes >= HUGE_BYTES && what == Use::Region {
             // Advice only: a kernel without huge pages for shared memory says no, and that is fine.
             let _ = mapping.advise(Advice::LinuxHugepage);
         }
@@ -251,7 +260,7 @@ impl Segment {
     /// Makes a segment as its initiator; the file is for the acceptor.
     pub(super) fn create(geometry: Geometry) -> Result<(Self, OwnedFd), Errno> {
         let file = sealed_file("immwire-session", geometry.bytes())?;
-        let mapping = Mapping::new(&file, geometry.bytes())?;
+        let mapping = Mapping::new(&file, geometry.bytes(), Use::Session)?;
         Ok((Self::new(mapping, geometry, Role::Initiator), file))
     }
 
@@ -261,7 +270,7 @@ impl Segment {
         if !is_sealed(file, u64::try_from(bytes).map_err(|_| Errno::INVAL)?) {
             return Err(Errno::INVAL);
         }
-        let mapping = Mapping::new(file, bytes)?;
+        let mapping = Mapping::new(file, bytes, Use::Session)?;
         Ok(Self::new(mapping, geometry, Role::Acceptor))
     }
 
@@ -428,7 +437,7 @@ mod tests {
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap();
         for bytes in [HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 5 * HUGE_BYTES + PAGE] {
             let file = sealed_file("alignment", bytes).unwrap();
-            let mappings = [(); 3].map(|()| Mapping::new(&file, bytes).unwrap());
+            let mappings = [(); 3].map(|()| Mapping::new(&file, bytes, Use::Region).unwrap());
             for mapping in &mappings {
                 let at = mapping.base.as_ptr() as usize;
                 assert!(bytes < HUGE_BYTES || at.is_multiple_of(HUGE_BYTES));
@@ -446,7 +455,36 @@ mod tests {
             assert!(!lines().contains("memfd:alignment"));
         }
         let pipe = rustix::pipe::pipe().unwrap().0;
-        assert!(Mapping::new(&pipe, HUGE_BYTES).is_err());
+        assert!(Mapping::new(&pipe, HUGE_BYTES, Use::Region).is_err());
+    }
+
+    /// Of a session few pages are ever touched.
+    #[test]
+    fn regions_are_offered_for_huge_pages_and_sessions_are_not() {
+        let geometry = Geometry { initiator_nics: 1, acceptor_nics: 1 };
+        let region = sealed_file("a-region", HUGE_BYTES).unwrap();
+        let _region = Mapping::new(&region, HUGE_BYTES, Use::Region).unwrap();
+        let (_ours, file) = Segment::create(geometry).unwrap();
+        let _theirs = Segment::open(geometry, &file).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let offered = |name: &str| {
+            let mut at_it = false;
+            let mut found = Vec::new();
+            for line in maps.lines() {
+                if let Some(flags) = line.strip_prefix("VmFlags:") {
+                    if std::mem::take(&mut at_it) {
+                        found.push(flags.split_whitespace().any(|flag| flag == "hg"));
+                    }
+                } else {
+                    at_it |= line.contains(name);
+                }
+            }
+            found
+        };
+        let sessions = offered("memfd:immwire-session");
+        assert!(sessions.len() >= 2 && !sessions.contains(&true), "{sessions:?}");
+        let knows = std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists();
+        assert_eq!(offered("memfd:a-region"), [knows]);
     }
 
     #[test]

@@ -46,7 +46,7 @@ use super::gpu::{Arriving, Copying, Handed, Kind, NotReached, Reached, Staging, 
 use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
-use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
+use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, Use, is_sealed};
 use super::socket::{self, MESSAGE_MAX, is_lack};
 use super::withdrawals::Seen;
 use super::{ForeignPath, PIECE_MIN_BYTES};
@@ -1427,7 +1427,7 @@ fn lacking(key: u64, errno: Errno) -> Target {
 /// Maps a region whose file the peer has sent.
 fn map(key: u64, base: u64, start: u64, len: u64, file: Option<OwnedFd>) -> Target {
     let file = file.filter(|file| is_sealed(file, len)).zip(usize::try_from(len).ok());
-    match file.map(|(file, bytes)| Mapping::new(file, bytes)) {
+    match file.map(|(file, bytes)| Mapping::new(file, bytes, Use::Region)) {
         Some(Ok(mapping)) => {
             Target::Mapped { key, mapping: Arc::new(mapping), base, start, len, reached: None }
         }
