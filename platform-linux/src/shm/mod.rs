@@ -1,8 +1,8 @@
 //! The provider for engines on one host: peers map each other's memory, and a write is a copy.
 //!
 //! Any machine, no device, no privilege. Memory of [`crate::provider::Memory::alloc`] is written
-//! straight; other registered memory by the kernel (`process_vm_writev`) where it allows that, else
-//! through a ring that its owner empties.
+//! straight; other registered memory by the kernel (`process_vm_writev`) where it allows that and the owner is a
+//! process of the same user, else through a ring that its owner empties.
 //!
 //! | part | what |
 //! |---|---|
@@ -27,6 +27,10 @@
 //! session's segment, at any time: what the hazard words promise, they promise of peers that run this
 //! code. It is granted any region that peers may write to, mailboxes of others among them, if it asks for it by its key, and keys
 //! are small numbers that can be guessed. It cannot crash or block this process, nor reach other memory.
+//!
+//! A peer of the same user can stop this process in any case, by a signal. So what it names is written to by the kernel, too, though the
+//! writer waits for pages that are not in memory, as of a file, until they are brought: that may take as long as their owner likes
+//! (a file system in user space, say). Memory of other users' processes is not written to so.
 //!
 //! A peer is the process that has made its end of the connection. A session ends with the socket or with that process, whichever
 //! is first; with the socket alone, if the kernel does not say who the process is, or it had ended before the handshake.
@@ -80,7 +84,7 @@ use self::memory::Link;
 use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
-use self::socket::{ListenerId, MESSAGE_MAX, NoMessage, is_lack};
+use self::socket::{Credentials, ListenerId, MESSAGE_MAX, NoMessage, is_lack};
 use crate::closer::Closer;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Nobody, Provider, Sink};
@@ -125,10 +129,10 @@ const CROSSED_PATIENCE: Duration = Duration::from_millis(10);
 /// How memory is written that peers cannot map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ForeignPath {
-    /// By the kernel if it lets us, else through the bounce ring.
+    /// By the kernel if it lets us and the peer runs as the same user, else through the bounce ring.
     #[default]
     Auto,
-    /// By the kernel; if it does not let us, such writes fail with `EPERM`.
+    /// By the kernel; if it does not let us, or the peer runs as another user, such writes fail with `EPERM`.
     KernelOnly,
     /// Through the bounce ring, always.
     BounceOnly,
@@ -224,7 +228,7 @@ pub struct ShmStats {
 struct Stranger {
     socket: OwnedFd,
     serial: u64,
-    pid: i32,
+    who: Credentials,
     deadline: Time,
     terms: Option<Terms>,
 }
@@ -450,6 +454,11 @@ impl ShmProvider {
         self.stats
     }
 
+    /// Whether a process runs as our user.
+    fn is_same_user(&self, who: Credentials) -> bool {
+        who.uid == self.uid
+    }
+
     fn next_serial(&mut self) -> u64 {
         self.serial = (self.serial + 1) & ((1 << SERIAL_BITS) - 1);
         self.serial
@@ -592,7 +601,7 @@ impl ShmProvider {
             self.stats.dropped += 1;
             return;
         };
-        if self.config.group_key.is_none() && who.uid != self.uid {
+        if self.config.group_key.is_none() && !self.is_same_user(who) {
             return self.refuse(&socket, Refusal::Unauthorised);
         }
         let serial = self.next_serial();
@@ -601,7 +610,7 @@ impl ShmProvider {
             return;
         }
         if let Some(slot) = self.strangers.get_mut(at) {
-            *slot = Some(Stranger { socket, serial, pid: who.pid, deadline, terms: None });
+            *slot = Some(Stranger { socket, serial, who, deadline, terms: None });
             self.handshakes += 1;
         }
     }
@@ -724,10 +733,10 @@ impl ShmProvider {
         self.hang_up(peer.index);
         let up = self.take_stranger(at).and_then(|stranger| {
             let probe = Probe::deal();
-            let (pid, nics) = (stranger.pid, geometry.initiator_nics);
+            let (who, nics) = (stranger.who, geometry.initiator_nics);
             self.answer(&stranger.socket, &terms, geometry, &ours, probe).ok()?;
             let link = Arc::new(Link::new(peer, segment, stranger.socket));
-            self.open(link, nics, pid, probe, claim.probe_address)
+            self.open(link, nics, who, probe, claim.probe_address)
         });
         match up {
             Some(()) => sink.connected(peer, &hello),
@@ -771,7 +780,7 @@ impl ShmProvider {
     fn introduce(&mut self, call: &mut Call, socket: OwnedFd) -> Result<(), Errno> {
         // The name may have been taken by somebody else since it was given to us.
         let who = socket::credentials(&socket)?;
-        if self.config.group_key.is_none() && who.uid != self.uid {
+        if self.config.group_key.is_none() && !self.is_same_user(who) {
             return Err(Errno::PERM);
         }
         let (nonce, target) = (call.terms.initiator, call.terms.target);
@@ -921,9 +930,9 @@ impl ShmProvider {
             return;
         };
         self.unwatch(&socket);
-        let pid = socket::credentials(&socket).map_or(0, |who| who.pid);
+        let who = socket::credentials(&socket).unwrap_or(Credentials::UNKNOWN);
         let link = Arc::new(Link::new(peer, segment, socket));
-        match self.open(link, nics, pid, call.probe, claim.probe_address) {
+        match self.open(link, nics, who, call.probe, claim.probe_address) {
             Some(()) => sink.connected(peer, &hello),
             None => sink.disconnected(peer, DownReason::Disconnected),
         }
@@ -935,7 +944,7 @@ impl ShmProvider {
         &mut self,
         link: Arc<Link>,
         their_nics: u8,
-        pid: i32,
+        who: Credentials,
         probe: Probe,
         their_probe_address: u64,
     ) -> Option<()> {
@@ -951,7 +960,8 @@ impl ShmProvider {
             serial,
             our_nics,
             their_nics,
-            pid,
+            pid: who.pid,
+            is_same_user: self.is_same_user(who),
             foreign,
             from_zero,
             probe,

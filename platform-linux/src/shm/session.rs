@@ -343,6 +343,7 @@ pub(super) struct Start {
     pub(super) our_nics: u8,
     pub(super) their_nics: u8,
     pub(super) pid: i32,
+    pub(super) is_same_user: bool,
     pub(super) foreign: ForeignPath,
     pub(super) from_zero: bool,
     pub(super) probe: Probe,
@@ -393,7 +394,7 @@ impl Session {
             by_kernel: ByKernel::No,
             probe: start.probe,
         };
-        session.try_kernel(start.their_probe_address);
+        session.try_kernel(start.their_probe_address, start.is_same_user);
         Ok(session)
     }
 
@@ -402,9 +403,14 @@ impl Session {
     }
 
     /// Writes a random word to the peer and asks whether it arrived: the pid may mean another process
-    /// there than here, and an error would come too late.
-    fn try_kernel(&mut self, address: u64) {
-        if self.foreign == ForeignPath::BounceOnly || self.pid <= 0 {
+    /// there than here, and an error would come too late. Not to another user's process: what it names may be memory
+    /// whose pages it brings as late as it likes, and whoever writes there waits for them.
+    fn try_kernel(&mut self, address: u64, is_same_user: bool) {
+        if self.foreign == ForeignPath::BounceOnly || self.pid <= 0 || !is_same_user {
+            return;
+        }
+        // The pid is the peer's as long as its process lives.
+        if self.link.is_gone() {
             return;
         }
         let mut nonce = [0; 8];

@@ -73,6 +73,11 @@ pub(super) struct Credentials {
     pub(super) uid: u32,
 }
 
+impl Credentials {
+    /// Of whom nothing is known.
+    pub(super) const UNKNOWN: Self = Self { pid: 0, uid: u32::MAX };
+}
+
 /// Returns who made the other end.
 pub(super) fn credentials(socket: &OwnedFd) -> Result<Credentials, Errno> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };

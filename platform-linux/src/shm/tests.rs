@@ -1024,6 +1024,39 @@ fn answers_do_not_wait_for_ever() {
     });
 }
 
+/// Memory of another user's may be a file of its own making, which a write there would wait for: nothing is tried.
+#[test]
+fn the_kernel_is_not_asked_to_write_to_another_user_s_process() {
+    if !is_own_process("the_kernel_is_not_asked_to_write_to_another_user_s_process") {
+        return;
+    }
+    let group_key = Some(GroupKey::derive(b"x"));
+    for foreign_path in [ForeignPath::Auto, ForeignPath::KernelOnly] {
+        let config = |engine| ShmConfig {
+            group_key: group_key.clone(),
+            foreign: foreign_path,
+            ..ShmConfig::new(EngineId(engine))
+        };
+        let (mut a, mut b) = (Node::with(config(1)), Node::with(config(2)));
+        b.provider.uid ^= 1;
+        let peer = a.call(&b);
+        let Slot::Calling(call) = a.provider.slot(peer.index) else { panic!("it calls") };
+        let probe = call.probe;
+        run(&mut a, &mut b, |a, _| !a.record.connected.is_empty());
+        run(&mut a, &mut b, |a, b| !a.provider.expecting && !b.provider.expecting);
+        assert!(probe.holds(0), "the word was written");
+        let (to_a, src, far) = (b.peer(&a), source(&b, 64, 3), foreign(&a, 64));
+        b.post(&[write(1, to_a, &src, &far.region)]);
+        run(&mut a, &mut b, |_, b| b.record.done.len() == 1);
+        if foreign_path == ForeignPath::Auto {
+            assert_eq!((&b.record.done[..], far.bytes()), (&[(1, Ok(()))][..], bytes(&src)));
+        } else {
+            let refused = Err(WorkError::Device(Errno::PERM.raw_os_error()));
+            assert_eq!(b.record.done, [(1, refused)]);
+        }
+    }
+}
+
 // ---- taking back ----
 
 #[test]
