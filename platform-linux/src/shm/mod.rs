@@ -14,6 +14,7 @@
 //! | `bounce` | bytes for memory that cannot be mapped |
 //! | `copy` | moving bytes |
 //! | `probe` | words at which peers try whether the kernel moves them |
+//! | `users` | who this process is among the machine's users |
 //! | `gpu` | GPUs' memory, and the copies that they make |
 //!
 //! Each engine has one listening socket, and one socket and one segment for each peer. The NICs are
@@ -23,7 +24,8 @@
 //! # Trust
 //!
 //! Let in are processes of the same user; if a group key is given, those that prove they hold it, and
-//! nobody else. A peer that was let in can write what it likes to the regions it was granted, and to the
+//! nobody else. Where the kernel gives other users the number of ours (the overflow uid, in a container that has no numbers for
+//! them), nobody is let in without a key. A peer that was let in can write what it likes to the regions it was granted, and to the
 //! session's segment, at any time: what the hazard words promise, they promise of peers that run this
 //! code. It is granted any region that peers may write to, mailboxes of others among them, if it asks for it by its key, and keys
 //! are small numbers that can be guessed. It cannot crash or block this process, nor reach other memory.
@@ -59,6 +61,7 @@ mod socket;
 mod standing;
 #[cfg(test)]
 mod tests;
+mod users;
 mod withdrawals;
 
 use std::io;
@@ -71,6 +74,7 @@ use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
 use immwire_core::plan::Piece;
+use immwire_core::user::Users;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal, Wire};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -262,7 +266,7 @@ enum Slot {
 pub struct ShmProvider {
     config: ShmConfig,
     id: ListenerId,
-    uid: u32,
+    users: Users,
     nics: Vec<NicInfo>,
     address: NetAddr,
     memory: Arc<ShmMemory>,
@@ -397,6 +401,13 @@ impl ShmProvider {
             Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX, GPU_QUEUE_DEPTH),
             None => (PIECE_BYTES, NicLimits::BATCH_BYTES, 1, QUEUE_DEPTH),
         };
+        let users = users::users();
+        if config.group_key.is_none() && !users.is_ours(users.ours) {
+            tracing::warn!(
+                uid = users.ours,
+                "users that have no number in this container go by the one that this process runs as: without a group key no peer is let in"
+            );
+        }
         let id: ListenerId = random().map_err(failed("getrandom"))?;
         let listener = socket::listen(&id).map_err(failed("listen"))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed("epoll_create"))?;
@@ -421,7 +432,7 @@ impl ShmProvider {
             .map_err(|_| ShmError::Nics { nics: config.nics })?;
         Ok(Self {
             id,
-            uid: rustix::process::geteuid().as_raw(),
+            users,
             nics,
             address,
             memory: Arc::new(ShmMemory::new(config.engine, config.nics, config.from_zero, known)),
@@ -456,7 +467,7 @@ impl ShmProvider {
 
     /// Whether a process runs as our user.
     fn is_same_user(&self, who: Credentials) -> bool {
-        who.uid == self.uid
+        self.users.is_ours(who.uid)
     }
 
     fn next_serial(&mut self) -> u64 {

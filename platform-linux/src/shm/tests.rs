@@ -379,7 +379,7 @@ fn a_refusal_that_comes_before_the_call_was_read_reaches_the_caller() {
         let group_key = Some(GroupKey::derive(b"x"));
         let (mut a, mut b) =
             (Node::with(ShmConfig { group_key, ..ShmConfig::new(EngineId(1)) }), Node::new(2));
-        b.provider.uid ^= 1;
+        b.provider.users.ours ^= 1;
         let peer = a.call(&b);
         if is_quick {
             // Again, and as if the refusal had come first.
@@ -426,7 +426,7 @@ fn an_address_that_cannot_be_is_an_error_at_once() {
 #[test]
 fn an_engine_of_another_user_is_not_an_absent_one() {
     let (mut a, b) = (Node::new(1), Node::new(2));
-    a.provider.uid ^= 1;
+    a.provider.users.ours ^= 1;
     let (hello, peer) = (a.record.hello.clone(), a.record.new_peer());
     let called = a.provider.connect(Time::ZERO, peer, &b.provider.address(), &hello).unwrap_err();
     assert!(matches!(called, ConnectError::Unauthorised { .. }), "{called}");
@@ -1024,6 +1024,30 @@ fn answers_do_not_wait_for_ever() {
     });
 }
 
+/// Whoever goes by the number of all users that have none may be anybody. Who holds the key is let in all the same.
+#[test]
+fn who_cannot_be_told_from_others_is_nobody() {
+    for has_key in [false, true] {
+        let group_key = || has_key.then(|| GroupKey::derive(b"x"));
+        let node = |engine| {
+            Node::with(ShmConfig { group_key: group_key(), ..ShmConfig::new(EngineId(engine)) })
+        };
+        let (mut a, mut b) = (node(1), node(2));
+        let users = Users { overflow: b.provider.users.ours, maps_all: false, ..b.provider.users };
+        b.provider.users = users;
+        let peer = a.call(&b);
+        run(&mut a, &mut b, |a, _| a.record.connected.len() + a.record.lost.len() > 0);
+        if has_key {
+            assert_eq!(a.record.connected, [peer]);
+        } else {
+            let why = DownReason::Refused(Refusal::Unauthorised);
+            assert_eq!(a.record.lost, [(peer, why)]);
+        }
+        b.provider.users.maps_all = true;
+        join(node(3), b);
+    }
+}
+
 /// Memory of another user's may be a file of its own making, which a write there would wait for: nothing is tried.
 #[test]
 fn the_kernel_is_not_asked_to_write_to_another_user_s_process() {
@@ -1038,7 +1062,7 @@ fn the_kernel_is_not_asked_to_write_to_another_user_s_process() {
             ..ShmConfig::new(EngineId(engine))
         };
         let (mut a, mut b) = (Node::with(config(1)), Node::with(config(2)));
-        b.provider.uid ^= 1;
+        b.provider.users.ours ^= 1;
         let peer = a.call(&b);
         let Slot::Calling(call) = a.provider.slot(peer.index) else { panic!("it calls") };
         let probe = call.probe;
