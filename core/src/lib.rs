@@ -30,6 +30,7 @@
 //! | [`ring`], [`lane`] | how threads, and processes, hand words to each other |
 //! | [`pool`] | which slots of a table are free |
 //! | [`hazard`] | how memory is taken back from a peer that maps it |
+//! | [`user`] | whether a process runs as our user |
 //! | [`wake`] | how a waiter sleeps without missing its wake-up |
 //! | [`watch`] | whether a watched word's callback may be called |
 //! | [`region`], [`id`] | the vocabulary of the rest |
@@ -88,6 +89,7 @@ mod sync;
 pub mod tenant;
 pub mod topology;
 pub mod uptake;
+pub mod user;
 pub mod verdict;
 pub mod wake;
 pub mod watch;

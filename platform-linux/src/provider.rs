@@ -726,9 +726,19 @@ pub enum ConnectError {
     #[error("an engine cannot connect to itself")]
     Myself,
     /// Nobody listens there: the process is gone, runs elsewhere, or in another network namespace.
-    #[error("nobody listens at the address: is the peer running, on this host? ({source})")]
+    #[error(
+        "nobody listens at the address: is the peer running, on this host and in this network namespace? ({source})"
+    )]
     Unreachable {
         /// What the kernel said.
+        source: std::io::Error,
+    },
+    /// Somebody listens there, who runs as another user or whom this process may not call.
+    #[error(
+        "the peer is not to be called from here: have both ends run as the same user of one host, or give both the same group key ({source})"
+    )]
+    Unauthorised {
+        /// What the kernel said, or would have.
         source: std::io::Error,
     },
     /// No NIC of this engine reaches one of the peer's, of whatever the network is made.

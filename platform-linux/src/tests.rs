@@ -810,6 +810,38 @@ fn an_engine_that_is_polled_seldom_is_heard() {
     assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
 }
 
+/// Who calls an engine that is polled a few times a second is answered, and so is its first write.
+#[test]
+fn an_engine_that_is_polled_seldom_is_met() {
+    let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+    let dst = engine.alloc(64).unwrap();
+    let (address, desc) = (engine.address().clone(), dst.desc());
+    let (over, is_over) = mpsc::channel::<()>();
+    let other = std::thread::spawn(move || {
+        let _over = over;
+        let other = TransferEngine::builder().build().unwrap();
+        let peer = other.add_peer(&address).unwrap();
+        other.wait_peer(peer, Duration::from_secs(3)).unwrap();
+        let src = other.alloc(64).unwrap();
+        let write = SingleWrite {
+            peer,
+            src: &src,
+            src_offset: 0,
+            dst: &desc,
+            dst_offset: 0,
+            len: 64,
+            imm: None,
+        };
+        let transfer = other.submit_single_write(&write).unwrap();
+        assert_eq!(transfer.wait(Duration::from_secs(1)), Ok(End::Done));
+    });
+    while is_over.try_recv() != Err(mpsc::TryRecvError::Disconnected) {
+        std::thread::sleep(Duration::from_millis(50));
+        driver.poll();
+    }
+    other.join().unwrap();
+}
+
 /// The place of a peer that was removed is another's at once.
 #[test]
 fn a_peer_takes_the_place_of_one_that_was_removed() {

@@ -47,7 +47,7 @@ const LAST: u64 = 2;
 const WITH_IMM: u64 = 4;
 
 /// The value of the ring's grant, while there is one.
-const OPEN: u64 = 1;
+pub(super) const OPEN: u64 = 1;
 
 const DELIVERED: u64 = 1;
 const REFUSED: u64 = 2;
@@ -189,7 +189,7 @@ impl Writer {
         if self.tail == tail { Ok(true) } else { Err(Corrupt) }
     }
 
-    /// Reports every piece as ended by `error`. The ring must be closed and quiet, or its reader dead.
+    /// Reports every piece as ended by `error`. The ring must be closed, and quiet or its reader dead or stopped.
     pub(super) fn flush(
         &mut self,
         error: WorkError,

@@ -43,7 +43,7 @@ use rustix::io::Errno;
 use super::copy::copy;
 use super::gpu::{Described, Handed, Kind, Reachable, Reached, Shared, files_of};
 use super::handshake::{By, Message};
-use super::segment::{Mapping, REGIONS_MAX, Segment, sealed_file};
+use super::segment::{Mapping, REGIONS_MAX, Segment, Use, sealed_file};
 use super::socket;
 use super::withdrawals;
 use crate::gpus::{FREED_WITHIN, Gpus, Known, page_bytes};
@@ -558,7 +558,7 @@ fn map_file(bytes: usize) -> Result<(OwnedFd, Mapping), RegisterError> {
     }
     let failed = |call| move |errno: Errno| RegisterError::Os { call, bytes, source: errno.into() };
     let file = sealed_file("immwire-region", bytes).map_err(failed("memfd_create"))?;
-    let mapping = Mapping::inherited(&file, bytes).map_err(failed("mmap"))?;
+    let mapping = Mapping::new(&file, bytes, Use::Own).map_err(failed("mmap"))?;
     Ok((file, mapping))
 }
 

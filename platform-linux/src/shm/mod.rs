@@ -1,8 +1,8 @@
 //! The provider for engines on one host: peers map each other's memory, and a write is a copy.
 //!
 //! Any machine, no device, no privilege. Memory of [`crate::provider::Memory::alloc`] is written
-//! straight; other registered memory by the kernel (`process_vm_writev`) where it allows that, else
-//! through a ring that its owner empties.
+//! straight; other registered memory by the kernel (`process_vm_writev`) where it allows that and the owner is a
+//! process of the same user, else through a ring that its owner empties.
 //!
 //! | part | what |
 //! |---|---|
@@ -14,6 +14,7 @@
 //! | `bounce` | bytes for memory that cannot be mapped |
 //! | `copy` | moving bytes |
 //! | `probe` | words at which peers try whether the kernel moves them |
+//! | `users` | who this process is among the machine's users |
 //! | `gpu` | GPUs' memory, and the copies that they make |
 //!
 //! Each engine has one listening socket, and one socket and one segment for each peer. The NICs are
@@ -23,10 +24,15 @@
 //! # Trust
 //!
 //! Let in are processes of the same user; if a group key is given, those that prove they hold it, and
-//! nobody else. A peer that was let in can write what it likes to the regions it was granted, and to the
+//! nobody else. Where the kernel gives other users the number of ours (the overflow uid, in a container that has no numbers for
+//! them), nobody is let in without a key. A peer that was let in can write what it likes to the regions it was granted, and to the
 //! session's segment, at any time: what the hazard words promise, they promise of peers that run this
 //! code. It is granted any region that peers may write to, mailboxes of others among them, if it asks for it by its key, and keys
 //! are small numbers that can be guessed. It cannot crash or block this process, nor reach other memory.
+//!
+//! A peer of the same user can stop this process in any case, by a signal. So what it names is written to by the kernel, too, though the
+//! writer waits for pages that are not in memory, as of a file, until they are brought: that may take as long as their owner likes
+//! (a file system in user space, say). Memory of other users' processes is not written to so.
 //!
 //! A peer is the process that has made its end of the connection. A session ends with the socket or with that process, whichever
 //! is first; with the socket alone, if the kernel does not say who the process is, or it had ended before the handshake.
@@ -38,7 +44,7 @@
 //! - No call on the data path allocates, locks or makes a system call, but to copy to memory that is not
 //!   mapped, to wake a peer that sleeps, and to look at the sockets now and then.
 //! - A socket's events name its slot and serial number, so that an event never reaches the next tenant.
-//! - A stranger is dropped after [`STRANGER_PATIENCE`]; there are at most [`STRANGERS_MAX`].
+//! - A stranger is dropped after [`STRANGER_PATIENCE`]; there are at most [`STRANGERS_MAX`], and whoever else calls waits in the backlog.
 
 mod bounce;
 mod copy;
@@ -55,6 +61,7 @@ mod socket;
 mod standing;
 #[cfg(test)]
 mod tests;
+mod users;
 mod withdrawals;
 
 use std::io;
@@ -67,6 +74,7 @@ use immwire_core::group::{WorkError, WorkRequest};
 use immwire_core::id::{EngineId, MAX_NICS, NicIndex, PeerId, Time};
 use immwire_core::peer::DownReason;
 use immwire_core::plan::Piece;
+use immwire_core::user::Users;
 use immwire_core::wire::{Hello, NetAddr, NicAddr, PROTOCOL_VERSION, ProviderKind, Refusal, Wire};
 use rustix::event::epoll::{self, EventData, EventFlags};
 use rustix::io::Errno;
@@ -80,7 +88,7 @@ use self::memory::Link;
 use self::probe::Probe;
 use self::segment::{Geometry, Segment};
 use self::session::{Session, Start, Step};
-use self::socket::{ListenerId, MESSAGE_MAX, NoMessage, is_lack};
+use self::socket::{Credentials, ListenerId, MESSAGE_MAX, NoMessage, is_lack};
 use crate::closer::Closer;
 use crate::gpus::{GPUS_MAX, Known, OpenError};
 use crate::provider::{ConnectError, NicInfo, NicLimits, Nobody, Provider, Sink};
@@ -101,8 +109,10 @@ const QUEUE_DEPTH: u16 = 256;
 const POST_BYTES: u64 = 2 << 20;
 /// The sockets are looked at once in so many polls,
 const LOOK_EVERY: u32 = 256;
-/// and while an answer is awaited, once in so many.
+/// and while an answer is awaited, once in so many;
 const LOOK_EVERY_IN_A_HURRY: u32 = 8;
+/// and once this is over, however few polls that were: whoever polls an engine may do so as seldom as it likes.
+const LOOK_WITHIN: Duration = Duration::from_millis(1);
 /// Events taken in one look at the sockets.
 const EVENTS_MAX: usize = 64;
 /// Messages taken from one socket in one look.
@@ -123,10 +133,10 @@ const CROSSED_PATIENCE: Duration = Duration::from_millis(10);
 /// How memory is written that peers cannot map.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum ForeignPath {
-    /// By the kernel if it lets us, else through the bounce ring.
+    /// By the kernel if it lets us and the peer runs as the same user, else through the bounce ring.
     #[default]
     Auto,
-    /// By the kernel; if it does not let us, such writes fail with `EPERM`.
+    /// By the kernel; if it does not let us, or the peer runs as another user, such writes fail with `EPERM`.
     KernelOnly,
     /// Through the bounce ring, always.
     BounceOnly,
@@ -222,7 +232,7 @@ pub struct ShmStats {
 struct Stranger {
     socket: OwnedFd,
     serial: u64,
-    pid: i32,
+    who: Credentials,
     deadline: Time,
     terms: Option<Terms>,
 }
@@ -256,7 +266,7 @@ enum Slot {
 pub struct ShmProvider {
     config: ShmConfig,
     id: ListenerId,
-    uid: u32,
+    users: Users,
     nics: Vec<NicInfo>,
     address: NetAddr,
     memory: Arc<ShmMemory>,
@@ -273,9 +283,11 @@ pub struct ShmProvider {
     serial: u64,
     polls: u32,
     look_now: bool,
+    /// The sockets are looked at by then.
+    look_by: Time,
     /// Whether some session awaits an answer.
     expecting: bool,
-    /// The listener is not watched until then.
+    /// The listener is not watched until then, or until a stranger leaves its place.
     paused: Option<Time>,
     stats: ShmStats,
 }
@@ -389,6 +401,13 @@ impl ShmProvider {
             Some(_) => (GPU_PIECE_BYTES, GPU_BATCH_BYTES, u16::MAX, GPU_QUEUE_DEPTH),
             None => (PIECE_BYTES, NicLimits::BATCH_BYTES, 1, QUEUE_DEPTH),
         };
+        let users = users::users();
+        if config.group_key.is_none() && !users.is_ours(users.ours) {
+            tracing::warn!(
+                uid = users.ours,
+                "users that have no number in this container go by the one that this process runs as: without a group key no peer is let in"
+            );
+        }
         let id: ListenerId = random().map_err(failed("getrandom"))?;
         let listener = socket::listen(&id).map_err(failed("listen"))?;
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC).map_err(failed("epoll_create"))?;
@@ -413,7 +432,7 @@ impl ShmProvider {
             .map_err(|_| ShmError::Nics { nics: config.nics })?;
         Ok(Self {
             id,
-            uid: rustix::process::geteuid().as_raw(),
+            users,
             nics,
             address,
             memory: Arc::new(ShmMemory::new(config.engine, config.nics, config.from_zero, known)),
@@ -427,6 +446,7 @@ impl ShmProvider {
             serial: 0,
             polls: 0,
             look_now: false,
+            look_by: Time::ZERO,
             expecting: false,
             paused: None,
             stats: ShmStats::default(),
@@ -443,6 +463,11 @@ impl ShmProvider {
     #[must_use]
     pub const fn stats(&self) -> ShmStats {
         self.stats
+    }
+
+    /// Whether a process runs as our user.
+    fn is_same_user(&self, who: Credentials) -> bool {
+        self.users.is_ours(who.uid)
     }
 
     fn next_serial(&mut self) -> u64 {
@@ -493,6 +518,7 @@ impl ShmProvider {
     }
 
     fn look<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
+        self.look_by = now.after(LOOK_WITHIN);
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
         let no_wait = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ready = match epoll::wait(&self.epoll, &mut events, Some(&no_wait)) {
@@ -517,12 +543,6 @@ impl ShmProvider {
 
     /// What is to be done now and then, with or without an event.
     fn tend<S: Sink>(&mut self, now: Time, sink: &mut S) {
-        if self.paused.is_some_and(|until| now >= until) {
-            let data = Source::Listener.data();
-            if epoll::modify(&self.epoll, &self.listener, data, EventFlags::IN).is_ok() {
-                self.paused = None;
-            }
-        }
         if self.handshakes > 0 {
             for at in 0..STRANGERS_MAX {
                 let late = |stranger: &Stranger| now >= stranger.deadline;
@@ -532,6 +552,13 @@ impl ShmProvider {
             }
             for index in (0..self.slots.len()).filter_map(|at| u16::try_from(at).ok()) {
                 self.dial_again(index, now, sink);
+            }
+        }
+        // Once those have been dropped who took too long.
+        if self.paused.is_some_and(|until| now >= until) {
+            let data = Source::Listener.data();
+            if epoll::modify(&self.epoll, &self.listener, data, EventFlags::IN).is_ok() {
+                self.paused = None;
             }
         }
         self.expecting = false;
@@ -554,34 +581,38 @@ impl ShmProvider {
 
     fn accept(&mut self, now: Time) {
         for _ in 0..ACCEPTS_MAX {
+            let Some(at) = self.strangers.iter().position(Option::is_none) else {
+                // By then each of them is in or has been dropped.
+                return self.pause(now.after(STRANGER_PATIENCE));
+            };
             let socket = match socket::accept(&self.listener) {
                 Ok(socket) => socket,
                 Err(errno) if is_lack(errno) => {
-                    // The caller stays in the backlog; watching would wake us for it all the time.
-                    let data = Source::Listener.data();
-                    let none = EventFlags::empty();
-                    if epoll::modify(&self.epoll, &self.listener, data, none).is_ok() {
-                        self.paused = Some(now.after(OUT_OF_FILES_PAUSE));
-                    }
-                    return;
+                    return self.pause(now.after(OUT_OF_FILES_PAUSE));
                 }
                 Err(Errno::CONNABORTED | Errno::INTR) => continue,
                 Err(_) => return,
             };
             self.stats.accepted += 1;
-            self.greet(socket, now.after(STRANGER_PATIENCE));
+            self.greet(at, socket, now.after(STRANGER_PATIENCE));
         }
     }
 
-    fn greet(&mut self, socket: OwnedFd, deadline: Time) {
-        let Some(at) = self.strangers.iter().position(Option::is_none) else {
-            return self.refuse(&socket, Refusal::Busy);
-        };
+    /// Leaves callers in the backlog until then; watching would wake us for them all the time.
+    fn pause(&mut self, until: Time) {
+        let data = Source::Listener.data();
+        if epoll::modify(&self.epoll, &self.listener, data, EventFlags::empty()).is_ok() {
+            self.paused = Some(until);
+        }
+    }
+
+    /// Hears who has called, and gives it the place `at`, which is vacant.
+    fn greet(&mut self, at: usize, socket: OwnedFd, deadline: Time) {
         let Ok(who) = socket::credentials(&socket) else {
             self.stats.dropped += 1;
             return;
         };
-        if self.config.group_key.is_none() && who.uid != self.uid {
+        if self.config.group_key.is_none() && !self.is_same_user(who) {
             return self.refuse(&socket, Refusal::Unauthorised);
         }
         let serial = self.next_serial();
@@ -590,7 +621,7 @@ impl ShmProvider {
             return;
         }
         if let Some(slot) = self.strangers.get_mut(at) {
-            *slot = Some(Stranger { socket, serial, pid: who.pid, deadline, terms: None });
+            *slot = Some(Stranger { socket, serial, who, deadline, terms: None });
             self.handshakes += 1;
         }
     }
@@ -604,6 +635,10 @@ impl ShmProvider {
         let stranger = self.strangers.get_mut(at)?.take()?;
         self.handshakes = self.handshakes.saturating_sub(1);
         self.unwatch(&stranger.socket);
+        if let Some(until) = &mut self.paused {
+            // Whoever waits in the backlog may have the place.
+            *until = Time::ZERO;
+        }
         Some(stranger)
     }
 
@@ -709,10 +744,10 @@ impl ShmProvider {
         self.hang_up(peer.index);
         let up = self.take_stranger(at).and_then(|stranger| {
             let probe = Probe::deal();
-            let (pid, nics) = (stranger.pid, geometry.initiator_nics);
+            let (who, nics) = (stranger.who, geometry.initiator_nics);
             self.answer(&stranger.socket, &terms, geometry, &ours, probe).ok()?;
             let link = Arc::new(Link::new(peer, segment, stranger.socket));
-            self.open(link, nics, pid, probe, claim.probe_address)
+            self.open(link, nics, who, probe, claim.probe_address)
         });
         match up {
             Some(()) => sink.connected(peer, &hello),
@@ -749,13 +784,22 @@ impl ShmProvider {
             Err(Errno::AGAIN) => return Ok(()),
             called => called?,
         };
+        self.introduce(call, socket)
+    }
+
+    /// Says to the listener at the other end what the call is, and waits for its answer.
+    fn introduce(&mut self, call: &mut Call, socket: OwnedFd) -> Result<(), Errno> {
         // The name may have been taken by somebody else since it was given to us.
         let who = socket::credentials(&socket)?;
-        if self.config.group_key.is_none() && who.uid != self.uid {
+        if self.config.group_key.is_none() && !self.is_same_user(who) {
             return Err(Errno::PERM);
         }
         let (nonce, target) = (call.terms.initiator, call.terms.target);
-        tell(&socket, &Message::Call { nonce, target }, None)?;
+        match tell(&socket, &Message::Call { nonce, target }, None) {
+            // It has hung up, and may have said why.
+            Ok(()) | Err(Errno::PIPE) => {}
+            Err(errno) => return Err(errno),
+        }
         self.watch(&socket, Source::Peer { index: call.peer.index, serial: call.serial })?;
         call.socket = Some(socket);
         Ok(())
@@ -775,7 +819,9 @@ impl ShmProvider {
         *self.slot(index) = Slot::Calling(call);
         match dialled {
             Ok(()) => {}
-            Err(Errno::PERM) => self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink),
+            Err(Errno::PERM | Errno::ACCESS) => {
+                self.fail(peer, DownReason::Refused(Refusal::Unauthorised), sink)
+            }
             Err(errno) => self.fail(peer, why_not(errno, DownReason::NeverAnswered), sink),
         }
     }
@@ -895,9 +941,9 @@ impl ShmProvider {
             return;
         };
         self.unwatch(&socket);
-        let pid = socket::credentials(&socket).map_or(0, |who| who.pid);
+        let who = socket::credentials(&socket).unwrap_or(Credentials::UNKNOWN);
         let link = Arc::new(Link::new(peer, segment, socket));
-        match self.open(link, nics, pid, call.probe, claim.probe_address) {
+        match self.open(link, nics, who, call.probe, claim.probe_address) {
             Some(()) => sink.connected(peer, &hello),
             None => sink.disconnected(peer, DownReason::Disconnected),
         }
@@ -909,7 +955,7 @@ impl ShmProvider {
         &mut self,
         link: Arc<Link>,
         their_nics: u8,
-        pid: i32,
+        who: Credentials,
         probe: Probe,
         their_probe_address: u64,
     ) -> Option<()> {
@@ -925,7 +971,8 @@ impl ShmProvider {
             serial,
             our_nics,
             their_nics,
-            pid,
+            pid: who.pid,
+            is_same_user: self.is_same_user(who),
             foreign,
             from_zero,
             probe,
@@ -1130,13 +1177,13 @@ impl Provider for ShmProvider {
         accepted
     }
 
-    /// Idle, it costs a few loads for each peer, and a system call each `LOOK_EVERY` calls.
+    /// Idle, it costs a few loads for each peer, and a system call each `LOOK_EVERY` calls or `LOOK_WITHIN`, whichever is first.
     fn poll<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         let mut any = self.poll_sessions(now, sink);
         self.polls = self.polls.wrapping_add(1);
         let hurry = self.handshakes > 0 || self.expecting;
         let every = if hurry { LOOK_EVERY_IN_A_HURRY } else { LOOK_EVERY };
-        if self.look_now || self.polls.is_multiple_of(every) {
+        if self.look_now || now >= self.look_by || self.polls.is_multiple_of(every) {
             self.look_now = false;
             any |= self.look(now, sink);
         }
@@ -1183,6 +1230,7 @@ impl Provider for ShmProvider {
         };
         self.dial(&mut call).map_err(|errno| match errno {
             errno if is_lack(errno) => lacks(errno),
+            Errno::PERM | Errno::ACCESS => ConnectError::Unauthorised { source: errno.into() },
             _ => ConnectError::Unreachable { source: errno.into() },
         })?;
         *self.slot(peer.index) = Slot::Calling(Box::new(call));
@@ -1190,15 +1238,15 @@ impl Provider for ShmProvider {
         Ok(())
     }
 
-    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
-    /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
-    /// on.
     fn quiesce(&mut self) {
         if let Some(gpus) = &mut self.gpus {
             gpus.settle();
         }
     }
 
+    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
+    /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
+    /// on.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         match self.slots.get(usize::from(peer.index)) {
             Some(Slot::Up(session)) if session.peer() == peer => {
@@ -1209,8 +1257,8 @@ impl Provider for ShmProvider {
         }
     }
 
-    /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, the
-    /// rest ends as soon as the peer is not copying out of it, and the connection with it.
+    /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, and
+    /// the next poll ends the rest and the connection, as [`ShmProvider::disconnect`] does.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {
             session.return_waiting(sink);

@@ -21,9 +21,10 @@
 //!   that nobody else touches. The peer may change any byte at any time, so nothing read here is
 //!   believed; the readers say what they check.
 //! - Words that different sides write do not share a [`LINE`].
-//! - A large mapping starts where a huge page could, at both ends.
-//! - A mapping is unmapped when dropped, and not inherited by a forked child; but for memory of our own user's
-//!   ([`Mapping::inherited`]), who may have addresses of it in the child.
+//! - A large mapping starts where a huge page could, at both ends. Regions are offered for huge pages; sessions are not, as few of their pages are
+//!   ever touched.
+//! - A mapping is unmapped when dropped, and not inherited by a forked child; but for memory of our own user's ([`Use::Own`]), who may
+//!   have addresses of it in the child.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::ptr::{self, NonNull};
@@ -48,9 +49,20 @@ const LANE_BYTES: usize = LANE_ENTRIES * size_of::<Entry>();
 pub(super) const REGIONS_MAX: usize = 16_384;
 /// Bytes of a bounce ring; a power of two.
 pub(super) const BOUNCE_BYTES: usize = 1 << 20;
-/// From this size on, memory is offered to the kernel for huge pages.
+/// From this size on, regions are offered to the kernel for huge pages.
 const HUGE_BYTES: usize = 2 << 20;
 const SEALS: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
+
+/// What a mapping is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Use {
+    /// A region of our own engine's. Its pages are the file's, so no fork moves them away from a device that has been given them.
+    Own,
+    /// A region of a peer's.
+    Peers,
+    /// The words and rings of one, most of which nobody ever touches.
+    Session,
+}
 
 /// Memory mapped from a file that others may have mapped too.
 #[derive(Debug)]
@@ -67,15 +79,7 @@ unsafe impl Sync for Mapping {}
 
 impl Mapping {
     /// Maps the first `bytes` bytes of `file`, readable and writable.
-    pub(super) fn new(file: impl AsFd, bytes: usize) -> Result<Self, Errno> {
-        let mapping = Self::inherited(file, bytes)?;
-        mapping.advise(Advice::LinuxDontFork)?;
-        Ok(mapping)
-    }
-
-    /// The same, and a forked child has it, too. Its pages are the file's, so no fork moves them away from a device that has
-    /// been given them.
-    pub(super) fn inherited(file: impl AsFd, bytes: usize) -> Result<Self, Errno> {
+    pub(super) fn new(file: impl AsFd, bytes: usize, what: Use) -> Result<Self, Errno> {
         let (access, shared) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::SHARED);
         let base = if bytes >= HUGE_BYTES {
             let at = reserve_aligned(bytes)?;
@@ -96,7 +100,10 @@ impl Mapping {
             return Err(Errno::NOMEM);
         };
         let mapping = Self { base, bytes };
-        if bytes >= HUGE_BYTES {
+        if what != Use::Own {
+            mapping.advise(Advice::LinuxDontFork)?;
+        }
+        if bytes >= HUGE_BYTES && what != Use::Session {
             // Advice only: a kernel without huge pages for shared memory says no, and that is fine.
             let _ = mapping.advise(Advice::LinuxHugepage);
         }
@@ -259,7 +266,7 @@ impl Segment {
     /// Makes a segment as its initiator; the file is for the acceptor.
     pub(super) fn create(geometry: Geometry) -> Result<(Self, OwnedFd), Errno> {
         let file = sealed_file("immwire-session", geometry.bytes())?;
-        let mapping = Mapping::new(&file, geometry.bytes())?;
+        let mapping = Mapping::new(&file, geometry.bytes(), Use::Session)?;
         Ok((Self::new(mapping, geometry, Role::Initiator), file))
     }
 
@@ -269,7 +276,7 @@ impl Segment {
         if !is_sealed(file, u64::try_from(bytes).map_err(|_| Errno::INVAL)?) {
             return Err(Errno::INVAL);
         }
-        let mapping = Mapping::new(file, bytes)?;
+        let mapping = Mapping::new(file, bytes, Use::Session)?;
         Ok(Self::new(mapping, geometry, Role::Acceptor))
     }
 
@@ -436,7 +443,7 @@ mod tests {
         let lines = || std::fs::read_to_string("/proc/self/maps").unwrap();
         for bytes in [HUGE_BYTES - 1, HUGE_BYTES, HUGE_BYTES + 1, 5 * HUGE_BYTES + PAGE] {
             let file = sealed_file("alignment", bytes).unwrap();
-            let mappings = [(); 3].map(|()| Mapping::new(&file, bytes).unwrap());
+            let mappings = [(); 3].map(|()| Mapping::new(&file, bytes, Use::Peers).unwrap());
             for mapping in &mappings {
                 let at = mapping.base.as_ptr() as usize;
                 assert!(bytes < HUGE_BYTES || at.is_multiple_of(HUGE_BYTES));
@@ -454,7 +461,36 @@ mod tests {
             assert!(!lines().contains("memfd:alignment"));
         }
         let pipe = rustix::pipe::pipe().unwrap().0;
-        assert!(Mapping::new(&pipe, HUGE_BYTES).is_err());
+        assert!(Mapping::new(&pipe, HUGE_BYTES, Use::Peers).is_err());
+    }
+
+    /// Of a session few pages are ever touched.
+    #[test]
+    fn regions_are_offered_for_huge_pages_and_sessions_are_not() {
+        let geometry = Geometry { initiator_nics: 1, acceptor_nics: 1 };
+        let region = sealed_file("a-region", HUGE_BYTES).unwrap();
+        let _region = Mapping::new(&region, HUGE_BYTES, Use::Peers).unwrap();
+        let (_ours, file) = Segment::create(geometry).unwrap();
+        let _theirs = Segment::open(geometry, &file).unwrap();
+        let maps = std::fs::read_to_string("/proc/self/smaps").unwrap();
+        let offered = |name: &str| {
+            let mut at_it = false;
+            let mut found = Vec::new();
+            for line in maps.lines() {
+                if let Some(flags) = line.strip_prefix("VmFlags:") {
+                    if std::mem::take(&mut at_it) {
+                        found.push(flags.split_whitespace().any(|flag| flag == "hg"));
+                    }
+                } else {
+                    at_it |= line.contains(name);
+                }
+            }
+            found
+        };
+        let sessions = offered("memfd:immwire-session");
+        assert!(sessions.len() >= 2 && !sessions.contains(&true), "{sessions:?}");
+        let knows = std::path::Path::new("/sys/kernel/mm/transparent_hugepage").exists();
+        assert_eq!(offered("memfd:a-region"), [knows]);
     }
 
     /// Whether a forked child has the mapping, and finds there what the parent wrote.
@@ -480,8 +516,10 @@ mod tests {
     fn a_forked_child_has_its_user_s_memory_and_no_other() {
         for bytes in [PAGE, HUGE_BYTES] {
             let file = sealed_file("fork", bytes).unwrap();
-            assert!(is_in_a_child(&Mapping::inherited(&file, bytes).unwrap()));
-            assert!(!is_in_a_child(&Mapping::new(&file, bytes).unwrap()));
+            assert!(is_in_a_child(&Mapping::new(&file, bytes, Use::Own).unwrap()));
+            for others in [Use::Peers, Use::Session] {
+                assert!(!is_in_a_child(&Mapping::new(&file, bytes, others).unwrap()));
+            }
         }
     }
 

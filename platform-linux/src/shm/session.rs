@@ -46,7 +46,7 @@ use super::gpu::{Arriving, Copying, Handed, Kind, NotReached, Reached, Staging, 
 use super::handshake::{Answer, By, Message, Sizes};
 use super::memory::{Granted, Link, ShmMemory, id_of};
 use super::probe::Probe;
-use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, is_sealed};
+use super::segment::{LANE_ENTRIES, Mapping, REGIONS_MAX, Use, is_sealed};
 use super::socket::{self, MESSAGE_MAX, is_lack};
 use super::withdrawals::Seen;
 use super::{ForeignPath, PIECE_MIN_BYTES};
@@ -320,7 +320,7 @@ pub(super) struct Session {
     retry: usize,
     bounce_out: bounce::Writer,
     bounce_in: bounce::Reader,
-    /// Nothing more is posted, and the session ends for this reason when the bounce ring is quiet.
+    /// Nothing more is posted, and the session ends for this reason at the next poll, or when GPUs have done with it.
     pub(super) closing: Option<DownReason>,
     held: u64,
     /// Something was made visible that the peer has not been rung for.
@@ -343,6 +343,7 @@ pub(super) struct Start {
     pub(super) our_nics: u8,
     pub(super) their_nics: u8,
     pub(super) pid: i32,
+    pub(super) is_same_user: bool,
     pub(super) foreign: ForeignPath,
     pub(super) from_zero: bool,
     pub(super) probe: Probe,
@@ -393,7 +394,7 @@ impl Session {
             by_kernel: ByKernel::No,
             probe: start.probe,
         };
-        session.try_kernel(start.their_probe_address);
+        session.try_kernel(start.their_probe_address, start.is_same_user);
         Ok(session)
     }
 
@@ -402,9 +403,14 @@ impl Session {
     }
 
     /// Writes a random word to the peer and asks whether it arrived: the pid may mean another process
-    /// there than here, and an error would come too late.
-    fn try_kernel(&mut self, address: u64) {
-        if self.foreign == ForeignPath::BounceOnly || self.pid <= 0 {
+    /// there than here, and an error would come too late. Not to another user's process: what it names may be memory
+    /// whose pages it brings as late as it likes, and whoever writes there waits for them.
+    fn try_kernel(&mut self, address: u64, is_same_user: bool) {
+        if self.foreign == ForeignPath::BounceOnly || self.pid <= 0 || !is_same_user {
+            return;
+        }
+        // The pid is the peer's as long as its process lives.
+        if self.link.is_gone() {
             return;
         }
         let mut nonce = [0; 8];
@@ -872,7 +878,8 @@ impl Session {
             any |= self.retry_waiting(gpus, sink);
         }
         self.settle();
-        let over = self.closing.is_some() && self.bounce_is_quiet() && self.flying == 0;
+        // Whether the peer is in the middle of a record is for `end` to wait for, and not for long: stopped there, it says no more.
+        let over = self.closing.is_some() && self.flying == 0;
         if over { Err(Broken) } else { Ok(any) }
     }
 
@@ -1374,7 +1381,7 @@ impl Session {
         self.retry = 0;
     }
 
-    /// Ends all pieces. The bounce ring must be quiet, or the peer gone.
+    /// Ends all pieces. The bounce ring is closed, and the peer not in the middle of a record, gone, or stopped there.
     pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         self.flush_waiting(error, sink);
         self.flush_landed(error, sink);
@@ -1426,7 +1433,7 @@ fn lacking(key: u64, errno: Errno) -> Target {
 /// Maps a region whose file the peer has sent.
 fn map(key: u64, base: u64, start: u64, len: u64, file: Option<OwnedFd>) -> Target {
     let file = file.filter(|file| is_sealed(file, len)).zip(usize::try_from(len).ok());
-    match file.map(|(file, bytes)| Mapping::new(file, bytes)) {
+    match file.map(|(file, bytes)| Mapping::new(file, bytes, Use::Peers)) {
         Some(Ok(mapping)) => {
             Target::Mapped { key, mapping: Arc::new(mapping), base, start, len, reached: None }
         }

@@ -73,6 +73,11 @@ pub(super) struct Credentials {
     pub(super) uid: u32,
 }
 
+impl Credentials {
+    /// Of whom nothing is known.
+    pub(super) const UNKNOWN: Self = Self { pid: 0, uid: u32::MAX };
+}
+
 /// Returns who made the other end.
 pub(super) fn credentials(socket: &OwnedFd) -> Result<Credentials, Errno> {
     let mut found = libc::ucred { pid: 0, uid: u32::MAX, gid: u32::MAX };
@@ -189,12 +194,18 @@ pub(super) fn receive(
     let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(FILES_MAX))];
     let mut control = RecvAncillaryBuffer::new(&mut space);
     let flags = RecvFlags::CMSG_CLOEXEC | RecvFlags::DONTWAIT;
-    let got =
-        match rustix::net::recvmsg(socket, &mut [IoSliceMut::new(buffer)], &mut control, flags) {
-            Ok(got) => got,
-            Err(Errno::AGAIN | Errno::INTR) => return Err(NoMessage::Yet),
-            Err(_) => return Err(NoMessage::Gone),
-        };
+    let mut take =
+        || rustix::net::recvmsg(&socket, &mut [IoSliceMut::new(buffer)], &mut control, flags);
+    let got = match take() {
+        // The peer has closed its end without reading all that we sent. That is said once, and before what it sent itself.
+        Err(Errno::CONNRESET) => take(),
+        got => got,
+    };
+    let got = match got {
+        Ok(got) => got,
+        Err(Errno::AGAIN | Errno::INTR) => return Err(NoMessage::Yet),
+        Err(_) => return Err(NoMessage::Gone),
+    };
     let files = control.drain().filter_map(|message| match message {
         RecvAncillaryMessage::ScmRights(files) => Some(files),
         _ => None,
@@ -287,6 +298,27 @@ mod tests {
             let bytes = [IoSlice::new(b"x")];
             rustix::net::sendmsg(&a, &bytes, &mut control, SendFlags::NOSIGNAL).unwrap();
             assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Malformed), "{count}");
+        }
+    }
+
+    /// What was said before the end is heard, whether or not all was read that was said to who said it.
+    #[test]
+    fn the_last_words_are_heard() {
+        for unread in [false, true] {
+            let (a, b) = pair();
+            let mut buffer = [0; MESSAGE_MAX];
+            if unread {
+                send(&b, b"not read", &[]).unwrap();
+            }
+            send(&a, b"last", &[]).unwrap();
+            send(&a, b"words", &[]).unwrap();
+            drop(a);
+            assert!(is_gone(&b));
+            for said in ["last", "words"] {
+                let got = receive(&b, &mut buffer).unwrap();
+                assert_eq!(&buffer[..got.len], said.as_bytes());
+            }
+            assert_eq!(receive(&b, &mut buffer).err(), Some(NoMessage::Gone));
         }
     }
 

@@ -372,6 +372,32 @@ fn a_group_key_is_asked_of_everybody() {
     }
 }
 
+/// Whoever is refused by who it is has said something by then that nobody reads, or finds the line dead when it is to. It hears why all the same.
+#[test]
+fn a_refusal_that_comes_before_the_call_was_read_reaches_the_caller() {
+    for is_quick in [false, true] {
+        let group_key = Some(GroupKey::derive(b"x"));
+        let (mut a, mut b) =
+            (Node::with(ShmConfig { group_key, ..ShmConfig::new(EngineId(1)) }), Node::new(2));
+        b.provider.users.ours ^= 1;
+        let peer = a.call(&b);
+        if is_quick {
+            // Again, and as if the refusal had come first.
+            let called = std::mem::replace(a.provider.slot(peer.index), Slot::Vacant);
+            let Slot::Calling(mut call) = called else { panic!("it calls") };
+            let socket = socket::call(&call.terms.target).unwrap();
+            while b.provider.stats.refused < 2 {
+                b.poll();
+            }
+            a.provider.introduce(&mut call, socket).unwrap();
+            *a.provider.slot(peer.index) = Slot::Calling(call);
+        }
+        run(&mut a, &mut b, |a, _| !a.record.lost.is_empty());
+        let why = DownReason::Refused(Refusal::Unauthorised);
+        assert_eq!(a.record.lost, [(peer, why)]);
+    }
+}
+
 #[test]
 fn an_address_that_cannot_be_is_an_error_at_once() {
     let mut a = Node::new(1);
@@ -394,6 +420,17 @@ fn an_address_that_cannot_be_is_an_error_at_once() {
     let own = a.provider.address();
     let to_self = a.provider.connect(Time::ZERO, peer, &own, &hello);
     assert!(matches!(to_self, Err(ConnectError::Myself)));
+}
+
+/// There is somebody at that address, on this host, and running.
+#[test]
+fn an_engine_of_another_user_is_not_an_absent_one() {
+    let (mut a, b) = (Node::new(1), Node::new(2));
+    a.provider.users.ours ^= 1;
+    let (hello, peer) = (a.record.hello.clone(), a.record.new_peer());
+    let called = a.provider.connect(Time::ZERO, peer, &b.provider.address(), &hello).unwrap_err();
+    assert!(matches!(called, ConnectError::Unauthorised { .. }), "{called}");
+    assert_eq!(a.provider.handshakes, 0);
 }
 
 // ---- hostile callers ----
@@ -444,13 +481,44 @@ fn whoever_does_not_finish_is_dropped_in_time_and_the_number_is_bounded() {
         callers.push(socket::call(&b.provider.id).unwrap());
         b.provider.look(far(1), &mut b.record);
     }
-    assert_eq!((b.provider.handshakes, b.provider.stats.refused), (STRANGERS_MAX, 5));
+    // The others are not turned away: they wait where nobody is woken for them.
+    assert_eq!(b.provider.handshakes, STRANGERS_MAX);
+    let accepted = |n: usize, dropped: usize| ShmStats {
+        accepted: n as u64,
+        refused: 0,
+        dropped: dropped as u64,
+    };
+    assert_eq!(b.provider.stats, accepted(STRANGERS_MAX, 0));
+    assert!(!is_readable(&b, 0));
     // The one who has gone half the way is no better.
     tell(&callers[0], &Message::Call { nonce: [0; 32], target: b.provider.id }, None).unwrap();
     b.provider.look(far(2), &mut b.record);
     assert_eq!(b.provider.handshakes, STRANGERS_MAX);
     b.provider.look(far(3), &mut b.record);
     assert_eq!((b.provider.handshakes, b.provider.stats.dropped), (0, STRANGERS_MAX as u64));
+    assert!(is_readable(&b, 0), "there is room now");
+    b.provider.look(far(3), &mut b.record);
+    assert_eq!(b.provider.stats, accepted(STRANGERS_MAX + 5, STRANGERS_MAX));
+    assert_eq!(b.provider.handshakes, 5);
+}
+
+/// More calls at once than there are places: the rest has its turn, as soon as one is free.
+#[test]
+fn whoever_finds_no_place_is_let_in_when_one_is_free() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    let mut idle: Vec<_> =
+        (0..STRANGERS_MAX).map(|_| socket::call(&b.provider.id).unwrap()).collect();
+    while b.provider.handshakes < STRANGERS_MAX {
+        b.poll();
+    }
+    let peer = a.call(&b);
+    let start = Instant::now();
+    run(&mut a, &mut b, |_, _| start.elapsed() > Duration::from_millis(20));
+    assert!(a.record.lost.is_empty() && a.record.connected.is_empty());
+    idle.pop();
+    run(&mut a, &mut b, |a, _| a.record.connected.len() + a.record.lost.len() > 0);
+    assert_eq!((&a.record.connected[..], b.provider.stats.refused), (&[peer][..], 0));
+    assert!(start.elapsed() < STRANGER_PATIENCE / 2, "one has left");
 }
 
 #[test]
@@ -956,6 +1024,63 @@ fn answers_do_not_wait_for_ever() {
     });
 }
 
+/// Whoever goes by the number of all users that have none may be anybody. Who holds the key is let in all the same.
+#[test]
+fn who_cannot_be_told_from_others_is_nobody() {
+    for has_key in [false, true] {
+        let group_key = || has_key.then(|| GroupKey::derive(b"x"));
+        let node = |engine| {
+            Node::with(ShmConfig { group_key: group_key(), ..ShmConfig::new(EngineId(engine)) })
+        };
+        let (mut a, mut b) = (node(1), node(2));
+        let users = Users { overflow: b.provider.users.ours, maps_all: false, ..b.provider.users };
+        b.provider.users = users;
+        let peer = a.call(&b);
+        run(&mut a, &mut b, |a, _| a.record.connected.len() + a.record.lost.len() > 0);
+        if has_key {
+            assert_eq!(a.record.connected, [peer]);
+        } else {
+            let why = DownReason::Refused(Refusal::Unauthorised);
+            assert_eq!(a.record.lost, [(peer, why)]);
+        }
+        b.provider.users.maps_all = true;
+        join(node(3), b);
+    }
+}
+
+/// Memory of another user's may be a file of its own making, which a write there would wait for: nothing is tried.
+#[test]
+fn the_kernel_is_not_asked_to_write_to_another_user_s_process() {
+    if !is_own_process("the_kernel_is_not_asked_to_write_to_another_user_s_process") {
+        return;
+    }
+    let group_key = Some(GroupKey::derive(b"x"));
+    for foreign_path in [ForeignPath::Auto, ForeignPath::KernelOnly] {
+        let config = |engine| ShmConfig {
+            group_key: group_key.clone(),
+            foreign: foreign_path,
+            ..ShmConfig::new(EngineId(engine))
+        };
+        let (mut a, mut b) = (Node::with(config(1)), Node::with(config(2)));
+        b.provider.users.ours ^= 1;
+        let peer = a.call(&b);
+        let Slot::Calling(call) = a.provider.slot(peer.index) else { panic!("it calls") };
+        let probe = call.probe;
+        run(&mut a, &mut b, |a, _| !a.record.connected.is_empty());
+        run(&mut a, &mut b, |a, b| !a.provider.expecting && !b.provider.expecting);
+        assert!(probe.holds(0), "the word was written");
+        let (to_a, src, far) = (b.peer(&a), source(&b, 64, 3), foreign(&a, 64));
+        b.post(&[write(1, to_a, &src, &far.region)]);
+        run(&mut a, &mut b, |_, b| b.record.done.len() == 1);
+        if foreign_path == ForeignPath::Auto {
+            assert_eq!((&b.record.done[..], far.bytes()), (&[(1, Ok(()))][..], bytes(&src)));
+        } else {
+            let refused = Err(WorkError::Device(Errno::PERM.raw_os_error()));
+            assert_eq!(b.record.done, [(1, refused)]);
+        }
+    }
+}
+
 // ---- taking back ----
 
 #[test]
@@ -1107,6 +1232,37 @@ fn abort_and_disconnect_end_every_piece_once() {
     }
 }
 
+/// Whoever is stopped while it takes a record does not say any more that it is done with it.
+#[test]
+fn an_abort_ends_though_the_peer_is_stopped_in_the_middle_of_a_record() {
+    let (mut a, mut b) = pair_by(ForeignPath::BounceOnly);
+    let (peer, to_a) = (a.peer(&b), b.peer(&a));
+    let (src, far) = (source(&a, 1 << 20, 1), foreign(&b, 1 << 20));
+    // The first write makes the region known.
+    a.post(&[WorkRequest { len: 1, ..write(0, peer, &src, &far.region) }]);
+    run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
+    a.record.done.clear();
+    b.record.immediates.clear();
+    assert_eq!(a.post(&[write(1, peer, &src, &far.region)]), 1);
+    let taking = |b: &mut Node, key| {
+        let link = &b.provider.session(to_a).unwrap().link;
+        link.segment.inbound().bounce_active().store(key, Ordering::SeqCst);
+    };
+    taking(&mut b, bounce::OPEN);
+    a.provider.abort(peer, &mut a.record);
+    let start = Instant::now();
+    while a.record.lost.is_empty() && start.elapsed() < Duration::from_millis(50) {
+        a.poll();
+    }
+    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed))]);
+    assert_eq!(a.record.lost, [(peer, DownReason::Disconnected)]);
+    assert!(a.provider.arm(), "nothing is left to be done");
+    // It goes on.
+    taking(&mut b, immwire_core::hazard::NO_KEY);
+    run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
+    assert!(b.record.immediates.is_empty());
+}
+
 #[test]
 fn an_abort_with_nothing_in_the_ring_keeps_the_session() {
     let (mut a, mut b) = pair();
@@ -1209,6 +1365,48 @@ fn a_sleeper_is_woken_by_each_thing_that_can_happen() {
         drop(a);
         assert!(is_readable(&b, 1000));
     }
+}
+
+/// The sockets are looked at by the clock, too: whoever is polled seldom does not hear callers, questions and ends after many polls only.
+#[test]
+fn whoever_is_polled_seldom_looks_at_its_sockets_each_time() {
+    let (mut a, mut b) = (Node::new(1), Node::new(2));
+    let to_b = a.call(&b);
+    let mut now = b.now();
+    let mut few_polls =
+        |a: Option<&mut Node>, b: &mut Node, done: &dyn Fn(&Record, &Record) -> bool| {
+            let mut a = a;
+            for _ in 0..6 {
+                now = now.after(Duration::from_millis(50));
+                // Two polls a step.
+                for _ in 0..2 {
+                    b.provider.poll(now, &mut b.record);
+                }
+                let Some(a) = &mut a else {
+                    if done(&b.record, &b.record) {
+                        return true;
+                    }
+                    continue;
+                };
+                for _ in 0..2 * LOOK_EVERY {
+                    a.poll();
+                }
+                if done(&a.record, &b.record) {
+                    return true;
+                }
+            }
+            false
+        };
+    assert!(few_polls(Some(&mut a), &mut b, &|a, b| {
+        a.connected == [to_b] && b.connected.len() == 1
+    }));
+    assert!(!few_polls(Some(&mut a), &mut b, &|_, _| false));
+    let (src, dst) = (source(&a, 64, 1), b.provider.memory().alloc(64).unwrap());
+    a.post(&[write(1, to_b, &src, &dst)]);
+    assert!(few_polls(Some(&mut a), &mut b, &|a, _| a.done == [(1, Ok(()))]));
+    assert!(!few_polls(Some(&mut a), &mut b, &|_, _| false));
+    drop(a);
+    assert!(few_polls(None, &mut b, &|_, b| !b.lost.is_empty()));
 }
 
 #[test]
