@@ -360,7 +360,8 @@ fn handles_outlive_the_engine(case: &Case) {
 /// Four engines, all connected, with nothing to do, wake for their heartbeats and little else, and do not spin.
 ///
 /// What a wake-up costs depends on who else runs (100 us each and 0.1 % of a core on an idle machine, ten times that on
-/// a busy one), so how often they wake is what is held.
+/// a busy one), so how often they wake is what is held. An emulated processor is charged for what it waits for one that is real, too: 5 ms
+/// each were seen; an engine that spins has all of it.
 fn idle_costs_nothing(case: &Case) {
     let me = case.me();
     let mut agents: Vec<_> = (0..4).map(|n| case.agent(&format!("idle {n}"))).collect();
@@ -384,7 +385,8 @@ fn idle_costs_nothing(case: &Case) {
         eprintln!("    {facts}");
         // RDMA devices are a guest's software here, and their counts are not known.
         let most = if case.provider.contains("verbs") { 100 } else { 60 };
-        assert!(naps < most && cpu * 10 < wall, "{facts}");
+        let parts = if is_emulated() { 2 } else { 10 };
+        assert!(naps < most && cpu * parts < wall, "{facts}");
     }
 }
 
