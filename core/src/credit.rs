@@ -4,7 +4,8 @@
 //! it: a queue that overruns is lost, and everything with it. A completion at the sender says nothing of
 //! that room either, since it comes when the bytes have landed, not when somebody has read the event. So
 //! the receiver grants each peer a number of immediates on each of its NICs, and tells how many it has
-//! taken. Both counts only grow; a report that is lost or overtaken does no harm.
+//! taken. Both counts only grow; a report that is overtaken does no harm. One that is lost is not sent again: who
+//! carries them repeats them, or ends the session.
 //!
 //! # Invariants
 //!
@@ -201,7 +202,7 @@ mod tests {
         }
     }
 
-    /// All orders of sending, losing, taking, reporting, and of reports that overtake each other or are lost:
+    /// All orders of sending, losing, taking, reporting, and of reports that overtake each other:
     /// never more is under way than was granted, and nobody is ever stuck.
     #[test]
     fn a_queue_never_overruns_and_nobody_is_stuck() {

@@ -41,7 +41,7 @@ use zerocopy::{FromBytes, Immutable, IntoBytes, KnownLayout, Unaligned};
 use crate::id::{EngineId, MAX_NICS, NicIndex, Time};
 use crate::opening::{Pairs, Turns};
 use crate::recycle::Turn;
-use crate::tenant::{PART, Tenant};
+use crate::tenant::{PART, Parts, Tenant};
 use crate::wire::{Hello, NIC_ADDRESS_MAX, PROTOCOL_VERSION, Refusal, Wire};
 
 /// The longest message, in bytes.
@@ -586,7 +586,7 @@ impl Claim {
         Some(to.at + len)
     }
 
-    /// Reads a claim. It has a port for each NIC of its hello, and a grant.
+    /// Reads a claim. It has a port for each NIC of its hello, a grant, and no more parts of what was withdrawn than there can be.
     ///
     /// # Errors
     ///
@@ -597,7 +597,10 @@ impl Claim {
         let ports = from.addresses()?;
         let hello = Hello::decode(from.rest()).map_err(|_| Malformed::Bytes)?;
         let grant = body.grant.get();
-        if grant == 0 || ports.len() != hello.address.nics().len() {
+        if grant == 0 || body.gone > Parts::MAX {
+            return Err(Malformed::Bytes);
+        }
+        if ports.len() != hello.address.nics().len() {
             return Err(Malformed::Bytes);
         }
         let number = body.protocol.get();

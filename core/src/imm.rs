@@ -550,7 +550,7 @@ fn units_of(writes: u64) -> Result<u64, CounterError> {
     units.ok_or(CounterError::TooLarge { writes })
 }
 
-/// Units that one peer has sent to one counter slot, ever.
+/// A word of a tally table. What it holds is the table's to know.
 #[derive(Debug)]
 pub struct Tally(AtomicU64);
 
@@ -570,48 +570,38 @@ impl Default for Tally {
     }
 }
 
-/// Why tallies could not be made or read. The caller's fault; nothing changed.
+/// Words of a row before those of its peers: which tenant has the slot, and whose the peers' words are.
+const ROW_HEAD: usize = 2;
+
+/// Words that the tallies of a counter slot take, for so many `peers`.
+#[must_use]
+pub const fn tally_words(peers: u16) -> usize {
+    ROW_HEAD + peers as usize
+}
+
+/// Why tallies could not be made. The caller's fault; nothing changed.
 #[non_exhaustive]
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum TallyError {
-    /// The storage is not a whole number of rows of `peers` tallies each.
+    /// There are no peers, or the storage is not a whole number of rows of [`tally_words`] words.
     NotWholeRows {
-        /// Tallies lent.
-        tallies: usize,
-        /// Tallies in a row.
-        peers: u16,
-    },
-    /// There is no such counter slot.
-    NoSuchSlot {
-        /// The slot asked for.
-        slot: u16,
-    },
-    /// The caller's slice is not one word for each peer.
-    WrongLength {
-        /// Words needed.
-        peers: u16,
-        /// Words given.
+        /// Words lent.
         words: usize,
+        /// Peers in a row.
+        peers: u16,
     },
 }
 
 impl fmt::Display for TallyError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::NotWholeRows { tallies, peers } => {
-                write!(f, "{tallies} tallies are not whole rows of {peers} peers")
-            }
-            Self::NoSuchSlot { slot } => write!(f, "there are no tallies for counter slot {slot}"),
-            Self::WrongLength { peers, words } => {
-                write!(f, "{words} words were given for the tallies of {peers} peers")
-            }
-        }
+        let Self::NotWholeRows { words, peers } = self;
+        write!(f, "{words} words are not whole rows of tallies for {peers} peers")
     }
 }
 
 impl core::error::Error for TallyError {}
 
-/// Makes the two ends of a tally table over `storage`, a row of `peers` tallies for each counter slot.
+/// Makes the two ends of a tally table over `storage`, a row of [`tally_words`] for each counter slot.
 ///
 /// `S` is something that can be held twice: `Arc<[Tally]>`, or `&[Tally]`.
 ///
@@ -622,9 +612,9 @@ pub fn tallies<S: AsRef<[Tally]> + Clone>(
     storage: S,
     peers: u16,
 ) -> Result<(TallyWriter<S>, Tallies<S>), TallyError> {
-    let tallies = storage.as_ref().len();
-    if tallies.checked_rem(usize::from(peers)) != Some(0) {
-        return Err(TallyError::NotWholeRows { tallies, peers });
+    let words = storage.as_ref().len();
+    if peers == 0 || !words.is_multiple_of(tally_words(peers)) {
+        return Err(TallyError::NotWholeRows { words, peers });
     }
     let reader = Tallies { storage, peers };
     Ok((TallyWriter { shared: reader.clone() }, reader))
@@ -632,7 +622,7 @@ pub fn tallies<S: AsRef<[Tally]> + Clone>(
 
 /// The end of a tally table that records; there is one, and it belongs to the thread that polls.
 ///
-/// Being alone it needs no read-modify-write: recording costs a load and a store. (Two writers over
+/// Being alone it needs no read-modify-write: recording costs loads and a store. (Two writers over
 /// the same storage would lose units of each other's; nothing worse.)
 #[derive(Debug)]
 pub struct TallyWriter<S> {
@@ -640,64 +630,96 @@ pub struct TallyWriter<S> {
 }
 
 impl<S: AsRef<[Tally]>> TallyWriter<S> {
-    /// Records what peer number `peer` sent; `false` if there is no such slot or peer.
+    /// Records what peer number `peer` sent; `false`, and nothing, if there is no such slot or peer, or another tenant has the slot.
     ///
     /// To be called before [`CounterTable::add`], whose release then publishes the tally: whoever is
-    /// told that the target fired sees the tallies that led there.
+    /// told that the target fired sees the tallies that led there. O(peers) for a tenant's first, else constant.
     #[inline]
     pub fn record(&mut self, imm: Imm, peer: u16) -> bool {
-        let Some(tally) = self.shared.tally(imm.tag().slot(), peer) else {
+        let Some(Row { tenant, tallied, peers }) = self.shared.row(imm.tag().slot()) else {
             return false;
         };
-        // Relaxed: this is the only writer. Release: who reads the tally alone finds the bytes of what it counts, too.
-        let units = tally.0.load(Ordering::Relaxed);
-        tally.0.store(units.saturating_add(u64::from(imm.units())), Ordering::Release);
+        let Some(own) = peers.get(usize::from(peer)) else {
+            return false;
+        };
+        // Acquire: with what the slot's owner did before it handed the slot on. That another has it by now is no matter: what is
+        // recorded below is then recorded as its tenant's that `now` names.
+        let now = tenant.0.load(Ordering::Acquire);
+        if generation_at(now) != imm.tag().generation() {
+            return false;
+        }
+        // Relaxed, here and below: this is the only writer.
+        if tallied.0.load(Ordering::Relaxed) != now {
+            for word in peers {
+                word.0.store(0, Ordering::Relaxed);
+            }
+            // Release: whoever sees that the words are this tenant's finds none of another's.
+            tallied.0.store(now, Ordering::Release);
+        }
+        let units = own.0.load(Ordering::Relaxed);
+        // Release: who reads the tally alone finds the bytes of what it counts, too.
+        own.0.store(units.saturating_add(u64::from(imm.units())), Ordering::Release);
         true
     }
 }
 
 /// The end of a tally table that is read, by any number of threads, while the writer records.
 ///
-/// Tallies only grow: they outlive a counter's tenants and are never reset, so that nobody races with
-/// the writer. A waiter takes a [`Tallies::snapshot`] first, and compares with it after.
+/// Tallies are of a slot's tenant: what is recorded late for the last one, while its slot is handed on, is not the next one's.
+/// So each row says which tenant its words are of, counted without end (six bits of a tag come again), and are the writer's to
+/// begin anew.
 #[derive(Debug, Clone)]
 pub struct Tallies<S> {
     storage: S,
     peers: u16,
 }
 
+/// The tallies of a counter slot.
+struct Row<'a> {
+    /// Tenants that the slot has had before this one. The slot's owner writes it.
+    tenant: &'a Tally,
+    /// Whose the words of `peers` are. The writer writes it, and them.
+    tallied: &'a Tally,
+    peers: &'a [Tally],
+}
+
 impl<S: AsRef<[Tally]>> Tallies<S> {
-    /// Units that peer number `peer` has sent to counter `slot`; `None` if either does not exist. The bytes that they announce are visible.
+    /// Units that peer number `peer` has sent to the tenant of counter `slot`; `None` if either does not exist. The bytes that they announce
+    /// are visible.
     #[must_use]
     pub fn units(&self, slot: u16, peer: u16) -> Option<u64> {
-        Some(self.tally(slot, peer)?.0.load(Ordering::Acquire))
+        let row = self.row(slot)?;
+        let word = row.peers.get(usize::from(peer))?;
+        Some(if row.is_tenants() { word.0.load(Ordering::Acquire) } else { 0 })
     }
 
-    /// Units that all peers together have sent to counter `slot`; `None` if it does not exist.
+    /// Units that all peers together have sent to the tenant of counter `slot`; `None` if it does not exist.
     ///
     /// Derived from the peers' tallies, one load each.
     #[must_use]
     pub fn total(&self, slot: u16) -> Option<u64> {
-        let units = self.row(slot)?.iter().map(|tally| tally.0.load(Ordering::Relaxed));
+        let row = self.row(slot)?;
+        if !row.is_tenants() {
+            return Some(0);
+        }
+        let units = row.peers.iter().map(|tally| tally.0.load(Ordering::Relaxed));
         Some(units.fold(0, u64::saturating_add))
     }
 
-    /// Writes the units of every peer of counter `slot` to `units`, one word for each peer.
-    ///
-    /// The words are read one by one: each is exact, but they need not be of one instant.
-    ///
-    /// # Errors
-    ///
-    /// [`TallyError`]: no such slot, or `units` is not one word for each peer.
-    pub fn snapshot(&self, slot: u16, units: &mut [u64]) -> Result<(), TallyError> {
-        let row = self.row(slot).ok_or(TallyError::NoSuchSlot { slot })?;
-        if units.len() != row.len() {
-            return Err(TallyError::WrongLength { peers: self.peers, words: units.len() });
+    /// The tenant with this tag goes: what is recorded from now on is the next one's, which begins with nothing. To be called by
+    /// the slot's owner after [`CounterTable::retire`], before the slot is given to another. `false`, and nothing changes, if
+    /// there is no such slot, or it is another's.
+    pub fn retire(&self, tag: ImmTag) -> bool {
+        let Some(Row { tenant, .. }) = self.row(tag.slot()) else {
+            return false;
+        };
+        // Relaxed: the owner alone writes it.
+        let now = tenant.0.load(Ordering::Relaxed);
+        if generation_at(now) != tag.generation() {
+            return false;
         }
-        for (word, tally) in units.iter_mut().zip(row) {
-            *word = tally.0.load(Ordering::Relaxed);
-        }
-        Ok(())
+        tenant.0.store(now.wrapping_add(1), Ordering::Release);
+        true
     }
 
     /// How many peers each row has.
@@ -706,22 +728,34 @@ impl<S: AsRef<[Tally]>> Tallies<S> {
         self.peers
     }
 
-    fn row(&self, slot: u16) -> Option<&[Tally]> {
-        let peers = usize::from(self.peers);
-        let first = usize::from(slot).checked_mul(peers)?;
-        self.storage.as_ref().get(first..first.checked_add(peers)?)
+    fn row(&self, slot: u16) -> Option<Row<'_>> {
+        let words = tally_words(self.peers);
+        let first = usize::from(slot).checked_mul(words)?;
+        match self.storage.as_ref().get(first..first.checked_add(words)?)? {
+            [tenant, tallied, peers @ ..] => Some(Row { tenant, tallied, peers }),
+            _ => None,
+        }
     }
+}
 
-    fn tally(&self, slot: u16, peer: u16) -> Option<&Tally> {
-        self.row(slot)?.get(usize::from(peer))
+impl Row<'_> {
+    /// Whether the words are of the tenant that has the slot.
+    fn is_tenants(&self) -> bool {
+        // Relaxed: whoever asks has the slot, or was given its tag by who has. Acquire: of the words as they were begun anew, or later.
+        self.tenant.0.load(Ordering::Relaxed) == self.tallied.0.load(Ordering::Acquire)
     }
+}
+
+/// The generation of a slot's tenant, which comes after so many others.
+#[allow(clippy::cast_possible_truncation)] // Below GENERATIONS.
+const fn generation_at(tenant: u64) -> u8 {
+    (tenant % GENERATIONS as u64) as u8
 }
 
 #[cfg(test)]
 mod tests {
     use std::boxed::Box;
     use std::sync::Arc;
-    use std::vec;
     use std::vec::Vec;
 
     use proptest::prelude::*;
@@ -1052,47 +1086,78 @@ mod tests {
         assert_eq!(counters.available(tag(0, 0)), Ok(0));
     }
 
+    fn rows(slots: usize, peers: u16) -> Arc<[Tally]> {
+        (0..slots * tally_words(peers)).map(|_| Tally::new()).collect()
+    }
+
+    /// Programs of immediates of two peers, in three generations, and of retirements, beside a count of each tenant's own.
     #[test]
-    fn tallies_name_who_sent_what_since_a_snapshot() {
-        let storage: Arc<[Tally]> = (0..6).map(|_| Tally::new()).collect();
-        let (mut writer, reader) = tallies(storage, 3).unwrap();
-        let mut expected = vec![vec![0u64; 3]; 2];
-        let mut before = [0; 3];
-        for (round, units) in [1u16, 16, 4095, 0].into_iter().enumerate() {
-            assert_eq!(reader.snapshot(1, &mut before), Ok(()));
-            for slot in 0..2u16 {
-                for peer in 0..3u16 {
-                    let units = if usize::from(peer) == round % 3 { units } else { 2 };
-                    assert!(writer.record(imm(slot, 9, units), peer));
-                    expected[usize::from(slot)][usize::from(peer)] += u64::from(units);
+    fn tallies_name_who_sent_what_to_the_tenant() {
+        const PROGRAM: u32 = 6;
+        for numbered in 0..8_u32.pow(PROGRAM) {
+            // Where generations come again, too.
+            for first in [0, 62] {
+                let mut number = numbered;
+                let (mut writer, reader) = tallies(rows(2, 3), 3).unwrap();
+                (0..first).for_each(|generation| assert!(reader.retire(tag(1, generation))));
+                let (mut generation, mut own) = (first, [0_u64; 3]);
+                let mut program = Vec::new();
+                for _ in 0..PROGRAM {
+                    let step = number % 8;
+                    number /= 8;
+                    program.push(step);
+                    if step >= 6 {
+                        // Of the tenant before, which is not there any more; or of this one.
+                        let gone = (generation + 63) % 64;
+                        assert!(!reader.retire(tag(1, gone)), "{program:?}");
+                        if step == 6 {
+                            assert!(reader.retire(tag(1, generation)));
+                            (generation, own) = ((generation + 1) % 64, [0; 3]);
+                        }
+                    } else {
+                        let peer = u16::from(step > 2);
+                        let of = (generation + u8::try_from(step % 3).unwrap() + 63) % 64;
+                        let recorded = writer.record(imm(1, of, 5), peer);
+                        assert_eq!(recorded, of == generation, "{program:?}");
+                        own[usize::from(peer)] += if recorded { 5 } else { 0 };
+                    }
+                    let found = [0, 1, 2].map(|peer| reader.units(1, peer).unwrap());
+                    assert_eq!(found, own, "{program:?}");
+                    assert_eq!(reader.total(1), Some(own.iter().sum()));
+                    assert_eq!(reader.total(0), Some(0));
                 }
             }
-            let mut after = [0; 3];
-            assert_eq!(reader.snapshot(1, &mut after), Ok(()));
-            assert_eq!(after[..], expected[1]);
-            for peer in 0..3 {
-                let sent = if peer == round % 3 { u64::from(units) } else { 2 };
-                assert_eq!(after[peer] - before[peer], sent);
+        }
+    }
+
+    /// A tag's generations come again after 64; tallies do not.
+    #[test]
+    fn tallies_do_not_come_again_with_a_generation() {
+        let (mut writer, reader) = tallies(rows(1, 1), 1).unwrap();
+        for tenant in 0..200_u8 {
+            let generation = tenant % 64;
+            assert_eq!(reader.units(0, 0), Some(0), "tenant {tenant}");
+            // Nothing comes of most.
+            if tenant % 64 == 3 {
+                assert!(writer.record(imm(0, generation, 9), 0));
+                assert_eq!(reader.units(0, 0), Some(9));
             }
-            assert_eq!(reader.total(0), Some(expected[0].iter().sum()));
-            assert_eq!(reader.units(1, 2), Some(expected[1][2]));
+            assert!(reader.retire(tag(0, generation)));
         }
     }
 
     #[test]
     fn tallies_refuse_what_is_not_there() {
-        let storage = [const { Tally::new() }; 6];
-        for peers in [0, 4, 5, 7] {
+        let storage = [const { Tally::new() }; 10];
+        for peers in [0, 1, 2, 4, 7, 9, u16::MAX] {
             let refused = tallies(&storage[..], peers).map(|_| ());
-            assert_eq!(refused, Err(TallyError::NotWholeRows { tallies: 6, peers }));
+            assert_eq!(refused, Err(TallyError::NotWholeRows { words: 10, peers }));
         }
+        assert_eq!(tallies(&storage[..], 8).unwrap().1.peers(), 8);
         let (mut writer, reader) = tallies(&storage[..], 3).unwrap();
         assert!(!writer.record(imm(2, 0, 1), 0) && !writer.record(imm(0, 0, 1), 3));
         assert_eq!((reader.units(2, 0), reader.units(0, 3), reader.total(2)), (None, None, None));
-        let mut words = [0; 2];
-        let short = TallyError::WrongLength { peers: 3, words: 2 };
-        assert_eq!(reader.snapshot(0, &mut words), Err(short));
-        assert_eq!(reader.snapshot(2, &mut [0; 3]), Err(TallyError::NoSuchSlot { slot: 2 }));
+        assert!(!reader.retire(tag(2, 0)));
         assert_eq!((reader.total(0), reader.total(1)), (Some(0), Some(0)));
     }
 }

@@ -134,9 +134,10 @@ impl Parts {
         u8::try_from(tenants.div_ceil(PART)).ok().filter(|&parts| parts <= Self::MAX)
     }
 
-    /// There are so many. More than there can be never come.
-    pub fn expect(&mut self, parts: u8) {
+    /// There are so many. Whether there can be: if not, the list is never complete.
+    pub const fn expect(&mut self, parts: u8) -> bool {
         self.expected = Some(parts);
+        parts <= Self::MAX
     }
 
     /// One has come. Whether there can be such a one.
@@ -193,7 +194,7 @@ mod tests {
                 // Known at the first, or at the last.
                 for first in [true, false] {
                     if first == (missing % 2 == 0) {
-                        list.expect(parts);
+                        assert!(list.expect(parts));
                     }
                     (0..parts).filter(|&part| part != missing).for_each(|part| {
                         assert!(list.hear(part));
@@ -205,7 +206,7 @@ mod tests {
             }
         }
         let mut list = Parts::default();
-        list.expect(Parts::MAX + 1);
+        assert!(!list.expect(Parts::MAX + 1) && !list.expect(u8::MAX));
         (0..Parts::MAX).for_each(|part| assert!(list.hear(part)));
         assert!(!list.hear(Parts::MAX) && !list.hear(u8::MAX) && !list.is_complete());
         let counts = [0, 1, PART, PART + 1, SLOTS, SLOTS + 1].map(Parts::of);

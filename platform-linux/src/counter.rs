@@ -38,7 +38,7 @@ const GONE_PEERS: usize = 64;
 /// What a counter needs, beside the units that have come by peer slot, to say what each peer has sent.
 #[derive(Debug, Default)]
 pub(crate) struct Baseline {
-    /// Units by peer slot that are not this tenant's, or belong to earlier waits. Empty where there was no counter yet.
+    /// Units by peer slot that are of peers which had it before, or belong to earlier waits. Empty where there was no counter yet.
     before: Box<[u64]>,
     /// Units of peers whose slots others have now, the last that went at the end.
     gone: Vec<(PeerId, u64)>,
@@ -86,9 +86,9 @@ impl Baseline {
         }
     }
 
-    /// What has come so far is not the next tenant's.
-    pub(crate) fn retire(&mut self, snapshot: impl FnOnce(&mut [u64])) {
-        snapshot(&mut self.before);
+    /// The next tenant begins: nothing has come to it.
+    pub(crate) fn retire(&mut self) {
+        self.before.fill(0);
         self.gone.clear();
     }
 }
@@ -112,8 +112,7 @@ pub struct Expected {
 impl ImmCounter {
     pub(crate) fn new(shared: Arc<Shared>, tag: ImmTag) -> Self {
         if let Some(baseline) = shared.baseline(tag) {
-            // What has come to its first tenant already is its own: peers were told of the slot before. Of a later one it is as the
-            // last has left it.
+            // What has come to this tenant already is its own: peers may have been told of it before.
             lock(baseline).make(shared.tallies.peers());
         }
         let strayed = shared.stats.refused_immediates.load(Ordering::Relaxed);
@@ -435,7 +434,8 @@ mod tests {
                     }
                     Do::Retire => {
                         baseline.make(3);
-                        baseline.retire(|before| before.fill(units));
+                        baseline.retire();
+                        units = 0;
                         own.values_mut().for_each(|own| *own = 0);
                     }
                 }

@@ -45,8 +45,6 @@ const STEPS_PER_CLOCK: u32 = 16;
 const LATE: Duration = Duration::from_millis(20);
 /// Polls at most until all is heard that came meanwhile. Each takes what a provider reports at a time, 64 pieces or so.
 const CATCH_UP: u32 = 1024;
-/// Transfers of the engine's own, credits, at a time. No more, since callers have the rest.
-pub(crate) const OWN_TRANSFERS: u16 = 64;
 /// How long an engine that ends waits at least for peers that are in the middle of a write, whatever [`Builder::drain`](crate::Builder::drain)
 /// says of its own.
 const QUIET_WITHIN: Duration = Duration::from_secs(1);
@@ -1099,10 +1097,15 @@ impl State {
         }
     }
 
+    /// How many peers there can be.
+    pub(crate) fn peers(&self) -> u16 {
+        self.links.len().try_into().unwrap_or(u16::MAX)
+    }
+
     /// Submits a transfer of the engine's own; `false` if there is no room for it now.
     pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: SlotIndex) -> bool {
-        let own = self.own;
-        if !self.link(peer).is_none_or(|link| link.may_credit(own)) {
+        let (own, peers) = (self.own, self.peers());
+        if !self.link(peer).is_none_or(|link| link.may_credit(own, peers)) {
             return false;
         }
         let request: Request = PlanRequest::Control(ControlWrite {
@@ -1287,10 +1290,7 @@ impl Sink for State {
             None => {
                 let imm = Imm::from_bits(imm);
                 bump(&self.shared.stats.immediates, 1);
-                // What is of another tenant of the slot is not this one's to tally.
-                if self.shared.counting.table().tag(imm.tag().slot()) == Some(imm.tag()) {
-                    self.tally.record(imm, peer.index);
-                }
+                self.tally.record(imm, peer.index);
                 match self.shared.count(imm) {
                     Added::Counted | Added::Fired => {}
                     Added::Stale | Added::NoSuchSlot | Added::Overflow => {

@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::ptr::NonNull;
 use std::sync::atomic::Ordering;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
@@ -15,8 +15,8 @@ use immwire_core::group::{
     DomainGroup, GroupConfig, LostSlot, NicConfig, PeerSlot, PieceLimits, TransferSlot,
 };
 use immwire_core::id::{EngineId, MAX_NICS, PeerId, Time};
-use immwire_core::imm::{Imm, ImmTag, Tally, tallies};
-use immwire_core::mailbox::{Geometry, USER_COUNTERS};
+use immwire_core::imm::{Imm, ImmTag, Tally, tallies, tally_words};
+use immwire_core::mailbox::{Geometry, USER_COUNTERS, credit_room};
 use immwire_core::nic::{NicState, SplitRule};
 use immwire_core::peer::{LivenessConfig, PeerState};
 use immwire_core::plan::{self, PlanLimits};
@@ -28,7 +28,7 @@ use immwire_core::wire::{NetAddr, ProviderKind};
 use crate::clock::Clock;
 use crate::closer::Closer;
 use crate::counter::ImmCounter;
-use crate::driver::{Drive, Engine, OWN_TRANSFERS, Setup, Submission};
+use crate::driver::{Drive, Engine, Setup, Submission};
 use crate::error::{
     AddPeerError, BuildError, CountError, CounterTaken, End, PeerError, RecvError, SubmitError,
     WaitTimeout,
@@ -557,12 +557,11 @@ impl Builder {
     fn assemble<P: Provider>(self, provider: P, clock: Clock) -> Result<Parts, BuildError> {
         let nics: Vec<NicInfo> = provider.nics().to_vec();
         let geometry = self.geometry()?;
-        let row = usize::from(self.peers);
-        let table: Arc<[Tally]> =
-            (0..usize::from(self.counters) * row).map(|_| Tally::new()).collect();
+        let words = usize::from(self.counters) * tally_words(self.peers);
+        let table: Arc<[Tally]> = (0..words).map(|_| Tally::new()).collect();
         let (writer, reader) = tallies(table, self.peers).map_err(|_| BuildError::Config {
             what: "peers",
-            found: row,
+            found: usize::from(self.peers),
             allowed: "1 to 60000",
         })?;
         let wake_fd = if clock.is_stepped() { None } else { Some(eventfd()?) };
@@ -645,7 +644,8 @@ impl Builder {
                 },
             })
             .collect();
-        let slots = usize::from(self.transfers) + usize::from(OWN_TRANSFERS);
+        // Callers have theirs to themselves.
+        let slots = usize::from(self.transfers) + usize::from(credit_room(self.peers));
         let transfers = (0..slots).map(|_| TransferSlot::new()).collect();
         let peers = (0..self.peers).map(|_| PeerSlot::new()).collect();
         let pieces = nics.iter().map(|nic| usize::from(nic.queue_depth)).sum();
@@ -668,6 +668,7 @@ impl Parts {
             engine: self.drive,
             _last: LastCallbacks(Arc::clone(&shared)),
             gates: Arc::clone(&inner.gates),
+            registry: Arc::downgrade(&inner.registry),
             shared,
             drain,
             spare: None,
@@ -1327,6 +1328,10 @@ impl TransferEngine {
     }
 
     fn submit(&self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
+        let registry = Arc::as_ptr(&self.inner.registry);
+        if !src.is_none_or(|src| src.is_of(registry)) {
+            return Err(SubmitError::ForeignRegion);
+        }
         let request = checked(request, src)?;
         let shared = &self.inner.shared;
         let (cell, ticket) = shared.take_cell()?;
@@ -1369,6 +1374,8 @@ pub struct Driver {
     /// After the engine.
     _last: LastCallbacks,
     gates: Arc<Gates>,
+    /// To know the engine's own regions by.
+    registry: Weak<Registry>,
     shared: Arc<Shared>,
     drain: Duration,
     /// Taken beforehand, for the next small write.
@@ -1450,6 +1457,9 @@ impl Driver {
         write: &SingleWrite<'_>,
     ) -> Result<Transfer, SubmitError> {
         let SingleWrite { peer, src, src_offset, dst, dst_offset, len, imm } = *write;
+        if !src.is_of(self.registry.as_ptr()) {
+            return Err(SubmitError::ForeignRegion);
+        }
         let part = src.part(src_offset, len).map(|(src, src_offset)| plan::SingleRef {
             peer,
             src,
@@ -1504,6 +1514,10 @@ impl Driver {
     }
 
     fn submit(&mut self, request: Request, src: Option<&Region>) -> Result<Transfer, SubmitError> {
+        let registry = self.registry.as_ptr();
+        if !src.is_none_or(|src| src.is_of(registry)) {
+            return Err(SubmitError::ForeignRegion);
+        }
         let request = checked(request, src)?;
         let (cell, ticket) = self.take_cell()?;
         let (hold, behind) = (src.cloned(), src.map_or(0, Region::behind));

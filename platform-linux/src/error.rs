@@ -81,6 +81,9 @@ pub enum SubmitError {
     /// A range lies outside its region.
     #[error("{0}")]
     Region(#[from] RegionError),
+    /// The source was registered with another engine, or allocated by one: this one's devices do not know it.
+    #[error("the source is a region of another engine: register the memory with this one, too")]
+    ForeignRegion,
     /// The message is longer than this engine's mailboxes take.
     #[error(
         "a message of {len} bytes is longer than the {max} bytes of a mailbox slot; use a write"

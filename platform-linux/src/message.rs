@@ -21,7 +21,7 @@ use immwire_core::region::MrDesc;
 use immwire_core::wake::Ticket;
 use immwire_core::wire::NetAddr;
 
-use crate::driver::{OWN_TRANSFERS, State};
+use crate::driver::State;
 use crate::error::{End, TransferError};
 use crate::provider::{Path, Receipt, RegisterError};
 use crate::region::{Region, Registry};
@@ -97,9 +97,9 @@ impl Link {
         unsent || self.inbox.has_delivery()
     }
 
-    /// Whether a slot may be given back now, where so many are being given back to whomever.
-    pub(crate) fn may_credit(&self, to_all: u16) -> bool {
-        credit_may_go(to_all, self.crediting, OWN_TRANSFERS)
+    /// Whether a slot may be given back now, where so many are being given back to whomever of so many peers.
+    pub(crate) const fn may_credit(&self, to_all: u16, peers: u16) -> bool {
+        credit_may_go(to_all, self.crediting, peers)
     }
 
     pub(crate) const fn credit_goes(&mut self) {
@@ -221,10 +221,12 @@ impl State {
 
     /// Whether a message could be handed over, or a credit sent, for which there had been no room.
     pub(crate) fn can_deliver(&self) -> bool {
+        let peers = self.peers();
         let links = self.unfinished.iter().filter_map(|&at| self.links.get(usize::from(at)));
         let mut links = links.flatten();
         links.any(|link| {
-            let unsent = (link.credits != 0 && link.may_credit(self.own)) || !link.again.is_empty();
+            let unsent =
+                (link.credits != 0 && link.may_credit(self.own, peers)) || !link.again.is_empty();
             (unsent && self.group.reaches(link.peer))
                 || (link.inbox.has_delivery() && self.shared.inbox.has_room(None))
         })

@@ -158,6 +158,12 @@ impl Region {
         }
     }
 
+    /// Whether it is registered with the engine of that registry, whose devices know it, and who keeps it for as long as they may read it.
+    #[inline]
+    pub(crate) fn is_of(&self, registry: *const Registry) -> bool {
+        self.registration.registry.as_ptr() == registry
+    }
+
     /// Whether pages from here to there may be handed over in runs.
     pub(crate) fn takes_runs(&self, dst: &MrDesc) -> bool {
         self.registration.memory.takes_runs(&self.local(), dst)

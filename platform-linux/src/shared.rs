@@ -416,8 +416,10 @@ impl Shared {
         let Some(tenant) = tenants.get_mut(usize::from(peer.index)) else { return };
         let from = tenant.replace(peer);
         for (slot, baseline) in (0..).zip(&self.baselines) {
+            // Under the lock: the slot's counter may be retired meanwhile, and what it had is not the next one's.
+            let mut baseline = lock(baseline);
             let units = self.tallies.units(slot, peer.index).unwrap_or(0);
-            lock(baseline).pass_on(peer.index, from, units, self.tallies.peers());
+            baseline.pass_on(peer.index, from, units, self.tallies.peers());
         }
     }
 
@@ -452,10 +454,9 @@ impl Shared {
             tracing::debug!(%error, %tag, "a counter could not be retired");
         }
         if let Some(baseline) = self.baseline(tag) {
-            // What comes from now on is the next tenant's. The row exists, and is as long: `ImmCounter::new` has made it so.
-            lock(baseline).retire(|before| {
-                let _ = self.tallies.snapshot(tag.slot(), before);
-            });
+            let mut baseline = lock(baseline);
+            self.tallies.retire(tag);
+            baseline.retire();
         }
         if let Some(taken) = lock(&self.counters_taken).get_mut(usize::from(tag.slot())) {
             *taken = false;

@@ -14,8 +14,8 @@ use immwire_core::region::Rights;
 
 use crate::{
     AccessError, AddPeerError, BuildError, CountError, Driver, End, ImmCounter, LivenessConfig,
-    NetAddr, PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError, TransferEngine,
-    TransferError,
+    NetAddr, PagedWrite, Pages, PeerError, PeerId, PeerState, Region, SingleWrite, SubmitError,
+    TransferEngine, TransferError,
 };
 
 const LONG: Duration = Duration::from_secs(10);
@@ -658,6 +658,41 @@ fn a_stopping_engine_writes_nothing_at_once() {
     assert_eq!(driver.submit_single_write(&write).err(), Some(SubmitError::EngineStopped));
     counter.wait(2, LONG).unwrap();
     assert_eq!(counter.available(), 0);
+}
+
+/// What another engine has registered is not this one's to read from: that one may give the memory back meanwhile.
+#[test]
+fn a_source_is_a_region_of_the_same_engine() {
+    let (engine, mut driver) = TransferEngine::builder().build_polled().unwrap();
+    let (other, _counter, peer) = met(&mut driver);
+    let (src, dst) = (engine.alloc(64).unwrap(), other.alloc(64).unwrap());
+    let desc = dst.desc();
+    let write = |src| SingleWrite {
+        peer,
+        src,
+        src_offset: 0,
+        dst: &desc,
+        dst_offset: 0,
+        len: 8,
+        imm: None,
+    };
+    let pages = || Pages { indices: (&[0_u32][..]).into(), stride: 8, offset: 0 };
+    let (src_pages, dst_pages) = (pages(), pages());
+    let paged =
+        PagedWrite { peer, page_bytes: 8, src: &dst, src_pages, dst: &desc, dst_pages, imm: None };
+    for _ in 0..2 {
+        let own = driver.submit_single_write(&write(&src)).unwrap();
+        assert_eq!(driver.wait(&own, LONG), Ok(End::Done));
+        // By the thread that polls, and by handle; at once, had it been its own.
+        let refused = [
+            driver.submit_single_write(&write(&dst)),
+            engine.submit_single_write(&write(&dst)),
+            engine.submit_paged_writes(&paged),
+        ];
+        for refused in refused {
+            assert_eq!(refused.err(), Some(SubmitError::ForeignRegion));
+        }
+    }
 }
 
 /// A small write to memory that is mapped is done when it was submitted, however its end is asked for, takes nobody's

@@ -168,6 +168,12 @@ fn claims_come_back_or_are_refused() {
     }
     let none = Claim { grant: 0, ..claim(1, 4) };
     assert_eq!(Claim::decode(&encoded(&none)), Err(Malformed::Bytes));
+    let most = Claim { gone: Parts::MAX, ..claim(1, 4) };
+    assert_eq!(Claim::decode(&encoded(&most)), Ok(most.clone()));
+    for gone in [Parts::MAX + 1, u8::MAX] {
+        let more = Claim { gone, ..most.clone() };
+        assert_eq!(Claim::decode(&encoded(&more)), Err(Malformed::Bytes));
+    }
     let fewer = Claim { ports: claim(1, 4).ports, ..claim(2, 4) };
     assert_eq!(Claim::decode(&encoded(&fewer)), Err(Malformed::Bytes));
 }

@@ -369,18 +369,23 @@ proptest! {
     }
 }
 
-/// Any number of peers that take nothing and want everything, in turn or one after the other: while they are fewer than half of the
-/// room, one that takes what comes has its turn at once.
+/// Any number of peers that take nothing and want everything, in turn or one after the other: one that takes what comes has its turn at
+/// once.
 #[test]
 fn who_takes_no_credits_keeps_none_from_others() {
-    for room in [2, 3, 8, 64_u16] {
-        for stuck in 0..=usize::from(room) {
+    for peers in [1, 2, 3, 8, 33, 64, 257, 992_u16] {
+        let room = credit_room(peers);
+        assert!(room <= MAX_CREDITS);
+        for stuck in (0..usize::from(peers))
+            .filter(|stuck| *stuck < 70 || stuck % 31 == 0)
+            .chain([usize::from(peers) - 1])
+        {
             for in_turn in [true, false] {
                 let mut under_way = std::vec![0_u16; stuck];
                 let mut all = 0;
-                for _ in 0..=room {
+                for _ in 0..40 {
                     for to_peer in &mut under_way {
-                        while credit_may_go(all, *to_peer, room) {
+                        while credit_may_go(all, *to_peer, peers) {
                             (all, *to_peer) = (all + 1, *to_peer + 1);
                             if in_turn {
                                 break;
@@ -388,9 +393,9 @@ fn who_takes_no_credits_keeps_none_from_others() {
                         }
                     }
                 }
-                assert!(all <= room && (stuck == 0 || all >= room / 2));
-                let others = usize::from(room.div_ceil(2));
-                assert!(stuck >= others || credit_may_go(all, 0, room), "{room} {stuck}");
+                assert!(all < room && (stuck == 0 || all >= 32));
+                assert!(under_way.iter().all(|&to_peer| !credit_may_go(all, to_peer, peers)));
+                assert!(credit_may_go(all, 0, peers), "{peers} {stuck}");
             }
         }
     }

@@ -533,6 +533,7 @@ impl LibfabricProvider {
             Ok(()) => {
                 if let Some(session) = self.session(peer.index) {
                     session.under_way = call.under_way;
+                    // What it says else was checked as it was read.
                     session.gone.expect(claim.gone);
                     session.says.ready = true;
                     // Our endpoints were replaced meanwhile.

@@ -133,7 +133,12 @@ impl LibfabricProvider {
             session.state = State::Open;
         }
         match say {
-            Say::Ready { gone } => session.gone.expect(gone),
+            Say::Ready { gone } => {
+                if !session.gone.expect(gone) {
+                    session.leave(now.after(GRACE), Some(DownReason::Protocol));
+                    return None;
+                }
+            }
             Say::Gone { part, tenants } => {
                 if !session.gone.hear(part) {
                     session.leave(now.after(GRACE), Some(DownReason::Protocol));

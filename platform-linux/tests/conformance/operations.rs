@@ -511,6 +511,20 @@ fn refused_before_posting(case: &Case) {
         };
         assert!(me.engine.submit_paged_writes(&write).is_err(), "{from:?} {to:?}");
     }
+    // Another engine's memory, which no device of this one knows.
+    let strange = case.me();
+    let theirs = strange.memory(4096, Own::Engine);
+    let write_from = SingleWrite {
+        peer,
+        src: &theirs,
+        src_offset: 0,
+        dst: &desc,
+        dst_offset: 0,
+        len: 8,
+        imm: None,
+    };
+    let refused = me.engine.submit_single_write(&write_from);
+    assert_eq!(refused.err(), Some(SubmitError::ForeignRegion));
     // Nobody's memory, and nobody.
     let mine = src.desc();
     let end = me.end(&write(&me, peer, &src, &mine, (0, 0, 8), None));

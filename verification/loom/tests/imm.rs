@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, clippy::expect_used, clippy::panic)] // A panic is how a model fails.
 
 use immwire_core::imm::{
-    Added, Armed, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tally, tallies,
+    Added, Armed, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tally, tallies, tally_words,
 };
 use immwire_core::wake::{Completed, Completion, Progress};
 use immwire_verification_loom::{
@@ -257,8 +257,7 @@ fn a_retired_counter_takes_no_more() {
 fn tallies_are_there_before_the_count() {
     explore(clause::COUNTING, Bound::None, 100, || {
         let counters = counters();
-        let storage: Arc<[Tally; 2]> = Arc::new([Tally::new(), Tally::new()]);
-        let (mut writer, reader) = tallies(Shared(storage), 2).unwrap();
+        let (mut writer, reader) = tallies(Shared::new(), 2).unwrap();
         let poller = {
             let counters = counters.clone();
             thread::spawn(move || {
@@ -279,9 +278,48 @@ fn tallies_are_there_before_the_count() {
     });
 }
 
+/// An immediate is late: it is recorded while its counter is retired and its slot given to the next, who reads meanwhile what has come
+/// to itself, and finds that alone.
+///
+/// *Fails if* the writer does not say whose the words are, says so before it has emptied them, or if a reader does not ask.
+#[test]
+fn tallies_are_of_who_has_the_slot() {
+    explore(clause::COUNTING, Bound::None, 330, || {
+        let counters = counters();
+        let (mut writer, reader) = tallies(Shared::new(), 2).unwrap();
+        assert!(writer.record(imm(4), 1));
+        assert_eq!(counters.add(imm(4)), Added::Counted);
+        let poller = {
+            let counters = counters.clone();
+            thread::spawn(move || {
+                let recorded = writer.record(imm(7), 1);
+                assert!(counters.add(imm(7)) != Added::Counted || recorded);
+                // If its tag is known already.
+                writer.record(tag(1).with_units(5).unwrap(), 1);
+            })
+        };
+        assert!(matches!(counters.retire(tag(0)), Ok(4 | 11)));
+        assert!(reader.retire(tag(0)));
+        // The search looks back at the last access of a word alone, and the writer loads one before it stores there.
+        thread::yield_now();
+        let found = reader.units(0, 1).unwrap();
+        assert!(found == 0 || found == 5, "{found} units");
+        assert_eq!(reader.units(0, 0), Some(0));
+        poller.join().unwrap();
+        let found = reader.units(0, 1).unwrap();
+        assert!(found == 0 || found == 5, "{found} units");
+    });
+}
+
 /// loom's `Arc` has no `AsRef`.
 #[derive(Clone)]
-struct Shared(Arc<[Tally; 2]>);
+struct Shared(Arc<[Tally; tally_words(2)]>);
+
+impl Shared {
+    fn new() -> Self {
+        Self(Arc::new(core::array::from_fn(|_| Tally::new())))
+    }
+}
 
 impl AsRef<[Tally]> for Shared {
     fn as_ref(&self) -> &[Tally] {

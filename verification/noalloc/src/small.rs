@@ -6,7 +6,7 @@ use immwire_core::hazard;
 use immwire_core::id::{EngineId, Time};
 use immwire_core::imm::{
     Added, Armed, CounterError, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tallies, Tally,
-    TallyError, TallyWriter,
+    TallyWriter,
 };
 use immwire_core::lane::{Consumer, Entry, LaneError, Producer, Word};
 use immwire_core::mailbox::{
@@ -94,13 +94,13 @@ extern "C" fn hp_tally_record(
 }
 
 #[unsafe(no_mangle)]
-extern "C" fn hp_tally_snapshot(
-    tallies: &TallyTable,
-    slot: u16,
-    units: &mut &mut [u64],
-    out: &mut Result<(), TallyError>,
-) {
-    *out = tallies.snapshot(slot, units);
+extern "C" fn hp_tally_units(tallies: &TallyTable, slot: u16, peer: u16, out: &mut Option<u64>) {
+    *out = tallies.units(slot, peer);
+}
+
+#[unsafe(no_mangle)]
+extern "C" fn hp_tally_retire(tallies: &TallyTable, tag: &ImmTag) -> bool {
+    tallies.retire(*tag)
 }
 
 // ---- queue pairs ----

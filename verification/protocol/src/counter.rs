@@ -9,6 +9,7 @@ use std::hash::{Hash, Hasher};
 
 use immwire_core::imm::{
     Added, Armed, CounterError, CounterSlot, CounterTable, Disarmed, Imm, ImmTag, Tally, tallies,
+    tally_words,
 };
 
 /// The table itself, between two states.
@@ -63,7 +64,7 @@ impl Counters {
         counters
     }
 
-    /// An immediate of peer number `peer` arrived: tallied if current, then counted, as an engine does.
+    /// An immediate of peer number `peer` arrived: tallied, then counted, as an engine does.
     pub fn add(&mut self, imm: Imm, peer: u16) -> Added {
         self.ask(Asked::Add(imm, peer), |table| table.add(imm))
     }
@@ -119,7 +120,7 @@ impl Counters {
         self.stale
     }
 
-    /// Units that peer number `peer` sent to the slot, ever.
+    /// Units that peer number `peer` sent to the slot's tenant.
     #[must_use]
     pub fn tally(&self, slot: u16, peer: u16) -> u64 {
         let at = usize::from(slot) * usize::from(self.peers) + usize::from(peer);
@@ -129,15 +130,22 @@ impl Counters {
     /// Asks all of it again, then `what`; and looks at what came of it.
     fn ask<R>(&mut self, what: Asked, last: impl FnOnce(&Table) -> R) -> R {
         let table = Table::new((0..self.slots).map(|_| CounterSlot::new()).collect());
-        let storage: Vec<Tally> = (0..self.slots * self.peers).map(|_| Tally::new()).collect();
+        let words = usize::from(self.slots) * tally_words(self.peers);
+        let storage: Vec<Tally> = (0..words).map(|_| Tally::new()).collect();
         let told = tallies(&storage[..], self.peers);
         let (mut writer, reader) =
             told.unwrap_or_else(|error| unreachable!("whole rows, or not: {error}"));
         let mut tally = |asked: &Asked| {
-            if let Asked::Add(imm, peer) = *asked
-                && table.tag(imm.tag().slot()) == Some(imm.tag())
-            {
+            if let Asked::Add(imm, peer) = *asked {
                 writer.record(imm, peer);
+            }
+        };
+        // With its counter: whoever has another tag has gone.
+        let retire = |asked: &Asked| {
+            if let Asked::Retire(tag) = *asked
+                && table.tag(tag.slot()) != Some(tag)
+            {
+                reader.retire(tag);
             }
         };
         for asked in &self.asked {
@@ -149,9 +157,11 @@ impl Counters {
                 Asked::Disarm(tag, writes) => _ = table.disarm(tag, writes),
                 Asked::Retire(tag) => _ = table.retire(tag),
             }
+            retire(asked);
         }
         tally(&what);
         let result = last(&table);
+        retire(&what);
         self.asked.push(what);
         self.look(&table);
         let units = |slot, peer| reader.units(slot, peer).unwrap_or(0);

@@ -805,7 +805,7 @@ fn writes_at_once_beside_transfers() {
 #[test]
 fn transfers_to_two_peers_over_two_nics() {
     let script = [work(Kind::Split, 0), work(Kind::Scatter, 0)];
-    let (all, at_least) = if full() { (2, 310_860) } else { (1, 27_790) };
+    let (all, at_least) = if full() { (2, 310_860) } else { (1, 33_814) };
     let model = Drain { connecting: 1, ..drain(TWO_NICS, &script, all) };
     check("a lost peer ends what goes to it, and nothing else", model, at_least);
 }
@@ -813,7 +813,7 @@ fn transfers_to_two_peers_over_two_nics() {
 #[test]
 fn transfers_that_wait_for_credit() {
     let script = [work(Kind::Split, 0), due(Kind::Split, 0), work(Kind::Tiny, 0)];
-    let (used, all, at_least) = if full() { (3, 1, 130_829) } else { (2, 2, 23_650) };
+    let (used, all, at_least) = if full() { (3, 1, 130_829) } else { (2, 2, 30_178) };
     let model = drain(TIGHT, &script[..used], all);
     check("every credit returns, and whoever waits for one gets it", model, at_least);
 }

@@ -754,7 +754,7 @@ fn the_path_of_an_answer_breaks_too() {
 fn an_answer_that_cannot_come_is_waited_for_no_longer_than_a_drain() {
     let model = model([2, 1], &[(0, 2)], Left { breaks: 3, ..CALM });
     let model = Failover { prompt: true, ..model };
-    check("an answer that cannot come is waited for no longer than a drain", model, 11_779);
+    check("an answer that cannot come is waited for no longer than a drain", model, 148_914);
 }
 
 /// A path is settled, used again, and breaks again: old asks and answers say nothing of it.
@@ -765,7 +765,7 @@ fn a_path_is_restored_and_breaks_again() {
     check(
         "a path that is back is not taken for the broken one that it was",
         model,
-        floor(49_249, 306_039),
+        floor(55_289, 306_039),
     );
 }
 

@@ -64,7 +64,7 @@ macro_rules! tests {
 /// Tests in which somebody breaks a rule on purpose who is no engine of ours, and which.
 const ON_PURPOSE: [(&str, &str); 1] = [("a_lost_queue_is_replaced", "cq overrun")];
 
-const TESTS: [Test; 31] = tests! {
+const TESTS: [Test; 32] = tests! {
     contexts_and_descriptors [],
     the_other_fabric [("FAKE_EFA_FABRICS", "efa")],
     both_sides_insert_before_the_first_write [],
@@ -83,6 +83,7 @@ const TESTS: [Test; 31] = tests! {
     a_broken_door_ends_all_and_no_poll_stays [("FAKE_EFA_BREAKS", "broken")],
     everybody_hears_a_farewell [],
     who_moves_to_where_it_is_loses_nothing [],
+    who_withdrew_more_than_there_can_be_is_no_peer [],
     who_is_ready_has_said_where_it_is [("FAKE_EFA_DELAY_US", "2000")],
     what_has_come_is_not_lost_among_failures [],
     what_nobody_hears_is_not_kept_again_and_again [],

@@ -7,8 +7,9 @@ use immwire::core::datagram::{Address, Claim, Counts, Message, Nonces, Say as Sa
 use immwire::core::opening::{Pairs, Turns};
 use immwire::core::recycle::Turn;
 use immwire::core::region::{Keys, MrDesc};
+use immwire::core::tenant::Parts;
 use immwire::core::wire::{NetAddr, Refusal};
-use immwire::{End, ImmCounter, LivenessConfig, PeerState, Transfer};
+use immwire::{DownReason, End, ImmCounter, LivenessConfig, PeerState, Transfer};
 
 use crate::rogue::{Rogue, address, insert};
 use crate::side::{Other, PATIENCE, Pair, Side, builder, logged};
@@ -181,6 +182,21 @@ pub fn who_moves_to_where_it_is_loses_nothing() {
         }
         assert_eq!(counter.available(), 20, "first to {first}");
     }
+}
+
+/// A peer says that it had withdrawn more than there can be: that never comes, and nothing could ever be written to it.
+pub fn who_withdrew_more_than_there_can_be_is_no_peer() {
+    let mut host = Side::new(builder(1).peers(2).liveness(silent()));
+    let mut rogue = Rogue::new();
+    let claim = claimed(&rogue, &[address(&rogue.port)], 0);
+    let accepted = rogue.call(&mut host, &claim).unwrap();
+    let engine = host.engine.clone();
+    let peer = *engine.peers().first().expect("a peer");
+    poll_for(&mut host, Duration::from_millis(20));
+    assert_eq!(engine.peer_state(peer), Some(PeerState::Up));
+    rogue.say(&host, &accepted, Said::Ready { gone: Parts::MAX + 1 });
+    let protocol = Some(PeerState::Down(DownReason::Protocol));
+    until(&mut host, "down", || (engine.peer_state(peer) == protocol).then_some(()));
 }
 
 /// Endpoints are replaced, and closed, while the answer to a call is on its way that named them. Who has answered may write only when it

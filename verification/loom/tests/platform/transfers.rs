@@ -170,39 +170,37 @@ fn a_callback_of_a_transfer_runs_once() {
 }
 
 /// Two ends are told of one transfer, and one comes when the cell has its next tenant.
-fn a_late_end_changes_nothing(end: Result<(), u32>, known: usize) {
-    explore(clause::ENDS, Bound::None, known, move || {
-        let engine = Engine::new(1);
-        let old = engine.cells.take().unwrap();
-        let late = finish(&engine, old, end);
-        engine.finish(old, Err(1));
-        // The late one may have been first, and be slow to tell.
-        while engine.cells.watch(old.0, old.1, &my_waker()).is_none() {
-            park();
-        }
-        assert!(engine.poll(old).is_some_and(|seen| seen == Err(1) || seen == end));
-        engine.let_go(old);
-        let new = engine.cells.take().expect("who has told of the end has let go before");
-        assert_eq!(engine.poll(new), None);
-        engine.finish(new, Err(2));
-        assert_eq!(engine.poll(new), Some(Err(2)));
-        engine.let_go(new);
-        late.join().unwrap();
-        assert!(engine.cells.take().is_some());
-        assert!(engine.cells.take().is_none());
-    });
+fn late_end(end: Result<(), u32>) {
+    let engine = Engine::new(1);
+    let old = engine.cells.take().unwrap();
+    let late = finish(&engine, old, end);
+    engine.finish(old, Err(1));
+    // The late one may have been first, and be slow to tell.
+    while engine.cells.watch(old.0, old.1, &my_waker()).is_none() {
+        park();
+    }
+    assert!(engine.poll(old).is_some_and(|seen| seen == Err(1) || seen == end));
+    engine.let_go(old);
+    let new = engine.cells.take().expect("who has told of the end has let go before");
+    assert_eq!(engine.poll(new), None);
+    engine.finish(new, Err(2));
+    assert_eq!(engine.poll(new), Some(Err(2)));
+    engine.let_go(new);
+    late.join().unwrap();
+    assert!(engine.cells.take().is_some());
+    assert!(engine.cells.take().is_none());
 }
 
 /// *Fails if* the late one ends the new tenancy, writes its failure there, or lets go of it.
 #[test]
 fn a_late_end_changes_nothing_of_the_next_tenancy() {
-    a_late_end_changes_nothing(Err(9), 310);
+    explore(clause::ENDS, Bound::None, 310, || late_end(Err(9)));
 }
 
 /// *Fails if* the late one, which has no failure to write, ends the new tenancy or lets go of it.
 #[test]
 fn a_late_success_changes_nothing_of_the_next_tenancy() {
-    a_late_end_changes_nothing(Ok(()), 300);
+    explore(clause::ENDS, Bound::None, 300, || late_end(Ok(())));
 }
 
 /// All cells are taken; a caller sleeps until one comes back.
