@@ -14,7 +14,7 @@
 //! 1. A slot is written only between its reservation and the next; no free slot means waiting, never a drop.
 //! 2. Every message is delivered once, in the order of reservation.
 //! 3. What a peer sends that breaks the rules is an error value and changes nothing.
-//! 4. Whoever takes no credits keeps none from others, be they all peers but one: [`credit_may_go`].
+//! 4. Whoever takes no credits keeps none from others, as long as they are fewer than there is room for: [`credit_room`].
 //!
 //! The tests below walk every order of arrival of a few messages through small mailboxes.
 
@@ -499,23 +499,26 @@ impl core::error::Error for CreditError {}
 /// Slots that may be on their way back at a time, whoever's they are; and one for each peer besides.
 const CREDITS_SHARED: u16 = 32;
 
-/// The most that are ever on their way back: with more peers than that, all but 32, some may have to wait for others.
-pub const MAX_CREDITS: u16 = 1024;
-
-/// How many slots may be on their way back at a time, to as many peers as there can be.
+/// How many slots may be on their way back at a time, to as many peers as there can be, over NICs whose queues take `queue_depth` at least:
+/// half of that at most, as writes go there, too.
 #[must_use]
-pub const fn credit_room(peers: u16) -> u16 {
-    let room = CREDITS_SHARED.saturating_add(peers);
-    if room < MAX_CREDITS { room } else { MAX_CREDITS }
+pub const fn credit_room(peers: u16, queue_depth: u16) -> u16 {
+    let (room, half) = (CREDITS_SHARED.saturating_add(peers), queue_depth / 2);
+    match if room < half { room } else { half } {
+        0 => 1,
+        room => room,
+    }
 }
 
-/// Whether a slot may be given back to a peer to whom so many are being given back, of so many to all peers, of whom there can be `peers`.
+/// Whether a slot may be given back to a peer to whom so many are being given back, of so many to all peers, where there is room for
+/// `room`: [`credit_room`].
 ///
-/// What is on its way to a peer that takes nothing stays there until it is found out. So a part of the room is whoever comes first's; of
-/// the rest each peer has one.
+/// What is on its way to a peer that takes nothing stays there until it is found out. So a part of the room, half at most, is whoever comes
+/// first's; of the rest each peer has one.
 #[must_use]
-pub const fn credit_may_go(to_all: u16, to_peer: u16, peers: u16) -> bool {
-    to_all < if to_peer == 0 { credit_room(peers) } else { CREDITS_SHARED }
+pub const fn credit_may_go(to_all: u16, to_peer: u16, room: u16) -> bool {
+    let shared = if room / 2 < CREDITS_SHARED { room / 2 } else { CREDITS_SHARED };
+    to_all < if to_peer == 0 { room } else { shared }
 }
 
 impl Outbox {

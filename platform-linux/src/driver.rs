@@ -139,8 +139,10 @@ pub(crate) struct State {
     pub(crate) links: Box<[Option<Link>]>,
     /// Peers whose mailbox has messages that nobody took, or to whom something could not be sent.
     pub(crate) unfinished: Vec<u16>,
-    /// Transfers of the engine's own under way.
+    /// Transfers of the engine's own under way: credits.
     pub(crate) own: u16,
+    /// The most of them.
+    pub(crate) own_room: u16,
     /// Messages that wait for a slot in their peer's mailbox.
     pub(crate) waiting_messages: usize,
     /// Transfers whose sources wait for streams.
@@ -168,6 +170,7 @@ pub(crate) struct Setup {
     pub(crate) peers: u16,
     pub(crate) geometry: Geometry,
     pub(crate) heartbeat: Duration,
+    pub(crate) own_room: u16,
 }
 
 /// A transfer that a caller asks for.
@@ -246,6 +249,7 @@ impl<P: Provider> Engine<P> {
             links: (0..setup.peers).map(|_| None).collect(),
             unfinished: Vec::with_capacity(usize::from(setup.peers)),
             own: 0,
+            own_room: setup.own_room,
             waiting_messages: 0,
             held: Vec::new(),
             partings: Vec::with_capacity(usize::from(setup.peers)),
@@ -1097,15 +1101,10 @@ impl State {
         }
     }
 
-    /// How many peers there can be.
-    pub(crate) fn peers(&self) -> u16 {
-        self.links.len().try_into().unwrap_or(u16::MAX)
-    }
-
     /// Submits a transfer of the engine's own; `false` if there is no room for it now.
     pub(crate) fn submit_own(&mut self, peer: PeerId, imm: Imm, credit: SlotIndex) -> bool {
-        let (own, peers) = (self.own, self.peers());
-        if !self.link(peer).is_none_or(|link| link.may_credit(own, peers)) {
+        let (own, room) = (self.own, self.own_room);
+        if !self.link(peer).is_none_or(|link| link.may_credit(own, room)) {
             return false;
         }
         let request: Request = PlanRequest::Control(ControlWrite {

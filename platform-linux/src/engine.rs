@@ -577,7 +577,9 @@ impl Builder {
         // Made now: to pin memory waits for all streams, and so for those that are held.
         let words = if self.gpus.is_empty() { 0 } else { 2 * usize::from(self.counters) };
         let gates = Gates::new(words, |bytes| registry.pin(bytes)).map_err(BuildError::Memory)?;
-        let group = self.group(&nics, provider.unreached()).map_err(BuildError::Group)?;
+        let depth = nics.iter().map(|nic| nic.limits.queue_depth).min().unwrap_or(0);
+        let own_room = credit_room(self.peers, depth);
+        let group = self.group(&nics, provider.unreached(), own_room).map_err(BuildError::Group)?;
         let address = provider.address();
         let setup = Setup {
             group,
@@ -587,6 +589,7 @@ impl Builder {
             peers: self.peers,
             geometry,
             heartbeat: self.liveness_config().heartbeat,
+            own_room,
         };
         let drive: Box<dyn Drive> = Box::new(Engine::new(provider, setup));
         let max_message = geometry.max_message_bytes() as usize;
@@ -609,6 +612,7 @@ impl Builder {
         &self,
         nics: &[NicInfo],
         unreached: [u8; MAX_NICS],
+        own_room: u16,
     ) -> Result<crate::driver::Group, immwire_core::group::ConfigError> {
         let at_least_one = |bytes: u64| NonZeroU64::new(bytes).unwrap_or(NonZeroU64::MIN);
         let all = || nics.iter().map(|nic| &nic.limits);
@@ -645,7 +649,7 @@ impl Builder {
             })
             .collect();
         // Callers have theirs to themselves.
-        let slots = usize::from(self.transfers) + usize::from(credit_room(self.peers));
+        let slots = usize::from(self.transfers) + usize::from(own_room);
         let transfers = (0..slots).map(|_| TransferSlot::new()).collect();
         let peers = (0..self.peers).map(|_| PeerSlot::new()).collect();
         let pieces = nics.iter().map(|nic| usize::from(nic.queue_depth)).sum();

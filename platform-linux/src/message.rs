@@ -97,9 +97,9 @@ impl Link {
         unsent || self.inbox.has_delivery()
     }
 
-    /// Whether a slot may be given back now, where so many are being given back to whomever of so many peers.
-    pub(crate) const fn may_credit(&self, to_all: u16, peers: u16) -> bool {
-        credit_may_go(to_all, self.crediting, peers)
+    /// Whether a slot may be given back now, where so many are being given back to whomever, and there is room for so many.
+    pub(crate) const fn may_credit(&self, to_all: u16, room: u16) -> bool {
+        credit_may_go(to_all, self.crediting, room)
     }
 
     pub(crate) const fn credit_goes(&mut self) {
@@ -221,12 +221,11 @@ impl State {
 
     /// Whether a message could be handed over, or a credit sent, for which there had been no room.
     pub(crate) fn can_deliver(&self) -> bool {
-        let peers = self.peers();
         let links = self.unfinished.iter().filter_map(|&at| self.links.get(usize::from(at)));
         let mut links = links.flatten();
         links.any(|link| {
-            let unsent =
-                (link.credits != 0 && link.may_credit(self.own, peers)) || !link.again.is_empty();
+            let unsent = (link.credits != 0 && link.may_credit(self.own, self.own_room))
+                || !link.again.is_empty();
             (unsent && self.group.reaches(link.peer))
                 || (link.inbox.has_delivery() && self.shared.inbox.has_room(None))
         })

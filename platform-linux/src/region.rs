@@ -121,8 +121,8 @@ impl Region {
         Ok(())
     }
 
-    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is. The first time, of the host's
-    /// memory that was registered for no peer to write to, the kernel is asked whether this process may.
+    /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is. Of the host's memory that
+    /// was registered for no peer to write to, the kernel is asked whether this process may, until it has said so of all of it.
     ///
     /// # Errors
     ///
@@ -325,9 +325,11 @@ impl Registration {
 
 /// Whether a mapping of these bytes is known not to be written to. O(mappings of the process).
 fn is_read_only(address: usize, len: usize) -> bool {
-    let Ok(maps) = std::fs::read_to_string("/proc/self/maps") else { return false };
+    // Names of files are whatever bytes they are.
+    let Ok(maps) = std::fs::read("/proc/self/maps") else { return false };
     let end = address.saturating_add(len);
-    maps.lines().any(|line| holds_read_only(line, address, end).unwrap_or(false))
+    maps.split(|byte| *byte == b'\n')
+        .any(|line| holds_read_only(&String::from_utf8_lossy(line), address, end).unwrap_or(false))
 }
 
 /// Whether a line of `/proc/self/maps` tells of a mapping that has some of these bytes, and is not to be written to.

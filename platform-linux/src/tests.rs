@@ -1,6 +1,7 @@
 //! Promises to callers at the edges of an engine's life, which the conformance suite cannot time.
 
 use std::future::Future;
+use std::os::unix::ffi::OsStrExt;
 use std::pin::pin;
 use std::ptr::NonNull;
 use std::sync::{Arc, Mutex, mpsc};
@@ -346,6 +347,9 @@ fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
     for i in 0..MESSAGES {
         assert_eq!(a.submit_send(peer, &i.to_le_bytes()).unwrap().wait(LONG), Ok(End::Done));
     }
+    // What comes behind them has been taken, and so have they.
+    a.submit_imm(peer, counter.tag(), 1).unwrap();
+    counter.wait(1, LONG).unwrap();
     std::thread::scope(|scope| {
         scope.spawn(|| drop(b));
         std::thread::sleep(Duration::from_millis(50));
@@ -363,6 +367,15 @@ fn what_may_not_be_written_is_not() {
     const PAGE: usize = 64 << 10;
     let engine = TransferEngine::builder().build().unwrap();
     let (access, flags) = (ProtFlags::READ | ProtFlags::WRITE, MapFlags::PRIVATE);
+    // Among the mappings of the process is one of a file whose name is no text.
+    let folder = tempfile::tempdir().unwrap();
+    let name = folder.path().join(std::ffi::OsStr::from_bytes(b"poids_\xe9.bin"));
+    std::fs::write(&name, [7; 4096]).unwrap();
+    let file = std::fs::File::open(&name).unwrap();
+    let read = ProtFlags::READ;
+    // SAFETY: the kernel chooses an address where nothing lies.
+    unsafe { rustix::mm::mmap(std::ptr::null_mut(), 4096, read, MapFlags::SHARED, &file, 0) }
+        .unwrap();
     // SAFETY: the kernel chooses an address where nothing lies.
     let at = unsafe { mmap_anonymous(std::ptr::null_mut(), 3 * PAGE, access, flags) }.unwrap();
     let at = NonNull::new(at.cast::<u8>()).unwrap();
