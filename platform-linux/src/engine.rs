@@ -42,7 +42,7 @@ use crate::request::{
     Checked, PagedWrite, Pages, PeerGroup, Request, ScatterWrite, SingleWrite, Targets,
 };
 use crate::shared::{Command, Control, Message, OnMessage, Shared, Sizes};
-use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider};
+use crate::shm::{ForeignPath, GroupKey, ShmConfig, ShmProvider, knows_own_user};
 use crate::span::{Span, find_host};
 use crate::staging::{Staged, Staging, StagingError};
 use crate::sync::lock;
@@ -543,7 +543,8 @@ impl Builder {
     ) -> Result<Parts, BuildError> {
         let Some(near) = near else { return self.assemble(far, Clock::monotonic()) };
         let from_zero = far.memory().counts_from_zero();
-        let host = find_host(self.host.as_deref(), self.group_key.as_ref(), from_zero);
+        let knows_user = knows_own_user();
+        let host = find_host(self.host.as_deref(), self.group_key.as_ref(), from_zero, knows_user);
         let host = host.map_err(|source| BuildError::Os { call: "finding the host", source })?;
         let both = Span::new(near, far, &host).map_err(BuildError::Span)?;
         self.assemble(both, Clock::monotonic())
@@ -780,7 +781,8 @@ impl Drop for Inner {
 /// An engine is its process's. In a forked child it has no threads, and what it shares with its peers is not mapped: there nothing of it, regions
 /// and their parts included, may be used or dropped, but is left as it is ([`std::mem::forget`]); whoever calls `fork` sees to that. The
 /// child may build engines of its own. What an address ([`Region::as_ptr`]) of memory of [`TransferEngine::alloc`] points to can be read and
-/// written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy. Before Linux 5.13 what was
+/// written there: where it is shared memory, it is the parent's, to which its peers go on to write, else a copy; and it is given back
+/// to the system when such children have ended, too. Before Linux 5.13 what was
 /// given to RDMA NICs is not there at all.
 #[derive(Clone)]
 pub struct TransferEngine {

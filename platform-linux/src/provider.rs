@@ -735,7 +735,7 @@ pub enum ConnectError {
     },
     /// Somebody listens there, who runs as another user or whom this process may not call.
     #[error(
-        "the peer is not to be called from here: have both ends run as the same user of one host, or give both the same group key ({source})"
+        "the peer is not to be called from here: have both ends run as the same user of one host, or give both the same group key, as is needed where that user has no number of its own in a container ({source})"
     )]
     Unauthorised {
         /// What the kernel said, or would have.

@@ -310,6 +310,22 @@ def test_a_dropped_region_lets_go_once_nothing_uses_it(pair):
     assert gone() is None
 
 
+def test_memory_that_is_mapped_read_only_is_not_written_to(pair):
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    at = libc.mmap(None, ctypes.c_size_t(4096), mmap.PROT_READ, flags, -1, ctypes.c_long(0))
+    region = pair.sender.register((at, 4096), remote_write=False)
+    with pytest.raises(immwire.RegionError, match="read only"):
+        region.write(0, b"x")
+    assert region.read(0, 4) == bytes(4)
+    # What may be written is, in the middle of it.
+    memory = bytearray(4096)
+    region = pair.sender.register(memory, remote_write=False)
+    region.write(5, b"here")
+    assert memory[4:10] == b"\0here\0"
+
+
 def flooding(connection):
     """Writes to each region that is told of, until that fails."""
     with immwire.TransferEngine(foreign_path="kernel") as engine:
@@ -336,6 +352,8 @@ def test_what_a_peer_may_still_write_to_is_held_for_good(partner, dropped):
     engine = immwire.TransferEngine(drain=0)
     connection.send(bytes(engine.address))
     process = connection.recv()
+    # Where only parents may write to their children (Yama), be it that one asks for it.
+    ctypes.CDLL(None).prctl(0x59616D61, process, 0, 0, 0)  # PR_SET_PTRACER
     until = time.monotonic() + PATIENCE
     while True:
         memory = Held(1 << 20)

@@ -372,6 +372,12 @@ fn why_not(errno: Errno, otherwise: DownReason) -> DownReason {
     DownReason::Refused(Refusal::Busy)
 }
 
+/// Whether this process's user can be told from others: if not, nobody is let in without a group key.
+pub(crate) fn knows_own_user() -> bool {
+    let users = users::users();
+    users.is_ours(users.ours)
+}
+
 fn random<const N: usize>() -> Result<[u8; N], Errno> {
     let mut bytes = [0; N];
     rustix::rand::getrandom(&mut bytes, rustix::rand::GetRandomFlags::empty())?;
