@@ -348,8 +348,9 @@ fn what_has_arrived_is_given_to_posted_receives_at_the_end() {
         assert_eq!(a.submit_send(peer, &i.to_le_bytes()).unwrap().wait(LONG), Ok(End::Done));
     }
     // What comes behind them has been taken, and so have they.
-    a.submit_imm(peer, counter.tag(), 1).unwrap();
+    let last = a.submit_imm(peer, counter.tag(), 1).unwrap();
     counter.wait(1, LONG).unwrap();
+    drop(last);
     std::thread::scope(|scope| {
         scope.spawn(|| drop(b));
         std::thread::sleep(Duration::from_millis(50));
