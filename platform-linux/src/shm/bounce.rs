@@ -189,7 +189,7 @@ impl Writer {
         if self.tail == tail { Ok(true) } else { Err(Corrupt) }
     }
 
-    /// Reports every piece as ended by `error`. The ring must be closed, and quiet or its reader dead or stopped.
+    /// Reports every piece as ended by `error`. The ring must be closed, and quiet or its reader dead or held up for too long.
     pub(super) fn flush(
         &mut self,
         error: WorkError,

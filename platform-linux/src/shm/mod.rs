@@ -40,11 +40,13 @@
 //! # Invariants
 //!
 //! - Nothing here waits for a peer. (Ending a session may, for a millisecond: see
-//!   [`ShmProvider::disconnect`].) Each poll does a bounded amount of work.
+//!   [`ShmProvider::disconnect`].) Each poll does a bounded amount of work. An aborted session goes on until its peer is done with the record that it is
+//!   taking from the bounce ring, for a second at most.
 //! - No call on the data path allocates, locks or makes a system call, but to copy to memory that is not
 //!   mapped, to wake a peer that sleeps, and to look at the sockets now and then.
 //! - A socket's events name its slot and serial number, so that an event never reaches the next tenant.
-//! - A stranger is dropped after [`STRANGER_PATIENCE`]; there are at most [`STRANGERS_MAX`], and whoever else calls waits in the backlog.
+//! - A stranger is dropped after [`STRANGER_PATIENCE`], which it has once more if nobody looked when it was over; there are at most [`STRANGERS_MAX`],
+//!   and whoever else calls waits in the backlog.
 
 mod bounce;
 mod copy;
@@ -111,7 +113,7 @@ const POST_BYTES: u64 = 2 << 20;
 const LOOK_EVERY: u32 = 256;
 /// and while an answer is awaited, once in so many;
 const LOOK_EVERY_IN_A_HURRY: u32 = 8;
-/// and once this is over, however few polls that were: whoever polls an engine may do so as seldom as it likes.
+/// and once this is over, however few polls that were: whoever polls an engine may do so as seldom as it likes, and hears all that was said meanwhile.
 const LOOK_WITHIN: Duration = Duration::from_millis(1);
 /// Events taken in one look at the sockets.
 const EVENTS_MAX: usize = 64;
@@ -123,9 +125,11 @@ const ACCEPTS_MAX: usize = 16;
 pub const STRANGERS_MAX: usize = 64;
 /// How long a caller may take for the handshake.
 pub const STRANGER_PATIENCE: Duration = Duration::from_secs(2);
+/// Nobody has looked for a while if a caller's time has been up for so long.
+const UNHEARD: Duration = Duration::from_millis(20);
 /// How long nobody is accepted after the process has run out of files.
 const OUT_OF_FILES_PAUSE: Duration = Duration::from_millis(100);
-/// How long the end of a session waits for a peer that is copying out of the bounce ring right then.
+/// How long an end that cannot wait for polls to come waits for a peer that is copying out of the bounce ring right then.
 const QUIET_PATIENCE: Duration = Duration::from_millis(1);
 /// A peer whose call has crossed with ours, and is kept, has called within this, or is asked what became of it.
 const CROSSED_PATIENCE: Duration = Duration::from_millis(10);
@@ -234,6 +238,8 @@ struct Stranger {
     serial: u64,
     who: Credentials,
     deadline: Time,
+    /// It has been given more time.
+    has_more: bool,
     terms: Option<Terms>,
 }
 
@@ -551,8 +557,7 @@ impl ShmProvider {
     fn tend<S: Sink>(&mut self, now: Time, sink: &mut S) {
         if self.handshakes > 0 {
             for at in 0..STRANGERS_MAX {
-                let late = |stranger: &Stranger| now >= stranger.deadline;
-                if self.strangers.get(at).is_some_and(|slot| slot.as_ref().is_some_and(late)) {
+                if self.is_late(at, now) {
                     self.drop_stranger(at);
                 }
             }
@@ -575,7 +580,7 @@ impl ShmProvider {
                 session.wake_waiting();
                 let heard = session.hear_kept(known);
                 if heard.and_then(|()| session.pay(now, &self.memory)).is_err() {
-                    // Ends at the next poll.
+                    // Ends at a later poll.
                     session.close(DownReason::Protocol);
                 }
                 self.expecting |= session.is_expecting();
@@ -627,7 +632,7 @@ impl ShmProvider {
             return;
         }
         if let Some(slot) = self.strangers.get_mut(at) {
-            *slot = Some(Stranger { socket, serial, who, deadline, terms: None });
+            *slot = Some(Stranger { socket, serial, who, deadline, has_more: false, terms: None });
             self.handshakes += 1;
         }
     }
@@ -646,6 +651,22 @@ impl ShmProvider {
             *until = Time::ZERO;
         }
         Some(stranger)
+    }
+
+    /// Whether the time of the stranger there is up. Nobody is silent while nobody looks: if it has been for so long, it has as much again, once.
+    fn is_late(&mut self, at: usize, now: Time) -> bool {
+        let Some(Some(stranger)) = self.strangers.get_mut(at) else {
+            return false;
+        };
+        if now < stranger.deadline {
+            return false;
+        }
+        let unheard = now.since(stranger.deadline) >= UNHEARD;
+        if unheard && !std::mem::replace(&mut stranger.has_more, true) {
+            stranger.deadline = now.after(STRANGER_PATIENCE);
+            return false;
+        }
+        true
     }
 
     fn drop_stranger(&mut self, at: usize) {
@@ -1051,6 +1072,8 @@ impl ShmProvider {
             return;
         };
         session.close(DownReason::Disconnected);
+        // Whoever does not leave this to polls has a peer that is gone, lies, or is given up, by its silence or by who removes it; or ends itself. A record
+        // takes less than this, unless its reader is held up.
         let until = Instant::now() + QUIET_PATIENCE;
         while !session.bounce_is_quiet() && !session.link.is_gone() && Instant::now() < until {
             std::hint::spin_loop();
@@ -1082,7 +1105,7 @@ impl ShmProvider {
                 at += 1;
                 continue;
             };
-            match session.poll(&self.memory, &mut gpus, sink) {
+            match session.poll(now, &self.memory, &mut gpus, sink) {
                 Ok(more) => {
                     any |= more;
                     at += 1;
@@ -1250,9 +1273,9 @@ impl Provider for ShmProvider {
         }
     }
 
-    /// Returns within a millisecond. What a GPU is copying is reported when it has. If the peer is stopped while it copies a record out of the bounce
-    /// ring (by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
-    /// on.
+    /// Returns within a millisecond, as nobody need poll after it. What a GPU is copying is reported when it has. If the peer is held up for longer while it
+    /// copies a record out of the bounce ring (stopped by a signal, say), that record, 64 KiB at most, may still reach its own memory when it goes
+    /// on, and be counted there.
     fn disconnect<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         match self.slots.get(usize::from(peer.index)) {
             Some(Slot::Up(session)) if session.peer() == peer => {
@@ -1264,7 +1287,8 @@ impl Provider for ShmProvider {
     }
 
     /// Pieces that wait for the peer are given back at once, as nothing of them was written; those end that a GPU copies, when it has. If any lies in the bounce ring, the ring is closed, and
-    /// the next poll ends the rest and the connection, as [`ShmProvider::disconnect`] does.
+    /// the next poll ends the rest and the connection; a later one, if the peer is in the middle of a record: when it is done with that, or, as it may be
+    /// stopped there, after a second. What is posted meanwhile finds no room.
     fn abort<S: Sink>(&mut self, peer: PeerId, sink: &mut S) {
         if let Some(session) = self.session(peer) {
             session.return_waiting(sink);

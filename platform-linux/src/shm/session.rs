@@ -62,6 +62,9 @@ const ASKED_MAX: usize = 16;
 /// What is owed to the peer is tried again so often, and refused after so long.
 const OWED_PAUSE: Duration = Duration::from_millis(1);
 pub(super) const OWED_PATIENCE: Duration = Duration::from_secs(10);
+/// A session that ends is over then, though its peer is still in the middle of a bounced record. Longer than a page takes to come from a slow disk, or
+/// a thread to have its turn on a crowded processor: a peer that is held up for longer is taken for stopped.
+pub(super) const RECORD_PATIENCE: Duration = Duration::from_secs(1);
 /// A piece that the peer reads soon after it was told, and is told where: well below what is copied past the caches.
 const SHORT_BYTES: u64 = 4 << 10;
 /// Entries of a lane that share a cache line. Not more are taken from one lane in one poll: whether the
@@ -320,8 +323,11 @@ pub(super) struct Session {
     retry: usize,
     bounce_out: bounce::Writer,
     bounce_in: bounce::Reader,
-    /// Nothing more is posted, and the session ends for this reason at the next poll, or when GPUs have done with it.
+    /// Nothing more is posted, and the session ends for this reason: at the next poll, or when GPUs have done with it and the peer with the bounced
+    /// record that it is taking.
     pub(super) closing: Option<DownReason>,
+    /// The peer is not waited for any longer then. `None`: nobody has looked at the time since the session is closing.
+    closed_by: Option<Time>,
     held: u64,
     /// Something was made visible that the peer has not been rung for.
     unrung: bool,
@@ -384,6 +390,7 @@ impl Session {
             bounce_out: bounce::Writer::default(),
             bounce_in: bounce::Reader::default(),
             closing: None,
+            closed_by: None,
             held: NO_KEY,
             unrung: false,
             turns: Turns { claims: can_claim(), ..Turns::default() },
@@ -441,7 +448,9 @@ impl Session {
         sink: &S,
     ) -> Step {
         if self.closing.is_some() {
-            return Step::Ended(Err(WorkError::PeerGone));
+            // While the peer is waited for nothing fails, a heartbeat least of all: with that the connection would go before its time.
+            let waits = !self.bounce_is_quiet();
+            return if waits { Step::NoRoom } else { Step::Ended(Err(WorkError::PeerGone)) };
         }
         match self.step(work, gpus, sink) {
             Step::NotYet if self.waiting.len() < WAITING_MAX => {
@@ -580,7 +589,7 @@ impl Session {
         Ok(room)
     }
 
-    /// The peer broke the protocol: ends the piece, and the session at the next poll.
+    /// The peer broke the protocol: ends the piece, and the session at a later poll.
     fn broken(&mut self) -> Step {
         self.close(DownReason::Protocol);
         Step::Ended(Err(WorkError::PeerGone))
@@ -859,6 +868,7 @@ impl Session {
     /// Idle, it costs three loads and one for each lane in use.
     pub(super) fn poll<S: Sink>(
         &mut self,
+        now: Time,
         memory: &ShmMemory,
         gpus: &mut Copying,
         sink: &mut S,
@@ -878,9 +888,16 @@ impl Session {
             any |= self.retry_waiting(gpus, sink);
         }
         self.settle();
-        // Whether the peer is in the middle of a record is for `end` to wait for, and not for long: stopped there, it says no more.
-        let over = self.closing.is_some() && self.flying == 0;
-        if over { Err(Broken) } else { Ok(any) }
+        if self.closing.is_some() && self.is_over(now) { Err(Broken) } else { Ok(any) }
+    }
+
+    /// Whether a session that is closing may end. A peer that is slow in the middle of a record is waited for: what it is putting to its place would land
+    /// after the end was told. Stopped there, by a signal or the freezer, it says no more, and is not waited for without end. (If it
+    /// dies there, its socket tells.)
+    #[cold]
+    fn is_over(&mut self, now: Time) -> bool {
+        let closed_by = *self.closed_by.get_or_insert(now.after(RECORD_PATIENCE));
+        self.flying == 0 && (self.bounce_is_quiet() || now >= closed_by)
     }
 
     /// Whether nothing that was put into the bounce ring can be delivered any more, or there is nothing.
@@ -1381,7 +1398,7 @@ impl Session {
         self.retry = 0;
     }
 
-    /// Ends all pieces. The bounce ring is closed, and the peer not in the middle of a record, gone, or stopped there.
+    /// Ends all pieces. The bounce ring is closed, and the peer not in the middle of a record, gone, or not waited for there any longer.
     pub(super) fn flush<S: Sink>(&mut self, error: WorkError, sink: &mut S) {
         self.flush_waiting(error, sink);
         self.flush_landed(error, sink);

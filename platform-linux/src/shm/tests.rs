@@ -502,6 +502,43 @@ fn whoever_does_not_finish_is_dropped_in_time_and_the_number_is_bounded() {
     assert_eq!(b.provider.handshakes, 5);
 }
 
+/// Those who have called while nobody looked may finish, though they are more than one look hears; but have no longer for that than others.
+#[test]
+fn whoever_has_called_while_nobody_looked_is_not_late() {
+    let (mut a, mut b) = pair();
+    let far = |n: u64| Time::from_nanos(n * 1_000_000_000);
+    let mut callers = Vec::new();
+    for _ in 0..STRANGERS_MAX {
+        callers.push(socket::call(&b.provider.id).unwrap());
+        b.provider.look(far(10), &mut b.record);
+    }
+    assert_eq!(b.provider.handshakes, STRANGERS_MAX);
+    let to_b = a.peer(&b);
+    // One more event than a look takes.
+    tell(&a.provider.session(to_b).unwrap().link.socket, &Message::Kick, None).unwrap();
+    for caller in &callers {
+        tell(caller, &Message::Call { nonce: [0; 32], target: b.provider.id }, None).unwrap();
+    }
+    b.provider.look(far(15), &mut b.record);
+    assert_eq!((b.provider.handshakes, b.provider.stats.dropped), (STRANGERS_MAX, 0));
+    b.provider.look(far(16), &mut b.record);
+    assert_eq!(b.provider.handshakes, STRANGERS_MAX);
+    b.provider.look(far(17), &mut b.record);
+    assert_eq!((b.provider.handshakes, b.provider.stats.dropped), (0, STRANGERS_MAX as u64));
+}
+
+/// Whoever looks seldom does not keep places for those who never say anything.
+#[test]
+fn whoever_stays_silent_is_late_though_nobody_looks() {
+    let mut b = Node::new(2);
+    let _silent = socket::call(&b.provider.id).unwrap();
+    for (s, there) in [(10, 1), (20, 1), (30, 0), (40, 0)] {
+        b.provider.look(Time::from_nanos(s * 1_000_000_000), &mut b.record);
+        assert_eq!(b.provider.handshakes, there, "after {s} s");
+    }
+    assert_eq!(b.provider.stats, ShmStats { accepted: 1, refused: 0, dropped: 1 });
+}
+
 /// More calls at once than there are places: the rest has its turn, as soon as one is free.
 #[test]
 fn whoever_finds_no_place_is_let_in_when_one_is_free() {
@@ -1232,33 +1269,67 @@ fn abort_and_disconnect_end_every_piece_once() {
     }
 }
 
+/// `b` takes a record of a piece of `a`'s, or is done with it.
+fn take_record(a: &Node, b: &mut Node, key: u64) {
+    let to_a = b.peer(a);
+    let link = &b.provider.session(to_a).unwrap().link;
+    link.segment.inbound().bounce_active().store(key, Ordering::SeqCst);
+}
+
+/// An abort while `b` is in the middle of a record. While it is, and was not for too long, nothing ends, nor is anything posted that could end. Returns
+/// when the first poll after it was.
+fn abort_in_a_record(a: &mut Node, b: &mut Node, far: &Foreign) -> Time {
+    let peer = a.peer(b);
+    let src = source(a, 1 << 20, 1);
+    // The first write makes the region known.
+    a.post(&[WorkRequest { len: 1, ..write(0, peer, &src, &far.region) }]);
+    run(a, b, |a, _| a.record.done.len() == 1);
+    a.record.done.clear();
+    b.record.immediates.clear();
+    assert_eq!(a.post(&[write(1, peer, &src, &far.region)]), 1);
+    take_record(a, b, bounce::OPEN);
+    a.provider.abort(peer, &mut a.record);
+    let now = a.now();
+    for ms in [0, 20, 200, 999] {
+        a.provider.poll(now.after(Duration::from_millis(ms)), &mut a.record);
+        let beat = WorkRequest { len: 0, ..write(2, peer, &src, &far.region) };
+        assert_eq!(a.post(&[beat]), 0, "after {ms} ms");
+        assert!(a.record.done.is_empty() && a.record.lost.is_empty(), "after {ms} ms");
+        assert!(!a.provider.arm(), "nobody wakes it when it may go on");
+    }
+    now
+}
+
+fn is_aborted(a: &mut Node, b: &Node) {
+    let peer = a.peer(b);
+    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed))]);
+    assert_eq!(a.record.lost, [(peer, DownReason::Disconnected)]);
+    assert!(a.provider.arm(), "nothing is left to be done");
+}
+
+/// What a slow peer is putting to its place lands before the end is told.
+#[test]
+fn an_abort_waits_for_a_peer_that_is_slow_in_the_middle_of_a_record() {
+    let (mut a, mut b) = pair_by(ForeignPath::BounceOnly);
+    let far = foreign(&b, 1 << 20);
+    let start = abort_in_a_record(&mut a, &mut b, &far);
+    take_record(&a, &mut b, immwire_core::hazard::NO_KEY);
+    a.provider.poll(start.after(Duration::from_millis(999)), &mut a.record);
+    is_aborted(&mut a, &b);
+    run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
+    assert!(b.record.immediates.is_empty());
+}
+
 /// Whoever is stopped while it takes a record does not say any more that it is done with it.
 #[test]
 fn an_abort_ends_though_the_peer_is_stopped_in_the_middle_of_a_record() {
     let (mut a, mut b) = pair_by(ForeignPath::BounceOnly);
-    let (peer, to_a) = (a.peer(&b), b.peer(&a));
-    let (src, far) = (source(&a, 1 << 20, 1), foreign(&b, 1 << 20));
-    // The first write makes the region known.
-    a.post(&[WorkRequest { len: 1, ..write(0, peer, &src, &far.region) }]);
-    run(&mut a, &mut b, |a, _| a.record.done.len() == 1);
-    a.record.done.clear();
-    b.record.immediates.clear();
-    assert_eq!(a.post(&[write(1, peer, &src, &far.region)]), 1);
-    let taking = |b: &mut Node, key| {
-        let link = &b.provider.session(to_a).unwrap().link;
-        link.segment.inbound().bounce_active().store(key, Ordering::SeqCst);
-    };
-    taking(&mut b, bounce::OPEN);
-    a.provider.abort(peer, &mut a.record);
-    let start = Instant::now();
-    while a.record.lost.is_empty() && start.elapsed() < Duration::from_millis(50) {
-        a.poll();
-    }
-    assert_eq!(a.record.done, [(1, Err(WorkError::Flushed))]);
-    assert_eq!(a.record.lost, [(peer, DownReason::Disconnected)]);
-    assert!(a.provider.arm(), "nothing is left to be done");
+    let far = foreign(&b, 1 << 20);
+    let start = abort_in_a_record(&mut a, &mut b, &far);
+    a.provider.poll(start.after(session::RECORD_PATIENCE), &mut a.record);
+    is_aborted(&mut a, &b);
     // It goes on.
-    taking(&mut b, immwire_core::hazard::NO_KEY);
+    take_record(&a, &mut b, immwire_core::hazard::NO_KEY);
     run(&mut a, &mut b, |_, b| !b.record.lost.is_empty());
     assert!(b.record.immediates.is_empty());
 }
@@ -1370,15 +1441,26 @@ fn a_sleeper_is_woken_by_each_thing_that_can_happen() {
 /// The sockets are looked at by the clock, too: whoever is polled seldom does not hear callers, questions and ends after many polls only.
 #[test]
 fn whoever_is_polled_seldom_looks_at_its_sockets_each_time() {
+    for ms in [50, 3000] {
+        for polls in 0..LOOK_EVERY_IN_A_HURRY {
+            looks_at_its_sockets_each_time(Duration::from_millis(ms), polls);
+        }
+    }
+}
+
+/// Though it is polled once in a `pause`. It was so many times before.
+fn looks_at_its_sockets_each_time(pause: Duration, polls: u32) {
     let (mut a, mut b) = (Node::new(1), Node::new(2));
+    b.provider.polls = polls;
     let to_b = a.call(&b);
     let mut now = b.now();
     let mut few_polls =
         |a: Option<&mut Node>, b: &mut Node, done: &dyn Fn(&Record, &Record) -> bool| {
             let mut a = a;
             for _ in 0..6 {
-                now = now.after(Duration::from_millis(50));
-                // Two polls a step.
+                // An engine polls before it looks at the clock, and then again.
+                b.provider.poll(now, &mut b.record);
+                now = now.after(pause);
                 for _ in 0..2 {
                     b.provider.poll(now, &mut b.record);
                 }
