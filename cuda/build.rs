@@ -2,8 +2,7 @@
 //!
 //! `IMMWIRE_NVCC` names an nvcc, and then it must work; `none` stands for none. Unset, the one of `CUDA_HOME`,
 //! `CUDA_PATH` or `PATH` is tried; if it fails, or there is none, the crate is built without kernels, and says so when
-//! they are asked for, and why. `cuda/toolchain` fetches a compiler. Kernels are optimised as the profile is: hardly where
-//! `opt-level` is below 2.
+//! they are asked for, and why. `cuda/toolchain` fetches a compiler. `IMMWIRE_NVCC_FLAGS` are given to nvcc behind our own.
 
 use std::env;
 use std::error::Error;
@@ -16,6 +15,8 @@ mod targets;
 
 use targets::{IMAGES, Target};
 
+/// Names the variable of further flags for nvcc.
+const FLAGS: &str = "IMMWIRE_NVCC_FLAGS";
 /// Of what a compiler has to say, so many characters are kept for who asks for kernels.
 const KEPT_CHARACTERS: usize = 600;
 
@@ -31,6 +32,7 @@ fn main() -> Result<(), Box<dyn Error>> {
         println!("cargo::rerun-if-changed=kernels/{header}");
     }
     println!("cargo::rerun-if-env-changed=IMMWIRE_NVCC");
+    println!("cargo::rerun-if-env-changed={FLAGS}");
     let folder = PathBuf::from(env::var_os("OUT_DIR").ok_or("no OUT_DIR")?);
     let named = env::var_os("IMMWIRE_NVCC");
     if named.is_none() {
@@ -98,10 +100,7 @@ fn compile_one(
     let source = format!("kernels/{name}.cu");
     let mut command = Command::new(nvcc);
     command.args(["-fatbin", "-std=c++17", "-O3", "-Werror", "all-warnings"]);
-    // As far as all else that is built: where that is hardly, for tests, kernels take two fifths of the time.
-    if matches!(env::var("OPT_LEVEL").as_deref(), Ok("0" | "1")) {
-        command.args(["-Xcicc", "-O1", "-Xptxas", "-O1"]);
-    }
+    command.args(env::var(FLAGS).unwrap_or_default().split_whitespace());
     // One for each target, at once.
     command.args(["--threads", "0"]);
     command.args(["-Xfatbin", "-compress-all"]);
