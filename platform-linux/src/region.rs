@@ -121,6 +121,17 @@ impl Region {
         Ok(())
     }
 
+    /// Whether [`Region::write`] may write `len` bytes there. Nothing is copied.
+    ///
+    /// # Errors
+    ///
+    /// [`AccessError::Region`], [`AccessError::ReadOnly`].
+    pub fn check_write(&self, offset: u64, len: usize) -> Result<(), AccessError> {
+        let to = self.at(offset, len)?;
+        let may = self.place() != Place::Host || self.registration.may_write(to.addr(), len);
+        if may { Ok(()) } else { Err(AccessError::ReadOnly) }
+    }
+
     /// Copies bytes in; into a GPU's memory as slowly as [`Region::read`] out of it, and given up as that is. Of the host's memory that
     /// was registered for no peer to write to, the kernel is asked whether this process may, until it has said so of all of it.
     ///
@@ -132,9 +143,7 @@ impl Region {
         if self.place() != Place::Host {
             return self.copy_gpu(offset, bytes.as_ptr().cast_mut(), bytes.len(), false);
         }
-        if !self.registration.may_write(to.addr(), bytes.len()) {
-            return Err(AccessError::ReadOnly);
-        }
+        self.check_write(offset, bytes.len())?;
         // SAFETY: as in `read`, with the roles exchanged; the region's bytes may be written, by `alloc`
         // or by the promise of `register`'s caller.
         unsafe { std::ptr::copy(bytes.as_ptr(), to, bytes.len()) };

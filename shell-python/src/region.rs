@@ -488,16 +488,17 @@ impl RegionBase {
         let view = View::contiguous(data, false)?;
         let length = u64::try_from(view.len()).unwrap_or(u64::MAX);
         region.slice(offset, length).map_err(|error| errors::region(&error))?;
-        // What peers may not write to may be mapped read only, whatever its object says: the kernel is asked there.
-        if self.device.is_some() || !region.desc().rights.remote_write() {
+        if self.device.is_some() {
             let bytes = view.to_vec();
             let written = py.detach(|| region.write(offset, &bytes));
             return written.map_err(|error| errors::access(&error));
         }
+        // What peers may not write to may be mapped read only, whatever its object says.
+        region.check_write(offset, view.len()).map_err(|error| errors::access(&error))?;
         let copy = || {
             let to = region.as_ptr().wrapping_add(usize::try_from(offset).unwrap_or(usize::MAX));
             // SAFETY: for `copy`:
-            // - `to` is valid for `length` bytes, to be written too, as by peers: `slice` checked the range, and `region` keeps it mapped;
+            // - `to` is valid for `length` bytes, to be written, too: `check_write` has looked, and `region` keeps it mapped;
             // - the view's memory is valid for reading while it is held;
             // - they may overlap, which `copy` allows, and others may write to either meanwhile, in which case
             //   the copy is torn: no reference is formed to them, and bytes have no invalid values.

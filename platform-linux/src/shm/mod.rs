@@ -125,7 +125,7 @@ const ACCEPTS_MAX: usize = 16;
 pub const STRANGERS_MAX: usize = 64;
 /// How long a caller may take for the handshake.
 pub const STRANGER_PATIENCE: Duration = Duration::from_secs(2);
-/// Nobody has looked for a while if a caller's time has been up for so long.
+/// Who has not looked for so long has not looked for a while.
 const UNHEARD: Duration = Duration::from_millis(20);
 /// How long nobody is accepted after the process has run out of files.
 const OUT_OF_FILES_PAUSE: Duration = Duration::from_millis(100);
@@ -291,6 +291,10 @@ pub struct ShmProvider {
     look_now: bool,
     /// The sockets are looked at by then.
     look_by: Time,
+    /// They were looked at last,
+    looked: Time,
+    /// and not for a while before.
+    unheard: bool,
     /// Whether some session awaits an answer.
     expecting: bool,
     /// The listener is not watched until then, or until a stranger leaves its place.
@@ -459,6 +463,8 @@ impl ShmProvider {
             polls: 0,
             look_now: false,
             look_by: Time::ZERO,
+            looked: Time::ZERO,
+            unheard: false,
             expecting: false,
             paused: None,
             stats: ShmStats::default(),
@@ -531,6 +537,7 @@ impl ShmProvider {
 
     fn look<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         self.look_by = now.after(LOOK_WITHIN);
+        self.unheard = now.since(std::mem::replace(&mut self.looked, now)) >= UNHEARD;
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
         let no_wait = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ready = match epoll::wait(&self.epoll, &mut events, Some(&no_wait)) {
@@ -653,7 +660,8 @@ impl ShmProvider {
         Some(stranger)
     }
 
-    /// Whether the time of the stranger there is up. Nobody is silent while nobody looks: if it has been for so long, it has as much again, once.
+    /// Whether the time of the stranger there is up. Nobody is silent while nobody looks: if that is so when its time is up, it has as much again,
+    /// once.
     fn is_late(&mut self, at: usize, now: Time) -> bool {
         let Some(Some(stranger)) = self.strangers.get_mut(at) else {
             return false;
@@ -661,8 +669,7 @@ impl ShmProvider {
         if now < stranger.deadline {
             return false;
         }
-        let unheard = now.since(stranger.deadline) >= UNHEARD;
-        if unheard && !std::mem::replace(&mut stranger.has_more, true) {
+        if self.unheard && !std::mem::replace(&mut stranger.has_more, true) {
             stranger.deadline = now.after(STRANGER_PATIENCE);
             return false;
         }
