@@ -125,8 +125,8 @@ const ACCEPTS_MAX: usize = 16;
 pub const STRANGERS_MAX: usize = 64;
 /// How long a caller may take for the handshake.
 pub const STRANGER_PATIENCE: Duration = Duration::from_secs(2);
-/// Who has not looked for so long has not looked for a while.
-const UNHEARD: Duration = Duration::from_millis(20);
+/// Who has not looked for longer has not listened: an engine that sleeps, and is woken by whatever comes, does not sleep for longer.
+const UNHEARD: Duration = Duration::from_secs(1);
 /// How long nobody is accepted after the process has run out of files.
 const OUT_OF_FILES_PAUSE: Duration = Duration::from_millis(100);
 /// How long an end that cannot wait for polls to come waits for a peer that is copying out of the bounce ring right then.
@@ -537,7 +537,7 @@ impl ShmProvider {
 
     fn look<S: Sink>(&mut self, now: Time, sink: &mut S) -> bool {
         self.look_by = now.after(LOOK_WITHIN);
-        self.unheard = now.since(std::mem::replace(&mut self.looked, now)) >= UNHEARD;
+        self.unheard = now.since(std::mem::replace(&mut self.looked, now)) > UNHEARD;
         let mut events = [const { std::mem::MaybeUninit::<epoll::Event>::uninit() }; EVENTS_MAX];
         let no_wait = rustix::event::Timespec { tv_sec: 0, tv_nsec: 0 };
         let ready = match epoll::wait(&self.epoll, &mut events, Some(&no_wait)) {

@@ -1441,7 +1441,7 @@ fn a_sleeper_is_woken_by_each_thing_that_can_happen() {
 /// The sockets are looked at by the clock, too: whoever is polled seldom does not hear callers, questions and ends after many polls only.
 #[test]
 fn whoever_is_polled_seldom_looks_at_its_sockets_each_time() {
-    for ms in [50, 2000, 2001, 2019, 3000] {
+    for ms in [50, 700, 1000, 1001, 1500, 2000, 2001, 2019, 3000] {
         for polls in 0..LOOK_EVERY_IN_A_HURRY {
             looks_at_its_sockets_each_time(Duration::from_millis(ms), polls);
         }
