@@ -16,9 +16,7 @@ use rustix::process::Signal;
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
 use crate::ends::flood;
-use crate::host::{
-    Foreign, Host, Memory, Motor, Own, Pattern, Setup, is_emulated, names, patience,
-};
+use crate::host::{Foreign, Host, Memory, Motor, Own, Pattern, Setup, names, patience};
 use crate::operations::{only_peer, write};
 use crate::{Case, Spread, Test, foreign, life};
 
@@ -567,9 +565,7 @@ fn nics_fail_and_return(case: &Case) {
     let (there, desc) = other.memory(&me, SIZE, Own::Engine);
     let (counter, tag) = other.counter(&me);
     let mut random = case.random();
-    // Each takes seconds on emulated processors.
-    let laps = if is_emulated() { 5 } else { 15 };
-    for lap in 0..laps {
+    for lap in 0..15 {
         let pattern = case.pattern(lap);
         pattern.fill(&src, 0, SIZE, 0);
         let mut submitted = 0;
@@ -601,7 +597,7 @@ fn nics_fail_and_return(case: &Case) {
     }
     other.tell(&me, Ask::Poison { region: there, offset: 0, len: SIZE, byte: 0 });
     me.done(&write(&me, peer, &src, &desc, (0, 0, SIZE), None));
-    other.check(&me, there, 0, SIZE, case.pattern(laps - 1));
+    other.check(&me, there, 0, SIZE, case.pattern(14));
 }
 
 fn no_nic_left(case: &Case) {

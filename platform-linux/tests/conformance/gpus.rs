@@ -24,7 +24,7 @@ use immwire_cuda::{
 };
 
 use crate::agent::{Agent, Ask, Say, Write1, encode, plain};
-use crate::host::{Host, Lent, Own, Setup, first_other, is_emulated, names, patience, poison};
+use crate::host::{Host, Lent, Own, Setup, first_other, names, patience, poison};
 use crate::operations::{only_peer, write};
 use crate::segment::{PART, Part, Segment, driver_s, go_on, held_up, kept, pin, stick, unpin};
 use crate::{Case, Provider, Random, Spread, Test};
@@ -202,8 +202,7 @@ fn several_allocations(case: &Case) {
     let (counter, tag) = other.counter(&me);
     let back = me.engine.counter().expect("a counter");
     // With one message, with two, with three.
-    let all: &[usize] = if is_emulated() { &[3, 17, 40] } else { &[2, 3, 16, 17, 40] };
-    for (n, &parts) in (0..).zip(all) {
+    for (n, parts) in (0..).zip([2, 3, 16, 17, 40]) {
         let before = [kept(), Some(other.number(&me, Ask::Kept))];
         let (there, desc, bytes) = segment(&me, &mut other, parts);
         let src = me.segment(0, 3, AROUND.0, 3 * PART - AROUND.0 - AROUND.1);
@@ -842,7 +841,7 @@ fn a_stream_holds_nothing_else(case: &Case) {
     // No page next to the last one's.
     let pages: Vec<u32> = (0..PAGES).map(|page| page * 999 % PAGES).collect();
     let gated = Gated::new();
-    for round in 1..if is_emulated() { 2 } else { 4 } {
+    for round in 1..4 {
         other.tell(&me, Ask::Poison { region: there, offset: 0, len: bytes, byte: 0xa5 });
         gated.hold(&me, round);
         let list = || Pages { indices: pages.clone().into(), stride: PAGE, offset: 0 };

@@ -13,7 +13,7 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 use crate::agent::{Ask, Say, Write1, encode, plain};
 use crate::gpus::{GIVES_UP_WITHIN, goes_within, refuse};
-use crate::host::{Host, Own, Setup, first_other, is_emulated, names, patience, poison};
+use crate::host::{Host, Own, Setup, first_other, names, patience, poison};
 use crate::operations::{only_peer, write};
 use crate::segment::{go_on, held_up, stick};
 use crate::{Case, Provider, Spread, Test};
@@ -94,7 +94,7 @@ fn every_way_at_once(case: &Case) {
     // By turns of two GPUs and the host.
     let theirs: Vec<_> = (0..3).map(|_| other.memory(&me, BYTES, Own::Engine)).collect();
     assert!(theirs.iter().any(|it| is_staged(&it.1)) && theirs.iter().any(|it| !is_staged(&it.1)));
-    for round in 0..if is_emulated() { 1 } else { 3_u64 } {
+    for round in 0..3_u64 {
         let pattern = case.pattern(round);
         for source in &sources {
             pattern.fill(source, 0, BYTES, 0);

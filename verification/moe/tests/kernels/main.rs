@@ -1,5 +1,5 @@
 //! The kernels against what must come of them, on a CPU: random worlds, shapes, routes and orders; ranks that are late, dead,
-//! or wrong. Each case prints its seed if it fails; `IMMWIRE_SEEDS=FIRST..LAST` runs others, `IMMWIRE_FULL=1` three times as many.
+//! or wrong. Each case prints its seed if it fails; `IMMWIRE_SEEDS=FIRST..LAST` runs others.
 
 #![allow(
     clippy::cast_possible_truncation,
@@ -18,19 +18,14 @@ use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use world::{Style, UNTOUCHED, World};
 
-fn is_full() -> bool {
-    std::env::var_os("IMMWIRE_FULL").is_some_and(|value| value == "1")
-}
-
-/// Runs one case for each of so many seeds; for a third of them unless all is asked for.
+/// Runs one case for each of so many seeds.
 fn for_seeds(cases: u64, case: impl Fn(u64)) {
     let seeds = match std::env::var("IMMWIRE_SEEDS") {
         Ok(given) => {
             let (first, last) = given.split_once("..").unwrap();
             first.parse().unwrap()..last.parse().unwrap()
         }
-        Err(_) if is_full() => 0..cases,
-        Err(_) => 0..cases.div_ceil(3),
+        Err(_) => 0..cases,
     };
     for seed in seeds {
         if let Err(why) = catch_unwind(AssertUnwindSafe(|| case(seed))) {
