@@ -60,8 +60,9 @@ pub const NOT_WRITTEN_WHILE_STOPPED: &[Test] = &[
 pub const WITH_SEVERAL_NICS: &[Test] =
     &[("nics_fail_and_return", Spread::Places, nics_fail_and_return)];
 
-/// What has not moved for so long does not.
+/// What has not moved for so long does not, but for heartbeats, which are no more than so many meanwhile.
 const STILL: Duration = Duration::from_millis(500);
+const HEARTBEATS: u64 = 4;
 
 /// How soon others are served, and waits end.
 const SOON: Duration = Duration::from_secs(2);
@@ -221,7 +222,7 @@ fn full_receiver_killed(case: &Case) {
     let (mut completed, mut since) = (0, Instant::now());
     let stands_still = me.until(patience(), || {
         let now = me.engine.stats().completed;
-        if now != completed {
+        if now > completed + HEARTBEATS {
             (completed, since) = (now, Instant::now());
         }
         (since.elapsed() > STILL).then_some(())
