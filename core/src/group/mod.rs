@@ -1470,8 +1470,8 @@ where
                     let until = now.after(self.config.drain);
                     active.drain = Drain::Waiting { since: now, until };
                 }
-                Drain::Waiting { since, .. } => self.force(now, index, Some(since)),
-                Drain::Forced { .. } => self.force(now, index, None),
+                Drain::Waiting { since, .. } => self.force(now, index, since, false),
+                Drain::Forced { since, .. } => self.force(now, index, since, true),
             }
         }
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
@@ -1701,40 +1701,48 @@ where
         self.settle(index);
     }
 
-    /// The drain took too long: abort the peers that made no progress since it began, or, if that
-    /// did not do, every peer of the transfer that has anything in flight; or, of either, that one alone that all which
-    /// the transfer has in flight goes to.
-    fn force(&mut self, now: Time, index: u16, since: Option<Time>) {
+    /// The drain took too long: abort the peers that made no progress since it began, or since the last time. If that did not
+    /// do, and there are none, one path of a peer is stuck beside others: every peer of the transfer that has anything in
+    /// flight. Or, of either, that one alone that all which the transfer has in flight goes to.
+    fn force(&mut self, now: Time, index: u16, since: Time, again: bool) {
         let until = now.after(self.config.drain.max(MIN_FORCE_INTERVAL));
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         let Some(active) = slot.and_then(TransferSlot::active) else {
             return;
         };
-        active.drain = Drain::Forced { until };
-        for peer_index in 0..self.peers.as_ref().len() {
-            self.force_peer(index, index_of(peer_index), since);
+        active.drain = Drain::Forced { since: now, until };
+        if !self.force_peers(index, Some(since)) && again {
+            self.force_peers(index, None);
         }
     }
 
-    /// Wants the peer aborted if the transfer goes to it and it is stuck.
-    fn force_peer(&mut self, index: u16, peer_index: u16, since: Option<Time>) {
+    /// Wants those aborted of the transfer's peers that are stuck, and tells whether there are any.
+    fn force_peers(&mut self, index: u16, since: Option<Time>) -> bool {
+        let peers = 0..self.peers.as_ref().len();
+        peers.fold(false, |some, peer| self.force_peer(index, index_of(peer), since) | some)
+    }
+
+    /// Wants the peer aborted if the transfer goes to it and it is stuck, and tells whether it is.
+    fn force_peer(&mut self, index: u16, peer_index: u16, since: Option<Time>) -> bool {
         let slot = self.transfers.as_mut().get_mut(usize::from(index));
         let Some(active) = slot.and_then(TransferSlot::active) else {
-            return;
+            return false;
         };
         let Some(slot) = self.peers.as_mut().get_mut(usize::from(peer_index)) else {
-            return;
+            return false;
         };
         let peer = PeerId { index: peer_index, generation: slot.generation };
         let Some(entry) = slot.entry.as_mut() else {
-            return;
+            return false;
         };
         let stuck = since.is_none_or(|since| entry.last_progress <= since);
         let awaited = active.outstanding.sole_peer().is_none_or(|sole| sole == peer_index);
-        if stuck && awaited && !entry.quiet() && active.plan.goes_to(peer) {
+        let is_forced = stuck && awaited && !entry.quiet() && active.plan.goes_to(peer);
+        if is_forced {
             entry.abort_wanted = true;
             self.mark_dirty(peer_index);
         }
+        is_forced
     }
 
     /// Ends a transfer that has nothing in flight and nothing to post.

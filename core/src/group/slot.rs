@@ -89,7 +89,7 @@ impl<P, T> Active<P, T> {
         match self.drain {
             Drain::No => self.deadline,
             Drain::Begins => Time::ZERO,
-            Drain::Waiting { until, .. } | Drain::Forced { until } => until,
+            Drain::Waiting { until, .. } | Drain::Forced { until, .. } => until,
         }
     }
 }
@@ -169,8 +169,9 @@ pub(super) enum Drain {
     Begins,
     /// Pieces in flight are given until `until` to complete by themselves.
     Waiting { since: Time, until: Time },
-    /// Peers without progress were aborted; at `until` every peer is that pieces may be in flight to.
-    Forced { until: Time },
+    /// Peers without progress were aborted at `since`; at `until` those are that make none, or every peer that pieces may be
+    /// in flight to.
+    Forced { since: Time, until: Time },
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

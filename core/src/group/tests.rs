@@ -1880,6 +1880,55 @@ fn an_abort_is_of_whom_it_waits_for_alone() {
     }
 }
 
+/// A stopped scatter waits for two peers. A third, that took its part and goes on taking what others send, is let alone for as
+/// long as one of the two stands still; if all go on, something of the two's is stuck beside what goes on, and all are aborted.
+#[test]
+fn an_abort_is_of_who_stands_still() {
+    const ROUNDS: usize = 4;
+    for (well, late_move) in (0..3).flat_map(|well| [(well, false), (well, true)]) {
+        let setup = Setup { peers: 3, nics: 1, slots: 24, queue_depth: 64, peer_depth: 16, ..SMALL };
+        let mut world = World::new(setup);
+        let request = world.request(Kind::Scatter, 0).unwrap();
+        let scattered = submit(&mut world, request);
+        for peer in (0..3).cycle().take(3 * (ROUNDS + 1)) {
+            tiny(&mut world, peer);
+        }
+        while let Some(work) = world.group.poll_work(0) {
+            world.posted.push(work);
+        }
+        let of = |work: &WorkRequest| work.token.transfer() == scattered;
+        let at = world.posted.iter().position(|work| of(work) && work.peer.index == well).unwrap();
+        let work = world.posted.remove(at);
+        completed(&mut world, &work);
+        assert!(world.group.cancel(world.now, scattered));
+        let mut aborted = Vec::new();
+        for round in 0..ROUNDS {
+            world.now = Time::from_nanos(world.now.as_nanos() + 1);
+            for peer in (0..3).filter(|&peer| peer == well || late_move) {
+                let moves = |work: &WorkRequest| !of(work) && work.peer.index == peer;
+                let at = world.posted.iter().position(moves).unwrap();
+                let work = world.posted.remove(at);
+                completed(&mut world, &work);
+            }
+            world.now = world.group.poll_timeout();
+            world.group.handle_timeout(world.now);
+            while let Some(event) = world.group.poll_event() {
+                match event {
+                    Event::Abort { peer } => aborted.push((round, peer.index)),
+                    Event::Ended { .. } => {}
+                    other => panic!("{other:?}"),
+                }
+            }
+        }
+        aborted.sort_unstable();
+        let expected: Vec<_> = (0..ROUNDS)
+            .flat_map(|round| (0..3).map(move |peer| (round, peer)))
+            .filter(|&(round, peer)| if late_move { round > 0 } else { peer != well })
+            .collect();
+        assert_eq!(aborted, expected, "{well} {late_move}");
+    }
+}
+
 /// Whom pieces in flight go to is known while it is one, whatever went to others before.
 #[test]
 fn a_sole_peer_is_told_from_several() {
