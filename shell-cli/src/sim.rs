@@ -70,6 +70,14 @@ pub enum SimError {
         /// Peers it should have.
         wanted: usize,
     },
+    /// Nobody writes to anybody.
+    #[error("{world} ranks on nodes of {node} are one node, and leave each other out: there is nothing to predict; have more ranks, or a smaller --node-size")]
+    OneNode {
+        /// The most ranks that were asked for.
+        world: u16,
+        /// Ranks of a node.
+        node: u16,
+    },
     /// The fabric's time was up.
     #[error("{what}: {done} of {wanted} had come after {PATIENCE:?} on the fabric's clock")]
     Stuck {
@@ -318,7 +326,8 @@ impl World {
         }
         let stats: Vec<_> =
             (0..).zip(&self.ranks).map(|(engine, _)| self.fabric.stats(engine)).collect();
-        let first = stats.iter().map(|stats| stats.first_arrival).min().unwrap_or(start);
+        let first = stats.iter().map(|stats| stats.first_arrival).min();
+        let first = first.filter(|first| *first != Time::NEVER).unwrap_or(start);
         let last = *seen.last.lock().unwrap_or_else(PoisonError::into_inner);
         Ok(Step {
             took: last.since(start),
@@ -423,7 +432,7 @@ pub fn predict(plan: &Plan) -> Result<Prediction, SimError> {
         let model = plan.nics.first().map(|nic| nic.name);
         let alike = (Some(*nic), *ranks, nics) == (model, plan.world, plan.nics.len());
         // Times of one exchange say nothing of another.
-        alike && plan.bytes == published_bytes(*ranks)
+        alike && plan.node == 1 && plan.bytes == published_bytes(*ranks)
     });
     Ok(Prediction {
         world: plan.world,
@@ -502,6 +511,12 @@ fn routed_bytes(
 /// [`SimError`].
 pub fn ep(args: &SimEpArgs, mut print: impl FnMut(&str)) -> Result<(), SimError> {
     let worlds: &[u16] = if args.sweep { &[8, 16, 32, 64, 128, 256, 512] } else { &[args.world] };
+    // What is one node writes nothing.
+    let from = worlds.partition_point(|&world| world <= args.node_size);
+    let worlds = worlds.get(from..).unwrap_or_default();
+    if worlds.is_empty() {
+        return Err(SimError::OneNode { world: args.world, node: args.node_size });
+    }
     let nics = args.nics.map_or_else(|| usual_nics(&args.nic), usize::from);
     let mut rows = Vec::new();
     for &world in worlds {
@@ -645,8 +660,31 @@ mod tests {
         assert!(between < 0.7 * a.scatter_us, "{between} {}", a.scatter_us);
         assert_eq!(a.published_post_us, Some(1.926));
         // Of the same exchange only.
-        let other = predict(&Plan { bytes: plan.bytes + 1, ..plan }).unwrap();
-        assert_eq!((other.published_post_us, other.published_dispatch_us), (None, None));
+        let bytes = predict(&Plan { bytes: plan.bytes + 1, ..plan.clone() }).unwrap();
+        let nodes = predict(&Plan { node: 8, ..plan }).unwrap();
+        for other in [bytes, nodes] {
+            assert_eq!((other.published_post_us, other.published_dispatch_us), (None, None));
+        }
+    }
+
+    /// Only what crosses is predicted, and of nothing else is there a figure.
+    #[test]
+    fn one_node_is_nothing_to_predict() {
+        let run = |line: &str| {
+            let mut printed = Vec::new();
+            let done = ep(&ep_args(line), |text| printed.push(text.to_owned()));
+            (done.map_err(|error| error.to_string()), printed)
+        };
+        for line in ["--world 8 --node-size 8", "--world 2 --node-size 64"] {
+            let (done, printed) = run(&format!("immwire sim ep --json {line}"));
+            assert!(done.unwrap_err().contains("--node-size") && printed.is_empty(), "{line}");
+        }
+        // The last rank is a node of its own, and all write to it.
+        let (done, printed) = run("immwire sim ep --json --world 9 --node-size 8 --bytes 4K");
+        done.unwrap();
+        let row: serde_json::Value = serde_json::from_str(&printed[0]).unwrap();
+        let first = row["first_transfer_us"].as_f64().unwrap();
+        assert!(first > 0.0 && first < 100.0, "{row}");
     }
 
     #[test]

@@ -114,6 +114,8 @@ pub enum PlanError {
 
 const KIB: u64 = 1 << 10;
 const MIB: u64 = 1 << 20;
+/// The number of a turn of the ping-pong, in front of each message.
+const TURN_BYTES: u64 = 8;
 /// The most memory that one case takes on one side.
 const MEMORY_MAX: u64 = 64 << 30;
 
@@ -170,6 +172,10 @@ impl Wish {
         };
         for size in &self.sizes {
             within("--size", Some(*size), 1, 64 << 30, "1 byte to 64 GiB")?;
+            if self.what == Some(What::Latency) {
+                let allowed = "8 bytes or more: by them it is known which turn came";
+                within("--size of latency", Some(*size), TURN_BYTES, u64::MAX, allowed)?;
+            }
         }
         within("--pages", self.pages.map(u64::from), 1, 1 << 24, "1 to 16777216")?;
         within("--depth", self.depth.map(u64::from), 1, 512, "1 to 512")?;
@@ -337,6 +343,10 @@ mod tests {
         let range = |asked: Wish| matches!(asked.plan(), Err(PlanError::OutOfRange { .. }));
         let write = || wish(Some(What::Write));
         assert!(range(Wish { sizes: vec![0], ..write() }));
+        for size in 0..16 {
+            let latency = Wish { sizes: vec![64, size], ..wish(Some(What::Latency)) };
+            assert_eq!(range(latency), size < 8, "{size}");
+        }
         assert!(range(Wish { depth: Some(0), ..write() }));
         assert!(range(Wish { sizes: vec![64 << 30], depth: Some(2), ..write() }));
         assert!(range(Wish { page_bytes: Some(12), ..wish(Some(What::Pages)) }));

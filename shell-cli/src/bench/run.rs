@@ -13,6 +13,7 @@ use super::say::{Answer, Ask, Layout, fill, page_lists, wrong_bytes};
 use super::serve::{BARRIER_COUNTER, Echo, WrongTurn, barriers, join};
 use crate::baseline::{PingPong, PingPongError, Side, Slots};
 use crate::motor::{Motor, MotorError, desc_of, desc_text};
+use crate::report::stats::SAMPLES_MIN;
 use crate::report::{Measure, Row, Shape};
 use crate::shared::{SharedError, SharedMemory};
 use crate::signals;
@@ -35,8 +36,6 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const SLICE: Duration = Duration::from_millis(200);
 /// About how long a round is.
 const ROUND: Duration = Duration::from_millis(25);
-/// Fewer rounds than this say nothing about spread.
-const ROUNDS_MIN: usize = 7;
 /// Turns of a ping-pong that are timed together.
 const BATCH: u64 = 50;
 
@@ -451,7 +450,7 @@ impl Bench<'_> {
         let mut count = u64::from(case.depth);
         let mut counts = None;
         let start = Instant::now();
-        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+        while samples.ours.len() < SAMPLES_MIN || start.elapsed() < case.time {
             seed += 1;
             fresh(self.motor, seed, count);
             let took = ours(self, count)?;
@@ -713,7 +712,7 @@ impl Bench<'_> {
         let mut samples = Samples::default();
         let (mut turns, mut warm) = (BATCH * 4, 0);
         let start = Instant::now();
-        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+        while samples.ours.len() < SAMPLES_MIN || start.elapsed() < case.time {
             // Every third round is timed turn by turn: for the p99, at the price of the clock.
             let single = warm >= 3 && warm % 3 == 0;
             let ask = Ask::Echo {
@@ -881,7 +880,7 @@ impl Bench<'_> {
         let mut samples = Samples::default();
         let (mut rounds, mut warm) = (20, 0);
         let start = Instant::now();
-        while samples.ours.len() < ROUNDS_MIN || start.elapsed() < case.time {
+        while samples.ours.len() < SAMPLES_MIN || start.elapsed() < case.time {
             for (peer, _) in self.peers {
                 self.ready(*peer, &Ask::Barriers { rounds })?;
             }

@@ -62,7 +62,7 @@ pub struct Row {
     /// Ours against the baseline whose writes are done when the kernel has their bytes, while those of
     /// `ratio` are done when they are there, as ours are; null if both are within 5 %, or one and the same.
     pub early_ratio: Option<f64>,
-    /// `(p95 - p5) / median` of our samples.
+    /// `(p95 - p5) / median` of our samples; null if there are fewer than [`stats::SAMPLES_MIN`].
     pub spread: Option<f64>,
     /// Whether every byte that was looked at was the right one, and every count exact.
     pub verified: bool,
@@ -106,7 +106,7 @@ impl Row {
             baseline_half_rtt_us: base_s.filter(|_| !rate).map(us),
             ratio: median_s.zip(base_s).map(|(ours, base)| base / ours),
             early_ratio: None,
-            spread: summary.map(|summary| summary.spread),
+            spread: summary.and_then(|summary| summary.spread),
             verified,
             shape,
         }

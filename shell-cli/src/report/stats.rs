@@ -18,6 +18,9 @@ pub fn quantile(sorted: &[f64], per_mille: u16) -> Option<f64> {
     sorted.get(rank.saturating_sub(1)).copied()
 }
 
+/// Fewer samples than this say nothing about spread.
+pub const SAMPLES_MIN: usize = 7;
+
 /// What a row says of its samples.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Summary {
@@ -25,8 +28,8 @@ pub struct Summary {
     pub median: f64,
     /// The 99th percentile, in the samples' unit.
     pub p99: f64,
-    /// `(p95 - p5) / median`: how far the run wandered, as a share. Zero for one sample.
-    pub spread: f64,
+    /// `(p95 - p5) / median`: how far the run wandered, as a share. Of fewer than [`SAMPLES_MIN`] nobody can say.
+    pub spread: Option<f64>,
 }
 
 /// Summarises `samples`, in any order; `None` if there are none or one is not a finite number.
@@ -42,6 +45,7 @@ pub fn summarise(samples: &[f64]) -> Option<Summary> {
     let median = quantile(&sorted, 500)?;
     let (low, high) = (quantile(&sorted, 50)?, quantile(&sorted, 950)?);
     let spread = if median == 0.0 { 0.0 } else { (high - low) / median };
+    let spread = (sorted.len() >= SAMPLES_MIN).then_some(spread);
     Some(Summary { median, p99: quantile(&sorted, 990)?, spread })
 }
 
@@ -77,14 +81,21 @@ mod tests {
         let got = summarise(&mixed).unwrap();
         assert_eq!(got, summarise(&up).unwrap());
         assert_eq!((got.median, got.p99), (500.0, 990.0));
-        assert!((got.spread - (950.0 - 50.0) / 500.0).abs() < 1e-12);
+        assert!((got.spread.unwrap() - (950.0 - 50.0) / 500.0).abs() < 1e-12);
     }
 
     #[test]
     fn no_samples_and_nonsense_have_no_summary() {
         assert_eq!(summarise(&[]), None);
         assert_eq!(summarise(&[1.0, f64::NAN]), None);
-        assert_eq!(summarise(&[3.0]), Some(Summary { median: 3.0, p99: 3.0, spread: 0.0 }));
-        assert_eq!(summarise(&[0.0, 0.0]).map(|summary| summary.spread), Some(0.0));
+        assert_eq!(summarise(&[3.0]), Some(Summary { median: 3.0, p99: 3.0, spread: None }));
+    }
+
+    #[test]
+    fn a_few_samples_say_nothing_of_spread() {
+        for count in 1..20 {
+            let spread = summarise(&vec![0.0; count]).unwrap().spread;
+            assert_eq!(spread, (count >= SAMPLES_MIN).then_some(0.0), "{count}");
+        }
     }
 }
