@@ -71,7 +71,9 @@ pub enum SimError {
         wanted: usize,
     },
     /// Nobody writes to anybody.
-    #[error("{world} ranks on nodes of {node} are one node, and leave each other out: there is nothing to predict; have more ranks, or a smaller --node-size")]
+    #[error(
+        "{world} ranks on nodes of {node} are one node, and leave each other out: there is nothing to predict; have more ranks, or a smaller --node-size"
+    )]
     OneNode {
         /// The most ranks that were asked for.
         world: u16,

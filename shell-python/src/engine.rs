@@ -6,6 +6,8 @@
 //!   they may need to end. Nor is a GPU's driver, which waits for what others give it, and pins memory for as
 //!   long as that takes.
 //! - Memory that was registered is let go of, but for what was closed, only when they have been joined, and nobody writes there (`region`).
+//! - Who waits for an engine's end hears signals, and the interpreter's end waits for all of them some seconds at most: engines are stopped by
+//!   threads of their own (`Stopping`).
 //! - A thread that closes an engine inside of a call of its own on it does not wait for that call: where Python code runs, an
 //!   object's property or a signal's handler, it may do that. The call stops the engine as it returns.
 
@@ -14,7 +16,9 @@ use std::marker::PhantomData;
 use std::num::NonZeroU32;
 use std::path::PathBuf;
 use std::ptr::with_exposed_provenance_mut;
+use std::sync::mpsc::{self, Receiver, RecvTimeoutError};
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
+use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
 
 use immwire::shm::{ForeignPath, GroupKey};
@@ -46,8 +50,10 @@ use crate::values::{Message, MrDesc, NetAddr, Nic, PeerGroup, PeerId, Stats, Tar
 use crate::waiting::Waiting;
 use crate::watcher::UvmWatcher;
 
-/// How long the interpreter's end waits for an engine that other threads are using.
-const PATIENCE: Duration = Duration::from_secs(1);
+/// How long the interpreter's end waits for engines that other threads are using.
+const USED: Duration = Duration::from_secs(1);
+/// How long it waits, in all, for engines that stop; and how long the last user of one does that nobody has closed.
+const STOPPED: Duration = Duration::from_secs(5);
 
 /// Transports by name.
 const PROVIDERS: [&str; 3] = ["shm", "libfabric", "verbs"];
@@ -91,26 +97,30 @@ impl std::ops::Deref for Running {
     }
 }
 
-impl Running {
-    /// Stops the engine on this thread, which waits for it, and is not attached.
-    fn stop(mut self) {
-        if let Some(core) = self.0.take() {
-            core.stop();
-        }
-    }
-}
-
 impl Drop for Running {
     fn drop(&mut self) {
         let Some(core) = self.0.take() else { return };
+        let mut core = Some(core);
+        let stop = || core.take().map(Stopping::begin);
         if in_callback() {
-            // A callback's thread would wait for itself. What fails to start leaves the engine running.
-            let reaper = std::thread::Builder::new().name("immwire-reaper".into());
-            let _ = reaper.spawn(move || core.stop());
+            // Its thread would wait for itself.
+            match stop() {
+                Some(Ok(stopping)) => stopping.leave(),
+                // What cannot be stopped here goes on.
+                core => std::mem::forget(core),
+            }
             return;
         }
-        let mut core = Some(core);
-        let stopped = Python::try_attach(|py| py.detach(|| core.take().map(Core::stop)));
+        let stopped = Python::try_attach(|py| {
+            py.detach(|| match stop() {
+                Some(Ok(stopping)) if !stopping.is_over(STOPPED) => stopping.leave(),
+                Some(Ok(stopping)) => stopping.join(),
+                Some(Err(core)) => {
+                    core.map(Core::stop);
+                }
+                None => {}
+            });
+        });
         if stopped.is_none() {
             // The interpreter is ending: callbacks could not be waited for. The kernel frees the rest.
             std::mem::forget(core);
@@ -118,22 +128,105 @@ impl Drop for Running {
     }
 }
 
-/// Stops the engine once nobody else has it, if that is in time: calls of other threads end soon, without waiting any longer.
-/// Not attached.
-fn stop_alone(core: &mut Option<Arc<Running>>, timeout: Duration) -> Option<()> {
-    let from = Instant::now();
-    loop {
-        match Arc::try_unwrap(core.take()?) {
-            Ok(last) => {
-                last.stop();
-                return Some(());
+/// An engine that a thread of its own stops: callbacks under way are waited for, and they may take for ever.
+struct Stopping {
+    thread: JoinHandle<()>,
+    /// Nothing comes: it ends with the thread.
+    over: Receiver<()>,
+    made_in: u32,
+}
+
+/// Those that nobody waits for any more, until the interpreter ends.
+static LEFT: Mutex<Vec<Stopping>> = Mutex::new(Vec::new());
+
+impl Stopping {
+    /// Gives the engine back, as it was, where there can be no thread.
+    fn begin(core: Core) -> Result<Self, Option<Core>> {
+        let (held, over) = mpsc::channel::<()>();
+        let core = Arc::new(Mutex::new(Some(core)));
+        let its = Arc::clone(&core);
+        let thread = std::thread::Builder::new().name("immwire-reaper".into()).spawn(move || {
+            let core = lock(&its).take();
+            drop(its);
+            core.map(Core::stop);
+            drop(held);
+        });
+        match thread {
+            Ok(thread) => Ok(Self { thread, over, made_in: fork::generation() }),
+            Err(_) => Err(lock(&core).take()),
+        }
+    }
+
+    /// Whether the engine is stopped, within `timeout`.
+    fn is_over(&self, timeout: Duration) -> bool {
+        self.over.recv_timeout(timeout) == Err(RecvTimeoutError::Disconnected)
+    }
+
+    fn join(self) {
+        // Its panics are those of callbacks, which were caught.
+        let _ = self.thread.join();
+    }
+
+    /// Waits for it no longer.
+    fn leave(self) {
+        let mut left = lock(&LEFT);
+        let over = left
+            .extract_if(.., |it| it.made_in == fork::generation() && it.is_over(Duration::ZERO));
+        let over: Vec<_> = over.collect();
+        left.push(self);
+        drop(left);
+        over.into_iter().for_each(Self::join);
+    }
+}
+
+/// The end of an engine that somebody waits for.
+enum Ending {
+    /// Other threads' calls may have it, which end soon.
+    Used(Arc<Running>),
+    Stopping(Stopping),
+    Over,
+}
+
+impl Ending {
+    /// Stops the engine once nobody else has it; whether it is over, within `timeout`. Not attached.
+    fn go_on(&mut self, timeout: Duration) -> Option<()> {
+        let from = Instant::now();
+        loop {
+            let left = timeout.saturating_sub(from.elapsed());
+            match std::mem::replace(self, Self::Over) {
+                Self::Used(shared) => match Arc::try_unwrap(shared) {
+                    Ok(mut last) => match last.0.take().map(Stopping::begin) {
+                        Some(Ok(stopping)) => *self = Self::Stopping(stopping),
+                        Some(Err(core)) => {
+                            core.map(Core::stop);
+                        }
+                        None => {}
+                    },
+                    Err(shared) => {
+                        *self = Self::Used(shared);
+                        if left.is_zero() {
+                            return None;
+                        }
+                        std::thread::sleep(Duration::from_millis(1));
+                    }
+                },
+                Self::Stopping(stopping) => {
+                    if !stopping.is_over(left) {
+                        *self = Self::Stopping(stopping);
+                        return None;
+                    }
+                    stopping.join();
+                }
+                Self::Over => return Some(()),
             }
-            Err(shared) => *core = Some(shared),
         }
-        if from.elapsed() >= timeout {
-            return None;
+    }
+
+    /// Leaves it to those who still use it, and to the thread that stops it.
+    fn leave(self) {
+        if let Self::Stopping(stopping) = self {
+            stopping.leave();
         }
-        std::thread::sleep(Duration::from_millis(1));
     }
 }
 
@@ -193,19 +286,36 @@ struct Handle {
 #[pyfunction(name = "_close_all")]
 pub(crate) fn close_all(py: Python<'_>) {
     let engines = std::mem::take(&mut *lock(&ENGINES));
+    let mut endings = Vec::new();
     for handle in engines.iter().filter_map(Weak::upgrade) {
         if handle.made_in == fork::generation() {
-            let mut core = lock(&handle.core).take();
-            // One that is still in use then is stopped by its last user, if that is in time.
-            py.detach(|| {
-                stop_alone(&mut core, PATIENCE);
-                drop(core);
-            });
+            endings.extend(lock(&handle.core).take().map(Ending::Used));
         } else {
             // A parent's: see `fork`.
             std::mem::forget(handle);
         }
     }
+    for left in std::mem::take(&mut *lock(&LEFT)) {
+        if left.made_in == fork::generation() {
+            endings.push(Ending::Stopping(left));
+        } else {
+            std::mem::forget(left);
+        }
+    }
+    py.detach(|| {
+        let from = Instant::now();
+        for ending in &mut endings {
+            ending.go_on(Duration::ZERO);
+        }
+        for ending in &mut endings {
+            ending.go_on(USED.saturating_sub(from.elapsed()));
+        }
+        for ending in endings.iter_mut().filter(|it| matches!(it, Ending::Stopping(_))) {
+            ending.go_on(STOPPED.saturating_sub(from.elapsed()));
+        }
+        // One that is still in use then is stopped by its last user, if that is in time.
+        endings.into_iter().for_each(Ending::leave);
+    });
 }
 
 /// Moves memory to peers by one-sided writes, and counts what arrives.
@@ -1010,7 +1120,8 @@ impl TransferEngine {
     /// Stops the engine: transfers under way end, peers are left, threads are joined. What was closed stays
     /// so; to close it again does nothing. Regions can be closed after it, too.
     ///
-    /// Its callbacks that run are waited for. So a callback can close any engine but the one whose it is, and one that has a
+    /// Its callbacks that run are waited for, however long they take: Ctrl-C is heard meanwhile, raises ``KeyboardInterrupt``, and the engine goes
+    /// on stopping by itself. (The interpreter's end waits for it five seconds at most.) So a callback can close any engine but the one whose it is, and one that has a
     /// callback which is closing that. What closes the engine inside of a call on it, as a signal's handler may, does not wait: the
     /// engine stops when that call returns.
     fn close(&self, py: Python<'_>) -> PyResult<()> {
@@ -1020,17 +1131,16 @@ impl TransferEngine {
         }
         let engine = self.manner.peek().caller.engine();
         let _closing = Closing::begin(engine).map_err(errors::in_callback)?;
-        let mut core = lock(&handle.core).take();
-        if core.is_some() && Using::is_here(engine) {
+        let Some(core) = lock(&handle.core).take() else { return Ok(()) };
+        if Using::is_here(engine) {
             // The last one stops it: that call, or another thread's.
             py.detach(|| drop(core));
             return Ok(());
         }
-        if core.is_some() {
-            // Interrupted, it leaves the engine to those who still use it.
-            wait(py, Duration::MAX, |slice| stop_alone(&mut core, slice))?;
-        }
-        Ok(())
+        let mut ending = Ending::Used(core);
+        let waited = wait(py, Duration::MAX, |slice| ending.go_on(slice));
+        ending.leave();
+        waited.map(drop)
     }
 
     /// Whether it is closed.

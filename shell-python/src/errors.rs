@@ -372,6 +372,11 @@ pub(crate) fn seat(rank: usize, error: SeatError) -> PyErr {
     request(&format!("seat {rank}: {error}"))
 }
 
+/// What was joined is joined once.
+pub(crate) fn joined_already() -> PyErr {
+    request("this was joined already: use what `join` returned then")
+}
+
 /// Another thread is in a call on the same exchange.
 pub(crate) fn exchange_busy() -> PyErr {
     request("another thread is in a call on this exchange, which takes one at a time")

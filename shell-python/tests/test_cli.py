@@ -29,6 +29,23 @@ def test_doctor_finds_its_own_child():
     assert diagnosis["probes"]["process_vm_writev"] == "works"
 
 
+def test_what_lies_where_it_is_called_is_not_run(tmp_path):
+    # As pip installs it, which looks for modules where it lies itself.
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "immwire"
+    script.write_text("import sys\nfrom immwire.__main__ import main\nsys.exit(main())\n")
+    (tmp_path / "here" / "immwire").mkdir(parents=True)
+    strange = "import pathlib\npathlib.Path(__file__ + '.ran').touch()\nraise SystemExit(1)\n"
+    for name in ("immwire/__init__.py", "immwire/__main__.py", "signal.py"):
+        (tmp_path / "here" / name).write_text(strange)
+    command = [sys.executable, str(script), "doctor", "--json"]
+    done = subprocess.run(
+        command, cwd=tmp_path / "here", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert json.loads(done.stdout)["probes"]["process_vm_writev"] == "works", done.stderr
+    assert not list(tmp_path.rglob("*.ran"))
+
+
 def recv(*args):
     return subprocess.Popen(
         [*COMMAND, "recv", *args], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True

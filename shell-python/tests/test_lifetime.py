@@ -454,6 +454,64 @@ def test_a_program_ends_whatever_it_leaves_behind(end, code):
         assert not ended.stderr
 
 
+STUCK = """
+import queue, sys, time, immwire
+a, b = immwire.TransferEngine(), immwire.TransferEngine()
+peer = a.add_peer(b.address)
+a.wait_peer_blocking(peer)
+held = queue.Queue(maxsize=1)
+b.submit_recvs(count=10, callback=held.put)
+for n in range(3):
+    a.submit_send(peer=peer, data=bytes(4)).wait_blocking()
+while not held.full():
+    time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("end", ["sys.exit(3)", "del a, b\nsys.exit(3)"])
+def test_a_program_ends_though_a_callback_does_not(end):
+    command = [sys.executable, "-c", STUCK + end]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (ended.returncode, ended.stderr) == (3, "")
+
+
+def test_ctrl_c_ends_a_close_that_waits_for_a_callback(pair):
+    inside, go_on, came = threading.Event(), threading.Event(), []
+
+    def stuck(message):
+        inside.set()
+        assert go_on.wait(PATIENCE)
+        came.append(message)
+
+    def interrupt():
+        until = time.monotonic() + PATIENCE
+        while not pair.receiver.closed and time.monotonic() < until:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    pair.receiver.submit_recvs(count=1, callback=stuck)
+    pair.sender.submit_send(peer=pair.peer, data=b"word").wait_blocking()
+    assert inside.wait(PATIENCE)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupting = threading.Thread(target=interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            interrupting.start()
+            pair.receiver.close()
+        assert pair.receiver.closed
+        assert not came
+    finally:
+        go_on.set()
+        interrupting.join(PATIENCE)
+        signal.signal(signal.SIGINT, before)
+    # It goes on by itself.
+    until = time.monotonic() + PATIENCE
+    while not came and time.monotonic() < until:
+        time.sleep(0.01)
+    assert len(came) == 1
+    pair.receiver.close()
+
+
 INSIDE = """
 import ctypes, immwire
 engine, told = immwire.TransferEngine(counters=1), []

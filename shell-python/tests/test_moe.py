@@ -474,6 +474,21 @@ def test_shapes_that_cannot_be():
             joining.join([joining.seat, b"abc"])
         with pytest.raises(immwire.RequestError, match="1 seats for 2 ranks"):
             joining.join([joining.seat])
+        # Neither has begun anything: it can be called with the right ones, whose ranks do not come here.
+        with pytest.raises(immwire.MoeError, match="1"):
+            joining.join([joining.seat, joining.seat], timeout=0.05)
+        with pytest.raises(immwire.EngineClosed, match="exchange is closed"):
+            joining.join([joining.seat, joining.seat])
+
+
+def test_a_second_join_says_that_there_was_a_first():
+    with immwire.TransferEngine() as engine:
+        joining = moe.HostAllToAll.open(engine, rank=0, top_k=1, max_tokens=4, hidden=8, experts=2, world=1)
+        exchange = joining.join([joining.seat])
+        with pytest.raises(immwire.RequestError, match="joined already"):
+            joining.join([joining.seat])
+        assert not exchange.closed
+        exchange.close()
         with pytest.raises(immwire.EngineClosed, match="exchange is closed"):
             joining.join([joining.seat])
 

@@ -7,7 +7,8 @@
 //! # Invariants
 //!
 //! - A row is printed only if all results were what experts that only change signs must give, which is exact in e4m3 and in bf16:
-//!   of a first round, in which the experts are the CPU, and of the last round of all that are enqueued at a time.
+//!   of a first round, in which the experts are the CPU, and of the last round of all that are enqueued at a time. The latter has
+//!   also brought the rows that the first brought.
 //! - Memory that launches use stays until the GPU has ended them.
 
 use std::collections::BTreeMap;
@@ -201,11 +202,13 @@ fn checked_round(ranks: &mut [Rank]) -> Result<(), MoeBenchError> {
 /// Enqueues rounds for all ranks, lets them go, and adds what each took to `times`: out, and back.
 fn held_rounds(ranks: &mut [Rank], times: &mut [Vec<f64>; 2]) -> Result<(), MoeBenchError> {
     ranks.iter_mut().try_for_each(Rank::blank)?;
+    ranks.iter_mut().try_for_each(Rank::blank_rows)?;
     let enqueued = ranks.iter_mut().try_for_each(Rank::enqueue_held);
     // Also if something went wrong: who holds back nothing ends.
     let opened = ranks.iter().try_for_each(Rank::open_gate);
     enqueued.and(opened)?;
     ranks.iter_mut().try_for_each(Rank::check)?;
+    ranks.iter_mut().try_for_each(Rank::check_rows)?;
     for round in 0..HELD {
         for (op, times) in times.iter_mut().enumerate() {
             let at = 2 * round + op;
@@ -232,6 +235,8 @@ struct Rank {
     marks: Vec<Event>,
     batch: Batch,
     expected: Vec<u8>,
+    /// The rows of the first round, and their scales: each round brings them anew.
+    received: [Vec<u8>; 2],
     experts: Range<u32>,
     tokens: u32,
     room: u32,
@@ -281,6 +286,7 @@ impl Rank {
             turn: 0,
             marks: (0..=2 * HELD).map(|_| Event::new(device)).collect::<Result<_, _>>()?,
             expected: batch.expected(args.top_k),
+            received: Default::default(),
             experts,
             tokens: args.tokens,
             room,
@@ -390,6 +396,7 @@ impl Rank {
                 }
             }
         }
+        self.received = [x, scales];
         self.put(self.y.address(), &y)
     }
 
@@ -397,6 +404,32 @@ impl Rank {
     fn blank(&mut self) -> Result<(), MoeBenchError> {
         let bytes = vec![UNTOUCHED; self.batch.x.len()];
         self.put(self.out.address(), &bytes)
+    }
+
+    /// Clears where rows arrive.
+    fn blank_rows(&mut self) -> Result<(), MoeBenchError> {
+        let [rows, scales] = &self.received;
+        let blank = vec![UNTOUCHED; rows.len().max(scales.len())];
+        for (to, len) in
+            [(self.rows_x.address(), rows.len()), (self.rows_scales.address(), scales.len())]
+        {
+            self.put(to, blank.get(..len).unwrap_or_default())?;
+        }
+        Ok(())
+    }
+
+    /// Compares the last rows; all launches have ended.
+    fn check_rows(&mut self) -> Result<(), MoeBenchError> {
+        let [rows, scales] = std::mem::take(&mut self.received);
+        let (x, s) = (self.rows_x.address(), self.rows_scales.address());
+        let found = [self.get(x, rows.len())?, self.get(s, scales.len())?];
+        let received = [rows, scales];
+        if found != received {
+            let round = u32::try_from(self.turn).unwrap_or(u32::MAX);
+            return Err(MoeBenchError::Wrong { rank: self.number, round });
+        }
+        self.received = received;
+        Ok(())
     }
 
     /// Waits for all launches, and compares the last results.

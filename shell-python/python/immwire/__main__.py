@@ -6,8 +6,10 @@ import sys
 
 
 def _again() -> list[str]:
-    """How the command starts itself. Not by ``-m``, which looks for modules where the command was called first of all: there may be
-    anything, files that were received not least.
+    """How the command starts itself.
+
+    Not by ``-m``, which looks for modules first where the command was called: there may be anything, files
+    that were received not least.
     """
     package = os.path.dirname(os.path.abspath(__file__))
     return [

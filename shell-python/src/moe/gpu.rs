@@ -105,7 +105,7 @@ impl GpuJoining {
 
     /// Connects to the others, and opens their inboxes. ``seats`` are those of all ranks, in their order, this one's included.
     ///
-    /// It can be called once: if it fails, open anew. Other threads run meanwhile.
+    /// It can be called once: if it fails, open anew, but for seats that cannot be right. Other threads run meanwhile.
     #[pyo3(signature = (seats, /, *, timeout = None))]
     fn join(
         &self,
@@ -115,7 +115,7 @@ impl GpuJoining {
     ) -> PyResult<GpuAllToAll> {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
-        let seats = super::seats(seats)?;
+        let seats = common.seats(seats)?;
         let control = common.call(py, |state| match std::mem::take(state) {
             State::Joining(joining) => {
                 let exchange = joining.join(&seats, timeout)?;
@@ -124,8 +124,9 @@ impl GpuJoining {
                 Ok(control)
             }
             other => {
+                let joined = matches!(other, State::Joined(_));
                 *state = other;
-                Err(Failure::Closed)
+                Err(if joined { Failure::Joined } else { Failure::Closed })
             }
         })?;
         Ok(GpuAllToAll { shared: Arc::clone(&self.shared), control: Owned::new(control) })

@@ -101,7 +101,7 @@ impl Joining {
 
     /// Connects to the others. ``seats`` are those of all ranks, in their order, this one's included.
     ///
-    /// It can be called once: if it fails, open anew. Other threads run meanwhile.
+    /// It can be called once: if it fails, open anew, but for seats that cannot be right. Other threads run meanwhile.
     #[pyo3(signature = (seats, /, *, timeout = None))]
     fn join(
         &self,
@@ -111,7 +111,7 @@ impl Joining {
     ) -> PyResult<HostAllToAll> {
         let common = &self.shared.common;
         let timeout = common.timeout(timeout)?;
-        let seats = super::seats(seats)?;
+        let seats = common.seats(seats)?;
         let (max_rows, max_slots, control) =
             common.call(py, |held| match std::mem::take(&mut held.state) {
                 State::Joining(joining) => {
@@ -122,8 +122,9 @@ impl Joining {
                     Ok(most)
                 }
                 other => {
+                    let joined = matches!(other, State::Joined(_));
                     held.state = other;
-                    Err(Failure::Closed)
+                    Err(if joined { Failure::Joined } else { Failure::Closed })
                 }
             })?;
         Ok(HostAllToAll {

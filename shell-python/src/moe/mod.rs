@@ -35,6 +35,7 @@ use crate::sync::lock;
 enum Failure {
     Busy,
     Closed,
+    Joined,
     Moe(MoeError),
 }
 
@@ -49,6 +50,7 @@ impl From<Failure> for PyErr {
         match failure {
             Failure::Busy => errors::exchange_busy(),
             Failure::Closed => errors::closed("exchange"),
+            Failure::Joined => errors::joined_already(),
             Failure::Moe(error) => errors::moe(&error),
         }
     }
@@ -173,6 +175,16 @@ impl<H: Default + Send + 'static> Common<H> {
         self.engine.get().timeout(timeout)
     }
 
+    /// Seats of all ranks, from their bytes: as many as there are.
+    fn seats(&self, seats: &Bound<'_, PyAny>) -> PyResult<Vec<Seat>> {
+        let seats = seats_of(seats)?;
+        let world = u32::try_from(self.firsts.len()).unwrap_or(u32::MAX).saturating_sub(1);
+        if u32::try_from(seats.len()) == Ok(world) {
+            return Ok(seats);
+        }
+        Err(errors::moe(&MoeError::Seats { found: seats.len(), world }))
+    }
+
     fn close(&self, py: Python<'_>) -> PyResult<()> {
         let slot = &self.slot.get()?.0;
         py.detach(|| slot.close());
@@ -184,8 +196,7 @@ impl<H: Default + Send + 'static> Common<H> {
     }
 }
 
-/// Seats of all ranks, from their bytes.
-fn seats(seats: &Bound<'_, PyAny>) -> PyResult<Vec<Seat>> {
+fn seats_of(seats: &Bound<'_, PyAny>) -> PyResult<Vec<Seat>> {
     let mut read = Vec::new();
     for (rank, seat) in seats.try_iter()?.enumerate() {
         let bytes = View::contiguous(&seat?, false)?.to_vec();
