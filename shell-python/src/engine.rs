@@ -51,7 +51,7 @@ use crate::waiting::Waiting;
 use crate::watcher::UvmWatcher;
 
 /// How long the interpreter's end waits for engines that other threads are using.
-const USED: Duration = Duration::from_secs(1);
+const PATIENCE: Duration = Duration::from_secs(1);
 /// How long it waits, in all, for engines that stop; and how long the last user of one does that nobody has closed.
 const STOPPED: Duration = Duration::from_secs(5);
 
@@ -101,7 +101,7 @@ impl Drop for Running {
     fn drop(&mut self) {
         let Some(core) = self.0.take() else { return };
         let mut core = Some(core);
-        let stop = || core.take().map(Stopping::begin);
+        let mut stop = || core.take().map(Stopping::begin);
         if in_callback() {
             // Its thread would wait for itself.
             match stop() {
@@ -115,10 +115,8 @@ impl Drop for Running {
             py.detach(|| match stop() {
                 Some(Ok(stopping)) if !stopping.is_over(STOPPED) => stopping.leave(),
                 Some(Ok(stopping)) => stopping.join(),
-                Some(Err(core)) => {
-                    core.map(Core::stop);
-                }
-                None => {}
+                Some(Err(Some(core))) => core.stop(),
+                Some(Err(None)) | None => {}
             });
         });
         if stopped.is_none() {
@@ -141,14 +139,16 @@ static LEFT: Mutex<Vec<Stopping>> = Mutex::new(Vec::new());
 
 impl Stopping {
     /// Gives the engine back, as it was, where there can be no thread.
-    fn begin(core: Core) -> Result<Self, Option<Core>> {
+    fn begin(core: Core) -> Result<Self, Option<Box<Core>>> {
         let (held, over) = mpsc::channel::<()>();
-        let core = Arc::new(Mutex::new(Some(core)));
+        let core = Arc::new(Mutex::new(Some(Box::new(core))));
         let its = Arc::clone(&core);
         let thread = std::thread::Builder::new().name("immwire-reaper".into()).spawn(move || {
             let core = lock(&its).take();
             drop(its);
-            core.map(Core::stop);
+            if let Some(core) = core {
+                core.stop();
+            }
             drop(held);
         });
         match thread {
@@ -197,10 +197,8 @@ impl Ending {
                 Self::Used(shared) => match Arc::try_unwrap(shared) {
                     Ok(mut last) => match last.0.take().map(Stopping::begin) {
                         Some(Ok(stopping)) => *self = Self::Stopping(stopping),
-                        Some(Err(core)) => {
-                            core.map(Core::stop);
-                        }
-                        None => {}
+                        Some(Err(Some(core))) => core.stop(),
+                        Some(Err(None)) | None => {}
                     },
                     Err(shared) => {
                         *self = Self::Used(shared);
@@ -308,7 +306,7 @@ pub(crate) fn close_all(py: Python<'_>) {
             ending.go_on(Duration::ZERO);
         }
         for ending in &mut endings {
-            ending.go_on(USED.saturating_sub(from.elapsed()));
+            ending.go_on(PATIENCE.saturating_sub(from.elapsed()));
         }
         for ending in endings.iter_mut().filter(|it| matches!(it, Ending::Stopping(_))) {
             ending.go_on(STOPPED.saturating_sub(from.elapsed()));
